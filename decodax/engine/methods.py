@@ -9,7 +9,7 @@ import os
 from typing import Any
 
 from decodax.algorithms.autoregressive import Autoregressive
-from decodax.algorithms.diffusion.systems.entries import default as fills
+from decodax.algorithms.diffusion.samplers.llada import llada
 from decodax.common.arguments import shown
 from decodax.common.registry import ALGORITHMS, CACHES, Configured, Entry
 from decodax.core.cache import CacheConfig
@@ -105,7 +105,7 @@ def chosen(lm: LM, given: Any, rows: int, draft: Any = None) -> Algorithm:
     if isinstance(given, Configured):
         method = _built(given, lm, draft, rows)
     elif given is None:
-        method = Autoregressive() if lm.diffusion is None else fills(lm)
+        method = Autoregressive() if lm.diffusion is None else llada(lm)
     elif isinstance(given, type):
         raise TypeError(f"algorithm: got the class {given.__name__}, takes an instance of one")
     elif not isinstance(given, Algorithm):

@@ -40,23 +40,13 @@ from decodax.algorithms.diffusion.adapter import (
     Template,
 )
 from decodax.algorithms.diffusion.algorithm import MaskedDiffusion
-from decodax.algorithms.diffusion.caching.blocks import (
-    AnchorCache,
-    BlockCache,
-    DualCache,
-    FusedCache,
-    NoCache,
-    PrefixCache,
-    SubBlockCache,
-)
-from decodax.algorithms.diffusion.caching.drift import Drift, Leading
-from decodax.algorithms.diffusion.caching.features import Similarity
-from decodax.algorithms.diffusion.caching.refreshes import DelayedTokens, DKVCacheGreedy, Frozen, OwnBlock, Vicinity
-from decodax.algorithms.diffusion.caching.reuse import FullStepOrder, Targets, Turns
+from decodax.algorithms.diffusion.caching.blocks import BlockCache, FusedCache, NoCache
+from decodax.algorithms.diffusion.caching.dkv_cache import DelayedTokens, DKVCacheGreedy
+from decodax.algorithms.diffusion.caching.dllm_cache import Similarity
+from decodax.algorithms.diffusion.caching.elastic_cache import Drift, Leading
+from decodax.algorithms.diffusion.caching.flashdlm import Frozen, GuidedDiffusion
+from decodax.algorithms.diffusion.caching.recap import FullStepOrder, Targets, Turns
 from decodax.algorithms.diffusion.canvas import Canvas
-from decodax.algorithms.diffusion.parallel.branches import BranchExact, BranchLater, BranchTree, Sequential
-from decodax.algorithms.diffusion.parallel.pipeline import Delayed, InTurn, Pipeline, Pipelined, WithBest
-from decodax.algorithms.diffusion.parallel.product import Agreed, GuidedDiffusion, LimitedLookahead, Product, Trailing
 from decodax.algorithms.diffusion.policies import (
     Caching,
     Remask,
@@ -70,29 +60,33 @@ from decodax.algorithms.diffusion.policies import (
     View,
     Windows,
 )
-from decodax.algorithms.diffusion.rules.coherence import Agreeing
-from decodax.algorithms.diffusion.rules.confident import Confident
-from decodax.algorithms.diffusion.rules.learned import ClosingToken, Filter, Learned, PredictedEnd
-from decodax.algorithms.diffusion.rules.remasking import Edit, Keep, MaskBottom, ReMDM, Renoise
+from decodax.algorithms.diffusion.rules.defaults import AsIs, Keep, Sequential
+from decodax.algorithms.diffusion.rules.judged import Agreed
 from decodax.algorithms.diffusion.rules.scores import Confidence, Margin, NegEntropy, Noisy, Position, Random
-from decodax.algorithms.diffusion.rules.shapers import Anneal, AsIs, Average, Credit
-from decodax.algorithms.diffusion.rules.stops import EndOfText, FirstEnd, Gap, Stable, Steps
-from decodax.algorithms.diffusion.rules.unmasking import (
-    All,
-    Ancestral,
-    Anchored,
-    AtLeast,
-    BlockQuota,
-    Coins,
-    ConfidentPrefix,
-    EntropyBound,
-    Factor,
-    LocalLeap,
-    Quota,
-    Segments,
-    Threshold,
-)
-from decodax.algorithms.diffusion.rules.windows import Blocks, Delimited, Sliding, SubBlocks, Whole, WholeBlocks
+from decodax.algorithms.diffusion.rules.stops import EndOfText, FirstEnd, Steps
+from decodax.algorithms.diffusion.rules.unmasking import All, Anchored, AtLeast, BlockQuota, Quota, Threshold
+from decodax.algorithms.diffusion.rules.windows import Blocks, Sliding, Whole, WholeBlocks
+from decodax.algorithms.diffusion.samplers.adablock import Delimited, OwnBlock
+from decodax.algorithms.diffusion.samplers.apd import LimitedLookahead, Product, Trailing
+from decodax.algorithms.diffusion.samplers.ccd import Agreeing, Average
+from decodax.algorithms.diffusion.samplers.d2f import Pipeline, Pipelined
+from decodax.algorithms.diffusion.samplers.d3llm import Delayed, InTurn, WithBest
+from decodax.algorithms.diffusion.samplers.diffusion_gemma import Anneal, Renoise, Stable
+from decodax.algorithms.diffusion.samplers.dimple import Confident
+from decodax.algorithms.diffusion.samplers.dinfer import Credit, Segments, Vicinity
+from decodax.algorithms.diffusion.samplers.entropy_bounded import EntropyBound
+from decodax.algorithms.diffusion.samplers.fast_dllm import DualCache, Factor, PrefixCache
+from decodax.algorithms.diffusion.samplers.fast_dllm_v2 import AnchorCache, SubBlockCache, SubBlocks
+from decodax.algorithms.diffusion.samplers.freedave import BranchExact, BranchLater
+from decodax.algorithms.diffusion.samplers.learn2pd import ClosingToken, Filter, Learned, PredictedEnd
+from decodax.algorithms.diffusion.samplers.llada import Edit
+from decodax.algorithms.diffusion.samplers.localleap import LocalLeap
+from decodax.algorithms.diffusion.samplers.maskgit import MaskBottom
+from decodax.algorithms.diffusion.samplers.mdlm import Ancestral
+from decodax.algorithms.diffusion.samplers.prophet import Gap
+from decodax.algorithms.diffusion.samplers.remdm import Coins, ReMDM
+from decodax.algorithms.diffusion.samplers.sdlm import ConfidentPrefix
+from decodax.algorithms.diffusion.samplers.ssd import BranchTree
 from decodax.algorithms.diffusion.stats import DistributionStats, statistics
 
 __all__ = ["Adapter", "Agreed", "Agreeing", "All", "Ancestral", "AnchorCache", "Anchored", "Anneal", "AsIs", "AtLeast",

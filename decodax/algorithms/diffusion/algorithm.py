@@ -29,7 +29,6 @@ from decodax.algorithms.diffusion.adapter import Adapter
 from decodax.algorithms.diffusion.caching.blocks import NoCache
 from decodax.algorithms.diffusion.canvas import Canvas, look, survey
 from decodax.algorithms.diffusion.guidance import guide
-from decodax.algorithms.diffusion.parallel.branches import Sequential
 from decodax.algorithms.diffusion.policies import (
     Caching,
     Remask,
@@ -43,9 +42,8 @@ from decodax.algorithms.diffusion.policies import (
     Windows,
 )
 from decodax.algorithms.diffusion.round import Round
-from decodax.algorithms.diffusion.rules.remasking import Keep
+from decodax.algorithms.diffusion.rules.defaults import AsIs, Keep, Sequential
 from decodax.algorithms.diffusion.rules.scores import Confidence
-from decodax.algorithms.diffusion.rules.shapers import AsIs
 from decodax.algorithms.diffusion.rules.stops import EndOfText
 from decodax.algorithms.diffusion.rules.unmasking import Quota, best
 from decodax.algorithms.diffusion.rules.windows import Blocks

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 import decodax.algorithms.diffusion as d
-from decodax.algorithms.diffusion.parallel.pipeline import Delayed, InTurn, Pipeline, Pipelined, WithBest
-from decodax.algorithms.diffusion.parallel.product import Agreed, LimitedLookahead, Product, Trailing
+from decodax.algorithms.diffusion.rules.judged import Agreed
+from decodax.algorithms.diffusion.samplers.apd import LimitedLookahead, Product, Trailing
+from decodax.algorithms.diffusion.samplers.d2f import Pipeline, Pipelined
+from decodax.algorithms.diffusion.samplers.d3llm import Delayed, InTurn, WithBest
 from decodax.core import drivers, keys
 from decodax.core.keys import Purpose
 from decodax.core.types import Params

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import decodax.algorithms.diffusion as d
-from decodax.algorithms.diffusion.parallel.branches import BranchExact, BranchLater, BranchTree
+from decodax.algorithms.diffusion.samplers.freedave import BranchExact, BranchLater
+from decodax.algorithms.diffusion.samplers.ssd import BranchTree
 from decodax.bench.report import parse
 from decodax.core import drivers
 from decodax.core.round import run

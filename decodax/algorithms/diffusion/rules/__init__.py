@@ -1,3 +1,2 @@
-"""The rules of a step: which positions are worked on, in which order and how many are unmasked, which are remasked, and
-when the text ends.
-"""
+"""Rules of a step that several samplers share: windows, scores, unmasking, stops, and the judges of a second model. The
+rules of single papers are in `decodax.algorithms.diffusion.samplers`."""

@@ -1,5 +1,5 @@
-"""The order of unmasking: by confidence, margin or entropy, at random, or from left to right; each with optional Gumbel
-noise."""
+"""Scores, which give the order of unmasking: by confidence, margin or entropy, at random, or from left to right; each
+with optional Gumbel noise."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class NegEntropy(Score):
 
 @dataclasses.dataclass(frozen=True)
 class Random(Score):
-    """A uniform random number. It is drawn anew in each step, or with `once` a single time for the whole text."""
+    """A uniform random number, drawn anew in each step, or with `once` a single time for the whole text."""
 
     once: bool = False
 
@@ -64,7 +64,7 @@ class Random(Score):
 
 @dataclasses.dataclass(frozen=True)
 class Position(Score):
-    """From left to right."""
+    """Minus the position: from left to right."""
 
     def __call__(self, view: View, seen: Seen, memory: Memory) -> Array:
         return -view.positions.astype(jnp.float32)

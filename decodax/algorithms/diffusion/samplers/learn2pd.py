@@ -1,10 +1,11 @@
-"""Learn2PD (Bao et al. 2025): a small trained network predicts for each candidate of a block whether it is final, and
-the text is cut at the end that the model predicts.
+"""Learn2PD: a small trained network predicts for each candidate of a block whether it is final, and the text is cut at
+the end that the model predicts ("Learning to Parallel: Accelerating Diffusion Large Language Models via Adaptive
+Parallel Decoding", Bao et al., 2025).
 
 As in the authors' code, a block's candidates are unmasked where the filter's probability is above a threshold, and the
 step's quota of the surest ones in any case. End-of-text prediction looks at the whole canvas. If some candidate is an
-end of sequence that the filter accepts, the text ends behind the first such candidate. Otherwise, if some candidate is
-an end of sequence, the text ends behind the surest of them. That token is not unmasked yet, and later steps of the
+end of sequence that the filter accepts, the text ends after the first such candidate. Otherwise, if some candidate is
+an end of sequence, the text ends after the surest of them. That token is not unmasked yet, and later steps of the
 authors' code may decide another one there, which leaves a text without an end. Here the last token of a cut text is
 always an end of sequence.
 """
@@ -21,17 +22,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from decodax.algorithms.diffusion.adapter import Adapter
+from decodax.algorithms.diffusion.algorithm import MaskedDiffusion
 from decodax.algorithms.diffusion.policies import Counts, Memory, Seen, Stop, Unmask, View
-from decodax.algorithms.diffusion.rules.remasking import Keep
-from decodax.algorithms.diffusion.rules.stops import behind, ends
+from decodax.algorithms.diffusion.rules.defaults import Keep
+from decodax.algorithms.diffusion.rules.stops import EndOfText, behind, ends
 from decodax.algorithms.diffusion.rules.unmasking import BlockQuota, current, number
+from decodax.algorithms.diffusion.rules.windows import WholeBlocks
+from decodax.common.options import Count, Share
+from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import short
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Filter:
-    """Two layers on a block's confidences, compared by their weights: a few thousand numbers that are compiled into the
-    program.
+    """Network of two layers on a block's confidences, compared by its weights: a few thousand numbers that are compiled
+    into the program.
 
     Attributes:
         hidden, out: kernels `f32[n, h]` and `f32[h, n]`, for blocks of `n` positions.
@@ -91,10 +97,10 @@ class Filter:
 
 @dataclasses.dataclass(frozen=True)
 class Learned(Counts, Unmask):
-    """The candidates that the filter accepts with a probability above `threshold`, and the step's quota.
+    """Unmasks the candidates that the filter accepts with a probability above `threshold`, and the step's quota.
 
     Attributes:
-        steps: of a block, for the quota; None: one position a step.
+        steps: steps of a block, for the quota; None: one position a step.
     """
 
     filter: Filter
@@ -127,9 +133,10 @@ class Learned(Counts, Unmask):
 
 @dataclasses.dataclass(frozen=True)
 class PredictedEnd(Stop):
-    """The text ends behind the first candidate that is an end of sequence and that the filter accepts. If there is
-    none, it ends behind the surest candidate that is an end of sequence. That position may still be open, and is
-    decided later.
+    """Ends the text after the first candidate that is an end of sequence and that the filter accepts.
+
+    If there is none, the text ends after the surest candidate that is an end of sequence. That position may still be
+    open, and is decided later.
 
     Attributes:
         learned: the sampler's unmasking rule.
@@ -149,7 +156,7 @@ class PredictedEnd(Stop):
 class ClosingToken(Keep):
     """Puts an end of sequence into the last position of a text that was cut, instead of the candidate.
 
-    The memory is where the text ended at first, `i32[B]`.
+    The memory is the first end of the text, `i32[B]`.
     """
 
     def init(self, view: View) -> Memory:
@@ -159,3 +166,44 @@ class ClosingToken(Keep):
         last = before.masked & ~after.open & (after.positions == after.end[:, None] - 1)
         last = last & (after.end < memory)[:, None] & (after.eos[:, :1] >= 0) & ~ends(after, after.tokens)
         return after.replace(tokens=jnp.where(last, after.eos[:, :1], after.tokens))
+
+
+@ALGORITHMS.register("learn2pd", "Learning to Parallel: Accelerating Diffusion Large Language Models via Adaptive "
+                     "Parallel Decoding", "Bao et al. 2025", family="masked-diffusion", needs="a diffusion model")
+def learn2pd(lm: Any, filter: Filter | str | None = None, threshold: Share = 0.96, steps: Count | None = None,
+             end_of_text: bool = True, size: Count | None = None) -> MaskedDiffusion:
+    """Unmasks the candidates that a trained filter accepts, and cuts the canvas at the predicted end of the text.
+
+    The shipped models have filters. For another model of text, of any attention,
+
+        python scripts/train.py diffusion --preset pycode-diffusion --stage filter --init DIR --output runs/filter
+
+    writes `runs/filter/model/filter.safetensors`.
+
+    Args:
+        lm: loaded diffusion model.
+        filter: the filter, or its file; its width is the block. None: the `filter.safetensors` in the model's
+            directory.
+        threshold: the filter's probability above which a candidate is unmasked.
+        steps: steps of a block, for the quota. None: one position a step.
+        end_of_text: cut the canvas at the predicted end.
+        size: most new tokens of a text. None: the budget of the call.
+
+    Raises:
+        ValueError: no filter given, and none in the model's directory.
+    """
+    own = filter if isinstance(filter, Filter) else Filter.load(filter or _beside(lm))
+    learned = Learned(own, threshold, steps)
+    return MaskedDiffusion(Adapter.of(lm), WholeBlocks(size, own.block), unmask=learned,
+                           remask=ClosingToken() if end_of_text else Keep(),
+                           stops=(PredictedEnd(learned) if end_of_text else EndOfText(),))
+
+
+def _beside(lm: Any) -> Path:
+    """Returns the path of the filter in a model's directory."""
+    directory = lm.directory
+    if directory is None or not (directory / "filter.safetensors").is_file():
+        where = directory or "a directory of the model"
+        raise ValueError(f"filter: got None, and no filter.safetensors lies in {where}; train one with "
+                         "scripts/train.py diffusion --stage filter --init DIR, or give a Filter or its file's path")
+    return Path(directory) / "filter.safetensors"

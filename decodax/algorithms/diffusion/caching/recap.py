@@ -1,31 +1,37 @@
-"""ReCAP (Liu et al. 2025): masked generation with a full step now and then, and local steps in between.
+"""ReCAP: masked generation with a full step now and then, and cheap local steps in between ("Plug-and-Play Context
+Feature Reuse for Efficient Masked Generation", Liu et al., 2025).
 
-A full step scores the whole text and chooses what it and the following local steps decide: as many positions as their
-quotas add up to, in the order of its scores. A local step scores only these targets, decided or not, against the
-entries that the full step wrote for all other positions, and decides the next of them.
+A full step scores the whole text and chooses the targets, the positions that it and the following local steps decide:
+as many as their quotas add up to, in the order of its scores. A local step scores only the targets, against the entries
+that the full step wrote for all other positions, and decides the next of them. The cache is approximate.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import jax.numpy as jnp
 from jax import Array
 
-from decodax.algorithms.diffusion.adapter import Nodes
-from decodax.algorithms.diffusion.caching.refreshes import Rewriting, scattered, with_left
+from decodax.algorithms.diffusion.adapter import Adapter, Nodes
+from decodax.algorithms.diffusion.algorithm import MaskedDiffusion
+from decodax.algorithms.diffusion.caching.rewriting import Rewriting, scattered, with_left
 from decodax.algorithms.diffusion.canvas import paste
 from decodax.algorithms.diffusion.policies import Memory, Score, Seen, View
-from decodax.algorithms.diffusion.rules.scores import Confidence
+from decodax.algorithms.diffusion.rules.scores import Confidence, Noisy, Random
 from decodax.algorithms.diffusion.rules.unmasking import Quota
+from decodax.algorithms.diffusion.rules.windows import Whole
 from decodax.algorithms.diffusion.stats import rank
+from decodax.common.options import Count
+from decodax.common.options import Whole as WholeNumber
+from decodax.common.registry import ALGORITHMS
 
 
 @dataclasses.dataclass(frozen=True)
 class Turns:
-    """Which steps of a region are full: the first `lead` steps; of the following ones, the first and every `every`-th
-    after it."""
+    """Says which steps of a window are full: the first `lead` steps; of the following ones, the first and every
+    `every`-th after it."""
 
     every: int = 2
     lead: int = 0
@@ -41,7 +47,7 @@ class Turns:
 
 @dataclasses.dataclass(frozen=True)
 class FullStepOrder(Score):
-    """The scores that `score` gave in the last full step. The memory is these scores, `f32[B, W]`."""
+    """Ranks by the scores that `score` gave in the last full step. The memory is these scores, `f32[B, W]`."""
 
     score: Any
     turns: Turns
@@ -67,7 +73,7 @@ class Targets(Rewriting):
     The memory is the targets, `bool[B, W]`.
 
     Attributes:
-        quota: how many positions a step decides. score: in which order. turns: which steps are full.
+        quota: number of positions that a step decides. score: their order. turns: which steps are full.
         packed: sizes of narrow rounds, ascending: the live nodes are gathered into the smallest size that fits. If none
             fits, the round is as long as the text.
     """
@@ -104,3 +110,31 @@ class Targets(Rewriting):
     def nodes(self, view: View, left: int, memory: Memory) -> Nodes:
         assert view.text is not None
         return scattered(with_left(paste(jnp.zeros(view.text.open.shape, bool), memory, view.start), left))
+
+
+@ALGORITHMS.register("recap", "Plug-and-Play Context Feature Reuse for Efficient Masked Generation", "Liu et al. 2025",
+                     family="diffusion-cache", needs="a diffusion model")
+def recap(lm: Any, steps: Count = 24, every: Count = 2, pre_full_iters: WholeNumber = 0,
+          order: Literal["random", "confidence"] = "confidence", choice_temperature: float = 5.5,
+          schedule: Literal["power", "cosine"] = "power", size: Count | None = None,
+          packed: tuple[int, ...] = ()) -> MaskedDiffusion:
+    """MaskGIT whose full steps choose targets, and whose local steps compute only these.
+
+    Halves the computation of a sampler that fills the whole text at once.
+
+    Args:
+        lm: loaded diffusion model.
+        steps: number of steps, full and local.
+        every: steps from one full step to the next (the authors' `num_cache_iters` plus 1).
+        pre_full_iters: number of full steps at the beginning.
+        order: "confidence", with Gumbel noise that fades, or "random" (MAR).
+        choice_temperature: scale of that noise; 0 for none.
+        schedule: of the quotas: "power" (the authors') or "cosine".
+        size: most new tokens of a text. None: the budget of the call.
+        packed: sizes of local forwards, ascending. (): as long as the text.
+    """
+    turns, quota = Turns(every, pre_full_iters), Quota(steps, schedule)
+    score: Score = Random() if order == "random" else \
+        Noisy(Confidence("policy"), choice_temperature, steps) if choice_temperature else Confidence("policy")
+    return MaskedDiffusion(Adapter.of(lm), Whole(size), FullStepOrder(score, turns), quota,
+                           caching=Targets(quota, score, turns, packed))

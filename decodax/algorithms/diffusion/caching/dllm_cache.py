@@ -1,9 +1,10 @@
-"""dLLM-Cache (Liu et al. 2025): features of earlier forwards reused node by node inside each layer.
+"""dLLM-Cache: reuses features of earlier forwards token by token inside each layer ("dLLM-Cache: Accelerating Diffusion
+Large Language Models with Adaptive Caching", Liu et al., 2025).
 
-Between refreshes most tokens' features hardly move, and how far their values moved tells which did. So each layer
-computes the values of all nodes of the response, compares them with the cached ones, and runs queries, keys, attention
-and MLP only for the share of least cosine similarity; what the halves added to the residual stream for the others comes
-from the cache. The prompt's entries are refreshed rarely, the response's now and then.
+Between refreshes most tokens' features hardly move, and the change of their values tells which did. Each layer computes
+the values of all nodes of the response and compares them with the cached ones. It runs queries, keys, attention and MLP
+only for the share of least cosine similarity. For all others, what attention and MLP added to the residual stream comes
+from the cache. The prompt's entries are refreshed rarely, the response's more often. The cache is approximate.
 
 The network takes part layer by layer, through `Transformer.pieces`: `Reusing` is a model that wraps the model.
 """
@@ -13,17 +14,22 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from decodax.algorithms.diffusion.adapter import Nodes
-from decodax.algorithms.diffusion.caching.refreshes import Rewriting
+from decodax.algorithms.diffusion.adapter import Adapter, Nodes
+from decodax.algorithms.diffusion.algorithm import MaskedDiffusion
+from decodax.algorithms.diffusion.caching.rewriting import Rewriting
 from decodax.algorithms.diffusion.policies import Memory, View
+from decodax.algorithms.diffusion.rules.unmasking import Quota
+from decodax.algorithms.diffusion.rules.windows import Blocks
 from decodax.algorithms.diffusion.stats import cosine, rank
 from decodax.cache import AttentionView, Dense, Wrapper
+from decodax.common.options import Count, Range
+from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
 from decodax.core.cache import Cache, Entries
 from decodax.core.types import LayeredModel, Model, Out
@@ -35,14 +41,15 @@ EVERYTHING, RESPONSE, PART, PROMPT = range(4)
 
 @struct
 class Reuse(Struct):
-    """A hint for `Reusing`: `nodes` `bool[B, W]`, those of which features may be reused."""
+    """Hint for `Reusing`. `nodes`: `bool[B, W]`, nodes whose features may be reused."""
 
     nodes: Array
 
 
 @struct
 class Features(Struct):
-    """What a window's layers computed: `entries` as ever, and what attention and MLP added, `f[B, W, D]` a layer."""
+    """Features that a forward's layers computed: the `entries` of the cache, and what attention and MLP added, `f[B, W,
+    D]` a layer."""
 
     entries: Entries
     attention: tuple[Array, ...]
@@ -51,8 +58,8 @@ class Features(Struct):
 
 @struct
 class FeatureCache(Wrapper):
-    """A cache of keys and values, `base`, and of what each layer's halves added: `f[B, S, D]` a layer, slot = position.
-    """
+    """Cache of keys and values, `base`, and of what attention and MLP of each layer added: `f[B, S, D]` a layer, slot =
+    position."""
 
     base: Dense
     attention: tuple[Array, ...]
@@ -74,10 +81,10 @@ class FeatureCache(Wrapper):
 
 
 def dense_cache(model: Model, batch: int, capacity: int, params: Any, inputs: Any) -> Dense:
-    """The model's cache.
+    """Returns the model's cache.
 
     Raises:
-        ValueError: it is of another kind.
+        ValueError: it is of another kind than dense.
     """
     cache = model.init_cache(batch, capacity, params=params, inputs=inputs)
     if not isinstance(cache, Dense):
@@ -87,14 +94,15 @@ def dense_cache(model: Model, batch: int, capacity: int, params: Any, inputs: An
 
 @dataclasses.dataclass(frozen=True)
 class Reusing(Model):
-    """A model that recomputes, of the nodes that the hint `Reuse` names, only those whose values changed most; in its
-    first layer all of them, as in the authors' hooks: what stands there has just been embedded anew.
+    """Model that recomputes, of the nodes that the hint `Reuse` names, only those whose values changed most.
+
+    The first layer recomputes all of them, as in the authors' hooks: its input has just been embedded anew.
 
     Attributes:
         model: a `Transformer` with a dense cache.
-        ratio: the share of those nodes that each layer recomputes, rounded down.
-        gather: whether only these are run. False: all are, where the window's other nodes are many, and what is not
-            among them is dropped.
+        ratio: share of those nodes that each layer recomputes, rounded down.
+        gather: True: only the chosen nodes are run. False: all nodes are run, and the results of the others are
+            dropped; for windows with many nodes that are computed in any case.
     """
 
     model: Any
@@ -166,18 +174,16 @@ class Reusing(Model):
 
 @dataclasses.dataclass(frozen=True)
 class Similarity(Rewriting):
-    """dLLM-Cache's schedule: the prompt is computed every `prompt` rounds of a row, the response every `response`; in
-    the others a share of the response's nodes, layer by layer.
+    """dLLM-Cache's schedule: the prompt is computed every `prompt` rounds of a row, the response every `response`.
 
-    The rule is that of the authors' hooks for LLaDA. With logits that point to the next position the prompt's last one,
-    which predicts the first new token, counts as the response's (the authors' hooks for Dream leave its logits as old
-    as the prompt's features).
+    In all other rounds a share of the response's nodes is computed, layer by layer. The rule is that of the authors'
+    hooks for LLaDA. With logits that point to the next position the prompt's last one, which predicts the first new
+    token, counts as the response's (the authors' hooks for Dream leave its logits as old as the prompt's features).
 
     Attributes:
-        prompt, response: the intervals; 1 and 1: as without a cache.
-        ratio: above 0, to 1.
-        size: the most new tokens of a text; longer ones are computed as without a cache. None: what the front door's
-            longest budget takes.
+        prompt, response: the intervals in rounds; with 1 and 1 everything is always computed.
+        ratio: share of the response's nodes, above 0, to 1.
+        size: most new tokens of a text; longer texts are computed without a cache. None: filled in by `fit`.
     """
 
     prompt: int = 50
@@ -220,3 +226,25 @@ class Similarity(Rewriting):
         if phase in (EVERYTHING, RESPONSE):
             return None
         return Reuse(jnp.ones(positions.shape, bool) if phase == PART else positions >= view.prompt_length[:, None])
+
+
+@ALGORITHMS.register("dllm-cache", "dLLM-Cache: Accelerating Diffusion Large Language Models with Adaptive Caching",
+                     "Liu et al. 2025", family="diffusion-cache", needs="a diffusion model")
+def dllm_cache(lm: Any, block_length: Count = 32, steps: Count | None = None, prompt_interval_steps: Count = 50,
+               gen_interval_steps: Count = 7, transfer_ratio: Annotated[float, Range(0, 1, above=True)] = 0.25,
+               size: Count | None = None) -> MaskedDiffusion:
+    """LLaDA's sampler that recomputes, layer by layer, the tokens whose values changed most.
+
+    For long prompts and models of the `Transformer` family.
+
+    Args:
+        lm: loaded diffusion model.
+        block_length: positions of a block.
+        steps: steps of a block. None: one position a step.
+        prompt_interval_steps: rounds after which the prompt's entries are refreshed.
+        gen_interval_steps: rounds after which the response's entries are refreshed.
+        transfer_ratio: share of the response's tokens that are recomputed in between.
+        size: most new tokens of a text. None: the budget of the call.
+    """
+    return MaskedDiffusion(Adapter.of(lm), Blocks(block_length), unmask=Quota(steps),
+                           caching=Similarity(prompt_interval_steps, gen_interval_steps, transfer_ratio, size))

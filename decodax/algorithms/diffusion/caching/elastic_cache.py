@@ -1,15 +1,15 @@
-"""Elastic-Cache (Nguyen-Tri, Ranjan, Shen 2025): entries are recomputed when, and from the layer where, attention
-moved.
+"""Elastic-Cache: recomputes entries when, and from the layer where, attention moved ("Attention Is All You Need for KV
+Cache in Diffusion LLMs", Nguyen-Tri, Ranjan, Shen, 2025).
 
 A forward runs a few nodes only: tokens that were just decided, the first masked positions, and *tracked* tokens: for
 each layer the decided one that masked positions attended to most. They read all other entries from the cache. Where the
-attention of the tracked tokens is no longer like what it was in the forward before, the layers above run for the whole
+attention of the tracked tokens is no longer similar to that of the forward before, the layers above run for the whole
 text, from the residual stream that was cached below the first of them. When an end of sequence is decided, the masks
-behind it are not decided any more; they stay where they are and are still seen, as in the authors' loop.
+after it are not decided any more; they stay where they are and are still seen, as in the authors' loop.
 
 The network takes part layer by layer, through `Transformer.pieces`: `Tracking` is a model that wraps the model. The
-rule is that of the authors' code for LLaDA: likeness is the cosine over heads, averaged over tracked tokens and keys
-(the paper writes the cosine of attention rows).
+rule is that of the authors' code for LLaDA: similarity is the cosine over heads, averaged over tracked tokens and keys
+(the paper writes the cosine of attention rows). The cache is approximate.
 """
 
 from __future__ import annotations
@@ -21,13 +21,18 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from decodax.algorithms.diffusion.adapter import Nodes
-from decodax.algorithms.diffusion.caching.features import dense_cache
-from decodax.algorithms.diffusion.caching.refreshes import Rewriting
+from decodax.algorithms.diffusion.adapter import Adapter, Nodes
+from decodax.algorithms.diffusion.algorithm import MaskedDiffusion
+from decodax.algorithms.diffusion.caching.dllm_cache import dense_cache
+from decodax.algorithms.diffusion.caching.rewriting import Rewriting
 from decodax.algorithms.diffusion.policies import Memory, Seen, View
+from decodax.algorithms.diffusion.rules.stops import FirstEnd
+from decodax.algorithms.diffusion.rules.unmasking import Threshold
 from decodax.algorithms.diffusion.rules.windows import Whole
 from decodax.algorithms.diffusion.stats import cosine
 from decodax.cache import AttentionView, Dense, Wrapper
+from decodax.common.options import Count, Share
+from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
 from decodax.core.cache import Cache, Entries
 from decodax.core.types import LayeredModel, Model, Out
@@ -36,21 +41,21 @@ from decodax.core.window import Window, take
 
 @struct
 class TextEnd(Struct):
-    """A hint for `Tracking`: `end` `i32[B]`, the end of the text; what lies behind it is not decided."""
+    """Hint for `Tracking`. `end`: `i32[B]`, the end of the text; positions after it are not decided."""
 
     end: Array
 
 
 @struct
 class Tracked(Struct):
-    """What a forward of `Tracking` leaves for its cache.
+    """Features that a forward of `Tracking` leaves for its cache.
 
     Attributes:
-        entries, streams, queries: of its nodes, for each layer: as ever, `f[B, W, D]` before the layer, `f[B, W, H,
-            d]`.
+        entries, streams, queries: of its nodes, for each layer: keys and values, `f[B, W, D]` before the layer, `f[B,
+            W, H, d]`.
         text: the same four for all slots, or None where the nodes are the text.
         renewed: for each layer `bool[B]`, rows of which `text` holds.
-        track: `i32[B, L]`. masked: `bool[B, S]`. renewals: `i32[B]`, how many layers ran for the whole text.
+        track: `i32[B, L]`. masked: `bool[B, S]`. renewals: `i32[B]`, number of layers that ran for the whole text.
     """
 
     entries: Entries
@@ -65,12 +70,12 @@ class Tracked(Struct):
 
 @struct
 class TrackingCache(Wrapper):
-    """Keys and values, `base`, and beside them for each layer the residual stream before it `f[B, S, D]` and the
+    """Cache of keys and values, `base`, and for each layer of the residual stream before it `f[B, S, D]` and the
     queries `f[B, S, H, d]`, slot = position.
 
     Attributes:
         track: `i32[B, L]` the tracked position of each layer. masked: `bool[B, S]` as the last forward saw them.
-        renewals: `i32[B]` layers that have run for the whole text, the first forward's aside.
+        renewals: `i32[B]` number of layers that ran for the whole text, except for the first forward.
     """
 
     base: Dense
@@ -121,7 +126,7 @@ def _renew(caches: tuple[Array, ...], text: tuple[Array, ...], rows: Array) -> t
 
 
 class Held:
-    """A cache's `attend` for some window, which remembers the queries that it was called with and their scale."""
+    """A cache's `attend` for one window, which remembers the queries that it was called with and their scale."""
 
     queries: Array
     scale: float
@@ -136,12 +141,12 @@ class Held:
 
 @dataclasses.dataclass(frozen=True)
 class Tracking(Model):
-    """A model that runs the layers above a drift for the whole text.
+    """Model that runs the layers above a drift of attention for the whole text.
 
     Attributes:
         model: a `Transformer` with a dense cache.
-        gamma: attention less alike than this is a drift. mask: the id of the mask token.
-        window: so many masked positions are attended from; the text's first ones.
+        gamma: least similarity of attention; below it is a drift. mask: id of the mask token.
+        window: number of masked positions whose attention counts; the first ones of the text.
         whole: the nodes are the text, and there is nothing to compare with.
     """
 
@@ -257,9 +262,9 @@ class Drift(Rewriting):
     """Elastic-Cache's rule: one forward over the text, then `Tracking` ones.
 
     Attributes:
-        mask: the id of the mask token.
-        window: masked positions of a forward, from the first on; the sampler's region must not unmask others.
-        gamma: the least likeness of attention; above 1 every layer but the first runs for the whole text.
+        mask: id of the mask token.
+        window: masked positions of a forward, from the first on; the sampler must not unmask others.
+        gamma: least similarity of attention; above 1 every layer but the first runs for the whole text.
     """
 
     mask: int
@@ -300,8 +305,8 @@ class Drift(Rewriting):
 
 @dataclasses.dataclass(frozen=True)
 class Leading(Whole):
-    """The whole text, of which the first `window` open positions may be unmasked; what is decided without a gap is
-    final."""
+    """The whole text, of which the first `window` open positions may be unmasked. The decided positions before the
+    first open one are final."""
 
     window: int = 16
 
@@ -314,3 +319,25 @@ class Leading(Whole):
 
     def finished(self, view: View, memory: Memory) -> Array:
         return jnp.cumprod(~view.open & view.inside, 1).sum(1).astype(jnp.int32)
+
+
+@ALGORITHMS.register("elastic-cache", "Attention Is All You Need for KV Cache in Diffusion LLMs",
+                     "Nguyen-Tri, Ranjan, Shen 2025", family="diffusion-cache", needs="a diffusion model")
+def elastic_cache(lm: Any, window_size: Count = 16, threshold: Share = 0.9, gamma: float = 0.9,
+                  size: Count | None = None) -> MaskedDiffusion:
+    """Unmasks the sure ones of the first masks, and recomputes entries where attention moved.
+
+    For models with a mask token whose logits predict their own position, such as LLaDA.
+
+    Args:
+        lm: loaded diffusion model.
+        window_size: number of masked positions that a forward scores.
+        threshold: least probability of a candidate that is unmasked.
+        gamma: least similarity of attention to that of the forward before; a lower one recomputes the layers above.
+        size: most new tokens of a text. None: the budget of the call.
+    """
+    adapter = Adapter.of(lm)
+    if adapter.mask is None or adapter.shift:
+        raise ValueError(f"lm: got {adapter}, takes a model with a mask token whose logits predict their own position")
+    return MaskedDiffusion(adapter, Leading(size, window_size), unmask=Threshold(threshold),
+                           caching=Drift(adapter.mask, window_size, gamma), stops=(FirstEnd(once=True),))

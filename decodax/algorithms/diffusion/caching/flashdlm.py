@@ -1,0 +1,129 @@
+"""FlashDLM: a cache that is never refreshed, and an autoregressive model that decides how many tokens are kept
+("Accelerating Diffusion Language Model Inference via Efficient KV Caching and Guided Diffusion", Hu et al., 2025).
+
+FreeCache freezes the entries of finished blocks. Guided diffusion unmasks from left to right the tokens that a second
+model finds likely, too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from decodax.algorithms.diffusion.adapter import Adapter, Nodes
+from decodax.algorithms.diffusion.algorithm import MaskedDiffusion
+from decodax.algorithms.diffusion.caching.rewriting import Rewriting
+from decodax.algorithms.diffusion.policies import Memory, View, span
+from decodax.algorithms.diffusion.rules.judged import Agreed, Judged
+from decodax.algorithms.diffusion.rules.scores import Position
+from decodax.algorithms.diffusion.rules.unmasking import Quota
+from decodax.algorithms.diffusion.rules.windows import Blocks, Sliding
+from decodax.common.options import Count, Range, Share
+from decodax.common.registry import ALGORITHMS
+
+PAPER = "Accelerating Diffusion Language Model Inference via Efficient KV Caching and Guided Diffusion"
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen(Rewriting):
+    """FreeCache: one wide forward at the beginning, and no other.
+
+    A narrow forward recomputes the window and what follows it. Once the window has moved past a position, its entry
+    stays as the last forward computed it. For tokens that were unmasked last, that forward still saw their mask tokens.
+
+    Attributes:
+        suffix: number of positions, from the window's start on, that are recomputed; entries of positions after them
+            are read from the cache.
+        before: number of positions before the window that are recomputed too, and frozen later (FlashDLM's sliding
+            window).
+        near: positions after the suffix are seen by the first forward only.
+    """
+
+    suffix: int = 256
+    before: int = 0
+    near: bool = False
+
+    def stale(self, view: View, memory: Memory) -> Array:
+        return view.refreshed < 0
+
+    def nodes(self, view: View, left: int, memory: Memory) -> Nodes:
+        return span(view, max(left, self.before), max(self.suffix, view.positions.shape[1]))
+
+    def writes(self, view: View, positions: Array, final: Array, valid: Array, memory: Memory) -> Array:
+        behind = positions >= (view.start + max(self.suffix, view.positions.shape[1]))[:, None]
+        return ~behind if self.near else jnp.ones(positions.shape, bool)
+
+
+@dataclasses.dataclass(frozen=True)
+class GuidedDiffusion(Judged):
+    """Guided diffusion: an autoregressive model agrees to the tokens that it finds likeliest itself.
+
+    Attributes:
+        model, weights, chunk: as in `decodax.algorithms.diffusion.samplers.apd.Product`.
+        top: number of likeliest tokens that are accepted; 1 is the authors' "deterministic" rule, more is their "topk".
+        relative: least probability of an accepted token, as a share of the likeliest one's ("topk_relative").
+    """
+
+    model: Any
+    top: int = 1
+    relative: float = 0.0
+    weights: Any = dataclasses.field(default=None, compare=False, repr=False)
+    chunk: int = 64
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.top < 1:
+            raise ValueError(f"top: got {self.top}, takes 1 or more")
+        if not 0 <= self.relative <= 1:
+            raise ValueError(f"relative: got {self.relative}, takes 0 to 1")
+
+    def verdict(self, token: Array, logits: Array, own: Array, draw: Callable[[Array], Array]) -> Array:
+        likelihood = jnp.take_along_axis(own, jnp.maximum(token, 0)[..., None], -1)
+        # the mask token, which the diffusion model cannot say, has no place in the list
+        listed = jnp.where(logits > -jnp.inf, own, -jnp.inf)
+        near = likelihood[..., 0] >= listed.max(-1) + jnp.log(jnp.float32(self.relative))
+        return ((listed > likelihood).sum(-1) < self.top) & near
+
+
+@ALGORITHMS.register("freecache", PAPER, "Hu et al. 2025", family="diffusion-cache", needs="a diffusion model")
+def freecache(lm: Any, block_length: Count = 32, steps: Count | None = None, suffix: Count = 256) -> MaskedDiffusion:
+    """LLaDA's sampler with a cache that is never refreshed: blocks freeze when they are done.
+
+    FlashDLM's cache without its guided diffusion; for models with attention in both directions.
+
+    Args:
+        lm: loaded diffusion model.
+        block_length: positions of a block.
+        steps: steps of a block. None: one position a step.
+        suffix: positions that each forward recomputes, from the block's start on.
+    """
+    return MaskedDiffusion(Adapter.of(lm), Blocks(block_length), unmask=Quota(steps), caching=Frozen(suffix))
+
+
+@ALGORITHMS.register("flashdlm", PAPER, "Hu et al. 2025", family="diffusion-cache",
+                     needs="a diffusion model and a draft model")
+def flashdlm(lm: Any, draft: Any, top: Count = 1, relative: Share = 0.0,
+             window_size: Annotated[int, Range(2)] = 128, lookahead: Count = 32) -> MaskedDiffusion:
+    """Unmasks from left to right what a small autoregressive model would have said too, with FreeCache.
+
+    Guided diffusion with the authors' sliding window. Their code judges all masks of the window, and in the first
+    forward all of the text; here a forward judges `lookahead` masks. Their cache writes new entries where the window of
+    the forward before began; here each entry is at its own position.
+
+    Args:
+        lm: loaded diffusion model.
+        draft: loaded autoregressive model with the same vocabulary.
+        top: number of the autoregressive model's likeliest tokens that are accepted. 1 is the authors' "deterministic"
+            rule, more is their "topk".
+        relative: least probability of an accepted token, as a share of the likeliest one's ("topk_relative").
+        window_size: number of positions before the last decided one that are recomputed, and number of masks after it.
+            Only the first forward scores what lies further ahead.
+        lookahead: number of masks judged at once.
+    """
+    return MaskedDiffusion(Adapter.of(lm), Sliding(min(lookahead, window_size - 1)), Position(), Agreed(go_on=False),
+                           caching=Frozen(window_size - 1, window_size + 1, near=True),
+                           verify=GuidedDiffusion(draft, top, relative))

@@ -1,0 +1,36 @@
+"""The policies that change nothing: the model's own distributions, no remasking, one canvas a forward."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+from jax import Array
+
+from decodax.algorithms.diffusion.policies import Memory, Remask, Seen, Shaper, Verify, View
+
+
+@dataclasses.dataclass(frozen=True)
+class AsIs(Shaper):
+    """Takes the model's own distributions."""
+
+    def __call__(self, view: View, logits: Array, memory: Memory) -> Array:
+        return logits
+
+
+@dataclasses.dataclass(frozen=True)
+class Keep(Remask):
+    """Keeps unmasked tokens."""
+
+    def __call__(self, before: View, seen: Seen, after: View, memory: Memory) -> View:
+        return after
+
+
+@dataclasses.dataclass(frozen=True)
+class Sequential(Verify):
+    """Scores one canvas of each row and takes one step a forward."""
+
+    taken = ((),)
+
+    def path(self, drafts: View, results: View) -> Array:
+        return jnp.ones((drafts.start.shape[0], 1), bool)

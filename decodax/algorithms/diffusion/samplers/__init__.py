@@ -1,0 +1,28 @@
+"""Published samplers of masked diffusion, a file for each paper: its rules, and its registry entry."""
+
+from decodax.algorithms.diffusion.samplers import (  # noqa: F401
+    adablock,
+    apd,
+    ccd,
+    d2f,
+    d3llm,
+    diffusion_gemma,
+    dimple,
+    dinfer,
+    dparallel,
+    dream,
+    entropy_bounded,
+    fast_dllm,
+    fast_dllm_v2,
+    freedave,
+    learn2pd,
+    llada,
+    localleap,
+    maskgit,
+    mdlm,
+    prophet,
+    remdm,
+    sdar,
+    sdlm,
+    ssd,
+)

@@ -1,0 +1,145 @@
+"""AdaBlock-dLLM: blocks that end at a delimiter, such as the end of a line ("AdaBlock-dLLM: Semantic-Aware Diffusion
+LLM Inference via Adaptive Block Size", Lu et al., 2025)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+import jax.numpy as jnp
+from jax import Array
+
+from decodax.algorithms.diffusion.adapter import Adapter, Nodes
+from decodax.algorithms.diffusion.algorithm import MaskedDiffusion
+from decodax.algorithms.diffusion.caching.blocks import NoCache
+from decodax.algorithms.diffusion.policies import Caching, Memory, Seen, Unmask, View, Windows
+from decodax.algorithms.diffusion.rules.unmasking import Anchored, Threshold
+from decodax.algorithms.diffusion.samplers.fast_dllm import DualCache, PrefixCache
+from decodax.common.options import Count, Share
+from decodax.common.registry import ALGORITHMS
+
+
+@dataclasses.dataclass(frozen=True)
+class Delimited(Windows):
+    """Blocks that end with a delimiter, as in the authors' code.
+
+    In a block's first step the candidates of the next positions (`share` of the text's new ones) are searched for
+    `delimiters`. The surest delimiter ends the block if its probability is at least `threshold`; otherwise the block
+    has `block` positions. The memory is the block's length, `i32[B]`. The window is as wide as the longest possible
+    block.
+
+    Attributes:
+        size: most new tokens of a text, of which the window takes `share`; None: the largest budget of the call.
+    """
+
+    delimiters: tuple[int, ...]
+    threshold: float = 0.3
+    block: int = 32
+    share: float = 0.25
+    size: int | None = None
+    align = None
+
+    def __post_init__(self) -> None:
+        if not self.delimiters:
+            raise ValueError("delimiters: got none, takes token ids")
+        for name, value in (("block", self.block), ("size", self.size)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name}: got {value}, takes 1 or more")
+
+    @property
+    def width(self) -> int:
+        if self.size is None:
+            raise ValueError("size: got None; give the most new tokens of a text, or call `fit` with it")
+        return max(int(self.size * self.share), self.block)
+
+    def fit(self, budget: int) -> Delimited:
+        """The rule with a size for texts of `budget` new tokens: a power of two, so that few programs serve all
+        budgets."""
+        size = max(1 << max(budget - 1, 0).bit_length(), 8)
+        return dataclasses.replace(self, size=size) if self.size is None else self
+
+    def _length(self, view: View, seen: Seen) -> Array:
+        """`i32[R]`: the length of a block that begins now."""
+        text = (view.end - view.prompt_length).astype(jnp.float32)
+        searched = view.inside & (view.positions - view.start[:, None] < jnp.floor(text * self.share)[:, None])
+        found = searched & seen.reached & (seen.token[..., None] == jnp.array(self.delimiters, jnp.int32)).any(-1)
+        prob = jnp.where(found, seen.model.prob, -1)
+        return jnp.where(prob.max(1) >= self.threshold, jnp.argmax(prob, 1).astype(jnp.int32) + 1, self.block)
+
+    def init(self, view: View) -> Memory:
+        return jnp.zeros(view.start.shape, jnp.int32)
+
+    def learn(self, before: View, seen: Seen, after: View, memory: Memory) -> Memory:
+        return jnp.where(before.step == 0, self._length(before, seen), memory)
+
+    def active(self, view: View, seen: Seen, memory: Memory) -> Array:
+        length = jnp.where(view.step == 0, self._length(view, seen), memory)
+        return view.masked & (view.positions - view.start[:, None] < length[:, None])
+
+    def finished(self, view: View, memory: Memory) -> Array:
+        # what is decided behind the block was given
+        run = jnp.cumprod(~view.open & view.inside, 1).sum(1).astype(jnp.int32)
+        return jnp.where((view.active & view.masked).any(1), 0, run)
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnBlock(DualCache):
+    """Dual cache of blocks of different lengths: a narrow forward recomputes the block, not the whole window in which
+    its end was searched.
+
+    Attributes:
+        windows: the sampler's `Delimited` rule. The block lengths that it remembers are kept here a second time.
+    """
+
+    windows: Any = None
+
+    def fit(self, budget: int) -> OwnBlock:
+        """The rule with windows for texts of `budget` new tokens."""
+        return dataclasses.replace(self, windows=self.windows.fit(budget))
+
+    @property
+    def sizes(self) -> tuple[int | None, ...]:       # type: ignore[override]
+        return (self.windows.block + 1, None)       # and the position before the block, which may predict its first
+
+    def init(self, view: View) -> Memory:
+        return self.windows.init(view)
+
+    def learn(self, before: View, seen: Seen, after: View, memory: Memory) -> Memory:
+        return self.windows.learn(before, seen, after, memory)
+
+    def nodes(self, view: View, left: int, memory: Memory) -> Nodes:
+        nodes = super().nodes(view, left, memory)
+        return nodes.replace(live=nodes.live & (nodes.positions < (view.start + memory)[:, None]))
+
+
+@ALGORITHMS.register("adablock", "AdaBlock-dLLM: Semantic-Aware Diffusion LLM Inference via Adaptive Block Size",
+                     "Lu et al. 2025", family="masked-diffusion", needs="a diffusion model")
+def adablock(lm: Any, delimiters: tuple[int, ...] | None = None, delimiter_threshold: float = 0.3,
+             block_length: Count = 32, threshold: Share = 0.9, cache: Literal["none", "prefix", "dual"] = "none",
+             suffix: Count = 256, size: Count | None = None) -> MaskedDiffusion:
+    """Fills blocks that end with a line, all sure positions at once.
+
+    With a cache, a model whose logits point to the next position decides as in the authors' code for Dream: see
+    `Anchored`.
+
+    Args:
+        lm: loaded diffusion model.
+        delimiters: ids of the tokens that may end a block. None: the newline.
+        delimiter_threshold: least probability of a delimiter that ends a block.
+        block_length: positions of a block where no delimiter is found.
+        threshold: least probability of a candidate that is unmasked.
+        cache: Fast-dLLM's "prefix" or "dual" cache, or "none".
+        suffix: positions that the prefix cache recomputes, from the block's start on.
+        size: most new tokens of a text. None: the budget of the call.
+    """
+    if delimiters is None:
+        delimiters = tuple(lm.tokenizer.encode_after(None, "\n")) if lm.tokenizer else ()
+        if len(delimiters) != 1:
+            raise ValueError(f"delimiters: got None, and the newline is {len(delimiters)} tokens; takes token ids")
+    adapter = Adapter.of(lm)
+    windows = Delimited(tuple(delimiters), delimiter_threshold, block_length, size=size)
+    anchored = adapter.shift and cache != "none"
+    caching: Caching = {"dual": OwnBlock(anchored=anchored, windows=windows), "none": NoCache(),
+                        "prefix": PrefixCache(anchored=anchored, suffix=suffix)}[cache]
+    unmask: Unmask = Threshold(threshold)
+    return MaskedDiffusion(adapter, windows, unmask=Anchored(unmask) if anchored else unmask, caching=caching)

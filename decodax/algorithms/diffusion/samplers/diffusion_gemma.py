@@ -1,0 +1,110 @@
+"""DiffusionGemma: a canvas of random tokens that is decided anew in each step until it no longer changes (Google
+DeepMind, 2026), as in transformers."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from decodax.algorithms.diffusion.adapter import Adapter, Noise, noise
+from decodax.algorithms.diffusion.algorithm import MaskedDiffusion
+from decodax.algorithms.diffusion.caching.blocks import blocks
+from decodax.algorithms.diffusion.policies import Memory, Remask, Seen, Shaper, Stop, View
+from decodax.algorithms.diffusion.rules.scores import NegEntropy
+from decodax.algorithms.diffusion.rules.stops import EndOfText, Steps
+from decodax.algorithms.diffusion.samplers.entropy_bounded import EntropyBound
+from decodax.common.options import Count
+from decodax.common.registry import ALGORITHMS
+from decodax.core import keys
+from decodax.core.keys import Purpose
+from decodax.pallas_kernels.vocabulary import cooled
+
+
+@dataclasses.dataclass(frozen=True)
+class Anneal(Shaper):
+    """Divides the logits by a temperature that falls linearly from `first` in a window's first step and would reach
+    `last` one step after `steps` steps. The policy's temperature is applied on top; the published rule has 1 there."""
+
+    first: float = 0.8
+    last: float = 0.4
+    steps: int = 48
+
+    def __post_init__(self) -> None:
+        if not 0 < self.last <= self.first:
+            raise ValueError(f"last: got {self.last}, takes more than 0 up to the first of {self.first}")
+
+    def __call__(self, view: View, logits: Array, memory: Memory) -> Array:
+        left = jnp.maximum(1 - view.step.astype(jnp.float32) / self.steps, 0)
+        return cooled(logits, (self.last + (self.first - self.last) * left)[:, None])
+
+
+@dataclasses.dataclass(frozen=True)
+class Renoise(Remask):
+    """Uniform diffusion: positions that were not accepted in this step get a random token, and all positions are
+    decided again in the next step, until a stop rule ends it."""
+
+    vocabulary: int
+    noisy = True
+
+    def __call__(self, before: View, seen: Seen, after: View, memory: Memory) -> View:
+        # salt 0 is the first canvas's
+        u = keys.uniforms(before.key, before.positions, Purpose.NOISE, salt=before.round + 1)
+        fresh = noise(u, self.vocabulary)
+        return after.replace(open=before.open, tokens=jnp.where(after.open & before.active, fresh, after.tokens))
+
+
+@dataclasses.dataclass(frozen=True)
+class Stable(Stop):
+    """Early stop when the likeliest tokens are the same as in the `times` steps before and their mean entropy is below
+    `entropy` nats.
+
+    This is the rule of transformers; google-deepmind/gemma compares with the tokens on the canvas, noise included. The
+    memory is those tokens, `i32[B, times, W]`.
+    """
+
+    entropy: float = 0.005
+    times: int = 1
+    reads = 1
+
+    def init(self, view: View) -> Memory:
+        return jnp.zeros((view.start.shape[0], self.times, view.positions.shape[1]), jnp.int32)
+
+    def learn(self, before: View, seen: Seen, after: View, memory: Memory) -> Memory:
+        assert seen.likeliest is not None
+        return jnp.concatenate([memory, seen.likeliest[0][:, None, :, 0]], 1)[:, 1:]
+
+    def early_stop(self, view: View, seen: Seen, memory: Memory) -> Array:
+        assert seen.likeliest is not None
+        same = ((seen.likeliest[0][:, None, :, 0] == memory) | ~view.masked[:, None]).all((1, 2))
+        mean = jnp.where(view.masked, seen.model.entropy, 0).sum(1) / jnp.maximum(view.masked.sum(1), 1)
+        return same & (mean < self.entropy) & (view.step >= self.times)
+
+
+@ALGORITHMS.register("diffusion-gemma", "DiffusionGemma", "Google DeepMind 2026", family="masked-diffusion",
+                     needs="a diffusion model")
+def diffusion_gemma(lm: Any, entropy_bound: float = 0.1, steps: Count = 48, canvas_length: Count | None = None,
+                    confidence_threshold: float = 0.005,
+                    temperatures: tuple[float, float] = (0.8, 0.4)) -> MaskedDiffusion:
+    """Decides a canvas of random tokens anew in each step until it no longer changes, with an exact block cache.
+
+    Set the temperature of the call to 1: the sampler has its own. A canvas that stops early or has no step left gets
+    this step's candidates, and no noise stays at unsure positions. transformers takes the likeliest tokens there, which
+    are the same at temperature 0. Self-conditioning is not included; it needs a model that reads embeddings beside
+    tokens.
+
+    Args:
+        lm: loaded diffusion model.
+        entropy_bound: entropy budget of a step, in nats.
+        steps: most steps of a canvas.
+        canvas_length: positions of a canvas. None: the model's block, or 256.
+        confidence_threshold: mean entropy, in nats, below which a canvas that did not change is done.
+        temperatures: of the first step, and of the step after the last one.
+    """
+    adapter = Adapter.of(lm, Noise(lm.vocab_size))
+    windows, caching = blocks(adapter, canvas_length, lm.diffusion.block or 256)
+    return MaskedDiffusion(adapter, windows, NegEntropy(), EntropyBound(entropy_bound), Renoise(lm.vocab_size), caching,
+                           stops=(Stable(confidence_threshold), Steps(steps), EndOfText()),
+                           shaper=Anneal(*temperatures, steps))

@@ -1,0 +1,86 @@
+"""Dimple: confident decoding of the whole text ("Dimple: Discrete Diffusion Multimodal Large Language Model with
+Parallel Decoding", Yu et al., 2025)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+import jax.numpy as jnp
+from jax import Array
+
+from decodax.algorithms.diffusion.adapter import Adapter
+from decodax.algorithms.diffusion.algorithm import MaskedDiffusion
+from decodax.algorithms.diffusion.caching.blocks import NoCache
+from decodax.algorithms.diffusion.policies import Counts, Memory, Score, Seen, Unmask, View
+from decodax.algorithms.diffusion.rules.scores import Confidence, Margin, NegEntropy, Random
+from decodax.algorithms.diffusion.rules.unmasking import best, reaches
+from decodax.algorithms.diffusion.rules.windows import Whole
+from decodax.algorithms.diffusion.samplers.fast_dllm import PrefixCache
+from decodax.common.options import Count, Share
+from decodax.common.registry import ALGORITHMS
+
+
+@dataclasses.dataclass(frozen=True)
+class Confident(Counts, Unmask):
+    """Unmasks all positions whose candidate has a probability above `threshold`, else as many as the noise schedule
+    says, the best by score.
+
+    Time runs from 1 to `eps` in even steps. The share of positions that are still open gives the current time, and the
+    first later step of time that yields at least one position is taken. The last step unmasks all that is left.
+
+    Attributes:
+        threshold, eps: see above. steps: steps of a window; None: as many as it has open positions.
+    """
+
+    threshold: float = 0.95
+    steps: int | None = None
+    eps: float = 1e-3
+
+    def __post_init__(self) -> None:
+        if self.steps is not None and self.steps < 1:
+            raise ValueError(f"steps: got {self.steps}, takes 1 or more")
+
+    def _steps(self, view: View) -> Array:
+        return jnp.maximum(view.opened, 1) if self.steps is None else jnp.full_like(view.opened, self.steps)
+
+    def count(self, view: View) -> Array:
+        """`i32[R]`: the number of positions that the schedule gives."""
+        steps, left = self._steps(view)[:, None], view.masked.sum(1, dtype=jnp.int32)[:, None]
+        step = jnp.arange(max(self.steps or 0, view.positions.shape[1]) + 1, dtype=jnp.int32)
+        time = 1 - (1 - self.eps) * step.astype(jnp.float32) / steps                        # s
+        share = left.astype(jnp.float32) / jnp.maximum(view.opened, 1)[:, None]             # t
+        gives = jnp.where(step < steps, (left * (1 - time / share)).astype(jnp.int32), left)
+        found = (time < share) & (step > view.step[:, None]) & (step <= steps) & (gives >= 1)
+        first = jnp.argmax(found, 1)[:, None]
+        return jnp.where(found.any(1), jnp.take_along_axis(gives, first, 1)[:, 0], left[:, 0])
+
+    def __call__(self, view: View, seen: Seen, score: Array, memory: Memory) -> Array:
+        sure = view.active & reaches(seen, "model", "confidence", self.threshold, strict=True)
+        scheduled = best(score, view.active, self.count(view))
+        chosen = jnp.where(sure.any(1, keepdims=True), sure, scheduled)
+        return jnp.where((view.step + 1 >= self._steps(view))[:, None], view.active, chosen)
+
+
+@ALGORITHMS.register("dimple", "Dimple: Discrete Diffusion Multimodal Large Language Model with Parallel Decoding",
+                     "Yu et al. 2025", family="masked-diffusion", needs="a diffusion model")
+def dimple(lm: Any, threshold: Share = 0.95, steps: Count | None = None,
+           order: Literal["random", "confidence", "margin", "entropy"] = "random", size: Count | None = None,
+           prefill: bool = True) -> MaskedDiffusion:
+    """Unmasks all sure positions of the whole text, or as many as the noise schedule says.
+
+    Structure priors are given tokens in the canvas: `decodax.infill`.
+
+    Args:
+        lm: loaded diffusion model.
+        threshold: probability above which a candidate is unmasked, in any order.
+        steps: steps of the text. None: as many as tokens.
+        order: score by which a step unmasks if no position is above the threshold; "random" is the authors' "origin",
+            "confidence" their "maskgit_plus".
+        size: most new tokens of a text. None: the budget of the call.
+        prefill: compute the prompt's entries, except its last token's, in the first forward only.
+    """
+    scores: dict[str, Score] = {"random": Random(), "confidence": Confidence(), "margin": Margin(),
+                                "entropy": NegEntropy()}
+    return MaskedDiffusion(Adapter.of(lm), Whole(size), scores[order], Confident(threshold, steps),
+                           caching=PrefixCache(suffix=1) if prefill else NoCache())

@@ -1,0 +1,185 @@
+"""FreeDave and FreeDave++: several steps of a sampler in one forward ("Free Draft-and-Verification: Toward Lossless
+Parallel Decoding for Diffusion Large Language Models", Wu and Zhang, 2025).
+
+Drafts are what the next steps would make of the canvas if the current candidates stayed the same. One forward scores
+the canvas and all of its drafts. A draft that equals the result of a true canvas is true itself, so its own result is
+the sampler's next state. A round therefore takes as many steps as the candidates foresaw correctly, and at least one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from decodax.algorithms.diffusion.adapter import Adapter, Full
+from decodax.algorithms.diffusion.algorithm import MaskedDiffusion
+from decodax.algorithms.diffusion.caching.blocks import blocks
+from decodax.algorithms.diffusion.policies import Unmask, Verify, View
+from decodax.algorithms.diffusion.rules.unmasking import Anchored, Quota, Threshold
+from decodax.algorithms.diffusion.samplers.fast_dllm import DualCache, PrefixCache
+from decodax.common.options import Count
+from decodax.common.registry import ALGORITHMS
+from decodax.core.window import take
+
+PAPER = "Free Draft-and-Verification: Toward Lossless Parallel Decoding for Diffusion Large Language Models"
+
+Cache = Literal["none", "prefix", "dual"]
+
+
+def walk(agree: Array) -> Array:
+    """Returns `bool[B, K]`: the drafts that a walk from draft 0 visits.
+
+    From each draft it goes to the last one that `agree`s with that draft's result: `agree[b, i, j]` says that draft `j`
+    may follow the result of draft `i`, for `j > i` only.
+
+    >>> walk(jnp.array([[[0, 1, 0], [0, 0, 0], [0, 0, 0]]], bool)).tolist()
+    [[True, True, False]]
+    """
+    number = jnp.arange(agree.shape[1], dtype=jnp.int32)
+    at = jnp.zeros(agree.shape[0], jnp.int32)
+    passed = jnp.broadcast_to(number == 0, agree.shape[:2])
+    for _ in number[1:]:
+        at = jnp.maximum(at, jnp.where(take(agree, at), number, 0).max(1))
+        passed = passed | (number == at[:, None])
+    return passed
+
+
+def compare(drafts: View, results: View, loose: bool) -> Array:
+    """Returns `bool[B, K, K]`: True where draft `j` equals the result of draft `i`, and the latter is not done. With
+    `loose`, draft `j` may leave more positions open."""
+    pair = lambda a, b: (a[:, None] == b[:, :, None])
+    tokens, open = pair(drafts.tokens, results.tokens), pair(drafts.open, results.open)
+    same = (tokens & open) | drafts.open[:, None] if loose else tokens & open
+    left = (results.open & (results.positions < results.end[..., None])).any(-1)
+    return same.all(-1) & pair(drafts.end, results.end) & left[:, :, None]
+
+
+def exact_path(steps: tuple[tuple[int, ...], ...], drafts: View, results: View) -> Array:
+    """Returns `Verify.path` if a draft is true when it equals the result of a true one and is one step further."""
+    taken = np.array([len(own) for own in steps])
+    return walk(compare(drafts, results, loose=False) & (taken == taken[:, None] + 1))
+
+
+@dataclasses.dataclass(frozen=True)
+class BranchExact(Verify):
+    """FreeDave with the rule "exact match": the drafts are the canvas after 1 .. K - 1 more steps.
+
+    The output equals that of one step a forward, token for token, in no more forwards, for every unmasking rule. The
+    exception is a cache that is refreshed every few steps: a forward that takes several steps may skip a refresh.
+
+    Attributes:
+        branches: `K`, canvases a forward.
+    """
+
+    branches: int = 4
+
+    def __post_init__(self) -> None:
+        if self.branches < 1:
+            raise ValueError(f"branches: got {self.branches}, takes 1 or more")
+
+    @property
+    def taken(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(range(k)) for k in range(self.branches))
+
+    def path(self, drafts: View, results: View) -> Array:
+        return exact_path(self.taken, drafts, results)
+
+
+@dataclasses.dataclass(frozen=True)
+class BranchLater(BranchExact):
+    """FreeDave++, as in the authors' code: of all later drafts that may follow a result, the last one is taken, even if
+    it is several steps further.
+
+    By the rule "exact match" it equals the result; by the rule "subset" it may lack some of the result's tokens. With
+    one token a step both rules are `BranchExact`. With an unmasking rule that decides several tokens at once
+    (`Threshold`) a result may equal a draft two steps further. By "exact match" the output of a greedy row is still
+    that of one step a forward. A sampled row may differ, since draws are addressed by the number of the step. By
+    "subset" a row may continue from a draft that lacks some of a result's tokens, so neither its output nor its number
+    of forwards need be those of the sampler alone.
+
+    Attributes:
+        branches: `K`, canvases a forward. match: "exact" or "subset".
+    """
+
+    match: Literal["exact", "subset"] = "subset"
+
+    def path(self, drafts: View, results: View) -> Array:
+        later = np.triu(np.ones((self.branches, self.branches), bool), 1)
+        # where nothing was left to take, a draft is the one before it, and no step further
+        fresh = jnp.pad((drafts.open[:, 1:] != drafts.open[:, :-1]).any(-1), ((0, 0), (1, 0)))
+        return walk(compare(drafts, results, loose=self.match == "subset") & later & fresh[:, None])
+
+
+def verified(lm: Any, verify: Verify, unmask: Unmask, block_length: int | None, cache: Cache = "none",
+             suffix: int = 256) -> MaskedDiffusion:
+    """Returns a block sampler with a verifier.
+
+    Args:
+        lm: loaded diffusion model.
+        verify: the verifier.
+        unmask: the unmasking rule.
+        block_length: positions of a block. None: the model's, or 32.
+        cache: Fast-dLLM's, for models that attend to the whole text; with it the blocks of a shifted model are
+            `Anchored`.
+        suffix: see `PrefixCache`.
+
+    Raises:
+        ValueError: a cache for a model with another attention.
+    """
+    adapter = Adapter.of(lm)
+    windows, caching = blocks(adapter, block_length)
+    if cache != "none":
+        if not isinstance(adapter.attention, Full):
+            raise ValueError(f"cache: got {cache!r}, takes 'none' for {adapter.attention}, whose blocks have an exact "
+                             "cache")
+        shift = adapter.shift
+        caching = DualCache(anchored=shift) if cache == "dual" else PrefixCache(anchored=shift, suffix=suffix)
+        unmask = Anchored(unmask) if shift else unmask
+    return MaskedDiffusion(adapter, windows, unmask=unmask, caching=caching, verify=verify)
+
+
+@ALGORITHMS.register("freedave", PAPER, "Wu and Zhang 2025", family="masked-diffusion", guarantee="seed-exact",
+                     needs="a diffusion model")
+def freedave(lm: Any, draft_steps: Count = 4, block_length: Count | None = None, steps: Count | None = None,
+             cache: Cache = "none", suffix: Count = 256) -> MaskedDiffusion:
+    """Takes several steps of LLaDA's sampler in one forward, with token for token the same output.
+
+    The authors always use a cache. Their eager mode, which drafts into the next block, is not included.
+
+    Args:
+        lm: loaded diffusion model.
+        draft_steps: canvases that a forward scores.
+        block_length: positions of a block. None: the model's, or 32.
+        steps: steps of a block. None: one position a step, as published.
+        cache: Fast-dLLM's "prefix" or "dual" cache, for models with full attention, or "none".
+        suffix: positions that the prefix cache recomputes, from the block's start on.
+    """
+    return verified(lm, BranchExact(draft_steps), Quota(steps), block_length, cache, suffix)
+
+
+@ALGORITHMS.register("freedave++", PAPER, "Wu and Zhang 2025", family="masked-diffusion", needs="a diffusion model")
+def freedave_plus_plus(lm: Any, draft_steps: Count = 4, threshold: float | None = 0.9,
+                       match: Literal["exact", "subset"] | None = None, block_length: Count | None = None,
+                       cache: Cache = "none", suffix: Count = 256) -> MaskedDiffusion:
+    """Takes several steps of threshold decoding in one forward; a draft may lack some of a step's tokens.
+
+    With a cache and shifted logits the authors draft a block's first canvases token by token; here they are drafted by
+    the threshold, as all others.
+
+    Args:
+        lm: loaded diffusion model.
+        draft_steps: canvases that a forward scores.
+        threshold: least probability of a candidate that is unmasked. None: one token a step, which makes it FreeDave.
+        match: "exact": a draft must equal a step's result. "subset": it may lack some of its tokens. None: the authors'
+            choice, "exact" for block-causal models and "subset" for those with full attention.
+        block_length: positions of a block. None: the model's, or 32.
+        cache: Fast-dLLM's "prefix" or "dual" cache, for models with full attention, or "none".
+        suffix: positions that the prefix cache recomputes, from the block's start on.
+    """
+    match = match or ("subset" if isinstance(Adapter.of(lm).attention, Full) else "exact")
+    unmask: Unmask = Quota() if threshold is None else Threshold(threshold)
+    return verified(lm, BranchLater(draft_steps, match), unmask, block_length, cache, suffix)

@@ -1,0 +1,104 @@
+"""LLaDA, LLaDA 2.0 and 2.1: blocks from left to right, and in each step the surest positions of a block ("Large
+Language Diffusion Models", Nie et al., 2025, and its successors by Bie et al., 2025 and 2026).
+
+LLaDA unmasks a fixed quota a step. LLaDA 2.0 unmasks all sure positions, or the quota if these are fewer. LLaDA 2.1
+also overwrites decided tokens. Only the last two need block-causal models.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+import jax.numpy as jnp
+from jax import Array
+
+from decodax.algorithms.diffusion.adapter import Adapter
+from decodax.algorithms.diffusion.algorithm import MaskedDiffusion
+from decodax.algorithms.diffusion.caching.blocks import blocks
+from decodax.algorithms.diffusion.policies import Memory, Remask, Seen, View
+from decodax.algorithms.diffusion.rules.scores import Confidence, Random
+from decodax.algorithms.diffusion.rules.unmasking import AtLeast, Quota, Threshold, reaches
+from decodax.common.options import Count, Share
+from decodax.common.options import Whole as WholeNumber
+from decodax.common.registry import ALGORITHMS
+
+
+@dataclasses.dataclass(frozen=True)
+class Edit(Remask):
+    """Replaces a decided token by another candidate whose probability is above `threshold` (LLaDA 2.1).
+
+    A window without open positions is edited until nothing changes, for at most `most` more steps.
+    """
+
+    threshold: float = 0.9
+    most: int = 16
+
+    def __call__(self, before: View, seen: Seen, after: View, memory: Memory) -> View:
+        sure = reaches(seen, "model", "confidence", self.threshold, strict=True) & seen.reached & (seen.token >= 0)
+        edit = before.unmasked & sure
+        return after.replace(tokens=jnp.where(edit, seen.token, after.tokens))
+
+    def busy(self, before: View, after: View, memory: Memory) -> Array:
+        changed = (before.editable & before.inside & (before.tokens != after.tokens)).any(1)
+        return changed & (after.full < self.most)
+
+
+@ALGORITHMS.register("llada", "Large Language Diffusion Models", "Nie et al. 2025", family="masked-diffusion",
+                     needs="a diffusion model")
+def llada(lm: Any, block_length: Count | None = None, steps: Count | None = None,
+          remasking: Literal["low_confidence", "random"] = "low_confidence") -> MaskedDiffusion:
+    """Fills blocks from left to right, a fixed number of tokens a step, the surest first.
+
+    The default for every diffusion model. Fewer steps are faster and worse.
+
+    Args:
+        lm: loaded diffusion model.
+        block_length: positions of a block. None: the model's, or 32.
+        steps: steps of a block. None: one position a step.
+        remasking: "low_confidence" unmasks the surest positions, "random" random ones.
+    """
+    adapter = Adapter.of(lm)
+    windows, caching = blocks(adapter, block_length)
+    score = Random() if remasking == "random" else Confidence()
+    return MaskedDiffusion(adapter, windows, score, Quota(steps), caching=caching)
+
+
+@ALGORITHMS.register("llada2", "LLaDA2.0: Scaling Up Diffusion Language Models to 100B", "Bie et al. 2025",
+                     family="masked-diffusion", needs="a diffusion model")
+def llada2(lm: Any, threshold: Share = 0.95, steps: Count | None = 32,
+           block_length: Count | None = None) -> MaskedDiffusion:
+    """Unmasks all sure positions of a block or the step's quota, whichever is more, with an exact block cache.
+
+    The quotas divide the whole block, even if it begins with tokens of the prompt.
+
+    Args:
+        lm: loaded diffusion model.
+        threshold: probability above which a candidate is unmasked.
+        steps: steps of a block, for the quota. None: one position a step.
+        block_length: positions of a block. None: the model's, or 32.
+    """
+    adapter = Adapter.of(lm)
+    windows, caching = blocks(adapter, block_length)
+    quota = Quota(None if steps is None else min(steps, windows.block), "width")
+    return MaskedDiffusion(adapter, windows, unmask=AtLeast(Threshold(threshold, strict=True), quota), caching=caching)
+
+
+@ALGORITHMS.register("llada2.1", "LLaDA2.1: Speeding Up Text Diffusion via Token Editing", "Bie et al. 2026",
+                     family="masked-diffusion", needs="a diffusion model")
+def llada2_1(lm: Any, threshold: Share = 0.7, editing_threshold: Share = 0.5, max_post_steps: WholeNumber = 16,
+             block_length: Count | None = None) -> MaskedDiffusion:
+    """LLaDA 2 that also overwrites decided tokens.
+
+    Allows a lower threshold, since early errors are edited. A step in which nothing reaches the threshold unmasks one
+    position.
+
+    Args:
+        lm: loaded diffusion model.
+        threshold: probability above which a candidate is unmasked.
+        editing_threshold: probability above which another candidate replaces a decided token.
+        max_post_steps: editing steps of a block without open positions, after which the end of the text is searched.
+        block_length: positions of a block. None: the model's, or 32.
+    """
+    sampler = llada2(lm, threshold, None, block_length)
+    return dataclasses.replace(sampler, remask=Edit(editing_threshold, max_post_steps))

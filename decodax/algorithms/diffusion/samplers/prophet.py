@@ -1,0 +1,77 @@
+"""Prophet: an early stop as soon as the answer is sure ("Diffusion Language Models Know the Answer Before Decoding", Li
+et al., 2025)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from decodax.algorithms.diffusion.adapter import Adapter
+from decodax.algorithms.diffusion.algorithm import MaskedDiffusion
+from decodax.algorithms.diffusion.policies import Counts, Memory, Seen, Stop, View
+from decodax.algorithms.diffusion.rules.stops import EndOfText
+from decodax.algorithms.diffusion.rules.unmasking import BlockQuota
+from decodax.algorithms.diffusion.rules.windows import WholeBlocks
+from decodax.common.options import Count
+from decodax.common.registry import ALGORITHMS
+
+
+@dataclasses.dataclass(frozen=True)
+class Gap(Counts, Stop):
+    """Unmasks everything at once when the answer is sure.
+
+    It is sure when the mean difference of the two largest logits over its positions reaches 7.5, 5.0 or 2.5 in the
+    first, second and last third of the steps (progress below 0.33, below 0.67, and beyond, as in the authors' code).
+
+    Attributes:
+        steps: steps of a block. block: positions of one.
+        answer: first position of the answer after the prompt, and its length; None: the whole text.
+        gaps: the three thresholds.
+    """
+
+    steps: int
+    block: int
+    answer: tuple[int, int] | None = None
+    gaps: tuple[float, float, float] = (7.5, 5.0, 2.5)
+
+    def __post_init__(self) -> None:
+        if self.answer is not None and (self.answer[0] < 0 or self.answer[1] < 1):
+            raise ValueError(f"answer: got {self.answer}, takes a first position from 0 on and a length from 1 on")
+
+    def early_stop(self, view: View, seen: Seen, memory: Memory) -> Array:
+        watched = view.editable if self.answer is None else view.positions >= view.prompt_length[:, None]
+        watched = watched & view.inside & seen.reached
+        if self.answer is not None:
+            offset = view.positions - view.prompt_length[:, None] - self.answer[0]
+            watched = watched & (offset >= 0) & (offset < self.answer[1])
+        count = watched.sum(1)
+        gap = jnp.where(watched, seen.model.gap, 0).sum(1) / jnp.maximum(count, 1)
+        blocks = -(-(view.end - view.start) // self.block)
+        progress = (view.step + 1) / jnp.maximum(self.steps * blocks, 1)
+        early, middle, late = self.gaps
+        bar = jnp.where(progress < 0.33, early, jnp.where(progress < 0.67, middle, late))
+        return (count > 0) & (gap >= bar)
+
+
+@ALGORITHMS.register("prophet", "Diffusion Language Models Know the Answer Before Decoding", "Li et al. 2025",
+                     family="masked-diffusion", needs="a diffusion model")
+def prophet(lm: Any, block_length: Count = 32, steps: Count | None = None, answer: tuple[int, int] | None = None,
+            gaps: tuple[float, float, float] = (7.5, 5.0, 2.5), size: Count | None = None) -> MaskedDiffusion:
+    """LLaDA's sampler that unmasks everything at once as soon as the answer is sure.
+
+    For tasks with a short answer at a known place.
+
+    Args:
+        lm: loaded diffusion model.
+        block_length: positions of a block.
+        steps: steps of a block. None: one position a step.
+        answer: first position of the answer after the prompt, and its length (5 as published). None: the whole text.
+        gaps: differences of the two largest logits that count as sure, in each third of the steps.
+        size: most new tokens of a text. None: the budget of the call.
+    """
+    gap = Gap(block_length if steps is None else steps, block_length, answer, gaps)
+    return MaskedDiffusion(Adapter.of(lm), WholeBlocks(size, block_length), unmask=BlockQuota(block_length, steps),
+                           stops=(gap, EndOfText()))

@@ -1,0 +1,129 @@
+"""ReMDM: ancestral sampling that also masks decided tokens again ("Remasking Discrete Diffusion Models with
+Inference-Time Scaling", Wang et al., 2025)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from decodax.algorithms.diffusion.adapter import Adapter
+from decodax.algorithms.diffusion.algorithm import MaskedDiffusion
+from decodax.algorithms.diffusion.policies import Counts, Memory, Remask, Seen, Unmask, View
+from decodax.algorithms.diffusion.rules.scores import Random
+from decodax.algorithms.diffusion.rules.unmasking import time
+from decodax.algorithms.diffusion.rules.windows import Whole
+from decodax.common.options import Count, Share
+from decodax.common.registry import ALGORITHMS
+from decodax.core.keys import Purpose
+
+
+@dataclasses.dataclass(frozen=True)
+class ReMDM(Counts, Remask):
+    """Masks each decided token again with probability sigma.
+
+    Attributes:
+        steps: steps of a window. eta: scale of sigma.
+        kind: "cap": `min(eta, (1 - a_s) / a_t)`. "rescale": `eta` times that bound. "conf": the bound times each
+            token's share of softmax(-p) over the decided ones, with `p` its probability when it was decided. "loop":
+            the share of decided positions rises to `held` until time `on`, stays there until `off` while sigma is
+            `eta`, and then rises to 1; as in the authors' code, with their numbers.
+        eps: the last time; the last step decides all that is open.
+    """
+
+    steps: int = 64
+    eta: float = 0.02
+    kind: Literal["cap", "rescale", "conf", "loop"] = "cap"
+    on: float = 0.55
+    off: float = 0.05
+    held: float = 0.9
+    eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        if not 0 < self.off < self.on < 1:
+            raise ValueError(f"on, off: got {self.on} and {self.off}, takes 0 < off < on < 1")
+        if self.kind == "loop" and not 0 < self.held <= 1 / (1 + self.eta):
+            raise ValueError(f"held: got {self.held}, takes more than 0 up to 1 / (1 + eta)")
+
+    def shares(self, view: View) -> tuple[Array, Array]:
+        """`f32[R]` each: the share of positions that are masked at the beginning and at the end of a step."""
+        t, s = time(view.step, self.steps, self.eps)
+        if self.kind != "loop":
+            return t, s
+        rise, end = self.held / (1 - self.on), (1 - self.held) / self.off
+        at = lambda x: jnp.where(t > self.on, 1 - (1 - x) * rise, jnp.where(t <= self.off, x * end, 1 - self.held))
+        return at(t), at(s)
+
+    def _bound(self, view: View) -> Array:
+        t, s = self.shares(view)
+        return jnp.where(t < 1, jnp.minimum(s / jnp.where(t < 1, 1 - t, 1), 1), 1)
+
+    def scale(self, view: View) -> Array:
+        """`f32[R]`: sigma at masked positions, for `Coins`."""
+        if self.kind == "conf":
+            return jnp.zeros(view.start.shape)
+        if self.kind == "loop":
+            t, _ = time(view.step, self.steps, self.eps)
+            return jnp.where((t > self.off) & (t <= self.on), jnp.float32(self.eta), 0)
+        return jnp.minimum(self.eta, self._bound(view)) if self.kind == "cap" else self.eta * self._bound(view)
+
+    def __call__(self, before: View, seen: Seen, after: View, memory: Memory) -> View:
+        if self.kind == "conf":
+            share = jax.nn.softmax(jnp.where(before.unmasked, -jnp.exp(before.confidence), -jnp.inf), axis=1)
+            sigma = share * self._bound(before)[:, None]
+        else:
+            sigma = self.scale(before)[:, None]
+        back = before.unmasked & (before.uniforms(Purpose.REMASK)[..., 0] < sigma)
+        return after.replace(open=after.open | back)
+
+    def busy(self, before: View, after: View, memory: Memory) -> Array:
+        return before.step + 1 < self.steps
+
+
+@dataclasses.dataclass(frozen=True)
+class Coins(Counts, Unmask):
+    """Unmasks each position with a probability of its own, for processes that also remask tokens.
+
+    In the step from time t to s a position is decided with probability `(a_s - (1 - sigma) a_t) / (1 - a_t)`, where `a`
+    is the share of decided positions by the schedule, `1 - t` unless `remask` has its own. The last step decides all
+    positions. A step may unmask nothing.
+
+    Attributes:
+        steps: steps of a window. remask: a `ReMDM` with the same steps, which gives sigma; None: sigma is 0.
+    """
+
+    steps: int = 64
+    remask: Any = None
+    patient = True
+
+    def __call__(self, view: View, seen: Seen, score: Array, memory: Memory) -> Array:
+        t, s = time(view.step, self.steps) if self.remask is None else self.remask.shares(view)
+        sigma = 0.0 if self.remask is None else self.remask.scale(view)
+        chance = ((1 - s) - (1 - sigma) * (1 - t)) / t
+        coin = view.uniforms(Purpose.ACCEPT)[..., 0] < chance[:, None]
+        return coin | (view.step + 1 >= self.steps)[:, None]
+
+
+@ALGORITHMS.register("remdm", "Remasking Discrete Diffusion Models with Inference-Time Scaling", "Wang et al. 2025",
+                     family="masked-diffusion", needs="a diffusion model")
+def remdm(lm: Any, steps: Count = 64, eta: float = 0.02, kind: Literal["cap", "rescale", "conf", "loop"] = "cap",
+          t_on: Share = 0.55, t_off: Share = 0.05, alpha_on: Share = 0.9, size: Count | None = None) -> MaskedDiffusion:
+    """Samples the absorbing process and masks some decided tokens again, so that more steps give better texts.
+
+    Each step takes a forward; the authors' code does not score an unchanged canvas again.
+
+    Args:
+        lm: loaded diffusion model.
+        steps: steps of the text.
+        eta: scale of the probability with which a decided token is masked again.
+        kind: schedule of that probability, see `ReMDM`.
+        t_on: time at which the loop of "loop" begins; time falls from 1 to 0.
+        t_off: time at which it ends.
+        alpha_on: share of decided positions in the loop.
+        size: most new tokens of a text. None: the budget of the call.
+    """
+    remask = ReMDM(steps, eta, kind, t_on, t_off, alpha_on)
+    return MaskedDiffusion(Adapter.of(lm), Whole(size), Random(), Coins(steps, remask), remask, stops=())
