@@ -262,7 +262,7 @@ def search_example(front: str, e: Any) -> str:
     parts = [f'"{name}": {name}' for name in needed] + (['"n": 2, "simulations": 4, "every": 4'] if fills else [])
     options = f", options={{{', '.join(parts)}}}" if parts else ""
     how = ("n=4, temperature=0.8, max_new_tokens=16" if front == "choose" else
-           'algorithm="llada:block=8", temperature=0.8, max_new_tokens=16' if fills else
+           'algorithm="llada:block_length=8", temperature=0.8, max_new_tokens=16' if fills else
            'until="\\n", step_tokens=12, max_new_tokens=24, temperature=0.8')
     call = f"out = dx.{front}("
     return "\n".join([*lines, f'{call}lm, "def area(", "{e.name}"{options},', f"{' ' * len(call)}{how})",

@@ -54,7 +54,7 @@ WAYS: dict[str, Callable[[LM], dict[str, Any]]] = {
     "forced": lambda lm: dict(algorithm=Speculative(drafts.Forced(6, drafts.PromptLookup(4)))),
     "draft model": lambda lm: dict(algorithm=Speculative(drafts.DraftModel(lm), shape=trees.Fixed.balanced(2, 2, 1))),
     "beam search": lambda lm: dict(algorithm=BeamSearch(3), temperature=0.0),
-    "blocks": filled("llada", block=8, steps=2), "canvas": filled("mdlm", steps=3, size=64)}
+    "blocks": filled("llada", block_length=8, steps=2), "canvas": filled("mdlm", steps=3, size=64)}
 CANVAS = ("blocks", "canvas")
 
 

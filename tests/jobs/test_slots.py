@@ -42,7 +42,7 @@ CASES: dict[str, tuple[LM, dict[str, Any]]] = {
     "codes": (SMALL, dict(cache="kivi:group=4,residual=8")),
     "contexts": (SMALL, dict(context=[PROMPTS[i % 2][:3] for i in range(COUNT)])),
     "a tree": (SMALL, dict(algorithm="token-recycling")),
-    "masks": (FILLS, dict(algorithm="fast-dllm:block=4,threshold=0.15", temperature=0.0)),
+    "masks": (FILLS, dict(algorithm="fast-dllm:block_length=4,threshold=0.15", temperature=0.0)),
     "plain masks": (FILLS, dict(temperature=0.0)),
 }
 

@@ -34,37 +34,40 @@ DRAW = np.random.default_rng(3)
 FILTER = d.Filter(DRAW.normal(size=(BLOCK, 6)), DRAW.normal(size=6), DRAW.normal(size=(6, BLOCK)), np.zeros(BLOCK))
 # how the models of an entry speak, and options for a text of twelve tokens and a model that is never sure
 CASES = {
-    "llada": ("full", dict(block=BLOCK, steps=3)), "dream": ("shifted", dict(steps=5, size=NEW)),
+    "llada": ("full", dict(block_length=BLOCK, steps=3)), "dream": ("shifted", dict(steps=5, size=NEW)),
     "maskgit": ("full", dict(steps=5, size=NEW)), "mdlm": ("full", dict(steps=8, size=NEW)),
     "bd3-lm": ("blocks", {}), "remdm": ("full", dict(steps=6, eta=0.3, size=NEW)),
-    "fast-dllm": ("shifted", dict(block=BLOCK, threshold=0.15)),
-    "fast-dllm-2": ("shifted-blocks", dict(sub=2, threshold=0.15, cache="dual")),
-    "entropy-bounded": ("full", dict(bound=3.0, block=BLOCK)), "sdar": ("blocks", dict(threshold=0.15)),
-    "sbd": ("canvas", dict(bound=3.0)), "sdlm": ("prefix", dict(threshold=0.15)),
-    "dparallel": ("full", dict(entropy=2.5, block=BLOCK)),
+    "fast-dllm": ("shifted", dict(block_length=BLOCK, threshold=0.15)),
+    "fast-dllm-2": ("shifted-blocks", dict(small_block_size=2, threshold=0.15, cache="dual")),
+    "entropy-bounded": ("full", dict(gamma=3.0, block_length=BLOCK)), "sdar": ("blocks", dict(threshold=0.15)),
+    "sbd": ("canvas", dict(gamma=3.0)), "sdlm": ("prefix", dict(threshold=0.15)),
+    "dparallel": ("full", dict(entropy=2.5, block_length=BLOCK)),
     "llada2": ("blocks", dict(threshold=0.15, steps=2)),
-    "llada2.1": ("blocks", dict(threshold=0.15, edit=0.12)),
-    "freedave": ("full", dict(block=BLOCK, branches=3)),
-    "freedave++": ("shifted", dict(block=BLOCK, branches=3, threshold=0.15)), "ssd": ("blocks", dict(length=2)),
-    "d2f": ("full", dict(threshold=0.15, add=0.25, full=0.5, most=3, block=BLOCK)),
-    "d3llm": ("shifted", dict(entropy=2.5, add=0.25, full=0.5, most=3, block=BLOCK, suffix=NEW)),
-    "apd": ("shifted", dict(weight=0.6, lookahead=6, window=2)),
-    "prophet": ("full", dict(block=BLOCK, steps=3, answer=(6, 5), gaps=(1.5, 1.0, 0.8), size=NEW)),
+    "llada2.1": ("blocks", dict(threshold=0.15, editing_threshold=0.12)),
+    "freedave": ("full", dict(block_length=BLOCK, draft_steps=3)),
+    "freedave++": ("shifted", dict(block_length=BLOCK, draft_steps=3, threshold=0.15)),
+    "ssd": ("blocks", dict(length=2)),
+    "d2f": ("full", dict(skip_threshold=0.15, block_add_threshold=0.25, decoded_token_threshold=0.5, most=3,
+                         block_length=BLOCK)),
+    "d3llm": ("shifted", dict(threshold=2.5, block_add_threshold=0.25, decoded_token_threshold=0.5, most=3,
+                              block_length=BLOCK, suffix=NEW)),
+    "apd": ("shifted", dict(mixture_weight=0.6, max_lookahead=6, kv_window=2)),
+    "prophet": ("full", dict(block_length=BLOCK, steps=3, answer=(6, 5), gaps=(1.5, 1.0, 0.8), size=NEW)),
     "learn2pd": ("full", dict(filter=FILTER, threshold=0.6, size=NEW)),
-    "adablock": ("shifted", dict(delimiters=(2, 3, 5, 7), delimiter_threshold=0.1, block=BLOCK, threshold=0.15,
+    "adablock": ("shifted", dict(delimiters=(2, 3, 5, 7), delimiter_threshold=0.1, block_length=BLOCK, threshold=0.15,
                                  cache="dual", size=NEW)),
-    "localleap": ("full", dict(anchor=0.2, relaxed=0.12, radius=1, block=BLOCK)),
+    "localleap": ("full", dict(threshold=0.2, relaxed_threshold=0.12, radius=1, block_length=BLOCK)),
     "ccd": ("full", dict(steps=8, grow=3.0, size=NEW)),
-    "dinfer-hierarchy": ("full", dict(threshold=0.3, low=0.1, block=BLOCK)),
-    "dinfer-credit": ("full", dict(threshold=0.15, kept=3, block=BLOCK)),
+    "dinfer-hierarchy": ("full", dict(threshold=0.3, low_threshold=0.1, block_length=BLOCK)),
+    "dinfer-credit": ("full", dict(threshold=0.15, kept=3, block_length=BLOCK)),
     "dimple": ("shifted", dict(threshold=0.15, size=NEW)),
-    "diffusion-gemma": ("canvas", dict(bound=1.0, steps=4, entropy=1.0)),
-    "dinfer-vicinity": ("shifted", dict(block=BLOCK, threshold=0.15, before=2, after=2)),
-    "dkv-cache": ("shifted", dict(block=BLOCK, refresh=3, packed=(10,))),
-    "freecache": ("full", dict(block=BLOCK, steps=3, suffix=8)),
-    "dllm-cache": ("shifted", dict(block=BLOCK, prompt=5, response=3, size=NEW)),
-    "flashdlm": ("shifted", dict(top=3, window=6)),
-    "elastic-cache": ("full", dict(window=4, threshold=0.15, gamma=0.998, size=NEW)),
+    "diffusion-gemma": ("canvas", dict(entropy_bound=1.0, steps=4, confidence_threshold=1.0)),
+    "dinfer-vicinity": ("shifted", dict(block_length=BLOCK, threshold=0.15, prefix_look=2, after_look=2)),
+    "dkv-cache": ("shifted", dict(block_length=BLOCK, cache_steps=3, packed=(10,))),
+    "freecache": ("full", dict(block_length=BLOCK, steps=3, suffix=8)),
+    "dllm-cache": ("shifted", dict(block_length=BLOCK, prompt_interval_steps=5, gen_interval_steps=3, size=NEW)),
+    "flashdlm": ("shifted", dict(top=3, window_size=6)),
+    "elastic-cache": ("full", dict(window_size=4, threshold=0.15, gamma=0.998, size=NEW)),
     "recap": ("full", dict(steps=5, every=3, packed=(6,), size=NEW)),
 }
 FEW = ("fast-dllm",)
@@ -408,7 +411,7 @@ def dream(prompt, new, steps, order):
         lp = np.concatenate([lp[:1], lp[:-1]])
         p, masked = np.exp(lp), np.flatnonzero(x == MASK)
         top = np.sort(p, -1)
-        confidence = {"confidence": top[:, -1], "margin": top[:, -1] - top[:, -2],
+        confidence = {"maskgit_plus": top[:, -1], "topk_margin": top[:, -1] - top[:, -2],
                       "entropy": (p * np.where(p > 0, lp, 0)).sum(-1)}[order]
         n = len(masked) if i == steps - 1 else int(len(masked) * (1 - times[i + 1] / times[i]))
         chosen = masked[np.argsort(-confidence[masked], kind="stable")[:n]]
@@ -417,12 +420,12 @@ def dream(prompt, new, steps, order):
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize(("order", "steps"), often([("entropy", 16), ("margin", 5)], [
-    ("entropy", 16), ("margin", 5), ("confidence", 5)]))
+@pytest.mark.parametrize(("order", "steps"), often([("entropy", 16), ("topk_margin", 5)], [
+    ("entropy", 16), ("topk_margin", 5), ("maskgit_plus", 5)]))
 def test_the_sampler_is_dreams(order, steps):
     ids = prompts(2, longest=9)
     lm = LM(*model("llama"), VOCABULARY, diffusion=SPEAKS["shifted"])
-    s = decode(ALGORITHMS["dream"].make(lm, steps=steps, order=order, size=16), "llama", ids, {}, new=16)
+    s = decode(ALGORITHMS["dream"].make(lm, steps=steps, alg=order, size=16), "llama", ids, {}, new=16)
     assert texts(s) == [dream(p, 16, steps, order) for p in ids]
 
 
@@ -457,8 +460,8 @@ def fast_dllm(prompt, new, block, threshold, cache):
 def test_the_sampler_is_fast_dllms(cache):
     ids = prompts(2, longest=9)
     lm = LM(*model("llama"), VOCABULARY, diffusion=SPEAKS["full"])
-    s = decode(ALGORITHMS["fast-dllm"].make(lm, block=8, threshold=0.2, cache=cache, suffix=16), "llama", ids, {},
-               new=16)
+    alg = ALGORITHMS["fast-dllm"].make(lm, block_length=8, threshold=0.2, cache=cache, suffix=16)
+    s = decode(alg, "llama", ids, {}, new=16)
     made = [fast_dllm(p, 16, 8, 0.2, cache) for p in ids]
     assert texts(s) == [text for text, _ in made]
     assert np.asarray(s.stats.rounds).tolist() == [forwards for _, forwards in made]
@@ -485,7 +488,7 @@ def test_parts_that_do_not_fit_are_named():
     with pytest.raises(ValueError, match="steps: got 0, takes 1 or more"):
         d.Quota(0)
     with pytest.raises(ValueError, match="block: got 8, the model was trained with blocks of 4"):
-        ALGORITHMS["llada"].make(LM(*model("llama"), VOCABULARY, diffusion=SPEAKS["blocks"]), block=8)
+        ALGORITHMS["llada"].make(LM(*model("llama"), VOCABULARY, diffusion=SPEAKS["blocks"]), block_length=8)
     with pytest.raises(ValueError, match="which is autoregressive, takes a diffusion model"):
         ALGORITHMS["llada"].make(LM(*model("llama"), VOCABULARY))
     with pytest.raises(ValueError, match=r"caching: got Dual.*takes one that persists"):

@@ -60,8 +60,8 @@ def test_scores_compare_with_the_best_of_all_systems_on_a_task():
 
 def test_a_list_of_values_is_a_grid(model):
     lm = dx.load(model)
-    grid = systems.points(["llada:steps=[16,2],block=[16,8],order='random'", "dream"], lm)
-    assert [p.name for p in grid] == [f"llada:steps={s},block={b},order='random'" for s in (16, 2) for b in (16, 8)] + [
+    grid = systems.points(["llada:steps=[16,2],block_length=[16,8],remasking='random'", "dream"], lm)
+    assert [p.name for p in grid] == [f"llada:steps={s},block_length={b},remasking='random'" for s in (16, 2) for b in (16, 8)] + [
         "dream"]
     assert len({p.curve for p in grid}) == 2 and grid[1].build().windows.block == 8
 
@@ -79,22 +79,22 @@ def test_a_run_counts_right_answers_and_forwards(model, monkeypatch):
     """With a quota of a quarter of the canvas a row takes 4 forwards, less where it ends early."""
     monkeypatch.setattr(problems.Problem, "correct", lambda self, text: self.prompt < "copy H")
     lm, told = dx.load(model), list[str]()
-    grid = systems.points(["llada:block=16,steps=4"], lm)
+    grid = systems.points(["llada:block_length=16,steps=4"], lm)
     (got,) = systems.run(lm, grid, ["copy"], problems=6, batch=4, report=lambda done, total, what: told.append(what))
     expected = [p.prompt < "copy H" for p in problems.problems("copy", 6)]
     assert got.accuracy == sum(expected) / 6 and got.problems == 6 and 0 < got.forwards <= 4
-    assert 0 < got.tokens_per_forward <= 16 / got.forwards and told == ["llada:block=16,steps=4 copy"]
+    assert 0 < got.tokens_per_forward <= 16 / got.forwards and told == ["llada:block_length=16,steps=4 copy"]
 
 
 @pytest.mark.matrix
 def test_the_program_prints_tables_and_writes_figures_and_curves(model, tmp_path, capsys):
     out, picture = tmp_path / "out.json", tmp_path / "curves.png"
-    args = ["systems", "llada:block=16,steps=[4,1]", "--model", str(model), "--task", "add", "shuffle", "--problems",
+    args = ["systems", "llada:block_length=16,steps=[4,1]", "--model", str(model), "--task", "add", "shuffle", "--problems",
             "4"]
     assert evaluate.main([*args, "--json", str(out), "--plot", str(picture)]) == 0
     shown = capsys.readouterr().out
     facts = json.loads(out.read_text())
-    assert len(facts["rows"]) == 4 and set(facts["aup"]) == {"llada:block=16,steps=[4,1]"}
+    assert len(facts["rows"]) == 4 and set(facts["aup"]) == {"llada:block_length=16,steps=[4,1]"}
     assert all(f"{r['accuracy']:.1%}" in shown and r["system"] in shown for r in facts["rows"])
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 5000
     assert evaluate.main([*args[:4], "--task", "nope"]) == 2
@@ -104,7 +104,7 @@ def test_the_program_prints_tables_and_writes_figures_and_curves(model, tmp_path
 @pytest.mark.matrix
 def test_outputs_are_compared_with_those_of_the_first_point(model):
     lm = dx.load(model)
-    grid = systems.points(["llada:block=16", "freedave:block=16,branches=4", "llada:block=16,steps=1"], lm)
+    grid = systems.points(["llada:block_length=16", "freedave:block_length=16,draft_steps=4", "llada:block_length=16,steps=1"], lm)
     plain, lossless, hasty = systems.run(lm, grid, ["shuffle"], problems=4, batch=4, repeats=1)
     assert plain.same == lossless.same == 1 > hasty.same
     assert lossless.forwards <= plain.forwards

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.wide
 
 NEW, TOKENS, PROMPT, LAM, WARM = 4, (2, 5, 9), [3, 7, 1], 1.5, 3.0
 OTHERS = [t for t in range(VOCABULARY) if t not in TOKENS]
-OPTIONS: dict[str, Any] = dict(algorithm="llada:block=4,order=random", temperature=WARM, max_new_tokens=NEW,
+OPTIONS: dict[str, Any] = dict(algorithm="llada:block_length=4,remasking=random", temperature=WARM, max_new_tokens=NEW,
                                suppress_tokens=OTHERS)
 
 
@@ -151,7 +151,7 @@ def test_the_search_finds_the_best_text_with_few_canvases() -> None:
 
 @pytest.mark.parametrize("algorithm", [
     "mdlm:steps=3,size=8", pytest.param("remdm:steps=6,eta=0.3,size=8", marks=pytest.mark.matrix),
-    pytest.param("fast-dllm:block=4,threshold=0.3,cache=dual", marks=pytest.mark.matrix),
+    pytest.param("fast-dllm:block_length=4,threshold=0.3,cache=dual", marks=pytest.mark.matrix),
     pytest.param("sdar:threshold=0.3", marks=pytest.mark.matrix)])
 def test_any_sampler_denoises_and_no_prompt_depends_on_another(algorithm: str) -> None:
     speaks = "blocks" if algorithm.startswith("sdar") else "full"

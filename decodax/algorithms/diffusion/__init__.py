@@ -3,19 +3,19 @@
 There is one algorithm, `MaskedDiffusion`, made of policies; a published sampler is a choice of them (`systems`). To add
 a sampler, write its new rules as frozen dataclasses that inherit from a base class of `policies`, in a file of their
 own, and a maker with `@entry`. The docstrings of `policies` say what each policy gets and returns. In short, with `R`
-rows and a region of `W` positions that begins at `view.start`:
+rows and a window of `W` positions that begins at `view.start`:
 
     Shaper    (view, logits, memory) -> f32[R, W, V]        the model's logits, annealed or mixed with earlier steps'
     Windows   active(view, seen, memory) -> bool[R, W]      which open positions may be unmasked now
               finished(view, memory) -> i32[R]              how many positions from `start` on are final
-              last(start, end) -> i32[B]                    where the last region ends, if it is as wide as the others
+              last(start, end) -> i32[B]                    where the last window ends, if it is as wide as the others
     Score     (view, seen, memory) -> f32[R, W]             larger scores are unmasked sooner
     Unmask    (view, seen, score, memory) -> bool[R, W]     which positions are unmasked; the best one if there are none
     Remask    (before, seen, after, memory) -> View         other `tokens`, or reopened positions (`open`)
-              busy(before, after, memory) -> bool[R]        nothing is open, but the region is not final yet
+              busy(before, after, memory) -> bool[R]        nothing is open, but the window is not final yet
     Stop      early_stop(view, seen, memory) -> bool[R]     unmask all open positions now
               end(before, seen, after, memory) -> i32[R]    where the text ends, if it ends early
-    Caching   stale(view, memory) -> bool[B]                rows that need a forward over the whole text
+    Caching   needs_refresh(view, memory) -> bool[B]        rows that need a forward over the whole text
               nodes(view, left, memory) -> Nodes            what the other forwards score
               writes(view, positions, final, valid, memory) -> bool[B, n]
     Verify    several canvases of a row in one forward, and which of their steps are true
@@ -47,19 +47,7 @@ from decodax.algorithms.diffusion.caching.elastic_cache import Drift, Leading
 from decodax.algorithms.diffusion.caching.flashdlm import Frozen, GuidedDiffusion
 from decodax.algorithms.diffusion.caching.recap import FullStepOrder, Targets, Turns
 from decodax.algorithms.diffusion.canvas import Canvas
-from decodax.algorithms.diffusion.policies import (
-    Caching,
-    Remask,
-    Rule,
-    Score,
-    Seen,
-    Shaper,
-    Stop,
-    Unmask,
-    Verify,
-    View,
-    Windows,
-)
+from decodax.algorithms.diffusion.policies import Caching, Remask, Rule, Score, Shaper, Stop, Unmask, Verify, Windows
 from decodax.algorithms.diffusion.rules.defaults import AsIs, Keep, Sequential
 from decodax.algorithms.diffusion.rules.judged import Agreed
 from decodax.algorithms.diffusion.rules.scores import Confidence, Margin, NegEntropy, Noisy, Position, Random
@@ -88,6 +76,7 @@ from decodax.algorithms.diffusion.samplers.remdm import Coins, ReMDM
 from decodax.algorithms.diffusion.samplers.sdlm import ConfidentPrefix
 from decodax.algorithms.diffusion.samplers.ssd import BranchTree
 from decodax.algorithms.diffusion.stats import DistributionStats, statistics
+from decodax.algorithms.diffusion.view import Seen, View
 
 __all__ = ["Adapter", "Agreed", "Agreeing", "All", "Ancestral", "AnchorCache", "Anchored", "Anneal", "AsIs", "AtLeast",
            "Average", "BlockCache", "BlockCausal", "BlockQuota", "Blocks", "BranchExact", "BranchLater", "BranchTree",

@@ -21,7 +21,7 @@ class Nodes(Struct):
 
     Attributes:
         positions: `i32`. live: `bool`.
-        own: `bool` nodes of the region, which is worked on. The others hold final tokens, or lie behind the region.
+        own: `bool` nodes of the window, which is worked on. The others hold final tokens, or lie after the window.
         prompt: `i32[B]`, the prompts' lengths.
     """
 
@@ -40,17 +40,17 @@ class AttentionPattern(Protocol):
 
     @property
     def joined(self) -> bool:
-        """Whether the region attends to the last final token as one of its own, where a shifted model predicts the
-        region's first token from it. It is scored as a copy, since its entries in the cache are different."""
+        """Whether the window attends to the last final token as one of its own, where a shifted model predicts the
+        window's first token from it. It is scored as a copy, since its entries in the cache are different."""
 
     @property
     def overhangs(self) -> bool:
-        """Whether the last region is as wide as the others even if the text ends inside it. Models that attend to
-        nothing behind a region were trained on whole ones."""
+        """Whether the last window is as wide as the others even if the text ends inside it. Models that attend to
+        nothing after a window were trained on whole ones."""
 
     def sees(self, nodes: Nodes, front: Array) -> Array:
         """`bool[B, n, n]`: entry `[b, i, j]` says that node `i` attends to node `j`. `front` (`i32[B]`) is where the
-        region begins: all positions before it are final."""
+        window begins: all positions before it are final."""
 
     def reach(self, start: Array, width: int, end: Array) -> Array:
         """`i32[B]`: the end of the positions that a forward reads."""
@@ -111,14 +111,14 @@ class PromptBlocks:
 
 @dataclasses.dataclass(frozen=True)
 class CausalPrefix:
-    """Final tokens attend to those before them; the region attends to them and to all of itself (SBD, DiffusionGemma).
+    """Final tokens attend to those before them; the window attends to them and to all of itself (SBD, DiffusionGemma).
 
     Attributes:
-        joined: the last final token is also part of the region, which attends to a copy of it (SDLM).
-        ordered: the region's positions attend only to those before them: causal attention throughout (SDLM's
+        joined: the last final token is also part of the window, which attends to a copy of it (SDLM).
+        ordered: the window's positions attend only to those before them: causal attention throughout (SDLM's
             `causal_attn`).
 
-    With either, the last final token predicts the region's first, so a region of `W` positions has `W - 1` masks.
+    With either, the last final token predicts the window's first, so a window of `W` positions has `W - 1` masks.
     """
 
     joined: bool = False
@@ -135,7 +135,7 @@ class CausalPrefix:
         return jnp.where(to, inside, jnp.where(of, key < front[:, None, None] - int(self.joined), key <= query))
 
     def reach(self, start: Array, width: int, end: Array) -> Array:
-        # the last position of a shifted region is predicted by the one before it, and seen by none
+        # the last position of a shifted window is predicted by the one before it, and seen by none
         return jnp.minimum(start + width - int(self.joined or self.ordered), end)
 
 
@@ -153,7 +153,7 @@ class InitialCanvas(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Masks:
-    """The mask token everywhere behind the prompt."""
+    """The mask token everywhere after the prompt."""
 
     given = False
 
@@ -164,7 +164,7 @@ class Masks:
 
 @dataclasses.dataclass(frozen=True)
 class Template:
-    """Infilling: the token buffer behind the prompt is a template whose mask tokens are filled in; its other tokens are
+    """Infilling: the token buffer after the prompt is a template whose mask tokens are filled in; its other tokens are
     frozen. The text ends with the row's budget."""
 
     given = True

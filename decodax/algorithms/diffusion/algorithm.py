@@ -1,7 +1,7 @@
 """Masked diffusion decoding: a canvas of unknown tokens is decided over several rounds, in any order.
 
 All published samplers are one algorithm here. They differ in its nine policies (`policies.py`). A round works on one
-region of each row:
+window of each row:
 
     1. adapter: tokens, positions and attention. `Caching` decides what is recomputed and what is read from the cache.
     2. statistics: candidates and the model's probabilities (`Seen`), after the shaper and the policy's transforms.
@@ -11,9 +11,9 @@ region of each row:
     6. remask: which tokens are masked or overwritten again.
     7. stop: whether the text ends here. Verify picks among several canvases that took steps 2 to 7 side by side.
     8. windows: which positions are final. They join the verified text, which is searched for end of sequence and stop
-       strings and counted against the budget, and the region moves behind them.
+       strings and counted against the budget, and the window moves after them.
 
-Each row has its own region, steps and phase, independent of its batch mates. Prompt and frozen tokens never change.
+Each row has its own window, steps and phase, independent of its batch mates. Prompt and frozen tokens never change.
 """
 
 from __future__ import annotations
@@ -29,24 +29,14 @@ from decodax.algorithms.diffusion.adapter import Adapter
 from decodax.algorithms.diffusion.caching.blocks import NoCache
 from decodax.algorithms.diffusion.canvas import Canvas, look, survey
 from decodax.algorithms.diffusion.guidance import guide
-from decodax.algorithms.diffusion.policies import (
-    Caching,
-    Remask,
-    Score,
-    Seen,
-    Shaper,
-    Stop,
-    Unmask,
-    Verify,
-    View,
-    Windows,
-)
+from decodax.algorithms.diffusion.policies import Caching, Remask, Score, Shaper, Stop, Unmask, Verify, Windows
 from decodax.algorithms.diffusion.round import Round
 from decodax.algorithms.diffusion.rules.defaults import AsIs, Keep, Sequential
 from decodax.algorithms.diffusion.rules.scores import Confidence
 from decodax.algorithms.diffusion.rules.stops import EndOfText
 from decodax.algorithms.diffusion.rules.unmasking import Quota, best
 from decodax.algorithms.diffusion.rules.windows import Blocks
+from decodax.algorithms.diffusion.view import Seen, View
 from decodax.core.cache import Feature
 from decodax.core.record import empty_record
 from decodax.core.state import State
@@ -90,7 +80,7 @@ class MaskedDiffusion(Algorithm):
         """An upper bound on the rounds that a batch can take for `budget` new tokens a row."""
         steps = max(rule.longest for rule in (self.unmask, self.remask, *self.stops))
         steps = max(steps, self.windows.width) + self.remask.most + 2
-        # a region moves by its width, or by less; rows may wait for the others' wide rounds
+        # a window moves by its width, or by less; rows may wait for the others' wide rounds
         regions = -(-budget // self.windows.least) + 1
         return (regions * steps + 8) * (rows + 1 if self.variants else 1)
 
@@ -145,7 +135,7 @@ class MaskedDiffusion(Algorithm):
         if count := len(self.caching.phases):
             wanted = jnp.where(s.running, self.phase(s), -1)
             return jnp.argmax((wanted[:, None] == jnp.arange(count)).sum(0)).astype(jnp.int32)
-        stale = self.stale(s) & s.running
+        stale = self.needs_refresh(s) & s.running
         narrow = 2 * stale.sum() < s.running.sum()
         smaller = [n for n in self.caching.sizes if n is not None]
         if not smaller:
@@ -234,7 +224,7 @@ class MaskedDiffusion(Algorithm):
         return after
 
     def drafts(self, view: View, c: Canvas) -> View:
-        """The canvases of a round, `[B, K, ...]`: the region itself, then the drafts, each some steps ahead of it."""
+        """The canvases of a round, `[B, K, ...]`: the window itself, then the drafts, each some steps ahead of it."""
         K = len(self.verify.taken)
         ahead = jnp.array([len(taken) for taken in self.verify.taken], jnp.int32)
         wide = jax.tree.map(lambda x: jnp.broadcast_to(x[:, None], (x.shape[0], K, *x.shape[1:])), view)
@@ -258,6 +248,6 @@ class MaskedDiffusion(Algorithm):
         """`i32[B]`: which of the caching rule's phases a row's next round is."""
         return self.caching.phase(survey(s, s.algo, self.windows.width), s.algo.memory["caching"])
 
-    def stale(self, s: State) -> Array:
+    def needs_refresh(self, s: State) -> Array:
         """`bool[B]`: rows whose next round is a wide one."""
-        return self.caching.stale(survey(s, s.algo, self.windows.width), s.algo.memory["caching"])
+        return self.caching.needs_refresh(survey(s, s.algo, self.windows.width), s.algo.memory["caching"])

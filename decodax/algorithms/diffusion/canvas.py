@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from decodax.algorithms.diffusion.policies import Text, View
+from decodax.algorithms.diffusion.view import Text, View
 from decodax.common.struct import Struct, struct
 from decodax.core.state import State
 
@@ -22,7 +22,7 @@ class Canvas(Struct):
         start, end, step, round, opened, full, kept, refreshed: `i32[B]`, as in `View`.
         final: `i32[B]` tokens before it are final. It lies beyond `start` while they wait for a commit forward.
         valid: `bool[B, S]` cache slots that hold an entry.
-        drafts: tokens and open positions `[B, K - 1, W]` of the region after further steps, or None.
+        drafts: tokens and open positions `[B, K - 1, W]` of the window after further steps, or None.
         memory: the policies' memories, by name.
         record: log-probabilities by position at the time the tokens were decided, or None.
         assistant: the state of a second model, or None.
@@ -50,7 +50,7 @@ class Canvas(Struct):
 
 
 def look(s: State, c: Canvas, width: int, eos: Array | None = None) -> View:
-    """The rows' regions, `width` positions from `start` on. `eos` (`i32[B, E]`): tokens that end a text."""
+    """The rows' windows, `width` positions from `start` on. `eos` (`i32[B, E]`): tokens that end a text."""
     region = lambda x: cut(x, c.start, width)
     return View(
         positions=c.start[:, None] + jnp.arange(width, dtype=jnp.int32), tokens=region(c.tokens), open=region(c.open),
@@ -61,7 +61,7 @@ def look(s: State, c: Canvas, width: int, eos: Array | None = None) -> View:
 
 
 def survey(s: State, c: Canvas, width: int, eos: Array | None = None) -> View:
-    """`look`, with the whole text around the regions in `View.text`."""
+    """`look`, with the whole text around the windows in `View.text`."""
     return look(s, c, width, eos).replace(text=Text(open=c.open, when=c.when, cache=s.cache))
 
 

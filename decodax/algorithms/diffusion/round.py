@@ -11,9 +11,9 @@ from jax import Array
 
 from decodax.algorithms.diffusion.adapter import Nodes
 from decodax.algorithms.diffusion.canvas import Canvas, cut, look, paste, survey
-from decodax.algorithms.diffusion.policies import Seen, View
 from decodax.algorithms.diffusion.rules.stops import EndOfText
 from decodax.algorithms.diffusion.stats import statistics
+from decodax.algorithms.diffusion.view import Seen, View
 from decodax.common.struct import Struct, struct
 from decodax.constraints.canvas import OUTSIDE, OnCanvas, Region, accepted
 from decodax.core.around import Around
@@ -65,12 +65,12 @@ class Round(Around):
         """`bool[B]`: rows that take part."""
         if not self.inner.variants:
             return s.running
-        mine = self.inner.stale(s) == self.wide if self.phase is None else self.inner.phase(s) == self.phase
+        mine = self.inner.needs_refresh(s) == self.wide if self.phase is None else self.inner.phase(s) == self.phase
         return s.running & mine
 
     def through(self, model: Any) -> Any:
         """The model as these rounds run it."""
-        return model if self.phase is None else self.inner.caching.through(model, self.phase)
+        return model if self.phase is None else self.inner.caching.wrap_model(model, self.phase)
 
     def propose(self, params: Params, policy: Any, s: State) -> tuple[Window, Canvas]:
         c: Canvas = s.algo

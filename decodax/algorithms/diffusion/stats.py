@@ -110,7 +110,7 @@ def cosine(a: Array, b: Array, axis: int = -1) -> Array:
 
 def rank(score: Array, among: Array) -> Array:
     """`i32[R, W]`: places 0, 1, ... by falling score among the given positions, from left to right among equals. All
-    other positions come behind them.
+    other positions come after them.
 
     >>> rank(jnp.array([[1.0, 3.0, 3.0, 2.0]]), jnp.array([[True, False, True, True]])).tolist()
     [[2, 3, 0, 1]]

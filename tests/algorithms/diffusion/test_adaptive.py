@@ -59,10 +59,10 @@ def localleap(open, confidence, step, lp):
 
 @pytest.mark.wide
 def test_localleap_relaxes_around_anchors():
-    rounds = agrees(made("localleap", anchor=0.5, relaxed=0.25, radius=2, block=8),
+    rounds = agrees(made("localleap", threshold=0.5, relaxed_threshold=0.25, radius=2, block_length=8),
                     lambda p: block_by_block(p, 8, localleap))
     assert max(rounds) < NEW
-    assert sum(run(made("localleap", anchor=0.5, relaxed=0.25, radius=0, block=8))[1]) > sum(rounds)
+    assert sum(run(made("localleap", threshold=0.5, relaxed_threshold=0.25, radius=0, block_length=8))[1]) > sum(rounds)
 
 
 def hierarchy(open, confidence, step, lp):
@@ -79,7 +79,7 @@ def hierarchy(open, confidence, step, lp):
 
 @pytest.mark.wide
 def test_the_hierarchy_takes_one_of_each_run():
-    alg = made("dinfer-hierarchy", threshold=0.6, low=0.2, block=8)
+    alg = made("dinfer-hierarchy", threshold=0.6, low_threshold=0.2, block_length=8)
     rounds = agrees(alg, lambda p: block_by_block(p, 8, hierarchy))
     assert max(rounds) < NEW
 
@@ -96,11 +96,11 @@ def credit(memory, x, open, lp):
 @pytest.mark.matrix
 def test_credit_of_few_tokens_is_the_whole_matrix():
     choose = lambda open, confidence, step, lp: confidence >= math.log(0.5)
-    rounds = agrees(made("dinfer-credit", threshold=0.5, block=8, kept=6),
+    rounds = agrees(made("dinfer-credit", threshold=0.5, block_length=8, kept=6),
                     lambda p: block_by_block(p, 8, choose, credit))
     plain = run(d.MaskedDiffusion(d.Adapter(MASK), d.Blocks(8), unmask=d.Threshold(0.5)))
     assert sum(rounds) < sum(plain[1])
-    assert run(made("dinfer-credit", threshold=0.5, block=8, alpha=0.0)) == plain
+    assert run(made("dinfer-credit", threshold=0.5, block_length=8, alpha=0.0)) == plain
 
 
 def average(past, kept):
@@ -125,14 +125,14 @@ def test_ccd_may_decide_by_the_mean_over_steps(kept, bound):
         order = np.argsort(np.where(open, entropy, np.inf), kind="stable")
         return np.isin(np.arange(len(open)), order[:2 + (step < 2)])
 
-    agrees(made("ccd", rule="mean", past=2, kept=kept, steps=3, bound=bound, block=8),
+    agrees(made("ccd", rule="mean", past=2, kept=kept, steps=3, bound=bound, block_length=8),
            lambda p: block_by_block(p, 8, choose, average(2, kept)))
 
 
 @pytest.mark.matrix      # a limit of what the loop above decides
 def test_ccd_without_a_past_is_the_base():
     base = d.MaskedDiffusion(d.Adapter(MASK), d.Blocks(8), d.NegEntropy(), d.Quota(3))
-    mean = functools.partial(made, "ccd", rule="mean", steps=3, block=8)
+    mean = functools.partial(made, "ccd", rule="mean", steps=3, block_length=8)
     assert run(mean(past=0)) == run(base) != run(mean(past=2))
 
 
@@ -164,15 +164,15 @@ def prophet(prompt, steps, block, answer, gaps):
     ((9, 14), (1.6, 1.4, 0.9)), pytest.param(None, (0.49, 0.6, 0.55), marks=pytest.mark.matrix)])
 def test_prophet_unmasks_everything_when_the_answer_is_sure(answer, gaps):
     given = None if answer is None else (answer[0], answer[1] - answer[0])
-    rounds = agrees(made("prophet", block=8, steps=5, answer=given, gaps=gaps),
+    rounds = agrees(made("prophet", block_length=8, steps=5, answer=given, gaps=gaps),
                     lambda p: prophet(p, 5, 8, answer, gaps))
     assert min(rounds) < 10 and len(set(rounds)) > 1         # some stop early, not all at once
 
 
 @pytest.mark.matrix      # the loop above says so too
 def test_prophet_that_never_stops_is_llada():
-    never = made("prophet", block=8, steps=3, gaps=(1e9, 1e9, 1e9))
-    assert run(never) == run(made("llada", block=8, steps=3))
+    never = made("prophet", block_length=8, steps=3, gaps=(1e9, 1e9, 1e9))
+    assert run(never) == run(made("llada", block_length=8, steps=3))
 
 
 def sigmoid(x):
@@ -246,7 +246,7 @@ def test_a_filter_is_read_from_its_file_and_checked(tmp_path):
 @pytest.mark.matrix      # the authors' loop above says so too
 def test_a_filter_that_accepts_nothing_is_llada():
     none = d.Filter(np.zeros((8, 1)), np.zeros(1), np.zeros((1, 8)), np.full(8, -99))
-    assert run(made("learn2pd", filter=none, steps=3, end_of_text=False)) == run(made("llada", block=8, steps=3))
+    assert run(made("learn2pd", filter=none, steps=3, end_of_text=False)) == run(made("llada", block_length=8, steps=3))
 
 
 def adablock(prompt, delimiters, bar, block, threshold):
@@ -272,10 +272,10 @@ def adablock(prompt, delimiters, bar, block, threshold):
 
 @pytest.mark.matrix
 def test_adablock_ends_a_block_at_the_surest_delimiter():
-    alg = made("adablock", delimiters=(5, 11), delimiter_threshold=0.3, block=6, threshold=0.5)
+    alg = made("adablock", delimiters=(5, 11), delimiter_threshold=0.3, block_length=6, threshold=0.5)
     agrees(alg, lambda p: adablock(p, (5, 11), 0.3, 6, 0.5))
     fixed = d.MaskedDiffusion(d.Adapter(MASK), d.Blocks(6), unmask=d.Threshold(0.5))
-    never = made("adablock", delimiters=(5, 11), delimiter_threshold=1.1, block=6, threshold=0.5)
+    never = made("adablock", delimiters=(5, 11), delimiter_threshold=1.1, block_length=6, threshold=0.5)
     assert run(alg) != run(fixed) == run(never)
 
 
@@ -315,7 +315,7 @@ def gemma(prompt, request, canvas, steps, bound, entropy):
 
 @pytest.mark.slow       # transformers' own loop decides by default, in tests/conformance
 def test_diffusion_gemma_renoises_until_the_canvas_stands_still():
-    alg = made("diffusion-gemma", "canvas", bound=2.0, steps=7, entropy=1.0)
+    alg = made("diffusion-gemma", "canvas", entropy_bound=2.0, steps=7, confidence_threshold=1.0)
     texts, rounds = run(alg, NEW, "canvas")
     expected = [gemma(p, i, SPEAKS["canvas"].block, 7, 2.0, 1.0) for i, p in enumerate(PROMPTS)]
     assert texts == [t for t, _ in expected] and rounds == [r for _, r in expected]

@@ -350,7 +350,7 @@ def test_frozen_is_freecache():
 @pytest.mark.wide
 def test_targets_are_recaps():
     lm = LM(*model("llama"), VOCABULARY, diffusion=Diffusion(MASK))
-    alg = ALGORITHMS["recap"].make(lm, steps=8, every=3, lead=1, choice_temperature=0.0, size=NEW)
+    alg = ALGORITHMS["recap"].make(lm, steps=8, every=3, pre_full_iters=1, choice_temperature=0.0, size=NEW)
     assert made(alg)[0] == [recap(p, 8, 3, 1) for p in IDS]
     assert made(alg)[0] != made(dataclasses.replace(alg, caching=d.NoCache()))[0]
 
@@ -359,7 +359,8 @@ def test_targets_are_recaps():
 def test_guided_and_frozen_is_flashdlm():
     network, weights = model("llama")
     lm = LM(network, weights, VOCABULARY)
-    alg = ALGORITHMS["flashdlm"].make(dataclasses.replace(lm, diffusion=Diffusion(MASK)), draft=lm, top=6, window=5)
+    alg = ALGORITHMS["flashdlm"].make(dataclasses.replace(lm, diffusion=Diffusion(MASK)), draft=lm, top=6,
+                                      window_size=5)
     params = Params(weights, weights)
     _, _, chain, s = start(alg, "llama", IDS, {}, new=NEW, draft=weights)
     s = drivers.advance(alg, network, params, chain, s, jnp.int32(99))
@@ -372,7 +373,7 @@ def test_guided_and_frozen_is_flashdlm():
 @pytest.mark.parametrize("cache", often(["dual"], ["dual", "prefix"]))
 def test_the_anchored_cache_is_fast_dllms_for_dream(cache):
     lm = LM(*model("llama"), VOCABULARY, diffusion=Diffusion(MASK, shift=True))
-    alg = ALGORITHMS["fast-dllm"].make(lm, block=BLOCK, threshold=0.2, cache=cache, suffix=NEW)
+    alg = ALGORITHMS["fast-dllm"].make(lm, block_length=BLOCK, threshold=0.2, cache=cache, suffix=NEW)
     wanted = [fast_dllm_dream(p, 0.2, cache == "dual") for p in IDS]
     assert made(alg) == ([text for text, _ in wanted], [n for _, n in wanted])
 
@@ -381,7 +382,7 @@ def test_the_anchored_cache_is_fast_dllms_for_dream(cache):
 @pytest.mark.parametrize("cache", ["block", "dual"])
 def test_the_cache_inside_a_block_is_fast_dllm_2s(cache):
     lm = LM(*model("llama"), VOCABULARY, diffusion=Diffusion(MASK, shift=True, attention="block-causal", block=BLOCK))
-    alg = ALGORITHMS["fast-dllm-2"].make(lm, sub=4, threshold=0.1, cache=cache)
+    alg = ALGORITHMS["fast-dllm-2"].make(lm, small_block_size=4, threshold=0.1, cache=cache)
     wanted = [fast_dllm_2(p, 0.1, 4, cache == "dual") for p in IDS]
     assert made(alg)[0] == wanted
     assert cache == "block" or wanted != [fast_dllm_2(p, 0.1, 4, False) for p in IDS]
@@ -423,7 +424,7 @@ def test_rounds_compute_no_more_than_the_published_loop():
         body = jax.jit(body)
         while bool(unfinished(carry)):
             s, before = carry[1], np.asarray(carry[1].stats.rounds)
-            nodes = np.where(alg.stale(s), wide.live_nodes(s), narrow.live_nodes(s))
+            nodes = np.where(alg.needs_refresh(s), wide.live_nodes(s), narrow.live_nodes(s))
             carry = body(carry)
             computed[:] += nodes * (np.asarray(carry[1].stats.rounds) - before)
         return carry

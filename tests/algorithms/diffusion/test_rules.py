@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 import decodax.algorithms.diffusion as d
-from decodax.algorithms.diffusion.policies import Seen, View
 from decodax.algorithms.diffusion.stats import DistributionStats, cosine, rank, statistics
+from decodax.algorithms.diffusion.view import Seen, View
 from decodax.common.struct import fields
 from decodax.core import keys
 

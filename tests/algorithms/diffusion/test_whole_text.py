@@ -82,7 +82,7 @@ def test_parts_out_of_range_are_named():
     for make, message in ((lambda: d.Confident(steps=0), "steps: got 0"), (lambda: d.Agreeing(steps=0), "steps: got 0"),
                           (lambda: d.Agreeing(grow=-1), "grow, warmup: got -1, 5"),
                           (lambda: d.Turns(0), "every, lead: got 0, 0"),
-                          (lambda: ALGORITHMS["flashdlm"].make(lm(), lm(), window=1), "window: got 1, takes 2 or more"),
+                          (lambda: ALGORITHMS.make("flashdlm", lm(), lm(), window_size=1), "window_size: got 1, takes"),
                           (lambda: d.GuidedDiffusion(lm(), relative=2.0), "relative: got 2.0, takes 0 to 1")):
         with pytest.raises(ValueError, match=message):
             make()

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from decodax.algorithms.diffusion.adapter import Adapter, BlockCausal, Nodes
-from decodax.algorithms.diffusion.policies import Caching, Memory, View, span
+from decodax.algorithms.diffusion.policies import Caching, Memory
 from decodax.algorithms.diffusion.rules.windows import Blocks
+from decodax.algorithms.diffusion.view import View, span
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +34,7 @@ class BlockCache(Caching):
 
     persists = True
 
-    def stale(self, view: View, memory: Memory) -> Array:
+    def needs_refresh(self, view: View, memory: Memory) -> Array:
         return (view.kept == 0) & (view.start > 0)
 
     def writes(self, view: View, positions: Array, final: Array, valid: Array, memory: Memory) -> Array:

@@ -17,11 +17,12 @@ from decodax.algorithms.diffusion.adapter import Adapter, Nodes
 from decodax.algorithms.diffusion.algorithm import MaskedDiffusion
 from decodax.algorithms.diffusion.caching.rewriting import Rewriting, scattered, with_left
 from decodax.algorithms.diffusion.canvas import paste
-from decodax.algorithms.diffusion.policies import Memory, Text, View
+from decodax.algorithms.diffusion.policies import Memory
 from decodax.algorithms.diffusion.rules.scores import Confidence, Random
 from decodax.algorithms.diffusion.rules.unmasking import Quota
 from decodax.algorithms.diffusion.rules.windows import Blocks
 from decodax.algorithms.diffusion.stats import rank
+from decodax.algorithms.diffusion.view import Text, View
 from decodax.common.options import Count
 from decodax.common.options import Whole as WholeNumber
 from decodax.common.registry import ALGORITHMS
@@ -59,7 +60,7 @@ class DelayedTokens(Rewriting):
     def sizes(self) -> tuple[int | None, ...]:       # type: ignore[override]
         return (*self.packed, None)
 
-    def stale(self, view: View, memory: Memory) -> Array:
+    def needs_refresh(self, view: View, memory: Memory) -> Array:
         first = (view.step <= (self.delay or 0)) | (view.refreshed < 0)
         return first if self.refresh is None else first | (view.step % self.refresh == 0)
 
@@ -98,7 +99,7 @@ class DKVCacheGreedy(Rewriting):
     def sizes(self) -> tuple[int | None, ...]:       # type: ignore[override]
         return (*self.packed, None)
 
-    def stale(self, view: View, memory: Memory) -> Array:
+    def needs_refresh(self, view: View, memory: Memory) -> Array:
         return (view.refreshed < 0) | (view.step % self.refresh == 0)
 
     def nodes(self, view: View, left: int, memory: Memory) -> Nodes:

@@ -23,10 +23,11 @@ from jax import Array
 from decodax.algorithms.diffusion.adapter import Adapter, Nodes
 from decodax.algorithms.diffusion.algorithm import MaskedDiffusion
 from decodax.algorithms.diffusion.caching.rewriting import Rewriting
-from decodax.algorithms.diffusion.policies import Memory, View
+from decodax.algorithms.diffusion.policies import Memory, Sized
 from decodax.algorithms.diffusion.rules.unmasking import Quota
 from decodax.algorithms.diffusion.rules.windows import Blocks
 from decodax.algorithms.diffusion.stats import cosine, rank
+from decodax.algorithms.diffusion.view import View
 from decodax.cache import AttentionView, Dense, Wrapper
 from decodax.common.options import Count, Range
 from decodax.common.registry import ALGORITHMS
@@ -173,7 +174,7 @@ class Reusing(Model):
 
 
 @dataclasses.dataclass(frozen=True)
-class Similarity(Rewriting):
+class Similarity(Sized, Rewriting):
     """dLLM-Cache's schedule: the prompt is computed every `prompt` rounds of a row, the response every `response`.
 
     In all other rounds a share of the response's nodes is computed, layer by layer. The rule is that of the authors'
@@ -198,27 +199,16 @@ class Similarity(Rewriting):
         if not 0 < self.ratio <= 1:
             raise ValueError(f"ratio: got {self.ratio}, takes above 0 to 1")
 
-    def fit(self, budget: int) -> Similarity:
-        """With a size for texts of `budget` new tokens."""
-        size = max(1 << max(budget - 1, 0).bit_length(), 8) if self.size is None else self.size
-        return dataclasses.replace(self, size=size)
-
-    @property
-    def _size(self) -> int:
-        if self.size is None:
-            raise ValueError("size: got None; give the most new tokens of a text, or call `fit` with it")
-        return self.size
-
     def phase(self, view: View, memory: Memory) -> Array:
         prompt, response = view.round % self.prompt == 0, view.round % self.response == 0
-        whole = (prompt & response) | (view.refreshed < 0) | (view.end - view.prompt_length > self._size)
+        whole = (prompt & response) | (view.refreshed < 0) | (view.end - view.prompt_length > self.known_size)
         return jnp.where(whole, EVERYTHING, jnp.where(response, RESPONSE, jnp.where(prompt, PROMPT, PART)))
 
-    def through(self, model: Any, phase: int) -> Reusing:
+    def wrap_model(self, model: Any, phase: int) -> Reusing:
         return Reusing(model, self.ratio, phase == PART)
 
     def nodes(self, view: View, left: int, memory: Memory) -> Nodes:
-        positions = view.prompt_length[:, None] - left + jnp.arange(self._size + left, dtype=jnp.int32)
+        positions = view.prompt_length[:, None] - left + jnp.arange(self.known_size + left, dtype=jnp.int32)
         return Nodes(positions=positions, live=(positions >= 0) & (positions < view.end[:, None]),
                      own=jnp.ones(positions.shape, bool))
 

@@ -25,11 +25,12 @@ from decodax.algorithms.diffusion.adapter import Adapter, Nodes
 from decodax.algorithms.diffusion.algorithm import MaskedDiffusion
 from decodax.algorithms.diffusion.caching.dllm_cache import dense_cache
 from decodax.algorithms.diffusion.caching.rewriting import Rewriting
-from decodax.algorithms.diffusion.policies import Memory, Seen, View
+from decodax.algorithms.diffusion.policies import Memory
 from decodax.algorithms.diffusion.rules.stops import FirstEnd
 from decodax.algorithms.diffusion.rules.unmasking import Threshold
 from decodax.algorithms.diffusion.rules.windows import Whole
 from decodax.algorithms.diffusion.stats import cosine
+from decodax.algorithms.diffusion.view import Seen, View
 from decodax.cache import AttentionView, Dense, Wrapper
 from decodax.common.options import Count, Share
 from decodax.common.registry import ALGORITHMS
@@ -277,10 +278,10 @@ class Drift(Rewriting):
         if self.window < 1:
             raise ValueError(f"window: got {self.window}, takes 1 or more")
 
-    def stale(self, view: View, memory: Memory) -> Array:
+    def needs_refresh(self, view: View, memory: Memory) -> Array:
         return view.refreshed < 0
 
-    def through(self, model: Any, phase: int) -> Tracking:
+    def wrap_model(self, model: Any, phase: int) -> Tracking:
         return Tracking(model, self.gamma, self.mask, self.window, phase == 0)
 
     def hint(self, view: View, positions: Array, phase: int) -> TextEnd:

@@ -17,11 +17,12 @@ from jax import Array
 from decodax.algorithms.diffusion.adapter import Adapter, Nodes
 from decodax.algorithms.diffusion.algorithm import MaskedDiffusion
 from decodax.algorithms.diffusion.caching.rewriting import Rewriting
-from decodax.algorithms.diffusion.policies import Memory, View, span
+from decodax.algorithms.diffusion.policies import Memory
 from decodax.algorithms.diffusion.rules.judged import Agreed, Judged
 from decodax.algorithms.diffusion.rules.scores import Position
 from decodax.algorithms.diffusion.rules.unmasking import Quota
 from decodax.algorithms.diffusion.rules.windows import Blocks, Sliding
+from decodax.algorithms.diffusion.view import View, span
 from decodax.common.options import Count, Range, Share
 from decodax.common.registry import ALGORITHMS
 
@@ -47,7 +48,7 @@ class Frozen(Rewriting):
     before: int = 0
     near: bool = False
 
-    def stale(self, view: View, memory: Memory) -> Array:
+    def needs_refresh(self, view: View, memory: Memory) -> Array:
         return view.refreshed < 0
 
     def nodes(self, view: View, left: int, memory: Memory) -> Nodes:

@@ -18,11 +18,12 @@ from decodax.algorithms.diffusion.adapter import Adapter, Nodes
 from decodax.algorithms.diffusion.algorithm import MaskedDiffusion
 from decodax.algorithms.diffusion.caching.rewriting import Rewriting, scattered, with_left
 from decodax.algorithms.diffusion.canvas import paste
-from decodax.algorithms.diffusion.policies import Memory, Score, Seen, View
+from decodax.algorithms.diffusion.policies import Memory, Score
 from decodax.algorithms.diffusion.rules.scores import Confidence, Noisy, Random
 from decodax.algorithms.diffusion.rules.unmasking import Quota
 from decodax.algorithms.diffusion.rules.windows import Whole
 from decodax.algorithms.diffusion.stats import rank
+from decodax.algorithms.diffusion.view import Seen, View
 from decodax.common.options import Count
 from decodax.common.options import Whole as WholeNumber
 from decodax.common.registry import ALGORITHMS
@@ -104,7 +105,7 @@ class Targets(Rewriting):
             left = before.replace(open=open & (order >= total[:, None]), step=step + turn + 1)
         return jnp.where(self.turns.full(step)[:, None], open & ~left.open, memory)
 
-    def stale(self, view: View, memory: Memory) -> Array:
+    def needs_refresh(self, view: View, memory: Memory) -> Array:
         return (view.refreshed < 0) | self.turns.full(view.step)
 
     def nodes(self, view: View, left: int, memory: Memory) -> Nodes:

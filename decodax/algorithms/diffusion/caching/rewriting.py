@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from decodax.algorithms.diffusion.adapter import Nodes
-from decodax.algorithms.diffusion.policies import Caching, Memory, View
+from decodax.algorithms.diffusion.policies import Caching, Memory
+from decodax.algorithms.diffusion.view import View
 
 
 class Rewriting(Caching):

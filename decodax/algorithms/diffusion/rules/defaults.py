@@ -7,7 +7,8 @@ import dataclasses
 import jax.numpy as jnp
 from jax import Array
 
-from decodax.algorithms.diffusion.policies import Memory, Remask, Seen, Shaper, Verify, View
+from decodax.algorithms.diffusion.policies import Memory, Remask, Shaper, Verify
+from decodax.algorithms.diffusion.view import Seen, View
 
 
 @dataclasses.dataclass(frozen=True)

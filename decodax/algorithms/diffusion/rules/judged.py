@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from decodax.algorithms.diffusion.policies import Memory, Seen, Unmask, View
+from decodax.algorithms.diffusion.policies import Memory, Unmask
 from decodax.algorithms.diffusion.rules.defaults import Sequential
+from decodax.algorithms.diffusion.view import Seen, View
 from decodax.common.axes import constrain
 from decodax.common.struct import Struct, struct
 from decodax.core import keys
@@ -84,8 +85,8 @@ class Judged(Sequential):
 
         Args:
             weights: the second model's.
-            last: `i32[B]` the token before the region. logits: `f32[B, W, V]` the diffusion model's.
-            process: the policy's chain of transforms at the region's positions.
+            last: `i32[B]` the token before the window. logits: `f32[B, W, V]` the diffusion model's.
+            process: the policy's chain of transforms at the window's positions.
         """
         V = logits.shape[-1]
         address = keys.addresses(view.key, view.positions, Purpose.CANVAS, view.round)
@@ -110,7 +111,7 @@ class Judged(Sequential):
         raise NotImplementedError
 
     def settle(self, state: Assistant, entries: Entries, begun: Array, start: Array) -> Assistant:
-        """Writes the entries of newly final tokens, after a step that moved the region from `begun` to `start`
+        """Writes the entries of newly final tokens, after a step that moved the window from `begun` to `start`
         (`i32[B]`)."""
         positions = begun[:, None] - 1 + jnp.arange(jax.tree.leaves(entries)[0].shape[1], dtype=jnp.int32)
         true = (positions >= 0) & (positions < start[:, None] - 1)

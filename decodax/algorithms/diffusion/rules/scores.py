@@ -9,7 +9,8 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from jax import Array
 
-from decodax.algorithms.diffusion.policies import Memory, Score, Seen, View
+from decodax.algorithms.diffusion.policies import Memory, Score
+from decodax.algorithms.diffusion.view import Seen, View
 from decodax.core import keys
 from decodax.core.keys import Purpose
 from decodax.sampling.draw import exponentials

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from decodax.algorithms.diffusion.policies import View
+from decodax.algorithms.diffusion.view import View
 from decodax.common.struct import Struct, struct
 
 

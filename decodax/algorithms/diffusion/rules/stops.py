@@ -7,7 +7,8 @@ import dataclasses
 import jax.numpy as jnp
 from jax import Array
 
-from decodax.algorithms.diffusion.policies import Counts, Memory, Seen, Stop, View
+from decodax.algorithms.diffusion.policies import Counts, Memory, Stop
+from decodax.algorithms.diffusion.view import Seen, View
 
 
 def ends(view: View, tokens: Array) -> Array:

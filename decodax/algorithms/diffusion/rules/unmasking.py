@@ -8,9 +8,10 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from jax import Array
 
-from decodax.algorithms.diffusion.policies import Counts, Memory, Seen, Unmask, View
+from decodax.algorithms.diffusion.policies import Counts, Memory, Unmask
 from decodax.algorithms.diffusion.rules.scores import Of
 from decodax.algorithms.diffusion.stats import rank
+from decodax.algorithms.diffusion.view import Seen, View
 
 Measure = Literal["confidence", "margin", "entropy"]
 

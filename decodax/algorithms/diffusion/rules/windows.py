@@ -7,12 +7,13 @@ import dataclasses
 import jax.numpy as jnp
 from jax import Array
 
-from decodax.algorithms.diffusion.policies import Memory, Seen, View, Windows
+from decodax.algorithms.diffusion.policies import Memory, Sized, Windows
 from decodax.algorithms.diffusion.rules.unmasking import current, number
+from decodax.algorithms.diffusion.view import Seen, View
 
 
 @dataclasses.dataclass(frozen=True)
-class Whole(Windows):
+class Whole(Sized, Windows):
     """The whole text as one window of at most `size` positions; a longer text is filled in several windows. None: the
     largest budget of the call."""
 
@@ -25,15 +26,7 @@ class Whole(Windows):
 
     @property
     def width(self) -> int:
-        if self.size is None:
-            raise ValueError("size: got None; give the most new tokens of a text, or call `fit` with it")
-        return self.size
-
-    def fit(self, budget: int) -> Whole:
-        """The rule with a size for texts of `budget` new tokens: a power of two, so that few programs serve all
-        budgets."""
-        size = max(1 << max(budget - 1, 0).bit_length(), 8)
-        return dataclasses.replace(self, size=size) if self.size is None else self
+        return self.known_size
 
 
 @dataclasses.dataclass(frozen=True)

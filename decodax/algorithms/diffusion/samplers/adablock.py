@@ -12,15 +12,16 @@ from jax import Array
 from decodax.algorithms.diffusion.adapter import Adapter, Nodes
 from decodax.algorithms.diffusion.algorithm import MaskedDiffusion
 from decodax.algorithms.diffusion.caching.blocks import NoCache
-from decodax.algorithms.diffusion.policies import Caching, Memory, Seen, Unmask, View, Windows
+from decodax.algorithms.diffusion.policies import Caching, Memory, Sized, Unmask, Windows
 from decodax.algorithms.diffusion.rules.unmasking import Anchored, Threshold
 from decodax.algorithms.diffusion.samplers.fast_dllm import DualCache, PrefixCache
+from decodax.algorithms.diffusion.view import Seen, View
 from decodax.common.options import Count, Share
 from decodax.common.registry import ALGORITHMS
 
 
 @dataclasses.dataclass(frozen=True)
-class Delimited(Windows):
+class Delimited(Sized, Windows):
     """Blocks that end with a delimiter, as in the authors' code.
 
     In a block's first step the candidates of the next positions (`share` of the text's new ones) are searched for
@@ -48,15 +49,7 @@ class Delimited(Windows):
 
     @property
     def width(self) -> int:
-        if self.size is None:
-            raise ValueError("size: got None; give the most new tokens of a text, or call `fit` with it")
-        return max(int(self.size * self.share), self.block)
-
-    def fit(self, budget: int) -> Delimited:
-        """The rule with a size for texts of `budget` new tokens: a power of two, so that few programs serve all
-        budgets."""
-        size = max(1 << max(budget - 1, 0).bit_length(), 8)
-        return dataclasses.replace(self, size=size) if self.size is None else self
+        return max(int(self.known_size * self.share), self.block)
 
     def _length(self, view: View, seen: Seen) -> Array:
         """`i32[R]`: the length of a block that begins now."""
@@ -77,7 +70,7 @@ class Delimited(Windows):
         return view.masked & (view.positions - view.start[:, None] < length[:, None])
 
     def finished(self, view: View, memory: Memory) -> Array:
-        # what is decided behind the block was given
+        # what is decided after the block was given
         run = jnp.cumprod(~view.open & view.inside, 1).sum(1).astype(jnp.int32)
         return jnp.where((view.active & view.masked).any(1), 0, run)
 

@@ -24,11 +24,12 @@ from jax import Array
 from decodax.algorithms.diffusion.adapter import Adapter, BlockCausal, Full, Nodes
 from decodax.algorithms.diffusion.algorithm import MaskedDiffusion
 from decodax.algorithms.diffusion.caching.blocks import NoCache
-from decodax.algorithms.diffusion.policies import Caching, Memory, Seen, View, span
+from decodax.algorithms.diffusion.policies import Caching, Memory
 from decodax.algorithms.diffusion.rules.judged import Agreed, Judged
 from decodax.algorithms.diffusion.rules.scores import Position
 from decodax.algorithms.diffusion.rules.stops import EndOfText
 from decodax.algorithms.diffusion.rules.windows import Sliding
+from decodax.algorithms.diffusion.view import Seen, View, span
 from decodax.common.options import Count, Share
 from decodax.common.registry import ALGORITHMS
 
@@ -85,12 +86,12 @@ class Trailing(Caching):
             raise ValueError(f"window: got {self.window}, takes 1 or more")
 
     def init(self, view: View) -> Memory:
-        return view.start + 0       # where the region began in the forward before
+        return view.start + 0       # where the window began in the forward before
 
     def learn(self, before: View, seen: Seen, after: View, memory: Memory) -> Memory:
         return before.start
 
-    def stale(self, view: View, memory: Memory) -> Array:
+    def needs_refresh(self, view: View, memory: Memory) -> Array:
         return view.refreshed < 0
 
     def nodes(self, view: View, left: int, memory: Memory) -> Nodes:

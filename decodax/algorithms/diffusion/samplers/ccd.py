@@ -20,12 +20,13 @@ from jax import Array
 from decodax.algorithms.diffusion.adapter import Adapter
 from decodax.algorithms.diffusion.algorithm import MaskedDiffusion
 from decodax.algorithms.diffusion.caching.blocks import blocks
-from decodax.algorithms.diffusion.policies import Counts, Memory, Score, Seen, Shaper, Unmask, View
+from decodax.algorithms.diffusion.policies import Counts, Memory, Score, Shaper, Unmask
 from decodax.algorithms.diffusion.rules.scores import Confidence, NegEntropy
 from decodax.algorithms.diffusion.rules.shapers import Past
 from decodax.algorithms.diffusion.rules.unmasking import Quota, Threshold, best
 from decodax.algorithms.diffusion.rules.windows import Whole
 from decodax.algorithms.diffusion.stats import rank
+from decodax.algorithms.diffusion.view import Seen, View
 from decodax.common.options import Count
 from decodax.common.options import Whole as WholeNumber
 from decodax.common.registry import ALGORITHMS

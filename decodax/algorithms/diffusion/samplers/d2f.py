@@ -16,9 +16,10 @@ from jax import Array
 from decodax.algorithms.diffusion.adapter import Adapter, Full, PromptBlocks
 from decodax.algorithms.diffusion.algorithm import MaskedDiffusion
 from decodax.algorithms.diffusion.caching.blocks import FusedCache, NoCache, blocks
-from decodax.algorithms.diffusion.policies import Memory, Seen, Unmask, View
+from decodax.algorithms.diffusion.policies import Memory, Unmask
 from decodax.algorithms.diffusion.rules.unmasking import Threshold, best
 from decodax.algorithms.diffusion.rules.windows import Blocks
+from decodax.algorithms.diffusion.view import Seen, View
 from decodax.common.options import Count, Share
 from decodax.common.registry import ALGORITHMS
 
@@ -60,7 +61,7 @@ class Pipeline(Blocks):
         return positions.reshape(-1, self.most, self.block).sum(2, dtype=jnp.int32)
 
     def decided(self, view: View, share: float) -> Array:
-        """`bool[R, most]`: blocks behind those of which this share is decided; the first block is."""
+        """`bool[R, most]`: blocks after those of which this share is decided; the first block is."""
         all_ = self.count(view.editable & view.inside)
         done = (all_ - self.count(view.masked)) / jnp.maximum(all_, 1) >= jnp.float32(share)
         return jnp.pad((done | (all_ == 0))[:, :-1], ((0, 0), (1, 0)), constant_values=True)

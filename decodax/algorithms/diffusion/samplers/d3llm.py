@@ -16,11 +16,12 @@ from jax import Array
 from decodax.algorithms.diffusion.adapter import Adapter, Nodes
 from decodax.algorithms.diffusion.algorithm import MaskedDiffusion
 from decodax.algorithms.diffusion.caching.blocks import NoCache
-from decodax.algorithms.diffusion.policies import Caching, Memory, Seen, Unmask, View, span
+from decodax.algorithms.diffusion.policies import Caching, Memory, Unmask
 from decodax.algorithms.diffusion.rules.scores import NegEntropy
 from decodax.algorithms.diffusion.rules.stops import FirstEnd
 from decodax.algorithms.diffusion.rules.unmasking import Threshold, best
 from decodax.algorithms.diffusion.samplers.d2f import Pipelined, pipeline
+from decodax.algorithms.diffusion.view import Seen, View, span
 from decodax.common.options import Count, Share
 from decodax.common.options import Whole as WholeNumber
 from decodax.common.registry import ALGORITHMS
@@ -97,7 +98,7 @@ class Delayed(Caching):
         """`i32[B]`: positions before it have been done long enough."""
         return memory.begins[:, 0] if self.delay else view.start
 
-    def stale(self, view: View, memory: Any) -> Array:
+    def needs_refresh(self, view: View, memory: Any) -> Array:
         ripe = self._ripe(view, memory)
         waits = ripe < view.start
         if self.refresh is not None:
@@ -138,12 +139,12 @@ class InTurn(Delayed):
         return Turn(first=view.start + 0, cached=zero, since=zero)
 
     def _done(self, view: View, memory: Turn, cached: Array) -> tuple[Array, Array]:
-        """The end of the block behind `cached` (`i32[B]`), and whether it is done (`bool[B]`)."""
+        """The end of the block after `cached` (`i32[B]`), and whether it is done (`bool[B]`)."""
         end = jnp.where(cached < memory.first, memory.first, cached + self.block)
         return end, end <= view.start
 
     def _timed(self, view: View, memory: Turn) -> tuple[Array, Array]:
-        """`i32[B]` each: what the next forward lets the cache hold, and when the delay of the block behind began."""
+        """`i32[B]` each: what the next forward lets the cache hold, and when the delay of the block after began."""
         if not self.delay:
             return view.start, memory.since
         now = view.round + 1

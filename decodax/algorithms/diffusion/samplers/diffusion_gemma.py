@@ -12,10 +12,11 @@ from jax import Array
 from decodax.algorithms.diffusion.adapter import Adapter, Noise, noise
 from decodax.algorithms.diffusion.algorithm import MaskedDiffusion
 from decodax.algorithms.diffusion.caching.blocks import blocks
-from decodax.algorithms.diffusion.policies import Memory, Remask, Seen, Shaper, Stop, View
+from decodax.algorithms.diffusion.policies import Memory, Remask, Shaper, Stop
 from decodax.algorithms.diffusion.rules.scores import NegEntropy
 from decodax.algorithms.diffusion.rules.stops import EndOfText, Steps
 from decodax.algorithms.diffusion.samplers.entropy_bounded import EntropyBound
+from decodax.algorithms.diffusion.view import Seen, View
 from decodax.common.options import Count
 from decodax.common.registry import ALGORITHMS
 from decodax.core import keys

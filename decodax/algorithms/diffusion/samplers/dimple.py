@@ -12,11 +12,12 @@ from jax import Array
 from decodax.algorithms.diffusion.adapter import Adapter
 from decodax.algorithms.diffusion.algorithm import MaskedDiffusion
 from decodax.algorithms.diffusion.caching.blocks import NoCache
-from decodax.algorithms.diffusion.policies import Counts, Memory, Score, Seen, Unmask, View
+from decodax.algorithms.diffusion.policies import Counts, Memory, Score, Unmask
 from decodax.algorithms.diffusion.rules.scores import Confidence, Margin, NegEntropy, Random
 from decodax.algorithms.diffusion.rules.unmasking import best, reaches
 from decodax.algorithms.diffusion.rules.windows import Whole
 from decodax.algorithms.diffusion.samplers.fast_dllm import PrefixCache
+from decodax.algorithms.diffusion.view import Seen, View
 from decodax.common.options import Count, Share
 from decodax.common.registry import ALGORITHMS
 

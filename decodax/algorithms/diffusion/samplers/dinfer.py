@@ -13,11 +13,12 @@ from jax import Array
 from decodax.algorithms.diffusion.adapter import Adapter, Nodes
 from decodax.algorithms.diffusion.algorithm import MaskedDiffusion
 from decodax.algorithms.diffusion.caching.blocks import blocks
-from decodax.algorithms.diffusion.policies import Memory, Seen, Shaper, Unmask, View, span
+from decodax.algorithms.diffusion.policies import Memory, Shaper, Unmask
 from decodax.algorithms.diffusion.rules.shapers import Past
 from decodax.algorithms.diffusion.rules.unmasking import Threshold, reaches
 from decodax.algorithms.diffusion.rules.windows import Blocks
 from decodax.algorithms.diffusion.samplers.fast_dllm import DualCache
+from decodax.algorithms.diffusion.view import Seen, View, span
 from decodax.common.options import Count, Range, Share
 from decodax.common.options import Whole as WholeNumber
 from decodax.common.registry import ALGORITHMS
@@ -101,8 +102,8 @@ class Vicinity(DualCache):
     after: int = 16
     warmup: int = 0
 
-    def stale(self, view: View, memory: Memory) -> Array:
-        return super().stale(view, memory) | (view.round <= self.warmup)
+    def needs_refresh(self, view: View, memory: Memory) -> Array:
+        return super().needs_refresh(view, memory) | (view.round <= self.warmup)
 
     def nodes(self, view: View, left: int, memory: Memory) -> Nodes:
         return span(view, max(left, self.before), view.positions.shape[1] + self.after)

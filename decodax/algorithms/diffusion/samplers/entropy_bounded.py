@@ -16,9 +16,10 @@ from jax import Array, lax
 from decodax.algorithms.diffusion.adapter import Adapter
 from decodax.algorithms.diffusion.algorithm import MaskedDiffusion
 from decodax.algorithms.diffusion.caching.blocks import FusedCache, blocks
-from decodax.algorithms.diffusion.policies import Memory, Score, Seen, Unmask, View
+from decodax.algorithms.diffusion.policies import Memory, Score, Unmask
 from decodax.algorithms.diffusion.rules.scores import Confidence, Margin, NegEntropy, Of
 from decodax.algorithms.diffusion.stats import rank
+from decodax.algorithms.diffusion.view import Seen, View
 from decodax.common.options import Count
 from decodax.common.registry import ALGORITHMS
 

@@ -14,11 +14,12 @@ from jax import Array
 
 from decodax.algorithms.diffusion.adapter import Adapter, Nodes
 from decodax.algorithms.diffusion.algorithm import MaskedDiffusion
-from decodax.algorithms.diffusion.policies import Caching, Memory, Score, Seen, Unmask, View, span
+from decodax.algorithms.diffusion.policies import Caching, Memory, Score, Unmask
 from decodax.algorithms.diffusion.rules.scores import Confidence, NegEntropy, Of
 from decodax.algorithms.diffusion.rules.unmasking import Anchored, Quota, Threshold
 from decodax.algorithms.diffusion.rules.windows import Blocks
 from decodax.algorithms.diffusion.stats import rank
+from decodax.algorithms.diffusion.view import Seen, View, span
 from decodax.common.options import Count
 from decodax.common.registry import ALGORITHMS
 
@@ -75,7 +76,7 @@ class DualCache(Caching):
         if self.refresh is not None and self.refresh < 1:
             raise ValueError(f"refresh: got {self.refresh}, takes 1 or more")
 
-    def stale(self, view: View, memory: Memory) -> Array:
+    def needs_refresh(self, view: View, memory: Memory) -> Array:
         begins = (view.step == 0) | (view.refreshed < 0)
         return begins if self.refresh is None else begins | (view.round - view.refreshed >= self.refresh)
 

@@ -12,9 +12,10 @@ from jax import Array
 from decodax.algorithms.diffusion.adapter import Adapter, Nodes
 from decodax.algorithms.diffusion.algorithm import MaskedDiffusion
 from decodax.algorithms.diffusion.caching.blocks import BlockCache, blocks
-from decodax.algorithms.diffusion.policies import Memory, Seen, Unmask, View, span
+from decodax.algorithms.diffusion.policies import Memory, Unmask
 from decodax.algorithms.diffusion.rules.unmasking import Anchored, Threshold, current, number
 from decodax.algorithms.diffusion.rules.windows import Blocks
+from decodax.algorithms.diffusion.view import Seen, View, span
 from decodax.common.options import Count, Share
 from decodax.common.registry import ALGORITHMS
 from decodax.core.window import take
@@ -46,7 +47,7 @@ class AnchorCache(BlockCache):
 
     fused = True
 
-    def stale(self, view: View, memory: Memory) -> Array:
+    def needs_refresh(self, view: View, memory: Memory) -> Array:
         return view.start - view.kept > view.positions.shape[1]
 
     def _stores(self, view: View) -> Array:
@@ -86,7 +87,7 @@ class SubBlockCache(AnchorCache):
 
     def learn(self, before: View, seen: Seen, after: View, memory: Memory) -> Memory:
         # a forward that stores is over the block before, or a wide one, which may have decided the first token itself
-        blind = self._stores(before) & (~self.stale(before, memory) | before.masked[:, 0])
+        blind = self._stores(before) & (~self.needs_refresh(before, memory) | before.masked[:, 0])
         return jnp.where(self._whole(before, memory) & ~blind, before.start, memory)
 
     def _whole(self, view: View, memory: Memory) -> Array:

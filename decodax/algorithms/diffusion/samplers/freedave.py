@@ -18,9 +18,10 @@ from jax import Array
 from decodax.algorithms.diffusion.adapter import Adapter, Full
 from decodax.algorithms.diffusion.algorithm import MaskedDiffusion
 from decodax.algorithms.diffusion.caching.blocks import blocks
-from decodax.algorithms.diffusion.policies import Unmask, Verify, View
+from decodax.algorithms.diffusion.policies import Unmask, Verify
 from decodax.algorithms.diffusion.rules.unmasking import Anchored, Quota, Threshold
 from decodax.algorithms.diffusion.samplers.fast_dllm import DualCache, PrefixCache
+from decodax.algorithms.diffusion.view import View
 from decodax.common.options import Count
 from decodax.common.registry import ALGORITHMS
 from decodax.core.window import take

@@ -24,11 +24,12 @@ from jax import Array
 
 from decodax.algorithms.diffusion.adapter import Adapter
 from decodax.algorithms.diffusion.algorithm import MaskedDiffusion
-from decodax.algorithms.diffusion.policies import Counts, Memory, Seen, Stop, Unmask, View
+from decodax.algorithms.diffusion.policies import Counts, Memory, Stop, Unmask
 from decodax.algorithms.diffusion.rules.defaults import Keep
 from decodax.algorithms.diffusion.rules.stops import EndOfText, behind, ends
 from decodax.algorithms.diffusion.rules.unmasking import BlockQuota, current, number
 from decodax.algorithms.diffusion.rules.windows import WholeBlocks
+from decodax.algorithms.diffusion.view import Seen, View
 from decodax.common.options import Count, Share
 from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import short

@@ -16,9 +16,10 @@ from jax import Array
 from decodax.algorithms.diffusion.adapter import Adapter
 from decodax.algorithms.diffusion.algorithm import MaskedDiffusion
 from decodax.algorithms.diffusion.caching.blocks import blocks
-from decodax.algorithms.diffusion.policies import Memory, Remask, Seen, View
+from decodax.algorithms.diffusion.policies import Memory, Remask
 from decodax.algorithms.diffusion.rules.scores import Confidence, Random
 from decodax.algorithms.diffusion.rules.unmasking import AtLeast, Quota, Threshold, reaches
+from decodax.algorithms.diffusion.view import Seen, View
 from decodax.common.options import Count, Share
 from decodax.common.options import Whole as WholeNumber
 from decodax.common.registry import ALGORITHMS

@@ -11,8 +11,9 @@ from jax import Array, lax
 from decodax.algorithms.diffusion.adapter import Adapter
 from decodax.algorithms.diffusion.algorithm import MaskedDiffusion
 from decodax.algorithms.diffusion.caching.blocks import blocks
-from decodax.algorithms.diffusion.policies import Memory, Seen, Unmask, View
+from decodax.algorithms.diffusion.policies import Memory, Unmask
 from decodax.algorithms.diffusion.rules.unmasking import reaches
+from decodax.algorithms.diffusion.view import Seen, View
 from decodax.common.options import Count, Share
 from decodax.common.options import Whole as WholeNumber
 from decodax.common.registry import ALGORITHMS

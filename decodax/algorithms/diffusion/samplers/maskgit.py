@@ -10,10 +10,11 @@ import jax.numpy as jnp
 
 from decodax.algorithms.diffusion.adapter import Adapter
 from decodax.algorithms.diffusion.algorithm import MaskedDiffusion
-from decodax.algorithms.diffusion.policies import Counts, Memory, Remask, Seen, View
+from decodax.algorithms.diffusion.policies import Counts, Memory, Remask
 from decodax.algorithms.diffusion.rules.scores import Confidence, Noisy
 from decodax.algorithms.diffusion.rules.unmasking import Quota, best, remaining
 from decodax.algorithms.diffusion.rules.windows import Whole
+from decodax.algorithms.diffusion.view import Seen, View
 from decodax.common.options import Count
 from decodax.common.registry import ALGORITHMS
 

@@ -13,10 +13,11 @@ from jax import Array
 from decodax.algorithms.diffusion.adapter import Adapter
 from decodax.algorithms.diffusion.algorithm import MaskedDiffusion
 from decodax.algorithms.diffusion.caching.blocks import blocks
-from decodax.algorithms.diffusion.policies import Counts, Memory, Seen, Unmask, View
+from decodax.algorithms.diffusion.policies import Counts, Memory, Unmask
 from decodax.algorithms.diffusion.rules.scores import Random
 from decodax.algorithms.diffusion.rules.unmasking import Quota
 from decodax.algorithms.diffusion.rules.windows import Whole
+from decodax.algorithms.diffusion.view import Seen, View
 from decodax.common.options import Count
 from decodax.common.registry import ALGORITHMS
 from decodax.core.keys import Purpose, uniforms

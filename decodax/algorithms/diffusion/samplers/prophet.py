@@ -11,10 +11,11 @@ from jax import Array
 
 from decodax.algorithms.diffusion.adapter import Adapter
 from decodax.algorithms.diffusion.algorithm import MaskedDiffusion
-from decodax.algorithms.diffusion.policies import Counts, Memory, Seen, Stop, View
+from decodax.algorithms.diffusion.policies import Counts, Memory, Stop
 from decodax.algorithms.diffusion.rules.stops import EndOfText
 from decodax.algorithms.diffusion.rules.unmasking import BlockQuota
 from decodax.algorithms.diffusion.rules.windows import WholeBlocks
+from decodax.algorithms.diffusion.view import Seen, View
 from decodax.common.options import Count
 from decodax.common.registry import ALGORITHMS
 

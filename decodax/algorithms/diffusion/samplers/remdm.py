@@ -12,10 +12,11 @@ from jax import Array
 
 from decodax.algorithms.diffusion.adapter import Adapter
 from decodax.algorithms.diffusion.algorithm import MaskedDiffusion
-from decodax.algorithms.diffusion.policies import Counts, Memory, Remask, Seen, Unmask, View
+from decodax.algorithms.diffusion.policies import Counts, Memory, Remask, Unmask
 from decodax.algorithms.diffusion.rules.scores import Random
 from decodax.algorithms.diffusion.rules.unmasking import time
 from decodax.algorithms.diffusion.rules.windows import Whole
+from decodax.algorithms.diffusion.view import Seen, View
 from decodax.common.options import Count, Share
 from decodax.common.registry import ALGORITHMS
 from decodax.core.keys import Purpose

@@ -12,10 +12,11 @@ from jax import Array
 from decodax.algorithms.diffusion.adapter import Adapter
 from decodax.algorithms.diffusion.algorithm import MaskedDiffusion
 from decodax.algorithms.diffusion.caching.blocks import FusedCache, NoCache
-from decodax.algorithms.diffusion.policies import Memory, Seen, Unmask, View
+from decodax.algorithms.diffusion.policies import Memory, Unmask
 from decodax.algorithms.diffusion.rules.scores import Of, Position
 from decodax.algorithms.diffusion.rules.unmasking import Measure, reaches
 from decodax.algorithms.diffusion.rules.windows import Sliding
+from decodax.algorithms.diffusion.view import Seen, View
 from decodax.common.options import Count
 from decodax.common.registry import ALGORITHMS
 

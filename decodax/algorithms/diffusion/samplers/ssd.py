@@ -10,9 +10,10 @@ from typing import Any
 from jax import Array
 
 from decodax.algorithms.diffusion.algorithm import MaskedDiffusion
-from decodax.algorithms.diffusion.policies import Verify, View
+from decodax.algorithms.diffusion.policies import Verify
 from decodax.algorithms.diffusion.rules.unmasking import Quota
 from decodax.algorithms.diffusion.samplers.freedave import exact_path, verified
+from decodax.algorithms.diffusion.view import View
 from decodax.common.options import Count
 from decodax.common.registry import ALGORITHMS
 

@@ -1,0 +1,134 @@
+"""The arguments of all policies: the window of each row (`View`) and the model's predictions at its positions (`Seen`).
+
+The leading axis `R` of both is `B` rows, or `B * K` where a verifier scores `K` canvases a row.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from decodax.algorithms.diffusion.adapter import Nodes
+from decodax.algorithms.diffusion.stats import DistributionStats
+from decodax.common.struct import Struct, struct
+from decodax.core import keys
+from decodax.core.keys import Purpose
+
+
+@struct
+class Text(Struct):
+    """The whole text of each row, by absolute position: `open` (`bool[B, N]`) and `when` (`i32[B, N]`) as in `View`,
+    and the model's `cache`."""
+
+    open: Array
+    when: Array
+    cache: Any
+
+
+@struct
+class View(Struct):
+    """Window of each row before or after a step.
+
+    Attributes:
+        positions: `i32[R, W]` absolute positions, `start` first.
+        tokens: `i32[R, W]`; an open position holds the mask token, or noise.
+        open: `bool[R, W]` positions whose token is not decided.
+        editable: `bool[R, W]` positions that decoding may write: not those of the prompt or of frozen tokens.
+        active: `bool[R, W]` open positions that may be unmasked in this round (`Windows.active`; False before it ran).
+        when: `i32[R, W]` the `round` that decided the token; -1 where the token is open, given or frozen.
+        confidence: `f32[R, W]` the model's log-probability of the token when it was decided.
+        start: `i32[R]` first position of the window; all positions before it are final.
+        end: `i32[R]` end of the row's text. It shrinks when a stop rule ends the text early.
+        step: `i32[R]` steps since the window moved to `start`. round: `i32[R]` steps of the row.
+        opened: `i32[R]` number of positions that were open when the window moved to `start`.
+        full: `i32[R]` steps since the last open position was unmasked.
+        kept: `i32[R]` the cache holds the final entries of all positions before this one (caches with `persists`).
+        refreshed: `i32[R]` the `round` of the row's last wide forward, -1 before the first.
+        prompt_length, min_new, key, eos: of the row: `i32[R]`, `i32[R]`, `key[R]`, `i32[R, E]` (padded with -1).
+        text: the text around the window; None for all policies but `Caching`.
+    """
+
+    positions: Array
+    tokens: Array
+    open: Array
+    editable: Array
+    active: Array
+    when: Array
+    confidence: Array
+    start: Array
+    end: Array
+    step: Array
+    round: Array
+    opened: Array
+    full: Array
+    kept: Array
+    refreshed: Array
+    prompt_length: Array
+    min_new: Array
+    key: Array
+    eos: Array
+    text: Text | None = None
+
+    @property
+    def inside(self) -> Array:
+        """`bool[R, W]`: positions before the end of the text."""
+        return self.positions < self.end[:, None]
+
+    @property
+    def masked(self) -> Array:
+        """`bool[R, W]`: open positions of the text."""
+        return self.open & self.inside
+
+    @property
+    def unmasked(self) -> Array:
+        """`bool[R, W]`: decided tokens that decoding wrote and may write again."""
+        return ~self.open & self.editable & self.inside
+
+    def uniforms(self, purpose: Purpose) -> Array:
+        """`f32[R, W, 2]`: two uniforms for each position, of this round."""
+        return keys.uniforms(self.key, self.positions, purpose, salt=self.round)
+
+    def addresses(self, purpose: Purpose) -> Array:
+        """`u32[R, W, 2]`: the address of a draw from the vocabulary at each position, in this round."""
+        return keys.addresses(self.key, self.positions, purpose, salt=self.round)
+
+
+@struct
+class Seen(Struct):
+    """The model's predictions at each position of the window; see `DistributionStats`.
+
+    The mask token is removed from the distributions: its probability is 0.
+
+    Attributes:
+        token: `i32[R, W]` the candidate, drawn from the policy; negative where there is no distribution.
+        reached: `bool[R, W]` positions that the round's forward scored. The numbers of all others are meaningless.
+        model: statistics of the model's own distribution after the shaper.
+        policy: statistics of the policy's distribution, in which a greedy row has temperature 1; None unless a rule
+            reads it.
+        likeliest: `i32[R, W, k]` and `f32[R, W, k]` the model's likeliest tokens, before the shaper, and their
+            log-probabilities; None unless a rule asks for `k`.
+        agreed: `bool[R, W]` True where a second model agrees to the token; None without one.
+    """
+
+    token: Array
+    reached: Array
+    model: DistributionStats
+    policy: DistributionStats | None
+    likeliest: tuple[Array, Array] | None = None
+    agreed: Array | None = None
+
+    def of(self, name: str) -> DistributionStats:
+        """`model` or `policy`."""
+        stats = self.policy if name == "policy" else self.model
+        assert stats is not None
+        return stats
+
+
+def span(view: View, before: int, width: int) -> Nodes:
+    """Returns the `width` positions from the window's start on and the `before` ones before it, as far as they lie in
+    the text."""
+    positions = view.start[:, None] - before + jnp.arange(before + width, dtype=jnp.int32)
+    return Nodes(positions=positions, live=(positions >= 0) & (positions < view.end[:, None]),
+                 own=jnp.ones(positions.shape, bool))
