@@ -1,24 +1,25 @@
 """Masked diffusion: samplers that fill a canvas in any order.
 
-There is one algorithm, `MaskedDiffusion`, made of policies; a published sampler is a choice of them (`systems`). To add
-a sampler, write its new rules as frozen dataclasses that inherit from a base class of `policies`, in a file of their
-own, and a maker with `@entry`. The docstrings of `policies` say what each policy gets and returns. In short, with `R`
-rows and a window of `W` positions that begins at `view.start`:
+There is one algorithm, `MaskedDiffusion`, made of policies; a published sampler is a choice of them, in a file named
+after its paper (`samplers`, `caching`). To add a sampler, write its new rules as frozen dataclasses that inherit from a
+base class of `policies`, and register a function that returns the `MaskedDiffusion`, in a file of their own. The
+docstrings of `policies` say what each policy gets and returns. In short, with `R` rows and a window of `W` positions
+that begins at `view.start`:
 
     Shaper    (view, logits, memory) -> f32[R, W, V]        the model's logits, annealed or mixed with earlier steps'
     Windows   active(view, seen, memory) -> bool[R, W]      which open positions may be unmasked now
-              finished(view, memory) -> i32[R]              how many positions from `start` on are final
-              last(start, end) -> i32[B]                    where the last window ends, if it is as wide as the others
+              finished(view, memory) -> i32[R]              number of positions from `start` on that are final
+              last(start, end) -> i32[B]                    end of the last window, if it is as wide as the others
     Score     (view, seen, memory) -> f32[R, W]             larger scores are unmasked sooner
-    Unmask    (view, seen, score, memory) -> bool[R, W]     which positions are unmasked; the best one if there are none
+    Unmask    (view, seen, score, memory) -> bool[R, W]     positions that are unmasked; the best one if there are none
     Remask    (before, seen, after, memory) -> View         other `tokens`, or reopened positions (`open`)
               busy(before, after, memory) -> bool[R]        nothing is open, but the window is not final yet
     Stop      early_stop(view, seen, memory) -> bool[R]     unmask all open positions now
-              end(before, seen, after, memory) -> i32[R]    where the text ends, if it ends early
+              end(before, seen, after, memory) -> i32[R]    end of the text, if it ends early
     Caching   needs_refresh(view, memory) -> bool[B]        rows that need a forward over the whole text
-              nodes(view, left, memory) -> Nodes            what the other forwards score
+              nodes(view, left, memory) -> Nodes            positions that the other forwards score
               writes(view, positions, final, valid, memory) -> bool[B, n]
-    Verify    several canvases of a row in one forward, and which of their steps are true
+    Verify    scores several canvases of a row in one forward, and says which of their steps are true
     Adapter   mask, shift, attention (`Full`, `BlockCausal`, `PromptBlocks`, `CausalPrefix`), canvas (`Masks`,
               `Template`, `Noise`)
 

@@ -1,5 +1,5 @@
-"""How a model reads a canvas: which position its logits predict, which positions attend to which, and what an unknown
-position holds."""
+"""Adapter: how a model reads a canvas. It says which position the logits predict, which positions attend to which, and
+which token an undecided position holds."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from decodax.core.loaded import Loaded
 
 @struct
 class Nodes(Struct):
-    """The positions that a forward scores, `[B, n]` each.
+    """Positions that a forward scores, `[B, n]` each.
 
     Attributes:
         positions: `i32`. live: `bool`.
-        own: `bool` nodes of the window, which is worked on. The others hold final tokens, or lie after the window.
+        own: `bool` nodes of the window. The others hold final tokens, or lie after the window.
         prompt: `i32[B]`, the prompts' lengths.
     """
 
@@ -32,28 +32,28 @@ class Nodes(Struct):
 
 
 class AttentionPattern(Protocol):
-    """Which positions attend to which."""
+    """Says which positions attend to which."""
 
     @property
     def causal(self) -> bool:
-        """Whether a causal prefill computes the prompt's entries."""
+        """True if a causal prefill computes the prompt's entries."""
 
     @property
     def joined(self) -> bool:
-        """Whether the window attends to the last final token as one of its own, where a shifted model predicts the
+        """True if the window attends to the last final token as one of its own, where a shifted model predicts the
         window's first token from it. It is scored as a copy, since its entries in the cache are different."""
 
     @property
     def overhangs(self) -> bool:
-        """Whether the last window is as wide as the others even if the text ends inside it. Models that attend to
+        """True if the last window is as wide as the others even if the text ends inside it. Models that attend to
         nothing after a window were trained on whole ones."""
 
     def sees(self, nodes: Nodes, front: Array) -> Array:
-        """`bool[B, n, n]`: entry `[b, i, j]` says that node `i` attends to node `j`. `front` (`i32[B]`) is where the
-        window begins: all positions before it are final."""
+        """Returns `bool[B, n, n]`: entry `[b, i, j]` says that node `i` attends to node `j`. `front` (`i32[B]`) is the
+        start of the window: all positions before it are final."""
 
     def reach(self, start: Array, width: int, end: Array) -> Array:
-        """`i32[B]`: the end of the positions that a forward reads."""
+        """Returns `i32[B]`: the end of the positions that a forward reads."""
 
 
 def _pairs(x: Array) -> tuple[Array, Array]:
@@ -140,20 +140,20 @@ class CausalPrefix:
 
 
 class InitialCanvas(Protocol):
-    """What positions hold before they are decided."""
+    """Fills the positions that are not decided yet."""
 
     def fill(self, adapter: Adapter, tokens: Array, prompt_length: Array, key: Array) -> tuple[Array, Array]:
-        """The canvas `i32[B, N]` and its open positions `bool[B, N]`, from the token buffer `i32[B, N]`, the prompts'
-        lengths `i32[B]` and the rows' keys."""
+        """Returns the canvas `i32[B, N]` and its open positions `bool[B, N]`, from the token buffer `i32[B, N]`, the
+        prompts' lengths `i32[B]` and the rows' keys."""
 
     @property
     def given(self) -> bool:
-        """Whether the end of the text is given, so that nothing follows it."""
+        """True if the end of the text is given, so that nothing follows it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Masks:
-    """The mask token everywhere after the prompt."""
+    """Puts the mask token at all positions after the prompt."""
 
     given = False
 
@@ -176,7 +176,8 @@ class Template:
 
 @dataclasses.dataclass(frozen=True)
 class Noise:
-    """Random tokens, uniform over the `vocabulary` (models of uniform diffusion, which have no mask token)."""
+    """Puts random tokens at all positions after the prompt, uniform over the `vocabulary` (models of uniform diffusion,
+    which have no mask token)."""
 
     vocabulary: int
     given = False
@@ -188,7 +189,7 @@ class Noise:
 
 
 def noise(uniforms: Array, vocabulary: int) -> Array:
-    """Random tokens `i32[...]` from `f32[..., 2]`."""
+    """Returns random tokens `i32[...]` from `f32[..., 2]`."""
     return jnp.minimum((uniforms[..., 0] * vocabulary).astype(jnp.int32), vocabulary - 1)
 
 
@@ -199,10 +200,10 @@ class Adapter:
     Attributes:
         mask: the id of the mask token; None for models without one. Its logit is removed, so it never occurs in the
             text.
-        shift: whether logits at a position predict the next position (models made from autoregressive ones, such as
+        shift: True if logits at a position predict the next position (models made from autoregressive ones, such as
             Dream) instead of the position itself (LLaDA).
         attention: which positions attend to which.
-        canvas: what undecided positions hold at first.
+        canvas: first tokens of undecided positions.
     """
 
     mask: int | None
@@ -219,7 +220,7 @@ class Adapter:
 
     @classmethod
     def of(cls, model: Any, canvas: InitialCanvas | None = None) -> Adapter:
-        """The adapter of a loaded model; `model` is what `load` returns, or its `diffusion`.
+        """Returns the adapter of a loaded model; `model` is the result of `load`, or its `diffusion`.
 
         Raises:
             ValueError: the model is not a masked diffusion model.
@@ -238,9 +239,9 @@ class Adapter:
 
     @property
     def blank(self) -> int:
-        """The token of an open position, unless the canvas says otherwise."""
+        """Token of an open position, unless the canvas says otherwise."""
         return 0 if self.mask is None else self.mask
 
     def clean(self, head: Any) -> Any:
-        """The model's head with the mask token's logit removed."""
+        """Returns the model's head with the mask token's logit removed."""
         return head if self.mask is None else lambda hidden: head(hidden).at[..., self.mask].set(-jnp.inf)

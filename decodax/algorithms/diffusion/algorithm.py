@@ -4,14 +4,14 @@ All published samplers are one algorithm here. They differ in its nine policies 
 window of each row:
 
     1. adapter: tokens, positions and attention. `Caching` decides what is recomputed and what is read from the cache.
-    2. statistics: candidates and the model's probabilities (`Seen`), after the shaper and the policy's transforms.
+    2. predictions: candidates and the model's probabilities (`Seen`), after the shaper and the policy's transforms.
     3. windows: which open positions may be unmasked in this step.
     4. score: the order in which they are unmasked.
     5. unmask: which of them are unmasked; at least one a row and step, so every step makes progress.
     6. remask: which tokens are masked or overwritten again.
-    7. stop: whether the text ends here. Verify picks among several canvases that took steps 2 to 7 side by side.
+    7. stop: does the text end here? Verify picks among several canvases that took steps 2 to 7 side by side.
     8. windows: which positions are final. They join the verified text, which is searched for end of sequence and stop
-       strings and counted against the budget, and the window moves after them.
+       strings and counted against the budget, and the next window begins after them.
 
 Each row has its own window, steps and phase, independent of its batch mates. Prompt and frozen tokens never change.
 """
@@ -72,25 +72,25 @@ class MaskedDiffusion(Algorithm):
             raise ValueError(f"caching: got {self.caching} for causal attention, takes one that persists, or NoCache")
 
     def fit(self, budget: int) -> MaskedDiffusion:
-        """The sampler for texts of `budget` new tokens, with the sizes of windows and cache filled in that were left
-        open."""
+        """Returns the sampler for texts of `budget` new tokens, with the sizes of windows and cache filled in that were
+        None."""
         return dataclasses.replace(self, windows=self.windows.fit(budget), caching=self.caching.fit(budget))
 
     def most_rounds(self, budget: int, rows: int) -> int:
-        """An upper bound on the rounds that a batch can take for `budget` new tokens a row."""
+        """Returns an upper bound on the rounds that a batch can take for `budget` new tokens a row."""
         steps = max(rule.longest for rule in (self.unmask, self.remask, *self.stops))
         steps = max(steps, self.windows.width) + self.remask.most + 2
         # a window moves by its width, or by less; rows may wait for the others' wide rounds
-        regions = -(-budget // self.windows.least) + 1
-        return (regions * steps + 8) * (rows + 1 if self.variants else 1)
+        count = -(-budget // self.windows.least) + 1
+        return (count * steps + 8) * (rows + 1 if self.variants else 1)
 
     @property
     def weights(self) -> Any:
-        """The weights of the second model, which `generate` puts into `Params.draft`; None without one."""
+        """Weights of the second model, which `generate` puts into `Params.draft`; None without one."""
         return self.verify.weights
 
     def bare(self) -> MaskedDiffusion:
-        """The sampler without the second model's weights, as the compiled programs take it."""
+        """Returns the sampler without the second model's weights, as the compiled programs take it."""
         return dataclasses.replace(self, verify=self.verify.bare())
 
     @property
@@ -107,7 +107,7 @@ class MaskedDiffusion(Algorithm):
 
     @property
     def prefills(self) -> bool:
-        """Whether the causal prefill writes the prompt's entries."""
+        """True if the causal prefill writes the prompt's entries."""
         return self.caching.persists and self.adapter.attention.causal
 
     @property
@@ -118,7 +118,7 @@ class MaskedDiffusion(Algorithm):
 
     @property
     def kinds(self) -> tuple[Round, ...]:
-        """The kinds of rounds: wide ones and narrow ones of each size, as far as they occur."""
+        """Kinds of rounds: wide ones and narrow ones of each size, as far as they occur."""
         if self.caching.phases:
             return tuple(Round(self, wide, phase=i) for i, wide in enumerate(self.caching.phases))
         wide = (Round(self, True),) if self.caching.wide and not self.prefills else ()
@@ -126,12 +126,13 @@ class MaskedDiffusion(Algorithm):
 
     @property
     def variants(self) -> tuple[Round, ...]:
-        """The kinds of rounds among which the core chooses each time."""
+        """Kinds of rounds among which the core chooses each time."""
         return self.kinds if len(self.kinds) > 1 else ()
 
     def choose(self, params: Params, policy: Any, s: State) -> Array:
-        """A wide round where half of the running rows need one; rows that need the other kind wait. Narrow rounds are
-        as small as their rows' nodes allow. With phases it is the phase that most running rows are in."""
+        """Returns the kind of the next round: a wide one where half of the running rows need it; the other rows wait.
+
+        Narrow rounds are as small as their rows' nodes allow. With phases it is the phase of most running rows."""
         if count := len(self.caching.phases):
             wanted = jnp.where(s.running, self.phase(s), -1)
             return jnp.argmax((wanted[:, None] == jnp.arange(count)).sum(0)).astype(jnp.int32)
@@ -169,8 +170,8 @@ class MaskedDiffusion(Algorithm):
         return c.replace(opened=view.masked.sum(1, dtype=jnp.int32), memory=memory, drafts=self.no_drafts(view))
 
     def whole(self, s: State) -> Array:
-        """`i32[B]`: the end of the text if no stop rule ends it earlier."""
-        # a text beyond the buffer is cut there, and says so
+        """Returns `i32[B]`: the end of the text if no stop rule ends it earlier."""
+        # a text beyond the buffer is cut there, and its status says so
         end = jnp.minimum(s.max_length, s.tokens.shape[1] - self.windows.width)
         if self.adapter.attention.overhangs and not self.adapter.canvas.given:
             start, align = s.prompt_length, self.windows.align
@@ -178,13 +179,13 @@ class MaskedDiffusion(Algorithm):
         return end
 
     def guide(self, model: Model, params: Params, policy: Any, s: State, scale: Any) -> tuple[Model, State]:
-        """The model and a state before its first round under classifier-free guidance: see `diffusion.guidance`.
+        """Returns the model and a state before its first round under classifier-free guidance.
 
         Raises:
             ValueError: the model has no mask token to put in the prompt's place.
         """
         if self.adapter.mask is None:
-            raise ValueError("guidance_scale: the model has no mask token, which stands for the prompt")
+            raise ValueError("guidance_scale: the model has no mask token, which replaces the prompt")
         return guide(self, model, params, policy, s, scale, self.adapter.mask, self.prefills)
 
     def propose(self, params: Params, policy: Any, s: State) -> tuple[Window, Canvas]:
@@ -224,7 +225,8 @@ class MaskedDiffusion(Algorithm):
         return after
 
     def drafts(self, view: View, c: Canvas) -> View:
-        """The canvases of a round, `[B, K, ...]`: the window itself, then the drafts, each some steps ahead of it."""
+        """Returns the canvases of a round, `[B, K, ...]`: the window itself, then the drafts, each some steps ahead of
+        it."""
         K = len(self.verify.taken)
         ahead = jnp.array([len(taken) for taken in self.verify.taken], jnp.int32)
         wide = jax.tree.map(lambda x: jnp.broadcast_to(x[:, None], (x.shape[0], K, *x.shape[1:])), view)
@@ -235,19 +237,19 @@ class MaskedDiffusion(Algorithm):
         return wide.replace(step=wide.step + ahead, round=wide.round + ahead)
 
     def no_drafts(self, view: View) -> Any:
-        """Drafts that equal the canvas, so that none of them is the result of a step."""
+        """Returns drafts that equal the canvas, so that none of them is the result of a step."""
         more = len(self.verify.taken) - 1
         again = lambda x: jnp.broadcast_to(x[:, None], (x.shape[0], more, *x.shape[1:]))
         return None if more == 0 else (again(view.tokens), again(view.open))
 
     def through(self, model: Any) -> Any:
-        """The model as it makes its cache."""
+        """Returns the model as it makes its cache."""
         return self.kinds[0].through(model)
 
     def phase(self, s: State) -> Array:
-        """`i32[B]`: which of the caching rule's phases a row's next round is."""
+        """Returns `i32[B]`: the phase of the caching rule that a row's next round is in."""
         return self.caching.phase(survey(s, s.algo, self.windows.width), s.algo.memory["caching"])
 
     def needs_refresh(self, s: State) -> Array:
-        """`bool[B]`: rows whose next round is a wide one."""
+        """Returns `bool[B]`: rows whose next round is a wide one."""
         return self.caching.needs_refresh(survey(s, s.algo, self.windows.width), s.algo.memory["caching"])

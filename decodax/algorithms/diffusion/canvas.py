@@ -1,4 +1,4 @@
-"""The state of masked diffusion: the text, decided and undecided, with what is known about each position."""
+"""State of masked diffusion: the decided and undecided positions of the text, and the statistics of each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from decodax.core.state import State
 
 @struct
 class Canvas(Struct):
-    """The text of each row by absolute position, with its undecided positions.
+    """Text of each row by absolute position, with its undecided positions.
 
     Attributes:
         tokens, open, editable, when, confidence: `[B, N]`, as in `View`.
@@ -50,27 +50,27 @@ class Canvas(Struct):
 
 
 def look(s: State, c: Canvas, width: int, eos: Array | None = None) -> View:
-    """The rows' windows, `width` positions from `start` on. `eos` (`i32[B, E]`): tokens that end a text."""
-    region = lambda x: cut(x, c.start, width)
+    """Returns the rows' windows, `width` positions from `start` on. `eos` (`i32[B, E]`): tokens that end a text."""
+    window = lambda x: cut(x, c.start, width)
     return View(
-        positions=c.start[:, None] + jnp.arange(width, dtype=jnp.int32), tokens=region(c.tokens), open=region(c.open),
-        editable=region(c.editable), active=jnp.zeros((s.batch, width), bool), when=region(c.when),
-        confidence=region(c.confidence), start=c.start, end=c.end, step=c.step, round=c.round, opened=c.opened,
+        positions=c.start[:, None] + jnp.arange(width, dtype=jnp.int32), tokens=window(c.tokens), open=window(c.open),
+        editable=window(c.editable), active=jnp.zeros((s.batch, width), bool), when=window(c.when),
+        confidence=window(c.confidence), start=c.start, end=c.end, step=c.step, round=c.round, opened=c.opened,
         full=c.full, kept=c.kept, refreshed=c.refreshed, prompt_length=s.prompt_length, min_new=s.min_new, key=s.key,
         eos=jnp.zeros((s.batch, 0), jnp.int32) if eos is None else eos)
 
 
 def survey(s: State, c: Canvas, width: int, eos: Array | None = None) -> View:
-    """`look`, with the whole text around the windows in `View.text`."""
+    """Returns what `look` does, with the whole text around the windows in `View.text`."""
     return look(s, c, width, eos).replace(text=Text(open=c.open, when=c.when, cache=s.cache))
 
 
 def cut(x: Array, start: Array, width: int) -> Array:
-    """`x[b, start[b] : start[b] + width]` for each row `b`."""
+    """Returns `x[b, start[b] : start[b] + width]` for each row `b`."""
     return jax.vmap(lambda row, start: lax.dynamic_slice_in_dim(row, start, width))(x, start)
 
 
 def paste(x: Array, new: Array, start: Array) -> Array:
-    """`x` with `new[b]` at `start[b]` for each row `b`."""
+    """Returns `x` with `new[b]` at `start[b]` for each row `b`."""
     return jax.vmap(lambda row, new, start: lax.dynamic_update_slice_in_dim(row, new, start, 0))(
         x, new.astype(x.dtype), start)

@@ -40,10 +40,10 @@ def guide(alg: Algorithm, model: Model, params: Params, policy: Any, s: State, s
 
     Args:
         scale: one number or `f32[B]`; 1 is no guidance, 0 no prompt.
-        prefills: whether the prompt's entries are in the cache already.
+        prefills: True if the prompt's entries are in the cache already.
     """
     if s.cache.inputs is not None:
-        raise ValueError("guidance_scale: got one with inputs; it is not settled what the other branch is given")
+        raise ValueError("guidance_scale: got one with inputs, takes tokens only: the other branch has no inputs")
     size = s.cache.capacity
     if prefills:
         place = jnp.arange(size, dtype=jnp.int32)

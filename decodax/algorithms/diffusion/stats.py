@@ -51,7 +51,7 @@ class DistributionStats(Struct):
 
 
 def statistics(logits: Array, tokens: Array, chunk: int = CHUNK) -> DistributionStats:
-    """The numbers of `DistributionStats` for `f32[..., V]` and tokens `i32[...]` (negative ones count as token 0).
+    """Returns `DistributionStats` of `f32[..., V]` and tokens `i32[...]` (negative ones count as token 0).
 
     >>> s = statistics(jnp.log(jnp.array([[0.5, 0.25, 0.25]])), jnp.array([0]))
     >>> [round(float(x[0]), 4) for x in (s.prob, s.entropy, s.margin, s.gap)]
@@ -97,8 +97,8 @@ def statistics(logits: Array, tokens: Array, chunk: int = CHUNK) -> Distribution
 
 
 def cosine(a: Array, b: Array, axis: int = -1) -> Array:
-    """Cosine similarity `f32[...]` along an axis. Each length counts as at least 1e-8, as in torch. A floor under the
-    product of both lengths instead would make short vectors dissimilar to themselves.
+    """Returns the cosine similarity `f32[...]` along an axis. Each length counts as at least 1e-8, as in torch. A floor
+    under the product of both lengths instead would make short vectors dissimilar to themselves.
 
     >>> x = jnp.array([1e-6, 2e-6])
     >>> round(float(cosine(x, x)), 4)
@@ -109,8 +109,8 @@ def cosine(a: Array, b: Array, axis: int = -1) -> Array:
 
 
 def rank(score: Array, among: Array) -> Array:
-    """`i32[R, W]`: places 0, 1, ... by falling score among the given positions, from left to right among equals. All
-    other positions come after them.
+    """Returns `i32[R, W]`: places 0, 1, ... by falling score among the given positions, from left to right among
+    equals. All other positions come after these.
 
     >>> rank(jnp.array([[1.0, 3.0, 3.0, 2.0]]), jnp.array([[True, False, True, True]])).tolist()
     [[2, 3, 0, 1]]

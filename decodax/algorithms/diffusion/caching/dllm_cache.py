@@ -75,7 +75,8 @@ class FeatureCache(Wrapper):
                             attention=both(self.attention, entries.attention), mlp=both(self.mlp, entries.mlp))
 
     def at(self, layer: int, slots: Array) -> tuple[Array, ...]:
-        """Keys and values `f[B, W, G, d]` and what the halves added `f[B, W, D]`, at `slots` (`i32[B, W]`)."""
+        """Returns keys and values `f[B, W, G, d]` and the outputs of attention and MLP `f[B, W, D]`, at `slots`
+        (`i32[B, W]`)."""
         entry = lambda x: jax.vmap(lambda row, at: row[:, at].swapaxes(0, 1))(x, slots)
         return (entry(self.base.keys(layer)), entry(self.base.values(layer)), take(self.attention[layer], slots),
                 take(self.mlp[layer], slots))
@@ -157,7 +158,8 @@ class Reusing(Model):
         return attend
 
     def _choice(self, v: Array, old: Array, reuse: Array, live: Array) -> tuple[Callable[[Array], Array], Any]:
-        """What takes the nodes to recompute out of a window's, and what puts their news in the place of the old."""
+        """Returns two functions: one takes the nodes to recompute out of a window's, the other puts their new features
+        in the place of the old ones."""
         flat = lambda x: x.reshape(*x.shape[:2], -1).astype(jnp.float32)
         similarity = cosine(flat(v), flat(old))
         among = reuse & live

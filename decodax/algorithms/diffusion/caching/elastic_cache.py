@@ -87,7 +87,7 @@ class TrackingCache(Wrapper):
     renewals: Array
 
     def commit(self, entries: Any, slots: Array) -> TrackingCache:
-        # writes that did not wait for the attention that is looked at here would copy what it reads
+        # wait for the attention that reads the cache: otherwise the write would copy it
         slots = jnp.where((entries.track >= 0).all(1, keepdims=True), slots, -1)
         at, ran = jnp.where(slots >= 0, slots, self.capacity), (slots >= 0).any(1)
         put = jax.vmap(lambda row, new, at: row.at[at].set(new.astype(row.dtype), mode="drop"))
@@ -185,7 +185,7 @@ class Tracking(Model):
         asked = take(asks, asking)
 
         x, whole = net.embed(window, cache), jnp.zeros((B, S, net.network.c.width))
-        # rows whose layer runs for the whole text, and those of which the layer below did
+        # rows whose layer runs for the whole text, and rows of which the layer below did
         full = going = jnp.zeros(B, bool)
         renewals = jnp.zeros(B, jnp.int32)
         all_places = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32), (B, S))
@@ -233,11 +233,11 @@ class Tracking(Model):
             renewals=renewals))
 
     def _weights(self, q: Array, keys: Array, text: Array, scale: float) -> Array:
-        """Attention weights `f32[B, H, n, S]` of queries `f[B, n, H, d]` to keys `f[B, G, S, d]`."""
+        """Returns attention weights `f32[B, H, n, S]` of queries `f[B, n, H, d]` to keys `f[B, G, S, d]`."""
         return self._softmax(_scores(q, keys), text, scale)
 
     def _rows(self, q: Array, k: Array, at: Array, cache: Any, layer: int, text: Array, scale: float) -> Array:
-        """The same to the cached keys, with `k` (`f[B, W, G, d]`) in place of those of the nodes."""
+        """Returns the same for the cached keys, with `k` (`f[B, W, G, d]`) in place of those of the nodes."""
         old = _scores(q, cache.base.keys(layer))
         new = _scores(q, k.swapaxes(1, 2))
         joined = jax.vmap(lambda row, at, new: row.at[..., at].set(new, mode="drop"))(old, at, new)
@@ -247,7 +247,7 @@ class Tracking(Model):
         return jax.nn.softmax(jnp.where(text[:, None, None], scores * scale, -1e30), -1)
 
     def _likeness(self, cache: Any, layer: int, q: Array, places: Array, node: Any, text: Array, scale: float) -> Array:
-        """`f32[B]`: how alike the tracked tokens' attention and that of the forward before are."""
+        """Returns `f32[B]`: the similarity of the tracked tokens' attention to that of the forward before."""
         tracked = cache.track
         index = jnp.argmax(places[:, None, :] == tracked[:, :, None], 2)
         now = node(take(q, index))
@@ -290,7 +290,7 @@ class Drift(Rewriting):
     def nodes(self, view: View, left: int, memory: Memory) -> Nodes:
         assert view.text is not None
         if left:
-            raise ValueError("caching: Drift takes models whose logits speak of their own position")
+            raise ValueError("caching: Drift takes models whose logits predict their own position")
         N = view.text.open.shape[1]
         place, track = jnp.arange(N, dtype=jnp.int32), view.text.cache.track
         open = view.text.open & (place >= view.start[:, None]) & (place < view.end[:, None])

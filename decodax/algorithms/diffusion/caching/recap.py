@@ -42,7 +42,7 @@ class Turns:
             raise ValueError(f"every, lead: got {self.every}, {self.lead}, take 1 or more and 0 or more")
 
     def full(self, step: Array) -> Array:
-        """`bool[R]`: rows whose step is a full one."""
+        """Returns `bool[R]`: rows whose step is a full one."""
         return (step < self.lead) | ((step - self.lead) % self.every == 0)
 
 

@@ -80,8 +80,8 @@ class Judged(Sequential):
 
     def judge(self, weights: Any, state: Assistant, view: View, last: Array, logits: Array,
               process: Callable[[Array], Array]) -> tuple[Array, Array, Entries]:
-        """The candidates `i32[B, W]`, which of them the second model agrees to `bool[B, W]`, and its entries of the
-        positions `start - 1 ..`.
+        """Returns the candidates `i32[B, W]`, True where the second model agrees to them `bool[B, W]`, and its entries
+        of the positions `start - 1 ..`.
 
         Args:
             weights: the second model's.
@@ -102,7 +102,7 @@ class Judged(Sequential):
         return token, verdict, out.entries
 
     def verdict(self, token: Array, logits: Array, own: Array, draw: Callable[[Array], Array]) -> Array:
-        """`bool[B, W]`: whether the second model agrees to the candidates `token`.
+        """Returns `bool[B, W]`: True where the second model agrees to the candidates `token`.
 
         Args:
             logits, own: `f32[B, W, V]` of the diffusion model and of the second model.

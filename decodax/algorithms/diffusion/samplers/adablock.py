@@ -52,7 +52,7 @@ class Delimited(Sized, Windows):
         return max(int(self.known_size * self.share), self.block)
 
     def _length(self, view: View, seen: Seen) -> Array:
-        """`i32[R]`: the length of a block that begins now."""
+        """Returns `i32[R]`: the length of a block that begins now."""
         text = (view.end - view.prompt_length).astype(jnp.float32)
         searched = view.inside & (view.positions - view.start[:, None] < jnp.floor(text * self.share)[:, None])
         found = searched & seen.reached & (seen.token[..., None] == jnp.array(self.delimiters, jnp.int32)).any(-1)
@@ -70,7 +70,7 @@ class Delimited(Sized, Windows):
         return view.masked & (view.positions - view.start[:, None] < length[:, None])
 
     def finished(self, view: View, memory: Memory) -> Array:
-        # what is decided after the block was given
+        # decided positions after the block were given
         run = jnp.cumprod(~view.open & view.inside, 1).sum(1).astype(jnp.int32)
         return jnp.where((view.active & view.masked).any(1), 0, run)
 
@@ -87,7 +87,7 @@ class OwnBlock(DualCache):
     windows: Any = None
 
     def fit(self, budget: int) -> OwnBlock:
-        """The rule with windows for texts of `budget` new tokens."""
+        """Returns the rule with windows for texts of `budget` new tokens."""
         return dataclasses.replace(self, windows=self.windows.fit(budget))
 
     @property

@@ -56,7 +56,7 @@ class Product(Judged):
             raise ValueError(f"weight: got {self.weight}, takes 0 to 1")
 
     def verdict(self, token: Array, logits: Array, own: Array, draw: Callable[[Array], Array]) -> Array:
-        # 0 times -inf is no number, and what the diffusion model cannot say the product cannot either
+        # 0 times -inf is no number; tokens that the diffusion model excludes are excluded from the product
         product = logits if self.weight == 1 else self.weight * jnp.where(logits == -jnp.inf, 0, logits) + \
             (1 - self.weight) * own
         return draw(jnp.where(logits == -jnp.inf, -jnp.inf, product)) == token
@@ -86,7 +86,7 @@ class Trailing(Caching):
             raise ValueError(f"window: got {self.window}, takes 1 or more")
 
     def init(self, view: View) -> Memory:
-        return view.start + 0       # where the window began in the forward before
+        return view.start + 0       # start of the window in the forward before
 
     def learn(self, before: View, seen: Seen, after: View, memory: Memory) -> Memory:
         return before.start

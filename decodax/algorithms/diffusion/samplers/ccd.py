@@ -86,7 +86,7 @@ class Agreeing(Counts, Unmask):
         return jnp.maximum(view.opened // (view.opened if self.steps is None else self.steps), 1)
 
     def _size(self, view: View, memory: Kept) -> Array:
-        """`i32[R]`: how many of its surest positions the step looks at, and keeps."""
+        """Returns `i32[R]`: the number of surest positions that the step looks at, and keeps."""
         quota, left = self._quota(view), view.masked.sum(1, dtype=jnp.int32)
         late = left <= 0.1 * view.opened.astype(jnp.float32)
         grown = jnp.where(late, 1, memory.size) + 1
@@ -94,7 +94,7 @@ class Agreeing(Counts, Unmask):
         return jnp.where(view.step < self.warmup - 1, 1, jnp.minimum(grown, most))
 
     def _chosen(self, view: View, seen: Seen, score: Array, open: Array, memory: Kept) -> Array:
-        """`bool[R, W]` of the positions `open`."""
+        """Returns `bool[R, W]`: the chosen ones of the positions `open`."""
         assert seen.likeliest is not None
         order, quota = rank(score, open), self._quota(view)
         surest = best(score, open, quota)

@@ -57,11 +57,11 @@ class Pipeline(Blocks):
         return self.block
 
     def count(self, positions: Array) -> Array:
-        """`i32[R, most]`: how many of `bool[R, W]` each block has."""
+        """Returns `i32[R, most]`: the number of the given positions `bool[R, W]` in each block."""
         return positions.reshape(-1, self.most, self.block).sum(2, dtype=jnp.int32)
 
     def decided(self, view: View, share: float) -> Array:
-        """`bool[R, most]`: blocks after those of which this share is decided; the first block is."""
+        """Returns `bool[R, most]`: blocks whose predecessor has this share decided; True for the first block."""
         all_ = self.count(view.editable & view.inside)
         done = (all_ - self.count(view.masked)) / jnp.maximum(all_, 1) >= jnp.float32(share)
         return jnp.pad((done | (all_ == 0))[:, :-1], ((0, 0), (1, 0)), constant_values=True)

@@ -95,7 +95,7 @@ class Delayed(Caching):
         return Lag(begins=begins[:, 1:], cached=begins[:, 0])
 
     def _ripe(self, view: View, memory: Any) -> Array:
-        """`i32[B]`: positions before it have been done long enough."""
+        """Returns `i32[B]`: positions before it have been done long enough."""
         return memory.begins[:, 0] if self.delay else view.start
 
     def needs_refresh(self, view: View, memory: Any) -> Array:
@@ -139,12 +139,13 @@ class InTurn(Delayed):
         return Turn(first=view.start + 0, cached=zero, since=zero)
 
     def _done(self, view: View, memory: Turn, cached: Array) -> tuple[Array, Array]:
-        """The end of the block after `cached` (`i32[B]`), and whether it is done (`bool[B]`)."""
+        """Returns the end of the block after `cached` (`i32[B]`), and True where it is done (`bool[B]`)."""
         end = jnp.where(cached < memory.first, memory.first, cached + self.block)
         return end, end <= view.start
 
     def _timed(self, view: View, memory: Turn) -> tuple[Array, Array]:
-        """`i32[B]` each: what the next forward lets the cache hold, and when the delay of the block after began."""
+        """Returns `i32[B]` each: the end of the positions that the next forward caches, and the forward in which the
+        delay of the block after them began."""
         if not self.delay:
             return view.start, memory.since
         now = view.round + 1

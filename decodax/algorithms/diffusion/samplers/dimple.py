@@ -46,7 +46,7 @@ class Confident(Counts, Unmask):
         return jnp.maximum(view.opened, 1) if self.steps is None else jnp.full_like(view.opened, self.steps)
 
     def count(self, view: View) -> Array:
-        """`i32[R]`: the number of positions that the schedule gives."""
+        """Returns `i32[R]`: the number of positions that the schedule gives."""
         steps, left = self._steps(view)[:, None], view.masked.sum(1, dtype=jnp.int32)[:, None]
         step = jnp.arange(max(self.steps or 0, view.positions.shape[1]) + 1, dtype=jnp.int32)
         time = 1 - (1 - self.eps) * step.astype(jnp.float32) / steps                        # s

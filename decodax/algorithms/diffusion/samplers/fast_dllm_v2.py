@@ -51,7 +51,7 @@ class AnchorCache(BlockCache):
         return view.start - view.kept > view.positions.shape[1]
 
     def _stores(self, view: View) -> Array:
-        """`bool[R]`: rows whose next forward is over the block before the current one."""
+        """Returns `bool[R]`: rows whose next forward is over the block before the current one."""
         return view.kept < view.start
 
     def nodes(self, view: View, left: int, memory: Memory) -> Nodes:
@@ -91,7 +91,7 @@ class SubBlockCache(AnchorCache):
         return jnp.where(self._whole(before, memory) & ~blind, before.start, memory)
 
     def _whole(self, view: View, memory: Memory) -> Array:
-        """`bool[R]`: rows whose next forward is over a whole block, the current one or the one before it."""
+        """Returns `bool[R]`: rows whose next forward is over a whole block, the current one or the one before it."""
         first = jnp.minimum(current(view, self.sub) * self.sub, view.positions.shape[1] - 1)
         begins = self._stores(view) | (memory != view.start) | ~view.masked.any(1)
         return begins | take(view.masked, first[:, None])[:, 0]

@@ -65,13 +65,13 @@ class Filter:
 
     @classmethod
     def of(cls, weights: Mapping[str, Mapping[str, Any]]) -> Filter:
-        """From `{"hidden": {"kernel", "bias"}, "out": {"kernel", "bias"}}`."""
+        """Returns a filter from `{"hidden": {"kernel", "bias"}, "out": {"kernel", "bias"}}`."""
         layer = lambda name: (weights[name]["kernel"], weights[name]["bias"])
         return cls(*layer("hidden"), *layer("out"))
 
     @classmethod
     def load(cls, path: str | Path) -> Filter:
-        """From a safetensors file with "hidden.kernel", "hidden.bias", "out.kernel" and "out.bias"."""
+        """Returns a filter from a safetensors file with "hidden.kernel", "hidden.bias", "out.kernel" and "out.bias"."""
         from safetensors.numpy import load_file
         flat = load_file(path)
         return cls.of({layer: {part: flat[f"{layer}.{part}"] for part in ("kernel", "bias")}
@@ -79,11 +79,11 @@ class Filter:
 
     @property
     def block(self) -> int:
-        """`n`, the positions of a block."""
+        """`n`, number of positions of a block."""
         return self.hidden.shape[0]
 
     def __call__(self, confidence: Array) -> Array:
-        """Logits `f32[..., n]` that the candidates are final, given their probabilities `f32[..., n]`."""
+        """Returns logits `f32[..., n]` that the candidates are final, given their probabilities `f32[..., n]`."""
         return jax.nn.relu(confidence @ self.hidden + self.hidden_bias) @ self.out + self.out_bias
 
     def _key(self) -> tuple[Any, ...]:
@@ -119,7 +119,7 @@ class Learned(Counts, Unmask):
         return self.quota.learn(before, seen, after, memory)
 
     def accepts(self, view: View, seen: Seen) -> Array:
-        """`bool[R, W]`: the positions of the current block whose candidates the filter accepts."""
+        """Returns `bool[R, W]`: the positions of the current block whose candidates the filter accepts."""
         n, W = self.filter.block, view.positions.shape[1]
         block = current(view, n)[:, None]
         place = block * n + jnp.arange(n, dtype=jnp.int32)

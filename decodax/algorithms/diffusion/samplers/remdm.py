@@ -50,7 +50,7 @@ class ReMDM(Counts, Remask):
             raise ValueError(f"held: got {self.held}, takes more than 0 up to 1 / (1 + eta)")
 
     def shares(self, view: View) -> tuple[Array, Array]:
-        """`f32[R]` each: the share of positions that are masked at the beginning and at the end of a step."""
+        """Returns `f32[R]` each: the share of positions that are masked at the beginning and at the end of a step."""
         t, s = time(view.step, self.steps, self.eps)
         if self.kind != "loop":
             return t, s
@@ -63,7 +63,7 @@ class ReMDM(Counts, Remask):
         return jnp.where(t < 1, jnp.minimum(s / jnp.where(t < 1, 1 - t, 1), 1), 1)
 
     def scale(self, view: View) -> Array:
-        """`f32[R]`: sigma at masked positions, for `Coins`."""
+        """Returns `f32[R]`: sigma at masked positions, for `Coins`."""
         if self.kind == "conf":
             return jnp.zeros(view.start.shape)
         if self.kind == "loop":
