@@ -113,7 +113,7 @@ class Result:
         Weighted by `exp` of it, samples under a constraint, a truncation or another temperature are samples of the
         model, held to the texts that could be drawn. Under a constraint alone, at temperature 1, it is the log of the
         share of the model's probability that the constraint left, summed over the tokens. Where a method weighs its
-        draws (`decodax.algorithms.contrastive.rejection.AWRS`), its `findings["log_weight"]` is part of it. Rows must
+        draws (`decodax.algorithms.contrastive.awrs.AWRS`), its `findings["log_weight"]` is part of it. Rows must
         sample: what greedy decoding takes was not drawn.
 
         Raises:

@@ -360,7 +360,7 @@ class Forks:
 
     def log_weights(self) -> np.ndarray:
         """`f64[P, n]`: the log of the weight that a method gives to each row so far, where it does not draw by the
-        policy (`decodax.algorithms.contrastive.rejection.AWRS`): weighted by it, its rows are draws by the policy. 0 of
+        policy (`decodax.algorithms.contrastive.awrs.AWRS`): weighted by it, its rows are draws by the policy. 0 of
         most methods."""
         found = self.job.algorithm.findings(self.job.state).get("log_weight")
         if found is None:

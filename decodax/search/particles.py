@@ -116,7 +116,7 @@ class SMC(Explorer):
 
     The model's law is that of the policy: a temperature, truncations and constraints are part of it. A method that
     weighs its draws proposes, and its weights count: with
-    `algorithm=decodax.algorithms.contrastive.rejection.AWRS(check)` the law is that of the policy, held to what the
+    `algorithm=decodax.algorithms.contrastive.awrs.AWRS(check)` the law is that of the policy, held to what the
     check allows, times the potential, and the evidence has the share that is allowed. Rows that weigh nothing are not
     written on.
 

@@ -61,8 +61,8 @@ def test_scores_compare_with_the_best_of_all_systems_on_a_task():
 def test_a_list_of_values_is_a_grid(model):
     lm = dx.load(model)
     grid = systems.points(["llada:steps=[16,2],block_length=[16,8],remasking='random'", "dream"], lm)
-    assert [p.name for p in grid] == [f"llada:steps={s},block_length={b},remasking='random'" for s in (16, 2) for b in (16, 8)] + [
-        "dream"]
+    assert [p.name for p in grid] == [
+        *[f"llada:steps={s},block_length={b},remasking='random'" for s in (16, 2) for b in (16, 8)], "dream"]
     assert len({p.curve for p in grid}) == 2 and grid[1].build().windows.block == 8
 
 
@@ -89,8 +89,8 @@ def test_a_run_counts_right_answers_and_forwards(model, monkeypatch):
 @pytest.mark.matrix
 def test_the_program_prints_tables_and_writes_figures_and_curves(model, tmp_path, capsys):
     out, picture = tmp_path / "out.json", tmp_path / "curves.png"
-    args = ["systems", "llada:block_length=16,steps=[4,1]", "--model", str(model), "--task", "add", "shuffle", "--problems",
-            "4"]
+    args = ["systems", "llada:block_length=16,steps=[4,1]", "--model", str(model), "--task", "add", "shuffle",
+            "--problems", "4"]
     assert evaluate.main([*args, "--json", str(out), "--plot", str(picture)]) == 0
     shown = capsys.readouterr().out
     facts = json.loads(out.read_text())
@@ -104,7 +104,8 @@ def test_the_program_prints_tables_and_writes_figures_and_curves(model, tmp_path
 @pytest.mark.matrix
 def test_outputs_are_compared_with_those_of_the_first_point(model):
     lm = dx.load(model)
-    grid = systems.points(["llada:block_length=16", "freedave:block_length=16,draft_steps=4", "llada:block_length=16,steps=1"], lm)
+    grid = systems.points(["llada:block_length=16", "freedave:block_length=16,draft_steps=4",
+                           "llada:block_length=16,steps=1"], lm)
     plain, lossless, hasty = systems.run(lm, grid, ["shuffle"], problems=4, batch=4, repeats=1)
     assert plain.same == lossless.same == 1 > hasty.same
     assert lossless.forwards <= plain.forwards

@@ -420,7 +420,8 @@ def test_a_model_of_set_blocks_decodes_as_it_was_trained(corpus, tmp_path):
     batch = dt.Batch(jnp.asarray(tokens), jnp.asarray(answer), jnp.ones((1, 14), bool))
     filled = np.asarray(dt.fill(lm_.model, lm_.params, batch, lm_.diffusion))  # type: ignore[arg-type]
     # the surest one is the one of lowest entropy in a step a token
-    slow = dx.generate(lm_, [ids], max_new_tokens=8, algorithm=ALGORITHMS.make("llada", lm_, block_length=4), eos_token_id=[])
+    slow = dx.generate(lm_, [ids], max_new_tokens=8, algorithm=ALGORITHMS.make("llada", lm_, block_length=4),
+                       eos_token_id=[])
     assert slow.row(0).tolist() == filled[0, 6:].tolist()
     fast = dx.generate(lm_, [ids], max_new_tokens=8, algorithm=ALGORITHMS.make("sbd", lm_, gamma=9.0), eos_token_id=[])
     assert fast.lengths.tolist() == [8] and fast.stats.forwards < slow.stats.forwards

@@ -17,7 +17,7 @@ from scipy.special import logsumexp
 
 import decodax as dx
 from decodax import search, select
-from decodax.algorithms.contrastive.rejection import AWRS
+from decodax.algorithms.contrastive.awrs import AWRS
 from decodax.core.window import causal
 from decodax.models import Transformer, llama
 from decodax.search import Forks

@@ -10,11 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from decodax.algorithms.beams.beams import BeamSearch
-from decodax.algorithms.beams.phrases import Cover, Phrases, Progress, Unordered, phrases_of
+from decodax.algorithms.beams.beam_search import BeamSearch, EarlyStopping
+from decodax.algorithms.beams.phrases import Cover, Ordered, Phrases, Progress, Unordered, phrases_of
 from decodax.algorithms.beams.step import Group, Step, largest
+from decodax.common.options import Count
+from decodax.common.registry import ALGORITHMS
 from decodax.core.types import Params
 from decodax.core.window import take
+from decodax.io.appended import appended
 
 
 @dataclasses.dataclass(frozen=True)
@@ -284,3 +287,56 @@ class GridStep(_LexicalStep):
 
 def take_all(tree: Any, index: Array) -> Any:
     return jax.tree.map(lambda x: take(x, index), tree)
+
+
+@ALGORITHMS.register("dynamic-beam-allocation", "Fast Lexically Constrained Decoding with Dynamic Beam Allocation for "
+                     "Neural Machine Translation", "Post & Vilar 2018", family="search", needs="a model")
+def dynamic_beam_allocation(lm: Any, phrases: Any, width: Count = 4, ordered: bool = False,
+                            length_penalty: float = 1.0, early_stopping: EarlyStopping = False) -> DynamicBeams:
+    """Searches for texts that contain given phrases; beams are shared out by the number of phrase tokens a text has.
+
+    The cost does not depend on the number of phrases.
+
+    Args:
+        lm: loaded model.
+        phrases: list of phrases, each a text or a list of token ids. A text is encoded as a part of a longer one, so
+            that a leading space is part of it.
+        width: number of beams of a prompt.
+        ordered: True: the phrases appear in their order. False: in any order.
+        length_penalty: exponent of the length by which a score is divided.
+        early_stopping: as in `beam-search`.
+    """
+    return DynamicBeams(width, phrases=_encoded(lm, phrases), length_penalty=length_penalty,
+                        progress=Ordered() if ordered else Unordered(), early_stopping=early_stopping)
+
+
+@ALGORITHMS.register("grid-beam-search",
+                     "Lexically Constrained Decoding for Sequence Generation Using Grid Beam Search",
+                     "Hokamp & Liu 2017", family="search", needs="a model")
+def grid_beam_search(lm: Any, phrases: Any, beams: Count = 4, length_penalty: float = 1.0,
+                     early_stopping: EarlyStopping = False) -> GridBeams:
+    """Searches for texts that contain given phrases, with beams for each number of phrase tokens.
+
+    The cost grows with the number of phrase tokens; `dynamic-beam-allocation` is cheaper.
+
+    Args:
+        lm: loaded model.
+        phrases: list of phrases, each a text or a list of token ids.
+        beams: number of beams for each number of phrase tokens.
+        length_penalty: exponent of the length by which a score is divided.
+        early_stopping: as in `beam-search`.
+    """
+    return GridBeams(phrases=_encoded(lm, phrases), beams=beams, length_penalty=length_penalty,
+                     early_stopping=early_stopping)
+
+
+def _encoded(lm: Any, given: Any) -> Any:
+    """Returns phrases as token ids. Texts are encoded as parts of a longer text."""
+    if not given:
+        raise ValueError(f"phrases: got {given!r}, takes a list of texts or of lists of token ids")
+    if isinstance(given, str):
+        given = [given]
+    if (text := next((p for p in given if isinstance(p, str)), None)) is not None and lm.tokenizer is None:
+        raise ValueError(f"phrases: got {text!r} for a model without a tokenizer; takes lists of token ids")
+    encode = lambda p: appended(lm.tokenizer, None, p) if isinstance(p, str) else p
+    return tuple(tuple(encode(p)) for p in given)

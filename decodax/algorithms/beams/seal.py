@@ -12,10 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from decodax.algorithms.beams.beams import BeamSearch, EarlyStopping
+from decodax.algorithms.beams.beam_search import BeamSearch, EarlyStopping
 from decodax.algorithms.beams.corpus import Corpus, Span
 from decodax.algorithms.beams.pool import append
 from decodax.algorithms.beams.step import Beams, Group, Step, Text
+from decodax.common.options import Count
+from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
 from decodax.core.state import State, Status
 from decodax.core.types import Decision, Params
@@ -197,3 +199,25 @@ def ngrams(findings: dict[str, np.ndarray], row: int) -> list[NGram]:
                 found.setdefault((*texts[beam], token), score)
         texts = [(*texts[beam], token) for beam, token in on.tolist()]
     return list(found.items())
+
+
+@ALGORITHMS.register("seal", "Autoregressive Search Engines: Generating Substrings as Document Identifiers",
+                     "Bevilacqua et al. 2022", family="search")
+def seal(corpus: Any, width: Count = 15, length_penalty: float = 0.0, prefix: tuple[int, ...] = (),
+         may_end: bool = False, look: Count = 256) -> CorpusBeams:
+    """Searches for texts that occur in a corpus, whose n-grams find documents.
+
+    For retrieval with a model that was trained to write parts of relevant documents. `ngrams` and `Evidence` rank the
+    documents.
+
+    Args:
+        corpus: a `decodax.algorithms.beams.Corpus`, or a list of lists of token ids.
+        width: number of beams of a prompt.
+        length_penalty: exponent of the length by which a score is divided.
+        prefix: token ids that come before each text in the corpus, such as a mark of titles.
+        may_end: True: a text may end anywhere, not only where the corpus has an end.
+        look: number of best tokens that are looked up one by one before all are.
+    """
+    corpus = corpus if isinstance(corpus, Corpus) else Corpus.build(corpus)
+    return CorpusBeams(width, length_penalty=length_penalty, corpus=corpus, prefix=tuple(prefix), may_end=may_end,
+                       look=look)

@@ -1,4 +1,5 @@
-"""Stochastic beam search: texts drawn without replacement."""
+"""Stochastic beam search: draws texts without replacement ("Stochastic Beams and Where to Find Them: The Gumbel-Top-k
+Trick for Sampling Sequences Without Replacement", Kool et al., 2019)."""
 
 from __future__ import annotations
 
@@ -10,6 +11,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from decodax.algorithms.beams.step import largest
+from decodax.common.options import Count
+from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
 from decodax.core import keys
 from decodax.core.keys import Purpose
@@ -21,33 +24,38 @@ from decodax.sampling.draw import exponentials
 
 @struct
 class Perturbed(Struct):
-    """Attributes: log_prob: `f32[B]` of each text. value: `f32[B]`, that with Gumbel noise; -inf: there is no text.
-    kappa: `f32[B]`, the smallest value of the prompt's rows."""
+    """State of the search.
+
+    Attributes:
+        log_prob: `f32[B]` of each text. value: `f32[B]`, that with Gumbel noise; -inf: there is no text.
+        kappa: `f32[B]`, the smallest value of the prompt's rows.
+    """
 
     log_prob: Array
     value: Array
     kappa: Array
 
 
+@ALGORITHMS.register("stochastic-beam-search", "Stochastic Beams and Where to Find Them: The Gumbel-Top-k Trick for "
+                     "Sampling Sequences Without Replacement", "Kool et al. 2019", family="search")
 @dataclasses.dataclass(frozen=True)
 class StochasticBeams(Algorithm):
-    """Draws `k` different texts of each prompt, without replacement (Kool et al., 2019).
+    """Draws `k` different texts of each prompt, without replacement.
 
-    A beam search on log-probabilities with Gumbel noise, which goes down from each text to those that begin with it, so
-    that the best of these has the value of their beginning. The `k` texts with the largest values are `k` draws from
-    the policy's distribution over whole texts, each from what the ones before it left; they come in that order.
+    For diverse samples, and for estimates of low variance. It is a beam search on log-probabilities with Gumbel noise.
+    The noise is passed down from each beginning to its continuations, so that the best continuation has the value of
+    its beginning. The `k` texts with the largest values are `k` draws from the policy's distribution over whole texts,
+    without replacement, in the order in which they were drawn. Greedy rows draw at temperature 1.
 
-    One beam more tells how likely a text was to be drawn: with `kappa`, the value behind the last one, it is
-    `1 - exp(-exp(log_prob - kappa))`. The mean of a function over all texts is estimated without bias by the sum of the
-    function times `exp(log_weight)`, where `log_weight` is `log_prob` less the logarithm of that.
-
-    Greedy rows draw at temperature 1.
+    One more beam gives the probability that a text is drawn at all: with `kappa`, the value of the text after the last
+    one, it is `1 - exp(-exp(log_prob - kappa))`. The mean of a function over all texts is estimated without bias by the
+    sum of the function times `exp(log_weight)`, where `log_weight` is `log_prob` minus the logarithm of that.
 
     Attributes:
-        k: texts. `findings` has `log_prob`, `value`, `kappa` and `log_weight` of each.
+        k: number of texts. `findings` has `log_prob`, `value`, `kappa` and `log_weight` of each.
     """
 
-    k: int = 4
+    k: Count = 4
 
     emits = 1
     commits = 1
@@ -98,7 +106,7 @@ class StochasticBeams(Algorithm):
         below = algo.log_prob[:, None] + log_p
         value = lowered(below - jnp.log(exponentials(address, V)), above)
         value = jnp.where(s.running[:, None] & (above > -jnp.inf)[:, None], value, -jnp.inf)
-        # a text that has ended goes on as it is
+        # a text that has ended stays as it is
         stays = jnp.where(s.running, -jnp.inf, above)
         parents, tokens = largest(group(value), K)
         at = lambda x: x[jnp.arange(len(parents))[:, None], parents, tokens]
@@ -129,8 +137,8 @@ class StochasticBeams(Algorithm):
 
 
 def lowered(values: Array, top: Array) -> Array:
-    """Gumbel values `f32[B, V]` on condition that the largest of a row is `top` (`f32[B]`): Kool et al., 2019, appendix
-    B.3."""
+    """Returns Gumbel values `f32[B, V]` conditioned on `top` (`f32[B]`) as the largest of a row: Kool et al., 2019,
+    appendix B.3."""
     largest = values.max(-1, keepdims=True)
     t = top[:, None]
     rest = jnp.where(values < largest, jnp.log1p(-jnp.exp(jnp.minimum(values - largest, -1e-30))), -jnp.inf)

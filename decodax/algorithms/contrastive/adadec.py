@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from decodax.common.options import Count, Range
+from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
 from decodax.core.cache import Feature
 from decodax.core.state import State
@@ -210,3 +212,20 @@ class AdaDec(Algorithm):
 
 def _where(rows: Array, new: LookAhead, old: LookAhead) -> LookAhead:
     return jax.tree.map(lambda a, b: jnp.where(rows.reshape(-1, *[1] * (a.ndim - 1)), a, b), new, old)
+
+
+@ALGORITHMS.register("adadec", "Towards Better Code Generation: Adaptive Decoding with Uncertainty Guidance",
+                     "He et al. 2025", family="search")
+def adadec(threshold: Annotated[float, Range(0)] = 1.0, k: Annotated[int, Range(2)] = 3, length: Count = 5,
+           counting: Counting = "ended") -> AdaDec:
+    """Judges candidates by their likeliest continuation where the model is uncertain.
+
+    For code. Where the model is certain it is plain decoding.
+
+    Args:
+        threshold: entropy in nats from which on candidates are judged; the paper learns it, 0.615 to 1.32.
+        k: number of candidates.
+        length: most tokens of a continuation.
+        counting: "ended": a continuation counts up to its end. "running": as the authors' code counts, see `AdaDec`.
+    """
+    return AdaDec(threshold, k, length, counting)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from decodax.algorithms.contrastive.contrastive_search import hidden_width
+from decodax.common.options import Count, Range, Share
+from decodax.common.registry import ALGORITHMS
 from decodax.core.state import State
 from decodax.core.types import Algorithm, Decision, Observer, Out, Params
 from decodax.core.window import Window, causal
@@ -102,3 +105,23 @@ class VectorFSD(Algorithm):
         token = jnp.where(first < 0, first, token)
         return Decision(tokens=token, count=jnp.ones(s.batch, jnp.int32), source=jnp.zeros_like(token), algo=states,
                         slots=jnp.where(token >= 0, window.positions, -1))
+
+
+@ALGORITHMS.register("vector-fsd", "A Frustratingly Simple Decoding Method for Neural Text Generation",
+                     "Yang et al. 2024", family="search", needs="a model")
+def vector_fsd(lm: Any, alpha: Share = 0.45, k: Count = 3, n: Annotated[int, Range(2)] = 2,
+               stop_words: tuple[int, ...] = (), stop_weight: float = 0.0) -> VectorFSD:
+    """Takes likely tokens that did not follow similar hidden states before.
+
+    Avoids repetitions without sampling, also of phrases in other words. The argument `fsd_alpha` of `generate` is the
+    form with counts of n-grams.
+
+    Args:
+        lm: loaded model.
+        alpha: weight of the penalty; 0 is greedy decoding.
+        k: number of candidates.
+        n: the states of the last `n - 1` tokens are compared.
+        stop_words: ids of tokens that are penalised less, such as punctuation.
+        stop_weight: factor of their penalty.
+    """
+    return VectorFSD(hidden_width(lm), alpha, k, n, tuple(stop_words), stop_weight)

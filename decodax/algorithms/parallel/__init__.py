@@ -1,7 +1,7 @@
-"""Methods that write several positions or several texts at once."""
+"""Methods that write several positions or several texts at once: cascades, Group Think, superposed decoding."""
 
 from decodax.algorithms.parallel.cascade import Cascade, TargetLengths
-from decodax.algorithms.parallel.group import GroupThink
+from decodax.algorithms.parallel.group_think import GroupThink
 from decodax.algorithms.parallel.superposed import Superposed
 
 __all__ = ["Cascade", "GroupThink", "Superposed", "TargetLengths"]

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from decodax.algorithms.parallel.survivors import EPSILON, Bounds, best_text, edges, first, prune
+from decodax.common.options import Count, Whole
+from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
 from decodax.core.around import Around
 from decodax.core.cache import Feature
@@ -266,3 +268,28 @@ def sight(count: int, length: int) -> Array:
     """
     which = jnp.concatenate([jnp.array([-2, -1]), jnp.repeat(jnp.arange(count), length)])
     return jnp.tri(2 + count * length, dtype=bool) & ((which < 0) | (which == which[:, None]))
+
+
+@ALGORITHMS.register("cascade", "Cascaded Text Generation with Markov Transformers", "Deng & Rush 2020",
+                     family="search", needs="a model")
+def cascade(lm: Any, barrier: int | None = None, orders: Whole = 4, keep: Count = 32, longest: Count = 32,
+            lengths: tuple[float, float, int] | None = None) -> Cascade:
+    """Finds all positions of a text at once, by Markov models of rising order.
+
+    For models trained with barriers. A text takes `orders + 1` forwards, however long it is.
+
+    Args:
+        lm: loaded model.
+        barrier: id of the barrier token that the model was trained with. None: the tokenizer's <|barrier|>.
+        orders: highest Markov order.
+        keep: number of n-grams of a position that survive an order.
+        longest: most new tokens of a text.
+        lengths: `(a, b, spread)`: a text has `round(a * T + b) + 1` tokens, up to `spread` more or fewer, for a prompt
+            of `T` tokens. None: any length.
+    """
+    if barrier is None and lm.tokenizer is not None:
+        barrier = lm.tokenizer.backend.token_to_id("<|barrier|>")
+    if barrier is None:
+        raise ValueError("algorithm: 'cascade' needs barrier=, the token that the model was trained with as one; the "
+                         "tokenizer has no <|barrier|>")
+    return Cascade(barrier, orders, keep, longest, None if lengths is None else TargetLengths(*lengths))

@@ -1,9 +1,10 @@
-"""Superposed decoding: several drafts of a text from one forward a token."""
+"""Superposed decoding: several drafts of a text from one forward a token ("Superposed Decoding: Multiple Generations
+from a Single Autoregressive Inference Pass", Shen et al., 2024)."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,8 @@ from jax import Array
 from decodax.algorithms.beams.ngrams import NGrams
 from decodax.algorithms.beams.pool import Finished, append
 from decodax.algorithms.beams.step import largest
+from decodax.common.options import Count, Positive, Range
+from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
 from decodax.core.around import Readout
 from decodax.core.cache import Cache
@@ -25,14 +28,15 @@ from decodax.pallas_kernels.vocabulary import cooled, top_k
 
 @struct
 class Shares(Struct):
-    """A hint: the share that each row's newest token has in the embedding of its prompt, `f32[B]`."""
+    """Hint for `Superposition`: the share that each row's newest token has in the embedding of its prompt, `f32[B]`."""
 
     values: Array
 
 
 @struct
 class Drafts(Struct):
-    """Attributes: score: `f32[B]` of each draft; -inf: there is none. finished: the texts that have ended."""
+    """State of the drafts. `score`: `f32[B]` of each draft; -inf: there is none. `finished`: the texts that have
+    ended."""
 
     score: Array
     finished: Finished
@@ -40,7 +44,7 @@ class Drafts(Struct):
 
 @dataclasses.dataclass(frozen=True)
 class Superposition(Readout):
-    """`base`, for prompts whose `k` rows read one mixture of their newest tokens: it is run once for all of them."""
+    """Model that runs `base` once for the `k` rows of a prompt, on the mixture of their newest tokens."""
 
     k: int
 
@@ -57,39 +61,46 @@ class Superposition(Readout):
         return self.base.apply(params, one, cache.select(first)).rows(each // self.k)
 
 
+@ALGORITHMS.register("superposed-decoding",
+                     "Superposed Decoding: Multiple Generations from a Single Autoregressive Inference Pass",
+                     "Shen et al. 2024", family="search")
 @dataclasses.dataclass(frozen=True)
 class Superposed(Algorithm):
-    """Superposed decoding (Shen et al., 2024): `k` drafts that share one forward a token.
+    """Writes `k` drafts with one forward a token, and tells them apart by an n-gram model.
 
-    What the model reads for the newest token is the mean of the drafts' newest tokens' embeddings, weighted by the
-    probabilities of the drafts, so all of them have one distribution. Its `candidates` likeliest tokens, renormalised,
-    are scored for each draft by `(1 - alpha) log p + alpha log q`, where `q` is what an n-gram model says behind this
-    draft, and the best `k` of all go on. A draft for which the n-gram model supports none of them scores
-    `(1 - alpha) log p - penalty`. Of the `2 k` best those that end join the texts that have ended, of which the best
-    `k` are kept; the others live on.
+    For several suggestions at the cost of one, such as completions in an editor. The model reads the mean of the
+    drafts' newest tokens' embeddings, weighted by the probabilities of the drafts, so all of them have one
+    distribution. Its `candidates` likeliest tokens, renormalised, are scored for each draft by `(1 - alpha) log p +
+    alpha log q`, where `q` is the probability by the n-gram model after this draft, and the best `k` of all live on. A
+    draft for which the n-gram model supports none of them scores `(1 - alpha) log p - penalty`. Of the `2 k` best those
+    that end join the texts that have ended, of which the best `k` are kept; the others live on.
 
-    The rows of a prompt are the places of its answers. Each has a cache, all of them equal, of which the first one's is
-    gathered and read in a round; the authors keep one.
+    The rows of a prompt are the places of its answers. Each has a cache, all of them equal; a round reads the first
+    one. The authors keep one.
 
-    Without a table there is nothing that tells the drafts apart, and `log p` is the score.
+    Without a table nothing tells the drafts apart, and `log p` is the score.
 
     The authors' code returns drafts and ended texts in two lists with their perplexities. Here the rows of a prompt are
     the `k` of both with the least perplexity (of the score), the least first.
 
     Attributes:
-        k: drafts. table: counts of a corpus, or None. alpha: the share of the n-gram model. candidates: tokens looked
-            at. temperature: of rows that are greedy otherwise; the authors' setting. weights_of: of the n-gram orders
-            from 2 on. penalty: see above. Numbers may change without a retrace.
+        k: number of drafts.
+        table: counts of n-grams in a corpus (`decodax.algorithms.beams.NGrams`). None: no n-gram model.
+        alpha: weight of the n-gram model, from 0 to below 1.
+        candidates: number of likeliest tokens that are scored.
+        temperature: of rows that are greedy otherwise; the authors' setting.
+        weights_of: weights of the n-gram orders from 2 on.
+        penalty: loss of score where the n-gram model supports no candidate. Numbers may change without a retrace.
 
     Raises:
         ValueError: a number out of its range.
     """
 
-    k: int = 3
+    k: Count = 3
     table: NGrams | None = dataclasses.field(default=None, compare=False, repr=False)
-    alpha: float = 0.54
-    candidates: int = 9
-    temperature: float = 0.06
+    alpha: Annotated[float, Range(0, 1, below=True)] = 0.54
+    candidates: Count = 9
+    temperature: Positive = 0.06
     weights_of: tuple[float, ...] = (0.01, 0.04, 0.15, 0.18, 0.12)
     penalty: float = 200.0
 
@@ -125,7 +136,7 @@ class Superposed(Algorithm):
         return Superposition(model, self.k)
 
     def findings(self, s: State) -> dict[str, Array]:
-        """`score`, the joint score of each text."""
+        """Returns `score`, the joint score of each text."""
         return {"score": s.algo.finished.score}
 
     def init(self, params: Params, s: State) -> Drafts:
@@ -167,7 +178,7 @@ class Superposed(Algorithm):
         broken = jnp.repeat(group(jnp.isnan(processed).any(-1)).any(1), k) & s.running
         works = s.running & ~broken
         score, going = jax.lax.top_k(jnp.where(ends, -jnp.inf, best), k)
-        # a draft that is dead is a copy of the best one
+        # a dead draft is a copy of the best one
         at = jnp.where(score == -jnp.inf, going[:, :1], going)
         rows = jnp.where(works, flat(first + take(beam, at)), own)
         alive = jnp.repeat(score[:, 0] > -jnp.inf, k)
@@ -180,7 +191,8 @@ class Superposed(Algorithm):
                         algo=algo, rows=rows)
 
     def _gains(self, weights: Any, s: State, logits: Array) -> Array:
-        """`f32[B, V]`: what each token adds to the score of its draft; -inf for those that are not candidates."""
+        """Returns `f32[B, V]`: the gain of each token for the score of its draft; -inf for those that are no
+        candidates."""
         table, alpha, _, penalty, orders = weights
         best, ids = top_k(logits, min(self.candidates, logits.shape[-1]))
         own = jnp.where(best == -jnp.inf, -jnp.inf, jax.nn.log_softmax(best))
@@ -194,7 +206,8 @@ class Superposed(Algorithm):
 
     def _finished(self, s: State, dist: Any, held: Finished, score: Array, rows: Array, token: Array, why: Array,
                   works: Array) -> Finished:
-        """The best ended texts: those that are kept, and candidates `[P, c]` that end (`score` above -inf)."""
+        """Returns the best ended texts, of those that are kept and of candidates `[P, c]` that end (`score` above
+        -inf)."""
         k, P = self.k, score.shape[0]
         best, index = jax.lax.top_k(jnp.concatenate([held.score.reshape(P, k), score], 1), k)
         joins, pick = index >= k, jnp.maximum(index - k, 0)
@@ -216,7 +229,7 @@ class Superposed(Algorithm):
                         beams=held.beams, record=noted)
 
     def outcome(self, s: State) -> State:
-        """The texts of least perplexity, of the drafts and of those that have ended."""
+        """Returns the texts of least perplexity, of the drafts and of those that have ended."""
         P = s.batch // self.k
         group = lambda x: x.reshape(P, self.k, *x.shape[1:])
         held, score = s.algo.finished, s.algo.score

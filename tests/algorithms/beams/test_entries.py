@@ -13,7 +13,7 @@ from scipy.stats import chi2
 
 import decodax as dx
 from decodax.algorithms.beams import StochasticBeams
-from decodax.algorithms.contrastive.rejection import AWRS, ranked
+from decodax.algorithms.contrastive.awrs import AWRS, ranked
 from decodax.common.registry import ALGORITHMS
 from tests.algorithms.beams.test_contrastive import PROMPTS, net
 from tests.matrix import often

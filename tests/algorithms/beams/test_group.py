@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import decodax as dx
-from decodax.algorithms.parallel.group import GroupThink, split
+from decodax.algorithms.parallel.group_think import GroupThink, split
 from decodax.core.window import Window
 from tests.algorithms.beams.test_contrastive import PROMPTS, net
 from tests.matrix import often

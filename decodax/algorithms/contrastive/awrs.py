@@ -1,4 +1,5 @@
-"""Adaptive weighted rejection sampling: constraints that only a program can check, token by token."""
+"""Adaptive weighted rejection sampling, AWRS: constraints that only a program can check, token by token ("Fast
+Controlled Generation from Language Models with Adaptive Weighted Rejection Sampling", Lipkin et al., 2025)."""
 
 from __future__ import annotations
 
@@ -11,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from decodax.common.options import Count
+from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
 from decodax.core import keys
 from decodax.core.keys import Purpose
@@ -20,45 +23,49 @@ from decodax.core.window import Window, causal
 from decodax.sampling.draw import race
 
 Check = Callable[[list[int]], bool]
-"""Whether the new tokens of a text, perhaps with an end of the sequence, can still become an allowed text."""
+"""Function that returns True if the new tokens of a text, perhaps with an end of the sequence, can still become an
+allowed text."""
 
 
 @struct
 class Weighed(Struct):
-    """Attributes: log_weight: `f32[B]`. calls: `i32[B]`, how often the check was asked."""
+    """State of the sampler. `log_weight`: `f32[B]`. `calls`: `i32[B]`, number of calls of the check."""
 
     log_weight: Array
     calls: Array
 
 
+@ALGORITHMS.register("awrs", "Fast Controlled Generation from Language Models with Adaptive Weighted Rejection "
+                     "Sampling", "Lipkin et al. 2025", family="search")
 @dataclasses.dataclass(frozen=True)
 class AWRS(Algorithm):
-    """Adaptive weighted rejection sampling (Lipkin et al., 2025): draws from what a check allows, without asking it
-    about the whole vocabulary.
+    """Draws tokens until a check accepts one, and returns the weight of the text.
 
-    Tokens are drawn without replacement until the check accepts one: that is a draw from the allowed ones. One token
-    more is drawn for the weight, which is on average the probability that the policy gives to all allowed tokens: the
-    product of `1 - q` over those that were rejected, where `q` is a token's share of what was left, times the share of
-    the accepted one if the token behind it is rejected. So weighted by the product of these, texts are draws from the
-    policy held to the allowed texts: `findings["log_weight"]`. If nothing is allowed a row ends as `Status.DEAD_END`,
-    and weighs nothing. Greedy rows take the likeliest allowed token, and their weight is 1.
+    For constraints that are a program instead of a grammar: the check is not called for the whole vocabulary. Tokens
+    are drawn without replacement until the check accepts one: that is a draw from the allowed ones. One more token is
+    drawn for the weight, whose mean is the probability that the policy gives to all allowed tokens: the product of `1 -
+    q` over the rejected tokens, where `q` is a token's share of the remaining probability, times the share of the
+    accepted one if the token drawn after it is rejected. Weighted by the product of these, texts are draws from the
+    policy restricted to the allowed texts: `findings["log_weight"]`. If nothing is allowed a row ends as
+    `Status.DEAD_END` with weight 0. Greedy rows take the likeliest allowed token, and their weight is 1.
 
-    The check is asked on the host, in each round. What it allows must only depend on the tokens.
+    The check is called on the host, in each round. Its result must only depend on the tokens.
 
     Attributes:
-        check: see `Check`. proper: whether weights are taken, for which one token more is checked.
-        most: rejections of a token, behind which the row ends as if nothing were allowed; None: any number.
+        check: function of the new tokens, a list of ids, that returns True if they can become an allowed text.
+        proper: True: compute weights, for which one more token is checked.
+        most: number of rejections of a token after which the row ends as if nothing were allowed. None: any number.
     """
 
     check: Check
     proper: bool = True
-    most: int | None = None
+    most: Count | None = None
 
     emits = 1
     commits = 1
 
     def findings(self, s: State) -> dict[str, Array]:
-        """`log_weight`, and `calls` of the check."""
+        """Returns `log_weight`, and `calls` of the check."""
         return {"log_weight": s.algo.log_weight, "calls": s.algo.calls}
 
     def init(self, params: Params, s: State) -> Weighed:
@@ -95,7 +102,7 @@ class AWRS(Algorithm):
         return chosen, weight, calls
 
     def _one(self, text: list[int], order: np.ndarray, log_p: np.ndarray) -> tuple[int, float, int]:
-        """The token, the logarithm of its weight, and the number of calls."""
+        """Returns the token, the logarithm of its weight, and the number of calls."""
         found, share, log_weight, rejected, calls = DEAD_END, 0.0, 0.0, 0.0, 0
         for token in ranked(order):
             if not np.isfinite(log_p[token]):
@@ -117,11 +124,11 @@ class AWRS(Algorithm):
             log_weight += float(np.log1p(-q)) if q < 1 else -np.inf
         if found == DEAD_END:
             return DEAD_END, -np.inf, calls
-        return found, log_weight + float(np.log(share)), calls          # no token was left behind it
+        return found, log_weight + float(np.log(share)), calls          # no token is left after it
 
 
 def ranked(order: np.ndarray, first: int = 16) -> Any:
-    """The places of the largest entries, largest first, without a sort of all."""
+    """Yields the indices of the largest entries, largest first, without sorting all of them."""
     count, done = min(first, len(order)), 0
     while done < len(order):
         top = np.argpartition(-order, count - 1)[:count] if count < len(order) else np.arange(len(order))
@@ -131,6 +138,6 @@ def ranked(order: np.ndarray, first: int = 16) -> Any:
 
 
 def on_text(tokenizer: Any, check: Callable[[str], bool], eos: Any = ()) -> Check:
-    """A check of ids, of one that takes the text; ends of the sequence are left out of it."""
+    """Returns a check of ids, made from one that takes the text; ends of the sequence are left out of the text."""
     ends = set(eos)
     return lambda ids: check(tokenizer.decode([t for t in ids if t not in ends]))

@@ -23,6 +23,8 @@ from decodax.algorithms.speculative.grown import Grown
 from decodax.algorithms.speculative.source import Draft, Shape, Source
 from decodax.algorithms.speculative.tree import tree, window
 from decodax.algorithms.speculative.trees.fixed import Fixed
+from decodax.common.options import Count
+from decodax.common.registry import ALGORITHMS
 from decodax.core.cache import Feature
 from decodax.core.record import Record, record
 from decodax.core.state import State, Status
@@ -302,3 +304,23 @@ class BeamReader:
 
     def observe(self, s: State, window: Window, out: Out, algo: Beams) -> Beams:
         return algo.replace(drafts=self.reader.observe(s, window, out, None, algo.drafts))
+
+
+@ALGORITHMS.register("beam-search", "Beam search", "", family="search")
+def beam_search(width: Count = 4, length_penalty: float = 1.0, early_stopping: EarlyStopping = False,
+                draft: Any = None) -> BeamSearch:
+    """Finds likely texts by keeping the best `width` beginnings of each prompt.
+
+    For tasks with one right answer, such as translation. `algorithms.beam_search(4)` is `num_beams=4`; the class
+    `BeamSearch` has more options.
+
+    Args:
+        width: number of beams of a prompt.
+        length_penalty: exponent of the length by which a score is divided: positive prefers long texts, negative short
+            ones, 0 compares log-probabilities.
+        early_stopping: True: the search is over once `width` texts have ended. False: once no beam would be among the
+            best if it ended now. "never": once none can be at any length.
+        draft: a draft or source of drafts; beams then take several steps in a forward, with the same result. None: one
+            step a forward.
+    """
+    return BeamSearch(width, length_penalty=length_penalty, early_stopping=early_stopping, draft=draft)

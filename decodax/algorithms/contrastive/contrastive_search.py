@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from decodax.common.options import Count, Share
+from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
 from decodax.core.cache import Feature
 from decodax.core.loaded import Loaded
@@ -137,3 +139,16 @@ class ContrastiveSearch(Algorithm):
                         algo=Said(history, candidates, chances, jnp.ones_like(algo.ready)))
 
 
+@ALGORITHMS.register("contrastive-search", "A Contrastive Framework for Neural Text Generation", "Su et al. 2022",
+                     family="search", needs="a model")
+def contrastive_search(lm: Any, alpha: Share = 0.6, k: Count = 4) -> ContrastiveSearch:
+    """Takes likely tokens whose hidden state differs from those of the text so far.
+
+    Avoids the repetitions of greedy decoding without sampling. The generation argument `penalty_alpha` is the same.
+
+    Args:
+        lm: loaded model.
+        alpha: weight of the degeneration penalty; 0 is greedy decoding.
+        k: number of candidates.
+    """
+    return ContrastiveSearch(hidden_width(lm), alpha, k)
