@@ -14,22 +14,22 @@ from decodax.sampling.neutral import is_neutral, is_zero
 
 ARGUMENTS = ("num_beams", "length_penalty", "early_stopping", "num_beam_groups", "diversity_penalty", "patience",
              "renormalize_logits", "penalty_alpha")
-"""What `read` takes."""
+"""Arguments of `generate` that `read` takes."""
 
 
 CANDIDATES = 4
-"""Of contrastive search, where nobody says how many."""
+"""Number of candidates of contrastive search if `top_k` is not given."""
 
 
 def read(lm: Loaded, given: Mapping[str, Any], said: Callable[..., Any]) -> Algorithm | None:
-    """The search that arguments and a generation config ask for; None: a single beam, and no penalty.
+    """Returns the search that arguments and a generation config ask for; None for a single beam without a penalty.
 
     Args:
-        given: those of `ARGUMENTS` that the caller gave, among others.
-        said: `said(name, given, read, default)` gives the argument, or the config's entry, as read.
+        given: arguments of the caller, those of `ARGUMENTS` among others.
+        said: `said(name, given, read, default)` returns the argument, or the config's entry, after `read`.
 
     Raises:
-        ValueError, TypeError: by name what is out of its range, or has no effect without beams.
+        ValueError, TypeError: an argument that is out of its range, or that has no effect without beams.
     """
     value = lambda name, read, default: said(name, given.get(name), read, default)
     width = value("num_beams", lambda name, x: whole(name, x, 1), 1)

@@ -1,7 +1,7 @@
-"""Beam search: the most promising texts of a prompt side by side, one round a token.
+"""Beam search: keeps the most promising texts of a prompt side by side, one round a token.
 
-The rules are those of the vectorised search of transformers, for each prompt by itself. On the same pool stand beam
-sampling, patience, diverse groups, regularised scores, and drafted beams.
+The rules are those of the vectorised search of transformers, for each prompt by itself. Beam sampling, patience,
+diverse groups, regularised scores and drafted beams are options of the same class.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Counting = Literal["chosen", "candidates"]
 
 
 TWO_CHAINS = Fixed.of([[0], [1], [0, 0], [1, 0], [0, 0, 0], [1, 0, 0]])
-"""Survivors stand often under one beam, so a window must hold more than the likeliest token."""
+"""Survivors often come from one beam, so a window must hold more than the likeliest token."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,31 +45,32 @@ class BeamSearch(Algorithm):
 
     Each step takes the best candidates of all live beams of a prompt. Those that end and are among the best `width` go
     to a pool, scored by their log-probability over `length ** length_penalty`; the best of the others live on. The
-    policy acts on log-probabilities, and its output is not normalised again unless `renormalize` says so: so the search
-    under a ban or a grammar is for the likeliest of the allowed texts. Log-probabilities of a policy that samples are
-    divided by its temperature, and the candidates drawn without replacement.
+    policy acts on log-probabilities, and its output is not normalised again unless `renormalize` is set. The search
+    under a ban or a grammar therefore finds the likeliest of the allowed texts. If the policy samples,
+    log-probabilities are divided by its temperature, and the candidates are drawn without replacement.
 
-    The result has the best `returns` texts of each prompt, the best first. One that does not exist ends as
+    The result has the best `returns` texts of each prompt, the best first. A text that does not exist ends as
     `Status.DEAD_END` and is empty. Numbers may change without a retrace.
 
     Attributes:
-        width: `K`, live beams of a prompt, and places of its pool.
-        returns: texts of a prompt in the result.
-        length_penalty: positive prefers long texts, negative short ones.
+        width: `K`, number of live beams of a prompt, and of places of its pool.
+        returns: number of texts of a prompt in the result.
+        length_penalty: exponent of the length by which a score is divided; positive prefers long texts, negative short
+            ones.
         early_stopping: when the search of a prompt is over. True: once the pool has had `patience` times `K` texts.
             False: once no live beam would enter a full pool if it ended at its present length. "never": once none can
             at any length.
-        patience: with `early_stopping=True` (Kasai et al., 2022).
-        groups: `G`, of `K / G` beams each, which are searched one after the other, each with a pool of its own (Diverse
-            Beam Search: Vijayakumar et al., 2016).
-        diversity_penalty: what a token's score loses for each time that the groups before have taken it in this step.
-        counting: what "taken" means: "chosen" by their live beams, as in transformers, or among their "candidates", as
-            in fairseq.
-        uid: a regulariser of surprisal, of which the score loses `strength` times; None without.
-        renormalize: normalises the policy's output.
-        draft: what drafts a window for each beam, in which steps are made as far as it has all live beams. The result
-            is that of the search without it.
-        shape: how the tree of a `Source` grows; default the two likeliest tokens, each with a chain of two behind it.
+        patience: factor of `K` with `early_stopping=True` (Kasai et al., 2022).
+        groups: `G`, number of groups of `K / G` beams, which are searched one after the other, each with a pool of its
+            own (Diverse Beam Search: Vijayakumar et al., 2016).
+        diversity_penalty: loss of score for each time that earlier groups have taken the token in this step.
+        counting: tokens that count as taken: those "chosen" by live beams, as in transformers, or those among the
+            "candidates", as in fairseq.
+        uid: a regulariser of surprisal, which is subtracted from the score with weight `strength`; None for none.
+        renormalize: normalise the policy's output.
+        draft: a draft or source that drafts a tree for each beam. A round makes steps as long as the trees contain all
+            live beams. The result is that of the search without it.
+        shape: how the tree of a `Source` grows; default the two likeliest tokens, each with a chain of two after it.
 
     Raises:
         ValueError: a number out of its range, or a combination that makes no sense.
@@ -163,8 +164,8 @@ class BeamSearch(Algorithm):
         return None if reader is None else BeamReader(reader)
 
     def findings(self, s: State) -> dict[str, Array]:
-        """`score`; `log_prob` of the text; `beam_indices` `i32[B, N]`, from which beam each token went on, -1 behind
-        the last."""
+        """Returns `score`; `log_prob` of the text; `beam_indices` `i32[B, N]`, the beam that each token continued, -1
+        after the last."""
         held = s.algo.finished
         return {"score": held.score, "log_prob": held.log_prob, "beam_indices": held.beams}
 
@@ -176,11 +177,11 @@ class BeamSearch(Algorithm):
                      drafts=None if self.drafter is None else self.drafter.init(self._of_draft(params), s))
 
     def memory(self, params: Params, like: Array) -> Any:
-        """What the search knows of texts without a token; `like` is `f32[B]`."""
+        """Returns the search's memory of texts without a token; `like` is `f32[B]`."""
         return None if self.uid is None else self.uid.init(like)
 
     def stepper(self, params: Params, *scored: Any) -> Step:
-        """What makes the steps of a round; `scored` as `Step` takes it."""
+        """Returns the `Step` of a round; `scored` are its further arguments."""
         return Step(self, params.draft[0], *scored)
 
     def _of_draft(self, params: Params) -> Params:
@@ -250,7 +251,7 @@ class BeamSearch(Algorithm):
                                         (algo.score, algo.log_prob, algo.memory))
         beams = append(algo.beams[rows], live.beams, made[rows], count)
 
-        # the texts that have ended: from a live beam, or from where they were
+        # finished texts: from a live beam, or from their places
         joins = works & (done.origin < k)
         source = where(first + jnp.where(done.origin < k, done.origin, done.origin - k), own)
         new = jnp.where(joins, done.count, 0)
@@ -273,12 +274,12 @@ class BeamSearch(Algorithm):
                         status=status, record=noted), algo
 
     def _record(self, raw: Array, rows: Array, text: Text, count: int) -> Record:
-        """Of the tokens that texts `[B, M]` have come by, decided at nodes of rows `rows`."""
+        """Returns the record of the new tokens of texts `[B, M]`, decided at nodes of rows `rows`."""
         logits = take(raw[rows], text.nodes)
         return record(logits, logits, text.tokens, count).replace(processed=text.processed)
 
     def outcome(self, s: State) -> State:
-        """The best texts of each prompt. Where the search was cut short, live beams take the empty places."""
+        """Returns the best texts of each prompt. Where the search was cut short, live beams take the empty places."""
         by_prompt = lambda x: x.reshape(s.batch // self.width, self.width, *x.shape[1:])
         held, algo = s.algo.finished, s.algo
         filled, cut = held.score > -jnp.inf, ~algo.over & (algo.score > -jnp.inf)
@@ -288,7 +289,7 @@ class BeamSearch(Algorithm):
         live = Finished(tokens=s.tokens, length=s.length, status=s.status, score=jnp.where(cut, algo.score, -jnp.inf),
                         log_prob=algo.log_prob, beams=algo.beams, record=s.record)
         both = jax.tree.map(lambda a, b: jnp.concatenate([by_prompt(a), by_prompt(b)], 1), ended, live)
-        # what has ended stands before what has not, and both before what there is not
+        # ended texts come before live ones, and both before empty places
         rank = jnp.concatenate([by_prompt(jnp.where(filled, 0, 2)), by_prompt(jnp.where(cut, 1, 3))], 1)
         order = jnp.lexsort((-both.score, rank), axis=1)[:, :self.width]
         best = jax.tree.map(lambda x: take(x, order).reshape(s.batch, *x.shape[2:]), both)
@@ -298,7 +299,7 @@ class BeamSearch(Algorithm):
 
 @dataclasses.dataclass(frozen=True)
 class BeamReader:
-    """The observer of a search with drafts: what of them reads prompts."""
+    """Observer of a search with drafts, which passes prompts to the draft's reader."""
 
     reader: Any
 

@@ -1,4 +1,5 @@
-"""Best-first beam search: what beam search finds, with fewer texts read."""
+"""Best-first beam search: finds what beam search finds, and reads fewer texts ("Best-First Beam Search", Meister,
+Vieira and Cotterell, 2020)."""
 
 from __future__ import annotations
 
@@ -24,17 +25,17 @@ from decodax.pallas_kernels.vocabulary import top_k
 
 @struct
 class Queue(Struct):
-    """The state of a search. Each row of a prompt is a place for a text that has been taken from the queue.
+    """State of a search. Each row of a prompt is a place for a text that has been taken from the queue.
 
     Attributes:
-        score: `f32[B]` of the row's text. fresh: `bool[B]`, whether it is still to be read.
-        scores, tokens, ends: `f32[B, C]`, `i32[B, C]`, `i32[B, C]`: the queue, by the row that a text goes on from: its
-            score, -inf for one that has been taken; its last token; the `Status` with which it ends, or `RUNNING`.
-        noted: what is recorded of those tokens `[B, C, ...]`, or None.
-        finished: the texts that have ended; those of a prompt stand in its first places, in no order.
-        used: `i32[B]`, rows that have been given out. taken, lives: `i32[B, L + 1]`, by length how many texts have been
-            taken from the queue, and how many of these did not end. read: `i32[B]`, texts that have been read.
-        over: `bool[B]`. All these are the prompt's, the same in each of its rows.
+        score: `f32[B]` of the row's text. fresh: `bool[B]`, True if it is still to be read.
+        scores, tokens, ends: `f32[B, C]`, `i32[B, C]`, `i32[B, C]`: the queue, by the row that a text continues: its
+            score, -inf if it has been taken; its last token; the `Status` with which it ends, or `RUNNING`.
+        noted: the record of those tokens `[B, C, ...]`, or None.
+        finished: the texts that have ended, in the first places of a prompt, in no order.
+        used: `i32[B]`, number of rows in use. taken, lives: `i32[B, L + 1]`, by length the number of texts that were
+            taken from the queue, and of those among them that did not end. read: `i32[B]`, number of texts read.
+        over: `bool[B]`, True if the search is over. All these are the prompt's, the same in each of its rows.
     """
 
     score: Array
@@ -55,8 +56,9 @@ class Queue(Struct):
 class Taking(Struct):
     """A prompt's queue while texts are taken from it; axes `[P, ...]` and names as in `Queue`.
 
-    Attributes: parent, token: `i32[P, R]`, of the rows that are given out. longest: `i32[P]`, how long the next one may
-        be."""
+    Attributes:
+        parent, token: `i32[P, R]`, of the rows that come into use. longest: `i32[P]`, largest length of the next one.
+    """
 
     q: Queue
     parent: Array
@@ -66,29 +68,30 @@ class Taking(Struct):
 
 @dataclasses.dataclass(frozen=True)
 class BestFirst(Algorithm):
-    """Best-first beam search (Meister, Vieira and Cotterell, 2020).
+    """Best-first beam search.
 
-    All texts that could be gone on with stand in one queue, whatever their length. The best one is taken and, if it
-    has not ended, read by the model; of each length `width` are at most. Scores only fall as texts grow. So texts of
-    a length are taken in the order in which a beam search ranks them, and what is taken is what it keeps: but once
+    All texts that could be continued are in one queue, whatever their length. The best one is taken and, if it has not
+    ended, read by the model; at most `width` of each length are. Scores only fall as texts grow. So texts of a length
+    are taken in the order in which a beam search ranks them, and the taken texts are those that it keeps; but once
     `returns` texts have ended, no text with a lower score is read. The texts and scores are those of
     `BeamSearch(width, returns, early_stopping="never")` with the same `length_penalty`. With a penalty the search is
     over when the best score in the queue, divided as that of the longest text, is no better than that of the last
     text to be returned.
 
-    In each round the best text is taken, and up to `at_once` in all that are no longer than one before. Those that
-    one at a time would not have come to are read for nothing, but never more of a length than a beam search reads.
+    In each round the best text is taken, and up to `at_once` in all that are no longer than one before. Some of them
+    would not have been read one at a time, but never more of a length are read than by a beam search.
 
-    A prompt has `1 + width * (longest - 1)` rows, of which dense layers see those that are read; `cache="paged"`
-    keeps once what rows have in common. A temperature divides log-probabilities, and nothing is drawn. A policy that
-    makes a log-probability positive (a bias) breaks the order, and the result may then be another than that of beams.
+    A prompt has `1 + width * (longest - 1)` rows, of which dense layers process those that are read;
+    `cache="paged"` keeps the common entries of rows once. A temperature divides log-probabilities, and nothing is
+    drawn. A policy that makes a log-probability positive (a bias) breaks the order, and the result may then be another
+    than that of beams.
 
     Attributes:
-        width: `K`, texts of a length that are read, and places of the pool.
-        returns: texts of a prompt in the result.
-        longest: new tokens that a text may have. `max_new_tokens` may be less.
+        width: `K`, number of texts of a length that are read, and of places of the pool.
+        returns: number of texts of a prompt in the result.
+        longest: most new tokens of a text. `max_new_tokens` may be less.
         length_penalty: as in `BeamSearch`, 0 or more.
-        at_once: texts that are taken in a round.
+        at_once: number of texts taken in a round.
 
     Raises:
         ValueError: a number out of its range, or `max_new_tokens` above `longest`.
@@ -124,7 +127,7 @@ class BestFirst(Algorithm):
 
     @property
     def weights(self) -> Any:
-        """A number that may change without a retrace."""
+        """Number that may change without a retrace."""
         return np.float32(self.length_penalty)
 
     def bare(self) -> BestFirst:
@@ -142,11 +145,11 @@ class BestFirst(Algorithm):
         return self
 
     def most_rounds(self, budget: int, rows: int) -> int:
-        # of each length `width` texts that go on, and as many that have ended, whose rounds read nothing
+        # for each length `width` texts that live on, and as many that have ended, whose rounds read nothing
         return 2 * self.width * budget + 8
 
     def findings(self, s: State) -> dict[str, Array]:
-        """`score`; `log_prob` of the text; `expansions` of its prompt, texts that were read."""
+        """Returns `score`; `log_prob` of the text; `expansions`, the number of texts of its prompt that were read."""
         q: Queue = s.algo
         return {"score": q.finished.score, "log_prob": q.finished.log_prob, "expansions": q.read}
 
@@ -161,7 +164,7 @@ class BestFirst(Algorithm):
                      over=jnp.zeros(s.batch, bool))
 
     def _offers(self, s: State) -> int:
-        """Texts that a row puts into the queue: so many that `width` of them do not end."""
+        """Returns the number of texts that a row puts into the queue: at least `width` of them do not end."""
         return 2 * self.width + 2
 
     def propose(self, params: Params, policy: Any, s: State) -> tuple[Window, Any]:
@@ -185,13 +188,13 @@ class BestFirst(Algorithm):
         grouped = jax.tree.map(group, q)
         none = jnp.zeros((P, R), jnp.int32)
         taking = Taking(grouped, none + jnp.arange(R, dtype=jnp.int32), none - 1, jnp.full(P, self.longest, jnp.int32))
-        # the rows that are in front of a text's last token when it is taken
+        # tokens before the last one of a text when it is taken
         state = jax.tree.map(group, (s.tokens, s.length, s.record))
         taking = lax.fori_loop(0, m, lambda _, t: jax.vmap(self._take, (0, 0, 0, None))(t, made, state, params.draft),
                                taking)
         q = jax.tree.map(flat, taking.q)
         given = taking.token >= 0                                                       # [P, R]
-        # what no text that is read next or stands in the queue can reach is not waited for
+        # the search is over if no text in the queue or read next can reach the result
         open_scores = self._open(taking.q, made).max((1, 2))
         waiting = jnp.maximum(open_scores, jnp.where(given, taking.q.score, -jnp.inf).max(1))
         bound = waiting / budget.astype(jnp.float32) ** params.draft
@@ -208,7 +211,7 @@ class BestFirst(Algorithm):
         status = jnp.where(each(broken & running), jnp.int32(Status.INVALID), jnp.where(
             each(over), jnp.int32(Status.LENGTH), jnp.int32(Status.RUNNING)))
         noted = None
-        if s.record is not None:        # where the text stood in the queue
+        if s.record is not None:        # the text's place in the queue
             at = jnp.argmax(q.tokens[rows] == token, 1)[:, None]
             noted = jax.tree.map(lambda x: take(x[rows], at), q.noted)
         old = lambda new, before: jax.tree.map(
@@ -218,7 +221,7 @@ class BestFirst(Algorithm):
                         algo=new, rows=rows, status=status, record=noted, idle=~read)
 
     def _read(self, dist: Any, s: State, q: Queue, m: int) -> tuple[Queue, Array]:
-        """The queue with what may follow the texts that have been read; and of which prompts the logits are broken,
+        """Returns the queue with the continuations of the texts that have been read, and prompts with broken logits,
         `bool[P]`."""
         R, C = self.samples, q.scores.shape[1]
         P = s.batch // R
@@ -255,14 +258,14 @@ class BestFirst(Algorithm):
                          read=q.read + jnp.repeat(count, R)), broken
 
     def _open(self, q: Queue, made: Array) -> Array:
-        """The queue's scores `f32[..., R, C]`, -inf where `width` texts of that length have been taken."""
+        """Returns the queue's scores `f32[..., R, C]`, -inf where `width` texts of that length have been taken."""
         length = jnp.minimum(made + 1, self.longest)                                    # [..., R]
         seen, lives = (jnp.take_along_axis(x[..., 0, :], length, -1)[..., None] for x in (q.taken, q.lives))
         shut = jnp.where(q.ends == Status.RUNNING, lives, seen) >= self.width
         return jnp.where(shut, -jnp.inf, q.scores)
 
     def _take(self, t: Taking, made: Array, state: Any, length_penalty: Array) -> Taking:
-        """Takes one text from the queue of one prompt, arrays `[R, ...]`."""
+        """Returns the state after one text is taken from the queue of one prompt, arrays `[R, ...]`."""
         q, C = t.q, t.q.scores.shape[1]
         open_ = jnp.where((made + 1 <= t.longest)[:, None], self._open(q, made), -jnp.inf)
         index = jnp.argmax(open_)
@@ -272,7 +275,7 @@ class BestFirst(Algorithm):
         lives = there & (why == Status.RUNNING)
         count = lambda x, more: x.at[:, length].add(more.astype(jnp.int32))
 
-        # one that has ended takes the place of the worst finished one
+        # a text that has ended takes the place of the worst finished one
         finished = q.finished
         norm = score / length.astype(jnp.float32) ** length_penalty
         worst = jnp.argmin(finished.score[:self.width])
@@ -286,7 +289,7 @@ class BestFirst(Algorithm):
             record=jax.tree.map(lambda x, of, one: put(x, of[row].at[lengths[row]].set(one[row, at])), finished.record,
                                 noted, q.noted))
 
-        # one that has not is given a row, which goes on from the text's
+        # a text that has not ended gets a row, which continues that of the text
         new = jnp.where(lives, q.used[0], self.samples)
         give = lambda x, value: x.at[new].set(jnp.asarray(value, x.dtype), mode="drop")
         q = q.replace(scores=q.scores.at[row, at].set(jnp.where(there, -jnp.inf, q.scores[row, at])),
@@ -296,7 +299,7 @@ class BestFirst(Algorithm):
                       jnp.where(there, jnp.minimum(t.longest, length), t.longest).astype(jnp.int32))
 
     def outcome(self, s: State) -> State:
-        """The best texts of each prompt."""
+        """Returns the best texts of each prompt."""
         R, q = self.samples, s.algo
         held = q.finished
         filled = held.score > -jnp.inf

@@ -1,7 +1,7 @@
-"""Phrases that a text must have, and how much of them it has so far, token by token.
+"""Phrases that a text must contain, and the progress of a text through them, token by token.
 
-Phrases are sequences of tokens. What is known of a text is a pytree of arrays of any leading shape `...`, which a
-search moves with the text. The tables of the phrases are data, so that other phrases of the same lengths need no trace.
+Phrases are sequences of tokens. The progress of a text is a pytree of arrays of any leading shape `...`, which a search
+moves with the text. The tables of the phrases are data, so that other phrases of the same lengths need no retrace.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ Rule = Literal["paper", "fairseq"]
 
 
 def phrases_of(given: Any) -> Phrases:
-    """Phrases as tuples of ids.
+    """Returns phrases as tuples of ids.
 
     Raises:
-        ValueError: there is none, or one is empty or holds something that is no id.
+        ValueError: no phrase, an empty one, or one with an entry that is no id.
     """
     whole = lambda t: isinstance(t, (int, np.integer)) and not isinstance(t, bool) and t >= 0
     listed = isinstance(given, Sequence) and not isinstance(given, str) and given
@@ -41,37 +41,42 @@ def _known(rule: str) -> None:
 
 
 class Progress(abc.ABC):
-    """How much of some phrases a text has; `tables` are those of `table`, and states are pytrees `[..., ...]`."""
+    """Tracks the phrase tokens that a text contains. `tables` come from `table`; states are pytrees `[..., ...]`."""
 
     @abc.abstractmethod
     def table(self, phrases: Phrases) -> Any:
-        """The phrases as arrays, on the host; their shapes depend on the phrases' lengths alone."""
+        """Returns the phrases as arrays, on the host; their shapes depend on the phrases' lengths alone."""
 
     @abc.abstractmethod
     def start(self, tables: Any, shape: tuple[int, ...]) -> Any:
-        """Of texts without a token."""
+        """Returns the state of texts without a token."""
 
     @abc.abstractmethod
     def advance(self, tables: Any, state: Any, token: Array) -> Any:
-        """With one token more (`i32[...]`)."""
+        """Returns the state after one more token (`i32[...]`)."""
 
     @abc.abstractmethod
     def bank(self, tables: Any, state: Any) -> Array:
-        """`i32[...]`, how many tokens of phrases the text has."""
+        """Returns `i32[...]`, the number of phrase tokens that the text has."""
 
     @abc.abstractmethod
     def met(self, tables: Any, state: Any) -> Array:
-        """`bool[...]`, whether it has all phrases."""
+        """Returns `bool[...]`, True if the text has all phrases."""
 
     @abc.abstractmethod
     def next(self, tables: Any, state: Any) -> tuple[Array, Array]:
-        """Tokens `i32[..., n]` that begin or go on with a phrase, and which of them count, `bool[..., n]`."""
+        """Returns tokens `i32[..., n]` that begin or continue a phrase, and True for those that count, `bool[...,
+        n]`."""
 
 
 @struct
 class InOrder(Struct):
-    """Attributes: tokens: `i32[C]` of the phrases in their order. ends: `bool[C]`, where one ends. back: `i32[C]`, how
-    many tokens are left of a text that breaks a phrase behind so many tokens."""
+    """Tables of `Ordered`.
+
+    Attributes:
+        tokens: `i32[C]` of the phrases in their order. ends: `bool[C]`, True at the last token of a phrase.
+        back: `i32[C]`, number of tokens that still count if a phrase breaks after this many tokens.
+    """
 
     tokens: Array
     ends: Array
@@ -80,12 +85,12 @@ class InOrder(Struct):
 
 @dataclasses.dataclass(frozen=True)
 class Ordered(Progress):
-    """Phrases that stand in the text in their order, anything between them. What is known is how many of their tokens
-    the text has, `i32[...]`.
+    """Phrases that appear in the text in their order, with anything between them. The state is the number of their
+    tokens that the text has, `i32[...]`.
 
     Attributes:
-        rule: what is lost when an open phrase breaks. "paper": that phrase, as Post and Vilar (2018) have it.
-            "fairseq": the phrases in front of it too, so that a text must come to them again.
+        rule: loss when an open phrase breaks. "paper": that phrase (Post and Vilar, 2018). "fairseq": also the phrases
+            before it, so that a text must contain them again.
     """
 
     rule: Rule = "paper"
@@ -105,7 +110,7 @@ class Ordered(Progress):
         return jnp.zeros(shape, jnp.int32)
 
     def _at(self, tables: InOrder, state: Array) -> tuple[Array, Array, Array]:
-        """The token that goes on, whether a phrase is open, and where the text falls back to."""
+        """Returns the token that continues, True if a phrase is open, and the state to which the text falls back."""
         here = jnp.minimum(state, tables.tokens.shape[0] - 1)
         is_open = (state > 0) & ~jnp.asarray(tables.ends)[jnp.maximum(state - 1, 0)]
         return jnp.asarray(tables.tokens)[here], is_open, jnp.asarray(tables.back)[here]
@@ -125,17 +130,19 @@ class Ordered(Progress):
     def next(self, tables: InOrder, state: Array) -> tuple[Array, Array]:
         follows, is_open, back = self._at(tables, state)
         tokens = jnp.stack([follows, jnp.asarray(tables.tokens)[back]], -1)
-        # fairseq offers the very first token also where nothing is open
+        # fairseq offers the very first token also where no phrase is open
         again = is_open if self.rule == "paper" else state > 1
         return tokens, jnp.stack([~self.met(tables, state), again], -1)
 
 
 @struct
 class Trie(Struct):
-    """The trie of the phrases, node 0 its root; those behind the last one are empty.
+    """Trie of the phrases, node 0 its root; nodes after the last one are empty.
 
-    Attributes: token, parent: `i32[n]`, -1 of the root and of empty ones. below: `i32[n]`, phrases that go through the
-        node or end there. ends: `i32[n]`, those that end there."""
+    Attributes:
+        token, parent: `i32[n]`, -1 for the root and empty nodes. below: `i32[n]`, number of phrases that go through the
+            node or end there. ends: `i32[n]`, number of phrases that end there.
+    """
 
     token: Array
     parent: Array
@@ -145,8 +152,12 @@ class Trie(Struct):
 
 @struct
 class Walk(Struct):
-    """Attributes: node: `i32[...]` of the trie. made: `i32[..., n]`, how often the text has come by each node for a
-    phrase that it has or that is open. whole: `i32[..., n]`, how many phrases that end there it has."""
+    """State of `Unordered`.
+
+    Attributes:
+        node: `i32[...]` of the trie. made: `i32[..., n]`, number of times that the text went through each node for a
+            phrase that it has or that is open. whole: `i32[..., n]`, number of phrases ending there that it has.
+    """
 
     node: Array
     made: Array
@@ -155,13 +166,14 @@ class Walk(Struct):
 
 @dataclasses.dataclass(frozen=True)
 class Unordered(Progress):
-    """Phrases in any order, in a trie with counts (Hu et al., 2019). A phrase that is given twice must stand twice.
-    A text goes down the trie as long as phrases that it still needs go on with its tokens. Where none does, the longest
-    needed phrase on its way counts, what stands behind that is lost, and the token may begin one at the root.
+    """Phrases in any order, in a trie with counts (Hu et al., 2019). A phrase that is given twice must appear
+    twice. A text goes down the trie as long as phrases that it still needs continue with its tokens. Where none does,
+    the longest needed phrase on its way counts, the tokens after that are lost, and the token may begin a phrase at the
+    root.
 
     Attributes:
-        rule: whether the token that breaks a phrase may begin the same one again where it is needed once. "paper": yes.
-            "fairseq": no, since what is lost counts until behind that token.
+        rule: may the token that breaks a phrase begin the same one again where it is needed once? "paper": yes.
+            "fairseq": no, since the lost tokens count until after that token.
     """
 
     rule: Rule = "paper"
@@ -233,11 +245,12 @@ class Unordered(Progress):
 
 @struct
 class Cover(Struct):
-    """Of texts of a grid search.
+    """State of the texts of a grid search.
 
-    Attributes: has: `bool[..., n]`, the phrases it has. phrase: `i32[...]`, the open one, -1: none. at: `i32[...]`, how
-        many tokens of that one the text has. text: `i32[...]`, equal for live beams of a prompt whose tokens are
-        equal."""
+    Attributes:
+        has: `bool[..., n]`, phrases that the text has. phrase: `i32[...]`, the open one, -1: none. at: `i32[...]`,
+            number of tokens of that one. text: `i32[...]`, equal for live beams of a prompt whose tokens are equal.
+    """
 
     has: Array
     phrase: Array

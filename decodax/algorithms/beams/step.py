@@ -1,4 +1,4 @@
-"""A step of beam search: from the texts of each group of beams to those that are longer by a token.
+"""Step of a beam search: from the texts of each group of beams to texts that are longer by a token.
 
 A round makes one step, or with drafts as many as the window has scored. Searches that rank or keep texts by other rules
 (lexical constraints, a corpus) derive from `Step`.
@@ -26,14 +26,14 @@ from decodax.sampling.draw import exponentials
 
 @struct
 class Beams(Struct):
-    """The state of a search. Each row is a live beam, and has a place for a finished text.
+    """State of a search. Each row is a live beam, and has a place for a finished text.
 
     Attributes:
         score: `f32[B]` of the live beam, with penalties; -inf of one that is dead. log_prob: `f32[B]`, without them.
-        beams: `i32[B, N]`, as in `Finished`. memory: what the search knows of each beam beside its tokens
-            (surprisals, phrases that it has), or None.
-        finished: the texts that have ended. ended: `i32[B]`, how many the row's group has had. over: `bool[B]`, whether
-            its search is over.
+        beams: `i32[B, N]`, as in `Finished`. memory: further state of each beam (surprisals, phrases
+            that it has), or None.
+        finished: the texts that have ended. ended: `i32[B]`, number of texts of the row's group that have ended. over:
+            `bool[B]`, True if its search is over.
         drafts: the state of the draft, or None.
     """
 
@@ -49,12 +49,12 @@ class Beams(Struct):
 
 @struct
 class Text(Struct):
-    """Texts in the middle of a round: what each goes on from, and what has been appended. Axes `[P, n]`, `M` last.
+    """Texts in the middle of a round: the beam that each continues, and the appended tokens. Axes `[P, n]`, `M` last.
 
     Attributes:
-        origin: `i32`, the beam of the group that it goes on from; of a text that has ended, from `k` on, the place.
-        count: `i32`, how many tokens have been appended. tokens: `i32[..., M]`. nodes: `i32[..., M]`, whose logits
-            decided them. beams: `i32[..., M]`. processed: `f32[..., M]`, their log-probabilities after the policy.
+        origin: `i32`, the beam of the group that it continues; for a text that has ended, `k` plus its place.
+        count: `i32`, number of appended tokens. tokens: `i32[..., M]`. nodes: `i32[..., M]`, nodes whose logits decided
+            them. beams: `i32[..., M]`. processed: `f32[..., M]`, their log-probabilities after the policy.
         score, log_prob: `f32`. status: `i32`. memory: as in `Beams`.
     """
 
@@ -70,7 +70,7 @@ class Text(Struct):
     memory: Any
 
     def pick(self, index: Array) -> Text:
-        """Those of `index` (`i32[P, n']`)."""
+        """Returns the texts of `index` (`i32[P, n']`)."""
         return jax.tree.map(lambda x: take(x, index), self)
 
     def join(self, other: Text) -> Text:
@@ -79,9 +79,13 @@ class Text(Struct):
 
 @struct
 class Group(Struct):
-    """A group of beams in the middle of a round, `[P, ...]`: `live` and `finished` texts, the live ones' window `node`
-    and state of the stop automaton `stop` (`i32[P, k]`), and `ended`, `over`, `goes` (whether it makes another step in
-    this round), `steps` (how many it has made); and `seen`, what a search notes of a step, or None."""
+    """Group of beams in the middle of a round, `[P, ...]`.
+
+    Attributes:
+        live, finished: texts. node, stop: `i32[P, k]`, the live ones' nodes and states of the stop automaton.
+        ended, over: as in `Beams`. goes: True if it makes another step in this round. steps: number of steps it has
+            made. seen: notes of a search on the step, or None.
+    """
 
     live: Text
     finished: Text
@@ -95,10 +99,10 @@ class Group(Struct):
 
 
 class Step:
-    """One step of all groups, made of what a round has scored.
+    """One step of all groups, from the log-probabilities that a round has scored.
 
     Args:
-        alg: the search, a `BeamSearch`. numbers: its weights. policy: the policy behind the prompt. s: the state.
+        alg: the search, a `BeamSearch`. numbers: its weights. policy: the policy after the prompt. s: the state.
         processed: `f32[B, W, V]`, log-probabilities at the nodes of the window. t: the tree of drafts, or None.
     """
 
@@ -117,11 +121,11 @@ class Step:
             self.parents, self.tokens, self.live = wide(t.parents), wide(t.tokens), wide(t.live)
 
     def grouped(self, x: Array) -> Array:
-        """`[B, ...]` as `[P, G, k, ...]`."""
+        """Returns `[B, ...]` as `[P, G, k, ...]`."""
         return x.reshape(self.s.batch // self.alg.width, self.alg.groups, self.k, *x.shape[1:])
 
     def begin(self, algo: Beams) -> tuple[Group, ...]:
-        """The groups before the first step."""
+        """Returns the groups before the first step."""
         s, k, M = self.s, self.k, self.alg.emits
         started = s.length > s.prompt_length
         alone = jnp.arange(s.batch) % k == 0            # at first all live beams are the same text, which counts once
@@ -152,12 +156,13 @@ class Step:
             mark = lambda a, b, g=g: jnp.where(g.goes.reshape(-1, *[1] * (a.ndim - 1)), a, b)
             after.append(jax.tree.map(mark, new, g))
             taken = mark(taken.at[jnp.arange(taken.shape[0])[:, None], more].add(1, mode="drop"), taken)
-        # each group looks at what those in front of it did in the same step, so they go on together
+        # each group depends on the tokens of earlier groups in the same step, so all make a step or none
         together = functools.reduce(jnp.logical_and, [g.goes | g.over for g in after])
         return tuple(g.replace(goes=g.goes & together) for g in after)
 
     def group(self, i: int, g: Group, taken: Array | None) -> tuple[Group, Array]:
-        """One step of group `i`, and the tokens `i32[P, n]` that it counts as taken; the vocabulary's size for none."""
+        """Returns group `i` after one step, and the tokens `i32[P, n]` that count as taken; the vocabulary's size for
+        none."""
         alg, k = self.alg, self.k
         log_p = self.at_nodes(i, g)                                                     # [P, k, V]
         V = log_p.shape[-1]
@@ -168,7 +173,7 @@ class Step:
         best = at(total)
         text, stop, closed = self.longer(i, g, beam, token, at(log_p), best, log_p)
 
-        # those among the first k that end join the finished texts; the best of the others live on
+        # texts among the first k that end join the finished ones; the best of the others live on
         first = jnp.arange(beam.shape[1]) < k
         chosen = lax.top_k(jnp.where(closed, -jnp.inf, best), k)[1]
         counted = jnp.where(best > -jnp.inf, token, V)
@@ -176,7 +181,7 @@ class Step:
         return self.after(i, g, text, stop, closed, first, chosen), counted
 
     def totals(self, g: Group, log_p: Array, taken: Array | None) -> Array:
-        """The scores of all texts that are longer by a token: `f32[P, k, V]`."""
+        """Returns the scores of all texts that are longer by a token: `f32[P, k, V]`."""
         gain = log_p
         if (uid := self.alg.uid) is not None:
             known = jax.tree.map(lambda x: x[..., None], g.live.memory)
@@ -187,22 +192,22 @@ class Step:
         return g.live.score[..., None] + jnp.where(log_p == -jnp.inf, -jnp.inf, gain)
 
     def candidates(self, vocabulary: int) -> int:
-        """So many that `k` of them do not end."""
+        """Returns a number of candidates of which at least `k` do not end."""
         return min(max(2, 1 + self.eos.shape[-1]) * self.k, self.k * vocabulary)
 
     def made(self, i: int, g: Group) -> tuple[Array, Array, Array]:
-        """How many tokens the candidates have, how many they may have, and whether an end counts: `[P, 1]`."""
+        """Returns the candidates' number of tokens, its limit, and True where an end counts: `[P, 1]`."""
         shared = lambda x: self.grouped(x)[:, i, :1]
         made = shared(self.s.length - self.s.prompt_length) + g.steps[:, None] + 1
         return made, shared(self.s.max_length - self.s.prompt_length), made > shared(self.s.min_new)
 
     def after(self, i: int, g: Group, text: Text, stop: Array, closed: Array, may: Array, chosen: Array) -> Group:
-        """The group behind a step.
+        """Returns the group after a step.
 
         Args:
-            text: the candidates `[P, n]`, with the states of the stop automaton behind them (`stop`) and whether they
-                end by themselves (`closed`). may: `bool[n or P, n]`, which of them are finished texts if they end.
-            chosen: `i32[P, k]`, those that live on; -inf or closed ones are dead.
+            text: the candidates `[P, n]`. stop: their states of the stop automaton. closed: True where they end by
+                themselves. may: `bool[n or P, n]`, candidates that are finished texts if they end.
+            chosen: `i32[P, k]`, candidates that live on; those of score -inf or closed ones are dead.
         """
         alg, places = self.alg, self.places
         made, budget, _ = self.made(i, g)
@@ -218,7 +223,7 @@ class Step:
         going = jnp.where(score == -jnp.inf, take(chosen, best), chosen)
         live = text.pick(going).replace(score=score, status=jnp.full_like(going, Status.RUNNING, jnp.int32))
 
-        # whether that was the last step
+        # was that the last step?
         ended = g.ended + joins.sum(1, dtype=jnp.int32)
         top = score.max(1)
         if alg.early_stopping is True:
@@ -237,13 +242,14 @@ class Step:
                      steps=steps)
 
     def at_nodes(self, i: int, g: Group) -> Array:
-        """What may follow each live beam: `f32[P, k, V]`."""
+        """Returns log-probabilities of the tokens after each live beam: `f32[P, k, V]`."""
         log_p = self.log_p[:, i]
         return log_p[:, :, 0] if self.tree is None else jax.vmap(lambda x, row, node: x[row, node])(
             log_p, g.live.origin, g.node)
 
     def ranks(self, i: int, g: Group, total: Array) -> Array:
-        """What candidates `f32[P, k, V]` are ordered by: scores, or with noise for draws without replacement."""
+        """Returns the values `f32[P, k, V]` by which candidates are ordered: scores, with noise for draws without
+        replacement."""
         P, k, V = total.shape
 
         def drawn() -> Array:
@@ -257,7 +263,8 @@ class Step:
 
     def longer(self, i: int, g: Group, beam: Array, token: Array, own: Array, best: Array, log_p: Array
                ) -> tuple[Text, Array, Array]:
-        """The candidates as texts `[P, n]`, with the stop automaton's states and whether they end by themselves.
+        """Returns the candidates as texts `[P, n]`, the states of the stop automaton, and True where they end by
+        themselves.
 
         Args:
             beam, token: `i32[P, n]`. own: `f32[P, n]`, the tokens' log-probabilities, of `log_p` (`f32[P, k, V]`).
@@ -279,11 +286,11 @@ class Step:
         return text, stop, eos | (hit & ripe)
 
     def remember(self, memory: Any, beam: Array, token: Array, own: Array, log_p: Array) -> Any:
-        """The memory of texts behind a token more; arguments as in `longer`."""
+        """Returns the memory of texts after one more token; arguments as in `longer`."""
         return memory if (uid := self.alg.uid) is None else uid.after(memory, own, take(log_p.max(-1), beam))
 
     def next_nodes(self, i: int, g: Group, live: Text) -> tuple[Array, Array]:
-        """Whether all live beams stand in the window, `bool[P]`, and where, `i32[P, k]`."""
+        """Returns True where all live beams have a node, `bool[P]`, and the nodes, `i32[P, k]`."""
         if self.tree is None:
             return jnp.zeros_like(g.over), jnp.zeros_like(g.node)
         of = lambda x: take(x[:, i], live.origin)                                       # [P, k, n]
@@ -294,9 +301,9 @@ class Step:
 
 
 def largest(ranks: Array, count: int) -> tuple[Array, Array]:
-    """The `count` best of all beams' tokens, of equal ones the first: beams and tokens, `i32[P, count]`.
+    """Returns the `count` best of all beams' tokens, of equal ones the first: beams and tokens, `i32[P, count]`.
 
-    First those of each beam, so that a vocabulary that is divided over devices stays divided.
+    The best of each beam are found first, so that a vocabulary that is divided over devices stays divided.
 
     Args:
         ranks: `f32[P, k, V]`.

@@ -1,5 +1,5 @@
-"""Regularisers of surprisal: texts whose information is spread evenly ("If beam search is the answer, what was the
-question?", Meister, Cotterell and Vieira, 2020)."""
+"""Regularisers of surprisal, which prefer texts whose information is spread evenly ("If beam search is the answer, what
+was the question?", Meister, Cotterell and Vieira, 2020)."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ KINDS: tuple[Kind, ...] = ("greedy", "local", "variance", "max", "square")
 
 @struct
 class Surprisals(Struct):
-    """What is known of the surprisals of some texts, each `f32[...]`: their `count`, `total`, sum of `squares`, `most`,
-    the `last` one, and the sum of what each token adds (`added`)."""
+    """Statistics of the surprisals of some texts, each `f32[...]`: their `count`, `total`, sum of `squares`, largest
+    (`most`), `last`, and the sum of each token's term (`added`)."""
 
     count: Array
     total: Array
@@ -30,7 +30,8 @@ class Surprisals(Struct):
 
 @dataclasses.dataclass(frozen=True)
 class UID:
-    """`R`, of which a score loses `strength` times: with surprisals `u_t = -log p_t`,
+    """Regulariser `R`, which a beam search subtracts from the score with weight `strength`. With surprisals `u_t =
+    -log p_t`, `R` is
 
     - "greedy": the sum of `(u_t - min_v u_t(v)) ** 2`, the least at each step over the vocabulary;
     - "local": the sum of `(u_t - u_(t-1)) ** 2`, from the second token on;
@@ -39,7 +40,7 @@ class UID:
     - "square": the sum of `u_t ** 2`.
 
     Attributes:
-        kind: which of them.
+        kind: one of these.
 
     Raises:
         ValueError: an unknown kind.
@@ -52,15 +53,15 @@ class UID:
             raise ValueError(f"uid: got {self.kind!r}, takes one of {', '.join(KINDS)}")
 
     def init(self, like: Array) -> Surprisals:
-        """Of texts without a token: `f32` of the shape of `like`."""
+        """Returns the statistics of texts without a token, of the shape of `like`."""
         zero = jnp.zeros(like.shape, jnp.float32)
         return Surprisals(zero, zero, zero, zero, zero, zero)
 
     def after(self, state: Surprisals, log_p: Array, best: Array) -> Surprisals:
-        """With one token more.
+        """Returns the statistics after one more token.
 
         Args:
-            log_p: of the token. best: of the likeliest one there.
+            log_p: log-probability of the token. best: of the likeliest token there.
         """
         u = -log_p
         gap = u + best if self.kind == "greedy" else jnp.where(state.count > 0, u - state.last, 0)
@@ -69,7 +70,7 @@ class UID:
                           added=state.added + gap * gap)
 
     def value(self, state: Surprisals) -> Array:
-        """`R`."""
+        """Returns `R`."""
         if self.kind in ("greedy", "local"):
             return state.added
         if self.kind == "variance":
