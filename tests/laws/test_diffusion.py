@@ -487,7 +487,7 @@ def test_a_policy_that_reads_left_to_right_is_refused():
 def test_parts_that_do_not_fit_are_named():
     with pytest.raises(ValueError, match="steps: got 0, takes 1 or more"):
         d.Quota(0)
-    with pytest.raises(ValueError, match="block: got 8, the model was trained with blocks of 4"):
+    with pytest.raises(ValueError, match="block_length: got 8, the model was trained with blocks of 4"):
         ALGORITHMS["llada"].make(LM(*model("llama"), VOCABULARY, diffusion=SPEAKS["blocks"]), block_length=8)
     with pytest.raises(ValueError, match="which is autoregressive, takes a diffusion model"):
         ALGORITHMS["llada"].make(LM(*model("llama"), VOCABULARY))

@@ -216,7 +216,7 @@ class BeamSearch(Algorithm):
             assert t is not None and d.rows is not None
             rows = d.rows
             d = d.replace(drafted=t.live[:, 1:].sum(1, dtype=jnp.int32), accepted=jnp.maximum(d.count - 1, 0))
-            # what is fixed, and so one for all rows, stays
+            # a state with one row is the same for all rows
             drafts = jax.tree.map(lambda x: x if x.shape[0] == 1 else x[rows], algo.drafts)
             algo = algo.replace(drafts=self.drafter.observe(s.succeed(rows), window.select(rows), out.rows(rows), d,
                                                             drafts))

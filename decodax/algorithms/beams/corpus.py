@@ -1,4 +1,4 @@
-"""A corpus as a suffix array of tokens: which tokens follow a text somewhere in it, how often, and where."""
+"""Suffix array of the tokens of a corpus, which gives the tokens that follow a text in it, their number and places."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jax import Array, lax
 from decodax.common.struct import Struct, struct
 
 NARROW = 64
-"""Spans of at most so many rows are read row by row: deep in a text they are one or a few rows."""
+"""Largest number of rows of a span that is read row by row: after a long text a span has one or a few rows."""
 
 
 @struct
@@ -31,8 +31,9 @@ class Corpus(Struct):
     """Documents and the suffixes of all of them in lexicographic order.
 
     Attributes:
-        tokens: `i32[n]`, the documents one behind the other, -1 behind each. suffixes: `i32[n]`, where in `tokens` the
-            suffixes start, in their order. starts: `i32[D + 1]`, where the documents start, and `n`.
+        tokens: `i32[n]`, the documents one after the other, -1 after each. suffixes: `i32[n]`, first positions of the
+            suffixes in `tokens`, in lexicographic order. starts: `i32[D + 1]`, first positions of the documents, and
+            `n`.
     """
 
     tokens: Array
@@ -71,7 +72,7 @@ class Corpus(Struct):
     # on the device
 
     def whole(self, shape: tuple[int, ...], prefix: Sequence[int] = ()) -> Span:
-        """The rows of `prefix`: of texts without a token, all."""
+        """Returns the rows that begin with `prefix`; all without one."""
         fill = lambda x: jnp.full(shape, x, jnp.int32)
         span = Span(fill(0), fill(self.suffixes.shape[0]), fill(0))
         for token in prefix:
@@ -79,16 +80,16 @@ class Corpus(Struct):
         return span
 
     def extend(self, span: Span, token: Array) -> Span:
-        """The rows of texts that are longer by `token` (`i32[...]`); none where it follows nowhere."""
+        """Returns the rows of texts that are longer by `token` (`i32[...]`); none where it never follows."""
         return Span(self.bound(span, token), self.bound(span, token + 1), span.depth + 1)
 
     def follows(self, row: Array, depth: Array) -> Array:
-        """What stands behind the first `depth` tokens of suffixes, `i32`; -1: the document ends there."""
+        """Returns the token after the first `depth` tokens of suffixes, `i32`; -1 at the end of a document."""
         last = self.tokens.shape[0] - 1
         return self.tokens[jnp.minimum(self.suffixes[jnp.minimum(row, last)] + depth, last)]
 
     def bound(self, span: Span, token: Array) -> Array:
-        """The first row of spans behind whose texts no lesser token than `token` stands, by binary search."""
+        """Returns the first row of spans whose next token is not below `token`, by binary search."""
         shape = jnp.broadcast_shapes(span.low.shape, token.shape)
         wide = lambda x: jnp.broadcast_to(x, shape)
 
@@ -102,19 +103,20 @@ class Corpus(Struct):
         return lax.fori_loop(0, rounds, halve, (wide(span.low), wide(span.high)))[0]
 
     def occurs(self, span: Span, token: Array) -> Array:
-        """Whether tokens `i32[..., m]` follow the texts of spans `[...]`."""
+        """Returns True where tokens `i32[..., m]` follow the texts of spans `[...]`."""
         span = Span(span.low[..., None], span.high[..., None], span.depth[..., None])
         row = self.bound(span, token)
         return (row < span.high) & (self.follows(row, span.depth) == token)
 
     def allowed(self, span: Span, order: Array, need: int, look: int) -> Array:
-        """Tokens that follow the texts somewhere, of each text at least the `need` best; all where there are fewer.
+        """Returns tokens that follow the texts somewhere: at least the `need` best of each text, all if there are
+        fewer.
 
         The `look` best tokens are tried one by one, and the rows of spans that are narrow are read, which is nearly
         always enough; where it is not for some text, all tokens are tried.
 
         Args:
-            span: `[...]`. order: `f32[..., V]`, what tokens are ordered by; those of -inf are out.
+            span: `[...]`. order: `f32[..., V]`, values by which tokens are ordered; -inf excludes a token.
 
         Returns:
             `bool[..., V]`.
@@ -141,26 +143,26 @@ class Corpus(Struct):
     # on the host
 
     def positions(self, text: Sequence[int]) -> np.ndarray:
-        """Where in `tokens` a text stands, in ascending order."""
+        """Returns the positions of a text in `tokens`, in ascending order."""
         return Finder(self).positions(tuple(text))
 
     def count(self, text: Sequence[int]) -> int:
-        """How often a text stands in the documents."""
+        """Returns the number of occurrences of a text in the documents."""
         return Finder(self).count(tuple(text))
 
     def document(self, index: int) -> list[int]:
-        """The tokens of a document."""
+        """Returns the tokens of a document."""
         return Finder(self).document(index)
 
 
 class Finder:
-    """A corpus on the host, for more than one look at it."""
+    """A corpus on the host, for several look-ups."""
 
     def __init__(self, corpus: Corpus):
         self.tokens, self.suffixes, self.starts = map(np.asarray, (corpus.tokens, corpus.suffixes, corpus.starts))
 
     def rows(self, text: tuple[int, ...]) -> tuple[int, int]:
-        """The rows of suffixes that begin with a text, from the first to behind the last."""
+        """Returns the first row of suffixes that begin with a text, and the row after the last."""
         low, high = 0, len(self.suffixes)
         for depth, token in enumerate(text):
             key = lambda row, depth=depth: self.tokens[self.suffixes[row] + depth]
@@ -183,14 +185,15 @@ class Finder:
 
 
 def sorted_suffixes(tokens: np.ndarray) -> np.ndarray:
-    """`i64[n]`, the order of suffixes; after each round they are ordered by twice as many of their first tokens."""
+    """Returns the order of suffixes `i64[n]`; after each round they are ordered by twice as many of their first
+    tokens."""
     n = len(tokens)
     rank = np.unique(tokens, return_inverse=True)[1].astype(np.int64) + 1
     width = 1
     while True:
-        behind = np.zeros(n, np.int64)
-        behind[:max(n - width, 0)] = rank[width:]
-        pair = rank * (n + 1) + behind
+        following = np.zeros(n, np.int64)
+        following[:max(n - width, 0)] = rank[width:]
+        pair = rank * (n + 1) + following
         order = np.argsort(pair, kind="stable")
         rank = np.empty(n, np.int64)
         rank[order] = np.cumsum(np.concatenate([[1], pair[order][1:] != pair[order][:-1]]))

@@ -19,8 +19,8 @@ from decodax.common.registry import FUNCTIONS
 from decodax.common.struct import Struct, struct
 
 Language = Callable[[Array, Array], Array]
-"""`f32[V]`: from a prefix `i32[L]` and its length `i32[]` the log-probability of each next symbol. A model of words
-gives 0 for a symbol inside a word, and for the one that ends it the word's."""
+"""Function that returns the log-probability of each next symbol `f32[V]` from a prefix `i32[L]` and its length `i32[]`.
+A model of words returns 0 for a symbol inside a word, and the word's log-probability for the symbol that ends it."""
 
 
 @struct
@@ -29,9 +29,9 @@ class CTCBeams(Struct):
 
     Attributes:
         tokens: `i32[B, k, L]`, filled up with -1. lengths: `i32[B, k]`.
-        scores: `f32[B, k]`, what the search went by; -inf: there are no more texts.
-        log_ctc: `f32[B, k]`, the log-probability of the alignments that were found. log_prior: `f32[B, k]`, the rest of
-            the score.
+        scores: `f32[B, k]`, by which the search ordered texts; -inf: there are no more texts.
+        log_ctc: `f32[B, k]`, log-probability of the alignments that were found. log_prior: `f32[B, k]`, the rest of the
+            score.
     """
 
     tokens: Array
@@ -57,22 +57,22 @@ class _Beam(Struct):
 
 
 @FUNCTIONS.register("algorithms.beams.ctc.ctc_beam_search",
-                    "Deep Speech 2: End-to-End Speech Recognition in English and Mandarin", "Amodei et al. 2016",
-                    "beams of prefixes over the outputs of a CTC model")
+                    "Deep Speech 2: End-to-End Speech Recognition in English and Mandarin", "Amodei et al. 2016")
 @functools.partial(jax.jit, static_argnames=("width", "blank", "language", "words", "longest"))
 def ctc_beam_search(log_probs: Array, frames: Array, width: int = 16, *, blank: int = 0,
                     language: Language | None = None, alpha: Array | float = 1.0, beta: Array | float = 0.0,
                     words: tuple[int, ...] | None = None, longest: int | None = None) -> CTCBeams:
-    """The best texts of CTC outputs.
+    """Returns the best texts of the outputs of a CTC model, by beams of prefixes and a language model.
 
     With a beam that holds all prefixes it is exact; a narrower one sums fewer alignments, as published.
 
     Args:
-        log_probs: `f32[B, T, V]`, of each frame. frames: `i32[B]`, how many of them count.
-        width: of the beam `k`. blank: its symbol.
-        language: see `Language`; None: no language model. alpha: its weight. beta: of the number of words.
+        log_probs: `f32[B, T, V]`, of each frame. frames: `i32[B]`, number of frames that count.
+        width: number of prefixes `k`. blank: symbol of the blank.
+        language: see `Language`; None: no language model. alpha: its weight. beta: weight of the number
+            of words.
         words: symbols that end a word, such as the space; None: each symbol is a word. The last word of a text counts
-            where it is ended.
+            if it is ended.
         longest: symbols of a text at most; default `T`.
 
     >>> x = jnp.log(jnp.array([[[.4, .6], [.4, .6]]]))          # symbols: blank and 1
@@ -89,7 +89,7 @@ def ctc_beam_search(log_probs: Array, frames: Array, width: int = 16, *, blank: 
     counts = jnp.ones(V, jnp.float32) if words is None else jnp.zeros(V, jnp.float32).at[jnp.array(words, int)].set(1)
 
     def prior(beam: _Beam) -> Array:
-        """`f32[k, V]`: what each next symbol adds to the score."""
+        """Returns `f32[k, V]`: the gain of each next symbol for the score."""
         new = jnp.broadcast_to(beta * counts, (width, V))
         if language is None:
             return new
@@ -115,7 +115,7 @@ def ctc_beam_search(log_probs: Array, frames: Array, width: int = 16, *, blank: 
 
 
 def _extended(beam: _Beam, log_p: Array, prior: Array, blank: int) -> _Beam:
-    """The prefixes after one frame."""
+    """Returns the prefixes after one frame."""
     k, L = beam.tokens.shape
     V = log_p.shape[0]
     rows = jnp.arange(k)
@@ -123,12 +123,12 @@ def _extended(beam: _Beam, log_p: Array, prior: Array, blank: int) -> _Beam:
     again = jnp.where(newest >= 0, log_p[jnp.maximum(newest, 0)], -jnp.inf)
     # a prefix stays as it is by a blank, or by its last symbol again
     stays_blank, stays_symbol = beam.ctc + log_p[blank], beam.symbol + again
-    # it grows by a symbol; by its last one only from behind a blank
+    # it grows by a symbol; by its last one only after a blank
     grown = jnp.where(newest[:, None] == jnp.arange(V), beam.blank[:, None], beam.ctc[:, None]) + log_p
     grown = grown.at[:, blank].set(-jnp.inf)
     grown = jnp.where((beam.lengths < L)[:, None], grown, -jnp.inf)
 
-    # where what it grows to is another prefix of the beam, the two are one: entry [i, j] says that i grows to j
+    # where the grown prefix is another prefix of the beam, the two are merged: entry [i, j] says that i grows to j
     place = jnp.arange(L)
     inside = place < beam.lengths[:, None, None]
     same = (~inside | (beam.tokens[:, None] == beam.tokens[None])).all(-1)
@@ -149,7 +149,7 @@ def _extended(beam: _Beam, log_p: Array, prior: Array, blank: int) -> _Beam:
     tokens, length = beam.tokens[of], beam.lengths[of]
     at = jnp.where(grows, length, L)
     return _Beam(tokens=tokens.at[rows, at].set(symbol, mode="drop"), lengths=length + grows,
-                 # places that are left over hold nothing: they are no second copies of a prefix
+                 # unused places are empty: they are no second copies of a prefix
                  blank=jnp.where(grows | (value == -jnp.inf), -jnp.inf, stays_blank[of]),
                  symbol=jnp.where(grows, grown[of, symbol], jnp.where(value > -jnp.inf, stays_symbol[of], -jnp.inf)),
                  prior=beam.prior[of] + jnp.where(grows, prior[of, symbol], 0))

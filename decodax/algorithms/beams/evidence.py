@@ -1,4 +1,4 @@
-"""Documents ranked by n-grams that occur in them (SEAL's intersective score: Bevilacqua et al., 2022, section 3.3)."""
+"""Ranks documents by n-grams that occur in them (SEAL's intersective score: Bevilacqua et al., 2022, section 3.3)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Match:
     """A document that was found.
 
     Attributes:
-        document: its index in the corpus. score: the sum of what its n-grams add. ngrams: those that count, with what
-            each adds, in the order in which they were taken.
+        document: its index in the corpus. score: sum of the contributions of its n-grams. ngrams: n-grams that count,
+            each with its contribution, in the order in which they were taken.
     """
 
     document: int
@@ -29,24 +29,24 @@ class Match:
 
 @dataclasses.dataclass(frozen=True)
 class Evidence:
-    """How n-grams and documents are scored; the defaults are those of the authors' searcher.
+    """Scores n-grams and documents; the defaults are those of the authors' searcher.
 
-    An n-gram `n` that occurs `c` times among the corpus's `N` tokens weighs
+    An n-gram `n` that occurs `c` times among the corpus's `N` tokens has the weight
 
         w(n) = max(0, logit p(n | q) - logit((c + smoothing) / (N + smoothing))) ** power
 
-    A document has the sum of the weights of its n-grams that do not overlap, taken greedily from the largest weight
-    down. Each counts once, and times `1 - repetition + repetition * new / all`, the share of its distinct tokens that
-    no n-gram before it has.
+    The score of a document is the sum of the weights of its n-grams that do not overlap, taken greedily from the
+    largest weight down. Each counts once, and times `1 - repetition + repetition * new / all`, the share of its
+    distinct tokens that no n-gram before it has.
 
-    With the model's distribution over first tokens, single tokens add to it: where no n-gram stands in the document,
-    each of the `first` likeliest weighs `max(0, logit p - logit q)`. As many of them as there are n-grams count among
-    the n-grams.
+    With the model's distribution over first tokens, single tokens add to it: where the document has no n-gram, each
+    of the `first` likeliest has the weight `max(0, logit p - logit q)`. As many of them as there are n-grams count
+    among the n-grams.
 
     Attributes:
-        power, repetition, smoothing, first: see above. rare: n-grams that occur more often than that find no document,
-            but count in those that others find. frequent: those more frequent than that do not count at all. documents:
-            so many of those found, the best by a sum over their rare n-grams alone, are scored.
+        power, repetition, smoothing, first: see above. rare: n-grams that occur more often than this find no document,
+            but count in those that others find. frequent: n-grams that occur more often than this do not count at all.
+            documents: number of found documents that are scored, the best by a sum over their rare n-grams alone.
 
     Raises:
         ValueError: a number out of its range.
@@ -69,11 +69,11 @@ class Evidence:
             raise ValueError(f"repetition: got {self.repetition!r}, takes at most 1")
 
     def rank(self, corpus: Corpus, ngrams: Iterable[NGram], unigrams: Sequence[float] | None = None) -> list[Match]:
-        """The documents that n-grams find, the best first.
+        """Returns the documents that n-grams find, the best first.
 
         Args:
-            ngrams: token ids and log-probabilities; of equal ones the first counts. unigrams: `f32[V]`, of first
-                tokens, the model's log-probabilities.
+            ngrams: token ids and log-probabilities; of equal ones the first counts. unigrams: `f32[V]`, the
+                model's log-probabilities of first tokens.
         """
         finder = Finder(corpus)
         given: dict[tuple[int, ...], float] = {}
@@ -107,7 +107,8 @@ class Evidence:
         return sorted(matches, key=lambda m: -m.score)
 
     def weight(self, log_p: float, count: int, total: int, less: float = 1e-10) -> float:
-        """How much likelier than in the corpus, in log odds; `less` keeps a probability of 1 finite."""
+        """Returns the log odds by which an n-gram is likelier than in the corpus; `less` keeps a probability of 1
+        finite."""
         log_p, log_q = log_p - less, math.log((count + self.smoothing) / (total + self.smoothing))
         if log_p == -math.inf:
             return 0.0
@@ -115,12 +116,12 @@ class Evidence:
         return max(0.0, odds(log_p) - odds(log_q))
 
     def share(self, ngram: Iterable[int], covered: set[int]) -> float:
-        """What of an n-gram's weight counts behind n-grams with the tokens `covered`."""
+        """Returns the share of an n-gram's weight that counts after n-grams with the tokens `covered`."""
         own = set(ngram)
         return 1 - self.repetition + self.repetition * len(own - covered) / len(own) if covered else 1.0
 
     def _by_document(self, finder: Finder, ngram: tuple[int, ...]) -> dict[int, list[int]]:
-        """Where an n-gram stands in each document that has it."""
+        """Returns the positions of an n-gram in each document that has it."""
         at, found = finder.positions(ngram), defaultdict(list)
         for position, document in zip(at.tolist(), finder.document_of(at).tolist(), strict=True):
             found[document].append(position - int(finder.starts[document]))
@@ -128,7 +129,8 @@ class Evidence:
 
     def _found(self, weight: dict[tuple[int, ...], float],
                where: dict[tuple[int, ...], dict[int, list[int]]]) -> list[int]:
-        """The documents that are scored, by the rare n-grams alone; an occurrence may not overlap any before."""
+        """Returns the documents that are scored, by the rare n-grams alone; an occurrence may not overlap any
+        before."""
         score: defaultdict[int, float] = defaultdict(float)
         taken: defaultdict[int, set[int]] = defaultdict(set)
         covered: defaultdict[int, set[int]] = defaultdict(set)
@@ -147,7 +149,7 @@ class Evidence:
 
     def _score(self, document: int, tokens: tuple[int, ...], places: dict[tuple[int, ...], list[int]],
                weight: dict[tuple[int, ...], float], single: dict[int, float]) -> Match:
-        """One document's score, of the n-grams in it and where they start."""
+        """Returns one document's score, from its n-grams and their first positions."""
         free, covered = np.ones(len(tokens), bool), set[int]()
         taken: list[NGram] = []
         for ngram in sorted(places, key=lambda n: (-weight[n], n)):
@@ -167,6 +169,6 @@ class Evidence:
 
 
 def occurrences(tokens: tuple[int, ...], ngram: tuple[int, ...]) -> list[int]:
-    """Where an n-gram starts in a text."""
+    """Returns the first positions of an n-gram in a text."""
     n = len(ngram)
     return [i for i in range(len(tokens) - n + 1) if tokens[i:i + n] == ngram]

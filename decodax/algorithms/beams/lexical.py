@@ -1,4 +1,6 @@
-"""Beam searches for texts in which given phrases stand: dynamic beam allocation, and grid beam search."""
+"""Beam searches for texts that contain given phrases: dynamic beam allocation ("Fast Lexically Constrained Decoding
+with Dynamic Beam Allocation for Neural Machine Translation", Post and Vilar, 2018) and grid beam search ("Lexically
+Constrained Decoding for Sequence Generation Using Grid Beam Search", Hokamp and Liu, 2017)."""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from decodax.io.appended import appended
 
 @dataclasses.dataclass(frozen=True)
 class _Lexical(BeamSearch):
-    """What both searches have in common."""
+    """Base of both searches."""
 
     phrases: Phrases = ()
 
@@ -38,29 +40,29 @@ class _Lexical(BeamSearch):
         return (*super().weights, self.tables())
 
     def tables(self) -> Any:
-        """The phrases as data."""
+        """Returns the phrases as data."""
         raise NotImplementedError
 
     def bare(self) -> Self:
-        # of phrases the compiled program has their lengths
+        # the compiled program depends on the phrases' lengths only
         return dataclasses.replace(super().bare(), phrases=tuple((0,) * len(p) for p in self.phrases))  # type: ignore
 
 
 @dataclasses.dataclass(frozen=True)
 class DynamicBeams(_Lexical):
-    """Beam search for texts that have some phrases, with dynamic beam allocation (Post and Vilar, 2018; phrases in any
-    order in a trie: Hu et al., 2019).
+    """Beam search for texts that contain given phrases, with dynamic beam allocation (Post and Vilar, 2018; phrases in
+    any order in a trie: Hu et al., 2019).
 
-    A text does not end before it has all phrases. In each step there are as candidates the best ones of all beams, the
-    best one of each beam, and the tokens of each beam that begin or go on with a phrase. Those that have equally many
-    tokens of phrases are a bank. The beams go round the banks, from the one with the most tokens down, to the best of
-    each, then to the second best of each, and so on.
+    A text does not end before it has all phrases. The candidates of a step are the best ones of all beams, the best one
+    of each beam, and the tokens of each beam that begin or continue a phrase. Candidates with equally many phrase
+    tokens form a bank. The beams are given to the banks in turn, from the one with the most tokens down: to the best
+    candidate of each, then to the second best of each, and so on.
 
-    A text whose budget ends without all phrases is not in the result, which has `Status.DEAD_END` where there are no
+    A text whose budget ends before it has all phrases is not in the result, which has `Status.DEAD_END` if there are no
     others.
 
     Attributes:
-        phrases: tuples of token ids, the same for all prompts; others of the same lengths are not traced again.
+        phrases: tuples of token ids, the same for all prompts; others of the same lengths need no retrace.
         progress: `Unordered()`, or `Ordered()` for phrases in their order.
     """
 
@@ -86,13 +88,13 @@ class _LexicalStep(Step):
         self.tables = tables
 
     def barred(self, i: int, g: Group, log_p: Array, met: Array) -> Array:
-        """`f32[P, k, V]`, without an end of texts that have not `met` all phrases."""
+        """Returns `f32[P, k, V]`, -inf at the end of texts that have not `met` all phrases."""
         ends = (jnp.arange(log_p.shape[-1]) == self.eos[:, i, :, None]).any(1)[:, None] & self.made(i, g)[2][..., None]
         return jnp.where(ends & ~met[..., None], -jnp.inf, log_p)
 
 
 class DynamicStep(_LexicalStep):
-    """A step of `DynamicBeams`."""
+    """Step of `DynamicBeams`."""
 
     def group(self, i: int, g: Group, taken: Array | None) -> tuple[Group, Array]:
         alg, k = self.alg, self.k
@@ -103,7 +105,7 @@ class DynamicStep(_LexicalStep):
         ranks = self.ranks(i, g, total)
         best = min(2 * k, k * V)
 
-        # the best of all, the best of each beam, and what goes on with a phrase
+        # the best of all, the best of each beam, and the tokens that continue a phrase
         beams = jnp.arange(k)
         token, goes_on = alg.progress.next(self.tables, g.live.memory)
         beam, likely = largest(ranks, best)
@@ -135,8 +137,8 @@ class DynamicStep(_LexicalStep):
 
 
 def round_robin(bank: Array, rank: Array, there: Array) -> Array:
-    """The order `i32[P, n]` in which candidates are taken: the best of each bank, from the highest bank down, then the
-    second best of each. Those that are not `there` come last.
+    """Returns the order `i32[P, n]` in which candidates are taken: the best of each bank, from the highest bank down,
+    then the second best of each. Candidates that are not `there` come last.
 
     >>> import jax.numpy as jnp
     >>> bank, rank = jnp.array([[0, 0, 2, 0, 1]]), jnp.array([[5.0, 4.0, 1.0, 3.0, 2.0]])
@@ -153,16 +155,16 @@ def round_robin(bank: Array, rank: Array, there: Array) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class GridBeams(_Lexical):
-    """Grid beam search (Hokamp and Liu, 2017): `k` beams for each number of tokens of phrases, from none to all `C`.
+    """Grid beam search (Hokamp and Liu, 2017): `k` beams for each number of phrase tokens, from none to all `C`.
 
-    A text of a cell is longer by any token, and stays in its cell; or by the first token of a phrase that it does not
-    have yet, or the next one of a phrase that is open, and moves up one. An open phrase is gone on with. What moves
-    up is said by the search, not by the token: the same tokens may stand in a cell for several reasons, and are kept
-    once for each set of phrases. Texts end in the last cell.
+    A text of a cell grows by any token, and stays in its cell; or by the first token of a phrase that it does not have
+    yet, or the next one of an open phrase, and moves up to the next cell. An open phrase must be continued. The search
+    decides which texts move up, not the token: the same tokens may be in a cell for several reasons, and are kept once
+    for each set of phrases. Texts end in the last cell.
 
     Attributes:
         phrases: tuples of token ids, in any order in the text, which do not overlap there; as in `DynamicBeams`.
-        beams: `k`, of each cell, and places of the pool; `width` follows from it.
+        beams: `k`, number of beams of each cell, and of places of the pool; `width` follows from it.
     """
 
     width: int = 1
@@ -187,7 +189,7 @@ class GridBeams(_Lexical):
         return dataclasses.replace(self, returns=count)
 
     def tables(self) -> Any:
-        """Tokens `i32[n, longest]`, and `i32[n]`, for each phrase the number of the first one that is equal to it."""
+        """Returns tokens `i32[n, longest]`, and for each phrase the number of the first equal one, `i32[n]`."""
         tokens = np.zeros((len(self.phrases), max(map(len, self.phrases))), np.int32)
         for row, phrase in zip(tokens, self.phrases, strict=True):
             row[:len(phrase)] = phrase
@@ -202,7 +204,7 @@ class GridBeams(_Lexical):
 
 
 class GridStep(_LexicalStep):
-    """A step of `GridBeams`."""
+    """Step of `GridBeams`."""
 
     def __init__(self, alg: GridBeams, *rest: Any):
         super().__init__(alg, *rest)
@@ -266,18 +268,18 @@ class GridStep(_LexicalStep):
         return g.replace(live=g.live.replace(memory=memory)), token
 
     def up(self, x: Array) -> Array:
-        """Of cells `f32[P, banks, ...]`, each one's that of the one below."""
+        """Returns the values of cells `f32[P, banks, ...]` moved up by one cell."""
         return jnp.concatenate([jnp.full_like(x[:, :1], -jnp.inf if x.dtype == jnp.float32 else 0), x[:, :-1]], 1)
 
     def covered(self, cover: Cover, action: Array) -> Cover:
-        """What texts have behind a token that goes on with phrase `action` (`i32[P, n]`), or with none (-1)."""
+        """Returns the state of texts after a token that continues phrase `action` (`i32[P, n]`), or none (-1)."""
         at = jnp.where(action >= 0, cover.at + 1, 0)
         whole = (action >= 0) & (at == self.lengths[jnp.maximum(action, 0)])
         has = cover.has | (whole[..., None] & (jnp.arange(len(self.lengths)) == action[..., None]))
         return cover.replace(has=has, phrase=jnp.where(whole, -1, action), at=jnp.where(whole, 0, at))
 
     def repeated(self, text: Array, token: Array, cover: Cover, value: Array) -> Array:
-        """`bool[P, banks * m]`, which candidates are in their cell with the same tokens and phrases as one before."""
+        """Returns `bool[P, banks * m]`: candidates with the same tokens and phrases as an earlier one in their cell."""
         P, banks, m = value.shape
         key = jnp.concatenate([text[..., None], token[..., None], cover.phrase[..., None], cover.at[..., None],
                                cover.has.astype(jnp.int32)], -1).reshape(P, banks, m, -1)

@@ -1,4 +1,4 @@
-"""How likely a corpus finds a token behind those in front of it: exact counts of n-grams, looked up on the device."""
+"""N-gram model with exact counts of a corpus, looked up on the device."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class NGrams(Struct):
 
     Attributes:
         grams: for each order `n` the n-grams that occur, in lexicographic order, `i32[M_n, n]`. counts: `i32[M_n]` of
-            each. contexts: their first `n - 1` tokens, `i32[C_n, n - 1]`. totals: `i32[C_n]`, how often something
-            follows.
+            each. contexts: their first `n - 1` tokens, `i32[C_n, n - 1]`. totals: `i32[C_n]`, number of tokens
+            that follow.
     """
 
     grams: tuple[Array, ...]
@@ -32,7 +32,7 @@ class NGrams(Struct):
         """Counts the n-grams of texts, within each, on the host.
 
         Args:
-            texts: token ids. most: the longest, 2 or more.
+            texts: token ids. most: largest order, 2 or more.
 
         Raises:
             ValueError: `most` below 2, or no text with two tokens.
@@ -58,12 +58,12 @@ class NGrams(Struct):
         return cls(*(put(x) for x in zip(*parts, strict=True)))
 
     def probability(self, before: Array, tokens: Array, weights: Array) -> Array:
-        """`f32[R, c]`: for each order its weight times the share of a token among those that follow its context; an
-        order whose context the corpus does not have adds nothing.
+        """Returns `f32[R, c]`: the sum over orders of the weight times the share of a token among those that follow its
+        context; an order whose context the corpus does not have adds nothing.
 
         Args:
             before: `i32[R, n]`, the latest tokens of each text, -1 where it is shorter. tokens: `i32[R, c]`.
-            weights: `f32[O]`, of the orders from 2 on.
+            weights: `f32[O]`, weights of the orders from 2 on.
         """
         total = jnp.zeros(tokens.shape, jnp.float32)
         for i in range(min(len(self.grams), before.shape[1])):
@@ -77,12 +77,12 @@ class NGrams(Struct):
 
 
 def find(table: Array, rows: Array) -> tuple[Array, Array]:
-    """Where rows `i32[..., n]` stand in a sorted table `i32[M, n]`, and whether they do."""
+    """Returns the places of rows `i32[..., n]` in a sorted table `i32[M, n]`, and True where they are in it."""
     size = table.shape[0]
     width = table.shape[1]
 
     def below(entry: Array) -> Array:
-        """Whether entries come before the rows."""
+        """Returns True where entries come before the rows."""
         less = jnp.zeros(rows.shape[:-1], bool)
         for j in reversed(range(width)):
             less = (entry[..., j] < rows[..., j]) | ((entry[..., j] == rows[..., j]) & less)

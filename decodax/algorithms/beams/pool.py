@@ -17,8 +17,7 @@ class Finished(Struct):
 
     Attributes:
         tokens: `i32[B, N]`, prompt and text. length: `i32[B]`. status: `i32[B]`, the reason of its end; `RUNNING`: the
-        place
-            is empty. score: `f32[B]`, -inf where it is empty. log_prob: `f32[B]`, of the text.
+            place is empty. score: `f32[B]`, -inf where it is empty. log_prob: `f32[B]`, of the text.
         beams: `i32[B, N]`, the beam that each new token continued; -1 after the last.
         record: of the tokens, as `State.record`.
     """

@@ -1,4 +1,4 @@
-"""Beams whose texts all occur in a corpus, and the n-grams that they have passed (SEAL: "Autoregressive Search Engines:
+"""SEAL: beams whose texts all occur in a corpus, and the n-grams that they looked at ("Autoregressive Search Engines:
 Generating Substrings as Document Identifiers", Bevilacqua et al., 2022)."""
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ NGram = tuple[tuple[int, ...], float]
 
 @struct
 class Passed(Struct):
-    """What the steps have looked at. Each row has two of the `2 k` best candidates of a step, and its live beam.
+    """Candidates of all steps. Each row has two of the `2 k` best candidates of a step, and its live beam.
 
     Attributes:
-        beam, token: `i32[B, N, 2]`, which beam of the prompt a candidate goes on from, and by what. log_prob:
+        beam, token: `i32[B, N, 2]`, the beam of the prompt that a candidate continues, and its token. log_prob:
             `f32[B, N, 2]`, of its whole text; -inf: there is none. parent, newest: `i32[B, N]`, the same of the beam
             that lived on.
     """
@@ -45,7 +45,8 @@ class Passed(Struct):
 
 @struct
 class Known(Struct):
-    """Attributes: span: where the text of each live beam stands in the corpus, `[B]`. passed: `[B, N, ...]`."""
+    """State of the search. `span`: rows of the corpus that begin with the text of each live beam, `[B]`. `passed`: `[B,
+    N, ...]`."""
 
     span: Span
     passed: Passed
@@ -53,22 +54,22 @@ class Known(Struct):
 
 @dataclasses.dataclass(frozen=True)
 class CorpusBeams(BeamSearch):
-    """Beam search of which each text, at each step, occurs in a document (Bevilacqua et al., 2022).
+    """Beam search whose texts occur in a document, at every step.
 
-    A text goes on with the tokens that stand behind it somewhere in the corpus; log-probabilities are not normalised
-    over them. It is over at the end of the budget, or with an end-of-text token where the corpus has one. A prompt of
-    which all beams stand at the end of documents has only such texts, or none (`Status.DEAD_END`).
+    A text is continued with the tokens that follow it somewhere in the corpus; log-probabilities are not normalised
+    over them. It ends at the end of the budget, or with an end-of-text token where the corpus has one. A prompt whose
+    beams all reach the end of documents has only such texts, or none (`Status.DEAD_END`).
 
-    What is looked for is less the result than the n-grams on the way: `passed` lists the candidates of all steps, of
-    which `decodax.algorithms.beams.evidence` makes scores of documents.
+    The n-grams on the way matter more than the result: `passed` lists the candidates of all steps, from which
+    `decodax.algorithms.beams.evidence` computes scores of documents.
 
     Attributes:
-        length_penalty, early_stopping, patience: as in `BeamSearch`; here a search goes on to the end of the budget, as
-            the authors' does.
-        corpus: which other corpora of the same size can take the place of without a retrace. prefix: tokens behind
-            which n-grams must stand, which are not generated (the mark of a title). may_end: allows end-of-text tokens
-            anywhere.
-        look: how many of the likeliest tokens of a beam are looked up before all are; changes no result.
+        length_penalty, early_stopping, patience: as in `BeamSearch`; by default a search continues to the end of the
+            budget, as the authors' does.
+        corpus: the corpus; another one of the same size needs no retrace.
+        prefix: tokens that precede the n-grams in the corpus and are not generated (the mark of a title).
+        may_end: allow end-of-text tokens anywhere.
+        look: number of likeliest tokens of a beam that are looked up before all are; changes no result.
 
     Raises:
         ValueError: as `BeamSearch`; groups, a regulariser or a draft; or `look` below 1.
@@ -123,19 +124,19 @@ class CorpusBeams(BeamSearch):
         known: Known = algo.memory
         d, after = super()._decision(s, window, raw, processed, algo.replace(memory=known.span), groups)
         at, new = s.length - s.prompt_length, (s.running & ~algo.over & (d.status != Status.INVALID)).astype(jnp.int32)
-        # rows of `passed` do not follow the texts: they say themselves what goes on from what
+        # rows of `passed` are not moved with the texts: they name the beam that each candidate continues
         note = lambda held, seen: append(held, seen.reshape(s.batch, 1, *seen.shape[2:]), at, new)
         passed = jax.tree.map(note, known.passed, groups[0].seen)
         return d, after.replace(memory=Known(after.memory, passed))
 
     def findings(self, s: State) -> dict[str, Array]:
-        """Beside those of `BeamSearch`, for `ngrams`, the same in all rows of a prompt: `passed` `i32[B, N, 2 k, 2]`,
-        beam and token of the candidates of each step; `passed_log_prob` `f32[B, N, 2 k]`; and `lived`
-        `i32[B, N, k, 2]`, beam and token of the texts that lived on."""
+        """Returns, beside those of `BeamSearch`, findings for `ngrams`, the same in all rows of a prompt: `passed`
+        `i32[B, N, 2 k, 2]`, beam and token of the candidates of each step; `passed_log_prob` `f32[B, N, 2 k]`; and
+        `lived` `i32[B, N, k, 2]`, beam and token of the texts that lived on."""
         passed: Passed = s.algo.memory.passed
 
         def by_prompt(x: Array) -> Array:
-            """Of `[B, N, c]`: `[B, N, k c]`."""
+            """Returns `[B, N, k c]` of `[B, N, c]`."""
             x = x.reshape(-1, self.width, *x.shape[1:]).swapaxes(1, 2)
             return jnp.repeat(x.reshape(*x.shape[:2], -1), self.width, 0)
 
@@ -146,7 +147,7 @@ class CorpusBeams(BeamSearch):
 
 
 class CorpusStep(Step):
-    """A step of `CorpusBeams`."""
+    """Step of `CorpusBeams`."""
 
     def __init__(self, alg: CorpusBeams, corpus: Corpus, *rest: Any):
         super().__init__(alg, *rest)
@@ -171,7 +172,7 @@ class CorpusStep(Step):
     def after(self, i: int, g: Group, text: Text, stop: Array, closed: Array, may: Array, chosen: Array) -> Group:
         new = super().after(i, g, text, stop, closed, may, chosen)
         two = lambda x: x[:, :2 * self.k].reshape(x.shape[0], self.k, 2)
-        # an n-gram with an end of text is the one without it once more
+        # an n-gram with an end of text repeats the one without it
         counts = (text.score > -jnp.inf) & (text.status != Status.EOS)
         return new.replace(seen=Passed(
             beam=two(text.beams[..., 0]), token=two(text.tokens[..., 0]),
@@ -180,10 +181,10 @@ class CorpusStep(Step):
 
 
 def ngrams(findings: dict[str, np.ndarray], row: int) -> list[NGram]:
-    """The n-grams that a search of `CorpusBeams` has looked at for a prompt, each once, in the order of the steps.
+    """Returns the n-grams that a search of `CorpusBeams` has looked at for a prompt, each once, in the order of steps.
 
     Args:
-        findings: of the result. row: one of the prompt's rows.
+        findings: `findings` of the result. row: one of the prompt's rows.
 
     Returns:
         Their token ids and log-probabilities. Without penalties and temperature these are `log p(n | prompt)` of the

@@ -1,4 +1,5 @@
-"""AdaDec: where the model is uncertain, candidates are judged by how the text would go on behind them."""
+"""AdaDec: judges candidates by their likeliest continuation where the model is uncertain ("Towards Better Code
+Generation: Adaptive Decoding with Uncertainty Guidance", He et al., 2025)."""
 
 from __future__ import annotations
 
@@ -24,14 +25,14 @@ Counting = Literal["ended", "running"]
 
 @struct
 class LookAhead(Struct):
-    """A look ahead, `k` candidates of each row with the greedy text behind them.
+    """State of a look-ahead: `k` candidates of each row with their greedy continuations.
 
     Attributes:
-        depth: `i32[B]`, tokens of each chain; 0: the row does not look ahead.
-        tokens: `i32[B, k, L + 1]`, a candidate and what follows it. score: `f32[B, k]`, the sum of their
-            log-probabilities. length: `i32[B, k]`, how many of them count. ended: `bool[B, k]`, by an end of sequence
-            or a stop string. stop: `i32[B, k]`, of the automaton of stop strings.
-        looks: `i32[B]`, looks so far.
+        depth: `i32[B]`, number of tokens of each chain; 0: the row does not look ahead.
+        tokens: `i32[B, k, L + 1]`, a candidate and its continuation. score: `f32[B, k]`, the sum of their
+            log-probabilities. length: `i32[B, k]`, number of them that count. ended: `bool[B, k]`, True after an end of
+            sequence or a stop string. stop: `i32[B, k]`, state of the automaton of stop strings.
+        looks: `i32[B]`, number of look-aheads so far.
     """
 
     depth: Array
@@ -45,29 +46,30 @@ class LookAhead(Struct):
 
 @dataclasses.dataclass(frozen=True)
 class AdaDec(Algorithm):
-    """Adaptive decoding by uncertainty (He et al., 2025, AdaDec).
+    """Adaptive decoding by uncertainty.
 
-    A token is chosen as plain decoding would choose it while the entropy of the distribution is below `threshold`. Else
-    each of the `k` likeliest tokens is followed greedily by up to `length` tokens, or to where the text would end, and
-    that with the largest mean log-probability, over itself and what follows it, is taken.
+    A token is chosen as plain decoding would choose it while the entropy of the distribution is below `threshold`.
+    Otherwise each of the `k` likeliest tokens is continued greedily by up to `length` tokens, or to the end of the
+    text. The candidate with the largest mean log-probability, over itself and its continuation, is taken.
 
-    A look takes `length + 1` forwards, which read all chains side by side. What it has found behind the chosen token is
-    kept: where the distributions there are certain, their tokens are appended in the same round.
+    A look-ahead takes `length + 1` forwards, which read all chains side by side. The continuation of the chosen token
+    is kept: where the distributions there are certain, their tokens are appended in the same round.
 
-    The authors' code differs from its paper where chains of a look have different lengths: the tokens behind the end of
-    one still add to its score while others go on, and its length stays (`counting="running"`, to compare with it).
-    There, too, the best score and the greatest length of several beams of a chain are maximised one by one; with one
-    beam, its default and what is here, the two are of the same chain. Its texts end where a line of code is not
-    indented; here where the request says so (`eos_token_id`, `stop`).
+    The authors' code differs from its paper where chains have different lengths: the tokens after the end of one still
+    add to its score while others continue, and its length stays (`counting="running"`, to compare with it). There, too,
+    the best score and the greatest length of several beams of a chain are maximised one by one; with one beam, its
+    default and the case here, the two are of the same chain. Its texts end where a line of code is not indented; here
+    at the `eos_token_id` or `stop` of the request.
 
     Entropies are in nats and of the policy's distribution, at temperature 1 where it is greedy. With an infinite
     threshold this is plain decoding, with a temperature too.
 
     Attributes:
-        threshold: learnt in the paper by logistic regression for each model, 0.615 to 1.32; may change without a
-            retrace. k: candidates. length: tokens that follow one at most.
-        counting: "ended": of a chain count the tokens up to its end; "running": see above.
-        wide: of the library: the rounds in which some row looks ahead.
+        threshold: entropy in nats; the paper learns it by logistic regression for each model, 0.615 to 1.32. It may
+            change without a retrace.
+        k: number of candidates. length: most tokens of a continuation.
+        counting: "ended": the tokens of a chain up to its end count. "running": see above.
+        wide: set by the library: True for rounds in which some row looks ahead.
 
     Raises:
         ValueError: a number out of its range.
@@ -89,7 +91,7 @@ class AdaDec(Algorithm):
 
     @property
     def emits(self) -> int:
-        return self.length + 2      # the chosen token, what follows it, and what follows that
+        return self.length + 2      # the chosen token, its continuation, and one token more
 
     @property
     def commits(self) -> int:
@@ -117,7 +119,7 @@ class AdaDec(Algorithm):
         return (budget + 1) * (self.length + 2) + 8
 
     def findings(self, s: State) -> dict[str, Array]:
-        """`looks`, how often each row has looked ahead."""
+        """Returns `looks`, the number of look-aheads of each row."""
         return {"looks": s.algo.looks}
 
     def init(self, params: Params, s: State) -> LookAhead:
@@ -142,10 +144,10 @@ class AdaDec(Algorithm):
     def decide(self, params: Params, dist: Any, s: State, window: Window, out: Out, algo: Any) -> Decision:
         a, rows = algo, jnp.arange(s.batch)
         log_p = dist.warm.log_probs()
-        drawn = dist.draw()                                 # [B, W], what plain decoding would take at each node
+        drawn = dist.draw()                                 # [B, W], the token of plain decoding at each node
         p = jnp.exp(log_p)
         entropy = -jnp.where(p > 0, p * log_p, 0).sum(-1)
-        sure = ~(entropy >= params.draft)                   # a NaN goes the plain way, which reports it
+        sure = ~(entropy >= params.draft)                   # a NaN is left to plain decoding, which reports it
         # rows that do not look yet: a token, or the first candidates
         begins = (a.depth == 0) & ~sure[:, 0] & (drawn[:, 0] >= 0) & s.running
         best, first = top_k(log_p[:, 0], self.k)
@@ -161,7 +163,7 @@ class AdaDec(Algorithm):
             slots = jnp.where((plain > 0)[:, None] & (tokens[:, :1] >= 0), path, -1)
             return Decision(tokens=tokens, count=plain, slots=slots, source=source, algo=a)
 
-        # rows that look: one token more behind each chain
+        # rows that look ahead: one more token after each chain
         n = self.length + 1
         at = 1 + jnp.arange(self.k) * n + jnp.maximum(a.depth - 1, 0)[:, None]          # the chains' last nodes
         ends = take(log_p, at)
@@ -169,15 +171,15 @@ class AdaDec(Algorithm):
         longer = self._grown(dist.policy, s, a, jnp.argmax(ends, -1).astype(jnp.int32), ends.max(-1), a.depth)
         moved = _where(goes, longer.replace(depth=a.depth + 1), a)
         ready = (a.depth > 0) & ((moved.depth == n) | self._over(moved, moved.depth)) & s.running
-        # the best chain, and how far plain decoding would go along it
+        # the best chain, and the part of it that plain decoding would write
         mean = moved.score / jnp.maximum(moved.length, 1)
         chosen = jnp.argmax(jnp.where(jnp.isnan(mean), -jnp.inf, mean), -1)
         node = jnp.concatenate([jnp.zeros((s.batch, 1), jnp.int32), 1 + chosen[:, None] * n + jnp.arange(n)], 1)
         line = moved.tokens[rows, chosen]                                               # [B, n]
         scored = jnp.arange(1, n + 1) <= a.depth[:, None]
-        own, calm = take(drawn, node[:, 1:]), take(sure, node[:, 1:]) & scored           # behind each token of the line
+        own, calm = take(drawn, node[:, 1:]), take(sure, node[:, 1:]) & scored           # after each token of the line
         same = jnp.concatenate([own[:, :-1] == line[:, 1:], jnp.zeros((s.batch, 1), bool)], 1)
-        # token j + 1 stands if everything up to j was plain decoding's; the first that is another one is the last
+        # token j + 1 is kept if everything up to j was plain decoding's; the first other token is the last one
         reach = jnp.cumprod(calm & jnp.concatenate([jnp.ones((s.batch, 1), bool), same[:, :-1]], 1), 1).astype(bool)
         found = jnp.concatenate([line[:, :1], own], 1)
         count = jnp.where(ready, 1 + reach.sum(1, dtype=jnp.int32), plain)
@@ -192,7 +194,7 @@ class AdaDec(Algorithm):
         return Decision(tokens=tokens, count=count, slots=slots, source=source, algo=a)
 
     def _grown(self, policy: Any, s: State, a: LookAhead, token: Array, log_p: Array, depth: Array | int) -> LookAhead:
-        """Chains with a token more, at place `depth`."""
+        """Returns chains with one more token, at place `depth`."""
         here = jnp.arange(self.length + 1) == jnp.reshape(jnp.asarray(depth), (-1, 1, 1))
         ripe = (s.length - s.prompt_length + depth >= s.min_new)[:, None]
         ends = (token[..., None] == policy.eos[:, None]).any(-1) & ripe
@@ -200,13 +202,13 @@ class AdaDec(Algorithm):
         if policy.stops is not None:
             stop, hit = policy.stops.advance(stop, token, (s.max_length - s.length - depth - 1)[:, None])
         adds = counts = ~a.ended
-        if self.counting == "running":      # there the first token behind a candidate always counts
+        if self.counting == "running":      # there the first token after a candidate always counts
             adds, counts = jnp.ones_like(a.ended), counts | (jnp.reshape(jnp.asarray(depth), (-1, 1)) < 2)
         return a.replace(tokens=jnp.where(here, token[..., None], a.tokens), score=a.score + jnp.where(adds, log_p, 0),
                          length=a.length + counts, ended=a.ended | ends | (hit & ripe), stop=stop)
 
     def _over(self, a: LookAhead, depth: Array) -> Array:
-        """`bool[B]`: whether all chains have ended."""
+        """Returns `bool[B]`: True where all chains have ended."""
         return a.ended.all(1) & (depth >= (1 if self.counting == "ended" else 2))
 
 

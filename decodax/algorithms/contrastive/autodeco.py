@@ -1,4 +1,5 @@
-"""AutoDeco: a temperature and a top-p for each token, read off the hidden state by two small heads."""
+"""AutoDeco: a temperature and a top-p for each token, predicted from the hidden state by two small heads ("The End of
+Manual Decoding: Towards Truly End-to-End Language Models", Wang et al., 2025)."""
 
 from __future__ import annotations
 
@@ -22,16 +23,16 @@ from decodax.core.window import Window
 from decodax.sampling.warpers import TopP
 
 COLDEST = 1e-2
-"""The least temperature, as in training."""
+"""Least temperature, as in training."""
 
 STEEPNESS = 30.0
-"""How fast the soft top-p of training falls beyond the bound."""
+"""Rate at which the soft top-p of training falls beyond the bound."""
 
 
 @struct
 class Head(Struct):
-    """Two layers with a ReLU between them and a sigmoid behind. Attributes: up `f32[D, M]`, up_bias `f32[M]`, down
-    `f32[M]`, down_bias `f32[]`."""
+    """Two layers with a ReLU between them and a final sigmoid. `up`: `f32[D, M]`, `up_bias`: `f32[M]`, `down`:
+    `f32[M]`, `down_bias`: `f32[]`."""
 
     up: Array
     up_bias: Array
@@ -39,21 +40,21 @@ class Head(Struct):
     down_bias: Array
 
     def __call__(self, x: Array) -> Array:
-        """`f32[...]`, from 0 to 1, of `f32[..., D]`."""
+        """Returns `f32[...]`, from 0 to 1, of `f32[..., D]`."""
         return jax.nn.sigmoid(jax.nn.relu(x @ self.up + self.up_bias) @ self.down + self.down_bias)
 
 
 @struct
 class Heads(Struct):
-    """Attributes: temperature: reads hidden states. top_p: reads those, the temperature, and four figures of the
-    distribution (`features`)."""
+    """The two heads. `temperature` reads hidden states. `top_p` reads these, the temperature, and four statistics of
+    the distribution (`features`)."""
 
     temperature: Head
     top_p: Head
 
     @classmethod
     def init(cls, key: Array, width: int, middle: int = 256) -> Heads:
-        """Fresh ones, for models of this width."""
+        """Returns heads with random weights, for models of this width."""
         def one(key: Array, size: int) -> Head:
             first, second = jax.random.split(key)
             return Head(jax.random.normal(first, (size, middle)) * size ** -0.5, jnp.zeros(middle),
@@ -64,7 +65,7 @@ class Heads(Struct):
 
     @classmethod
     def of(cls, tensors: Mapping[str, Any]) -> Heads:
-        """Those of the authors' checkpoints, by their names (`temp_head.mlp.0.weight`, ...).
+        """Returns the heads of the authors' checkpoints, by their names (`temp_head.mlp.0.weight`, ...).
 
         Raises:
             ValueError: one is missing.
@@ -80,7 +81,7 @@ class Heads(Struct):
         return cls(one("temp_head"), one("top_p_head"))
 
     def __call__(self, hidden: Array, logits: Array) -> tuple[Array, Array]:
-        """Temperature, from 0 to 2, and top-p `f32[...]` of hidden states `f[..., D]` and their logits."""
+        """Returns temperature, from 0 to 2, and top-p `f32[...]` of hidden states `f[..., D]` and their logits."""
         hidden = hidden.astype(jnp.float32)
         temperature = 2 * self.temperature(hidden)
         known = jax.lax.stop_gradient(temperature)
@@ -88,8 +89,8 @@ class Heads(Struct):
 
 
 def features(logits: Array, temperature: Array) -> Array:
-    """`f32[..., 4]` of the distribution at a temperature: its largest probability, its entropy in nats, the variance of
-    probabilities, and the sum of the five largest."""
+    """Returns `f32[..., 4]` of the distribution at a temperature: its largest probability, its entropy in nats, the
+    variance of probabilities, and the sum of the five largest."""
     p = jax.nn.softmax(logits / (temperature[..., None] + 1e-8))
     entropy = -(p * jnp.log(p + 1e-8)).sum(-1)
     best = jax.lax.top_k(p, min(5, p.shape[-1]))[0].sum(-1)
@@ -102,9 +103,8 @@ class AutoDeco(Readout):
     2025, "The End of Manual Decoding").
 
     At `temperature=1.0` of the request a draw has the paper's distribution; another one multiplies the heads'. Greedy
-    rows take the model's own token. Penalties and bans of the request act behind the heads.
-
-    Weights are those of the network and the heads, a pair.
+    rows take the model's own token. Penalties and bans of the request act after the heads.
+    The weights are a pair, those of the network and of the heads.
     """
 
     def apply(self, params: Any, window: Window, cache: Cache) -> Out:
@@ -132,14 +132,15 @@ class AutoDeco(Readout):
 
 
 @FUNCTIONS.register("algorithms.contrastive.autodeco",
-                    "The End of Manual Decoding: Towards Truly End-to-End Language Models", "Wang et al. 2025",
-                    "a model that chooses temperature and top-p of each token")
+                    "The End of Manual Decoding: Towards Truly End-to-End Language Models", "Wang et al. 2025")
 def autodeco(lm: Loaded, heads: Heads | Mapping[str, Any] | str | os.PathLike[str]) -> Any:
-    """A model that chooses temperature and top-p itself; see `AutoDeco`.
+    """Returns a model that chooses temperature and top-p of each token itself.
+
+    Replaces the tuning of both by hand; every decoding method takes the model. See `AutoDeco`.
 
     Args:
-        lm: what `decodax.load` gave.
-        heads: trained ones; or tensors by the names of the authors' checkpoints, or the directory of such a checkpoint
+        lm: loaded model.
+        heads: trained heads; or tensors by the names of the authors' checkpoints, or the directory of such a checkpoint
             (`*.safetensors`).
 
     Raises:
@@ -154,16 +155,16 @@ def autodeco(lm: Loaded, heads: Heads | Mapping[str, Any] | str | os.PathLike[st
 
 
 def losses(heads: Heads, hidden: Array, logits: Array, labels: Array, key: Array) -> tuple[Array, Array]:
-    """What the heads are trained to make small, of a text that the network has read: for the temperature, and for
-    top-p. The network stays as it is; the sum is what the authors minimise.
+    """Returns the training losses of the heads on a text: for the temperature, and for top-p. The network is not
+    trained; the authors minimise the sum.
 
     Both are cross-entropies of the next token, weighted by the probability that the network gives to it: at the
-    temperature, and behind a top-p that cuts softly, by `exp(-30 * excess)`. Of the positions where the network's best
-    token is right, the first one leaves out 60% at random.
+    temperature, and after a top-p that cuts softly, by `exp(-30 * excess)`. The first loss leaves out
+    60% of the positions where the network's best token is right, at random.
 
     Args:
-        hidden: `f[..., D]`. logits: `f32[..., V]`. labels: `i32[...]`, the token behind each position, negative where
-            none counts. key: of the positions that are left out.
+        hidden: `f[..., D]`. logits: `f32[..., V]`. labels: `i32[...]`, the token after each position, negative where
+            none counts. key: for the choice of the positions that are left out.
 
     Returns:
         Two means, `f32[]`, over the positions that count.

@@ -1,4 +1,5 @@
-"""Contrastive decoding: a large model against a small one."""
+"""Contrastive decoding: a large model against a small one ("Contrastive Decoding: Open-ended Text Generation as
+Optimization", Li et al., 2023)."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from decodax.pallas_kernels.vocabulary import cooled
 
 @struct
 class TwoCaches(Cache, Struct):
-    """Those of two models that read the same text."""
+    """Caches of two models that read the same text."""
 
     expert: Any
     amateur: Any
@@ -76,11 +77,11 @@ class Contrastive(Readout):
     expert as the likeliest one (Li et al., 2023); with `beta` they are `(1 + beta) l - beta k` of the logits of both
     (O'Brien and Lewis, 2023).
 
-    Weights are those of the expert and of the amateur, a pair.
+    The weights are a pair, those of the expert and of the amateur.
 
     Attributes:
         base, amateur: the two networks, over one vocabulary.
-        alpha: in (0, 1]. beta: None for the first rule. temperature: of the amateur, in the first rule.
+        alpha: in (0, 1]. beta: None for the first rule. temperature: temperature of the amateur, in the first rule.
     """
 
     amateur: Model
@@ -135,14 +136,15 @@ class Contrastive(Readout):
 
 
 @FUNCTIONS.register("algorithms.contrastive.contrast",
-                    "Contrastive Decoding: Open-ended Text Generation as Optimization", "Li et al. 2023",
-                    "a model that decodes by contrast with a smaller one")
+                    "Contrastive Decoding: Open-ended Text Generation as Optimization", "Li et al. 2023")
 def contrast(lm: Loaded, amateur: Loaded, alpha: float = 0.1, beta: float | None = None,
              temperature: float = 1.0) -> Any:
-    """A model that decodes by contrast with a smaller one; see `Contrastive`.
+    """Returns a model that decodes by contrast with a smaller one.
+
+    For open-ended text; every decoding method takes the model. See `Contrastive` for the rule.
 
     Args:
-        lm, amateur: what `decodax.load` gave; both have one vocabulary.
+        lm, amateur: loaded models with one vocabulary.
         alpha, beta, temperature: as in `Contrastive`. `beta=0.5` is what O'Brien and Lewis advise for reasoning; Li et
             al. search with `num_beams=5`.
 

@@ -1,4 +1,5 @@
-"""Contrastive search: likely tokens that do not say again what the text has said."""
+"""Contrastive search: likely tokens whose hidden state differs from those of the text so far ("A Contrastive Framework
+for Neural Text Generation", Su et al., 2022)."""
 
 from __future__ import annotations
 
@@ -24,11 +25,13 @@ from decodax.sampling.draw import winner
 
 @struct
 class Said(Struct):
-    """Attributes:
+    """State of the search.
+
+    Attributes:
         history: `f32[B, N, D]`, the direction of the hidden state at each position of the text but the newest.
-        candidates: `i32[B, k]`, the tokens that may come next; the first is negative where there are none.
+        candidates: `i32[B, k]`, the tokens that may come next; the first is negative if there are none.
         chances: `f32[B, k]`, their probabilities.
-        ready: `bool[B]`, whether they are known: not so in front of the first round.
+        ready: `bool[B]`, True if they are known; False before the first round.
     """
 
     history: Array
@@ -38,7 +41,7 @@ class Said(Struct):
 
 
 def hidden_width(lm: Loaded) -> int:
-    """Entries of a hidden state."""
+    """Returns the number of entries of a hidden state."""
     def hidden(params: Any) -> Array:
         window = causal(jnp.zeros((1, 1), jnp.int32), jnp.zeros(1, jnp.int32))
         return lm.model.apply(params, window, lm.model.init_cache(1, 16, params=params)).hidden
@@ -63,14 +66,14 @@ def _direction(x: Array) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class ContrastiveSearch(Algorithm):
-    """Of the `k` likeliest tokens that with the largest `(1 - alpha) p - alpha c`, where `c` is how near its hidden
-    state comes to that of any token before it, the largest cosine (Su et al., 2022).
+    """Takes, of the `k` likeliest tokens, the one with the largest `(1 - alpha) p - alpha c`, where `c` is the largest
+    cosine of its hidden state to that of an earlier token.
 
-    Greedy: rows with a temperature take the distribution at that temperature for `p`, and draw nothing. Each round
-    scores the newest token and the `k` candidates behind it, so a token takes one forward.
+    The search is greedy: rows with a temperature take the distribution at that temperature for `p`, and draw nothing.
+    Each round scores the newest token and the `k` candidates after it, so a token takes one forward.
 
     Attributes:
-        width: of the hidden states. alpha: in [0, 1]; it may change without a retrace. k: candidates.
+        width: size of a hidden state. alpha: in [0, 1]; it may change without a retrace. k: number of candidates.
     """
 
     width: int
@@ -127,7 +130,7 @@ class ContrastiveSearch(Algorithm):
         token = jnp.take_along_axis(algo.candidates, best[:, None], 1)
         token = jnp.where(algo.candidates[:, :1] < 0, algo.candidates[:, :1], token)
 
-        # what may come behind it, or behind the newest token if nobody has looked there yet
+        # the candidates after it, or after the newest token in the first round
         node = jnp.where(algo.ready, best + 1, 0)[:, None]
         following = dist.warm.processed(node)[:, 0]
         chances, candidates = top_k(jax.nn.softmax(following), min(self.k, following.shape[-1]))

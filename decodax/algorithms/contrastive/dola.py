@@ -1,4 +1,5 @@
-"""DoLa: what the last layer adds to an early one."""
+"""DoLa: decoding by contrast of the last layer with an early one ("DoLa: Decoding by Contrasting Layers Improves
+Factuality in Large Language Models", Chuang et al., 2024)."""
 
 from __future__ import annotations
 
@@ -23,16 +24,15 @@ Layers = Literal["low", "high"] | Sequence[int]
 
 @dataclasses.dataclass(frozen=True)
 class DoLa(Readout):
-    """Decoding by contrasting layers (Chuang et al., 2024): logits are `log p - log q`, where `p` is the model's
-    distribution and `q` what its head reads off an early layer, among tokens at least `relative_top` times as likely as
-    the likeliest.
+    """Decoding by contrasting layers: logits are `log p - log q`, where `p` is the model's distribution and `q` that of
+    its head on an early layer, among tokens at least `relative_top` times as likely as the likeliest.
 
-    Of several early layers that one counts at each position whose distribution is farthest from the model's. As in the
+    Of several early layers, the one whose distribution is farthest from the model's counts at each position. As in the
     authors' code and in transformers, the head reads early layers without the final norm, and the distance is the mean
     of `KL(m || p)` and `KL(m || q)` with `m` between them; `distance="jensen-shannon"` takes that of the paper's text.
 
     Attributes:
-        layers: early layers, in order; 0: the embeddings, `i`: behind the `i`-th layer.
+        layers: early layers, in order; 0: the embeddings, `i`: after the `i`-th layer.
         relative_top: in (0, 1].
         distance: "reference" or "jensen-shannon".
     """
@@ -53,7 +53,7 @@ class DoLa(Readout):
             q = lax.select_n(*[jnp.broadcast_to(far.argmax(0)[..., None], last.shape)], *others) \
                 if len(others) > 1 else others[0]
             likely = last >= last.max(-1, keepdims=True) + jnp.log(self.relative_top)
-            # a NaN stays one, so that the draw reports it
+            # a NaN stays, so that the draw reports it
             return jnp.where(likely | jnp.isnan(last), last - q, -jnp.inf)
 
         return dataclasses.replace(out, hidden=jnp.concatenate([out.hidden, *early], -1), head=head)
@@ -63,7 +63,7 @@ class DoLa(Readout):
         return self.base.walk(params, window, cache)[0]
 
     def _far(self, log_p: Array, log_q: Array) -> Array:
-        """`f32[...]` up to a factor that all layers share."""
+        """Returns the distance `f32[...]`, up to a factor that all layers share."""
         p, q = jnp.exp(log_p), jnp.exp(log_q)
         m = (p + q) / 2
         log_m = jnp.log(jnp.maximum(m, jnp.finfo(m.dtype).tiny))
@@ -80,19 +80,21 @@ def _shown(base: Any, out: Out) -> tuple[Array, ...]:
 
 @FUNCTIONS.register("algorithms.contrastive.dola",
                     "DoLa: Decoding by Contrasting Layers Improves Factuality in Large Language Models",
-                    "Chuang et al. 2024", "a model that decodes by what its last layer adds to an early one")
+                    "Chuang et al. 2024")
 def dola(lm: Loaded, layers: Layers = "high", relative_top: float = 0.1,
          distance: Literal["reference", "jensen-shannon"] = "reference", tied: bool | None = None) -> Any:
-    """A model that decodes by contrasting layers; see `DoLa`.
+    """Returns a model that decodes by contrast of its last layer with an early one.
+
+    Improves facts and short answers; every decoding method takes the model. See `DoLa` for the rule.
 
     Args:
-        lm: what `decodax.load` gave.
+        lm: loaded model.
         layers: "low", the even layers of the lower half; "high", those of the upper half (of the last 20 of more than
             40 layers); or layers by number. The paper advises "high" for short answers and facts, "low" for reasoning,
             and a `repetition_penalty` of 1.2.
         relative_top, distance: as in `DoLa`.
-        tied: whether the head is the embedding table: "low" then begins at layer 2, since the head would read the
-            embeddings back as the tokens that they are of. None: as the model says.
+        tied: True if the head is the embedding table: "low" then begins at layer 2, since the head would predict the
+            tokens of the embeddings. None: as in the model's configuration.
 
     Raises:
         ValueError: a model whose layers cannot be seen, or layers that it does not have.
@@ -123,7 +125,7 @@ def dola(lm: Loaded, layers: Layers = "high", relative_top: float = 0.1,
 
 
 def asked(lm: Loaded, given: Any, said: Callable[..., Any]) -> Any:
-    """The model as the argument `dola_layers`, or a generation config, has it read."""
+    """Returns the model for the argument `dola_layers`, or the entry of a generation config."""
     def read(name: str, layers: Any) -> Any:
         takes = "'low', 'high', or numbers of layers"
         rows = plain(name, layers, takes)

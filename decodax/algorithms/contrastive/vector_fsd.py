@@ -1,4 +1,5 @@
-"""Frustratingly simple decoding with vectors: likely tokens that did not follow similar states before."""
+"""Frustratingly simple decoding with vectors: likely tokens that did not follow similar hidden states before ("A
+Frustratingly Simple Decoding Method for Neural Text Generation", Yang et al., 2024)."""
 
 from __future__ import annotations
 
@@ -31,16 +32,17 @@ class _Reader(Observer):
 
 @dataclasses.dataclass(frozen=True)
 class VectorFSD(Algorithm):
-    """Of the `k` likeliest tokens that with the largest `(1 - alpha) p - alpha g`, where `g` is how near the states of
-    the last `n - 1` tokens come to those in front of an earlier place where the token stands: the largest cosine, 0 at
-    least (Yang et al., 2024, the vectorised form; that with counts of n-grams is `FSD`, the argument `fsd_alpha`).
+    """Takes, of the `k` likeliest tokens, the one with the largest `(1 - alpha) p - alpha g`.
 
-    Greedy: rows with a temperature take the distribution at that temperature for `p`, and draw nothing. States are
-    those behind the final norm; which layer's they are is open in the authors' code.
+    `g` is the largest cosine, at least 0, of the states of the last `n - 1` tokens to those before an earlier
+    occurrence of the token. This is the vectorised form; that with counts of n-grams is `FSD`, the argument
+    `fsd_alpha`. The method is greedy: rows with a temperature take the distribution at that temperature for `p`, and
+    draw nothing. States are those after the final norm; the authors' code leaves the layer open.
 
     Attributes:
-        width: of the hidden states. alpha: in [0, 1]; may change without a retrace. k: candidates. n: see above.
-        stop_weight: what `g` counts for at the tokens `stop_words`.
+        width: size of a hidden state. alpha: in [0, 1]; may change without a retrace. k: number of candidates.
+        n: see above.
+        stop_weight: factor of `g` at the tokens `stop_words`.
     """
 
     width: int
@@ -73,7 +75,7 @@ class VectorFSD(Algorithm):
         return _Reader()
 
     def init(self, params: Params, s: State) -> Array:
-        """`f32[B, N, D]`, the hidden state at each place."""
+        """Returns the hidden state at each place, `f32[B, N, D]`."""
         return jnp.zeros((*s.tokens.shape, self.width), jnp.float32)
 
     def propose(self, params: Params, policy: Any, s: State) -> tuple[Window, Any]:

@@ -1,4 +1,5 @@
-"""Cascaded decoding: all positions of a text at once, by Markov models of rising order."""
+"""Cascaded decoding: all positions of a text at once, by Markov models of rising order ("Cascaded Text Generation with
+Markov Transformers", Deng and Rush, 2020)."""
 
 from __future__ import annotations
 
@@ -23,12 +24,12 @@ from decodax.core.window import Window
 
 @struct
 class Survivors(Struct):
-    """What is left of a text's n-grams. Row `l` of a prompt has the n-grams that begin at position `l`.
+    """Surviving n-grams of a text. Row `l` of a prompt has the n-grams that begin at position `l`.
 
     Attributes:
         order: `i32[B]`, the next to be scored. grams: `i32[B, K, m]`, of which the first `max(order, 1)` tokens count.
-        score: `f32[B, K]`: -inf in an empty place, else 0, and at position 0 the log-probability of the n-gram.
-        log_prob: `f32[B]`, of the text in the end.
+        score: `f32[B, K]`: -inf in an empty place, else 0, and the log-probability of the n-gram at position 0.
+        log_prob: `f32[B]`, of the final text.
     """
 
     order: Array
@@ -39,9 +40,9 @@ class Survivors(Struct):
 
 @dataclasses.dataclass(frozen=True)
 class TargetLengths:
-    """How long texts may be, by their prompts: `round(a * T + b) + 1` tokens with the end for a prompt of `T`, and up
-    to `spread` more or fewer. Texts then end in any case. `a` and `b` are a linear regression on what a model was
-    trained on, as in the authors' code."""
+    """Bounds of the length of texts by that of their prompts: `round(a * T + b) + 1` tokens with the end for a prompt
+    of `T`, and up to `spread` more or fewer. Texts then always end. `a` and `b` come from a linear regression on the
+    model's training data, as in the authors' code."""
 
     a: float = 1.0
     b: float = 0.0
@@ -50,30 +51,30 @@ class TargetLengths:
 
 @dataclasses.dataclass(frozen=True)
 class Cascade(Algorithm):
-    """Cascaded decoding (Deng and Rush, 2020) with a Markov transformer.
+    """Cascaded decoding with a Markov transformer.
 
-    Such a model was trained with barriers: a token that stands in place of one of the text, behind which nothing in
-    front of it is seen but the prompt. So with `m` tokens behind a barrier it is a Markov model of order `m`. A text is
+    Such a model was trained with barriers: a token in place of one of the text; tokens after it see only the prompt and
+    the tokens from the barrier on. So with `m` tokens after a barrier it is a Markov model of order `m`. A text is
     found in `orders + 1` forwards, however long it is:
 
     - Order 0: barriers at all positions, each scored by itself. The `keep` likeliest tokens of each survive.
-    - Order `m`: each of the surviving `m`-grams of each position is read behind a barrier, which scores the steps to
+    - Order `m`: each of the surviving `m`-grams of each position is read after a barrier, which scores the steps to
       those of the next position, `(m + 1)`-grams. Of these the `keep` with the best max-marginals survive: with the
       best texts through them (`max_plus.max_marginals`).
     - At the last order the best text is read off.
 
-    Positions behind the end of a text hold epsilon, at no cost, so that texts of all lengths compete. The end and
-    epsilon survive order 0 wherever they may stand.
+    Positions after the end of a text hold epsilon, at no cost, so that texts of all lengths compete. The end and
+    epsilon survive order 0 wherever they are allowed.
 
     A prompt has `longest` rows, one for each position, whose windows see the prompt; `cache="paged"` and
-    `cache="hydragen"` keep it once. A model is trained on `prompt, barrier, text` with more barriers in place of some
-    tokens of the text, so the barrier of position `l` stands where the token `l - 1` would. A temperature divides
+    `cache="hydragen"` store it once. A model is trained on `prompt, barrier, text` with more barriers in place of some
+    tokens of the text, so the barrier of position `l` is at the place of token `l - 1`. A temperature divides
     log-probabilities, and nothing is drawn. The policy must not read the text (penalties, constraints); a stop string
-    cuts what has been found.
+    cuts the text that was found.
 
     Attributes:
-        barrier: the token. orders: the highest Markov order. keep: `K`, survivors of a position.
-        longest: new tokens that a text may have. `max_new_tokens` may be less. lengths: what else bounds them, or None.
+        barrier: id of the barrier token. orders: highest Markov order. keep: `K`, number of survivors of a position.
+        longest: most new tokens of a text. `max_new_tokens` may be less. lengths: further bounds of it, or None.
 
     Raises:
         ValueError: a number out of its range, `max_new_tokens` above `longest`, or a policy that reads the text.
@@ -110,7 +111,7 @@ class Cascade(Algorithm):
 
     @property
     def last(self) -> int:
-        """The order of the last round: a text of two tokens has no order above 1."""
+        """Order of the last round: a text of two tokens has no order above 1."""
         return min(self.orders, self.longest - 1)
 
     @property
@@ -118,7 +119,7 @@ class Cascade(Algorithm):
         return tuple(_Order(self, m) for m in range(self.last + 1))
 
     def choose(self, params: Params, policy: Any, s: State) -> Array:
-        # rows that came later wait at their order until the others are done
+        # rows that joined later wait at their order until the others are done
         return jnp.where(s.running, s.algo.order, self.last).min()
 
     def fit(self, budget: int) -> Cascade:
@@ -131,7 +132,7 @@ class Cascade(Algorithm):
         return self.last + 8
 
     def findings(self, s: State) -> dict[str, Array]:
-        """`log_prob` of each text, by the model of the last order."""
+        """Returns `log_prob` of each text, by the model of the last order."""
         return {"log_prob": s.algo.log_prob}
 
     def init(self, params: Params, s: State) -> Survivors:
@@ -146,7 +147,7 @@ class Cascade(Algorithm):
         raise NotImplementedError("its rounds are those of its variants")
 
     def bounds(self, s: State, eos: Array) -> Bounds:
-        """Those of each prompt, `[P]`."""
+        """Returns the bounds of each prompt, `[P]`."""
         some = lambda x: x[::self.longest]
         least, most = some(s.min_new) + 1, jnp.minimum(some(s.max_length - s.prompt_length), self.longest)
         words = most
@@ -160,9 +161,9 @@ class Cascade(Algorithm):
 
 @dataclasses.dataclass(frozen=True)
 class _Order(Around):
-    """The round of a cascade that scores its n-grams at one order.
+    """Round of a cascade that scores its n-grams at one order.
 
-    A window has the prompt's newest token, the barrier, and behind it the row's n-grams side by side.
+    A window has the prompt's newest token, the barrier, and after it the row's n-grams side by side.
     """
 
     cascade: Cascade
@@ -198,7 +199,7 @@ class _Order(Around):
         P = B // L
         group = lambda x: x.reshape(P, L, *x.shape[1:])
         flat = lambda x: x.reshape(B, *x.shape[2:])
-        # the barrier in front of a text makes its tokens stand one position behind their places in it
+        # the barrier before a text moves its tokens one position after their places in it
         dist = dist.replace(predicts=window.positions).warm
         # the last tokens of the n-grams, or the barrier
         leaves = jnp.array([1]) if m == 0 else 1 + m * (1 + jnp.arange(c.keep))
@@ -231,15 +232,15 @@ class _Order(Around):
                 noted = self._record(dist, group, path, jnp.maximum(text, 0), s.record.count)
         tokens = jnp.where(broken[:, None], INVALID, tokens)
         hold = lambda x, old: jnp.where(works.reshape(-1, *[1] * (x.ndim - 1)), x, old)
-        # never 0 or more, but made of what the model returned: XLA's CPU else copies the cache to be safe
+        # never 0 or more, but computed from the model's output: XLA's CPU else copies the cache to be safe
         slots = jnp.minimum(jnp.zeros_like(window.tokens) + jnp.argmax(flat(log_p)[:, :1], -1), 0) - 1
         return Decision(tokens=tokens, count=jnp.where(works, jnp.where(broken, 1, count), 0), slots=slots,
                         source=jnp.zeros_like(tokens), algo=jax.tree.map(hold, new, algo), record=noted, idle=~works,
                         status=jnp.where(works, status, Status.RUNNING))
 
     def _record(self, dist: Any, group: Any, path: Array, text: Array, count: int) -> Any:
-        """Log-probabilities of the text, in the first row of each prompt: those of its first tokens stand along the
-        first position's n-gram, the others at the ends of the n-grams that the path goes through."""
+        """Returns log-probabilities of the text, in the first row of each prompt: those of its first tokens are along
+        the first position's n-gram, the others at the ends of the n-grams on the path."""
         m, (P, L) = self.order, text.shape
         depth = jnp.arange(m + 1, dtype=jnp.int32)
         at = jnp.pad(path, ((0, 0), (0, L - path.shape[1])))[..., None]                         # [P, L, 1]
@@ -255,7 +256,7 @@ class _Order(Around):
 
 
 def sight(count: int, length: int) -> Array:
-    """Who sees whom in the window of a round, `bool[W, W]`: the newest token, the barrier, `count` n-grams of a length.
+    """Returns the attention mask of a round, `bool[W, W]`: the newest token, the barrier, `count` n-grams of a length.
 
     >>> for row in sight(2, 2).astype(int).tolist():
     ...     print(row)

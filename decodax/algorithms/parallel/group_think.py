@@ -1,4 +1,5 @@
-"""Group Think: several threads of one text that are written side by side and read one another token by token."""
+"""Group Think: several threads of one text that are written side by side and read one another token by token ("Group
+Think: Multiple Concurrent Reasoning Agents Collaborating at Token Level Granularity", Hsu et al., 2025)."""
 
 from __future__ import annotations
 
@@ -22,11 +23,13 @@ from decodax.models.transformer import Transformer
 
 @struct
 class Threads(Struct):
-    """Attributes:
-        owner: `i32[B, N]`, the thread of each token of the buffer; -1: the prompt's.
-        live: `bool[B, n]`, threads that go on. newest, slot: `i32[B, n]`, the last token of each and where it stands.
-        lengths: `i32[B, n]`, tokens of each. step: `i32[B]`, how many each live one has.
-        cut: `bool[B]`, whether a thread has come to its bound.
+    """State of the threads.
+
+    Attributes:
+        owner: `i32[B, N]`, the thread of each token of the buffer; -1: the prompt.
+        live: `bool[B, n]`, threads that have not ended. newest, slot: `i32[B, n]`, the last token of each and its slot.
+        lengths: `i32[B, n]`, number of tokens of each. step: `i32[B]`, number of tokens of the live ones.
+        cut: `bool[B]`, True if a thread has reached its bound.
     """
 
     owner: Array
@@ -40,23 +43,23 @@ class Threads(Struct):
 
 @dataclasses.dataclass(frozen=True)
 class GroupThink(Algorithm):
-    """Threads that think together (Hsu et al., 2025, Group Think): in a round each of `threads` writes its next token,
-    given the prompt and the tokens that all of them have written so far.
+    """Threads that think together: in a round each of `threads` writes its next token, given the prompt and the tokens
+    that all of them have written so far.
 
-    They share one cache. A thread has a block of positions of its own behind the prompt, a `threads`-th part of the new
+    They share one cache. A thread has a block of positions of its own after the prompt, a `threads`-th part of the new
     tokens, which is also the most that it writes; tokens of all threads lie in the cache in the order in which they
     were written. A window has the newest token of each thread. They see one another, since the next token of each may
     depend on all of them. With one thread it is plain decoding, by the same draws.
 
-    A thread ends with an end of the sequence, which is left out of the text, and the row with its last thread. In the
-    end a text has its threads one behind the other; `findings["thread_lengths"]` says how long they are, `split` takes
-    them apart. The policy must not read the text (penalties, constraints), stop strings are not looked for, and layers
-    must not attend to the nearest positions alone.
+    A thread ends with an end of the sequence, which is left out of the text, and the row with its last thread. The
+    final text has its threads one after the other; `findings["thread_lengths"]` has their lengths, and `split`
+    separates them. The policy must not read the text (penalties, constraints), stop strings are not searched for, and
+    the model must have no layers with sliding windows.
 
     Attributes:
-        threads: how many. starts: tokens with which each thread begins, such as those of its name; they count as
-            written. Without any the first tokens of greedy threads are the same.
-        together: whether tokens of the same step see one another; if not, those of others are seen one step later.
+        threads: number of threads. starts: tokens with which each thread begins, such as those of its name; they count
+            as written. Without any the first tokens of greedy threads are the same.
+        together: True: tokens of the same step see one another. False: those of others are seen one step later.
     """
 
     threads: int = 4
@@ -81,7 +84,7 @@ class GroupThink(Algorithm):
         return budget + 8
 
     def findings(self, s: State) -> dict[str, Array]:
-        """`thread_lengths`: `i32[B, threads]`."""
+        """Returns `thread_lengths`: `i32[B, threads]`."""
         return {"thread_lengths": s.algo.lengths}
 
     def init(self, params: Params, s: State) -> Threads:
@@ -91,12 +94,12 @@ class GroupThink(Algorithm):
                        newest=each(0), slot=each(0), lengths=each(0), step=none, cut=none > 0)
 
     def _places(self, s: State) -> Array:
-        """`i32[B, n]`: the position of each thread's next token."""
+        """Returns `i32[B, n]`: the position of each thread's next token."""
         first = s.prompt_length[:, None] + jnp.arange(self.threads, dtype=jnp.int32) * self._bound(s)[:, None]
         return first + s.algo.step[:, None]
 
     def _bound(self, s: State) -> Array:
-        """`i32[B]`: tokens of a thread at most."""
+        """Returns `i32[B]`: most tokens of a thread."""
         return jnp.maximum((s.max_length - s.prompt_length) // self.threads, 1)
 
     def propose(self, params: Params, policy: Any, s: State) -> tuple[Window, Threads]:
@@ -109,14 +112,14 @@ class GroupThink(Algorithm):
         begins = (a.step == 0)[:, None]
         tokens = jnp.where(begins, s.newest[:, None], a.newest)
         positions = jnp.where(begins, s.length[:, None] - 1, self._places(s) - 1)
-        # in front of the first round all read the prompt's last token, each its own copy
+        # in the first round all read the prompt's last token, each its own copy
         own = jnp.eye(self.threads, dtype=bool)[None]
         mask = own | ~begins[:, None] if self.together else jnp.broadcast_to(own, (s.batch, *own.shape[1:]))
         return Window(tokens=tokens, positions=positions, mask=mask, live=a.live & s.running[:, None]), a
 
     def decide(self, params: Params, dist: Any, s: State, window: Window, out: Out, algo: Threads) -> Decision:
         places, begins = self._places(s), (algo.step == 0)[:, None]
-        # a draw is addressed by the position of the token that it makes
+        # a draw is addressed by the position of its token
         token = dist.policy.over_logits(s, window.replace(positions=places - 1), dist.logits()).draw()
         if self.starts:
             token = self._started(token, algo.step)
@@ -141,14 +144,14 @@ class GroupThink(Algorithm):
                         slots=jnp.where(decided, held, -1), status=over.astype(jnp.int32))
 
     def _started(self, token: Array, step: Array) -> Array:
-        """The tokens with which threads begin, in place of those that were drawn."""
+        """Returns the drawn tokens, replaced by those with which threads begin."""
         width = max(map(len, self.starts))
         table = jnp.array([[*start, *[-1] * (width + 1 - len(start))] for start in self.starts], jnp.int32)
         given = table[:, jnp.minimum(step, width)].T
         return jnp.where(given >= 0, given, token)
 
     def outcome(self, s: State) -> State:
-        """The threads of each text one behind the other."""
+        """Returns the threads of each text one after the other."""
         place = jnp.arange(s.tokens.shape[1])
         inside = (place >= s.prompt_length[:, None]) & (place < s.length[:, None])
         rank = jnp.where(inside, s.algo.owner, jnp.where(place < s.prompt_length[:, None], -1, self.threads))
@@ -158,7 +161,7 @@ class GroupThink(Algorithm):
 
 
 def split(tokens: Any, lengths: Any) -> list[list[int]]:
-    """The threads of one text.
+    """Returns the threads of one text.
 
     Args:
         tokens: `i32[n]`, the text (`Result.row`). lengths: `i32[threads]`, of `findings["thread_lengths"]`.

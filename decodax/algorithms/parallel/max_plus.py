@@ -12,38 +12,39 @@ from jax import Array, lax
 
 
 def product(a: Array, b: Array) -> Array:
-    """The max-plus product of matrices `f32[..., K, K]`: `max over j of a[i, j] + b[j, k]`."""
+    """Returns the max-plus product of matrices `f32[..., K, K]`: `max over j of a[i, j] + b[j, k]`."""
     return (a[..., :, :, None] + b[..., None, :, :]).max(-2)
 
 
 def reached(edges: Array) -> tuple[Array, Array]:
-    """The best scores up to each state and from it on, `f32[L, K]` twice, for steps `edges` `f32[L - 1, K, K]`.
+    """Returns the best scores up to each state and from it on, `f32[L, K]` twice, for steps `edges` `f32[L - 1, K, K]`.
 
-    >>> before, behind = reached(jnp.array([[[1., 0.], [0., 3.]], [[0., 0.], [5., 0.]]]))
-    >>> before.tolist(), behind.tolist()
+    >>> before, after = reached(jnp.array([[[1., 0.], [0., 3.]], [[0., 0.], [5., 0.]]]))
+    >>> before.tolist(), after.tolist()
     ([[0.0, 0.0], [1.0, 3.0], [8.0, 3.0]], [[5.0, 8.0], [0.0, 5.0], [0.0, 0.0]])
     """
     none = jnp.zeros((1, edges.shape[-1]), edges.dtype)
     before = lax.associative_scan(product, edges).max(-2)
-    behind = lax.associative_scan(lambda a, b: product(b, a), edges, reverse=True).max(-1)
-    return jnp.concatenate([none, before]), jnp.concatenate([behind, none])
+    after = lax.associative_scan(lambda a, b: product(b, a), edges, reverse=True).max(-1)
+    return jnp.concatenate([none, before]), jnp.concatenate([after, none])
 
 
 def max_marginals(edges: Array) -> Array:
-    """The score of the best path that takes each step: `f32[L - 1, K, K]` of the same.
+    """Returns the score of the best path that takes each step: `f32[L - 1, K, K]` of the same.
 
     >>> max_marginals(jnp.array([[[1., 0.], [0., 3.]], [[0., 0.], [5., 0.]]])).tolist()
     [[[1.0, 5.0], [0.0, 8.0]], [[1.0, 1.0], [8.0, 3.0]]]
     """
-    before, behind = reached(edges)
-    return before[:-1, :, None] + edges + behind[1:, None, :]
+    before, after = reached(edges)
+    return before[:-1, :, None] + edges + after[1:, None, :]
 
 
 def best_path(edges: Array) -> tuple[Array, Array]:
-    """The states of the best path, `i32[L]`, and its score, `f32[]`; of equal ones that whose last states come first.
+    """Returns the states of the best path, `i32[L]`, and its score, `f32[]`; of equal ones the one whose last states
+    come first.
 
-    Where each state comes from is a map of states to states; the path is read off the maps of all columns, composed in
-    a scan as well.
+    The predecessor of each state is a map of states to states; the path is the composition of the maps of all columns,
+    by a scan as well.
 
     >>> [x.tolist() for x in best_path(jnp.array([[[1., 0.], [0., 3.]], [[0., 0.], [5., 0.]]]))]
     [[1, 1, 0], 8.0]

@@ -1,4 +1,4 @@
-"""The lattice of a cascade: which n-grams survive at each position of a text, and what steps between them cost.
+"""Lattice of a cascade: the n-grams that survive at each position of a text, and the scores of steps between them.
 
 Axes: P prompts, L positions, K survivors of a position, m tokens of an n-gram, V vocabulary. A column `l` holds the
 n-grams that begin at position `l`; a step goes from a column to the next one and is an n-gram of one token more.
@@ -15,16 +15,16 @@ from decodax.common.struct import Struct, struct
 from decodax.pallas_kernels.vocabulary import top_k
 
 EPSILON = -1
-"""What stands at the positions behind the end of a text."""
+"""Symbol of the positions after the end of a text."""
 
 
 @struct
 class Bounds(Struct):
-    """How long the texts of each prompt may be, in tokens with their end.
+    """Bounds of the length of each prompt's texts, in tokens with their end.
 
     Attributes:
-        least, most: `i32[P]`. words: `i32[P]`, how many tokens that do not end a text there may be; one less than
-            `most` where texts must end. eos: `i32[P, E]`, the tokens that end them, padded with -1.
+        least, most: `i32[P]`. words: `i32[P]`, most tokens that do not end a text; one less than `most` where
+            texts must end. eos: `i32[P, E]`, the tokens that end them, padded with -1.
     """
 
     least: Array
@@ -33,12 +33,13 @@ class Bounds(Struct):
     eos: Array
 
     def ends(self, tokens: Array) -> Array:
-        """Which tokens (`i32[P, ...]`) end a text."""
+        """Returns True for tokens (`i32[P, ...]`) that end a text."""
         eos = self.eos.reshape(self.eos.shape[0], *[1] * (tokens.ndim - 1), -1)
         return (tokens[..., None] == eos).any(-1) & (tokens >= 0)
 
     def legal(self, tokens: Array, place: Array) -> Array:
-        """Which tokens may stand at positions `place` (`i32[...]`, of `tokens` `i32[P, ...]`), by length alone."""
+        """Returns True for tokens that are allowed at positions `place` (`i32[...]`, of `tokens` `i32[P, ...]`), by
+        length alone."""
         wide = lambda x: x.reshape(-1, *[1] * (tokens.ndim - 1))
         end = (place >= wide(self.least) - 1) & (place < wide(self.most))
         return jnp.where(tokens == EPSILON, place >= wide(self.least),
@@ -46,10 +47,10 @@ class Bounds(Struct):
 
 
 def first(log_p: Array, bounds: Bounds, keep: int, room: int) -> tuple[Array, Array]:
-    """The tokens that survive order 0.
+    """Returns the tokens that survive order 0.
 
     Args:
-        log_p: `f32[P, L, V]`, of each position by itself. room: tokens that an n-gram has room for.
+        log_p: `f32[P, L, V]`, of each position by itself. room: most tokens of an n-gram.
 
     Returns:
         The n-grams `i32[P, L, K, room]`, and their scores `f32[P, L, K]`; see `Survivors`.
@@ -69,38 +70,38 @@ def first(log_p: Array, bounds: Bounds, keep: int, room: int) -> tuple[Array, Ar
 
 
 def edges(log_p: Array, grams: Array, score: Array, bounds: Bounds, order: int) -> Array:
-    """What each step adds to the score of a text: `f32[P, L - m, K, K]`, -inf where there is no such step.
+    """Returns the gain of each step for the score of a text: `f32[P, L - m, K, K]`, -inf where there is no such step.
 
     Args:
-        log_p: `f32[P, L, K, V]` of what follows each n-gram; `f32[P, L, 1, V]` of each position itself at order 0.
+        log_p: `f32[P, L, K, V]` of the token after each n-gram; `f32[P, L, 1, V]` of each position itself at order 0.
         grams: `i32[P, L, K, m]`, `m` is `max(order, 1)`. score: `f32[P, L, K]`.
     """
     L, m = grams.shape[1], grams.shape[-1]
-    before, behind = grams[:, :L - m], grams[:, 1:L - m + 1]
-    old, new = before[..., -1][..., None], behind[..., -1][:, :, None]          # [P, L - m, K, 1], [P, L - m, 1, K]
+    before, after = grams[:, :L - m], grams[:, 1:L - m + 1]
+    old, new = before[..., -1][..., None], after[..., -1][:, :, None]          # [P, L - m, K, 1], [P, L - m, 1, K]
     place = m + jnp.arange(L - m, dtype=jnp.int32)[:, None, None]
     rows = log_p[:, :L - m] if order else log_p[:, m:]
     shape = jnp.broadcast_shapes(old.shape, new.shape)
     token = jnp.broadcast_to(jnp.maximum(new, 0), (*rows.shape[:3], shape[-1]))
     said = jnp.broadcast_to(jnp.take_along_axis(rows, token, -1), shape)
-    # an end, epsilon, and the last token that there is room for are followed by epsilon alone
+    # only epsilon follows an end, epsilon, and the last token of the budget
     over = (old == EPSILON) | bounds.ends(old) | (place >= bounds.most.reshape(-1, 1, 1, 1))
     fits = jnp.where(over, new == EPSILON, (new != EPSILON) & bounds.legal(new, place))
-    fits &= (before[..., :, None, 1:] == behind[..., None, :, :-1]).all(-1)
+    fits &= (before[..., :, None, 1:] == after[..., None, :, :-1]).all(-1)
     fits &= (score[:, :L - m, :, None] > -jnp.inf) & (score[:, 1:L - m + 1, None] > -jnp.inf)
     found = jnp.where(fits, jnp.where(over, 0, said), -jnp.inf)
     return found.at[:, 0].add(score[:, 0, :, None])
 
 
 def prune(steps: Array, grams: Array, score: Array, order: int) -> tuple[Array, Array]:
-    """The steps with the best max-marginals of each column, as n-grams of one token more.
+    """Returns the steps with the best max-marginals of each column, as n-grams of one token more.
 
     Args:
         steps: `f32[P, L - m, K, K]`, of `edges` at an order `m` from 1 on. grams: `i32[P, L, K, room]`, of which `m`
             tokens count. score: `f32[P, L, K]`.
 
     Returns:
-        As `first`. The last `m` columns have nothing to say any more.
+        As `first`. The last `m` columns are unused from then on.
     """
     P, C, K, _ = steps.shape
     best, index = top_k(jax.vmap(max_marginals)(steps).reshape(P, C, K * K), K)
@@ -114,8 +115,8 @@ def prune(steps: Array, grams: Array, score: Array, order: int) -> tuple[Array, 
 
 
 def best_text(steps: Array, grams: Array) -> tuple[Array, Array, Array]:
-    """The best text: its tokens `i32[P, L]`, `EPSILON` behind its end; its n-grams `i32[P, L - m + 1]`; its score
-    `f32[P]`."""
+    """Returns the best text: its tokens `i32[P, L]`, `EPSILON` after its end; its n-grams `i32[P, L - m + 1]`; its
+    score `f32[P]`."""
     m = grams.shape[-1]
     path, score = jax.vmap(best_path)(steps)
     along = jnp.take_along_axis(grams[:, :path.shape[1]], path[..., None, None], 2)[:, :, 0]
