@@ -16,7 +16,7 @@ import numpy as np
 from jax import Array, lax
 
 from decodax.algorithms.beams.pool import Finished, append
-from decodax.algorithms.beams.step import Beams, Group, Step, Text
+from decodax.algorithms.beams.step import Beams, BeamText, Group, Step
 from decodax.algorithms.beams.uid import UID
 from decodax.algorithms.speculative.contracts import propose
 from decodax.algorithms.speculative.grown import Grown
@@ -273,7 +273,7 @@ class BeamSearch(Algorithm):
         return Decision(tokens=live.tokens, count=count, slots=slots, source=live.nodes, algo=None, rows=rows,
                         status=status, record=noted), algo
 
-    def _record(self, raw: Array, rows: Array, text: Text, count: int) -> Record:
+    def _record(self, raw: Array, rows: Array, text: BeamText, count: int) -> Record:
         """Returns the record of the new tokens of texts `[B, M]`, decided at nodes of rows `rows`."""
         logits = take(raw[rows], text.nodes)
         return record(logits, logits, text.tokens, count).replace(processed=text.processed)

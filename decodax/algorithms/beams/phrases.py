@@ -40,7 +40,7 @@ def _known(rule: str) -> None:
         raise ValueError(f"rule: got {rule!r}, takes 'paper' or 'fairseq'")
 
 
-class Progress(abc.ABC):
+class PhraseProgress(abc.ABC):
     """Tracks the phrase tokens that a text contains. `tables` come from `table`; states are pytrees `[..., ...]`."""
 
     @abc.abstractmethod
@@ -84,7 +84,7 @@ class InOrder(Struct):
 
 
 @dataclasses.dataclass(frozen=True)
-class Ordered(Progress):
+class Ordered(PhraseProgress):
     """Phrases that appear in the text in their order, with anything between them. The state is the number of their
     tokens that the text has, `i32[...]`.
 
@@ -136,8 +136,8 @@ class Ordered(Progress):
 
 
 @struct
-class Trie(Struct):
-    """Trie of the phrases, node 0 its root; nodes after the last one are empty.
+class PhraseTrie(Struct):
+    """PhraseTrie of the phrases, node 0 its root; nodes after the last one are empty.
 
     Attributes:
         token, parent: `i32[n]`, -1 for the root and empty nodes. below: `i32[n]`, number of phrases that go through the
@@ -165,7 +165,7 @@ class Walk(Struct):
 
 
 @dataclasses.dataclass(frozen=True)
-class Unordered(Progress):
+class Unordered(PhraseProgress):
     """Phrases in any order, in a trie with counts (Hu et al., 2019). A phrase that is given twice must appear
     twice. A text goes down the trie as long as phrases that it still needs continue with its tokens. Where none does,
     the longest needed phrase on its way counts, the tokens after that are lost, and the token may begin a phrase at the
@@ -181,7 +181,7 @@ class Unordered(Progress):
     def __post_init__(self) -> None:
         _known(self.rule)
 
-    def table(self, phrases: Phrases) -> Trie:
+    def table(self, phrases: Phrases) -> PhraseTrie:
         size = sum(map(len, phrases)) + 1
         token, parent = np.full(size, -1, np.int32), np.full(size, -1, np.int32)
         below, ends = np.zeros(size, np.int32), np.zeros(size, np.int32)
@@ -196,13 +196,13 @@ class Unordered(Progress):
                 node = child
             ends[node] += 1
         arrays: Any = token, parent, below, ends
-        return Trie(*arrays)
+        return PhraseTrie(*arrays)
 
-    def start(self, tables: Trie, shape: tuple[int, ...]) -> Walk:
+    def start(self, tables: PhraseTrie, shape: tuple[int, ...]) -> Walk:
         none = jnp.zeros((*shape, tables.token.shape[0]), jnp.int32)
         return Walk(jnp.zeros(shape, jnp.int32), none, none)
 
-    def advance(self, tables: Trie, state: Walk, token: Array) -> Walk:
+    def advance(self, tables: PhraseTrie, state: Walk, token: Array) -> Walk:
         t = jax.tree.map(jnp.asarray, tables)
         size = t.token.shape[0]
         one = lambda node: jax.nn.one_hot(node, size, dtype=jnp.int32)
@@ -229,15 +229,15 @@ class Unordered(Progress):
         made = made + jnp.where((goes | begins)[..., None], one(node), 0)
         return Walk(node, made, whole)
 
-    def bank(self, tables: Trie, state: Walk) -> Array:
+    def bank(self, tables: PhraseTrie, state: Walk) -> Array:
         return state.made.sum(-1, dtype=jnp.int32)
 
-    def met(self, tables: Trie, state: Walk) -> Array:
+    def met(self, tables: PhraseTrie, state: Walk) -> Array:
         ends = jnp.asarray(tables.ends)[state.node]
         here = (ends > 0) & (jnp.take_along_axis(state.whole, state.node[..., None], -1)[..., 0] < ends)
         return state.whole.sum(-1, dtype=jnp.int32) + here == tables.below[0]
 
-    def next(self, tables: Trie, state: Walk) -> tuple[Array, Array]:
+    def next(self, tables: PhraseTrie, state: Walk) -> tuple[Array, Array]:
         parent = jnp.asarray(tables.parent)
         ok = (parent == 0) | ((parent == state.node[..., None]) & (parent >= 0))
         return jnp.broadcast_to(jnp.asarray(tables.token), ok.shape), ok

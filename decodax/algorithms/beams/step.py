@@ -48,7 +48,7 @@ class Beams(Struct):
 
 
 @struct
-class Text(Struct):
+class BeamText(Struct):
     """Texts in the middle of a round: the beam that each continues, and the appended tokens. Axes `[P, n]`, `M` last.
 
     Attributes:
@@ -69,11 +69,11 @@ class Text(Struct):
     status: Array
     memory: Any
 
-    def pick(self, index: Array) -> Text:
+    def pick(self, index: Array) -> BeamText:
         """Returns the texts of `index` (`i32[P, n']`)."""
         return jax.tree.map(lambda x: take(x, index), self)
 
-    def join(self, other: Text) -> Text:
+    def join(self, other: BeamText) -> BeamText:
         return jax.tree.map(lambda a, b: jnp.concatenate([a, b], 1), self, other)
 
 
@@ -87,8 +87,8 @@ class Group(Struct):
             made. seen: notes of a search on the step, or None.
     """
 
-    live: Text
-    finished: Text
+    live: BeamText
+    finished: BeamText
     node: Array
     stop: Array
     ended: Array
@@ -133,8 +133,8 @@ class Step:
         none = jnp.zeros((s.batch, M), jnp.int32)
         place = jnp.arange(s.batch, dtype=jnp.int32) % k
 
-        def text(origin: Array, of: Any, score: Array, status: Array) -> Text:
-            return Text(origin=origin, count=jnp.zeros_like(origin), tokens=none, nodes=none, beams=none,
+        def text(origin: Array, of: Any, score: Array, status: Array) -> BeamText:
+            return BeamText(origin=origin, count=jnp.zeros_like(origin), tokens=none, nodes=none, beams=none,
                         processed=none.astype(jnp.float32), score=score, log_prob=of.log_prob, status=status,
                         memory=algo.memory)
 
@@ -201,7 +201,7 @@ class Step:
         made = shared(self.s.length - self.s.prompt_length) + g.steps[:, None] + 1
         return made, shared(self.s.max_length - self.s.prompt_length), made > shared(self.s.min_new)
 
-    def after(self, i: int, g: Group, text: Text, stop: Array, closed: Array, may: Array, chosen: Array) -> Group:
+    def after(self, i: int, g: Group, text: BeamText, stop: Array, closed: Array, may: Array, chosen: Array) -> Group:
         """Returns the group after a step.
 
         Args:
@@ -262,7 +262,7 @@ class Step:
         return lax.cond(self.cold.all(), lambda: total, drawn)
 
     def longer(self, i: int, g: Group, beam: Array, token: Array, own: Array, best: Array, log_p: Array
-               ) -> tuple[Text, Array, Array]:
+               ) -> tuple[BeamText, Array, Array]:
         """Returns the candidates as texts `[P, n]`, the states of the stop automaton, and True where they end by
         themselves.
 
@@ -289,7 +289,7 @@ class Step:
         """Returns the memory of texts after one more token; arguments as in `longer`."""
         return memory if (uid := self.alg.uid) is None else uid.after(memory, own, take(log_p.max(-1), beam))
 
-    def next_nodes(self, i: int, g: Group, live: Text) -> tuple[Array, Array]:
+    def next_nodes(self, i: int, g: Group, live: BeamText) -> tuple[Array, Array]:
         """Returns True where all live beams have a node, `bool[P]`, and the nodes, `i32[P, k]`."""
         if self.tree is None:
             return jnp.zeros_like(g.over), jnp.zeros_like(g.node)

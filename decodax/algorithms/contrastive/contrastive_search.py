@@ -50,7 +50,7 @@ def hidden_width(lm: Loaded) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Reader(Observer):
+class _DirectionReader(Observer):
     """Keeps the hidden states of the prompt."""
 
     def observe(self, s: State, window: Window, out: Out, algo: Any) -> Any:
@@ -102,7 +102,7 @@ class ContrastiveSearch(Algorithm):
 
     @property
     def observer(self) -> Observer:
-        return _Reader()
+        return _DirectionReader()
 
     def init(self, params: Params, s: State) -> Said:
         return Said(history=jnp.zeros((*s.tokens.shape, self.width), jnp.float32),

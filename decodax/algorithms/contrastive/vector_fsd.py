@@ -22,7 +22,7 @@ from decodax.sampling.draw import winner
 
 
 @dataclasses.dataclass(frozen=True)
-class _Reader(Observer):
+class _StateReader(Observer):
     """Keeps the hidden states of the prompt."""
 
     def observe(self, s: State, window: Window, out: Out, algo: Any) -> Any:
@@ -72,7 +72,7 @@ class VectorFSD(Algorithm):
 
     @property
     def observer(self) -> Observer:
-        return _Reader()
+        return _StateReader()
 
     def init(self, params: Params, s: State) -> Array:
         """Returns the hidden state at each place, `f32[B, N, D]`."""

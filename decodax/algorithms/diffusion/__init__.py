@@ -48,7 +48,17 @@ from decodax.algorithms.diffusion.caching.elastic_cache import Drift, Leading
 from decodax.algorithms.diffusion.caching.flashdlm import Frozen, GuidedDiffusion
 from decodax.algorithms.diffusion.caching.recap import FullStepOrder, Targets, Turns
 from decodax.algorithms.diffusion.canvas import Canvas
-from decodax.algorithms.diffusion.policies import Caching, Remask, Rule, Score, Shaper, Stop, Unmask, Verify, Windows
+from decodax.algorithms.diffusion.policies import (
+    Caching,
+    DiffusionRule,
+    Remask,
+    Score,
+    Shaper,
+    Stop,
+    Unmask,
+    Verify,
+    Windows,
+)
 from decodax.algorithms.diffusion.rules.defaults import AsIs, Keep, Sequential
 from decodax.algorithms.diffusion.rules.judged import Agreed
 from decodax.algorithms.diffusion.rules.scores import Confidence, Margin, NegEntropy, Noisy, Position, Random
@@ -58,7 +68,7 @@ from decodax.algorithms.diffusion.rules.windows import Blocks, Sliding, Whole, W
 from decodax.algorithms.diffusion.samplers.adablock import Delimited, OwnBlock
 from decodax.algorithms.diffusion.samplers.apd import LimitedLookahead, Product, Trailing
 from decodax.algorithms.diffusion.samplers.ccd import Agreeing, Average
-from decodax.algorithms.diffusion.samplers.d2f import Pipeline, Pipelined
+from decodax.algorithms.diffusion.samplers.d2f import BlockPipeline, Pipelined
 from decodax.algorithms.diffusion.samplers.d3llm import Delayed, InTurn, WithBest
 from decodax.algorithms.diffusion.samplers.diffusion_gemma import Anneal, Renoise, Stable
 from decodax.algorithms.diffusion.samplers.dimple import Confident
@@ -80,14 +90,14 @@ from decodax.algorithms.diffusion.stats import DistributionStats, statistics
 from decodax.algorithms.diffusion.view import Seen, View
 
 __all__ = ["Adapter", "Agreed", "Agreeing", "All", "Ancestral", "AnchorCache", "Anchored", "Anneal", "AsIs", "AtLeast",
-           "Average", "BlockCache", "BlockCausal", "BlockQuota", "Blocks", "BranchExact", "BranchLater", "BranchTree",
-           "Caching", "Canvas", "CausalPrefix", "ClosingToken", "Coins", "Confidence", "Confident", "ConfidentPrefix",
-           "Credit", "DKVCacheGreedy", "Delayed", "DelayedTokens", "Delimited", "DistributionStats", "Drift",
-           "DualCache", "Edit", "EndOfText", "EntropyBound", "Factor", "Filter", "FirstEnd", "Frozen", "Full",
-           "FullStepOrder", "FusedCache", "Gap", "GuidedDiffusion", "InTurn", "Keep", "Leading", "Learned",
-           "LimitedLookahead", "LocalLeap", "Margin", "MaskBottom", "MaskedDiffusion", "Masks", "NegEntropy", "NoCache",
-           "Noise", "Noisy", "OwnBlock", "Pipeline", "Pipelined", "Position", "PredictedEnd", "PrefixCache", "Product",
-           "PromptBlocks", "Quota", "Random", "ReMDM", "Remask", "Renoise", "Rule", "Score", "Seen", "Segments",
-           "Sequential", "Shaper", "Similarity", "Sliding", "Stable", "Steps", "Stop", "SubBlockCache", "SubBlocks",
-           "Targets", "Template", "Threshold", "Trailing", "Turns", "Unmask", "Verify", "Vicinity", "View", "Whole",
-           "WholeBlocks", "Windows", "WithBest", "statistics"]
+           "Average", "BlockCache", "BlockCausal", "BlockPipeline", "BlockQuota", "Blocks", "BranchExact",
+           "BranchLater", "BranchTree", "Caching", "Canvas", "CausalPrefix", "ClosingToken", "Coins", "Confidence",
+           "Confident", "ConfidentPrefix", "Credit", "DKVCacheGreedy", "Delayed", "DelayedTokens", "Delimited",
+           "DiffusionRule", "DistributionStats", "Drift", "DualCache", "Edit", "EndOfText", "EntropyBound", "Factor",
+           "Filter", "FirstEnd", "Frozen", "Full", "FullStepOrder", "FusedCache", "Gap", "GuidedDiffusion", "InTurn",
+           "Keep", "Leading", "Learned", "LimitedLookahead", "LocalLeap", "Margin", "MaskBottom", "MaskedDiffusion",
+           "Masks", "NegEntropy", "NoCache", "Noise", "Noisy", "OwnBlock", "Pipelined", "Position", "PredictedEnd",
+           "PrefixCache", "Product", "PromptBlocks", "Quota", "Random", "ReMDM", "Remask", "Renoise", "Score", "Seen",
+           "Segments", "Sequential", "Shaper", "Similarity", "Sliding", "Stable", "Steps", "Stop", "SubBlockCache",
+           "SubBlocks", "Targets", "Template", "Threshold", "Trailing", "Turns", "Unmask", "Verify", "Vicinity", "View",
+           "Whole", "WholeBlocks", "Windows", "WithBest", "statistics"]

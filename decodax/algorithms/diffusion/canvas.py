@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from decodax.algorithms.diffusion.view import Text, View
+from decodax.algorithms.diffusion.view import View, WholeText
 from decodax.common.struct import Struct, struct
 from decodax.core.state import State
 
@@ -62,7 +62,7 @@ def look(s: State, c: Canvas, width: int, eos: Array | None = None) -> View:
 
 def survey(s: State, c: Canvas, width: int, eos: Array | None = None) -> View:
     """Returns what `look` does, with the whole text around the windows in `View.text`."""
-    return look(s, c, width, eos).replace(text=Text(open=c.open, when=c.when, cache=s.cache))
+    return look(s, c, width, eos).replace(text=WholeText(open=c.open, when=c.when, cache=s.cache))
 
 
 def cut(x: Array, start: Array, width: int) -> Array:

@@ -21,7 +21,7 @@ from decodax.algorithms.diffusion.view import Seen, View, span
 Memory = Any
 
 
-class Rule:
+class DiffusionRule:
     """Base of the policies: a frozen dataclass, static under jit. It has a memory only if it overrides `init`.
 
     Attributes:
@@ -52,7 +52,7 @@ class Rule:
         return memory
 
 
-class Counts:
+class Stepped:
     """Base of rules with an attribute `steps`, the number of steps of a window."""
 
     steps: int | None
@@ -62,7 +62,7 @@ class Counts:
         return self.steps or 0
 
 
-class Sized:
+class BudgetSized:
     """Base of rules with an attribute `size`, the most new tokens of a text; None until `fit`."""
 
     size: int | None
@@ -86,7 +86,7 @@ class Sized:
         return self.size
 
 
-class Shaper(Rule, abc.ABC):
+class Shaper(DiffusionRule, abc.ABC):
     """Changes the model's distributions before candidates and statistics are taken from them."""
 
     @abc.abstractmethod
@@ -94,7 +94,7 @@ class Shaper(Rule, abc.ABC):
         """Returns the new logits `f32[R, W, V]`, from the model's."""
 
 
-class Windows(Rule, abc.ABC):
+class Windows(DiffusionRule, abc.ABC):
     """Says which positions are worked on, and when they are final. By default all positions of the window are active,
     and they are final once none of them is open."""
 
@@ -130,7 +130,7 @@ class Windows(Rule, abc.ABC):
         return end
 
 
-class Score(Rule, abc.ABC):
+class Score(DiffusionRule, abc.ABC):
     """Ranks the candidates; the best are unmasked first."""
 
     @abc.abstractmethod
@@ -138,7 +138,7 @@ class Score(Rule, abc.ABC):
         """Returns `f32[R, W]`: candidates with larger scores are unmasked sooner."""
 
 
-class Unmask(Rule, abc.ABC):
+class Unmask(DiffusionRule, abc.ABC):
     """Chooses the candidates that are unmasked in a step."""
 
     @property
@@ -152,7 +152,7 @@ class Unmask(Rule, abc.ABC):
         one by score is unmasked, so that every step makes progress; a `patient` rule is exempt."""
 
 
-class Remask(Rule, abc.ABC):
+class Remask(DiffusionRule, abc.ABC):
     """Masks or overwrites tokens again after unmasking.
 
     Attributes:
@@ -173,7 +173,7 @@ class Remask(Rule, abc.ABC):
         return jnp.zeros(after.start.shape, bool)
 
 
-class Stop(Rule):
+class Stop(DiffusionRule):
     """Ends a row before all of its canvas is decided (early stop); by default never.
 
     Attributes:
@@ -191,7 +191,7 @@ class Stop(Rule):
         return after.end
 
 
-class Caching(Rule):
+class Caching(DiffusionRule):
     """Says what a forward recomputes and what it reads from the cache. By default no row needs a refresh and nothing
     persists.
 
@@ -255,7 +255,7 @@ class Caching(Rule):
         return jnp.zeros(positions.shape, bool)
 
 
-class Verify(Rule, abc.ABC):
+class Verify(DiffusionRule, abc.ABC):
     """Chooses among several canvases of a row that one forward scored.
 
     Attributes:

@@ -18,7 +18,7 @@ from decodax.core.keys import Purpose
 
 
 @struct
-class Text(Struct):
+class WholeText(Struct):
     """The whole text of each row, by absolute position: `open` (`bool[B, N]`) and `when` (`i32[B, N]`) as in `View`,
     and the model's `cache`."""
 
@@ -69,7 +69,7 @@ class View(Struct):
     min_new: Array
     key: Array
     eos: Array
-    text: Text | None = None
+    text: WholeText | None = None
 
     @property
     def inside(self) -> Array:

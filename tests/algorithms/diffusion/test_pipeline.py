@@ -10,7 +10,7 @@ import pytest
 import decodax.algorithms.diffusion as d
 from decodax.algorithms.diffusion.rules.judged import Agreed
 from decodax.algorithms.diffusion.samplers.apd import LimitedLookahead, Product, Trailing
-from decodax.algorithms.diffusion.samplers.d2f import Pipeline, Pipelined
+from decodax.algorithms.diffusion.samplers.d2f import BlockPipeline, Pipelined
 from decodax.algorithms.diffusion.samplers.d3llm import Delayed, InTurn, WithBest
 from decodax.core import drivers, keys
 from decodax.core.keys import Purpose
@@ -180,7 +180,7 @@ def matches(alg, loop, seeds=SEEDS, **options):
 @pytest.mark.slow
 @pytest.mark.parametrize("full", [0.5, 1.0])
 def test_the_pipeline_is_d2fs(full):
-    pipe = Pipeline(BLOCK, add=0.25, full=full, most=4)
+    pipe = BlockPipeline(BLOCK, add=0.25, full=full, most=4)
     alg = d.MaskedDiffusion(d.Adapter(MASK, attention=d.PromptBlocks(BLOCK)), pipe, caching=d.FusedCache(),
                             unmask=Pipelined(d.Threshold(0.3, strict=True), pipe))
     made = matches(alg, lambda params, ids: d2f(params, ids, 0.25, full, 0.3))
@@ -192,7 +192,7 @@ def test_the_pipeline_is_d2fs(full):
 @pytest.mark.parametrize(("delay", "refresh", "kind"), [
     (2, None, "llada"), (2, 3, "llada"), (1, None, "dream"), (2, 3, "dream"), (None, None, "llada")])
 def test_the_pipeline_is_d3llms(delay, refresh, kind):
-    pipe = Pipeline(BLOCK, add=0.5, full=0.75, most=4)
+    pipe = BlockPipeline(BLOCK, add=0.5, full=0.75, most=4)
     sure, caching = d.Threshold(1.8, "entropy", strict=True), d.NoCache()
     if delay is not None:
         caching = InTurn(delay, refresh, NEW, block=BLOCK) if kind == "llada" else Delayed(delay, refresh, suffix=NEW)
@@ -204,12 +204,12 @@ def test_the_pipeline_is_d3llms(delay, refresh, kind):
     assert delay is None or made != [[loop(weights(s), ids, delay=None) for ids in IDS] for s in SEEDS]
 
 
-PIPE = Pipeline(BLOCK, True, 0.25, 0.5, 3)
+PIPE = BlockPipeline(BLOCK, True, 0.25, 0.5, 3)
 CAUSAL = dict(adapter=d.Adapter(MASK, attention=d.BlockCausal(BLOCK)), windows=PIPE,
               unmask=Pipelined(d.Threshold(0.5), PIPE))
 FIXED = dict(adapter=A, windows=d.Blocks(BLOCK), unmask=d.Threshold(0.3))
 AGREE = {
-    "pipeline-1-1": (FIXED | dict(windows=Pipeline(BLOCK, add=1, full=1, most=3)), FIXED),
+    "pipeline-1-1": (FIXED | dict(windows=BlockPipeline(BLOCK, add=1, full=1, most=3)), FIXED),
     "delayed-0-1": (dict(**FIXED, caching=Delayed(0, 1)), FIXED),
     # of block-causal models the entries of finished blocks are exact
     "fused": (dict(**CAUSAL, caching=d.FusedCache()), CAUSAL),
@@ -293,7 +293,7 @@ def test_a_product_that_is_the_diffusion_models_own_takes_everything():
 @pytest.mark.slow
 def test_an_early_end_cuts_the_pipeline():
     """d3LLM: what lies behind the first end of sequence that is decided is never filled in, what lies before it is."""
-    pipe = Pipeline(BLOCK, add=0.25, full=0.5, most=4)
+    pipe = BlockPipeline(BLOCK, add=0.25, full=0.5, most=4)
     alg = d.MaskedDiffusion(A, pipe, unmask=Pipelined(d.Threshold(0.3), pipe, "first"), stops=(d.FirstEnd(),))
     whole = decode(alg, weights(9))
     # a token that is decided before one to the left of it
@@ -309,7 +309,7 @@ def test_an_early_end_cuts_the_pipeline():
 
 def test_parts_that_do_not_fit_are_named():
     with pytest.raises(ValueError, match=r"add: got 0, takes more than 0 up to 1"):
-        Pipeline(4, add=0)
+        BlockPipeline(4, add=0)
     with pytest.raises(ValueError, match=r"delay: got -1, takes 0 or more"):
         Delayed(-1)
     with pytest.raises(ValueError, match=r"weight: got 1.5, takes 0 to 1"):

@@ -22,7 +22,7 @@ from decodax.algorithms.diffusion.rules.scores import Confidence, Random
 from decodax.algorithms.diffusion.rules.unmasking import Quota
 from decodax.algorithms.diffusion.rules.windows import Blocks
 from decodax.algorithms.diffusion.stats import rank
-from decodax.algorithms.diffusion.view import Text, View
+from decodax.algorithms.diffusion.view import View, WholeText
 from decodax.common.options import Count
 from decodax.common.options import Whole as WholeNumber
 from decodax.common.registry import ALGORITHMS
@@ -120,7 +120,7 @@ class DKVCacheGreedy(Rewriting):
         return scattered(lax.fori_loop(0, chosen.sum(1).max(), around, taken) if self.window else taken)
 
 
-def _text(view: View) -> Text:
+def _text(view: View) -> WholeText:
     assert view.text is not None
     return view.text
 

@@ -23,7 +23,7 @@ from jax import Array
 from decodax.algorithms.diffusion.adapter import Adapter, Nodes
 from decodax.algorithms.diffusion.algorithm import MaskedDiffusion
 from decodax.algorithms.diffusion.caching.rewriting import Rewriting
-from decodax.algorithms.diffusion.policies import Memory, Sized
+from decodax.algorithms.diffusion.policies import BudgetSized, Memory
 from decodax.algorithms.diffusion.rules.unmasking import Quota
 from decodax.algorithms.diffusion.rules.windows import Blocks
 from decodax.algorithms.diffusion.stats import cosine, rank
@@ -41,7 +41,7 @@ EVERYTHING, RESPONSE, PART, PROMPT = range(4)
 
 
 @struct
-class Reuse(Struct):
+class ReusedNodes(Struct):
     """Hint for `Reusing`. `nodes`: `bool[B, W]`, nodes whose features may be reused."""
 
     nodes: Array
@@ -96,7 +96,7 @@ def dense_cache(model: Model, batch: int, capacity: int, params: Any, inputs: An
 
 @dataclasses.dataclass(frozen=True)
 class Reusing(Model):
-    """Model that recomputes, of the nodes that the hint `Reuse` names, only those whose values changed most.
+    """Model that recomputes, of the nodes that the hint `ReusedNodes` names, only those whose values changed most.
 
     The first layer recomputes all of them, as in the authors' hooks: its input has just been embedded anew.
 
@@ -121,7 +121,7 @@ class Reusing(Model):
 
     def apply(self, params: Any, window: Window, cache: Any) -> Out:
         net, places = self.model.pieces(params), window.positions
-        hint = window.hint(Reuse)
+        hint = window.hint(ReusedNodes)
         reuse = None if hint is None else hint.nodes
         x = net.embed(window, cache)
         slots = jnp.minimum(places, cache.capacity - 1)
@@ -176,7 +176,7 @@ class Reusing(Model):
 
 
 @dataclasses.dataclass(frozen=True)
-class Similarity(Sized, Rewriting):
+class Similarity(BudgetSized, Rewriting):
     """dLLM-Cache's schedule: the prompt is computed every `prompt` rounds of a row, the response every `response`.
 
     In all other rounds a share of the response's nodes is computed, layer by layer. The rule is that of the authors'
@@ -214,10 +214,11 @@ class Similarity(Sized, Rewriting):
         return Nodes(positions=positions, live=(positions >= 0) & (positions < view.end[:, None]),
                      own=jnp.ones(positions.shape, bool))
 
-    def hint(self, view: View, positions: Array, phase: int) -> Reuse | None:
+    def hint(self, view: View, positions: Array, phase: int) -> ReusedNodes | None:
         if phase in (EVERYTHING, RESPONSE):
             return None
-        return Reuse(jnp.ones(positions.shape, bool) if phase == PART else positions >= view.prompt_length[:, None])
+        every = jnp.ones(positions.shape, bool)
+        return ReusedNodes(every if phase == PART else positions >= view.prompt_length[:, None])
 
 
 @ALGORITHMS.register("dllm-cache", "dLLM-Cache: Accelerating Diffusion Large Language Models with Adaptive Caching",

@@ -7,7 +7,7 @@ import dataclasses
 import jax.numpy as jnp
 from jax import Array
 
-from decodax.algorithms.diffusion.policies import Counts, Memory, Stop
+from decodax.algorithms.diffusion.policies import Memory, Stepped, Stop
 from decodax.algorithms.diffusion.view import Seen, View
 
 
@@ -59,7 +59,7 @@ def behind(view: View, hit: Array) -> Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class Steps(Counts, Stop):
+class Steps(Stepped, Stop):
     """Allows a window at most `steps` steps: the last one unmasks all open positions."""
 
     steps: int

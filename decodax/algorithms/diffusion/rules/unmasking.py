@@ -8,7 +8,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from jax import Array
 
-from decodax.algorithms.diffusion.policies import Counts, Memory, Unmask
+from decodax.algorithms.diffusion.policies import Memory, Stepped, Unmask
 from decodax.algorithms.diffusion.rules.scores import Of
 from decodax.algorithms.diffusion.stats import rank
 from decodax.algorithms.diffusion.view import Seen, View
@@ -38,7 +38,7 @@ def time(step: Array, steps: int, eps: float = 0.0) -> tuple[Array, Array]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Quota(Counts, Unmask):
+class Quota(Stepped, Unmask):
     """Unmasks the best candidates by score, as many as a schedule says.
 
     Attributes:
@@ -149,7 +149,7 @@ class AtLeast(Unmask):
 
 
 @dataclasses.dataclass(frozen=True)
-class BlockQuota(Counts, Unmask):
+class BlockQuota(Stepped, Unmask):
     """LLaDA's even quota for each block of a window that is filled block by block (`WholeBlocks`): `steps` a block,
     with the remainder in the first steps; one position a step after them.
 

@@ -7,13 +7,13 @@ import dataclasses
 import jax.numpy as jnp
 from jax import Array
 
-from decodax.algorithms.diffusion.policies import Memory, Sized, Windows
+from decodax.algorithms.diffusion.policies import BudgetSized, Memory, Windows
 from decodax.algorithms.diffusion.rules.unmasking import current, number
 from decodax.algorithms.diffusion.view import Seen, View
 
 
 @dataclasses.dataclass(frozen=True)
-class Whole(Sized, Windows):
+class Whole(BudgetSized, Windows):
     """The whole text as one window of at most `size` positions; a longer text is filled in several windows. None: the
     largest budget of the call."""
 

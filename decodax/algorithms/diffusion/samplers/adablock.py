@@ -12,7 +12,7 @@ from jax import Array
 from decodax.algorithms.diffusion.adapter import Adapter, Nodes
 from decodax.algorithms.diffusion.algorithm import MaskedDiffusion
 from decodax.algorithms.diffusion.caching.blocks import NoCache
-from decodax.algorithms.diffusion.policies import Caching, Memory, Sized, Unmask, Windows
+from decodax.algorithms.diffusion.policies import BudgetSized, Caching, Memory, Unmask, Windows
 from decodax.algorithms.diffusion.rules.unmasking import Anchored, Threshold
 from decodax.algorithms.diffusion.samplers.fast_dllm import DualCache, PrefixCache
 from decodax.algorithms.diffusion.view import Seen, View
@@ -21,7 +21,7 @@ from decodax.common.registry import ALGORITHMS
 
 
 @dataclasses.dataclass(frozen=True)
-class Delimited(Sized, Windows):
+class Delimited(BudgetSized, Windows):
     """Blocks that end with a delimiter, as in the authors' code.
 
     In a block's first step the candidates of the next positions (`share` of the text's new ones) are searched for

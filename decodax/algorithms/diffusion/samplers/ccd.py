@@ -20,7 +20,7 @@ from jax import Array
 from decodax.algorithms.diffusion.adapter import Adapter
 from decodax.algorithms.diffusion.algorithm import MaskedDiffusion
 from decodax.algorithms.diffusion.caching.blocks import blocks
-from decodax.algorithms.diffusion.policies import Counts, Memory, Score, Shaper, Unmask
+from decodax.algorithms.diffusion.policies import Memory, Score, Shaper, Stepped, Unmask
 from decodax.algorithms.diffusion.rules.scores import Confidence, NegEntropy
 from decodax.algorithms.diffusion.rules.shapers import Past
 from decodax.algorithms.diffusion.rules.unmasking import Quota, Threshold, best
@@ -48,7 +48,7 @@ class Kept(Struct):
 
 
 @dataclasses.dataclass(frozen=True)
-class Agreeing(Counts, Unmask):
+class Agreeing(Stepped, Unmask):
     """Unmasks the positions on which this step and the one before it agree, or the step's quota.
 
     Attributes:

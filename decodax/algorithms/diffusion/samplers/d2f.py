@@ -1,8 +1,8 @@
 """D2F: a pipeline of blocks, in which work on a block begins before the block in front of it is done ("Diffusion LLMs
 Can Do Faster-Than-AR Inference via Discrete Diffusion Forcing", Wang et al., 2025).
 
-`Pipeline` says when a block begins, `Pipelined` which candidates of blocks with incomplete context are unmasked. The
-rules are those of the authors' code. `Pipeline(add=1, full=1)` is `Blocks`.
+`BlockPipeline` says when a block begins, `Pipelined` which candidates of blocks with incomplete context are unmasked.
+The rules are those of the authors' code. `BlockPipeline(add=1, full=1)` is `Blocks`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from decodax.common.registry import ALGORITHMS
 
 
 @dataclasses.dataclass(frozen=True)
-class Pipeline(Blocks):
+class BlockPipeline(Blocks):
     """Blocks of `block` positions, at most `most` of them at a time. The window begins with the first unfinished block.
 
     A block is added when the share `add` of the block before it is decided, and becomes fully active when that share
@@ -86,7 +86,7 @@ class Pipelined(Unmask):
     """
 
     rule: Any
-    windows: Pipeline
+    windows: BlockPipeline
     force: Literal["each", "first"] = "each"
 
     @property
@@ -105,10 +105,10 @@ class Pipelined(Unmask):
         return taken | (first & jnp.repeat(stuck, w.block, 1))
 
 
-def pipeline(adapter: Adapter, block_length: int | None, add: float, full: float, most: int) -> Pipeline:
+def pipeline(adapter: Adapter, block_length: int | None, add: float, full: float, most: int) -> BlockPipeline:
     """Returns the pipeline of blocks that suit the model."""
     windows, _ = blocks(adapter, block_length)
-    return Pipeline(windows.block, windows.aligned, add, full, most)
+    return BlockPipeline(windows.block, windows.aligned, add, full, most)
 
 
 @ALGORITHMS.register("d2f", "Diffusion LLMs Can Do Faster-Than-AR Inference via Discrete Diffusion Forcing",

@@ -12,7 +12,7 @@ from jax import Array
 from decodax.algorithms.diffusion.adapter import Adapter
 from decodax.algorithms.diffusion.algorithm import MaskedDiffusion
 from decodax.algorithms.diffusion.caching.blocks import NoCache
-from decodax.algorithms.diffusion.policies import Counts, Memory, Score, Unmask
+from decodax.algorithms.diffusion.policies import Memory, Score, Stepped, Unmask
 from decodax.algorithms.diffusion.rules.scores import Confidence, Margin, NegEntropy, Random
 from decodax.algorithms.diffusion.rules.unmasking import best, reaches
 from decodax.algorithms.diffusion.rules.windows import Whole
@@ -23,7 +23,7 @@ from decodax.common.registry import ALGORITHMS
 
 
 @dataclasses.dataclass(frozen=True)
-class Confident(Counts, Unmask):
+class Confident(Stepped, Unmask):
     """Unmasks all positions whose candidate has a probability above `threshold`, else as many as the noise schedule
     says, the best by score.
 

@@ -24,7 +24,7 @@ from jax import Array
 
 from decodax.algorithms.diffusion.adapter import Adapter
 from decodax.algorithms.diffusion.algorithm import MaskedDiffusion
-from decodax.algorithms.diffusion.policies import Counts, Memory, Stop, Unmask
+from decodax.algorithms.diffusion.policies import Memory, Stepped, Stop, Unmask
 from decodax.algorithms.diffusion.rules.defaults import Keep
 from decodax.algorithms.diffusion.rules.stops import EndOfText, behind, ends
 from decodax.algorithms.diffusion.rules.unmasking import BlockQuota, current, number
@@ -97,7 +97,7 @@ class Filter:
 
 
 @dataclasses.dataclass(frozen=True)
-class Learned(Counts, Unmask):
+class Learned(Stepped, Unmask):
     """Unmasks the candidates that the filter accepts with a probability above `threshold`, and the step's quota.
 
     Attributes:

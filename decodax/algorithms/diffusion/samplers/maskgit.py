@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from decodax.algorithms.diffusion.adapter import Adapter
 from decodax.algorithms.diffusion.algorithm import MaskedDiffusion
-from decodax.algorithms.diffusion.policies import Counts, Memory, Remask
+from decodax.algorithms.diffusion.policies import Memory, Remask, Stepped
 from decodax.algorithms.diffusion.rules.scores import Confidence, Noisy
 from decodax.algorithms.diffusion.rules.unmasking import Quota, best, remaining
 from decodax.algorithms.diffusion.rules.windows import Whole
@@ -20,7 +20,7 @@ from decodax.common.registry import ALGORITHMS
 
 
 @dataclasses.dataclass(frozen=True)
-class MaskBottom(Counts, Remask):
+class MaskBottom(Stepped, Remask):
     """MaskGIT as its loop is written: all candidates are taken (`All`), and the least sure of this step's are masked
     again, as many as the cosine schedule leaves open; at least one stays."""
 

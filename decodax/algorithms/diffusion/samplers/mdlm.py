@@ -13,7 +13,7 @@ from jax import Array
 from decodax.algorithms.diffusion.adapter import Adapter
 from decodax.algorithms.diffusion.algorithm import MaskedDiffusion
 from decodax.algorithms.diffusion.caching.blocks import blocks
-from decodax.algorithms.diffusion.policies import Counts, Memory, Unmask
+from decodax.algorithms.diffusion.policies import Memory, Stepped, Unmask
 from decodax.algorithms.diffusion.rules.scores import Random
 from decodax.algorithms.diffusion.rules.unmasking import Quota
 from decodax.algorithms.diffusion.rules.windows import Whole
@@ -24,7 +24,7 @@ from decodax.core.keys import Purpose, uniforms
 
 
 @dataclasses.dataclass(frozen=True)
-class Ancestral(Counts, Unmask):
+class Ancestral(Stepped, Unmask):
     """Unmasks each position at a random time of its own, over `steps` even steps of time from 1 to `eps` (MDLM; Dream's
     "origin"). The last step takes all that is left.
 

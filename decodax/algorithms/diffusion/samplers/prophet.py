@@ -11,7 +11,7 @@ from jax import Array
 
 from decodax.algorithms.diffusion.adapter import Adapter
 from decodax.algorithms.diffusion.algorithm import MaskedDiffusion
-from decodax.algorithms.diffusion.policies import Counts, Memory, Stop
+from decodax.algorithms.diffusion.policies import Memory, Stepped, Stop
 from decodax.algorithms.diffusion.rules.stops import EndOfText
 from decodax.algorithms.diffusion.rules.unmasking import BlockQuota
 from decodax.algorithms.diffusion.rules.windows import WholeBlocks
@@ -21,7 +21,7 @@ from decodax.common.registry import ALGORITHMS
 
 
 @dataclasses.dataclass(frozen=True)
-class Gap(Counts, Stop):
+class Gap(Stepped, Stop):
     """Unmasks everything at once when the answer is sure.
 
     It is sure when the mean difference of the two largest logits over its positions reaches 7.5, 5.0 or 2.5 in the

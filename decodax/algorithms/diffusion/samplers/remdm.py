@@ -12,7 +12,7 @@ from jax import Array
 
 from decodax.algorithms.diffusion.adapter import Adapter
 from decodax.algorithms.diffusion.algorithm import MaskedDiffusion
-from decodax.algorithms.diffusion.policies import Counts, Memory, Remask, Unmask
+from decodax.algorithms.diffusion.policies import Memory, Remask, Stepped, Unmask
 from decodax.algorithms.diffusion.rules.scores import Random
 from decodax.algorithms.diffusion.rules.unmasking import time
 from decodax.algorithms.diffusion.rules.windows import Whole
@@ -23,7 +23,7 @@ from decodax.core.keys import Purpose
 
 
 @dataclasses.dataclass(frozen=True)
-class ReMDM(Counts, Remask):
+class ReMDM(Stepped, Remask):
     """Masks each decided token again with probability sigma.
 
     Attributes:
@@ -85,7 +85,7 @@ class ReMDM(Counts, Remask):
 
 
 @dataclasses.dataclass(frozen=True)
-class Coins(Counts, Unmask):
+class Coins(Stepped, Unmask):
     """Unmasks each position with a probability of its own, for processes that also remask tokens.
 
     In the step from time t to s a position is decided with probability `(a_s - (1 - sigma) a_t) / (1 - a_t)`, where `a`
