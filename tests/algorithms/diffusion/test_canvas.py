@@ -45,7 +45,7 @@ def test_guidance_is_lladas():
 @pytest.mark.matrix
 @pytest.mark.parametrize("speaks", often(["canvas"], ["blocks", "canvas"]))
 def test_a_guided_cache_is_exact(speaks):
-    cached = ALGORITHMS["llada"].make(lm(speaks), **({} if speaks == "blocks" else {"block": 4}))
+    cached = ALGORITHMS["llada"].make(lm(speaks), **({} if speaks == "blocks" else {"block_length": 4}))
     assert cached.caching == d.BlockCache()
     plain = dataclasses.replace(cached, caching=d.NoCache())
     options = dict(speaks=speaks, guidance_scale=3.0)

@@ -39,15 +39,15 @@ def lm(speaks: str) -> dx.LM:
 
 
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
-    "blocks": ("full", dict(name="llada", block=BLOCK, steps=2)),
+    "blocks": ("full", dict(name="llada", block_length=BLOCK, steps=2)),
     "whole": ("full", dict(name="mdlm", steps=4, size=16)),
     "at once": ("full", dict(name="mdlm", steps=1, size=16)),
     "shifted": ("shifted", dict(name="dream", steps=3, size=16)),
     "block-causal": ("blocks", dict(name="sdar", threshold=0.15)),
     "remasked": ("full", dict(name="remdm", steps=6, eta=0.3, size=16)),
-    "dual cache": ("shifted", dict(name="fast-dllm", block=BLOCK, threshold=0.15, cache="dual")),
-    "drafts": ("full", dict(name="freedave", block=BLOCK, branches=3)), "edited": ("blocks", dict(
-        name="llada2.1", threshold=0.15, edit=0.12))}
+    "dual cache": ("shifted", dict(name="fast-dllm", block_length=BLOCK, threshold=0.15, cache="dual")),
+    "drafts": ("full", dict(name="freedave", block_length=BLOCK, draft_steps=3)), "edited": ("blocks", dict(
+        name="llada2.1", threshold=0.15, editing_threshold=0.12))}
 
 
 @pytest.mark.wide
