@@ -190,11 +190,11 @@ def test_forwards_are_counted_for_rows_and_for_the_batch():
 @pytest.mark.matrix
 def test_canvases_share_the_cache_and_cost_their_nodes():
     """Of the compiled rounds: nothing with the cache's slots is larger than the cache, which is not copied, and of the
-    text only the region stands there once a canvas; the wide forward that begins a region has one canvas."""
+    text only the window appears once for each canvas; the wide forward that begins a window has one canvas."""
     rows, block, branches = 3, 8, 3
     mask = programs.VOCABULARY - 1
     rules = dict(windows=d.Blocks(block), caching=d.DualCache(), verify=BranchExact(branches))
-    program = parse(drivers.compiled(d.MaskedDiffusion(d.Adapter(mask), **rules), rows).as_text())
+    program = parse(programs.compiled(d.MaskedDiffusion(d.Adapter(mask), **rules), rows).as_text())
     assert programs.copies_in_loops(program, rows * programs.ENTRIES) == []
     arrays = {b.dims for x in program.all() for b in x.result}
     assert max(math.prod(dims) for dims in arrays if programs.CAPACITY in dims) == rows * programs.ENTRIES
