@@ -10,12 +10,12 @@ import numpy as np
 from decodax.cache import Wrapper
 from decodax.caches.bounded.sublinear import Sublinear
 from decodax.caches.evict.evicting import Evicting
-from decodax.caches.prefill.grouped import Grouped
+from decodax.caches.prefill.quick_prefill import QuickPrefillCache
 from decodax.caches.quantize.bounded import BoundedCodes
 from decodax.caches.quantize.coded import Coded
 from decodax.caches.quantize.graded import Graded
 from decodax.caches.quantize.merging import MergedLayers
-from decodax.caches.sparse.landmarks import Shadowed
+from decodax.caches.sparse.shadowkv import ShadowKVCache
 
 
 def held(cache: Any) -> float:
@@ -36,7 +36,7 @@ def held(cache: Any) -> float:
         return float((each[0] * coded + each[1] * (np.asarray(cache.length) - coded)).sum())
     if isinstance(cache, Wrapper):
         return held(cache.base)
-    if isinstance(cache, Shadowed):
+    if isinstance(cache, ShadowKVCache):
         rows, before, kept = cache.length.shape[0], np.asarray(cache.began, float), np.asarray(cache.kept, float)
         after = kept + np.asarray(cache.length, float) - before
         return float(size(cache.shadows) * before.sum() / cache.size
@@ -50,7 +50,8 @@ def held(cache: Any) -> float:
         after = np.asarray(cache.length, float).sum() - before
         return (size((cache.prompt, cache.pairs)) * before / cache.size
                 + size(cache.kv) * after / cache.kv[0].shape[2]) / rows
-    slots, tokens = cache.kv[0].shape[2], np.asarray(cache.count if isinstance(cache, Grouped) else cache.length, float)
+    slots, counted = cache.kv[0].shape[2], cache.count if isinstance(cache, QuickPrefillCache) else cache.length
+    tokens = np.asarray(counted, float)
     used = np.minimum(tokens, slots).mean() / slots
     # what lies beside keys and values grows with the text as they do, but for sketches of a size of their own
     beside = size((cache.sketches,)) if isinstance(cache, Sublinear) else (size(cache) - size(cache.kv)) * used

@@ -8,8 +8,11 @@ Every policy is a function of its options, and so is its name: `snapkv(budget=51
 True
 """
 
+import importlib
+import pkgutil
 from typing import Any
 
+from decodax.caches import prefill, sparse
 from decodax.caches.bounded import sketch_policies as _sketch_policies  # noqa: F401
 from decodax.caches.bounded.less import LessKernels
 from decodax.caches.constant import Constant
@@ -28,9 +31,8 @@ from decodax.caches.quantize import codec_policies as _codec_policies  # noqa: F
 from decodax.caches.quantize.coupled import Codebooks
 from decodax.caches.quantize.predicted import Predictors
 from decodax.caches.quantize.shrunk import KVFeatures
-from decodax.caches.sparse import reading_policies as _reading_policies  # noqa: F401
-from decodax.caches.sparse.attention_predictor import AttentionNet
-from decodax.caches.sparse.query_aware import KeyBooks
+from decodax.caches.sparse.a2ats import KeyBooks
+from decodax.caches.sparse.attention_net import AttentionNet
 from decodax.caches.sparse.token_butler import Butler
 from decodax.common.registry import CACHES
 
@@ -38,6 +40,10 @@ __all__ = ["AttentionNet", "Butler", "Codebooks", "Constant", "Evicting", "Evict
            "HeldLayer", "HighDeviation", "KVFeatures", "KVMaps", "KeyBooks", "LessKernels", "Predictors", "Prefix",
            "Selection", "TokenScore", "blended", "edited", "find", "load_prefix", "make", "matched",
            "names", "parse", "read_prefix", "register", "save_prefix"]
+
+for _shelf in (prefill, sparse):      # each module of a shelf registers the entries of its paper
+    for _module in pkgutil.iter_modules(_shelf.__path__, f"{_shelf.__name__}."):
+        importlib.import_module(_module.name)
 
 find, make, names, parse, register = CACHES.find, CACHES.make, CACHES.names, CACHES.parse, CACHES.register
 

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import inspect
 import numbers
+import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -80,12 +81,13 @@ class Option:
 
 
 def options_of(make: Callable[..., Any]) -> dict[str, Option]:
-    """Returns the parameters of a function, or the fields of a dataclass, by name."""
+    """Returns the parameters of a function, or the fields of a dataclass, by name. A field whose name begins with an
+    underscore is no option."""
     hints = _hints(make)
     if inspect.isclass(make) and dataclasses.is_dataclass(make):
         found = {}
         for field in dataclasses.fields(make):
-            if field.init:
+            if field.init and not field.name.startswith("_"):
                 made = field.default_factory is not dataclasses.MISSING
                 default = field.default_factory() if made else field.default    # type: ignore[misc]
                 found[field.name] = Option(REQUIRED if default is dataclasses.MISSING else default,
@@ -134,11 +136,16 @@ def check_options(make: Callable[..., Any], given: Mapping[str, Any]) -> None:
 
 @functools.lru_cache(maxsize=512)
 def _hints(make: Callable[..., Any]) -> dict[str, Any]:
-    function: Any = make.__init__ if inspect.isclass(make) else make
+    if inspect.isclass(make) and dataclasses.is_dataclass(make):     # a field may be inherited from another module
+        owners = [(inspect.get_annotations(c), vars(sys.modules[c.__module__])) for c in reversed(make.__mro__)]
+    else:
+        function: Any = make.__init__ if inspect.isclass(make) else make
+        owners = [(getattr(function, "__annotations__", {}), getattr(function, "__globals__", {}))]
     found = {}
-    for name, hint in getattr(function, "__annotations__", {}).items():
-        with contextlib.suppress(NameError):        # of names that only type checkers see
-            found[name] = eval(hint, function.__globals__) if isinstance(hint, str) else hint
+    for hints, names in owners:
+        for name, hint in hints.items():
+            with contextlib.suppress(NameError):        # of names that only type checkers see
+                found[name] = eval(hint, names) if isinstance(hint, str) else hint
     return found
 
 

@@ -23,7 +23,7 @@ from jax.scipy import fft
 from decodax.cache.dense import write
 from decodax.cache.key_values import KeyValues, KVLayer, empty_kv, key_widths
 from decodax.caches.evict.query_scores import moved, rope_of
-from decodax.caches.prefill.unread import Unread
+from decodax.caches.prefill.whole_prompt import Collected
 from decodax.caches.quantize.turning import after_rotation, before_rotation
 from decodax.common.struct import static, struct
 from decodax.core.cache import Cache, CacheConfig, Entries, PyTree, ReadPrompt
@@ -74,9 +74,9 @@ class Spectral(KeyValues):
         return self.kind.slots - self.count if self.kv else None
 
     def for_prompt(self) -> Cache:
-        return Unread(length=jnp.zeros_like(self.count), into=self) if self.kv else self
+        return Collected(length=jnp.zeros_like(self.count), into=self) if self.kv else self
 
-    def read(self, prompt: ReadPrompt, length: Array) -> Spectral:
+    def read_prompt(self, prompt: ReadPrompt, length: Array) -> Spectral:
         """With the first `length` tokens (`i32[B]`) of a prompt."""
         n = prompt.tokens.shape[1]
         width = min(CHUNK, self.kind.slots, n)

@@ -11,20 +11,11 @@ from decodax.caches.evict.selection import Budget
 from decodax.caches.evict.shots import ShotAttention, Shots
 from decodax.caches.evict.subtasks import SubtaskPruning
 from decodax.caches.evict.vision import ImageAttention, ImageShares
-from decodax.caches.sparse.sentences import SentenceRetrieval
 from decodax.common.registry import CACHES
 from decodax.core.cache import CacheConfig
 
 EVERYTHING = 1 << 30
 """A budget in tokens that no text has."""
-
-
-@CACHES.register("sentence-kv", "SentenceKV: Efficient LLM Inference via Sentence-Level Semantic KV Caching",
-                 "Zhu et al. 2025", "SnapKV's of a prompt, three times what is read; each query reads the sentences "
-                 "that are like the one being written, the first tokens and the latest")
-def _sentence_kv(ends: tuple[int, ...] | None = None, budget: int = 1024, factor: float = 3.0, sinks: int = 32,
-                 recent: int = 32, threshold: int = 1, window: int = 32, kernel: int = 7) -> CacheConfig:
-    return SentenceRetrieval(ends, budget, factor, sinks, recent, threshold, window, kernel)
 
 
 @CACHES.register("shotkv", "Can LLMs Maintain Fundamental Abilities under KV Cache Compression?", "Liu et al. 2025",
