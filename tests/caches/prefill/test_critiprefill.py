@@ -15,7 +15,7 @@ import decodax as dx
 from decodax.algorithms.speculative import Speculative
 from decodax.algorithms.speculative.drafts import OwnCache
 from decodax.cache import KVLayer, dense
-from decodax.caches.prefill.critiprefill import CritiPrefillConfig
+from decodax.caches.prefill.critiprefill import CriticalReader, CritiPrefillConfig
 from decodax.core.window import causal
 from tests.caches.test_policies import DEEP, PROMPTS
 

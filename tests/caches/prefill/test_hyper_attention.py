@@ -125,8 +125,9 @@ def test_all_of_a_text_may_be_read_exactly() -> None:
 def test_what_cannot_be_had_is_refused() -> None:
     for message, wrong in (
             (r"^min_seq_len: got 4096, takes a multiple of the block of 300", lambda: dx.caches.make(
-                "hyper-attention", block=300)),
-            (r"^sample_size: got 0, takes a whole number from 1", lambda: dx.caches.make("hyper-attention", sample_size=0)),
+                "hyper-attention", block_size=300)),
+            (r"^sample_size: got 0, takes a whole number from 1",
+             lambda: dx.caches.make("hyper-attention", sample_size=0)),
             (r"^skip: got -1, takes a whole number from 0", lambda: dx.caches.make("hyper-attention", skip=-1))):
         with pytest.raises(ValueError, match=message):
             wrong()

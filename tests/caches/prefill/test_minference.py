@@ -17,7 +17,7 @@ import decodax as dx
 from decodax.algorithms.speculative import Speculative
 from decodax.algorithms.speculative.drafts import OwnCache
 from decodax.cache import KVLayer, dense
-from decodax.caches.prefill.minference import MInferenceConfig, read_sizes
+from decodax.caches.prefill.minference import MInferenceConfig, SegmentReader, read_sizes
 from decodax.caches.prefill.vertical_slash import farthest_below, last_weights, next_tile, pattern, step_of
 from decodax.core.window import causal
 from decodax.models import Transformer, dual_chunk
@@ -190,8 +190,8 @@ def test_prompts_up_to_the_threshold_read_everything_beside_longer_ones(threshol
 @pytest.mark.wide
 def test_segments_of_several_steps_end_in_a_narrow_one() -> None:
     """Of 1100 tokens, a segment of 1024 and one of 76; both as those of one step read them."""
-    kind = MInferenceConfig(vertical_size=20, slash_size=40, segment_size=1024, last_q=8, first=2, near=4, block_size=16,
-                            threshold=0)
+    kind = MInferenceConfig(vertical_size=20, slash_size=40, segment_size=1024, last_q=8, first=2, near=4,
+                            block_size=16, threshold=0)
     lm = dataclasses.replace(DEEP, model=Transformer(dataclasses.replace(DEEP.model.config, context=2048)))
     prompt = np.random.default_rng(3).integers(0, 16, 1101).tolist()
     run = lambda cache, prompts: np.asarray(dx.generate(lm, prompts, cache=cache, max_new_tokens=4,
