@@ -78,7 +78,7 @@ class A2ATSCache(SparseCache):
     if TYPE_CHECKING:
         kind: A2ATSConfig
 
-    def select(self, layer: int, q: Array, positions: Array) -> Array:
+    def select_slots(self, layer: int, q: Array, positions: Array) -> Array:
         shape, at = self.shapes[layer], positions[:, None]
         far = rotated(shape, turned(shape, q[:, None], -at), jnp.full_like(at, self.kind.distance))[:, 0]
         one = lambda codes, length, far, at: self._slots(layer, codes, length, far, at)

@@ -102,7 +102,7 @@ class AttentionPredictorCache(SparseCache):
         first = jnp.arange(kind.sinks, dtype=jnp.int32)
         # after a text of whole blocks there is one token between the last of these and the latest tokens, which the
         # authors' code does not read; where all blocks are chosen, everything is read
-        end = -(-self.since // kind.block_size) - kind.recent // kind.block
+        end = -(-self.since // kind.block_size) - kind.recent // kind.block_size
         every = end - kind.sinks // kind.block_size <= chosen.shape[2]
         begin = self.since - kind.recent + 1
         begin = jnp.maximum(jnp.where(every, jnp.minimum(end * kind.block_size, begin), begin), kind.sinks)[:, None]

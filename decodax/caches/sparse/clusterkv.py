@@ -58,7 +58,7 @@ class ClusterKVCache(IndexedCache):
                                  jnp.where(late < self.length[:, None], late, -1)], 1)
         return slots[:, None]
 
-    def select(self, layer: int, q: Array, positions: Array) -> Array:
+    def select_slots(self, layer: int, q: Array, positions: Array) -> Array:
         G, count = self.shapes[layer].heads, self.kind.reads(self.capacity)
         each = lambda clusters, q: cluster_slots(clusters, q.reshape(G, -1, q.shape[-1]), count).reshape(len(q), count)
         return jax.vmap(each)(self.clusters[layer], q)

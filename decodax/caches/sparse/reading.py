@@ -2,8 +2,8 @@
 
 Such a cache holds keys and values of all tokens and, for each layer, an index of them: digests of pages, clusters,
 codes. A query scores the index and reads the slots that it selects; no token is ever lost. A subclass implements
-`select`, or `read` if what it reads is not a list of slots, and updates its index in `commit`. Attention to the tokens
-of the window itself and to what is read of the cache are computed apart and merged.
+`select_slots`, or `read` if what it reads is no list of slots, and updates its index in `commit`. Attention to the
+tokens of the window and attention to what is read of the cache are computed apart and merged.
 
 Each node of a window selects by its own query, so that a draft chain or a draft tree reads what plain decoding would.
 """
@@ -61,7 +61,7 @@ class SparseCache(KeyValues):
         common."""
         return None
 
-    def select(self, layer: int, q: Array, positions: Array) -> Array:
+    def select_slots(self, layer: int, q: Array, positions: Array) -> Array:
         """Returns the slots that one query of each row reads, `i32[B, G or H, n]`, -1 for none.
 
         Args:
@@ -72,7 +72,7 @@ class SparseCache(KeyValues):
     def read(self, layer: int, q: Array, positions: Array) -> tuple[Array, Array] | None:
         """Returns attention of scaled queries `f32[B, W, H, d]` at positions `i32[B, W]` to what each selects, `f32[B,
         W, H, e]`, and the logarithms of the softmax sums, `f32[B, W, H]`; None: they select nothing beside `always`."""
-        one = lambda q, at: attention_at(self.kv[layer], q, self.select(layer, q, at), self.widths[layer])
+        one = lambda q, at: attention_at(self.kv[layer], q, self.select_slots(layer, q, at), self.widths[layer])
         found: tuple[Array, Array] = each_node(one, q, positions)
         return found
 

@@ -44,7 +44,7 @@ def test_clusters_and_what_is_read_of_them_are_the_authors() -> None:
     assert labels.tolist() == wanted["labels"]
     at = cluster_slots(made, jnp.asarray(q).reshape(2, 2, 8), 20)
     assert at.reshape(4, 20).tolist() == wanted["chosen"]
-    kind = ClusterKVConfig(24, cluster_size=11, sinks=4, every=30, _new=10)
+    kind = ClusterKVConfig(24, cluster_size=11, sinks=4, every=30, skip=(), _new=10)
     cache = kind([KVLayer(2, 8, queries=4)], 1, 96, jnp.float32)
     assert isinstance(cache, ClusterKVCache) and cache.clusters[0] is not None
     cache = cache.for_prompt().commit([(jnp.asarray(keys)[None], jnp.asarray(values)[None])], jnp.arange(N)[None])
@@ -61,7 +61,7 @@ def test_clusters_and_what_is_read_of_them_are_the_authors() -> None:
 def test_what_follows_a_prompt_is_clustered_when_there_is_enough_of_it() -> None:
     """Each token is a sink, in one cluster, or among the latest, in rows of different lengths; one has no clusters."""
     keys, values, _ = given()
-    kind = ClusterKVConfig(24, cluster_size=5, sinks=3, every=4, new_clusters=2, _new=12)
+    kind = ClusterKVConfig(24, cluster_size=5, sinks=3, every=4, new_clusters=2, skip=(), _new=12)
     cache = kind([KVLayer(2, 8, queries=4)], 3, 40, jnp.float32)
     rows = lambda x, n: jnp.broadcast_to(jnp.asarray(x)[None, n], (3, len(x[n]), 2, 8))
     lengths = jnp.array([20, 7, 2])[:, None]

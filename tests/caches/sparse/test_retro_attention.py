@@ -17,7 +17,7 @@ from decodax.caches.sparse.retro_attention import Rereading
 from decodax.core.window import Window, causal
 from tests.caches.test_policies import DEEP, PROMPTS, SMALL
 
-SIZES = dict(budget=6, page=2, recent=9, skip=())
+SIZES = dict(budget=6, page_size=2, recent=9, skip=())
 
 
 class ByHand:
@@ -37,7 +37,7 @@ class ByHand:
         keys.update(zip(positions, k, strict=True))
         values.update(zip(positions, v, strict=True))
         r = q.shape[1] // G
-        page, start = self.sizes["page"], max(positions[0] - self.sizes["recent"], 0) // self.sizes["page"]
+        page, start = self.sizes["page_size"], max(positions[0] - self.sizes["recent"], 0) // self.sizes["page_size"]
 
         def attention(query: np.ndarray, at: list[int], g: int) -> tuple[np.ndarray, float]:
             weights = np.exp([keys[i][g] @ query for i in at])
@@ -185,10 +185,10 @@ def test_layers_that_read_everything_add_nothing() -> None:
 
 
 def test_what_cannot_be_had_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"^window: got 1, takes a number of tokens from 2"):
+    with pytest.raises(ValueError, match=r"^window: got 1, takes a whole number from 2"):
         make("retro-attention", window=1)
     with pytest.raises(ValueError, match=r"reads windows of 8 nodes with at least 9 recent tokens, got recent=5"):
-        dx.generate(DEEP, PROMPTS[:1], cache=make("retro-attention", budget=6, page=2, recent=5, window=3, skip=()),
+        dx.generate(DEEP, PROMPTS[:1], cache=make("retro-attention", **{**SIZES, "recent": 5}, window=3),
                     algorithm=dx.Speculative(dx.drafts.PromptLookup(length=7)), max_new_tokens=3)
     with pytest.raises(ValueError, match=r"^cache: got \w+, which stands beside no other cache"):
         dx.generate(SMALL, PROMPTS[:1], cache=make("retro-attention", **SIZES), max_new_tokens=2,

@@ -111,7 +111,8 @@ def test_a_round_is_that_of_the_paper(bits: int) -> None:
 
 
 def test_what_cannot_be_had_is_refused() -> None:
-    for message, make in ((r"^bits: got 4, takes 1 or 2", dict(bits=4)), (r"^top: got 0, takes a number", dict(top=0)),
+    for message, make in ((r"^bits: got 4, takes a whole number from 1 to 2", dict(bits=4)),
+                          (r"^top: got 0, takes a whole number", dict(top=0)),
                           (r"^residual: got 30, takes a multiple of the group of 4", dict(group=4, residual=30))):
         with pytest.raises(ValueError, match=message):
             dx.algorithms.make("specache", SMALL, **make)

@@ -131,7 +131,7 @@ def test_what_cannot_be_had_is_refused() -> None:
     for message, wrong in (
             (r"^butler: got none, takes what decodax.train.token_butler", lambda: make("token-butler")),
             (r"^budget: got 1.5, takes a number of tokens", lambda: make("token-butler", butler=BUTLER, budget=1.5)),
-            (r"^budget, sinks: got 0 and 4", lambda: make("token-butler", butler=BUTLER, budget=0)),
+            (r"^budget: got 0, takes a number of tokens", lambda: make("token-butler", butler=BUTLER, budget=0)),
             (r"^lm: got a model of one layer", lambda: run(SMALL)),
             (r"^lm: got a Transformer, takes a model that runs layer by layer", lambda: run(sharing)),
             (r"^butler: got that of a model with 3 layers of 2 heads, 32 wide, takes one for 2 layers of 4, 16 wide",
