@@ -63,11 +63,11 @@ def main() -> None:
     group = lm.model.config.heads // lm.model.config.kv_heads
     own = dict(budget=given.taken, sinks=given.sinks, recent=given.recent, distance=given.distance)
     some = given.sinks + given.recent + given.taken * group
-    blocks = dict(sinks=given.sinks, recent=given.recent, block=4, window=given.recent, samples=32, least=1, room=1,
-                  budget=some)
+    blocks = dict(sinks=given.sinks, recent=given.recent, block_size=4, window_size=given.recent, samples=32, least=1,
+                  room=1, budget=some)
     kinds = {"dense": None, f"sink-window:budget={some}": make("sink-window", budget=some, sinks=given.sinks),
              "a2ats": make("a2ats", books=books, **own), "act-qkv": make("act-qkv", **blocks)}
-    pages = dict(budget=some - given.recent, page=4, recent=given.recent, skip=())
+    pages = dict(budget=some - given.recent, page_size=4, recent=given.recent, skip=())
     kinds |= {"quest": make("quest", **pages)} | {
         f"retro-attention:window={n}": make("retro-attention", window=n, **pages) for n in (2, 4, 8)}
     dense: np.ndarray | None = None
