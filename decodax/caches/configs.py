@@ -1,4 +1,4 @@
-"""What the configs of several shelves share: options that are checked when a config is built, and errors in one
+"""Parts that the configs of several shelves share: options are checked when a config is built, and errors have one
 wording."""
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ from decodax.core.cache import CacheConfig
 
 @dataclasses.dataclass(frozen=True)
 class NewestScores(TokenScore):
-    """The newest query's products with keys, before any softmax, averaged over all heads and pooled over `kernel_size`
-    neighbours; the newest token stays (PromptDistill)."""
+    """Scores of tokens by the newest query's products with keys, before any softmax, averaged over all heads and pooled
+    over `kernel_size` neighbours; the newest token stays (PromptDistill)."""
 
     kernel_size: int = 5
 

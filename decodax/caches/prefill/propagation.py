@@ -31,7 +31,7 @@ from decodax.pallas_kernels.window_attention import window_attention
 
 @dataclasses.dataclass(frozen=True)
 class Decoupled(Top):
-    """The best tokens of each head; a budget that is a share means the share of the whole text, in deep layers, too
+    """Keeps the best tokens of each head. A budget that is a share means a share of the whole text, in deep layers, too
     (FastKV).
 
     Attributes:
@@ -128,7 +128,7 @@ class Propagation(CacheConfig):
 
 @struct
 class Propagated(Wrapper):
-    """The tokens that were kept, and how prompts are read."""
+    """A cache of the tokens that were kept, which reads prompts in part."""
 
     base: Evicting
     kind: Propagation = static()

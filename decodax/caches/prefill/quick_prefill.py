@@ -38,7 +38,7 @@ def smallest(keys: Array, number: int) -> Array:
 
 @struct
 class QuickPrefillCache(ReadAtOnce, Slotted):
-    """The tokens that were kept of the groups of a prompt, and what follows it.
+    """A cache of the tokens that were kept of a prompt's groups, and of what follows the prompt.
 
     Attributes:
         count: `i32[B]`, number of tokens that each layer holds. kind: static. The others: see `Slotted`.

@@ -36,7 +36,7 @@ from decodax.pallas_kernels.window_attention import BLOCK
 
 @struct
 class SpecPCCache(ReadAtOnce, Wrapper):
-    """The tokens of a prompt that were kept, without gaps, and what follows.
+    """A cache of the tokens of a prompt that were kept, without gaps, and of what follows.
 
     Attributes:
         gone: `i32[B]`, number of tokens of the prompt that were not kept: the token at position `p` after it is in slot

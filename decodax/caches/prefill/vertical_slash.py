@@ -109,15 +109,15 @@ def farthest_below(distances: Array, size: int) -> Array:
     return jnp.pad(lax.cummax(kept, axis=1), ((0, 0), (1, 0)), constant_values=-1)
 
 
-def next_tile(below: Array, end: Array, behind: Array, block: int) -> tuple[Array, Array]:
+def next_tile(below: Array, end: Array, last_end: Array, block: int) -> tuple[Array, Array]:
     """Returns where the next tile of each block ends, `i32[B, J]`, and whether there is one, `bool[B, J]`.
 
     Args:
         below: `i32[B, S + 1]`, as `farthest_below` gives it. end: `i32[J]`, where the blocks of queries end.
-        behind: `i32[B, J]`, where the last tile ends; 0 for none yet.
+        last_end: `i32[B, J]`, where the last tile ends; 0 for none yet.
     """
-    far = jnp.take_along_axis(below, jnp.clip(end - behind, 0, below.shape[1] - 1), 1)
-    return jnp.where(far >= 0, jnp.maximum(end - far, behind + block), behind), far >= 0
+    far = jnp.take_along_axis(below, jnp.clip(end - last_end, 0, below.shape[1] - 1), 1)
+    return jnp.where(far >= 0, jnp.maximum(end - far, last_end + block), last_end), far >= 0
 
 
 def sparse_attention(q: Array, kv: Array, start: Array, stop: Array, columns: Array, distances: Array, *, scale: float,
@@ -170,11 +170,11 @@ def sparse_attention(q: Array, kv: Array, start: Array, stop: Array, columns: Ar
         end = from_ + block * (1 + jnp.arange(J, dtype=jnp.int32))
 
         def step(state: tuple[Array, tuple[Array, Array, Array]]) -> tuple[Array, tuple[Array, Array, Array]]:
-            behind, carry = state
+            last_end, carry = state
             tiles = []
             for _ in range(TILES):
-                behind, there = next_tile(below, end, behind, block)
-                tiles.append(jnp.where(there, behind - block, -1))
+                last_end, there = next_tile(below, end, last_end, block)
+                tiles.append(jnp.where(there, last_end - block, -1))
             begin = jnp.stack(tiles, -1).reshape(B, -1)
             # a slice that would leave the array is moved inside; its keys before the tile's own are masked
             place = jnp.clip(begin, 0, S - block)
@@ -182,7 +182,7 @@ def sparse_attention(q: Array, kv: Array, start: Array, stop: Array, columns: Ar
             where = place[..., None] + tile
             seen = (begin[..., None] >= 0) & (where >= begin[..., None]) & some(apart, place)
             flat = lambda x: x.reshape(B * J, TILES * block, *x.shape[3:])
-            return behind, read(carry, blocks(own), blocks(at), flat(some(kv, place)), flat(where), flat(seen))
+            return last_end, read(carry, blocks(own), blocks(at), flat(some(kv, place)), flat(where), flat(seen))
 
         more = lambda state: next_tile(below, end, state[0], block)[1].any()
         state = jnp.zeros((B, J), jnp.int32), jax.tree.map(blocks, carry)

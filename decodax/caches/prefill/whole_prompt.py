@@ -38,7 +38,11 @@ class ReadAtOnce(Cache):
 
 @struct
 class Collected(Cache):
-    """The number of tokens of a prompt that have come, `i32[B]`, and the cache that will read them."""
+    """A stand-in while a prompt comes in: counts its tokens.
+
+    Attributes:
+        length: `i32[B]`, number of tokens so far. into: the cache that will read them.
+    """
 
     length: Array
     into: Any

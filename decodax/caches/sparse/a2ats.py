@@ -42,7 +42,7 @@ from decodax.core.cache import Cache, Entries, PyTree
 
 @dataclasses.dataclass(frozen=True)
 class KeyBooks:
-    """The codebook of each head of keys of a model.
+    """Codebooks of the keys of a model, one for each head.
 
     Attributes:
         centroids: `f32[L, G, C, d]`, keys before their rotation. factors: `f32[L, G, d, d]`, the `L` of the metric.

@@ -13,7 +13,7 @@ from decodax.common.struct import Struct, struct
 
 @struct
 class Clusters(Struct):
-    """The clusters of a layer, of one row or of several.
+    """Clusters of the keys of a layer, of one row or of several.
 
     Attributes:
         centroids: `f32[..., G, C, d]`, mean keys. sizes: `i32[..., G, C]`, numbers of tokens; 0 for no cluster.

@@ -119,13 +119,13 @@ class HostPageCache(PageCache):
         """Returns the tokens `f[B, G, n, P, d + e]` of the pages `full` (`i32[B, n]`), from what the ring holds and the
         new tokens `f[B, W, G, d + e]` at `slots` (`i32[B, W]`)."""
         (B, W), P, R = slots.shape, self.kind.page_size, ring.shape[2]
-        behind = slots - self.length[:, None]
+        after = slots - self.length[:, None]
         node = jnp.zeros((B, W), jnp.int32).at[
-            jnp.arange(B, dtype=jnp.int32)[:, None], jnp.where(behind >= 0, behind, W)].set(
+            jnp.arange(B, dtype=jnp.int32)[:, None], jnp.where(after >= 0, after, W)].set(
             jnp.arange(W, dtype=jnp.int32), mode="drop")        # of each position after those in the ring
         at = (full[..., None] * P + jnp.arange(P, dtype=jnp.int32)).reshape(B, -1)
-        behind = jnp.clip(at - self.length[:, None], 0, W - 1)
-        place = jnp.where(at < self.length[:, None], at % R, R + jnp.take_along_axis(node, behind, 1))
+        after = jnp.clip(at - self.length[:, None], 0, W - 1)
+        place = jnp.where(at < self.length[:, None], at % R, R + jnp.take_along_axis(node, after, 1))
         both = jnp.concatenate([ring, new.swapaxes(1, 2)], 2)
         return jnp.take_along_axis(both, place[:, None, :, None], 2).reshape(B, ring.shape[1], -1, P, ring.shape[3])
 

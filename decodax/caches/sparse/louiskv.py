@@ -40,7 +40,7 @@ NEVER = jnp.iinfo(jnp.int32).max
 
 @struct
 class RetrievedLayer(Struct):
-    """What a layer can choose from, and what it has chosen, of one row or of several.
+    """Clusters and segments that a layer can choose, and what it has chosen, of one row or of several.
 
     Attributes:
         clusters: those of the prompt.

@@ -29,7 +29,8 @@ from decodax.core.window import each_node
 
 
 class PageScore(abc.ABC):
-    """The digest of a page, and the score that a query gives it: derive a frozen dataclass from this."""
+    """Base of rules that digest and score pages: derive a frozen dataclass and declare it as the `score` of a
+    `PageConfig`."""
 
     @abc.abstractmethod
     def digest(self, keys: Array) -> Array:

@@ -168,7 +168,7 @@ class SparseConfig(PaperConfig):
 
         @property
         def scores(self) -> str:
-            """What the index scores."""
+            """What the index scores; derived classes declare a class variable."""
 
     def keeps_dense(self, layer: int, shape: KVLayer) -> bool:
         """Returns True if a layer always reads everything: it is in the option `skip`, or has a sliding window."""

@@ -46,7 +46,7 @@ def is_one_of(tokens: Array, ids: tuple[int, ...]) -> Array:
 
 @struct
 class SentenceKeys(Struct):
-    """The sentences of a layer. Slots are those of `Evicting`, the same number in every head.
+    """Sentences of a layer. Slots are those of `Evicting`, the same number in every head.
 
     Attributes:
         means: `f32[B, G, N, d]`, the mean key of each sentence that has ended. of: `i32[B, G, S]`, the sentence of each
@@ -63,7 +63,7 @@ class SentenceKeys(Struct):
 
 @struct
 class SentenceKVCache(Wrapper):
-    """The tokens that an eviction keeps of a prompt and all that follow, and their sentences.
+    """Tokens that an eviction keeps of a prompt and all that follow, with their sentences.
 
     Attributes:
         base: the tokens. sentences: a tuple of one `SentenceKeys` a layer; None where a layer reads everything.
@@ -268,7 +268,7 @@ class SentenceKVConfig(SparseConfig):
 
     @property
     def eviction(self) -> Eviction:
-        """The choice of tokens of a prompt."""
+        """Config that evicts tokens of a prompt."""
         return Eviction(Top(WindowAttention(self.window_size, self.kernel_size, "max")), int(self.budget * self.factor),
                         new=self._new, name="sentence-kv")
 

@@ -37,7 +37,7 @@ from decodax.pallas_kernels.window_attention import BLOCK, Bias, merge, window_a
 
 @struct
 class Shadow(Struct):
-    """What a layer holds of a prompt beside the tokens that are kept as they are.
+    """A prompt as a layer holds it, beside the tokens that are kept as they are.
 
     Attributes:
         codes: `f[B, T, R]` and basis: `f[B, G, R, d]`, whose products are the keys before their rotation.

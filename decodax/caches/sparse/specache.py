@@ -205,7 +205,7 @@ class SpeCacheConfig(PaperConfig):
 
     @property
     def low(self) -> Coding:
-        """The kind of the low-bit cache."""
+        """Config of the low-bit cache."""
         codec = QuarterPoints(group=self.group) if self.bits == 1 else Affine(2, 2, self.group)
         return Coding(codec, self.residual, "specache")
 

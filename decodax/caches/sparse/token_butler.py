@@ -44,7 +44,7 @@ from decodax.pallas_kernels.window_attention import Bias
 
 @struct
 class Butler(Struct):
-    """The predictor of TokenButler, for a model of width `D` with `L` layers of `H` heads.
+    """Predictor of TokenButler, for a model of width `D` with `L` layers of `H` heads.
 
     `R`, a multiple of `H`, is its inner width, `I` that of each projection, and `m` that of the queries and keys that
     it computes.
@@ -258,7 +258,7 @@ class TokenButlerCache(SparseCache):
 
 @dataclasses.dataclass(frozen=True)
 class PredictedReading(SparseConfig):
-    """The part of a `TokenButlerConfig` that is static: the kind of cache of the model with its predictor.
+    """Static part of a `TokenButlerConfig`: the config of the cache of a model with its predictor.
 
     Attributes:
         budget, sinks: see `TokenButlerConfig`. layer: shape of the predictor's keys and values. width: of the queries
