@@ -96,7 +96,7 @@ def placed(to: Sequence[KVLayer], kv: KeysAndValues, positions: Array) -> list[t
 
 
 @struct
-class KVPredictionCache(ReadAtOnce, Wrapper):
+class KVPredictionCache(ReadAtOnce, Wrapper):     # type: ignore[misc]
     """A dense cache in which the tokens of the prompt are predicted, and what follows is computed by the model."""
 
     base: Dense

@@ -35,7 +35,7 @@ from decodax.pallas_kernels.window_attention import BLOCK
 
 
 @struct
-class SpecPCCache(ReadAtOnce, Wrapper):
+class SpecPCCache(ReadAtOnce, Wrapper):     # type: ignore[misc]
     """A cache of the tokens of a prompt that were kept, without gaps, and of what follows.
 
     Attributes:

@@ -8,7 +8,6 @@ the chunks that it comes in.
 from __future__ import annotations
 
 import abc
-import dataclasses
 from typing import Any, Self
 
 import jax.numpy as jnp
@@ -72,7 +71,7 @@ class Collected(Cache):
 
 
 @struct
-class SparsePrefill(ReadAtOnce, Wrapper):
+class SparsePrefill(ReadAtOnce, Wrapper):     # type: ignore[misc]
     """Base of dense caches whose prompts are read with sparse attention; what follows reads everything.
 
     Attributes:
@@ -84,9 +83,8 @@ class SparsePrefill(ReadAtOnce, Wrapper):
     kind: PrefillConfig = static()
 
 
-@dataclasses.dataclass(frozen=True)
 class PrefillConfig(PaperConfig):
-    """Base of the configs of `SparsePrefill` caches."""
+    """Base of the configs of `SparsePrefill` caches; a derived class is a frozen dataclass."""
 
     @abc.abstractmethod
     def around(self, base: Dense, shapes: tuple[KVLayer, ...]) -> Cache:

@@ -234,6 +234,7 @@ class PromptToPredict(Wrapper):
         base, kind = self.base, self.kind
         images: list[Array | None] = []
         into = kind.empty(self.shapes, base.length.shape[0], base.capacity, base.kv[0].dtype, base.given)
+        assert isinstance(into, AttentionPredictorCache)
         for kv, queries, image, d in zip(base.kv, self.queries, into.images, base.widths, strict=True):
             if queries is None or image is None:
                 images.append(None)

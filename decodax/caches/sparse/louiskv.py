@@ -90,8 +90,6 @@ class LouisKVCache(IndexedCache):
                bias: Bias | None = None) -> tuple[Array, PyTree]:
         own, held = k.shape[1] - q.shape[1], self.retrieved[layer]
         entry = k[:, own:], v[:, own:]
-        given, at = (q, k, v, window.visible(), window.positions), window.positions
-        options: dict[str, Any] = dict(scale=scale, key_positions=window.key_positions)
         if self.is_dense(layer, window.certain):
             return self.attend_all(layer, q, k, v, window, scale=scale, sliding=sliding, softcap=softcap,
                                    bias=bias), entry
@@ -100,7 +98,7 @@ class LouisKVCache(IndexedCache):
         if own and window.before is None:
             raise ValueError("cache: louiskv compares the queries of the tokens of a text; takes a model and a method "
                              "that read each token once, by its own key")
-        before, f32 = window.before, q.astype(jnp.float32)
+        at, before, f32 = window.positions, window.before, q.astype(jnp.float32)
         with_before = lambda i, x: x if before is None else jnp.concatenate([before[i], x], 1)
         seen = jnp.broadcast_to(window.visible(), (*q.shape[:2], k.shape[1]))
         key_at = window.key_positions[:, None]
@@ -114,7 +112,7 @@ class LouisKVCache(IndexedCache):
         turned = seen & with_before(3, boundary)[:, None]
         last = jnp.where(turned, key_at, -1).argmax(-1)
         reads = jnp.where(turned.any(-1)[..., None, None], take(with_before(4, chosen), last), held.chosen[:, None])
-        near = window_attention_lse(*given, **options)
+        near = window_attention_lse(q, k, v, window.visible(), at, scale=scale, key_positions=window.key_positions)
         each = jax.vmap(lambda kv, starts, newest, length, prompt, q, at, reads: self._read(
             layer, (kv, starts, newest, length, prompt), q, at, reads))
         rows = self.kv[layer], held.starts, held.newest, self.length, self.prompt

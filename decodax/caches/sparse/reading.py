@@ -11,7 +11,6 @@ Each node of a window selects by its own query, so that a draft chain or a draft
 from __future__ import annotations
 
 import abc
-import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -96,12 +95,10 @@ class SparseCache(KeyValues):
             return whole(), entry
         self.kind.check_scores(softcap, bias, self.kind.scores)
         self.kind.check_window(k.shape[1])
-        slots, common = self.always(layer), {}
-        given: tuple[Array, ...] = q, k, v, window.visible(), window.positions
-        if slots is not None:
-            some, common["slot_positions"] = gathered(self.kv[layer], slots)
-            given = *given, some
-        near = window_attention_lse(*given, scale=scale, key_positions=window.key_positions, **common)
+        slots = self.always(layer)
+        some, slots = (None, None) if slots is None else gathered(self.kv[layer], slots)
+        near = window_attention_lse(q, k, v, window.visible(), window.positions, some, slot_positions=slots,
+                                    scale=scale, key_positions=window.key_positions)
         far = self.read(layer, q.astype(jnp.float32) * scale, window.positions)
         out = near[0] if far is None else merge(near, far)[0]
         full = self.full(window)
@@ -156,9 +153,8 @@ class PromptToIndex(Wrapper):
         return into.index(base)
 
 
-@dataclasses.dataclass(frozen=True)
 class SparseConfig(PaperConfig):
-    """Base of the configs of sparse caches.
+    """Base of the configs of sparse caches; a derived class is a frozen dataclass.
 
     Attributes:
         scores: what the index scores, for error messages.
