@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from decodax.engine.result import LogProbs, Result, Statistics
     from decodax.front.generate import Stream, generate, stream
     from decodax.front.infill import Frame, Infilled, Watch, infill, watch
+    from decodax.front.options import Sampling, SamplingOptions
     from decodax.front.read_twice import read_twice
     from decodax.front.score import Scores, score
     from decodax.front.serve import Served, serve
@@ -52,24 +53,22 @@ if TYPE_CHECKING:
     from decodax.io.quantize import quantize, save
     from decodax.models import adapters
     from decodax.sampling import Policy
-    from decodax.search.front import explore
-    from decodax.select.front import Chosen, choose
     from decodax.sharding import lanes, weave
 
 __version__ = "0.1.0"
 
 # Names are imported when they are first asked for, so that `decodax --help` does not wait for JAX.
 _HOMES = {
-    "decodax": ["algorithms", "caches", "jobs", "sampling", "search", "select"],
+    "decodax": ["algorithms", "caches", "constraints", "jobs", "sampling", "search", "select"],
     "decodax.algorithms": ["contrastive", "diffusion"],
     "decodax.contrib": ["arc"],
     "decodax.models": ["adapters"],
+    "decodax.front.options": ["Sampling", "SamplingOptions"],
     "decodax.front.generate": ["Stream", "generate", "stream"],
     "decodax.algorithms.autoregressive": ["Autoregressive"],
     "decodax.core.cache": ["Cache"],
     "decodax.core.window": ["Window"],
     "decodax.front.infill": ["Frame", "Infilled", "Watch", "infill", "watch"],
-    "decodax.select.front": ["Chosen", "choose"],
     "decodax.core.round": ["python_loop", "run", "step"],
     "decodax.core.start": ["init_state"],
     "decodax.core.state": ["State", "Status"],
@@ -87,21 +86,19 @@ _HOMES = {
     "decodax.algorithms.speculative": [
         "Adaptive", "Block", "KSeq", "MultiRound", "Rejection", "SeedExact", "Speculative", "TypicalAcceptance",
         "apart", "automatic", "drafts", "fit_layers", "fit_lengths", "fit_predictor", "fit_tree", "trees"],
-    "decodax.search": ["explore"],
     "decodax.front.watermarks": ["detect_watermark"],
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
-    "LM", "Adaptive", "Algorithm", "Autoregressive", "Block", "Cache", "Chosen", "Decision", "Frame", "Infilled",
-    "KSeq", "LogProbs", "MaskedDiffusion", "Model", "MultiRound", "Out", "Params", "Policy", "Rejection", "Result",
-    "Scores", "SeedExact", "Served", "Speculative", "State", "Statistics", "Status", "Stream", "TypicalAcceptance",
-    "Watch", "Window", "adapters", "algorithms", "apart", "arc", "automatic", "cache_programs", "caches", "choose",
-    "contrastive",
-    "detect_watermark", "diffusion", "drafts", "explore", "fit_layers", "fit_lengths",
-    "fit_predictor", "fit_tree", "generate", "infill", "init_state", "jobs", "lanes", "load", "python_loop",
-    "quantize", "read_twice", "run", "sampling", "save", "score", "search", "select", "serve", "step", "stream",
-    "trees", "watch", "weave", "zoo",
+    "LM", "Adaptive", "Algorithm", "Autoregressive", "Block", "Cache", "Decision", "Frame", "Infilled", "KSeq",
+    "LogProbs", "MaskedDiffusion", "Model", "MultiRound", "Out", "Params", "Policy", "Rejection", "Result",
+    "Sampling", "SamplingOptions", "Scores", "SeedExact", "Served", "Speculative", "State", "Statistics", "Status",
+    "Stream", "TypicalAcceptance", "Watch", "Window", "adapters", "algorithms", "apart", "arc", "automatic",
+    "cache_programs", "caches", "constraints", "contrastive", "detect_watermark", "diffusion", "drafts",
+    "fit_layers", "fit_lengths", "fit_predictor", "fit_tree", "generate", "infill", "init_state", "jobs", "lanes",
+    "load", "python_loop", "quantize", "read_twice", "run", "sampling", "save", "score", "search", "select",
+    "serve", "step", "stream", "trees", "watch", "weave", "zoo",
 ]
 
 

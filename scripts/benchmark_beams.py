@@ -33,7 +33,8 @@ def theirs(new: int, beams: int, repeats: int) -> list[float]:
     seconds = []
     for _ in range(repeats + 1):
         clock = time.perf_counter()
-        network.generate(ids, attention_mask=torch.ones_like(ids), num_beams=beams, max_new_tokens=new, do_sample=False,
+        network.generate(ids, attention_mask=torch.ones_like(ids), algorithm=dx.algorithms.beam_search(beams),
+                         max_new_tokens=new, do_sample=False,
                          min_new_tokens=new, pad_token_id=0)
         seconds.append(time.perf_counter() - clock)
     return seconds[1:]
@@ -48,9 +49,10 @@ def main() -> None:
 
     lm, given = dx.load("pycode"), dict[str, Any](max_new_tokens=args.new, eos_token_id=[])
     ways: dict[str, dict[str, Any]] = {
-        "samples": dict(num_samples=args.beams, temperature=1.0), "beams": dict(num_beams=args.beams),
-        "beams, hydragen": dict(num_beams=args.beams, cache="hydragen"),
-        "beams, paged": dict(num_beams=args.beams, cache="paged")}
+        "samples": dict(num_samples=args.beams,
+                        temperature=1.0), "beams": dict(algorithm=dx.algorithms.beam_search(args.beams)),
+        "beams, hydragen": dict(algorithm=dx.algorithms.beam_search(args.beams), cache="hydragen"),
+        "beams, paged": dict(algorithm=dx.algorithms.beam_search(args.beams), cache="paged")}
     step: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(args.repeats + 1):       # the first compiles
         for name, way in ways.items():

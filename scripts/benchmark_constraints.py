@@ -12,7 +12,8 @@ import time
 from typing import Any
 
 import decodax as dx
-from decodax.constraints import TokenDfa, json_schema
+from decodax.constraints import TokenDfa
+from decodax.constraints.schema import json_schema
 from decodax.constraints.tokens import Trie
 
 TEXT = {"type": "string"}
@@ -61,8 +62,8 @@ def main() -> None:
     lm = dx.load("pycode")
     # the grammar lets the same texts through and needs a stack, so a matcher on the host is asked in each round
     ways: dict[str, dict[str, Any]] = {
-        "free": {}, "constrained": dict(regex=r"(?s).*"),
-        "by a matcher on the host": dict(grammar='start: text\ntext: | /(?s:.)/ text')}
+        "free": {}, "constrained": dict(constraint=dx.constraints.regex(r"(?s).*")),
+        "by a matcher on the host": dict(constraint=dx.constraints.grammar('start: text\ntext: | /(?s:.)/ text'))}
     options: dict[str, Any] = dict(max_new_tokens=128, min_new_tokens=128, temperature=1.0)
     prompts = ["def area(", "import ", "class A", "x = ["] * (args.batch // 4 or 1)
     seconds: dict[str, list[float]] = {name: [] for name in ways}

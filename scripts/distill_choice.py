@@ -43,7 +43,7 @@ def main() -> None:
     with a.out.open("w") as file:
         for start in range(0, len(prompts), a.batch):
             part = prompts[start:start + a.batch]
-            out = dx.choose(lm, part, a.rule, n=a.n, options=options, temperature=a.temperature, seed=a.seed,
+            out = dx.select.choose(lm, part, a.rule, n=a.n, options=options, temperature=a.temperature, seed=a.seed,
                             epsilon_cutoff=a.epsilon, max_new_tokens=a.max_new_tokens,
                             request_ids=list(range(start, start + len(part))))
             for prompt, text, choice in zip(part, out.text, out.choices, strict=True):

@@ -98,7 +98,8 @@ def _explored(make: Callable[[Verifier, int], search.Explorer | None]) -> Method
 
 def _beams(lm: Any, prompts: list[str], n: int, verifier: Verifier, options: dict[str, Any]) -> Answers:
     plain = {k: v for k, v in options.items() if k != "temperature"}
-    out = dx.generate(lm, prompts, **plain, **(dict(num_beams=n, num_samples=1) if n > 1 else {}))
+    out = dx.generate(lm, prompts, **plain,
+                      **(dict(algorithm=dx.algorithms.beam_search(n), num_samples=1) if n > 1 else {}))
     assert out.text is not None
     # a beam makes a token a step
     return out.text, float(out.lengths.sum()) * n

@@ -20,8 +20,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from decodax.constraints import Unsupported, json_schema
+from decodax.constraints import Unsupported
 from decodax.constraints.keywords import BY_TYPE, HONOURED, OTHERS
+from decodax.constraints.schema import json_schema
 
 
 @dataclasses.dataclass

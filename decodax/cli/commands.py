@@ -60,8 +60,10 @@ def generate(args: argparse.Namespace) -> None:
     options = generation.sampling(args)
     keep_programs()
     import decodax as dx
+    from decodax.engine.names import by_name
 
     lm, algorithm = generation.load(args)
+    options = by_name(options)
     if algorithm is not None:
         options["algorithm"] = algorithm
     given: Any = prompt

@@ -86,10 +86,10 @@ def options_of(make: Callable[..., Any]) -> dict[str, Option]:
     hints = _hints(make)
     if inspect.isclass(make) and dataclasses.is_dataclass(make):
         found = {}
-        for field in dataclasses.fields(make):
+        for field in sorted(dataclasses.fields(make), key=lambda field: field.kw_only is True):
             if field.init and not field.name.startswith("_"):
-                made = field.default_factory is not dataclasses.MISSING
-                default = field.default_factory() if made else field.default    # type: ignore[misc]
+                factory: Any = field.default_factory
+                default = field.default if factory is dataclasses.MISSING else factory()
                 found[field.name] = Option(REQUIRED if default is dataclasses.MISSING else default,
                                            hints.get(field.name))
         return found

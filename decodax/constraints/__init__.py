@@ -1,13 +1,21 @@
-"""Texts that are held to a language: regular expressions, choices, JSON Schema, grammars, tools, phrases."""
+"""Texts that are held to a language, for `decodax.generate(..., constraint=...)`: regular expressions, choices, JSON
+Schema, grammars, tools, phrases.
 
+>>> from decodax import constraints
+>>> constraints.regex("[ab]{3}").after("Answer: ").key[0]
+'after'
+"""
+
+from decodax.common.registry import CONSTRAINTS
 from decodax.constraints.dfa import Dfa
-from decodax.constraints.ebnf import ebnf
 from decodax.constraints.hosted import Hosted, Matcher
-from decodax.constraints.phrases import after, phrases, tools
-from decodax.constraints.regex import regex
-from decodax.constraints.schema import Unsupported, json_schema
+from decodax.constraints.languages import Constraint, choices, grammar, json_schema, phrases, regex, tools
+from decodax.constraints.schema import Unsupported
 from decodax.constraints.tokens import TokenDfa
 from decodax.constraints.transform import Constrained, TokenTable
 
-__all__ = ["Constrained", "Dfa", "Hosted", "Matcher", "TokenDfa", "TokenTable", "Unsupported", "after", "ebnf",
-           "json_schema", "phrases", "regex", "tools"]
+__all__ = ["Constrained", "Constraint", "Dfa", "Hosted", "Matcher", "TokenDfa", "TokenTable", "Unsupported", "choices",
+           "find", "grammar", "json_schema", "make", "names", "parse", "phrases", "regex", "register", "tools"]
+
+find, make, names, parse, register = (CONSTRAINTS.find, CONSTRAINTS.make, CONSTRAINTS.names, CONSTRAINTS.parse,
+                                      CONSTRAINTS.register)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from decodax.constraints.dfa import Builder, Dfa, TooLarge
-from decodax.constraints.regex import whole
+from decodax.constraints.expressions import whole
 
 Part = tuple[int, int]
 

@@ -14,8 +14,8 @@ from typing import Any
 from urllib.parse import unquote
 
 from decodax.constraints.dfa import Builder, Dfa, TooLarge, literals
+from decodax.constraints.expressions import TOP, characters, regex, search
 from decodax.constraints.keywords import BY_TYPE, FORMATS, FORMATS_ELSEWHERE, Unsupported, is_older, said
-from decodax.constraints.regex import TOP, characters, regex, search
 
 Part = tuple[int, int]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -126,6 +127,29 @@ class Result:
     def row(self, i: int) -> np.ndarray:
         """`i32[n]`: the new tokens of row `i`, without padding."""
         return self.tokens[i, :self.lengths[i]]
+
+    def select(self, rows: Sequence[int] | np.ndarray) -> Result:
+        """Returns the result of some rows, in the given order; counts of the whole batch stay."""
+        at: Any = np.asarray(rows, np.int64)
+        pick = lambda xs: None if xs is None else [xs[i] for i in at]
+        noted = self.logprobs and LogProbs(*(getattr(self.logprobs, f.name)[at] for f in dataclasses.fields(LogProbs)))
+        counts = {name: getattr(self.stats, name)[at]
+                  for name in ("rounds", "tokens", "drafted", "accepted", "histogram")}
+        return dataclasses.replace(
+            self, tokens=self.tokens[at], lengths=self.lengths[at], status=[self.status[i] for i in at],
+            text=pick(self.text), logprobs=noted, stats=dataclasses.replace(self.stats, **counts),
+            findings={name: x[at] for name, x in self.findings.items()})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the result as lists, numbers and texts, for JSON: tokens and log-probabilities without padding,
+        statuses by name."""
+        plain = lambda x: x.tolist() if isinstance(x, np.ndarray) else x
+        noted = self.logprobs and {f.name: [plain(row[:n]) for row, n in zip(
+            getattr(self.logprobs, f.name), self.lengths, strict=True)] for f in dataclasses.fields(LogProbs)}
+        return {"text": self.text, "tokens": [self.row(i).tolist() for i in range(len(self))],
+                "status": [status.name.lower() for status in self.status], "logprobs": noted,
+                "stats": {f.name: plain(getattr(self.stats, f.name)) for f in dataclasses.fields(Statistics)},
+                "findings": {name: plain(x) for name, x in self.findings.items()}}
 
 
 def new_tokens(s: State, pad: int) -> tuple[np.ndarray, np.ndarray]:

@@ -6,20 +6,25 @@ import dataclasses
 import os
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
 from decodax.caches.prefix.prefix import Prefix
-from decodax.common.arguments import flag, scalar
+from decodax.common.arguments import flag, scalar, shown, whole
 from decodax.common.progress import bar
+from decodax.common.registry import SEARCHES, SELECTS, Configured
+from decodax.constraints import Constraint
 from decodax.core.memory import power
 from decodax.core.types import Algorithm, CacheKind
+from decodax.engine.answers import Search, Select
 from decodax.engine.batch import Job
+from decodax.engine.methods import model
 from decodax.engine.queue import Ticket, schedule, unstarted
-from decodax.engine.request import CHUNK, OutOfTime, Request
+from decodax.engine.request import OutOfTime, Request
 from decodax.engine.result import Result, Statistics
 from decodax.engine.slots import Use, possible
+from decodax.front.options import Sampling, SamplingOptions, merged
 from decodax.io.load import LM
 from decodax.io.prompts import Prompt
 
@@ -28,89 +33,78 @@ BURST_SECONDS = 0.05
 
 
 def generate(lm: LM | str | os.PathLike[str], prompts: Prompt | Sequence[Prompt], *,
-             max_new_tokens: int | Sequence[int] | None = None, max_length: int | Sequence[int] | None = None,
-             min_new_tokens: int | Sequence[int] | None = None, algorithm: Algorithm | str | None = None,
-             seed: int | Sequence[int] = 0, num_samples: int | None = None, stop: str | Sequence[str] | None = None,
-             include_stop: bool = False, logprobs: int | None = None, request_ids: Sequence[int] | None = None,
-             guidance_scale: float | Sequence[float] | None = None,
-             negative_prompts: Prompt | Sequence[Prompt] | None = None, skip_special_tokens: bool = True,
-             max_time: float | None = None, chunk: int = CHUNK, batch_size: int | None = None, progress: bool = False,
-             inputs: Any = None, cache: str | CacheKind | None = None,
+             max_new_tokens: int | Sequence[int] | None = None, algorithm: Algorithm | Configured | str | None = None,
+             draft: LM | str | os.PathLike[str] | None = None, cache: CacheKind | Configured | str | None = None,
+             constraint: Constraint | str | Sequence[Constraint | str | None] | None = None,
+             search: Search | str | None = None, select: Select | str | None = None,
+             sampling: Sampling | None = None, seed: int | Sequence[int] = 0, num_samples: int | None = None,
+             stop: str | Sequence[str] | None = None, logprobs: int | None = None,
              context: Prompt | Prefix | Sequence[Prompt | Prefix] | None = None,
-             adapter: str | Sequence[str | None] | None = None,
-             **sampling: Any) -> Result:
+             adapter: str | Sequence[str | None] | None = None, inputs: Any = None, batch_size: int | None = None,
+             max_time: float | None = None, progress: bool = False, **options: Unpack[SamplingOptions]) -> Result:
     """Continues prompts.
 
-    Numbers are one for all or one for each prompt. What is left out comes from the model's generation config, if it
-    says something: `max_new_tokens` or `max_length`, `min_new_tokens`, `num_return_sequences` (as `num_samples`),
-    `stop_strings` (as `stop`), `max_time`, `guidance_scale`, and the sampling arguments.
+    A slot (`algorithm`, `cache`, `constraint`, `search`, `select`) takes an object, or a string that is short for one:
+    `cache=dx.caches.snapkv(budget=512)` and `cache="snapkv:budget=512"` say the same. Numbers are one for all prompts
+    or one for each. What is left out comes from the model's generation config, if it says something.
+
+    >>> import decodax as dx
+    >>> dx.generate("pycode", "def fib(n):", max_new_tokens=64).text                  # doctest: +SKIP
+    >>> dx.generate("pycode", "def fib(n):", temperature=0.8, top_p=0.95).text        # doctest: +SKIP
 
     Args:
-        lm: what `load` gave; or what `load` takes, and then the model is loaded once and kept.
-        prompts: a text, token ids or a chat, or several; a list or an array of numbers is one prompt, an array of two
-            dimensions has one in each row. Also what a tokenizer of transformers gives: `input_ids`, of which those
-            count that the `attention_mask` lets through. An iterator of prompts is read to its end first. An empty
-            prompt begins with the model's BOS token.
-        max_new_tokens: tokens to make at most; default 64. Memory for all of them is taken at once. max_length: the
-            same, with the prompt's; give one of them.
-        min_new_tokens: neither an end of sequence nor a stop string counts before it.
-        algorithm: the decoding method, or the name of a published system with options, as
-            `"prompt-lookup:length=5"`; default plain autoregressive decoding, and for a model that fills masks one
-            position a round, the surest first.
-        seed: addresses every draw, together with the request's id and the token's position; from 0 to 2**64 - 1, and
-            all 64 bits count. The id is the prompt's place in the batch unless `request_ids` says otherwise, so one
-            seed gives the same prompt other draws in another place.
-        num_samples: continuations of each prompt; the prompt is prefilled once.
+        lm: what `load` returned; or what `load` takes, and then the model is loaded once and kept.
+        prompts: a text, token ids or a chat, or several of them; a list or an array of numbers is one prompt, an array
+            of two dimensions has one in each row. Also what a tokenizer of transformers returns: `input_ids`, of which
+            those count that the `attention_mask` lets through. An iterator of prompts is read to its end first. An
+            empty prompt begins with the model's BOS token.
+        max_new_tokens: number of tokens to make at most; default 64. Memory for all of them is taken at once.
+        algorithm: decoding method, from `decodax.algorithms`; default plain autoregressive decoding, and for a model
+            that fills masks one position a round, the surest first.
+        draft: draft model, for an algorithm that is given by name and needs one.
+        cache: what the cache keeps, from `decodax.caches`; default everything.
+        constraint: language that each text has to belong to, from `decodax.constraints`; one for all, or one for each
+            prompt, in which None leaves a prompt free.
+        search: search over texts, from `decodax.search`. The result has one text for each prompt, and `findings` has
+            what the search found.
+        select: rule that chooses one of `num_samples` samples (default 8), from `decodax.select`. The result has the
+            chosen text for each prompt, and `findings` the candidates with their scores.
+        sampling: sampling options as an object; they may be given as arguments as well.
+        seed: addresses every draw, together with the request's id and the token's position; from 0 to 2**64 - 1. The id
+            is the prompt's place in the batch unless `request_ids` says otherwise.
+        num_samples: number of continuations of each prompt; the prompt is prefilled once.
         stop: strings that end a row, found also across token borders. They are sought in the text as it is returned;
-            one that contains the text of a special token, such as "<|im_end|>", in the text with special tokens, even
-            where these are left out. The text returned ends before the string, or with `include_stop` after it. The
-            tokens hold it in any case.
-        logprobs: record log-probabilities of the chosen tokens and of this many most likely ones.
-        request_ids: what a prompt's randomness is addressed by, from 0 to 2**32 - 1; default its place in `prompts`.
-            With ids of their own, such as `request_ids=[dx.jobs.address(p) for p in prompts]`, texts do not
-            depend on the order of a batch, nor on what else is in it.
-        guidance_scale: classifier-free guidance of this scale against `negative_prompts` (one for all or one for each;
-            default: the last prompt token alone, as transformers does); masked diffusion guides against a prompt of
-            masks, and LLaDA's `cfg_scale` is this less 1. 1 is no guidance.
-        skip_special_tokens: leaves special tokens out of texts.
+            one that contains the text of a special token, such as "<|im_end|>", in the text with special tokens. The
+            text returned ends before the string, or with `include_stop` after it.
+        logprobs: records log-probabilities of the chosen tokens and of this many most likely ones.
+        context: text in front of the prompts, one for all or one for each, as a text or with its keys and values
+            (`decodax.caches.Prefix`). A cache policy chooses from it what the cache keeps before it sees the prompts,
+            so that several questions are asked of one compressed text; equal contexts are read once.
+        adapter: name of the adapter that the prompts take (`LM.with_adapters`); one for all or one for each.
+        inputs: what the model takes for each prompt beside its tokens, a pytree of arrays `[prompts, ...]`: what an
+            encoder reads, a soft prompt (`decodax.models.Embeddings`), an adapter.
+        batch_size: number of prompts that run at once; default all. A prompt takes the place of one that has ended;
+            results come in the order of the prompts, and no row depends on it.
         max_time: seconds after which rows that have not ended do so with `Status.TIME` and what they have, counted from
             the beginning of the call. It is looked at between bursts of rounds, and between the steps in which
-            constraints are built. What runs then is finished first: a burst, the reading of the prompts, or a
-            compilation, which may take many times as long as `max_time` in the first call of a kind, and is short from
-            the second process on with `decodax.cache_programs`.
-        chunk: prompt tokens a prefill round.
-        batch_size: prompts at once; default all. A prompt takes the place of one that has ended; results come in the
-            order of the prompts, and no row depends on it.
+            constraints are built. A compilation is not cut short: it may take many times as long as `max_time` in the
+            first call of a kind, and is short from the second process on with `decodax.cache_programs`.
         progress: shows a progress bar, which moves with every token of a prompt that runs.
-        inputs: what the model takes for each prompt beside its tokens, a pytree of arrays with one entry a prompt
-            first: what an encoder reads, a soft prompt (`decodax.models.Embeddings`), an adapter.
-        cache: what the cache keeps: a policy by name, such as "snapkv" or "snapkv:budget=512", what `decodax.kv` made
-            of one, or a kind of cache of your own; default everything.
-        context: what stands in front of the prompts, one for all or one for each, as a text or with its keys and values
-            (`decodax.caches.Prefix`). A policy chooses from it what the cache keeps before it sees the prompts, so
-            that several questions are asked of one compressed text; contexts that are the same are read once, with any
-            cache.
-        adapter: which of the model's adapters (`LM.with_adapters`) the prompts take, by name; one for all or one for
-            each, None for none.
-        num_beams, num_return_sequences, length_penalty, early_stopping, patience, num_beam_groups, diversity_penalty,
-            renormalize_logits: beam search with so many beams, as in transformers; `num_return_sequences` is another
-            name for `num_samples`. `findings` has the scores. See `decodax.algorithms.beams.BeamSearch`.
-        penalty_alpha, top_k: contrastive search with so many candidates; see
-        `decodax.algorithms.contrastive.search.ContrastiveSearch`. dola_layers: DoLa, "low", "high" or numbers of
-        layers; see `decodax.algorithms.contrastive.dola`. arithmetic_sampling: the samples of a prompt cover the
-        distribution evenly; see `decodax.sampling.Arithmetic`. regex, json_schema, choices, grammar, tools: what the
-        text must match as a whole, be valid under, be one of, be
-            made by (in the notation of Lark), or call; one for all, or a list of one for each prompt, in which None
-            leaves it free. Each text closes within its budget, but under a grammar whose rules refer to themselves.
-        tool_choice, tool_tags: "auto", "required" or a tool's name; what stands around a call.
-        required_phrases, banned_phrases: what must stand in a text, and what must not; lists, or one for each prompt.
-        constraint_after: a text, such as the end of a reasoning, behind which the constraint begins.
-        sampling: what the policy is built from, by the names of Hugging Face's GenerationConfig: temperature, top_k,
-            top_p, min_p, repetition_penalty, bad_words_ids, ... See `decodax.sampling.build`. They override the model's
-            generation config; without any the decoding is greedy. Each is one for all, one for each prompt, or one for
-            each row of the result: `num_samples=3, temperature=[0.2, 0.7, 1.0]` samples one prompt at three
-            temperatures. What the config asks for and is not here is an error, and passing the value that asks for
-            nothing (`num_beams=1`) goes on without it.
+        options: `SamplingOptions`, named as in Hugging Face's GenerationConfig: temperature, top_k, top_p, min_p,
+            repetition_penalty, bad_words_ids, min_new_tokens, ... See `decodax.sampling.build`. They override the
+            model's generation config; without any the decoding is greedy. Each is one for all, one for each prompt, or
+            one for each row of the result: `num_samples=3, temperature=[0.2, 0.7, 1.0]` samples one prompt at three
+            temperatures. Further ones:
+            request_ids: ids that address each prompt's randomness, from 0 to 2**32 - 1; default its place in `prompts`.
+            With ids of their own, such as `request_ids=[dx.jobs.address(p) for p in prompts]`, texts do not depend on
+            the order of a batch.
+            guidance_scale, negative_prompts: classifier-free guidance of this scale against these prompts (default: the
+            last prompt token alone, as in transformers); masked diffusion guides against a prompt of masks, and LLaDA's
+            `cfg_scale` is this less 1.
+            max_length: as max_new_tokens, with the prompt counted. min_new_tokens: neither an end of sequence nor a
+            stop string counts before it. include_stop, skip_special_tokens: of the texts. chunk: prompt tokens that are
+            read in one forward. arithmetic_sampling: the samples of a prompt cover the distribution evenly
+            (`decodax.sampling.Arithmetic`).
 
     Raises:
         ValueError: an empty prompt where the model has no BOS token to begin with, a token beyond the model's
@@ -123,17 +117,38 @@ def generate(lm: LM | str | os.PathLike[str], prompts: Prompt | Sequence[Prompt]
         UserWarning: prompt and new tokens are more than the model was trained on (`Model.trained_positions`), which
             rotary positions allow; says both numbers.
     """
-    clock = time.monotonic()
+    clock, given = time.monotonic(), merged(sampling, options)
+    given |= dict(max_new_tokens=max_new_tokens, algorithm=algorithm, draft=draft, cache=cache, constraint=constraint,
+                  seed=seed, stop=stop, logprobs=logprobs, context=context, adapter=adapter, inputs=inputs,
+                  batch_size=batch_size, max_time=max_time)
+    if search is not None or select is not None:
+        return _answered(lm, prompts, search, select, num_samples, progress, given)
     try:
-        request = Request.read(
-            lm, prompts, max_new_tokens=max_new_tokens, max_length=max_length, min_new_tokens=min_new_tokens,
-            algorithm=algorithm, seed=seed, num_samples=num_samples, stop=stop, include_stop=include_stop,
-            logprobs=logprobs, request_ids=request_ids, guidance_scale=guidance_scale,
-            negative_prompts=negative_prompts, skip_special_tokens=skip_special_tokens, max_time=max_time, chunk=chunk,
-            batch_size=batch_size, inputs=inputs, cache=cache, context=context, adapter=adapter, **sampling)
+        request = Request.read(lm, prompts, num_samples=num_samples, **given)
     except OutOfTime as late:
         return unstarted(late.request)
     return run(request, clock, flag("progress", progress))
+
+
+def _answered(lm: Any, prompts: Any, search: Any, select: Any, num_samples: int | None, progress: bool,
+              given: dict[str, Any]) -> Result:
+    """The result of a search, or of a rule that chooses."""
+    if search is not None and select is not None:
+        raise ValueError("search and select: got both, takes one of them")
+    given = {name: x for name, x in given.items() if x is not None and not (name == "seed" and x == 0)}
+    for slot, found, shelf, kind in (("search", search, SEARCHES, Search), ("select", select, SELECTS, Select)):
+        if found is None:
+            continue
+        found = shelf.read(found) if isinstance(found, str) else found
+        found = found.build(model(lm)) if isinstance(found, Configured) else found
+        if not isinstance(found, kind):
+            raise TypeError(f"{slot}: got {shown(found)}, takes a function of decodax.{slot}, or the name of one")
+        if isinstance(found, Search):
+            if num_samples is not None:
+                raise ValueError(f"num_samples: got {num_samples} beside a search, which says how many rows it takes")
+            return found.run(lm, prompts, given)
+        return found.run(lm, prompts, 8 if num_samples is None else whole("num_samples", num_samples, 1), given)
+    raise AssertionError
 
 
 def run(request: Request, clock: float, progress: bool = False) -> Result:

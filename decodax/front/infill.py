@@ -14,11 +14,12 @@ import numpy as np
 from decodax.algorithms.diffusion import MaskedDiffusion, Template
 from decodax.common.arguments import flag, id_rows, is_whole, whole
 from decodax.common.struct import short
-from decodax.constraints.front import ARGUMENTS as CONSTRAINTS
+from decodax.constraints import Constraint
 from decodax.core.types import Algorithm
 from decodax.engine.batch import Job
 from decodax.engine.methods import chosen, model
-from decodax.engine.request import CHUNK, Request, check_names
+from decodax.engine.names import check_names
+from decodax.engine.request import CHUNK, Request
 from decodax.engine.result import Result
 from decodax.front.generate import one_row, run
 from decodax.io.load import LM
@@ -56,6 +57,7 @@ def infill(lm: LM | str | os.PathLike[str], pieces: Sequence[Piece] | Sequence[S
            logprobs: int | None = None, request_ids: Sequence[int] | None = None,
            guidance_scale: float | Sequence[float] | None = None, skip_special_tokens: bool = True,
            max_time: float | None = None, chunk: int = CHUNK, batch_size: int | None = None,
+           constraint: Constraint | str | Sequence[Constraint | str | None] | None = None,
            **sampling: Any) -> Infilled:
     """Fills gaps between pieces of text that stay as they are.
 
@@ -73,8 +75,9 @@ def infill(lm: LM | str | os.PathLike[str], pieces: Sequence[Piece] | Sequence[S
         seed: addresses every draw; one or one a text.
         ends: whether a gap may hold an end of sequence (`eos_token_id`, default the model's), which cuts it short
             there. Without it none is drawn.
+        constraint: as in `generate`, on the text from the first gap to the end.
         logprobs, request_ids, guidance_scale, skip_special_tokens, max_time, chunk, batch_size, sampling: as in
-            `generate`. A constraint (`regex`, ...) is on the text from the first gap to the end.
+            `generate`.
 
     Raises:
         ValueError: a model or an algorithm that does not fill masks, a text without a gap, or without anything before
@@ -91,8 +94,9 @@ def infill(lm: LM | str | os.PathLike[str], pieces: Sequence[Piece] | Sequence[S
     named = [sampling.pop(name) for name in ("eos", "eos_token_id") if name in sampling]
     eos = id_rows("eos_token_id", next((e for e in named if e is not None), []) if named else lm.eos, len(ids),
                   lm.vocab_size)
-    if flag("ends", ends) and any(sampling.get(name) is not None for name in CONSTRAINTS):
-        raise ValueError("ends: got True with a constraint, which what stands behind a gap is part of; takes False")
+    if flag("ends", ends) and constraint is not None:
+        raise ValueError("ends=True cannot be combined with a constraint: the text after a gap is part of the "
+                         "constrained text")
     if not ends:
         given = sampling.get("suppress_tokens")
         banned = id_rows("suppress_tokens", [] if given is None else given, len(ids))
@@ -104,7 +108,7 @@ def infill(lm: LM | str | os.PathLike[str], pieces: Sequence[Piece] | Sequence[S
         lm, before, "infill", behind, max_new_tokens=[len(row) for row in behind], min_new_tokens=0, algorithm=method,
         seed=seed, stop=(), logprobs=logprobs, request_ids=request_ids, guidance_scale=guidance_scale,
         skip_special_tokens=skip_special_tokens, max_time=max_time, chunk=chunk, batch_size=batch_size,
-        **{**sampling, "eos_token_id": None})
+        constraint=constraint, **{**sampling, "eos_token_id": None})
     result = run(request, clock)
     read = [_read(request, row, [*start, *result.row(i).tolist()], mask, frozenset(eos[i].tolist()))
             for i, (row, start) in enumerate(zip(ids, before, strict=True))]

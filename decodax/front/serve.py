@@ -16,8 +16,9 @@ from decodax.common.arguments import positive, shown, unicode, whole
 from decodax.common.struct import short
 from decodax.engine.arrivals import arrivals
 from decodax.engine.methods import chosen, model, with_cache
+from decodax.engine.names import by_name, without
 from decodax.engine.queue import Refused, Ticket, ahead_of, schedule
-from decodax.engine.request import Request, without
+from decodax.engine.request import Request
 from decodax.engine.result import Result
 from decodax.engine.slots import Use, possible
 from decodax.io.load import LM
@@ -157,9 +158,9 @@ def settled(lm: Any, options: Mapping[str, Any], slots: int) -> tuple[LM, dict[s
     if (cache := options.pop("cache", None)) is not None:
         lm = with_cache(lm, cache)
     if "algorithm" in options:
-        options["algorithm"] = chosen(lm, options["algorithm"], slots)
+        options["algorithm"] = chosen(lm, options["algorithm"], slots, options.pop("draft", None))
     # what is wrong with the options is wrong with every prompt
-    if not possible(Request.read(lm, [[0]], **options)):
+    if not possible(Request.read(lm, [[0]], **by_name(options))):
         raise ValueError(SHARED)
     return lm, options
 
@@ -182,7 +183,7 @@ def read(lm: LM, prompt: Any, where: int, own: Mapping[str, Any], options: Mappi
     own = without("serve", given(own), NOT_HERE)
     if isinstance(prompt, Mapping) and "input_ids" not in prompt:
         raise TypeError(f"prompt: got {shown(prompt)}, takes {TAKES}")
-    request = Request.read(lm, [prompt], request_ids=[where], **{**options, **own})
+    request = Request.read(lm, [prompt], request_ids=[where], **by_name({**options, **own}))
     if not possible(request):
         raise ValueError(SHARED)
     return request

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from decodax.common.arguments import outside
-from decodax.engine.request import FRONT
+from decodax.engine.names import NAMED, OWN
 from decodax.jobs import openai
 from decodax.jobs.openai import LineError
 from decodax.sampling.build import DEFAULTS
@@ -24,7 +24,7 @@ RESULT = ("id", "custom_id", "text", "status", "prompt_tokens", "new_tokens", "t
 """Fields of results."""
 
 
-ASIDE = frozenset({"temperature", *(name for name in (*FRONT, *DEFAULTS, *openai.RENAMED) if "_" in name)})
+ASIDE = frozenset({"temperature", *(name for name in (*OWN, *NAMED, *DEFAULTS, *openai.RENAMED) if "_" in name)})
 """Options that nobody means as data: a plain word, such as context or choices, may be a column of any kind."""
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from decodax.caches.evict.selection import in_bytes
 from decodax.common.arguments import whole
 from decodax.core.state import Status
+from decodax.engine.names import by_name
 from decodax.engine.queue import Refused, Ticket, schedule
 from decodax.engine.request import OutOfTime, Request
 from decodax.front.serve import address, read, settled
@@ -51,7 +52,7 @@ class Worker:
         self.token_budget = None if token_budget is None else whole("token_budget", token_budget, 1)
         self.memory = None if memory is None else in_bytes(memory, "memory")
         self.lm, self.options = settled(lm, options, self.slots)
-        self.many = Request.read(self.lm, [[0]], **self.options).answers > 1
+        self.many = Request.read(self.lm, [[0]], **by_name(self.options)).answers > 1
 
     def __call__(self, batch: Mapping[str, Any]) -> Any:
         """The results of a batch, a `pyarrow.Table` in its order.

@@ -14,9 +14,8 @@ from decodax.search.canvases import Canvases
 from decodax.search.desel import desel, separated
 from decodax.search.diffusion_tree import DTS, DTSStar
 from decodax.search.drafting import atts, lookahead_reasoning, same_words
-from decodax.search.explorer import CanvasExplorer, Explored, Explorer, Ranked, resample
+from decodax.search.explorer import CanvasExplorer, Explored, Explorer, Ranked, explore, resample
 from decodax.search.forks import Forks
-from decodax.search.front import explore
 from decodax.search.healing import Healed, covered, heal
 from decodax.search.integrative import Integrated, Together, integrate
 from decodax.search.lag import lag_decode

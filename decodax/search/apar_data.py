@@ -107,7 +107,7 @@ def to_apar(prompt: str, text: str, *, fork: str = "[Fork]", child: str = "[Chil
 
 
 def from_apar(examples: Sequence[Tuning], *, fork: str = "[Fork]") -> str:
-    """The text that the examples of `to_apar` say, put together as `dx.explore(..., "apar")` does.
+    """The text that the examples of `to_apar` say, put together as `dx.search.explore(..., "apar")` does.
 
     Raises:
         ValueError: there are not as many details as places for them.

@@ -29,7 +29,6 @@ class StepBeams(Explorer):
     n: int = 8
     width: int = 4
 
-    needs_reward = True
 
     def __post_init__(self) -> None:
         if self.width < 1 or self.n % self.width:
@@ -79,7 +78,6 @@ class AStar(Explorer):
     answers: int = 1
     cost: Callable[[Sequence[float]], float] = _no_cost
 
-    needs_reward = True
 
     def __post_init__(self) -> None:
         if not 1 <= self.branch < self.n:

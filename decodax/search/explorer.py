@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 
+from decodax.common.arguments import options_of
+from decodax.common.registry import SEARCHES
 from decodax.common.struct import short
-from decodax.engine.methods import text_model
+from decodax.core.checks import instance
+from decodax.engine.answers import Search
+from decodax.engine.methods import model, text_model
+from decodax.engine.names import without
 from decodax.engine.result import Result
+from decodax.io.load import LM
 from decodax.search.canvases import Canvases
 from decodax.search.forks import Forks
 
@@ -50,16 +58,35 @@ class Explored:
     def __len__(self) -> int:
         return len(self.text)
 
+    def answers(self) -> Result:
+        """Returns the chosen text of each prompt as `decodax.generate` gives it. `findings` has what the search found:
+        `texts`, `scores`, `weights` (each `[P, n]`), `index` (`[P]`, the chosen row), `log_evidence` and `details`
+        (`[P]`)."""
+        rows = np.arange(len(self)) * (len(self.result) // max(len(self), 1))
+        whole = len(self.texts[0]) * len(self) == len(self.result)
+        found = self.result.select(rows + (self.index if whole else 0))
+        text = self.text if found.text is not None else None
+        kept = {"texts": _objects(self.texts), "index": self.index, "scores": self.scores, "weights": self.weights,
+                "log_evidence": self.log_evidence, "details": None if self.details is None else _objects(self.details)}
+        return dataclasses.replace(found, text=text, findings={k: x for k, x in kept.items() if x is not None})
 
-class Explorer(abc.ABC):
+
+@dataclasses.dataclass(frozen=True)
+class Explorer(Search):
     """A search over texts that grow step by step: derive a frozen dataclass from this, whose fields are its options.
 
     `search` sees a `Forks`, extends and forks its rows, and says how good each is in the end.
+
+    Attributes:
+        until: strings with which a step ends. step_tokens: tokens of a step at most. Without either, a step is the
+            whole text.
+        reads: what the search does with texts, for which it takes a model with a tokenizer; empty where ids will do.
     """
 
-    needs_reward = False
-    reads: str = ""
-    """What the search does with texts, for which it takes a model with a tokenizer; empty where ids will do."""
+    until: str | tuple[str, ...] | None = dataclasses.field(default=None, kw_only=True)
+    step_tokens: int | None = dataclasses.field(default=None, kw_only=True)
+
+    reads: ClassVar[str] = ""
 
     @property
     @abc.abstractmethod
@@ -79,8 +106,12 @@ class Explorer(abc.ABC):
     def search(self, forks: Forks, asked: Sequence[Any]) -> Ranked:
         """Runs to the end. `asked` has the prompts as they were given."""
 
+    def run(self, lm: Any, prompts: Any, options: Mapping[str, Any]) -> Result:
+        return explore(lm, prompts, self, **options).answers()
 
-class CanvasExplorer(abc.ABC):
+
+@dataclasses.dataclass(frozen=True)
+class CanvasExplorer(Search):
     """A search over canvases that are denoised step by step: as `Explorer`, but `search` sees `Canvases`."""
 
     @property
@@ -91,6 +122,9 @@ class CanvasExplorer(abc.ABC):
     @abc.abstractmethod
     def search(self, canvases: Canvases, asked: Sequence[Any]) -> Ranked:
         """Runs to the end. The rows hold what is given back."""
+
+    def run(self, lm: Any, prompts: Any, options: Mapping[str, Any]) -> Result:
+        return explore(lm, prompts, self, **options).answers()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,3 +199,79 @@ def settled(chosen: np.ndarray) -> np.ndarray:
     left[stays] -= 1
     out[out < 0] = np.repeat(np.arange(n), left)
     return out
+
+
+def _objects(values: Sequence[Any]) -> np.ndarray:
+    """An array of objects with one entry for each value, or each value of each list."""
+    rows = [list(v) if isinstance(v, list) else v for v in values]
+    even = all(isinstance(v, list) for v in rows) and len({len(v) for v in rows}) == 1
+    out = np.empty((len(rows), len(rows[0])) if even else len(rows), object)
+    for i, row in enumerate(rows):
+        if even:
+            for j, x in enumerate(row):
+                out[i, j] = x
+        else:
+            out[i] = row
+    return out
+
+
+NOT_HERE = {**dict.fromkeys(("num_samples", "num_return_sequences"), "the search says how many rows it takes"),
+            "max_time": "max_new_tokens bounds the texts of a search, and its options their number",
+            "batch_size": "all prompts are searched side by side; give fewer"}
+
+
+def explore(lm: LM | str | os.PathLike[str], prompts: Any, by: str | Explorer | CanvasExplorer, *,
+            until: str | Sequence[str] | None = None, step_tokens: int | None = None,
+            options: dict[str, Any] | None = None, **sampling: Any) -> Explored:
+    """Answers each prompt by a search over steps, on forks of one compiled state.
+
+    >>> import decodax as dx
+    >>> dx.search.explore("pycode", "def area(", "particle-filter", options={"reward": judge},
+    ...            until="\\n", temperature=0.8).text                                     # doctest: +SKIP
+
+    Args:
+        lm, prompts: as of `generate`.
+        by: a search, or the name of one (`decodax.search.names()`).
+        until: strings with which a step ends. step_tokens: tokens of a step at most. Without either, a step is the
+            whole text. Searches over canvases take neither: their steps are those of the sampler.
+        options: of the search, where it is given by name: `options={"reward": judge, "n": 16}`.
+        sampling: arguments of `generate`: `temperature`, `max_new_tokens`, `algorithm`, `cache`, `stop`, ... With
+            `algorithm` any system that writes from left to right writes the steps; for searches over canvases any
+            sampler of masked diffusion.
+
+    Raises:
+        ValueError: an unknown search or option, or one that is missing; or as `generate`.
+        TypeError: as `generate`.
+    """
+    lm, options = model(lm), options_of(options)
+    chosen = SEARCHES.make(by, **options) if isinstance(by, str) else by
+    if not isinstance(chosen, (Explorer, CanvasExplorer)):
+        raise TypeError(f"by: got {type(chosen).__name__}, takes a search or the name of one")
+    if not isinstance(by, str) and options:
+        raise ValueError("options: got some beside a search that is made already")
+    sampling = without("explore", sampling, NOT_HERE)
+    if (limit := (lm.generation_config or {}).get("max_time")) is not None:
+        warnings.warn(f"generation config of {lm.name!r}: max_time: got {limit}, which ends no search", stacklevel=2)
+    forks: Forks | Canvases
+    if isinstance(chosen, CanvasExplorer):
+        if until is not None or step_tokens is not None:
+            raise ValueError("until, step_tokens: a canvas is denoised step by step by its sampler; takes neither")
+        forks = Canvases.begin(lm, prompts, chosen.rows, **sampling)
+        found = chosen.search(forks, asked(prompts, forks.prompts))
+    else:
+        until, step_tokens = until or chosen.until, step_tokens or chosen.step_tokens
+        forks = chosen.begin(lm, prompts, until=until, step_tokens=step_tokens, **sampling)
+        found = chosen.search(forks, asked(prompts, forks.prompts))
+    instance(f"{type(chosen).__name__}.search", found, Ranked, "a Ranked")
+    texts = forks.texts() if found.texts is None else found.texts
+    index = found.scores.argmax(1) if found.index is None else np.asarray(found.index)
+    return Explored(text=[row[int(i)] for row, i in zip(texts, index, strict=True)], index=index, texts=texts,
+                    scores=found.scores, weights=found.weights, log_evidence=found.log_evidence, tokens=forks.spent,
+                    fed=forks.fed, result=forks.result(), details=found.details)
+
+
+def asked(prompts: Any, ids: Sequence[list[int]]) -> list[Any]:
+    """The prompts as they were given, one by one; as ids where that is not plain."""
+    given = [prompts] if isinstance(prompts, str) else prompts
+    same = isinstance(given, (list, tuple)) and len(given) == len(ids) and not all(isinstance(x, int) for x in given)
+    return list(given) if same else list(ids)

@@ -75,7 +75,6 @@ class ParticleFilter(Explorer):
     increment: bool = False
     resampling: Resampling = "multinomial"
 
-    needs_reward = True
 
     def __post_init__(self) -> None:
         if self.choose not in ("largest", "sample"):

@@ -4,12 +4,11 @@ from typing import Any
 
 from decodax.common.registry import SELECTS
 from decodax.select.best import BestOfN, Likelihood, QualityAware, allocate
-from decodax.select.candidates import Candidates, Choice, Rule
+from decodax.select.candidates import Candidates, Choice, Chosen, Rule, choose
 from decodax.select.consensus import Asked, Corrected, EquilibriumRanking, equilibrium
 from decodax.select.edits import coverage, insert, pass_at_k, resolve_edits
 from decodax.select.evidence import XMBR, CalibratedBestOfN, Sampled, calibrated
-from decodax.select.finish import first_finish
-from decodax.select.front import Chosen, choose
+from decodax.select.finish import FirstFinish
 from decodax.select.hierarchy import Hierarchy, best_expected, classify
 from decodax.select.mbr import MBR, AggregateMBR, LowRankMBR, PruningMBR
 from decodax.select.pairs import PairRanker
@@ -31,6 +30,7 @@ __all__ = [
     "Corrected",
     "EquilibriumRanking",
     "Faithfulness",
+    "FirstFinish",
     "Hierarchy",
     "Likelihood",
     "LowRankMBR",
@@ -52,7 +52,6 @@ __all__ = [
     "exact",
     "faithfulness",
     "find",
-    "first_finish",
     "insert",
     "make",
     "names",

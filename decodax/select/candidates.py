@@ -5,14 +5,24 @@ from __future__ import annotations
 import abc
 import dataclasses
 import hashlib
-from collections.abc import Sequence
+import os
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from decodax.common.arguments import options_of, whole
+from decodax.common.registry import SELECTS
 from decodax.common.struct import short
+from decodax.core.checks import instance
+from decodax.engine.answers import Select
+from decodax.engine.methods import text_model
+from decodax.engine.names import without
 from decodax.engine.request import Request
 from decodax.engine.result import Result
+from decodax.front.generate import generate, merge
+from decodax.io.load import LM
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,8 +94,15 @@ class Choice:
     scores: np.ndarray
 
 
-class Rule(abc.ABC):
-    """A rule that chooses among candidates: derive a frozen dataclass from this, whose fields are its options."""
+@dataclasses.dataclass(frozen=True)
+class Rule(Select):
+    """A rule that chooses among candidates: derive a frozen dataclass from this, whose fields are its options.
+
+    Attributes:
+        greedy: whether the answer at temperature 0 is one of the candidates, the first (hedged sampling).
+    """
+
+    greedy: bool = dataclasses.field(default=False, kw_only=True)
 
     @abc.abstractmethod
     def scores(self, candidates: Candidates) -> np.ndarray:
@@ -103,6 +120,67 @@ class Rule(abc.ABC):
         if np.isnan(scores).any():
             raise ValueError(f"{type(self).__name__}: the score of candidate {int(np.isnan(scores).argmax())} is a NaN")
         return Choice(int(scores.argmax()), scores)
+
+    def drawn(self, lm: LM, prompts: Any, n: int, sampling: Mapping[str, Any]) -> Chosen:
+        """Samples `n` answers to each prompt and chooses one of them; `sampling` as of `decodax.generate`."""
+        clock, read = time.monotonic(), Request.read(lm, prompts, **sampling)
+        # both calls share the time
+        left = lambda: {} if read.max_time is None else {
+            "max_time": max(clock + read.max_time - time.monotonic(), 1e-6)}
+        asked, parts, counts = _asked(prompts, read.prompts), [], []
+        if self.greedy:
+            surest = {"logprobs": 0, **sampling, **left(), "temperature": 0.0}
+            parts.append(generate(lm, prompts, num_samples=1, **surest))
+            counts.append(1)
+        if n > self.greedy:
+            parts.append(generate(lm, prompts, num_samples=n - self.greedy, **{"logprobs": 0, **sampling, **left()}))
+            counts.append(n - self.greedy)
+        each = [candidates_of(part, asked, count, read) for part, count in zip(parts, counts, strict=True)]
+        candidates = each[0] if len(each) == 1 else [_both(a, b) for a, b in zip(*each, strict=True)]
+        who = f"{type(self).__name__}.choose"
+        choices = [instance(who, self.choose(one), Choice, "a Choice") for one in candidates]
+        rows = [parts[0 if c.index < counts[0] else 1].select([
+            p * (counts[0] if c.index < counts[0] else counts[1]) + (c.index if c.index < counts[0]
+                                                                     else c.index - counts[0])])
+            for p, c in enumerate(choices)]
+        return Chosen([one.texts[c.index] for one, c in zip(candidates, choices, strict=True)], candidates, choices,
+                      merge(rows, list(range(len(rows))), 1, lm.pad))
+
+    def run(self, lm: Any, prompts: Any, num_samples: int, options: Mapping[str, Any]) -> Result:
+        return choose(lm, prompts, self, n=num_samples, **options).answers()
+
+
+@dataclasses.dataclass(frozen=True)
+class Chosen:
+    """Answers that a rule has chosen, one a prompt.
+
+    Attributes:
+        text: of each. candidates, choices: what there was to choose from, and the scores. result: the chosen rows as
+            `decodax.generate` gives them.
+    """
+
+    __repr__ = short
+
+    text: list[str]
+    candidates: list[Candidates]
+    choices: list[Choice]
+    result: Result
+
+    @property
+    def index(self) -> list[int]:
+        """Which of its candidates was chosen, of each prompt."""
+        return [choice.index for choice in self.choices]
+
+    def __len__(self) -> int:
+        return len(self.text)
+
+    def answers(self) -> Result:
+        """Returns the chosen answers as `decodax.generate` gives them. `findings` has `index`, the chosen candidate of
+        each prompt, and `texts` and `scores` of all candidates, `[P, n]`."""
+        texts = np.array([list(c.texts) for c in self.candidates], object)
+        scores = np.stack([np.asarray(choice.scores, np.float64) for choice in self.choices])
+        return dataclasses.replace(self.result, text=self.text, findings={
+            "index": np.array(self.index), "texts": texts, "scores": scores})
 
 
 def candidates_of(result: Result, prompts: Sequence[Any], samples: int, request: Request) -> list[Candidates]:
@@ -125,3 +203,45 @@ def candidates_of(result: Result, prompts: Sequence[Any], samples: int, request:
                               result.lengths[rows].astype(np.int64), None if weights is None else weights[rows],
                               (*request.seeds[i].tolist(), int(request.request_ids[i]))))
     return out
+
+
+def choose(lm: LM | str | os.PathLike[str], prompts: Any, by: str | Rule = "self-consistency", *, n: int = 8,
+           options: dict[str, Any] | None = None, **sampling: Any) -> Chosen:
+    """Answers each prompt `n` times and takes one answer by a rule.
+
+    >>> import decodax as dx
+    >>> dx.select.choose("pycode", "def area(", "mbr", n=8, temperature=0.8).text           # doctest: +SKIP
+
+    Args:
+        lm, prompts: as of `generate`.
+        by: a rule, or the name of one (`decodax.select.names()`).
+        n: samples of each prompt.
+        options: of the rule, where it is given by name: `options={"reward": judge}`.
+        sampling: arguments of `generate`: `temperature`, `min_p`, `algorithm`, `stop`, ... With `algorithm` any
+            system draws the samples.
+
+    Raises:
+        ValueError: an unknown rule or option, or one that is missing; a model without a tokenizer; or as `generate`.
+        TypeError: as `generate`.
+        TimeoutError: `max_time` was out before the constraints had been built.
+    """
+    lm, n, options = text_model(lm, "rules choose among texts"), whole("n", n, 1), options_of(options)
+    sampling = without("choose", sampling, dict.fromkeys(("num_samples", "num_return_sequences"), "give n"))
+    rule = SELECTS.make(by, **options) if isinstance(by, str) else by
+    if not isinstance(rule, Rule):
+        raise TypeError(f"by: got {type(rule).__name__}, takes a rule or the name of one")
+    if not isinstance(by, str) and options:
+        raise ValueError("options: got some beside a rule that is made already")
+    return rule.drawn(lm, prompts, n, sampling)
+
+
+def _asked(prompts: Any, ids: Any) -> list[Any]:
+    """The prompts as they were given, one by one; as ids where that is not plain."""
+    given = [prompts] if isinstance(prompts, str) else prompts
+    return list(given) if isinstance(given, (list, tuple)) and len(given) == len(ids) else list(ids)
+
+
+def _both(a: Candidates, b: Candidates) -> Candidates:
+    join: Any = lambda x, y: None if x is None or y is None else np.concatenate([x, y])
+    return Candidates([*a.texts, *b.texts], a.prompt, join(a.log_probs, b.log_probs), join(a.lengths, b.lengths),
+                      join(a.log_weights, b.log_weights), a.address)

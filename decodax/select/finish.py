@@ -2,54 +2,60 @@
 
 from __future__ import annotations
 
-import os
+import dataclasses
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from decodax.common.registry import FUNCTIONS
+from decodax.common.registry import SELECTS
 from decodax.core.state import Status
 from decodax.engine.batch import Job
-from decodax.engine.methods import model
 from decodax.engine.request import Request
 from decodax.io.load import LM
-from decodax.select.candidates import Candidates, Choice, candidates_of
+from decodax.select.candidates import Candidates, Choice, Chosen, Rule, candidates_of
 
 BURST = 32
-"""Rounds between two looks at who has ended."""
+"""Rounds between two looks at which rows have ended."""
 
 ENDED = (Status.EOS, Status.STOP)
 
 
-@FUNCTIONS.register("select.first_finish", "First Finish Search: Efficient Test-Time Scaling in Large Language Models",
-                    "Agarwal et al. 2025",
-                    "of several samples the one that ends first; `choose` calls it \"first-finish\"")
-def first_finish(lm: LM | str | os.PathLike[str], prompts: Any, n: int = 4,
-                 **options: Any) -> tuple[list[Candidates], list[Choice]]:
-    """Samples `n` answers to each prompt until one of them has ended by itself: an end of sequence or a stop string.
+@SELECTS.register("first-finish", "First Finish Search: Efficient Test-Time Scaling in Large Language Models",
+                  "Agarwal et al. 2025", "of several samples the one that ends first; the others are not continued")
+@dataclasses.dataclass(frozen=True)
+class FirstFinish(Rule):
+    """Takes the sample that ends first by itself, by an end of sequence or a stop string (Agarwal et al., 2025).
 
-    Of those that end in the same number of rounds the first counts. Where none ends within its budget, the first does.
-    The others are not continued, but for the rounds between two looks; what they have so far stands in `candidates`.
-
-    Args:
-        options: of `generate`, but `batch_size`: all answers run side by side.
-
-    Raises:
-        TypeError, ValueError: as `generate`.
+    Of samples that end in the same number of rounds the first counts. Where none ends within its budget, the first
+    does. The others are not continued; what they have so far is among the candidates.
     """
-    if options.get("batch_size") is not None:
-        raise TypeError("batch_size: first-finish takes no such argument; all answers run side by side")
-    clock = time.monotonic()
-    request = Request.read(model(lm), prompts, num_samples=n, **options)
-    job = Job.begin(request)
-    while job.running:
-        job.advance(None, rounds=BURST)
-        ended = np.isin(job.status, ENDED).reshape(len(request), n).any(1)
-        job.end(np.repeat(ended, n))
-        if request.max_time is not None and time.monotonic() > clock + request.max_time:
-            job.expire()
-    result = job.result()
-    rounds = np.where(np.isin(result.status, ENDED), result.stats.rounds, np.inf)
-    each = candidates_of(result, request.prompts, n, request)
-    return each, [Choice(int(row.argmin()), -row) for row in rounds.reshape(-1, n)]
+
+    def scores(self, candidates: Candidates) -> np.ndarray:
+        """`f64[n]`: the shorter the better, for texts that have all ended."""
+        if candidates.lengths is None:
+            raise ValueError("lengths: got None, but the rule goes by which candidate is the shortest")
+        return -np.asarray(candidates.lengths, np.float64)
+
+    def drawn(self, lm: LM, prompts: Any, n: int, sampling: Mapping[str, Any]) -> Chosen:
+        if self.greedy:
+            raise ValueError("greedy: first-finish compares samples that run side by side; takes False")
+        if sampling.get("batch_size") is not None:
+            raise TypeError("batch_size: first-finish takes no such argument; all answers run side by side")
+        clock = time.monotonic()
+        request = Request.read(lm, prompts, num_samples=n, **sampling)
+        job = Job.begin(request)
+        while job.running:
+            job.advance(None, rounds=BURST)
+            ended = np.isin(job.status, ENDED).reshape(len(request), n).any(1)
+            job.end(np.repeat(ended, n))
+            if request.max_time is not None and time.monotonic() > clock + request.max_time:
+                job.expire()
+        result = job.result()
+        rounds = np.where(np.isin(result.status, ENDED), result.stats.rounds, np.inf).reshape(-1, n)
+        candidates = candidates_of(result, request.prompts, n, request)
+        choices = [Choice(int(row.argmin()), -row) for row in rounds]
+        index = [choice.index for choice in choices]
+        return Chosen([each.texts[i] for each, i in zip(candidates, index, strict=True)], candidates, choices,
+                      result.select(np.arange(len(request)) * n + np.array(index)))

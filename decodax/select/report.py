@@ -46,8 +46,9 @@ def alignment(candidates: Sequence[Candidates], utility: Callable[[Any, Sequence
     risk, are worth their tokens.
 
     Args:
-        candidates: of each prompt, with log-probabilities: `dx.choose(...).candidates`. utility: from a prompt and its
-            candidates a number for each; the larger the better. per_token: log-probabilities are divided by lengths.
+        candidates: of each prompt, with log-probabilities: `dx.select.choose(...).candidates`.
+        utility: maps a prompt and its candidates to a number for each; the larger the better.
+        per_token: whether log-probabilities are divided by lengths.
 
     Raises:
         ValueError: log-probabilities, or lengths that are asked for, are not known.

@@ -15,11 +15,13 @@ import numpy as np
 import pytest
 
 import decodax as dx
-from decodax.engine.request import ELSEWHERE, FRONT, WITHOUT, Request, takes
+from decodax.engine.names import ELSEWHERE, NAMED, SLOT_OF, WITHOUT, by_name, takes
+from decodax.engine.request import Request
 from decodax.front.infill import infill
+from decodax.front.options import SamplingOptions
 from decodax.sampling.build import COMPANIONS, SAMPLING
 
-ARGUMENTS = sorted({*takes("generate")} - {"progress"})
+ARGUMENTS = sorted({*takes("generate"), *NAMED} - {"progress", "search", "select", "sampling", "draft"})
 TOOLS = [{"name": "f", "parameters": {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"],
                                       "additionalProperties": False}}]
 BEAMS = {"num_beams": 2}
@@ -57,7 +59,7 @@ def test_a_value_of_the_wrong_kind_is_named(lm: dx.LM, name: str) -> None:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("error", DeprecationWarning)
-                Request.read(lm, "ab", **{**beside, name: value})
+                Request.read(lm, "ab", **by_name({**beside, name: value}))
         except (TypeError, ValueError) as error:
             errors.append((repr(value), error))
     assert len(errors) >= 10
@@ -79,9 +81,9 @@ def test_numbers_of_numpy_and_jax_are_numbers(lm: dx.LM, name: str, value: float
     whole = isinstance(value, int)
     forms = [np.int32(value), np.uint8(value), jnp.int32(value), np.array(value)] if whole else \
         [np.float32(value), np.float64(value), np.float16(value), jnp.float32(value), np.array(value)]
-    plain = Request.read(lm, "ab", **beside, **{name: value})
+    plain = Request.read(lm, "ab", **by_name({**beside, name: value}))
     for form in forms:
-        read = Request.read(lm, "ab", **beside, **{name: form})
+        read = Request.read(lm, "ab", **by_name({**beside, name: form}))
         assert read.algorithm == plain.algorithm or name == "max_time", form
         assert read.max_time == pytest.approx(plain.max_time) if plain.max_time else read.max_time is None
         for a, b in zip(map(np.asarray, read.policy.transforms and [read.max_new, read.seeds]),
@@ -94,7 +96,8 @@ def test_flags_of_numpy_and_jax_are_flags(lm: dx.LM) -> None:
     for name in ("include_stop", "skip_special_tokens"):
         for form in (np.bool_(True), np.array(True), jnp.array(True)):
             assert getattr(Request.read(lm, "ab", **{name: form}), name) is True
-    assert Request.read(lm, "ab", num_beams=2, early_stopping=np.bool_(True)).algorithm.early_stopping is True
+    assert Request.read(lm, "ab",
+                        **by_name(dict(num_beams=2, early_stopping=np.bool_(True)))).algorithm.early_stopping is True
 
 
 def test_an_unknown_argument_lists_the_near_ones_and_then_all_of_generate(lm: dx.LM) -> None:
@@ -104,22 +107,22 @@ def test_an_unknown_argument_lists_the_near_ones_and_then_all_of_generate(lm: dx
         near, known = re.fullmatch(rf"temprature: unknown argument; did you mean (.*?)\? {where} takes (.*)",
                                    str(error.value)).groups()
         assert near.startswith("temperature")
-        assert {"stop", "seed", "num_beams", "regex", "logprobs", "penalty_alpha", "top_p"} <= set(known.split(", "))
+        assert {"stop", "seed", "constraint", "logprobs", "top_p"} <= set(known.split(", "))
         assert not {"vocab_size", "stops", "eos", "batch", "where", "behind"} & set(known.split(", "))
         assert ("num_samples" in known.split(", ")) == (where == "generate")
     with pytest.raises(TypeError, match=r"^callback: unknown argument; generate takes adapter, "):
         dx.generate(lm, "ab", callback=print)
 
 
-def test_the_list_holds_the_signature_of_each_front_end() -> None:
-    for where, front in (("generate", dx.generate), ("infill", infill)):
-        own = {p.name for p in inspect.signature(front).parameters.values() if p.kind is p.KEYWORD_ONLY}
-        assert own <= takes(where)
-        assert {name for name in FRONT if name in takes(where)} == own
+def test_the_list_holds_the_signature_of_generate() -> None:
+    named = lambda front: {p.name for p in inspect.signature(front).parameters.values() if p.kind is p.KEYWORD_ONLY}
+    assert len(named(dx.generate)) + 2 <= 20
+    assert named(dx.generate) | SamplingOptions.__annotations__.keys() == takes("generate") | {"eos"}
+    assert named(infill) <= takes("infill")
     assert WITHOUT.keys() == {"generate", "stream", "watch", "infill"}
 
 
-@pytest.mark.parametrize("name", [*ELSEWHERE, "where"])
+@pytest.mark.parametrize("name", [*ELSEWHERE, *SLOT_OF, "where"])
 def test_names_from_below_and_from_elsewhere_are_unknown(lm: dx.LM, name: str) -> None:
     with pytest.raises(TypeError, match=f"^{name}: unknown argument; "):
         dx.generate(lm, "ab", **{name: 5})

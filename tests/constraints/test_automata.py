@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from decodax.constraints import Dfa, TokenDfa, json_schema, regex
+from decodax.constraints import Dfa, TokenDfa
 from decodax.constraints.dfa import LARGEST, TooLarge
 from decodax.constraints.ebnf import ebnf
-from decodax.constraints.regex import search, whole
+from decodax.constraints.expressions import regex, search, whole
+from decodax.constraints.schema import json_schema
 from decodax.constraints.tokens import Trie
 from tests.matrix import often
 

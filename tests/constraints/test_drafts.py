@@ -79,7 +79,8 @@ FORMS: dict[str, Any] = {
 def test_a_draft_under_the_constraint_changes_nothing_and_is_accepted_more_often(
         pair: tuple[LM, LM], form: str, temperature: float) -> None:
     lm, small = pair
-    given: dict[str, Any] = dict(json_schema=[PERSON, PERSON, None], max_new_tokens=32, temperature=temperature)
+    given: dict[str, Any] = dict(constraint=[dx.constraints.json_schema(PERSON), dx.constraints.json_schema(PERSON),
+                                             None], max_new_tokens=32, temperature=temperature)
     plain = dx.generate(lm, PROMPTS, **given)
     assert plain.text is not None
     for text in plain.text[:2]:
@@ -101,7 +102,8 @@ def test_what_the_mask_is_worth_to_the_shipped_draft_model() -> None:
     person = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 12},
                                                "age": {"type": "integer", "minimum": 0}}, "required": ["name", "age"]}
     for temperature, held, unheld in ((0.0, 2.27, 1.09), (1.0, 2.62, 1.17)):
-        given: dict[str, Any] = dict(json_schema=person, max_new_tokens=40, temperature=temperature)
+        given: dict[str, Any] = dict(constraint=dx.constraints.json_schema(person), max_new_tokens=40,
+                                     temperature=temperature)
         prompts, found = ["x = ", "# a person\n", "data = json.loads(", "def f():\n    return "], []
         for draft in (Grown(source, trees.Chain(4)), Unheld(source, trees.Chain(4))):
             found.append(dx.generate(lm, prompts, algorithm=Speculative(draft), **given))
@@ -122,7 +124,7 @@ def test_draws_have_the_law_of_plain_draws(pair: tuple[LM, LM], way: str) -> Non
                     "multi-round": (MultiRound(), "tree"),
                     "multi-round with replacement": (MultiRound(replacement=True), "tree")}[way]
     rows = 2000
-    given: dict[str, Any] = dict(choices=WORDS, max_new_tokens=5, temperature=1.0)
+    given: dict[str, Any] = dict(constraint=dx.constraints.choices(WORDS), max_new_tokens=5, temperature=1.0)
     plain = dx.generate(lm, ["one"] * rows, logprobs=0, seed=3, **given)
     assert plain.text is not None and plain.logprobs is not None
     ways = {tuple(plain.row(i).tolist()): (float(plain.logprobs.processed[i].sum()), plain.text[i])
@@ -141,7 +143,8 @@ def test_a_draft_model_that_agrees_is_accepted_whole(pair: tuple[LM, LM]) -> Non
     """The target as its own draft model, under the same mask: every draft holds up to the end of the text."""
     lm, _ = pair
     for temperature in (0.0, 1.0):
-        out = dx.generate(lm, PROMPTS[:2], json_schema=PERSON, max_new_tokens=32, temperature=temperature,
+        out = dx.generate(lm, PROMPTS[:2], constraint=dx.constraints.json_schema(PERSON), max_new_tokens=32,
+                          temperature=temperature,
                           algorithm=Speculative(drafts.DraftModel(lm), shape=trees.Chain(4)))
         least = -(-np.asarray(out.lengths) // 5)
         assert (np.asarray(out.stats.rounds) == least).all()

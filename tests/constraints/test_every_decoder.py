@@ -22,7 +22,7 @@ import tests.scripts  # noqa: F401, which says where the programs are
 from decodax.algorithms.beams import BeamSearch
 from decodax.algorithms.speculative import Rejection, Speculative, drafts, trees
 from decodax.common.registry import ALGORITHMS
-from decodax.constraints.front import constrain, read
+from decodax.constraints.languages import constrain, read
 from decodax.io.load import LM
 from decodax.models.diffusion import Diffusion
 from tests.constraints.test_regex import simple, valid
@@ -53,14 +53,14 @@ WAYS: dict[str, Callable[[LM], dict[str, Any]]] = {
     "plain": lambda lm: {}, "speculative": lookup(), "rejection": lookup(verify=Rejection()),
     "forced": lambda lm: dict(algorithm=Speculative(drafts.Forced(6, drafts.PromptLookup(4)))),
     "draft model": lambda lm: dict(algorithm=Speculative(drafts.DraftModel(lm), shape=trees.Fixed.balanced(2, 2, 1))),
-    "beams": lambda lm: dict(num_beams=3), "beam search": lambda lm: dict(algorithm=BeamSearch(3), temperature=0.0),
+    "beam search": lambda lm: dict(algorithm=BeamSearch(3), temperature=0.0),
     "blocks": filled("llada", block=8, steps=2), "canvas": filled("mdlm", steps=3, size=64)}
 CANVAS = ("blocks", "canvas")
 
 
 def shortest(lm: LM, schemas: Sequence[Any]) -> np.ndarray:
     """The fewest tokens of a text of each schema, with the end of the sequence."""
-    asked = read({"json_schema": list(schemas)}, len(schemas))
+    asked = read([dx.constraints.json_schema(schema) for schema in schemas], len(schemas))
     assert asked is not None
     n, banned = len(schemas), () if lm.diffusion is None else (MASK,)
     link, table = constrain(asked, lm.tokenizer, lm.vocab_size, np.zeros((n, 1), np.int64), np.full(n, 1 << 20),
@@ -74,7 +74,9 @@ def whole(lm: LM, way: str, schemas: Sequence[Any], more: Sequence[int], seed: i
         lm = dataclasses.replace(lm, diffusion=Diffusion(MASK))
     least = shortest(lm, schemas)
     budgets = (least + np.array(more)).tolist()
-    given: dict[str, Any] = dict(json_schema=list(schemas), max_new_tokens=budgets, temperature=1.0, seed=seed)
+    given: dict[str, Any] = dict(constraint=[dx.constraints.json_schema(schema) for schema in schemas],
+                                 max_new_tokens=budgets,
+                                 temperature=1.0, seed=seed)
     prompts = [PROMPTS[i % len(PROMPTS)] for i in range(len(schemas))]
     out = dx.generate(lm, prompts, **{**given, **WAYS[way](lm)})
     assert out.text is not None

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 import decodax as dx
+from decodax.constraints.automata import anything, phrases, tools, up_to, without
 from decodax.constraints.dfa import Dfa
 from decodax.constraints.ebnf import Elsewhere, Recursive, ebnf
-from decodax.constraints.front import _Bytes, hosted, language
 from decodax.constraints.hosted import Matcher
-from decodax.constraints.phrases import anything, phrases, tools, up_to, without
+from decodax.constraints.languages import _Bytes, hosted, language
 from decodax.constraints.tokens import TokenDfa, trie_of
 from decodax.io.load import LM
 from tests.matrix import often
@@ -96,7 +96,7 @@ def test_languages_of_free_text() -> None:
 
 
 WAYS: dict[str, dict[str, Any]] = {
-    "greedy": {}, "sampled": dict(temperature=1.0), "beams": dict(num_beams=3),
+    "greedy": {}, "sampled": dict(temperature=1.0), "beams": dict(algorithm=dx.algorithms.beam_search(3)),
     "drafted": dict(temperature=1.0, algorithm="prompt-lookup:length=4"), "places": dict(temperature=1.0, batch_size=1)}
 
 
@@ -104,20 +104,25 @@ WAYS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("way", often(["sampled", "beams"], WAYS))
 def test_texts_have_what_they_must_and_call_what_there_is(lm: LM, way: str) -> None:
     given: dict[str, Any] = dict(max_new_tokens=72, **WAYS[way])
-    out = dx.generate(lm, ["one", "def f("], required_phrases=["if", "xyz"], banned_phrases=["e"], **given)
+    out = dx.generate(lm, ["one", "def f("], constraint=dx.constraints.phrases(["if", "xyz"], banned=["e"]), **given)
     assert out.text is not None and all("if" in t and "xyz" in t and "e" not in t for t in out.text)
     named = dict(function=dict(name="get_weather"))
-    out = dx.generate(lm, ["one", "x"], tools=[WEATHER, TIME], tool_choice=named, **given)
+    out = dx.generate(lm, ["one", "x"], constraint=dx.constraints.tools([WEATHER, TIME], choice=named), **given)
     for text in out.text or ():
         body = re.fullmatch(r"<tool_call>\n(.*)\n</tool_call>", text, re.DOTALL)
         assert body
         call = json.loads(body[1])
         assert call["name"] == "get_weather"
         jsonschema.validate(call["arguments"], WEATHER["function"]["parameters"])       # type: ignore[index]
-    out = dx.generate(lm, ["one", "x"], choices=["yes", "no"], constraint_after=["##", None], **given)
+    out = dx.generate(lm, ["one", "x"],
+                      constraint=[dx.constraints.choices(["yes", "no"]).after("##"),
+                                  dx.constraints.choices(["yes", "no"])], **given)
     assert out.text is not None
     assert re.fullmatch(r"(?s).*?##(yes|no)", out.text[0]) and out.text[1] in ("yes", "no")
     assert {*out.status} == {dx.Status.EOS}
+
+
+NESTED = [dx.constraints.grammar(EXPR), dx.constraints.grammar(EXPR), None]
 
 
 def nested(text: str) -> bool:
@@ -131,12 +136,14 @@ def nested(text: str) -> bool:
 @pytest.mark.wide
 @pytest.mark.parametrize("way", often(["sampled", "drafted"], WAYS))
 def test_rules_that_refer_to_themselves_hold(lm: LM, way: str) -> None:
-    out = dx.generate(lm, ["one", "def f(", "x"], grammar=[EXPR, EXPR, None], max_new_tokens=40, **WAYS[way])
+    out = dx.generate(lm, ["one", "def f(", "x"], constraint=NESTED,
+                      max_new_tokens=40, **WAYS[way])
     assert out.text is not None
     ended = [text for text, status in list(zip(out.text, out.status, strict=True))[:2] if status != dx.Status.LENGTH]
     assert ended and all(map(nested, ended)), out.text
     if way == "drafted":
-        plain = dx.generate(lm, ["one", "def f(", "x"], grammar=[EXPR, EXPR, None], max_new_tokens=40, temperature=1.0)
+        plain = dx.generate(lm, ["one", "def f(", "x"], constraint=NESTED,
+                      max_new_tokens=40, temperature=1.0)
         assert plain.tokens.tolist() == out.tokens.tolist()
         free = dx.generate(lm, ["x"], request_ids=[2], max_new_tokens=40, temperature=1.0)
         assert free.text is not None and out.text[2] == free.text[0]
@@ -149,7 +156,8 @@ def test_a_schema_that_refers_to_itself_goes_by_a_grammar(lm: LM) -> None:
         "required": ["v", "next"], "additionalProperties": False}}, "$ref": "#/$defs/node"}
     assert lm.tokenizer is not None
     short = {i: 6.0 for i, t in enumerate(lm.tokenizer.token_bytes()) if t in (b"null", b"n", b"u")}
-    out = dx.generate(lm, "one", grammar=f"start: %json {json.dumps(tree)}", max_new_tokens=120, temperature=0.7,
+    out = dx.generate(lm, "one", constraint=dx.constraints.grammar(f"start: %json {json.dumps(tree)}"),
+                      max_new_tokens=120, temperature=0.7,
                       logit_bias=short, num_samples=4)
     assert out.text is not None
     ended = [text for text, status in zip(out.text, out.status, strict=True) if status == dx.Status.EOS]
@@ -160,7 +168,8 @@ def test_a_schema_that_refers_to_itself_goes_by_a_grammar(lm: LM) -> None:
 
 def test_grammars_that_need_no_stack_close_within_their_budget(lm: LM) -> None:
     assert not hosted(GRAMMARS["options"][0]) and hosted(EXPR) and hosted("{}")
-    out = dx.generate(lm, ["one", "x"], grammar=GRAMMARS["alternatives"][0], max_new_tokens=14, temperature=1.0)
+    out = dx.generate(lm, ["one", "x"], constraint=dx.constraints.grammar(GRAMMARS["alternatives"][0]),
+                      max_new_tokens=14, temperature=1.0)
     assert out.text is not None and all(ebnf(GRAMMARS["alternatives"][0]).accepts(t.encode()) for t in out.text)
     for bad, error in (("%ignore X\nstart: X", Elsewhere), ('start: start "x"', Recursive)):
         with pytest.raises(error):
@@ -208,16 +217,16 @@ def test_masks_are_those_of_llguidance(lm: LM, name: str) -> None:
 
 
 @pytest.mark.parametrize(("given", "message"), [
-    (dict(tool_choice="auto"), "tool_choice: got 'auto' without tools"), (dict(tools=[]), "tools: takes a list"),
-    (dict(tools=[3]), r"tools\[0\]: takes a function"), (dict(tools=[TIME], tool_choice="x"), "tool_choice: got 'x'"),
-    (dict(tools=[TIME], tool_tags="x"), "tool_tags: got 'x'"), (dict(constraint_after="x"), "without a constraint"),
-    (dict(grammar=EXPR, constraint_after="x"), "constraint_after: got some beside a grammar"),
-    (dict(grammar=EXPR, required_phrases=["x"]), "required_phrases: got some beside a grammar"),
-    (dict(grammar="start: (", max_new_tokens=4), "grammar: line 1"),
-    (dict(required_phrases=[""]), "required_phrases: got"),
-    (dict(banned_phrases=[["a"]] * 3), "banned_phrases: got 3 for 1 prompts"),
-    (dict(required_phrases=["a" * 300], max_new_tokens=4), "phrases: prompt 0 has room for 4"),
-    (dict(grammar="start: %nope"), "grammar: ")])
-def test_what_makes_no_sense_is_refused(lm: LM, given: dict[str, Any], message: str) -> None:
+    (lambda c: c.tools([]), "tools: takes a list"), (lambda c: c.tools([3]), r"tools\[0\]: takes a function"),
+    (lambda c: c.tools([TIME], choice="x"), "tool_choice: got 'x'"),
+    (lambda c: c.tools([TIME], tags="x"), "tool_tags: got 'x'"),
+    (lambda c: c.grammar(EXPR).after("x"), "after: got some beside a grammar"),
+    (lambda c: c.phrases(["x"], within=c.grammar(EXPR)), "required_phrases: got some beside a grammar"),
+    (lambda c: c.grammar("start: ("), "grammar: line 1"), (lambda c: c.phrases([""]), "required_phrases: got"),
+    (lambda c: c.phrases(banned=[["a"]]), r"banned_phrases: got \['a'\]"), (lambda c: c.phrases(),
+                                                                            "phrases: got neither"),
+    (lambda c: c.phrases(["a" * 300]), "phrases: prompt 0 has room for 4"), (lambda c: c.grammar("start: %nope"),
+                                                                             "grammar: ")])
+def test_what_makes_no_sense_is_refused(lm: LM, given: Any, message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
-        dx.generate(lm, "one", **given)
+        dx.generate(lm, "one", max_new_tokens=4, constraint=given(dx.constraints))

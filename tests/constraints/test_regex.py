@@ -12,9 +12,10 @@ from typing import Any
 import jsonschema
 import pytest
 
-from decodax.constraints import Dfa, TokenDfa, Unsupported, json_schema, regex
+from decodax.constraints import Dfa, TokenDfa, Unsupported
 from decodax.constraints.dfa import Builder, literals
-from decodax.constraints.regex import search
+from decodax.constraints.expressions import regex, search
+from decodax.constraints.schema import json_schema
 from decodax.constraints.tokens import Trie
 
 PATTERNS = [

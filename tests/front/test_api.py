@@ -10,7 +10,7 @@ from jax.sharding import AxisType
 
 import decodax as dx
 from decodax.common.progress import compiling
-from decodax.constraints import front
+from decodax.constraints import languages
 from decodax.core.state import Status
 from decodax.models.diffusion import Diffusion
 
@@ -73,16 +73,17 @@ def test_a_stop_string_ends_text_and_stream(lm):
 def test_the_time_is_looked_at_while_constraints_are_built(lm, monkeypatch):
     """What is left of them is not built, and no text is written without them."""
     built, clock = [], [0.0]
-    language = front.language
+    language = languages.language
 
     def slow(key):
         built.append(key)
         clock[0] += 10
         return language(key)
 
-    monkeypatch.setattr(front, "language", slow)
+    monkeypatch.setattr(languages, "language", slow)
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    options = dict(regex=["[ab]{3}", "[cd]{3}", "[ef]{3}"], max_time=15, logprobs=1, num_samples=2)
+    options = dict(constraint=[dx.constraints.regex("[ab]{3}"), dx.constraints.regex("[cd]{3}"),
+                               dx.constraints.regex("[ef]{3}")], max_time=15, logprobs=1, num_samples=2)
     out = dx.generate(lm, PROMPTS, **options)
     assert len(built) == 2
     assert out.status == [Status.TIME] * 6 and out.text == [""] * 6 and out.lengths.tolist() == [0] * 6
@@ -90,7 +91,7 @@ def test_the_time_is_looked_at_while_constraints_are_built(lm, monkeypatch):
     served = next(dx.serve(lm, [one], slots=1)).result
     assert served.status == [Status.TIME] and served.text == [""]
     with pytest.raises(TimeoutError, match="max_time: was out when 1 of 1 constraints had been built"):
-        dx.stream(lm, "x", regex="[ij]{3}", max_time=5)
+        dx.stream(lm, "x", constraint=dx.constraints.regex("[ij]{3}"), max_time=5)
 
 
 def test_programs_that_compile_are_told():

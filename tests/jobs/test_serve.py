@@ -64,7 +64,7 @@ def test_what_cannot_be_served_is_refused(options: dict[str, Any], message: str)
 @pytest.mark.wide
 def test_searches_that_options_name_run_as_under_generate() -> None:
     """`num_beams` and `penalty_alpha` choose the method, for all prompts or for one of them."""
-    beams: dict[str, Any] = dict(num_beams=2, max_new_tokens=4)
+    beams: dict[str, Any] = dict(algorithm=dx.algorithms.beam_search(2), max_new_tokens=4)
     texts = dx.generate(SMALL, PROMPTS[:2], **beams).tokens.tolist()
     assert [tokens(one) for one in sorted(dx.serve(SMALL, PROMPTS[:2], **beams), key=lambda one: one.index)] == texts
     one, = dx.serve(SMALL, [{"prompt": PROMPTS[0], **beams}])

@@ -117,7 +117,7 @@ def made(name):
     speaks, options = CASES.get(name, ("full", {}))
     network, weights = model("llama")
     lm = LM(network, weights, VOCABULARY)
-    draft = dict(draft=lm) if name in ALGORITHMS and ALGORITHMS[name].drafts else {}
+    draft = dict(draft=lm) if name in ALGORITHMS and ALGORITHMS[name].takes_draft else {}
     return ALGORITHMS[name].make(dataclasses.replace(lm, diffusion=SPEAKS[speaks]), **draft, **options)
 
 

@@ -68,7 +68,8 @@ OPTIONS = {"awrs": dict(check=bool), "cascade": dict(barrier=0), "dynamic-beam-a
 
 def made(name: str, policy: str = "few", **options):
     target, draft = map(lm, pair(name, policy))
-    return algorithms.make(name, target, draft if ALGORITHMS[name].drafts else None, **OPTIONS.get(name, {}) | options)
+    return algorithms.make(name, target, draft if ALGORITHMS[name].takes_draft else None, **OPTIONS.get(name,
+                                                                                                        {}) | options)
 
 
 def decode(alg, which, rows=ROWS, policy="few", order=None, greedy=False):

@@ -11,6 +11,7 @@ from pathlib import Path
 import jax.numpy as jnp
 
 import decodax as dx
+from decodax.engine.names import by_name
 from decodax.engine.request import Request
 from decodax.sampling import Temperature
 from tests.malformed.case import IDS, Case, Thing
@@ -49,6 +50,7 @@ def others(rng: random.Random) -> Case:
         pair("tools", ["x", [], [3], [{"a": 1}], Thing()]),
         pair("required_phrases", [3, [""], [3], Thing()]), pair("banned_phrases", [3, [""], [[3]], Thing()]),
         pair("constraint_after", ["x", 3, ""]), pair("tool_choice", ["auto", 3]),
+        pair("constraint", [3, "x", "regex", ["a"], Thing(), b"x", {}]),
         pair("fsd_alpha", [2, "x", -1, Thing()]), pair("bregman_lambda", ["x", -1, math.nan]),
         pair("adapter", ["x", 3, ["x"], [None, "x"], [3], Thing(), {}, b"x"]),
         pair("nmst_epsilon", ["x", 1, -1]), pair("arithmetic_sampling", ["x", 3, Thing()])])
@@ -80,4 +82,4 @@ def others(rng: random.Random) -> Case:
         strings = (good,) if isinstance(good, str) else tuple(good)
         return Case(f"stop={good!r:.40}", lambda w: Request.read(w.lm, IDS, stop=iter(good) if good == [] else good),
                     names, lambda w, request: request.stop == strings)
-    return Case(what, lambda w: dx.generate(w.lm, IDS, **{name: value}, **given), names)
+    return Case(what, lambda w: dx.generate(w.lm, IDS, **by_name({name: value, **given})), names)

@@ -105,8 +105,9 @@ def test_cached_decoding_is_a_forward_of_the_whole() -> None:
 def test_rejection_beams_samples_and_streams() -> None:
     dx.generate(lm(), PROMPTS, max_new_tokens=20, temperature=1.0, algorithm=Speculative(
         drafts.DraftModel(lm()), Rejection()))
-    found = dx.generate(lm(), PROMPTS, max_new_tokens=20, num_beams=3, eos_token_id=[])
-    alone = [dx.generate(lm(), [p], max_new_tokens=20, num_beams=3, eos_token_id=[]) for p in PROMPTS]
+    found = dx.generate(lm(), PROMPTS, max_new_tokens=20, algorithm=dx.algorithms.beam_search(3), eos_token_id=[])
+    alone = [dx.generate(lm(), [p], max_new_tokens=20, algorithm=dx.algorithms.beam_search(3),
+                         eos_token_id=[]) for p in PROMPTS]
     assert found.tokens.tolist() == [one.tokens[0].tolist() for one in alone]
     some = dx.generate(lm(), PROMPTS[:1], max_new_tokens=20, temperature=1.0, num_samples=3, seed=2)
     assert some.tokens[2].tolist() == dx.generate(lm(), PROMPTS[:1], max_new_tokens=20, temperature=1.0, num_samples=3,

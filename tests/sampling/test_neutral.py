@@ -12,7 +12,8 @@ import pytest
 
 import decodax as dx
 from decodax.cli import main
-from decodax.engine.request import OTHERS, Request
+from decodax.engine.names import NAMED, by_name
+from decodax.engine.request import Request
 from decodax.sampling import build, from_generation_config
 from decodax.sampling.build import COMPANIONS, DEFAULTS, SAMPLING
 from decodax.sampling.neutral import NEUTRAL, asks_nothing
@@ -88,7 +89,7 @@ def test_a_value_out_of_its_range_is_named_before_one_without_effect(lm: dx.LM) 
             (dict(tool_choice=3), "^tool_choice: got 3, takes 'auto'"),
             (dict(tool_tags="ab"), "^tool_tags: got 'ab', takes two texts")):
         with pytest.raises(ValueError, match=message):
-            Request.read(lm, [[40]], **given)
+            Request.read(lm, [[40]], **by_name(given))
 
 
 @pytest.mark.filterwarnings("error")
@@ -98,9 +99,9 @@ def test_every_front_end_takes_a_neutral_value(lm: dx.LM, name: str, value: Any)
         said = dataclasses.replace(lm, generation_config={**lm.generation_config, name: value})
         assert names(Request.read(said, [[40]]).policy) == GREEDY
     if name != "progress":
-        assert names(Request.read(lm, [[40]], **{name: value}).policy) == GREEDY
+        assert names(Request.read(lm, [[40]], **by_name({name: value})).policy) == GREEDY
     assert list(dx.serve(lm, [], **{name: value})) == []
-    one = dx.stream(lm, [40], max_new_tokens=1, **{name: value})
+    one = dx.stream(lm, [40], max_new_tokens=1, **by_name({name: value}))
     assert one._job.request.samples == 1
 
 
@@ -117,14 +118,15 @@ def test_do_sample_false_goes_on_without_what_a_file_says_of_sampling() -> None:
 
 
 def test_beams_take_neutral_values_and_refuse_others(lm: dx.LM) -> None:
-    neutral = {name: value for name, value in ONE if name in OTHERS and value is not None and name != "num_beams"
+    neutral = {name: value for name, value in ONE if name in NAMED and value is not None and name != "num_beams"
                and name != "num_return_sequences"}
-    assert Request.read(lm, [[40]], num_beams=2, top_p=1.0, top_k=0, **neutral).algorithm.name == "BeamSearch(2)"
-    assert Request.read(lm, [[40]], algorithm=dx.Autoregressive(), num_beams=1, **neutral).samples == 1
+    beams = Request.read(lm, [[40]], top_p=1.0, top_k=0, **by_name({"num_beams": 2, **neutral}))
+    assert beams.algorithm.name == "BeamSearch(2)"
+    assert Request.read(lm, [[40]], algorithm=dx.Autoregressive(), **by_name({"num_beams": 1, **neutral})).samples == 1
     for name, value in (("length_penalty", 0), ("diversity_penalty", 1), ("num_beam_groups", 2), ("patience", 2),
                         ("early_stopping", True)):
         with pytest.raises(ValueError, match=f"^{name}: got {value} with one beam; takes num_beams=2 or more"):
-            Request.read(lm, [[40]], **{name: value})
+            Request.read(lm, [[40]], **by_name({name: value}))
 
 
 def test_the_command_line_takes_neutral_values(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -135,7 +135,8 @@ def test_rows_go_back() -> None:
 
 @pytest.mark.parametrize(("options", "message"), [
     (dict(step_tokens=0), "step_tokens: got 0"), (dict(until="a", stop="a"), "until and stop: got 'a'"),
-    (dict(until=""), "until: got an empty string"), (dict(num_beams=3), "algorithm: BeamSearch|num_samples")])
+    (dict(until=""), "until: got an empty string"), (dict(algorithm=dx.algorithms.beam_search(3)),
+                                                     "algorithm: BeamSearch|num_samples")])
 def test_what_makes_no_sense_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         Forks.begin(worded("llama"), "abc", 2, **options)

@@ -94,9 +94,9 @@ def test_items_are_asked_in_other_orders_until_they_are_sure() -> None:
 def test_a_sketch_stands_in_the_prompt() -> None:
     lm = worded("llama")
     out = search.sketch_guided(lm, ["ab", "cd"], lambda prompt: prompt[::-1], ask=lambda p, s: p + s,
-                              regex="(ab|h){2}", max_new_tokens=8)
+                              constraint=dx.constraints.regex("(ab|h){2}"), max_new_tokens=8)
     assert out.sketches == ["ba", "dc"] and set(out.text) <= {"abab", "abh", "hab", "hh"}
-    plain = dx.generate(lm, ["abba", "cddc"], regex="(ab|h){2}", max_new_tokens=8)
+    plain = dx.generate(lm, ["abba", "cddc"], constraint=dx.constraints.regex("(ab|h){2}"), max_new_tokens=8)
     assert out.text == plain.text
 
 
@@ -155,12 +155,12 @@ def test_draws_among_candidates_are_the_prompts_own() -> None:
     assert abs(sum(places) - 200) < 80          # false alarms: 1 in 10^15
     named = [select.Corrected().choose(Candidates(prompt=f"p{i}", **shares)).index for i in range(400)]
     assert abs(sum(named) - 200) < 80
-    together = dx.choose(lm, ["ab"] * count, "local-normalization", n=2, **options)
+    together = dx.select.choose(lm, ["ab"] * count, "local-normalization", n=2, **options)
     addresses = [each.address for each in together.candidates]
     assert len(set(addresses)) == count
-    alone = dx.choose(lm, ["ab"], "local-normalization", n=2, request_ids=[7], **options)
+    alone = dx.select.choose(lm, ["ab"], "local-normalization", n=2, request_ids=[7], **options)
     assert alone.candidates[0].address == addresses[7] and alone.index == together.index[7:8]
-    other = dx.choose(lm, ["ab"], "local-normalization", n=2, greedy=True, request_ids=[7], seed=1, **options)
+    other = dx.select.choose(lm, ["ab"], "local-normalization", n=2, greedy=True, request_ids=[7], seed=1, **options)
     assert other.candidates[0].address not in addresses
 
 

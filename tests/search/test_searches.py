@@ -284,7 +284,7 @@ def test_searches_over_texts_ask_for_a_tokenizer_first(method: str) -> None:
 
 
 @pytest.mark.parametrize("call", [
-    lambda: dx.choose(tiny(), [[1, 3]], "likelihood"), lambda: search.pedal(tiny(), ["a"], ["b"], shots=1),
+    lambda: dx.select.choose(tiny(), [[1, 3]], "likelihood"), lambda: search.pedal(tiny(), ["a"], ["b"], shots=1),
     lambda: search.batch_prompt(tiny(), ["a"], str, lambda text, n: [(text, True)]),
     lambda: search.sketch_guided(tiny(), ["a"], str), lambda: search.integrate(tiny(), [[1, 3]]),
     lambda: select.Sampled(tiny())([1, 3])])

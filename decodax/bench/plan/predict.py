@@ -90,21 +90,21 @@ def predict(found: Comparison, chosen: Mapping[str, tuple[str, dict[str, Any]]],
         if not base.fits:
             out.append(dataclasses.replace(own, reason=f"{row.batch} rows do not fit"))
             continue
-        if not entry.drafts and entry.needs != "nothing":
+        if not entry.takes_draft and entry.needs != "nothing":
             out.append(dataclasses.replace(own, reason=f"needs {entry.needs}: its drafts' cost there is not known"))
             continue
-        if entry.drafts and draft_share is None:
+        if entry.takes_draft and draft_share is None:
             out.append(dataclasses.replace(own, reason="the share of the draft model's bytes is not known"))
             continue
         try:
-            alg = algorithms.make(name, lm, lm if entry.drafts else None,
+            alg = algorithms.make(name, lm, lm if entry.takes_draft else None,
                          **({"batch": row.batch} if "batch" in entry.options else {}), **given)
             there = plan(lm, topology, batch=row.batch, capacity=capacity, mesh=[base.mesh], compile=False,
                          algorithm=alg, **options)[0]
         except (ValueError, TypeError) as error:
             out.append(dataclasses.replace(own, reason=f"cannot be counted from shapes ({error})"))
             continue
-        drafting = base.seconds * (draft_share or 0.0) * (there.width - 1) if entry.drafts else 0.0
+        drafting = base.seconds * (draft_share or 0.0) * (there.width - 1) if entry.takes_draft else 0.0
         out.append(dataclasses.replace(own, tokens=row.tokens_per_forward, width=there.width, plain=base.seconds,
                                        round=there.seconds, drafting=drafting))
     device = next(iter(bases.values())).slice.device if bases else None

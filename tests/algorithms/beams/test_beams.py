@@ -20,6 +20,7 @@ from scipy.stats import chisquare
 import decodax as dx
 from decodax.algorithms.beams import UID, BeamSearch
 from decodax.algorithms.speculative import drafts
+from decodax.engine.names import by_name
 from decodax.io.checkpoint import save_model
 from decodax.models import Transformer, llama
 from tests.laws.toy import Toy
@@ -54,7 +55,7 @@ def beams_of(found: Any, row: int) -> list[int]:
 
 def equal_to_transformers(directory: Path, **options: Any) -> int:
     """Compares tokens, beams and scores of each prompt, and returns how many texts ended by themselves."""
-    ours, ended = dx.generate(lm(), PROMPTS, **options), 0
+    ours, ended = dx.generate(lm(), PROMPTS, **by_name(options)), 0
     each = options.get("num_return_sequences", 1)
     for i, prompt in enumerate(PROMPTS):
         ids, rows = torch.tensor([prompt]), range(i * each, (i + 1) * each)
@@ -108,12 +109,12 @@ def test_policies_act_as_in_transformers(directory: Path, name: str, early: Any)
 
 @pytest.mark.wide
 def test_a_generation_config_asks_for_beams() -> None:
-    config = dict(num_beams=3, num_return_sequences=2, length_penalty=0.5, early_stopping=True, eos_token_id=4,
+    config = dict(num_beams=3, length_penalty=0.5, early_stopping=True, num_return_sequences=2, eos_token_id=4,
                   bad_words_ids=[[12]], max_new_tokens=NEW)
     said = dataclasses.replace(lm(), generation_config=config)
-    found, wanted = dx.generate(said, PROMPTS), dx.generate(lm(), PROMPTS, **config)
+    found, wanted = dx.generate(said, PROMPTS), dx.generate(lm(), PROMPTS, **by_name(config))
     assert found.tokens.tolist() == wanted.tokens.tolist() and len(found) == 6
-    one = dx.generate(said, PROMPTS, num_beams=1, num_samples=1)
+    one = dx.generate(said, PROMPTS, algorithm="autoregressive", num_samples=1)
     assert one.tokens.tolist() == dx.generate(lm(), PROMPTS, bad_words_ids=[[12]], max_new_tokens=NEW).tokens.tolist()
     with pytest.raises(ValueError, match=r"algorithm: BeamSearch\(3\) works on 3 rows a prompt, and stream has one"):
         dx.stream(said, PROMPTS[0])
@@ -185,7 +186,8 @@ def test_beam_sampling_draws_without_replacement() -> None:
     chance = np.zeros(SMALL)
     for a, b in itertools.permutations(range(SMALL), 2):
         chance[a if q[a] > q[b] else b] += q[a] * q[b] / (1 - q[a])
-    out = dx.generate(small(), [prompt] * rows, max_new_tokens=1, num_beams=2, temperature=temperature, seed=5)
+    out = dx.generate(small(), [prompt] * rows, max_new_tokens=1, algorithm=dx.algorithms.beam_search(2),
+                      temperature=temperature, seed=5)
     counts = np.bincount(out.tokens[:, 0], minlength=SMALL)
     seen = chance > 0
     assert counts[~seen].sum() == 0 and chisquare(counts[seen], rows * chance[seen]).pvalue > 1e-5
@@ -263,7 +265,8 @@ def test_drafted_beams_are_the_plain_ones(name: str, options: int) -> None:
 
 @pytest.mark.matrix
 def test_beams_of_a_prompt_know_nothing_of_the_others() -> None:
-    given: dict[str, Any] = dict(num_beams=3, num_samples=2, max_new_tokens=NEW, temperature=1.0, logprobs=0)
+    given: dict[str, Any] = dict(algorithm=dx.algorithms.beam_search(3), num_samples=2, max_new_tokens=NEW,
+                                 temperature=1.0, logprobs=0)
     whole = dx.generate(lm(), PROMPTS, **given)
     parts = dx.generate(lm(), PROMPTS, batch_size=2, **given)
     assert whole.tokens.tolist() == parts.tokens.tolist() and whole.status == parts.status
@@ -283,7 +286,7 @@ def test_beams_of_a_prompt_know_nothing_of_the_others() -> None:
 @pytest.mark.matrix
 @pytest.mark.parametrize("cache", often(["paged"], ["paged", "hydragen"]))
 def test_caches_fork(cache: str) -> None:
-    given: dict[str, Any] = dict(num_beams=3, num_samples=3, max_new_tokens=NEW)
+    given: dict[str, Any] = dict(algorithm=dx.algorithms.beam_search(3), num_samples=3, max_new_tokens=NEW)
     plain, found = dx.generate(lm(), PROMPTS, **given), dx.generate(lm(), PROMPTS, cache=cache, **given)
     assert found.tokens.tolist() == plain.tokens.tolist()
     np.testing.assert_allclose(found.findings["score"], plain.findings["score"], atol=1e-5)
@@ -291,10 +294,10 @@ def test_caches_fork(cache: str) -> None:
 
 @pytest.mark.wide
 def test_texts_that_are_not_there_say_so() -> None:
-    out = dx.generate(small(), [[1, 3]], max_new_tokens=1, num_beams=8, num_samples=8)
+    out = dx.generate(small(), [[1, 3]], max_new_tokens=1, algorithm=dx.algorithms.beam_search(8), num_samples=8)
     assert sorted(out.row(i).tolist() for i in range(SMALL)) == [[t] for t in range(SMALL)]
     assert out.status[SMALL:] == [dx.Status.DEAD_END] * 2 and out.lengths[SMALL:].tolist() == [0, 0]
-    none = dx.generate(small(), [[1, 3]], max_new_tokens=4, num_beams=2, num_samples=2,
+    none = dx.generate(small(), [[1, 3]], max_new_tokens=4, algorithm=dx.algorithms.beam_search(2), num_samples=2,
                        bad_words_ids=[[t] for t in range(SMALL) if t != EOS], suppress_tokens=[EOS])
     assert none.status == [dx.Status.DEAD_END] * 2
 
@@ -303,13 +306,14 @@ def test_texts_that_are_not_there_say_so() -> None:
 def test_broken_logits_end_the_search() -> None:
     head = small().params["head"].at[0, 0].set(jnp.nan)
     broken = dataclasses.replace(small(), params=dict(small().params, head=head))
-    out = dx.generate(broken, [[1, 3], [4]], num_beams=2, num_samples=2, max_new_tokens=4)
+    out = dx.generate(broken, [[1, 3], [4]], algorithm=dx.algorithms.beam_search(2), num_samples=2, max_new_tokens=4)
     assert out.status == [dx.Status.INVALID] * 4
 
 
 @pytest.mark.matrix
 def test_a_search_that_is_cut_short_gives_what_it_has() -> None:
-    out = dx.generate(small(), [[1, 3], [4]], num_beams=2, num_samples=2, max_new_tokens=40, max_time=1e-9,
+    out = dx.generate(small(), [[1, 3], [4]], algorithm=dx.algorithms.beam_search(2), num_samples=2, max_new_tokens=40,
+                      max_time=1e-9,
                       eos_token_id=[])
     assert out.status == [dx.Status.TIME] * 4
 
@@ -326,7 +330,7 @@ def test_a_search_that_is_cut_short_gives_what_it_has() -> None:
     (dict(num_beams=2, length_penalty="x"), "length_penalty: got 'x', takes a number")])
 def test_what_makes_no_sense_is_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        dx.generate(small(), [[1, 3]], max_new_tokens=4, **given)
+        dx.generate(small(), [[1, 3]], max_new_tokens=4, **by_name(given))
 
 
 @pytest.mark.matrix

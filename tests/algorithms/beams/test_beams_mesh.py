@@ -16,15 +16,19 @@ from tests.matrix import often
 pytestmark = pytest.mark.mesh
 
 WAYS: dict[str, dict[str, Any]] = {
-    "samples": dict(num_samples=3, temperature=1.0), "beams": dict(num_beams=2, num_samples=2, logprobs=0),
-    "beams under a constraint": dict(num_beams=2, regex="[a-z]{1,9}"),
-    "a grammar with a stack": dict(temperature=1.0, grammar='start: "(" start ")" | /[a-z]/'),
-    "contrastive search": dict(penalty_alpha=0.6), "stochastic beams": dict(algorithm="stochastic-beam-search:k=3"),
-    "adadec": dict(algorithm="adadec:threshold=0.5,length=2"),
+    "samples": dict(num_samples=3, temperature=1.0), "beams": dict(algorithm=dx.algorithms.beam_search(2),
+                                                                   num_samples=2, logprobs=0),
+    "beams under a constraint": dict(algorithm=dx.algorithms.beam_search(2),
+                                     constraint=dx.constraints.regex("[a-z]{1,9}")),
+    "a grammar with a stack": dict(temperature=1.0,
+                                   constraint=dx.constraints.grammar('start: "(" start ")" | /[a-z]/')),
+    "contrastive search": dict(algorithm=dx.algorithms.contrastive_search(0.6)),
+    "stochastic beams":
+    dict(algorithm="stochastic-beam-search:k=3"), "adadec": dict(algorithm="adadec:threshold=0.5,length=2"),
     "superposed": dict(algorithm="superposed-decoding:k=3,temperature=0.5"), "vector fsd": dict(algorithm="vector-fsd"),
-    "a temperature for each token": dict(temperature=1.0, deco=True),
-    "even samples": dict(arithmetic_sampling=True, num_samples=4, temperature=1.0),
-    "a constraint": dict(temperature=1.0, json_schema={"type": "array", "items": {"type": "boolean"}})}
+    "a temperature for each token": dict(temperature=1.0, deco=True), "even samples": dict(arithmetic_sampling=True,
+    num_samples=4, temperature=1.0), "a constraint": dict(temperature=1.0,
+                         constraint=dx.constraints.json_schema({"type": "array", "items": {"type": "boolean"}}))}
 
 
 @pytest.mark.wide
@@ -55,8 +59,8 @@ def test_searches_over_steps_on_a_mesh(tiny_model: Path, kind: AxisType) -> None
     spread = dataclasses.replace(
         alone, params=jax.device_put(alone.params, alone.model.shardings(mesh)), mesh=mesh)
     given: dict[str, Any] = dict(options=dict(reward=ends_in_a, n=4), step_tokens=3, max_new_tokens=9, temperature=1.0)
-    want, out = (dx.explore(lm, ["one", "def f("], "particle-filter", **given) for lm in (alone, spread))
+    want, out = (dx.search.explore(lm, ["one", "def f("], "particle-filter", **given) for lm in (alone, spread))
     assert out.texts == want.texts and out.index.tolist() == want.index.tolist()
     fed = dict(options=dict(act=lambda prompt, text: "x"), step_tokens=3, max_new_tokens=12)
-    want, out = (dx.explore(lm, ["one", "def f("], "with-tools", **fed) for lm in (alone, spread))
+    want, out = (dx.search.explore(lm, ["one", "def f("], "with-tools", **fed) for lm in (alone, spread))
     assert out.texts == want.texts and out.fed > 0

@@ -20,6 +20,7 @@ import decodax as dx
 from decodax.algorithms.contrastive import DoLa, contrast, dola
 from decodax.algorithms.contrastive.search import ContrastiveSearch
 from decodax.core.window import causal
+from decodax.engine.names import by_name
 from decodax.models import Transformer, llama
 from tests.matrix import often
 
@@ -39,25 +40,29 @@ def net(layers: int = 2, seed: int = 1, tied: bool = False) -> dx.LM:
 def test_contrastive_search_is_that_of_transformers(k: int, penalty: float) -> None:
     for alpha in (0.3, 0.6, 0.9):
         cases = [c for c in EXPECTED["contrastive-search"]["cases"] if c[1:4] == [alpha, k, penalty]]
-        out = dx.generate(net(), [c[0] for c in cases], penalty_alpha=alpha, top_k=k, repetition_penalty=penalty,
+        out = dx.generate(net(), [c[0] for c in cases], algorithm=dx.algorithms.contrastive_search(alpha, k),
+                          repetition_penalty=penalty,
                           max_new_tokens=14)
         assert [out.row(i).tolist() for i in range(len(cases))] == [c[4] for c in cases]
 
 
 @pytest.mark.wide
 def test_a_token_of_contrastive_search_takes_one_forward() -> None:
-    out = dx.generate(net(), PROMPTS[0], penalty_alpha=0.6, max_new_tokens=8, min_new_tokens=8)
+    out = dx.generate(net(), PROMPTS[0], algorithm=dx.algorithms.contrastive_search(0.6), max_new_tokens=8,
+                      min_new_tokens=8)
     assert out.stats.forwards == 9              # the first round looks behind the prompt alone
 
 
 @pytest.mark.wide
 def test_contrastive_search_obeys_the_policy() -> None:
-    free = dx.generate(net(), PROMPTS, penalty_alpha=0.9, top_k=24, max_new_tokens=12)
+    free = dx.generate(net(), PROMPTS, algorithm=dx.algorithms.contrastive_search(0.9, 24), max_new_tokens=12)
     taken = {int(t) for i in range(3) for t in free.row(i)} - {4}
     banned = sorted(taken)[:6]
-    held = dx.generate(net(), PROMPTS, penalty_alpha=0.9, top_k=24, max_new_tokens=12, suppress_tokens=banned)
+    held = dx.generate(net(), PROMPTS, algorithm=dx.algorithms.contrastive_search(0.9, 24), max_new_tokens=12,
+                       suppress_tokens=banned)
     assert not {int(t) for i in range(3) for t in held.row(i)} & set(banned)
-    dead = dx.generate(net(), PROMPTS, penalty_alpha=0.9, max_new_tokens=4, allowed_token_ids=[3], suppress_tokens=[3])
+    dead = dx.generate(net(), PROMPTS, algorithm=dx.algorithms.contrastive_search(0.9), max_new_tokens=4,
+                       allowed_token_ids=[3], suppress_tokens=[3])
     assert set(dead.status) == {dx.Status.DEAD_END}
 
 
@@ -68,7 +73,7 @@ def test_dola_is_that_of_transformers(tied: bool) -> None:
     for layers in ("low", "high", [1], [2, 5], [1, 2, 3, 4]):
         cases = [c for c in EXPECTED["dola"]["cases"] if c[0] == tied and c[2] == layers]
         for case in cases[:1]:
-            out = dx.generate(lm, case[1], dola_layers=layers, repetition_penalty=1.2, max_new_tokens=14)
+            out = dx.generate(lm, case[1], named=dict(dola_layers=layers), repetition_penalty=1.2, max_new_tokens=14)
             assert out.row(0).tolist() == case[3]
 
 
@@ -131,11 +136,11 @@ def test_simple_decoding_is_that_of_its_authors(k: int, n: int) -> None:
     (dict(dola_layers="middle"), "dola_layers: got 'middle'"), (dict(dola_layers=[9]), r"dola_layers: got \[9\]"),
     (dict(fsd_alpha=0.5, temperature=1.0), "fsd_alpha: got 0.5 with a temperature"),
     (dict(fsd_k=5), "fsd_k: got 5 without fsd_alpha"),
-    (dict(arithmetic_sampling=True, num_beams=2), "arithmetic_sampling: BeamSearch"),
+    (dict(arithmetic_sampling=True, algorithm=dx.algorithms.beam_search(2)), "arithmetic_sampling: BeamSearch"),
     (dict(bregman_lambda=0.1), "bregman_lambda: got 0.1 without temperature")])
 def test_what_makes_no_sense_is_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
-        dx.generate(net(), PROMPTS, **given)
+        dx.generate(net(), PROMPTS, **by_name(given))
 
 
 @pytest.mark.wide

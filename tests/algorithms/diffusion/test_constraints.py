@@ -16,8 +16,9 @@ from scipy.stats import chi2
 
 import decodax as dx
 from decodax.common.registry import ALGORITHMS
-from decodax.constraints import TokenDfa, TokenTable, regex
+from decodax.constraints import TokenDfa, TokenTable
 from decodax.constraints.canvas import OnCanvas, Region, accepted
+from decodax.constraints.expressions import regex
 from decodax.constraints.tokens import trie_of
 from decodax.io.text import Tokenizer
 from tests.laws.cases import VOCABULARY, model
@@ -27,6 +28,7 @@ from tests.matrix import often
 from tests.small_tokenizers import of_words
 
 PATTERN = "(ab|cd)+e?f(gh|a)*"
+HELD = [dx.constraints.regex(PATTERN), dx.constraints.regex(PATTERN), None]
 
 
 @functools.cache
@@ -55,36 +57,37 @@ def test_every_text_is_of_its_language(way: str) -> None:
     alg = ALGORITHMS[str(given["name"])].make(lm(speaks), **{k: v for k, v in given.items() if k != "name"})
     for temperature, more in ((0.0, {}), (1.0, {}), (1.5, dict(top_k=2)), (1.0, dict(presence_penalty=0.5))):
         for budget in (4, 5, 7, 12, 16):
-            out = dx.generate(lm(speaks), ["ab", "h", "cdcd"], regex=[PATTERN, PATTERN, None], algorithm=alg,
-                              max_new_tokens=budget, temperature=temperature, seed=budget, **more)
+            out = dx.generate(lm(speaks), ["ab", "h", "cdcd"], constraint=HELD, algorithm=alg,
+                             max_new_tokens=budget, temperature=temperature, seed=budget, **more)
             assert out.text is not None
             for text, status in list(zip(out.text, out.status, strict=True))[:2]:
                 assert re.fullmatch(PATTERN, text) and status == dx.Status.EOS, (text, status, budget)
     free = dx.generate(lm(speaks), ["cdcd"], request_ids=[2], algorithm=alg, max_new_tokens=16, temperature=1.0)
-    beside = dx.generate(lm(speaks), ["ab", "h", "cdcd"], regex=[PATTERN, PATTERN, None], algorithm=alg,
-                         max_new_tokens=16, temperature=1.0)
+    beside = dx.generate(lm(speaks), ["ab", "h", "cdcd"], constraint=HELD, algorithm=alg,
+                             max_new_tokens=16, temperature=1.0)
     assert free.text is not None and beside.text is not None and free.text[0] == beside.text[2]
 
 
 @pytest.mark.wide
 def test_gaps_are_filled_so_that_the_whole_is_of_the_language() -> None:
     for seed in range(4):
-        out = dx.infill(lm("full"), [["ab", 4, "f", 2, "gh"], ["h", 3, "cdf", 3]], regex="(ab|cd)+e?f(gh|a)*",
+        out = dx.infill(lm("full"), [["ab", 4, "f", 2, "gh"], ["h", 3, "cdf", 3]],
+                        constraint=dx.constraints.regex(PATTERN),
                         temperature=1.0, seed=seed)
         assert out.gaps is not None and out.text is not None
         assert re.fullmatch(PATTERN, out.text[0][2:]) and re.fullmatch(PATTERN, out.text[1][1:]), out.text
         assert "f" in out.text[0] and out.text[0].endswith("gh")
-    with pytest.raises(ValueError, match="ends: got True with a constraint"):
-        dx.infill(lm("full"), ["ab", 4], regex="a*", ends=True)
-    impossible = dx.infill(lm("full"), ["ab", 2, "h"], regex="(ab)*")
+    with pytest.raises(ValueError, match="ends=True cannot be combined with a constraint"):
+        dx.infill(lm("full"), ["ab", 4], constraint=dx.constraints.regex("a*"), ends=True)
+    impossible = dx.infill(lm("full"), ["ab", 2, "h"], constraint=dx.constraints.regex("(ab)*"))
     assert impossible.result.status == [dx.Status.DEAD_END]
 
 
 def test_what_a_canvas_cannot_do_is_refused() -> None:
     with pytest.raises(ValueError, match=r"grammar: .* takes a grammar whose rules do not refer to themselves"):
-        dx.generate(lm("full"), ["ab"], grammar='start: "a" start | "b"')
+        dx.generate(lm("full"), ["ab"], constraint=dx.constraints.grammar('start: "a" start | "b"'))
     with pytest.raises(ValueError, match="regex: prompt 0 has room for 2 new tokens"):
-        dx.generate(lm("full"), ["ab"], regex="abcdabcd", max_new_tokens=2)
+        dx.generate(lm("full"), ["ab"], constraint=dx.constraints.regex("abcdabcd"), max_new_tokens=2)
 
 
 @functools.cache

@@ -1,0 +1,27 @@
+"""What a model's generation config says, where the caller says nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from decodax.io.load import LM
+from decodax.sampling.config import blaming
+
+
+class Config:
+    """The generation config of a model."""
+
+    def __init__(self, lm: LM):
+        self.entries, self.origin = dict(lm.generation_config or {}), f"generation config of {lm.name!r}"
+
+    def or_given(self, key: str, given: Any, read: Callable[[str, Any], Any], default: Any = None,
+                 name: str | None = None) -> Any:
+        """The argument `name` (default `key`) as `read` reads it, or, where it is None, the config's entry `key`."""
+        if given is not None:
+            return read(name or key, given)
+        found = self.entries.get(key)
+        if found is None:
+            return default
+        with blaming(self.origin, (key, name or key)):
+            return read(key, found)

@@ -1,0 +1,109 @@
+"""The arguments of the front ends by name: which there are, where each is taken, and what to say to others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from decodax.algorithms.beams import arguments as beams
+from decodax.common.arguments import unknown_argument
+from decodax.constraints import languages as constraints
+from decodax.sampling.build import DEFAULTS
+from decodax.sampling.config import UNEXPRESSED
+from decodax.sampling.neutral import asks_nothing
+
+SLOTS = ("algorithm", "draft", "cache", "constraint", "search", "select", "sampling")
+"""Arguments that take an object or the string of one."""
+
+OWN = (*SLOTS, "max_new_tokens", "max_length", "min_new_tokens", "seed", "num_samples", "stop", "include_stop",
+       "logprobs", "request_ids", "guidance_scale", "negative_prompts", "skip_special_tokens", "max_time", "chunk",
+       "batch_size", "inputs", "context", "adapter", "progress", "every", "ends")
+"""Arguments of front ends that no policy is made of."""
+
+NAMED = ("dola_layers", *beams.ARGUMENTS, *constraints.ARGUMENTS)
+"""Names that generation configs, lines of jobs, items of `serve` and flags use for what a slot takes in Python."""
+
+ELSEWHERE = {
+    "batch": "batch_size= splits prompts into batches", "vocab_size": "it is the model's own",
+    "stops": "stop= takes the strings",
+    "n": "it is num_samples= here", "max_tokens": "it is max_new_tokens= here", "stop_strings": "it is stop= here",
+    "stop_token_ids": "it is eos_token_id= here", "streamer": "decodax.stream gives pieces of text as they come",
+    "assistant_model": "algorithm=decodax.algorithms.make('seed-exact', draft=decodax.load(...)) drafts with a model",
+    "prompt_lookup_num_tokens": "algorithm='prompt-lookup:length=10' drafts from the text",
+    "logits_processor": "transforms= takes decodax.sampling.Transform objects",
+    "stopping_criteria": "stop=, eos_token_id=, max_time= and max_new_tokens= end a text",
+    "generation_config": "give its entries as arguments", "attention_mask": "give prompts with input_ids and "
+    "attention_mask", "input_ids": "prompts take ids", "pad_token_id":
+    "the model's own fills the tokens of shorter rows", "return_dict_in_generate": "a Result has all there is",
+    "output_scores": "logprobs= records log-probabilities"}
+"""Arguments that callers know from elsewhere, or from below, and what there is here."""
+
+
+
+_CONSTRAINT = "constraint=decodax.constraints."
+_BEAMS = "algorithm=decodax.algorithms.beam_search(4, ...) searches with beams"
+SLOT_OF = {
+    **{name: f"{_CONSTRAINT}{name}(...) holds texts to it" for name in constraints.NAMES},
+    "tool_choice": f"{_CONSTRAINT}tools(functions, choice) takes it",
+    "tool_tags": f"{_CONSTRAINT}tools(..., tags=) takes it",
+    "required_phrases": f"{_CONSTRAINT}phrases(required) takes them",
+    "banned_phrases": f"{_CONSTRAINT}phrases(banned=...) takes them",
+    "constraint_after": "a constraint has .after(text)", **dict.fromkeys(beams.ARGUMENTS, _BEAMS),
+    "penalty_alpha": "algorithm=decodax.algorithms.contrastive_search(...) is contrastive search",
+    "dola_layers": "decodax.contrastive.dola(lm, layers) is the model that decodes so"}
+"""What takes the place of each of `NAMED` in Python."""
+
+ONE_ROW = ("num_samples", "num_return_sequences", "batch_size", "progress")
+WITHOUT = {"generate": ("every", "ends"), "stream": (*ONE_ROW, "every", "ends"), "watch": (*ONE_ROW, "ends"),
+           "infill": ("max_new_tokens", "max_length", "min_new_tokens", "num_samples", "num_return_sequences", "stop",
+                      "include_stop", "negative_prompts", "inputs", "cache", "context", "adapter", "progress", "every")}
+"""Which of them a front end does not take."""
+
+
+def by_name(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options that data says, with those of `NAMED` together under `named`, as `Request.read` takes
+    them."""
+    named = {name: options[name] for name in NAMED if options.get(name) is not None}
+    rest = {name: value for name, value in options.items() if name not in NAMED}
+    return {**rest, "named": named} if named else rest
+
+
+OTHERS = ("num_return_sequences", "arithmetic_sampling")
+"""Arguments that say neither a policy nor how it is run."""
+
+
+def check_names(where: str, sampling: Mapping[str, Any]) -> None:
+    """Checks the names of sampling arguments.
+
+    Raises:
+        TypeError: one is none, or one of another front end; says what may have been meant.
+    """
+    for name in sampling:
+        if name in ELSEWHERE or name in SLOT_OF:
+            raise TypeError(f"{name}: unknown argument; {ELSEWHERE.get(name) or SLOT_OF[name]}")
+        if name in OWN:
+            raise TypeError(f"{name}: {where} takes no such argument")
+        if name not in DEFAULTS and name not in UNEXPRESSED and name not in OTHERS:
+            raise unknown_argument(name, where, takes(where))
+
+
+def takes(where: str) -> set[str]:
+    """Names of the arguments that a front end takes."""
+    return {*OWN, *DEFAULTS, *OTHERS} - {*WITHOUT[where], *ELSEWHERE, "eos"}
+
+
+def without(where: str, given: Mapping[str, Any], refused: Mapping[str, str]) -> dict[str, Any]:
+    """Arguments without those that a front end does not take and that ask for nothing.
+
+    Args:
+        refused: what there is in place of each that it does not take.
+
+    Raises:
+        TypeError: one of them asks for something.
+    """
+    for name, why in refused.items():
+        if not asks_nothing(name, given.get(name)):
+            raise TypeError(f"{name}: {where} takes no such argument; {why}")
+    return {name: value for name, value in given.items() if name not in refused}
+
+

@@ -1,0 +1,163 @@
+"""The policy of a request: its transforms of logits, constraints, stop rules, guidance, and the inputs of its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from decodax.common.arguments import MOST, id_rows, per_row, shown, wrong
+from decodax.constraints import languages as constraints
+from decodax.constraints.canvas import OnCanvas
+from decodax.constraints.transform import Closing, Constrained
+from decodax.core.types import Algorithm
+from decodax.engine.config import Config
+from decodax.engine.lengths import check_room
+from decodax.io.load import LM
+from decodax.io.prompts import read_prompts
+from decodax.models import AdapterRows
+from decodax.sampling import Policy
+from decodax.sampling.arithmetic import Arithmetic
+from decodax.sampling.base import Temperature
+from decodax.sampling.build import assemble
+from decodax.sampling.config import blaming, merge
+from decodax.sampling.neutral import asks_nothing
+
+
+def policy_of(lm: LM, samples: int, lengths: np.ndarray, least: np.ndarray, sampling: dict[str, Any],
+            said: Config, searching: bool) -> Policy:
+    """The policy of all rows. Beams (`searching`) want a way on beside each end of a sequence."""
+    config = dict(said.entries)
+    for name in ("guidance_scale", "max_length", "max_new_tokens", "min_new_tokens"):
+        config.pop(name, None)
+    given = dict(sampling)
+    if given.get("eos") is not None and given.get("eos_token_id") is not None:
+        raise ValueError("eos and eos_token_id: got both, takes one of them")
+    named = [name for name in ("eos", "eos_token_id") if name in given]
+    values = [given.pop(name) for name in named]
+    ends: Any = next((e for e in values if e is not None), []) if named else lm.eos
+    with blaming(said.origin, () if named else ("eos_token_id",)):
+        rows = id_rows("eos_token_id", ends, len(lengths), lm.vocab_size, samples)
+        some = (rows >= 0).any()
+    if searching:
+        given.setdefault("min_tokens_to_keep", rows.shape[1] + 1)
+    if not some:      # there is no end that a least length could forbid
+        for source in (given, config):
+            if source.get("min_length") is not None:
+                per_row("min_length", source.pop("min_length"), len(lengths), np.int64, 0, "a whole number from 0 on",
+                        lambda x: x >= 0, samples)
+        least = np.zeros_like(least)
+    config.pop("eos_token_id", None)
+    settings = merge(config, said.origin, {"vocab_size": lm.vocab_size, "max_length": lengths, "min_new_tokens": least,
+                                      "eos_token_id": ends, **given})
+    with blaming(said.origin, config.keys() - given.keys()):
+        return assemble(len(lengths), settings, samples)
+
+
+def evenly_spaced(method: Algorithm, policy: Policy, link: Arithmetic) -> Policy:
+    """The policy whose samples have evenly spaced codes."""
+    if method.canvas or method.samples is not None:
+        raise ValueError(f"arithmetic_sampling: {method.name} draws its samples in a way of its own; takes a method "
+                         "that draws them token by token")
+    return policy.replace(transforms=(*policy.transforms, link))
+
+
+def constrained(asked: list[Any], lm: LM, method: Algorithm, policy: Policy, ends: np.ndarray, budget: np.ndarray,
+                 least: Sequence[int], samples: int, given: bool, until: float) -> Policy:
+    """The policy with constraints in front of its temperature.
+
+    Args:
+        least: new tokens that each prompt must have before an end counts. given: whether the canvas is part of the
+            text already. until: when the time is out, by `time.monotonic`.
+    """
+    if given:
+        budget = np.full_like(budget, MOST)
+    chain, eos = list(policy.transforms), np.asarray(policy.eos)
+    at = next(i for i, t in enumerate(chain) if isinstance(t, Temperature))
+    if method.canvas and any(x is not None and x[0] == "grammar" and constraints.hosted(x[1]) for x in asked):
+        raise ValueError(f"grammar: {method.name} fills positions in any order; takes a grammar whose rules do not "
+                         "refer to themselves")
+    if method.canvas and not given and not (eos >= 0).any(1).all():
+        name = next(x[0] for x in asked if x is not None)
+        raise ValueError(f"{name}: on a canvas takes a model with an end of sequence, behind which the text may stop")
+    constraints.in_time(until, 0, len(asked))
+    hosted = constraints.match(asked, lm.tokenizer, lm.vocab_size, eos, samples)
+    if hosted is not None:
+        chain.insert(at, hosted)
+        asked = [None if x is not None and x[0] == "grammar" and constraints.hosted(x[1]) else x for x in asked]
+        if all(x is None for x in asked):
+            return policy.replace(transforms=tuple(chain))
+    link, table = constraints.constrain(asked, lm.tokenizer, lm.vocab_size, eos, np.repeat(ends, samples), budget,
+                                        samples, _masks(lm) if method.canvas else (), () if given else least, until)
+    link = link.replace(place=len(policy.tables))
+    chain.insert(at, OnCanvas(link.start, link.end, link.place, whole=given) if method.canvas else link)
+    return policy.replace(transforms=tuple(chain), tables=(*policy.tables, table))
+
+
+def closing(policy: Policy) -> Policy:
+    """The policy that ends rows whose text is complete, where they are held to a language and have no end of
+    sequence."""
+    link = next((t for t in policy.transforms if type(t) is Constrained), None)
+    if link is None or (np.asarray(policy.eos) >= 0).any():
+        return policy
+    return policy.replace(stops=Closing.of(policy.stops, policy.tables[link.place]))
+
+
+def _masks(lm: LM) -> tuple[int, ...]:
+    """Tokens that stand for what is not decided."""
+    mask = None if lm.diffusion is None else lm.diffusion.mask
+    return () if mask is None else (int(mask),)
+
+
+def adapter_inputs(lm: LM, adapter: Any, inputs: Any, count: int) -> Any:
+    """Inputs of the model, where rows have adapters."""
+    if not lm.adapters:
+        if not asks_nothing("adapter", adapter):
+            raise ValueError(f"adapter: got {shown(adapter)}, and {lm.name!r} has none; takes None, or a model that "
+                             "lm.with_adapters gave some")
+        return inputs
+    if inputs is not None:
+        raise ValueError(f"inputs: {lm.name!r} has adapters, and takes no inputs beside them")
+    names = [adapter] * count if adapter is None or isinstance(adapter, str) else adapter
+    if not isinstance(names, (list, tuple)) or len(names) != count:
+        raise ValueError(f"adapter: got {shown(adapter)} for {count} prompts, takes a name, or a name or None for each")
+    if unknown := next((name for name in names if name is not None and name not in lm.adapters), None):
+        raise ValueError(f"adapter: got {shown(unknown)}, takes {', '.join(lm.adapters)}")
+    which: Any = np.array([0 if name is None else 1 + lm.adapters.index(name) for name in names], np.int32)
+    return AdapterRows(which)
+
+
+def row_inputs(inputs: Any, count: int) -> Any:
+    """Inputs of the model, on the host."""
+    if isinstance(inputs, Iterator):
+        raise wrong("inputs", inputs, f"a pytree of arrays [{count}, ...]")
+    arrays = jax.tree.map(np.asarray, inputs)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(arrays):
+        if leaf.shape[:1] != (count,):
+            raise ValueError(f"inputs{jax.tree_util.keystr(path)}: got shape {leaf.shape} for {count} prompts, takes "
+                             f"[{count}, ...]")
+    return arrays
+
+
+def guidance_of(lm: LM, method: Algorithm, budget: np.ndarray, scale: Any, negative: Any, said: Config
+              ) -> tuple[np.ndarray | None, list[list[int]] | None]:
+    """Scales and negative prompts."""
+    count = len(budget)
+    scales = said.or_given("guidance_scale", scale, lambda name, x: per_row(name, x, count, np.float32, 1, "a number",
+                                                                            np.isfinite))
+    if scales is not None and (scales == 1).all():
+        scales = None
+    if negative is None:
+        return scales, None
+    if method.canvas:
+        raise ValueError("negative_prompts: a canvas is guided against masks in the prompt's place, without them")
+    if scales is None:
+        raise ValueError("negative_prompts: got some without a guidance_scale other than 1")
+    ids = read_prompts(lm, negative, "negative_prompts")
+    if len(ids) not in (1, count):
+        raise ValueError(f"negative_prompts: got {len(ids)} for {count} prompts")
+    ids = ids * (count // len(ids))
+    check_room(lm, max(len(row) + int(new) for row, new in zip(ids, budget, strict=True)), "negative_prompts")
+    return scales, ids
