@@ -79,9 +79,7 @@ class AttentionPredictorCache(SparseCache):
         if self.chosen[layer] is None:
             return self.attend_all(layer, q, k, v, window, scale=scale, sliding=sliding, softcap=softcap,
                                    bias=bias), entry
-        if window.certain:
-            raise ValueError(f"cache: {self.kind.name} reads a prompt as a whole, which only the model that answers "
-                             "does; give a draft model another cache")
+        self.kind.check_prompt(window.certain)
         self.kind.check_scores(softcap, bias, self.kind.scores)
         q = q.astype(jnp.float32) * scale
         seen = jnp.broadcast_to(window.visible(), (*q.shape[:2], k.shape[1]))

@@ -126,12 +126,10 @@ class IndexedCache(SparseCache):
         return PromptToIndex(base=whole, shapes=self.shapes, kind=self.kind)
 
     def is_dense(self, layer: int, certain: bool) -> bool:
-        if self.kind.keeps_dense(layer, self.shapes[layer]):
-            return True
-        if certain:
-            raise ValueError(f"cache: {self.kind.name} reads a prompt as a whole, which only the model that answers "
-                             "does; give a draft model another cache")
-        return False
+        found = super().is_dense(layer, False)
+        if not found:
+            self.kind.check_prompt(certain)
+        return found
 
     @abc.abstractmethod
     def index(self, prompt: Dense) -> Self:
@@ -177,6 +175,13 @@ class SparseConfig(PaperConfig):
         if recent is not None and nodes > recent:
             raise ValueError(f"cache: {self.name} takes windows of at most its {recent} recent tokens, got one of "
                              f"{nodes} nodes; takes recent={nodes} or more")
+
+    def check_prompt(self, certain: bool) -> None:
+        """Raises ValueError if a window is that of a prompt (`certain`), for caches that read a prompt in another way
+        than window by window."""
+        if certain:
+            raise ValueError(f"cache: {self.name} reads a prompt as a whole, which only the model that answers does; "
+                             "give a draft model another cache")
 
     def parts(self, shapes: tuple[KVLayer, ...], batch: int, size: int, dtype: Any, inputs: PyTree) -> dict[str, Any]:
         """Returns the fields of an empty `SparseCache`, by name."""
