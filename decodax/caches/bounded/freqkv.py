@@ -22,7 +22,7 @@ from jax.scipy import fft
 
 from decodax.cache.dense import write
 from decodax.cache.key_values import KeyValues, KVLayer, empty_kv, key_widths
-from decodax.caches.prefill.unread import Unread
+from decodax.caches.prefill.whole_prompt import Collected
 from decodax.caches.quantize.turning import after_rotation, before_rotation
 from decodax.caches.rotation import moved, rope_of
 from decodax.common.options import Count, Range, Whole, check_options
@@ -76,9 +76,9 @@ class FreqKVCache(KeyValues):
         return self.kind.size - self.count if self.kv else None
 
     def for_prompt(self) -> Cache:
-        return Unread(length=jnp.zeros_like(self.count), into=self) if self.kv else self
+        return Collected(length=jnp.zeros_like(self.count), into=self) if self.kv else self
 
-    def read(self, prompt: ReadPrompt, length: Array) -> FreqKVCache:
+    def read_prompt(self, prompt: ReadPrompt, length: Array) -> FreqKVCache:
         """Returns the cache after the first `length` (`i32[B]`) tokens of a prompt."""
         n = prompt.tokens.shape[1]
         width = min(CHUNK, self.kind.size, n)

@@ -17,7 +17,7 @@ from decodax.algorithms.speculative import Speculative
 from decodax.algorithms.speculative.drafts import OwnCache
 from decodax.caches import make
 from decodax.caches.evict.drafted import Drafted, decoded, read
-from decodax.caches.prefill.shortened import DraftAttention
+from decodax.caches.prefill.specpc import SpecPCConfig
 from decodax.engine.batch import Job
 from decodax.engine.request import Request
 from decodax.io.load import LM
@@ -47,8 +47,9 @@ def test_prompts_are_cut_to_the_tokens_of_the_authors(case: str) -> None:
     """Of SpecPC; and what follows is what follows the shorter prompts."""
     wanted = json.loads((Path(__file__).parents[1] / "expected" / "specpc.json").read_text())["cases"][case]
     prompts = [[*text, 7] for text in TEXTS]
-    kind = make("specpc", draft=SMALLER, budget=64, window=8, kernel=8, pool="mean", neighbours=4, **wanted["options"])
-    assert isinstance(kind, Drafted) and isinstance(kind.kind, DraftAttention)
+    kind = make("specpc", draft=SMALLER, budget=64, window_size=8, kernel_size=8, pooling="mean", neighbours=4,
+                **wanted["options"])
+    assert isinstance(kind, Drafted) and isinstance(kind.kind, SpecPCConfig)
     ids = np.zeros((2, 320), np.int32)
     for row, prompt in enumerate(prompts):
         ids[row, :len(prompt)] = prompt

@@ -16,7 +16,7 @@ from decodax.caches import Evicting, make
 from decodax.caches.evict.text.marks import marked, read_marks
 from decodax.caches.evict.text.shotkv import _examples
 from decodax.caches.evict.text.tim import TIMCache, holes
-from decodax.caches.sparse.sentences import SentenceRetrieval, Sentences
+from decodax.caches.sparse.sentence_kv import SentenceKVCache, SentenceKVConfig
 from decodax.core.cache import ReadPrompt
 from decodax.core.window import causal
 from decodax.engine.batch import Job
@@ -48,12 +48,12 @@ def given() -> tuple[Any, ...]:
     ids[44:][np.isin(ids[44:], (3, 7))] = 1
     ids[[49, 50, 61, 65]] = 3, 3, 3, 7
     tokens = jnp.asarray(ids, jnp.int32)[None]
-    kind = SentenceRetrieval((3, 7), budget=18, factor=1.5, sinks=2, recent=6, window=4, kernel=1)
+    kind = SentenceKVConfig((3, 7), budget=18, factor=1.5, sinks=2, recent=6, window_size=4, kernel_size=1)
     cache: Any = kind([KVLayer(2, 8, queries=2)], 1, 96, jnp.float32).for_prompt()
     window = causal(tokens[:, :44], jnp.array([0])).replace(certain=True)
     _, entry = cache.attend(0, *(part[:, :44] for part in parts), window, scale=8 ** -0.5)
     cache = cache.commit([entry], jnp.arange(44)[None]).settled(ReadPrompt(None, None, tokens))
-    assert isinstance(cache, Sentences) and cache.base.count[0].tolist() == [[27, 27]]
+    assert isinstance(cache, SentenceKVCache) and cache.base.count[0].tolist() == [[27, 27]]
     return parts, tokens, cache
 
 
@@ -98,7 +98,7 @@ def test_nodes_of_earlier_levels_tell_where_a_sentence_began() -> None:
 def test_ends_of_sentences_are_those_of_the_tokenizer() -> None:
     lm = dx.load("pycode")
     assert lm.tokenizer is not None
-    ends = SentenceRetrieval().of_model(lm).marks
+    ends = SentenceKVConfig().of_model(lm).marks
     assert {lm.tokenizer.decode([i]) for i in ends} >= {".", "!", "?"}
 
 
@@ -174,11 +174,11 @@ def test_what_cannot_be_had_is_refused_by_name() -> None:
     for expected, wrong in (
             (r"^ends: got None; a model without a tokenizer", lambda: dx.generate(SMALL, PROMPTS, cache="sentence-kv")),
             (r"^budget: got 64, takes more than the 64 first and latest", lambda: make("sentence-kv", budget=64)),
-            (r"^recent: got 0, takes a number from 1", lambda: make("sentence-kv", recent=0)),
+            (r"^recent: got 0, takes a whole number from 1", lambda: make("sentence-kv", recent=0)),
             (r"^ends: got \('a',\), takes token ids", lambda: make("sentence-kv", ends=("a",))),
             (r"^cache: sentence-kv takes windows of at most its 3 recent tokens, got one of 5", lambda: dx.generate(
                 SMALL, PROMPTS, algorithm=LOOKUP,
-                cache=make("sentence-kv", ends=(3,), budget=8, sinks=1, recent=3, window=4))),
+                cache=make("sentence-kv", ends=(3,), budget=8, sinks=1, recent=3, window_size=4))),
             (r"^separator: got None; a model without a tokenizer", lambda: dx.generate(
                 SMALL, PROMPTS, cache=make("shotkv", budget=40))),
             (r"^separator: got 'x', takes token ids", lambda: make("shotkv", separator="x")),
