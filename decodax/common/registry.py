@@ -398,7 +398,9 @@ def parse_options(text: str, known: Collection[str]) -> dict[str, Any]:
     return given
 
 
-ALGORITHMS = Shelf("algorithms", "algorithm", "decodax.algorithms.entries", "decodax.algorithms.diffusion.systems")
+ALGORITHMS = Shelf("algorithms", "algorithm", "decodax.algorithms.entries", "decodax.algorithms.beams",
+                   "decodax.algorithms.contrastive", "decodax.algorithms.parallel",
+                   "decodax.algorithms.diffusion.systems")
 """Decoding methods, for `algorithm=`."""
 
 CACHES = Shelf("caches", "cache", "decodax.caches")

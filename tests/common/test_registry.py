@@ -148,5 +148,5 @@ def test_an_entry_that_looks_at_the_target_is_made_when_it_is_known() -> None:
     by_object = dx.generate(lm(), ids, algorithm=dx.algorithms.speculative_decoding(2, draft=small), max_new_tokens=6)
     by_name = dx.generate(lm(), ids, algorithm="speculative-decoding:length=2", draft=small, max_new_tokens=6)
     assert np.array_equal(by_object.tokens, by_name.tokens) and by_name.stats.drafted.sum() > 0
-    with pytest.raises(ValueError, match="draft: got .*, and 'prompt-lookup' takes no draft model"):
+    with pytest.raises(ValueError, match=r"draft: got .*, and 'prompt-lookup' takes no draft model"):
         dx.generate(lm(), ids, algorithm="prompt-lookup", draft=small)

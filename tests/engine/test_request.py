@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import decodax as dx
-from decodax.algorithms.contrastive.search import ContrastiveSearch, hidden_width
+from decodax.algorithms.contrastive.contrastive_search import ContrastiveSearch, hidden_width
 from decodax.core import keys
 from decodax.core.state import Status
 from decodax.engine.request import Request

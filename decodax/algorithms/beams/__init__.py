@@ -1,6 +1,6 @@
 """Beam searches: the most promising texts of a prompt side by side, one round a token."""
 
-from decodax.algorithms.beams.beams import BeamSearch
+from decodax.algorithms.beams.beam_search import BeamSearch
 from decodax.algorithms.beams.best_first import BestFirst
 from decodax.algorithms.beams.corpus import Corpus
 from decodax.algorithms.beams.evidence import Evidence

@@ -11,6 +11,8 @@ import numpy as np
 from jax import Array, lax
 
 from decodax.algorithms.beams.pool import Finished
+from decodax.common.options import Count
+from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
 from decodax.core.packing import Packing
 from decodax.core.record import record
@@ -307,3 +309,15 @@ class BestFirst(Algorithm):
         best = jax.tree.map(lambda x: take(by_prompt(x), order).reshape(s.batch, *x.shape[1:]), held)
         return s.replace(tokens=best.tokens, length=best.length, status=best.status, record=best.record,
                          algo=q.replace(finished=best))
+
+
+@ALGORITHMS.register("best-first-beam-search", "Best-First Beam Search", "Meister et al. 2020", family="search")
+def best_first_beam_search(width: Count = 4, longest: Count = 32, length_penalty: float = 0.0,
+                           at_once: Count = 1) -> BestFirst:
+    """Finds the texts of beam search, the best first, and reads fewer texts for it.
+
+    Args:
+        width: number of beams. longest: number of new tokens at most.
+        length_penalty: exponent of the length that scores are divided by. at_once: texts read in one forward.
+    """
+    return BestFirst(width, longest=longest, length_penalty=length_penalty, at_once=at_once)

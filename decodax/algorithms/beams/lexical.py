@@ -10,11 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from decodax.algorithms.beams.beams import BeamSearch
-from decodax.algorithms.beams.phrases import Cover, Phrases, Progress, Unordered, phrases_of
+from decodax.algorithms.beams.beam_search import BeamSearch, EarlyStopping
+from decodax.algorithms.beams.phrases import Cover, Ordered, Phrases, Progress, Unordered, phrases_of
 from decodax.algorithms.beams.step import Group, Step, largest
+from decodax.common.options import Count
+from decodax.common.registry import ALGORITHMS
 from decodax.core.types import Params
 from decodax.core.window import take
+from decodax.io.appended import appended
 
 
 @dataclasses.dataclass(frozen=True)
@@ -284,3 +287,46 @@ class GridStep(_LexicalStep):
 
 def take_all(tree: Any, index: Array) -> Any:
     return jax.tree.map(lambda x: take(x, index), tree)
+
+
+@ALGORITHMS.register("dynamic-beam-allocation",
+                     "Fast Lexically Constrained Decoding with Dynamic Beam Allocation for Neural Machine Translation",
+                     "Post & Vilar 2018", family="search", needs="a model")
+def dynamic_beam_allocation(lm: Any, phrases: Any = None, width: Count = 4, ordered: bool = False,
+                            length_penalty: float = 1.0, early_stopping: EarlyStopping = False) -> DynamicBeams:
+    """Searches for texts that contain given phrases, with beams shared out by how much of the phrases they have.
+
+    Args:
+        phrases: texts, or lists of token ids, that each text has to contain; has to be given.
+        width: number of beams. ordered: whether the phrases come in the given order.
+        length_penalty, early_stopping: as in `beam_search`.
+    """
+    return DynamicBeams(width, phrases=_phrases("dynamic-beam-allocation", lm, phrases), length_penalty=length_penalty,
+                        progress=Ordered() if ordered else Unordered(), early_stopping=early_stopping)
+
+
+@ALGORITHMS.register("grid-beam-search",
+                     "Lexically Constrained Decoding for Sequence Generation Using Grid Beam Search",
+                     "Hokamp & Liu 2017", family="search", needs="a model")
+def grid_beam_search(lm: Any, phrases: Any = None, beams: Count = 4, length_penalty: float = 1.0,
+                     early_stopping: EarlyStopping = False) -> GridBeams:
+    """Searches for texts that contain given phrases, with beams for each number of phrase tokens so far.
+
+    Args:
+        phrases: texts, or lists of token ids, that each text has to contain; has to be given.
+        beams: number of beams for each number of tokens. length_penalty, early_stopping: as in `beam_search`.
+    """
+    return GridBeams(phrases=_phrases("grid-beam-search", lm, phrases), beams=beams, length_penalty=length_penalty,
+                     early_stopping=early_stopping)
+
+
+def _phrases(name: str, lm: Any, given: Any) -> Any:
+    """Phrases as token ids: texts are encoded as they are within a text, so that a leading space is part of them."""
+    if not given:
+        raise ValueError(f"{name!r} needs phrases=, a list of texts or of lists of token ids")
+    if isinstance(given, str):
+        given = [given]
+    if (text := next((p for p in given if isinstance(p, str)), None)) is not None and lm.tokenizer is None:
+        raise ValueError(f"phrases: got {text!r} for a model without a tokenizer; takes lists of token ids")
+    encode = lambda p: appended(lm.tokenizer, None, p) if isinstance(p, str) else p
+    return tuple(tuple(encode(p)) for p in given)

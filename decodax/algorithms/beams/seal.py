@@ -12,10 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from decodax.algorithms.beams.beams import BeamSearch, EarlyStopping
+from decodax.algorithms.beams.beam_search import BeamSearch, EarlyStopping
 from decodax.algorithms.beams.corpus import Corpus, Span
 from decodax.algorithms.beams.pool import append
 from decodax.algorithms.beams.step import Beams, Group, Step, Text
+from decodax.common.options import Count, Whole
+from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
 from decodax.core.state import State, Status
 from decodax.core.types import Decision, Params
@@ -197,3 +199,22 @@ def ngrams(findings: dict[str, np.ndarray], row: int) -> list[NGram]:
                 found.setdefault((*texts[beam], token), score)
         texts = [(*texts[beam], token) for beam, token in on.tolist()]
     return list(found.items())
+
+
+@ALGORITHMS.register("seal", "Autoregressive Search Engines: Generating Substrings as Document Identifiers",
+                     "Bevilacqua et al. 2022", family="search")
+def seal(corpus: Any = None, width: Count = 15, length_penalty: float = 0.0, prefix: tuple[int, ...] = (),
+         may_end: bool = False, look: Whole = 256) -> CorpusBeams:
+    """Searches for texts that all occur in a corpus, and keeps the n-grams passed, which find documents.
+
+    Args:
+        corpus: `decodax.algorithms.beams.Corpus`, or a list of lists of token ids; has to be given.
+        width: number of beams. length_penalty: exponent of the length that scores are divided by.
+        prefix: token ids that texts of the corpus begin with. may_end: whether a text may end anywhere.
+        look: number of occurrences that are looked at for the tokens that may follow.
+    """
+    if corpus is None:
+        raise ValueError("'seal' needs corpus=, a decodax.algorithms.beams.Corpus or a list of lists of token ids")
+    corpus = corpus if isinstance(corpus, Corpus) else Corpus.build(corpus)
+    return CorpusBeams(width, length_penalty=length_penalty, corpus=corpus, prefix=tuple(prefix), may_end=may_end,
+                       look=look)

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from decodax.algorithms.beams.step import largest
+from decodax.common.options import Count
+from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
 from decodax.core import keys
 from decodax.core.keys import Purpose
@@ -137,3 +139,10 @@ def lowered(values: Array, top: Array) -> Array:
     v = t - values + rest
     lower = t - jnp.maximum(v, 0) - jnp.log1p(jnp.exp(-jnp.abs(v)))
     return jnp.where(values == largest, t, jnp.where(values == -jnp.inf, -jnp.inf, lower))
+
+
+@ALGORITHMS.register("stochastic-beam-search", "Stochastic Beams and Where to Find Them: The Gumbel-Top-k Trick for "
+                     "Sampling Sequences Without Replacement", "Kool et al. 2019", family="search")
+def stochastic_beam_search(k: Count = 4) -> StochasticBeams:
+    """Draws `k` different texts of each prompt, without replacement."""
+    return StochasticBeams(k)

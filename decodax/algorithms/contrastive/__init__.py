@@ -7,10 +7,10 @@ DoLa, contrastive decoding and AutoDeco are models around a model, so every deco
 
 from decodax.algorithms.contrastive.adadec import AdaDec
 from decodax.algorithms.contrastive.autodeco import AutoDeco, Heads, autodeco
+from decodax.algorithms.contrastive.contrastive_search import ContrastiveSearch
 from decodax.algorithms.contrastive.decoding import Contrastive, contrast
 from decodax.algorithms.contrastive.dola import DoLa, dola
 from decodax.algorithms.contrastive.rejection import AWRS
-from decodax.algorithms.contrastive.search import ContrastiveSearch
 from decodax.algorithms.contrastive.vector_fsd import VectorFSD
 
 __all__ = [

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from decodax.common.options import Count
+from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
 from decodax.core.cache import Feature
 from decodax.core.state import State
@@ -210,3 +212,15 @@ class AdaDec(Algorithm):
 
 def _where(rows: Array, new: LookAhead, old: LookAhead) -> LookAhead:
     return jax.tree.map(lambda a, b: jnp.where(rows.reshape(-1, *[1] * (a.ndim - 1)), a, b), new, old)
+
+
+@ALGORITHMS.register("adadec", "Towards Better Code Generation: Adaptive Decoding with Uncertainty Guidance",
+                     "He et al. 2025", family="search")
+def adadec(threshold: float = 1.0, k: Count = 3, length: Count = 5, counting: Any = "ended") -> AdaDec:
+    """Looks ahead where the model is uncertain, and judges candidates by how the text would go on after them.
+
+    Args:
+        threshold: entropy in nats from which candidates are judged. k: number of candidates.
+        length: number of tokens looked ahead. counting: how continuations that end early are counted; see `AdaDec`.
+    """
+    return AdaDec(threshold, k, length, counting)

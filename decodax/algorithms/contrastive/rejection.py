@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
 from decodax.core import keys
 from decodax.core.keys import Purpose
@@ -134,3 +135,18 @@ def on_text(tokenizer: Any, check: Callable[[str], bool], eos: Any = ()) -> Chec
     """A check of ids, of one that takes the text; ends of the sequence are left out of it."""
     ends = set(eos)
     return lambda ids: check(tokenizer.decode([t for t in ids if t not in ends]))
+
+
+@ALGORITHMS.register("awrs",
+                     "Fast Controlled Generation from Language Models with Adaptive Weighted Rejection Sampling",
+                     "Lipkin et al. 2025", family="search")
+def awrs(check: Callable[[list[int]], bool] | None = None, proper: bool = True, most: int | None = None) -> AWRS:
+    """Draws tokens until a check accepts one, and keeps the weight that makes texts draws of the held model.
+
+    Args:
+        check: function of the new tokens that says whether they may stand; has to be given.
+        proper: whether an unbiased weight is estimated. most: number of draws a token at most; None: no bound.
+    """
+    if check is None:
+        raise ValueError("'awrs' needs check=, a function of the new tokens")
+    return AWRS(check, proper, most)

@@ -10,6 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from decodax.algorithms.contrastive.contrastive_search import hidden_width
+from decodax.common.options import Count, Share
+from decodax.common.registry import ALGORITHMS
 from decodax.core.state import State
 from decodax.core.types import Algorithm, Decision, Observer, Out, Params
 from decodax.core.window import Window, causal
@@ -102,3 +105,16 @@ class VectorFSD(Algorithm):
         token = jnp.where(first < 0, first, token)
         return Decision(tokens=token, count=jnp.ones(s.batch, jnp.int32), source=jnp.zeros_like(token), algo=states,
                         slots=jnp.where(token >= 0, window.positions, -1))
+
+
+@ALGORITHMS.register("vector-fsd", "A Frustratingly Simple Decoding Method for Neural Text Generation",
+                     "Yang et al. 2024", family="search", needs="a model")
+def vector_fsd(lm: Any, alpha: Share = 0.45, k: Count = 3, n: Count = 2, stop_words: tuple[int, ...] = (),
+               stop_weight: float = 0.0) -> VectorFSD:
+    """Chooses among the likeliest tokens one that did not follow similar hidden states before.
+
+    Args:
+        alpha: weight of the similarity. k: number of candidates. n: number of hidden states compared.
+        stop_words: token ids for which the similarity counts `stop_weight` times.
+    """
+    return VectorFSD(hidden_width(lm), alpha, k, n, tuple(stop_words), stop_weight)

@@ -7,5 +7,5 @@ come to the same algorithm are one entry and an alias of it. Those of masked dif
 
 # The order of these is the order of the shelf.
 # isort: off
-from decodax.algorithms.entries import text, models, layers, caches, lengths, search# noqa: F401
+from decodax.algorithms.entries import text, models, layers, caches, lengths  # noqa: F401
 # isort: on

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from decodax.algorithms.parallel.survivors import EPSILON, Bounds, best_text, edges, first, prune
+from decodax.common.options import Count
+from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
 from decodax.core.around import Around
 from decodax.core.cache import Feature
@@ -266,3 +268,22 @@ def sight(count: int, length: int) -> Array:
     """
     which = jnp.concatenate([jnp.array([-2, -1]), jnp.repeat(jnp.arange(count), length)])
     return jnp.tri(2 + count * length, dtype=bool) & ((which < 0) | (which == which[:, None]))
+
+
+@ALGORITHMS.register("cascade", "Cascaded Text Generation with Markov Transformers", "Deng & Rush 2020",
+                     family="search", needs="a model")
+def cascade(lm: Any, barrier: int | None = None, orders: Count = 4, keep: Count = 32, longest: Count = 32,
+            lengths: tuple[float, float, int] | None = None) -> Cascade:
+    """Decodes all positions at once by Markov models of rising order, for models trained with barriers.
+
+    Args:
+        barrier: token that the model was trained with as a barrier; default the tokenizer's `<|barrier|>`.
+        orders: number of Markov orders. keep: n-grams that survive at each position. longest: new tokens at most.
+        lengths: factor, offset and spread of the text's length by the prompt's (`TargetLengths`); None: any length.
+    """
+    if barrier is None and lm.tokenizer is not None:
+        barrier = lm.tokenizer.backend.token_to_id("<|barrier|>")
+    if barrier is None:
+        raise ValueError("'cascade' needs barrier=, the token that the model was trained with as one; the tokenizer "
+                         "has no <|barrier|>")
+    return Cascade(barrier, orders, keep, longest, None if lengths is None else TargetLengths(*lengths))

@@ -10,11 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from decodax.common.options import Count
+from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
 from decodax.core.cache import Feature
 from decodax.core.state import State, Status
 from decodax.core.types import Algorithm, Decision, Out, Params
 from decodax.core.window import Window
+from decodax.models.transformer import Transformer
 
 
 @struct
@@ -165,3 +168,20 @@ def split(tokens: Any, lengths: Any) -> list[list[int]]:
     """
     parts = np.split(np.asarray(tokens), np.cumsum(np.asarray(lengths))[:-1])
     return [part.tolist() for part in parts]
+
+
+@ALGORITHMS.register("group-think",
+                     "Group Think: Multiple Concurrent Reasoning Agents Collaborating at Token Level Granularity",
+                     "Hsu et al. 2025", family="search", needs="a model")
+def group_think(lm: Any, threads: Count = 4, starts: tuple[tuple[int, ...], ...] = (),
+                together: bool = True) -> GroupThink:
+    """Writes several threads of one text side by side, which read one another token by token.
+
+    Args:
+        threads: number of threads. starts: token ids that each thread begins with; none by default.
+        together: whether the threads read one another.
+    """
+    if isinstance(lm.model, Transformer) and any(layer.sliding for layer in lm.model.config.layers):
+        raise ValueError("'group-think' gives threads blocks of positions of their own; takes a model whose layers "
+                         "attend to the whole text")
+    return GroupThink(threads, tuple(map(tuple, starts)), together)

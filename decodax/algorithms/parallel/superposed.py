@@ -13,6 +13,8 @@ from jax import Array
 from decodax.algorithms.beams.ngrams import NGrams
 from decodax.algorithms.beams.pool import Finished, append
 from decodax.algorithms.beams.step import largest
+from decodax.common.options import Count, Positive
+from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
 from decodax.core.around import Readout
 from decodax.core.cache import Cache
@@ -233,3 +235,18 @@ class Superposed(Algorithm):
         return s.replace(tokens=best.tokens, length=jnp.where(dead, s.prompt_length, best.length), record=best.record,
                          status=jnp.where(dead, jnp.int32(Status.DEAD_END), best.status),
                          algo=s.algo.replace(finished=best))
+
+
+@ALGORITHMS.register("superposed-decoding",
+                     "Superposed Decoding: Multiple Generations from a Single Autoregressive Inference Pass",
+                     "Shen et al. 2024", family="search")
+def superposed_decoding(k: Count = 3, table: Any = None, alpha: float = 0.54, candidates: Count = 9,
+                        temperature: Positive = 0.06) -> Superposed:
+    """Writes several drafts from one forward a token, and tells them apart by an n-gram model.
+
+    Args:
+        k: number of drafts. table: `decodax.algorithms.beams.NGrams` of a corpus, or None: the model alone.
+        alpha: weight of the n-gram model. candidates: number of tokens looked at in each step.
+        temperature: of the n-gram model's scores.
+    """
+    return Superposed(k, table, alpha, candidates, temperature)

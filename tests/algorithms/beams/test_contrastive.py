@@ -18,7 +18,7 @@ import pytest
 
 import decodax as dx
 from decodax.algorithms.contrastive import DoLa, contrast, dola
-from decodax.algorithms.contrastive.search import ContrastiveSearch
+from decodax.algorithms.contrastive.contrastive_search import ContrastiveSearch
 from decodax.core.window import causal
 from decodax.engine.names import by_name
 from decodax.models import Transformer, llama

@@ -17,12 +17,14 @@ from jax import Array, lax
 
 from decodax.algorithms.beams.pool import Finished, append
 from decodax.algorithms.beams.step import Beams, Group, Step, Text
-from decodax.algorithms.beams.uid import UID
+from decodax.algorithms.beams.uid import UID, Kind
 from decodax.algorithms.speculative.contracts import propose
 from decodax.algorithms.speculative.grown import Grown
 from decodax.algorithms.speculative.source import Draft, Shape, Source
 from decodax.algorithms.speculative.tree import tree, window
 from decodax.algorithms.speculative.trees.fixed import Fixed
+from decodax.common.options import Count, Positive
+from decodax.common.registry import ALGORITHMS
 from decodax.core.cache import Feature
 from decodax.core.record import Record, record
 from decodax.core.state import State, Status
@@ -302,3 +304,68 @@ class BeamReader:
 
     def observe(self, s: State, window: Window, out: Out, algo: Beams) -> Beams:
         return algo.replace(drafts=self.reader.observe(s, window, out, None, algo.drafts))
+
+
+@ALGORITHMS.register("beam-search", "Beam search", family="search")
+def beam_search(width: Count = 4, length_penalty: float = 1.0, early_stopping: EarlyStopping = False, *,
+                num_beam_groups: Count = 1, diversity_penalty: float = 0.0, patience: Positive = 1.0,
+                renormalize: bool = False, draft: Any = None) -> BeamSearch:
+    """Searches for the likeliest texts with several beams side by side, as transformers does.
+
+    The result has one text for each prompt, or the best `num_samples` of them; `findings` has their scores.
+
+    Args:
+        width: number of live beams of a prompt, and of places for texts that have ended.
+        length_penalty: exponent of the length that scores are divided by; positive prefers long texts.
+        early_stopping: when a search is over. True: as soon as `width` texts have ended. False: once no live beam would
+            be among them if it ended now. "never": once no live beam can be at any length.
+        num_beam_groups: number of groups that are searched one after the other (diverse beam search).
+        diversity_penalty: what a token's score loses for each earlier group that has taken it in this step.
+        patience: with `early_stopping=True`, multiple of `width` of texts that have to end.
+        renormalize: whether log-probabilities are normalised again after the policy.
+        draft: a draft (`decodax.drafts`) with which several steps are made in one forward; the result is the same.
+    """
+    return BeamSearch(width, length_penalty=length_penalty, early_stopping=early_stopping, groups=num_beam_groups,
+                      diversity_penalty=diversity_penalty, patience=patience, renormalize=renormalize, draft=draft)
+
+
+@ALGORITHMS.register("patience-beam-search", "Beam Decoding with Controlled Patience", "Kasai et al. 2022",
+                     family="search")
+def patience_beam_search(width: Count = 4, patience: Positive = 2.0, length_penalty: float = 1.0) -> BeamSearch:
+    """Searches with beams until `patience` times as many texts as beams have ended.
+
+    Args:
+        width: number of beams. patience: multiple of `width` of texts that have to end.
+        length_penalty: exponent of the length that scores are divided by.
+    """
+    return BeamSearch(width, length_penalty=length_penalty, early_stopping=True, patience=patience)
+
+
+@ALGORITHMS.register("diverse-beam-search",
+                     "Diverse Beam Search: Decoding Diverse Solutions from Neural Sequence Models",
+                     "Vijayakumar et al. 2016", family="search")
+def diverse_beam_search(width: Count = 4, groups: Count = 2, penalty: float = 0.5, counting: Counting = "chosen",
+                        length_penalty: float = 1.0) -> BeamSearch:
+    """Searches with groups of beams, each of which avoids the tokens of the groups before it.
+
+    Args:
+        width: number of beams in all. groups: number of groups, a divisor of `width`.
+        penalty: what a token's score loses for each earlier group that has taken it in this step.
+        counting: what counts as taken: "chosen" by a group's live beams, as in transformers, or among its "candidates",
+            as in fairseq.
+        length_penalty: exponent of the length that scores are divided by.
+    """
+    return BeamSearch(width, groups=groups, diversity_penalty=penalty, counting=counting, length_penalty=length_penalty)
+
+
+@ALGORITHMS.register("uid-beam-search", "If beam search is the answer, what was the question?", "Meister et al. 2020",
+                     family="search")
+def uid_beam_search(width: Count = 4, kind: Kind = "greedy", strength: float = 1.0,
+                    length_penalty: float = 0.0) -> BeamSearch:
+    """Searches with beams whose scores prefer texts with evenly spread surprisal.
+
+    Args:
+        width: number of beams. kind: regulariser of surprisal, see `UID`. strength: weight of the regulariser.
+        length_penalty: exponent of the length that scores are divided by.
+    """
+    return BeamSearch(width, uid=UID(kind), strength=strength, length_penalty=length_penalty)

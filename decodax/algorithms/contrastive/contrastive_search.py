@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from decodax.common.options import Count, Share
+from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
 from decodax.core.cache import Feature
 from decodax.core.loaded import Loaded
@@ -137,3 +139,12 @@ class ContrastiveSearch(Algorithm):
                         algo=Said(history, candidates, chances, jnp.ones_like(algo.ready)))
 
 
+@ALGORITHMS.register("contrastive-search", "A Contrastive Framework for Neural Text Generation", "Su et al. 2022",
+                     family="search", needs="a model")
+def contrastive_search(lm: Any, alpha: Share = 0.6, k: Count = 4) -> ContrastiveSearch:
+    """Chooses among the likeliest tokens the one whose hidden state is least like those of the text before.
+
+    Args:
+        alpha: weight of the similarity (`penalty_alpha` of transformers). k: number of candidates.
+    """
+    return ContrastiveSearch(hidden_width(lm), alpha, k)
