@@ -56,7 +56,7 @@ class Speculative(Algorithm):
     def __post_init__(self) -> None:
         for name, given, of, takes in (
                 ("draft", self.draft, (Draft, Source), "a Draft or a Source, such as decodax.drafts.PromptLookup()"),
-                ("verify", self.verify, Verifier, "a Verifier, such as decodax.SeedExact()"),
+                ("verify", self.verify, Verifier, "a Verifier, such as decodax.verify.SeedExact()"),
                 ("shape", self.shape, (Shape, type(None)), "a Shape, such as decodax.shapes.Chain(4), or None"),
                 ("packed", self.packed, bool, "True or False")):
             if not isinstance(given, of):

@@ -248,7 +248,7 @@ class SubGenConfig(CacheConfig):
         keys: number of keys that are drawn of each cluster.
         values: number of tokens that are drawn of all.
         recent: number of latest tokens, which stay as they are.
-        every: up to so many more stay until they are sketched together.
+        every: number of further tokens that stay until they are sketched together.
         seed: seed of the draws.
     """
 

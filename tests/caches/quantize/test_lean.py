@@ -102,7 +102,7 @@ def test_learned_channels_are_better_than_others() -> None:
 
 def test_what_cannot_be_had_is_refused() -> None:
     for message, wrong in (
-            (r"^channels: got none, takes what decodax.train.channels measures", lambda: dx.caches.make("leank")),
+            (r"^channels: got none, takes what decodax.train.fit_channels measures", lambda: dx.caches.make("leank")),
             (r"^keep: got -1, takes 0 or more", lambda: dx.caches.make("leank", channels=CHANNELS, recent=-1)),
             (r"^sinks: got -1", lambda: dx.caches.make("leank", channels=CHANNELS, sinks=-1)),
             (r"^probes: got none", lambda: fit_channels(DEEP, [])),
