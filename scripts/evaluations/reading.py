@@ -55,9 +55,9 @@ def main(args: argparse.Namespace) -> None:
     group = lm.model.config.heads // lm.model.config.kv_heads
     own = dict(budget=args.taken, sinks=args.sinks, recent=args.recent, distance=args.distance)
     some = args.sinks + args.recent + args.taken * group
-    blocks = dict(sinks=args.sinks, recent=args.recent, block=4, window=args.recent, samples=32, least=1, room=1,
-                  budget=some)
-    pages = dict(budget=some - args.recent, page=4, recent=args.recent, skip=())
+    blocks = dict(sinks=args.sinks, recent=args.recent, block_size=4, window_size=args.recent, samples=32,
+                  least=1, room=1, budget=some)
+    pages = dict(budget=some - args.recent, page_size=4, recent=args.recent, skip=())
     kinds = {"dense": None, f"sink-window:budget={some}": make("sink-window", budget=some, sinks=args.sinks),
              "a2ats": make("a2ats", books=books, **own), "act-qkv": make("act-qkv", **blocks),
              "quest": make("quest", **pages)}

@@ -112,7 +112,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "shadowkv": dict(budget=8, chunk_size=4, rank=5, outlier_chunk=1, local_chunk=1),
     "quest": dict(budget=6, page_size=2, recent=12, skip=()),
     "retro-attention": dict(budget=6, window=3, page_size=2, recent=12, skip=()),
-    "specpc": dict(draft=GUESSES, budget=14, tokens=3, window_size=4, kernel_size=4, neighbours=3, first=0),
+    "specpc": dict(draft=GUESSES, budget=14, lookahead_tokens=3, window_size=4, kernel_size=4, neighbours=3, first=0),
     "critiprefill": dict(budget=4, segment_size=4, block_size=2, threshold_len=8, skip=0),
     "minference": dict(vertical_size=2, slash_size=3, segment_size=16, last_q=4, first=1, near=2,
                        block_size=2, threshold=20),

@@ -101,12 +101,12 @@ class SpecPCConfig(PaperConfig):
     """A `SpecPCCache`, for a model with a draft model (`specpc` describes the options)."""
 
     budget: Count = 1024
-    tokens: Count = 1
+    lookahead_tokens: Count = 1
     window_size: Count = 64
     kernel_size: Count = 64
     pooling: Literal["mean", "max"] = "max"
     neighbours: Count | None = None
-    reduce: Literal["mean", "max"] = "max"
+    reduction_type: Literal["mean", "max"] = "max"
     first: int = 8
     weighted: bool = True
     _new: int | None = None
@@ -122,14 +122,14 @@ class SpecPCConfig(PaperConfig):
         return dataclasses.replace(self, _new=new)
 
     def beyond(self, longest: int) -> int:
-        return self.tokens - 1
+        return self.lookahead_tokens - 1
 
     def attention(self, draft: Any, weights: PyTree, tokens: Array, length: Array) -> Array:
         """Returns the attention that the draft model pays to each of the first `length` (`i32[B]`) of `tokens` (`i32[B,
         N]`), `f32[B, N]`."""
         B, n = tokens.shape
         w, before = self.window_size, jnp.maximum(length - self.window_size, 0)
-        cache = read(draft, weights, tokens, before, w + self.tokens)
+        cache = read(draft, weights, tokens, before, w + self.lookahead_tokens)
         if not isinstance(cache, Dense):
             raise ValueError(f"draft: got one with a {type(cache).__name__} cache, takes one with a dense cache")
         at = before[:, None] + jnp.arange(w, dtype=jnp.int32)
@@ -143,13 +143,13 @@ class SpecPCConfig(PaperConfig):
             paid, base, token = carry
             window = causal(token[:, None], base.length, jnp.ones((B, 1), bool))
             new, base, out = self._paid(draft, weights, base, window, jnp.ones((B, 1)), n)
-            both = jnp.maximum(paid, new) if self.reduce == "max" else paid + new
+            both = jnp.maximum(paid, new) if self.reduction_type == "max" else paid + new
             return (both, base, out.logits()[:, 0].argmax(-1).astype(jnp.int32)), None
 
-        if self.tokens > 1:
+        if self.lookahead_tokens > 1:
             newest = jnp.minimum(length - before, w)[:, None] - 1
             token = out.logits(newest)[:, 0].argmax(-1).astype(jnp.int32)
-            (paid, _, _), _ = lax.scan(ahead, (paid, base, token), None, self.tokens - 1)
+            (paid, _, _), _ = lax.scan(ahead, (paid, base, token), None, self.lookahead_tokens - 1)
         return jnp.where(jnp.arange(n) < length[:, None], paid, 0)
 
     def _paid(self, draft: Any, weights: PyTree, base: AskingDense, window: Window, share: Array,
@@ -172,11 +172,11 @@ class SpecPCConfig(PaperConfig):
                 scores = jnp.einsum("wgrd,gsd->grws", q.astype(jnp.float32).reshape(len(q), G, -1, d), keys)
                 seen = jnp.arange(kv.shape[1]) <= at[:, None]
                 paid = jax.nn.softmax(scores, axis=-1, where=seen)[..., :n] * jnp.where(live, share, 0)[:, None]
-                return paid.max((0, 1, 2)) if self.reduce == "max" else paid.sum((0, 1, 2))
+                return paid.max((0, 1, 2)) if self.reduction_type == "max" else paid.sum((0, 1, 2))
 
             found.append(lax.map(one, (base.base.kv[layer], entry[2], window.positions, window.live, share)))
         paid = jnp.stack(found)
-        return paid.max(0) if self.reduce == "max" else paid.sum(0), base, out
+        return paid.max(0) if self.reduction_type == "max" else paid.sum(0), base, out
 
     def chosen(self, paid: Array, length: Array) -> Array:
         """Returns which tokens of a row are kept, `bool[N]`, by the attention `f32[N]` that each receives: the latest,
@@ -213,9 +213,9 @@ class SpecPCConfig(PaperConfig):
 
 
 @CACHES.register("specpc", "Draft-based Approximate Inference for LLMs", "Galim et al. 2025", family="prefill")
-def specpc(draft: Any = None, budget: Count = 1024, tokens: Count = 1, window_size: Count = 64,
+def specpc(draft: Any = None, budget: Count = 1024, lookahead_tokens: Count = 1, window_size: Count = 64,
            kernel_size: Count = 64, pooling: Literal["mean", "max"] = "max", neighbours: Count | None = None,
-           reduce: Literal["mean", "max"] = "max", first: int = 8, weighted: bool = True) -> CacheConfig:
+           reduction_type: Literal["mean", "max"] = "max", first: int = 8, weighted: bool = True) -> CacheConfig:
     """Keeps the tokens of a prompt that a draft model attends to, and their neighbours; the model that answers reads no
     others.
 
@@ -225,15 +225,16 @@ def specpc(draft: Any = None, budget: Count = 1024, tokens: Count = 1, window_si
     Args:
         draft: the draft model, from `decodax.load`.
         budget: number of tokens of a prompt that are kept, its newest one among them; at least `window_size`.
-        tokens: number of tokens that the draft model decodes ahead; the first of them has no query of its own.
+        lookahead_tokens: number of tokens that the draft model decodes ahead; the first has no query of its own.
         window_size: number of latest tokens whose queries count, and which are kept.
         kernel_size: number of neighbours over which scores are pooled.
         pooling: "max" or "mean" of the neighbours.
         neighbours: number of tokens around each of the best ones that are kept; None: `kernel_size`.
-        reduce: "max" or "mean" over queries, heads and layers.
+        reduction_type: "max" or "mean" over queries, heads and layers.
         first: number of first layers of the draft model that do not count.
         weighted: whether later queries of the window count more, from 0 to 1.
     """
-    kind = SpecPCConfig(budget, tokens, window_size, kernel_size, pooling, neighbours, reduce, first, weighted)
+    kind = SpecPCConfig(budget, lookahead_tokens, window_size, kernel_size, pooling, neighbours, reduction_type,
+                        first, weighted)
     taken("draft", draft, Loaded, "a smaller model with the same tokenizer, as decodax.load gives it")
     return Drafted(kind, draft, "specpc")
