@@ -400,7 +400,7 @@ def parse_options(text: str, known: Collection[str]) -> dict[str, Any]:
 
 ALGORITHMS = Shelf("algorithms", "algorithm", "decodax.algorithms.entries", "decodax.algorithms.beams",
                    "decodax.algorithms.contrastive", "decodax.algorithms.parallel",
-                   "decodax.algorithms.diffusion.systems")
+                   "decodax.algorithms.diffusion.samplers")
 """Decoding methods, for `algorithm=`."""
 
 CACHES = Shelf("caches", "cache", "decodax.caches")

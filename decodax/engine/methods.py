@@ -9,7 +9,7 @@ import os
 from typing import Any
 
 from decodax.algorithms.autoregressive import Autoregressive
-from decodax.algorithms.diffusion.systems.entries import default as fills
+from decodax.algorithms.diffusion.defaults import default as fills
 from decodax.common.arguments import shown
 from decodax.common.registry import ALGORITHMS, CACHES, Configured, Entry
 from decodax.core.cache import CacheConfig

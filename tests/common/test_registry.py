@@ -123,7 +123,7 @@ def test_the_order_of_the_table_does_not_depend_on_what_was_imported_first() -> 
     code = """if True:
         from decodax.common.registry import ALGORITHMS
         ALGORITHMS.register("early")(lambda: None)
-        import decodax.algorithms.diffusion.systems
+        import decodax.algorithms.diffusion.samplers
         print(*ALGORITHMS)
         """
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()

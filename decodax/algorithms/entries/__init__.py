@@ -2,7 +2,7 @@
 
 An entry stands here only when it works: `tests/laws/test_systems.py` runs the laws over all of them. Two papers that
 come to the same algorithm are one entry and an alias of it. Those of masked diffusion stand in
-`decodax.algorithms.diffusion.systems`.
+`decodax.algorithms.diffusion.samplers`.
 """
 
 # The order of these is the order of the shelf.

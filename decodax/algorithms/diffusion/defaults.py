@@ -1,8 +1,4 @@
-"""What the entries of published samplers share.
-
-A maker takes the loaded model first (its `diffusion` says how it reads a canvas) and returns a `MaskedDiffusion`; its
-other arguments are the system's options.
-"""
+"""The default sampler of a model that fills masks, and the block windows and cache that its attention allows."""
 
 from __future__ import annotations
 
