@@ -166,7 +166,7 @@ class Cache(Struct, abc.ABC):
 
     def reusing(self, attention: Array, change: Array) -> Self:
         """What `take_over` gave, with what is known of tokens that were computed in another text, `f32[B, T]`
-        (`decodax.caches.prefix.prefix.Reuse`): for a cache that computes some of them anew."""
+        (`decodax.caches.prefix.prefix.PrefixReuse`): for a cache that computes some of them anew."""
         return self
 
     @property

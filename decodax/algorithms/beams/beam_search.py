@@ -16,7 +16,7 @@ import numpy as np
 from jax import Array, lax
 
 from decodax.algorithms.beams.pool import Finished, append
-from decodax.algorithms.beams.step import Beams, Group, Step, Text
+from decodax.algorithms.beams.step import Beams, BeamText, Group, Step
 from decodax.algorithms.beams.uid import UID, Kind
 from decodax.algorithms.speculative.contracts import propose
 from decodax.algorithms.speculative.grown import Grown
@@ -272,7 +272,7 @@ class BeamSearch(Algorithm):
         return Decision(tokens=live.tokens, count=count, slots=slots, source=live.nodes, algo=None, rows=rows,
                         status=status, record=noted), algo
 
-    def _record(self, raw: Array, rows: Array, text: Text, count: int) -> Record:
+    def _record(self, raw: Array, rows: Array, text: BeamText, count: int) -> Record:
         """Of the tokens that texts `[B, M]` have come by, decided at nodes of rows `rows`."""
         logits = take(raw[rows], text.nodes)
         return record(logits, logits, text.tokens, count).replace(processed=text.processed)

@@ -17,7 +17,7 @@ NARROW = 64
 
 
 @struct
-class Span(Struct):
+class CorpusSpan(Struct):
     """Rows `low` to `high - 1` of a suffix array, whose suffixes have their first `depth` tokens in common; each
     `i32[...]`."""
 
@@ -70,24 +70,24 @@ class Corpus(Struct):
 
     # on the device
 
-    def whole(self, shape: tuple[int, ...], prefix: Sequence[int] = ()) -> Span:
+    def whole(self, shape: tuple[int, ...], prefix: Sequence[int] = ()) -> CorpusSpan:
         """The rows of `prefix`: of texts without a token, all."""
         fill = lambda x: jnp.full(shape, x, jnp.int32)
-        span = Span(fill(0), fill(self.suffixes.shape[0]), fill(0))
+        span = CorpusSpan(fill(0), fill(self.suffixes.shape[0]), fill(0))
         for token in prefix:
             span = self.extend(span, fill(token))
         return span
 
-    def extend(self, span: Span, token: Array) -> Span:
+    def extend(self, span: CorpusSpan, token: Array) -> CorpusSpan:
         """The rows of texts that are longer by `token` (`i32[...]`); none where it follows nowhere."""
-        return Span(self.bound(span, token), self.bound(span, token + 1), span.depth + 1)
+        return CorpusSpan(self.bound(span, token), self.bound(span, token + 1), span.depth + 1)
 
     def follows(self, row: Array, depth: Array) -> Array:
         """What stands behind the first `depth` tokens of suffixes, `i32`; -1: the document ends there."""
         last = self.tokens.shape[0] - 1
         return self.tokens[jnp.minimum(self.suffixes[jnp.minimum(row, last)] + depth, last)]
 
-    def bound(self, span: Span, token: Array) -> Array:
+    def bound(self, span: CorpusSpan, token: Array) -> Array:
         """The first row of spans behind whose texts no lesser token than `token` stands, by binary search."""
         shape = jnp.broadcast_shapes(span.low.shape, token.shape)
         wide = lambda x: jnp.broadcast_to(x, shape)
@@ -101,13 +101,13 @@ class Corpus(Struct):
         rounds = self.tokens.shape[0].bit_length()
         return lax.fori_loop(0, rounds, halve, (wide(span.low), wide(span.high)))[0]
 
-    def occurs(self, span: Span, token: Array) -> Array:
+    def occurs(self, span: CorpusSpan, token: Array) -> Array:
         """Whether tokens `i32[..., m]` follow the texts of spans `[...]`."""
-        span = Span(span.low[..., None], span.high[..., None], span.depth[..., None])
+        span = CorpusSpan(span.low[..., None], span.high[..., None], span.depth[..., None])
         row = self.bound(span, token)
         return (row < span.high) & (self.follows(row, span.depth) == token)
 
-    def allowed(self, span: Span, order: Array, need: int, look: int) -> Array:
+    def allowed(self, span: CorpusSpan, order: Array, need: int, look: int) -> Array:
         """Tokens that follow the texts somewhere, of each text at least the `need` best; all where there are fewer.
 
         The `look` best tokens are tried one by one, and the rows of spans that are narrow are read, which is nearly

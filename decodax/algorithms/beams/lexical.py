@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array, lax
 
 from decodax.algorithms.beams.beam_search import BeamSearch, EarlyStopping
-from decodax.algorithms.beams.phrases import Cover, Ordered, Phrases, Progress, Unordered, phrases_of
+from decodax.algorithms.beams.phrases import Cover, Ordered, PhraseProgress, Phrases, Unordered, phrases_of
 from decodax.algorithms.beams.step import Group, Step, largest
 from decodax.common.options import Count
 from decodax.common.registry import ALGORITHMS
@@ -64,7 +64,7 @@ class DynamicBeams(_Lexical):
         progress: `Unordered()`, or `Ordered()` for phrases in their order.
     """
 
-    progress: Progress = Unordered()
+    progress: PhraseProgress = Unordered()
 
     @property
     def name(self) -> str:

@@ -40,7 +40,7 @@ def _known(rule: str) -> None:
         raise ValueError(f"rule: got {rule!r}, takes 'paper' or 'fairseq'")
 
 
-class Progress(abc.ABC):
+class PhraseProgress(abc.ABC):
     """How much of some phrases a text has; `tables` are those of `table`, and states are pytrees `[..., ...]`."""
 
     @abc.abstractmethod
@@ -79,7 +79,7 @@ class InOrder(Struct):
 
 
 @dataclasses.dataclass(frozen=True)
-class Ordered(Progress):
+class Ordered(PhraseProgress):
     """Phrases that stand in the text in their order, anything between them. What is known is how many of their tokens
     the text has, `i32[...]`.
 
@@ -131,7 +131,7 @@ class Ordered(Progress):
 
 
 @struct
-class Trie(Struct):
+class PhraseTrie(Struct):
     """The trie of the phrases, node 0 its root; those behind the last one are empty.
 
     Attributes: token, parent: `i32[n]`, -1 of the root and of empty ones. below: `i32[n]`, phrases that go through the
@@ -154,7 +154,7 @@ class Walk(Struct):
 
 
 @dataclasses.dataclass(frozen=True)
-class Unordered(Progress):
+class Unordered(PhraseProgress):
     """Phrases in any order, in a trie with counts (Hu et al., 2019). A phrase that is given twice must stand twice.
     A text goes down the trie as long as phrases that it still needs go on with its tokens. Where none does, the longest
     needed phrase on its way counts, what stands behind that is lost, and the token may begin one at the root.
@@ -169,7 +169,7 @@ class Unordered(Progress):
     def __post_init__(self) -> None:
         _known(self.rule)
 
-    def table(self, phrases: Phrases) -> Trie:
+    def table(self, phrases: Phrases) -> PhraseTrie:
         size = sum(map(len, phrases)) + 1
         token, parent = np.full(size, -1, np.int32), np.full(size, -1, np.int32)
         below, ends = np.zeros(size, np.int32), np.zeros(size, np.int32)
@@ -184,13 +184,13 @@ class Unordered(Progress):
                 node = child
             ends[node] += 1
         arrays: Any = token, parent, below, ends
-        return Trie(*arrays)
+        return PhraseTrie(*arrays)
 
-    def start(self, tables: Trie, shape: tuple[int, ...]) -> Walk:
+    def start(self, tables: PhraseTrie, shape: tuple[int, ...]) -> Walk:
         none = jnp.zeros((*shape, tables.token.shape[0]), jnp.int32)
         return Walk(jnp.zeros(shape, jnp.int32), none, none)
 
-    def advance(self, tables: Trie, state: Walk, token: Array) -> Walk:
+    def advance(self, tables: PhraseTrie, state: Walk, token: Array) -> Walk:
         t = jax.tree.map(jnp.asarray, tables)
         size = t.token.shape[0]
         one = lambda node: jax.nn.one_hot(node, size, dtype=jnp.int32)
@@ -217,15 +217,15 @@ class Unordered(Progress):
         made = made + jnp.where((goes | begins)[..., None], one(node), 0)
         return Walk(node, made, whole)
 
-    def bank(self, tables: Trie, state: Walk) -> Array:
+    def bank(self, tables: PhraseTrie, state: Walk) -> Array:
         return state.made.sum(-1, dtype=jnp.int32)
 
-    def met(self, tables: Trie, state: Walk) -> Array:
+    def met(self, tables: PhraseTrie, state: Walk) -> Array:
         ends = jnp.asarray(tables.ends)[state.node]
         here = (ends > 0) & (jnp.take_along_axis(state.whole, state.node[..., None], -1)[..., 0] < ends)
         return state.whole.sum(-1, dtype=jnp.int32) + here == tables.below[0]
 
-    def next(self, tables: Trie, state: Walk) -> tuple[Array, Array]:
+    def next(self, tables: PhraseTrie, state: Walk) -> tuple[Array, Array]:
         parent = jnp.asarray(tables.parent)
         ok = (parent == 0) | ((parent == state.node[..., None]) & (parent >= 0))
         return jnp.broadcast_to(jnp.asarray(tables.token), ok.shape), ok

@@ -13,9 +13,9 @@ import numpy as np
 from jax import Array
 
 from decodax.algorithms.beams.beam_search import BeamSearch, EarlyStopping
-from decodax.algorithms.beams.corpus import Corpus, Span
+from decodax.algorithms.beams.corpus import Corpus, CorpusSpan
 from decodax.algorithms.beams.pool import append
-from decodax.algorithms.beams.step import Beams, Group, Step, Text
+from decodax.algorithms.beams.step import Beams, BeamText, Group, Step
 from decodax.common.options import Count, Whole
 from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
@@ -47,7 +47,7 @@ class Passed(Struct):
 class Known(Struct):
     """Attributes: span: where the text of each live beam stands in the corpus, `[B]`. passed: `[B, N, ...]`."""
 
-    span: Span
+    span: CorpusSpan
     passed: Passed
 
 
@@ -103,7 +103,7 @@ class CorpusBeams(BeamSearch):
     def bare(self) -> Self:
         return dataclasses.replace(super().bare(), corpus=None)     # type: ignore[call-arg, return-value]
 
-    def memory(self, params: Params, like: Array) -> Span:
+    def memory(self, params: Params, like: Array) -> CorpusSpan:
         corpus: Corpus | None = params.draft[2]
         if corpus is None:
             raise ValueError("corpus: got None, takes a decodax.algorithms.beams.Corpus")
@@ -165,10 +165,10 @@ class CorpusStep(Step):
             may = may | (jnp.arange(total.shape[-1]) == self.eos[:, 0, :, None]).any(1)[:, None]
         return jnp.where(may, total, -jnp.inf)
 
-    def remember(self, memory: Span, beam: Array, token: Array, own: Array, log_p: Array) -> Span:
+    def remember(self, memory: CorpusSpan, beam: Array, token: Array, own: Array, log_p: Array) -> CorpusSpan:
         return self.corpus.extend(memory, token)
 
-    def after(self, i: int, g: Group, text: Text, stop: Array, closed: Array, may: Array, chosen: Array) -> Group:
+    def after(self, i: int, g: Group, text: BeamText, stop: Array, closed: Array, may: Array, chosen: Array) -> Group:
         new = super().after(i, g, text, stop, closed, may, chosen)
         two = lambda x: x[:, :2 * self.k].reshape(x.shape[0], self.k, 2)
         # an n-gram with an end of text is the one without it once more

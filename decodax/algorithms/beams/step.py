@@ -48,7 +48,7 @@ class Beams(Struct):
 
 
 @struct
-class Text(Struct):
+class BeamText(Struct):
     """Texts in the middle of a round: what each goes on from, and what has been appended. Axes `[P, n]`, `M` last.
 
     Attributes:
@@ -69,11 +69,11 @@ class Text(Struct):
     status: Array
     memory: Any
 
-    def pick(self, index: Array) -> Text:
+    def pick(self, index: Array) -> BeamText:
         """Those of `index` (`i32[P, n']`)."""
         return jax.tree.map(lambda x: take(x, index), self)
 
-    def join(self, other: Text) -> Text:
+    def join(self, other: BeamText) -> BeamText:
         return jax.tree.map(lambda a, b: jnp.concatenate([a, b], 1), self, other)
 
 
@@ -83,8 +83,8 @@ class Group(Struct):
     and state of the stop automaton `stop` (`i32[P, k]`), and `ended`, `over`, `goes` (whether it makes another step in
     this round), `steps` (how many it has made); and `seen`, what a search notes of a step, or None."""
 
-    live: Text
-    finished: Text
+    live: BeamText
+    finished: BeamText
     node: Array
     stop: Array
     ended: Array
@@ -129,8 +129,8 @@ class Step:
         none = jnp.zeros((s.batch, M), jnp.int32)
         place = jnp.arange(s.batch, dtype=jnp.int32) % k
 
-        def text(origin: Array, of: Any, score: Array, status: Array) -> Text:
-            return Text(origin=origin, count=jnp.zeros_like(origin), tokens=none, nodes=none, beams=none,
+        def text(origin: Array, of: Any, score: Array, status: Array) -> BeamText:
+            return BeamText(origin=origin, count=jnp.zeros_like(origin), tokens=none, nodes=none, beams=none,
                         processed=none.astype(jnp.float32), score=score, log_prob=of.log_prob, status=status,
                         memory=algo.memory)
 
@@ -196,7 +196,7 @@ class Step:
         made = shared(self.s.length - self.s.prompt_length) + g.steps[:, None] + 1
         return made, shared(self.s.max_length - self.s.prompt_length), made > shared(self.s.min_new)
 
-    def after(self, i: int, g: Group, text: Text, stop: Array, closed: Array, may: Array, chosen: Array) -> Group:
+    def after(self, i: int, g: Group, text: BeamText, stop: Array, closed: Array, may: Array, chosen: Array) -> Group:
         """The group behind a step.
 
         Args:
@@ -256,7 +256,7 @@ class Step:
         return lax.cond(self.cold.all(), lambda: total, drawn)
 
     def longer(self, i: int, g: Group, beam: Array, token: Array, own: Array, best: Array, log_p: Array
-               ) -> tuple[Text, Array, Array]:
+               ) -> tuple[BeamText, Array, Array]:
         """The candidates as texts `[P, n]`, with the stop automaton's states and whether they end by themselves.
 
         Args:
@@ -282,7 +282,7 @@ class Step:
         """The memory of texts behind a token more; arguments as in `longer`."""
         return memory if (uid := self.alg.uid) is None else uid.after(memory, own, take(log_p.max(-1), beam))
 
-    def next_nodes(self, i: int, g: Group, live: Text) -> tuple[Array, Array]:
+    def next_nodes(self, i: int, g: Group, live: BeamText) -> tuple[Array, Array]:
         """Whether all live beams stand in the window, `bool[P]`, and where, `i32[P, k]`."""
         if self.tree is None:
             return jnp.zeros_like(g.over), jnp.zeros_like(g.node)

@@ -52,7 +52,7 @@ class Paired(Readout):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Drafted(CacheConfig):
+class DraftedConfig(CacheConfig):
     """Configuration of a cache that asks a draft model.
 
     Attributes:
@@ -66,7 +66,7 @@ class Drafted(CacheConfig):
     name: str
 
     @classmethod
-    def checked(cls, kind: CacheConfig, draft: Any, name: str) -> Drafted:
+    def checked(cls, kind: CacheConfig, draft: Any, name: str) -> DraftedConfig:
         """Returns the configuration.
 
         Raises:

@@ -20,8 +20,8 @@ from decodax.cache.dense import Dense
 from decodax.cache.key_values import KVLayer
 from decodax.caches.prefill.whole_prompt import (
     PrefillConfig,
-    PromptReader,
     SparsePrefill,
+    WholePromptReader,
     padded,
     segment,
     slots_of,
@@ -47,7 +47,7 @@ def criticality(queries: Array, keys: Array, whole: Array) -> Array:
     return jax.nn.softmax(jnp.maximum(*products).mean(1), axis=-1, where=whole)
 
 
-class CriticalReader(PromptReader):
+class CriticalReader(WholePromptReader):
     """Stands in for the cache while a segment is read; it hands the criticality of each layer on to the next one.
 
     Attributes:

@@ -28,8 +28,8 @@ from decodax.cache.dense import Dense
 from decodax.cache.key_values import KVLayer
 from decodax.caches.prefill.whole_prompt import (
     PrefillConfig,
-    PromptReader,
     SparsePrefill,
+    WholePromptReader,
     padded,
     segment,
     slots_of,
@@ -104,7 +104,7 @@ def sampled_attention(q: Array, k: Array, v: Array, count: Array, sample: Array,
     return jax.vmap(one)(q, sample)
 
 
-class Halves(PromptReader):
+class Halves(WholePromptReader):
     """Stands in for the cache while the first `length` (`i32[B]`) of `N` tokens are read."""
 
     def __init__(self, base: Dense, kind: HyperAttentionConfig, length: Array, N: int, shapes: tuple[KVLayer, ...]):

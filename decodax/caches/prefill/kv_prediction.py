@@ -25,7 +25,7 @@ from decodax.cache.dense import Dense, dense
 from decodax.cache.key_values import KVLayer
 from decodax.cache.wrapper import Wrapper
 from decodax.caches.configs import taken
-from decodax.caches.evict.drafted import CHUNK, Drafted, paired
+from decodax.caches.evict.drafted import CHUNK, DraftedConfig, paired
 from decodax.caches.prefill.whole_prompt import ReadAtOnce, slots_of
 from decodax.caches.quantize.predicted import affine
 from decodax.caches.quantize.turning import rotated
@@ -151,7 +151,7 @@ class KVPredictionConfig(CacheConfig):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class FromAuxiliary(Drafted):
+class FromAuxiliary(DraftedConfig):
     """A kind of cache that is predicted from that of an auxiliary model.
 
     Attributes:

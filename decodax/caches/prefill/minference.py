@@ -32,7 +32,7 @@ from jax.sharding import PartitionSpec as P
 from decodax.cache.dense import Dense, write
 from decodax.cache.key_values import KVLayer
 from decodax.caches.prefill.vertical_slash import last_weights, pattern, sparse_attention, step_of
-from decodax.caches.prefill.whole_prompt import PrefillConfig, PromptReader, SparsePrefill, segment, slots_of
+from decodax.caches.prefill.whole_prompt import PrefillConfig, SparsePrefill, WholePromptReader, segment, slots_of
 from decodax.common.axes import DATA, MODEL, shardwise
 from decodax.common.options import Count, Whole
 from decodax.common.registry import CACHES
@@ -71,7 +71,7 @@ def read_sizes(table: str | Path | Sequence[Mapping[Any, Sequence[Any]]]) -> Hea
     return tuple(tuple(one(i, head, given) for head, given in heads.items()) for i, heads in enumerate(layers))
 
 
-class SegmentReader(PromptReader):
+class SegmentReader(WholePromptReader):
     """Stands in for the cache while a segment is read.
 
     Attributes:

@@ -22,7 +22,7 @@ from decodax.cache.dense import Dense, dense
 from decodax.cache.key_values import KVLayer
 from decodax.cache.wrapper import Wrapper
 from decodax.caches.configs import PaperConfig, taken
-from decodax.caches.evict.drafted import CHUNK, Drafted, paired, read
+from decodax.caches.evict.drafted import CHUNK, DraftedConfig, paired, read
 from decodax.caches.evict.selection import best
 from decodax.caches.prefill.whole_prompt import AskingDense, ReadAtOnce
 from decodax.common.options import Count
@@ -237,4 +237,4 @@ def specpc(draft: Any = None, budget: Count = 1024, lookahead_tokens: Count = 1,
     kind = SpecPCConfig(budget, lookahead_tokens, window_size, kernel_size, pooling, neighbours, reduction_type,
                         first, weighted)
     taken("draft", draft, Loaded, "a smaller model with the same tokenizer, as decodax.load gives it")
-    return Drafted(kind, draft, "specpc")
+    return DraftedConfig(kind, draft, "specpc")

@@ -94,7 +94,7 @@ class PrefillConfig(PaperConfig):
         return self.around(dense(shapes, batch, size, dtype, inputs), shapes)
 
 
-class PromptReader:
+class WholePromptReader:
     """Stands in for a cache while the model reads a part of a prompt: derived classes implement `attend`."""
 
     def __init__(self, base: Any):

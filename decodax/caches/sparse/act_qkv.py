@@ -28,7 +28,7 @@ from jax import Array, lax
 
 from decodax.cache.dense import write
 from decodax.cache.key_values import KVLayer
-from decodax.caches.prefill.whole_prompt import PromptReader, ReadAtOnce, padded, segment, slots_of
+from decodax.caches.prefill.whole_prompt import ReadAtOnce, WholePromptReader, padded, segment, slots_of
 from decodax.caches.quantize.turning import rotated
 from decodax.caches.rotation import turned
 from decodax.caches.sparse.activations import LONGEST, Activations, cosines, density, divided
@@ -198,7 +198,7 @@ class ActQKVCache(ReadAtOnce, SparseCache):
         return write(blocks, some.swapaxes(1, 2), jnp.where(which < kind.complete(length)[:, None], which, -1))
 
 
-class ProbingWindow(PromptReader):
+class ProbingWindow(WholePromptReader):
     """Stands in for the cache while a window of a prompt is read.
 
     Attributes:

@@ -20,7 +20,7 @@ import pytest
 
 import decodax as dx
 from decodax.algorithms.beams import DynamicBeams, GridBeams, Ordered, Unordered
-from decodax.algorithms.beams.phrases import Progress
+from decodax.algorithms.beams.phrases import PhraseProgress
 from tests.algorithms.beams.test_beams import PROMPTS, lm, log_probs, small
 from tests.matrix import often
 
@@ -109,7 +109,7 @@ def test_wide_enough_they_find_the_best_of_all_texts_with_the_phrases(name: str,
 
 
 def test_what_has_been_lost_may_begin_again() -> None:
-    progress: Progress
+    progress: PhraseProgress
     for progress, wanted in ((Unordered(), True), (Unordered("fairseq"), False), (Ordered(), True),
                              (Ordered("fairseq"), False)):
         tables = progress.table(((3,), (5, 4)))

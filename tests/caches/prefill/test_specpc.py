@@ -12,7 +12,7 @@ import pytest
 
 import decodax as dx
 from decodax.caches import make
-from decodax.caches.evict.drafted import Drafted
+from decodax.caches.evict.drafted import DraftedConfig
 from decodax.caches.prefill.specpc import SpecPCConfig
 from tests.caches.evict.test_drafted import LARGE, SMALLER
 from tests.caches.evict.test_kvpress import MODEL, TEXTS
@@ -27,7 +27,7 @@ def test_prompts_are_cut_to_the_tokens_of_the_authors(case: str) -> None:
     prompts = [[*text, 7] for text in TEXTS]
     kind = make("specpc", draft=SMALLER, budget=64, window_size=8, kernel_size=8, pooling="mean", neighbours=4,
                 **wanted["options"])
-    assert isinstance(kind, Drafted) and isinstance(kind.kind, SpecPCConfig)
+    assert isinstance(kind, DraftedConfig) and isinstance(kind.kind, SpecPCConfig)
     ids = np.zeros((2, 320), np.int32)
     for row, prompt in enumerate(prompts):
         ids[row, :len(prompt)] = prompt

@@ -19,7 +19,7 @@ from decodax.caches.quantize.lean import FewChannels, sparsified
 from decodax.core.cache import ReadPrompt
 from decodax.core.window import causal
 from decodax.train import Probe, fit_channels
-from decodax.train.channels import Scaled
+from decodax.train.channels import ScaledChannels
 from tests.caches.test_policies import CHANNELS, DEEP, PROMPTS
 
 WANTED = json.loads((Path(__file__).parents[1] / "expected" / "retrieval.json").read_text())["leank"]
@@ -35,7 +35,7 @@ def given() -> tuple[np.ndarray, ...]:
 def test_channels_and_attention_with_factors_are_the_authors() -> None:
     factors, q, k, v = given()
     assert sparsified(factors, 0.6, 2).astype(int).tolist() == WANTED["channels"]
-    cache = Scaled(factors=(jnp.asarray(factors[0]),), start=jnp.int32(22), sinks=3, recent=6)
+    cache = ScaledChannels(factors=(jnp.asarray(factors[0]),), start=jnp.int32(22), sinks=3, recent=6)
     window = causal(jnp.zeros((1, 30), jnp.int32), jnp.zeros(1, jnp.int32))
     out, _ = cache.attend(0, *(jnp.asarray(x)[None] for x in (q, k, v)), window, scale=8 ** -0.5)
     np.testing.assert_allclose(out[0].reshape(30, -1).sum(-1), WANTED["sums"], atol=1e-3)
@@ -86,7 +86,7 @@ def test_learned_channels_are_better_than_others() -> None:
         total = 0.0
         for text in tokens:
             window = causal(jnp.asarray([text]), jnp.zeros(1, jnp.int32))
-            hidden = [DEEP.model.apply(params, window, Scaled(factors=tuple(f), start=jnp.int32(44), sinks=1,
+            hidden = [DEEP.model.apply(params, window, ScaledChannels(factors=tuple(f), start=jnp.int32(44), sinks=1,
                                                               recent=2)).hidden[0, 44:]
                       for f in (factors, jnp.ones_like(factors))]
             total += jnp.square(hidden[0] - hidden[1]).mean()
