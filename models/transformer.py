@@ -197,7 +197,7 @@ class Transformer(LayeredModel):
         params, by_row = _chosen(params, cache)
         network = _network(self.config, params)
         x = _embedded(network, window, cache)
-        first = cache.reads if window.certain else None
+        first = cache.reads if window.is_prefill else None
         if first is not None:
             keep = [(i < first,) * 2 for i in range(self.depth)]
 

@@ -324,7 +324,7 @@ def _stage(model: Transformer, first: int, weights: Any, x: Array, kv: tuple[Arr
     """A chunk through the layers of a stage, which `kv` are of; `x`: its tokens in the first one."""
     B, W = x.shape[:2]
     at = jnp.broadcast_to(start, (B,))
-    window = causal(x if first == 0 else jnp.zeros((B, W), jnp.int32), at).replace(certain=True)
+    window = causal(x if first == 0 else jnp.zeros((B, W), jnp.int32), at).replace(is_prefill=True)
     cache = Dense(kv=kv, length=at, widths=(model.config.head_dim,) * len(kv))
     pieces, entries = model.pieces(weights), []
     x = pieces.embed(window, model.init_cache(B, 0)) if first == 0 else x

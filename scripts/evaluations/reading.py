@@ -29,13 +29,13 @@ from evaluations.texts import TEST, TRAIN, module_texts, show_losses
 def forced(model: Any, params: Any, tokens: Any, prompt: int) -> Any:
     """Returns the mean nats of each row's tokens after the first `prompt`, `f32[B]`, by teacher forcing."""
     B, n = tokens.shape
-    before, cache = jnp.full(B, prompt - 1, jnp.int32), model.init_cache(B, n, params=params).for_prompt()
+    before, cache = jnp.full(B, prompt - 1, jnp.int32), model.init_cache(B, n, params=params).prefill_cache()
     if cache.reads == 0:
         cache = cache.replace(length=before)
     else:
-        window = causal(tokens[:, :prompt - 1], jnp.zeros(B, jnp.int32)).replace(certain=True)
+        window = causal(tokens[:, :prompt - 1], jnp.zeros(B, jnp.int32)).replace(is_prefill=True)
         cache = cache.commit(model.apply(params, window, cache).entries, window.positions)
-    cache = cache.settled(ReadPrompt(model, params, tokens))
+    cache = cache.finish_prefill(ReadPrompt(model, params, tokens))
 
     def step(cache: Any, at: Any) -> tuple[Any, Any]:
         window = causal(jax.lax.dynamic_slice_in_dim(tokens, at, 1, 1), jnp.broadcast_to(at, (B,)))

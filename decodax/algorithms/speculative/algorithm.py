@@ -124,7 +124,7 @@ class Speculative(Algorithm):
         tokens = jnp.where(index < accepted[:, None], drafts, own[:, None])
         # the newest token and the accepted drafts are true; the token that follows them opens the next window
         count = accepted + 1
-        if (horizon := s.cache.horizon()) is not None:      # what else was accepted is drafted again
+        if (horizon := s.cache.max_commit()) is not None:      # what else was accepted is drafted again
             count = jnp.minimum(count, horizon)
         on = (path[:, :, None] == jnp.arange(window.width)) & (index < count[:, None])[:, :, None]
         slots = jnp.where(on.any(1) & (tokens[:, :1] >= 0), window.positions, -1)

@@ -72,10 +72,10 @@ class FreqKVCache(KeyValues):
     def length(self) -> Array:
         return self.gone + self.count
 
-    def horizon(self) -> Array | None:
+    def max_commit(self) -> Array | None:
         return self.kind.size - self.count if self.kv else None
 
-    def for_prompt(self) -> Cache:
+    def prefill_cache(self) -> Cache:
         return Collected(length=jnp.zeros_like(self.count), into=self) if self.kv else self
 
     def read_prompt(self, prompt: ReadPrompt, length: Array) -> FreqKVCache:
@@ -97,7 +97,7 @@ class FreqKVCache(KeyValues):
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
                bias: Bias | None = None) -> tuple[Array, PyTree]:
-        if window.certain or sliding is not None or bias is not None:
+        if window.is_prefill or sliding is not None or bias is not None:
             raise ValueError(f"cache: {self.kind.name} moves tokens together, which takes a model without sliding "
                              "windows and without a bias of the scores, and that is the one that answers")
         out = window_attention(q, k, v, window.visible(), window.positions, self.kv[layer], self.count, scale=scale,

@@ -120,7 +120,7 @@ class KVPredictionCache(ReadAtOnce, Wrapper):     # type: ignore[misc]
             positions = jnp.broadcast_to(i * width + jnp.arange(width, dtype=jnp.int32), (B, width))
             live = positions < length[:, None]
             window = causal(jnp.take_along_axis(prompt.tokens, jnp.minimum(positions, n - 1), 1), positions[:, 0], live)
-            out = auxiliary.apply(weights, window.replace(certain=True), cache)
+            out = auxiliary.apply(weights, window.replace(is_prefill=True), cache)
             slots = slots_of(window, out)
             made = maps.predicted(self.kind.of, self.shapes, out.entries, positions)
             return cache.commit(out.entries, slots), base.commit(placed(self.shapes, made, positions), slots)

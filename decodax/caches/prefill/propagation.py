@@ -134,7 +134,7 @@ class Propagated(Wrapper):
     base: Evicting
     kind: Propagation = static()
 
-    def for_prompt(self) -> Cache:      # type: ignore[override]
+    def prefill_cache(self) -> Cache:      # type: ignore[override]
         base, kind = self.base, self.kind
         if not base.kv:
             return self
@@ -173,7 +173,7 @@ class ReadInPart(Wrapper):
         to = jnp.where(slots >= 0, slots, self.stream.shape[1])
         return self.replace(base=self.base.commit(own, slots), stream=put(self.stream, stream, to))
 
-    def settled(self, prompt: ReadPrompt) -> Cache:     # type: ignore[override]
+    def finish_prefill(self, prompt: ReadPrompt) -> Cache:     # type: ignore[override]
         base, kind = self.base, self.kind
         first, length = len(base.shapes), base.length
         numbers = kind.numbers(base.size)
@@ -206,7 +206,7 @@ class ReadInPart(Wrapper):
             queries.append(_ring(q, number, length, base.queries[-1].shape[2]).astype(queries[0].dtype))
         whole = whole.replace(kv=tuple(kv), positions=tuple(positions), count=tuple(count), queries=tuple(queries),
                               length=length)
-        return Propagated(base=whole.settled(prompt), kind=kind)
+        return Propagated(base=whole.finish_prefill(prompt), kind=kind)
 
     def _go_on(self, prompt: ReadPrompt, at: Array, live: Array, first: int) -> list[Any]:
         """Returns keys, values and queries of the layers after the `first` ones, of the tokens at positions `at`."""

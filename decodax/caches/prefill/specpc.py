@@ -65,7 +65,7 @@ class SpecPCCache(ReadAtOnce, Wrapper):     # type: ignore[misc]
         return self.base.capacity - self.base.length if self.base.kv else None
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, **options: Any) -> tuple[Array, PyTree]:
-        if options.get("sliding") is not None or options.get("bias") is not None or window.certain:
+        if options.get("sliding") is not None or options.get("bias") is not None or window.is_prefill:
             raise ValueError(f"cache: {self.kind.name} moves tokens together, which takes a model without sliding "
                              "windows and without a bias of the scores, and that is the one that answers")
         return self.base.attend(layer, q, k, v, window, **options)

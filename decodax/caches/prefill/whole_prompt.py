@@ -26,7 +26,7 @@ from decodax.core.window import Window, causal
 class ReadAtOnce(Cache):
     """Base of caches that read a prompt when it is known as a whole."""
 
-    def for_prompt(self) -> Cache:
+    def prefill_cache(self) -> Cache:
         return Collected(length=jnp.zeros_like(self.length), into=self) if self.capacity else self
 
     @abc.abstractmethod
@@ -65,7 +65,7 @@ class Collected(Cache):
     def commit(self, entries: Entries, slots: Array) -> Collected:
         return self.replace(length=jnp.maximum(self.length, slots.max(1) + 1))
 
-    def settled(self, prompt: ReadPrompt) -> Cache:
+    def finish_prefill(self, prompt: ReadPrompt) -> Cache:
         found: Cache = self.into.read_prompt(prompt, self.length)
         return found
 

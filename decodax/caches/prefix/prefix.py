@@ -353,9 +353,9 @@ def _extended(model: Model, params: Any, kv: tuple[Array, ...], tokens: Array, s
               stop: Array) -> tuple[Array, ...]:
     def read(params: Any, kv: tuple[Array, ...], tokens: Array, start: Array, stop: Array) -> tuple[Array, ...]:
         cache = model.init_cache(1, kv[0].shape[2], params=params)
-        cache = cache.take_over(kv, start[None])
+        cache = cache.load_prefix(kv, start[None])
         positions = start + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-        window = causal(tokens, start[None], positions < stop).replace(certain=True)
+        window = causal(tokens, start[None], positions < stop).replace(is_prefill=True)
         out = model.apply(params, window, cache)
         return cache.commit(out.entries, jnp.where(window.live, positions, -1)).kv      # type: ignore[attr-defined]
 

@@ -88,7 +88,7 @@ class ActQKVCache(ReadAtOnce, SparseCache):
             return self.attend_all(layer, q, k, v, window, scale=scale, sliding=sliding, softcap=softcap,
                                    bias=bias), (k_own, v_own)
         kind.check_scores(softcap, bias, kind.scores)
-        kind.check_prompt(window.certain)
+        kind.check_prompt(window.is_prefill)
         if k.shape[1] > kind.room:
             raise ValueError(f"cache: {kind.name} takes windows of at most room={kind.room} nodes, got one of "
                              f"{k.shape[1]}; takes room={k.shape[1]} or more")

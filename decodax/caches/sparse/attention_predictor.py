@@ -60,10 +60,10 @@ class AttentionPredictorCache(SparseCache):
     if TYPE_CHECKING:
         kind: AttentionPredictorConfig
 
-    def horizon(self) -> Array | None:
+    def max_commit(self) -> Array | None:
         return self.kind.every - (self.length - self.since) if any(x is not None for x in self.chosen) else None
 
-    def for_prompt(self) -> Cache:
+    def prefill_cache(self) -> Cache:
         if not self.kv:
             return self
         whole = dense(self.shapes, self.length.shape[0], self.capacity, self.kv[0].dtype, self.given)
@@ -79,7 +79,7 @@ class AttentionPredictorCache(SparseCache):
         if self.chosen[layer] is None:
             return self.attend_all(layer, q, k, v, window, scale=scale, sliding=sliding, softcap=softcap,
                                    bias=bias), entry
-        self.kind.check_prompt(window.certain)
+        self.kind.check_prompt(window.is_prefill)
         self.kind.check_scores(softcap, bias, self.kind.scores)
         q = q.astype(jnp.float32) * scale
         seen = jnp.broadcast_to(window.visible(), (*q.shape[:2], k.shape[1]))
@@ -228,7 +228,7 @@ class PromptToPredict(Wrapper):
                         for old, entry in zip(self.queries, entries, strict=True))
         return self.replace(base=base, queries=queries)
 
-    def settled(self, prompt: ReadPrompt) -> Cache:     # type: ignore[override]
+    def finish_prefill(self, prompt: ReadPrompt) -> Cache:     # type: ignore[override]
         base, kind = self.base, self.kind
         images: list[Array | None] = []
         into = kind.empty(self.shapes, base.length.shape[0], base.capacity, base.kv[0].dtype, base.given)

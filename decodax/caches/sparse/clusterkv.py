@@ -48,7 +48,7 @@ class ClusterKVCache(IndexedCache):
     if TYPE_CHECKING:
         kind: ClusterKVConfig
 
-    def horizon(self) -> Array | None:
+    def max_commit(self) -> Array | None:
         return self.kind.every - (self.length - self.done) if self.kv else None
 
     def always(self, layer: int) -> Array:

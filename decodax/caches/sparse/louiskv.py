@@ -81,7 +81,7 @@ class LouisKVCache(IndexedCache):
     if TYPE_CHECKING:
         kind: LouisKVConfig
 
-    def horizon(self) -> Array | None:
+    def max_commit(self) -> Array | None:
         begun = [held.begun for held in self.retrieved if held is not None]
         return functools.reduce(jnp.minimum, begun) + self.kind.buffer - self.length if begun else None
 
@@ -90,7 +90,7 @@ class LouisKVCache(IndexedCache):
                bias: Bias | None = None) -> tuple[Array, PyTree]:
         own, held = k.shape[1] - q.shape[1], self.retrieved[layer]
         entry = k[:, own:], v[:, own:]
-        if self.is_dense(layer, window.certain):
+        if self.is_dense(layer, window.is_prefill):
             return self.attend_all(layer, q, k, v, window, scale=scale, sliding=sliding, softcap=softcap,
                                    bias=bias), entry
         assert held is not None

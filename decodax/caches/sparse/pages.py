@@ -58,8 +58,8 @@ class PageCache(SparseCache):
     def capacity(self) -> int:
         return self.digests[0].shape[2] * self.kind.page_size if self.digests else 0
 
-    def is_dense(self, layer: int, certain: bool) -> bool:
-        return super().is_dense(layer, certain) or not self.kind.is_sparse(self.capacity)
+    def is_dense(self, layer: int, is_prefill: bool) -> bool:
+        return super().is_dense(layer, is_prefill) or not self.kind.is_sparse(self.capacity)
 
     def read(self, layer: int, q: Array, positions: Array) -> tuple[Array, Array]:
         shape = self.shapes[layer]

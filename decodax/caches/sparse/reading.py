@@ -50,10 +50,10 @@ class SparseCache(KeyValues):
     def widths(self) -> tuple[int, ...]:       # type: ignore[override]
         return key_widths(self.shapes)
 
-    def is_dense(self, layer: int, certain: bool) -> bool:
-        """Returns True if the nodes of a window read everything in this layer: those of a prompt (`certain`) do, and
+    def is_dense(self, layer: int, is_prefill: bool) -> bool:
+        """Returns True if the nodes of a window read everything in this layer: those of a prompt (`is_prefill`) do, and
         all nodes in layers with a sliding window or in `skip`."""
-        return certain or self.kind.keeps_dense(layer, self.shapes[layer])
+        return is_prefill or self.kind.keeps_dense(layer, self.shapes[layer])
 
     def always(self, layer: int) -> Array | None:
         """Returns the slots that every node reads, `i32[B, 1 or G, n]`, -1 for none; None: nodes have none in
@@ -91,7 +91,7 @@ class SparseCache(KeyValues):
         entry = k[:, own:], v[:, own:]
         whole = lambda: self.attend_all(layer, q, k, v, window, scale=scale, sliding=sliding, softcap=softcap,
                                         bias=bias)
-        if sliding is not None or self.is_dense(layer, window.certain):
+        if sliding is not None or self.is_dense(layer, window.is_prefill):
             return whole(), entry
         self.kind.check_scores(softcap, bias, self.kind.scores)
         self.kind.check_window(k.shape[1])
@@ -119,16 +119,16 @@ class SparseCache(KeyValues):
 class IndexedCache(SparseCache):
     """Base of sparse caches whose index is made of a whole prompt, which is read into a dense cache first."""
 
-    def for_prompt(self) -> Cache:
+    def prefill_cache(self) -> Cache:
         if not self.kv:
             return self
         whole = dense(self.shapes, self.length.shape[0], self.capacity, self.kv[0].dtype, self.given)
         return PromptToIndex(base=whole, shapes=self.shapes, kind=self.kind)
 
-    def is_dense(self, layer: int, certain: bool) -> bool:
+    def is_dense(self, layer: int, is_prefill: bool) -> bool:
         found = super().is_dense(layer, False)
         if not found:
-            self.kind.check_prompt(certain)
+            self.kind.check_prompt(is_prefill)
         return found
 
     @abc.abstractmethod
@@ -144,7 +144,7 @@ class PromptToIndex(Wrapper):
     shapes: tuple[KVLayer, ...] = static()
     kind: SparseConfig = static()
 
-    def settled(self, prompt: ReadPrompt) -> Cache:     # type: ignore[override]
+    def finish_prefill(self, prompt: ReadPrompt) -> Cache:     # type: ignore[override]
         base = self.base
         into = self.kind.empty(self.shapes, base.length.shape[0], base.capacity, base.kv[0].dtype, base.given)
         assert isinstance(into, IndexedCache)
@@ -176,10 +176,10 @@ class SparseConfig(PaperConfig):
             raise ValueError(f"cache: {self.name} takes windows of at most its {recent} recent tokens, got one of "
                              f"{nodes} nodes; takes recent={nodes} or more")
 
-    def check_prompt(self, certain: bool) -> None:
-        """Raises ValueError if a window is that of a prompt (`certain`), for caches that read a prompt in another way
-        than window by window."""
-        if certain:
+    def check_prompt(self, is_prefill: bool) -> None:
+        """Raises ValueError if a window is that of a prompt (`is_prefill`), for caches that read a prompt in another
+        way than window by window."""
+        if is_prefill:
             raise ValueError(f"cache: {self.name} reads a prompt as a whole, which only the model that answers does; "
                              "give a draft model another cache")
 

@@ -48,7 +48,7 @@ class RecycledAttentionCache(SparseCache):
         """`bool[B]`: rows whose newest token reads everything."""
         return self.length >= self.due
 
-    def horizon(self) -> Array | None:
+    def max_commit(self) -> Array | None:
         return jnp.where(self.now, 1, self.due - self.length) if self.kv else None
 
     def full(self, window: Any) -> Array:
@@ -65,7 +65,7 @@ class RecycledAttentionCache(SparseCache):
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, **options: Any) -> tuple[Array, PyTree]:
         out, entry = super().attend(layer, q, k, v, window, **options)
-        return out, entry if window.certain else (*entry, q * options["scale"])
+        return out, entry if window.is_prefill else (*entry, q * options["scale"])
 
     def commit(self, entries: Entries, slots: Array) -> Self:
         new = super().commit(entries, slots)

@@ -75,12 +75,12 @@ class RetroAttentionCache(PageCache):
     if TYPE_CHECKING:
         kind: RetroAttentionConfig
 
-    def scratch(self, entries: Entries, room: int) -> Draftable:
+    def tree_buffer(self, entries: Entries, room: int) -> Draftable:
         raise ValueError("cache: retro-attention reads tokens again with each one after them, which nodes of earlier "
                          "windows are not; takes a method that does not draft on this cache")
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, **options: Any) -> tuple[Array, PyTree]:
-        if not window.certain and self.kind.is_sparse(self.capacity):
+        if not window.is_prefill and self.kind.is_sparse(self.capacity):
             raise ValueError("cache: retro-attention reads each token several times, so it takes the model that "
                              "answers: generate(..., cache=...)")
         return super().attend(layer, q, k, v, window, **options)
@@ -236,7 +236,7 @@ class Rereading(Readout):
     `RetroAttentionCache`."""
 
     def apply(self, params: Any, window: Window, cache: Cache) -> Out:
-        if window.certain or not isinstance(cache, RetroAttentionCache) or not cache.kind.is_sparse(cache.capacity):
+        if window.is_prefill or not isinstance(cache, RetroAttentionCache) or not cache.kind.is_sparse(cache.capacity):
             return self.base.apply(params, window, cache)
         rows, first = cache.rows(window), lambda x: x[:, :window.width]
         out = self.base.apply(params, rows.nodes, _Reading(cache, window, rows))      # type: ignore[arg-type]

@@ -174,8 +174,8 @@ class SentenceKVCache(Wrapper):
         return self.replace(base=base, sentences=tuple(made),
                             written=jnp.where(in_open, size, 0).sum(1).astype(jnp.int32))
 
-    def for_prompt(self) -> Cache:      # type: ignore[override]
-        return PromptOfSentences(base=self.base.for_prompt(), kind=self.kind) if self.base.kv else self
+    def prefill_cache(self) -> Cache:      # type: ignore[override]
+        return PromptOfSentences(base=self.base.prefill_cache(), kind=self.kind) if self.base.kv else self
 
 
 @struct
@@ -185,8 +185,8 @@ class PromptOfSentences(Wrapper):
     base: Evicting
     kind: SentenceKVConfig = static()
 
-    def settled(self, prompt: ReadPrompt) -> Cache:     # type: ignore[override]
-        base = self.base.settled(prompt)
+    def finish_prefill(self, prompt: ReadPrompt) -> Cache:     # type: ignore[override]
+        base = self.base.finish_prefill(prompt)
         made: list[SentenceKeys | None] = []
         ends = is_one_of(prompt.tokens, self.kind.marks).astype(jnp.int32)
         before = jnp.cumsum(ends, 1) - ends

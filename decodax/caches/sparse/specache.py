@@ -77,13 +77,13 @@ class SpeCacheCache(Wrapper):
     def select(self, rows: Array) -> SpeCacheCache:
         return Cache.select(self, rows)     # handles what is on the host
 
-    def for_prompt(self) -> Cache:      # type: ignore[override]
+    def prefill_cache(self) -> Cache:      # type: ignore[override]
         if not self.pages:
             return self
-        prompt: Any = self.base.for_prompt()
+        prompt: Any = self.base.prefill_cache()
         return PromptToPrefetch(base=prompt, kind=self.kind)
 
-    def settled(self, prompt: ReadPrompt) -> SpeCacheCache:
+    def finish_prefill(self, prompt: ReadPrompt) -> SpeCacheCache:
         return self
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, **options: Any) -> tuple[Array, PyTree]:
@@ -172,8 +172,8 @@ class PromptToPrefetch(Wrapper):
     base: PromptInFull
     kind: SpeCacheConfig = static()
 
-    def settled(self, prompt: ReadPrompt) -> Cache:     # type: ignore[override]
-        whole, coded = self.base.base, self.base.settled(prompt)
+    def finish_prefill(self, prompt: ReadPrompt) -> Cache:     # type: ignore[override]
+        whole, coded = self.base.base, self.base.finish_prefill(prompt)
         assert isinstance(coded, Coded)
         into = self.kind.around(coded, whole.kv[0].dtype)
         pages = tuple(lax.dynamic_update_slice(page, to_host(kv.reshape(page.shape)), (0,) * 5)

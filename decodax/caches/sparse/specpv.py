@@ -63,15 +63,15 @@ class SpecPVCache(IndexedCache):
     if TYPE_CHECKING:
         kind: SpecPVConfig
 
-    def horizon(self) -> Array | None:
+    def max_commit(self) -> Array | None:
         # a token that chooses begins a round, before which the blocks are chosen
         return jnp.maximum(self.due - self.length, 1) if self.kind.parts_of(self.capacity) else None
 
-    def stale(self) -> Array | None:
+    def needs_refresh(self) -> Array | None:
         return self.length >= self.due if self.kind.parts_of(self.capacity) else None
 
-    def is_dense(self, layer: int, certain: bool) -> bool:
-        return certain or self.kind.keeps_dense(layer, self.shapes[layer]) or not self.kind.parts_of(self.capacity)
+    def is_dense(self, layer: int, is_prefill: bool) -> bool:
+        return is_prefill or self.kind.keeps_dense(layer, self.shapes[layer]) or not self.kind.parts_of(self.capacity)
 
     def index(self, prompt: Dense) -> Self:
         # `+ 0`: the state is donated, and no array may be in it twice
@@ -98,7 +98,7 @@ class SpecPVCache(IndexedCache):
     def read(self, layer: int, q: Array, positions: Array) -> None:
         return None
 
-    def renewed(self, text: ReadPrompt, rows: Array) -> Self:
+    def refresh(self, text: ReadPrompt, rows: Array) -> Self:
         n, newest = min(self.kind.buffer + 1, text.tokens.shape[1]), self.length
         exact = jnp.where(self.since < 0, newest, self.since + 1)      # entries from here on are computed anew
         start = jnp.maximum(newest + 1 - n, 0)

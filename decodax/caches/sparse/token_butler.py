@@ -216,7 +216,7 @@ class TokenButlerCache(SparseCache):
                bias: Bias | None = None) -> tuple[Array, PyTree]:
         own, d, marks = k.shape[1] - q.shape[1], self.widths[layer], self.marks[layer]
         entry = k[:, own:], v[:, own:]
-        if window.certain or marks is None or self.kind.count(self.capacity) >= self.capacity:
+        if window.is_prefill or marks is None or self.kind.count(self.capacity) >= self.capacity:
             return self.attend_all(layer, q[..., :d], k[..., :d], v, window, scale=scale, sliding=sliding,
                                    softcap=softcap, bias=bias), entry
         self.kind.check_scores(softcap, bias, self.kind.scores)

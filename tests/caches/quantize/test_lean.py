@@ -51,8 +51,8 @@ def test_a_query_sees_the_channels_that_stay(count: int) -> None:
     own[0, 0, [1, 4, 6]] = True
     kind = Coding(FewChannels(Constant(own), 3), 4, "leank", 5)
     entry = lambda at: [(jnp.asarray(k[at])[None], jnp.asarray(v[at])[None])]
-    cache = kind([KVLayer(2, 8, queries=4)], 1, 64, jnp.float32).for_prompt()
-    cache = cache.commit(entry(slice(0, count - 3)), jnp.arange(count - 3)[None]).settled(
+    cache = kind([KVLayer(2, 8, queries=4)], 1, 64, jnp.float32).prefill_cache()
+    cache = cache.commit(entry(slice(0, count - 3)), jnp.arange(count - 3)[None]).finish_prefill(
         ReadPrompt(None, None, jnp.zeros((1, 0), jnp.int32)))
     for i in range(count - 3, count):
         cache = cache.commit(entry(slice(i, i + 1)), jnp.array([[i]]))

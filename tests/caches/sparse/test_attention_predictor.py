@@ -51,7 +51,7 @@ def test_a_token_reads_what_it_reads_in_the_authors_code(full: int | None, promp
     """Token by token, with each one's attention as the next row of the image; values say what was read."""
     net, q, k = drawn()
     kind = AttentionPredictorConfig(net, budget=14, sinks=4, recent=4, block_size=2, history=6, full=full)
-    cache = kind([KVLayer(HEADS, D, 60, queries=HEADS)], 1, 60, jnp.float32).for_prompt()
+    cache = kind([KVLayer(HEADS, D, 60, queries=HEADS)], 1, 60, jnp.float32).prefill_cache()
     v = np.broadcast_to(np.eye(60, dtype=np.float32)[:, None], (60, HEADS, 60))
     assert isinstance(cache, PromptToPredict)
 
@@ -62,7 +62,7 @@ def test_a_token_reads_what_it_reads_in_the_authors_code(full: int | None, promp
 
     for start in range(0, prompt, 16):      # in chunks
         _, cache = step(cache, start, min(start + 16, prompt))
-    cache = cache.settled(ReadPrompt(model=None, params=None, tokens=jnp.zeros((1, prompt), jnp.int32)))
+    cache = cache.finish_prefill(ReadPrompt(model=None, params=None, tokens=jnp.zeros((1, prompt), jnp.int32)))
     one = jax.jit(lambda cache, q, k, v: _one(cache, q, k, v))
     for i, kept in enumerate(WANTED[f"{full},{prompt}"]):
         at = prompt + i
@@ -89,10 +89,10 @@ def test_maps_are_those_of_the_model() -> None:
     np.testing.assert_allclose(images[0, 1, 30, 5], maps[0, 1, 30, 20:24].max())
     window = causal(tokens[None], jnp.zeros(1, jnp.int32))
     cache = AttentionPredictorConfig(NET, budget=10, sinks=2, recent=4, block_size=2, history=6)(
-        [KVLayer(2, 4, queries=4)], 1, 64, jnp.float32).for_prompt()
-    out = MODEL.apply(PARAMS, window.replace(certain=True), cache)
+        [KVLayer(2, 4, queries=4)], 1, 64, jnp.float32).prefill_cache()
+    out = MODEL.apply(PARAMS, window.replace(is_prefill=True), cache)
     cache = cache.commit(out.entries, window.positions)
-    new = cache.settled(ReadPrompt(model=None, params=None, tokens=tokens[None]))
+    new = cache.finish_prefill(ReadPrompt(model=None, params=None, tokens=tokens[None]))
     images = attention_maps(MODEL, 2, PARAMS, tokens)[1]
     for at in range(35, 41):
         np.testing.assert_allclose(new.images[0][0, :, at % 6, :21], images[0, :, at], atol=1e-5)
@@ -146,7 +146,7 @@ def test_no_round_copies_keys_and_values(name: str) -> None:
                        jax.ShapeDtypeStruct((8,), jnp.int32))
     if isinstance(s.cache, PromptToPredict):
         read = ReadPrompt(model=None, params=None, tokens=jnp.zeros((8, 64), jnp.int32))
-        s = s.replace(cache=jax.eval_shape(lambda cache: cache.settled(read), s.cache))
+        s = s.replace(cache=jax.eval_shape(lambda cache: cache.finish_prefill(read), s.cache))
     program = parse(drivers.advance.lower(LOOKUP, lm.model, params, chain, s, np.int32(5)).compile().as_text())
     assert program.loops()
     for size in {x.size for x in jax.tree.leaves(s.cache.kv)}:

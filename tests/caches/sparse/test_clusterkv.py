@@ -47,8 +47,8 @@ def test_clusters_and_what_is_read_of_them_are_the_authors() -> None:
     kind = ClusterKVConfig(24, cluster_size=11, sinks=4, every=30, skip=(), _new=10)
     cache = kind([KVLayer(2, 8, queries=4)], 1, 96, jnp.float32)
     assert isinstance(cache, ClusterKVCache) and cache.clusters[0] is not None
-    cache = cache.for_prompt().commit([(jnp.asarray(keys)[None], jnp.asarray(values)[None])], jnp.arange(N)[None])
-    cache = cache.settled(ReadPrompt(None, None, jnp.zeros((1, 0), jnp.int32)))
+    cache = cache.prefill_cache().commit([(jnp.asarray(keys)[None], jnp.asarray(values)[None])], jnp.arange(N)[None])
+    cache = cache.finish_prefill(ReadPrompt(None, None, jnp.zeros((1, 0), jnp.int32)))
     pad = lambda old, new: old.at[0, :, :new.shape[1]].set(new)
     cache = cache.replace(clusters=(jax.tree.map(pad, cache.clusters[0], made),))
     own = -100 * jnp.asarray(q).reshape(1, 1, 2, 2, 8).sum(3)        # the token's own key is as good as not there
@@ -65,12 +65,12 @@ def test_what_follows_a_prompt_is_clustered_when_there_is_enough_of_it() -> None
     cache = kind([KVLayer(2, 8, queries=4)], 3, 40, jnp.float32)
     rows = lambda x, n: jnp.broadcast_to(jnp.asarray(x)[None, n], (3, len(x[n]), 2, 8))
     lengths = jnp.array([20, 7, 2])[:, None]
-    cache = cache.for_prompt().commit([(rows(keys, slice(20)), rows(values, slice(20)))],
+    cache = cache.prefill_cache().commit([(rows(keys, slice(20)), rows(values, slice(20)))],
                                       jnp.where(jnp.arange(20) < lengths, jnp.arange(20), -1))
-    cache = cache.settled(ReadPrompt(None, None, jnp.zeros((3, 0), jnp.int32)))
+    cache = cache.finish_prefill(ReadPrompt(None, None, jnp.zeros((3, 0), jnp.int32)))
     for step in range(9):
         assert isinstance(cache, ClusterKVCache) and cache.clusters[0] is not None
-        assert cache.horizon() is not None and cache.horizon().tolist() == [4 - step % 4] * 3   # type: ignore[union-attr]
+        assert cache.max_commit() is not None and cache.max_commit().tolist() == [4 - step % 4] * 3   # type: ignore[union-attr]
         for b, n in enumerate((20 + step, 7 + step, 2 + step)):
             sizes, order = cache.clusters[0].sizes[b], cache.clusters[0].order[b]
             for g in range(2):

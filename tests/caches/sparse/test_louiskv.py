@@ -123,9 +123,9 @@ LENGTHS = (40, 23, 1)
 
 def settled(kind: LouisKVConfig) -> Any:
     _, k, v = given()
-    cache: Any = kind([KVLayer(2, 8, queries=4)], 3, 128, jnp.float32).for_prompt()
+    cache: Any = kind([KVLayer(2, 8, queries=4)], 3, 128, jnp.float32).prefill_cache()
     slots = jnp.where(jnp.arange(40) < jnp.array(LENGTHS)[:, None], jnp.arange(40), -1)
-    return cache.commit([(jnp.asarray(k[:, :40]), jnp.asarray(v[:, :40]))], slots).settled(
+    return cache.commit([(jnp.asarray(k[:, :40]), jnp.asarray(v[:, :40]))], slots).finish_prefill(
         ReadPrompt(None, None, jnp.zeros((3, 0), jnp.int32)))
 
 
@@ -171,8 +171,8 @@ def test_each_token_reads_what_the_rule_reads(kind: LouisKVConfig, width: int) -
     while (done < 28).any():
         (q, k, v), at = later(cache, width)
         out, entry = attended(cache, q, k, v, causal(jnp.zeros((3, width), jnp.int32), cache.length))
-        count = np.minimum(np.minimum(np.asarray(cache.horizon()), width), 28 - done)
-        assert (np.asarray(cache.horizon()) >= 1).all()
+        count = np.minimum(np.minimum(np.asarray(cache.max_commit()), width), 28 - done)
+        assert (np.asarray(cache.max_commit()) >= 1).all()
         for b in range(3):
             found[b, done[b]:done[b] + count[b]] = out[b, :count[b]]
         cache = committed(cache, entry, jnp.where(jnp.arange(width) < count[:, None], at, -1))
@@ -203,7 +203,7 @@ def test_nodes_of_a_tree_read_what_their_own_path_says() -> None:
         (q, k, v), at = later(cache, 1)
         _, entry = attended(cache, q, k, v, causal(jnp.zeros((3, 1), jnp.int32), cache.length))
         cache = committed(cache, entry, jnp.asarray(at))
-    assert (cache.horizon() >= 3).all()
+    assert (cache.max_commit() >= 3).all()
     (q, k, v), _ = later(cache, 5)
     parent = [-1, 0, 0, 1, 2]       # nodes 1 and 3 are one branch, 2 and 4 the other
     depth = jnp.array([0, 1, 1, 2, 2])
@@ -214,7 +214,7 @@ def test_nodes_of_a_tree_read_what_their_own_path_says() -> None:
     tree = Window(tokens=jnp.zeros((3, 5), jnp.int32), positions=positions, mask=jnp.asarray(sees)[None],
                   live=jnp.ones((3, 5), bool))
     out, entry = attended(cache, q, k, v, tree)
-    scratch, levels = cache.scratch([entry], 5), []
+    scratch, levels = cache.tree_buffer([entry], 5), []
     for level in ([0], [1, 2], [3, 4]):
         pick = lambda x, level=level: x[:, jnp.array(level)]
         window = Window(tokens=jnp.zeros((3, len(level)), jnp.int32), positions=pick(positions),
@@ -265,7 +265,7 @@ def test_a_llama_says_what_it_says_with_the_rule_by_hand(algorithm: Any) -> None
     for b, prompt in enumerate(PROMPTS[:2]):
         dense: Any = lm.model.init_cache(1, 64, params=lm.params)
         n = len(prompt) - 1
-        window = causal(jnp.asarray([prompt[:-1]], jnp.int32), jnp.zeros(1, jnp.int32)).replace(certain=True)
+        window = causal(jnp.asarray([prompt[:-1]], jnp.int32), jnp.zeros(1, jnp.int32)).replace(is_prefill=True)
         read = dense.commit(lm.model.apply(lm.params, window, dense).entries, jnp.arange(n)[None])
         d = read.widths[0]
         parts = [np.asarray(x)[0, :, :n].swapaxes(0, 1) for x in read.kv]
@@ -290,7 +290,7 @@ def test_what_cannot_be_had_is_refused_by_name() -> None:
         with pytest.raises(ValueError, match=expected):
             dx.caches.make("louiskv", **wrong)
     cache = dx.caches.make("louiskv", skip=(0,))([KVLayer(2, 8)], 1, 16, jnp.float32)
-    assert isinstance(cache, LouisKVCache) and cache.horizon() is None
+    assert isinstance(cache, LouisKVCache) and cache.max_commit() is None
     drafts = dx.Speculative(dx.drafts.OwnCache(SMALL, dx.caches.make("louiskv", budget=9, buffer=6, tau=0.1)))
     plain = dx.generate(SMALL, PROMPTS, max_new_tokens=8)
     assert dx.generate(SMALL, PROMPTS, max_new_tokens=8, algorithm=drafts).tokens.tolist() == plain.tokens.tolist()

@@ -19,11 +19,11 @@ def test_a_query_that_reads_everything_notes_what_it_attends_to() -> None:
     keys, values = np.random.default_rng(0).standard_normal((2, 2, 40, 2, 8)).astype(np.float32)
     cache = cache.commit([(jnp.asarray(keys), jnp.asarray(values))],
                          jnp.where(jnp.arange(40) < jnp.array([[40], [3]]), jnp.arange(40), -1))
-    assert cache.horizon().tolist() == [1, 1]
+    assert cache.max_commit().tolist() == [1, 1]
     q = np.random.default_rng(1).standard_normal((2, 1, 4, 8)).astype(np.float32)
     own = jnp.ones((2, 1, 2, 8))
     cache = cache.commit([(own, own, jnp.asarray(q))], cache.length[:, None])
-    assert cache.horizon().tolist() == [3, 3] and cache.since.tolist() == [40, 3]
+    assert cache.max_commit().tolist() == [3, 3] and cache.since.tolist() == [40, 3]
     for g in range(2):
         weights = jax.nn.softmax(keys[0, :, g] @ q[0, 0, 2 * g:2 * g + 2].T, axis=0).max(1)
         assert cache.chosen[0][0, g].tolist() == np.argsort(-weights)[:5].tolist()

@@ -108,7 +108,7 @@ def begun(window: int, prompt: list[int], capacity: int = 64, **more: Any) -> tu
     lm = make("retro-attention", **{**SIZES, **more}, window=window).put_on(DEEP)
     cache = lm.model.init_cache(1, capacity)
     if prompt:
-        read = causal(jnp.asarray([prompt]), jnp.zeros(1, jnp.int32)).replace(certain=True)
+        read = causal(jnp.asarray([prompt]), jnp.zeros(1, jnp.int32)).replace(is_prefill=True)
         cache = committed(cache, through(lm.model, read, cache)[1], read.positions)
     return lm.model, cache
 

@@ -37,10 +37,10 @@ def given() -> tuple[Any, ...]:
     ids[[49, 50, 61, 65]] = 3, 3, 3, 7
     tokens = jnp.asarray(ids, jnp.int32)[None]
     kind = SentenceKVConfig((3, 7), budget=18, factor=1.5, sinks=2, recent=6, window_size=4, kernel_size=1)
-    cache: Any = kind([KVLayer(2, 8, queries=2)], 1, 96, jnp.float32).for_prompt()
-    window = causal(tokens[:, :44], jnp.array([0])).replace(certain=True)
+    cache: Any = kind([KVLayer(2, 8, queries=2)], 1, 96, jnp.float32).prefill_cache()
+    window = causal(tokens[:, :44], jnp.array([0])).replace(is_prefill=True)
     _, entry = cache.attend(0, *(part[:, :44] for part in parts), window, scale=8 ** -0.5)
-    cache = cache.commit([entry], jnp.arange(44)[None]).settled(ReadPrompt(None, None, tokens))
+    cache = cache.commit([entry], jnp.arange(44)[None]).finish_prefill(ReadPrompt(None, None, tokens))
     assert isinstance(cache, SentenceKVCache) and cache.base.count[0].tolist() == [[27, 27]]
     return parts, tokens, cache
 
@@ -74,7 +74,7 @@ def test_nodes_of_earlier_levels_tell_where_a_sentence_began() -> None:
     parts, tokens, cache = given()
     cache = cache.commit([attended(cache, parts, tokens, 44, 48)[1]], jnp.arange(44, 48)[None])
     wanted, entry = attended(cache, parts, tokens, 48, 52)
-    scratch, found = cache.scratch([entry], 4), []
+    scratch, found = cache.tree_buffer([entry], 4), []
     for start in range(48, 52, 2):
         sees = jnp.broadcast_to(jnp.arange(4) < start - 48, (1, 2, 4))
         out, entry = attended(scratch.seen_by(sees), parts, tokens, start, start + 2)

@@ -30,11 +30,12 @@ def test_a_query_reads_the_chunks_of_shadowkv_by_keys_of_low_rank() -> None:
     rotated = rotate(jnp.asarray(keys)[None], cos, sin, rope.interleaved)
     kind = ShadowKVConfig(24, 8, 10, 2, 4, _new=4)
     shape = KVLayer(2, 16, queries=4, rope=rope)
-    cache = kind([shape], 2, 160, jnp.float32).for_prompt()
+    cache = kind([shape], 2, 160, jnp.float32).prefill_cache()
     two = lambda x: jnp.concatenate([jnp.asarray(x).reshape(1, *x.shape[-3:])] * 2)
     # the other row is a shorter text
     at = jnp.arange(131)
-    cache = cache.commit([(two(rotated), two(values))], jnp.where(at < jnp.array([[131], [50]]), at, -1)).settled(
+    cache = cache.commit([(two(rotated), two(values))], jnp.where(at < jnp.array([[131], [50]]), at,
+                                                                  -1)).finish_prefill(
         ReadPrompt(None, None, jnp.zeros((2, 0), jnp.int32)))
     assert isinstance(cache, ShadowKVCache) and cache.shadows[0] is not None
     far = [np.flatnonzero(x).tolist() for x in np.asarray(cache.shadows[0].far[0])]

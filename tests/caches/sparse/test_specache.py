@@ -69,11 +69,11 @@ def test_a_round_is_that_of_the_paper(bits: int) -> None:
     draws = np.random.default_rng(bits)
     kv: Any = draws.standard_normal((2, 2, 64, G, d)).astype(np.float32)
     kind = SpeCacheConfig(bits, 3, group, group)
-    cache: Any = kind([(G, d)], 2, 64, jnp.float32).for_prompt()
+    cache: Any = kind([(G, d)], 2, 64, jnp.float32).prefill_cache()
     at = np.arange(40)
     cache = cache.commit([tuple(jnp.asarray(x[:, :40]) for x in kv)],
                          jnp.asarray(np.where(at < np.array(lengths)[:, None], at, -1), jnp.int32))
-    cache = cache.settled(ReadPrompt(None, None, jnp.zeros((2, 0), jnp.int32)))
+    cache = cache.finish_prefill(ReadPrompt(None, None, jnp.zeros((2, 0), jnp.int32)))
     assert all(host_memory.on_host(x) for x in cache.pages) and not any(map(host_memory.on_host, cache.fetched))
     chosen: list[list[list[int]]] = [[[] for _ in range(G)] for _ in lengths]
     length = np.array(lengths)

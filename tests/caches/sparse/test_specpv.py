@@ -42,11 +42,11 @@ def test_blocks_are_those_of_the_authors() -> None:
 def fed(kind: Any, texts: np.ndarray, start: np.ndarray, count: int) -> list[tuple[Any, np.ndarray]]:
     """The caches before each token is read, of texts `i32[B, N]` behind prompts of `start` tokens, and logits."""
     model, params = DEEP.model if kind is None else DEEP.model.with_cache(kind), DEEP.params
-    cache, tokens = model.init_cache(len(texts), 128, params=params).for_prompt(), jnp.asarray(texts)
+    cache, tokens = model.init_cache(len(texts), 128, params=params).prefill_cache(), jnp.asarray(texts)
     window = causal(tokens, jnp.zeros(len(texts), jnp.int32), jnp.arange(texts.shape[1]) < start[:, None])
-    out = model.apply(params, window.replace(certain=True), cache)
+    out = model.apply(params, window.replace(is_prefill=True), cache)
     told = ReadPrompt(model, params, tokens)
-    cache = cache.commit(out.entries, jnp.where(window.live, window.positions, -1)).settled(told)
+    cache = cache.commit(out.entries, jnp.where(window.live, window.positions, -1)).finish_prefill(told)
     steps = []
 
     @jax.jit
@@ -56,8 +56,8 @@ def fed(kind: Any, texts: np.ndarray, start: np.ndarray, count: int) -> list[tup
         return cache.commit(out.entries, window.positions), out.logits()[:, 0]
 
     for _ in range(count):
-        if (stale := cache.stale()) is not None and stale.any():
-            cache = jax.jit(lambda cache, rows: cache.renewed(told, rows))(cache, stale)
+        if (stale := cache.needs_refresh()) is not None and stale.any():
+            cache = jax.jit(lambda cache, rows: cache.refresh(told, rows))(cache, stale)
         before, (cache, logits) = cache, read(cache)
         steps.append((before, np.asarray(logits)))
     return steps
@@ -84,8 +84,8 @@ def test_only_rows_that_are_due_are_computed_anew() -> None:
     texts = np.random.default_rng(3).integers(0, 16, (2, 60)).astype(np.int32)
     cache = fed(FEW, texts, np.array([41, 41]), 6)[-1][0]
     cache = cache.replace(length=cache.length + 1, due=cache.due + jnp.array([0, 1]))
-    assert cache.stale().tolist() == [True, False] and cache.horizon().tolist() == [1, 1]
-    new = cache.renewed(ReadPrompt(DEEP.model, DEEP.params, jnp.asarray(texts)), cache.stale())
+    assert cache.needs_refresh().tolist() == [True, False] and cache.max_commit().tolist() == [1, 1]
+    new = cache.refresh(ReadPrompt(DEEP.model, DEEP.params, jnp.asarray(texts)), cache.needs_refresh())
     assert new.since.tolist() == [47, 41] and new.due.tolist() == [53, 48]
     for old, now in zip(cache.kv, new.kv, strict=True):
         np.testing.assert_array_equal(old[1], now[1])
