@@ -1,4 +1,5 @@
-"""decodax: decoding for JAX. One compiled round, and every method a few lines plugged into it.
+"""decodax: decoding for JAX. Sampling, speculative decoding, masked diffusion, beams, constraints and KV caches for
+language models, on one compiled loop.
 
 >>> import decodax as dx
 >>> lm = dx.load("pycode")                                                        # doctest: +SKIP
@@ -11,31 +12,25 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from decodax import algorithms, caches, jobs, sampling, search, select
-    from decodax.algorithms import contrastive, diffusion
+    from decodax import (
+        algorithms,
+        bench,
+        caches,
+        constraints,
+        contrib,
+        jobs,
+        models,
+        sampling,
+        search,
+        select,
+        sharding,
+        train,
+    )
     from decodax.algorithms.autoregressive import Autoregressive
     from decodax.algorithms.diffusion import MaskedDiffusion
-    from decodax.algorithms.speculative import (
-        Adaptive,
-        Block,
-        KSeq,
-        MultiRound,
-        Rejection,
-        SeedExact,
-        Speculative,
-        TypicalAcceptance,
-        apart,
-        automatic,
-        drafts,
-        fit_layers,
-        fit_lengths,
-        fit_predictor,
-        fit_tree,
-        trees,
-    )
-    from decodax.contrib import arc
+    from decodax.algorithms.speculative import Speculative, drafts, trees, verify
     from decodax.core.cache import Cache
-    from decodax.core.round import python_loop, run, step
+    from decodax.core.round import run, step
     from decodax.core.start import init_state
     from decodax.core.state import State, Status
     from decodax.core.types import Algorithm, Decision, Model, Out, Params
@@ -43,62 +38,53 @@ if TYPE_CHECKING:
     from decodax.engine.compilation import cache_programs
     from decodax.engine.result import LogProbs, Result, Statistics
     from decodax.front.generate import Stream, generate, stream
-    from decodax.front.infill import Frame, Infilled, Watch, infill, watch
+    from decodax.front.infill import infill, watch
     from decodax.front.options import Sampling, SamplingOptions
-    from decodax.front.read_twice import read_twice
-    from decodax.front.score import Scores, score
-    from decodax.front.serve import Served, serve
+    from decodax.front.score import score
+    from decodax.front.serve import serve
     from decodax.front.watermarks import detect_watermark
     from decodax.io.load import LM, load, zoo
     from decodax.io.quantize import quantize, save
     from decodax.models import adapters
     from decodax.sampling import Policy
-    from decodax.sharding import lanes, weave
 
 __version__ = "0.1.0"
 
 # Names are imported when they are first asked for, so that `decodax --help` does not wait for JAX.
 _HOMES = {
-    "decodax": ["algorithms", "caches", "constraints", "jobs", "sampling", "search", "select"],
-    "decodax.algorithms": ["contrastive", "diffusion"],
-    "decodax.contrib": ["arc"],
+    "decodax": ["algorithms", "bench", "caches", "constraints", "contrib", "jobs", "models", "sampling", "search",
+                "select", "sharding", "train"],
     "decodax.models": ["adapters"],
-    "decodax.front.options": ["Sampling", "SamplingOptions"],
-    "decodax.front.generate": ["Stream", "generate", "stream"],
     "decodax.algorithms.autoregressive": ["Autoregressive"],
+    "decodax.algorithms.diffusion": ["MaskedDiffusion"],
+    "decodax.algorithms.speculative": ["Speculative", "drafts", "trees", "verify"],
     "decodax.core.cache": ["Cache"],
-    "decodax.core.window": ["Window"],
-    "decodax.front.infill": ["Frame", "Infilled", "Watch", "infill", "watch"],
-    "decodax.core.round": ["python_loop", "run", "step"],
+    "decodax.core.round": ["run", "step"],
     "decodax.core.start": ["init_state"],
     "decodax.core.state": ["State", "Status"],
     "decodax.core.types": ["Algorithm", "Decision", "Model", "Out", "Params"],
-    "decodax.algorithms.diffusion": ["MaskedDiffusion"],
-    "decodax.io.load": ["LM", "load", "zoo"],
-    "decodax.io.quantize": ["quantize", "save"],
-    "decodax.front.read_twice": ["read_twice"],
-    "decodax.front.serve": ["Served", "serve"],
-    "decodax.sampling": ["Policy"],
+    "decodax.core.window": ["Window"],
     "decodax.engine.compilation": ["cache_programs"],
     "decodax.engine.result": ["LogProbs", "Result", "Statistics"],
-    "decodax.front.score": ["Scores", "score"],
-    "decodax.sharding": ["lanes", "weave"],
-    "decodax.algorithms.speculative": [
-        "Adaptive", "Block", "KSeq", "MultiRound", "Rejection", "SeedExact", "Speculative", "TypicalAcceptance",
-        "apart", "automatic", "drafts", "fit_layers", "fit_lengths", "fit_predictor", "fit_tree", "trees"],
+    "decodax.front.generate": ["Stream", "generate", "stream"],
+    "decodax.front.infill": ["infill", "watch"],
+    "decodax.front.options": ["Sampling", "SamplingOptions"],
+    "decodax.front.score": ["score"],
+    "decodax.front.serve": ["serve"],
     "decodax.front.watermarks": ["detect_watermark"],
+    "decodax.io.load": ["LM", "load", "zoo"],
+    "decodax.io.quantize": ["quantize", "save"],
+    "decodax.sampling": ["Policy"],
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
-    "LM", "Adaptive", "Algorithm", "Autoregressive", "Block", "Cache", "Decision", "Frame", "Infilled", "KSeq",
-    "LogProbs", "MaskedDiffusion", "Model", "MultiRound", "Out", "Params", "Policy", "Rejection", "Result",
-    "Sampling", "SamplingOptions", "Scores", "SeedExact", "Served", "Speculative", "State", "Statistics", "Status",
-    "Stream", "TypicalAcceptance", "Watch", "Window", "adapters", "algorithms", "apart", "arc", "automatic",
-    "cache_programs", "caches", "constraints", "contrastive", "detect_watermark", "diffusion", "drafts",
-    "fit_layers", "fit_lengths", "fit_predictor", "fit_tree", "generate", "infill", "init_state", "jobs", "lanes",
-    "load", "python_loop", "quantize", "read_twice", "run", "sampling", "save", "score", "search", "select",
-    "serve", "step", "stream", "trees", "watch", "weave", "zoo",
+    "LM", "Algorithm", "Autoregressive", "Cache", "Decision", "LogProbs", "MaskedDiffusion", "Model", "Out", "Params",
+    "Policy", "Result", "Sampling", "SamplingOptions", "Speculative", "State", "Statistics", "Status", "Stream",
+    "Window", "adapters", "algorithms", "bench", "cache_programs", "caches", "constraints", "contrib",
+    "detect_watermark", "drafts", "generate", "infill", "init_state", "jobs", "load", "models", "quantize", "run",
+    "sampling", "save", "score", "search", "select", "serve", "sharding", "step", "stream", "train", "trees", "verify",
+    "watch", "zoo",
 ]
 
 
@@ -106,12 +92,14 @@ def __getattr__(name: str) -> Any:
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module 'decodax' has no attribute {name!r}")
-    value = getattr(importlib.import_module(home), name, None) if home != "decodax" else None
-    if value is None:       # a module of the package
-        value = importlib.import_module(f"{home}.{name}")
+    if home == "decodax":
+        value: Any = importlib.import_module(f"decodax.{name}")
+    else:
+        found = importlib.import_module(home)
+        value = getattr(found, name, None) or importlib.import_module(f"{home}.{name}")
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return list(__all__)

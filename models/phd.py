@@ -140,14 +140,14 @@ class Phd(Model):
                      positions=jnp.full((batch, self.copies.reach), -1, jnp.int32))
 
     def apply(self, params: Weights, window: Window, cache: Cache) -> Out:
-        """As `Model.apply`. Of a prompt (`Window.certain`) nothing but first copies is read, unless later tokens see
+        """As `Model.apply`. Of a prompt (`Window.is_prefill`) nothing but first copies is read, unless later tokens see
         the others, which takes a cache that `init_cache` made: what looks at a cache of first copies alone, to choose
         among them, leaves nothing for others."""
         K, W, local = self.copies.count, window.width, isinstance(cache, Local | LocalScratch)
         if K > 1 and not isinstance(cache, Cache | Draftable):      # what stands in a cache's place knows of no copies
             raise ValueError("cache: this kind reads a prompt in a way of its own; takes a model that reads each token "
                              "once")
-        if K == 1 or (window.certain and not local):
+        if K == 1 or (window.is_prefill and not local):
             return self.inner.apply(params, window, cache)
         often = lambda x: jnp.tile(x, (1, K, *[1] * (x.ndim - 2)))
         nodes = Window(tokens=often(window.tokens), positions=often(window.positions), live=often(window.live),
@@ -211,7 +211,7 @@ class _Reading:
         W = self.window.width
         first = lambda x: x[:, :W]
         out, entry = self.cache.attend(layer, q, k, v, nodes, **options)
-        if self.window.certain:
+        if self.window.is_prefill:
             # first copies as a prompt, which a cache may read in its own way
             own, entry = self.cache.base.attend(layer, first(q), first(k), first(v), self.window, **options)
             out = jnp.concatenate([own, out[:, W:]], 1)
@@ -261,7 +261,7 @@ class Local(Wrapper):
                        for held, entry in zip(self.hidden, entries, strict=True))
         return self.replace(base=base, hidden=hidden, positions=put(self.positions, slots, to))
 
-    def scratch(self, entries: Entries, room: int) -> Draftable:
+    def tree_buffer(self, entries: Entries, room: int) -> Draftable:
         return LocalScratch.empty(self, entries, room)
 
 

@@ -92,13 +92,13 @@ class Store(KeyValues):
     kind: RwkvXConfig = static()
     reading: bool = static(default=False)
 
-    def for_prompt(self) -> Store:
+    def prefill_cache(self) -> Store:
         return self.replace(reading=True)
 
-    def settled(self, prompt: ReadPrompt) -> Store:
+    def finish_prefill(self, prompt: ReadPrompt) -> Store:
         return self.replace(reading=False)
 
-    def horizon(self) -> Array | None:
+    def max_commit(self) -> Array | None:
         # a chunk may be attended to from the token on that follows its last one, and a store is cut down before that
         room = self.kind.chunk - self.count % self.kind.chunk
         return room if self.limit is None else jnp.minimum(room, jnp.maximum(self.limit + 1 - self.count, 1))
@@ -109,13 +109,13 @@ class Store(KeyValues):
         limit = None if self.reading else self.kind.limit
         return limit if limit is not None and self.capacity > limit else None
 
-    def stale(self) -> Array | None:
+    def needs_refresh(self) -> Array | None:
         return None if self.limit is None else self.count > self.limit
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                **options: Any) -> tuple[Array, PyTree]:
         q = q.astype(jnp.float32) * scale
-        out = (self._prompt if window.certain else self._drafts)(layer, q, k, v, window)
+        out = (self._prompt if window.is_prefill else self._drafts)(layer, q, k, v, window)
         return out.astype(v.dtype), (k, v)
 
     def _prompt(self, layer: int, q: Array, k: Array, v: Array, window: Window) -> Array:
@@ -199,7 +199,7 @@ class Store(KeyValues):
         keys = jnp.pad(kept[..., :d].astype(jnp.float32), ((0, 0), (0, 0), (0, chunks * C - kept.shape[2]), (0, 0)))
         return kept, keys.reshape(*keys.shape[:2], chunks, C, d).sum(3)
 
-    def scratch(self, entries: Entries, room: int) -> Draftable:
+    def tree_buffer(self, entries: Entries, room: int) -> Draftable:
         raise ValueError("draft: an RWKV-X has no scratch for trees that grow level by level, so it drafts for no "
                          "other model")
 
@@ -235,14 +235,14 @@ class HybridStates(PerLayer):
         """As `Recurrent.walk`."""
         return self.linear.walk(self.where[place][1], *args)
 
-    def renewed(self, text: ReadPrompt, rows: Array) -> HybridStates:
+    def refresh(self, text: ReadPrompt, rows: Array) -> HybridStates:
         newest = take(text.tokens, self.length[:, None])
         held = self.replace(base=Cutting(base=self.base))
         out = text.model.apply(text.params, causal(newest, self.length), held)
         return self.replace(base=self.base.cut(self.part(out.entries, False), rows))
 
-    def scratch(self, entries: Entries, room: int) -> Draftable:
-        return self.base.scratch(entries, room)
+    def tree_buffer(self, entries: Entries, room: int) -> Draftable:
+        return self.base.tree_buffer(entries, room)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -47,7 +47,7 @@ class RecurrentNetwork(Model):
     def forward(self, params: Weights, tokens: Array) -> Array:
         """Logits `f32[B, T, V]` of whole sequences `i32[B, T]`, for training and scoring."""
         B = tokens.shape[0]
-        window = causal(tokens, jnp.zeros(B, jnp.int32)).replace(certain=True)
+        window = causal(tokens, jnp.zeros(B, jnp.int32)).replace(is_prefill=True)
         return self.apply(params, window, self.init_cache(B, 0)).logits()
 
     def embeddings(self, params: Weights, tokens: Array) -> Array:

@@ -24,8 +24,7 @@ from decodax.cache.linear import over_text
 from decodax.common.axes import EXPERT, MODEL
 from decodax.common.struct import Struct, short, struct
 from decodax.core.cache import Cache, CacheConfig
-from decodax.core.packing import Packed as PackedNodes
-from decodax.core.packing import Packing
+from decodax.core.packing import PackedWindow, Packing
 from decodax.core.types import CacheKind, LayeredModel, Out, PartialForward
 from decodax.core.window import Window, take
 from decodax.models.config import DecoderConfig
@@ -198,7 +197,7 @@ class Transformer(LayeredModel):
         params, by_row = _chosen(params, cache)
         network = _network(self.config, params)
         x = _embedded(network, window, cache)
-        first = cache.reads if window.certain else None
+        first = cache.reads if window.is_prefill else None
         if first is not None:
             keep = [(i < first,) * 2 for i in range(self.depth)]
 
@@ -210,7 +209,7 @@ class Transformer(LayeredModel):
 
         def packed(size: int) -> tuple[Array, Any, tuple[Array, ...]]:
             assert packing is not None
-            nodes = PackedNodes.of(window, packing, size)
+            nodes = PackedWindow.of(window, packing, size)
             hidden, entries, layers = network(nodes.pack(x), nodes.pack(window.positions), nodes.attend(cache),
                                               self.context)
             return nodes.unpack(hidden), entries, tuple(map(nodes.unpack, layers))

@@ -73,5 +73,5 @@ def test_a_jobs_identity_does_not_go_by_what_is_shown() -> None:
     """Two options that look alike are two options."""
     one, other = Temperature(jnp.zeros(300)), Temperature(jnp.zeros(300).at[150].set(1))
     assert repr(one) == repr(other) and _said(one) != _said(other) and _said(one) == _said(Temperature(jnp.zeros(300)))
-    for value in (dx.drafts.PromptLookup(5), dx.caches.make("knorm", skip_layers=(0,)), dx.SeedExact()):
+    for value in (dx.drafts.PromptLookup(5), dx.caches.make("knorm", skip_layers=(0,)), dx.verify.SeedExact()):
         assert _said(value) == repr(value)

@@ -38,7 +38,7 @@ PIECE = 8
 
 
 @dataclasses.dataclass
-class Counts:
+class RequestCounts:
     """What the texts of `generate_until` took so far.
 
     Attributes:
@@ -109,7 +109,7 @@ class HarnessLM(TemplateLM):
         self.algorithm, self.cache, self.seed, self.progress = algorithm, cache, seed, progress
         self.add_bos_token, self.think_end_token = add_bos_token, think_end_token
         self.chat_template_args = dict(chat_template_args or {})
-        self.counts = Counts()
+        self.counts = RequestCounts()
 
     @property
     def eot_token_id(self) -> int:

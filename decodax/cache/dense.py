@@ -72,7 +72,7 @@ class Dense(KeyValues):
         return self.replace(kv=jax.lax.fori_loop(jnp.int32(0), blocks, move, self.kv), length=self.length[rows],
                             given=jax.tree.map(lambda x: x[rows], self.given))
 
-    def take_over(self, kv: Sequence[Array], length: Array) -> Dense:
+    def load_prefix(self, kv: Sequence[Array], length: Array) -> Dense:
         put = lambda held, new: jax.lax.dynamic_update_slice_in_dim(held, new.astype(held.dtype), 0, 2)
         return self.replace(kv=tuple(map(put, self.kv, kv)), length=length)
 

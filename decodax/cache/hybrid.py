@@ -61,11 +61,11 @@ class PerLayer(Wrapper):
     def succeed(self, rows: Array) -> PerLayer:
         return self.replace(base=self.base.succeed(rows), linear=self.linear.succeed(rows))
 
-    def settled(self, prompt: ReadPrompt) -> PerLayer:
-        return self.replace(base=self.base.settled(_alone(prompt)))
+    def finish_prefill(self, prompt: ReadPrompt) -> PerLayer:
+        return self.replace(base=self.base.finish_prefill(_alone(prompt)))
 
-    def renewed(self, text: ReadPrompt, rows: Array) -> PerLayer:
-        return self.replace(base=self.base.renewed(_alone(text), rows))
+    def refresh(self, text: ReadPrompt, rows: Array) -> PerLayer:
+        return self.replace(base=self.base.refresh(_alone(text), rows))
 
     @property
     def view(self) -> Cache:

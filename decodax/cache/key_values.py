@@ -68,7 +68,7 @@ class KeyValues(Cache):
     def inputs(self) -> PyTree:
         return self.given
 
-    def scratch(self, entries: Entries, room: int) -> Draftable:
+    def tree_buffer(self, entries: Entries, room: int) -> Draftable:
         return Scratch.empty(self, entries, room)
 
 

@@ -306,7 +306,7 @@ class LinearStates(Sized):
                linear: LinearTerms) -> tuple[Array, PyTree]:
         """As `Cache.attend`, for the rule of `linear`."""
         state, own = self.states[layer], k.shape[1] - q.shape[1]
-        if window.certain and q.shape[1] > BLOCK:
+        if window.is_prefill and q.shape[1] > BLOCK:
             out = along(linear, state, self.length, q, k, v, window.live, window.positions)
         else:
             out = mix(linear, state, self.length, q, k, v, window.visible(), window.positions, window.key_positions)
@@ -319,7 +319,7 @@ class LinearStates(Sized):
                        for rule, state, entry in zip(self.rules, self.states, entries, strict=True))
         return self.replace(states=states, length=jnp.maximum(self.length, slots.max(1) + 1))
 
-    def scratch(self, entries: Entries, room: int) -> Draftable:
+    def tree_buffer(self, entries: Entries, room: int) -> Draftable:
         return Scratch.empty(self, entries, room)
 
 

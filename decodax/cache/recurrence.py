@@ -89,7 +89,7 @@ class LinearRecurrent(Sized):
         """
         q, k, v, decay = (a.astype(jnp.float32) for a in (q, k, v, decay))
         state = self.states[layer]
-        if window.certain and window.width > chunk:
+        if window.is_prefill and window.width > chunk:
             y, total, _ = _chunks(state, q, k, v, decay, window.live, chunk)
         else:
             seen = window.visible()
@@ -106,7 +106,7 @@ class LinearRecurrent(Sized):
             states.append(_after(state, own.keys, own.values, own.total, slots))
         return self.replace(rings=tuple(rings), states=tuple(states), length=length)
 
-    def scratch(self, entries: Entries, room: int) -> LinearScratch:
+    def tree_buffer(self, entries: Entries, room: int) -> LinearScratch:
         zeros = lambda x: jnp.zeros((x.shape[0], room, *x.shape[2:]), x.dtype)
         return LinearScratch(base=self, nodes=jax.tree.map(zeros, tuple(entries)),
                              positions=jnp.zeros((self.length.shape[0], room), jnp.int32))

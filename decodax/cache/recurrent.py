@@ -2,7 +2,7 @@
 
 A recurrent layer has no entries that could be left out later, so the state after each node of a window is an entry, and
 `commit` takes that of the last node that was accepted. A node's state starts from its parent's: chains and trees alike.
-Of a prefill (`Window.certain`) only the last state is kept.
+Of a prefill (`Window.is_prefill`) only the last state is kept.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ class Recurrent(Sized):
             The outputs of `step`, `[B, W, ...]`, and the layer's entry.
         """
         state = self.states[layer]
-        if window.certain and along is not None:
+        if window.is_prefill and along is not None:
             state, y = along(state, x, window.live)
             return y, jax.tree.map(lambda a: a[:, None], state)
-        if window.certain:
+        if window.is_prefill:
             return _along(step, state, x, window.live)
         wide = jax.tree.map(lambda a: jnp.broadcast_to(a[:, None], (a.shape[0], window.width, *a.shape[1:])), state)
         return _down(step, wide, x, _above(window))
@@ -75,7 +75,7 @@ class Recurrent(Sized):
         return self.replace(states=jax.tree.map(put, self.states, tuple(entries)),
                             length=jnp.maximum(self.length, slots.max(1) + 1))
 
-    def scratch(self, entries: Entries, room: int) -> RecurrentScratch:
+    def tree_buffer(self, entries: Entries, room: int) -> RecurrentScratch:
         zeros = lambda x: jnp.zeros((x.shape[0], room, *x.shape[1:]), x.dtype)
         return RecurrentScratch(base=self, states=jax.tree.map(zeros, self.states),
                                 positions=jnp.zeros((self.length.shape[0], room), jnp.int32))

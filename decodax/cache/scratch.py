@@ -35,7 +35,7 @@ class AttentionView(Struct):
     before: Any = None
 
     @property
-    def certain(self) -> bool:
+    def is_prefill(self) -> bool:
         """As in `Window`: never."""
         return False
 

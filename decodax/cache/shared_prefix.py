@@ -110,7 +110,7 @@ class SharedPrefix(KeyValues):
         return self.replace(of=self.of[rows], kv=tuple(map(some, self.kv)), length=self.length[rows],
                             given=jax.tree.map(some, self.given))
 
-    def for_prompt(self) -> Cache:
+    def prefill_cache(self) -> Cache:
         if not self.kv or self.kind.prefix:
             return self
         return UnsharedPrompt(base=dense(self.shapes, self.length.shape[0], self.size, self.kv[0].dtype, self.given),
@@ -131,7 +131,7 @@ class UnsharedPrompt(Wrapper):
 
     by_row = False
 
-    def settled(self, prompt: ReadPrompt) -> Cache:     # type: ignore[override]
+    def finish_prefill(self, prompt: ReadPrompt) -> Cache:     # type: ignore[override]
         made, length = self.into, self.base.length
         slots = made.kind.slots(made.size)
         return made.replace(prefixes=self.base.kv, fixed=length, length=length, given=self.base.given,

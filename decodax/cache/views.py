@@ -60,27 +60,27 @@ class Viewed(Wrapper):
     def select(self, rows: Array) -> Viewed:
         return self.replace(base=self.base.select(rows), small=self.small.select(rows))
 
-    def for_prompt(self) -> Viewed:
-        return self.replace(base=self.base.for_prompt(), small=self.small.for_prompt())
+    def prefill_cache(self) -> Viewed:
+        return self.replace(base=self.base.prefill_cache(), small=self.small.prefill_cache())
 
-    def settled(self, prompt: ReadPrompt) -> Viewed:
-        return self.replace(base=self.base.settled(prompt), small=self.small.settled(prompt))
+    def finish_prefill(self, prompt: ReadPrompt) -> Viewed:
+        return self.replace(base=self.base.finish_prefill(prompt), small=self.small.finish_prefill(prompt))
 
-    def scratch(self, entries: Entries, room: int) -> Draftable:
-        return self.small.scratch([entry for _, entry in entries], room)
+    def tree_buffer(self, entries: Entries, room: int) -> Draftable:
+        return self.small.tree_buffer([entry for _, entry in entries], room)
 
     def room(self, running: Array) -> Array | None:
         return _least(self.base.room(running), self.small.room(running))
 
-    def horizon(self) -> Array | None:
-        return _least(self.base.horizon(), self.small.horizon())
+    def max_commit(self) -> Array | None:
+        return _least(self.base.max_commit(), self.small.max_commit())
 
-    def stale(self) -> Array | None:
-        one, other = self.base.stale(), self.small.stale()
+    def needs_refresh(self) -> Array | None:
+        one, other = self.base.needs_refresh(), self.small.needs_refresh()
         return one if other is None else other if one is None else one | other
 
-    def renewed(self, text: ReadPrompt, rows: Array) -> Viewed:
-        new = lambda cache: cache if (stale := cache.stale()) is None else cache.renewed(text, rows & stale)
+    def refresh(self, text: ReadPrompt, rows: Array) -> Viewed:
+        new = lambda cache: cache if (stale := cache.needs_refresh()) is None else cache.refresh(text, rows & stale)
         return self.replace(base=new(self.base), small=new(self.small))
 
 

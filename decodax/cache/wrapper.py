@@ -54,11 +54,11 @@ class Wrapper(Cache):
     def truncate(self, length: Array) -> Self:
         return self.replace(base=self.base.truncate(length))
 
-    def for_prompt(self) -> Self:
-        return self.replace(base=self.base.for_prompt())
+    def prefill_cache(self) -> Self:
+        return self.replace(base=self.base.prefill_cache())
 
-    def settled(self, prompt: ReadPrompt) -> Self:
-        return self.replace(base=self.base.settled(prompt))
+    def finish_prefill(self, prompt: ReadPrompt) -> Self:
+        return self.replace(base=self.base.finish_prefill(prompt))
 
     @property
     def reads(self) -> int | None:
@@ -71,17 +71,17 @@ class Wrapper(Cache):
     def view_of(self, kind: Any) -> Cache:
         return self.replace(base=self.base.view_of(kind))
 
-    def scratch(self, entries: Entries, room: int) -> Draftable:
+    def tree_buffer(self, entries: Entries, room: int) -> Draftable:
         return Scratch.empty(self, entries, room)
 
     def room(self, running: Array) -> Array | None:
         return self.base.room(running)
 
-    def horizon(self) -> Array | None:
-        return self.base.horizon()
+    def max_commit(self) -> Array | None:
+        return self.base.max_commit()
 
-    def stale(self) -> Array | None:
-        return self.base.stale()
+    def needs_refresh(self) -> Array | None:
+        return self.base.needs_refresh()
 
-    def renewed(self, text: ReadPrompt, rows: Array) -> Self:
-        return self.replace(base=self.base.renewed(text, rows))
+    def refresh(self, text: ReadPrompt, rows: Array) -> Self:
+        return self.replace(base=self.base.refresh(text, rows))

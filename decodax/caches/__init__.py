@@ -12,7 +12,7 @@ import importlib
 import pkgutil
 from typing import Any
 
-from decodax.caches import bounded, evict, quantize, sparse
+from decodax.caches import bounded, evict, prefill, quantize, sparse
 from decodax.caches.bounded.less import LessKernels
 from decodax.caches.constant import Constant
 from decodax.caches.evict.evicting import Evicting, Eviction
@@ -25,8 +25,8 @@ from decodax.caches.prefix.repairing import HighDeviation
 from decodax.caches.quantize.coupled import Codebooks
 from decodax.caches.quantize.predicted import Predictors
 from decodax.caches.quantize.shrunk import KVFeatures
-from decodax.caches.sparse.attention_predictor import AttentionNet
-from decodax.caches.sparse.query_aware import KeyBooks
+from decodax.caches.sparse.a2ats import KeyBooks
+from decodax.caches.sparse.attention_net import AttentionNet
 from decodax.caches.sparse.token_butler import Butler
 from decodax.common.registry import CACHES
 
@@ -35,7 +35,7 @@ __all__ = ["AttentionNet", "Butler", "Codebooks", "Constant", "Evicting", "Evict
            "Selection", "TokenScore", "blended", "edited", "find", "load_prefix", "make", "matched",
            "names", "parse", "read_prefix", "register", "save_prefix"]
 
-for _shelf in (evict, bounded, quantize, sparse):       # every module of a shelf registers its own names
+for _shelf in (evict, bounded, quantize, sparse, prefill):       # every module of a shelf registers its own names
     for _module in pkgutil.walk_packages(_shelf.__path__, f"{_shelf.__name__}."):
         importlib.import_module(_module.name)
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from jax.sharding import Mesh
 
-    from decodax.jobs import Progress
+    from decodax.jobs import JobProgress
 
 EXAMPLES = """\
 examples:
@@ -143,7 +143,7 @@ def _mesh(data: int, model: int) -> Mesh:
     return jax.make_mesh((data, model), ("data", "model"), devices=devices[:data * model])
 
 
-def _summary(found: Progress) -> str:
+def _summary(found: JobProgress) -> str:
     before = f", {found.before:,} before" if found.before else ""
     left = ", stopped before the end" if found.stopped else ""
     return (f"[{found.finished:,} finished{before}, {found.failed:,} failed{left}: {found.tokens:,} tokens in "
@@ -151,7 +151,7 @@ def _summary(found: Progress) -> str:
 
 
 @contextlib.contextmanager
-def _progress(total: int | None, quiet: bool) -> Iterator[Callable[[Progress], None] | None]:
+def _progress(total: int | None, quiet: bool) -> Iterator[Callable[[JobProgress], None] | None]:
     """A bar on a terminal, else a line now and then; both say when a program is being compiled, and for how long that
     took."""
     if quiet:

@@ -13,6 +13,7 @@ import functools
 import inspect
 import numbers
 import re
+import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -81,12 +82,13 @@ class Option:
 
 
 def options_of(make: Callable[..., Any]) -> dict[str, Option]:
-    """Returns the parameters of a function, or the fields of a dataclass, by name."""
+    """Returns the parameters of a function, or the fields of a dataclass, by name. A field whose name begins with an
+    underscore is no option."""
     hints = _hints(make)
     if inspect.isclass(make) and dataclasses.is_dataclass(make):
         found = {}
         for field in sorted(dataclasses.fields(make), key=lambda field: field.kw_only is True):
-            if field.init:
+            if field.init and not field.name.startswith("_"):
                 factory: Any = field.default_factory
                 default = field.default if factory is dataclasses.MISSING else factory()
                 found[field.name] = Option(REQUIRED if default is dataclasses.MISSING else default,
@@ -135,11 +137,16 @@ def check_options(make: Callable[..., Any], given: Mapping[str, Any]) -> None:
 
 @functools.lru_cache(maxsize=512)
 def _hints(make: Callable[..., Any]) -> dict[str, Any]:
-    function: Any = make.__init__ if inspect.isclass(make) else make
+    if inspect.isclass(make) and dataclasses.is_dataclass(make):     # a field may be inherited from another module
+        owners = [(inspect.get_annotations(c), vars(sys.modules[c.__module__])) for c in reversed(make.__mro__)]
+    else:
+        function: Any = make.__init__ if inspect.isclass(make) else make
+        owners = [(getattr(function, "__annotations__", {}), getattr(function, "__globals__", {}))]
     found = {}
-    for name, hint in getattr(function, "__annotations__", {}).items():
-        with contextlib.suppress(NameError):        # of names that only type checkers see
-            found[name] = eval(hint, function.__globals__) if isinstance(hint, str) else hint
+    for hints, names in owners:
+        for name, hint in hints.items():
+            with contextlib.suppress(NameError):        # of names that only type checkers see
+                found[name] = eval(hint, names) if isinstance(hint, str) else hint
     return found
 
 

@@ -55,7 +55,7 @@ def whole(pattern: str) -> Dfa:
     """Returns the automaton of `regex`, also for an expression that matches nothing."""
     b = Builder()
     with _named(pattern):
-        return b.build(Reader(b, pattern).matched())
+        return b.build(ExpressionReader(b, pattern).matched())
 
 
 def search(pattern: str) -> Dfa:
@@ -67,7 +67,7 @@ def search(pattern: str) -> Dfa:
     """
     b = Builder()
     with _named(pattern):
-        return b.build(Reader(b, pattern, ECMA_SPACE, ECMA_LINE_ENDS, "end").found())
+        return b.build(ExpressionReader(b, pattern, ECMA_SPACE, ECMA_LINE_ENDS, "end").found())
 
 
 @contextlib.contextmanager
@@ -79,7 +79,7 @@ def _named(pattern: str) -> Iterator[None]:
         raise TooLarge(f"regex: {pattern!r}: {error}") from None
 
 
-class Reader:
+class ExpressionReader:
     """Puts the parts of one expression into a builder."""
 
     def __init__(self, b: Builder, pattern: str, space: Spans = CATEGORIES["CATEGORY_SPACE"],

@@ -21,7 +21,7 @@ FAR = np.iinfo(np.int32).max // 2
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Trie:
+class TokenTrie:
     """The tokens of a vocabulary by their bytes. Level by level; the nodes of a level are sorted by parent.
 
     Attributes:
@@ -39,7 +39,7 @@ class Trie:
     tokens: list[np.ndarray]
 
     @classmethod
-    def build(cls, token_bytes: Sequence[bytes]) -> Trie:
+    def build(cls, token_bytes: Sequence[bytes]) -> TokenTrie:
         """Of the bytes that each token adds to a text; those that add none are left out."""
         lengths = np.array([len(t) for t in token_bytes])
         flat = np.frombuffer(b"".join(token_bytes), np.uint8)
@@ -88,7 +88,7 @@ class TokenDfa:
     forced: np.ndarray
 
     @classmethod
-    def build(cls, parts: Sequence[Dfa], trie: Trie, eos: Sequence[int], banned: Sequence[int] = ()) -> TokenDfa:
+    def build(cls, parts: Sequence[Dfa], trie: TokenTrie, eos: Sequence[int], banned: Sequence[int] = ()) -> TokenDfa:
         """Of several languages side by side.
 
         Args:
@@ -152,7 +152,7 @@ NOTHING = 0
 """The action of a token by which no text goes on."""
 
 
-def _actions(following: np.ndarray, trie: Trie) -> tuple[np.ndarray, list[np.ndarray]]:
+def _actions(following: np.ndarray, trie: TokenTrie) -> tuple[np.ndarray, list[np.ndarray]]:
     """Returns what each token does to the states.
 
     Many tokens do the same: to a string of JSON all words of five plain letters. An action is worked out once for each
@@ -190,7 +190,7 @@ def _actions(following: np.ndarray, trie: Trie) -> tuple[np.ndarray, list[np.nda
     return found, pairs
 
 
-def _forced(following: np.ndarray, final: np.ndarray, trie: Trie, barred: np.ndarray) -> np.ndarray:
+def _forced(following: np.ndarray, final: np.ndarray, trie: TokenTrie, barred: np.ndarray) -> np.ndarray:
     """For each state the longest token of the text that must follow, or -1."""
     found: np.ndarray = np.full(len(final), DEAD)
     one = ((following >= 0).sum(1) == 1) & ~final
@@ -212,6 +212,6 @@ def _forced(following: np.ndarray, final: np.ndarray, trie: Trie, barred: np.nda
 
 
 @functools.lru_cache(maxsize=4)
-def trie_of(token_bytes: tuple[bytes, ...]) -> Trie:
-    """`Trie.build`, kept for the vocabularies in use."""
-    return Trie.build(token_bytes)
+def trie_of(token_bytes: tuple[bytes, ...]) -> TokenTrie:
+    """`TokenTrie.build`, kept for the vocabularies in use."""
+    return TokenTrie.build(token_bytes)

@@ -1,7 +1,8 @@
 """Compressed texts in front of a decoder: an ARC-Encoder with its weights and tokenizer (Pilchen et al., 2025).
 
 >>> encoder = load(path)                                                                       # doctest: +SKIP
->>> dx.generate(lm, **encoder.read(lm, [[Context(document), question]]))                       # doctest: +SKIP
+>>> dx.generate(lm, **encoder.read(lm,
+                                   [[CompressedContext(document), question]]))                       # doctest: +SKIP
 
 The decoder stays as it is. It reads the vectors of a context as the embeddings of so many tokens, so every algorithm,
 policy and cache goes with them.
@@ -40,7 +41,7 @@ TOGETHER = 8
 
 
 @dataclasses.dataclass(frozen=True)
-class Context:
+class CompressedContext:
     """A part of a prompt that is read as vectors: a text, or token ids of the encoder's vocabulary."""
 
     text: Text
@@ -61,13 +62,14 @@ class Encoder:
     params: Weights
     tokenizer: Tokenizer | None = None
 
-    def read(self, lm: LM, prompts: Sequence[Sequence[Text | Context]], *, chunk: int | None = None,
+    def read(self, lm: LM, prompts: Sequence[Sequence[Text | CompressedContext]], *, chunk: int | None = None,
              end: End | None = "cont") -> dict[str, Any]:
         """`prompts=` and `inputs=` of `decodax.generate`, `stream` or `score`.
 
         Args:
             lm: the decoder.
-            prompts: for each prompt its parts in order, `Context`s and what the decoder reads itself (texts or ids). A
+            prompts: for each prompt its parts in order, `CompressedContext`s and what the decoder reads itself (texts
+            or ids). A
                 text in front gets the decoder's BOS token, if its tokenizer adds one; the others get none.
             chunk: contexts of more tokens are encoded in pieces of so many. The vectors stand side by side.
             end: the state behind each context: "cont" asks for what follows, "rec" for the context itself.
@@ -82,13 +84,13 @@ class Encoder:
                              f"of width {self.model.out}")
         if chunk is not None and chunk < 1:
             raise ValueError(f"chunk: got {chunk}, takes 1 or more, or None")
-        rows = [[part if isinstance(part, Context) else _ids(lm, part, f"prompts[{i}]", special=j == 0)
+        rows = [[part if isinstance(part, CompressedContext) else _ids(lm, part, f"prompts[{i}]", special=j == 0)
                  for j, part in enumerate(row)] for i, row in enumerate(prompts)]
         for i, row in enumerate(rows):
-            if not row or not row[-1] or isinstance(row[-1], Context):
+            if not row or not row[-1] or isinstance(row[-1], CompressedContext):
                 raise ValueError(f"prompts[{i}]: ends in no text, takes a text that the decoder reads behind its "
                                  "contexts")
-        vectors = iter(self.vectors([part.text for row in rows for part in row if isinstance(part, Context)],
+        vectors = iter(self.vectors([part.text for row in rows for part in row if isinstance(part, CompressedContext)],
                                     chunk=chunk, end=end))
         ids: list[list[int]] = []
         values: list[list[tuple[int, np.ndarray]]] = []
@@ -96,7 +98,7 @@ class Encoder:
             own: list[int] = []
             places: list[tuple[int, np.ndarray]] = []
             for part in row:
-                if isinstance(part, Context):
+                if isinstance(part, CompressedContext):
                     read = next(vectors)
                     places += [(len(own) + j, vector) for j, vector in enumerate(read)]
                     own += [0] * len(read)

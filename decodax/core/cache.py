@@ -1,4 +1,4 @@
-"""The contract of a cache: what a model keeps of each row from round to round."""
+"""The contract of a cache: the state that a model keeps for each row from round to round."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from decodax.pallas_kernels.window_attention import Bias
 PyTree = Any
 
 Entries = Sequence[PyTree]
-"""What a model returns of its window for the cache: for each layer a pytree of arrays `[B, W, ...]`, one entry a node.
+"""What a model call returns for the cache: for each layer a pytree of arrays `[B, W, ...]`, one entry for each node.
 The cache decides what an entry is: keys and values, a latent, a recurrent state, statistics of attention."""
 
 Feature = Literal["trees", "subsets", "rewrites", "truncation"]
@@ -37,14 +37,16 @@ NONE: frozenset[Feature] = frozenset()
 
 
 class Cache(Struct, abc.ABC):
-    """What a model keeps of each row: derive a `@struct` from this. Every kind obeys the same laws (`tests/laws`).
+    """The state that a model keeps for each row of a batch: keys and values, or recurrent states. Derive a `@struct`.
 
-    Every array leaf has a leading batch axis, unless `by_row` says otherwise (a pool of pages); such a kind overrides
-    `select`. Slots are named by the position of their token; where an entry lies is the cache's own business.
+    Only `capacity`, `attend` and `commit` have to be defined; the defaults of the other members suit a cache of fixed
+    size in which nothing is evicted. Every kind obeys the same laws (`tests/laws`). Slots are identified by the
+    position of their token; where an entry is stored is up to the kind.
 
     Attributes:
-        supports: the features that it has. An algorithm that needs another one is refused by name.
-        by_row: whether every array leaf has a leading batch axis, so that rows may lie on devices of their own.
+        supports: features that the kind has. An algorithm that needs another one is refused by name.
+        by_row: True if every array leaf has a leading batch axis, so that rows can lie on different devices. A kind
+            with arrays that rows share (a pool of pages) sets it to False and overrides `select`.
     """
 
     supports: ClassVar[frozenset[Feature]] = NONE
@@ -59,33 +61,31 @@ class Cache(Struct, abc.ABC):
     @property
     @abc.abstractmethod
     def capacity(self) -> int:
-        """Positions `S` that it was made for; 0 holds nothing."""
+        """Number of positions `S` that the cache was made for; 0 holds nothing."""
 
     @property
     def inputs(self) -> PyTree:
-        """What the model keeps of the inputs that each row was given beside its tokens (`Model.init_cache`), or
-        None."""
+        """The inputs that each row was given beside its tokens (`Model.init_cache`), as far as the model needs them
+        later; None: nothing."""
         return None
 
     @property
     def hosted(self) -> PyTree:
-        """Those of its arrays that lie in the host's memory (`decodax.core.host_memory`), as a pytree; None: none
-        does."""
+        """The arrays that lie in host memory (`decodax.core.host_memory`), as a pytree; None: no array does."""
         return None
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
                bias: Bias | None = None) -> tuple[Array, PyTree]:
-        """Attention of the window's queries `f[B, W, H, d]` to the cache and to the window.
+        """Attends from the window's queries `q`, `f[B, W, H, d]`, to the cached entries and to the window itself.
 
         Args:
-            k, v: `f[B, K, G, d]` and `f[B, K, G, e]` keys and values of the window. `K` is `W`, unless nodes of earlier
-                windows stand before its own (`AttentionView`).
-            window: a `Window` or an `AttentionView`, of which it reads `visible()`, `tokens`, `positions`,
-                `key_positions`, `before`, `cached` and `certain`; `live` only where `certain`, which a `Window` alone
-                is. `before` are the entries of this layer of the nodes that stand before its own, or None: what an
-                entry holds of a node, which may be made of its token, so comes back with its key.
-            bias: what is added to the scores; see `decodax.pallas_kernels.window_attention`.
+            k, v: `f[B, K, G, d]` and `f[B, K, G, e]`, keys and values of the window. `K` is `W`, unless nodes of
+                earlier windows come before its own (`AttentionView`).
+            window: a `Window` or an `AttentionView`; read are `visible()`, `tokens`, `positions`, `key_positions`,
+                `before`, `cached` and `is_prefill`, and `live` of a prefill. `before` has this layer's entries of the
+                nodes that come before the window's own, or None.
+            scale, sliding, softcap, bias: of the attention scores; see `decodax.pallas_kernels.window_attention`.
 
         Returns:
             `f[B, W, H, e]`, and the entry of this layer: a pytree of arrays `[B, W, ...]`.
@@ -94,54 +94,56 @@ class Cache(Struct, abc.ABC):
 
     @abc.abstractmethod
     def commit(self, entries: Any, slots: Array) -> Self:
-        """Writes entry `w` of row `b` for position `slots[b, w]` (`i32[B, W]`); -1 drops it. `entries` are those that
-        the model returned (`Entries`, or what a model and a cache of its own agree on)."""
+        """Writes entry `w` of row `b` for position `slots[b, w]` (`i32[B, W]`); -1 drops the entry.
+
+        `entries` are those that the model returned for the window (`Entries`)."""
 
     def select(self, rows: Array) -> Self:
-        """The cache whose row `i` is this one's row `rows[i]` (`i32[B']`)."""
+        """Returns the cache whose row `i` is row `rows[i]` of this one (`i32[B']`)."""
         return jax.tree.map(lambda x: take_rows(x, rows), self)
 
     def succeed(self, rows: Array) -> Self:
-        """As `select`, with as many rows (`i32[B]`), in each round: a cache that can do so moves less."""
+        """As `select` with the same number of rows, called in every round by beams: a kind that can move less data
+        overrides it."""
         return self.select(rows)
 
     def truncate(self, length: Array) -> Self:
-        """Without the entries at positions from `length` (`i32[B]`) on. Needs the feature "truncation"."""
+        """Drops the entries at positions from `length` (`i32[B]`) on. Needs the feature "truncation"."""
         raise NotImplementedError(f"{type(self).__name__} does not support truncation")
 
     def room(self, running: Array) -> Array | None:
-        """`i32[B]`: how many more positions fit. A row that needs more ends with `Status.CAPACITY`. None: as many as
-        the token buffer has.
+        """Returns the number of further positions that fit, `i32[B]`; a row that needs more ends with
+        `Status.CAPACITY`. None: as many as the token buffer has.
 
         Args:
-            running: `bool[B]`, the rows that have not finished; the others need no room.
+            running: `bool[B]`, rows that have not finished; the others need no room.
         """
         return None
 
-    def horizon(self) -> Array | None:
-        """`i32[B]`, at least 1: how many tokens a round may commit, because what the cache holds changes behind them
-        (an eviction, a flush). None: any number. A round that commits no more than this sees what plain decoding would
-        see, so that speculation stays exact."""
+    def max_commit(self) -> Array | None:
+        """Returns the number of tokens that a round may commit at most, `i32[B]`, at least 1, because an eviction or a
+        flush follows them. None: any number. A round that commits no more sees what plain decoding would see, so
+        speculation stays exact."""
         return None
 
-    def stale(self) -> Array | None:
-        """`bool[B]`: rows of which entries are to be computed anew before the next round (`renewed`). None: of none,
-        ever. It depends on the committed tokens alone, as everything here."""
+    def needs_refresh(self) -> Array | None:
+        """Returns the rows whose entries have to be computed anew before the next round, `bool[B]`. None: this kind
+        never computes entries anew. Like everything in a cache it depends on committed tokens only."""
         return None
 
-    def renewed(self, text: ReadPrompt, rows: Array) -> Self:
-        """With those entries of `rows` (`bool[B]`) computed anew, for which it may run the model once more over tokens
-        that are committed. Those of `text` go up to the newest one, whose entry it does not have yet."""
+    def refresh(self, text: ReadPrompt, rows: Array) -> Self:
+        """Recomputes those entries of `rows` (`bool[B]`). It may run the model once more on committed tokens; the
+        tokens of `text` include the newest one, whose entry is not in the cache yet."""
         raise NotImplementedError(f"{type(self).__name__} computes no entries anew")
 
     def order(self, width: int) -> np.ndarray | None:
-        """`i32[W]`: in which order a chain of so many nodes that will all be committed (`Window.certain`) is best laid
-        out, the first nodes for the first device of those that divide its entries; None: in that of the text."""
+        """Returns the order in which the `width` nodes of a prefill window are laid out best, `i32[W]`: the first nodes
+        for the first device of those that divide the entries. None: the order of the text."""
         return None
 
     def specs(self) -> PyTree:
-        """A `PartitionSpec` for each leaf: where it lies on a mesh. Rows lie over `DATA`, heads of keys and values
-        (`[B, G, S, d]`) over `MODEL`; what rows share lies on every device."""
+        """Returns a `PartitionSpec` for each leaf, its layout on a mesh. Rows lie over `DATA`, heads of keys and values
+        (`[B, G, S, d]`) over `MODEL`; arrays that rows share are replicated."""
         inside = lambda x: x is not self and isinstance(x, Cache)
         rows = lambda x: PartitionSpec(DATA, MODEL) if x.ndim == 4 else PartitionSpec(DATA)
         own = rows if self.by_row else lambda x: PartitionSpec()
@@ -149,60 +151,62 @@ class Cache(Struct, abc.ABC):
         nested = (lambda x: x.specs()) if self.by_row else every
         return jax.tree.map(lambda x: nested(x) if inside(x) else own(x), self, is_leaf=inside)
 
-    def for_prompt(self) -> Cache:
-        """The empty cache that a prompt is read into, where that is another one than what the rounds go on with: a
-        policy that chooses among the tokens of a prompt sees all of them first."""
+    def prefill_cache(self) -> Cache:
+        """Returns the empty cache that a prompt is read into, if that is another one than the rounds use: a policy that
+        chooses among the tokens of a prompt has to see all of them first."""
         return self
 
-    def settled(self, prompt: ReadPrompt) -> Cache:
-        """What the rounds go on with, once the prompt is in what `for_prompt` gave."""
+    def finish_prefill(self, prompt: ReadPrompt) -> Cache:
+        """Returns the cache that the rounds use, once the prompt is in the one from `prefill_cache`."""
         return self
 
-    def take_over(self, kv: Sequence[Array], length: Array) -> Self:
-        """What `for_prompt` gave, with the keys and values of prompts that were computed before, `f[B, G, T, d + e]` of
-        each layer, of which the first `length` (`i32[B]`) tokens count; keys are rotated."""
+    def load_prefix(self, kv: Sequence[Array], length: Array) -> Self:
+        """Fills the cache from `prefill_cache` with keys and values that were computed before.
+
+        Args:
+            kv: `f[B, G, T, d + e]` of each layer, keys rotated. length: `i32[B]`, number of tokens that count.
+        """
         raise ValueError(f"context: got keys and values that were computed before; {type(self).__name__} has to see "
                          "the text read, so it takes the text")
 
     def reusing(self, attention: Array, change: Array) -> Self:
-        """What `take_over` gave, with what is known of tokens that were computed in another text, `f32[B, T]`
-        (`decodax.caches.prefix.prefix.Reuse`): for a cache that computes some of them anew."""
+        """Adds to the result of `load_prefix` what is known of tokens that were computed in another text: their
+        attention and change, `f32[B, T]` (`decodax.caches.prefix.prefix.PrefixReuse`), for kinds that recompute some of
+        them."""
         return self
 
     @property
     def reads(self) -> int | None:
-        """How many of the model's first layers run for a prompt (`Window.certain`) that is read into it; None: all. The
-        model then returns the entries of these, and behind them the residual stream `f[B, W, D]` that comes out of
-        them."""
+        """Number of the model's first layers that run on a prompt; None: all. The model then returns the entries of
+        these layers, and after them the residual stream `f[B, W, D]` that comes out of them."""
         return None
 
     @property
     def view(self) -> Cache:
-        """What a method reads of it that drafts with the model itself: less than what the model answers from, fewer
-        bits of it for instance.
+        """The smaller cache that drafts by the model itself read, such as fewer bits of this one.
 
         Raises:
-            ValueError: it has no smaller view of itself.
+            ValueError: this kind has no smaller view.
         """
         raise ValueError(f"cache: {type(self).__name__} has no smaller view of itself for drafts to read")
 
     def view_of(self, kind: Any) -> Cache:
-        """The cache of the given kind that stands beside it, which drafts read (`decodax.cache.views`).
+        """Returns the cache of the given kind beside this one, which drafts read (`decodax.cache.views`).
 
         Raises:
-            ValueError: no cache of that kind stands beside it.
+            ValueError: no cache of that kind is beside it.
         """
         raise ValueError(f"cache: drafts read a cache of the kind {kind}, and none stands beside "
                          f"{type(self).__name__}; takes the model as the method runs it (Algorithm.through)")
 
     def adopt(self, prefix: Cache) -> Self:
-        """With the beginning that all rows' texts have in common, which `prefix`, a dense cache of one row, holds: for
-        kinds that `CacheConfig.share` made."""
+        """Takes the common beginning of all rows' texts from `prefix`, a dense cache of one row; for kinds that
+        `CacheConfig.share` made."""
         raise NotImplementedError(f"{type(self).__name__} cannot share a prefix")
 
-    def scratch(self, entries: Entries, room: int) -> Draftable:
-        """Room for so many nodes that are scored and not committed yet, beside this cache: for draft models. `entries`
-        are those of any window, for the shapes. `Scratch.empty` makes one for keys and values."""
+    def tree_buffer(self, entries: Entries, room: int) -> Draftable:
+        """Returns room for `room` nodes of a draft tree beside this cache, for draft models. `entries` of any window
+        give the shapes. `Scratch.empty` makes one for keys and values."""
         raise NotImplementedError(f"{type(self).__name__} has no scratch, so its model cannot draft")
 
 
@@ -228,7 +232,7 @@ class Sized(Cache):
 
 @dataclasses.dataclass(frozen=True)
 class ReadPrompt:
-    """What a prompt was read with, for `Cache.settled`, or a text so far, for `Cache.renewed`.
+    """The model and the text that a cache is finished or refreshed with (`Cache.finish_prefill`, `Cache.refresh`).
 
     Attributes:
         model, params: the network and its weights. tokens: `i32[B, N]`, of which a row's cache holds the first

@@ -39,7 +39,7 @@ def clip(d: Decision, s: State, policy: Any) -> tuple[Array, Array, Array]:
     causes = [(invalid, invalid - 1, Status.INVALID), (dead, dead - 1, Status.DEAD_END), (end, end, Status.EOS),
               (match, match, Status.STOP), (room, room, full)]
     count = offered.sum(1, dtype=jnp.int32)
-    if (horizon := s.cache.horizon()) is not None:      # the row goes on in the next round
+    if (horizon := s.cache.max_commit()) is not None:      # the row goes on in the next round
         count = jnp.minimum(count, horizon)
     status = s.status
     for reached, limit, reason in reversed(causes):

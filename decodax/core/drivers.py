@@ -34,7 +34,7 @@ is all of the state, as it is behind `advance`, which would be compiled for both
 
 def compiled() -> int:
     """How many programs of the drivers there are in this process."""
-    programs: Any = (begin, commit_prompts, _take_rows, _take_rows_shared, _take_over, _extend, _fan_out,
+    programs: Any = (begin, commit_prompts, _take_rows, _take_rows_shared, _load_prefix, _extend, _fan_out,
                      _fan_out_shared, _refill, stack_rows, advance, _outcome, _fork, _rewind, _kept, _recall)
     return sum(program._cache_size() for program in programs)
 
@@ -88,11 +88,11 @@ def commit_prompts(observer: Observer | None, model: Model, params: Params, held
 
     def commit(s: State, held: tuple[Cache, Any]) -> tuple[tuple[Cache, Any], Array]:
         chunks, none = Prefill(observer, width), jnp.zeros(s.batch, jnp.int32)
-        s = s.replace(cache=held[0].for_prompt(), algo=held[1],
+        s = s.replace(cache=held[0].prefill_cache(), algo=held[1],
                       stats=Stats(none, none, none, jnp.zeros((s.batch, 2), jnp.int32), none))
         done = run(chunks, model, params, Silent(jnp.zeros((s.batch, 0), jnp.int32)),
                    s.replace(algo=chunks.init(params, s)), prefill_rounds(s, width))
-        settle = lambda cache, weights, tokens: cache.settled(ReadPrompt(model, weights, tokens))
+        settle = lambda cache, weights, tokens: cache.finish_prefill(ReadPrompt(model, weights, tokens))
         return (auto_region(settle, done.cache, params.target, s.tokens), done.algo[0]), done.status
 
     def group(i: Array, done: tuple[Any, Array]) -> tuple[Any, Array]:
@@ -125,22 +125,22 @@ def _taken(cache: Cache, rows: Array) -> Cache:
 _take_rows, _take_rows_shared = jax.jit(_taken), jax.jit(_taken, donate_argnums=0)
 
 
-def take_over(alg: Algorithm, model: Model, params: Params, cache: Cache, tokens: Array, kv: Sequence[Any],
+def load_prefix(alg: Algorithm, model: Model, params: Params, cache: Cache, tokens: Array, kv: Sequence[Any],
               length: Any, reuse: tuple[Any, Any] | None = None) -> Cache:
     """The empty cache of a state, settled on the keys and values of the first `length` (`i32[B]`) tokens, which were
     computed before: `f[B, G, T, d + e]` of each layer. `reuse`: see `Cache.reusing`."""
-    return _take_over(alg.through(model), params.target, cache, tokens, tuple(kv), length, reuse)
+    return _load_prefix(alg.through(model), params.target, cache, tokens, tuple(kv), length, reuse)
 
 
 @functools.partial(jax.jit, static_argnums=(0,))
-def _take_over(model: Model, weights: Any, cache: Cache, tokens: Array, kv: tuple[Array, ...], length: Array,
+def _load_prefix(model: Model, weights: Any, cache: Cache, tokens: Array, kv: tuple[Array, ...], length: Array,
                reuse: tuple[Array, Array] | None) -> Cache:
     def settled(cache: Cache, weights: Any, tokens: Array, kv: tuple[Array, ...], length: Array,
                 reuse: tuple[Array, Array] | None) -> Cache:
-        whole = cache.for_prompt().take_over(kv, length)
+        whole = cache.prefill_cache().load_prefix(kv, length)
         if reuse is not None:
             whole = whole.reusing(*reuse)
-        return whole.settled(ReadPrompt(model, weights, tokens))
+        return whole.finish_prefill(ReadPrompt(model, weights, tokens))
 
     return auto_region(settled, cache, weights, tokens, kv, length, reuse)
 

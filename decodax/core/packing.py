@@ -60,7 +60,7 @@ jax.tree_util.register_dataclass(Packing, [], ["sizes", "bounded", "tail"])
 
 
 @dataclasses.dataclass(frozen=True)
-class Packed:
+class PackedWindow:
     """The live nodes of a window side by side. It lives inside one trace.
 
     Attributes:
@@ -77,7 +77,7 @@ class Packed:
     places: Array
 
     @classmethod
-    def of(cls, window: Window, packing: Packing, size: int) -> Packed:
+    def of(cls, window: Window, packing: Packing, size: int) -> PackedWindow:
         """That of `window`, of which at most `size` nodes are live."""
         count, rows = window.width, None
         if packing.tail is not None:

@@ -37,7 +37,7 @@ class Prefill(Algorithm):
         tokens = lax.dynamic_slice_in_dim(s.tokens, begin, self.width, 1)
         positions = begin + jnp.arange(self.width, dtype=jnp.int32)
         live = (positions < s.prompt_length[:, None] - 1) & (positions >= start) & s.running[:, None]
-        window = causal(tokens, jnp.broadcast_to(begin, s.length.shape), live).replace(certain=True)
+        window = causal(tokens, jnp.broadcast_to(begin, s.length.shape), live).replace(is_prefill=True)
         # a reader is shown the text as it stands
         order = s.cache.order(self.width) if self.reader is None else None
         return window if order is None else window.ordered(order), (algo, start)
@@ -57,7 +57,7 @@ class Prefill(Algorithm):
 @dataclasses.dataclass(frozen=True)
 class Extend(Algorithm):
     """Commits what the cache lacks of prompts whose beginnings have been read and settled, `width` tokens a round: as
-    the rounds that emit tokens do it, which a cache may cut short (`Cache.horizon`)."""
+    the rounds that emit tokens do it, which a cache may cut short (`Cache.max_commit`)."""
 
     width: int
 
@@ -75,7 +75,7 @@ class Extend(Algorithm):
 
     def decide(self, params: Params, dist: Any, s: State, window: Window, out: Out, algo: Any) -> Decision:
         finite = jnp.isfinite(out.hidden).all(-1)
-        most = self.width if (horizon := s.cache.horizon()) is None else horizon[:, None]
+        most = self.width if (horizon := s.cache.max_commit()) is None else horizon[:, None]
         keep = window.live & (jnp.arange(self.width, dtype=jnp.int32) < most)
         none = jnp.zeros((s.batch, 1), jnp.int32)
         return Decision(tokens=none - 1, count=(keep & ~finite).any(1).astype(jnp.int32), source=none, algo=None,

@@ -40,8 +40,8 @@ def step(alg: Algorithm, model: Model, params: Params, policy: Any, s: State) ->
     network = alg.through(model)
     out = instance(f"{type(network).__name__}.apply", network.apply(params.target, window, s.cache), Out, "an Out")
     dist = policy.over(s, window, out)
-    if window.asked is not None:
-        dist = dist.first(window.asked)
+    if window.num_scored is not None:
+        dist = dist.first(window.num_scored)
     d = alg.decide(params, dist, s, window, out, algo)
     _check(alg, d, s, window)
     if d.rows is not None:
@@ -87,14 +87,14 @@ def _kept(entries: Any, slots: Array, most: int) -> tuple[Any, Array]:
 
 
 def _renew(model: Model, params: Params, s: State) -> State:
-    """With what the cache asks to have computed anew (`Cache.stale`), which is one more forward of those rows."""
-    if (stale := s.cache.stale()) is None:
+    """Refreshes the rows whose entries the cache wants computed anew (`Cache.needs_refresh`): one more forward."""
+    if (stale := s.cache.needs_refresh()) is None:
         return s
     rows = stale & s.running
 
     def once(s: State) -> State:
         stats = s.stats.replace(rounds=s.stats.rounds + rows, waited=s.stats.waited + (s.running & ~rows))
-        return s.replace(cache=s.cache.renewed(ReadPrompt(model, params.target, s.tokens), rows), stats=stats)
+        return s.replace(cache=s.cache.refresh(ReadPrompt(model, params.target, s.tokens), rows), stats=stats)
 
     return _if(rows.any(), once, s)
 

@@ -24,21 +24,21 @@ class Window(Struct):
     """The tokens of one model call.
 
     Attributes:
-        tokens: `i32[B, W]`.
-        positions: `i32[B, W]` absolute positions (rotary index); nodes of a tree use their depth.
-        mask: `bool[B or 1, W, W]`; `mask[b, i, j]` says that node `i` sees node `j` *inside* the window. What lies in
-            the cache is seen by every node, unless `cached` says less.
-        live: `bool[B, W]`; dead nodes are computed for the shape's sake, and seen by nobody.
-        cached: `bool[B, S]` the cache slots that the nodes see; None: all that the cache holds; `bool[B, 0]`: none. An
-            algorithm that scores a position again must not see its cached entry beside the new one.
-        embeddings: `f[B, W, D]` and `embedded`: `bool[B, W]`, the nodes that read their row of it in place of the row
-            of the embedding table that `tokens` names (soft prompts, images, latent thoughts); None: no node does.
-        hints: structs that one part of a method leaves for another that sees the window: for the model, or for what
-            wraps it. See `hint`. Whoever does not know a hint ignores it.
-        certain: static; whether every live node will be committed, as in a prefill, and the nodes are a chain. A
-            recurrent layer then keeps the last state alone.
-        asked: static; how many of the first nodes are asked for what follows them, where those behind are only read,
-            and not seen by them; None: any node may be.
+        tokens: `i32[B, W]`, token ids.
+        positions: `i32[B, W]`, absolute positions for the rotary embedding; nodes of a tree use their depth.
+        mask: `bool[B or 1, W, W]`; `mask[b, i, j]` says whether node `i` sees node `j` of the window. Every node sees
+            all cached entries, unless `cached` restricts them.
+        live: `bool[B, W]`; dead nodes only fill up the shape, and no node sees them.
+        cached: `bool[B, S]`, cache slots that the nodes see. None: all slots that are filled; `bool[B, 0]`: none. An
+            algorithm that scores a position again must hide the position's old entry.
+        embeddings, embedded: `f[B, W, D]` and `bool[B, W]`; nodes where `embedded` is set read `embeddings` instead of
+            the embedding of their token (soft prompts, images, latent thoughts). None: no node does.
+        hints: structs that one part of a method passes to another part, to the model, or to a model wrapper; see
+            `hint`. Code that does not know a hint ignores it.
+        is_prefill: static; True if the nodes are a chain and every live node will be committed, as in a prefill. A
+            recurrent layer then keeps the last state only.
+        num_scored: static; number of leading nodes whose next-token distributions are needed; the nodes after them are
+            only read, and the leading nodes do not see them. None: any node may be scored.
     """
 
     tokens: Array
@@ -49,8 +49,8 @@ class Window(Struct):
     embeddings: Array | None = None
     embedded: Array | None = None
     hints: tuple[Any, ...] = ()
-    certain: bool = static(default=False)
-    asked: int | None = static(default=None)
+    is_prefill: bool = static(default=False)
+    num_scored: int | None = static(default=None)
 
     def hint(self, kind: type[T]) -> T | None:
         """The hint of this type, or None."""

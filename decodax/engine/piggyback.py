@@ -90,7 +90,7 @@ class Mixed(Around):
         beside = lambda a, b: jnp.concatenate([a, b], 1)
         window = Window(
             tokens=beside(own.tokens, chunk.tokens), positions=beside(own.positions, chunk.positions),
-            live=beside(own.live, chunk.live), asked=count,
+            live=beside(own.live, chunk.live), num_scored=count,
             mask=beside(square(own.mask, 0, self.chunk), square(chunk.mask, count, 0)),
             hints=(Packing((self.budget,), bounded=True, tail=(count, self.readers)),))
         return window, (own, algo)
@@ -101,7 +101,7 @@ class Mixed(Around):
         d = self.method.decide(params, dist, self._decoding(s, reads), own, out.first(count), algo)
         finite = jnp.isfinite(out.hidden[:, count:]).all(-1)
         keep = window.live[:, count:]
-        if (horizon := s.cache.horizon()) is not None:
+        if (horizon := s.cache.max_commit()) is not None:
             keep &= jnp.arange(self.chunk, dtype=jnp.int32) < horizon[:, None]
         broken = (keep & ~finite).any(1)
         row = lambda where, a, b: jnp.where(where.reshape(-1, *[1] * (a.ndim - 1)), a, b)

@@ -164,7 +164,7 @@ class Reader:
                 if one.reuse is not None:
                     attention[i, :len(one)], change[i, :len(one)] = one.reuse.attention, one.reuse.change
             reuse = attention, change
-        return drivers.take_over(self.algorithm, self.model, self.params, s.cache, s.tokens, kv,
+        return drivers.load_prefix(self.algorithm, self.model, self.params, s.cache, s.tokens, kv,
                                  np.array([len(one) for one in prefixes], np.int32), reuse)
 
     def _read_texts(self, texts: list[tuple[int, ...]]) -> tuple[Cache, int]:

@@ -27,7 +27,7 @@ from decodax.core.mesh import auto_region, heads, on_mesh
 from decodax.core.types import Model, Out
 from decodax.core.window import causal
 from decodax.io.load import LM
-from decodax.io.spans import Span, Text, spans
+from decodax.io.spans import Text, TextSpan, spans
 from decodax.pallas_kernels.vocabulary import top_k
 from decodax.sharding import place
 
@@ -171,7 +171,7 @@ def score(lm: LM, texts: Text | Iterable[Text], *, top_logprobs: int | None = No
                   bytes=None if lm.tokenizer is None else np.array([s.bytes for s in found], np.int64))
 
 
-def _pieces(index: int, span: Span, window: int | None) -> list[Span]:
+def _pieces(index: int, span: TextSpan, window: int | None) -> list[TextSpan]:
     """A text as parts of `window` scored tokens, each begun with the token before it; the last begins earlier, so that
     it is as long as the others."""
     read = len(span.ids) - 1
@@ -181,11 +181,11 @@ def _pieces(index: int, span: Span, window: int | None) -> list[Span]:
         raise ValueError(f"texts[{index}]: prompt and continuation have {read + 1} tokens, window={window} takes "
                          f"{window + 1} of them; only a text without a prompt is divided")
     starts = [min(begin, read - window) for begin in range(0, read, window)]
-    return [Span(span.ids[start:start + window + 1], 1 + begin - start, None)
+    return [TextSpan(span.ids[start:start + window + 1], 1 + begin - start, None)
             for start, begin in zip(starts, range(0, read, window), strict=True)]
 
 
-def _check_positions(lm: LM, pieces: list[tuple[int, Span]]) -> None:
+def _check_positions(lm: LM, pieces: list[tuple[int, TextSpan]]) -> None:
     index, longest = max(pieces, key=lambda piece: len(piece[1].ids))
     # the last token is predicted and never read
     size, limit = len(longest.ids) - 1, lm.model.max_positions
@@ -197,7 +197,7 @@ def _check_positions(lm: LM, pieces: list[tuple[int, Span]]) -> None:
         warnings.warn(f"texts[{index}]: has {size + 1} tokens, the model was made for {trained}", stacklevel=3)
 
 
-def _row(index: int, span: Span, figures: list[np.ndarray]) -> list[np.ndarray]:
+def _row(index: int, span: TextSpan, figures: list[np.ndarray]) -> list[np.ndarray]:
     """A piece's part of its batch's figures. `index`: its text's."""
     sound, logprobs, *rest = (x[:len(span.ids) - 1] for x in figures)
     # what follows such a position has seen it, or was to
@@ -207,7 +207,7 @@ def _row(index: int, span: Span, figures: list[np.ndarray]) -> list[np.ndarray]:
     return [x[span.start - 1:].copy() for x in (np.where(broken, np.float32(np.nan), logprobs), *rest)]
 
 
-def _batches(found: list[Span], rows: int, chunk: int) -> Iterator[tuple[int, bool, list[int]]]:
+def _batches(found: list[TextSpan], rows: int, chunk: int) -> Iterator[tuple[int, bool, list[int]]]:
     """The width of the windows, whether there are several, and the texts of each batch, shortest first. Width and
     number of windows depend on a text's own length alone."""
     kinds: dict[tuple[int, bool], list[int]] = {}
@@ -221,7 +221,7 @@ def _batches(found: list[Span], rows: int, chunk: int) -> Iterator[tuple[int, bo
             yield width, several, indices[begin:begin + rows]
 
 
-def _scored(lm: LM, batch: list[Span], rows: int, width: int, slots: int, top: int) -> list[np.ndarray]:
+def _scored(lm: LM, batch: list[TextSpan], rows: int, width: int, slots: int, top: int) -> list[np.ndarray]:
     """The figures of a batch, `[rows, T]` each: see `_figures`. Rows beyond the texts are dead."""
     read = np.zeros(rows, np.int32)
     read[:len(batch)] = [len(s.ids) - 1 for s in batch]

@@ -20,7 +20,7 @@ the text of its answer."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Span:
+class TextSpan:
     """Token ids whose part from `start` on is scored.
 
     Attributes:
@@ -34,7 +34,7 @@ class Span:
     bytes: int | None
 
 
-def spans(texts: Text | Iterable[Text], tokenizer: Tokenizer | None, bos: int | None, vocab: int) -> list[Span]:
+def spans(texts: Text | Iterable[Text], tokenizer: Tokenizer | None, bos: int | None, vocab: int) -> list[TextSpan]:
     """What is to be scored.
 
     The texts of a prompt and its continuation are encoded as one. The continuation begins at the first token in which
@@ -63,7 +63,7 @@ def spans(texts: Text | Iterable[Text], tokenizer: Tokenizer | None, bos: int | 
     return [_span(row, f"texts[{i}]", tokenizer, bos, vocab) for i, row in enumerate(rows)]
 
 
-def _span(row: Any, name: str, tokenizer: Tokenizer | None, bos: int | None, vocab: int) -> Span:
+def _span(row: Any, name: str, tokenizer: Tokenizer | None, bos: int | None, vocab: int) -> TextSpan:
     parts = row if isinstance(row, tuple) and not _is_ids(row) else (row,)
     written = [isinstance(part, str) or _is_chat(part) for part in parts]
     for part in (part for part in parts if isinstance(part, str)):
@@ -87,11 +87,11 @@ def _span(row: Any, name: str, tokenizer: Tokenizer | None, bos: int | None, voc
     if bad := [t for t in ids if not 0 <= t < vocab]:
         raise ValueError(f"{name}: token id {bad[0]} is outside the vocabulary of {vocab}")
     if tokenizer is None:
-        return Span(ids, start, None)
+        return TextSpan(ids, start, None)
     decoded = lambda ids: len(tokenizer.pieces().join(ids)[0])
     # of a text its own bytes, which those of its tokens need not be where the tokenizer normalises
     whole = len("".join(parts).encode()) if all(isinstance(part, str) for part in parts) else decoded(ids)
-    return Span(ids, start, max(whole - decoded(ids[:start]), 0))
+    return TextSpan(ids, start, max(whole - decoded(ids[:start]), 0))
 
 
 def _pair(prompt: Any, continuation: Any, name: str, tokenizer: Tokenizer | None) -> tuple[list[int], int]:

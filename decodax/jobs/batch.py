@@ -25,7 +25,7 @@ from decodax.engine.slots import Use
 from decodax.front.serve import ALONE, address, given, read, settled
 from decodax.io.load import LM
 from decodax.jobs.lines import Fields, Line, LineError, pyarrow, rows
-from decodax.jobs.store import FORMATS, Store, digest
+from decodax.jobs.store import FORMATS, ResultStore, digest
 
 BROKEN = "the model's logits held a NaN or an infinity"
 
@@ -34,7 +34,7 @@ ENDS = {Status.EOS: "stop", Status.STOP: "stop"}
 
 
 @dataclasses.dataclass
-class Progress:
+class JobProgress:
     """How far a job is.
 
     Attributes:
@@ -60,8 +60,8 @@ class Progress:
 def run(lm: Any, source: str | Path, directory: str | Path, *, slots: int = 16, fields: Fields | None = None,
         form: str = "jsonl", part: int = 10_000, tokens: bool = False, process: int = 0, processes: int = 1,
         memory: str | None = None, token_budget: int | None = None, max_time: float | None = None,
-        names: Mapping[str, Any] | None = None, report: Callable[[Progress], None] | None = None,
-        **options: Any) -> Progress:
+        names: Mapping[str, Any] | None = None, report: Callable[[JobProgress], None] | None = None,
+        **options: Any) -> JobProgress:
     """Answers every line of a file and keeps the answers in a directory.
 
     A result stands there as soon as its prompt has ended: in a hidden file of JSON lines, `.part-000-00000.log`, which
@@ -110,9 +110,9 @@ def run(lm: Any, source: str | Path, directory: str | Path, *, slots: int = 16, 
                 "fields": dataclasses.asdict(dataclasses.replace(fields, keep=tuple(fields.keep))), "tokens": tokens}
     if form == "parquet":
         pyarrow("parquet")
-    store = Store(Path(directory), identity, form, part, process, processes)
+    store = ResultStore(Path(directory), identity, form, part, process, processes)
     store.open()
-    done, clock, seen = Progress(), time.monotonic(), set[bytes]()
+    done, clock, seen = JobProgress(), time.monotonic(), set[bytes]()
 
     def failed(number: int, name: Any, why: str) -> None:
         store.fail(number, name, why)

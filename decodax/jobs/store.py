@@ -30,7 +30,7 @@ def digest(name: Any) -> bytes:
 
 
 @dataclasses.dataclass
-class Store:
+class ResultStore:
     """The results of a job in a directory, as one of its processes writes them.
 
     Attributes:

@@ -105,8 +105,8 @@ class GuidedCache(Cache):
     def room(self, running: Array) -> Array | None:
         return _least(self.conditional.room(running), self.unconditional.room(running))
 
-    def horizon(self) -> Array | None:
-        return _least(self.conditional.horizon(), self.unconditional.horizon())
+    def max_commit(self) -> Array | None:
+        return _least(self.conditional.max_commit(), self.unconditional.max_commit())
 
 
 def _least(a: Array | None, b: Array | None) -> Array | None:
@@ -143,8 +143,8 @@ def guide(alg: Algorithm, model: Model, params: Params, policy: Any, s: State, s
         negative: ids of a negative prompt for each row; None begins the other branch with the last prompt token.
 
     Raises:
-        ValueError: the algorithm keeps no cache, or one that reads its text again (`Cache.stale`), or the model was
-            given inputs.
+        ValueError: the algorithm keeps no cache, or one that reads its text again (`Cache.needs_refresh`), or the
+            model was given inputs.
     """
     if (own := alg.guide(model, params, policy, s, scale)) is not None:
         if negative is not None:
@@ -154,7 +154,7 @@ def guide(alg: Algorithm, model: Model, params: Params, policy: Any, s: State, s
         raise ValueError("guidance_scale: got one with inputs; it is not settled what the other branch is given")
     if not alg.caches:
         raise ValueError(f"guidance_scale: {type(alg).__name__} keeps no cache to guide")
-    if s.cache.stale() is not None:
+    if s.cache.needs_refresh() is not None:
         raise ValueError(f"guidance_scale: got one with {type(s.cache).__name__}, which reads its text again while "
                          "decoding; the other branch has another text. Takes another cache")
     first = s.prompt_length - 1      # `+ 0` below: the state is donated, and no array may stand in it twice

@@ -16,7 +16,7 @@ from decodax.search.explorer import CanvasExplorer, Ranked, Score, log_mean, nor
 
 
 @dataclasses.dataclass
-class Tree:
+class CanvasTree:
     """The canvases of one prompt, by number; 0 is the one with which it begins. A child is a canvas that one step of
     denoising has made of its parent.
 
@@ -60,7 +60,7 @@ class Tree:
         return children[int(rng.choice(len(children), p=normal(lam * np.array([self.value[c] for c in children]))))]
 
 
-@SEARCHES.register("dts", "Diffusion Tree Sampling: Scalable inference-time alignment of diffusion models",
+@SEARCHES.register("dts", "Diffusion CanvasTree Sampling: Scalable inference-time alignment of diffusion models",
                    "Jain et al. 2025",
                    "a tree of canvases, whose leaves are samples of the model times the exponential of a reward")
 @dataclasses.dataclass(frozen=True)
@@ -104,16 +104,16 @@ class DTS(CanvasExplorer):
     def rows(self) -> int:
         return self.n
 
-    def child(self, tree: Tree, node: int, rng: np.random.Generator) -> int:
+    def child(self, tree: CanvasTree, node: int, rng: np.random.Generator) -> int:
         """To which child a simulation goes."""
         return tree.draw(node, self.lam, rng)
 
-    def leaves(self, tree: Tree, rng: np.random.Generator) -> list[int]:
+    def leaves(self, tree: CanvasTree, rng: np.random.Generator) -> list[int]:
         """The `n` texts that are given back, the answer first."""
         return [tree.walk(self.lam, rng) for _ in range(self.n)]
 
     def search(self, canvases: Canvases, asked: Sequence[Any]) -> Ranked:
-        trees = [Tree() for _ in asked]
+        trees = [CanvasTree() for _ in asked]
         for _ in range(-(-self.simulations // self.n)):
             self._simulate(canvases, trees, asked)
         given = np.array([self.leaves(tree, canvases.rng(p)) for p, tree in enumerate(trees)])
@@ -126,7 +126,7 @@ class DTS(CanvasExplorer):
         """Of the texts: they are samples."""
         return np.full(scores.shape, 1 / self.n)
 
-    def _simulate(self, canvases: Canvases, trees: list[Tree], asked: Sequence[Any]) -> None:
+    def _simulate(self, canvases: Canvases, trees: list[CanvasTree], asked: Sequence[Any]) -> None:
         """One simulation in each row."""
         shape = len(trees), self.n
         at = np.zeros(shape, int)
@@ -158,7 +158,7 @@ class DTS(CanvasExplorer):
             canvases.keep(places)
         self._evaluate(canvases, trees, asked, live, at, first, status)
 
-    def _select(self, tree: Tree, pending: dict[int, int], rng: np.random.Generator) -> int:
+    def _select(self, tree: CanvasTree, pending: dict[int, int], rng: np.random.Generator) -> int:
         """Where a simulation leaves the tree: a canvas that gets another child, or one that has ended."""
         node = 0
         while True:
@@ -171,7 +171,8 @@ class DTS(CanvasExplorer):
                 return node
             node = self.child(tree, node, rng)
 
-    def _evaluate(self, canvases: Canvases, trees: list[Tree], asked: Sequence[Any], live: np.ndarray, at: np.ndarray,
+    def _evaluate(self, canvases: Canvases, trees: list[CanvasTree], asked: Sequence[Any], live: np.ndarray,
+                  at: np.ndarray,
                   first: np.ndarray, status: np.ndarray) -> None:
         """Rewards of the texts that have ended, and what comes of them above."""
         texts = canvases.texts()
@@ -195,7 +196,7 @@ class DTS(CanvasExplorer):
                 tree.back_up(leaf, self.lam)
 
 
-@SEARCHES.register("dts-star", "Diffusion Tree Sampling: Scalable inference-time alignment of diffusion models",
+@SEARCHES.register("dts-star", "Diffusion CanvasTree Sampling: Scalable inference-time alignment of diffusion models",
                    "Jain et al. 2025", "a tree of canvases, searched for the text with the largest reward")
 @dataclasses.dataclass(frozen=True)
 class DTSStar(DTS):
@@ -209,13 +210,13 @@ class DTSStar(DTS):
 
     exploration: float = 0.0
 
-    def child(self, tree: Tree, node: int, rng: np.random.Generator) -> int:
+    def child(self, tree: CanvasTree, node: int, rng: np.random.Generator) -> int:
         children = tree.children[node]
         visits = np.array([tree.visits[c] for c in children])
         bonus = self.exploration * np.sqrt(math.log(tree.visits[node]) / np.maximum(visits, 1))
         return children[int(np.argmax(np.array([tree.value[c] for c in children]) + bonus))]
 
-    def leaves(self, tree: Tree, rng: np.random.Generator) -> list[int]:
+    def leaves(self, tree: CanvasTree, rng: np.random.Generator) -> list[int]:
         ended = [i for i in range(len(tree.ended)) if tree.ended[i]]
         best = sorted(ended, key=lambda i: -tree.value[i])[:self.n]
         return [*best, *best[:1] * (self.n - len(best))]

@@ -26,7 +26,7 @@ def same_words(a: str, b: str) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class Drafted:
+class DraftedSteps:
     """What came of drafting by steps.
 
     Attributes:
@@ -45,7 +45,7 @@ class Drafted:
 @FUNCTIONS.register("search.lookahead_reasoning", "Scaling Speculative Decoding with Lookahead Reasoning",
                     "Fu et al. 2025", "a small model drafts whole steps, which stand if the large one says the same")
 def lookahead_reasoning(lm: Any, draft: Any, prompts: Any, *, until: str | Sequence[str], depth: int = 4,
-                        same: Same = same_words, step_tokens: int | None = None, **sampling: Any) -> Drafted:
+                        same: Same = same_words, step_tokens: int | None = None, **sampling: Any) -> DraftedSteps:
     """Lookahead Reasoning (Fu et al., 2025): reasoning in which whole steps are drafted.
 
     In a round the draft model writes `depth` steps one after the other. The target then writes, side by side, its own
@@ -122,7 +122,7 @@ def lookahead_reasoning(lm: Any, draft: Any, prompts: Any, *, until: str | Seque
             theirs.feed(stood)
             theirs.feed(said)
         theirs.spent += ahead.spent
-    return Drafted([row[0] for row in own.texts(first)], steps, accepted, rounds, own.spent, theirs.spent)
+    return DraftedSteps([row[0] for row in own.texts(first)], steps, accepted, rounds, own.spent, theirs.spent)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -31,7 +31,7 @@ MOST = 1024
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Vocabulary:
+class TextVocabulary:
     """Tokens by their bytes. Attributes: texts, sorted; ids, of the same order; longest: bytes of a token."""
 
     texts: list[bytes]
@@ -39,7 +39,7 @@ class Vocabulary:
     longest: int
 
     @classmethod
-    def of(cls, token_bytes: Sequence[bytes]) -> Vocabulary:
+    def of(cls, token_bytes: Sequence[bytes]) -> TextVocabulary:
         found = sorted((text, i) for i, text in enumerate(token_bytes) if text)
         return cls([text for text, _ in found], np.array([i for _, i in found]), max(len(t) for t, _ in found))
 
@@ -60,7 +60,7 @@ class Vocabulary:
         return found
 
 
-def covers(vocabulary: Vocabulary, text: bytes) -> list[tuple[tuple[int, ...], np.ndarray]]:
+def covers(vocabulary: TextVocabulary, text: bytes) -> list[tuple[tuple[int, ...], np.ndarray]]:
     """All covers of a text: how each begins, and the tokens with which it may end.
 
     Raises:
@@ -151,11 +151,11 @@ def covered(lm: LM | Any, prefix: Sequence[int], text: bytes) -> Covered:
 
 
 @functools.lru_cache(maxsize=4)
-def _sorted(tokenizer: Any, size: int) -> Vocabulary:
-    return Vocabulary.of(tokenizer.token_bytes(True)[:size])
+def _sorted(tokenizer: Any, size: int) -> TextVocabulary:
+    return TextVocabulary.of(tokenizer.token_bytes(True)[:size])
 
 
-def _vocabulary(lm: LM) -> Vocabulary:
+def _vocabulary(lm: LM) -> TextVocabulary:
     return _sorted(lm.tokenizer, lm.vocab_size)
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from decodax.common.registry import SELECTS
 from decodax.select.best import BestOfN, Likelihood, QualityAware, allocate
-from decodax.select.candidates import Candidates, Choice, Chosen, Rule, choose
+from decodax.select.candidates import Candidates, Choice, Chosen, SelectionRule, choose
 from decodax.select.consensus import Asked, Corrected, EquilibriumRanking, equilibrium
 from decodax.select.edits import coverage, insert, pass_at_k, resolve_edits
 from decodax.select.evidence import XMBR, CalibratedBestOfN, Sampled, calibrated
@@ -37,8 +37,8 @@ __all__ = [
     "PairRanker",
     "PruningMBR",
     "QualityAware",
-    "Rule",
     "Sampled",
+    "SelectionRule",
     "SelfConsistency",
     "alignment",
     "allocate",

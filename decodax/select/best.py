@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from decodax.common.registry import FUNCTIONS, SELECTS
-from decodax.select.candidates import Candidates, Rule
+from decodax.select.candidates import Candidates, SelectionRule
 
 Reward = Callable[[Any, Sequence[str]], Any]
 """Scores `[n]` of texts that answer a prompt; the larger the better."""
@@ -18,7 +18,7 @@ Reward = Callable[[Any, Sequence[str]], Any]
 
 @SELECTS.register("best-of-n", "WebGPT", "Nakano et al. 2021", "the largest reward")
 @dataclasses.dataclass(frozen=True)
-class BestOfN(Rule):
+class BestOfN(SelectionRule):
     """The candidate with the largest reward (Nakano et al., 2021; Stiennon et al., 2020).
 
     Attributes:
@@ -33,7 +33,7 @@ class BestOfN(Rule):
 
 @SELECTS.register("likelihood", "", "", "the largest mean log-probability, or sum")
 @dataclasses.dataclass(frozen=True)
-class Likelihood(Rule):
+class Likelihood(SelectionRule):
     """The candidate that the model finds most probable.
 
     Attributes:
@@ -54,7 +54,7 @@ class Likelihood(Rule):
 @SELECTS.register("quality-aware", "Quality-Aware Decoding for Neural Machine Translation", "Fernandes et al. 2022",
                   "the best by an estimate of quality, then another rule")
 @dataclasses.dataclass(frozen=True)
-class QualityAware(Rule):
+class QualityAware(SelectionRule):
     """Two stages: the best by an estimate of quality, and among them the choice of another rule (Fernandes et al.,
     2022).
 
@@ -63,7 +63,7 @@ class QualityAware(Rule):
     """
 
     quality: Reward
-    rule: Rule
+    rule: SelectionRule
     keep: int = 8
 
     def __post_init__(self) -> None:

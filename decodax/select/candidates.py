@@ -95,7 +95,7 @@ class Choice:
 
 
 @dataclasses.dataclass(frozen=True)
-class Rule(Select):
+class SelectionRule(Select):
     """A rule that chooses among candidates: derive a frozen dataclass from this, whose fields are its options.
 
     Attributes:
@@ -205,7 +205,7 @@ def candidates_of(result: Result, prompts: Sequence[Any], samples: int, request:
     return out
 
 
-def choose(lm: LM | str | os.PathLike[str], prompts: Any, by: str | Rule = "self-consistency", *, n: int = 8,
+def choose(lm: LM | str | os.PathLike[str], prompts: Any, by: str | SelectionRule = "self-consistency", *, n: int = 8,
            options: dict[str, Any] | None = None, **sampling: Any) -> Chosen:
     """Answers each prompt `n` times and takes one answer by a rule.
 
@@ -228,7 +228,7 @@ def choose(lm: LM | str | os.PathLike[str], prompts: Any, by: str | Rule = "self
     lm, n, options = text_model(lm, "rules choose among texts"), whole("n", n, 1), options_of(options)
     sampling = without("choose", sampling, dict.fromkeys(("num_samples", "num_return_sequences"), "give n"))
     rule = SELECTS.make(by, **options) if isinstance(by, str) else by
-    if not isinstance(rule, Rule):
+    if not isinstance(rule, SelectionRule):
         raise TypeError(f"by: got {type(rule).__name__}, takes a rule or the name of one")
     if not isinstance(by, str) and options:
         raise ValueError("options: got some beside a rule that is made already")

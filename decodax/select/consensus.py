@@ -12,7 +12,7 @@ import numpy as np
 from decodax.common.registry import SELECTS
 from decodax.front.score import score
 from decodax.io.load import LM
-from decodax.select.candidates import Candidates, Rule
+from decodax.select.candidates import Candidates, SelectionRule
 
 
 def _log_softmax(x: np.ndarray, axis: int) -> np.ndarray:
@@ -61,7 +61,7 @@ def ask_discriminator(prompt: Any, text: str) -> str:
 @SELECTS.register("equilibrium-ranking", "The Consensus Game: Language Model Generation via Equilibrium Search",
                   "Jacob et al. 2024", "what the model as a generator and as a judge of texts agree on")
 @dataclasses.dataclass(frozen=True)
-class EquilibriumRanking(Rule):
+class EquilibriumRanking(SelectionRule):
     """The candidate on which generator and discriminator agree (Jacob et al., 2024); see `equilibrium`.
 
     Both are `lm`, asked in two ways. The same text counts once.
@@ -121,7 +121,7 @@ def ask_which(prompt: Any, texts: Sequence[str]) -> str:
 @SELECTS.register("universal-self-consistency", "Universal Self-Consistency for Large Language Models",
                   "Chen et al. 2023", "what a model names that sees all candidates")
 @dataclasses.dataclass(frozen=True)
-class Asked(Rule):
+class Asked(SelectionRule):
     """The candidate that a model names when it sees them all in one prompt (universal self-consistency: Chen et al.,
     2023). CHOPS (Khairi et al., 2025), which has the model write a checklist first, is not included.
 
@@ -145,7 +145,7 @@ class Asked(Rule):
                   "Strategies for Large Language Models", "Kempton and Burrell 2025",
                   "a draw by what truncation took from each")
 @dataclasses.dataclass(frozen=True)
-class Corrected(Rule):
+class Corrected(SelectionRule):
     """One candidate drawn by the weight that truncation took from it: local normalisation corrected (Kempton and
     Burrell, 2025).
 

@@ -12,7 +12,7 @@ from decodax.common.registry import SELECTS
 from decodax.engine.methods import text_model
 from decodax.front.generate import generate
 from decodax.select.best import Reward
-from decodax.select.candidates import Candidates, Rule
+from decodax.select.candidates import Candidates, SelectionRule
 from decodax.select.mbr import Utility, pair_utilities
 from decodax.select.utilities import chrf
 
@@ -45,7 +45,7 @@ class Sampled:
                   "When Life Gives You Samples: The Benefits of Scaling up Inference Compute for Multilingual LLMs",
                   "Khairi et al. 2025", "minimum Bayes risk with evidence from other languages")
 @dataclasses.dataclass(frozen=True)
-class XMBR(Rule):
+class XMBR(SelectionRule):
     """Minimum Bayes risk with evidence from other languages (X-MBR: Khairi et al., 2025): candidates are compared with
     one another and with texts that cannot be chosen, samples of the model in a language that it knows better.
 
@@ -82,7 +82,7 @@ def calibrated(reward: Reward, references: Texts) -> Reward:
                   "best of n by the reward's quantile among reference samples; the training of a policy on it is not "
                   "included")
 @dataclasses.dataclass(frozen=True)
-class CalibratedBestOfN(Rule):
+class CalibratedBestOfN(SelectionRule):
     """Best of N by a reward that is calibrated and made for it (Balashankar et al., 2024, InfAlign-CTRL): with the
     quantile `C` of a candidate, `(exp(t C) - 1) / t`. In training the same numbers are the reward.
 

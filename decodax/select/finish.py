@@ -14,7 +14,7 @@ from decodax.core.state import Status
 from decodax.engine.batch import Job
 from decodax.engine.request import Request
 from decodax.io.load import LM
-from decodax.select.candidates import Candidates, Choice, Chosen, Rule, candidates_of
+from decodax.select.candidates import Candidates, Choice, Chosen, SelectionRule, candidates_of
 
 BURST = 32
 """Rounds between two looks at which rows have ended."""
@@ -25,7 +25,7 @@ ENDED = (Status.EOS, Status.STOP)
 @SELECTS.register("first-finish", "First Finish Search: Efficient Test-Time Scaling in Large Language Models",
                   "Agarwal et al. 2025", "of several samples the one that ends first; the others are not continued")
 @dataclasses.dataclass(frozen=True)
-class FirstFinish(Rule):
+class FirstFinish(SelectionRule):
     """Takes the sample that ends first by itself, by an end of sequence or a stop string (Agarwal et al., 2025).
 
     Of samples that end in the same number of rounds the first counts. Where none ends within its budget, the first

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from decodax.common.registry import SELECTS
-from decodax.select.candidates import Candidates, Rule
+from decodax.select.candidates import Candidates, SelectionRule
 from decodax.select.utilities import chrf, f_score, ngrams
 
 Utility = Callable[[Sequence[str], Sequence[str]], np.ndarray]
@@ -24,7 +24,7 @@ Utility = Callable[[Sequence[str], Sequence[str]], np.ndarray]
 @SELECTS.register("mbr", "Is MAP Decoding All You Need?", "Eikema and Aziz 2020",
                   "the largest mean utility against all samples")
 @dataclasses.dataclass(frozen=True)
-class MBR(Rule):
+class MBR(SelectionRule):
     """The candidate with the largest mean utility against all of them.
 
     Attributes:
@@ -63,7 +63,7 @@ class MBR(Rule):
 @SELECTS.register("aggregate-mbr", "Linear-time Minimum Bayes Risk Decoding with Reference Aggregation",
                   "Vamvas and Sennrich 2024", "chrF against one reference made of all samples")
 @dataclasses.dataclass(frozen=True)
-class AggregateMBR(Rule):
+class AggregateMBR(SelectionRule):
     """MBR with one reference made of all: chrF against the mean of their n-grams (DeNero et al., 2009; Vamvas and
     Sennrich, 2024). It takes as many comparisons as there are candidates.
 

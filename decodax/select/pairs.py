@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from decodax.common.registry import SELECTS
-from decodax.select.candidates import Candidates, Rule
+from decodax.select.candidates import Candidates, SelectionRule
 
 Compare = Callable[[Any, str, str], float]
 """How much better the first of two answers to a prompt is than the second: above 0 if it is better."""
@@ -17,7 +17,7 @@ Compare = Callable[[Any, str, str], float]
 
 @SELECTS.register("pair-reranker", "LLM-Blender", "Jiang et al. 2023", "the winner of comparisons of two")
 @dataclasses.dataclass(frozen=True)
-class PairRanker(Rule):
+class PairRanker(SelectionRule):
     """The candidate that wins against the others (PairReranker: Jiang et al., 2023).
 
     Attributes:

@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 
 from decodax.common.registry import SELECTS
-from decodax.select.candidates import Candidates, Rule
+from decodax.select.candidates import Candidates, SelectionRule
 
 Weight = Literal["count", "probability", "normalized"]
 
@@ -22,7 +22,7 @@ def stripped(text: str) -> str | None:
 @SELECTS.register("self-consistency", "Self-Consistency Improves Chain of Thought Reasoning", "Wang et al. 2022",
                   "the answer that most samples give")
 @dataclasses.dataclass(frozen=True)
-class SelfConsistency(Rule):
+class SelfConsistency(SelectionRule):
     """The answer that most candidates give (Wang et al., 2022); of its candidates the most probable.
 
     Attributes:

@@ -4,8 +4,30 @@ of a batch whose communication overlaps."""
 from decodax.common.axes import CONTEXT, DATA, EXPERT, MODEL
 from decodax.sharding.lanes import lanes
 from decodax.sharding.place import place
-from decodax.sharding.sequence import LayerCost, PartitionTable, Pipeline, PrefillChain, chain_time, chunks, partition
+from decodax.sharding.sequence import (
+           LayerCost,
+           PartitionTable,
+           PrefillChain,
+           PrefillPipeline,
+           chain_time,
+           chunks,
+           partition,
+)
 from decodax.sharding.weave import weave
 
-__all__ = ["CONTEXT", "DATA", "EXPERT", "MODEL", "LayerCost", "PartitionTable", "Pipeline",
-           "PrefillChain", "chain_time", "chunks", "lanes", "partition", "place", "weave"]
+__all__ = [
+           "CONTEXT",
+           "DATA",
+           "EXPERT",
+           "MODEL",
+           "LayerCost",
+           "PartitionTable",
+           "PrefillChain",
+           "PrefillPipeline",
+           "chain_time",
+           "chunks",
+           "lanes",
+           "partition",
+           "place",
+           "weave",
+]

@@ -7,7 +7,8 @@ sent. What comes of it is the state that `decodax.core.drivers.prefill` gives.
 `i - 1`, attends, and sends them on with its own behind them; the last device ends up with the whole cache. Later slices
 see more, so they are shorter: `partition` finds the lengths with the least time to the first token.
 
-*Pipeline* ("Mnemosyne", Agrawal et al., 2024: sequence pipeline parallelism): device `s` has some of the layers. A
+*PrefillPipeline* ("Mnemosyne", Agrawal et al.,
+                   2024: sequence pipeline parallelism): device `s` has some of the layers. A
 chunk of the text enters the first stage as soon as that has passed on the chunk before. `chunks` cuts the text so that
 no chunk takes longer than a round may: the further, the shorter, since each sees more (adaptive chunking). The third of
 its axes, a cache divided by positions, is `decodax.caches.context.context`.
@@ -225,7 +226,7 @@ class PrefillChain:
 
 
 @dataclasses.dataclass(frozen=True)
-class Pipeline:
+class PrefillPipeline:
     """Devices that have some of the layers each (sequence pipeline parallelism).
 
     Attributes:
@@ -239,7 +240,7 @@ class Pipeline:
     weights: tuple[Any, ...]
 
     @classmethod
-    def of(cls, model: Transformer, weights: Any, devices: Sequence[Any]) -> Pipeline:
+    def of(cls, model: Transformer, weights: Any, devices: Sequence[Any]) -> PrefillPipeline:
         """With as many layers on each device, or one more on the first ones."""
         stages = len(devices)
         if not 1 <= stages <= model.depth:
@@ -323,7 +324,7 @@ def _stage(model: Transformer, first: int, weights: Any, x: Array, kv: tuple[Arr
     """A chunk through the layers of a stage, which `kv` are of; `x`: its tokens in the first one."""
     B, W = x.shape[:2]
     at = jnp.broadcast_to(start, (B,))
-    window = causal(x if first == 0 else jnp.zeros((B, W), jnp.int32), at).replace(certain=True)
+    window = causal(x if first == 0 else jnp.zeros((B, W), jnp.int32), at).replace(is_prefill=True)
     cache = Dense(kv=kv, length=at, widths=(model.config.head_dim,) * len(kv))
     pieces, entries = model.pieces(weights), []
     x = pieces.embed(window, model.init_cache(B, 0)) if first == 0 else x

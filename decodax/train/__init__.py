@@ -1,5 +1,6 @@
 """Training and measuring what methods need beside the model: predictors, kernels, codebooks, shared heads."""
 
+from decodax.algorithms.speculative import fit_lengths, fit_predictor, fit_skipped_layers, fit_tree
 from decodax.train.attention_predictor import fit_attention_predictor
 from decodax.train.channels import fit_channels
 from decodax.train.codecs import fit_codebooks, fit_features, fit_order
@@ -14,5 +15,5 @@ from decodax.train.token_butler import fit_token_butler
 
 __all__ = ["Probe", "attention_similarity", "echo_groups", "fit_attention_predictor", "fit_channels", "fit_codebooks",
            "fit_echo_att", "fit_features", "fit_heads", "fit_key_books", "fit_kv_heads", "fit_kv_prediction",
-           "fit_layers", "fit_less", "fit_order", "fit_predictors", "fit_token_butler", "mean_kv_heads",
-           "train_kv_prediction"]
+           "fit_layers", "fit_lengths", "fit_less", "fit_order", "fit_predictor", "fit_predictors",
+           "fit_skipped_layers", "fit_token_butler", "fit_tree", "mean_kv_heads", "train_kv_prediction"]

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from decodax.caches.sparse.attention_predictor import AttentionNet, expected
+from decodax.caches.sparse.attention_net import AttentionNet, expected
 from decodax.common.progress import bar
 from decodax.core.loaded import network_of
 from decodax.core.types import Model

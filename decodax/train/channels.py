@@ -25,7 +25,7 @@ from decodax.train.probe import Probe
 
 
 @struct
-class Scaled(Passing):
+class ScaledChannels(Passing):
     """A cache that holds nothing: attention within a window, in which the queries of an answer see keys between the
     first tokens and their latest ones with their channels scaled.
 
@@ -65,7 +65,7 @@ def _slope(model: Model, sinks: int, recent: int, params: Any, factors: Array, m
     window = causal(tokens, jnp.zeros(1, jnp.int32), jnp.arange(n)[None] < stop)
 
     def hidden(factors: Array) -> Array:
-        cache = Scaled(factors=tuple(factors), start=start, sinks=sinks, recent=recent)
+        cache = ScaledChannels(factors=tuple(factors), start=start, sinks=sinks, recent=recent)
         return model.apply(params, window, cache).hidden[0].astype(jnp.float32)
 
     wanted = hidden(jnp.ones_like(factors))

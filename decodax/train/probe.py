@@ -118,9 +118,9 @@ def _padded(text: Sequence[int]) -> np.ndarray:
 
 def _read(model: Model, params: Any, tokens: Array, length: Array) -> Evicting:
     """The whole cache behind the first `length` of the tokens `i32[1, N]`."""
-    cache = model.init_cache(1, tokens.shape[1], params=params).for_prompt()
+    cache = model.init_cache(1, tokens.shape[1], params=params).prefill_cache()
     live = jnp.arange(tokens.shape[1])[None] < length
-    window = causal(tokens, jnp.zeros(1, jnp.int32), live).replace(certain=True)
+    window = causal(tokens, jnp.zeros(1, jnp.int32), live).replace(is_prefill=True)
     out = model.apply(params, window, cache)
     cache = cache.commit(out.entries, jnp.where(live, window.positions, -1))
     if not isinstance(cache, Evicting):

@@ -20,7 +20,7 @@ from decodax.caches.prefill.listening import Listening
 from decodax.caches.quantize.turning import rotated
 from decodax.caches.rotation import turned
 from decodax.caches.shapes import layers_of
-from decodax.caches.sparse.query_aware import KeyBooks
+from decodax.caches.sparse.a2ats import KeyBooks
 from decodax.common.struct import struct
 from decodax.core.cache import PyTree
 from decodax.core.loaded import network_of

@@ -27,7 +27,7 @@ Tree = Any
 
 
 @struct
-class Examples(Struct):
+class FilterExamples(Struct):
     """Steps of greedy rollouts: confidences `f32[N, n]` of a block of `n`, and whether candidates are final
     `bool[N, n]`."""
 
@@ -53,13 +53,13 @@ def apply_filter(params: Tree, confidence: Array) -> Array:
 class FilterLoss:
     """Binary cross-entropy of the filter, the mean over positions."""
 
-    def __call__(self, params: Tree, batch: Examples, key: Array) -> tuple[Array, dict[str, Array]]:
+    def __call__(self, params: Tree, batch: FilterExamples, key: Array) -> tuple[Array, dict[str, Array]]:
         logits = apply_filter(params, batch.confidence)
         loss = (jax.nn.softplus(logits) - logits * batch.final).mean()
         return loss, {"loss": loss, "accuracy": ((logits > 0) == batch.final).mean()}
 
 
-def figures(params: Tree, examples: Examples, threshold: float = 0.9) -> dict[str, float]:
+def figures(params: Tree, examples: FilterExamples, threshold: float = 0.9) -> dict[str, float]:
     """Returns the loss, the share of candidates that pass a threshold, and the share of these that are not final."""
     logits = apply_filter(params, examples.confidence)
     passed = jax.nn.sigmoid(logits) > threshold
@@ -108,7 +108,8 @@ def rollout(network: Transformer, params: Tree, batch: Batch, kind: Diffusion, s
     return tuple(jnp.moveaxis(x, 0, 1) for x in found)  # type: ignore[return-value]
 
 
-def collect(network: Transformer, params: Tree, batch: Batch, kind: Diffusion, span: int, size: int = 256) -> Examples:
+def collect(network: Transformer, params: Tree, batch: Batch, kind: Diffusion, span: int,
+            size: int = 256) -> FilterExamples:
     """Returns the examples of all rows of a batch, `size` rows at a time."""
     parts: list[tuple[np.ndarray, np.ndarray]] = []
     size, longest = min(size, len(batch.tokens)), int(batch.answer.sum(1).max())
@@ -117,7 +118,7 @@ def collect(network: Transformer, params: Tree, batch: Batch, kind: Diffusion, s
         confidence, final, taken = map(np.asarray, rollout(network, params, rows, kind, span, longest))
         taken = taken & (np.arange(size) < len(batch.tokens) - at)[:, None]
         parts.append((confidence[taken], final[taken]))
-    return Examples(*(np.concatenate(x) for x in zip(*parts, strict=True)))
+    return FilterExamples(*(jnp.asarray(np.concatenate(x)) for x in zip(*parts, strict=True)))
 
 
 def save_filter(path: Path, params: Tree) -> None:

@@ -113,7 +113,7 @@ def watched(c: Mamba2Config, leaves: Mapping[str, np.ndarray], tokens: np.ndarra
     @jax.jit
     def one(params: Weights, row: Array) -> list[dict[str, Array]]:
         found: list[dict[str, Array]] = []
-        window = causal(row, jnp.zeros(len(row), jnp.int32)).replace(certain=True)
+        window = causal(row, jnp.zeros(len(row), jnp.int32)).replace(is_prefill=True)
         cache: Any = model.init_cache(len(row), 0)
         out = dataclasses.replace(model, found=_Found(found)).apply(params, window, cache)
         after = cache.commit(out.entries, window.positions)

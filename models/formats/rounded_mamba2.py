@@ -32,11 +32,11 @@ class Rounded(Recurrent):
     """States in 8 bits: of each layer a dict of "ring", `i8[B, R, C]`, and "state", `i8[B, H, N, P]`. While a prompt is
     read states are `f32[B, H, N, P]`: they are rounded behind it, wherever its chunks end."""
 
-    def for_prompt(self) -> Rounded:
+    def prefill_cache(self) -> Rounded:
         wide = lambda own: {**own, "state": own["state"].astype(jnp.float32)}
         return self.replace(states=tuple(map(wide, self.states)))
 
-    def settled(self, prompt: ReadPrompt) -> Rounded:
+    def finish_prefill(self, prompt: ReadPrompt) -> Rounded:
         grids = [prompt.params["layers"][str(i)]["grid"]["state"] for i in range(len(self.states))]
         near = lambda own, grid: {**own, "state": codes_of(own["state"], grid).astype(jnp.int8)}
         return self.replace(states=tuple(map(near, self.states, grids)))
@@ -71,9 +71,9 @@ class QuantizedMamba2(Mamba2):
 
     def forward(self, params: Weights, tokens: Array) -> Array:
         """As of `Mamba2`: as a prompt is read, with states that are not rounded."""
-        window = causal(tokens, jnp.zeros(len(tokens), jnp.int32)).replace(certain=True)
+        window = causal(tokens, jnp.zeros(len(tokens), jnp.int32)).replace(is_prefill=True)
         cache: Any = self.init_cache(len(tokens), 0)
-        return self.apply(params, window, cache.for_prompt()).logits()
+        return self.apply(params, window, cache.prefill_cache()).logits()
 
 
 def scanned(c: Mamba2Config, p: Weights, layer: int, into: Array, dt: Array,

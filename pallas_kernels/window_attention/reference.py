@@ -38,7 +38,7 @@ def block_of(slots: int, most: int) -> int:
     return slots if slots <= most else math.gcd(most, slots)
 
 
-class Block(NamedTuple):
+class AttentionBlock(NamedTuple):
     """What a step of the walk looks at.
 
     Attributes:
@@ -79,7 +79,7 @@ def cache_attention(q: Array, cache: Array, length: Array, positions: Array, hel
     """
     B, G, R, _ = q.shape
 
-    def visit(x: Block, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+    def visit(x: AttentionBlock, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         top, total, out = carry
         new = jnp.maximum(top, x.scores.max(-1, keepdims=True))
         shrink, weights = jnp.exp(top - new), jnp.where(x.seen, jnp.exp(x.scores - new), 0)
@@ -110,7 +110,7 @@ def slot_weights(q: Array, lse: Array, cache: Array, length: Array, positions: A
             `cache_attention`.
     """
 
-    def visit(x: Block, sums: Array) -> Array:
+    def visit(x: AttentionBlock, sums: Array) -> Array:
         weights = jnp.where(x.seen, jnp.exp(x.scores - lse[..., None]), 0).sum(2)
         return lax.dynamic_update_slice_in_dim(sums, weights, x.at, 2)
 
@@ -127,7 +127,7 @@ def _unit(cache: Array, table: Array | None) -> int:
     return 1 if table is None else page * max(BLOCK // page, 1)
 
 
-def _walk(visit: Callable[[Block, Carry], Carry], start: Carry, q: Array, cache: Array, length: Array,
+def _walk(visit: Callable[[AttentionBlock, Carry], Carry], start: Carry, q: Array, cache: Array, length: Array,
           positions: Array, held: Array | None, scales: Array | None, table: Array | None, *, scale: float,
           sliding: int | None, softcap: float | None, causal: bool = False,
           bias: Callable[[Array, Array], Array] | None = None) -> Carry:
@@ -144,7 +144,7 @@ def _walk(visit: Callable[[Block, Carry], Carry], start: Carry, q: Array, cache:
         slots = table.shape[1] * page
 
     def read(x: Array, i: Array, block: int, axis: int) -> Array:
-        """Block `i` of an array whose axis of slots is `axis`."""
+        """AttentionBlock `i` of an array whose axis of slots is `axis`."""
         if table is None:
             return lax.dynamic_slice_in_dim(x, i * block, block, axis)
         numbers = lax.dynamic_slice_in_dim(table, i * (block // page), block // page, 1)
@@ -176,7 +176,7 @@ def _walk(visit: Callable[[Block, Carry], Carry], start: Carry, q: Array, cache:
             if bias is not None:
                 s = s + bias(keys if scales is None else keys * key_scales.swapaxes(2, 3), where)
             s = jnp.where(seen, s, MASKED)
-            return visit(Block(i * block, s, seen, values, worth), carry)
+            return visit(AttentionBlock(i * block, s, seen, values, worth), carry)
 
         first: Array | int = 0
         if sliding is not None and held is None:

@@ -12,7 +12,7 @@ from decodax.bench.figures import show_table
 from decodax.bench.timing import in_turn, median
 from decodax.constraints import TokenDfa
 from decodax.constraints.schema import json_schema
-from decodax.constraints.tokens import Trie
+from decodax.constraints.tokens import TokenTrie
 
 TEXT = {"type": "string"}
 SCHEMAS: dict[str, Any] = {
@@ -42,7 +42,7 @@ def vocabulary(size: int) -> list[bytes]:
 def main(args: argparse.Namespace) -> None:
     """Times both and prints tables."""
     clock = time.perf_counter()
-    trie = Trie.build(vocabulary(args.size))
+    trie = TokenTrie.build(vocabulary(args.size))
     rows = [(f"vocabulary of {args.size:,} tokens, once", "", "", "", f"{time.perf_counter() - clock:.2f}")]
     for name, schema in SCHEMAS.items():
         clock = time.perf_counter()

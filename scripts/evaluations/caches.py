@@ -29,12 +29,12 @@ from decodax.cache import Wrapper
 from decodax.caches import find, make
 from decodax.caches.bounded.subgen import SubGenCache
 from decodax.caches.evict.evicting import Evicting
-from decodax.caches.prefill.grouped import Grouped
+from decodax.caches.prefill.quick_prefill import QuickPrefillCache
 from decodax.caches.quantize.bounded import BoundedCodes
 from decodax.caches.quantize.coded import Coded
 from decodax.caches.quantize.graded import Graded
 from decodax.caches.quantize.merging import MergedLayers
-from decodax.caches.sparse.landmarks import Shadowed
+from decodax.caches.sparse.shadowkv import ShadowKVCache
 from decodax.common.registry import CACHES, parse_options
 from decodax.engine.batch import Job
 from decodax.engine.request import Request
@@ -340,7 +340,7 @@ def held(cache: Any) -> float:
         return float((each[0] * coded + each[1] * (np.asarray(cache.length) - coded)).sum())
     if isinstance(cache, Wrapper):
         return held(cache.base)
-    if isinstance(cache, Shadowed):
+    if isinstance(cache, ShadowKVCache):
         rows, before, kept = cache.length.shape[0], np.asarray(cache.began, float), np.asarray(cache.kept, float)
         after = kept + np.asarray(cache.length, float) - before
         return float(size(cache.shadows) * before.sum() / cache.size
@@ -354,7 +354,8 @@ def held(cache: Any) -> float:
         after = np.asarray(cache.length, float).sum() - before
         return (size((cache.prompt, cache.pairs)) * before / cache.size
                 + size(cache.kv) * after / cache.kv[0].shape[2]) / rows
-    slots, tokens = cache.kv[0].shape[2], np.asarray(cache.count if isinstance(cache, Grouped) else cache.length, float)
+    slots, counted = cache.kv[0].shape[2], cache.count if isinstance(cache, QuickPrefillCache) else cache.length
+    tokens = np.asarray(counted, float)
     used = np.minimum(tokens, slots).mean() / slots
     # other arrays grow with the text as keys and values do, except sketches, which have a fixed size
     beside = size((cache.sketches,)) if isinstance(cache, SubGenCache) else (size(cache) - size(cache.kv)) * used

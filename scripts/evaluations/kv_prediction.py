@@ -47,8 +47,8 @@ def forced(model: Any, params: Any, tokens: Any, prompt: int) -> Any:
     its newest token."""
     B, n = tokens.shape
     before = jnp.full(B, prompt - 1, jnp.int32)
-    cache = model.init_cache(B, n, params=params).for_prompt().replace(length=before)
-    cache = cache.settled(ReadPrompt(model, params, tokens))
+    cache = model.init_cache(B, n, params=params).prefill_cache().replace(length=before)
+    cache = cache.finish_prefill(ReadPrompt(model, params, tokens))
     return nats(model.apply(params, causal(tokens[:, prompt - 1:-1], before), cache).logits(), tokens[:, prompt:])
 
 

@@ -24,7 +24,7 @@ from rich.progress import track
 import decodax as dx
 from decodax.bench.figures import show_table
 from decodax.caches import AttentionNet, Butler, make
-from decodax.caches.sparse.retrieval import KeyBounds
+from decodax.caches.sparse.quest import KeyBounds
 from decodax.core.window import causal
 from decodax.train import fit_attention_predictor, fit_token_butler
 from decodax.train.attention_predictor import attention_maps, scores_before

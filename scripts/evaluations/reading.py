@@ -29,13 +29,13 @@ from evaluations.texts import TEST, TRAIN, module_texts, show_losses
 def forced(model: Any, params: Any, tokens: Any, prompt: int) -> Any:
     """Returns the mean nats of each row's tokens after the first `prompt`, `f32[B]`, by teacher forcing."""
     B, n = tokens.shape
-    before, cache = jnp.full(B, prompt - 1, jnp.int32), model.init_cache(B, n, params=params).for_prompt()
+    before, cache = jnp.full(B, prompt - 1, jnp.int32), model.init_cache(B, n, params=params).prefill_cache()
     if cache.reads == 0:
         cache = cache.replace(length=before)
     else:
-        window = causal(tokens[:, :prompt - 1], jnp.zeros(B, jnp.int32)).replace(certain=True)
+        window = causal(tokens[:, :prompt - 1], jnp.zeros(B, jnp.int32)).replace(is_prefill=True)
         cache = cache.commit(model.apply(params, window, cache).entries, window.positions)
-    cache = cache.settled(ReadPrompt(model, params, tokens))
+    cache = cache.finish_prefill(ReadPrompt(model, params, tokens))
 
     def step(cache: Any, at: Any) -> tuple[Any, Any]:
         window = causal(jax.lax.dynamic_slice_in_dim(tokens, at, 1, 1), jnp.broadcast_to(at, (B,)))
@@ -55,9 +55,9 @@ def main(args: argparse.Namespace) -> None:
     group = lm.model.config.heads // lm.model.config.kv_heads
     own = dict(budget=args.taken, sinks=args.sinks, recent=args.recent, distance=args.distance)
     some = args.sinks + args.recent + args.taken * group
-    blocks = dict(sinks=args.sinks, recent=args.recent, block=4, window=args.recent, samples=32, least=1, room=1,
-                  budget=some)
-    pages = dict(budget=some - args.recent, page=4, recent=args.recent, skip=())
+    blocks = dict(sinks=args.sinks, recent=args.recent, block_size=4, window_size=args.recent, samples=32,
+                  least=1, room=1, budget=some)
+    pages = dict(budget=some - args.recent, page_size=4, recent=args.recent, skip=())
     kinds = {"dense": None, f"sink-window:budget={some}": make("sink-window", budget=some, sinks=args.sinks),
              "a2ats": make("a2ats", books=books, **own), "act-qkv": make("act-qkv", **blocks),
              "quest": make("quest", **pages)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -56,7 +57,7 @@ def test_a_users_entry_is_found_by_name_everywhere(capsys: pytest.CaptureFixture
 def test_a_users_sampler_of_masked_diffusion_is_found_by_name() -> None:
     @ALGORITHMS.register("two-a-step", needs="a diffusion model")
     def two_a_step(lm: LM, block: int = 4) -> dx.MaskedDiffusion:
-        d = dx.diffusion
+        d = dx.algorithms.diffusion
         return dx.MaskedDiffusion(d.Adapter.of(lm), d.Blocks(block), unmask=d.Quota(block // 2))
 
     filler = toy.lm()
@@ -127,3 +128,25 @@ def test_the_order_of_the_table_does_not_depend_on_what_was_imported_first() -> 
         """
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert told == [*ALGORITHMS, "early"]
+
+
+def test_the_package_shows_its_api_alone() -> None:
+    assert set(dir(dx)) == set(dx.__all__) and len(dx.__all__) <= 52
+    assert all(getattr(dx, name) is not None for name in dx.__all__)
+
+
+@pytest.mark.parametrize(("shelf", "name"), [("algorithms", "sequoia"), ("caches", "snapkv")])
+def test_an_entry_is_a_function_whose_help_says_what_it_is(shelf: str, name: str) -> None:
+    function = getattr(getattr(dx, shelf), name)
+    text = function.__doc__
+    assert "Paper: S" in text and "Guarantee: " in text and "; default " in text
+    assert "lm" not in inspect.signature(function).parameters
+
+
+def test_an_entry_that_looks_at_the_target_is_made_when_it_is_known() -> None:
+    small, ids = lm("toy-draft"), prompts(2)
+    by_object = dx.generate(lm(), ids, algorithm=dx.algorithms.speculative_decoding(2, draft=small), max_new_tokens=6)
+    by_name = dx.generate(lm(), ids, algorithm="speculative-decoding:length=2", draft=small, max_new_tokens=6)
+    assert np.array_equal(by_object.tokens, by_name.tokens) and by_name.stats.drafted.sum() > 0
+    with pytest.raises(ValueError, match=r"draft: got .*, and 'prompt-lookup' takes no draft model"):
+        dx.generate(lm(), ids, algorithm="prompt-lookup", draft=small)

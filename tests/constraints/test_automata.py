@@ -19,7 +19,7 @@ from decodax.constraints.dfa import LARGEST, TooLarge
 from decodax.constraints.ebnf import ebnf
 from decodax.constraints.expressions import regex, search, whole
 from decodax.constraints.schema import json_schema
-from decodax.constraints.tokens import Trie
+from decodax.constraints.tokens import TokenTrie
 from tests.matrix import often
 
 TEXTS = ["".join(letters) for n in range(5) for letters in itertools.product("ab\né", repeat=n)]
@@ -113,7 +113,8 @@ def test_long_repetitions_are_made_quickly(name: str) -> None:
     given, states = QUICK[name]
     clock = time.process_time()
     language = regex(given) if isinstance(given, str) else json_schema(given)
-    trie = Trie.build([bytes([i]) for i in range(256)] + [b"a" * n for n in range(2, 20)] + [b'"', b"ab", b"<end>"])
+    trie = TokenTrie.build([bytes([i]) for i in range(256)] + [b"a" * n for n in range(2, 20)] + [b'"', b"ab",
+                                                                                                  b"<end>"])
     found = TokenDfa.build([language], trie, [trie.size - 1])
     assert time.process_time() - clock < 8
     assert states is None or len(language) == states
@@ -148,7 +149,7 @@ def test_a_token_table_holds_what_bytes_do_at_every_state() -> None:
         except ValueError:
             continue
         tokens = ["".join(rng.choice("ab\né") for _ in range(rng.randint(0, 3))).encode() for _ in range(30)]
-        found = TokenDfa.build([language], Trie.build([*tokens, b"ab"]), [30], [0])
+        found = TokenDfa.build([language], TokenTrie.build([*tokens, b"ab"]), [30], [0])
         for state in range(len(language)):
             for i, token in enumerate(tokens):
                 there = state

@@ -16,7 +16,7 @@ from decodax.constraints import Dfa, TokenDfa, Unsupported
 from decodax.constraints.dfa import Builder, literals
 from decodax.constraints.expressions import regex, search
 from decodax.constraints.schema import json_schema
-from decodax.constraints.tokens import Trie
+from decodax.constraints.tokens import TokenTrie
 
 PATTERNS = [
     r"(ab)*c?é?", r"[a-z]{2,3}é?(foo|bar)*", r"[^a]+", r".", r"\d+(\.\d+)?", r"[\w.]+@[\w]+\.(com|org)",
@@ -73,7 +73,7 @@ def test_tokens_move_as_their_bytes_do(pattern: str) -> None:
     """Also tokens that are pieces of a character, that two tokens have in common, and that add nothing."""
     tokens = [b"a", b"b", b"ab", b"c", b"", b"abc", "é".encode(), b"\xc3", b"\xa9b", b"a", b"<end>"]
     language, end, barred = regex(pattern), 10, 5
-    found = TokenDfa.build([literals([b"zz"]), language], Trie.build(tokens), [end], [barred])
+    found = TokenDfa.build([literals([b"zz"]), language], TokenTrie.build(tokens), [end], [barred])
     shortest = None
     for n in range(5):
         for sequence in itertools.product([t for t in range(len(tokens)) if t not in (4, end)], repeat=n):
@@ -89,7 +89,7 @@ def test_tokens_move_as_their_bytes_do(pattern: str) -> None:
     for state, token in enumerate(found.forced[found.starts[1]:-1].tolist()):
         alone = follows[state].sum() == 1 and not language.final[state]
         assert token < 0 or (alone and token != barred and language.next[state, tokens[token][0]] >= 0)
-    without = TokenDfa.build([language], Trie.build(tokens), [])
+    without = TokenDfa.build([language], TokenTrie.build(tokens), [])
     assert shortest is not None and without.distance[0] <= shortest - 1
 
 

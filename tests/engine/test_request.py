@@ -235,7 +235,7 @@ def test_a_models_own_end_and_beginning_are_read_without_a_tokenizer(tiny_model,
 # algorithms and models
 
 def test_an_algorithm_that_does_not_fit_the_model_is_refused_by_name(lm):
-    sampler = dx.MaskedDiffusion(dx.diffusion.Adapter(mask=3), dx.diffusion.Blocks(8))
+    sampler = dx.MaskedDiffusion(dx.algorithms.diffusion.Adapter(mask=3), dx.algorithms.diffusion.Blocks(8))
     with pytest.raises(ValueError, match=r"algorithm: got MaskedDiffusion, a sampler of masked diffusion, for .* auto"):
         dx.generate(lm, IDS, algorithm=sampler)
     for attention, block in (("full", None), ("block-causal", 4)):

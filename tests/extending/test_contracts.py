@@ -18,7 +18,7 @@ from decodax.algorithms.speculative.verify import SeedExact, Verifier
 from decodax.core.cache import CacheConfig
 from decodax.sampling import Custom
 from decodax.search.explorer import Explorer
-from decodax.select.candidates import Rule
+from decodax.select.candidates import SelectionRule
 from tests.caches.test_policies import SMALL
 
 IDS = [[3, 1, 4], [2, 7]]
@@ -221,7 +221,7 @@ def test_what_a_transform_returns_is_checked(fn: Any, message: str) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Chooser(Rule):
+class Chooser(SelectionRule):
     def scores(self, candidates: Any) -> Any:
         raise NotImplementedError
 

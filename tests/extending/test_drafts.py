@@ -185,7 +185,7 @@ def falling_margin_by_hand(prompt: list[int], new: int, block: int, high: float,
 def test_the_falling_margin_is_that_of_a_loop_by_hand(page: dict[str, Any]) -> None:
     ids, numbers = prompts(5), dict(high=0.3, decay=0.5)
     rule = page["FallingMargin"](**numbers)
-    alg = dx.MaskedDiffusion(dx.diffusion.Adapter(MASK), dx.diffusion.Blocks(8), unmask=rule)
+    alg = dx.MaskedDiffusion(dx.algorithms.diffusion.Adapter(MASK), dx.algorithms.diffusion.Blocks(8), unmask=rule)
     s = decode(alg, "llama", ids, {}, new=16)
     by_hand = [falling_margin_by_hand(prompt, 16, 8, **numbers) for prompt in ids]
     assert texts(s) == [text for text, _ in by_hand]

@@ -148,7 +148,7 @@ def test_a_recurrent_model_scores_each_path_of_a_tree_as_a_text(recurrent: Any) 
     cache = model.init_cache(1, 32)
     _, entries = scored(model, params, chain(tokens[:3]), cache)
     cache = cache.commit(entries, jnp.arange(3)[None])
-    scratch, found = cache.scratch(entries, 5), []
+    scratch, found = cache.tree_buffer(entries, 5), []
     for first, level in ((3, [3, 4]), (5, [5, 6, 7])):
         part = Window(tokens=jnp.array([[tokens[i] for i in level]]), positions=depth[:, jnp.array(level)],
                       mask=jnp.eye(len(level), dtype=bool)[None], live=jnp.ones((1, len(level)), bool))
@@ -208,8 +208,8 @@ def test_a_prefill_holds_one_state_a_layer(recurrent: Any) -> None:
         found = list(shapes_in(jax.make_jaxpr(prefill)(jnp.zeros((2, 256), jnp.int32)).jaxpr))
         return max(int(np.prod(shape)) for shape in found if shape[-3:] == state) // (2 * int(np.prod(state)))
 
-    assert largest(certain=True) == 1
-    assert largest(certain=False) == 256          # as any other window: the claim above can fail
+    assert largest(is_prefill=True) == 1
+    assert largest(is_prefill=False) == 256          # as any other window: the claim above can fail
 
 
 def test_what_needs_truncation_or_rewrites_is_refused_by_name(recurrent: Any) -> None:
@@ -330,7 +330,7 @@ def test_t5_reads_positions_and_not_places(translator: Any) -> None:
     cache = model.init_cache(1, 32, params=params, inputs=given)
     _, entries = scored(model, params, chain([0, 5, 6, 7, 8]), cache)
     cache = cache.commit(entries, jnp.arange(5)[None])
-    scratch = cache.scratch(entries, 3)
+    scratch = cache.tree_buffer(entries, 3)
     # two nodes below the text, then one below the first of them
     level = Window(tokens=jnp.array([[9, 10]]), positions=jnp.array([[5, 5]]), mask=jnp.eye(2, dtype=bool)[None],
                    live=jnp.ones((1, 2), bool))

@@ -131,8 +131,8 @@ def test_rows_have_budgets_and_seeds_of_their_own(lm):
 
 
 def test_a_masked_diffusion_sampler_runs_from_the_front_door(lm):
-    alg = dx.MaskedDiffusion(dx.diffusion.Adapter(mask=lm.vocab_size - 1), dx.diffusion.Blocks(8),
-                             unmask=dx.diffusion.Quota(2))
+    alg = dx.MaskedDiffusion(dx.algorithms.diffusion.Adapter(mask=lm.vocab_size - 1), dx.algorithms.diffusion.Blocks(8),
+                             unmask=dx.algorithms.diffusion.Quota(2))
     filling = dataclasses.replace(lm, diffusion=Diffusion(mask=lm.vocab_size - 1))
     out = dx.generate(filling, PROMPTS[:2], max_new_tokens=16, algorithm=alg)
     assert out.lengths.tolist() == [16, 16] and out.stats.forwards == 4 and out.stats.prefill_forwards == 0

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 import decodax as dx
+from decodax.front.read_twice import read_twice
 
 
 def test_texts_ids_and_chats() -> None:
-    twice = dx.read_twice
+    twice = read_twice
     assert twice("a b", "c?") == "a b\nc?\na b\nc?"
     assert twice("a b", "c?", " ", "question context context question") == "c? a b a b c?"
     assert twice("a b c?") == "a b c?\na b c?"
@@ -23,20 +24,20 @@ def test_texts_ids_and_chats() -> None:
 def test_a_model_reads_it() -> None:
     lm = dx.load("sums")
     once = lm.tokenizer.encode("1+1=\n")
-    out = dx.generate(lm, [dx.read_twice("1+1=\n", between=""), dx.read_twice(once)], max_new_tokens=4)
+    out = dx.generate(lm, [read_twice("1+1=\n", between=""), read_twice(once)], max_new_tokens=4)
     assert out.tokens[0].tolist() == out.tokens[1].tolist()
 
 
 def test_what_is_no_prompt_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"^form: got 'cq', takes one of 'context question context question'"):
-        dx.read_twice("a", "b", form="cq")
+        read_twice("a", "b", form="cq")
     with pytest.raises(ValueError, match=r"^question: got one beside a chat"):
-        dx.read_twice([{"role": "user", "content": "u"}], "b")
+        read_twice([{"role": "user", "content": "u"}], "b")
     with pytest.raises(ValueError, match=r"^prompt: got a chat without a text of the user"):
-        dx.read_twice([{"role": "system", "content": "u"}])
+        read_twice([{"role": "system", "content": "u"}])
     with pytest.raises(TypeError, match=r"^prompt: got int, takes a text"):
-        dx.read_twice(3)
+        read_twice(3)
     with pytest.raises(TypeError, match=r"^question: got a text, takes token ids"):
-        dx.read_twice([3], "b")
+        read_twice([3], "b")
     with pytest.raises(TypeError, match=r"^question: got list, takes a text"):
-        dx.read_twice("a", [3])
+        read_twice("a", [3])

@@ -18,7 +18,16 @@ from decodax.core.types import Params
 from decodax.models.config import llama
 from decodax.models.transformer import Transformer
 from decodax.sampling import build
-from decodax.sharding import LayerCost, PartitionTable, Pipeline, PrefillChain, chain_time, chunks, partition, place
+from decodax.sharding import (
+    LayerCost,
+    PartitionTable,
+    PrefillChain,
+    PrefillPipeline,
+    chain_time,
+    chunks,
+    partition,
+    place,
+)
 
 NETWORK = Transformer(llama(vocab=16, width=16, layers=3, heads=4, kv_heads=2, mlp=24, context=256))
 WEIGHTS = jax.tree.map(lambda x: 8 * x if x.ndim > 1 else x, NETWORK.init_params(jax.random.key(5)))
@@ -59,7 +68,7 @@ def test_a_chain_of_slices_gives_the_tokens_of_one_device(wanted: np.ndarray) ->
 @pytest.mark.mesh
 @pytest.mark.parametrize("stages", [2, 3])
 def test_a_pipeline_of_layers_gives_the_tokens_of_one_device(wanted: np.ndarray, stages: int) -> None:
-    pipe = Pipeline.of(NETWORK, WEIGHTS, jax.devices()[:stages])
+    pipe = PrefillPipeline.of(NETWORK, WEIGHTS, jax.devices()[:stages])
     held = [sum(x.size for x in jax.tree.leaves(w["layers"])) for w in pipe.weights]
     assert sum(held) == sum(x.size for x in jax.tree.leaves(WEIGHTS["layers"]))
     sizes = chunks(40, 4e-4, NETWORK.depth, LayerCost.of(NETWORK, 4, 1e9), (4, 8, 16))

@@ -128,7 +128,7 @@ def test_a_system_keeps_its_guarantee(name, policy):
         assert texts(decode(alg, which, policy=policy, order=seats)) == texts(s)[::-1]
 
 
-EXACT = dx.SeedExact()
+EXACT = dx.verify.SeedExact()
 DEGENERATE = {
     "greedy-verification": dict(), "blockwise-top-k": dict(k=1), "blockwise-distance": dict(epsilon=0),
     "aggressive-decoding": dict(beta=1), "typical-acceptance": dict(epsilon=1 - 1e-6, delta=1e6),
@@ -154,7 +154,7 @@ def test_an_approximate_rule_is_plain_decoding_at_its_degenerate_setting(name):
     assert (np.asarray(s.stats.accepted).sum() > 0) == (name not in UNVERIFIED)
 
 
-RULES = {"seed-exact": EXACT, "distribution-exact": dx.Rejection(), "approximate": dx.TypicalAcceptance()}
+RULES = {"seed-exact": EXACT, "distribution-exact": dx.verify.Rejection(), "approximate": dx.verify.TypicalAcceptance()}
 
 
 @pytest.mark.parametrize("name", [n for n, e in ALGORITHMS.items() if "verify" in e.options and not e.alias_of])
@@ -198,7 +198,8 @@ def test_two_names_for_one_object_are_declared():
 
 def test_a_system_with_a_fitted_part_asks_for_it():
     for name in ("disco", "specdec++"):
-        with pytest.raises(ValueError, match=f"'{re.escape(name)}' needs predictor=, from decodax.fit_predictor, or"):
+        with pytest.raises(ValueError,
+                           match=f"'{re.escape(name)}' needs predictor=, from decodax.train.fit_predictor, or"):
             algorithms.make(name, lm("llama"), lm("sliding"))
 
 

@@ -25,7 +25,7 @@ def others(rng: random.Random) -> Case:
                            "prompt-lookup:5", "prompt-lookup:__import__('os')", "prompt-lookup:length=__import__('os')",
                            b"prompt-lookup", dx.Autoregressive, {}, len, Thing(), "llada", "seed-exact",
                            dx.drafts.PromptLookup(), [dx.Autoregressive()], "prompt-lookup:" + "(" * 5000, "stand:x=1",
-                           dx.MaskedDiffusion(dx.diffusion.Adapter(3))]),
+                           dx.MaskedDiffusion(dx.algorithms.diffusion.Adapter(3))]),
         ("lm", rng.choice([None, 5, "nope", "", b"pycode", Path("/nope"), {}, Thing(), "\0"]), ("lm", "model")),
         pair("stop", [5, "", [""], [5], b"x", [b"x"], {"a": 1}, Thing(), "\ud800", ["ok", "\udc80"], "x" * 70_000,
                       ["ab"] * 70_000, [None], [["a"], ["b"]], math.nan, True, itertools.repeat("ab")]),

@@ -175,7 +175,7 @@ def read(name: str, text: list[int], width: int, live: int | None = None) -> Any
         begin = max(0, min(start, len(text) - width))
         part = text[begin:begin + width]
         at = begin + np.arange(len(part))
-        window = causal(jnp.array([part]), jnp.array([begin]), jnp.asarray(at >= start)[None]).replace(certain=True)
+        window = causal(jnp.array([part]), jnp.array([begin]), jnp.asarray(at >= start)[None]).replace(is_prefill=True)
         _, entries = scored(own.model, own.params, window, cache)
         cache = cache.commit(entries, jnp.where(window.live, window.positions, -1))
     return cache
@@ -213,7 +213,7 @@ def test_a_tree_is_scored_as_the_texts_of_its_paths(name: str) -> None:
     logits, entries = scored(own.model, own.params, tree, cache)
     close(logits[0][alive], want[alive])
 
-    scratch, found, above = cache.scratch(entries, 7), [], mask & ~np.eye(7, dtype=bool)
+    scratch, found, above = cache.tree_buffer(entries, 7), [], mask & ~np.eye(7, dtype=bool)
     for first, level in ((0, [0]), (1, [1, 2]), (3, [3, 4, 5]), (6, [6])):
         part = Window(tokens=jnp.array([[new[i] for i in level]]), positions=jnp.asarray(depth[level])[None],
                       mask=jnp.eye(len(level), dtype=bool)[None], live=jnp.ones((1, len(level)), bool))

@@ -151,7 +151,7 @@ def test_each_path_of_a_tree_is_a_text() -> None:
     cache = model.init_cache(1, 32)
     _, entries = scored(model, params, causal(jnp.array([tokens[:2]]), jnp.zeros(1, jnp.int32)), cache)
     cache = cache.commit(entries, jnp.arange(2)[None])
-    scratch, found = cache.scratch(entries, 7), []
+    scratch, found = cache.tree_buffer(entries, 7), []
     for level in ([2], [3, 4], [5, 6, 7], [8]):
         part = Window(tokens=jnp.array([[tokens[i] for i in level]]), positions=depth[:, jnp.array(level)],
                       mask=jnp.eye(len(level), dtype=bool)[None], live=jnp.ones((1, len(level)), bool))

@@ -131,7 +131,7 @@ def test_the_recurrence_is_theirs() -> None:
     np.testing.assert_allclose(y, EXPECTED["update"]["y"], atol=2e-3)           # theirs are float16
     assert state.dtype == jnp.int8 and digest(np.asarray(state).swapaxes(2, 3)) == EXPECTED["update"]["state"]
     cache: Any = model.init_cache(rows, 32)
-    y, state = run(*many, True, cache.for_prompt())
+    y, state = run(*many, True, cache.prefill_cache())
     np.testing.assert_allclose(y, EXPECTED["scan"]["y"], atol=0.02)             # their products are of float16
     assert state.dtype == jnp.float32
     near = np.asarray(codes_of(state, p["grid"]["state"])).sum((2, 3))
@@ -238,11 +238,11 @@ def test_states_have_8_bits_between_tokens() -> None:
     lm = packed("w8a8")
     cache: Any = lm.model.init_cache(1, 32)
     assert {x.dtype.name for x in jax.tree.leaves(cache.states)} == {"int8"}
-    assert {x.dtype.name for own in cache.for_prompt().states for x in [own["state"]]} == {"float32"}
+    assert {x.dtype.name for own in cache.prefill_cache().states for x in [own["state"]]} == {"float32"}
     text = jnp.array(TEXTS[:1])
     read = causal(text, jnp.zeros(1, jnp.int32))
     step = jax.jit(lambda window, cache: lm.model.apply(lm.params, window, cache).logits())
-    prompt, tokens = step(read.replace(certain=True), cache.for_prompt()), step(read, cache)
+    prompt, tokens = step(read.replace(is_prefill=True), cache.prefill_cache()), step(read, cache)
     np.testing.assert_allclose(prompt[:, 0], tokens[:, 0], atol=1e-5)       # what is read of a state is not rounded
     assert 1e-4 < jnp.abs(prompt - tokens)[:, 1:].mean() < 0.1 * jnp.abs(prompt).mean()
 

@@ -118,4 +118,4 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
         dx.load(tmp_path)
     net = RwkvX(RwkvXConfig(**small, sparse=2, chunk=4, top=1))        # type: ignore[arg-type]
     assert np.isfinite(net.forward(net.init_params(jax.random.key(0)), np.array([[1, 2, 3]]))).all()
-    assert net.init_cache(1, 256).stale() is None and net.init_cache(1, 20001).stale() is not None
+    assert net.init_cache(1, 256).needs_refresh() is None and net.init_cache(1, 20001).needs_refresh() is not None

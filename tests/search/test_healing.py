@@ -12,7 +12,7 @@ import pytest
 import decodax as dx
 from decodax import search
 from decodax.core.window import causal
-from decodax.search.healing import Vocabulary, covers
+from decodax.search.healing import TextVocabulary, covers
 from tests.laws.test_systems import lm as worded
 
 
@@ -27,7 +27,7 @@ def behind(text: tuple[int, ...]) -> np.ndarray:
 
 def test_covers_are_all_ways_to_write_a_text() -> None:
     tokens = [b"", b"a", b"b", b"ab", b"abc", b"ba", b"c", b"bca"]
-    found = {(*path, int(end)) for path, ends in covers(Vocabulary.of(tokens), b"ab") for end in ends}
+    found = {(*path, int(end)) for path, ends in covers(TextVocabulary.of(tokens), b"ab") for end in ends}
     every = set()
     for n in (1, 2):
         for cover in itertools.product(range(1, 8), repeat=n):

@@ -31,7 +31,7 @@ def lm(tiny_model: Path) -> LM:
 def test_expected_utilities_are_mbrs(case: dict[str, Any]) -> None:
     each = Candidates(case["texts"], log_probs=np.array(case["log_probs"]))
     assert len(set(case["texts"])) == len(case["texts"])
-    rules: dict[str, select.Rule] = {
+    rules: dict[str, select.SelectionRule] = {
         "mbr": select.MBR(), "weighted": select.MBR(weighted=True), "aggregate": select.AggregateMBR(),
         "aggregate_weighted": select.AggregateMBR(weighted=True)}
     for name, rule in rules.items():

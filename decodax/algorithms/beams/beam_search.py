@@ -23,7 +23,7 @@ from decodax.algorithms.speculative.grown import Grown
 from decodax.algorithms.speculative.source import Draft, Shape, Source
 from decodax.algorithms.speculative.tree import tree, window
 from decodax.algorithms.speculative.trees.fixed import Fixed
-from decodax.common.options import Count
+from decodax.common.options import Count, Positive
 from decodax.common.registry import ALGORITHMS
 from decodax.core.cache import Feature
 from decodax.core.record import Record, record
@@ -308,12 +308,14 @@ class BeamReader:
 
 
 @ALGORITHMS.register("beam-search", "Beam search", "", family="search")
-def beam_search(width: Count = 4, length_penalty: float = 1.0, early_stopping: EarlyStopping = False,
-                draft: Any = None) -> BeamSearch:
+def beam_search(width: Count = 4, length_penalty: float = 1.0, early_stopping: EarlyStopping = False, *,
+                num_beam_groups: Count = 1, diversity_penalty: float = 0.0, patience: Positive = 1.0,
+                renormalize: bool = False, draft: Any = None) -> BeamSearch:
     """Finds likely texts by keeping the best `width` beginnings of each prompt.
 
-    For tasks with one right answer, such as translation. `algorithms.beam_search(4)` is `num_beams=4`; the class
-    `BeamSearch` has more options.
+    For tasks with one right answer, such as translation. The rules and options are those of transformers.
+    `algorithms.beam_search(4)` is its `num_beams=4`. The result has the best text of each prompt, or the best
+    `num_samples`; `findings` has their scores.
 
     Args:
         width: number of beams of a prompt.
@@ -321,7 +323,12 @@ def beam_search(width: Count = 4, length_penalty: float = 1.0, early_stopping: E
             ones, 0 compares log-probabilities.
         early_stopping: True: the search is over once `width` texts have ended. False: once no beam would be among the
             best if it ended now. "never": once none can be at any length.
+        num_beam_groups: number of groups that are searched one after the other (diverse beam search).
+        diversity_penalty: loss of score for each earlier group that has taken a token in this step.
+        patience: with `early_stopping=True`, number of ended texts that end the search, in multiples of `width`.
+        renormalize: normalise log-probabilities again after penalties and bans.
         draft: a draft or source of drafts; beams then take several steps in a forward, with the same result. None: one
             step a forward.
     """
-    return BeamSearch(width, length_penalty=length_penalty, early_stopping=early_stopping, draft=draft)
+    return BeamSearch(width, length_penalty=length_penalty, early_stopping=early_stopping, groups=num_beam_groups,
+                      diversity_penalty=diversity_penalty, patience=patience, renormalize=renormalize, draft=draft)

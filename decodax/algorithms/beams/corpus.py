@@ -17,7 +17,7 @@ NARROW = 64
 
 
 @struct
-class SuffixRange(Struct):
+class CorpusSpan(Struct):
     """Rows `low` to `high - 1` of a suffix array, whose suffixes have their first `depth` tokens in common; each
     `i32[...]`."""
 
@@ -71,24 +71,24 @@ class Corpus(Struct):
 
     # on the device
 
-    def whole(self, shape: tuple[int, ...], prefix: Sequence[int] = ()) -> SuffixRange:
+    def whole(self, shape: tuple[int, ...], prefix: Sequence[int] = ()) -> CorpusSpan:
         """Returns the rows that begin with `prefix`; all without one."""
         fill = lambda x: jnp.full(shape, x, jnp.int32)
-        span = SuffixRange(fill(0), fill(self.suffixes.shape[0]), fill(0))
+        span = CorpusSpan(fill(0), fill(self.suffixes.shape[0]), fill(0))
         for token in prefix:
             span = self.extend(span, fill(token))
         return span
 
-    def extend(self, span: SuffixRange, token: Array) -> SuffixRange:
+    def extend(self, span: CorpusSpan, token: Array) -> CorpusSpan:
         """Returns the rows of texts that are longer by `token` (`i32[...]`); none where it never follows."""
-        return SuffixRange(self.bound(span, token), self.bound(span, token + 1), span.depth + 1)
+        return CorpusSpan(self.bound(span, token), self.bound(span, token + 1), span.depth + 1)
 
     def follows(self, row: Array, depth: Array) -> Array:
         """Returns the token after the first `depth` tokens of suffixes, `i32`; -1 at the end of a document."""
         last = self.tokens.shape[0] - 1
         return self.tokens[jnp.minimum(self.suffixes[jnp.minimum(row, last)] + depth, last)]
 
-    def bound(self, span: SuffixRange, token: Array) -> Array:
+    def bound(self, span: CorpusSpan, token: Array) -> Array:
         """Returns the first row of spans whose next token is not below `token`, by binary search."""
         shape = jnp.broadcast_shapes(span.low.shape, token.shape)
         wide = lambda x: jnp.broadcast_to(x, shape)
@@ -102,13 +102,13 @@ class Corpus(Struct):
         rounds = self.tokens.shape[0].bit_length()
         return lax.fori_loop(0, rounds, halve, (wide(span.low), wide(span.high)))[0]
 
-    def occurs(self, span: SuffixRange, token: Array) -> Array:
+    def occurs(self, span: CorpusSpan, token: Array) -> Array:
         """Returns True where tokens `i32[..., m]` follow the texts of spans `[...]`."""
-        span = SuffixRange(span.low[..., None], span.high[..., None], span.depth[..., None])
+        span = CorpusSpan(span.low[..., None], span.high[..., None], span.depth[..., None])
         row = self.bound(span, token)
         return (row < span.high) & (self.follows(row, span.depth) == token)
 
-    def allowed(self, span: SuffixRange, order: Array, need: int, look: int) -> Array:
+    def allowed(self, span: CorpusSpan, order: Array, need: int, look: int) -> Array:
         """Returns tokens that follow the texts somewhere: at least the `need` best of each text, all if there are
         fewer.
 

@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array
 
 from decodax.algorithms.beams.beam_search import BeamSearch, EarlyStopping
-from decodax.algorithms.beams.corpus import Corpus, SuffixRange
+from decodax.algorithms.beams.corpus import Corpus, CorpusSpan
 from decodax.algorithms.beams.pool import append
 from decodax.algorithms.beams.step import Beams, BeamText, Group, Step
 from decodax.common.options import Count
@@ -48,7 +48,7 @@ class Known(Struct):
     """State of the search. `span`: rows of the corpus that begin with the text of each live beam, `[B]`. `passed`: `[B,
     N, ...]`."""
 
-    span: SuffixRange
+    span: CorpusSpan
     passed: Passed
 
 
@@ -104,7 +104,7 @@ class CorpusBeams(BeamSearch):
     def bare(self) -> Self:
         return dataclasses.replace(super().bare(), corpus=None)     # type: ignore[call-arg, return-value]
 
-    def memory(self, params: Params, like: Array) -> SuffixRange:
+    def memory(self, params: Params, like: Array) -> CorpusSpan:
         corpus: Corpus | None = params.draft[2]
         if corpus is None:
             raise ValueError("corpus: got None, takes a decodax.algorithms.beams.Corpus")
@@ -166,7 +166,7 @@ class CorpusStep(Step):
             may = may | (jnp.arange(total.shape[-1]) == self.eos[:, 0, :, None]).any(1)[:, None]
         return jnp.where(may, total, -jnp.inf)
 
-    def remember(self, memory: SuffixRange, beam: Array, token: Array, own: Array, log_p: Array) -> SuffixRange:
+    def remember(self, memory: CorpusSpan, beam: Array, token: Array, own: Array, log_p: Array) -> CorpusSpan:
         return self.corpus.extend(memory, token)
 
     def after(self, i: int, g: Group, text: BeamText, stop: Array, closed: Array, may: Array, chosen: Array) -> Group:

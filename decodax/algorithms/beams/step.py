@@ -115,7 +115,7 @@ class Step:
         self.stops, self.eos = policy.stops, self.grouped(policy.eos)[:, :, 0]      # [P, G, E]
         self.cold = self.grouped(policy.greedy)[:, 0, 0]
         self.log_p = self.grouped(processed)                                        # [P, G, k, W, V]
-        self.most = None if t is None or (far := s.cache.horizon()) is None else self.grouped(far).min((1, 2))
+        self.most = None if t is None or (far := s.cache.max_commit()) is None else self.grouped(far).min((1, 2))
         if t is not None:
             wide = lambda x: self.grouped(jnp.broadcast_to(jnp.asarray(x), t.tokens.shape))
             self.parents, self.tokens, self.live = wide(t.parents), wide(t.tokens), wide(t.live)

@@ -2,7 +2,7 @@
 text so far, or by heads of their own.
 
 DoLa, contrastive decoding and AutoDeco are models around a model, so every decoding method takes them:
-`dx.generate(dx.contrastive.dola(lm), ...)`.
+`dx.generate(dx.algorithms.contrastive.dola(lm), ...)`.
 """
 
 from decodax.algorithms.contrastive.adadec import AdaDec

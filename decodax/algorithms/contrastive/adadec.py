@@ -185,7 +185,7 @@ class AdaDec(Algorithm):
         count = jnp.where(ready, 1 + reach.sum(1, dtype=jnp.int32), plain)
         tokens = jnp.where(ready[:, None], found, tokens)
         source = jnp.where(ready[:, None], node, source)
-        if (horizon := s.cache.horizon()) is not None:
+        if (horizon := s.cache.max_commit()) is not None:
             count = jnp.minimum(count, horizon)
         on = (source[:, :, None] == jnp.arange(window.width)) & (jnp.arange(self.emits) < count[:, None])[:, :, None]
         slots = jnp.where(on.any(1) & (tokens[:, :1] >= 0), window.positions, -1)

@@ -63,8 +63,8 @@ class TwoCaches(Cache, Struct):
     def room(self, running: Array) -> Array | None:
         return _least(self.expert.room(running), self.amateur.room(running))
 
-    def horizon(self) -> Array | None:
-        return _least(self.expert.horizon(), self.amateur.horizon())
+    def max_commit(self) -> Array | None:
+        return _least(self.expert.max_commit(), self.amateur.max_commit())
 
 
 def _least(a: Array | None, b: Array | None) -> Array | None:

@@ -17,7 +17,7 @@ from decodax.caches.evict.selection import Top
 from decodax.caches.evict.triforce import ChunkMeans
 from decodax.caches.quantize.codecs import HierarchicalAffine
 from decodax.caches.quantize.coded import Coding
-from decodax.caches.sparse.specache import Prefetch, SpeCache
+from decodax.caches.sparse.specache import SpeCache, SpeCacheConfig
 from decodax.common.registry import ALGORITHMS
 from decodax.io.quantize import quantize
 
@@ -51,7 +51,7 @@ def _triforce(lm: Any, draft: Any, budget: int = 4096, chunk: int = 8, length: i
                      "Jie et al. 2025", "a low-bit cache, and in full the positions that a guess of the token looked "
                      "at, from the host's memory", family=SELF, needs=TARGET, guarantee="approximate")
 def _specache(lm: Any, bits: int = 2, top: int = 64, group: int = 32, residual: int = 32) -> Any:
-    return SpeCache(Prefetch(bits, top, group, residual))
+    return SpeCache(SpeCacheConfig(bits, top, group, residual))
 
 
 @ALGORITHMS.register("quantspec", "QuantSpec: Self-Speculative Decoding with Hierarchical Quantized KV Cache",

@@ -8,7 +8,7 @@ from decodax.algorithms.entries.shared import (
     SELF,
     TARGET,
 )
-from decodax.algorithms.speculative import SeedExact, Speculative, drafts, fit_layers, trees
+from decodax.algorithms.speculative import SeedExact, Speculative, drafts, fit_skipped_layers, trees
 from decodax.common.registry import ALGORITHMS
 
 
@@ -22,9 +22,9 @@ def _self(lm: Any, samples: Any = None, skip: tuple[int, ...] = (), skip_attenti
           epsilon: float = 0.01, beta1: float = 0.5, beta2: float = 0.9) -> Any:
     if (samples is None) != bool(skip or skip_attention or skip_mlp):
         raise ValueError("system: 'self-speculative' needs samples=, prompts as token ids to search the layers with, "
-                         "or skip=, skip_attention=, skip_mlp=, what decodax.fit_layers found; takes one of the two")
+                         "or skip=, skip_attention=, skip_mlp=, what fit_skipped_layers found; takes one of the two")
     if samples is not None:
-        found = fit_layers(lm, samples, trials=trials, length=length)
+        found = fit_skipped_layers(lm, samples, trials=trials, length=length)
         skip_attention, skip_mlp = found.attention, found.mlp
     source = drafts.LayerSkip(lm, skip, skip_attention, skip_mlp)
     return Speculative(drafts.DraftExit(source, length, gamma, alpha, epsilon, beta1, beta2))

@@ -207,7 +207,8 @@ def _specdec(lm: Any, draft: Any, length: int = 12, most: float = 0.7, predictor
 def _predictor(name: str, lm: Any, draft: Any, predictor: Any, samples: Any, rejected: float = 1.0) -> Any:
     """The predictor, given or fitted to samples."""
     if (predictor is None) == (samples is None):
-        raise ValueError(f"system: {name!r} needs predictor=, from decodax.fit_predictor, or samples=, prompts as "
+        raise ValueError(f"system: {name!r} needs predictor=, from decodax.train.fit_predictor, or samples=, prompts "
+                         "as "
                          "token ids to fit one to; takes one of the two")
     if samples is None:
         return predictor

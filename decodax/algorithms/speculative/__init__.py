@@ -1,6 +1,6 @@
 """Speculative decoding: sources of drafts, shapes of trees, and rules that verify them, behind one algorithm."""
 
-from decodax.algorithms.speculative import drafts, trees
+from decodax.algorithms.speculative import drafts, trees, verify
 from decodax.algorithms.speculative.adaptive.arms import NOTHING, Adaptive
 from decodax.algorithms.speculative.adaptive.controllers import Automatic, Bandit, Bass
 from decodax.algorithms.speculative.adaptive.fit_lengths import fit_lengths
@@ -10,7 +10,7 @@ from decodax.algorithms.speculative.adaptive.measure import automatic, measure
 from decodax.algorithms.speculative.adaptive.predictor import Logistic, fit_predictor
 from decodax.algorithms.speculative.algorithm import Speculative
 from decodax.algorithms.speculative.apart import apart
-from decodax.algorithms.speculative.drafts.self.layer_search import Skips, fit_layers
+from decodax.algorithms.speculative.drafts.self.layer_search import Skips, fit_skipped_layers
 from decodax.algorithms.speculative.reflective import Reflective
 from decodax.algorithms.speculative.source import Draft, Shape, Source
 from decodax.algorithms.speculative.tree import Probes, Proposal, Tree, chain
@@ -30,8 +30,45 @@ from decodax.algorithms.speculative.verify import (
     Verifier,
 )
 
-__all__ = ["NOTHING", "Adaptive", "Automatic", "Bandit", "Bass", "Block", "Cut", "Distance", "Draft", "Greedy",
-           "KSeq", "Lengths", "Logistic", "LongestBranch", "MultiRound", "Probes", "Proposal", "Reflective",
-           "Rejection", "SeedExact", "Shape", "Skips", "Source", "SpecVerification", "Speculative", "TopKAcceptance",
-           "Tree", "TypicalAcceptance", "Verifier", "apart", "automatic", "chain", "drafts", "fit_layers",
-           "fit_lengths", "fit_predictor", "fit_tree", "measure", "trees"]
+__all__ = [
+    "NOTHING",
+    "Adaptive",
+    "Automatic",
+    "Bandit",
+    "Bass",
+    "Block",
+    "Cut",
+    "Distance",
+    "Draft",
+    "Greedy",
+    "KSeq",
+    "Lengths",
+    "Logistic",
+    "LongestBranch",
+    "MultiRound",
+    "Probes",
+    "Proposal",
+    "Reflective",
+    "Rejection",
+    "SeedExact",
+    "Shape",
+    "Skips",
+    "Source",
+    "SpecVerification",
+    "Speculative",
+    "TopKAcceptance",
+    "Tree",
+    "TypicalAcceptance",
+    "Verifier",
+    "apart",
+    "automatic",
+    "chain",
+    "drafts",
+    "fit_lengths",
+    "fit_predictor",
+    "fit_skipped_layers",
+    "fit_tree",
+    "measure",
+    "trees",
+    "verify",
+]

@@ -56,7 +56,7 @@ class Speculative(Algorithm):
     def __post_init__(self) -> None:
         for name, given, of, takes in (
                 ("draft", self.draft, (Draft, Source), "a Draft or a Source, such as decodax.drafts.PromptLookup()"),
-                ("verify", self.verify, Verifier, "a Verifier, such as decodax.SeedExact()"),
+                ("verify", self.verify, Verifier, "a Verifier, such as decodax.verify.SeedExact()"),
                 ("shape", self.shape, (Shape, type(None)), "a Shape, such as decodax.shapes.Chain(4), or None"),
                 ("packed", self.packed, bool, "True or False")):
             if not isinstance(given, of):
@@ -124,7 +124,7 @@ class Speculative(Algorithm):
         tokens = jnp.where(index < accepted[:, None], drafts, own[:, None])
         # the newest token and the accepted drafts are true; the token that follows them opens the next window
         count = accepted + 1
-        if (horizon := s.cache.horizon()) is not None:      # what else was accepted is drafted again
+        if (horizon := s.cache.max_commit()) is not None:      # what else was accepted is drafted again
             count = jnp.minimum(count, horizon)
         on = (path[:, :, None] == jnp.arange(window.width)) & (index < count[:, None])[:, :, None]
         slots = jnp.where(on.any(1) & (tokens[:, :1] >= 0), window.positions, -1)

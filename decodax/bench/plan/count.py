@@ -54,7 +54,7 @@ class Setup:
 
 
 @dataclasses.dataclass(frozen=True)
-class Counts:
+class DeviceCounts:
     """One device's share of a round. Bytes.
 
     Attributes:
@@ -186,7 +186,7 @@ def _bytes(x: Any) -> int:
     return math.prod(x.sharding.shard_shape(x.shape)) * itemsize_bits(x.dtype) // 8
 
 
-def count(s: Setup) -> Counts:
+def count(s: Setup) -> DeviceCounts:
     """What a round of the setup comes to on each device."""
     model: Any = s.lm.model
     c = model.config
@@ -224,7 +224,8 @@ def count(s: Setup) -> Counts:
     prompt = s.live * (per_token - 2 * c.width * c.vocab) + 2 * c.width * c.vocab + 4 * c.heads * c.head_dim * seen
     reductions = 2 * len(held) + 1
     sent = 0.0 if across == 1 else reductions * 2 * (across - 1) / across * tokens * c.width * item / 2
-    return Counts(weights, beside, cached - host, host, read, cache_read, written, prompt / across if cached else 0.0,
+    return DeviceCounts(weights, beside, cached - host, host, read, cache_read, written,
+                        prompt / across if cached else 0.0,
                   cache_read / s.rows, flops, sent,
                   reductions * 2 * (across - 1) if across > 1 else 0)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from decodax.bench.plan.aot import Compiled, compile_round, devices
-from decodax.bench.plan.count import Counts, count, setup
+from decodax.bench.plan.count import DeviceCounts, count, setup
 from decodax.bench.plan.hardware import Slice, slice_of
 from decodax.bench.plan.presets import PRESETS
 from decodax.common.progress import bar
@@ -54,7 +54,7 @@ class Plan:
     capacity: int
     live: int
     width: int
-    counts: Counts
+    counts: DeviceCounts
     compiled: Compiled | None
     temporaries: float
     free: float

@@ -19,7 +19,7 @@ COLUMNS = ("system", "tokens/forward here", "window", "plain round", "round", "d
 
 
 @dataclasses.dataclass(frozen=True)
-class Predicted:
+class Prediction:
     """One system on one task and batch size, as it would run there.
 
     Attributes:
@@ -55,7 +55,7 @@ class Predicted:
 
 def predict(found: Comparison, chosen: Mapping[str, tuple[str, dict[str, Any]]], topology: str, model: str | LM,
             *, capacity: int = 4096, draft_share: float | None = None, **options: Any
-            ) -> tuple[list[Predicted], list[str]]:
+            ) -> tuple[list[Prediction], list[str]]:
     """Speedups over plain decoding of a large model on a slice, from tokens a forward that were measured here.
 
     The tokens a forward are taken over from the small model, as they are. A round there costs the bound of
@@ -78,7 +78,7 @@ def predict(found: Comparison, chosen: Mapping[str, tuple[str, dict[str, Any]]],
     for row in found.rows:
         if row.system == PLAIN:
             continue
-        own = Predicted(row.task, row.batch, row.system)
+        own = Prediction(row.task, row.batch, row.system)
         if row.tokens_per_forward is None:
             out.append(dataclasses.replace(own, reason=row.error or "was not measured"))
             continue

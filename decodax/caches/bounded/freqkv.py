@@ -22,7 +22,7 @@ from jax.scipy import fft
 
 from decodax.cache.dense import write
 from decodax.cache.key_values import KeyValues, KVLayer, empty_kv, key_widths
-from decodax.caches.prefill.unread import Unread
+from decodax.caches.prefill.whole_prompt import Collected
 from decodax.caches.quantize.turning import after_rotation, before_rotation
 from decodax.caches.rotation import moved, rope_of
 from decodax.common.options import Count, Range, Whole, check_options
@@ -72,13 +72,13 @@ class FreqKVCache(KeyValues):
     def length(self) -> Array:
         return self.gone + self.count
 
-    def horizon(self) -> Array | None:
+    def max_commit(self) -> Array | None:
         return self.kind.size - self.count if self.kv else None
 
-    def for_prompt(self) -> Cache:
-        return Unread(length=jnp.zeros_like(self.count), into=self) if self.kv else self
+    def prefill_cache(self) -> Cache:
+        return Collected(length=jnp.zeros_like(self.count), into=self) if self.kv else self
 
-    def read(self, prompt: ReadPrompt, length: Array) -> FreqKVCache:
+    def read_prompt(self, prompt: ReadPrompt, length: Array) -> FreqKVCache:
         """Returns the cache after the first `length` (`i32[B]`) tokens of a prompt."""
         n = prompt.tokens.shape[1]
         width = min(CHUNK, self.kind.size, n)
@@ -97,7 +97,7 @@ class FreqKVCache(KeyValues):
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
                bias: Bias | None = None) -> tuple[Array, PyTree]:
-        if window.certain or sliding is not None or bias is not None:
+        if window.is_prefill or sliding is not None or bias is not None:
             raise ValueError(f"cache: {self.kind.name} moves tokens together, which takes a model without sliding "
                              "windows and without a bias of the scores, and that is the one that answers")
         out = window_attention(q, k, v, window.visible(), window.positions, self.kv[layer], self.count, scale=scale,

@@ -150,10 +150,10 @@ class SubGenCache(KeyValues):
     def capacity(self) -> int:
         return self.size
 
-    def horizon(self) -> Array | None:
+    def max_commit(self) -> Array | None:
         return self.kind.slots - (self.length - self.done) if self.kv else None
 
-    def for_prompt(self) -> Cache:
+    def prefill_cache(self) -> Cache:
         if not self.kv:
             return self
         whole = dense(self.shapes, self.length.shape[0], self.size, self.kv[0].dtype, self.given)
@@ -162,7 +162,7 @@ class SubGenCache(KeyValues):
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
                bias: Bias | None = None) -> tuple[Array, PyTree]:
-        if window.certain or bias is not None or softcap is not None:
+        if window.is_prefill or bias is not None or softcap is not None:
             raise ValueError(f"cache: {self.kind.name} reads a prompt as a whole, which only the model that answers "
                              "does, and takes no bias and no soft cap of the scores; give a draft model another cache")
         kv, sketch, d = self.kv[layer], self.sketches[layer], self.widths[layer]
@@ -219,7 +219,7 @@ class PromptToSketch(Wrapper):
     shapes: tuple[KVLayer, ...] = static()
     kind: SubGenConfig = static()
 
-    def settled(self, prompt: ReadPrompt) -> Cache:     # type: ignore[override]
+    def finish_prefill(self, prompt: ReadPrompt) -> Cache:     # type: ignore[override]
         base, kind = self.base, self.kind
         into = kind.empty(self.shapes, base.length.shape[0], base.capacity, base.kv[0].dtype, base.given)
         done = jnp.maximum(base.length - kind.recent, 0) // kind.every * kind.every
@@ -248,7 +248,7 @@ class SubGenConfig(CacheConfig):
         keys: number of keys that are drawn of each cluster.
         values: number of tokens that are drawn of all.
         recent: number of latest tokens, which stay as they are.
-        every: up to so many more stay until they are sketched together.
+        every: number of further tokens that stay until they are sketched together.
         seed: seed of the draws.
     """
 

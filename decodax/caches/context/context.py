@@ -144,7 +144,7 @@ class ContextParallel(KeyValues):
             held = _only(self.held(self.layout, self.length), window.cached)
             return window_attention(q, k, v, window.visible(), window.positions, self.kv[layer], bias=bias,
                                     slot_positions=held, key_positions=window.key_positions, **options), entry
-        if window.certain and window.cached is None and W % self.parts == 0:
+        if window.is_prefill and window.cached is None and W % self.parts == 0:
             return self._ring(layer, q, k, v, window, options), entry
         return self._merged(layer, q, k, v, window, options), entry
 
@@ -247,7 +247,7 @@ class ContextParallel(KeyValues):
     def truncate(self, length: Array) -> ContextParallel:
         return self.replace(length=jnp.minimum(self.length, length))
 
-    def settled(self, prompt: ReadPrompt) -> ContextParallel:
+    def finish_prefill(self, prompt: ReadPrompt) -> ContextParallel:
         return self.replace(layout=self.layout.replace(fixed=self.length))
 
 

@@ -52,7 +52,7 @@ class Paired(Readout):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Drafted(CacheConfig):
+class DraftedConfig(CacheConfig):
     """Configuration of a cache that asks a draft model.
 
     Attributes:
@@ -66,7 +66,7 @@ class Drafted(CacheConfig):
     name: str
 
     @classmethod
-    def checked(cls, kind: CacheConfig, draft: Any, name: str) -> Drafted:
+    def checked(cls, kind: CacheConfig, draft: Any, name: str) -> DraftedConfig:
         """Returns the configuration.
 
         Raises:
@@ -115,7 +115,7 @@ def read(model: Model, weights: PyTree, tokens: Array, length: Array, more: int)
         positions = jnp.broadcast_to(i * width + jnp.arange(width, dtype=jnp.int32), (B, width))
         live = positions < length[:, None]
         window = causal(jnp.take_along_axis(tokens, jnp.minimum(positions, n - 1), 1), positions[:, 0], live)
-        out = model.apply(weights, window.replace(certain=True), cache)
+        out = model.apply(weights, window.replace(is_prefill=True), cache)
         # the slots must depend on the forward, or XLA on CPU copies the cache to protect its readers
         return cache.commit(out.entries, jnp.where(live & jnp.isfinite(out.hidden).all(-1), positions, -1))
 

@@ -4,8 +4,8 @@ A prompt is read into a whole cache. Then the rule chooses the tokens that stay,
 that size and room for the tokens to come. Those all stay (most papers), or the rule runs again every `every` tokens.
 
 The cached tokens depend on the committed tokens alone: a round commits no token beyond the next eviction
-(`Cache.horizon`), and statistics are those of committed tokens. So drafts, trees and chunks of a prompt do not change
-the result.
+(`Cache.max_commit`), and statistics are those of committed tokens. So drafts, trees and chunks of a prompt do not
+change the result.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Evicting(KeyValues):
     def capacity(self) -> int:
         return self.size
 
-    def horizon(self) -> Array | None:
+    def max_commit(self) -> Array | None:
         return None if self.whole else self.due - self.length
 
     def room(self, running: Array) -> Array | None:
@@ -107,7 +107,7 @@ class Evicting(KeyValues):
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
                bias: Bias | None = None) -> tuple[Array, PyTree]:
-        if window.certain and not self.whole:
+        if window.is_prefill and not self.whole:
             raise ValueError(f"cache: {self.kind.name} reads a prompt as a whole, which only the model that answers "
                              "does; a draft model takes another cache")
         score = self.kind.selection.score
@@ -239,18 +239,18 @@ class Evicting(KeyValues):
         gathered = tuple(own.replace(slots=new) for own, new in zip(self.gathered, slots, strict=True))
         return into.replace(queries=self.queries, gathered=gathered)
 
-    def for_prompt(self) -> Evicting:
+    def prefill_cache(self) -> Evicting:
         return self.kind.empty(self.shapes, self.length.shape[0], self.size, self.kv[0].dtype, self.given,
                                whole=True) if self.kv else self
 
-    def settled(self, prompt: ReadPrompt) -> Evicting:
+    def finish_prefill(self, prompt: ReadPrompt) -> Evicting:
         if not self.kv:
             return self
         into = self.kind.empty(self.shapes, self.length.shape[0], self.size, self.kv[0].dtype, self.given)
         return self._kept(into, jnp.ones(self.length.shape, bool), prompt).replace(
             due=self.length + self._every, settled_at=self.length)
 
-    def scratch(self, entries: Entries, room: int) -> Draftable:
+    def tree_buffer(self, entries: Entries, room: int) -> Draftable:
         return Scratch.empty(self, entries, room)
 
 

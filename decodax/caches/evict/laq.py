@@ -69,7 +69,7 @@ class LookaheadQueries(TokenScore):
         # `every` is longer than the decoding, so nothing is evicted then, but the queries are kept
         more = self.max_lookahead_size
         kind = dataclasses.replace(cache.kind, selection=Top(self.first), every=more + 1, new=more)
-        small = cache.replace(kind=kind).settled(prompt)
+        small = cache.replace(kind=kind).finish_prefill(prompt)
         newest = newest_of(prompt, cache.length)
         small, _, _ = decoded(prompt.model, prompt.params, small, newest, more, self.eos)
         order = (small.length[:, None] + jnp.arange(self.latest, dtype=jnp.int32)) % self.latest     # the oldest first

@@ -70,7 +70,7 @@ class QuantizedPruningCache(Wrapper):
     base: Coded
     kind: QuantizedPruningConfig = static()
 
-    def for_prompt(self) -> Cache:      # type: ignore[override]
+    def prefill_cache(self) -> Cache:      # type: ignore[override]
         if not self.base.rest:
             return self
         whole = self.kind.eviction.empty(self.base.shapes, self.base.length.shape[0], self.base.size,
@@ -85,8 +85,8 @@ class PromptToPrune(Wrapper):
     base: Evicting
     kind: QuantizedPruningConfig = static()
 
-    def settled(self, prompt: ReadPrompt) -> Cache:     # type: ignore[override]
-        kept = self.base.settled(prompt)
+    def finish_prefill(self, prompt: ReadPrompt) -> Cache:     # type: ignore[override]
+        kept = self.base.finish_prefill(prompt)
         into = self.kind.coding.empty(kept.shapes, kept.length.shape[0], kept.size, kept.kv[0].dtype, kept.given,
                                       kept.kv[0].shape[2])
         return QuantizedPruningCache(base=into.filled(kept.kv, kept.length, kept.count[0][:, 0]), kind=self.kind)

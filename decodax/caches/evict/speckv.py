@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from decodax.caches.evict.drafted import Drafted, decoded, newest_of, paired, read
+from decodax.caches.evict.drafted import DraftedConfig, decoded, newest_of, paired, read
 from decodax.caches.evict.evicting import Evicting, Eviction
 from decodax.caches.evict.scores import Gathered, HeldLayer, TokenScore
 from decodax.caches.evict.selection import Budget, Top
@@ -97,7 +97,8 @@ class DraftQueries(TokenScore):
 
 @CACHES.register("speckv", "Draft-based Approximate Inference for LLMs", "Galim et al. 2025", family="evict")
 def speckv(draft: Any = None, budget: Budget = 512, lookahead_tokens: Count = 64, window_size: Count = 32,
-           kernel_size: Count = 7, pooling: Pooling = "max", reduction_type: Literal["mean", "max"] = "max") -> Drafted:
+           kernel_size: Count = 7, pooling: Pooling = "max", reduction_type: Literal["mean",
+                                                                                     "max"] = "max") -> DraftedConfig:
     """Keeps SnapKV's choice by the queries of an answer that a draft model writes.
 
     Evicts once, after the prompt. `caches.speckv(draft=small)` with a smaller model of the same tokenizer.
@@ -111,4 +112,4 @@ def speckv(draft: Any = None, budget: Budget = 512, lookahead_tokens: Count = 64
         reduction_type: how the attention of all queries, and of the heads of a group, is combined.
     """
     score = DraftQueries(lookahead_tokens, window_size, kernel_size, pooling, reduction_type)
-    return Drafted.checked(Eviction(Top(score), budget, name="speckv"), draft, "speckv")
+    return DraftedConfig.checked(Eviction(Top(score), budget, name="speckv"), draft, "speckv")

@@ -1,13 +1,13 @@
-"""The cache of a prompt as what the cache of a smaller model says of it ("KV Prediction for Improved Time to First
-Token", Horton et al., 2024).
+"""KV Prediction: keys and values of a prompt are predicted from the cache of a smaller model ("KV Prediction for
+Improved Time to First Token", Horton et al., 2024).
 
-An auxiliary model reads the prompt. Each layer of the model that answers has one layer of the auxiliary model from
-which it is predicted: a linear map with a bias makes its keys of those keys, and another one its values of those
-values, all heads together and keys before their rotation. The model that answers reads the newest token of the prompt
-and what follows, and nothing before. `decodax.train.kv_prediction` finds the maps.
+An auxiliary model reads the prompt. Each layer of the model that answers is predicted from one layer of the auxiliary
+model: a linear map with a bias takes keys to keys, and another one values to values, all heads together and keys before
+their rotation. The model that answers reads the newest token of the prompt and what follows, and nothing before.
+`decodax.train.kv_prediction` finds the maps.
 
-What is predicted is a function of the prompt alone and stays as it is, so that drafts and trees give the tokens of
-plain decoding on the same cache.
+What is predicted is a function of the prompt alone and never changes, so that drafts and trees give the tokens of plain
+decoding on the same cache.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -24,12 +24,14 @@ from jax import Array, lax
 from decodax.cache.dense import Dense, dense
 from decodax.cache.key_values import KVLayer
 from decodax.cache.wrapper import Wrapper
-from decodax.caches.evict.drafted import CHUNK, Drafted, paired
-from decodax.caches.prefill.unread import Unread
+from decodax.caches.configs import taken
+from decodax.caches.evict.drafted import CHUNK, DraftedConfig, paired
+from decodax.caches.prefill.whole_prompt import ReadAtOnce, slots_of
 from decodax.caches.quantize.predicted import affine
 from decodax.caches.quantize.turning import rotated
 from decodax.caches.rotation import turned
 from decodax.caches.shapes import layers_of
+from decodax.common.registry import CACHES
 from decodax.common.struct import Struct, static, struct
 from decodax.core.cache import Cache, CacheConfig, Feature, PyTree, ReadPrompt
 from decodax.core.loaded import Loaded
@@ -38,7 +40,7 @@ from decodax.core.window import causal
 from decodax.pallas_kernels.window_attention import BLOCK
 
 KeysAndValues = Sequence[tuple[Array, Array]]
-"""Of each layer keys `f[B, W, G, d]` and values `f[B, W, G, e]`."""
+"""Keys `f[B, W, G, d]` and values `f[B, W, G, e]` of each layer."""
 
 
 @struct
@@ -49,7 +51,7 @@ class KVMaps(Struct):
         keys: a tuple of one `f32[G' d' + 1, G d]` for each layer of the model that answers, from the keys of all heads
             of an auxiliary layer side by side, with the bias in the last row.
         values: the same of values, `f32[G' e' + 1, G e]`.
-        layers: static; of which auxiliary layer each of them reads.
+        layers: static; the auxiliary layer from which each layer is predicted.
     """
 
     keys: tuple[Array, ...]
@@ -74,10 +76,10 @@ class KVMaps(Struct):
 
     def predicted(self, of: Sequence[KVLayer], to: Sequence[KVLayer], entries: KeysAndValues,
                   positions: Array) -> list[tuple[Array, Array]]:
-        """Keys, before their rotation, and values of the layers `to`, in float32.
+        """Returns keys, before their rotation, and values of the layers `to`, in float32.
 
         Args:
-            entries: those of the auxiliary layers `of`, with keys rotated to `positions` (`i32[B, W]`).
+            entries: of the auxiliary layers `of`, with keys rotated to `positions` (`i32[B, W]`).
         """
         found = []
         for layer, shape, *maps in zip(self.layers, to, self.keys, self.values, strict=True):
@@ -89,29 +91,23 @@ class KVMaps(Struct):
 
 
 def placed(to: Sequence[KVLayer], kv: KeysAndValues, positions: Array) -> list[tuple[Array, Array]]:
-    """What `KVMaps.predicted` gave, as the layers have it in their cache: with keys rotated to `positions`."""
+    """Returns what `KVMaps.predicted` gave as layers have it in their cache: with keys rotated to `positions`."""
     return [(rotated(shape, k, positions), v) for shape, (k, v) in zip(to, kv, strict=True)]
 
 
 @struct
-class PredictedPrompt(Wrapper):
-    """A dense cache in which the tokens of the prompt are predicted, and what follows is the model's own."""
+class KVPredictionCache(ReadAtOnce, Wrapper):     # type: ignore[misc]
+    """A dense cache in which the tokens of the prompt are predicted, and what follows is computed by the model."""
 
     base: Dense
     shapes: tuple[KVLayer, ...] = static()
-    kind: KVPrediction = static()
+    kind: KVPredictionConfig = static()
 
     @property
     def supports(self) -> frozenset[Feature]:       # type: ignore[override]
         return frozenset({"trees"})
 
-    def for_prompt(self) -> Cache:      # type: ignore[override]
-        if not self.base.kv:
-            return self
-        return Unread(length=jnp.zeros_like(self.base.length), into=self)
-
-    def read(self, prompt: ReadPrompt, length: Array) -> PredictedPrompt:
-        """With what is predicted of the first `length` tokens (`i32[B]`) of a prompt."""
+    def read_prompt(self, prompt: ReadPrompt, length: Array) -> KVPredictionCache:
         _, _, auxiliary, (weights, maps) = paired(prompt, self.kind.name)
         B, n = prompt.tokens.shape
         width = min(CHUNK, n)
@@ -124,9 +120,8 @@ class PredictedPrompt(Wrapper):
             positions = jnp.broadcast_to(i * width + jnp.arange(width, dtype=jnp.int32), (B, width))
             live = positions < length[:, None]
             window = causal(jnp.take_along_axis(prompt.tokens, jnp.minimum(positions, n - 1), 1), positions[:, 0], live)
-            out = auxiliary.apply(weights, window.replace(certain=True), cache)
-            # the slots must depend on the forward, or XLA on CPU copies the cache to protect its readers
-            slots = jnp.where(live & jnp.isfinite(out.hidden).all(-1), positions, -1)
+            out = auxiliary.apply(weights, window.replace(is_prefill=True), cache)
+            slots = slots_of(window, out)
             made = maps.predicted(self.kind.of, self.shapes, out.entries, positions)
             return cache.commit(out.entries, slots), base.commit(placed(self.shapes, made, positions), slots)
 
@@ -135,15 +130,16 @@ class PredictedPrompt(Wrapper):
 
 
 @dataclasses.dataclass(frozen=True)
-class KVPrediction(CacheConfig):
-    """A `PredictedPrompt` cache.
+class KVPredictionConfig(CacheConfig):
+    """A `KVPredictionCache`, for a model with an auxiliary model (`kv_prediction` makes one of both).
 
     Attributes:
-        of: the layers of the auxiliary model. name: what errors call it.
+        of: layers of the auxiliary model.
     """
 
     of: tuple[KVLayer, ...]
-    name: str = "kv-prediction"
+
+    name: ClassVar[str] = "kv-prediction"
 
     def __call__(self, layers: Sequence[tuple[Any, ...]], batch: int, capacity: int, dtype: jax.typing.DTypeLike,
                  inputs: PyTree = None) -> Cache:
@@ -151,15 +147,15 @@ class KVPrediction(CacheConfig):
             raise ValueError(f"inputs: got {type(inputs).__name__}; with {self.name} another model reads the prompt, "
                              "which takes tokens alone")
         shapes = tuple(KVLayer(*layer) for layer in layers) if capacity else ()
-        return PredictedPrompt(base=dense(shapes, batch, capacity, dtype), shapes=shapes, kind=self)
+        return KVPredictionCache(base=dense(shapes, batch, capacity, dtype), shapes=shapes, kind=self)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class FromAuxiliary(Drafted):
+class FromAuxiliary(DraftedConfig):
     """A kind of cache that is predicted from that of an auxiliary model.
 
     Attributes:
-        maps: what predicts it. They are data, beside the weights of the auxiliary model.
+        maps: of the prediction. They are data, beside the weights of the auxiliary model.
     """
 
     maps: KVMaps
@@ -171,17 +167,35 @@ class FromAuxiliary(Drafted):
         return dataclasses.replace(made, params=(own, (weights, self.maps)))
 
 
+@CACHES.register("kv-prediction", "KV Prediction for Improved Time to First Token", "Horton et al. 2024",
+                 family="prefill")
+def kv_prediction(auxiliary: Any = None, maps: KVMaps | None = None) -> CacheConfig:
+    """Keeps everything; keys and values of a prompt are predicted from those of a smaller model, so that the model that
+    answers reads the newest token alone.
+
+    It shortens the time to the first token. The maps are measured once for a pair of models:
+    `maps = decodax.train.fit_kv_prediction(lm, auxiliary, texts)`. Example:
+    `cache=caches.kv_prediction(auxiliary, maps)`.
+
+    Args:
+        auxiliary: a smaller model with the same tokenizer, from `decodax.load`.
+        maps: from its keys and values to those of the model that answers.
+    """
+    taken("auxiliary", auxiliary, Loaded, "a smaller model with the same tokenizer, as decodax.load gives it")
+    maps = taken("maps", maps, KVMaps, "what decodax.train.kv_prediction measures on both models")
+    return FromAuxiliary(KVPredictionConfig(tuple(layers_of(auxiliary.model))), auxiliary, "kv-prediction", maps)
+
+
 def both_layers(lm: Any, auxiliary: Any) -> tuple[tuple[KVLayer, ...], tuple[KVLayer, ...]]:
-    """The layers of an auxiliary model and those of the model that answers, both as `decodax.load` gives them.
+    """Returns the layers of an auxiliary model and those of the model that answers, both from `decodax.load`.
 
     Raises:
-        ValueError: one of them is none, or has layers whose keys cannot be predicted, or their tokens differ.
+        ValueError: one of them is no model with weights, or has layers whose keys cannot be predicted, or their tokens
+            differ.
     """
     found = []
     for name, each in (("auxiliary", auxiliary), ("lm", lm)):
-        if not isinstance(each, Loaded):
-            raise ValueError(f"{name}: got {'none' if each is None else type(each).__name__}, takes a model with its "
-                             "weights, as decodax.load gives it")
+        taken(name, each, Loaded, "a model with its weights, as decodax.load gives it")
         if each.diffusion is not None:
             raise ValueError(f"{name}: got {each.name!r}, which fills masks, takes one that reads from left to right")
         if getattr(getattr(each.model, "config", None), "shared", False):

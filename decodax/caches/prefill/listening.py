@@ -1,4 +1,5 @@
-"""A cache that holds nothing: attention among the tokens of a window alone."""
+"""Caches that hold nothing: the tokens of a window attend to each other alone. What is measured on a model reads its
+keys, values and queries through these."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from decodax.pallas_kernels.window_attention import Bias, window_attention
 
 
 class Passing(Cache):
-    """What caches have in common that hold nothing, of models whose layers all have keys and values."""
+    """Base of caches that hold nothing, for models whose layers all have keys and values."""
 
     @property
     def capacity(self) -> int:
@@ -36,11 +37,11 @@ class Passing(Cache):
 
 @struct
 class Listening(Passing):
-    """Its entries are pairs of a key `f[B, W, G, d]` and a value `f[B, W, G, e]`.
+    """A cache that holds nothing; its entries are pairs of a key `f[B, W, G, d]` and a value `f[B, W, G, e]`.
 
     Attributes:
-        added: what is added to keys and values of a window, of each layer, so that losses can be differentiated by
-            them; or `()`.
+        added: pairs that are added to keys and values of each layer, so that losses can be differentiated by them; or
+            `()`.
     """
 
     added: tuple[tuple[Array, Array], ...] = ()

@@ -1,12 +1,8 @@
 """Prompts of which deep layers read a part: from one layer on, only chosen tokens go on.
 
 The first layers read the whole prompt. There some of its tokens are chosen by attention, and their states alone run
-through the layers behind, at their true positions, where they see each other. Reading takes less time, and deep layers
-have no more to hold than those tokens.
-
-"FastKV: Decoupling of Context Reduction and KV Cache Compression for Prefill-Decoding Acceleration" (Jo et al., 2025)
-then evicts in each layer as SnapKV does. "PromptDistill: Query-based Selective Token Retention in Intermediate Layers
-for Efficient Large Language Model Inference" (Jin et al., 2025) leaves the same tokens in the first layers, too.
+through the later layers, at their true positions, where they see each other. Reading takes less time, and deep layers
+hold no more than those tokens. FastKV and PromptDistill are made of this.
 """
 
 from __future__ import annotations
@@ -25,9 +21,8 @@ from decodax.cache.key_values import KVLayer
 from decodax.cache.wrapper import Wrapper
 from decodax.caches.evict.compaction import held_of
 from decodax.caches.evict.evicting import Evicting, Eviction
-from decodax.caches.evict.scores import HeldLayer, TokenScore
+from decodax.caches.evict.scores import TokenScore
 from decodax.caches.evict.selection import Budget, Top, best, kept
-from decodax.caches.evict.snapkv import WindowAttention, pooled
 from decodax.common.struct import static, struct
 from decodax.core.cache import Cache, CacheConfig, Entries, PyTree, ReadPrompt
 from decodax.core.window import Window
@@ -36,34 +31,13 @@ from decodax.pallas_kernels.window_attention import window_attention
 
 
 @dataclasses.dataclass(frozen=True)
-class NewestScores(TokenScore):
-    """The newest query's products with keys, before any softmax, in the mean over all heads and pooled over `kernel`
-    neighbours; the newest token stays (PromptDistill)."""
-
-    kernel: int = 5
-
-    @property
-    def latest(self) -> int:
-        return 1
-
-    @property
-    def always(self) -> int:
-        return 1
-
-    def __call__(self, held: HeldLayer) -> Array:
-        G, _, d = held.keys.shape
-        early = held.index < held.count[:, None] - 1
-        scores = jnp.einsum("grd,gsd->gs", held.queries[0].reshape(G, -1, d), held.keys).sum(0) / held.queries.shape[1]
-        worth = pooled(jnp.where(early, scores, 0), self.kernel, "mean")
-        return jnp.where(early, worth, jnp.inf)
-
-
-@dataclasses.dataclass(frozen=True)
 class Decoupled(Top):
-    """The best tokens of each head; a share of the text counts of the whole of it, for deep layers, too (FastKV).
+    """Keeps the best tokens of each head. A budget that is a share means a share of the whole text, in deep layers, too
+    (FastKV).
 
     Attributes:
-        window: tokens that stay in any case. layer: the last one that reads all. passed: what it passes on.
+        window: number of latest tokens that stay in any case. layer: the last layer that reads all. passed: number or
+            share of tokens that it passes on.
     """
 
     score: TokenScore
@@ -77,26 +51,26 @@ class Decoupled(Top):
         on = at_least(kept(self.passed, longest), self.window)
         if isinstance(self.passed, int):
             rest = kept(budget, longest)
-        else:       # a share of what goes on, rounded as the authors do
+        else:       # a share of the tokens that go on, rounded as the authors do
             share = float(budget) / float(self.passed)
             rest = np.array([int(n * share) for n in on.tolist()], np.int32)
         return at_least(np.minimum(rest, on), self.window)
 
 
 def at_least(table: np.ndarray, window: int) -> np.ndarray:
-    """A table of which each text keeps the latest `window` tokens."""
+    """Returns a table of numbers of tokens, raised so that each text keeps at least its latest `window` tokens."""
     return np.maximum(table, np.minimum(np.arange(len(table)), window)).astype(np.int32)
 
 
 @dataclasses.dataclass(frozen=True)
 class Propagation(CacheConfig):
-    """A kind of cache whose prompts are read in this way.
+    """A kind of cache whose deep layers read a part of a prompt.
 
     Attributes:
-        eviction: what each layer keeps of what it has read. It chooses once.
-        chooser: what the tokens that go on are chosen by.
-        passed: how many go on, in tokens or (below 1) as a share of the prompt.
-        layer: the last one that reads all, from 0; None: the `default`-th part of the layers, less one.
+        eviction: what each layer keeps of the tokens that it has read. It chooses once.
+        chooser: score of the tokens that go on.
+        passed: number of tokens that go on, or (below 1) their share of the prompt.
+        layer: the last layer that reads all, from 0; None: the `default`-th part of the layers, less one.
         same: whether the first layers keep the tokens that go on, and no others.
         width: of the residual stream (`of_model`).
     """
@@ -129,18 +103,18 @@ class Propagation(CacheConfig):
         return dataclasses.replace(self, eviction=self.eviction.of_model(lm), width=lm.model.config.width)
 
     def at(self, depth: int) -> int:
-        """The last layer that reads all."""
+        """Returns the last layer that reads all."""
         layer = max(int(depth * self.default) - 1, 0) if self.layer is None else self.layer
         if not 0 <= layer < depth - 1:
             raise ValueError(f"layer: got {layer}, takes 0 to {depth - 2} of a model of {depth} layers")
         return layer
 
     def numbers(self, size: int) -> np.ndarray:
-        """`i32[size + 1]`: how many tokens of a prompt of each length go on."""
+        """Returns how many tokens of prompts of each length up to `size` go on, `i32[size + 1]`."""
         return at_least(kept(self.passed, size), self.chooser.always)
 
     def placed(self, depth: int) -> Eviction:
-        """The eviction, told where layers begin to read a part."""
+        """Returns the eviction for a model of `depth` layers."""
         chosen = self.eviction.selection
         if isinstance(chosen, Decoupled):
             chosen = dataclasses.replace(chosen, layer=self.at(depth), passed=self.passed)
@@ -155,12 +129,12 @@ class Propagation(CacheConfig):
 
 @struct
 class Propagated(Wrapper):
-    """What was kept, and how prompts are read."""
+    """A cache of the tokens that were kept, which reads prompts in part."""
 
     base: Evicting
     kind: Propagation = static()
 
-    def for_prompt(self) -> Cache:      # type: ignore[override]
+    def prefill_cache(self) -> Cache:      # type: ignore[override]
         base, kind = self.base, self.kind
         if not base.kv:
             return self
@@ -176,7 +150,7 @@ class Propagated(Wrapper):
 
 @struct
 class ReadInPart(Wrapper):
-    """A prompt in the first layers, and what came out of them, `f[B, S, D]`."""
+    """A prompt in the first layers, and the residual stream after them, `f[B, S, D]`."""
 
     base: Evicting
     stream: Array
@@ -189,7 +163,7 @@ class ReadInPart(Wrapper):
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, **options: Any) -> tuple[Array, PyTree]:
         if layer >= len(self.base.shapes):
-            raise ValueError(f"cache: {self.kind.name} has prompts stop behind {self.reads} layers, and this model "
+            raise ValueError(f"cache: {self.kind.name} has prompts stop after {self.reads} layers, and this model "
                              "goes on with them; takes a model that stops, with no other cache beside this one")
         return self.base.attend(layer, q, k, v, window, **options)
 
@@ -199,7 +173,7 @@ class ReadInPart(Wrapper):
         to = jnp.where(slots >= 0, slots, self.stream.shape[1])
         return self.replace(base=self.base.commit(own, slots), stream=put(self.stream, stream, to))
 
-    def settled(self, prompt: ReadPrompt) -> Cache:     # type: ignore[override]
+    def finish_prefill(self, prompt: ReadPrompt) -> Cache:     # type: ignore[override]
         base, kind = self.base, self.kind
         first, length = len(base.shapes), base.length
         numbers = kind.numbers(base.size)
@@ -232,10 +206,10 @@ class ReadInPart(Wrapper):
             queries.append(_ring(q, number, length, base.queries[-1].shape[2]).astype(queries[0].dtype))
         whole = whole.replace(kv=tuple(kv), positions=tuple(positions), count=tuple(count), queries=tuple(queries),
                               length=length)
-        return Propagated(base=whole.settled(prompt), kind=kind)
+        return Propagated(base=whole.finish_prefill(prompt), kind=kind)
 
     def _go_on(self, prompt: ReadPrompt, at: Array, live: Array, first: int) -> list[Any]:
-        """Keys, values and queries of the layers behind the `first` ones, of the tokens at those positions."""
+        """Returns keys, values and queries of the layers after the `first` ones, of the tokens at positions `at`."""
         K = at.shape[1]
         tokens = jnp.take_along_axis(prompt.tokens, jnp.minimum(at, prompt.tokens.shape[1] - 1), 1)
         window = Window(tokens=tokens, positions=at, mask=jnp.tril(jnp.ones((1, K, K), bool)), live=live)
@@ -248,7 +222,7 @@ class ReadInPart(Wrapper):
 
 
 class Among:
-    """In a cache's place: tokens that see each other alone. It notes their keys, values and scaled queries."""
+    """Stands in for a cache: tokens attend to each other alone. It notes their keys, values and scaled queries."""
 
     def __init__(self, made: list[Any], given: PyTree):
         self.made, self.inputs = made, given
@@ -260,20 +234,8 @@ class Among:
 
 
 def _ring(q: Array, number: Array, length: Array, latest: int) -> Array:
-    """The latest of queries `f[B, K, H, d]`, of which each row has `number`: `f[B, H, w, d]`, that of position `p` at
-    `p % w`."""
+    """Returns the latest of queries `f[B, K, H, d]`, of which each row has `number`, as a ring `f[B, H, w, d]`, that of
+    position `p` at `p % w`."""
     back = (jnp.arange(latest) - (length[:, None] - latest)) % max(latest, 1)
     node = jnp.clip(number[:, None] - latest + back, 0, q.shape[1] - 1)
     return jnp.take_along_axis(q, node[:, :, None, None], 1).swapaxes(1, 2)
-
-
-def fastkv(budget: Budget, passed: Budget, layer: int | None, window: int, kernel: int, name: str) -> Propagation:
-    """FastKV's: what each layer keeps is chosen as what goes on is, apart for each head."""
-    own = Eviction(Decoupled(WindowAttention(window, kernel), window), budget, name=name)
-    return Propagation(own, WindowAttention(window, kernel, over="heads"), passed, layer, 0.5)
-
-
-def prompt_distill(tokens: int, layer: int | None, kernel: int, name: str) -> Propagation:
-    """PromptDistill's: all layers keep what goes on."""
-    chooser = NewestScores(kernel)
-    return Propagation(Eviction(Top(chooser), tokens + 1, name=name), chooser, tokens + 1, layer, 14 / 32, same=True)

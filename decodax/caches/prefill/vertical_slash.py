@@ -1,19 +1,19 @@
-"""Vertical-slash sparse attention: queries of a long text attend to a few columns and a few diagonals of the matrix of
-scores ("MInference 1.0: Accelerating Pre-filling for Long-Context LLMs via Dynamic Sparse Attention", Jiang et al.,
+"""Vertical-slash sparse attention: queries of a long text attend to a few columns and a few diagonals of the score
+matrix ("MInference 1.0: Accelerating Pre-filling for Long-Context LLMs via Dynamic Sparse Attention", Jiang et al.,
 2024).
 
-Which ones is estimated for each query head from the softmax weights of the last queries: a column's score is its sum
-(vertical), a diagonal's is the sum of the weights at one distance (slash). Diagonals are read in tiles, by all queries
-of a block together, and a tile is as wide as a block. The converter of the authors' kernel lays them out so (`end` is
-where the block ends):
+The pattern is estimated for each query head from the softmax weights of the last queries: the score of a column is its
+sum (vertical), that of a diagonal the sum of the weights at one distance (slash). Diagonals are read in tiles, by all
+queries of a block together, and a tile is as wide as a block. The converter of the authors' kernel lays them out as
+follows (`end` is where the block ends):
 
 - Kept distances are visited from the farthest to the nearest. Those of `end` or more have no key and are skipped.
-- A distance reaches to the key before `max(end - distance, block)`. Where this is more than a block behind the last
-  tile's end, a tile ends there. Where it is behind the last tile's end at all, a tile follows that one without a gap.
-  Else the distance is covered already.
+- A distance reaches to the key before `max(end - distance, block)`. If this is more than a block after the last tile's
+  end, a tile ends there. If it is after the last tile's end at all, a tile follows that one without a gap. Otherwise
+  the distance is covered already.
 
-So a tile may begin behind the first key of its diagonal, which the tile before it has, and end behind the last one.
-A query reads the kept columns and all keys of its block's tiles, up to its own position.
+So a tile may begin after the first key of its diagonal, which the tile before it has, and end after the last one. A
+query reads the kept columns and all keys of its block's tiles, up to its own position.
 
 All functions are about one query head. Memory is that of the keys that a group of blocks reads at once.
 """
@@ -28,17 +28,19 @@ from decodax.pallas_kernels.window_attention import FixedBias
 
 MASKED = -1e30
 GROUP = 512
-"""Queries that one step is about, in blocks."""
+"""Number of queries of one step, in blocks."""
 TILES = 4
-"""Tiles of each block that one step reads. On CPU 4 take half of the time of 8 where a block has 3 tiles, and no more
-where it has many (8192 queries of a head of 64: 27 and 46 ms; 240 and 230 ms where the tiles are nearly all keys)."""
+"""Number of tiles of each block that one step reads. On CPU 4 take half of the time of 8 if a block has 3 tiles, and no
+more if it has many (8192 queries of a head of 64: 27 and 46 ms; 240 and 230 ms where the tiles are nearly all keys)."""
 
 
 def last_weights(q: Array, keys: Array, start: Array, end: Array, *, scale: float, bias: FixedBias | None) -> Array:
-    """`f32[B, N, S]`: the softmax weights of the last queries of a segment, over all keys up to their own positions.
+    """Returns the softmax weights of the last queries of a segment, over all keys up to their own positions, `f32[B, N,
+    S]`.
 
     Args:
-        q: `f[B, N, d]`, at the positions `end - N` to `end - 1`. Those before `start` are in no segment, and get zeros.
+        q: `f[B, N, d]`, at the positions `end - N` to `end - 1`. Those before `start` are not in the segment and get
+            zeros.
         keys: `f[B, S, d]`. start: `i32[]`. end: `i32[B]`.
     """
     N, S = q.shape[1], keys.shape[1]
@@ -52,7 +54,7 @@ def last_weights(q: Array, keys: Array, start: Array, end: Array, *, scale: floa
 
 
 def diagonal_sums(weights: Array, end: Array) -> Array:
-    """`f32[B, S]`: the sum of the weights at each distance between a query and a key.
+    """Returns the sum of the weights at each distance between a query and a key, `f32[B, S]`.
 
     Args:
         weights: `f32[B, N, S]`, of the queries at the positions `end - N` to `end - 1`. end: `i32[B]`.
@@ -61,7 +63,7 @@ def diagonal_sums(weights: Array, end: Array) -> Array:
     [[7.0, 5.0, 3.0]]
     """
     B, N, S = weights.shape
-    # each row one place further left than the row before: what is on a diagonal comes to stand in a column
+    # each row is one place further left than the row before, so that a diagonal becomes a column
     padded = jnp.pad(weights, ((0, 0), (0, 0), (N - 1, 1))).reshape(B, -1)
     sums = jnp.pad(padded, ((0, 0), (0, N))).reshape(B, N, S + N + 1).sum(1)
     # the column of distance 0 of query 0, whose position is `end - N`, is `end - 1`
@@ -71,14 +73,15 @@ def diagonal_sums(weights: Array, end: Array) -> Array:
 
 def pattern(weights: Array, end: Array, vertical: Array, slash: Array, most: tuple[int, int], first: int,
             near: int) -> tuple[Array, Array]:
-    """The columns and the distances that are kept: `i32[B, V]` and `i32[B, D]`, -1 where there are no more.
+    """Returns the columns and the distances that are kept, `i32[B, V]` and `i32[B, D]`, -1 for none.
 
     Of equal scores the earlier column and the smaller distance are kept.
 
     Args:
-        weights: `f32[B, N, S]`, as `last_weights` gives them. end: `i32[B]`, how many keys there are.
-        vertical, slash: `i32[]`, how many are kept. most: `V` and `D`, static; at least as many, at most `S`.
-        first, near: so many of the first columns, and of the smallest distances, are kept whatever their scores.
+        weights: `f32[B, N, S]`, as `last_weights` gives them. end: `i32[B]`, number of keys.
+        vertical, slash: `i32[]`, numbers of columns and of distances that are kept. most: `V` and `D`, static; at least
+            as many, at most `S`.
+        first, near: numbers of first columns and of smallest distances that are kept whatever their scores.
     """
     def best(scores: Array, always: int, number: Array, most: int) -> Array:
         place = jnp.arange(scores.shape[1])
@@ -90,13 +93,14 @@ def pattern(weights: Array, end: Array, vertical: Array, slash: Array, most: tup
 
 
 def marks(index: Array, size: int) -> Array:
-    """`bool[B, size]`: which numbers are in `index`, `i32[B, n]`; numbers below 0 count as none."""
+    """Returns which numbers are in `index` (`i32[B, n]`), `bool[B, size]`; numbers below 0 are ignored."""
     at = jnp.where(index >= 0, index, size)
     return jax.vmap(lambda at: jnp.zeros(size, bool).at[at].set(True, mode="drop"))(at)
 
 
 def farthest_below(distances: Array, size: int) -> Array:
-    """`i32[B, size + 1]`: for each number the largest of the distances (`i32[B, n]`) that is smaller; -1: none is.
+    """Returns for each number the largest of the distances (`i32[B, n]`) that is smaller, `i32[B, size + 1]`, -1 if
+    none is.
 
     >>> farthest_below(jnp.array([[0, 3, -1]]), 5).tolist()
     [[-1, 0, 0, 0, 3, 3]]
@@ -105,28 +109,29 @@ def farthest_below(distances: Array, size: int) -> Array:
     return jnp.pad(lax.cummax(kept, axis=1), ((0, 0), (1, 0)), constant_values=-1)
 
 
-def next_tile(below: Array, end: Array, behind: Array, block: int) -> tuple[Array, Array]:
-    """Where the next tile of each block ends, `i32[B, J]`, and whether there is one, `bool[B, J]`.
+def next_tile(below: Array, end: Array, last_end: Array, block: int) -> tuple[Array, Array]:
+    """Returns where the next tile of each block ends, `i32[B, J]`, and whether there is one, `bool[B, J]`.
 
     Args:
         below: `i32[B, S + 1]`, as `farthest_below` gives it. end: `i32[J]`, where the blocks of queries end.
-        behind: `i32[B, J]`, where the last tile ends; 0: there is none yet.
+        last_end: `i32[B, J]`, where the last tile ends; 0 for none yet.
     """
-    far = jnp.take_along_axis(below, jnp.clip(end - behind, 0, below.shape[1] - 1), 1)
-    return jnp.where(far >= 0, jnp.maximum(end - far, behind + block), behind), far >= 0
+    far = jnp.take_along_axis(below, jnp.clip(end - last_end, 0, below.shape[1] - 1), 1)
+    return jnp.where(far >= 0, jnp.maximum(end - far, last_end + block), last_end), far >= 0
 
 
 def sparse_attention(q: Array, kv: Array, start: Array, stop: Array, columns: Array, distances: Array, *, scale: float,
                      block: int, bias: FixedBias | None = None) -> Array:
-    """Attention of a segment of queries to the kept columns and the tiles of the kept distances: `f32[B, W, e]`.
+    """Returns attention of a segment of queries to the kept columns and the tiles of the kept distances, `f32[B, W,
+    e]`.
 
     Args:
         q: `f[B, W, d]`, `W` a multiple of the queries of a step (`step_of`). kv: `f[B, S, d + e]`, the keys and values
             of everything up to the segment's end; `S` is larger than `block`.
-        start: `i32[]`, the position of the first query. stop: `i32[]`: queries from here on are not asked, and get
-            zeros.
+        start: `i32[]`, the position of the first query. stop: `i32[]`, where the queries end; later ones
+            get zeros.
         columns, distances: as `pattern` gives them.
-        bias: what is added to the scores; it must not tell heads apart, as none without arrays of its own does.
+        bias: is added to the scores; it must be the same for all heads, as any without arrays of its own is.
     """
     (B, W, d), (S, D) = q.shape, kv.shape[1:]
     group = step_of(W, block)
@@ -142,7 +147,7 @@ def sparse_attention(q: Array, kv: Array, start: Array, stop: Array, columns: Ar
 
     def read(carry: tuple[Array, Array, Array], q: Array, at: Array, both: Array, where: Array,
              seen: Array) -> tuple[Array, Array, Array]:
-        """A running softmax over keys and values `f[N, K, d + e]` at `where`, `i32[N, K]`."""
+        """Continues a running softmax over keys and values `f[N, K, d + e]` at `where`, `i32[N, K]`."""
         top, total, out = carry
         s = jnp.einsum("nqd,nkd->nqk", q, both[..., :d], preferred_element_type=jnp.float32) * scale
         visible = seen[:, None] & (where[:, None] <= at[:, :, None])
@@ -165,19 +170,19 @@ def sparse_attention(q: Array, kv: Array, start: Array, stop: Array, columns: Ar
         end = from_ + block * (1 + jnp.arange(J, dtype=jnp.int32))
 
         def step(state: tuple[Array, tuple[Array, Array, Array]]) -> tuple[Array, tuple[Array, Array, Array]]:
-            behind, carry = state
+            last_end, carry = state
             tiles = []
             for _ in range(TILES):
-                behind, there = next_tile(below, end, behind, block)
-                tiles.append(jnp.where(there, behind - block, -1))
+                last_end, there = next_tile(below, end, last_end, block)
+                tiles.append(jnp.where(there, last_end - block, -1))
             begin = jnp.stack(tiles, -1).reshape(B, -1)
-            # a slice that would leave the array is moved inside; what it has before the tile's own keys is not seen
+            # a slice that would leave the array is moved inside; its keys before the tile's own are masked
             place = jnp.clip(begin, 0, S - block)
             some = jax.vmap(lambda x, at: jax.vmap(lambda i: lax.dynamic_slice_in_dim(x, i, block, 0))(at))
             where = place[..., None] + tile
             seen = (begin[..., None] >= 0) & (where >= begin[..., None]) & some(apart, place)
             flat = lambda x: x.reshape(B * J, TILES * block, *x.shape[3:])
-            return behind, read(carry, blocks(own), blocks(at), flat(some(kv, place)), flat(where), flat(seen))
+            return last_end, read(carry, blocks(own), blocks(at), flat(some(kv, place)), flat(where), flat(seen))
 
         more = lambda state: next_tile(below, end, state[0], block)[1].any()
         state = jnp.zeros((B, J), jnp.int32), jax.tree.map(blocks, carry)
@@ -190,7 +195,7 @@ def sparse_attention(q: Array, kv: Array, start: Array, stop: Array, columns: Ar
 
 
 def step_of(queries: int, block: int) -> int:
-    """Of how many queries a step of `sparse_attention` is: whole blocks, no more than there are.
+    """Returns the number of queries of a step of `sparse_attention`: whole blocks, no more than there are.
 
     >>> step_of(4096, 64), step_of(128, 64), step_of(4096, 640)
     (512, 128, 640)

@@ -53,7 +53,7 @@ T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Reuse:
+class PrefixReuse:
     """What is known of the tokens of a text that were computed in another one, in the layer where both were compared.
 
     Attributes:
@@ -84,7 +84,7 @@ class Prefix:
     tokens: tuple[int, ...]
     kv: tuple[np.ndarray, ...]
     begin: int = 0
-    reuse: Reuse | None = None
+    reuse: PrefixReuse | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -230,7 +230,7 @@ def blended(lm: Any, parts: Sequence[Prefix | Sequence[int]], recompute: float =
     made, reuse = _blend(model, check, count, score, weights, np.pad(np.array(tokens, np.int32), (0, pad))[None],
                          np.pad(np.array(known), (0, pad), constant_values=True)[None], kv, np.int32(n))
     return Prefix(tuple(tokens), tuple(np.asarray(x)[0, :, :n] for x in made),
-                  reuse=None if reuse is None else Reuse(*(np.asarray(x)[0, :n] for x in reuse)))
+                  reuse=None if reuse is None else PrefixReuse(*(np.asarray(x)[0, :n] for x in reuse)))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
@@ -240,7 +240,8 @@ def _blend(model: LayeredModel, check: int, count: int, score: Score, *arrays: A
 
 def _blending(model: LayeredModel, check: int, count: int, score: Score, params: Any, tokens: Array, known: Array,
               kv: tuple[Array, ...], length: Array) -> tuple[tuple[Array, ...], tuple[Array, Array] | None]:
-    """Keys and values `f[1, G, N, d + e]` of each layer, and what `Reuse` has, `f32[1, N]`, by the score of KVShare."""
+    """Keys and values `f[1, G, N, d + e]` of each layer, and what `PrefixReuse` has, `f32[1, N]`, by the score of
+    KVShare."""
     network, N = model.pieces(params), tokens.shape[1]
     every = jnp.arange(N, dtype=jnp.int32)[None]
     live = every < length
@@ -352,9 +353,9 @@ def _extended(model: Model, params: Any, kv: tuple[Array, ...], tokens: Array, s
               stop: Array) -> tuple[Array, ...]:
     def read(params: Any, kv: tuple[Array, ...], tokens: Array, start: Array, stop: Array) -> tuple[Array, ...]:
         cache = model.init_cache(1, kv[0].shape[2], params=params)
-        cache = cache.take_over(kv, start[None])
+        cache = cache.load_prefix(kv, start[None])
         positions = start + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-        window = causal(tokens, start[None], positions < stop).replace(certain=True)
+        window = causal(tokens, start[None], positions < stop).replace(is_prefill=True)
         out = model.apply(params, window, cache)
         return cache.commit(out.entries, jnp.where(window.live, positions, -1)).kv      # type: ignore[attr-defined]
 

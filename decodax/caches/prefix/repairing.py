@@ -58,13 +58,13 @@ class Repairing(KeyValues):
         """`bool[B]`: rows with tokens that are still to be computed anew."""
         return (self.change > 0).any(1)
 
-    def horizon(self) -> Array | None:
+    def max_commit(self) -> Array | None:
         return jnp.where(self.left, 1, jnp.iinfo(jnp.int32).max) if self.kv else None
 
-    def stale(self) -> Array | None:
+    def needs_refresh(self) -> Array | None:
         return self.asked & self.left if self.kv else None
 
-    def for_prompt(self) -> Cache:
+    def prefill_cache(self) -> Cache:
         if not self.kv:
             return self
         # `+ 0`: the state is donated, and no array may stand in it twice
@@ -109,7 +109,7 @@ class Repairing(KeyValues):
         return self.replace(kv=kv, attention=attention, asked=self.asked | took.any(1),
                             length=jnp.maximum(self.length, slots.max(1) + 1))
 
-    def renewed(self, text: ReadPrompt, rows: Array) -> Repairing:
+    def refresh(self, text: ReadPrompt, rows: Array) -> Repairing:
         worth = jnp.where(self.change > 0, self.attention * self.change, -1)
         found, at = lax.top_k(worth, min(self.kind.tokens, self.capacity))
         live = rows[:, None] & (found >= 0)
@@ -171,11 +171,11 @@ class PromptToRepair(Wrapper):
     base: Dense
     into: Repairing
 
-    def settled(self, prompt: ReadPrompt) -> Cache:     # type: ignore[override]
+    def finish_prefill(self, prompt: ReadPrompt) -> Cache:     # type: ignore[override]
         return self.into.replace(kv=self.base.kv, length=self.base.length)
 
-    def take_over(self, kv: Sequence[Array], length: Array) -> PromptToRepair:
-        return self.replace(base=self.base.take_over(kv, length))
+    def load_prefix(self, kv: Sequence[Array], length: Array) -> PromptToRepair:
+        return self.replace(base=self.base.load_prefix(kv, length))
 
     def reusing(self, attention: Array, change: Array) -> PromptToRepair:
         put = lambda old, new: lax.dynamic_update_slice_in_dim(old, new, 0, 1)

@@ -142,7 +142,7 @@ class BoundedCodes(Sized):
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
                bias: Bias | None = None) -> tuple[Array, PyTree]:
-        if window.certain or bias is not None:
+        if window.is_prefill or bias is not None:
             raise ValueError("cache: qaq reads a prompt as a whole, which only the model that answers does, and takes "
                              "no bias of the scores; give a draft model another cache")
         start, at, own = self.began[:, None], window.positions, k.shape[1] - q.shape[1]
@@ -175,7 +175,7 @@ class BoundedCodes(Sized):
                      for held, entry in zip(self.rest, entries, strict=True))
         return self.replace(rest=rest, length=jnp.maximum(self.length, slots.max(1) + 1))
 
-    def for_prompt(self) -> Cache:
+    def prefill_cache(self) -> Cache:
         if not self.rest:
             return self
         B, dtype, n = self.length.shape[0], self.rest[0].dtype, self.kind.last
@@ -183,7 +183,7 @@ class BoundedCodes(Sized):
                              queries=tuple(jnp.zeros((B, n, s.queries or s.heads, s.width), dtype)
                                            for s in self.shapes), shapes=self.shapes)
 
-    def scratch(self, entries: Entries, room: int) -> Draftable:
+    def tree_buffer(self, entries: Entries, room: int) -> Draftable:
         return Scratch.empty(self, entries, room)
 
 
@@ -211,7 +211,7 @@ class PromptToBound(Wrapper):
         queries = tuple(put(held, entry[2], to) for held, entry in zip(self.queries, entries, strict=True))
         return self.replace(base=self.base.commit([entry[:2] for entry in entries], slots), queries=queries)
 
-    def settled(self, prompt: ReadPrompt) -> Cache:     # type: ignore[override]
+    def finish_prefill(self, prompt: ReadPrompt) -> Cache:     # type: ignore[override]
         kind, base, made = self.kind, self.base, []
         into = kind.empty(self.shapes, base.length.shape[0], base.capacity, base.kv[0].dtype, base.given)
         for shape, kv, queries, (keys, values) in zip(self.shapes, base.kv, self.queries, into.pools, strict=True):

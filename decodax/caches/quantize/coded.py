@@ -71,13 +71,13 @@ class Coded(Sized):
     def room(self, running: Array) -> Array | None:
         return self.most - self.held if self.rest and self.most < self.size else None
 
-    def horizon(self) -> Array | None:
+    def max_commit(self) -> Array | None:
         return self.kind.latest - self.whole if self.rest else None
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
                bias: Bias | None = None) -> tuple[Array, PyTree]:
-        if window.certain or bias is not None:
+        if window.is_prefill or bias is not None:
             raise ValueError(f"cache: {self.kind.name} reads a prompt as a whole, which only the model that answers "
                              "does, and takes no bias of the scores; give a draft model another cache")
         kind, gone = self.kind, self.gone[:, None]
@@ -173,7 +173,7 @@ class Coded(Sized):
             rests.append(rest)
         return self.replace(codes=tuple(codes), rest=tuple(rests), length=length, gone=length - held, studies=studies)
 
-    def for_prompt(self) -> Cache:
+    def prefill_cache(self) -> Cache:
         if not self.rest:
             return self
         B = self.length.shape[0]
@@ -181,7 +181,7 @@ class Coded(Sized):
                             gathered=tuple(self.kind.codec.start(shape, B) for shape in self.shapes),
                             shapes=self.shapes, kind=self.kind)
 
-    def scratch(self, entries: Entries, room: int) -> Draftable:
+    def tree_buffer(self, entries: Entries, room: int) -> Draftable:
         return Scratch.empty(self, entries, room)
 
 
@@ -220,10 +220,11 @@ class PromptInFull(Wrapper):
                          for shape, own, entry in zip(self.shapes, self.gathered, entries, strict=True))
         return self.replace(base=base, gathered=gathered)
 
-    def take_over(self, kv: Sequence[Array], length: Array) -> PromptInFull:
-        return super().take_over(kv, length) if self._gathers else self.replace(base=self.base.take_over(kv, length))
+    def load_prefix(self, kv: Sequence[Array], length: Array) -> PromptInFull:
+        return super().load_prefix(kv, length) if self._gathers else self.replace(base=self.base.load_prefix(kv,
+                                                                                                             length))
 
-    def settled(self, prompt: ReadPrompt) -> Cache:     # type: ignore[override]
+    def finish_prefill(self, prompt: ReadPrompt) -> Cache:     # type: ignore[override]
         base = self.base
         studies = self.kind.codec.study(self.shapes, base.kv, base.length, self.gathered, prompt)
         return self.kind.empty(self.shapes, self.length.shape[0], base.capacity, base.kv[0].dtype,

@@ -124,13 +124,13 @@ class Graded(Sized):
         """`i32[B]`: tokens that are not whole."""
         return self.first.sum(1) + self.times * self.kind.gap
 
-    def horizon(self) -> Array | None:
+    def max_commit(self) -> Array | None:
         return self.kind.gap - (self.length - self.coded) if self.rest else None
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
                bias: Bias | None = None) -> tuple[Array, PyTree]:
-        if window.certain or bias is not None or softcap is not None:
+        if window.is_prefill or bias is not None or softcap is not None:
             raise ValueError("cache: zipcache reads a prompt as a whole, which only the model that answers does, and "
                              "takes no bias and no soft cap of the scores; give a draft model another cache")
         start, at = self.coded[:, None], window.positions
@@ -200,7 +200,7 @@ class Graded(Sized):
             made.append(jax.vmap(one)((grades, rest[:, :, :gap], q, sums, self.first, self.times, rows)))
         return self.replace(grades=tuple(made), times=self.times + rows)
 
-    def for_prompt(self) -> Cache:
+    def prefill_cache(self) -> Cache:
         if not self.rest:
             return self
         B, dtype = self.length.shape[0], self.rest[0].dtype
@@ -208,7 +208,7 @@ class Graded(Sized):
                              queries=tuple(jnp.zeros((B, s.queries or s.heads, self.size, s.width), dtype)
                                            for s in self.shapes), shapes=self.shapes)
 
-    def scratch(self, entries: Entries, room: int) -> Draftable:
+    def tree_buffer(self, entries: Entries, room: int) -> Draftable:
         return Scratch.empty(self, entries, room)
 
 
@@ -242,7 +242,7 @@ class PromptToGrade(Wrapper):
         queries = tuple(write(held, entry[2], slots) for held, entry in zip(self.queries, entries, strict=True))
         return self.replace(base=self.base.commit([entry[:2] for entry in entries], slots), queries=queries)
 
-    def settled(self, prompt: ReadPrompt) -> Cache:     # type: ignore[override]
+    def finish_prefill(self, prompt: ReadPrompt) -> Cache:     # type: ignore[override]
         kind, base, size, made = self.kind, self.base, self.base.capacity, []
         late, random, others = (jnp.asarray(table) for table in kind.tables(size))
         into = kind.empty(self.shapes, base.length.shape[0], size, base.kv[0].dtype, base.given)

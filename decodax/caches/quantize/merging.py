@@ -108,7 +108,7 @@ class MergedLayers(KeyValues):
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
                bias: Bias | None = None) -> tuple[Array, PyTree]:
-        if window.certain or bias is not None:
+        if window.is_prefill or bias is not None:
             raise ValueError("cache: minicache reads a prompt as a whole, which only the model that answers does, and "
                              "takes no bias of the scores; give a draft model another cache")
         options: dict[str, Any] = dict(scale=scale, sliding=sliding, softcap=softcap)
@@ -136,7 +136,7 @@ class MergedLayers(KeyValues):
                    for held, entry in zip(self.kv, entries, strict=True))
         return self.replace(kv=kv, length=jnp.maximum(self.length, slots.max(1) + 1))
 
-    def for_prompt(self) -> Cache:
+    def prefill_cache(self) -> Cache:
         if not self.kv:
             return self
         whole = dense(self.shapes, self.length.shape[0], self.size, self.kv[0].dtype, self.given)
@@ -151,10 +151,10 @@ class PromptToMerge(Wrapper):
     shapes: tuple[KVLayer, ...] = static()
     kind: Merging = static()
 
-    def take_over(self, kv: Sequence[Array], length: Array) -> PromptToMerge:
-        return self.replace(base=self.base.take_over(kv, length))
+    def load_prefix(self, kv: Sequence[Array], length: Array) -> PromptToMerge:
+        return self.replace(base=self.base.load_prefix(kv, length))
 
-    def settled(self, prompt: ReadPrompt) -> Cache:     # type: ignore[override]
+    def finish_prefill(self, prompt: ReadPrompt) -> Cache:     # type: ignore[override]
         kv, length, size = self.base.kv, self.base.length, self.base.capacity
         first, most = self.kind.first(len(kv)), math.ceil(size * self.kind.retained)
         last = first + (len(kv) - first) // 2 * 2

@@ -1,16 +1,16 @@
-"""A low-bit cache on the device, the whole one in the host's memory, and a token that guesses what comes from there
-("SpeCache: Speculative Key-Value Caching for Efficient Generation of LLMs", Jie et al., 2025).
+"""SpeCache: a low-bit cache on the device, the whole one in the host's memory, and a guessed token that chooses what is
+fetched ("SpeCache: Speculative Key-Value Caching for Efficient Generation of LLMs", Jie et al., 2025).
 
-The device holds keys and values in one or two bits, the latest tokens as they are, and the `top` positions of each
-head that were fetched from the host. A round reads two tokens in one forward: the newest one, and a guess of the token
-behind it. Both attend to the low-bit cache, in which the fetched positions stand in full. The newest token gives the
-next one, and is committed: in few bits on the device, in full on the host. The guess gives the guess of the next round,
-and the positions that it attends to most are fetched for that round, whose newest token it stood for. So what a round
-reads of the host is known one round before, and may travel meanwhile.
+The device holds keys and values in one or two bits, the latest tokens as they are, and the `top` positions of each head
+that were fetched from the host. A round reads two tokens in one forward: the newest one, and a guess of the token after
+it. Both attend to the low-bit cache, in which the fetched positions are replaced by their full values. The newest token
+gives the next one, and is committed: in few bits on the device, in full on the host. The guess gives the guess of the
+next round, and the positions that it attends to most are fetched for that round. So what a round reads of the host is
+known one round before, and may travel meanwhile.
 
 The first round reads the newest token of the prompt alone, which gives the first guess and the first positions and is
 read again in the second; nothing is committed in between (Algorithms 1 to 3 of the paper). A guess is drawn as the
-token in its place would be. It is never emitted. Heads of a group take the positions of the largest mean weight.
+token in its place would be, and is never emitted. Heads of a group take the positions of the largest mean weight.
 
 No code of the authors is public. The paper does not say how heads of a group share positions; a reimplementation
 (github.com/intelli-jsong/SpeCache, b447f6f) takes means, as here.
@@ -19,8 +19,7 @@ No code of the authors is public. The paper does not say how heads of a group sh
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -28,10 +27,12 @@ from jax import Array, lax
 
 from decodax.cache import Wrapper, dense
 from decodax.cache.key_values import KVLayer
+from decodax.caches.configs import PaperConfig
 from decodax.caches.quantize.codecs import Affine, QuarterPoints, Span
 from decodax.caches.quantize.coded import Coded, Coding, PromptInFull
+from decodax.common.options import Count, Range
 from decodax.common.struct import Struct, static, struct
-from decodax.core.cache import Cache, CacheConfig, Entries, PyTree, ReadPrompt
+from decodax.core.cache import Cache, Entries, PyTree, ReadPrompt
 from decodax.core.host_memory import PAGES, empty_pages, fetch, store, to_host
 from decodax.core.state import State
 from decodax.core.types import Algorithm, Decision, Model, Out, Params
@@ -42,21 +43,21 @@ from decodax.pallas_kernels.window_attention import merge, prefix_attention, slo
 
 @struct
 class Chooser(Struct):
-    """A hint: which node of each row chooses what is fetched for the next round, `i32[B]`."""
+    """A hint: the node of each row that chooses what is fetched for the next round, `i32[B]`."""
 
     node: Array
 
 
 @struct
-class Prefetching(Wrapper):
+class SpeCacheCache(Wrapper):
     """A low-bit cache, and the whole one in the host's memory.
 
     Attributes:
-        base: what is in few bits, and the latest tokens.
+        base: the low-bit cache, with the latest tokens.
         pages: a tuple of one `f[B, G, S, 2, d]` a layer in the host's memory, each token a page of a key and a value.
         chosen, fetched: tuples of one `i32[B, G, K]` and one `f[B, G, K, 2, d]` a layer: the positions that the next
-            round reads in full, -1: none, and what stands there.
-        ready: `bool[B]`, whether anything has been chosen. kind: static.
+            round reads in full, -1 for none, and their keys and values.
+        ready: `bool[B]`, rows for which positions have been chosen. kind: static.
     """
 
     base: Coded
@@ -64,7 +65,7 @@ class Prefetching(Wrapper):
     chosen: tuple[Array, ...]
     fetched: tuple[Array, ...]
     ready: Array
-    kind: Prefetch = static()
+    kind: SpeCacheConfig = static()
 
     @property
     def hosted(self) -> PyTree:
@@ -73,16 +74,16 @@ class Prefetching(Wrapper):
     def specs(self) -> PyTree:
         return super().specs().replace(pages=tuple(PAGES for _ in self.pages))
 
-    def select(self, rows: Array) -> Prefetching:
-        return Cache.select(self, rows)     # which knows what lies on the host
+    def select(self, rows: Array) -> SpeCacheCache:
+        return Cache.select(self, rows)     # handles what is on the host
 
-    def for_prompt(self) -> Cache:      # type: ignore[override]
+    def prefill_cache(self) -> Cache:      # type: ignore[override]
         if not self.pages:
             return self
-        prompt: Any = self.base.for_prompt()
+        prompt: Any = self.base.prefill_cache()
         return PromptToPrefetch(base=prompt, kind=self.kind)
 
-    def settled(self, prompt: ReadPrompt) -> Prefetching:
+    def finish_prefill(self, prompt: ReadPrompt) -> SpeCacheCache:
         return self
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, **options: Any) -> tuple[Array, PyTree]:
@@ -107,7 +108,7 @@ class Prefetching(Wrapper):
 
         out, lse = lax.fori_loop(0, blocks, part, near)
 
-        # how much of its attention the node that chooses gives each position
+        # the attention that the node that chooses gives to each position
         asks, at, sums = (take(x, hint.node[:, None]) for x in (q, window.positions, lse))
 
         def weigh(i: Array, weights: Array) -> Array:
@@ -120,7 +121,7 @@ class Prefetching(Wrapper):
         own = slot_weights(asks, sums, at, base.rest[layer], slot_positions=latest[:, None], **options)
         put = jax.vmap(lambda weights, places, own: weights.at[:, places].set(own, mode="drop"))
         weights = put(weights, jnp.where(latest >= 0, latest, size), own)
-        # of the newest token, where another one chooses
+        # the attention to the newest token, if the guess chooses
         score = jnp.einsum("bgrd,bgd->bgr", asks[:, 0].reshape(len(q), G, -1, k.shape[3]), k[:, 0],
                            preferred_element_type=jnp.float32) * options["scale"]
         score = score if softcap is None else softcap * jnp.tanh(score / softcap)
@@ -133,7 +134,7 @@ class Prefetching(Wrapper):
         return out, (k, v, jnp.broadcast_to(best[:, None], (*k.shape[:2], *best.shape[1:])))
 
     def _block(self, layer: int, i: Array, dtype: Any) -> Array:
-        """Block `i` of what is in few bits, `f[B, G, n, d + e]`, but in full what was fetched of it."""
+        """Returns block `i` of the low-bit cache, `f[B, G, n, d + e]`, with full values where they were fetched."""
         base, kind = self.base, self.base.kind
         block = kind.block(base.slots)
 
@@ -150,7 +151,7 @@ class Prefetching(Wrapper):
         put = lambda both, at, new: both.at[at].set(new.astype(dtype), mode="drop")
         return jax.vmap(jax.vmap(put))(both, at, fetched)
 
-    def commit(self, entries: Entries, slots: Array) -> Prefetching:
+    def commit(self, entries: Entries, slots: Array) -> SpeCacheCache:
         if not self.pages:
             return self
         base = self.base.commit([entry[:2] for entry in entries], slots)
@@ -166,13 +167,13 @@ class Prefetching(Wrapper):
 
 @struct
 class PromptToPrefetch(Wrapper):
-    """A prompt that is read in full, as a whole on the device, before it goes to the host."""
+    """A prompt that is read in full on the device before it goes to the host."""
 
     base: PromptInFull
-    kind: Prefetch = static()
+    kind: SpeCacheConfig = static()
 
-    def settled(self, prompt: ReadPrompt) -> Cache:     # type: ignore[override]
-        whole, coded = self.base.base, self.base.settled(prompt)
+    def finish_prefill(self, prompt: ReadPrompt) -> Cache:     # type: ignore[override]
+        whole, coded = self.base.base, self.base.finish_prefill(prompt)
         assert isinstance(coded, Coded)
         into = self.kind.around(coded, whole.kv[0].dtype)
         pages = tuple(lax.dynamic_update_slice(page, to_host(kv.reshape(page.shape)), (0,) * 5)
@@ -181,61 +182,59 @@ class PromptToPrefetch(Wrapper):
 
 
 @dataclasses.dataclass(frozen=True)
-class Prefetch(CacheConfig):
-    """A `Prefetching` cache.
+class SpeCacheConfig(PaperConfig):
+    """A `SpeCacheCache`.
 
     Attributes:
-        bits: 1 or 2, of the cache on the device. top: positions of each head that are fetched for a round.
-        group: numbers that share a step. residual: tokens that are written in few bits together; there are fewer than
-            that in full.
+        bits: 1 or 2, of the cache on the device.
+        top: number of positions of each head that are fetched for a round.
+        group: number of numbers that share a quantization step.
+        residual: number of tokens that are quantized together; fewer than that are kept in full.
     """
 
-    bits: int = 2
-    top: int = 64
-    group: int = 32
-    residual: int = 32
+    bits: Annotated[int, Range(1, 2)] = 2
+    top: Count = 64
+    group: Count = 32
+    residual: Count = 32
+
+    name: ClassVar[str] = "specache"
 
     def __post_init__(self) -> None:
-        if self.bits not in (1, 2):
-            raise ValueError(f"bits: got {self.bits}, takes 1 or 2")
-        if not isinstance(self.top, int) or self.top < 1:
-            raise ValueError(f"top: got {self.top!r}, takes a number of positions from 1")
+        super().__post_init__()
         self.low        # noqa: B018  checks the rest
 
     @property
     def low(self) -> Coding:
-        """The kind of the cache in few bits."""
+        """Config of the low-bit cache."""
         codec = QuarterPoints(group=self.group) if self.bits == 1 else Affine(2, 2, self.group)
         return Coding(codec, self.residual, "specache")
 
-    def around(self, base: Coded, dtype: Any) -> Prefetching:
-        """With an empty memory of the host beside a low-bit cache."""
+    def around(self, base: Coded, dtype: Any) -> SpeCacheCache:
+        """Returns a low-bit cache with an empty memory of the host beside it."""
         B = base.length.shape[0]
         some = lambda shape: (B, shape.heads, min(self.top, base.size))
-        return Prefetching(
+        return SpeCacheCache(
             base=base, pages=tuple(empty_pages(B, x.heads, base.size, 2, x.width, dtype=dtype) for x in base.shapes),
             chosen=tuple(jnp.full(some(x), -1, jnp.int32) for x in base.shapes),
             fetched=tuple(jnp.zeros((*some(x), 2, x.width), dtype) for x in base.shapes),
             ready=jnp.zeros(B, bool), kind=self)
 
-    def __call__(self, layers: Sequence[tuple[Any, ...]], batch: int, capacity: int, dtype: jax.typing.DTypeLike,
-                 inputs: PyTree = None) -> Cache:
-        shapes = tuple(KVLayer(*layer) for layer in layers) if capacity else ()
+    def empty(self, shapes: tuple[KVLayer, ...], batch: int, size: int, dtype: Any, inputs: PyTree) -> Cache:
         if odd := [x for x in shapes if x.both != 2 * x.width]:
             raise ValueError(f"cache: specache got keys of {odd[0].width} numbers and values of "
                              f"{odd[0].both - odd[0].width}, takes those of one width")
-        return self.around(self.low.empty(shapes, batch, capacity, dtype, inputs), dtype)
+        return self.around(self.low.empty(shapes, batch, size, dtype, inputs), dtype)
 
 
 @dataclasses.dataclass(frozen=True)
 class SpeCache(Algorithm):
-    """Plain decoding on a `Prefetching` cache, with a guessed token beside each newest one.
+    """Plain decoding on a `SpeCacheCache`, with a guessed token beside each newest one.
 
     Attributes:
-        cache: the kind of cache, in place of the model's dense one.
+        cache: config of the cache that replaces the model's dense one.
     """
 
-    cache: Prefetch = Prefetch()
+    cache: SpeCacheConfig = SpeCacheConfig()
 
     emits = 1
     guarantee = "approximate"
@@ -253,7 +252,7 @@ class SpeCache(Algorithm):
         return model.wrap_cache(kind)
 
     def init(self, params: Params, s: State) -> Array:
-        return jnp.full(s.batch, -1, jnp.int32)     # the guess; there is none
+        return jnp.full(s.batch, -1, jnp.int32)     # the guess; -1 for none
 
     def propose(self, params: Params, policy: Any, s: State) -> tuple[Window, Any]:
         guess = s.algo

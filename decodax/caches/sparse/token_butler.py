@@ -1,14 +1,14 @@
-"""Attention to the tokens that a light predictor holds important ("TokenButler: Token Importance Is Predictable",
-Akhauri et al., 2025).
+"""TokenButler: each query reads the tokens that a small predictor holds important ("TokenButler: Token Importance Is
+Predictable", Akhauri et al., 2025).
 
-The predictor reads what enters the first layer of the model, in one small causal attention and one small MLP. Of each
-token it makes a query and a key of few numbers for each head of every layer but the first. The products of these
-estimate the logits of attention there, and a query reads the tokens of its head whose estimates are highest; nothing is
+The predictor reads what enters the first layer of the model, with one small causal attention and one small MLP. For
+each token it computes a query and a key of few channels for each head of every layer but the first. Their products
+estimate the attention logits there, and a query reads the tokens of highest estimate for its head. No token is ever
 lost. `decodax.train.token_butler` trains a predictor for a model.
 
-The predictor runs before the model (`Butlered`), with keys and values of its own in the cache, as one layer more. Its
-queries and keys go to the cache beside those of the layers. So what a token reads depends on the tokens before it
-alone, and a node of a draft tree chooses among what is committed and its own ancestors, as plain decoding would.
+The predictor runs before the model (`Butlered`), with keys and values of its own in the cache, as one more layer. Its
+queries and keys go to the cache beside those of the layers. What a token reads therefore depends on the tokens before
+it alone, and a node of a draft tree chooses among the committed tokens and its own ancestors, as plain decoding would.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import dataclasses
 import functools
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -25,33 +25,38 @@ import numpy as np
 from jax import Array, lax
 
 from decodax.cache.dense import write
-from decodax.cache.key_values import KeyValues, KVLayer, empty_kv, key_widths
+from decodax.cache.key_values import KVLayer
 from decodax.cache.wrapper import Wrapper
+from decodax.caches.configs import taken
 from decodax.caches.shapes import layers_of
-from decodax.caches.sparse.retrieval import attention_to
+from decodax.caches.sparse.reading import SparseCache, SparseConfig, attention_to
+from decodax.common.options import Whole
+from decodax.common.registry import CACHES
 from decodax.common.struct import Struct, fields, static, struct
 from decodax.core.around import Readout
-from decodax.core.cache import Cache, CacheConfig, Entries, PyTree
+from decodax.core.cache import Cache, Entries, PyTree
 from decodax.core.packing import Packing
 from decodax.core.types import LayeredModel, Out
 from decodax.core.window import Window, each_node
 from decodax.models.rope import Llama3, Rope, rotate
-from decodax.pallas_kernels.window_attention import Bias, window_attention
+from decodax.pallas_kernels.window_attention import Bias
 
 
 @struct
 class Butler(Struct):
-    """The predictor, of models of width `D` with `L` layers of `H` heads; `R` numbers inside, a multiple of `H`, `I` of
-    each projection, and `m` of a query or key that it gives.
+    """Predictor of TokenButler, for a model of width `D` with `L` layers of `H` heads.
+
+    `R`, a multiple of `H`, is its inner width, `I` that of each projection, and `m` that of the queries and keys that
+    it computes.
 
     Attributes:
-        norm: `f32[D]`, scale of a root mean square norm of what it reads.
+        norm: `f32[D]`, scale of a root mean square norm of the input.
         reduce: `f32[D, R]`. query, key, value: `f32[R, R]`, of its attention.
-        scale, shift: `f32[R]`, of the layer norm behind that.
+        scale, shift: `f32[R]`, of the layer norm after that.
         up, up_bias, down, down_bias: `f32[R, 2 R]`, `f32[2 R]`, `f32[2 R, D]` and `f32[D]`, its MLP, whose output is
-            added to what it reads.
+            added to the normed input.
         query_in, key_in: `f32[D, I]`. query_out, key_out: `f32[I, H, L - 1, m]`.
-        theta: static; of its rotations, which have Llama 3's scaling by 32 as in the authors' code.
+        theta: static; base of its rotations, which have Llama 3's scaling by 32 as in the authors' code.
     """
 
     norm: Array
@@ -83,12 +88,12 @@ class Butler(Struct):
 
     @property
     def layer(self) -> KVLayer:
-        """The shape of its own keys and values."""
+        """Shape of the predictor's own keys and values."""
         return KVLayer(self.heads, self.reduce.shape[1] // self.heads, queries=self.heads)
 
     def __call__(self, x: Array, positions: Array, attend: Callable[..., tuple[Array, PyTree]]
                  ) -> tuple[Array, Array, PyTree]:
-        """Queries and keys `f32[B, W, H, L - 1, m]`, and the entry of its attention.
+        """Returns queries and keys `f32[B, W, H, L - 1, m]`, and the entry of its attention.
 
         Args:
             x: the residual stream `f[B, W, D]` before the first layer. positions: `i32[B, W]`.
@@ -110,13 +115,13 @@ class Butler(Struct):
         return made[0], made[1], entry
 
     def _rotated(self, x: Array, positions: Array) -> Array:
-        """`f32[B, W, H, ..., m]` at positions `i32[B, W]`."""
+        """Rotates `f32[B, W, H, ..., m]` to positions `i32[B, W]`."""
         flat = x.reshape(*x.shape[:2], -1, x.shape[-1])
         rope = Rope(x.shape[-1], self.theta, Llama3(factor=32.0, low=1.0, high=4.0, trained=8192))
         return rotate(flat, *rope.table(positions)).reshape(x.shape)
 
     def check(self, shapes: Sequence[KVLayer], width: int) -> None:
-        """Raises ValueError where it is of another model."""
+        """Raises ValueError if it was trained for a model of another shape."""
         found = self.query_out.shape[2] + 1, self.heads, self.norm.shape[0]
         takes = len(shapes), shapes[0].queries, width
         if found != takes:
@@ -130,7 +135,7 @@ class Butler(Struct):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Butler:
-        """What `save` wrote.
+        """Reads what `save` wrote.
 
         Raises:
             ValueError: a file without one of the arrays.
@@ -146,8 +151,8 @@ class Butler(Struct):
 
 @struct
 class Marking(Wrapper):
-    """A cache, or one with nodes beside it, to which each layer's queries and keys go with what the predictor made of
-    the window's tokens: for one call of the model.
+    """A cache during one call of the model: it gets each layer's queries and keys with those of the predictor beside
+    them.
 
     Attributes:
         queries, keys: `f32[B, W, H, L - 1, m]`.
@@ -167,7 +172,7 @@ class Marking(Wrapper):
 
 @dataclasses.dataclass(frozen=True)
 class Butlered(Readout):
-    """`base`, before which a predictor runs. Weights are those of both, a pair."""
+    """`base` with a predictor that runs before it. Weights are the pair of both."""
 
     base: LayeredModel
 
@@ -176,7 +181,7 @@ class Butlered(Readout):
 
     def apply(self, params: Any, window: Window, cache: Cache) -> Out:
         own, butler = params
-        # nodes that a packed call would leave out are the predictor's, too
+        # the predictor needs the nodes that a packed call would leave out
         window = window.replace(hints=tuple(hint for hint in window.hints if not isinstance(hint, Packing)))
         x, _ = self.base.walk(own, window, cache)
         attend = lambda q, k, v, **options: cache.attend(self.base.depth, q, k, v, window, **options)
@@ -192,38 +197,29 @@ class Butlered(Readout):
 
 
 @struct
-class Foretold(KeyValues):
-    """Everything, in the order of positions, with what the predictor made of each token.
+class TokenButlerCache(SparseCache):
+    """Everything, with the predictor's keys of each token.
 
     Attributes:
-        kv, given, widths: see `KeyValues`; of the layers, and behind them of the predictor.
-        marks: a tuple of one `f[B, G, S, H / G m]` for each layer, the predictor's keys; None: the layer reads
-            everything.
-        length: `i32[B]`. kind: static.
+        kv, shapes: of the layers and, last, of the predictor.
+        marks: a tuple of one `f[B, G, S, H / G m]` a layer, the predictor's keys; None: the layer reads everything.
+        The others: see `SparseCache`.
     """
 
-    kv: tuple[Array, ...]
     marks: tuple[Array | None, ...]
-    length: Array
-    given: PyTree
-    widths: tuple[int, ...] = static()
-    kind: Foretelling = static()
 
-    supports = frozenset({"trees"})
+    if TYPE_CHECKING:
+        kind: PredictedReading
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
                bias: Bias | None = None) -> tuple[Array, PyTree]:
         own, d, marks = k.shape[1] - q.shape[1], self.widths[layer], self.marks[layer]
         entry = k[:, own:], v[:, own:]
-        if window.certain or marks is None or self.kind.count(self.capacity) >= self.capacity:
-            out = window_attention(q[..., :d], k[..., :d], v, window.visible(), window.positions, self.kv[layer],
-                                   self.length, scale=scale, sliding=sliding, softcap=softcap, bias=bias,
-                                   key_positions=window.key_positions)
-            return out, entry
-        if bias is not None or softcap is not None:
-            raise ValueError("cache: token-butler estimates scores by queries and keys alone; takes a model without a "
-                             "soft cap or a bias of its attention scores")
+        if window.is_prefill or marks is None or self.kind.count(self.capacity) >= self.capacity:
+            return self.attend_all(layer, q[..., :d], k[..., :d], v, window, scale=scale, sliding=sliding,
+                                   softcap=softcap, bias=bias), entry
+        self.kind.check_scores(softcap, bias, self.kind.scores)
         seen = jnp.broadcast_to(window.visible(), (*q.shape[:2], k.shape[1]))
         each = jax.vmap(lambda row, node: self._read(d, row, node))
         row = self.kv[layer], marks, self.length, k, v, window.key_positions
@@ -231,7 +227,7 @@ class Foretold(KeyValues):
         return each_node(functools.partial(each, row), nodes).astype(v.dtype), entry
 
     def _read(self, d: int, row: tuple[Array, ...], node: tuple[Array, ...]) -> Array:
-        """Attention `f32[H, e]` of one query `f[H, d + m]` of one row to the tokens that its heads take."""
+        """Returns attention `f32[H, e]` of one query `f[H, d + m]` of one row to the tokens that its heads choose."""
         (kv, marks, length, k, v, keys_at), (q, seen, at) = row, node
         (G, S, _), m, kind = kv.shape, q.shape[-1] - d, self.kind
         q = q.astype(jnp.float32).reshape(G, -1, d + m)
@@ -252,85 +248,96 @@ class Foretold(KeyValues):
         return attention_to(q[..., :d].reshape(-1, 1, d), some.astype(jnp.float32).reshape(-1, n, some.shape[-1]),
                             (found > -jnp.inf).reshape(-1, n), d)[0]
 
-    def commit(self, entries: Entries, slots: Array) -> Foretold:
+    def commit(self, entries: Entries, slots: Array) -> Self:
         if not self.kv:
             return self
-        kv, marks = [], []
-        for held, old, (k, v), d in zip(self.kv, self.marks, entries, self.widths, strict=True):
-            kv.append(write(held, jnp.concatenate([k[..., :d], v], -1), slots))
-            marks.append(None if old is None else write(old, k[..., d:], slots))
-        return self.replace(kv=tuple(kv), marks=tuple(marks), length=jnp.maximum(self.length, slots.max(1) + 1))
+        pairs = list(zip(self.marks, self.widths, entries, strict=True))
+        marks = tuple(None if old is None else write(old, k[..., d:], slots) for old, d, (k, _) in pairs)
+        return super().commit([(k[..., :d], v) for _, d, (k, v) in pairs], slots).replace(marks=marks)
 
 
 @dataclasses.dataclass(frozen=True)
-class Foretelling(CacheConfig):
-    """A `Foretold` cache.
+class PredictedReading(SparseConfig):
+    """Static part of a `TokenButlerConfig`: the config of the cache of a model with its predictor.
 
     Attributes:
-        budget: tokens that a query reads; below 1 their share of the text so far, rounded up.
-        sinks: the first tokens, which are read beside them. layer: of the predictor. width: of its queries and keys.
+        budget, sinks: see `TokenButlerConfig`. layer: shape of the predictor's keys and values. width: of the queries
+            and keys that it computes for layers.
     """
 
     budget: int | float
     sinks: int
     layer: KVLayer
     width: int
+
+    name: ClassVar[str] = "token-butler"
+    scores: ClassVar[str] = "tokens"
     alone: ClassVar[bool] = True
 
     def table(self, size: int) -> np.ndarray:
-        """`i32[size + 1]`: how many tokens are read of a text of each length."""
+        """Returns the number of tokens that are read of texts of each length up to `size`, `i32[size + 1]`."""
         length = np.arange(size + 1)
         if isinstance(self.budget, int):
             return np.minimum(length, self.budget).astype(np.int32)
         return np.ceil(length.astype(np.float32) * np.float32(self.budget)).astype(np.int32)
 
     def count(self, size: int) -> int:
-        """The most tokens that are read of texts of so many."""
+        """Returns the most tokens that are read of texts of up to `size` tokens."""
         return int(self.table(size).max())
 
-    def __call__(self, layers: Sequence[tuple[Any, ...]], batch: int, capacity: int, dtype: jax.typing.DTypeLike,
-                 inputs: PyTree = None) -> Cache:
-        shapes = (*(KVLayer(*layer) for layer in layers), self.layer) if capacity else ()
+    def empty(self, shapes: tuple[KVLayer, ...], batch: int, size: int, dtype: Any, inputs: PyTree) -> Cache:
+        shapes = (*shapes, self.layer) if size else ()
         marks: list[Array | None] = []
         for i, shape in enumerate(shapes):
-            whole = i in (0, len(shapes) - 1) or shape.sliding is not None
-            marks.append(None if whole else jnp.zeros((batch, shape.heads, capacity, self.layer.heads // shape.heads
+            whole = i in (0, len(shapes) - 1) or self.keeps_dense(i, shape)
+            marks.append(None if whole else jnp.zeros((batch, shape.heads, size, self.layer.heads // shape.heads
                                                        * self.width), dtype))
-        return Foretold(kv=empty_kv(shapes, batch, capacity, dtype), marks=tuple(marks), given=inputs,
-                        length=jnp.zeros(batch, jnp.int32), widths=key_widths(shapes), kind=self)
+        return TokenButlerCache(marks=tuple(marks), **self.parts(shapes, batch, size, dtype, inputs))
 
 
+@CACHES.register("token-butler", "TokenButler: Token Importance Is Predictable", "Akhauri et al. 2025", family="sparse")
 @dataclasses.dataclass(frozen=True, eq=False)
-class ByButler(CacheConfig):
-    """The kind of cache that goes by a predictor.
+class TokenButlerConfig(SparseConfig):
+    """Keeps everything; each head of a query reads the tokens that a trained predictor holds important for it.
+
+    The predictor is trained once for a model: `butler = decodax.train.fit_token_butler(lm, texts)`. It is data, beside
+    the weights of the model. The cache saves the time of attention to long texts, not memory. Example:
+    `cache=caches.token_butler(butler, budget=0.3)`.
 
     Attributes:
-        butler: the predictor. It is data, beside the weights of the model. budget, sinks: as of `Foretelling`.
+        butler: the predictor, or a file that `Butler.save` wrote.
+        budget: number of tokens that a query reads, or (below 1) their share of the text so far, rounded up.
+        sinks: number of first tokens that are read beside them.
     """
 
-    butler: Butler
-    budget: int | float
-    sinks: int = 4
+    butler: Butler = None       # type: ignore[assignment]
+    budget: int | float = 0.5
+    sinks: Whole = 4
+
+    name: ClassVar[str] = "token-butler"
+    scores: ClassVar[str] = "tokens"
 
     def __post_init__(self) -> None:
+        if isinstance(self.butler, str):
+            object.__setattr__(self, "butler", Butler.load(self.butler))
+        taken("butler", self.butler, Butler, "what decodax.train.token_butler trains, or a file of it")
+        super().__post_init__()
         tokens = isinstance(self.budget, int) and self.budget >= 1
-        if self.sinks < 0 or not (tokens or (isinstance(self.budget, float) and 0 < self.budget < 1)):
-            raise ValueError(f"budget, sinks: got {self.budget!r} and {self.sinks}, takes a number of tokens from 1 or "
-                             "a share below 1, and 0 or more")
+        if not (tokens or (isinstance(self.budget, float) and 0 < self.budget < 1)):
+            raise ValueError(f"budget: got {self.budget!r}, takes a number of tokens from 1 or a share below 1")
 
     def put_on(self, lm: Any) -> Any:
         self.butler.check(layers_of(layered(lm.model)), lm.model.config.width)
-        kind = Foretelling(self.budget, self.sinks, self.butler.layer, self.butler.width)
+        kind = PredictedReading(self.budget, self.sinks, self.butler.layer, self.butler.width)
         return dataclasses.replace(lm, model=Butlered(lm.model.with_cache(kind)), params=(lm.params, self.butler))
 
-    def __call__(self, layers: Sequence[tuple[Any, ...]], batch: int, capacity: int, dtype: jax.typing.DTypeLike,
-                 inputs: PyTree = None) -> Cache:
+    def empty(self, shapes: tuple[KVLayer, ...], batch: int, size: int, dtype: Any, inputs: PyTree) -> Cache:
         raise ValueError("cache: token-butler runs a predictor before the model, so it takes the model that answers: "
-                         "generate(..., cache=kv(...))")
+                         "generate(..., cache=...)")
 
 
 def layered(model: Any) -> LayeredModel:
-    """The model, if a predictor can be trained for it and run before it.
+    """Returns the model, if a predictor can be trained for it and run before it.
 
     Raises:
         ValueError: it cannot.

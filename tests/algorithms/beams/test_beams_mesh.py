@@ -41,8 +41,8 @@ def test_a_mesh_gives_the_texts_of_one_device(tiny_model: Path, kind: AxisType, 
         alone, params=jax.device_put(alone.params, alone.model.shardings(mesh)), mesh=mesh)
     given = dict(max_new_tokens=10, **WAYS[way])
     if given.pop("deco", False):
-        heads = dx.contrastive.Heads.init(jax.random.key(0), alone.model.config.width)      # type: ignore[attr-defined]
-        alone, spread = (dx.contrastive.autodeco(lm, heads) for lm in (alone, spread))
+        heads = dx.algorithms.contrastive.Heads.init(jax.random.key(0), alone.model.config.width)      # type: ignore[attr-defined]
+        alone, spread = (dx.algorithms.contrastive.autodeco(lm, heads) for lm in (alone, spread))
     want, out = (dx.generate(lm, ["one", "def f(", "x", "b"], **given) for lm in (alone, spread))
     assert out.text == want.text and out.status == want.status
 

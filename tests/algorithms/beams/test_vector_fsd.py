@@ -58,7 +58,7 @@ def test_the_roster_is_whole() -> None:
                      "DoLa"]
     for name, arguments in roster().items():
         given = eval(f"dict({arguments})")
-        lm = dx.contrastive.contrast(net(), net(), **given) if name == "contrastive decoding" else net()
+        lm = dx.algorithms.contrastive.contrast(net(), net(), **given) if name == "contrastive decoding" else net()
         Request.read(lm, PROMPTS, **({} if name == "contrastive decoding" else given))
 
 
@@ -66,6 +66,6 @@ def test_the_roster_is_whole() -> None:
 @pytest.mark.parametrize("name", list(roster()))
 def test_the_roster_runs(name: str) -> None:
     given = eval(f"dict({roster()[name]})")
-    lm = dx.contrastive.contrast(net(), net(1, 3), **given) if name == "contrastive decoding" else net()
+    lm = dx.algorithms.contrastive.contrast(net(), net(1, 3), **given) if name == "contrastive decoding" else net()
     out = dx.generate(lm, PROMPTS, max_new_tokens=4, **({} if name == "contrastive decoding" else given))
     assert len(out) == 3 and (out.lengths > 0).all()

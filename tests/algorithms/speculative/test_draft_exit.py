@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from decodax import algorithms
-from decodax.algorithms.speculative import Speculative, fit_layers
+from decodax.algorithms.speculative import Speculative, fit_skipped_layers
 from decodax.algorithms.speculative.drafts import DraftExit, LayerSkip, PromptLookup
 from decodax.algorithms.speculative.drafts.self.layer_search import maximise, posterior, shares
 from decodax.core import drivers
@@ -88,7 +88,7 @@ def test_layers_that_do_nothing_are_skipped():
     params = jax.tree.map(lambda x: x * 8 if x.ndim > 1 else x, network.init_params(jax.random.key(1)))
     params = params | {"layers": params["layers"] | {"1": jax.tree.map(jnp.zeros_like, params["layers"]["1"])}}
     idle = LM(model=network, params=params, vocab_size=VOCABULARY)
-    found = fit_layers(idle, prompts(4), trials=12, length=4, max_new_tokens=12)
+    found = fit_skipped_layers(idle, prompts(4), trials=12, length=4, max_new_tokens=12)
     assert 1 in found.attention and 1 in found.mlp and found.gain > 1
     part = shares(params, 3)
     assert part.sum() < 1 and np.allclose(part, np.tile(part[:2], 3)) and part[1] > part[0]
@@ -105,7 +105,7 @@ def test_the_system_asks_for_samples_or_for_what_a_search_found():
 @pytest.mark.parametrize(("make", "message"), [
     (lambda: DraftExit(PromptLookup()), "source: PromptLookup makes its own trees"),
     (lambda: DraftExit(LayerSkip(NETWORK), alpha=1.5), "alpha: got 1.5, takes 0 to 1"),
-    (lambda: fit_layers(lm("llama"), [[1]], trials=0), "trials: got 0"),
+    (lambda: fit_skipped_layers(lm("llama"), [[1]], trials=0), "trials: got 0"),
 ])
 def test_what_cannot_be_is_refused(make, message):
     with pytest.raises(ValueError, match=message):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from decodax.algorithms.autoregressive import Autoregressive
-from decodax.algorithms.speculative import Speculative, fit_layers, fit_lengths, fit_predictor, fit_tree
+from decodax.algorithms.speculative import Speculative, fit_lengths, fit_predictor, fit_skipped_layers, fit_tree
 from decodax.algorithms.speculative.adaptive.fit_trees import continued
 from decodax.algorithms.speculative.adaptive.measure import measure
 from decodax.algorithms.speculative.drafts import DraftModel, NGramModel, Stand
@@ -40,7 +40,7 @@ FITS: dict[str, Callable[[Any], Any]] = {
     "fit_tree": lambda samples: fit_tree(LLAMA, Speculative(Stand(VOCABULARY, order=2, k=2),
                                                             shape=Fixed.balanced(2, 1)), samples, nodes=2,
                                          max_new_tokens=NEW),
-    "fit_layers": lambda samples: fit_layers(LLAMA, samples, trials=1, length=2, max_new_tokens=NEW),
+    "fit_skipped_layers": lambda samples: fit_skipped_layers(LLAMA, samples, trials=1, length=2, max_new_tokens=NEW),
     "fit_lengths": lambda samples: fit_lengths(LLAMA, DraftModel(NETWORK, WEIGHTS), samples, gamma=2, branches=2,
                                                layers=1, max_new_tokens=NEW, epochs=1),
 }

@@ -89,9 +89,9 @@ OWN, RING = OwnCache(DEEP, SNAP), OwnCache(DEEP, make("streaming-llm", start_siz
 BOTH = tuple(dx.Speculative(draft, shape=Chain(3)) for draft in (OWN, RING))
 NEVER, ALWAYS = 1e6, 1.0
 WRAPPED: dict[str, tuple[Any, Any]] = {     # the method, and the arm whose drafts it verifies
-    "adaptive": (dx.Adaptive((NOTHING, BOTH[0]), Automatic((NEVER, ALWAYS))), BOTH[0]),
-    "adaptive, two caches": (dx.Adaptive(BOTH, Automatic((ALWAYS, NEVER))), BOTH[0]),
-    "adaptive, the other cache": (dx.Adaptive(BOTH, Automatic((NEVER, ALWAYS))), BOTH[1]),
+    "adaptive": (dx.algorithms.speculative.Adaptive((NOTHING, BOTH[0]), Automatic((NEVER, ALWAYS))), BOTH[0]),
+    "adaptive, two caches": (dx.algorithms.speculative.Adaptive(BOTH, Automatic((ALWAYS, NEVER))), BOTH[0]),
+    "adaptive, the other cache": (dx.algorithms.speculative.Adaptive(BOTH, Automatic((NEVER, ALWAYS))), BOTH[1]),
     "fallback": (dx.Speculative(Fallback(PromptLookup(3), OWN, at_least=99, shape=Chain(3))), BOTH[0]),
     "merged": (dx.Speculative(Merged((OWN, OWN), Chain(3))), BOTH[0]),
     "counted": (Counted(dx.Speculative(OWN, shape=Chain(3))), BOTH[0]),
@@ -111,11 +111,12 @@ def test_drafts_in_a_wrapper_are_accepted_as_often_as_alone(case: str) -> None:
 
 @pytest.mark.wide
 def test_several_small_caches_stand_beside_the_whole_one() -> None:
-    model = dx.Adaptive(BOTH, Automatic((ALWAYS, NEVER))).through(DEEP.model)
+    model = dx.algorithms.speculative.Adaptive(BOTH, Automatic((ALWAYS, NEVER))).through(DEEP.model)
     cache = model.init_cache(2, 64)
     assert all(cache.view_of(draft.kind).capacity == 64 for draft in (OWN, RING))
     assert type(cache.view_of(OWN.kind)) is not type(cache.view_of(RING.kind))
-    again = dx.Adaptive((*BOTH, dx.Speculative(OWN, shape=Chain(2))), Automatic((1.0,) * 3)).through(DEEP.model)
+    again = dx.algorithms.speculative.Adaptive((*BOTH, dx.Speculative(OWN, shape=Chain(2))),
+                                               Automatic((1.0,) * 3)).through(DEEP.model)
     assert again == model       # a kind that two arms read stands there once
 
 

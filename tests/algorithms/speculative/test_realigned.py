@@ -17,7 +17,7 @@ import decodax as dx
 from decodax.algorithms.speculative import MultiRound, Rejection, SeedExact, Speculative
 from decodax.algorithms.speculative.drafts import Intersection, Realigned
 from decodax.algorithms.speculative.drafts.model.intersection import common
-from decodax.algorithms.speculative.drafts.model.realigned import Alignment
+from decodax.algorithms.speculative.drafts.model.realigned import TokenAlignment
 from decodax.algorithms.speculative.trees import Chain, Fixed
 from decodax.algorithms.speculative.vocabulary import Merges, Vocabulary
 from decodax.cache import dense
@@ -343,6 +343,6 @@ def test_what_is_wrong_is_named():
     with pytest.raises(ValueError, match="steps: got 0, takes at least 1"):
         Realigned(Toy(), steps=0)
     weights = Realigned.of(lm, lm).weights
-    assert isinstance(weights, Alignment)
+    assert isinstance(weights, TokenAlignment)
     with pytest.raises(ValueError, match="window: got 4 bytes, takes 6 or more"):
         Realigned(Toy(), window=4).init(Params(None, weights), None)

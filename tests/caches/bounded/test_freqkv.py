@@ -37,7 +37,7 @@ def test_attention_is_the_authors(width: int) -> None:
     q, k = (np.asarray(rotate(jnp.asarray(x)[None], cos, sin, rope.interleaved))[0] for x in (q, k))
     at, sums = 0, np.zeros(T)
     while at < T:
-        n = min(width, int(cache.horizon()[0]), T - at)     # type: ignore[index]
+        n = min(width, int(cache.max_commit()[0]), T - at)     # type: ignore[index]
         part = lambda x, at=at: jnp.pad(jnp.asarray(x), ((0, width), (0, 0), (0, 0)))[None, at:at + width]
         window = causal(jnp.zeros((1, width), jnp.int32), cache.length)
         out, entry = cache.attend(0, part(q), part(k), part(v), window, scale=8 ** -0.5)

@@ -70,7 +70,7 @@ def test_a_prompt_and_tokens_one_by_one_come_to_the_same() -> None:
     kind = SubGenConfig(1.0, 8, 2, 6, recent=5, every=3)
     shape = KVLayer(2, 4, 5, queries=4)
     entry = [(jnp.asarray(KEYS).swapaxes(0, 1)[None], jnp.asarray(VALUES).swapaxes(0, 1)[None])]
-    whole = kind([shape], 1, 64, jnp.float32).for_prompt().commit(entry, jnp.arange(N)[None]).settled(
+    whole = kind([shape], 1, 64, jnp.float32).prefill_cache().commit(entry, jnp.arange(N)[None]).finish_prefill(
         ReadPrompt(None, None, jnp.zeros((1, 0), jnp.int32)))
     slow = kind([shape], 1, 64, jnp.float32)
     for i in range(N):

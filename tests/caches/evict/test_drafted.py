@@ -16,8 +16,7 @@ import decodax as dx
 from decodax.algorithms.speculative import Speculative
 from decodax.algorithms.speculative.drafts import OwnCache
 from decodax.caches import make
-from decodax.caches.evict.drafted import Drafted, decoded, read
-from decodax.caches.prefill.shortened import DraftAttention
+from decodax.caches.evict.drafted import decoded, read
 from decodax.engine.batch import Job
 from decodax.engine.request import Request
 from decodax.io.load import LM
@@ -39,32 +38,6 @@ def test_the_tokens_of_the_authors_are_kept(reduce: Any) -> None:
                 reduction_type=reduce)
     cache = Job.begin(Request.read(LARGE, [[*text, 7] for text in TEXTS], cache=kind, max_new_tokens=1)).state.cache
     keeps(cache, [row["kept"] for row in wanted])
-
-
-@pytest.mark.wide
-@pytest.mark.parametrize("case", ["a", "b", "c"])
-def test_prompts_are_cut_to_the_tokens_of_the_authors(case: str) -> None:
-    """Of SpecPC; and what follows is what follows the shorter prompts."""
-    wanted = json.loads((Path(__file__).parents[1] / "expected" / "specpc.json").read_text())["cases"][case]
-    prompts = [[*text, 7] for text in TEXTS]
-    kind = make("specpc", draft=SMALLER, budget=64, window=8, kernel=8, pool="mean", neighbours=4, **wanted["options"])
-    assert isinstance(kind, Drafted) and isinstance(kind.kind, DraftAttention)
-    ids = np.zeros((2, 320), np.int32)
-    for row, prompt in enumerate(prompts):
-        ids[row, :len(prompt)] = prompt
-    length = jnp.array([len(prompt) for prompt in prompts])
-    paid = jax.jit(lambda params: kind.kind.attention(MODEL, params, jnp.asarray(ids), length))(SMALLER.params)
-    shorter = []
-    for row, prompt in enumerate(prompts):
-        stays = np.asarray(kind.kind.chosen(paid[row], length[row]))[:len(prompt)]
-        bits = np.unpackbits(np.frombuffer(bytes.fromhex(wanted["kept"][row]), np.uint8))[:len(prompt)]
-        np.testing.assert_array_equal(stays, bits.astype(bool))
-        shorter.append(np.asarray(prompt)[stays].tolist())
-    if case == "a":
-        one, other = (dx.generate(LARGE, given, cache=cache, max_new_tokens=8, logprobs=0)
-                      for given, cache in ((prompts, kind), (shorter, None)))
-        assert one.tokens.tolist() == other.tokens.tolist()
-        np.testing.assert_allclose(one.logprobs.raw, other.logprobs.raw, atol=1e-3)
 
 
 def test_a_draft_model_writes_what_it_would_write_alone() -> None:
@@ -96,7 +69,6 @@ def test_what_cannot_be_asked_is_refused() -> None:
             (r"^lookahead_tokens: got 0, takes a whole number from 1", lambda: make(
                 "speckv", draft=GUESSES, lookahead_tokens=0)),
             (r"^kernel_size: got 4, takes an odd number", lambda: make("speckv", draft=GUESSES, kernel_size=4)),
-            (r"^budget: got 8, takes the 64 latest tokens or more", lambda: make("specpc", draft=GUESSES, budget=8)),
             (r"^cache: speckv asks a draft model, so it takes the model that answers", lambda: dx.generate(
                 SMALL, PROMPTS, max_new_tokens=2, algorithm=Speculative(OwnCache(SMALL, make(
                     "speckv", draft=GUESSES, budget=40)))))):

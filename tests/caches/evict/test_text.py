@@ -1,9 +1,7 @@
-"""Caches that know what a token is: sentences, examples and lists of subtasks."""
+"""Caches that know what a token is: examples and lists of subtasks."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,19 +9,15 @@ import numpy as np
 import pytest
 
 import decodax as dx
-from decodax.cache import KVLayer
 from decodax.caches import Evicting, make
 from decodax.caches.evict.text.marks import marked, read_marks
 from decodax.caches.evict.text.shotkv import _examples
 from decodax.caches.evict.text.tim import TIMCache, holes
-from decodax.caches.sparse.sentences import SentenceRetrieval, Sentences
-from decodax.core.cache import ReadPrompt
-from decodax.core.window import causal
 from decodax.engine.batch import Job
 from decodax.engine.request import Request
 from tests.caches.test_policies import DEEP, LOOKUP, OPTIONS, PROMPTS, SMALL, dense, run, same
 
-NAMES = ("sentence-kv", "shotkv", "tim")
+NAMES = ("shotkv", "tim")
 
 
 def begun(name: str, prompts: list[list[int]], new: int = 4, **more: Any) -> Job:
@@ -36,70 +30,6 @@ def test_drafts_change_nothing_and_the_cache_does(name: str) -> None:
     drafted, plain = run(name, LOOKUP), run(name)
     assert same(drafted, plain) and drafted.stats.accepted.sum() > 0
     assert not np.allclose(plain.logprobs.raw, run(dense(name)).logprobs.raw, atol=1e-4)
-
-
-def given() -> tuple[Any, ...]:
-    """Queries, keys and values `f32[1, 70, 2, 8]` and tokens `i32[1, 70]`, and the cache that has settled on 44."""
-    r = np.random.RandomState(0)
-    x = r.standard_normal((70, 16)).astype(np.float32).round(3)
-    parts = tuple(jnp.asarray(x @ (r.standard_normal((16, 16)).astype(np.float32).round(3) / 2).T).reshape(1, 70, 2, 8)
-                  for _ in range(3))
-    ids = r.randint(0, 16, 70)
-    ids[44:][np.isin(ids[44:], (3, 7))] = 1
-    ids[[49, 50, 61, 65]] = 3, 3, 3, 7
-    tokens = jnp.asarray(ids, jnp.int32)[None]
-    kind = SentenceRetrieval((3, 7), budget=18, factor=1.5, sinks=2, recent=6, window=4, kernel=1)
-    cache: Any = kind([KVLayer(2, 8, queries=2)], 1, 96, jnp.float32).for_prompt()
-    window = causal(tokens[:, :44], jnp.array([0])).replace(certain=True)
-    _, entry = cache.attend(0, *(part[:, :44] for part in parts), window, scale=8 ** -0.5)
-    cache = cache.commit([entry], jnp.arange(44)[None]).settled(ReadPrompt(None, None, tokens))
-    assert isinstance(cache, Sentences) and cache.base.count[0].tolist() == [[27, 27]]
-    return parts, tokens, cache
-
-
-def attended(cache: Any, parts: Any, tokens: Any, start: int, stop: int) -> tuple[Any, Any]:
-    """What the tokens from `start` to `stop` find, `f32[n, 16]`, and their entry."""
-    window = causal(tokens[:, start:stop], jnp.array([start]))
-    out, entry = cache.attend(0, *(part[:, start:stop] for part in parts), window, scale=8 ** -0.5)
-    return out[0].reshape(stop - start, 16), entry
-
-
-@pytest.mark.wide(but=("6",))
-@pytest.mark.parametrize("width", [1, 6])
-def test_sentences_are_read_as_the_authors_read_them(width: int) -> None:
-    """Numbers of zzbright1998/SentenceKV, commit d6bb131: its plain attention (`LlamaAttention`), 26 tokens one by one
-    behind 44, of which 27 stay, without pooling (it makes ties), with `>=` in place of `>` where it compares a token
-    with the number of first ones. Here one by one, or in windows of 6."""
-    wanted = np.asarray(json.loads((Path(__file__).parents[1] / "expected" / "sentences.json").read_text()))
-    (parts, tokens, cache), found = given(), []
-    for start in range(44, 70, width):
-        stop = min(start + width, 70)
-        out, entry = attended(cache, parts, tokens, start, stop)
-        cache = cache.commit([entry], jnp.arange(start, stop)[None])
-        found.append(out)
-    np.testing.assert_allclose(np.concatenate(found), wanted, atol=2e-5)
-
-
-@pytest.mark.wide
-def test_nodes_of_earlier_levels_tell_where_a_sentence_began() -> None:
-    """The ends at 49 and 50 among them; level by level as in one window."""
-    parts, tokens, cache = given()
-    cache = cache.commit([attended(cache, parts, tokens, 44, 48)[1]], jnp.arange(44, 48)[None])
-    wanted, entry = attended(cache, parts, tokens, 48, 52)
-    scratch, found = cache.scratch([entry], 4), []
-    for start in range(48, 52, 2):
-        sees = jnp.broadcast_to(jnp.arange(4) < start - 48, (1, 2, 4))
-        out, entry = attended(scratch.seen_by(sees), parts, tokens, start, start + 2)
-        scratch = scratch.append([entry], jnp.array([[start, start + 1]]), jnp.int32(start - 48))
-        found.append(out)
-    np.testing.assert_allclose(np.concatenate(found), wanted, atol=1e-5)
-
-
-def test_ends_of_sentences_are_those_of_the_tokenizer() -> None:
-    lm = dx.load("pycode")
-    assert lm.tokenizer is not None
-    ends = SentenceRetrieval().of_model(lm).marks
-    assert {lm.tokenizer.decode([i]) for i in ends} >= {".", "!", "?"}
 
 
 @pytest.mark.wide
@@ -172,13 +102,6 @@ def test_behind_a_hole_is_what_the_model_makes_of_the_text_without_it() -> None:
 
 def test_what_cannot_be_had_is_refused_by_name() -> None:
     for expected, wrong in (
-            (r"^ends: got None; a model without a tokenizer", lambda: dx.generate(SMALL, PROMPTS, cache="sentence-kv")),
-            (r"^budget: got 64, takes more than the 64 first and latest", lambda: make("sentence-kv", budget=64)),
-            (r"^recent: got 0, takes a number from 1", lambda: make("sentence-kv", recent=0)),
-            (r"^ends: got \('a',\), takes token ids", lambda: make("sentence-kv", ends=("a",))),
-            (r"^cache: sentence-kv takes windows of at most its 3 recent tokens, got one of 5", lambda: dx.generate(
-                SMALL, PROMPTS, algorithm=LOOKUP,
-                cache=make("sentence-kv", ends=(3,), budget=8, sinks=1, recent=3, window=4))),
             (r"^separator: got None; a model without a tokenizer", lambda: dx.generate(
                 SMALL, PROMPTS, cache=make("shotkv", budget=40))),
             (r"^separator: got 'x', takes token ids", lambda: make("shotkv", separator="x")),

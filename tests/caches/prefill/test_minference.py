@@ -17,14 +17,15 @@ import decodax as dx
 from decodax.algorithms.speculative import Speculative
 from decodax.algorithms.speculative.drafts import OwnCache
 from decodax.cache import KVLayer, dense
-from decodax.caches.prefill.sparse_prefill import Segment, VerticalSlash, read_sizes
+from decodax.caches.prefill.minference import MInferenceConfig, SegmentReader, read_sizes
 from decodax.caches.prefill.vertical_slash import farthest_below, last_weights, next_tile, pattern, step_of
 from decodax.core.window import causal
 from decodax.models import Transformer, dual_chunk
 from decodax.pallas_kernels.window_attention import Added, FixedBias
 from tests.caches.test_policies import DEEP, PROMPTS, SMALL
 
-KIND = VerticalSlash(vertical=6, slash=5, segment=16, last=4, first=2, near=2, block=4, threshold=0)
+KIND = MInferenceConfig(vertical_size=6, slash_size=5, segment_size=16, last_q=4, first=2, near=2, block_size=4,
+                        threshold=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,26 +40,26 @@ class Turned(FixedBias):
         return added
 
 
-def read(kind: VerticalSlash, parts: list[np.ndarray], lengths: list[int], bias: Any = None) -> np.ndarray:
+def read(kind: MInferenceConfig, parts: list[np.ndarray], lengths: list[int], bias: Any = None) -> np.ndarray:
     """What the queries of a layer, `f[B, T, H, d]`, read by segments: `f[B, T, H, e]`."""
     (B, T), G, d = parts[0].shape[:2], parts[1].shape[2], parts[1].shape[3]
     shapes = (KVLayer(G, d, queries=parts[0].shape[2]),)
-    base, S, length = dense(shapes, B, -(-T // 128) * 128, jnp.float32), kind.segment, jnp.array(lengths)
-    S = -(-S // step_of(S, kind.block)) * step_of(S, kind.block)
+    base, S, length = dense(shapes, B, -(-T // 128) * 128, jnp.float32), kind.segment_size, jnp.array(lengths)
+    S = -(-S // step_of(S, kind.block_size)) * step_of(S, kind.block_size)
 
     @jax.jit
     def one(start: Any, base: Any, own: Any) -> Any:
-        stop = jnp.minimum(length, start + kind.segment)
+        stop = jnp.minimum(length, start + kind.segment_size)
         window = causal(jnp.zeros((B, S), jnp.int32), jnp.broadcast_to(start, (B,)))
-        reading = Segment(base, kind, jnp.ones(B, bool), start, stop, shapes)
+        reading = SegmentReader(base, kind, jnp.ones(B, bool), start, stop, shapes)
         out, entry = reading.attend(0, *own, window, scale=d ** -0.5, bias=bias)
         return out, base.commit([entry], jnp.where(window.positions < stop[:, None], window.positions, -1))
 
     out = np.zeros(parts[0].shape)
-    for start in range(0, T, kind.segment):
+    for start in range(0, T, kind.segment_size):
         own = [np.pad(x[:, start:start + S], ((0, 0), (0, max(start + S - T, 0)), (0, 0), (0, 0))) for x in parts]
         some, base = one(jnp.int32(start), base, own)
-        stop = min(start + kind.segment, T)
+        stop = min(start + kind.segment_size, T)
         out[:, start:stop] = np.asarray(some)[:, :stop - start]
     return out
 
@@ -85,7 +86,8 @@ def softmax(s: np.ndarray) -> np.ndarray:
     return weights / weights.sum(-1, keepdims=True)
 
 
-def written_out(kind: VerticalSlash, q: np.ndarray, k: np.ndarray, v: np.ndarray, sizes: Any, bias: Any) -> np.ndarray:
+def written_out(kind: MInferenceConfig, q: np.ndarray, k: np.ndarray, v: np.ndarray, sizes: Any,
+                bias: Any) -> np.ndarray:
     """One head's queries `f[T, d]`, its segments one after another."""
     T, out, place = len(q), np.zeros((len(q), v.shape[1])), np.arange(len(q))
     s = q @ k.T * q.shape[1] ** -0.5
@@ -93,9 +95,9 @@ def written_out(kind: VerticalSlash, q: np.ndarray, k: np.ndarray, v: np.ndarray
         added = bias(q[None, None], place[None, None, :, None])
         s = s + np.asarray(added(k[None, None], place[None, None, None]))[0, 0]
     s = np.where(place[:, None] >= place, s, -np.inf)
-    for start in range(0, T, kind.segment):
-        stop = min(start + kind.segment, T)
-        last = np.arange(max(stop - kind.last, start), stop)
+    for start in range(0, T, kind.segment_size):
+        stop = min(start + kind.segment_size, T)
+        last = np.arange(max(stop - kind.last_q, start), stop)
         weights = softmax(s[last])[:, :stop]
         vertical = weights.sum(0)
         slash = np.array([sum(weights[i, at - n] for i, at in enumerate(last) if at >= n) for n in range(stop)])
@@ -103,8 +105,8 @@ def written_out(kind: VerticalSlash, q: np.ndarray, k: np.ndarray, v: np.ndarray
         columns, distances = (np.argsort(-x, kind="stable")[:n].tolist()
                               for x, n in zip((vertical, slash), sizes, strict=True))
         for i in range(start, stop):
-            end = start + ((i - start) // kind.block + 1) * kind.block
-            out[i] = softmax(np.where(seen(columns, distances, end, kind.block, T), s[i], -np.inf)) @ v
+            end = start + ((i - start) // kind.block_size + 1) * kind.block_size
+            out[i] = softmax(np.where(seen(columns, distances, end, kind.block_size, T), s[i], -np.inf)) @ v
     return out
 
 
@@ -151,13 +153,13 @@ def test_patterns_and_outputs_are_those_of_the_authors_kernels() -> None:
             tiles = [tile for tile in tiles if tile < end]      # the kernel leaves out one behind the last key
             assert tiles == wanted["tiles"][number][h]
     table = [{str(h): ["vertical_and_slash", *n, 1.0] for h, n in enumerate(sizes)}]
-    kind = VerticalSlash(heads=read_sizes(table), segment=512, block=16, threshold=0)
+    kind = MInferenceConfig(heads=read_sizes(table), segment_size=512, block_size=16, threshold=0)
     out = read(kind, [q, k, v], [T])[0].sum(-1)[19::20]
     np.testing.assert_allclose(out.T, wanted["sums"], atol=2e-4)
 
 
 CHUNKED = dataclasses.replace(DEEP, model=Transformer(dual_chunk(DEEP.model.config, 16, 4)))
-SIZES = dict(vertical=3, slash=4, segment=16, last=4, first=2, near=2, block=4)
+SIZES = dict(vertical_size=3, slash_size=4, segment_size=16, last_q=4, first=2, near=2, block_size=4)
 
 
 def scores(lm: Any, cache: Any) -> np.ndarray:
@@ -167,7 +169,7 @@ def scores(lm: Any, cache: Any) -> np.ndarray:
 @pytest.mark.wide
 def test_all_columns_are_dense_attention_with_dual_chunk_attention_too() -> None:
     whole = scores(CHUNKED, None)
-    everything = dx.caches.make("minference", **{**SIZES, "vertical": 64, "threshold": 0})
+    everything = dx.caches.make("minference", **{**SIZES, "vertical_size": 64, "threshold": 0})
     np.testing.assert_allclose(scores(CHUNKED, everything), whole, atol=2e-5)
     part = scores(CHUNKED, dx.caches.make("minference", **SIZES, threshold=0))
     assert (np.abs(part - whole).max(1) > 1e-3)[:2].all()
@@ -188,7 +190,8 @@ def test_prompts_up_to_the_threshold_read_everything_beside_longer_ones(threshol
 @pytest.mark.wide
 def test_segments_of_several_steps_end_in_a_narrow_one() -> None:
     """Of 1100 tokens, a segment of 1024 and one of 76; both as those of one step read them."""
-    kind = VerticalSlash(vertical=20, slash=40, segment=1024, last=8, first=2, near=4, block=16, threshold=0)
+    kind = MInferenceConfig(vertical_size=20, slash_size=40, segment_size=1024, last_q=8, first=2, near=4,
+                            block_size=16, threshold=0)
     lm = dataclasses.replace(DEEP, model=Transformer(dataclasses.replace(DEEP.model.config, context=2048)))
     prompt = np.random.default_rng(3).integers(0, 16, 1101).tolist()
     run = lambda cache, prompts: np.asarray(dx.generate(lm, prompts, cache=cache, max_new_tokens=4,
@@ -205,8 +208,8 @@ def test_segments_of_several_steps_end_in_a_narrow_one() -> None:
 def test_a_table_of_sizes_is_read_from_a_file(tmp_path: Path) -> None:
     """Heads that it does not name, and layers behind its last one, have the sizes of `vertical` and `slash`."""
     (tmp_path / "sizes.json").write_text(json.dumps([{"1": ["vertical_and_slash", 500, 700, 0.99]}]))
-    kind = dx.caches.make("minference", vertical=40, slash=8, heads=str(tmp_path / "sizes.json"))
-    assert isinstance(kind, VerticalSlash)
+    kind = dx.caches.make("minference", vertical_size=40, slash_size=8, heads=str(tmp_path / "sizes.json"))
+    assert isinstance(kind, MInferenceConfig)
     assert kind.sizes(0, 2).tolist() == [[40, 500], [100, 700]] and kind.sizes(1, 2).tolist() == [[40, 40], [100, 100]]
 
 
@@ -221,10 +224,10 @@ def test_what_cannot_be_had_is_refused() -> None:
                 DEEP, PROMPTS, cache=dx.caches.make("minference", heads=[{}, {4: ("vertical_and_slash", 1, 1, 1)}]))),
             (r"^heads: got 3 layers, the model has 2", lambda: dx.generate(
                 DEEP, PROMPTS, cache=dx.caches.make("minference", heads=[{}, {}, {}]))),
-            (r"^block: got 48, takes a divisor of the segment of 32768", lambda: dx.caches.make("minference",
-                                                                                                block=48)),
-            (r"^slash: got 0, takes a number from 1", lambda: dx.caches.make("minference", slash=0)),
-            (r"^first, threshold: got -1 and 32768, takes 0 or more", lambda: dx.caches.make("minference", first=-1))):
+            (r"^block_size: got 48, takes a divisor of the segment of 32768", lambda: dx.caches.make("minference",
+                                                                                                block_size=48)),
+            (r"^slash_size: got 0, takes a whole number from 1", lambda: dx.caches.make("minference", slash_size=0)),
+            (r"^first: got -1, takes a whole number from 0", lambda: dx.caches.make("minference", first=-1))):
         with pytest.raises(ValueError, match=message):
             wrong()
 

@@ -39,7 +39,7 @@ def test_the_tokens_of_fastkv_are_kept(chunk: int) -> None:
     """By the authors' rule in each layer, where the third read what the second passed on; the texts are rows of one
     batch."""
     wanted = json.loads((Path(__file__).parents[1] / "expected" / "fastkv.json").read_text())["kept"]
-    cache = read(caches.make("fastkv", budget=0.3, passed=0.5, layer=1), chunk)
+    cache = read(caches.make("fastkv", budget=0.3, tsp_length=0.5, layer=1), chunk)
     for row, text in enumerate(TEXTS):
         for layer, head in np.ndindex(3, 2):
             found = np.asarray(cache.heads(layer)[1][row, head])
@@ -89,23 +89,23 @@ def test_layers_behind_do_not_run_for_tokens_that_stay_behind() -> None:
     for name in (None, "fastkv:layer=0"):
         kind = None if name is None else Request.read(THREE, [[1, 2]], cache=name).lm.model.cache
         model = MODEL if kind is None else MODEL.with_cache(kind)
-        cache = model.init_cache(1, 128, params=PARAMS).for_prompt()
-        one = lambda params, window, cache, model=model: model.apply(params, window.replace(certain=True), cache)
+        cache = model.init_cache(1, 128, params=PARAMS).prefill_cache()
+        one = lambda params, window, cache, model=model: model.apply(params, window.replace(is_prefill=True), cache)
         lowered = jax.jit(lambda *a, one=one: (lambda out: (out.hidden, out.entries))(one(*a)))
         costs.append(lowered.lower(PARAMS, window, cache).compile().cost_analysis()["flops"])
     assert costs[1] < 0.45 * costs[0]
 
 
 @pytest.mark.parametrize(("make", "message"), [
-    (lambda: caches.make("fastkv", passed=1.5), "budget: got 1.5"),
+    (lambda: caches.make("fastkv", tsp_length=1.5), "budget: got 1.5"),
     (lambda: caches.make("promptdistill", budget=0.5), "budget: got 0.5, takes a number of tokens"),
     (lambda: dx.generate(DEEP, PROMPTS, cache="fastkv:layer=1", max_new_tokens=2),
      "layer: got 1, takes 0 to 0 of a model of 2 layers"),
-    (lambda: DEEP.model.with_cache(caches.make("fastkv")).init_cache(1, 64).for_prompt(),
+    (lambda: DEEP.model.with_cache(caches.make("fastkv")).init_cache(1, 64).prefill_cache(),
      "cache: fastkv as a kind that was"),
     (lambda: dx.generate(DEEP, PROMPTS, algorithm=Speculative(OwnCache(DEEP, caches.make("promptdistill"))),
                          max_new_tokens=2),
-     "cache: promptdistill has prompts stop behind 1 layers"),
+     "cache: promptdistill has prompts stop after 1 layers"),
     (lambda: caches.make("fastkv").of_model(LM(model=object(), params=None, vocab_size=2)),
      "cache: fastkv stops a prompt")])
 def test_what_cannot_be_had_is_refused(make: Any, message: str) -> None:

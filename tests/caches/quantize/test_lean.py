@@ -19,7 +19,7 @@ from decodax.caches.quantize.lean import FewChannels, sparsified
 from decodax.core.cache import ReadPrompt
 from decodax.core.window import causal
 from decodax.train import Probe, fit_channels
-from decodax.train.channels import Scaled
+from decodax.train.channels import ScaledChannels
 from tests.caches.test_policies import CHANNELS, DEEP, PROMPTS
 
 WANTED = json.loads((Path(__file__).parents[1] / "expected" / "retrieval.json").read_text())["leank"]
@@ -35,7 +35,7 @@ def given() -> tuple[np.ndarray, ...]:
 def test_channels_and_attention_with_factors_are_the_authors() -> None:
     factors, q, k, v = given()
     assert sparsified(factors, 0.6, 2).astype(int).tolist() == WANTED["channels"]
-    cache = Scaled(factors=(jnp.asarray(factors[0]),), start=jnp.int32(22), sinks=3, recent=6)
+    cache = ScaledChannels(factors=(jnp.asarray(factors[0]),), start=jnp.int32(22), sinks=3, recent=6)
     window = causal(jnp.zeros((1, 30), jnp.int32), jnp.zeros(1, jnp.int32))
     out, _ = cache.attend(0, *(jnp.asarray(x)[None] for x in (q, k, v)), window, scale=8 ** -0.5)
     np.testing.assert_allclose(out[0].reshape(30, -1).sum(-1), WANTED["sums"], atol=1e-3)
@@ -51,8 +51,8 @@ def test_a_query_sees_the_channels_that_stay(count: int) -> None:
     own[0, 0, [1, 4, 6]] = True
     kind = Coding(FewChannels(Constant(own), 3), 4, "leank", 5)
     entry = lambda at: [(jnp.asarray(k[at])[None], jnp.asarray(v[at])[None])]
-    cache = kind([KVLayer(2, 8, queries=4)], 1, 64, jnp.float32).for_prompt()
-    cache = cache.commit(entry(slice(0, count - 3)), jnp.arange(count - 3)[None]).settled(
+    cache = kind([KVLayer(2, 8, queries=4)], 1, 64, jnp.float32).prefill_cache()
+    cache = cache.commit(entry(slice(0, count - 3)), jnp.arange(count - 3)[None]).finish_prefill(
         ReadPrompt(None, None, jnp.zeros((1, 0), jnp.int32)))
     for i in range(count - 3, count):
         cache = cache.commit(entry(slice(i, i + 1)), jnp.array([[i]]))
@@ -86,7 +86,7 @@ def test_learned_channels_are_better_than_others() -> None:
         total = 0.0
         for text in tokens:
             window = causal(jnp.asarray([text]), jnp.zeros(1, jnp.int32))
-            hidden = [DEEP.model.apply(params, window, Scaled(factors=tuple(f), start=jnp.int32(44), sinks=1,
+            hidden = [DEEP.model.apply(params, window, ScaledChannels(factors=tuple(f), start=jnp.int32(44), sinks=1,
                                                               recent=2)).hidden[0, 44:]
                       for f in (factors, jnp.ones_like(factors))]
             total += jnp.square(hidden[0] - hidden[1]).mean()
@@ -102,7 +102,7 @@ def test_learned_channels_are_better_than_others() -> None:
 
 def test_what_cannot_be_had_is_refused() -> None:
     for message, wrong in (
-            (r"^channels: got none, takes what decodax.train.channels measures", lambda: dx.caches.make("leank")),
+            (r"^channels: got none, takes what decodax.train.fit_channels measures", lambda: dx.caches.make("leank")),
             (r"^keep: got -1, takes 0 or more", lambda: dx.caches.make("leank", channels=CHANNELS, recent=-1)),
             (r"^sinks: got -1", lambda: dx.caches.make("leank", channels=CHANNELS, sinks=-1)),
             (r"^probes: got none", lambda: fit_channels(DEEP, [])),

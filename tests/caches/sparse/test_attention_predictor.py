@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ import decodax as dx
 from decodax.bench.report import copies, parse
 from decodax.cache import KVLayer
 from decodax.caches import AttentionNet, make
-from decodax.caches.sparse.attention_predictor import Expectation, Expecting, PromptToExpect
+from decodax.caches.sparse.attention_predictor import AttentionPredictorConfig, PromptToPredict
 from decodax.core import drivers
 from decodax.core.cache import ReadPrompt
 from decodax.core.start import init_state
@@ -49,19 +50,19 @@ def drawn() -> tuple[AttentionNet, np.ndarray, np.ndarray]:
 def test_a_token_reads_what_it_reads_in_the_authors_code(full: int | None, prompt: int) -> None:
     """Token by token, with each one's attention as the next row of the image; values say what was read."""
     net, q, k = drawn()
-    kind = Expectation(net, budget=14, sinks=4, recent=4, block=2, history=6, full=full)
-    cache = kind([KVLayer(HEADS, D, 60, queries=HEADS)], 1, 60, jnp.float32).for_prompt()
+    kind = AttentionPredictorConfig(net, budget=14, sinks=4, recent=4, block_size=2, history=6, full=full)
+    cache = kind([KVLayer(HEADS, D, 60, queries=HEADS)], 1, 60, jnp.float32).prefill_cache()
     v = np.broadcast_to(np.eye(60, dtype=np.float32)[:, None], (60, HEADS, 60))
-    assert isinstance(cache, PromptToExpect)
+    assert isinstance(cache, PromptToPredict)
 
-    def step(cache: PromptToExpect | Expecting, start: int, stop: int) -> tuple[jax.Array, PromptToExpect | Expecting]:
+    def step(cache: Any, start: int, stop: int) -> tuple[jax.Array, Any]:
         window = causal(jnp.zeros((1, stop - start), jnp.int32), cache.length)
         out, entry = cache.attend(0, *(jnp.asarray(x[None, start:stop]) for x in (q, k, v)), window, scale=D ** -0.5)
         return out, cache.commit([entry], window.positions)
 
     for start in range(0, prompt, 16):      # in chunks
         _, cache = step(cache, start, min(start + 16, prompt))
-    cache = cache.settled(ReadPrompt(model=None, params=None, tokens=jnp.zeros((1, prompt), jnp.int32)))
+    cache = cache.finish_prefill(ReadPrompt(model=None, params=None, tokens=jnp.zeros((1, prompt), jnp.int32)))
     one = jax.jit(lambda cache, q, k, v: _one(cache, q, k, v))
     for i, kept in enumerate(WANTED[f"{full},{prompt}"]):
         at = prompt + i
@@ -72,7 +73,7 @@ def test_a_token_reads_what_it_reads_in_the_authors_code(full: int | None, promp
             np.testing.assert_allclose(out[0, 0, head][np.array(kept[head])], scores / scores.sum(), atol=1e-5)
 
 
-def _one(cache: Expecting, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Expecting]:
+def _one(cache: Any, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
     window = causal(jnp.zeros((1, 1), jnp.int32), cache.length)
     out, entry = cache.attend(0, q, k, v, window, scale=D ** -0.5)
     return out, cache.commit([entry], window.positions)
@@ -87,11 +88,11 @@ def test_maps_are_those_of_the_model() -> None:
     np.testing.assert_allclose(maps.sum(-1), 1, atol=1e-5)
     np.testing.assert_allclose(images[0, 1, 30, 5], maps[0, 1, 30, 20:24].max())
     window = causal(tokens[None], jnp.zeros(1, jnp.int32))
-    cache = Expectation(NET, budget=10, sinks=2, recent=4, block=2, history=6)(
-        [KVLayer(2, 4, queries=4)], 1, 64, jnp.float32).for_prompt()
-    out = MODEL.apply(PARAMS, window.replace(certain=True), cache)
+    cache = AttentionPredictorConfig(NET, budget=10, sinks=2, recent=4, block_size=2, history=6)(
+        [KVLayer(2, 4, queries=4)], 1, 64, jnp.float32).prefill_cache()
+    out = MODEL.apply(PARAMS, window.replace(is_prefill=True), cache)
     cache = cache.commit(out.entries, window.positions)
-    new = cache.settled(ReadPrompt(model=None, params=None, tokens=tokens[None]))
+    new = cache.finish_prefill(ReadPrompt(model=None, params=None, tokens=tokens[None]))
     images = attention_maps(MODEL, 2, PARAMS, tokens)[1]
     for at in range(35, 41):
         np.testing.assert_allclose(new.images[0][0, :, at % 6, :21], images[0, :, at], atol=1e-5)
@@ -117,15 +118,15 @@ def test_training_lowers_the_error(tmp_path: Path) -> None:
 def test_what_cannot_be_had_is_refused() -> None:
     capped = dx.LM(model=Transformer(MODEL.config.__class__(**{**vars(MODEL.config), "attention_softcap": 5.0})),
                    params=PARAMS, vocab_size=16)
-    small = dict(net=NET, budget=10, sinks=2, recent=4, block=2)
+    small = dict(net=NET, budget=10, sinks=2, recent=4, block_size=2)
     for message, wrong in (
             (r"^net: got none, takes what decodax.train.attention_predictor", lambda: make("attention-predictor")),
-            (r"^every: got 0, takes a number from 1", lambda: make("attention-predictor", net=NET, every=0)),
+            (r"^every: got 0, takes a whole number from 1", lambda: make("attention-predictor", net=NET, every=0)),
             (r"^sinks, recent: got 3 and 64, takes whole blocks of 16", lambda: make("attention-predictor", net=NET,
                                                                                    sinks=3)),
             (r"^budget: got 150, takes a number of tokens with room for two blocks of 16 beside",
              lambda: make("attention-predictor", net=NET, budget=150)),
-            (r"^cache: attention-predictor computes scores of queries and keys alone", lambda: dx.generate(
+            (r"^cache: attention-predictor scores blocks by queries and keys alone", lambda: dx.generate(
                 capped, PROMPTS, max_new_tokens=2, cache=make("attention-predictor", **small))),
             (r"^texts: got none", lambda: fit_attention_predictor(SMALL, [])),
             (r"^texts: got one of 5 tokens, takes more than 176", lambda: fit_attention_predictor(SMALL, PROMPTS)),
@@ -143,9 +144,9 @@ def test_no_round_copies_keys_and_values(name: str) -> None:
     begin = functools.partial(init_state, LOOKUP, lm.model, size=256, max_new=np.int32(30))
     s = jax.eval_shape(begin, params, chain, jax.ShapeDtypeStruct((8, 64), jnp.int32),
                        jax.ShapeDtypeStruct((8,), jnp.int32))
-    if isinstance(s.cache, PromptToExpect):
+    if isinstance(s.cache, PromptToPredict):
         read = ReadPrompt(model=None, params=None, tokens=jnp.zeros((8, 64), jnp.int32))
-        s = s.replace(cache=jax.eval_shape(lambda cache: cache.settled(read), s.cache))
+        s = s.replace(cache=jax.eval_shape(lambda cache: cache.finish_prefill(read), s.cache))
     program = parse(drivers.advance.lower(LOOKUP, lm.model, params, chain, s, np.int32(5)).compile().as_text())
     assert program.loops()
     for size in {x.size for x in jax.tree.leaves(s.cache.kv)}:

@@ -13,7 +13,7 @@ import pytest
 import decodax as dx
 from decodax.bench.plan import PRESETS, abstract, plan
 from decodax.caches.quantize.codecs import QuarterPoints
-from decodax.caches.sparse.specache import Chooser, Prefetch
+from decodax.caches.sparse.specache import Chooser, SpeCacheConfig
 from decodax.core import host_memory
 from decodax.core.cache import ReadPrompt
 from decodax.core.window import causal
@@ -68,12 +68,12 @@ def test_a_round_is_that_of_the_paper(bits: int) -> None:
     group, lengths, G, d = 8, (29, 13), 2, 8
     draws = np.random.default_rng(bits)
     kv: Any = draws.standard_normal((2, 2, 64, G, d)).astype(np.float32)
-    kind = Prefetch(bits, 3, group, group)
-    cache: Any = kind([(G, d)], 2, 64, jnp.float32).for_prompt()
+    kind = SpeCacheConfig(bits, 3, group, group)
+    cache: Any = kind([(G, d)], 2, 64, jnp.float32).prefill_cache()
     at = np.arange(40)
     cache = cache.commit([tuple(jnp.asarray(x[:, :40]) for x in kv)],
                          jnp.asarray(np.where(at < np.array(lengths)[:, None], at, -1), jnp.int32))
-    cache = cache.settled(ReadPrompt(None, None, jnp.zeros((2, 0), jnp.int32)))
+    cache = cache.finish_prefill(ReadPrompt(None, None, jnp.zeros((2, 0), jnp.int32)))
     assert all(host_memory.on_host(x) for x in cache.pages) and not any(map(host_memory.on_host, cache.fetched))
     chosen: list[list[list[int]]] = [[[] for _ in range(G)] for _ in lengths]
     length = np.array(lengths)
@@ -111,7 +111,8 @@ def test_a_round_is_that_of_the_paper(bits: int) -> None:
 
 
 def test_what_cannot_be_had_is_refused() -> None:
-    for message, make in ((r"^bits: got 4, takes 1 or 2", dict(bits=4)), (r"^top: got 0, takes a number", dict(top=0)),
+    for message, make in ((r"^bits: got 4, takes a whole number from 1 to 2", dict(bits=4)),
+                          (r"^top: got 0, takes a whole number", dict(top=0)),
                           (r"^residual: got 30, takes a multiple of the group of 4", dict(group=4, residual=30))):
         with pytest.raises(ValueError, match=message):
             dx.algorithms.make("specache", SMALL, **make)
@@ -120,8 +121,8 @@ def test_what_cannot_be_had_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^cache: specache has a cache of its own"):
         run(dx.algorithms.make("specache", SMALL, **FEW), cache="quest")
     with pytest.raises(ValueError, match=r"^cache: specache got keys of 8 numbers and values of 4"):
-        Prefetch(group=4, residual=8)([(2, 8, 4)], 1, 16, jnp.float32)
-    cache: Any = Prefetch(group=8, residual=8)([(2, 8)], 1, 16, jnp.float32)
+        SpeCacheConfig(group=4, residual=8)([(2, 8, 4)], 1, 16, jnp.float32)
+    cache: Any = SpeCacheConfig(group=8, residual=8)([(2, 8)], 1, 16, jnp.float32)
     with pytest.raises(ValueError, match=r"^cache: specache is read by its own method"):
         cache.attend(0, *(jnp.ones((1, 1, 2, 8)),) * 3, causal(jnp.zeros((1, 1), jnp.int32), cache.length), scale=1.0)
 

@@ -13,7 +13,7 @@ import pytest
 import decodax as dx
 from decodax.cache import KVLayer
 from decodax.caches import Butler, make
-from decodax.caches.sparse.token_butler import Butlered, Foretelling, Foretold
+from decodax.caches.sparse.token_butler import Butlered, PredictedReading, TokenButlerCache
 from decodax.core.window import causal
 from decodax.io.load import LM
 from decodax.models import Transformer, cla, llama
@@ -66,7 +66,7 @@ def test_a_query_reads_the_tokens_that_it_reads_there(behind: int) -> None:
     """A third of the text so far and the first two, of each head, whether they are cached or in the window."""
     queries, keys = made()
     _, butler = given()
-    kind = Foretelling(0.3, 2, butler.layer, butler.width)
+    kind = PredictedReading(0.3, 2, butler.layer, butler.width)
     r = np.random.default_rng(0)
     k, q = r.standard_normal((2, 1, T, HEADS, 8)).astype(np.float32)
     v = np.broadcast_to(np.eye(T, dtype=np.float32)[None, :, None], (1, T, HEADS, T))
@@ -75,7 +75,7 @@ def test_a_query_reads_the_tokens_that_it_reads_there(behind: int) -> None:
     def reads(at: jax.Array, first: jax.Array) -> jax.Array:
         """What is read by the last of `behind + 1` tokens from `first` on."""
         cache = kind([KVLayer(HEADS, 8, T, queries=HEADS)] * LAYERS, 1, T, jnp.float32)
-        assert isinstance(cache, Foretold)
+        assert isinstance(cache, TokenButlerCache)
         both = lambda x, marks, layer: jnp.concatenate([x, jnp.asarray(marks)[None, :, :, layer - 1]], -1)
         entries = [(k if layer == 0 else both(k, keys, layer), v) for layer in range(LAYERS)]
         own = butler.layer
@@ -130,8 +130,8 @@ def test_what_cannot_be_had_is_refused() -> None:
     run = lambda lm: dx.generate(lm, PROMPTS, max_new_tokens=2, cache=make("token-butler", butler=BUTLER))
     for message, wrong in (
             (r"^butler: got none, takes what decodax.train.token_butler", lambda: make("token-butler")),
-            (r"^budget, sinks: got 1.5 and 4", lambda: make("token-butler", butler=BUTLER, budget=1.5)),
-            (r"^budget, sinks: got 0 and 4", lambda: make("token-butler", butler=BUTLER, budget=0)),
+            (r"^budget: got 1.5, takes a number of tokens", lambda: make("token-butler", butler=BUTLER, budget=1.5)),
+            (r"^budget: got 0, takes a number of tokens", lambda: make("token-butler", butler=BUTLER, budget=0)),
             (r"^lm: got a model of one layer", lambda: run(SMALL)),
             (r"^lm: got a Transformer, takes a model that runs layer by layer", lambda: run(sharing)),
             (r"^butler: got that of a model with 3 layers of 2 heads, 32 wide, takes one for 2 layers of 4, 16 wide",

@@ -22,7 +22,7 @@ from jax import Array
 
 from decodax.algorithms.speculative.source import Grower, Shape
 from decodax.algorithms.speculative.tree import Proposal
-from decodax.algorithms.speculative.trees.fixed import Fixed, Plan
+from decodax.algorithms.speculative.trees.fixed import Fixed, TreePlan
 from decodax.algorithms.speculative.trees.threshold import Drafted, Predictor, check_chance, entropy, probability
 
 
@@ -51,7 +51,7 @@ class Sliced(Shape):
         return self.tree.length
 
     def grow(self, grower: Grower, state: Any) -> tuple[Proposal, Any, Array]:
-        plan = Plan(self.tree)
+        plan = TreePlan(self.tree)
         above, rank, real = jnp.asarray(plan.above), jnp.asarray(plan.rank), jnp.asarray(plan.real)
         of = lambda c: (c.tokens, c.live, c.log_q, c.own, entropy(c.log_own), c.hidden)
         g, first = grower.start(state, plan.room, plan.fanout)

@@ -47,7 +47,7 @@ class Reconstruction(TokenScore):
     Attributes:
         chunk_size: tokens that are repeated at once. n_sink: number of first tokens, which stay and are not repeated.
         ask: asks for the first chunk. go_on: asks for a later one; the 8 tokens before that chunk follow it.
-        answer: stands between that and the chunk. None: what the chat template puts after a user's message, or a line
+        answer: put between that and the chunk. None: what the chat template puts after a user's message, or a line
             break.
     """
 
@@ -223,7 +223,7 @@ def kvzip(budget: Budget = 0.5, chunk_size: ChunkSize = 2048, n_sink: Whole = 4,
             number, as in the paper.
         ask: asks the model to repeat the text, as a text or token ids.
         go_on: asks for each later chunk.
-        answer: stands between that and the chunk. None: what the chat template puts after a user's message, or a line
+        answer: put between that and the chunk. None: what the chat template puts after a user's message, or a line
             break.
     """
     score = Reconstruction(chunk_size, n_sink, ask, go_on, answer)

@@ -103,10 +103,10 @@ class TIMCache(KeyValues):
         """Number of dropped tokens, `i32[B]`."""
         return self.dropped.sum(1, dtype=jnp.int32)
 
-    def horizon(self) -> Array | None:
+    def max_commit(self) -> Array | None:
         return jnp.maximum(self.due - self.length, 1) if self.kv else None
 
-    def stale(self) -> Array | None:
+    def needs_refresh(self) -> Array | None:
         return self.length >= self.due if self.kv else None
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
@@ -132,10 +132,10 @@ class TIMCache(KeyValues):
                    for held, entry, shape in zip(self.kv, entries, self.shapes, strict=True))
         return self.replace(kv=kv, length=jnp.maximum(self.length, slots.max(1) + 1))
 
-    def settled(self, prompt: ReadPrompt) -> TIMCache:
+    def finish_prefill(self, prompt: ReadPrompt) -> TIMCache:
         return self.replace(due=self.length + 0)        # `+ 0`: the state is donated, and no array may be in it twice
 
-    def renewed(self, text: ReadPrompt, rows: Array) -> TIMCache:
+    def refresh(self, text: ReadPrompt, rows: Array) -> TIMCache:
         S, kind = self.capacity, self.kind
         tokens = jnp.pad(text.tokens, ((0, 0), (0, max(S - text.tokens.shape[1], 0))))[:, :S]
         gone = holes(tokens, self.length, kind.opens, kind.closes, kind.depth)

@@ -45,7 +45,7 @@ from decodax.sampling.draw import first_argmax
 
 
 @struct
-class Ahead(Struct):
+class LookaheadState(Struct):
     """Window and pool of each row.
 
     Attributes:
@@ -86,7 +86,7 @@ class Lookahead(Draft):
     def length(self) -> int:
         return self.ngram - 1
 
-    def init(self, params: Params, s: State) -> Ahead:
+    def init(self, params: Params, s: State) -> LookaheadState:
         B, N = s.batch, self.ngram
         pool = jnp.full((B, self.buckets, self.guesses, N), -1, jnp.int32)
         if self.text:
@@ -96,16 +96,18 @@ class Lookahead(Draft):
 
             pool = lax.fori_loop(0, jnp.max(s.length) - N + 1, enter, pool)
         first = filling("text", s, self.window)[:, None]
-        return Ahead(levels=jnp.tile(first, (1, N - 1, 1)), filled=jnp.ones(B, jnp.int32), pool=pool)
+        return LookaheadState(levels=jnp.tile(first, (1, N - 1, 1)), filled=jnp.ones(B, jnp.int32), pool=pool)
 
-    def propose(self, params: Params, policy: Any, s: State, state: Ahead, drawn: Drawn) -> tuple[Proposal, Ahead]:
+    def propose(self, params: Params, policy: Any, s: State, state: LookaheadState,
+                drawn: Drawn) -> tuple[Proposal, LookaheadState]:
         offset, sees = layout(self.window, self.ngram, self.guesses * self.length)
         cells = state.levels.reshape(s.batch, -1)[:, 1:]
         probes = Probes(tokens=cells, offset=jnp.asarray(offset)[None], sees=jnp.asarray(sees)[None])
         tokens, live, parents = jax.vmap(guesses)(state.pool, s.newest)
         return Proposal(tokens=tokens, live=live, parents=parents, probes=probes if cells.shape[1] else None), state
 
-    def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Ahead) -> Ahead:
+    def observe(self, s: State, window: Window, out: Out, decision: Decision | None,
+                state: LookaheadState) -> LookaheadState:
         if decision is None:
             return state
         drafts = self.guesses * self.length
@@ -113,7 +115,7 @@ class Lookahead(Draft):
             state = self._advance(s, out, state, drafts)
         return state.replace(pool=self._read(s, decision, state.pool)) if self.text else state
 
-    def _advance(self, s: State, out: Out, state: Ahead, drafts: int) -> Ahead:
+    def _advance(self, s: State, out: Out, state: LookaheadState, drafts: int) -> LookaheadState:
         """The next iteration of the window, and its n-grams into the pool."""
         cell = (state.filled[:, None] - 1) * self.window + jnp.arange(self.window, dtype=jnp.int32)
         new = first_argmax(out.logits(jnp.where(cell > 0, drafts + cell, 0)))      # `[B, W]`, of the last level in use
@@ -127,7 +129,7 @@ class Lookahead(Draft):
         moved = jnp.concatenate([grown[:, :, 1:], opened], 2)
         joins = jnp.arange(self.length) == state.filled[:, None]
         moved = jnp.where(joins[:, :, None], moved[:, -1:], moved[:, :-1])
-        return Ahead(levels=jnp.where(full[:, None, None], grown[:, 1:], moved), pool=pool,
+        return LookaheadState(levels=jnp.where(full[:, None, None], grown[:, 1:], moved), pool=pool,
                      filled=jnp.where(full, state.filled, state.filled + 1))
 
     def _read(self, s: State, decision: Decision, pool: Array) -> Array:

@@ -90,7 +90,7 @@ class DraftModel(Source):
         tokens = jnp.take_along_axis(s.tokens, jnp.maximum(positions, 0), 1)
         out = self.fitted.apply(params.draft, causal(tokens, s.length - 2, live), cache)
         cache = cache.commit(out.entries, _verified(live, out, positions))
-        scratch = cache.scratch(out.entries, room)
+        scratch = cache.tree_buffer(out.entries, room)
         last = jnp.ones((s.batch, 1), jnp.int32)
         answer = Answer(out.logits(last), take(out.hidden, last))
         return Drafting(cache=cache, scratch=scratch.replace(base=None)), answer
@@ -123,7 +123,7 @@ def catch_up(model: Model, weights: Any, s: State, cache: Any, chunk: int, newes
         positions = cache.length[:, None] + jnp.arange(chunk, dtype=jnp.int32)
         live = (positions < s.length[:, None] - newest) & s.running[:, None]
         tokens = jnp.take_along_axis(s.tokens, jnp.minimum(positions, s.tokens.shape[1] - 1), 1)
-        out = model.apply(weights, causal(tokens, cache.length, live).replace(certain=True), cache)
+        out = model.apply(weights, causal(tokens, cache.length, live).replace(is_prefill=True), cache)
         return cache.commit(out.entries, _verified(live, out, positions))
 
     return lax.fori_loop(0, (jnp.max(lacks) + chunk - 1) // chunk, visit, cache)

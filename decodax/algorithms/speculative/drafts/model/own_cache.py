@@ -82,7 +82,7 @@ class OwnCache(Source):
     def start(self, params: Params, s: State, state: Any, room: int) -> tuple[Draftable, Answer]:
         view = self._view(s)
         out = self._apply(params, causal(s.newest[:, None], s.length - 1), view)
-        scratch = view.scratch(out.entries, 1 + room)
+        scratch = view.tree_buffer(out.entries, 1 + room)
         scratch = scratch.append(out.entries, s.length[:, None] - 1, jnp.zeros((), jnp.int32))
         return scratch.replace(base=None), Answer(out.logits(), out.hidden)
 

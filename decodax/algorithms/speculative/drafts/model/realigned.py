@@ -47,7 +47,7 @@ WIDTH = 32
 
 
 @struct
-class Alignment(Struct):
+class TokenAlignment(Struct):
     """What `Realigned` has in `Params.draft`.
 
     Attributes:
@@ -92,7 +92,7 @@ class Realigned(Draft):
         room: slots of the draft model's cache for each of the target's. A row whose text has more of the draft model's
             tokens, or more than that model's positions, goes on without drafts.
         window: bytes `T` that are cut at once: twice the longest target token or more.
-        weights: an `Alignment`; at low level it goes into `Params.draft` instead.
+        weights: a `TokenAlignment`; at low level it goes into `Params.draft` instead.
 
     Raises:
         ValueError: a number below 1, or a `model` that is none.
@@ -129,7 +129,7 @@ class Realigned(Draft):
         with_tokenizer(lm, draft)
         own, target = (Vocabulary.build(x.tokenizer, x.vocab_size) for x in (draft, lm))
         mean = lambda v: float(v.starts[-1]) / np.count_nonzero(np.diff(v.starts))
-        alignment = Alignment(weights=draft.params, draft=own, target=target, prefix=prefix(draft),
+        alignment = TokenAlignment(weights=draft.params, draft=own, target=target, prefix=prefix(draft),
                               ends=jnp.array(draft.eos, jnp.int32))
         return cls(draft.model, length, steps, room or int(np.ceil(mean(target) / mean(own))) + 1,
                    max(128, 1 << (2 * target.longest - 1).bit_length()), alignment)
@@ -138,8 +138,8 @@ class Realigned(Draft):
         return dataclasses.replace(self, weights=None)
 
     def init(self, params: Params, s: State) -> Reading:
-        if not isinstance(params.draft, Alignment):
-            raise ValueError("params: Realigned needs its Alignment in Params.draft")
+        if not isinstance(params.draft, TokenAlignment):
+            raise ValueError("params: Realigned needs its TokenAlignment in Params.draft")
         if self.window < 2 * params.draft.target.longest:
             raise ValueError(f"window: got {self.window} bytes, takes {2 * params.draft.target.longest} or more, twice "
                              "the longest target token")
@@ -154,7 +154,7 @@ class Realigned(Draft):
                        seen=zero())
 
     def propose(self, params: Params, policy: Any, s: State, state: Reading, drawn: Drawn) -> tuple[Proposal, Reading]:
-        own: Alignment = params.draft
+        own: TokenAlignment = params.draft
         state = self._read(own, s, state)
         steps = self.steps or self.length
         drafts = s.running & (state.length > 0) & (state.length + steps < state.tokens.shape[1])
@@ -182,7 +182,7 @@ class Realigned(Draft):
     def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Reading) -> Reading:
         return state
 
-    def _read(self, own: Alignment, s: State, state: Reading) -> Reading:
+    def _read(self, own: TokenAlignment, s: State, state: Reading) -> Reading:
         """With all of each row's text."""
         place = jnp.arange(self.window, dtype=jnp.int32)
 

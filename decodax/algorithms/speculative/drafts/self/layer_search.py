@@ -38,7 +38,7 @@ class Skips:
     gain: float
 
 
-def fit_layers(lm: Any, samples: Sequence[Sequence[int]], *, trials: int = 100, length: int = 8,
+def fit_skipped_layers(lm: Any, samples: Sequence[Sequence[int]], *, trials: int = 100, length: int = 8,
                max_new_tokens: int = 32, seed: int = 0, **sampling: Any) -> Skips:
     """The halves of layers that `LayerSkip` drafts best without.
 
@@ -51,7 +51,7 @@ def fit_layers(lm: Any, samples: Sequence[Sequence[int]], *, trials: int = 100, 
     Raises:
         ValueError: no samples or an empty one, or a number below 1.
 
-        found = fit_layers(lm, samples)
+        found = fit_skipped_layers(lm, samples)
         draft = drafts.LayerSkip(lm, skip_attention=found.attention, skip_mlp=found.mlp)
     """
     if trials < 1:

@@ -186,7 +186,8 @@ def draft_root(model: Any, params: Params, s: State, room: int, keep: Keep) -> t
     """
     cache = verified(s)
     out = model.apply(params.target, causal(s.newest[:, None], s.length - 1), cache, keep)
-    scratch = cache.scratch(out.entries, 1 + room).append(out.entries, s.length[:, None] - 1, jnp.zeros((), jnp.int32))
+    scratch = cache.tree_buffer(out.entries, 1 + room).append(out.entries, s.length[:, None] - 1, jnp.zeros((),
+                                                                                                            jnp.int32))
     return scratch.replace(base=None), out
 
 

@@ -1,0 +1,150 @@
+"""CritiPrefill: prompts are read segment by segment, each of which attends to a part of what is before it
+("CritiPrefill: A Segment-wise Criticality-based Approach for Prefilling Acceleration in LLMs", Lv et al., 2024).
+
+Queries of neighbouring tokens attend to much the same tokens, so they share what they read. A segment of queries and a
+block of keys are described by the smallest and the largest value of each channel. The products of these, and those of
+the layer before, say which blocks are critical to the segment. Its queries attend to these blocks and to their own
+segment. The first segments and the last one read everything, and so do all tokens after the prompt.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from decodax.cache.dense import Dense
+from decodax.cache.key_values import KVLayer
+from decodax.caches.prefill.whole_prompt import (
+    PrefillConfig,
+    SparsePrefill,
+    WholePromptReader,
+    padded,
+    segment,
+    slots_of,
+)
+from decodax.caches.sparse.reading import gathered
+from decodax.common.options import Count, Share, Whole
+from decodax.common.registry import CACHES
+from decodax.common.struct import struct
+from decodax.core.cache import Cache, PyTree, ReadPrompt
+from decodax.pallas_kernels.window_attention import window_attention
+
+
+def criticality(queries: Array, keys: Array, whole: Array) -> Array:
+    """Returns how critical each of `N` blocks of keys is to a segment of queries, `f32[G, N]`, which sums to 1.
+
+    Args:
+        queries: `f[n, H, d]`. keys: `f[G, N, P, d]`. whole: `bool[N]`, the blocks before the segment.
+    """
+    (_, H, d), G, f32 = queries.shape, keys.shape[0], jnp.float32
+    # the mean of the products with the segment's largest and smallest values
+    middle = (queries.max(0).astype(f32) + queries.min(0).astype(f32)).reshape(G, H // G, d) / 2
+    products = [jnp.einsum("grd,gnd->grn", middle, bound.astype(f32)) for bound in (keys.max(2), keys.min(2))]
+    return jax.nn.softmax(jnp.maximum(*products).mean(1), axis=-1, where=whole)
+
+
+class CriticalReader(WholePromptReader):
+    """Stands in for the cache while a segment is read; it hands the criticality of each layer on to the next one.
+
+    Attributes:
+        sparse: `bool[B]`, rows whose segment reads a part.
+    """
+
+    def __init__(self, base: Dense, kind: CritiPrefillConfig, sparse: Array, shapes: tuple[KVLayer, ...]):
+        super().__init__(base)
+        self.kind, self.sparse, self.shapes = kind, sparse, shapes
+        self.before: Array | None = None
+
+    def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
+               **options: Any) -> tuple[Array, PyTree]:
+        kind, base, d = self.kind, self.base, self.shapes[layer].width
+        whole = lambda: base.attend(layer, q, k, v, window, scale=scale, **options)[0]
+        few = base.capacity // kind.block_size < kind.blocks
+        if layer < kind.skip or self.shapes[layer].sliding is not None or few:
+            return whole(), (k, v)
+        kind.check_scores(options.get("softcap"), options.get("bias"), "blocks")
+        kv, P = base.kv[layer], kind.block_size
+        B, G, S, _ = kv.shape
+        blocks = S // P
+
+        def some() -> tuple[Array, Array]:
+            there = jnp.arange(blocks) < base.length[:, None] // P
+            worth = jax.vmap(criticality)(q, kv[:, :, :blocks * P, :d].reshape(B, G, blocks, P, d), there)
+            if self.before is not None and layer > 1:
+                worth = kind.memory * self.before + (1 - kind.memory) * worth
+            found, chosen = lax.top_k(jnp.where(there[:, None], worth, -1), kind.blocks)
+            at = (chosen[..., None] * P + jnp.arange(P, dtype=jnp.int32)).reshape(B, G, -1)
+            at = jnp.where(jnp.repeat(found >= 0, P, -1), at, -1)
+            own, at = gathered(kv, at)
+            return window_attention(q, k, v, window.visible(), window.positions, own, slot_positions=at, scale=scale,
+                                    key_positions=window.key_positions), worth
+
+        # a segment in which no row reads a part, or no row reads everything, takes half the time
+        nothing = jnp.zeros((*q.shape[:3], v.shape[-1]), q.dtype), jnp.zeros((B, G, blocks), jnp.float32)
+        part, self.before = lax.cond(self.sparse.any(), some, lambda: nothing)
+        full = lax.cond((~self.sparse).any(), whole, lambda: nothing[0])
+        return jnp.where(self.sparse[:, None, None, None], part.astype(q.dtype), full), (k, v)
+
+
+@struct
+class CritiPrefillCache(SparsePrefill):
+    """A dense cache, whose prompt is read by segments."""
+
+    def read_prompt(self, prompt: ReadPrompt, length: Array) -> Cache:
+        kind: Any = self.kind
+        width, tokens = kind.segment_size, padded(prompt.tokens, kind.segment_size)
+
+        def visit(i: Array, base: Dense) -> Dense:
+            start = i * width
+            window, sparse = segment(tokens, start, width, length), start >= kind.threshold_len
+            reading: Any = CriticalReader(base, kind, sparse & (start + width < length + 1), self.shapes)
+            out = prompt.model.apply(prompt.params, window, reading)
+            return base.commit(out.entries, slots_of(window, out))
+
+        return self.replace(base=lax.fori_loop(0, -(-length.max() // width), visit, self.base))
+
+
+@CACHES.register("critiprefill",
+                 "CritiPrefill: A Segment-wise Criticality-based Approach for Prefilling Acceleration in LLMs",
+                 "Lv et al. 2024", family="prefill")
+@dataclasses.dataclass(frozen=True)
+class CritiPrefillConfig(PrefillConfig):
+    """Keeps everything; each segment of a prompt attends to the blocks before it that are critical to it.
+
+    It saves the time of reading long prompts. Example: `cache="critiprefill:budget=1024"`.
+
+    Attributes:
+        budget: number of tokens before its own segment that a query reads; of one block at least.
+        segment_size: tokens of a segment; a multiple of the block.
+        block_size: tokens of a block.
+        threshold_len: position before which segments read everything.
+        memory: weight of the layer before in the criticality of a block, from the third layer on.
+        skip: number of first layers that read everything.
+    """
+
+    budget: Count = 2048
+    segment_size: Count = 512
+    block_size: Count = 32
+    threshold_len: Whole = 4096
+    memory: Share = 0.25
+    skip: Whole = 1
+
+    name: ClassVar[str] = "critiprefill"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.segment_size % self.block_size or self.budget < self.block_size:
+            raise ValueError(f"block_size: got {self.block_size}, takes a divisor of the segment of "
+                             f"{self.segment_size}, at most the budget of {self.budget}")
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks that a segment reads."""
+        return self.budget // self.block_size
+
+    def around(self, base: Dense, shapes: tuple[KVLayer, ...]) -> Cache:
+        return CritiPrefillCache(base=base, shapes=shapes, kind=self)

@@ -1,0 +1,66 @@
+"""PromptDistill: all layers keep the tokens that the newest query of one layer attends to ("PromptDistill: Query-based
+Selective Token Retention in Intermediate Layers for Efficient Large Language Model Inference", Jin et al., 2025).
+
+Layers up to the chosen one read the whole prompt, later ones only the tokens of highest score and the newest token. The
+first layers keep the same tokens in the end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+from jax import Array
+
+from decodax.caches.evict.evicting import Eviction
+from decodax.caches.evict.scores import HeldLayer, TokenScore
+from decodax.caches.evict.selection import Top
+from decodax.caches.evict.snapkv import pooled
+from decodax.caches.prefill.propagation import Propagation
+from decodax.common.options import Count
+from decodax.common.registry import CACHES
+from decodax.core.cache import CacheConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class NewestScores(TokenScore):
+    """Scores of tokens by the newest query's products with keys, before any softmax, averaged over all heads and pooled
+    over `kernel_size` neighbours; the newest token stays (PromptDistill)."""
+
+    kernel_size: int = 5
+
+    @property
+    def latest(self) -> int:
+        return 1
+
+    @property
+    def always(self) -> int:
+        return 1
+
+    def __call__(self, held: HeldLayer) -> Array:
+        G, _, d = held.keys.shape
+        early = held.index < held.count[:, None] - 1
+        scores = jnp.einsum("grd,gsd->gs", held.queries[0].reshape(G, -1, d), held.keys).sum(0) / held.queries.shape[1]
+        worth = pooled(jnp.where(early, scores, 0), self.kernel_size, "mean")
+        return jnp.where(early, worth, jnp.inf)
+
+
+@CACHES.register("promptdistill", "PromptDistill: Query-based Selective Token Retention in Intermediate Layers for "
+                 "Efficient Large Language Model Inference", "Jin et al. 2025", family="prefill")
+def promptdistill(budget: Count = 1024, layer: int | None = None, kernel_size: Count = 5) -> CacheConfig:
+    """Keeps the tokens of a prompt that the newest query of one layer attends to; later layers read no others.
+
+    It saves memory, and the time of reading long prompts. It takes a `decodax.models.Transformer`. Example:
+    `cache="promptdistill:budget=512"`.
+
+    Args:
+        budget: number of tokens of a prompt that are kept beside its newest one.
+        layer: the layer that chooses, and the last one that reads the whole prompt, from 0; None: 14 of 32 layers
+            deep, as in the authors' experiments.
+        kernel_size: number of neighbours over which scores are pooled; an odd number.
+    """
+    if not isinstance(budget, int):
+        raise ValueError(f"budget: got {budget!r}, takes a number of tokens")
+    chooser = NewestScores(kernel_size)
+    return Propagation(Eviction(Top(chooser), budget + 1, name="promptdistill"), chooser, budget + 1, layer, 14 / 32,
+                       same=True)

@@ -1,0 +1,130 @@
+"""QuickPrefill: prompts are read group by group, and a part of each group's tokens is kept ("QuickVideo: Real-Time Long
+Video Understanding with System Algorithm Co-Design", Schneider et al., 2025).
+
+A group of tokens attends to what was kept of the groups before it, and to itself. Of its tokens those are kept whose
+keys, of all heads of a layer together, have the smallest norms; each layer keeps its own ones. So a long prompt is
+never in memory as a whole: there is room for the share that is kept and for one group. The latest tokens of a prompt,
+which hold the question, and everything after it are kept.
+
+The authors' groups are frames of a video. Here they are any tokens of a prompt.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from decodax.cache import Slotted, empty_slots
+from decodax.cache.key_values import KVLayer
+from decodax.caches.configs import PaperConfig
+from decodax.caches.prefill.whole_prompt import ReadAtOnce, padded, segment
+from decodax.common.options import Count, Range, Whole
+from decodax.common.registry import CACHES
+from decodax.common.struct import static, struct
+from decodax.core.cache import Cache, Entries, PyTree, ReadPrompt
+
+
+def smallest(keys: Array, number: int) -> Array:
+    """Returns which `number` tokens have the keys `f[B, W, G, d]` of smallest norm over all heads, `bool[B, W]`;
+    earlier ones if norms are equal."""
+    norms = jnp.square(keys.astype(jnp.float32)).sum((2, 3))
+    rank = jnp.argsort(jnp.argsort(norms, axis=1, stable=True), axis=1, stable=True)
+    return rank < number
+
+
+@struct
+class QuickPrefillCache(ReadAtOnce, Slotted):
+    """A cache of the tokens that were kept of a prompt's groups, and of what follows the prompt.
+
+    Attributes:
+        count: `i32[B]`, number of tokens that each layer holds. kind: static. The others: see `Slotted`.
+    """
+
+    count: Array
+    kind: QuickPrefillConfig = static()
+
+    supports = frozenset({"trees"})
+
+    def room(self, running: Array) -> Array | None:
+        return self.kv[0].shape[2] - self.count if self.kv else None
+
+    def place(self, layer: int, entry: PyTree, positions: Array) -> Array:
+        wanted = positions >= 0
+        return jnp.where(wanted, self.count[:, None] + jnp.cumsum(wanted, 1, dtype=jnp.int32) - 1, -1)[:, None]
+
+    def commit(self, entries: Entries, slots: Array) -> QuickPrefillCache:
+        return self._with(entries, [slots] * len(self.kv), slots) if self.kv else self
+
+    def _with(self, entries: Entries, chosen: Sequence[Array], read: Array) -> QuickPrefillCache:
+        """Returns the cache with the tokens at positions `chosen` (`i32[B, W]`, -1 for none) in each layer, of those
+        that were `read`."""
+        new = [self._placed(layer, entry, at) for layer, (entry, at) in enumerate(zip(entries, chosen, strict=True))]
+        kv, positions = zip(*new, strict=True)
+        return self.replace(kv=kv, positions=positions, length=jnp.maximum(self.length, read.max(1) + 1),
+                            count=self.count + (chosen[0] >= 0).sum(1, dtype=jnp.int32))
+
+    def read_prompt(self, prompt: ReadPrompt, length: Array) -> QuickPrefillCache:
+        group = self.kind.group_size
+        tokens = padded(prompt.tokens, group)
+
+        def visit(i: Array, held: QuickPrefillCache) -> QuickPrefillCache:
+            start = i * group
+            window = segment(tokens, start, group, length)
+            out, live = prompt.model.apply(prompt.params, window, held), window.live
+            read = jnp.where(live & jnp.isfinite(out.hidden).all((1, 2), where=live[..., None])[:, None],
+                             window.positions, -1)
+            leaves = start + group <= length + 1 - self.kind.recent
+            chosen = [jnp.where(~leaves[:, None] | smallest(entry[0], self.kind.kept), read, -1)
+                      for entry in out.entries]
+            return held._with(out.entries, chosen, read)
+
+        return lax.fori_loop(0, -(-length.max() // group), visit, self)
+
+
+@CACHES.register("quick-prefill", "QuickVideo: Real-Time Long Video Understanding with System Algorithm Co-Design",
+                 "Schneider et al. 2025", family="prefill")
+@dataclasses.dataclass(frozen=True)
+class QuickPrefillConfig(PaperConfig):
+    """Keeps, of each group of tokens of a prompt, those whose keys have the smallest norms; and the latest tokens of
+    the prompt and what follows it.
+
+    It saves memory and time of long prompts with much repetition, such as the frames of a video. Example:
+    `cache="quick-prefill:keep=0.5"`.
+
+    Attributes:
+        keep: share of a group that is kept; the default is that of the authors' example.
+        group_size: tokens of a group.
+        recent: number of latest tokens of a prompt that are kept, with the groups in which they are.
+    """
+
+    keep: Annotated[float, Range(0, 1, above=True)] = 0.2
+    group_size: Count = 1024
+    recent: Whole = 64
+    _new: int | None = None
+
+    name: ClassVar[str] = "quick-prefill"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.kept < 1:
+            raise ValueError(f"keep: got {self.keep}, which leaves no token of a group of {self.group_size}")
+
+    @property
+    def kept(self) -> int:
+        """Number of tokens of a group that are kept."""
+        return int(self.group_size * self.keep)
+
+    def fit(self, new: int) -> QuickPrefillConfig:
+        return dataclasses.replace(self, _new=new)
+
+    def empty(self, shapes: tuple[KVLayer, ...], batch: int, size: int, dtype: Any, inputs: PyTree) -> Cache:
+        # the last groups are kept whole: the one that is not full, and those with the latest tokens
+        whole = (2 + self.recent // self.group_size) * self.group_size
+        more = size if self._new is None else self._new
+        slots = min(size, size // self.group_size * self.kept + whole + more)
+        return QuickPrefillCache(**empty_slots(shapes, batch, size, dtype, inputs, slots=slots),
+                                 count=jnp.zeros(batch, jnp.int32), kind=self)

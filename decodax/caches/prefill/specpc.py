@@ -1,0 +1,240 @@
+"""SpecPC: a prompt is cut to the tokens that a draft model attends to, before the model that answers reads any of them
+("Draft-based Approximate Inference for LLMs", Galim et al., 2025).
+
+The draft model reads the prompt. The score of a token is the largest attention that it receives from the prompt's
+latest queries, later ones with more weight, and from those of tokens that are decoded ahead, in any head of the draft
+model's layers but the first. The best tokens and their neighbours are kept, and the latest ones. The model that answers
+reads these as if they were the prompt, without gaps. Their positions here are the last ones before what follows, which
+makes no difference to a model whose attention depends on distances alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from decodax.cache.dense import Dense, dense
+from decodax.cache.key_values import KVLayer
+from decodax.cache.wrapper import Wrapper
+from decodax.caches.configs import PaperConfig, taken
+from decodax.caches.evict.drafted import CHUNK, DraftedConfig, paired, read
+from decodax.caches.evict.selection import best
+from decodax.caches.prefill.whole_prompt import AskingDense, ReadAtOnce
+from decodax.common.options import Count
+from decodax.common.registry import CACHES
+from decodax.common.struct import static, struct
+from decodax.core.cache import Cache, CacheConfig, Entries, Feature, PyTree, ReadPrompt
+from decodax.core.loaded import Loaded
+from decodax.core.window import Window, causal
+from decodax.pallas_kernels.window_attention import BLOCK
+
+
+@struct
+class SpecPCCache(ReadAtOnce, Wrapper):     # type: ignore[misc]
+    """A cache of the tokens of a prompt that were kept, without gaps, and of what follows.
+
+    Attributes:
+        gone: `i32[B]`, number of tokens of the prompt that were not kept: the token at position `p` after it is in slot
+            `p - gone`. size: static; the capacity.
+    """
+
+    base: Dense
+    gone: Array
+    size: int = static()
+    shapes: tuple[KVLayer, ...] = static()
+    kind: SpecPCConfig = static()
+
+    @property
+    def supports(self) -> frozenset[Feature]:       # type: ignore[override]
+        return frozenset({"trees"})
+
+    @property
+    def capacity(self) -> int:
+        return self.size
+
+    @property
+    def length(self) -> Array:
+        return self.base.length + self.gone
+
+    def room(self, running: Array) -> Array | None:
+        return self.base.capacity - self.base.length if self.base.kv else None
+
+    def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, **options: Any) -> tuple[Array, PyTree]:
+        if options.get("sliding") is not None or options.get("bias") is not None or window.is_prefill:
+            raise ValueError(f"cache: {self.kind.name} moves tokens together, which takes a model without sliding "
+                             "windows and without a bias of the scores, and that is the one that answers")
+        return self.base.attend(layer, q, k, v, window, **options)
+
+    def commit(self, entries: Entries, slots: Array) -> SpecPCCache:
+        return self.replace(base=self.base.commit(entries, jnp.where(slots >= 0, slots - self.gone[:, None], -1)))
+
+    def read_prompt(self, prompt: ReadPrompt, length: Array) -> SpecPCCache:
+        kind, empty = self.kind, self.base
+        own, params, draft, weights = paired(prompt, kind.name)
+        paid = kind.attention(draft, weights, prompt.tokens, length + 1)
+        stays = jax.vmap(kind.chosen)(paid, length + 1)
+        width = min(kind.budget, prompt.tokens.shape[1])
+        at = jnp.argsort(~stays, axis=-1, stable=True)[:, :width].astype(jnp.int32)
+        number = stays.sum(1, dtype=jnp.int32) - 1
+        tokens = jnp.take_along_axis(prompt.tokens, jnp.minimum(at, prompt.tokens.shape[1] - 1), 1)
+        gone, chunk = length - number, min(CHUNK, tokens.shape[1])
+
+        def visit(i: Array, base: Dense) -> Dense:
+            begin = jnp.minimum(i * chunk, tokens.shape[1] - chunk)
+            slots = begin + jnp.broadcast_to(jnp.arange(chunk, dtype=jnp.int32), (len(at), chunk))
+            live = (slots >= i * chunk) & (slots < number[:, None])
+            # tokens that the last chunk shares with the one before are read from the window
+            window = causal(lax.dynamic_slice_in_dim(tokens, begin, chunk, 1), begin + gone, slots < number[:, None])
+            out = own.apply(params, window, base.replace(length=jnp.minimum(base.length, begin)))
+            return base.commit(out.entries, jnp.where(live & jnp.isfinite(out.hidden).all(-1), slots, -1))
+
+        return self.replace(base=lax.fori_loop(0, (number.max() + chunk - 1) // chunk, visit, empty), gone=gone)
+
+
+@dataclasses.dataclass(frozen=True)
+class SpecPCConfig(PaperConfig):
+    """A `SpecPCCache`, for a model with a draft model (`specpc` describes the options)."""
+
+    budget: Count = 1024
+    lookahead_tokens: Count = 1
+    window_size: Count = 64
+    kernel_size: Count = 64
+    pooling: Literal["mean", "max"] = "max"
+    neighbours: Count | None = None
+    reduction_type: Literal["mean", "max"] = "max"
+    first: int = 8
+    weighted: bool = True
+    _new: int | None = None
+
+    name: ClassVar[str] = "specpc"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.budget < self.window_size:
+            raise ValueError(f"budget: got {self.budget}, takes the {self.window_size} latest tokens or more")
+
+    def fit(self, new: int) -> SpecPCConfig:
+        return dataclasses.replace(self, _new=new)
+
+    def beyond(self, longest: int) -> int:
+        return self.lookahead_tokens - 1
+
+    def attention(self, draft: Any, weights: PyTree, tokens: Array, length: Array) -> Array:
+        """Returns the attention that the draft model pays to each of the first `length` (`i32[B]`) of `tokens` (`i32[B,
+        N]`), `f32[B, N]`."""
+        B, n = tokens.shape
+        w, before = self.window_size, jnp.maximum(length - self.window_size, 0)
+        cache = read(draft, weights, tokens, before, w + self.lookahead_tokens)
+        if not isinstance(cache, Dense):
+            raise ValueError(f"draft: got one with a {type(cache).__name__} cache, takes one with a dense cache")
+        at = before[:, None] + jnp.arange(w, dtype=jnp.int32)
+        window = causal(jnp.take_along_axis(tokens, jnp.minimum(at, n - 1), 1), before, at < length[:, None])
+        share = jnp.linspace(0, 1, w) if self.weighted and w > 1 else jnp.ones(w)
+        # the latest query of a shorter text counts in full as well
+        share = share[jnp.clip(jnp.arange(w) + w - (length - before)[:, None], 0, w - 1)]
+        paid, base, out = self._paid(draft, weights, AskingDense(base=cache), window, share, n)
+
+        def ahead(carry: tuple[Array, Any, Array], _: None) -> tuple[tuple[Array, Any, Array], None]:
+            paid, base, token = carry
+            window = causal(token[:, None], base.length, jnp.ones((B, 1), bool))
+            new, base, out = self._paid(draft, weights, base, window, jnp.ones((B, 1)), n)
+            both = jnp.maximum(paid, new) if self.reduction_type == "max" else paid + new
+            return (both, base, out.logits()[:, 0].argmax(-1).astype(jnp.int32)), None
+
+        if self.lookahead_tokens > 1:
+            newest = jnp.minimum(length - before, w)[:, None] - 1
+            token = out.logits(newest)[:, 0].argmax(-1).astype(jnp.int32)
+            (paid, _, _), _ = lax.scan(ahead, (paid, base, token), None, self.lookahead_tokens - 1)
+        return jnp.where(jnp.arange(n) < length[:, None], paid, 0)
+
+    def _paid(self, draft: Any, weights: PyTree, base: AskingDense, window: Window, share: Array,
+              n: int) -> tuple[Array, AskingDense, Any]:
+        """Returns the attention that the queries of a window pay to the first `n` tokens, weighted by `share` (`f32[B,
+        w]`), the cache with the window, and the output of the draft model."""
+        out = draft.apply(weights, window, base)
+        if self.first >= len(out.entries):
+            raise ValueError(f"first: got {self.first}, the draft model has {len(out.entries)} layers")
+        base = base.commit(out.entries, jnp.where(window.live, window.positions, -1))
+        found = []
+        for layer, entry in enumerate(out.entries):
+            if layer < self.first:
+                continue
+
+            def one(row: Any, layer: int = layer) -> Array:
+                kv, q, at, live, share = row
+                G, d = kv.shape[0], base.base.widths[layer]
+                keys = kv[..., :d].astype(jnp.float32)
+                scores = jnp.einsum("wgrd,gsd->grws", q.astype(jnp.float32).reshape(len(q), G, -1, d), keys)
+                seen = jnp.arange(kv.shape[1]) <= at[:, None]
+                paid = jax.nn.softmax(scores, axis=-1, where=seen)[..., :n] * jnp.where(live, share, 0)[:, None]
+                return paid.max((0, 1, 2)) if self.reduction_type == "max" else paid.sum((0, 1, 2))
+
+            found.append(lax.map(one, (base.base.kv[layer], entry[2], window.positions, window.live, share)))
+        paid = jnp.stack(found)
+        return paid.max(0) if self.reduction_type == "max" else paid.sum(0), base, out
+
+    def chosen(self, paid: Array, length: Array) -> Array:
+        """Returns which tokens of a row are kept, `bool[N]`, by the attention `f32[N]` that each receives: the latest,
+        and the best ones with their neighbours, the nearest first, as far as the budget goes."""
+        n, valid = len(paid), jnp.arange(len(paid)) < length
+        left = (self.kernel_size - 1) // 2
+        around = jnp.pad(paid, (left, self.kernel_size - 1 - left))
+        parts = jnp.stack([around[i:i + n] for i in range(self.kernel_size)])
+        worth = parts.mean(0) if self.pooling == "mean" else parts.max(0)
+        order = jnp.lexsort((-jnp.arange(n), jnp.where(valid, -worth, jnp.inf), ~valid))
+        rank = jnp.argsort(order)
+        rank = jnp.where(valid & (rank < self.budget), rank, n)
+        near_by = self.kernel_size if self.neighbours is None else self.neighbours
+        left = (near_by - 1) // 2
+        near = np.arange(-left, near_by - left)
+        near = near[np.argsort(np.abs(near), kind="stable")]
+        place = jnp.arange(n)
+        turn = jnp.full(n, jnp.iinfo(jnp.int32).max)
+        for i, by in enumerate(near.tolist()):
+            of = place - by
+            own = jnp.where((of >= 0) & (of < n), rank[jnp.clip(of, 0, n - 1)], n)
+            turn = jnp.minimum(turn, jnp.where(own < n, own * len(near) + i, jnp.iinfo(jnp.int32).max))
+        turn = jnp.where(place >= length - self.window_size, -1, turn)
+        return best(-turn.astype(jnp.float32)[None], valid[None], jnp.minimum(length, self.budget))[0]
+
+    def empty(self, shapes: tuple[KVLayer, ...], batch: int, size: int, dtype: Any, inputs: PyTree) -> Cache:
+        if any(shape.rope is None for shape in shapes):
+            raise ValueError(f"cache: {self.name} moves tokens together, which takes a model with rotary positions in "
+                             "every layer")
+        slots = min(size, self.budget + (size if self._new is None else self._new))
+        slots = slots if slots <= BLOCK else -(-slots // BLOCK) * BLOCK
+        return SpecPCCache(base=dense(shapes, batch, slots, dtype, inputs), gone=jnp.zeros(batch, jnp.int32),
+                           size=size, shapes=shapes, kind=self)
+
+
+@CACHES.register("specpc", "Draft-based Approximate Inference for LLMs", "Galim et al. 2025", family="prefill")
+def specpc(draft: Any = None, budget: Count = 1024, lookahead_tokens: Count = 1, window_size: Count = 64,
+           kernel_size: Count = 64, pooling: Literal["mean", "max"] = "max", neighbours: Count | None = None,
+           reduction_type: Literal["mean", "max"] = "max", first: int = 8, weighted: bool = True) -> CacheConfig:
+    """Keeps the tokens of a prompt that a draft model attends to, and their neighbours; the model that answers reads no
+    others.
+
+    It saves the time of reading long prompts, and memory. The draft model has the same tokenizer. Example:
+    `cache=caches.specpc(draft=decodax.load("small"), budget=512)`.
+
+    Args:
+        draft: the draft model, from `decodax.load`.
+        budget: number of tokens of a prompt that are kept, its newest one among them; at least `window_size`.
+        lookahead_tokens: number of tokens that the draft model decodes ahead; the first has no query of its own.
+        window_size: number of latest tokens whose queries count, and which are kept.
+        kernel_size: number of neighbours over which scores are pooled.
+        pooling: "max" or "mean" of the neighbours.
+        neighbours: number of tokens around each of the best ones that are kept; None: `kernel_size`.
+        reduction_type: "max" or "mean" over queries, heads and layers.
+        first: number of first layers of the draft model that do not count.
+        weighted: whether later queries of the window count more, from 0 to 1.
+    """
+    kind = SpecPCConfig(budget, lookahead_tokens, window_size, kernel_size, pooling, neighbours, reduction_type,
+                        first, weighted)
+    taken("draft", draft, Loaded, "a smaller model with the same tokenizer, as decodax.load gives it")
+    return DraftedConfig(kind, draft, "specpc")

@@ -1,0 +1,287 @@
+"""LouisKV: a layer chooses anew what it reads where the text turns to something else ("LouisKV: Efficient KV Cache
+Retrieval for Long Input-Output Sequences", Wu et al., 2025).
+
+After a prompt the keys of each head are clustered, all but the first tokens, the sinks. While decoding, each layer
+compares the queries of a token with those of the token before, by the cosine `r` averaged over heads. Where `r < tau`
+the token is a boundary. A new segment begins with it, and each head of keys chooses clusters and segments by the
+softmax of its queries over their mean keys, averaged over the queries, best first until the budget is full. Until the
+next boundary, tokens read what was chosen there, the sinks, and the latest tokens, which are in the buffer. A segment
+can be chosen once the buffer is full and it is the oldest one in it. Segments are never clustered.
+
+The buffer is full at `p` when it holds `buffer` tokens before `p`, so a segment has left it if and only if it begins
+`buffer` tokens or more before `p`. That is known of each node of a window. What a node reads follows from the nodes
+before it that it sees: its own query and its parent's say whether it is a boundary, and the entry of the last boundary
+among them holds what is read. A round ends before a segment leaves the buffer of which a part is in the round's window.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from decodax.cache.dense import Dense
+from decodax.cache.key_values import KVLayer
+from decodax.caches.sparse.clusters import Clusters, cluster_places, prompt_clusters
+from decodax.caches.sparse.reading import IndexedCache, SparseConfig, attention_at
+from decodax.common.options import Count, Whole
+from decodax.common.registry import CACHES
+from decodax.common.struct import Struct, static, struct
+from decodax.core.cache import Cache, Entries, PyTree
+from decodax.core.window import each_node, take
+from decodax.pallas_kernels.window_attention import Bias, merge, window_attention_lse
+
+NEVER = jnp.iinfo(jnp.int32).max
+
+
+@struct
+class RetrievedLayer(Struct):
+    """Clusters and segments that a layer can choose, and what it has chosen, of one row or of several.
+
+    Attributes:
+        clusters: those of the prompt.
+        starts: `i32[..., N]`, positions at which segments begin; `NEVER` for none yet. newest: `i32[...]`, number of
+            the segment that is being written. sums: `f32[..., G, N, d]`, of the keys of each segment.
+        queries: `f32[..., H, d]`, of the latest token. chosen: `i32[..., G, n]`, positions; -1 for none.
+        buffer: static; tokens in the buffer.
+    """
+
+    clusters: Clusters
+    starts: Array
+    newest: Array
+    sums: Array
+    queries: Array
+    chosen: Array
+    buffer: int = static()
+
+    @property
+    def begun(self) -> Array:
+        """`i32[...]`: position at which the segment begins that is being written."""
+        return jnp.take_along_axis(self.starts, self.newest[..., None], -1)[..., 0]
+
+
+@struct
+class LouisKVCache(IndexedCache):
+    """Everything, and for each layer what it chooses from and has chosen.
+
+    An entry holds, after key and value, the query, whether the node is a boundary, and what it chooses.
+
+    Attributes:
+        retrieved: a tuple of one `RetrievedLayer` a layer; None where a layer reads everything.
+        prompt: `i32[B]`, length of the prompt. The others: see `SparseCache`.
+    """
+
+    retrieved: tuple[RetrievedLayer | None, ...]
+    prompt: Array
+
+    if TYPE_CHECKING:
+        kind: LouisKVConfig
+
+    def max_commit(self) -> Array | None:
+        begun = [held.begun for held in self.retrieved if held is not None]
+        return functools.reduce(jnp.minimum, begun) + self.kind.buffer - self.length if begun else None
+
+    def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
+               sliding: int | None = None, softcap: float | None = None,
+               bias: Bias | None = None) -> tuple[Array, PyTree]:
+        own, held = k.shape[1] - q.shape[1], self.retrieved[layer]
+        entry = k[:, own:], v[:, own:]
+        if self.is_dense(layer, window.is_prefill):
+            return self.attend_all(layer, q, k, v, window, scale=scale, sliding=sliding, softcap=softcap,
+                                   bias=bias), entry
+        assert held is not None
+        self.kind.check_scores(softcap, bias, self.kind.scores)
+        if own and window.before is None:
+            raise ValueError("cache: louiskv compares the queries of the tokens of a text; takes a model and a method "
+                             "that read each token once, by its own key")
+        at, before, f32 = window.positions, window.before, q.astype(jnp.float32)
+        with_before = lambda i, x: x if before is None else jnp.concatenate([before[i], x], 1)
+        seen = jnp.broadcast_to(window.visible(), (*q.shape[:2], k.shape[1]))
+        key_at = window.key_positions[:, None]
+        parent = seen & (key_at == at[..., None] - 1)
+        previous = jnp.where(parent.any(-1)[..., None, None], take(with_before(2, f32), parent.argmax(-1)),
+                             held.queries[:, None])
+        boundary = (likeness(previous, f32) < self.kind.tau) | (at == self.prompt[:, None])
+        choose = lambda: self._chosen(held, f32 * scale, at)
+        chosen = lax.cond(boundary.any(), choose, lambda: jnp.full((*q.shape[:2], *held.chosen.shape[1:]), -1,
+                                                                   jnp.int32))
+        turned = seen & with_before(3, boundary)[:, None]
+        last = jnp.where(turned, key_at, -1).argmax(-1)
+        reads = jnp.where(turned.any(-1)[..., None, None], take(with_before(4, chosen), last), held.chosen[:, None])
+        near = window_attention_lse(q, k, v, window.visible(), at, scale=scale, key_positions=window.key_positions)
+        each = jax.vmap(lambda kv, starts, newest, length, prompt, q, at, reads: self._read(
+            layer, (kv, starts, newest, length, prompt), q, at, reads))
+        rows = self.kv[layer], held.starts, held.newest, self.length, self.prompt
+        out = merge(near, each_node(functools.partial(each, *rows), f32 * scale, at, reads))[0]
+        return out, (*entry, f32, boundary, chosen)
+
+    def _chosen(self, held: RetrievedLayer, q: Array, at: Array) -> Array:
+        """Returns the slots `i32[B, W, G, n]` that queries `f32[B, W, H, d]` at positions `i32[B, W]` choose."""
+        each = jax.vmap(lambda own, q, at: chosen_slots(own, q, at, held.chosen.shape[-1], self.kind.cut))
+        found: Array = each_node(functools.partial(each, held), q, at)
+        return found
+
+    def _read(self, layer: int, row: tuple[Array, ...], q: Array, at: Array, reads: Array) -> tuple[Array, Array]:
+        """Returns attention of a query `f32[H, d]` of one row at `at` (`i32[]`) to the sinks, to the slots `reads`
+        (`i32[G, n]`) and to the buffer."""
+        (kv, starts, newest, length, prompt), kind = row, self.kind
+        (G, S, _), d = kv.shape, self.widths[layer]
+        first = jnp.arange(min(kind.sinks, S), dtype=jnp.int32)
+        inside = (jnp.arange(len(starts)) <= newest) & (at - starts < kind.buffer)
+        since = jnp.where(inside, starts, NEVER).min()
+        late = at - min(kind.buffer, S) + jnp.arange(min(kind.buffer, S), dtype=jnp.int32)
+        always = jnp.concatenate([jnp.where(first < prompt, first, -1),
+                                  jnp.where((late >= since) & (late < length), late, -1)])
+        where = jnp.concatenate([jnp.broadcast_to(always, (G, len(always))), reads], 1)
+        out, lse = attention_at(kv[None], q[None], where[None], d)
+        return out[0], lse[0]
+
+    def index(self, prompt: Dense) -> Self:
+        kind, made = self.kind, []
+        sinks = jnp.minimum(prompt.length, kind.sinks)
+        number = jnp.maximum((prompt.length - sinks) // kind.cluster_size, 1)
+        for layer, held in enumerate(self.retrieved):
+            if held is not None:
+                found = prompt_clusters(prompt, layer, sinks, number, kind.clusters(prompt.capacity), kind.seed,
+                                        kind.iterations)
+                found = lax.map(lambda row: with_means(*row), (found, prompt.keys(layer)))
+                held = held.replace(clusters=found, starts=held.starts.at[:, 0].set(prompt.length))
+            made.append(held)
+        return self.replace(kv=prompt.kv, retrieved=tuple(made), prompt=prompt.length, length=prompt.length)
+
+    def commit(self, entries: Entries, slots: Array) -> Self:
+        if not self.kv:
+            return self
+        new = super().commit(entries, slots)
+        retrieved = tuple(None if held is None else self._grown(held, entry, slots, new.length)
+                          for held, entry in zip(self.retrieved, entries, strict=True))
+        return new.replace(retrieved=retrieved)
+
+    def _grown(self, held: RetrievedLayer, entry: Any, slots: Array, length: Array) -> RetrievedLayer:
+        """Returns what a layer can choose from after tokens at `slots`, with which texts have a `length` (`i32[B]`)."""
+        k, _, queries, boundary, chosen = entry
+        wanted, none = slots >= 0, held.starts.shape[1]
+        turned = wanted & boundary
+        begins = turned & (slots > held.begun[:, None])     # no second segment begins where one does
+        earlier = begins[:, None] & (slots[:, None] <= slots[:, :, None])
+        number = held.newest[:, None] + earlier.sum(-1, dtype=jnp.int32)
+        put = jax.vmap(lambda starts, at, new: starts.at[at].set(new, mode="drop"))
+        starts = put(held.starts, jnp.where(begins, number, none), slots)
+        # token by token, so that sums do not depend on how many tokens came together
+        add = jax.vmap(jax.vmap(lambda sums, at, new: sums.at[at].add(new, mode="drop"), in_axes=(0, None, 0)))
+        sums = add(held.sums, jnp.where(wanted, number, none), k.astype(jnp.float32).swapaxes(1, 2))
+        grown = held.replace(starts=starts, sums=sums, newest=held.newest + begins.sum(1, dtype=jnp.int32))
+        # a segment that fills the buffer by itself ends there
+        full = length - grown.begun >= self.kind.buffer
+        newest = grown.newest + full
+        starts = put(starts, jnp.where(full, newest, none)[:, None], length[:, None])
+        last = lambda which, new, old: jnp.where(which.any(1).reshape(-1, *[1] * (old.ndim - 1)),
+                                                 take(new, jnp.where(which, slots, -1).argmax(1)), old)
+        return grown.replace(starts=starts, newest=newest, queries=last(wanted, queries, held.queries),
+                             chosen=last(turned, chosen, held.chosen))
+
+
+def likeness(one: Array, other: Array) -> Array:
+    """Returns the cosines of queries `f32[..., H, d]`, averaged over heads, `f32[...]`."""
+    norms = jnp.linalg.norm(one, axis=-1) * jnp.linalg.norm(other, axis=-1)
+    return ((one * other).sum(-1) / jnp.maximum(norms, 1e-12)).mean(-1)
+
+
+def chosen_slots(held: RetrievedLayer, q: Array, at: Array, count: int, cut: bool) -> Array:
+    """Returns the slots that each head of keys chooses for the queries of one token of a row, `i32[G, count]`, -1 for
+    none.
+
+    Args:
+        q: `f32[H, d]`. at: `i32[]`, position of the token. cut: as in `cluster_places`.
+    """
+    (G, N, d), prompt, number = held.sums.shape, held.clusters, jnp.arange(len(held.starts))
+    S = prompt.order.shape[-1]
+    left = (number < held.newest) & (at - held.starts >= held.buffer)       # segments that have left the buffer
+    sizes = jnp.where(left, jnp.append(held.starts[1:], 0) - held.starts, 0)
+    means = jnp.concatenate([prompt.centroids, held.sums / jnp.maximum(sizes, 1)[:, None]], 1)
+    of_all = lambda own, x: jnp.concatenate([own, jnp.broadcast_to(x, (G, N))], 1)
+    sizes = of_all(prompt.sizes, sizes)
+    scores = jnp.where(sizes[:, None] > 0, jnp.einsum("grd,gcd->grc", q.reshape(G, -1, d), means), -1e30)
+    # the logarithm of the mean weight, in which small weights still differ
+    worth = jax.nn.logsumexp(jax.nn.log_softmax(scores, axis=-1), axis=1, keepdims=True)
+    starts = of_all(prompt.starts, S + jnp.where(left, held.starts, 0))
+    place = cluster_places(sizes, starts, worth, count, cut)[:, 0]
+    ordered = jnp.take_along_axis(prompt.order, jnp.clip(place, 0, S - 1), 1)
+    return jnp.where(place < S, jnp.where(place < 0, -1, ordered), place - S)
+
+
+def with_means(clusters: Clusters, keys: Array) -> Clusters:
+    """Returns the clusters of a row with the means of their keys (`f[G, S, d]`) as centroids, which those of the last
+    iteration of k-means are not."""
+    keys = keys.astype(jnp.float32)
+    C, place = clusters.sizes.shape[1], jnp.arange(keys.shape[1])
+    of = jax.vmap(lambda ends: jnp.searchsorted(ends, place, side="right"))(clusters.starts + clusters.sizes)
+    own = jnp.take_along_axis(keys, clusters.order[..., None], 1)
+    total = jax.vmap(lambda keys, of: jax.ops.segment_sum(keys, of, C + 1)[:C])(own, of)
+    return clusters.replace(centroids=total / jnp.maximum(clusters.sizes, 1)[..., None])
+
+
+@CACHES.register("louiskv", "LouisKV: Efficient KV Cache Retrieval for Long Input-Output Sequences", "Wu et al. 2025",
+                 family="sparse")
+@dataclasses.dataclass(frozen=True)
+class LouisKVConfig(SparseConfig):
+    """Keeps everything; where a query differs from the one before, heads choose clusters of the prompt and segments of
+    the answer, which are read until the next such place.
+
+    It suits long answers, since queries of neighbouring tokens mostly agree and nothing is chosen for them. It saves
+    the time of attention, not memory. Example: `cache="louiskv:budget=512"`.
+
+    Attributes:
+        budget: number of tokens of clusters and segments that a head chooses.
+        tau: cosine of queries below which a token is a boundary.
+        cluster_size: mean number of tokens of a cluster of the prompt.
+        sinks: number of first tokens of a prompt, which are in no cluster and are read in any case.
+        buffer: number of latest tokens after a prompt that are read in any case; whole segments leave the buffer.
+        iterations: of k-means.
+        seed: of the random keys that k-means begins with.
+        cut: whether the first cluster or segment that is too large for what is left of the budget gives its earliest
+            tokens; else it gives none, and no cluster or segment after it does.
+        skip: layers that read everything.
+    """
+
+    budget: Count = 1024
+    tau: float = 0.7
+    cluster_size: Count = 16
+    sinks: Whole = 4
+    buffer: Count = 64
+    iterations: Whole = 10
+    seed: int = 0
+    cut: bool = True
+    skip: tuple[int, ...] = ()
+    _new: int | None = None
+
+    name: ClassVar[str] = "louiskv"
+    scores: ClassVar[str] = "clusters"
+
+    def fit(self, new: int) -> LouisKVConfig:
+        return dataclasses.replace(self, _new=new)
+
+    def clusters(self, size: int) -> int:
+        """Returns the most clusters of a prompt of `size` tokens."""
+        return max((size - self.sinks) // self.cluster_size, 1)
+
+    def segments(self, size: int) -> int:
+        """Returns the most segments after a prompt, in texts of `size` tokens: one a token, and one to be written."""
+        return (size if self._new is None else min(self._new, size)) + 1
+
+    def empty(self, shapes: tuple[KVLayer, ...], batch: int, size: int, dtype: Any, inputs: PyTree) -> Cache:
+        N, n = self.segments(size), min(self.budget, size)
+        zeros = lambda *rest, of=jnp.int32: jnp.zeros((batch, *rest), of)
+        made: list[RetrievedLayer | None] = []
+        for layer, shape in enumerate(shapes):
+            G, d, f32 = shape.heads, shape.width, jnp.float32
+            made.append(None if self.keeps_dense(layer, shape) else RetrievedLayer(
+                clusters=Clusters.empty(batch, G, self.clusters(size), size, d),
+                starts=jnp.full((batch, N), NEVER, jnp.int32).at[:, 0].set(0), newest=zeros(),
+                sums=zeros(G, N, d, of=f32), queries=zeros(shape.queries or G, d, of=f32),
+                chosen=jnp.full((batch, G, n), -1, jnp.int32), buffer=self.buffer))
+        return LouisKVCache(retrieved=tuple(made), prompt=zeros(), **self.parts(shapes, batch, size, dtype, inputs))

@@ -1,0 +1,190 @@
+"""Sparse caches that are divided into pages of tokens, of which each query reads a few.
+
+A page is described by a digest: a few numbers for each head. A query scores all digests and reads the pages of highest
+score; nothing else of the cache is touched. Prompts are read whole. The page that is being filled and the latest
+`recent` tokens are read in any case, so that it does not matter which of them a round has committed and which are in
+its own window: a round of drafts reads what plain decoding would. No page is ever lost.
+
+The pages may be in the host's memory (`decodax.caches.sparse.host_pages`); digests and the latest tokens stay on the
+device.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from decodax.cache.dense import write
+from decodax.cache.key_values import KVLayer
+from decodax.caches.sparse.reading import SparseCache, SparseConfig, attention_to
+from decodax.common.options import Count
+from decodax.common.struct import struct
+from decodax.core.cache import Entries, PyTree
+from decodax.core.window import each_node
+
+
+class PageScore(abc.ABC):
+    """Base of rules that digest and score pages: derive a frozen dataclass and declare it as the `score` of a
+    `PageConfig`."""
+
+    @abc.abstractmethod
+    def digest(self, keys: Array) -> Array:
+        """Returns the digests `f[..., m]` of pages whose keys are `f[..., P, d]`."""
+
+    @abc.abstractmethod
+    def __call__(self, q: Array, digests: Array) -> Array:
+        """Returns the scores `f32[G, r, N]` that queries `f[G, r, d]` give to pages with digests `f[G, N, m]`."""
+
+
+@struct
+class PageCache(SparseCache):
+    """Keys and values of all tokens, with a digest of each full page.
+
+    Attributes:
+        digests: a tuple of one `f[B, G, S / P, m]` a layer. The others: see `SparseCache`.
+    """
+
+    digests: tuple[Array, ...]
+
+    if TYPE_CHECKING:
+        kind: PageConfig
+
+    @property
+    def capacity(self) -> int:
+        return self.digests[0].shape[2] * self.kind.page_size if self.digests else 0
+
+    def is_dense(self, layer: int, is_prefill: bool) -> bool:
+        return super().is_dense(layer, is_prefill) or not self.kind.is_sparse(self.capacity)
+
+    def read(self, layer: int, q: Array, positions: Array) -> tuple[Array, Array]:
+        shape = self.shapes[layer]
+
+        def one(q: Array, at: Array) -> tuple[Array, Array]:
+            pages, found = self.choose(layer, q, at)
+            latest, late = self.always_read(layer, at, self.length)
+            some = jnp.concatenate([self.pages_of(layer, pages, found), latest], 2)
+            seen = jnp.concatenate([jnp.repeat(found, self.kind.page_size, 2), late], 2)
+            attend = jax.vmap(lambda q, some, seen: attention_to(q, some, seen, shape.width))
+            return attend(q.reshape(len(q), shape.heads, -1, shape.width), some.astype(jnp.float32), seen)
+
+        found: tuple[Array, Array] = each_node(one, q, positions)
+        return found
+
+    def pages_of(self, layer: int, pages: Array, found: Array) -> Array:
+        """Returns the tokens `f[B, G, n P, d + e]` of the pages `i32[B, G, n]` that are `found` (`bool[B, G, n]`)."""
+        P = self.kind.page_size
+        slots = (pages[..., None] * P + jnp.arange(P, dtype=jnp.int32)).reshape(*pages.shape[:2], -1)
+        return jnp.take_along_axis(self.kv[layer], slots[..., None], 2)
+
+    def latest(self, layer: int, first: Array, count: int) -> Array:
+        """Returns `count` tokens from position `first` (`i32[B]`) on, `f[B, G, count, d + e]`; any numbers where there
+        is no token."""
+        return jax.vmap(lambda kv, first: lax.dynamic_slice_in_dim(kv, first, count, 1))(self.kv[layer], first)
+
+    def first_late_page(self, positions: Array) -> Array:
+        """Returns the first page that queries at positions `i32[...]` read in any case."""
+        return jnp.maximum(positions - self.kind.recent, 0) // self.kind.page_size
+
+    def choose(self, layer: int, q: Array, positions: Array) -> tuple[Array, Array]:
+        """Returns the pages `i32[B, G, n]` of highest score to one query of each row, and which of them exist,
+        `bool[B, G, n]`.
+
+        Args:
+            q: `f32[B, H, d]`. positions: `i32[B]`.
+        """
+        digests, shape, score = self.digests[layer], self.shapes[layer], self.kind.score
+        pages = min(self.kind.pages, digests.shape[2])
+
+        def choose(q: Array, digests: Array, end: Array) -> tuple[Array, Array]:
+            free = jnp.arange(digests.shape[1]) < end
+            worth = jnp.where(free, score(q.reshape(shape.heads, -1, shape.width), digests).max(1), -jnp.inf)
+            found, chosen = lax.top_k(worth, pages)                 # [G, pages]
+            return chosen.astype(jnp.int32), found > -jnp.inf
+
+        return jax.vmap(choose)(q, digests, self.first_late_page(positions))
+
+    def always_read(self, layer: int, positions: Array, length: Array) -> tuple[Array, Array]:
+        """Returns the tokens that one query of each row, at `i32[B]`, reads in any case, `f[B, G, n, d + e]`, and which
+        of them are among the first `length` (`i32[B]`), `bool[B, G, n]`."""
+        start, near = self.first_late_page(positions) * self.kind.page_size, min(
+            self.kind.recent + self.kind.page_size, self.capacity)
+        first = jnp.minimum(start, self.capacity - near)
+        late = first[:, None] + jnp.arange(near, dtype=jnp.int32)
+        late = (late >= start[:, None]) & (late < length[:, None])
+        latest = self.latest(layer, first, near)
+        return latest, jnp.broadcast_to(late[:, None], latest.shape[:3])
+
+    def commit(self, entries: Entries, slots: Array) -> Self:
+        if not self.kv:
+            return self
+        new, (_, pages), P, B = super().commit(entries, slots), self.filled(slots), self.kind.page_size, len(slots)
+        at = (jnp.maximum(pages, 0)[:, :, None] * P + jnp.arange(P, dtype=jnp.int32)).reshape(B, 1, -1, 1)
+        digests = []
+        for layer, (kv, d) in enumerate(zip(new.kv, self.widths, strict=True)):
+            keys = jnp.take_along_axis(kv, at, 2)[..., :d]
+            digests.append(self.digested(layer, pages, keys.reshape(*keys.shape[:2], -1, P, d)))
+        return new.replace(digests=tuple(digests))
+
+    def filled(self, slots: Array) -> tuple[Array, Array]:
+        """Returns the length `i32[B]` after tokens at `slots` (`i32[B, W]`), and the pages that they may have filled,
+        `i32[B, n]`, -1 for one that is not full."""
+        P, W = self.kind.page_size, slots.shape[1]
+        length = jnp.maximum(self.length, slots.max(1) + 1)
+        first = jnp.where(slots >= 0, slots, self.capacity).min(1) // P
+        pages = first[:, None] + jnp.arange(W // P + 2, dtype=jnp.int32)
+        return length, jnp.where((pages + 1) * P <= length[:, None], pages, -1)
+
+    def digested(self, layer: int, pages: Array, keys: Array) -> Array:
+        """Returns the digests of a layer with those of `pages` (`i32[B, n]`), whose keys are `f[B, G, n, P, d]`."""
+        return write(self.digests[layer], self.kind.score.digest(keys).swapaxes(1, 2), pages)
+
+
+@dataclasses.dataclass(frozen=True)
+class PageConfig(SparseConfig):
+    """Base of the configs of paged sparse caches; a derived class declares `name` and `score`.
+
+    Attributes:
+        budget: number of tokens of the pages that a query reads; three pages at least.
+        page_size: tokens of a page.
+        recent: number of latest tokens that are read in any case; no window may be wider.
+        skip: layers that read everything.
+        score: digests of pages, and their scores.
+    """
+
+    budget: Count = 1024
+    page_size: Count = 16
+    recent: Count = 64
+    skip: tuple[int, ...] = (0, 1)
+
+    score: ClassVar[PageScore]
+    scores: ClassVar[str] = "pages"
+
+    @property
+    def pages(self) -> int:
+        """Number of pages that a query reads."""
+        return max(3, self.budget // self.page_size)
+
+    def is_sparse(self, capacity: int) -> bool:
+        """Returns True if a text of `capacity` tokens has more of them than a query reads."""
+        return capacity > self.pages * self.page_size + self.recent
+
+    def parts(self, shapes: tuple[KVLayer, ...], batch: int, size: int, dtype: Any, inputs: PyTree) -> dict[str, Any]:
+        return super().parts(shapes, batch, self.rounded(size), dtype, inputs) | dict(
+            digests=self.digests(shapes, batch, self.rounded(size), dtype))
+
+    def rounded(self, size: int) -> int:
+        """Returns a number of tokens rounded up to whole pages."""
+        return -(-size // self.page_size) * self.page_size
+
+    def digests(self, shapes: tuple[KVLayer, ...], batch: int, size: int, dtype: Any) -> tuple[Array, ...]:
+        """Returns digests of no pages."""
+        found = []
+        for shape in shapes:
+            one = jax.eval_shape(self.score.digest, jax.ShapeDtypeStruct((self.page_size, shape.width), dtype))
+            found.append(jnp.zeros((batch, shape.heads, size // self.page_size, *one.shape), dtype))
+        return tuple(found)

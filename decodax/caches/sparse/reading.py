@@ -1,0 +1,233 @@
+"""The base of caches that keep every token and read a part of them while decoding.
+
+Such a cache holds keys and values of all tokens and, for each layer, an index of them: digests of pages, clusters,
+codes. A query scores the index and reads the slots that it selects; no token is ever lost. A subclass implements
+`select_slots`, or `read` if what it reads is no list of slots, and updates its index in `commit`. Attention to the
+tokens of the window and attention to what is read of the cache are computed apart and merged.
+
+Each node of a window selects by its own query, so that a draft chain or a draft tree reads what plain decoding would.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from decodax.cache.dense import Dense, dense, write
+from decodax.cache.key_values import KeyValues, KVLayer, empty_kv, key_widths
+from decodax.cache.wrapper import Wrapper
+from decodax.caches.configs import PaperConfig
+from decodax.common.struct import static, struct
+from decodax.core.cache import Cache, Entries, PyTree, ReadPrompt
+from decodax.core.window import each_node
+from decodax.pallas_kernels.window_attention import BLOCK, Bias, merge, window_attention, window_attention_lse
+
+X = TypeVar("X")
+
+
+@struct
+class SparseCache(KeyValues):
+    """Keys and values of all tokens, in the order of positions.
+
+    Attributes:
+        kv, given: see `KeyValues`. length: `i32[B]`. shapes, kind: static; the layers, and the config.
+    """
+
+    kv: tuple[Array, ...]
+    length: Array
+    given: PyTree
+    shapes: tuple[KVLayer, ...] = static()
+    kind: SparseConfig = static()
+
+    supports = frozenset({"trees"})
+
+    @property
+    def widths(self) -> tuple[int, ...]:       # type: ignore[override]
+        return key_widths(self.shapes)
+
+    def is_dense(self, layer: int, is_prefill: bool) -> bool:
+        """Returns True if the nodes of a window read everything in this layer: those of a prompt (`is_prefill`) do, and
+        all nodes in layers with a sliding window or in `skip`."""
+        return is_prefill or self.kind.keeps_dense(layer, self.shapes[layer])
+
+    def always(self, layer: int) -> Array | None:
+        """Returns the slots that every node reads, `i32[B, 1 or G, n]`, -1 for none; None: nodes have none in
+        common."""
+        return None
+
+    def select_slots(self, layer: int, q: Array, positions: Array) -> Array:
+        """Returns the slots that one query of each row reads, `i32[B, G or H, n]`, -1 for none.
+
+        Args:
+            q: `f32[B, H, d]`, scaled. positions: `i32[B]`.
+        """
+        raise NotImplementedError
+
+    def read(self, layer: int, q: Array, positions: Array) -> tuple[Array, Array] | None:
+        """Returns attention of scaled queries `f32[B, W, H, d]` at positions `i32[B, W]` to what each selects, `f32[B,
+        W, H, e]`, and the logarithms of the softmax sums, `f32[B, W, H]`; None: they select nothing beside `always`."""
+        one = lambda q, at: attention_at(self.kv[layer], q, self.select_slots(layer, q, at), self.widths[layer])
+        found: tuple[Array, Array] = each_node(one, q, positions)
+        return found
+
+    def full(self, window: Any) -> Array | None:
+        """Returns which nodes read everything, `bool[B, 1 or W]`; None: none ever does."""
+        return None
+
+    def attend_all(self, layer: int, q: Array, k: Array, v: Array, window: Any, **options: Any) -> Array:
+        """Returns attention to the window and to the whole cache."""
+        return window_attention(q, k, v, window.visible(), window.positions, self.kv[layer], self.length,
+                                key_positions=window.key_positions, **options)
+
+    def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
+               sliding: int | None = None, softcap: float | None = None,
+               bias: Bias | None = None) -> tuple[Array, PyTree]:
+        own = k.shape[1] - q.shape[1]
+        entry = k[:, own:], v[:, own:]
+        whole = lambda: self.attend_all(layer, q, k, v, window, scale=scale, sliding=sliding, softcap=softcap,
+                                        bias=bias)
+        if sliding is not None or self.is_dense(layer, window.is_prefill):
+            return whole(), entry
+        self.kind.check_scores(softcap, bias, self.kind.scores)
+        self.kind.check_window(k.shape[1])
+        slots = self.always(layer)
+        some, slots = (None, None) if slots is None else gathered(self.kv[layer], slots)
+        near = window_attention_lse(q, k, v, window.visible(), window.positions, some, slot_positions=slots,
+                                    scale=scale, key_positions=window.key_positions)
+        far = self.read(layer, q.astype(jnp.float32) * scale, window.positions)
+        out = near[0] if far is None else merge(near, far)[0]
+        full = self.full(window)
+        if full is None:
+            return out, entry
+        everything = lax.cond(full.any(), whole, lambda: jnp.zeros_like(out))
+        return jnp.where(full[:, :, None, None], everything, out), entry
+
+    def commit(self, entries: Entries, slots: Array) -> Self:
+        """Writes keys and values, the first two parts of each entry."""
+        if not self.kv:
+            return self
+        kv = tuple(write(held, jnp.concatenate(entry[:2], -1), slots)
+                   for held, entry in zip(self.kv, entries, strict=True))
+        return self.replace(kv=kv, length=jnp.maximum(self.length, slots.max(1) + 1))
+
+
+class IndexedCache(SparseCache):
+    """Base of sparse caches whose index is made of a whole prompt, which is read into a dense cache first."""
+
+    def prefill_cache(self) -> Cache:
+        if not self.kv:
+            return self
+        whole = dense(self.shapes, self.length.shape[0], self.capacity, self.kv[0].dtype, self.given)
+        return PromptToIndex(base=whole, shapes=self.shapes, kind=self.kind)
+
+    def is_dense(self, layer: int, is_prefill: bool) -> bool:
+        found = super().is_dense(layer, False)
+        if not found:
+            self.kind.check_prompt(is_prefill)
+        return found
+
+    @abc.abstractmethod
+    def index(self, prompt: Dense) -> Self:
+        """Returns this cache, which is empty, with the tokens of a prompt and their index."""
+
+
+@struct
+class PromptToIndex(Wrapper):
+    """A prompt in a dense cache, of which an `IndexedCache` will be made."""
+
+    base: Dense
+    shapes: tuple[KVLayer, ...] = static()
+    kind: SparseConfig = static()
+
+    def finish_prefill(self, prompt: ReadPrompt) -> Cache:     # type: ignore[override]
+        base = self.base
+        into = self.kind.empty(self.shapes, base.length.shape[0], base.capacity, base.kv[0].dtype, base.given)
+        assert isinstance(into, IndexedCache)
+        return into.index(base)
+
+
+class SparseConfig(PaperConfig):
+    """Base of the configs of sparse caches; a derived class is a frozen dataclass.
+
+    Attributes:
+        scores: what the index scores, for error messages.
+    """
+
+    if TYPE_CHECKING:
+
+        @property
+        def scores(self) -> str:
+            """What the index scores; derived classes declare a class variable."""
+
+    def keeps_dense(self, layer: int, shape: KVLayer) -> bool:
+        """Returns True if a layer always reads everything: it is in the option `skip`, or has a sliding window."""
+        return layer in getattr(self, "skip", ()) or shape.sliding is not None
+
+    def check_window(self, nodes: int) -> None:
+        """Raises ValueError if a window is wider than the latest tokens that are read in any case. Otherwise some
+        nodes would find tokens in the cache that others, in plain decoding, would find in the window."""
+        recent = getattr(self, "recent", None)
+        if recent is not None and nodes > recent:
+            raise ValueError(f"cache: {self.name} takes windows of at most its {recent} recent tokens, got one of "
+                             f"{nodes} nodes; takes recent={nodes} or more")
+
+    def check_prompt(self, is_prefill: bool) -> None:
+        """Raises ValueError if a window is that of a prompt (`is_prefill`), for caches that read a prompt in another
+        way than window by window."""
+        if is_prefill:
+            raise ValueError(f"cache: {self.name} reads a prompt as a whole, which only the model that answers does; "
+                             "give a draft model another cache")
+
+    def parts(self, shapes: tuple[KVLayer, ...], batch: int, size: int, dtype: Any, inputs: PyTree) -> dict[str, Any]:
+        """Returns the fields of an empty `SparseCache`, by name."""
+        return dict(kv=empty_kv(shapes, batch, size, dtype), length=jnp.zeros(batch, jnp.int32), given=inputs,
+                    shapes=shapes, kind=self)
+
+
+def gathered(kv: Array, slots: Array) -> tuple[Array, Array]:
+    """Returns keys and values at some slots, `f[B, G, n', d + e]`, and the slots, padded with -1 to as many as
+    attention walks over.
+
+    Args:
+        kv: `f[B, G, S, d + e]`. slots: `i32[B, 1 or G, n]`, -1 for none.
+    """
+    n = slots.shape[2]
+    slots = jnp.pad(slots, ((0, 0), (0, 0), (0, -n % BLOCK if n > BLOCK else 0)), constant_values=-1)
+    return jnp.take_along_axis(kv, jnp.maximum(slots, 0)[..., None], 2), slots
+
+
+def attention_at(kv: Array, q: Array, slots: Array, width: int) -> tuple[Array, Array]:
+    """Returns attention of one query of each row to the slots that it selected, as `attention_to`.
+
+    Args:
+        kv: `f[B, G, S, d + e]`. q: `f32[B, H, d]`, scaled. slots: `i32[B, N, n]` of each head of keys or of queries
+            (`N` is `G` or `H`), -1 for none. width: `d`.
+    """
+    B, N, n = slots.shape
+    some = jnp.take_along_axis(kv, jnp.maximum(slots, 0).reshape(B, kv.shape[1], -1)[..., None], 2)
+    some = some.astype(jnp.float32).reshape(B, N, n, -1)
+    each = jax.vmap(lambda q, some, seen: attention_to(q, some, seen, width))
+    return each(q.reshape(B, N, -1, width), some, slots >= 0)
+
+
+def attention_to(q: Array, kv: Array, seen: Array, width: int) -> tuple[Array, Array]:
+    """Returns attention of queries `f32[N, r, d]` to keys and values `f32[N, n, d + e]` where `seen` (`bool[N, n]`):
+    `f32[N r, e]`, and the logarithms of the softmax sums, `f32[N r]`, about -1e30 where nothing is seen."""
+    scores = jnp.where(seen[:, None], jnp.einsum("grd,gnd->grn", q, kv[..., :width]), -1e30)
+    top = scores.max(-1, keepdims=True)
+    weights = jnp.where(seen[:, None], jnp.exp(scores - top), 0)
+    total = weights.sum(-1, keepdims=True)
+    out = jnp.einsum("grn,gne->gre", weights, kv[..., width:]) / jnp.maximum(total, 1e-30)
+    lse = top + jnp.log(jnp.maximum(total, 1e-30))
+    return out.reshape(-1, out.shape[-1]), lse.reshape(-1)
+
+
+def if_any(rows: Array, change: Callable[[X], X], x: X) -> X:
+    """Returns `change(x)` if any of `rows` (`bool[B]`) is set, and `x` otherwise. It is a loop of one trip or none,
+    since XLA copies what a conditional writes to."""
+    return lax.while_loop(lambda c: c[0], lambda c: (jnp.zeros((), bool), change(c[1])), (rows.any(), x))[1]

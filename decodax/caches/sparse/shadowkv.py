@@ -1,0 +1,261 @@
+"""ShadowKV: keys of low rank, and queries that choose chunks by their mean keys ("ShadowKV: KV Cache in Shadows for
+High-Throughput Long-Context LLM Inference", Sun et al., 2024).
+
+After a prompt the keys of a layer, before their rotation, are written by a matrix of low rank, all heads together. The
+prompt is cut into chunks. Those whose keys are farthest from their mean, the outliers, are kept as they are, and so are
+the last chunks and all tokens that follow. Each query reads these, and the chunks whose mean keys, the landmarks, it
+attends to most: their keys are computed from the low-rank matrices and rotated to their positions, their values are
+fetched.
+
+The authors keep values in the host's memory. So does `offload=True`, chunk by chunk. Otherwise they stay on the device,
+and the memory that is saved is that of keys.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from decodax.cache.dense import Dense, write
+from decodax.cache.key_values import KVLayer, empty_kv
+from decodax.caches.rotation import turned
+from decodax.caches.sparse.reading import IndexedCache, SparseConfig, attention_to
+from decodax.common.options import Count, Whole
+from decodax.common.registry import CACHES
+from decodax.common.struct import Struct, static, struct
+from decodax.core.cache import Cache, Entries, PyTree
+from decodax.core.host_memory import PAGES, empty_pages, fetch, to_host
+from decodax.core.window import each_node
+from decodax.models.rope import rotate
+from decodax.pallas_kernels.window_attention import BLOCK, Bias, merge, window_attention_lse
+
+
+@struct
+class Shadow(Struct):
+    """A prompt as a layer holds it, beside the tokens that are kept as they are.
+
+    Attributes:
+        codes: `f[B, T, R]` and basis: `f[B, G, R, d]`, whose products are the keys before their rotation.
+        values: `f[B, G, T, e]`, or `f[B, G, C, P, e]` in the host's memory, chunks of `P`.
+        landmarks: `f[B, G, C, d]`, mean rotated keys of the chunks.
+        far: `bool[B, G, C]`, chunks that queries choose from.
+    """
+
+    codes: Array
+    basis: Array
+    values: Array
+    landmarks: Array
+    far: Array
+
+
+@struct
+class ShadowKVCache(IndexedCache):
+    """Some tokens as they are, and a `Shadow` of the prompt.
+
+    Attributes:
+        kv: a tuple of one `f[B, G, S, d + e]` a layer: outliers, the end of the prompt and what follows; everything in
+            layers with a sliding window.
+        shadows: one a layer; None where the layer keeps everything.
+        kept: `i32[B]`, number of tokens of the prompt in `kv`. began: `i32[B]`, the prompt's length.
+        size: static; the capacity. The others: see `SparseCache`.
+    """
+
+    shadows: tuple[Shadow | None, ...]
+    kept: Array
+    began: Array
+    size: int = static()
+
+    if TYPE_CHECKING:
+        kind: ShadowKVConfig
+
+    @property
+    def capacity(self) -> int:
+        return self.size
+
+    @property
+    def hosted(self) -> PyTree:
+        return [shadow.values for shadow in self.shadows if shadow is not None] if self.kind.offload else None
+
+    def specs(self) -> PyTree:
+        own = super().specs()
+        shadows = tuple(x.replace(values=PAGES) if x is not None and self.kind.offload else x for x in own.shadows)
+        return own.replace(shadows=shadows)
+
+    def room(self, running: Array) -> Array | None:
+        slots = [kv.shape[2] for kv, shadow in zip(self.kv, self.shadows, strict=True) if shadow is not None]
+        return min(slots) - self._used if slots else None
+
+    @property
+    def _used(self) -> Array:
+        return self.kept + self.length - self.began
+
+    def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
+               sliding: int | None = None, softcap: float | None = None,
+               bias: Bias | None = None) -> tuple[Array, PyTree]:
+        own, shadow = k.shape[1] - q.shape[1], self.shadows[layer]
+        if shadow is not None:
+            self.kind.check_scores(softcap, bias, self.kind.scores)
+        near = window_attention_lse(q, k, v, window.visible(), window.positions, self.kv[layer],
+                                    self.length if shadow is None else self._used, scale=scale, sliding=sliding,
+                                    softcap=softcap, key_positions=window.key_positions, bias=bias)
+        if shadow is None:
+            return near[0], (k[:, own:], v[:, own:])
+        read = functools.partial(self._read, self.shapes[layer], shadow)
+        out, _ = merge(near, each_node(read, q.astype(jnp.float32) * scale))
+        return out, (k[:, own:], v[:, own:])
+
+    def _read(self, shape: KVLayer, shadow: Shadow, q: Array) -> tuple[Array, Array]:
+        """Returns attention of one query of each row, `f32[B, H, d]`, to the chunks that it chooses."""
+        P, d = self.kind.chunk_size, shape.width
+        q = q.reshape(len(q), shape.heads, -1, d)
+        keys, chosen, found = jax.vmap(lambda *row: self._chosen(shape, *row))(shadow.replace(values=None), q)
+        if self.kind.offload:
+            # memory of the host that was not written may hold NaN
+            values = jnp.where(found[..., None, None], fetch(shadow.values, jnp.where(found, chosen, 0)), 0)
+            values = values.reshape(*values.shape[:2], -1, values.shape[-1])
+        else:
+            values = jnp.take_along_axis(shadow.values, _tokens(chosen, P)[..., None], 2)
+        some = jnp.concatenate([keys, values.astype(jnp.float32)], -1)
+        return jax.vmap(lambda q, some, seen: attention_to(q, some, seen, d))(q, some, jnp.repeat(found, P, 2))
+
+    def _chosen(self, shape: KVLayer, shadow: Shadow, q: Array) -> tuple[Array, Array, Array]:
+        """Returns, for the query `f32[G, r, d]` of one row, the keys `f32[G, n * P, d]` of the chunks that it chooses,
+        these chunks, `i32[G, n]`, and which of them exist, `bool[G, n]`."""
+        kind, C = self.kind, shadow.landmarks.shape[1]
+        scores = jnp.einsum("grd,gcd->grc", q, shadow.landmarks.astype(jnp.float32))
+        weights = jax.nn.softmax(scores, axis=-1, where=shadow.far[:, None]).max(1)
+        found, chosen = lax.top_k(jnp.where(shadow.far, weights, -1), min(kind.budget // kind.chunk_size, C))
+        at = _tokens(chosen.astype(jnp.int32), kind.chunk_size)
+        keys = jnp.einsum("gnr,grd->gnd", shadow.codes[at].astype(jnp.float32), shadow.basis.astype(jnp.float32))
+        if shape.rope is not None:
+            cos, sin = shape.rope.table(at, shape.context)
+            keys = rotate(keys[:, :, None], cos, sin, shape.rope.interleaved)[:, :, 0]
+        return keys, chosen.astype(jnp.int32), found >= 0
+
+    def index(self, prompt: Dense) -> Self:
+        kind = self.kind
+        kv: list[Array] = []
+        shadows: list[Shadow | None] = []
+        for held, slots, shape, shadow in zip(prompt.kv, self.kv, self.shapes, self.shadows, strict=True):
+            if shadow is None:
+                kv.append(held)
+                shadows.append(None)
+                continue
+            some, made = lax.map(lambda row, n=slots.shape[2], shape=shape: _shadow(kind, shape, n, *row),
+                                 (held, prompt.length))
+            if kind.offload:
+                C, P = shadow.values.shape[2:4]
+                whole = made.values[:, :, :C * P]
+                whole = whole.reshape(*whole.shape[:2], C, P, whole.shape[-1])
+                made = made.replace(values=lax.dynamic_update_slice(shadow.values, to_host(whole), (0,) * 5))
+            kv.append(some)
+            shadows.append(made)
+        chunks = kind.chunks(prompt.length)
+        kept = prompt.length - (chunks - jnp.minimum(chunks, kind.outlier_chunk)) * kind.chunk_size
+        return self.replace(kv=tuple(kv), shadows=tuple(shadows), kept=kept, began=prompt.length, length=prompt.length)
+
+    def commit(self, entries: Entries, slots: Array) -> Self:
+        if not self.kv:
+            return self
+        place = jnp.where(slots >= 0, slots - self.began[:, None] + self.kept[:, None], -1)
+        kv = tuple(write(held, jnp.concatenate(entry, -1), slots if shadow is None else place)
+                   for held, entry, shadow in zip(self.kv, entries, self.shadows, strict=True))
+        return self.replace(kv=kv, length=jnp.maximum(self.length, slots.max(1) + 1))
+
+
+def _tokens(chunks: Array, size: int) -> Array:
+    """Returns the positions of the tokens of chunks `i32[..., n]`, `i32[..., n * size]`."""
+    return (chunks[..., None] * size + jnp.arange(size, dtype=jnp.int32)).reshape(*chunks.shape[:-1], -1)
+
+
+def _shadow(kind: ShadowKVConfig, shape: KVLayer, slots: int, kv: Array, length: Array) -> tuple[Array, Shadow]:
+    """Returns, for a layer of one row, `f[G, T, d + e]`, the tokens that are kept, in `slots` slots, and the shadow of
+    the rest."""
+    (G, T, _), d, P = kv.shape, shape.width, kind.chunk_size
+    keys = jnp.where(jnp.arange(T)[:, None] < length, kv[..., :d].astype(jnp.float32), 0)
+    cut = keys[:, :T // P * P].reshape(G, -1, P, d)
+    means = cut.mean(2)
+    chunks = kind.chunks(length)
+    cosine = jnp.einsum("gcd,gcpd->gcp", means, cut) / jnp.maximum(
+        jnp.linalg.norm(means, axis=-1)[..., None] * jnp.linalg.norm(cut, axis=-1), 1e-8)
+    within = jnp.arange(T // P) < chunks
+    order = jnp.argsort(jnp.where(within, cosine.min(-1), jnp.inf), axis=-1, stable=True)
+    odd = (jnp.argsort(order, axis=-1) < kind.outlier_chunk) & within                     # [G, C]
+    place = jnp.arange(T)
+    stays = jnp.where(place < chunks * P, jnp.pad(jnp.repeat(odd, P, 1), ((0, 0), (0, T % P))), place < length)
+    first = jnp.argsort(~stays, axis=-1, stable=True)
+    first = first[:, :slots] if slots <= T else jnp.pad(first, ((0, 0), (0, slots - T)))
+    some = jnp.take_along_axis(kv, first[..., None], 1)
+    plain = turned(shape, keys.swapaxes(0, 1)[None], -place[None])[0].reshape(T, G * d)     # before their rotation
+    _, vectors = jnp.linalg.eigh(plain.T @ plain)
+    basis = vectors[:, ::-1][:, :min(kind.rank, G * d)]         # the directions of the largest singular values
+    store = lambda x: x.astype(kv.dtype)
+    return some, Shadow(codes=store(plain @ basis), basis=store(basis.reshape(G, d, -1).swapaxes(1, 2)),
+                        values=kv[..., d:], landmarks=store(means), far=within & ~odd)
+
+
+@CACHES.register("shadowkv", "ShadowKV: KV Cache in Shadows for High-Throughput Long-Context LLM Inference",
+                 "Sun et al. 2024", family="sparse")
+@dataclasses.dataclass(frozen=True)
+class ShadowKVConfig(SparseConfig):
+    """Keeps keys of low rank; each query reads the chunks whose mean keys it attends to, outliers and what follows the
+    prompt.
+
+    It saves the memory of keys, and with `offload=True` that of values, too. Example: `cache="shadowkv:budget=1024"`.
+
+    Attributes:
+        budget: number of tokens of the chunks that a query reads; of one chunk at least.
+        chunk_size: tokens of a chunk.
+        rank: of the matrix of keys of all heads of a layer.
+        outlier_chunk: number of chunks of each head that are kept as they are.
+        local_chunk: number of whole chunks at the end of the prompt that are kept as they are.
+        offload: whether values are kept in the host's memory.
+    """
+
+    budget: Count = 2048
+    chunk_size: Count = 8
+    rank: Count = 160
+    outlier_chunk: Whole = 48
+    local_chunk: Whole = 4
+    offload: bool = False
+    _new: int | None = None
+
+    name: ClassVar[str] = "shadowkv"
+    scores: ClassVar[str] = "chunks"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.budget < self.chunk_size:
+            raise ValueError(f"budget: got {self.budget}, takes the {self.chunk_size} tokens of a chunk or more")
+
+    def fit(self, new: int) -> ShadowKVConfig:
+        return dataclasses.replace(self, _new=new)
+
+    def chunks(self, length: Array) -> Array:
+        """Returns the number of chunks of a prompt that are outliers or chosen from; the tokens after them are kept."""
+        return jnp.maximum(length // self.chunk_size - self.local_chunk, 0)
+
+    def empty(self, shapes: tuple[KVLayer, ...], batch: int, size: int, dtype: Any, inputs: PyTree) -> Cache:
+        kept = self.outlier_chunk * self.chunk_size + (self.local_chunk + 1) * self.chunk_size - 1
+        slots = min(size, kept + (size if self._new is None else self._new))
+        slots = slots if slots <= BLOCK else -(-slots // BLOCK) * BLOCK
+        zeros = lambda *rest, dtype=dtype: jnp.zeros((batch, *rest), dtype)
+        kv: list[Array] = []
+        shadows: list[Shadow | None] = []
+        for shape in shapes:
+            whole, (G, d) = shape.sliding is not None, (shape.heads, shape.width)
+            kv.append(empty_kv([shape], batch, size if whole else slots, dtype)[0])
+            R, C, e = min(self.rank, G * d), size // self.chunk_size, shape.both - d
+            values = lambda G=G, C=C, e=e: empty_pages(batch, G, C, self.chunk_size, e, dtype=dtype) if self.offload \
+                else zeros(G, size, e)
+            shadows.append(None if whole else Shadow(
+                codes=zeros(size, R), basis=zeros(G, R, d), values=values(),
+                landmarks=zeros(G, C, d), far=zeros(G, C, dtype=bool)))
+        parts = self.parts((), batch, size, dtype, inputs) | dict(kv=tuple(kv), shapes=shapes)
+        none = jnp.zeros(batch, jnp.int32)
+        return ShadowKVCache(shadows=tuple(shadows), kept=none, began=none, size=size, **parts)
