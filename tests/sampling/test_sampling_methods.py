@@ -16,7 +16,7 @@ import decodax as dx
 from decodax.core import keys
 from decodax.sampling import BregmanTopK, Context, NonMonotonicEnd
 from decodax.sampling.arithmetic import evenly
-from tests.algorithms.beams.test_contrastive import PROMPTS, net
+from tests.algorithms.contrastive.test_contrastive import PROMPTS, net
 from tests.matrix import often
 
 

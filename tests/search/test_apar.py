@@ -24,7 +24,7 @@ from decodax.core.state import Status
 from decodax.io.text import Tokenizer
 from decodax.search.apar import stitched
 from decodax.search.forks import BY_TEXT, Forks
-from tests.algorithms.beams.test_contrastive import PROMPTS, net
+from tests.algorithms.contrastive.test_contrastive import PROMPTS, net
 from tests.matrix import often
 from tests.small_tokenizers import of_words
 

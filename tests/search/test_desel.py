@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from decodax import search
-from tests.algorithms.beams.test_adadec import following
+from tests.algorithms.contrastive.test_adadec import following
 from tests.search.test_self_infilling import LETTERS, filling
 
 pytestmark = pytest.mark.wide

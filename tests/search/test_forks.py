@@ -10,7 +10,7 @@ import pytest
 import decodax as dx
 from decodax.core.state import Status
 from decodax.search import Forks
-from tests.algorithms.beams.test_contrastive import PROMPTS, net
+from tests.algorithms.contrastive.test_contrastive import PROMPTS, net
 from tests.laws.test_systems import lm as worded
 
 OPTIONS: dict[str, Any] = dict(max_new_tokens=12, temperature=1.0)

@@ -7,7 +7,7 @@ import pytest
 
 import decodax as dx
 from decodax import search
-from tests.algorithms.beams.test_adadec import following, sharp
+from tests.algorithms.contrastive.test_adadec import following, sharp
 
 pytestmark = pytest.mark.wide
 

@@ -16,7 +16,7 @@ import pytest
 
 import decodax as dx
 from decodax import search
-from tests.algorithms.beams.test_adadec import PROMPTS, following, sharp
+from tests.algorithms.contrastive.test_adadec import PROMPTS, following, sharp
 from tests.matrix import often
 
 pytestmark = pytest.mark.wide

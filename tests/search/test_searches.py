@@ -25,7 +25,7 @@ from decodax.search.explorer import log_mean, normal, settled
 from decodax.search.particles import kept
 from decodax.search.phi import k_means, tf_idf
 from decodax.search.tree import shares
-from tests.algorithms.beams.test_contrastive import PROMPTS, net
+from tests.algorithms.contrastive.test_contrastive import PROMPTS, net
 
 V, NEW, EOS = 5, 4, 2
 

@@ -20,7 +20,7 @@ from decodax import search
 from decodax.core.stops import cut_at_stop
 from decodax.io.text import Tokenizer
 from decodax.search.self_infilling import Parts
-from tests.algorithms.beams.test_adadec import sharp
+from tests.algorithms.contrastive.test_adadec import sharp
 from tests.matrix import often
 from tests.small_tokenizers import of_words
 

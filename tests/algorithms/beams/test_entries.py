@@ -15,7 +15,7 @@ import decodax as dx
 from decodax.algorithms.beams import StochasticBeams
 from decodax.algorithms.contrastive.awrs import AWRS, ranked
 from decodax.common.registry import ALGORITHMS
-from tests.algorithms.beams.test_contrastive import PROMPTS, net
+from tests.algorithms.contrastive.test_contrastive import PROMPTS, net
 from tests.matrix import often
 from tests.search.test_searches import EOS, NEW, V, law, tiny
 

@@ -14,7 +14,7 @@ import pytest
 import decodax as dx
 from decodax.algorithms.speculative import Draft, Reflective, chain, drafts, trees
 from decodax.core.window import causal
-from tests.algorithms.beams.test_contrastive import PROMPTS, net
+from tests.algorithms.contrastive.test_contrastive import PROMPTS, net
 from tests.matrix import often
 
 pytestmark = pytest.mark.wide

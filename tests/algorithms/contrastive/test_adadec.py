@@ -24,7 +24,7 @@ from decodax.core.stops import StopTable
 from decodax.core.types import Params
 from decodax.core.window import causal
 from decodax.sampling import build
-from tests.algorithms.beams.test_contrastive import PROMPTS, net
+from tests.algorithms.contrastive.test_contrastive import PROMPTS, net
 from tests.matrix import often
 
 pytestmark = pytest.mark.wide

@@ -12,7 +12,7 @@ import pytest
 import decodax as dx
 from decodax.algorithms.parallel.group_think import GroupThink, split
 from decodax.core.window import Window
-from tests.algorithms.beams.test_contrastive import PROMPTS, net
+from tests.algorithms.contrastive.test_contrastive import PROMPTS, net
 from tests.matrix import often
 
 pytestmark = pytest.mark.wide

@@ -17,7 +17,7 @@ import pytest
 import decodax as dx
 from decodax.algorithms.contrastive.vector_fsd import VectorFSD
 from decodax.engine.request import Request
-from tests.algorithms.beams.test_contrastive import PROMPTS, net
+from tests.algorithms.contrastive.test_contrastive import PROMPTS, net
 from tests.matrix import often
 
 pytestmark = pytest.mark.wide

@@ -20,8 +20,8 @@ import pytest
 import decodax as dx
 from decodax.algorithms.beams import NGrams
 from decodax.algorithms.parallel.superposed import Superposed, Superposition
-from tests.algorithms.beams.test_adadec import sharp
-from tests.algorithms.beams.test_contrastive import PROMPTS
+from tests.algorithms.contrastive.test_adadec import sharp
+from tests.algorithms.contrastive.test_contrastive import PROMPTS
 from tests.matrix import often
 
 pytestmark = pytest.mark.wide

@@ -13,8 +13,8 @@ import pytest
 
 import decodax as dx
 from decodax.algorithms.contrastive.autodeco import COLDEST, Heads, autodeco, losses
-from tests.algorithms.beams.test_adadec import following, sharp
-from tests.algorithms.beams.test_contrastive import PROMPTS
+from tests.algorithms.contrastive.test_adadec import following, sharp
+from tests.algorithms.contrastive.test_contrastive import PROMPTS
 
 pytestmark = pytest.mark.wide
 
