@@ -300,7 +300,6 @@ def dynamic_beam_allocation(lm: Any, phrases: Any, width: Count = 4, ordered: bo
     The cost does not depend on the number of phrases.
 
     Args:
-        lm: loaded model.
         phrases: list of phrases, each a text or a list of token ids. A text is encoded as a part of a longer one, so
             that a leading space is part of it.
         width: number of beams of a prompt.
@@ -322,7 +321,6 @@ def grid_beam_search(lm: Any, phrases: Any, beams: Count = 4, length_penalty: fl
     The cost grows with the number of phrase tokens; `dynamic-beam-allocation` is cheaper.
 
     Args:
-        lm: loaded model.
         phrases: list of phrases, each a text or a list of token ids.
         beams: number of beams for each number of phrase tokens.
         length_penalty: exponent of the length by which a score is divided.

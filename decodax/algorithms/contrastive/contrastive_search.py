@@ -150,7 +150,6 @@ def contrastive_search(lm: Any, alpha: Share = 0.6, k: Count = 4) -> Contrastive
     Avoids the repetitions of greedy decoding without sampling. The generation argument `penalty_alpha` is the same.
 
     Args:
-        lm: loaded model.
         alpha: weight of the degeneration penalty; 0 is greedy decoding.
         k: number of candidates.
     """

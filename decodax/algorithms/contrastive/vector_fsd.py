@@ -119,7 +119,6 @@ def vector_fsd(lm: Any, alpha: Share = 0.45, k: Count = 3, n: Annotated[int, Ran
     form with counts of n-grams.
 
     Args:
-        lm: loaded model.
         alpha: weight of the penalty; 0 is greedy decoding.
         k: number of candidates.
         n: the states of the last `n - 1` tokens are compared.

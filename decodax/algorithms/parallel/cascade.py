@@ -280,7 +280,6 @@ def cascade(lm: Any, barrier: int | None = None, orders: Whole = 4, keep: Count 
     For models trained with barriers. A text takes `orders + 1` forwards, however long it is.
 
     Args:
-        lm: loaded model.
         barrier: id of the barrier token that the model was trained with. None: the tokenizer's <|barrier|>.
         orders: highest Markov order.
         keep: number of n-grams of a position that survive an order.

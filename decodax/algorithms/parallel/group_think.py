@@ -180,10 +180,10 @@ def group_think(lm: Any, threads: Count = 4, starts: tuple[tuple[int, ...], ...]
                 together: bool = True) -> GroupThink:
     """Writes several threads of one text side by side; each reads the tokens of all others.
 
-    For problems that divide into parts. `split` separates the threads of a result.
+    For problems that divide into parts, and models whose layers attend to the whole text. `split` separates the threads
+    of a result.
 
     Args:
-        lm: loaded model, whose layers attend to the whole text.
         threads: number of threads.
         starts: token ids with which each thread begins, such as those of its name. (): none, so that the first tokens
             of greedy threads are the same.

@@ -141,7 +141,6 @@ def dkv_cache(lm: Any, variant: Literal["decode", "greedy"] = "decode", block_le
     For models with attention in both directions. "greedy" computes less and decides in random order.
 
     Args:
-        lm: loaded diffusion model.
         variant: "decode" or "greedy", as in the paper.
         block_length: positions of a block.
         steps: steps of a block. None: one position a step.

@@ -231,7 +231,6 @@ def dllm_cache(lm: Any, block_length: Count = 32, steps: Count | None = None, pr
     For long prompts and models of the `Transformer` family.
 
     Args:
-        lm: loaded diffusion model.
         block_length: positions of a block.
         steps: steps of a block. None: one position a step.
         prompt_interval_steps: rounds after which the prompt's entries are refreshed.

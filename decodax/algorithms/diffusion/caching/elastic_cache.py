@@ -331,7 +331,6 @@ def elastic_cache(lm: Any, window_size: Count = 16, threshold: Share = 0.9, gamm
     For models with a mask token whose logits predict their own position, such as LLaDA.
 
     Args:
-        lm: loaded diffusion model.
         window_size: number of masked positions that a forward scores.
         threshold: least probability of a candidate that is unmasked.
         gamma: least similarity of attention to that of the forward before; a lower one recomputes the layers above.

@@ -97,7 +97,6 @@ def freecache(lm: Any, block_length: Count = 32, steps: Count | None = None, suf
     FlashDLM's cache without its guided diffusion; for models with attention in both directions.
 
     Args:
-        lm: loaded diffusion model.
         block_length: positions of a block.
         steps: steps of a block. None: one position a step.
         suffix: positions that each forward recomputes, from the block's start on.
@@ -116,7 +115,6 @@ def flashdlm(lm: Any, draft: Any, top: Count = 1, relative: Share = 0.0,
     the forward before began; here each entry is at its own position.
 
     Args:
-        lm: loaded diffusion model.
         draft: loaded autoregressive model with the same vocabulary.
         top: number of the autoregressive model's likeliest tokens that are accepted. 1 is the authors' "deterministic"
             rule, more is their "topk".

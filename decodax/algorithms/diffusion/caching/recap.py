@@ -124,7 +124,6 @@ def recap(lm: Any, steps: Count = 24, every: Count = 2, pre_full_iters: WholeNum
     Halves the computation of a sampler that fills the whole text at once.
 
     Args:
-        lm: loaded diffusion model.
         steps: number of steps, full and local.
         every: steps from one full step to the next (the authors' `num_cache_iters` plus 1).
         pre_full_iters: number of full steps at the beginning.

@@ -116,7 +116,6 @@ def adablock(lm: Any, delimiters: tuple[int, ...] | None = None, delimiter_thres
     `Anchored`.
 
     Args:
-        lm: loaded diffusion model.
         delimiters: ids of the tokens that may end a block. None: the newline.
         delimiter_threshold: least probability of a delimiter that ends a block.
         block_length: positions of a block where no delimiter is found.

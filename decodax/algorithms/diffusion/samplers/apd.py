@@ -110,13 +110,12 @@ def apd(lm: Any, draft: Any, mixture_weight: Share = 0.7, max_lookahead: Count =
         kv_window: Count | None = 16) -> MaskedDiffusion:
     """Writes from left to right, as many tokens at once as a small autoregressive model agrees to.
 
-    The two models share a vocabulary. No shipped model sees the whole text and has such a draft model; this makes one
-    of `pycode` and writes it to `runs/pycode-full/model`:
+    The diffusion model has to see the whole text, and share its vocabulary with the draft model. No shipped model does;
+    this makes one of `pycode` and writes it to `runs/pycode-full/model`:
 
         python scripts/train.py diffusion --preset pycode-diffusion --block 0 --output runs/pycode-full
 
     Args:
-        lm: loaded diffusion model that sees the whole text.
         draft: loaded autoregressive model.
         mixture_weight: weight of the diffusion model in the product, the paper's R.
         max_lookahead: masked positions that are scored, the paper's M (theirs: 100 and more).

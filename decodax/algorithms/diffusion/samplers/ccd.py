@@ -171,7 +171,6 @@ def ccd(lm: Any, rule: Literal["agreement", "mean"] = "agreement", steps: Count 
     distribution over contexts, which the released code does not compute, in blocks.
 
     Args:
-        lm: loaded diffusion model.
         rule: "agreement" or "mean".
         steps: steps of the text, or of a block for "mean", for the quota. None: one position a step.
         adaptive: True: all positions that agree are unmasked. False: at most the quota.

@@ -122,7 +122,6 @@ def d2f(lm: Any, skip_threshold: Share = 0.9, block_add_threshold: Share = 0.1, 
     block-causal model keeps its own blocks.
 
     Args:
-        lm: loaded diffusion model.
         skip_threshold: probability above which a candidate is unmasked.
         block_add_threshold: decided share of a block at which the next one is added.
         decoded_token_threshold: decided share of a block at which the next one is fully active.

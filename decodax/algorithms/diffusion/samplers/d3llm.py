@@ -177,7 +177,6 @@ def d3llm(lm: Any, threshold: float = 0.5, block_add_threshold: Share = 0.1, dec
     position's own logits; here it is predicted from the position before it, as everywhere.
 
     Args:
-        lm: loaded diffusion model.
         threshold: most entropy, in nats, of a candidate that is unmasked.
         block_add_threshold: decided share of a block at which the next one is added.
         decoded_token_threshold: decided share of a block at which the next one is fully active.

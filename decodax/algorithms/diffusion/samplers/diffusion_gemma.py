@@ -97,7 +97,6 @@ def diffusion_gemma(lm: Any, entropy_bound: float = 0.1, steps: Count = 48, canv
     tokens.
 
     Args:
-        lm: loaded diffusion model.
         entropy_bound: entropy budget of a step, in nats.
         steps: most steps of a canvas.
         canvas_length: positions of a canvas. None: the model's block, or 256.

@@ -73,7 +73,6 @@ def dimple(lm: Any, threshold: Share = 0.95, steps: Count | None = None,
     Structure priors are given tokens in the canvas: `decodax.infill`.
 
     Args:
-        lm: loaded diffusion model.
         threshold: probability above which a candidate is unmasked, in any order.
         steps: steps of the text. None: as many as tokens.
         order: score by which a step unmasks if no position is above the threshold; "random" is the authors' "origin",

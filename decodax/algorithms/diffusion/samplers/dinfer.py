@@ -117,7 +117,6 @@ def dinfer_hierarchy(lm: Any, threshold: Share = 0.9, low_threshold: Share = 0.4
     The extra position divides its run, so that the next step has more context on both sides.
 
     Args:
-        lm: loaded diffusion model.
         threshold: probability above which a candidate is unmasked.
         low_threshold: probability above which the surest candidate of a run is unmasked.
         block_length: positions of a block. None: the model's, or 32.
@@ -133,7 +132,6 @@ def dinfer_credit(lm: Any, threshold: Share = 0.9, alpha: float = 0.7, gamma: fl
     """Unmasks all sure positions, where a token that stays the likeliest from step to step counts as surer.
 
     Args:
-        lm: loaded diffusion model.
         threshold: least probability of a candidate that is unmasked.
         alpha: weight of the credit in the logits.
         gamma: power to which a token's probability is added to its credit.
@@ -156,7 +154,6 @@ def dinfer_vicinity(lm: Any, block_length: Count = 32, threshold: Share = 0.9, p
     the first block, the authors' code scores the whole text twice more, here once.
 
     Args:
-        lm: loaded diffusion model.
         block_length: positions of a block.
         threshold: least probability of a candidate that is unmasked.
         prefix_look: positions before the block that are recomputed.

@@ -23,7 +23,6 @@ def dparallel(lm: Any, entropy: float = 0.5, block_length: Count | None = None) 
     LLaDA also takes equal entropies.
 
     Args:
-        lm: loaded diffusion model.
         entropy: entropy in nats below which a candidate is unmasked.
         block_length: positions of a block. None: the model's, or 32.
     """

@@ -27,7 +27,6 @@ def dream(lm: Any, steps: Count = 64, alg: Literal["entropy", "topk_margin", "ma
     given too, it is applied before top-p (in the authors' code after it).
 
     Args:
-        lm: loaded diffusion model.
         steps: steps of the text.
         alg: order of unmasking, as the authors name it: "entropy", "topk_margin", "maskgit_plus" (confidence) or
             "origin" (each position at a random time).

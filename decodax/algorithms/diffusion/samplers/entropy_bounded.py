@@ -50,7 +50,6 @@ def entropy_bounded(lm: Any, gamma: float = 0.1, block_length: Count | None = No
     Faster than one position a step at nearly the same quality; `gamma` trades one for the other.
 
     Args:
-        lm: loaded diffusion model.
         gamma: entropy budget of a step, in nats.
         block_length: positions of a block. None: the model's, or 32.
         order: score by which positions are listed.
@@ -74,7 +73,6 @@ def sbd(lm: Any, gamma: float = 0.35, block_size: Count | None = None) -> Masked
             --output runs/pycode-sbd
 
     Args:
-        lm: loaded diffusion model with causal-prefix attention.
         gamma: entropy budget of a step, in nats; the paper has 0.1 and 0.35 for reasoning, 0.35 and 0.6 for chat.
         block_size: positions of a block, the paper's k; its models are trained with 2 to 16. None: the model's, or 16.
     """

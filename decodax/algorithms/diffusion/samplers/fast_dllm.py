@@ -113,7 +113,6 @@ def fast_dllm(lm: Any, block_length: Count = 32, threshold: float | None = 0.9, 
     the authors' code for Dream: see `Anchored`. Its quotas go by entropy along the noise schedule, as Dream's.
 
     Args:
-        lm: loaded diffusion model.
         block_length: positions of a block.
         threshold: least probability of a candidate that is unmasked. None without a factor: quotas of `steps` a block,
             so that only the cache is Fast-dLLM's.

@@ -115,7 +115,6 @@ def fast_dllm_2(lm: Any, small_block_size: Count = 8, threshold: Share = 0.9,
     is the likeliest one of the forward that finishes the block before it.
 
     Args:
-        lm: loaded diffusion model.
         small_block_size: positions of a small block.
         threshold: probability above which a candidate is unmasked.
         cache: "block" is exact for finished blocks; "dual" also caches inside a block (the authors'

@@ -152,7 +152,6 @@ def freedave(lm: Any, draft_steps: Count = 4, block_length: Count | None = None,
     The authors always use a cache. Their eager mode, which drafts into the next block, is not included.
 
     Args:
-        lm: loaded diffusion model.
         draft_steps: canvases that a forward scores.
         block_length: positions of a block. None: the model's, or 32.
         steps: steps of a block. None: one position a step, as published.
@@ -172,7 +171,6 @@ def freedave_plus_plus(lm: Any, draft_steps: Count = 4, threshold: float | None 
     the threshold, as all others.
 
     Args:
-        lm: loaded diffusion model.
         draft_steps: canvases that a forward scores.
         threshold: least probability of a candidate that is unmasked. None: one token a step, which makes it FreeDave.
         match: "exact": a draft must equal a step's result. "subset": it may lack some of its tokens. None: the authors'

@@ -182,7 +182,6 @@ def learn2pd(lm: Any, filter: Filter | str | None = None, threshold: Share = 0.9
     writes `runs/filter/model/filter.safetensors`.
 
     Args:
-        lm: loaded diffusion model.
         filter: the filter, or its file; its width is the block. None: the `filter.safetensors` in the model's
             directory.
         threshold: the filter's probability above which a candidate is unmasked.

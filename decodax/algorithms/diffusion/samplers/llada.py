@@ -54,7 +54,6 @@ def llada(lm: Any, block_length: Count | None = None, steps: Count | None = None
     The default for every diffusion model. Fewer steps are faster and worse.
 
     Args:
-        lm: loaded diffusion model.
         block_length: positions of a block. None: the model's, or 32.
         steps: steps of a block. None: one position a step.
         remasking: "low_confidence" unmasks the surest positions, "random" random ones.
@@ -74,7 +73,6 @@ def llada2(lm: Any, threshold: Share = 0.95, steps: Count | None = 32,
     The quotas divide the whole block, even if it begins with tokens of the prompt.
 
     Args:
-        lm: loaded diffusion model.
         threshold: probability above which a candidate is unmasked.
         steps: steps of a block, for the quota. None: one position a step.
         block_length: positions of a block. None: the model's, or 32.
@@ -95,7 +93,6 @@ def llada2_1(lm: Any, threshold: Share = 0.7, editing_threshold: Share = 0.5, ma
     position.
 
     Args:
-        lm: loaded diffusion model.
         threshold: probability above which a candidate is unmasked.
         editing_threshold: probability above which another candidate replaces a decided token.
         max_post_steps: editing steps of a block without open positions, after which the end of the text is searched.

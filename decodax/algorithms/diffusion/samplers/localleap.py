@@ -49,7 +49,6 @@ def localleap(lm: Any, threshold: Share = 0.9, relaxed_threshold: Share = 0.75, 
     The defaults are the authors' values for LLaDA.
 
     Args:
-        lm: loaded diffusion model.
         threshold: least probability of a sure candidate, an anchor.
         relaxed_threshold: least probability of a candidate near an anchor.
         radius: distance in positions that counts as near.

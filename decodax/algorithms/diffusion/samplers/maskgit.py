@@ -46,7 +46,6 @@ def maskgit(lm: Any, steps: Count = 12, choice_temperature: float = 4.5, size: C
     (`MaskBottom`); unmasking only the others is the same.
 
     Args:
-        lm: loaded diffusion model.
         steps: steps of the text.
         choice_temperature: scale of the noise in the first step; it falls linearly to 0.
         size: most new tokens of a text. None: the budget of the call.

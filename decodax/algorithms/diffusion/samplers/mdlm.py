@@ -55,7 +55,6 @@ def mdlm(lm: Any, steps: Count = 64, size: Count | None = None) -> MaskedDiffusi
     Steps in which no position is unmasked take no forward, as in the authors' cached sampler.
 
     Args:
-        lm: loaded diffusion model.
         steps: steps of the text.
         size: most new tokens of a text. None: the budget of the call.
     """
@@ -70,7 +69,6 @@ def bd3_lm(lm: Any, block_size: Count | None = None, steps: Count | None = None)
     For block-causal models.
 
     Args:
-        lm: loaded diffusion model.
         block_size: positions of a block. None: the model's, or 16.
         steps: steps of a block. None: first-hitting times, one position a step.
     """

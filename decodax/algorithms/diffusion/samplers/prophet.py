@@ -66,7 +66,6 @@ def prophet(lm: Any, block_length: Count = 32, steps: Count | None = None, answe
     For tasks with a short answer at a known place.
 
     Args:
-        lm: loaded diffusion model.
         block_length: positions of a block.
         steps: steps of a block. None: one position a step.
         answer: first position of the answer after the prompt, and its length (5 as published). None: the whole text.

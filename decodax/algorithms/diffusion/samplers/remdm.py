@@ -117,7 +117,6 @@ def remdm(lm: Any, steps: Count = 64, eta: float = 0.02, kind: Literal["cap", "r
     Each step takes a forward; the authors' code does not score an unchanged canvas again.
 
     Args:
-        lm: loaded diffusion model.
         steps: steps of the text.
         eta: scale of the probability with which a decided token is masked again.
         kind: schedule of that probability, see `ReMDM`.

@@ -26,7 +26,6 @@ def sdar(lm: Any, rule: Literal["dynamic", "static", "sequential", "entropy", "r
     overwrite decided ones, including the prompt's; here such a step takes only the open ones.
 
     Args:
-        lm: loaded diffusion model.
         rule: "dynamic" unmasks all sure positions, or the quota if these are fewer; "static" the quota, by confidence;
             "sequential" from left to right; "random" in random order; "entropy" by an entropy budget.
         threshold: probability above which "dynamic" unmasks a candidate.

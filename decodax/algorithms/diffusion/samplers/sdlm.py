@@ -42,11 +42,10 @@ def sdlm(lm: Any, size: Count | None = None, threshold: float = 0.9,
          measure: Literal["confidence", "entropy"] = "confidence") -> MaskedDiffusion:
     """Predicts a few masks after a causal prefix and keeps the longest sure run of them.
 
-    The self-speculative mode is not included: each of its drafts has masks of its own after it, beyond the window that
-    drafts share.
+    For models with causal-prefix attention. The self-speculative mode is not included: each of its drafts has masks of
+    its own after it, beyond the window that drafts share.
 
     Args:
-        lm: loaded diffusion model with causal-prefix attention.
         size: positions predicted at once, from the last token and `size - 1` masks. None: the model's block, or 4.
         threshold: tokens above this probability are kept, or below this entropy in nats, where the authors' code takes
             `1 - entropy / log(vocabulary)`.

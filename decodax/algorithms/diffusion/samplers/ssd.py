@@ -72,7 +72,6 @@ def ssd(lm: Any, length: Count = 3, top: Count = 2, most: Count = 16,
     token.
 
     Args:
-        lm: loaded diffusion model.
         length: number of steps that drafts look ahead.
         top: number of choices at each step; 1 drafts a chain.
         most: most canvases of a forward.
