@@ -58,6 +58,7 @@ def test_options_of_systems_are_held_to_their_kind() -> None:
     for name, entry in ALGORITHMS.items():
         given: dict[str, Any] = {} if entry.needs == "nothing" else {"lm": Thing(), "draft": Thing()}
         known = inspect.signature(entry.make).parameters
+        required = {option: Thing() for option, takes in entry.options.items() if not takes.optional}
         for option in [option for option in entry.options if known[option].annotation in ("int", "float", "bool")]:
             with pytest.raises(ValueError, match=rf"^{option}: got .*Thing.*, takes "):
-                dx.algorithms.make(name, **given, **{option: Thing()})
+                dx.algorithms.make(name, **given, **{option: Thing(), **required})
