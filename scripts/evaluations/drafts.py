@@ -8,10 +8,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import decodax as dx
+from decodax.algorithms.entries import SYSTEMS
 from decodax.algorithms.speculative.drafts import OwnCache
 from decodax.bench.figures import reporting, show_table
 from decodax.cache import dense
-from decodax.common.registry import SYSTEMS, options
+from decodax.common.registry import options
 from recipes import recall
 
 DRAFTS = ("full", "magicdec:budget=128", "magicdec:budget=256", "magicdec:budget=512",
