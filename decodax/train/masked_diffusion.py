@@ -332,7 +332,7 @@ def bound_per_byte(objective: Bound, params: Tree, stream: np.ndarray, byte_leng
         rows = starts[at:at + batch]
         counted = np.arange(batch) < len(rows)
         window = stream[np.resize(rows, batch)[:, None] + np.arange(length)]
-        given = Batch(window, answer, np.ones_like(answer))
+        given = Batch(*map(jnp.asarray, (window, answer, np.ones_like(answer))))
         for draw in range(draws):
             key = jax.random.fold_in(jax.random.key(draw), at)
             nats += float((np.asarray(_row_bounds(objective, params, given, key), np.float64) * counted).sum())
