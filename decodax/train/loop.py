@@ -289,8 +289,8 @@ class TrainingRun:
             self._keep_metrics()
             if self.finished:
                 console.print(f"{self.output}: this run ended with step {self.step}; nothing is left to train")
-            bar = progress.add_task("", total=1.0, completed=self.share,  # type: ignore[arg-type]
-                                    note="")
+            bar = progress.add_task("", total=1.0, note="")
+            progress.update(bar, completed=self.share)
             began, waiting = time.monotonic() - self.seconds, list[dict[str, Array]]()
             self.settle()
             while not self.finished:

@@ -118,7 +118,8 @@ def collect(network: Transformer, params: Tree, batch: Batch, kind: Diffusion, s
         confidence, final, taken = map(np.asarray, rollout(network, params, rows, kind, span, longest))
         taken = taken & (np.arange(size) < len(batch.tokens) - at)[:, None]
         parts.append((confidence[taken], final[taken]))
-    return FilterExamples(*(jnp.asarray(np.concatenate(x)) for x in zip(*parts, strict=True)))
+    found: Any = [np.concatenate(x) for x in zip(*parts, strict=True)]      # on the host: batches are drawn from them
+    return FilterExamples(*found)
 
 
 def save_filter(path: Path, params: Tree) -> None:
