@@ -37,7 +37,7 @@ from decodax.algorithms.speculative.drafts import (
     Staged,
     TargetRooted,
 )
-from decodax.algorithms.speculative.drafts.model.intersection import Intersection
+from decodax.algorithms.speculative.drafts.model.tli import Intersection
 from decodax.algorithms.speculative.grown import Grown, Trimmed
 from decodax.algorithms.speculative.reflective import Reflective
 from decodax.algorithms.speculative.source import Draft, Source

@@ -22,7 +22,7 @@ from decodax.algorithms.speculative.contracts import propose
 from decodax.algorithms.speculative.grown import Grown
 from decodax.algorithms.speculative.source import Draft, Shape, Source
 from decodax.algorithms.speculative.tree import tree, window
-from decodax.algorithms.speculative.trees.fixed import Fixed
+from decodax.algorithms.speculative.fixed_trees import Fixed
 from decodax.core.cache import Feature
 from decodax.core.record import Record, record
 from decodax.core.state import State, Status

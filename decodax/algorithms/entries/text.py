@@ -17,7 +17,7 @@ from decodax.algorithms.entries.shared import (
     TREE,
 )
 from decodax.algorithms.speculative import Cut, Speculative, SpecVerification, drafts, fit_tree, trees
-from decodax.algorithms.speculative.drafts.text.recycling import template
+from decodax.algorithms.speculative.drafts.text.token_recycling import template
 from decodax.common.registry import ALGORITHMS
 
 

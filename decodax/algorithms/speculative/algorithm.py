@@ -17,7 +17,7 @@ from decodax.algorithms.speculative.drafter import Drafter
 from decodax.algorithms.speculative.grown import Grown, Trimmed
 from decodax.algorithms.speculative.source import Draft, Shape, Source
 from decodax.algorithms.speculative.tree import Proposal, Tree, tree, window
-from decodax.algorithms.speculative.verify import SeedExact, Verifier
+from decodax.algorithms.speculative.verifier import SeedExact, Verifier
 from decodax.common.arguments import shown
 from decodax.common.struct import short
 from decodax.core.cache import Feature

@@ -24,11 +24,11 @@ from jax.sharding import Mesh, PartitionSpec
 
 from decodax.algorithms.speculative.algorithm import Speculative
 from decodax.algorithms.speculative.drafter import AroundSource
-from decodax.algorithms.speculative.drafts import DraftModel
+from decodax.algorithms.speculative.drafts.model.draft_model import DraftModel
 from decodax.algorithms.speculative.overlap import Overlapping
 from decodax.algorithms.speculative.source import Draft
 from decodax.algorithms.speculative.tree import Drawn, Proposal, Tree
-from decodax.algorithms.speculative.verify import Verifier
+from decodax.algorithms.speculative.verifier import Verifier
 from decodax.core.around import AroundModel
 from decodax.core.cache import Cache
 from decodax.core.round import run

@@ -173,3 +173,21 @@ def deepest(t: Tree, holds: Array) -> tuple[Array, Array]:
     depth = jnp.where(good, t.depth, -1)
     node = jnp.argmax(depth, 1)       # the first of the deepest: among equal siblings the earlier one
     return path_to(t, node), jnp.take_along_axis(depth, node[:, None], 1)[:, 0]
+
+
+def at_parents(t: Tree, x: Array) -> Array:
+    """Returns the value of `x` (`[B, 1 + N, ...]`) at each node's parent; the newest token gets its own."""
+    up = jnp.maximum(jnp.broadcast_to(t.parents, t.tokens.shape), 0)
+    return jnp.take_along_axis(x, up.reshape(*up.shape, *[1] * (x.ndim - 2)), 1)
+
+
+def of_tokens(t: Tree, x: Array) -> Array:
+    """Returns the entry of `x` (`[B, 1 + N, V]`) for each node's token at its parent: `[B, 1 + N]`."""
+    up = jnp.maximum(jnp.broadcast_to(t.parents, t.tokens.shape), 0)
+    return x[jnp.arange(up.shape[0])[:, None], up, t.tokens]
+
+
+def at_end(x: Array, path: Array, accepted: Array) -> Array:
+    """Returns the value of `x` (`[B, 1 + N]`) at the last accepted node: `[B]`."""
+    node = jnp.take_along_axis(path, accepted[:, None], 1)
+    return jnp.take_along_axis(x, node, 1)[:, 0]

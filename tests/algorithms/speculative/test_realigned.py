@@ -16,8 +16,8 @@ from tokenizers import decoders, models, pre_tokenizers
 import decodax as dx
 from decodax.algorithms.speculative import MultiRound, Rejection, SeedExact, Speculative
 from decodax.algorithms.speculative.drafts import Intersection, Realigned
-from decodax.algorithms.speculative.drafts.model.intersection import common
-from decodax.algorithms.speculative.drafts.model.realigned import Alignment
+from decodax.algorithms.speculative.drafts.model.tli import common
+from decodax.algorithms.speculative.drafts.model.uag import Alignment
 from decodax.algorithms.speculative.trees import Chain, Fixed
 from decodax.algorithms.speculative.vocabulary import Merges, Vocabulary
 from decodax.cache import dense

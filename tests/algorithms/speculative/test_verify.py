@@ -23,7 +23,7 @@ from decodax.algorithms.speculative.verify import (
     TopKAcceptance,
     TypicalAcceptance,
 )
-from decodax.algorithms.speculative.verify.kseq import smallest
+from decodax.algorithms.speculative.verify.spectr import smallest
 from decodax.common.struct import Struct, struct
 from decodax.core import keys
 from decodax.core.keys import Purpose

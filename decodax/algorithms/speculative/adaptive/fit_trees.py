@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from decodax.algorithms.speculative.algorithm import Speculative
-from decodax.algorithms.speculative.trees import Fixed, from_acceptance
+from decodax.algorithms.speculative.fixed_trees import Fixed
+from decodax.algorithms.speculative.trees.acceptance import from_acceptance
 from decodax.core import drivers
 from decodax.core.around import Around
 from decodax.core.memory import bucket

@@ -14,7 +14,7 @@ import numpy as np
 from decodax.algorithms.speculative.adaptive.arms import NOTHING, Adaptive
 from decodax.algorithms.speculative.adaptive.controllers import Automatic
 from decodax.algorithms.speculative.algorithm import Speculative
-from decodax.algorithms.speculative.trees import Chain
+from decodax.algorithms.speculative.fixed_trees import Chain
 from decodax.core import drivers
 from decodax.core.memory import bucket, power
 from decodax.core.types import Model, Params

@@ -26,7 +26,7 @@ from decodax.algorithms.speculative.source import Draft, Drawn, Grower, Source, 
 from decodax.algorithms.speculative.tree import Proposal
 from decodax.algorithms.speculative.trees.layers import at_least
 from decodax.algorithms.speculative.trees.threshold import Drafted, entropy
-from decodax.algorithms.speculative.verify import SeedExact
+from decodax.algorithms.speculative.verifier import SeedExact
 from decodax.common.struct import Struct, struct
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params

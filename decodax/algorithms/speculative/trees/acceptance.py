@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from decodax.algorithms.speculative.trees.fixed import Fixed, Path
+from decodax.algorithms.speculative.fixed_trees import Fixed, Path
 
 
 def from_acceptance(tree: Fixed, accepted: Sequence[float], nodes: int) -> Fixed:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from decodax.algorithms.speculative.trees.fixed import Fixed, Path
+from decodax.algorithms.speculative.fixed_trees import Fixed, Path
 from decodax.algorithms.speculative.trees.layers import at_least
 
 

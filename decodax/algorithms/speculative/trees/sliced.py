@@ -22,7 +22,7 @@ from jax import Array
 
 from decodax.algorithms.speculative.source import Grower, Shape
 from decodax.algorithms.speculative.tree import Proposal
-from decodax.algorithms.speculative.trees.fixed import Fixed, Plan
+from decodax.algorithms.speculative.fixed_trees import Fixed, Plan
 from decodax.algorithms.speculative.trees.threshold import Drafted, Predictor, check_chance, entropy, probability
 
 

@@ -1,4 +1,4 @@
-"""Rejection sampling of a chain."""
+"""Rejection sampling of a chain of drafts (Leviathan et al., 2023; Chen et al., 2023)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 
 from decodax.algorithms.speculative.tree import Drawn, Tree
-from decodax.algorithms.speculative.verify.base import Guarantee, Verifier
+from decodax.algorithms.speculative.verifier import Guarantee, Verifier
 from decodax.algorithms.speculative.verify.walk import residual
 from decodax.core import keys
 from decodax.core.keys import Purpose

@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from decodax.algorithms.speculative.tree import Tree, path_to
-from decodax.algorithms.speculative.verify.pointwise import at_parents
+from decodax.algorithms.speculative.tree import Tree, at_parents, path_to
 from decodax.core import keys
 from decodax.core.keys import Purpose
 from decodax.core.state import State

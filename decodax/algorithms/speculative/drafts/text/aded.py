@@ -1,4 +1,5 @@
-"""ADED, adaptive draft-verification (Liu et al. 2024): a tri-gram matrix, and a tree search on it that makes the draft.
+"""ADED, adaptive draft-verification: drafts by a tree search on a trigram matrix ("Adaptive Draft-Verification for
+Efficient Large Language Model Decoding", Liu et al., 2024).
 
 The matrix estimates the chance of each token after the last two, from the prompt and whatever was decided since (and a
 corpus, if there is one). The draft tree is that of a Monte-Carlo tree search under the newest token: each simulation
@@ -26,7 +27,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from decodax.algorithms.speculative.drafts.model.other_tokenizer import FromText
+from decodax.algorithms.speculative.algorithm import Speculative
+from decodax.algorithms.speculative.verifier import SeedExact, Verifier
+from decodax.common.options import Count
+from decodax.common.registry import ALGORITHMS
+from decodax.algorithms.speculative.drafts.text.history import FromText
 from decodax.algorithms.speculative.source import Draft, Drawn
 from decodax.algorithms.speculative.tree import Proposal
 from decodax.common.struct import Struct, struct
@@ -87,10 +92,10 @@ class Trigrams(Struct):
 
 @dataclasses.dataclass(frozen=True)
 class ADED(FromText, Draft):
-    """Drafts a tree of up to `nodes` tokens, up to `depth` deep. With `SeedExact` the output is plain decoding's.
+    """Drafts the tree that a PUCT search finds in the trigrams of the text.
 
     Attributes:
-        k: successors kept for each pair. rows: rows of the table. explore: the weight of exploration.
+        nodes, depth: nodes of the tree and most tokens of a path. k: successors kept for each pair. rows: rows of the table. explore: the weight of exploration.
 
     Raises:
         ValueError: one of the numbers below 1, or a negative weight.
@@ -183,3 +188,16 @@ class ADED(FromText, Draft):
 
         tree = lax.fori_loop(1, size, simulate, tree)
         return Proposal(tokens=tree["tokens"][1:], live=tree["live"][1:], parents=tree["parents"][1:])
+
+
+@ALGORITHMS.register("aded", "Adaptive Draft-Verification for Efficient Large Language Model Decoding",
+                     "Liu et al. 2024", family="speculative-tree", guarantee="seed-exact")
+def aded(nodes: Count = 24, depth: Count = 6, verify: Verifier = SeedExact()) -> Speculative:
+    """Drafts a tree by a PUCT search on a trigram matrix that is kept up to date while decoding.
+
+    It needs no draft model; likely branches grow deep, and rarely tried siblings get their turn.
+
+    Args:
+        nodes: nodes of the draft tree. depth: most tokens of a path. verify: rule that accepts drafts.
+    """
+    return Speculative(ADED(nodes, depth), verify)

@@ -1,4 +1,5 @@
-"""STAND, stochastic adaptive n-gram drafting (Song et al. 2025): averaged next-token distributions of n-grams.
+"""STAND, stochastic adaptive n-gram drafting: drafts from averaged next-token distributions of n-grams ("Accelerated
+Test-Time Scaling with Model-Free Speculative Sampling", Song et al., 2025).
 
 Where an n-gram table keeps counts of what was drawn, STAND keeps what the target thought: for each n-gram the average
 of its next-token distributions, cut to the likeliest tokens. The longest n-gram at the end of a path that was seen
@@ -25,7 +26,7 @@ to Python code; this fits one to other texts:
 
     large = Speculative(Stand(lm.vocab_size), shape=Fixed.balanced(6, 3, 2, 2, 1))
     tree = fit_tree(lm, large, samples, nodes=15, temperature=0.8)
-    stand = Speculative(Stand(lm.vocab_size), shape=tree)           # or system("stand", lm, shape=tree)
+    stand = Speculative(Stand(lm.vocab_size), shape=tree)
 """
 
 from __future__ import annotations
@@ -38,10 +39,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from decodax.algorithms.speculative.drafts.model.other_tokenizer import best_places, known, matched
+from decodax.algorithms.speculative.algorithm import Speculative
+from decodax.algorithms.speculative.verifier import SeedExact, Verifier
+from decodax.common.options import Count
+from decodax.common.registry import ALGORITHMS
+from decodax.algorithms.speculative.adaptive.fit_trees import fit_tree
+from decodax.algorithms.speculative.drafts.text.history import best_places, known, matched
 from decodax.algorithms.speculative.drafts.text.ngram import Paths
 from decodax.algorithms.speculative.source import Answer, Level, Shape, Source
-from decodax.algorithms.speculative.trees.fixed import Fixed
+from decodax.algorithms.speculative.fixed_trees import Fixed
 from decodax.common.struct import Struct, struct
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
@@ -85,17 +91,17 @@ class TargetPredictions(Struct):
 
 @dataclasses.dataclass(frozen=True)
 class Stand(Source):
-    """A `Source` whose distributions are averages of the target's own after the same tokens.
+    """A `Source` whose distributions are averages of the target's own distributions after the same n-gram.
 
     Attributes:
         vocab: size of the target's vocabulary.
-        order: the longest n-gram that is looked up, of the tokens before the predicted one; the shortest is one token.
+        order: length of the longest n-gram that is looked up, without the predicted token; the shortest is one token.
         k: tokens kept of each distribution.
-        places: occurrences that are averaged.
-        shape: how its tree grows if `Speculative` is told nothing else.
-        share: whether rows of one prompt look into each other's texts. The lookup then costs a pass over the whole
-            batch's texts for each row and node.
-        warm: what `remember` kept of earlier generations.
+        places: number of occurrences that are averaged.
+        shape: how its tree grows unless `Speculative` is given another shape.
+        share: True if rows with the same prompt look into each other's texts. The lookup then costs a pass over the
+            whole batch's texts for each row and node.
+        warm: memory of earlier generations, from `remember`.
 
     Where nothing is known of a node's last token its distribution is uniform.
 
@@ -188,6 +194,35 @@ class Stand(Source):
             return lax.map(node, contexts) if self.share else jax.vmap(node)(contexts)
 
         return jax.vmap(row)(jnp.arange(B), contexts)
+
+
+@ALGORITHMS.register("stand", "Accelerated Test-Time Scaling with Model-Free Speculative Sampling", "Song et al. 2025",
+                     family="speculative-tree", needs="a model", guarantee="seed-exact")
+def stand(lm: Any, order: Count = 3, k: Count = 10, share: bool = True, warm: Memory | None = None,
+          shape: Shape | None = None, samples: Any = None, nodes: Count = 15,
+          verify: Verifier = SeedExact()) -> Speculative:
+    """Drafts from n-gram tables of the target's own distributions, shared among the samples of a prompt.
+
+    For many samples of one prompt (`num_samples`), whose texts have much in common.
+
+    Args:
+        lm: the target.
+        order: length of the longest n-gram that is looked up.
+        k: tokens kept of each distribution.
+        share: True if rows with the same prompt look into each other's texts.
+        warm: memory of earlier generations, from `remember`.
+        shape: the draft tree; None: 15 positions fitted to Python code, or to `samples`.
+        samples: prompts as token ids, to which a tree of `nodes` nodes is fitted.
+        nodes: size of the tree that is fitted.
+        verify: rule that accepts drafts.
+    """
+    source = Stand(lm.vocab_size, order, min(k, lm.vocab_size), share=share, warm=warm)
+    if samples is not None:
+        if shape is not None:
+            raise ValueError("shape: got one beside samples, to which one is fitted; takes one of the two")
+        large = Speculative(source, verify, Fixed.balanced(6, 3, 2, 2, 1))
+        shape = fit_tree(lm, large, samples, nodes, temperature=0.8)
+    return Speculative(source, verify, shape)
 
 
 def hashed(s: State) -> Array:

@@ -20,7 +20,7 @@ from jax import Array
 from decodax.algorithms.speculative.drafter import TREES
 from decodax.algorithms.speculative.source import Draft, Grower, Source, fitted
 from decodax.algorithms.speculative.tree import Drawn, Proposal
-from decodax.algorithms.speculative.trees.fixed import Chain, Fixed
+from decodax.algorithms.speculative.fixed_trees import Chain, Fixed
 from decodax.core.cache import Feature
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params

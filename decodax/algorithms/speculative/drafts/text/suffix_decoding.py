@@ -1,4 +1,5 @@
-"""SuffixDecoding (Oliaro, Jia, Campos, Qiao 2024): the likeliest continuations in a suffix tree with frequencies.
+"""SuffixDecoding: drafts the likeliest continuations in a suffix tree with frequencies ("SuffixDecoding: Extreme
+Speculative Decoding for Emerging AI Applications", Oliaro, Jia, Campos, Qiao, 2024).
 
 The paper keeps two suffix trees, one of the request's own prompt and output and one of earlier outputs, with a count at
 each node. A pattern, the last p tokens of the text, leads to a node N. From there the draft tree grows greedily: the
@@ -26,7 +27,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from decodax.algorithms.speculative.drafts.model.other_tokenizer import (
+from decodax.algorithms.speculative.algorithm import Speculative
+from decodax.algorithms.speculative.verifier import SeedExact, Verifier
+from decodax.common.options import Count, Positive
+from decodax.common.registry import ALGORITHMS
+from decodax.algorithms.speculative.drafts.text.history import (
+    Corpus,
     FromText,
     best_places,
     best_prefixes,
@@ -44,13 +50,13 @@ from decodax.core.types import Params
 
 @dataclasses.dataclass(frozen=True)
 class SuffixTree(FromText, Draft):
-    """Drafts a tree of up to `nodes` tokens, up to `branch` deep. With `SeedExact` the output is plain decoding's.
+    """Drafts the likeliest continuations of the pattern whose tree promises the most accepted tokens.
 
     Attributes:
         alpha: most drafts for each token of the pattern; the paper's is between 1 and 4.
-        pattern: the longest pattern.
-        nodes, branch: bounds of the draft tree, which the paper does not have.
-        places: occurrences that are counted in each of the two texts.
+        pattern: longest pattern, in tokens.
+        nodes, branch: most nodes of the draft tree and of a path, bounds that the paper does not have.
+        places: number of occurrences that are counted in each of the two texts.
         corpus: earlier outputs, as in `FromText`.
 
     Raises:
@@ -110,3 +116,21 @@ class SuffixTree(FromText, Draft):
 
         score, alike, D, most = jax.vmap(row)(shared(paths), paths, match)
         return score, best_prefixes(paths, alike, D, self.nodes, most)
+
+
+@ALGORITHMS.register("suffix-decoding", "SuffixDecoding: Extreme Speculative Decoding for Emerging AI Applications",
+                     "Oliaro et al. 2024", family="speculative-tree", guarantee="seed-exact")
+def suffix_decoding(alpha: Positive = 2.0, pattern: Count = 16, nodes: Count = 16, branch: Count = 12,
+                    corpus: Corpus = (), verify: Verifier = SeedExact()) -> Speculative:
+    """Drafts the likeliest continuations of the best matching pattern, by a suffix tree with frequencies.
+
+    For agents and other loops whose outputs repeat earlier ones, which are given as the corpus.
+
+    Args:
+        alpha: most drafts for each token of the pattern; the paper's is between 1 and 4.
+        pattern: longest pattern, in tokens.
+        nodes: most nodes of the draft tree. branch: most tokens of a path.
+        corpus: earlier outputs, as documents of token ids.
+        verify: rule that accepts drafts.
+    """
+    return Speculative(SuffixTree(alpha, pattern, nodes, branch, corpus=corpus), verify)

@@ -1,19 +1,26 @@
-"""Input-guided aggressive decoding (IAD; Sun et al. 2021, Ge et al. 2022): drafts copy the input.
+"""Input-guided aggressive decoding (IAD): drafts copy the input ("Instantaneous Grammatical Error Correction with Shallow
+Aggressive Decoding", Sun et al., 2021; "Lossless Acceleration for Seq2seq Generation with Aggressive Decoding", Ge et
+al., 2022).
 
-For outputs that repeat most of their input: corrections, edits, simplifications. Drafts are the input's tokens from
-its beginning on. After the first token that differs, decoding goes on token by token until the end of the output
-occurs in the input at one place only, some suffix of it, that is: then the copy goes on behind that place.
+For outputs that repeat most of their input: corrections, edits, simplifications. Drafts are the input's tokens from its
+beginning on. After the first token that differs, decoding goes on token by token until some suffix of the output occurs
+exactly once in the input; then the copy goes on after that place.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from decodax.algorithms.speculative.algorithm import Speculative
+from decodax.algorithms.speculative.verifier import SeedExact, Verifier
+from decodax.common.options import Count, Range
+from decodax.common.registry import ALGORITHMS
+from decodax.algorithms.speculative.verify.spec_verification import SpecVerification
 from decodax.algorithms.speculative.drafter import CHAINS
 from decodax.algorithms.speculative.source import Draft, Drawn
 from decodax.algorithms.speculative.tree import Proposal, chain
@@ -39,9 +46,10 @@ class Copying(Struct):
 
 @dataclasses.dataclass(frozen=True)
 class InputGuided(Draft):
-    """Drafts up to `length` tokens of the input. With `SeedExact` the output is plain decoding's.
+    """Drafts the next tokens of the input, from the place that the output has reached.
 
     Attributes:
+        length: most tokens of a draft.
         skip: tokens of the prompt before the input (a template's opening, an instruction).
         leave: tokens of the prompt after the input.
         min_match: the shortest suffix that resumes a copy.
@@ -107,3 +115,27 @@ class InputGuided(Draft):
 
         index = jnp.arange(tokens.shape[0], dtype=jnp.int32)
         return lax.scan(step, (match, at), (index, tokens))[0]
+
+
+@ALGORITHMS.register("aggressive-decoding", "Lossless Acceleration for Seq2seq Generation with Aggressive Decoding",
+                     "Ge, Xia, Sun, Chen, Wei 2022", family="speculative-linear", guarantee="seed-exact")
+def aggressive_decoding(length: Count = 16, max_match: Count | None = None, beta: Count | None = None,
+                        tau: Annotated[float, Range(0)] | None = None, verify: Verifier | None = None) -> Speculative:
+    """Drafts the input itself, from the place that the output has reached (input-guided aggressive decoding).
+
+    For outputs that copy most of the input, such as corrected sentences. With `beta` or `tau` drafts are accepted as in
+    GAD++, and the output is approximate; GAD's non-autoregressive drafter is not included.
+
+    Args:
+        length: most tokens of a draft.
+        max_match: longest suffix of the output that is looked up to resume the copy; None sets no bound.
+        beta: rank up to which a draft is accepted, 3 if only `tau` is given. None: exact verification.
+        tau: most that a draft's log-probability may lie below the best token's, 1 if only `beta` is given.
+        verify: rule that accepts drafts, unless `beta` or `tau` is given; None: `SeedExact`.
+    """
+    draft = InputGuided(length, max_match=max_match)
+    if beta is None and tau is None:
+        return Speculative(draft, verify or SeedExact())
+    if verify is not None:
+        raise ValueError(f"verify: got {verify} beside beta={beta} and tau={tau}, which are a verifier of their own")
+    return Speculative(draft, SpecVerification(3 if beta is None else beta, 1.0 if tau is None else tau))

@@ -22,7 +22,7 @@ import numpy as np
 from jax import Array, lax
 
 from decodax.algorithms.speculative.drafts.model.draft_model import Drafting, DraftModel
-from decodax.algorithms.speculative.drafts.model.realigned import WIDTH, prefix, room_for, with_tokenizer
+from decodax.algorithms.speculative.drafts.model.uag import WIDTH, prefix, room_for, with_tokenizer
 from decodax.algorithms.speculative.source import Answer, Level, Source
 from decodax.algorithms.speculative.vocabulary import Merges, append
 from decodax.common.axes import constrain

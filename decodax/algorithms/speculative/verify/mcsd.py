@@ -1,9 +1,10 @@
-"""Rejection sampling of a tree, sibling by sibling.
+"""Multi-round rejection sampling: tests the children of a node one after the other ("Multi-Candidate Speculative
+Decoding", Yang et al., 2024). The output keeps the target's distribution.
 
 At a node the children are tried in turn: one is accepted with probability min(1, p(x) / q(x)); after a rejection the
 target becomes the normalised positive part of p - q, and, where children are drawn without replacement, the rejected
 token leaves q. The first accepted child is the next node; if none is, the token comes from what is left of p.
-SpecInfer (Miao et al. 2024) with replacement; MCSD (Yang et al. 2024), RSD (Jeon et al. 2024) and Sequoia (Chen et al.
+SpecInfer (Miao et al. 2024) draws children with replacement; MCSD, RSD (Jeon et al. 2024) and Sequoia (Chen et al.
 2024) without.
 """
 
@@ -15,8 +16,12 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jax import Array, lax
 
+from decodax.algorithms.speculative.algorithm import Speculative
+from decodax.algorithms.speculative.drafts.model.draft_model import DraftModel
+from decodax.algorithms.speculative.fixed_trees import Fixed
+from decodax.common.registry import ALGORITHMS
 from decodax.algorithms.speculative.tree import Drawn, Tree
-from decodax.algorithms.speculative.verify.base import Guarantee, Verifier
+from decodax.algorithms.speculative.verifier import Guarantee, Verifier
 from decodax.algorithms.speculative.verify.walk import certain, residual, walk
 from decodax.core.state import State
 from decodax.sampling.base import Distribution
@@ -27,8 +32,8 @@ class MultiRound(Verifier):
     """Multi-round rejection sampling; the distribution of the output is the target's.
 
     Attributes:
-        replacement: whether siblings are independent draws from q. Without (the default) they are distinct, and no
-            chance is wasted on a token that was rejected before.
+        replacement: True if siblings are independent draws from q. By default they are distinct, so that no token that
+            was rejected before is tried again.
 
     Deterministic drafts are tried against what is left of p: each is accepted with its probability there. A dead child
     is not tried. Without replacement it still has had its part in what the children behind it were drawn from: its
@@ -75,3 +80,23 @@ class MultiRound(Verifier):
         start = (jnp.argmax(children), jnp.zeros((), bool), p, children)
         child, accepted, left, _ = lax.while_loop(untried, attempt, start)
         return child, accepted, left
+
+
+@ALGORITHMS.register("mcsd", "Multi-Candidate Speculative Decoding", "Yang et al. 2024", family="speculative-tree",
+                     needs="a draft model", guarantee="distribution-exact")
+def mcsd(draft: Any, branching: tuple[int, ...] = (4, 2, 2)) -> Speculative:
+    """Drafts several candidates at each node with a draft model, drawn without replacement.
+
+    For sampled texts: a second and third candidate catch many of the rejections of a chain.
+
+    Args:
+        draft: the draft model.
+        branching: number of children of each node, level by level; the paper's k-configuration.
+    """
+    return Speculative(DraftModel(draft), MultiRound(), Fixed.balanced(*branching))
+
+
+ALGORITHMS.alias("rsd-c", "mcsd",
+                 "Recursive Speculative Decoding: Accelerating LLM Inference via Sampling Without Replacement",
+                 "Jeon et al. 2024", "Draws children without replacement (by Gumbel-top-k) and verifies them by "
+                 "recursive rejection, which is multi-round rejection.", family="speculative-tree")

@@ -1,6 +1,7 @@
-"""k-SEQ: independent siblings are tried in turn against p lowered by a common factor.
+"""k-SEQ: tries independent siblings in turn against p lowered by a common factor ("SpecTr: Fast Speculative Decoding via
+Optimal Transport", Sun et al., 2023). The output keeps the target's distribution.
 
-SpecTr (Sun et al. 2023). Of k independent draws from q the first is accepted that passes with probability
+Of k independent draws from q the first is accepted that passes with probability
 min(1, p(x) / (rho q(x))). With beta(rho) = sum_x min(q(x), p(x) / rho), the chance of one draw, one of the k is
 accepted with probability 1 - (1 - beta)^k, and is distributed as min(q, p / rho) / beta. So the output is exactly p if
 the token that stands in when none is accepted comes from the normalised
@@ -20,8 +21,13 @@ from typing import Any, ClassVar, Literal
 import jax.numpy as jnp
 from jax import Array, lax
 
+from decodax.algorithms.speculative.algorithm import Speculative
+from decodax.algorithms.speculative.drafts.model.draft_model import DraftModel
+from decodax.algorithms.speculative.fixed_trees import Fixed
+from decodax.common.registry import ALGORITHMS
+from decodax.common.options import Count
 from decodax.algorithms.speculative.tree import Drawn, Tree
-from decodax.algorithms.speculative.verify.base import Guarantee, Verifier
+from decodax.algorithms.speculative.verifier import Guarantee, Verifier
 from decodax.algorithms.speculative.verify.walk import certain, residual, walk
 from decodax.core.state import State
 from decodax.sampling.base import Distribution
@@ -94,3 +100,16 @@ def smallest(p: Array, q: Array, k: Array) -> Array:
 
     top = jnp.maximum(k, 1).astype(p.dtype)
     return lax.fori_loop(0, HALVINGS, halve, (jnp.ones_like(top), top))[1]
+
+
+@ALGORITHMS.register("spectr", "SpecTr: Fast Speculative Decoding via Optimal Transport", "Sun et al. 2023",
+                     family="speculative-theory", needs="a draft model", guarantee="distribution-exact")
+def spectr(draft: Any, num_drafts: Count = 3, length: Count = 3) -> Speculative:
+    """Drafts several independent chains with a draft model and accepts them by k-SEQ, an approximate optimal transport.
+
+    More drafts hold than with one chain where the draft model is often wrong about the first token.
+
+    Args:
+        draft: the draft model. num_drafts: number of chains. length: drafts of each chain.
+    """
+    return Speculative(DraftModel(draft), KSeq(), Fixed.balanced(num_drafts, *(1,) * (length - 1)))

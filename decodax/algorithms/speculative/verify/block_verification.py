@@ -1,6 +1,7 @@
-"""Block verification: a chain of drafts is judged as a whole, not token by token.
+"""Block verification: accepts a chain of drafts as a whole, not token by token ("Block Verification Accelerates
+Speculative Decoding", Sun et al., 2024). The output keeps the target's distribution.
 
-Sun et al., "Block Verification Accelerates Speculative Decoding" (2024). With the weights w_0 = 1 and
+With the weights w_0 = 1 and
 w_i = min(1, w_{i-1} p(x_i) / q(x_i)), the first i drafts hold with probability w_i: a draft that p likes more than q
 does makes up for one that it likes less. In the paper's terms, for i = 0 .. n - 1 and n drafts
 
@@ -14,13 +15,18 @@ draft from p. Of all rules that keep p and look at one block, none accepts more 
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jax import Array, lax
 
+from decodax.algorithms.speculative.algorithm import Speculative
+from decodax.algorithms.speculative.drafts.model.draft_model import DraftModel
+from decodax.algorithms.speculative.fixed_trees import Chain
+from decodax.common.registry import ALGORITHMS
+from decodax.common.options import Count
 from decodax.algorithms.speculative.tree import Drawn, Tree
-from decodax.algorithms.speculative.verify.base import Guarantee, Verifier
+from decodax.algorithms.speculative.verifier import Guarantee, Verifier
 from decodax.algorithms.speculative.verify.rejection import chain_drafts
 from decodax.algorithms.speculative.verify.walk import residual
 from decodax.core import keys
@@ -81,3 +87,16 @@ class Block(Verifier):
         predicts = jnp.take_along_axis(dist.predicts, end, 1)
         own = draw(jnp.log(left)[:, None], keys.addresses(s.key, predicts, Purpose.RESIDUAL))[:, 0]
         return jnp.broadcast_to(node, tree.tokens.shape), accepted, own
+
+
+@ALGORITHMS.register("block-verification", "Block Verification Accelerates Speculative Decoding", "Sun et al. 2024",
+                     family="speculative-theory", needs="a draft model", guarantee="distribution-exact")
+def block_verification(draft: Any, length: Count = 6) -> Speculative:
+    """Accepts a draft model's chain as a whole: in expectation never fewer drafts than token by token.
+
+    It takes the place of `speculative_decoding` where chains are long; the output keeps the target's distribution.
+
+    Args:
+        draft: the draft model. length: drafts a round.
+    """
+    return Speculative(DraftModel(draft), Block(), Chain(length))

@@ -23,7 +23,7 @@ from decodax.algorithms.speculative.algorithm import Speculative
 from decodax.algorithms.speculative.drafts.self.draft_exit import DraftExit
 from decodax.algorithms.speculative.drafts.self.knn_ssd import Anchors, KNNSkip
 from decodax.algorithms.speculative.drafts.self.layer_skip import layered
-from decodax.algorithms.speculative.verify import SeedExact
+from decodax.algorithms.speculative.verifier import SeedExact
 
 KAPPA = 2.576
 """How many standard deviations above the mean the confidence bound lies, bayes_opt's default."""

@@ -8,9 +8,9 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jax import Array
 
-from decodax.algorithms.speculative.tree import Drawn, Tree, deepest
-from decodax.algorithms.speculative.verify.base import Guarantee, Verifier
-from decodax.algorithms.speculative.verify.pointwise import at_end, at_parents, before_temperature
+from decodax.algorithms.speculative.tree import Drawn, Tree, at_end, at_parents, deepest
+from decodax.algorithms.speculative.verifier import Guarantee, Verifier
+from decodax.algorithms.speculative.verify.relaxed import before_temperature
 from decodax.core.state import State
 from decodax.pallas_kernels.vocabulary import top_k
 from decodax.sampling.base import Distribution

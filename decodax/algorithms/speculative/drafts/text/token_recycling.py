@@ -1,4 +1,5 @@
-"""Token Recycling (Luo et al. 2024): a matrix of each token's latest likely successors, searched for a draft tree.
+"""Token Recycling: drafts a tree from a matrix of each token's latest likely successors ("Turning Trash into Treasure:
+Accelerating Inference of Large Language Models with Token Recycling", Luo et al., 2024).
 
 Row `t` of the matrix holds the `k` likeliest tokens that the target saw after `t` when it last scored that token, in
 the prompt, in the output or on a draft that was rejected. Drafts are a fixed imbalanced tree under the newest token:
@@ -20,9 +21,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from decodax.algorithms.speculative.algorithm import Speculative
+from decodax.algorithms.speculative.verifier import SeedExact, Verifier
+from decodax.common.options import Count
+from decodax.common.registry import ALGORITHMS
+import numpy as np
 from decodax.algorithms.speculative.source import Draft, Drawn
 from decodax.algorithms.speculative.tree import Proposal
-from decodax.algorithms.speculative.trees.fixed import Fixed
+from decodax.algorithms.speculative.fixed_trees import Fixed
 from decodax.algorithms.speculative.trees.published import RECYCLING_80
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
@@ -64,14 +70,14 @@ SMALL_TREE = template(15)
 
 @dataclasses.dataclass(frozen=True)
 class TokenRecycling(Draft):
-    """Drafts a tree from what the target thought likely before. With `SeedExact` the output is plain decoding's.
+    """Drafts a fixed tree from the tokens that the target found likely when it last scored each token.
 
     Attributes:
         tree: the template; default the authors'.
         k: successors kept for each token; at least as many as the template has ranks.
         rows: rows of the matrix. With at least the vocabulary's size it is the paper's; with fewer, tokens of one
             remainder share a row, in which the latest stays.
-        warm: the matrix of an earlier generation, `i32[(1 + k) * rows]`: so many first numbers of one text's in its
+        warm: the matrix of an earlier generation, `i32[(1 + k) * rows]`: the first entries of one row of its
             `state.algo[0]`, line by line.
 
     Raises:
@@ -157,3 +163,31 @@ class TokenRecycling(Draft):
 def _at(matrix: Array, entry: Array) -> Array:
     """Entries `i32[B, W]` of the matrix `i32[B, n, 128]`."""
     return jax.vmap(lambda matrix, entry: matrix[entry // LANES, entry % LANES])(matrix, entry)
+
+
+@ALGORITHMS.register("token-recycling", "Turning Trash into Treasure: Accelerating Inference of Large Language Models "
+                     "with Token Recycling", "Luo et al. 2024", family="speculative-tree", guarantee="seed-exact")
+def token_recycling(k: Count = 8, nodes: Count | None = None, tree: Fixed | None = None, warm: Any = None,
+                    verify: Verifier = SeedExact()) -> Speculative:
+    """Drafts a tree of the tokens that the target last found likely after each token.
+
+    It needs no draft model and no repetition in the text. `nodes=15` suits a CPU or a large batch, where a wide window
+    costs.
+
+    Args:
+        k: successors kept for each token.
+        nodes: size of the draft tree; None: the authors' 80 nodes.
+        tree: the draft tree itself, in place of `nodes`.
+        warm: the matrix of an earlier generation: `i32[rows, 1 + k]`, each row a token and its successors, or flat as
+            in `TokenRecycling`.
+        verify: rule that accepts drafts.
+    """
+    if tree is not None and nodes is not None:
+        raise ValueError(f"nodes: got {nodes} beside a tree, takes one of the two")
+    tree = tree or (RECYCLING_80 if nodes is None else template(nodes))
+    if warm is None:
+        return Speculative(TokenRecycling(tree, k=k), verify)
+    table = np.asarray(warm, np.int32)
+    if table.ndim == 2:
+        table = table.T.reshape(-1)
+    return Speculative(TokenRecycling(tree, k, len(table) // (1 + k), table), verify)

@@ -1,18 +1,18 @@
-"""The longest suffix that occurred before: SAM-Decoding (Hu et al. 2024).
+"""SAM-Decoding: drafts what followed the longest suffix that occurred before ("SAM Decoding: Speculative Decoding via
+Suffix Automaton", Hu et al., 2024).
 
-The longest suffix of the text, of any length, that also ends earlier in the text or in a corpus; the draft is what
-followed, the longer the longer the match. The paper finds it with a suffix automaton; here two structures of
-fixed size give the same match exactly. For a row's own text: the length of the match that ends at each place, brought
+The suffix may have any length and may end earlier in the text or in a corpus; the longer the match, the longer the
+draft. The paper finds it with a suffix automaton; here two structures of fixed size give the same match exactly. For a row's own text: the length of the match that ends at each place, brought
 forward by each decided token (one more than at the place before, or 0). For the corpus: a suffix array of its
 documents read backwards, built on the host and searched by bisection.
 
 As in the authors' code the earliest of several longest matches in the row's own text counts, which leaves the most to
-copy, and the corpus only where its match is more than `bias` tokens longer. How much is drafted differs there by
-whether another source stands behind it (`Fallback`):
+copy, and the corpus only where its match is more than `len_bias` tokens longer. How much is drafted depends there on
+whether another source drafts where matches are short (`Fallback`):
 
 - alone, at most `factor` times the match's tokens, 4 in the code;
-- with another source, which drafts where the match is short, always a full draft (`full`): where the earliest longest
-  match is not followed by so many tokens, the longest shorter one that is takes its place.
+- with another source, always a full draft (`full`): if fewer tokens follow the earliest longest match, the longest
+  shorter match with enough of them takes its place.
 
 Of several places in the corpus any counts. The code takes the first, and alone it grows a tree of the commonest
 continuations there; `SuffixTree` (Oliaro et al. 2024) grows trees.
@@ -28,8 +28,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from decodax.algorithms.speculative.algorithm import Speculative
+from decodax.algorithms.speculative.verifier import SeedExact, Verifier
+from decodax.common.options import Count, Whole
+from decodax.common.registry import ALGORITHMS
+from decodax.algorithms.speculative.fixed_trees import Chain
+from decodax.algorithms.speculative.drafts.model.draft_model import DraftModel
+from decodax.algorithms.speculative.drafts.fallback import Fallback
+from decodax.algorithms.speculative.drafts.text.token_recycling import TokenRecycling
 from decodax.algorithms.speculative.drafter import CHAINS
-from decodax.algorithms.speculative.drafts.model.other_tokenizer import FromText, known
+from decodax.algorithms.speculative.drafts.text.history import Corpus, FromText, known
 from decodax.algorithms.speculative.source import Draft, Drawn
 from decodax.algorithms.speculative.tree import Proposal, chain
 from decodax.core.cache import Feature
@@ -40,25 +48,25 @@ from decodax.core.window import Window, take
 
 @dataclasses.dataclass(frozen=True)
 class SuffixAutomaton(FromText, Draft):
-    """Drafts up to `length` tokens. With `SeedExact` the output is plain decoding's.
+    """Drafts what followed the longest suffix of the text that occurred before.
 
     Attributes:
-        factor: most drafts for each token of the match.
-        full: whether a shorter match that is followed by a full draft goes before a longer one that is not, and no
-            factor bounds the draft.
+        length: most tokens of a draft. factor: most drafts for each token of the match.
+        full: True if a shorter match with a full draft after it is preferred to a longer one without, and no factor
+            bounds the draft.
         min_match: shorter matches draft nothing.
-        bias: by how many tokens a match in the corpus must be longer than that in the text itself.
+        len_bias: tokens by which a match in the corpus must be longer than that in the text itself.
         longest: corpus matches are compared up to this many tokens; those in the text itself have no bound.
 
     Raises:
-        ValueError: a length, match or bound below 1, a factor of 0 or less, a negative bias, or a corpus in which
+        ValueError: a length, match or bound below 1, a factor of 0 or less, a negative len_bias, or a corpus in which
             nothing follows anything.
     """
 
     length: int = 10
     factor: float = 4.0
     min_match: int = 1
-    bias: int = 5
+    len_bias: int = 5
     longest: int = 32
     full: bool = False
     free: ClassVar[bool] = True
@@ -66,7 +74,7 @@ class SuffixAutomaton(FromText, Draft):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, least in (("length", 1), ("min_match", 1), ("bias", 0), ("longest", 1)):
+        for name, least in (("length", 1), ("min_match", 1), ("len_bias", 0), ("longest", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name}: got {getattr(self, name)}, takes at least {least}")
         if not self.factor > 0:
@@ -103,10 +111,10 @@ class SuffixAutomaton(FromText, Draft):
         corpus, certain = self.weights if params.draft is None else params.draft, match
         if corpus is not None:
             found, lasting = jax.vmap(lambda row, end: self._bisect(corpus, row, end))(text, s.length)
-            ours = match >= lasting - self.bias
+            ours = match >= lasting - self.len_bias
             place = jnp.where(ours, place, N + found)
             match = jnp.where(ours, match, lasting)
-            certain = jnp.where(ours, match, lasting - self.bias)
+            certain = jnp.where(ours, match, lasting - self.len_bias)
             text = jnp.concatenate([text, jnp.broadcast_to(corpus["text"], (s.batch, corpus["text"].shape[0]))], 1)
         index = place[:, None] + 1 + jnp.arange(self.length)
         tokens = take(text, jnp.minimum(index, text.shape[1] - 1))
@@ -206,3 +214,40 @@ def follow(text: Array, length: Array, match: Array, tokens: Array, count: Array
 
     index = jnp.arange(tokens.shape[0], dtype=jnp.int32)
     return lax.scan(step, (text, match), (index, tokens))[0][1]
+
+
+@ALGORITHMS.register("sam-decoding", "SAM Decoding: Speculative Decoding via Suffix Automaton", "Hu et al. 2024",
+                     family="speculative-linear", guarantee="seed-exact")
+def sam_decoding(length: Count = 10, corpus: Corpus = (), verify: Verifier = SeedExact()) -> Speculative:
+    """Drafts what followed the longest suffix that occurred before, in the text or in a corpus.
+
+    As `prompt_lookup`, with matches of any length; a corpus of earlier outputs helps where prompts are new.
+
+    Args:
+        length: most tokens of a draft.
+        corpus: documents of token ids that are searched beside the text.
+        verify: rule that accepts drafts.
+    """
+    return Speculative(SuffixAutomaton(length, corpus=corpus), verify)
+
+
+@ALGORITHMS.register("sam-decoding-hybrid", "SAM Decoding: Speculative Decoding via Suffix Automaton", "Hu et al. 2024",
+                     family="speculative-linear", guarantee="seed-exact")
+def sam_decoding_hybrid(draft: Any = None, length: Count = 39, len_threshold: Count = 5, len_bias: Whole = 5,
+                        corpus: Corpus = (), model_length: Count = 4, verify: Verifier = SeedExact()) -> Speculative:
+    """Drafts what followed a long suffix match, and with another source where the match is short.
+
+    The other source is a draft model if there is one, and else Token Recycling's tree.
+
+    Args:
+        draft: the draft model; None: Token Recycling.
+        length: tokens of a draft from the text.
+        len_threshold: shortest match whose continuation is drafted.
+        len_bias: tokens by which a match in the corpus must be longer than that in the text itself.
+        corpus: documents of token ids that are searched beside the text.
+        model_length: drafts of the draft model a round.
+        verify: rule that accepts drafts.
+    """
+    text = SuffixAutomaton(length, len_bias=len_bias, full=True, corpus=corpus)
+    other = TokenRecycling() if draft is None else DraftModel(draft)
+    return Speculative(Fallback(text, other, len_threshold, Chain(model_length)), verify)

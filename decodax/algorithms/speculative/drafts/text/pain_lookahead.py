@@ -1,4 +1,5 @@
-"""Lookahead with a trie (PAIN; Zhao et al. 2023): the most frequent branches of what followed the last tokens.
+"""Lookahead with a trie of n-grams: drafts the most frequent branches of what followed the last tokens ("Lookahead: An
+Inference Acceleration Framework for Large Language Model with Lossless Generation Accuracy", Zhao et al., 2023).
 
 The paper keeps a trie of all n-grams of prompts and outputs with their frequencies. A retrieval descends from the last
 tokens, the longest suffix first; the first suffix with at least a branch's worth of nodes, its last token counted,
@@ -14,7 +15,12 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from decodax.algorithms.speculative.drafts.model.other_tokenizer import (
+from decodax.algorithms.speculative.algorithm import Speculative
+from decodax.algorithms.speculative.verifier import SeedExact, Verifier
+from decodax.common.options import Count
+from decodax.common.registry import ALGORITHMS
+from decodax.algorithms.speculative.drafts.text.history import (
+    Corpus,
     FromText,
     best_places,
     following,
@@ -31,32 +37,32 @@ from decodax.core.types import Params
 
 @dataclasses.dataclass(frozen=True)
 class Trie(FromText, Draft):
-    """Drafts a tree of up to `nodes` tokens, up to `branch` deep. With `SeedExact` the output is plain decoding's.
+    """Drafts the most frequent continuations of the longest suffix with enough of them, as a tree.
 
     Attributes:
-        nodes, branch: the paper's decoding length and branch length; it uses 64 and 8, and 128 and 32.
-        suffix: the longest suffix that is looked up.
-        places: occurrences that are counted.
+        decoding_length, branch_length: most nodes of the tree and of a path; the paper uses 64 and 8, and 128 and 32.
+        suffix: longest suffix that is looked up.
+        places: number of occurrences that are counted.
         corpus: warm-up samples, as in `FromText`.
 
     Raises:
         ValueError: one of the numbers below 1.
     """
 
-    nodes: int = 32
-    branch: int = 8
+    decoding_length: int = 32
+    branch_length: int = 8
     suffix: int = 8
     places: int = 32
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("nodes", "branch", "suffix", "places"):
+        for name in ("decoding_length", "branch_length", "suffix", "places"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: got {getattr(self, name)}, takes at least 1")
 
     @property
     def length(self) -> int:
-        return min(self.branch, self.nodes)
+        return min(self.branch_length, self.decoding_length)
 
     def propose(self, params: Params, policy: Any, s: State, state: Any, drawn: Drawn) -> tuple[Proposal, Any]:
         history = self.history(params, s)
@@ -67,8 +73,25 @@ class Trie(FromText, Draft):
         fresh = (jnp.argmax(alike, 1) == jnp.arange(paths.shape[1])[:, None]) & (paths >= 0)
         size = jnp.cumsum(fresh.sum(-1), 1)       # nodes below the suffix that this place is the last to match
         last = match != jnp.pad(match[:, 1:], ((0, 0), (0, 1)))
-        enough = last & (size + 1 >= min(self.branch, self.nodes)) & (match > 0)        # the last token counts too
+        enough = last & (size + 1 >= min(self.branch_length, self.decoding_length)) & (match > 0)        # the last token counts too
         chosen = jnp.take_along_axis(match, jnp.argmax(enough, 1)[:, None], 1)
         least = jnp.where(enough.any(1, keepdims=True), chosen, 1)
         weight = ((match >= least) & (match > 0)).astype(jnp.int32)
-        return prefix_tree(paths, weight, self.nodes), state
+        return prefix_tree(paths, weight, self.decoding_length), state
+
+
+@ALGORITHMS.register("pain-lookahead", "Lookahead: An Inference Acceleration Framework for Large Language Model with "
+                     "Lossless Generation Accuracy", "Zhao et al. 2023", family="speculative-tree",
+                     guarantee="seed-exact")
+def pain_lookahead(decoding_length: Count = 32, branch_length: Count = 8, corpus: Corpus = (),
+                   verify: Verifier = SeedExact()) -> Speculative:
+    """Drafts a tree of the most frequent continuations of the last tokens, by a trie of n-grams.
+
+    Several branches at once catch what `prompt_lookup` misses where one context goes on in different ways.
+
+    Args:
+        decoding_length: most nodes of the draft tree. branch_length: most tokens of a path.
+        corpus: documents of token ids that are searched beside the text.
+        verify: rule that accepts drafts.
+    """
+    return Speculative(Trie(decoding_length, branch_length, corpus=corpus), verify)
