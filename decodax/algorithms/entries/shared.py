@@ -1,12 +1,6 @@
-"""Names of families, and verifiers and shapes that are defaults of many entries."""
+"""Names of the family and of what searches need."""
 
-from decodax.algorithms.speculative import Rejection, SeedExact, trees
 from decodax.common.registry import Needs
 
-LINEAR, TREE, SELF, THEORY = "speculative-linear", "speculative-tree", "speculative-self", "speculative-theory"
-JACOBI, BATCH, BLOCKWISE, SEARCH = "parallel-jacobi", "batching-scheduling", "blockwise-parallel", "search"
-EXACT, REJECTION, CHAIN = SeedExact(), Rejection(), trees.Chain(4)
-DRAFT: Needs = "a draft model"
+SEARCH = "search"
 TARGET: Needs = "a model"
-BOTH: Needs = "a model and a draft model"
-SAMPLED: Needs = "a draft model and samples"

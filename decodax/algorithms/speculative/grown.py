@@ -7,9 +7,9 @@ from typing import Any
 
 from decodax.algorithms.speculative.contracts import grow, propose
 from decodax.algorithms.speculative.drafter import CHAINS, TREES, AroundSource
+from decodax.algorithms.speculative.fixed_trees import Chain
 from decodax.algorithms.speculative.source import Draft, Grower, Shape, Source, fitted
 from decodax.algorithms.speculative.tree import Drawn, Proposal
-from decodax.algorithms.speculative.fixed_trees import Chain
 from decodax.core.cache import Feature
 from decodax.core.state import State
 from decodax.core.types import Params

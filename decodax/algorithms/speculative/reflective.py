@@ -1,4 +1,6 @@
-"""Reflective verification: the forward that verifies a draft has it a second time, behind a question about it."""
+"""Reflective verification: the target reads each draft twice in a forward, the second time after a question about it
+("Think Before You Accept: Semantic Reflective Verification for Faster Speculative Decoding", Wang et al., 2025). The
+output is approximate."""
 
 from __future__ import annotations
 
@@ -10,19 +12,23 @@ import numpy as np
 from jax import Array
 
 from decodax.algorithms.speculative.algorithm import Speculative
+from decodax.algorithms.speculative.drafts.model.draft_model import DraftModel
+from decodax.algorithms.speculative.fixed_trees import Chain
 from decodax.algorithms.speculative.tree import Tree
-from decodax.common.registry import Guarantee
+from decodax.common.options import Count, Share
+from decodax.common.registry import ALGORITHMS, Guarantee
 from decodax.core.cache import Feature
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
 from decodax.core.window import Window
+from decodax.io.appended import appended
 
 
 @dataclasses.dataclass(frozen=True)
 class Reflective(Speculative):
-    """Speculation whose verifier takes a second thought into account (Wang et al., 2025, Reflective Verification).
+    """Speculation whose verifier mixes two readings of the draft.
 
-    Behind the draft the window has a probe, such as "Is that right? Again: ", and the draft once more. What the target
+    After the draft the window has a probe, such as "Is that right? Again: ", and the draft once more. What the target
     says of a token of the second copy, having read the whole draft and the probe, is its reflective distribution.
     It is mixed with the usual one, `(1 - alpha) l + alpha l'` of the logits, and drafts are accepted, and the token
     behind them is chosen, by the mixture. So drafts that say the same in other words hold more often; the text is not
@@ -89,3 +95,26 @@ class Reflective(Speculative):
         logits = dist.logits()
         first, second = logits[:, :t.size], logits[:, t.size + len(self.probe) - 1:]
         return first if self.alpha == 0 else (1 - self.alpha) * first + self.alpha * second
+
+
+@ALGORITHMS.register("reflective-verification",
+                     "Think Before You Accept: Semantic Reflective Verification for Faster Speculative Decoding",
+                     "Wang et al. 2025", family="speculative-linear", needs="a model and a draft model",
+                     guarantee="approximate")
+def reflective_verification(lm: Any, draft: Any, probe: str | tuple[int, ...] = "\nIs that right? Again:\n",
+                            alpha: Share = 0.3, length: Count = 4) -> Reflective:
+    """Has the target read each draft a second time after a question, and accepts it by both readings.
+
+    Drafts that say the same in other words hold more often; the text is not plain decoding's.
+
+    Args:
+        lm: the target. draft: the draft model.
+        probe: the question, as a text or token ids.
+        alpha: weight of the second reading; 0 is plain speculation.
+        length: drafts a round.
+    """
+    if isinstance(probe, str):
+        if lm.tokenizer is None:
+            raise ValueError("probe: got a text, and the model has no tokenizer")
+        probe = appended(lm.tokenizer, None, probe)
+    return Reflective(DraftModel(draft), shape=Chain(length), probe=tuple(probe), alpha=alpha)

@@ -29,14 +29,14 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from decodax.algorithms.speculative.adaptive.controllers import Arms, Automatic, RoundOutcome
+from decodax.algorithms.speculative.adaptive.automatic import Automatic
+from decodax.algorithms.speculative.adaptive.controllers import Arms, RoundOutcome
 from decodax.algorithms.speculative.algorithm import Speculative
 from decodax.algorithms.speculative.drafter import CHAINS
-from decodax.algorithms.speculative.drafts.model.draft_model import DraftModel
-from decodax.algorithms.speculative.drafts.model.draft_model import Drafting
+from decodax.algorithms.speculative.drafts.model.draft_model import Drafting, DraftModel
+from decodax.algorithms.speculative.fixed_trees import Chain
 from decodax.algorithms.speculative.source import Draft
 from decodax.algorithms.speculative.tree import Drawn, Proposal
-from decodax.algorithms.speculative.fixed_trees import Chain
 from decodax.algorithms.speculative.verifier import SeedExact, Verifier
 from decodax.common.axes import constrain
 from decodax.common.registry import FUNCTIONS

@@ -21,11 +21,11 @@ from decodax.algorithms.speculative.drafts.model.callable import UserDraft
 from decodax.algorithms.speculative.drafts.text.aded import ADED
 from decodax.algorithms.speculative.drafts.text.aggressive_decoding import InputGuided
 from decodax.algorithms.speculative.drafts.text.ngram import NGram, NGramModel
-from decodax.algorithms.speculative.drafts.text.token_recycling import SMALL_TREE, TokenRecycling, template
-from decodax.algorithms.speculative.drafts.text.stand import Stand
-from decodax.algorithms.speculative.drafts.text.sam_decoding import SuffixAutomaton
-from decodax.algorithms.speculative.drafts.text.suffix_decoding import SuffixTree
 from decodax.algorithms.speculative.drafts.text.pain_lookahead import Trie
+from decodax.algorithms.speculative.drafts.text.sam_decoding import SuffixAutomaton
+from decodax.algorithms.speculative.drafts.text.stand import Stand
+from decodax.algorithms.speculative.drafts.text.suffix_decoding import SuffixTree
+from decodax.algorithms.speculative.drafts.text.token_recycling import SMALL_TREE, TokenRecycling, template
 from decodax.algorithms.speculative.source import Draft
 from decodax.algorithms.speculative.trees import RECYCLING_80, Chain, Fixed
 from decodax.core import drivers

@@ -13,12 +13,12 @@ import pytest
 
 from decodax.algorithms.speculative import Speculative
 from decodax.algorithms.speculative.drafts.model.callable import UserDraft
-from decodax.algorithms.speculative.drafts.text.history import best_places, matched, prefix_tree
 from decodax.algorithms.speculative.drafts.text.aggressive_decoding import InputGuided
+from decodax.algorithms.speculative.drafts.text.history import best_places, matched, prefix_tree
 from decodax.algorithms.speculative.drafts.text.ngram import NGram
+from decodax.algorithms.speculative.drafts.text.pain_lookahead import Trie
 from decodax.algorithms.speculative.drafts.text.sam_decoding import SuffixAutomaton, suffix_array
 from decodax.algorithms.speculative.drafts.text.suffix_decoding import SuffixTree
-from decodax.algorithms.speculative.drafts.text.pain_lookahead import Trie
 from decodax.core.types import Params
 from tests.algorithms.speculative.drafting import CORPUS, chains, first, observe, paths, periodic, propose, rows
 from tests.laws import cases

@@ -23,6 +23,9 @@ from jax import Array, lax
 from decodax.algorithms.speculative.adaptive.controllers import Arms, Controller, RoundOutcome
 from decodax.algorithms.speculative.algorithm import Speculative
 from decodax.algorithms.speculative.drafter import CHAINS
+from decodax.algorithms.speculative.drafts.model.draft_model import DraftModel
+from decodax.algorithms.speculative.drafts.text.prompt_lookup import PromptLookup
+from decodax.algorithms.speculative.fixed_trees import Chain
 from decodax.algorithms.speculative.source import Draft, Drawn
 from decodax.algorithms.speculative.tree import Proposal
 from decodax.common.struct import Struct, struct
@@ -45,6 +48,14 @@ class Nothing(Draft):
 
 
 NOTHING = Speculative(Nothing())
+"""The arm that drafts nothing."""
+
+
+def chains(draft: Any, lengths: tuple[int, ...]) -> tuple[Speculative, ...]:
+    """Returns an arm for each length, 0 for `NOTHING`: chains of a draft model from `decodax.load`, or of prompt lookup
+    if `draft` is None."""
+    source = PromptLookup(max(lengths)) if draft is None else DraftModel(draft)
+    return tuple(NOTHING if k == 0 else Speculative(source, shape=Chain(k)) for k in lengths)
 
 
 @struct

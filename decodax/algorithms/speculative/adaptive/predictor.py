@@ -1,9 +1,9 @@
-"""Predictors of acceptance fitted to a target and a draft: what says when drafting should stop.
+"""Predictors of acceptance fitted to a target and a draft, which decide when drafting stops.
 
 DISCO (Mamou et al. 2024) trains a small classifier for it, SpecDec++ (Huang et al. 2024) a head on the draft model.
-Both learn from rounds of the kind to come: chains are drafted on samples and verified, and each draft that was tested
-is an example, of one that held or did not, with what was known when it was drafted. Here the predictor is a logistic
-regression on what a `Predictor` sees: the draft's probability, the entropy it was drawn with and its place. DISCO's
+Both are trained on samples: chains are drafted and verified, and each draft that was tested is an example, accepted or
+rejected, with what was known when it was drafted. Here the predictor is a logistic regression on the draft's
+probability, the entropy of its distribution and its place. DISCO's
 classifier is a two-layer network on features of that kind; SpecDec++'s head reads the draft model's hidden states,
 which this one does not.
 """
@@ -22,6 +22,7 @@ from jax import Array
 from decodax.algorithms.speculative.adaptive.fit_trees import continued
 from decodax.algorithms.speculative.algorithm import Speculative
 from decodax.algorithms.speculative.drafter import AroundSource
+from decodax.algorithms.speculative.drafts.model.draft_model import DraftModel
 from decodax.algorithms.speculative.source import Draft, Drawn, Grower, Source, fitted
 from decodax.algorithms.speculative.tree import Proposal
 from decodax.algorithms.speculative.trees.layers import at_least
@@ -169,3 +170,15 @@ def logistic(x: np.ndarray, y: np.ndarray, weight: np.ndarray, ridge: float = 1e
         if np.abs(step).max() < 1e-8:
             break
     return w
+
+
+def given_or_fitted(name: str, lm: Any, draft: Any, predictor: Any, samples: Any, rejected: float = 1.0) -> Any:
+    """Returns the predictor of the entry `name`: the given one, or one that is fitted to samples.
+
+    Raises:
+        ValueError: both are given, or none.
+    """
+    if (predictor is None) == (samples is None):
+        raise ValueError(f"system: {name!r} needs predictor=, from decodax.fit_predictor, or samples=, prompts as "
+                         "token ids to fit one to; takes one of the two")
+    return predictor if samples is None else fit_predictor(lm, DraftModel(draft), samples, rejected=rejected)

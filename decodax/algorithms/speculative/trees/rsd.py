@@ -1,4 +1,5 @@
-"""RSD-S (Jeon, Gagrani, Goel, Park, Lee, Lott 2024): a draft tree by stochastic beam search (Kool et al. 2019).
+"""RSD-S: a draft tree by stochastic beam search ("Recursive Speculative Decoding: Accelerating LLM Inference via
+Sampling Without Replacement", Jeon, Gagrani, Goel, Park, Lee, Lott, 2024; stochastic beams: Kool et al., 2019).
 
 Each path has a perturbed log-probability G; a layer keeps the `width` greatest of its children's. Given its parent's G,
 a node's children have Gumbel-perturbed log-probabilities conditioned on their greatest being that G. So the first child
@@ -21,14 +22,20 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
+from decodax.algorithms.speculative.algorithm import Speculative
+from decodax.algorithms.speculative.drafts.model.draft_model import DraftModel
 from decodax.algorithms.speculative.source import Children, Grower, Growth, Shape
 from decodax.algorithms.speculative.tree import Proposal
 from decodax.algorithms.speculative.trees.layers import at_least, drawn_from, grow_layers, left_before
+from decodax.algorithms.speculative.verify.mcsd import MultiRound
+from decodax.common.options import Count
+from decodax.common.registry import ALGORITHMS
 
 
 @dataclasses.dataclass(frozen=True)
 class StochasticBeam(Shape):
-    """`length` layers of `width` nodes. For `MultiRound()`, and `SeedExact`, under which siblings are the likeliest.
+    """A tree of `length` layers with `width` nodes each, drawn without replacement. For `MultiRound()`, and
+    `SeedExact`, under which siblings are the likeliest tokens.
 
     Greedy rows have no noise: theirs is the beam search of the draft.
 
@@ -65,3 +72,18 @@ def below(top: Array, location: Array, u: Array) -> Array:
     there = (location > -jnp.inf) & (top > -jnp.inf)
     location, top = jnp.where(there, location, 0), jnp.where(there, top, 0)
     return jnp.where(there, location - jnp.logaddexp(location - top, jnp.log(-jnp.log(u))), -jnp.inf)
+
+
+@ALGORITHMS.register("rsd-s",
+                     "Recursive Speculative Decoding: Accelerating LLM Inference via Sampling Without Replacement",
+                     "Jeon et al. 2024", family="speculative-tree", needs="a draft model",
+                     guarantee="distribution-exact")
+def rsd_s(draft: Any, width: Count = 4, length: Count = 4) -> Speculative:
+    """Drafts a tree by stochastic beam search, verified by recursive rejection sampling.
+
+    For sampled texts: whole paths are drawn without replacement, so likely ones go deep.
+
+    Args:
+        draft: the draft model. width: nodes of a layer. length: layers.
+    """
+    return Speculative(DraftModel(draft), MultiRound(), StochasticBeam(width, length))

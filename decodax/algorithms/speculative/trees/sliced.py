@@ -4,7 +4,7 @@ The dynamic sliced tree of "Improving Multi-candidate Speculative Decoding": top
 made once, and a round uses its first levels. After each level a decision model says whether rejection is likely by
 then; if so the row drafts no further. The authors train a small network on the draft model's hidden states for it; here
 it is a `Predictor` of each node's acceptance, and a row goes on while the target is likely enough to get to one of the
-nodes that would be expanded next: while the sum over them of the product of f down to each is at least `least`.
+nodes that would be expanded next: while the sum over them of the product of f down to each is at least `threshold`.
 
 The window is as wide as the whole tree, since its shape is static; what was not drafted is dead, and drafting ends with
 the longest row. Whether a level is drafted depends on the levels above it alone, so draws stay draws and every verifier
@@ -20,31 +20,31 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from decodax.algorithms.speculative.fixed_trees import Fixed, Plan
 from decodax.algorithms.speculative.source import Grower, Shape
 from decodax.algorithms.speculative.tree import Proposal
-from decodax.algorithms.speculative.fixed_trees import Fixed, Plan
 from decodax.algorithms.speculative.trees.threshold import Drafted, Predictor, check_chance, entropy, probability
 
 
 @dataclasses.dataclass(frozen=True)
 class Sliced(Shape):
-    """The first levels of `tree`, one at least, as many as a row is likely to get to.
+    """A fixed tree of which a row drafts the first levels, as many as the target is likely to reach, at least one.
 
     Attributes:
         tree: the whole tree.
-        least: the chance of getting to a level below which it is not drafted.
+        threshold: chance of being reached below which a level is not drafted.
         predictor: f, of one node; as in `ConfidenceChain`, with `position` the node's level, 0 the first.
 
     Raises:
-        ValueError: `least` outside [0, 1].
+        ValueError: `threshold` outside [0, 1].
     """
 
     tree: Fixed = Fixed.balanced(4, 2, 1, 1)
-    least: float = 0.3
+    threshold: float = 0.3
     predictor: Predictor = probability
 
     def __post_init__(self) -> None:
-        check_chance("least", self.least)
+        check_chance("threshold", self.threshold)
 
     @property
     def length(self) -> int:
@@ -65,7 +65,7 @@ class Sliced(Shape):
             hidden = None if hidden is None else hidden[:, up].reshape(-1, hidden.shape[-1])
             f = self.predictor(Drafted(log_p[:, up, r].reshape(-1), H[:, up].reshape(-1), level, hidden)).reshape(B, -1)
             path = chance[:, up] * jnp.where(live[:, up, r], f, 0)
-            return path, grows & ((path * real[level]).sum(1) >= self.least)
+            return path, grows & ((path * real[level]).sum(1) >= self.threshold)
 
         def unfinished(carry: Any) -> Array:
             return (carry[0] < plan.levels) & carry[-1].any()

@@ -23,12 +23,12 @@ from jax import Array, lax
 from decodax.algorithms.speculative.algorithm import Speculative
 from decodax.algorithms.speculative.drafts.model.draft_model import DraftModel
 from decodax.algorithms.speculative.fixed_trees import Chain
-from decodax.common.registry import ALGORITHMS
-from decodax.common.options import Count
 from decodax.algorithms.speculative.tree import Drawn, Tree
 from decodax.algorithms.speculative.verifier import Guarantee, Verifier
 from decodax.algorithms.speculative.verify.rejection import chain_drafts
 from decodax.algorithms.speculative.verify.walk import residual
+from decodax.common.options import Count
+from decodax.common.registry import ALGORITHMS
 from decodax.core import keys
 from decodax.core.keys import Purpose
 from decodax.core.state import State

@@ -19,10 +19,10 @@ from jax import Array, lax
 from decodax.algorithms.speculative.algorithm import Speculative
 from decodax.algorithms.speculative.drafts.model.draft_model import DraftModel
 from decodax.algorithms.speculative.fixed_trees import Fixed
-from decodax.common.registry import ALGORITHMS
 from decodax.algorithms.speculative.tree import Drawn, Tree
 from decodax.algorithms.speculative.verifier import Guarantee, Verifier
 from decodax.algorithms.speculative.verify.walk import certain, residual, walk
+from decodax.common.registry import ALGORITHMS
 from decodax.core.state import State
 from decodax.sampling.base import Distribution
 

@@ -1,6 +1,6 @@
 """Spec-Verification: accepts drafts that are among the likeliest tokens and near the best one ("Speculative Decoding:
-Exploiting Speculative Execution for Accelerating Seq2seq Generation", SpecDec, Xia et al., 2023; GAD++, Ge et al., 2022).
-The output is approximate."""
+Exploiting Speculative Execution for Accelerating Seq2seq Generation", SpecDec, Xia et al., 2023; GAD++, Ge et al.,
+2022). The output is approximate."""
 
 from __future__ import annotations
 

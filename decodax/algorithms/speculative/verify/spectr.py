@@ -1,5 +1,5 @@
-"""k-SEQ: tries independent siblings in turn against p lowered by a common factor ("SpecTr: Fast Speculative Decoding via
-Optimal Transport", Sun et al., 2023). The output keeps the target's distribution.
+"""k-SEQ: tries independent siblings in turn against p lowered by a common factor ("SpecTr: Fast Speculative Decoding
+via Optimal Transport", Sun et al., 2023). The output keeps the target's distribution.
 
 Of k independent draws from q the first is accepted that passes with probability
 min(1, p(x) / (rho q(x))). With beta(rho) = sum_x min(q(x), p(x) / rho), the chance of one draw, one of the k is
@@ -24,11 +24,11 @@ from jax import Array, lax
 from decodax.algorithms.speculative.algorithm import Speculative
 from decodax.algorithms.speculative.drafts.model.draft_model import DraftModel
 from decodax.algorithms.speculative.fixed_trees import Fixed
-from decodax.common.registry import ALGORITHMS
-from decodax.common.options import Count
 from decodax.algorithms.speculative.tree import Drawn, Tree
 from decodax.algorithms.speculative.verifier import Guarantee, Verifier
 from decodax.algorithms.speculative.verify.walk import certain, residual, walk
+from decodax.common.options import Count
+from decodax.common.registry import ALGORITHMS
 from decodax.core.state import State
 from decodax.sampling.base import Distribution
 

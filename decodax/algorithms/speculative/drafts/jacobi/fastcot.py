@@ -1,15 +1,15 @@
-"""FastCoT: Jacobi decoding of a chain of thought with a window whose size depends on the position ("Fast Chain-of-Thought:
-A Glance of Future from Parallel Decoding Leads to Answers Faster", Zhang et al., 2023).
+"""FastCoT: Jacobi decoding of a chain of thought with a window whose size depends on the position ("Fast
+Chain-of-Thought: A Glance of Future from Parallel Decoding Leads to Answers Faster", Zhang et al., 2023).
 
-Each forward carries the newest token, which it decodes as usual, and a window of approximate tokens of the future, which it
-improves by a Jacobi update; what is verified is committed, and approximate tokens that are still wrong stay and are
-used by the next forward. The window's size changes with the position: many approximate tokens where the text settles
-early, few or none where they would be wasted.
+Each forward carries the newest token, which it decodes as usual, and a window of approximate tokens of the future,
+which it improves by a Jacobi update; what is verified is committed, and approximate tokens that are still wrong stay
+and are used by the next forward. The window's size changes with the position: many approximate tokens where the text
+settles early, few or none where they would be wasted.
 
-That much is exact. The paper also cuts the rationale early: after a number of forwards it stops, wherever it is, and the
-answer is generated from exact and approximate tokens together. With `cut` and `trigger` the window of the next forward
-holds the approximate tokens as they are and then the tokens that open the answer; the verifier `Cut` accepts all of it,
-and decoding goes on behind it. The output then is approximate.
+That much is exact. The paper also cuts the rationale early: after a number of forwards it stops, wherever it is, and
+the answer is generated from exact and approximate tokens together. With `cut` and `trigger` the window of the next
+forward holds the approximate tokens as they are and then the tokens that open the answer; the verifier `Cut` accepts
+all of it, and decoding goes on behind it. The output then is approximate.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ import jax.numpy as jnp
 from jax import Array
 
 from decodax.algorithms.speculative.algorithm import Speculative
-from decodax.algorithms.speculative.verifier import SeedExact, Verifier
-from decodax.common.options import Count
-from decodax.common.registry import ALGORITHMS
-from decodax.algorithms.speculative.verify.cut import Cut
 from decodax.algorithms.speculative.drafts.jacobi.jacobi import Fill, Guesses, Iterated, check_fill
 from decodax.algorithms.speculative.source import Drawn
 from decodax.algorithms.speculative.tree import Proposal, chain
+from decodax.algorithms.speculative.verifier import SeedExact, Verifier
+from decodax.algorithms.speculative.verify.cut import Cut
+from decodax.common.options import Count
+from decodax.common.registry import ALGORITHMS
 from decodax.core.state import State
 from decodax.core.types import Params
 
@@ -42,7 +42,8 @@ class FastCoT(Iterated):
         schedule: pairs of a number of new tokens and a size: from that number on, the window has that size (0 is plain
             decoding). Tokens that a shrinking window leaves out are forgotten.
         fill: the first guess of a position that enters the window.
-        cut: number of forwards after which the rationale ends; None never cuts it. trigger: token ids that open the answer.
+        cut: number of forwards after which the rationale ends; None never cuts it. trigger: token ids that open the
+            answer.
 
     Raises:
         ValueError: a schedule that does not start at 0, does not rise, or never has a window; a fill that is none; a

@@ -1,10 +1,10 @@
 """Jacobi decoding: drafts are the target's own guesses of the next tokens, iterated in parallel until they no longer
 change ("Accelerating Transformer Inference for Translation via Parallel Decoding", Santilli et al., 2023).
 
-Decoding is the triangular system `y_i = f_i(y_<i)`: here `f_i` is the draw that plain decoding makes at position `i` with that
-position's key (the argmax where a row is greedy), under the whole policy. A round runs one forward over the newest
-token and the guesses, and every guess is replaced by what its left neighbour draws. The guesses in front that were
-right are the settled part, and leave the window as accepted drafts; the others are the next round's guesses. So
+Decoding is the triangular system `y_i = f_i(y_<i)`: here `f_i` is the draw that plain decoding makes at position `i`
+with that position's key (the argmax where a row is greedy), under the whole policy. A round runs one forward over the
+newest token and the guesses, and every guess is replaced by what its left neighbour draws. The guesses in front that
+were right are the settled part, and leave the window as accepted drafts; the others are the next round's guesses. So
 position `i` of a window is settled after `i` rounds at the latest, for sampled rows too: since `f_i` is the draw of
 `SeedExact`, the fixed point is the text of plain decoding.
 
@@ -24,12 +24,12 @@ import jax.numpy as jnp
 from jax import Array
 
 from decodax.algorithms.speculative.algorithm import Speculative
-from decodax.algorithms.speculative.verifier import SeedExact, Verifier
-from decodax.common.options import Count, Range
-from decodax.common.registry import ALGORITHMS
 from decodax.algorithms.speculative.drafter import CHAINS
 from decodax.algorithms.speculative.source import Draft, Drawn
 from decodax.algorithms.speculative.tree import Proposal, chain
+from decodax.algorithms.speculative.verifier import SeedExact, Verifier
+from decodax.common.options import Count, Range
+from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
 from decodax.core import keys
 from decodax.core.cache import Feature

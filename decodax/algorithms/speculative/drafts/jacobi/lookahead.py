@@ -35,12 +35,12 @@ import numpy as np
 from jax import Array, lax
 
 from decodax.algorithms.speculative.algorithm import Speculative
-from decodax.algorithms.speculative.verifier import SeedExact, Verifier
-from decodax.common.options import Count, Range
-from decodax.common.registry import ALGORITHMS
 from decodax.algorithms.speculative.drafts.jacobi.jacobi import filling
 from decodax.algorithms.speculative.source import Draft, Drawn
 from decodax.algorithms.speculative.tree import Probes, Proposal
+from decodax.algorithms.speculative.verifier import SeedExact, Verifier
+from decodax.common.options import Count, Range
+from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
@@ -115,7 +115,7 @@ class Lookahead(Draft):
         if decision is None:
             return state
         drafts = self.guess_set_size * self.length
-        if window.width == drafts + self.window_size * self.length:      # not so in a window that another draft proposed
+        if window.width == drafts + self.window_size * self.length:     # other drafts propose windows of other widths
             state = self._advance(s, out, state, drafts)
         return state.replace(pool=self._read(s, decision, state.pool)) if self.text else state
 

@@ -24,14 +24,14 @@ import jax.numpy as jnp
 from jax import Array
 
 from decodax.algorithms.speculative.algorithm import Speculative
-from decodax.algorithms.speculative.verifier import Verifier
-from decodax.algorithms.speculative.verify.rejection import Rejection
-from decodax.common.options import Count
-from decodax.common.registry import ALGORITHMS
 from decodax.algorithms.speculative.drafter import CHAINS
 from decodax.algorithms.speculative.drafts.jacobi.jacobi import Fill, behind, check_fill, filling
 from decodax.algorithms.speculative.source import Draft, Drawn
 from decodax.algorithms.speculative.tree import Proposal, chain
+from decodax.algorithms.speculative.verifier import Verifier
+from decodax.algorithms.speculative.verify.rejection import Rejection
+from decodax.common.options import Count
+from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
 from decodax.core import keys
 from decodax.core.cache import Feature

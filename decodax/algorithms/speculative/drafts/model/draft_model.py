@@ -37,13 +37,14 @@ class Drafting(Struct):
 
 @dataclasses.dataclass(frozen=True)
 class DraftModel(Source):
-    """Drafts from `model`, a `Model` or what `decodax.load` gave.
+    """Drafts from a model of its own.
 
     Attributes:
+        model: a `Model`, or what `decodax.load` gave.
         weights: the model's, if it is a bare `Model`; at low level they go into `Params.draft` instead.
         vocab_size: entries of the target's logits; default what the policy is built for, or the draft model's own.
-        chunk: tokens a forward while it catches up.
-        reads: ids that the model reads; default those of what decodax.load gave, or any.
+        chunk: tokens of a forward while it reads text that its cache lacks.
+        reads: number of ids that the model reads; default those of what `decodax.load` gave, or any.
 
     The vocabularies may be padded to different sizes, as those of small and large Qwen 2.5 are; see `Resized`.
     """

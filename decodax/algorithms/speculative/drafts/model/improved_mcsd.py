@@ -1,7 +1,8 @@
-"""Target-initialised drafts: the target's own last logits pick the first tokens, another source continues each.
+"""Target-initialised drafts: the target's own last logits pick the first tokens, and another source continues each
+("Improving Multi-candidate Speculative Decoding", Lu, Zeng, Ma, Yu, Levorato, 2024).
 
-"Improving Multi-candidate Speculative Decoding" (Lu, Zeng, Ma, Yu, Levorato 2024). MCSD draws the newest token from the
-target, then all candidates from the draft model. Here a round does not settle the token behind the last accepted one:
+MCSD draws the newest token from the
+target, then all candidates from the draft model. Here a round does not settle the token after the last accepted one:
 the target's distribution there, known from the round that accepted it, names the k first tokens of the next round's
 branches, and the draft model grows each of them. `LongestBranch` verifies such trees and says what that guarantees;
 `Sliced` is the paper's tree.
@@ -21,8 +22,17 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from decodax.algorithms.speculative.algorithm import Speculative
 from decodax.algorithms.speculative.drafter import AroundSource
+from decodax.algorithms.speculative.drafts.model.draft_model import DraftModel
+from decodax.algorithms.speculative.fixed_trees import Fixed
 from decodax.algorithms.speculative.source import Answer, Draft, Level, Source
+from decodax.algorithms.speculative.trees.sliced import Sliced
+from decodax.algorithms.speculative.trees.threshold import Predictor, probability
+from decodax.algorithms.speculative.verifier import Verifier
+from decodax.algorithms.speculative.verify.longest_branch import LongestBranch
+from decodax.common.options import Share
+from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
@@ -46,11 +56,11 @@ class Rooted(Struct):
 
 @dataclasses.dataclass(frozen=True)
 class TargetRooted(AroundSource, Source):
-    """A `Source` that begins with the target's last distribution and goes on with `source`.
+    """Drafts first tokens from the target's last distribution, and their continuations from another source.
 
     Attributes:
         source: a `Source` over the target's vocabulary, such as a `DraftModel`.
-        keep: how many logits are carried; at least as many as the tree has first tokens, with some to spare for those
+        keep: number of logits that are carried; at least as many as the tree has first tokens, and some more for those
             that the policy forbids.
 
     Raises:
@@ -103,3 +113,25 @@ class TargetRooted(AroundSource, Source):
     def _nothing(self, s: State, source: Any) -> Rooted:
         return Rooted(tokens=jnp.broadcast_to(jnp.arange(self.keep, dtype=jnp.int32), (s.batch, self.keep)),
                       logits=jnp.full((s.batch, self.keep), -jnp.inf, jnp.float32), source=source)
+
+
+@ALGORITHMS.register("improved-mcsd", "Improving Multi-candidate Speculative Decoding",
+                     "Lu, Zeng, Ma, Yu, Levorato 2024", family="speculative-tree", needs="a draft model",
+                     guarantee="approximate")
+def improved_mcsd(draft: Any, branching: tuple[int, ...] = (4, 2, 1, 1), threshold: Share = 0.3,
+                  predictor: Predictor = probability, verify: Verifier | None = None) -> Speculative:
+    """Lets the target pick the first tokens of several branches, and keeps the longest branch that holds.
+
+    Drafting stops when a rejection is likely, by the draft's own probability or a fitted predictor. More drafts hold
+    than under `mcsd`, and the text is not plain decoding's.
+
+    Args:
+        draft: the draft model.
+        branching: number of children of each node, level by level.
+        threshold: chance of being reached below which a level is not drafted.
+        predictor: chance that a draft is accepted; default its probability, or from `decodax.fit_predictor`.
+        verify: rule that accepts drafts; None: the paper's.
+    """
+    shape = Sliced(Fixed.balanced(*branching), threshold, predictor)
+    source = TargetRooted(DraftModel(draft), min(16, draft.vocab_size))
+    return Speculative(source, verify or LongestBranch(branching[0]), shape)

@@ -1,27 +1,32 @@
-"""PEARL (Liu et al. 2024): the draft writes what comes next while the target verifies what it wrote before.
+"""PEARL: the draft model writes the next chain while the target verifies the last one ("PEARL: Parallel Speculative
+Decoding with Adaptive Draft Length", Liu et al., 2024).
 
-A round of the target and one of the draft read the same text: what is verified, and behind it the drafts that wait for
-the target. The target verifies those (post-verify), and with what it predicts behind them the first token that the
-draft writes meanwhile; where none wait, that token alone (pre-verify). If all of them hold, the rest of what was
-written waits for the next round. If one does not, what was written is void, and none wait. So the length of the drafts
-that are accepted in a row is not bounded, and goes by how well the draft does.
+In a round both models read the same text: the verified tokens and the pending drafts after them. The target verifies
+the pending drafts (post-verify), and, by its prediction after them, the first token that the draft model writes
+meanwhile; without pending drafts it verifies that token alone (pre-verify). If all of them hold, the rest of what was
+written is pending in the next round. If one does not, what was written is dropped, and nothing is pending. So the
+number of drafts accepted in a row has no bound and adapts to the draft model.
 
-Neither of the two depends on what the other computes in the round. With devices of their own
-(`decodax.algorithms.speculative.apart`) a round takes as long as the longer of the two; where both run on the same
-ones, what is written and void is lost.
+Neither model depends on what the other computes in the round. With devices of their own
+(`decodax.algorithms.speculative.apart`) a round takes as long as the longer of the two; on shared devices the time for
+dropped tokens is lost.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import jax.numpy as jnp
 from jax import Array
 
+from decodax.algorithms.speculative.algorithm import Speculative
+from decodax.algorithms.speculative.drafts.model.draft_model import DraftModel
 from decodax.algorithms.speculative.overlap import Overlapping
 from decodax.algorithms.speculative.source import Grower, Source, fitted
 from decodax.algorithms.speculative.tree import Drawn, Proposal
+from decodax.common.options import Range
+from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
@@ -45,11 +50,11 @@ class Ahead(Struct):
 
 @dataclasses.dataclass(frozen=True)
 class Pearl(Overlapping):
-    """Chains of `source`, written one round ahead of the target.
+    """Drafts chains of a source, written one round ahead of the target.
 
     Attributes:
-        source: a `Source` that can be asked about a chain of nodes at once, as `DraftModel`.
-        gamma: tokens that it writes in a round, 2 or more.
+        source: a `Source` that can be asked about a chain of nodes at once, such as `DraftModel`.
+        gamma: tokens that the source writes in a round, 2 or more.
     """
 
     source: Source
@@ -96,3 +101,16 @@ class Pearl(Overlapping):
         whole = decision.count == decision.accepted + 1         # a cache may cut what was accepted
         waits = held & whole & (own == state.written[:, 0])
         return state.replace(source=source, waiting=state.written[:, 1:], waits=waits)
+
+
+@ALGORITHMS.register("pearl", "PEARL: Parallel Speculative Decoding with Adaptive Draft Length", "Liu et al. 2024",
+                     family="speculative-linear", needs="a draft model", guarantee="seed-exact")
+def pearl(draft: Any, gamma: Annotated[int, Range(2)] = 4) -> Speculative:
+    """Has the draft model write the next chain while the target verifies the last one.
+
+    It pays with devices of their own for both models, `decodax.apart`.
+
+    Args:
+        draft: the draft model. gamma: tokens that it writes in a round.
+    """
+    return Speculative(Pearl(DraftModel(draft), gamma))

@@ -1,18 +1,19 @@
-"""SpecBranch (Shen et al. 2025): while the target verifies, the draft model goes on from several tokens at once.
+"""SpecBranch: while the target verifies, the draft model goes on from several tokens at once ("SpecBranch: Speculative
+Decoding via Hybrid Drafting and Rollback-Aware Branch Parallelism", Shen et al., 2025).
 
-As in PEARL the draft model writes ahead of the target. It goes on from the *branch point*, the place behind the last
-draft that waits: there it takes the `branches` likeliest tokens, and writes a continuation of each. If all drafts hold
-that waited and the target's own token behind them is one of those, its continuation is what waits next, and nothing is
-rolled back; only if it is none of them is everything void that was written.
+As in PEARL the draft model writes ahead of the target. It goes on from the *branch point*, the place after the last
+pending draft: there it takes the `branches` likeliest tokens, and writes a continuation of each. If all pending drafts
+hold and the target's own token after them is one of the branch tokens, its continuation is pending next, and nothing is
+rolled back. Only if it is none of them is everything dropped that was written.
 
-How much of a continuation waits decides where the next branch point is, so that a likely rejection falls on it, where
-several tokens are prepared:
+The number of tokens of a continuation that become pending decides where the next branch point is, so that a likely
+rejection falls on it, where several tokens are prepared:
 
-- The draft model's confidence, the probability of its likeliest token: drafting stops in front of the first token below
-  `least`. As in the authors' code the first token is not tested.
-- With `lengths` (H-RAD) a classifier says beforehand, by the target's hidden states, whether the target will reject all
-  of it (then nothing waits, and the branch point is right behind the target's token), accept all of it (then all
-  waits), or neither, in which case the confidence decides.
+- The draft model's confidence, the probability of its likeliest token: drafting stops before the first token below
+  `threshold`. As in the authors' code the first token is not tested.
+- With `lengths` (H-RAD) a classifier predicts from the target's hidden states whether the target will reject all of it
+  (then nothing is pending, and the branch point is right after the target's token), accept all of it (then all of it is
+  pending), or neither, in which case the confidence decides.
 
 The authors accept the branch token that the target finds likeliest, with probability p / q, and draw from the residual
 otherwise, which keeps the target's distribution for greedy decoding alone, as their branches are the likeliest tokens
@@ -24,15 +25,19 @@ since a program of a fixed width saves nothing with fewer.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import jax.numpy as jnp
 from jax import Array
 
 from decodax.algorithms.speculative.adaptive.lengths import Lengths
+from decodax.algorithms.speculative.algorithm import Speculative
+from decodax.algorithms.speculative.drafts.model.draft_model import DraftModel
 from decodax.algorithms.speculative.overlap import Overlapping
 from decodax.algorithms.speculative.source import Grower, Source, fitted
 from decodax.algorithms.speculative.tree import Drawn, Proposal
+from decodax.common.options import Count, Range, Share
+from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
@@ -65,12 +70,12 @@ class Branches(Struct):
 
 @dataclasses.dataclass(frozen=True)
 class SpecBranch(Overlapping):
-    """Chains of `source`, written one round ahead of the target for several tokens of its.
+    """Drafts chains of a source, written one round ahead for several tokens that the target may choose.
 
     Attributes:
-        source: a `Source` that can be asked about a chain of nodes at once, as `DraftModel`.
-        gamma: tokens that it writes in a round, 2 or more. branches: for how many tokens of the target.
-        least: confidence below which drafting stops, from 0, where it never does, to 1.
+        source: a `Source` that can be asked about a chain of nodes at once, such as `DraftModel`.
+        gamma: tokens that the source writes in a round, 2 or more. branches: number of branch tokens.
+        threshold: confidence below which drafting stops, from 0, where it never does, to 1.
         lengths: the classifier of H-RAD, from `fit_lengths`; None: confidence alone.
 
     Raises:
@@ -80,7 +85,7 @@ class SpecBranch(Overlapping):
     source: Source
     gamma: int = 4
     branches: int = 3
-    least: float = 0.4
+    threshold: float = 0.4
     lengths: Lengths | None = None
     written: ClassVar[tuple[str, ...]] = ("heads", "rest", "confident")
 
@@ -88,8 +93,8 @@ class SpecBranch(Overlapping):
         for name, low in (("gamma", 2), ("branches", 1)):
             if getattr(self, name) < low:
                 raise ValueError(f"{name}: got {getattr(self, name)}, takes at least {low}")
-        if not 0 <= self.least <= 1:
-            raise ValueError(f"least: got {self.least}, takes a number from 0 to 1")
+        if not 0 <= self.threshold <= 1:
+            raise ValueError(f"threshold: got {self.threshold}, takes a number from 0 to 1")
 
     @property
     def length(self) -> int:
@@ -135,7 +140,7 @@ class SpecBranch(Overlapping):
             tokens = after.tokens[:, :, 0]
             parents = jnp.broadcast_to(1 + K + i * k + jnp.arange(k, dtype=jnp.int32), heads.shape)
             rest.append(tokens)
-            trust.append(jnp.exp(after.log_own.max(-1)) >= self.least if i else jnp.ones(heads.shape, bool))
+            trust.append(jnp.exp(after.log_own.max(-1)) >= self.threshold if i else jnp.ones(heads.shape, bool))
         nodes = jnp.concatenate([jnp.arange(1, K + 1, dtype=jnp.int32), jnp.full(k * K, -1, jnp.int32)])[None]
         confident = jnp.cumprod(jnp.stack(trust, -1).astype(jnp.int32), -1).sum(-1, dtype=jnp.int32)
         return state.replace(source=source.place(g.source, nodes), heads=jnp.where(live, heads, -1),
@@ -162,3 +167,22 @@ class SpecBranch(Overlapping):
 
     def _own(self, params: Params) -> Params:
         return params if self.lengths is None else params.replace(draft=params.draft["source"])
+
+
+@ALGORITHMS.register("specbranch",
+                     "SpecBranch: Speculative Decoding via Hybrid Drafting and Rollback-Aware Branch Parallelism",
+                     "Shen et al. 2025", family="speculative-linear", needs="a draft model", guarantee="seed-exact")
+def specbranch(draft: Any, gamma: Annotated[int, Range(2)] = 4, branches: Count = 3, threshold: Share = 0.4,
+               lengths: Lengths | None = None) -> Speculative:
+    """Has the draft model go on from several likely tokens while the target verifies.
+
+    As `pearl`, with fewer rollbacks; it pays with devices of their own for both models, `decodax.apart`.
+
+    Args:
+        draft: the draft model.
+        gamma: tokens that it writes in a round.
+        branches: number of tokens from which it goes on.
+        threshold: confidence of the draft model below which drafting stops; 0 never stops.
+        lengths: classifier of draft lengths from `decodax.fit_lengths` (H-RAD); None: confidence alone.
+    """
+    return Speculative(SpecBranch(DraftModel(draft), gamma, branches, threshold, lengths))

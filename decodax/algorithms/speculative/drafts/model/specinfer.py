@@ -1,10 +1,11 @@
-"""Several draft models in one tree: SpecInfer (Miao et al. 2024).
+"""SpecInfer: the trees of several draft models, merged into one ("SpecInfer: Accelerating Large Language Model Serving
+with Tree-based Speculative Inference and Verification", Miao et al., 2024).
 
 Each source grows a tree of its own below the newest token, and the trees are merged: nodes of equal tokens below equal
 prefixes are one, with the children of all of them. So what one source says goes on from what another one said.
 
-Draws stay draws. A node that two sources drew stands in the window once for each of them, and its children hang below
-the first; `MultiRound(replacement=True)`, the paper's multi-step speculative sampling, tries each draw against the
+Draws stay draws. A node that two sources drew occurs in the window once for each of them, with its children below the
+first; `MultiRound(replacement=True)`, the paper's multi-step speculative sampling, tries each draw against the
 distribution that it came from, and the target's distribution is kept. Sources draw with noise of their own.
 """
 
@@ -17,10 +18,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from decodax.algorithms.speculative.algorithm import Speculative
 from decodax.algorithms.speculative.drafter import TREES
+from decodax.algorithms.speculative.drafts.model.draft_model import DraftModel
+from decodax.algorithms.speculative.fixed_trees import Chain, Fixed
 from decodax.algorithms.speculative.source import Draft, Grower, Source, fitted
 from decodax.algorithms.speculative.tree import Drawn, Proposal
-from decodax.algorithms.speculative.fixed_trees import Chain, Fixed
+from decodax.algorithms.speculative.verifier import Verifier
+from decodax.algorithms.speculative.verify.mcsd import MultiRound
+from decodax.common.registry import ALGORITHMS
 from decodax.core.cache import Feature
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
@@ -29,10 +35,10 @@ from decodax.core.window import Window, take
 
 @dataclasses.dataclass(frozen=True)
 class Merged(Draft):
-    """The merged trees of several sources.
+    """Drafts the merged trees of several sources.
 
     Attributes:
-        sources: two or more, `DraftModel`s for instance. shape: of each one's tree.
+        sources: two or more, `DraftModel`s for instance. shape: shape of the tree of each.
 
     Raises:
         ValueError: fewer than two sources, or drafts that make their own trees; while it is traced: a verifier that
@@ -102,3 +108,22 @@ class Merged(Draft):
     def _own(self, params: Params) -> list[Params]:
         each = params.draft or (None,) * len(self.sources)
         return [params.replace(draft=own) for own in each]
+
+
+@ALGORITHMS.register("specinfer", "SpecInfer: Accelerating Large Language Model Serving with Tree-based Speculative "
+                     "Inference and Verification", "Miao et al. 2024", family="speculative-tree", needs="a draft model",
+                     guarantee="distribution-exact")
+def specinfer(draft: Any, branching: tuple[int, ...] = (3, 2, 1), verify: Verifier | None = None) -> Speculative:
+    """Merges the draft trees of one or several draft models, and verifies them by multi-round rejection sampling.
+
+    Several small draft models together cover more of what the target may say than each alone.
+
+    Args:
+        draft: the draft model, or a tuple of draft models.
+        branching: number of children of each node, level by level.
+        verify: rule that accepts drafts; None: multi-round rejection of draws with replacement.
+    """
+    models = tuple(map(DraftModel, draft if isinstance(draft, (tuple, list)) else (draft,)))
+    shape, rule = Fixed.balanced(*branching), verify or MultiRound(replacement=True)
+    return Speculative(models[0] if len(models) == 1 else Merged(models, shape), rule,
+                       shape if len(models) == 1 else None)

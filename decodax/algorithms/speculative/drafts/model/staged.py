@@ -1,4 +1,5 @@
-"""Staged speculation (Spector and Ré, 2023): the draft is a tree, and its model's own decoding is speculative.
+"""Staged speculation: the draft is a tree, and the draft model's own decoding is speculative ("Accelerating LLM
+Inference with Staged Speculative Decoding", Spector and Ré, 2023).
 
 First the trunk, the draft model's own continuation, `length` tokens. A forward of the draft model runs the last of them
 together with what `inner`, an n-gram model in the paper, guesses behind it, and the guesses that are what the draft
@@ -18,18 +19,23 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from decodax.algorithms.speculative.algorithm import Speculative
 from decodax.algorithms.speculative.contracts import propose
 from decodax.algorithms.speculative.drafter import CHAINS, TREES
+from decodax.algorithms.speculative.drafts.model.draft_model import DraftModel
+from decodax.algorithms.speculative.drafts.text.ngram import NGram
 from decodax.algorithms.speculative.source import Children, Draft, Drawn, Grower, Growth, Source, fitted
 from decodax.algorithms.speculative.tree import Proposal
 from decodax.algorithms.speculative.trees.layers import at_least
+from decodax.common.options import Count, Range, Whole
+from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
 from decodax.core.cache import Feature
 from decodax.core.state import State
@@ -65,14 +71,15 @@ class Trunk(Struct):
 
 @dataclasses.dataclass(frozen=True)
 class Staged(Draft):
-    """Trees of `nodes` drafts whose trunk `draft` decodes with guesses of `inner`.
+    """Drafts a tree along the continuation of one source, the trunk, which another draft speeds up by guesses.
 
     Attributes:
-        draft: a `Source` of the trunk: a `DraftModel`, or an `OwnCache`. inner: what guesses for it: a `Draft` of
-            deterministic chains that is made from the text alone (`NGram`, `PromptLookup`), or a `Source`.
-        length: of the trunk. guesses: of an inner source, at each forward.
+        draft: the source of the trunk: a `DraftModel`, or an `OwnCache`.
+        inner: the draft that guesses for it: a `Draft` of deterministic chains that is made from the text alone
+            (`NGram`, `PromptLookup`), or a `Source`.
+        length: tokens of the trunk. guesses: guesses of an inner source at each forward.
         nodes: drafts to verify; default the trunk alone. width: candidates of a node.
-        branches: siblings of the trunk that are run; 0 for none.
+        branches: number of siblings of the trunk that are run; 0 for none.
 
     Raises:
         ValueError: a number out of range; while it is traced: an inner draft with a state or of trees, or a verifier
@@ -249,3 +256,20 @@ class Staged(Draft):
         if isinstance(self.inner, Source):
             kept = self.inner.observe(s, window, out, decision, kept)
         return self.draft.observe(s, window, out, decision, trunk), kept
+
+
+@ALGORITHMS.register("staged", "Accelerating LLM Inference with Staged Speculative Decoding", "Spector, Re 2023",
+                     family="speculative-tree", needs="a draft model", guarantee="seed-exact")
+def staged(draft: Any, length: Count = 6, nodes: Count = 16, width: Count = 4, branches: Whole = 4, inner: Count = 4,
+           order: Annotated[int, Range(2)] = 3) -> Speculative:
+    """Drafts a tree along the draft model's continuation, which n-grams draft for it in turn.
+
+    For draft models whose own steps cost something beside the target's.
+
+    Args:
+        draft: the draft model.
+        length: tokens of its continuation. nodes: drafts in all. width: candidates of a node.
+        branches: number of siblings of the continuation that are run; 0 for none.
+        inner: most tokens that n-grams draft for the draft model. order: the longest n-gram.
+    """
+    return Speculative(Staged(DraftModel(draft), NGram(inner, order), length, nodes, width, branches))

@@ -1,5 +1,6 @@
-"""A draft model with another vocabulary, on the tokens that both have: token-level intersection, TLI, of "Accelerating
-LLM Inference with Lossless Speculative Decoding Algorithms for Heterogeneous Vocabularies" (Timor et al. 2025).
+"""Token-level intersection, TLI: a draft model with another vocabulary, limited to the tokens that the target has too
+("Accelerating LLM Inference with Lossless Speculative Decoding Algorithms for Heterogeneous Vocabularies", Timor et
+al., 2025).
 
 The draft model's distribution, limited to the tokens that the target has too and normalised again, is a distribution
 over the target's ids like any other. So every verifier keeps its guarantee, `Rejection` as in the paper, and every
@@ -21,11 +22,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from decodax.algorithms.speculative.algorithm import Speculative
 from decodax.algorithms.speculative.drafts.model.draft_model import Drafting, DraftModel
 from decodax.algorithms.speculative.drafts.model.uag import WIDTH, prefix, room_for, with_tokenizer
+from decodax.algorithms.speculative.fixed_trees import Chain
 from decodax.algorithms.speculative.source import Answer, Level, Source
+from decodax.algorithms.speculative.verify.rejection import Rejection
 from decodax.algorithms.speculative.vocabulary import Merges, append
 from decodax.common.axes import constrain
+from decodax.common.options import Count
+from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, short, static, struct
 from decodax.core.cache import require
 from decodax.core.mesh import heads
@@ -72,7 +78,7 @@ class Mapped(Struct):
 
 @dataclasses.dataclass(frozen=True)
 class Intersection(Source):
-    """A `Source`: a draft model on the tokens that it has in common with the target; `Intersection.of` makes one.
+    """Drafts from a draft model, limited to the tokens that the target has too; `Intersection.of` makes one.
 
     Attributes:
         source: the draft model. room: as in `Realigned`; a row that runs out of it goes on with worse drafts.
@@ -220,3 +226,17 @@ def _limited(own: CommonTokens, answer: Answer) -> Answer:
     """The draft model's answer over the target's ids, -inf outside the intersection."""
     chosen = answer.logits[..., jnp.maximum(own.ids, 0)]
     return answer.replace(logits=jnp.where(own.ids >= 0, chosen, -jnp.inf))
+
+
+@ALGORITHMS.register("tli", "Accelerating LLM Inference with Lossless Speculative Decoding Algorithms for "
+                     "Heterogeneous Vocabularies", "Timor et al. 2025", family="speculative-linear",
+                     needs="a model and a draft model", guarantee="distribution-exact")
+def tli(lm: Any, draft: Any, length: Count = 4) -> Speculative:
+    """Drafts with a draft model of another vocabulary, limited to the tokens that both vocabularies have.
+
+    The choice for sampled texts where most tokens are common; both models need a tokenizer.
+
+    Args:
+        lm: the target. draft: the draft model. length: drafts a round.
+    """
+    return Speculative(Intersection.of(lm, draft), Rejection(), Chain(length))

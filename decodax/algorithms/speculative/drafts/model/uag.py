@@ -1,6 +1,6 @@
-"""A draft model with another tokenizer, by way of the text: universal assisted generation (Korat et al. 2024), which is
-string-level exact match, SLEM, in "Accelerating LLM Inference with Lossless Speculative Decoding Algorithms for
-Heterogeneous Vocabularies" (Timor et al. 2025).
+"""Universal assisted generation: a draft model with another tokenizer, whose text is cut into the target's tokens
+(Korat et al., 2024). It is string-level exact match, SLEM, of "Accelerating LLM Inference with Lossless Speculative
+Decoding Algorithms for Heterogeneous Vocabularies" (Timor et al., 2025).
 
 Each round the bytes that the target has added are cut into the draft model's tokens, the draft model goes on, and the
 bytes of what it made are cut into the target's tokens, which are the drafts. With `SeedExact` the output is plain
@@ -26,12 +26,16 @@ import numpy as np
 from jax import Array, lax
 
 from decodax.algorithms.autoregressive import Autoregressive
+from decodax.algorithms.speculative.algorithm import Speculative
 from decodax.algorithms.speculative.drafter import CHAINS
 from decodax.algorithms.speculative.drafts.model.draft_model import catch_up
 from decodax.algorithms.speculative.source import Draft, Drawn
 from decodax.algorithms.speculative.tree import Proposal, chain
+from decodax.algorithms.speculative.verifier import SeedExact, Verifier
 from decodax.algorithms.speculative.vocabulary import Vocabulary, append
 from decodax.common.axes import constrain
+from decodax.common.options import Count
+from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, short, struct
 from decodax.core.cache import Feature, require
 from decodax.core.mesh import heads
@@ -83,12 +87,13 @@ class Reading(Struct):
 
 @dataclasses.dataclass(frozen=True)
 class Realigned(Draft):
-    """A chain of up to `length` target tokens from `steps` tokens of a draft model; `Realigned.of` makes one.
+    """Drafts the text of a draft model in the target's tokens; `Realigned.of` makes one.
 
     Attributes:
         model: the draft model.
-        length: `K`, target tokens at most.
-        steps: tokens of the draft model a round, default `length`; with short tokens, such as bytes, it takes more.
+        length: `K`, most target tokens of a draft.
+        steps: tokens of the draft model a round, default `length`; a draft model with short tokens, such as bytes,
+            needs more.
         room: slots of the draft model's cache for each of the target's. A row whose text has more of the draft model's
             tokens, or more than that model's positions, goes on without drafts.
         window: bytes `T` that are cut at once: twice the longest target token or more.
@@ -237,3 +242,22 @@ def room_for(model: Model, wanted: int) -> tuple[int, int]:
     """Tokens of a text, `wanted` or as many as the model has positions, and the slots of a cache for them."""
     tokens = min(wanted, model.max_positions or wanted)
     return tokens, tokens if tokens <= BLOCK else -(-tokens // BLOCK) * BLOCK
+
+
+@ALGORITHMS.register("uag", "Universal Assisted Generation: Faster Decoding with Any Assistant Model",
+                     "Korat et al. 2024; Timor et al. 2025", family="speculative-linear",
+                     needs="a model and a draft model", guarantee="seed-exact")
+def uag(lm: Any, draft: Any, length: Count = 5, steps: Count | None = None,
+        verify: Verifier = SeedExact()) -> Speculative:
+    """Drafts with a draft model of any vocabulary, whose text is cut into the target's tokens.
+
+    The choice where the two tokenizers have little in common; both models need one. This is string-level exact match
+    (SLEM).
+
+    Args:
+        lm: the target. draft: the draft model.
+        length: most target tokens of a draft.
+        steps: tokens of the draft model a round; None: `length`.
+        verify: rule that accepts drafts.
+    """
+    return Speculative(Realigned.of(lm, draft, length, steps), verify)

@@ -1,6 +1,7 @@
-"""Drafting that ends at a doubtful token, by a threshold that follows how much is accepted.
+"""The adaptive draft exit of Draft & Verify (Zhang et al., 2023): drafting ends at a doubtful token, by a threshold
+that follows the acceptance rate.
 
-The adaptive draft exit of Draft & Verify (Zhang et al. 2023). A chain ends after the first draft whose probability is
+A chain ends after the first draft whose probability is
 below `gamma`, and after each round
 
     AR    <- beta1 AR + (1 - beta1) accepted / drafted
@@ -47,11 +48,12 @@ class Exit(Struct):
 
 @dataclasses.dataclass(frozen=True)
 class DraftExit(AroundSource, Source):
-    """A `Source` with drafts of `source`, whose shape is a chain that ends by the threshold.
+    """Drafts chains of another source that end at a token less likely than a threshold, which follows the acceptance.
 
     Attributes:
         source: a `Source`, `LayerSkip` in the paper. length: the most drafts.
-        gamma, alpha, epsilon, beta1, beta2: as above; the defaults are those of the authors' code.
+        gamma: first threshold. alpha: acceptance rate that is aimed at. epsilon: step of the threshold.
+        beta1, beta2: weights of the old acceptance rate and of the old threshold. Defaults of the authors' code.
 
     Raises:
         ValueError: a number out of range, or a draft that makes its own trees.

@@ -1,11 +1,9 @@
 """Drafting with the target itself on a smaller cache: a part of the tokens, or fewer bits.
 
-`OwnCache(lm, kind)` has the target keep a second cache of that kind beside its own (`decodax.cache.views`), or one of
-which drafts read a part (QuantSpec's halves). A round's drafts attend to that, the verification to all. Nothing but
-what was verified is ever written to either, so none of the buffers is needed that engines keep for drafts.
-
-MagicDec (Sadhukhan et al. 2024) drafts with SnapKV's choice of a prompt, or with sinks and a window, and with all
-tokens that follow; QuantSpec (Tiwari et al. 2025) with 4 of 8 bits, and weights of 4 bits.
+With `OwnCache(lm, kind)` the target keeps a second cache of that kind beside its own (`decodax.cache.views`), or one
+cache of which drafts read a part (QuantSpec's halves). Drafts attend to the smaller cache, and the verification to the
+whole one. Only verified tokens are ever written to either, so no buffers for drafts are needed. MagicDec, TriForce and
+QuantSpec are built from it.
 """
 
 from __future__ import annotations
@@ -13,9 +11,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar
 
-import jax.numpy as jnp
-
-from decodax.algorithms.speculative.source import Answer, Level, Source
+from decodax.algorithms.speculative.drafts.self.self_draft import SelfDraft
+from decodax.algorithms.speculative.source import Answer, Level
 from decodax.cache import dense
 from decodax.cache.views import WithView
 from decodax.common.struct import short
@@ -23,19 +20,18 @@ from decodax.core.cache import Cache, CacheConfig, Draftable, Feature
 from decodax.core.loaded import network_of
 from decodax.core.state import State
 from decodax.core.types import Decision, Model, Out, Params
-from decodax.core.window import Window, causal
-from decodax.sampling.guidance import GuidedCache
+from decodax.core.window import Window
 
 
 @dataclasses.dataclass(frozen=True)
-class OwnCache(Source):
-    """Drafts from the target on a smaller view of its cache.
+class OwnCache(SelfDraft):
+    """Drafts with the target on a smaller view of its cache.
 
     Attributes:
         model: the target: a `Model`, or what `decodax.load` gave. Weights are `Params.target`.
-        kind: the kind of cache that drafts read beside the target's own; or with `alone` one for both, whose `view`
-            drafts read.
-        alone: whether `kind` takes the place of the target's cache.
+        kind: config of the cache that drafts read beside the target's own; or with `alone` of one cache for both, whose
+            `view` drafts read.
+        alone: True if `kind` takes the place of the target's cache.
         packed: the target with other weights to draft with, as `decodax.quantize` gives it; None: its own.
         weights: those, if `packed` is a bare `Model`.
     """
@@ -80,28 +76,21 @@ class OwnCache(Source):
         return self.kind
 
     def start(self, params: Params, s: State, state: Any, room: int) -> tuple[Draftable, Answer]:
-        view = self._view(s)
-        out = self._apply(params, causal(s.newest[:, None], s.length - 1), view)
-        scratch = view.scratch(out.entries, 1 + room)
-        scratch = scratch.append(out.entries, s.length[:, None] - 1, jnp.zeros((), jnp.int32))
-        return scratch.replace(base=None), Answer(out.logits(), out.hidden)
+        scratch, out = self.run_root(params, s, state, room)
+        return scratch, Answer(out.logits(), out.hidden)
 
     def extend(self, params: Params, s: State, state: Draftable, level: Level) -> tuple[Draftable, Answer]:
-        sees = jnp.pad(level.sees, ((0, 0), (0, 0), (1, 0)), constant_values=True)   # all stand below the newest token
-        window = Window(tokens=level.tokens, positions=level.positions, mask=level.inside,
-                        live=jnp.ones(level.tokens.shape, bool))
-        out = self._apply(params, window, state.replace(base=self._view(s)).seen_by(sees))
-        return state.append(out.entries, level.positions, level.at + 1), Answer(out.logits(), out.hidden)
+        scratch, out = self.run_level(params, s, state, state, level)
+        return scratch, Answer(out.logits(), out.hidden)
 
     def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Any) -> None:
         return None
 
-    def _apply(self, params: Params, window: Window, cache: Any) -> Out:
+    def forward(self, params: Params, window: Window, cache: Any, keep: Any) -> Out:
         if self.packed is None:
-            return self.model.apply(params.target, window, cache)
+            return super().forward(params, window, cache, keep)
         return self.packed.apply(params.draft, window, cache)
 
-    def _view(self, s: State) -> Cache:
-        """What drafts read of the target's cache; under guidance of that of the branch with the prompt."""
-        cache: Cache = s.cache.conditional if isinstance(s.cache, GuidedCache) else s.cache
+    def view(self, s: State) -> Cache:
+        cache: Cache = super().view(s)
         return cache.view if self.alone else cache.view_of(self.kind)

@@ -1,11 +1,13 @@
-"""Which layers a model drafts best without: the search of Draft & Verify (Zhang et al. 2023).
+"""Self-speculative decoding: drafts with the target without the layers that a search leaves out ("Draft & Verify:
+Lossless Large Language Model Acceleration via Self-Speculative Decoding", Zhang et al., 2023).
 
-The paper measures the tokens a second of self-speculative decoding on some samples as a black-box function of which
-attention and MLP halves are skipped, and maximises it by Bayesian optimisation: a Gaussian process is fitted to what
-was measured, and the next set to try is the one with the highest upper confidence bound (the code uses `bayes_opt` with
-its Matern 5/2 kernel, noise 1e-2 and 1,000 trials). Here the function is the tokens for the work: a target forward is
-1, a draft step the share of the weights that it reads. It has no noise, needs no idle machine, and is what a second
-buys where a step waits for weights. All sets run in one compiled program.
+`LayerSkip` drafts, `DraftExit` ends the drafts, and this file has the search and the registry entry. The paper measures
+the tokens a second of self-speculative decoding on some samples as a black-box function of which attention and MLP
+halves are skipped, and maximises it by Bayesian optimisation: a Gaussian process is fitted to what was measured, and
+the next set to try is the one with the highest upper confidence bound (the code uses `bayes_opt` with its Matern 5/2
+kernel, noise 1e-2 and 1,000 trials). Here the function is the tokens for the work: a target forward is 1, a draft step
+the share of the weights that it reads. It has no noise, needs no idle machine, and equals speed where a step is bound
+by reading weights. All sets run in one compiled program.
 """
 
 from __future__ import annotations
@@ -22,11 +24,14 @@ from decodax.algorithms.speculative.adaptive.fit_trees import continued
 from decodax.algorithms.speculative.algorithm import Speculative
 from decodax.algorithms.speculative.drafts.self.draft_exit import DraftExit
 from decodax.algorithms.speculative.drafts.self.knn_ssd import Anchors, KNNSkip
-from decodax.algorithms.speculative.drafts.self.layer_skip import layered
+from decodax.algorithms.speculative.drafts.self.layer_skip import LayerSkip
+from decodax.algorithms.speculative.drafts.self.self_draft import layered
 from decodax.algorithms.speculative.verifier import SeedExact
+from decodax.common.options import Count, Share
+from decodax.common.registry import ALGORITHMS
 
 KAPPA = 2.576
-"""How many standard deviations above the mean the confidence bound lies, bayes_opt's default."""
+"""Standard deviations of the confidence bound above the mean, the default of `bayes_opt`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +45,7 @@ class Skips:
 
 def fit_layers(lm: Any, samples: Sequence[Sequence[int]], *, trials: int = 100, length: int = 8,
                max_new_tokens: int = 32, seed: int = 0, **sampling: Any) -> Skips:
-    """The halves of layers that `LayerSkip` drafts best without.
+    """Searches the halves of layers that `LayerSkip` drafts best without.
 
     Args:
         lm: what `decodax.load` gave.
@@ -74,6 +79,36 @@ def fit_layers(lm: Any, samples: Sequence[Sequence[int]], *, trials: int = 100, 
     return Skips(attention=attention, mlp=mlp, gain=round(value, 4))
 
 
+@ALGORITHMS.register("self-speculative",
+                     "Draft & Verify: Lossless Large Language Model Acceleration via Self-Speculative Decoding",
+                     "Zhang et al. 2023", family="speculative-self", needs="samples", guarantee="seed-exact")
+def self_speculative(lm: Any, samples: Any = None, skip: tuple[int, ...] = (), skip_attention: tuple[int, ...] = (),
+                     skip_mlp: tuple[int, ...] = (), trials: Count = 100, length: Count = 8, gamma: Share = 0.8,
+                     alpha: Share = 0.9, epsilon: Share = 0.01, beta1: Share = 0.5,
+                     beta2: Share = 0.9) -> Speculative:
+    """Drafts with the target without the layers that a search leaves out, until a draft is in doubt.
+
+    Give `samples` to search the layers, or the layers that `decodax.fit_layers` found.
+
+    Args:
+        lm: the target.
+        samples: prompts as token ids to search the layers with. trials: sets of layers that are tried.
+        skip: layers left out. skip_attention, skip_mlp: layers that lose only that half.
+        length: most drafts a round.
+        gamma: first threshold of a draft's probability, which then follows the acceptance.
+        alpha: acceptance rate that is aimed at. epsilon: step of the threshold.
+        beta1, beta2: weights of the old acceptance rate and of the old threshold.
+    """
+    if (samples is None) != bool(skip or skip_attention or skip_mlp):
+        raise ValueError("system: 'self-speculative' needs samples=, prompts as token ids to search the layers with, "
+                         "or skip=, skip_attention=, skip_mlp=, what decodax.fit_layers found; takes one of the two")
+    if samples is not None:
+        found = fit_layers(lm, samples, trials=trials, length=length)
+        skip_attention, skip_mlp = found.attention, found.mlp
+    source = LayerSkip(lm, skip, skip_attention, skip_mlp)
+    return Speculative(DraftExit(source, length, gamma, alpha, epsilon, beta1, beta2))
+
+
 def _given(alg: Speculative, anchors: Anchors) -> Speculative:
     draft: Any = alg.draft
     return dataclasses.replace(alg, draft=dataclasses.replace(draft, source=KNNSkip(draft.source.model, anchors)))
@@ -98,7 +133,7 @@ def shares(params: Any, layers: int) -> np.ndarray:
 
 def maximise(function: Callable[[np.ndarray], float], size: int, trials: int,
              seed: int = 0) -> tuple[np.ndarray, float]:
-    """The best of `trials` binary vectors `bool[size]` and its value, by Bayesian optimisation.
+    """Returns the best of `trials` binary vectors `bool[size]` and its value, by Bayesian optimisation.
 
     The first ones are nothing, every second entry, and random ones of different density; then the next one to try is
     that of the highest upper confidence bound among random ones and neighbours of the best.

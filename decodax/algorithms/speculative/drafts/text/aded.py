@@ -28,12 +28,12 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from decodax.algorithms.speculative.algorithm import Speculative
-from decodax.algorithms.speculative.verifier import SeedExact, Verifier
-from decodax.common.options import Count
-from decodax.common.registry import ALGORITHMS
 from decodax.algorithms.speculative.drafts.text.history import FromText
 from decodax.algorithms.speculative.source import Draft, Drawn
 from decodax.algorithms.speculative.tree import Proposal
+from decodax.algorithms.speculative.verifier import SeedExact, Verifier
+from decodax.common.options import Count
+from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
@@ -95,7 +95,8 @@ class ADED(FromText, Draft):
     """Drafts the tree that a PUCT search finds in the trigrams of the text.
 
     Attributes:
-        nodes, depth: nodes of the tree and most tokens of a path. k: successors kept for each pair. rows: rows of the table. explore: the weight of exploration.
+        nodes, depth: nodes of the tree and most tokens of a path. k: successors kept for each pair. rows: rows of the
+            table. explore: the weight of exploration.
 
     Raises:
         ValueError: one of the numbers below 1, or a negative weight.

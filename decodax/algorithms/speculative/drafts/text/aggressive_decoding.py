@@ -1,6 +1,6 @@
-"""Input-guided aggressive decoding (IAD): drafts copy the input ("Instantaneous Grammatical Error Correction with Shallow
-Aggressive Decoding", Sun et al., 2021; "Lossless Acceleration for Seq2seq Generation with Aggressive Decoding", Ge et
-al., 2022).
+"""Input-guided aggressive decoding (IAD): drafts copy the input ("Instantaneous Grammatical Error Correction with
+Shallow Aggressive Decoding", Sun et al., 2021; "Lossless Acceleration for Seq2seq Generation with Aggressive Decoding",
+Ge et al., 2022).
 
 For outputs that repeat most of their input: corrections, edits, simplifications. Drafts are the input's tokens from its
 beginning on. After the first token that differs, decoding goes on token by token until some suffix of the output occurs
@@ -17,13 +17,13 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from decodax.algorithms.speculative.algorithm import Speculative
-from decodax.algorithms.speculative.verifier import SeedExact, Verifier
-from decodax.common.options import Count, Range
-from decodax.common.registry import ALGORITHMS
-from decodax.algorithms.speculative.verify.spec_verification import SpecVerification
 from decodax.algorithms.speculative.drafter import CHAINS
 from decodax.algorithms.speculative.source import Draft, Drawn
 from decodax.algorithms.speculative.tree import Proposal, chain
+from decodax.algorithms.speculative.verifier import SeedExact, Verifier
+from decodax.algorithms.speculative.verify.spec_verification import SpecVerification
+from decodax.common.options import Count, Range
+from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
 from decodax.core.cache import Feature
 from decodax.core.state import State

@@ -21,14 +21,14 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from decodax.algorithms.speculative.algorithm import Speculative
+from decodax.algorithms.speculative.drafter import CHAINS
+from decodax.algorithms.speculative.drafts.text.history import Corpus, FromText, best_places, matched, tail
+from decodax.algorithms.speculative.fixed_trees import Chain
+from decodax.algorithms.speculative.source import Answer, Draft, Drawn, Level, Shape, Source
+from decodax.algorithms.speculative.tree import Proposal, chain
 from decodax.algorithms.speculative.verifier import SeedExact, Verifier
 from decodax.common.options import Count, Range
 from decodax.common.registry import ALGORITHMS
-from decodax.algorithms.speculative.fixed_trees import Chain
-from decodax.algorithms.speculative.drafter import CHAINS
-from decodax.algorithms.speculative.drafts.text.history import Corpus, FromText, best_places, matched, tail
-from decodax.algorithms.speculative.source import Answer, Draft, Drawn, Level, Shape, Source
-from decodax.algorithms.speculative.tree import Proposal, chain
 from decodax.common.struct import Struct, struct
 from decodax.core.cache import Feature
 from decodax.core.state import State

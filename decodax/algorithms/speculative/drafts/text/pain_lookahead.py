@@ -16,9 +16,6 @@ from typing import Any
 import jax.numpy as jnp
 
 from decodax.algorithms.speculative.algorithm import Speculative
-from decodax.algorithms.speculative.verifier import SeedExact, Verifier
-from decodax.common.options import Count
-from decodax.common.registry import ALGORITHMS
 from decodax.algorithms.speculative.drafts.text.history import (
     Corpus,
     FromText,
@@ -31,6 +28,9 @@ from decodax.algorithms.speculative.drafts.text.history import (
 )
 from decodax.algorithms.speculative.source import Draft, Drawn
 from decodax.algorithms.speculative.tree import Proposal
+from decodax.algorithms.speculative.verifier import SeedExact, Verifier
+from decodax.common.options import Count
+from decodax.common.registry import ALGORITHMS
 from decodax.core.state import State
 from decodax.core.types import Params
 
@@ -73,7 +73,7 @@ class Trie(FromText, Draft):
         fresh = (jnp.argmax(alike, 1) == jnp.arange(paths.shape[1])[:, None]) & (paths >= 0)
         size = jnp.cumsum(fresh.sum(-1), 1)       # nodes below the suffix that this place is the last to match
         last = match != jnp.pad(match[:, 1:], ((0, 0), (0, 1)))
-        enough = last & (size + 1 >= min(self.branch_length, self.decoding_length)) & (match > 0)        # the last token counts too
+        enough = last & (size + 1 >= self.length) & (match > 0)         # the last token counts too
         chosen = jnp.take_along_axis(match, jnp.argmax(enough, 1)[:, None], 1)
         least = jnp.where(enough.any(1, keepdims=True), chosen, 1)
         weight = ((match >= least) & (match > 0)).astype(jnp.int32)

@@ -29,12 +29,12 @@ import jax.numpy as jnp
 from jax import Array
 
 from decodax.algorithms.speculative.algorithm import Speculative
-from decodax.algorithms.speculative.verifier import SeedExact, Verifier
-from decodax.common.options import Count
-from decodax.common.registry import ALGORITHMS
 from decodax.algorithms.speculative.drafter import CHAINS
 from decodax.algorithms.speculative.source import Draft, Drawn
 from decodax.algorithms.speculative.tree import Proposal, chain
+from decodax.algorithms.speculative.verifier import SeedExact, Verifier
+from decodax.common.options import Count
+from decodax.common.registry import ALGORITHMS
 from decodax.core.cache import Feature
 from decodax.core.state import State
 from decodax.core.types import Params

@@ -2,9 +2,10 @@
 Suffix Automaton", Hu et al., 2024).
 
 The suffix may have any length and may end earlier in the text or in a corpus; the longer the match, the longer the
-draft. The paper finds it with a suffix automaton; here two structures of fixed size give the same match exactly. For a row's own text: the length of the match that ends at each place, brought
-forward by each decided token (one more than at the place before, or 0). For the corpus: a suffix array of its
-documents read backwards, built on the host and searched by bisection.
+draft. The paper finds it with a suffix automaton; here two structures of fixed size give the same match exactly. For a
+row's own text: the length of the match that ends at each place, brought forward by each decided token (one more than at
+the place before, or 0). For the corpus: a suffix array of its documents read backwards, built on the host and searched
+by bisection.
 
 As in the authors' code the earliest of several longest matches in the row's own text counts, which leaves the most to
 copy, and the corpus only where its match is more than `len_bias` tokens longer. How much is drafted depends there on
@@ -29,17 +30,17 @@ import numpy as np
 from jax import Array, lax
 
 from decodax.algorithms.speculative.algorithm import Speculative
+from decodax.algorithms.speculative.drafter import CHAINS
+from decodax.algorithms.speculative.drafts.fallback import Fallback
+from decodax.algorithms.speculative.drafts.model.draft_model import DraftModel
+from decodax.algorithms.speculative.drafts.text.history import Corpus, FromText, known
+from decodax.algorithms.speculative.drafts.text.token_recycling import TokenRecycling
+from decodax.algorithms.speculative.fixed_trees import Chain
+from decodax.algorithms.speculative.source import Draft, Drawn
+from decodax.algorithms.speculative.tree import Proposal, chain
 from decodax.algorithms.speculative.verifier import SeedExact, Verifier
 from decodax.common.options import Count, Whole
 from decodax.common.registry import ALGORITHMS
-from decodax.algorithms.speculative.fixed_trees import Chain
-from decodax.algorithms.speculative.drafts.model.draft_model import DraftModel
-from decodax.algorithms.speculative.drafts.fallback import Fallback
-from decodax.algorithms.speculative.drafts.text.token_recycling import TokenRecycling
-from decodax.algorithms.speculative.drafter import CHAINS
-from decodax.algorithms.speculative.drafts.text.history import Corpus, FromText, known
-from decodax.algorithms.speculative.source import Draft, Drawn
-from decodax.algorithms.speculative.tree import Proposal, chain
 from decodax.core.cache import Feature
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params

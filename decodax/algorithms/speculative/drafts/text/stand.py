@@ -39,15 +39,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from decodax.algorithms.speculative.adaptive.fit_trees import fit_tree
 from decodax.algorithms.speculative.algorithm import Speculative
+from decodax.algorithms.speculative.drafts.text.history import best_places, known, matched
+from decodax.algorithms.speculative.drafts.text.ngram import Paths
+from decodax.algorithms.speculative.fixed_trees import Fixed
+from decodax.algorithms.speculative.source import Answer, Level, Shape, Source
 from decodax.algorithms.speculative.verifier import SeedExact, Verifier
 from decodax.common.options import Count
 from decodax.common.registry import ALGORITHMS
-from decodax.algorithms.speculative.adaptive.fit_trees import fit_tree
-from decodax.algorithms.speculative.drafts.text.history import best_places, known, matched
-from decodax.algorithms.speculative.drafts.text.ngram import Paths
-from decodax.algorithms.speculative.source import Answer, Level, Shape, Source
-from decodax.algorithms.speculative.fixed_trees import Fixed
 from decodax.common.struct import Struct, struct
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params

@@ -28,9 +28,6 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from decodax.algorithms.speculative.algorithm import Speculative
-from decodax.algorithms.speculative.verifier import SeedExact, Verifier
-from decodax.common.options import Count, Positive
-from decodax.common.registry import ALGORITHMS
 from decodax.algorithms.speculative.drafts.text.history import (
     Corpus,
     FromText,
@@ -44,6 +41,9 @@ from decodax.algorithms.speculative.drafts.text.history import (
 )
 from decodax.algorithms.speculative.source import Draft, Drawn
 from decodax.algorithms.speculative.tree import Proposal
+from decodax.algorithms.speculative.verifier import SeedExact, Verifier
+from decodax.common.options import Count, Positive
+from decodax.common.registry import ALGORITHMS
 from decodax.core.state import State
 from decodax.core.types import Params
 

@@ -19,17 +19,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from decodax.algorithms.speculative.algorithm import Speculative
+from decodax.algorithms.speculative.fixed_trees import Fixed
+from decodax.algorithms.speculative.source import Draft, Drawn
+from decodax.algorithms.speculative.tree import Proposal
+from decodax.algorithms.speculative.trees.published import RECYCLING_80
 from decodax.algorithms.speculative.verifier import SeedExact, Verifier
 from decodax.common.options import Count
 from decodax.common.registry import ALGORITHMS
-import numpy as np
-from decodax.algorithms.speculative.source import Draft, Drawn
-from decodax.algorithms.speculative.tree import Proposal
-from decodax.algorithms.speculative.fixed_trees import Fixed
-from decodax.algorithms.speculative.trees.published import RECYCLING_80
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
 from decodax.core.window import Window
