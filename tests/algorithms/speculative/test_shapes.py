@@ -31,8 +31,8 @@ from decodax.algorithms.speculative.trees import (
     expected,
     from_acceptance,
     probability,
-    sequoia,
     sequoia_for,
+    sequoia_tree,
 )
 from decodax.algorithms.speculative.trees.layers import drawn_from, grow_layers
 from decodax.algorithms.speculative.trees.threshold import Drafted
@@ -367,9 +367,9 @@ def test_sequoias_tree_is_the_best_of_all(accept):
         trees = [Fixed(tuple(t)) for t in all_trees(nodes, depth, 3)]
         if not trees:
             with pytest.raises(ValueError, match="too few"):
-                sequoia(accept, nodes, depth)
+                sequoia_tree(accept, nodes, depth)
             continue
-        found = sequoia(accept, nodes, depth)
+        found = sequoia_tree(accept, nodes, depth)
         assert len(found.paths) == nodes and found.length <= depth
         assert expected(accept, found) == pytest.approx(max(expected(accept, t) for t in trees))
 
@@ -426,17 +426,17 @@ def test_what_is_kept_of_a_tree_is_the_most_accepted_part():
 def test_published_trees():
     of = lambda tree: [sum(len(p) == d for p in tree.paths) for d in range(1, tree.length + 1)]
     assert of(MEDUSA_63) == [10, 28, 23, 2] and of(EAGLE_25) == [4, 8, 8, 3, 2]
-    assert sequoia([0.6, 0.2, 0.1], 64).length > 4 and len(sequoia([0.6, 0.2, 0.1], 64).paths) == 64
+    assert sequoia_tree([0.6, 0.2, 0.1], 64).length > 4 and len(sequoia_tree([0.6, 0.2, 0.1], 64).paths) == 64
 
 
 @pytest.mark.parametrize(("make", "message"), [
     (lambda: ConfidenceChain(0), "length: got 0, takes at least 1"),
-    (lambda: ConfidenceChain(least=2), "least: got 2, takes 0 to 1"),
+    (lambda: ConfidenceChain(threshold=2), "threshold: got 2, takes 0 to 1"),
     (lambda: OptTree(delta=-1), "delta: got -1"), (lambda: CaPE(bins=((0.5, 2),)), "bins: got"),
     (lambda: CaPE(5, nodes=4), "nodes: got 4, takes at least the length, 5"), (lambda: DySpec(nodes=0), "nodes: got 0"),
-    (lambda: sequoia([1.5], 2), "accept: got"), (lambda: from_acceptance(Chain(2), [1], 1), "accepted: got"),
+    (lambda: sequoia_tree([1.5], 2), "acceptance: got"), (lambda: from_acceptance(Chain(2), [1], 1), "accepted: got"),
     (lambda: from_acceptance(Chain(2), [1, 1], 3), "nodes: got 3, takes 1 to 2"),
-    (lambda: Sliced(least=-1), "least: got -1, takes 0 to 1"), (lambda: Fixed.balanced(), "branching: got"),
+    (lambda: Sliced(threshold=-1), "threshold: got -1, takes 0 to 1"), (lambda: Fixed.balanced(), "branching: got"),
     (lambda: grow(DySpec(4), "independent"), "verify: DySpec draws siblings without replacement"),
 ])
 def test_wrong_arguments_are_named(make, message):

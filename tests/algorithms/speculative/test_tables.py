@@ -46,9 +46,9 @@ from tests.matrix import often
 
 DRAFTS = (
     Speculative(TokenRecycling(SMALL_TREE, rows=16)),
-    Speculative(SuffixAutomaton(length=6, corpus=CORPUS, bias=1)),
+    Speculative(SuffixAutomaton(length=6, corpus=CORPUS, len_bias=1)),
     Speculative(SuffixTree(nodes=8, branch=4, pattern=4, corpus=CORPUS)),
-    Speculative(Trie(nodes=12, branch=4, corpus=CORPUS)),
+    Speculative(Trie(decoding_length=12, branch_length=4, corpus=CORPUS)),
     Speculative(InputGuided(length=6, skip=1)),
     Speculative(UserDraft(periodic, 3)),
     Speculative(NGram(length=4, corpus=CORPUS)),
