@@ -25,7 +25,6 @@ from decodax.algorithms.speculative import NOTHING, Adaptive, Automatic, Specula
 from decodax.algorithms.speculative.adaptive.arms import _Arm
 from decodax.algorithms.speculative.adaptive.fit_trees import Counted
 from decodax.algorithms.speculative.adaptive.predictor import Watched
-from decodax.algorithms.speculative.apart import _Ahead, _There
 from decodax.algorithms.speculative.drafter import Drafter
 from decodax.algorithms.speculative.drafts import (
     DraftExit,
@@ -39,6 +38,7 @@ from decodax.algorithms.speculative.drafts import (
 )
 from decodax.algorithms.speculative.drafts.model.tli import Intersection
 from decodax.algorithms.speculative.grown import Grown, Trimmed
+from decodax.algorithms.speculative.halves import _Ahead, _There
 from decodax.algorithms.speculative.reflective import Reflective
 from decodax.algorithms.speculative.source import Draft, Source
 from decodax.algorithms.speculative.trees import Fixed

@@ -11,8 +11,8 @@ from decodax.algorithms.speculative.adaptive.lengths import Lengths
 from decodax.algorithms.speculative.adaptive.measure import automatic, measure
 from decodax.algorithms.speculative.adaptive.predictor import Logistic, fit_predictor
 from decodax.algorithms.speculative.algorithm import Speculative
-from decodax.algorithms.speculative.apart import apart
 from decodax.algorithms.speculative.drafts.self.self_speculative import Skips, fit_layers
+from decodax.algorithms.speculative.halves import apart
 from decodax.algorithms.speculative.reflective import Reflective
 from decodax.algorithms.speculative.source import Draft, Shape, Source
 from decodax.algorithms.speculative.tree import Probes, Proposal, Tree, chain

@@ -2,7 +2,7 @@
 
 In a round the target verifies the drafts that wait, and the draft model writes what may come behind them. Neither
 depends on what the other computes, so the two can run at the same time on devices of their own
-(`decodax.algorithms.speculative.apart`). On the same devices one runs after the other, with the same result.
+(`decodax.algorithms.speculative.halves`). On the same devices one runs after the other, with the same result.
 """
 
 from __future__ import annotations

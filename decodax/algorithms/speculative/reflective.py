@@ -113,8 +113,7 @@ def reflective_verification(lm: Any, draft: Any, probe: str | tuple[int, ...] = 
         alpha: weight of the second reading; 0 is plain speculation.
         length: drafts a round.
     """
-    if isinstance(probe, str):
-        if lm.tokenizer is None:
-            raise ValueError("probe: got a text, and the model has no tokenizer")
-        probe = appended(lm.tokenizer, None, probe)
-    return Reflective(DraftModel(draft), shape=Chain(length), probe=tuple(probe), alpha=alpha)
+    if isinstance(probe, str) and lm.tokenizer is None:
+        raise ValueError("probe: got a text, and the model has no tokenizer")
+    tokens = appended(lm.tokenizer, None, probe) if isinstance(probe, str) else probe
+    return Reflective(DraftModel(draft), shape=Chain(length), probe=tuple(tokens), alpha=alpha)

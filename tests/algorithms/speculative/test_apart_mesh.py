@@ -12,8 +12,8 @@ from jax.sharding import AxisType
 from decodax.algorithms.autoregressive import Autoregressive
 from decodax.algorithms.speculative import Lengths, Speculative
 from decodax.algorithms.speculative.adaptive.lengths import always
-from decodax.algorithms.speculative.apart import apart
 from decodax.algorithms.speculative.drafts import DraftModel, Pearl, PromptLookup, SpecBranch
+from decodax.algorithms.speculative.halves import apart
 from decodax.core import drivers
 from decodax.core.types import Params
 from decodax.models.config import llama

@@ -105,9 +105,9 @@ class FastCoT(Iterated):
                      "Zhang et al. 2023", family="parallel-jacobi", guarantee="seed-exact")
 def fastcot(schedule: tuple[tuple[int, int], ...] = ((0, 4), (16, 8), (64, 12)), cut: Count | None = None,
             trigger: tuple[int, ...] = (), verify: Verifier | None = None) -> Speculative:
-    """Iterates a Jacobi window whose size follows a schedule, and may cut a rationale short.
+    """Iterates a Jacobi window whose size follows a schedule; `cut` ends a rationale early, with approximate tokens.
 
-    With `cut` the tokens are approximate: the answer is written after guesses of the rationale's end.
+    The answer is then written after guesses of the rationale's end.
 
     Args:
         schedule: pairs of a number of new tokens and the window's size from there on.

@@ -8,7 +8,7 @@ written is pending in the next round. If one does not, what was written is dropp
 number of drafts accepted in a row has no bound and adapts to the draft model.
 
 Neither model depends on what the other computes in the round. With devices of their own
-(`decodax.algorithms.speculative.apart`) a round takes as long as the longer of the two; on shared devices the time for
+(`decodax.algorithms.speculative.halves`) a round takes as long as the longer of the two; on shared devices the time for
 dropped tokens is lost.
 """
 

@@ -121,10 +121,10 @@ class InputGuided(Draft):
                      "Ge, Xia, Sun, Chen, Wei 2022", family="speculative-linear", guarantee="seed-exact")
 def aggressive_decoding(length: Count = 16, max_match: Count | None = None, beta: Count | None = None,
                         tau: Annotated[float, Range(0)] | None = None, verify: Verifier | None = None) -> Speculative:
-    """Drafts the input itself, from the place that the output has reached (input-guided aggressive decoding).
+    """Drafts the input itself, from the place that the output has reached; with `beta` or `tau` tokens are approximate.
 
-    For outputs that copy most of the input, such as corrected sentences. With `beta` or `tau` drafts are accepted as in
-    GAD++, and the output is approximate; GAD's non-autoregressive drafter is not included.
+    For outputs that copy most of the input, such as corrected sentences (input-guided aggressive decoding). `beta` and
+    `tau` accept drafts as in GAD++; GAD's non-autoregressive drafter is not included.
 
     Args:
         length: most tokens of a draft.
