@@ -51,8 +51,8 @@ class Fixed(Shape):
 
     @classmethod
     def balanced(cls, *branching: int) -> Fixed:
-        """Every node of level `i` has `branching[i]` children: SpecInfer, MCSD and, verified by `MultiRound()`, RSD-C
-        (Jeon et al. 2024), whose Gumbel-top-k is drawing without replacement.
+        """Makes the tree in which every node of level `i` has `branching[i]` children: SpecInfer, MCSD and, verified by
+        `MultiRound()`, RSD-C (Jeon et al. 2024), whose Gumbel-top-k is drawing without replacement.
 
         Raises:
             ValueError: no level, or one without children.
@@ -68,12 +68,12 @@ class Fixed(Shape):
 
     @functools.cached_property
     def order(self) -> tuple[Path, ...]:
-        """The paths as window nodes: level by level, siblings by rank."""
+        """The paths in the order of their window nodes: level by level, siblings by rank."""
         return tuple(sorted(self.paths, key=lambda p: (len(p), p)))
 
     @property
     def parents(self) -> np.ndarray:
-        """`i32[N]`: the window node above each."""
+        """Window node above each node, `i32[N]`."""
         node: dict[Path, int] = {(): 0} | {p: i + 1 for i, p in enumerate(self.order)}
         return np.array([node[p[:-1]] for p in self.order], np.int32)
 
@@ -83,7 +83,7 @@ class Fixed(Shape):
 
     @property
     def is_chain(self) -> bool:
-        """Whether no node has a sibling."""
+        """True if no node has a sibling."""
         return len(self.paths) == self.length
 
     def grow(self, grower: Grower, state: Any) -> tuple[Proposal, Any, Any]:
@@ -103,14 +103,14 @@ class Fixed(Shape):
 
 
 class Plan:
-    """How a fixed tree grows: its nodes that have children are expanded level by level, all levels padded to one width
-    so that they share a program.
+    """The plan by which a fixed tree grows: its nodes with children are expanded level by level, and all levels are
+    padded to one width so that they share a program.
 
     Attributes:
-        fanout: the most children of a node. levels: how many levels have children. width: expanded nodes of each.
-        room: of all of them; they stand in slots 1 .. room, the newest token in slot 0.
-        above, rank: `i32[levels, width]`, the slot above each expanded node and its rank there.
-        real: `bool[levels, width]`, False where a node stands again for the padding.
+        fanout: most children of a node. levels: number of levels with children. width: expanded nodes of each level.
+        room: number of expanded nodes, which have slots 1 .. room; the newest token has slot 0.
+        above, rank: `i32[levels, width]`, slot above each expanded node and its rank there.
+        real: `bool[levels, width]`, False for a node that is repeated as padding.
         nodes: `i32[1, room]`, window nodes of the expanded ones, -1 for the padding.
     """
 
@@ -135,17 +135,18 @@ class Plan:
         self.nodes[0, [i - 1 for p, i in self.slot.items() if p]] = [node[p] for p in self.slot if p]
 
     def wide(self, root: Any) -> Any:
-        """Room for what is known of all slots, `[B, 1 + room, ...]` each, with the newest token's `[B, 1, ...]`."""
+        """Returns arrays with room for all slots, `[B, 1 + room, ...]`, that begin with the newest token's, `[B, 1,
+        ...]`."""
         return jax.tree.map(lambda x: jnp.zeros((x.shape[0], 1 + self.room, *x.shape[2:]), x.dtype).at[:, :1].set(x),
                             root)
 
     def put(self, found: Any, new: Any, filled: Array) -> Any:
-        """With what is known of the level that was expanded last; `filled` slots are in use."""
+        """Returns the arrays with those of the level that was expanded last; `filled` slots are in use."""
         start = filled - self.width
         return jax.tree.map(lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, start, 1), found, new)
 
     def proposal(self, tokens: Array, live: Array, log_q: Array | None) -> Proposal:
-        """The tree from the children of all slots: `[B, 1 + room, fanout]`, `log_q` `f32[B, 1 + room, V]`."""
+        """Returns the tree from the children of all slots: `[B, 1 + room, fanout]`, `log_q` `f32[B, 1 + room, V]`."""
         up = np.array([self.slot[p[:-1]] for p in self.order], np.int32)
         ranks = np.array([p[-1] for p in self.order], np.int32)
         if log_q is not None:       # the nodes that have children are among those up to the last one that has
@@ -157,7 +158,7 @@ class Plan:
 
 
 def Chain(length: int = 5) -> Fixed:
-    """A chain of `length` drafts.
+    """Makes the shape of a chain of `length` drafts.
 
     Raises:
         ValueError: a length below 1.

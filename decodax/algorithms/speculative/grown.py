@@ -1,4 +1,4 @@
-"""Drafts made of other parts: a `Source` grown by a `Shape`, and the beginning of another draft's chains."""
+"""Drafts that are made of other parts: a `Source` grown by a `Shape`, and the first part of another draft's chains."""
 
 from __future__ import annotations
 

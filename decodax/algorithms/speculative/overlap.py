@@ -1,6 +1,6 @@
-"""Drafts that are written while the target verifies earlier ones: what PEARL and SpecBranch share.
+"""The base of PEARL and SpecBranch: drafts that are written while the target verifies earlier ones.
 
-In a round the target verifies the drafts that wait, and the draft model writes what may come behind them. Neither
+In a round the target verifies the pending drafts, and the draft model writes what may come after them. Neither
 depends on what the other computes, so the two can run at the same time on devices of their own
 (`decodax.algorithms.speculative.halves`). On the same devices one runs after the other, with the same result.
 """
@@ -24,7 +24,7 @@ class Overlapping(AroundSource, Draft):
     Its state is a struct with a field `source`, the source's state, which only the draft model's devices need.
 
     Attributes:
-        written: the fields of the state that `write` makes beside `source`: what the target's devices have to be told.
+        written: fields of the state that `write` makes beside `source`, which the target's devices need.
     """
 
     written: ClassVar[tuple[str, ...]]
@@ -35,19 +35,19 @@ class Overlapping(AroundSource, Draft):
 
     @abc.abstractmethod
     def offer(self, params: Params, s: State, state: Any) -> tuple[Proposal, Any]:
-        """What waits for the target, and the state of the round. It runs neither model."""
+        """Returns the pending drafts, and the state of the round. It runs neither model."""
 
     @abc.abstractmethod
     def write(self, params: Params, policy: Any, s: State, state: Any, drawn: Drawn) -> Any:
-        """The draft model's part of the round: the state with another `source` and the fields `written`."""
+        """Runs the draft model's part of the round. Returns the state with a new `source` and the fields `written`."""
 
     def look(self, out: Out, decision: Decision | None) -> Any:
-        """What it reads of the target's forward, a pytree; None: nothing."""
+        """Returns what it reads of the target's forward, a pytree; None: nothing."""
         return None
 
     @abc.abstractmethod
     def learn(self, s: State, window: Window, out: Out, decision: Decision | None, seen: Any, state: Any) -> Any:
-        """`observe`, with what `look` gave. Of `out` nothing else is read, unless by the source."""
+        """Does what `observe` does, with the result of `look` in `seen`. Only the source may read more of `out`."""
 
     def propose(self, params: Params, policy: Any, s: State, state: Any, drawn: Drawn) -> tuple[Proposal, Any]:
         proposal, state = self.offer(params, s, state)

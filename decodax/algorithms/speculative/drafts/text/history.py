@@ -1,7 +1,7 @@
-"""What the drafts from text share: a history to search, n-gram matches in it, and prefix trees of what followed them.
+"""Helpers of drafts from text: a history to search, n-gram matches in it, and prefix trees of the tokens after them.
 
 The tables of the papers (n-gram counts, tries, automata) answer "where did these tokens occur before, and what came
-next?". A vectorised pass over the tokens answers it exactly, with nothing to build, and costs microseconds.
+next?". A vectorised pass over the tokens gives the same answer with nothing to build, and costs microseconds.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ Corpus = tuple[tuple[int, ...], ...]
 
 @dataclasses.dataclass(frozen=True)
 class FromText(Drafter):
-    """What drafts from text inherit: no state, and a corpus that lies before each row's own text.
+    """The base of drafts from text. It has no state, and searches a corpus before each row's own text.
 
     Attributes:
-        corpus: documents of token ids. A front door hands them to the compiled programs as data (`weights`).
+        corpus: documents of token ids. They reach the compiled programs as data (`weights`).
 
     Raises:
         ValueError: an empty document, or a negative id.
@@ -44,7 +44,7 @@ class FromText(Drafter):
 
     @property
     def weights(self) -> Any:
-        """The documents one after another, -1 behind each: `i32[C]`, or None."""
+        """The documents one after another, each followed by -1: `i32[C]`, or None."""
         if not self.corpus:
             return None
         return np.concatenate([np.array([*document, -1], np.int32) for document in self.corpus])
@@ -53,7 +53,7 @@ class FromText(Drafter):
         return dataclasses.replace(self, corpus=())
 
     def history(self, params: Params, s: State) -> Array:
-        """The corpus, then each row's text, -1 where a document or the text ends: `i32[B, C + N]`."""
+        """Returns the corpus, then each row's text, -1 where a document or the text ends: `i32[B, C + N]`."""
         own = known(s)
         corpus = self.weights if params.draft is None else params.draft
         if corpus is None:
@@ -62,18 +62,18 @@ class FromText(Drafter):
 
 
 def known(s: State) -> Array:
-    """Each row's text, -1 beyond its end: `i32[B, N]`."""
+    """Returns each row's text, -1 beyond its end: `i32[B, N]`."""
     return jnp.where(jnp.arange(s.tokens.shape[1]) < s.length[:, None], s.tokens, -1)
 
 
 def tail(s: State, count: int) -> Array:
-    """The last `count` tokens of each row, oldest first, -1 before its beginning: `i32[B, count]`."""
+    """Returns the last `count` tokens of each row, oldest first, -1 before its beginning: `i32[B, count]`."""
     index = s.length[:, None] - count + jnp.arange(count, dtype=jnp.int32)
     return jnp.where(index >= 0, take(s.tokens, jnp.maximum(index, 0)), -1)
 
 
 def matched(history: Array, context: Array) -> Array:
-    """How many of a context's last tokens a history has up to each place; 0 where nothing follows the place.
+    """Returns the number of a context's last tokens that a history has up to each place; 0 where nothing follows.
 
     Args:
         history: `i32[..., H]`, -1 matches nothing. context: `i32[..., n]`, oldest first.
@@ -96,7 +96,7 @@ def matched(history: Array, context: Array) -> Array:
 
 
 def best_places(length: Array, count: int) -> tuple[Array, Array]:
-    """The `count` places with the longest matches, the most recent first among equals.
+    """Returns the `count` places with the longest matches, the most recent first among equals.
 
     Args:
         length: `i32[..., H]` as from `matched`.
@@ -111,23 +111,23 @@ def best_places(length: Array, count: int) -> tuple[Array, Array]:
 
 
 def following(history: Array, places: Array, count: int) -> Array:
-    """What followed some places, -1 from where the text ends: `i32[B, R, count]` from `i32[B, H]` and `i32[B, R]`."""
+    """Returns the tokens after some places, -1 beyond the end: `i32[B, R, count]` from `i32[B, H]` and `i32[B, R]`."""
     index = places[..., None] + 1 + jnp.arange(count, dtype=jnp.int32)
     tokens = take(jnp.pad(history, ((0, 0), (0, count + 1)), constant_values=-1), index)
     return jnp.where(jnp.cumprod(tokens >= 0, -1) > 0, tokens, -1)
 
 
 def shared(paths: Array) -> Array:
-    """Which paths begin alike: `bool[B, R, R, D]` from `i32[B, R, D]`, agreement in the first d + 1 tokens."""
+    """Returns True for paths that agree in the first d + 1 tokens: `bool[B, R, R, D]` from `i32[B, R, D]`."""
     alike = (paths[:, :, None] == paths[:, None]) & (paths[:, :, None] >= 0)
     return jnp.cumprod(alike, -1) > 0
 
 
 def prefix_tree(paths: Array, weight: Array, nodes: int) -> Proposal:
-    """The heaviest prefixes of some paths, as a tree of `nodes` drafts.
+    """Returns the heaviest prefixes of some paths, as a tree of `nodes` drafts.
 
-    A prefix weighs what the paths that begin with it weigh together, so it is never lighter than one that extends it.
-    Heavier ones stand first, then shorter ones, then those of the earlier path.
+    The weight of a prefix is the sum over the paths that begin with it, so no prefix is lighter than one that extends
+    it. Heavier ones come first, then shorter ones, then those of the earlier path.
 
     Args:
         paths: `i32[B, R, D]`, -1 beyond each one's end. weight: `i32[B, R]`; paths of weight 0 are left out.
@@ -138,14 +138,14 @@ def prefix_tree(paths: Array, weight: Array, nodes: int) -> Proposal:
 
 
 def best_prefixes(paths: Array, alike: Array, score: Array, nodes: int, most: Array | None = None) -> Proposal:
-    """The prefixes of highest score, as a tree of `nodes` drafts. Of equal ones the shorter and then the earlier path's
-    stands first.
+    """Returns the prefixes of highest score, as a tree of `nodes` drafts. Of equal ones the shorter comes first, then
+    that of the earlier path.
 
     Args:
         paths: `i32[B, R, D]`. alike: `bool[B, R, R, D]` as from `shared`, False for paths that are left out.
-        score: `[B, R, D]` of the prefix of d + 1 tokens of each path, the same for those that begin alike; a prefix's
-            is never below that of one that extends it, and below 0 where there is none.
-        most: `i32[B]` how many drafts a tree has at most; default `nodes`.
+        score: `[B, R, D]` score of the prefix of d + 1 tokens of each path, equal for paths that begin alike, never
+            below that of a longer prefix, and below 0 where there is none.
+        most: `i32[B]` most drafts of a row's tree; default `nodes`.
     """
     R, D = paths.shape[1:]
 
