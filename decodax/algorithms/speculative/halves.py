@@ -1,10 +1,10 @@
-"""Draft model and target at the same time, each on its own half of a mesh, in one compiled program.
+"""Runs draft model and target at the same time, each on its own half of a mesh, in one compiled program.
 
 The mesh has an axis `ROLE` of size 2. The devices at its first index run the target's forward and the verification,
-those at the second one run the draft model: a branch on the device's place decides, so neither half waits for what the
-other one does within a round. At its end they exchange tokens: what was written, what was accepted, and the target's
-own token. With a verifier that draws by address no probabilities are exchanged, where the authors of PEARL gather the
-whole distributions of both models in each round.
+those at the second one run the draft model: a branch on the device's place in the mesh decides, so neither half waits
+for the other within a round. At its end they exchange tokens: those written, those accepted, and the target's own
+token. With a verifier that draws by address no probabilities are exchanged, where the authors of PEARL gather the whole
+distributions of both models in each round.
 
 So a round takes max(draft, target) instead of draft + target, for drafts that are written ahead (`Overlapping`: PEARL,
 SpecBranch). The tokens are those of one device. The price is memory: it is one program over all devices, so each half
@@ -40,7 +40,7 @@ from decodax.sharding.lanes import GatheredLogits, divisible
 from decodax.sharding.place import DATA, batch_specs
 
 ROLE = "role"
-"""The axis of the mesh whose first index verifies and whose second one drafts."""
+"""Name of the mesh axis whose first index verifies and whose second one drafts."""
 
 TARGET, DRAFT = 0, 1
 
@@ -49,12 +49,12 @@ T = TypeVar("T")
 
 def apart(alg: Algorithm, model: Model, params: Params, policy: Any, s: State, max_rounds: Array | int,
           mesh: Mesh) -> State:
-    """`run` with the draft model on one half of the mesh and the target on the other. Call it under `jax.jit` with
-    everything placed on the mesh.
+    """Runs rounds as `run` does, with the draft model on one half of the mesh and the target on the other. Call it
+    under `jax.jit` with everything placed on the mesh.
 
     Args:
-        alg: `Speculative` with a draft that is written ahead by a `DraftModel`: `system("pearl", ...)`,
-            `system("specbranch", ...)`.
+        alg: `Speculative` with a draft that is written ahead by a `DraftModel`: `algorithms.pearl(...)`,
+            `algorithms.specbranch(...)`.
         mesh: with an axis "role" of size 2. Axes "data" and "model" divide rows and weights within each half; replicas
             of the data axis leave their loops alone, as in `lanes`.
 
@@ -93,7 +93,7 @@ def apart(alg: Algorithm, model: Model, params: Params, policy: Any, s: State, m
 
 @dataclasses.dataclass(frozen=True)
 class _Ahead(AroundSource, Draft):
-    """The draft `source`, which writes on its own half only."""
+    """The draft `source`, which writes only on the draft model's half."""
 
     source: Overlapping
 
@@ -115,7 +115,7 @@ class _Ahead(AroundSource, Draft):
 
 @dataclasses.dataclass(frozen=True)
 class _There(Verifier):
-    """The verifier `of`, which runs on the target's half and tells the other."""
+    """The verifier `of`, which runs on the target's half and sends its result to the other half."""
 
     of: Verifier
 

@@ -28,11 +28,11 @@ from decodax.io.appended import appended
 class Reflective(Speculative):
     """Speculation whose verifier mixes two readings of the draft.
 
-    After the draft the window has a probe, such as "Is that right? Again: ", and the draft once more. What the target
-    says of a token of the second copy, having read the whole draft and the probe, is its reflective distribution.
-    It is mixed with the usual one, `(1 - alpha) l + alpha l'` of the logits, and drafts are accepted, and the token
-    behind them is chosen, by the mixture. So drafts that say the same in other words hold more often; the text is not
-    that of plain decoding. A forward has about twice as many nodes. With `alpha = 0` it is plain speculation.
+    After the draft the window has a probe, such as "Is that right? Again: ", and the draft once more. The
+    target's distribution at a token of the second copy, after the whole draft and the probe, is its reflective
+    distribution. It is mixed with the usual one, `(1 - alpha) l + alpha l'` of the logits; the mixture decides which
+    drafts are accepted and which token follows. So drafts that say the same in other words hold more often; the text
+    is not that of plain decoding. A forward has about twice as many nodes. With `alpha = 0` it is plain speculation.
 
     Attributes:
         probe: tokens of the probe. alpha: weight of the reflective logits, from 0 to 1.
@@ -90,8 +90,8 @@ class Reflective(Speculative):
         return d.replace(algo=(self.drafter.observe(s, small, out.first(t.size), d, state), None), slots=slots)
 
     def _fused(self, dist: Any, t: Tree) -> Array:
-        """`f32[B, N + 1, V]`: the mixture at each node of the tree. The last token of the probe asks for the first
-        draft, and the second copy of a draft for the next one."""
+        """Returns the mixed logits at each node of the tree, `f32[B, N + 1, V]`. The last token of the probe predicts
+        the first draft, and the second copy of a draft the next one."""
         logits = dist.logits()
         first, second = logits[:, :t.size], logits[:, t.size + len(self.probe) - 1:]
         return first if self.alpha == 0 else (1 - self.alpha) * first + self.alpha * second

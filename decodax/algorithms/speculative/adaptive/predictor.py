@@ -36,7 +36,8 @@ from decodax.core.window import Window
 
 @dataclasses.dataclass(frozen=True)
 class Logistic:
-    """The chance that a draft is accepted, `sigmoid(weights . (1, p, log p, H, log(1 + place)))`: a `Predictor`.
+    """Predicts the chance that a draft is accepted, `sigmoid(weights . (1, p, log p, H, log(1 + place)))`: a
+    `Predictor`.
 
     >>> float(Logistic((0.0,) * 5)(Drafted(jnp.float32(-1), jnp.float32(0.5), jnp.int32(2))))
     0.5
@@ -54,18 +55,18 @@ class Logistic:
 
 
 def features(xp: Any, log_p: Any, entropy: Any, position: Any) -> tuple[Any, ...]:
-    """Of NumPy or JAX arrays. Very small probabilities count as e^-12."""
+    """Returns the five inputs of the regression, from NumPy or JAX arrays. Probabilities are at least e^-12."""
     log_p = xp.maximum(log_p, -12.0)
     return 1.0, xp.exp(log_p), log_p, entropy, xp.log1p(position * 1.0)
 
 
 @struct
 class Examples(Struct):
-    """What `Watched` carries.
+    """The state of `Watched`.
 
     Attributes:
         now: `f32[B, K, 2]` log-probability and entropy of this round's drafts. source: the source's state.
-        seen: `f32[B, M, K, 2]` those of each round. accepted: `i32[B, M]` drafts that held in it, -1 in no round.
+        seen: `f32[B, M, K, 2]` the same of each round. accepted: `i32[B, M]` drafts accepted in it, -1 for no round.
     """
 
     now: Array
@@ -76,7 +77,7 @@ class Examples(Struct):
 
 @dataclasses.dataclass(frozen=True)
 class Watched(AroundSource, Draft):
-    """Chains of `length` from a source, with a note of what was drafted and how much of it held in `rounds` rounds."""
+    """Drafts chains from a source, and records drafts and acceptance of up to `rounds` rounds."""
 
     source: Source
     length: int
@@ -120,20 +121,20 @@ class Watched(AroundSource, Draft):
 
 def fit_predictor(lm: Any, draft: Any, samples: Sequence[Sequence[int]], *, length: int = 8, verify: Any = None,
                   rejected: float = 1.0, max_new_tokens: int = 64, seed: int = 0, **sampling: Any) -> Logistic:
-    """A predictor of acceptance for the shapes that stop by one: `ConfidenceChain`, `RiskThreshold`, `Sliced`.
+    """Fits a predictor of acceptance for the shapes that stop by one: `ConfidenceChain`, `RiskThreshold`, `Sliced`.
 
     Args:
         lm: what `decodax.load` gave. draft: a `Source`, such as `drafts.DraftModel(small)`.
         samples: prompts of the kind to come, as token ids. They are continued together, in one batch.
         length: drafts a round. verify: the verifier that it will run with, default `SeedExact`.
-        rejected: what an example of a rejected draft weighs, against 1 of an accepted one; SpecDec++ trains with 6.
+        rejected: weight of an example of a rejected draft, where an accepted one has 1; SpecDec++ trains with 6.
         sampling: the policy, as in `decodax.generate`.
 
     Raises:
         ValueError: no samples or an empty one, a number out of range, or drafts that all held or all failed.
 
         predictor = fit_predictor(lm, drafts.DraftModel(small), samples)
-        out = generate(lm, prompts, algorithm=system("disco", lm, small, predictor=predictor))
+        out = generate(lm, prompts, algorithm=algorithms.make("disco", lm, small, predictor=predictor))
     """
     if not rejected > 0:
         raise ValueError(f"rejected: got {rejected}, takes more than 0")
@@ -146,8 +147,8 @@ def fit_predictor(lm: Any, draft: Any, samples: Sequence[Sequence[int]], *, leng
 
 def examples(lm: Any, draft: Any, samples: Sequence[Sequence[int]], length: int, verify: Any, max_new_tokens: int,
              seed: int = 0, **sampling: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Features `f64[n, 5]` of the drafts that were tested while samples were continued, and whether they held,
-    `bool[n]`."""
+    """Returns the features `f64[n, 5]` of the drafts that were tested while samples were continued, and `bool[n]`, True
+    for those that held."""
     at_least(length=length)
     alg = Speculative(Watched(draft, length, max_new_tokens), verify or SeedExact())
     noted: Examples = continued(lm, alg, samples, max_new_tokens, seed, **sampling).algo[0]
@@ -159,7 +160,8 @@ def examples(lm: Any, draft: Any, samples: Sequence[Sequence[int]], length: int,
 
 
 def logistic(x: np.ndarray, y: np.ndarray, weight: np.ndarray, ridge: float = 1e-2, steps: int = 50) -> np.ndarray:
-    """The weights `f64[F]` of a logistic regression of `y` (`bool[n]`) on `x` (`f64[n, F]`) by Newton's method."""
+    """Returns the weights `f64[F]` of a logistic regression of `y` (`bool[n]`) on `x` (`f64[n, F]`) by Newton's
+    method."""
     w = np.zeros(x.shape[1])
     for _ in range(steps):
         p = 1 / (1 + np.exp(-x @ w))

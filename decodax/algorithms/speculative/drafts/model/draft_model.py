@@ -1,7 +1,7 @@
 """A draft model: a smaller network with the target's tokenizer (Leviathan et al. 2023, Chen et al. 2023).
 
 It has a cache of its own, which holds verified tokens only; the nodes of a growing tree lie in a scratch beside it, and
-what the target accepts is moved over. A round begins with a window of the two newest tokens, since the last accepted
+the accepted ones are moved to the cache. A round begins with a window of the two newest tokens, since the last accepted
 draft was never run; whatever else is missing (the prompt, rounds in which another source drafted) is caught up first.
 """
 
@@ -117,7 +117,7 @@ class DraftModel(Source):
 
 
 def catch_up(model: Model, weights: Any, s: State, cache: Any, chunk: int, newest: int = 2) -> Any:
-    """Commits what the cache lacks of each row's text, all but the `newest` tokens. Mostly it lacks nothing."""
+    """Commits the tokens of each row's text that the cache lacks, except the `newest` ones. Mostly it lacks none."""
     lacks = jnp.where(s.running, s.length - newest - cache.length, 0)
 
     def visit(i: Array, cache: Any) -> Any:

@@ -42,10 +42,10 @@ from decodax.pallas_kernels.vocabulary import top_k
 
 @struct
 class Rooted(Struct):
-    """What is known of the token that follows the newest one.
+    """The state of `TargetRooted`: the target's distribution of the token after the newest one.
 
     Attributes:
-        tokens: `i32[B, keep]`. logits: `f32[B, keep]` the target's, all -inf where nothing is known.
+        tokens: `i32[B, keep]`. logits: `f32[B, keep]` the target's logits of them, all -inf if nothing is known.
         source: the state of the source that continues.
     """
 

@@ -35,11 +35,11 @@ from decodax.core.window import Window
 
 @struct
 class Ahead(Struct):
-    """What the draft has written.
+    """The state of `Pearl`.
 
     Attributes:
-        source: the state of the source. waits: `bool[B]`, whether drafts wait: `waiting`, `i32[B, gamma - 1]`.
-        written: `i32[B, gamma]` what was written in this round.
+        source: the state of the source. waits: `bool[B]`, True if the drafts `waiting` `i32[B, gamma - 1]` are pending.
+        written: `i32[B, gamma]` tokens written in this round.
     """
 
     source: Any

@@ -46,15 +46,16 @@ from decodax.core.window import Window, take
 
 @struct
 class Branches(Struct):
-    """What the draft has written; `K` is gamma - 1.
+    """The state of `SpecBranch`; `K` is gamma - 1.
 
     Attributes:
         source: the state of the source.
-        waiting: `i32[B, K]` the continuation that may wait. sure: `i32[B]` how many of it by confidence.
-        waits: `bool[B]` whether it does. offered: `i32[B]` drafts that are being verified in this round.
-        seen: `f32[B, F]` what the classifier reads of the target; F is 0 without one.
-        heads: `i32[B, k]` the tokens at the branch point, -1 for none. rest: `i32[B, k, K]` what follows each.
-        confident: `i32[B, k]` how many of that by confidence.
+        waiting: `i32[B, K]` the continuation that may be pending. waits: `bool[B]` True if it is.
+        sure: `i32[B]` number of its tokens that are confident enough.
+        offered: `i32[B]` number of drafts that are verified in this round.
+        seen: `f32[B, F]` features of the target for the classifier; F is 0 without one.
+        heads: `i32[B, k]` tokens at the branch point, -1 for none. rest: `i32[B, k, K]` continuation of each.
+        confident: `i32[B, k]` number of tokens of each continuation that are confident enough.
     """
 
     source: Any

@@ -5,13 +5,13 @@ First the trunk, the draft model's own continuation, `length` tokens. A forward 
 together with what `inner`, an n-gram model in the paper, guesses behind it, and the guesses that are what the draft
 model says itself are the trunk's next tokens: the same chain in fewer forwards.
 
-Every node of the trunk also gives the next likeliest tokens, which are siblings of the trunk's own. The likeliest
+Every node of the trunk also gives the next likeliest tokens, siblings of the trunk's own. The likeliest
 `branches` of them, by the product of draft probabilities down to each, are run in one forward, and what may follow them
 joins the candidates. The `nodes - length` likeliest of all candidates are verified beside the trunk. So the depth of
 the tree costs few steps of the draft model and its width hardly any.
 
-What guesses may be a model too. TriForce (Sun et al., 2024) has a small one guess a token behind the trunk, which the
-target decodes on a part of its cache (`OwnCache`).
+A model may guess, too. In TriForce (Sun et al., 2024) a small one guesses a token after the trunk, which the target
+decodes on a part of its cache (`OwnCache`).
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from decodax.core.window import Window, take
 
 @struct
 class Trunk(Struct):
-    """The trunk in the making.
+    """The trunk while it grows.
 
     Attributes:
         tokens, live, log_p: `[B, K, R]` candidates at each depth, the trunk's own first.
-        slots: `i32[B, K]` place of each of its nodes in the growth, -1 while it has none; of the last one there is
-            none. count: `i32[B]` tokens of the trunk so far.
+        slots: `i32[B, K]` slot of each of its nodes in the growth, -1 while it has none; the last one never has one.
+        count: `i32[B]` number of tokens of the trunk so far.
     """
 
     tokens: Array
@@ -60,7 +60,7 @@ class Trunk(Struct):
     count: Array
 
     def add(self, c: Children, held: Array) -> Trunk:
-        """With the children of a chain's first `1 + held` nodes (`i32[B]`)."""
+        """Returns the trunk with the children of a chain's first `1 + held` nodes (`i32[B]`)."""
         at = self.count[:, None] + jnp.arange(c.tokens.shape[1])
         at = jnp.where(at <= (self.count + held)[:, None], at, self.tokens.shape[1])
         put = jax.vmap(lambda x, at, new: x.at[at].set(new, mode="drop"))
@@ -101,18 +101,18 @@ class Staged(Draft):
 
     @property
     def spare(self) -> int:
-        """How many drafts stand beside the trunk."""
+        """Number of drafts beside the trunk."""
         return min((self.nodes or self.length) - self.length,
                    self.length * (self.width - 1) + self.run * self.width)
 
     @property
     def run(self) -> int:
-        """How many siblings are run; no path gets longer than the trunk."""
+        """Number of siblings that are run; no path gets longer than the trunk."""
         return min(self.branches, (self.length - 1) * (self.width - 1), (self.nodes or self.length) - self.length)
 
     @property
     def most(self) -> int:
-        """How many tokens are guessed at once; no more than the trunk may still take."""
+        """Number of tokens that are guessed at once; no more than the trunk may still take."""
         return min(self.guesses if isinstance(self.inner, Source) else self.inner.length, self.length - 1)
 
     if not TYPE_CHECKING:       # of a class variable
@@ -174,7 +174,7 @@ class Staged(Draft):
         return proposal, (state, kept)
 
     def _guesser(self, grower: Grower, kept: Any) -> tuple[Callable[[Trunk], tuple[Array, Array]], Any]:
-        """What guesses with an inner source, as `_guess`, and the source's state behind the round."""
+        """Returns a function that guesses with an inner source, as `_guess`, and the source's state after the round."""
         K, most = self.length, self.most
         began, _ = grower.start(kept, K + most - 1, 1)
 
@@ -194,7 +194,7 @@ class Staged(Draft):
         return guess, grower.source.place(began.source, jnp.asarray(np.full((1, K + most - 1), -1, np.int32)))
 
     def _guess(self, params: Params, policy: Any, s: State, trunk: Trunk) -> tuple[Array, Array]:
-        """What the inner draft says follows the trunk: `i32[B, most]` and how many count."""
+        """Returns the inner draft's guesses of the tokens after the trunk, `i32[B, most]`, and their number."""
         if not (most := self.most):
             return jnp.zeros((s.batch, 0), jnp.int32), jnp.zeros(s.batch, jnp.int32)
         place = s.length[:, None] + jnp.arange(self.length)
@@ -208,7 +208,7 @@ class Staged(Draft):
         return p.tokens[:, :most], jnp.minimum(p.count, most)
 
     def _tree(self, grower: Grower, g: Growth, trunk: Trunk) -> tuple[Proposal, Any]:
-        """The trunk and the likeliest of what stands beside it."""
+        """Returns the tree of the trunk and the likeliest drafts beside it."""
         B, K, R = trunk.tokens.shape
         live = jnp.cumprod(trunk.live[:, :, 0], 1) > 0
         above = jnp.cumsum(jnp.where(live, trunk.log_p[:, :, 0], 0), 1)

@@ -42,15 +42,15 @@ from decodax.core.window import Window
 
 @struct
 class CommonTokens(Struct):
-    """What `Intersection` has in `Params.draft`.
+    """The weights of `Intersection`, in `Params.draft`.
 
     Attributes:
         weights: the draft model's.
-        ids: `i32[V]`, for each target token the draft model's that is equal to it, or -1.
-        pieces: `i32[C]` the draft model's tokens for all target tokens, one after another; `i32[V + 1]` `starts` says
-            where each one's begin. Of a common token it is the token.
+        ids: `i32[V]`, for each target token the equal token of the draft model, or -1.
+        pieces: `i32[C]` the draft model's tokens for all target tokens, one after another; a common token has itself.
+        starts: `i32[V + 1]`, where the pieces of each target token begin.
         prefix: `i32[P]` tokens that the draft model expects before a text.
-        longest: the most pieces of a token.
+        longest: most pieces of a token.
     """
 
     weights: Any
@@ -66,7 +66,7 @@ class Mapped(Struct):
     """Each row's text in the draft model's tokens.
 
     Attributes:
-        tokens: `i32[B, M]`, `i32[B]` `length` of them. seen: `i32[B]`, target tokens read.
+        tokens: `i32[B, M]`, of which `length` `i32[B]` are valid. seen: `i32[B]`, number of target tokens read.
         drafting: the draft model's own state, with M slots.
     """
 
@@ -120,7 +120,7 @@ class Intersection(Source):
         return dataclasses.replace(self, weights=None)
 
     def for_vocabulary(self, size: int) -> Intersection:
-        """As it is: the draft model keeps a vocabulary of its own."""
+        """Returns it unchanged: the draft model keeps a vocabulary of its own."""
         return self
 
     def init(self, params: Params, s: State) -> Mapped:
@@ -158,16 +158,16 @@ class Intersection(Source):
         return state.replace(drafting=self.source.observe(s, window, out, decision, state.drafting))
 
     def _fits(self, state: Mapped) -> Array:
-        """`bool[B]`: whether the draft model has room for the row's text."""
+        """Returns True for rows for whose text the draft model has room, `bool[B]`."""
         return (state.length > 0) & (state.length <= state.tokens.shape[1])
 
     def _own(self, s: State, state: Mapped) -> State:
-        """The decoding state as the draft model sees it."""
+        """Returns the decoding state as the draft model sees it."""
         status = jnp.where(self._fits(state), s.status, jnp.asarray(Status.CAPACITY, jnp.int32))
         return s.replace(tokens=state.tokens, length=state.length, status=status)
 
     def _read(self, own: CommonTokens, s: State, state: Mapped) -> Mapped:
-        """With all of each row's text."""
+        """Returns the state after reading all of each row's text."""
         block = jnp.zeros(max(64, own.longest), jnp.int32)
 
         def row(running: Array, text: Array, length: Array, tokens: Array, end: Array,
@@ -195,7 +195,7 @@ class Intersection(Source):
 
 
 def common(lm: Any, draft: Any) -> tuple[np.ndarray, list[list[int]]]:
-    """The draft model's id of each target token, `i32[V]`, -1 where it has none, and its tokens for each.
+    """Returns the draft model's id of each target token, `i32[V]`, -1 where it has none, and its tokens for each.
 
     Raises:
         ValueError: no token is common.
@@ -213,7 +213,7 @@ def common(lm: Any, draft: Any) -> tuple[np.ndarray, list[list[int]]]:
 
 
 def _special(tokenizer: Any, merges: Merges) -> dict[bytes, int]:
-    """Special tokens by name."""
+    """Returns the special tokens by name."""
     literal = tokenizer.token_bytes(skip_special_tokens=False)[:merges.size]
     return {word: i for i, word in enumerate(literal) if word and not merges.spelled[i]}
 
@@ -223,7 +223,7 @@ def _inner(params: Params) -> Params:
 
 
 def _limited(own: CommonTokens, answer: Answer) -> Answer:
-    """The draft model's answer over the target's ids, -inf outside the intersection."""
+    """Returns the draft model's answer over the target's ids, -inf outside the intersection."""
     chosen = answer.logits[..., jnp.maximum(own.ids, 0)]
     return answer.replace(logits=jnp.where(own.ids >= 0, chosen, -jnp.inf))
 

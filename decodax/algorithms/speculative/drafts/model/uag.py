@@ -47,12 +47,12 @@ from decodax.pallas_kernels.window_attention.reference import BLOCK
 from decodax.sampling.base import Policy, Temperature
 
 WIDTH = 32
-"""Target tokens that are read at once."""
+"""Number of target tokens that are read at once."""
 
 
 @struct
 class Alignment(Struct):
-    """What `Realigned` has in `Params.draft`.
+    """The weights of `Realigned`, in `Params.draft`.
 
     Attributes:
         weights: the draft model's. draft, target: the vocabularies.
@@ -71,9 +71,10 @@ class Reading(Struct):
     """Each row's text in the draft model's tokens.
 
     Attributes:
-        tokens: `i32[B, M + 1]`, behind them what the draft model went on with. cache: its own, M slots.
-        length: `i32[B]`, tokens of the text. final: `i32[B]`, how many of them stay, whatever follows.
-        tail: `u8[B, T]`, the bytes that are not final, `i32[B]` `waiting` of them. seen: `i32[B]`, target tokens read.
+        tokens: `i32[B, M + 1]`, the text and after it the draft model's continuation. cache: its cache, M slots.
+        length: `i32[B]`, number of tokens of the text. final: `i32[B]`, number of them that no later text changes.
+        tail: `u8[B, T]`, bytes that are not final, of which `waiting` `i32[B]` are valid.
+        seen: `i32[B]`, number of target tokens read.
     """
 
     tokens: Array
@@ -188,7 +189,7 @@ class Realigned(Draft):
         return state
 
     def _read(self, own: Alignment, s: State, state: Reading) -> Reading:
-        """With all of each row's text."""
+        """Returns the state after reading all of each row's text."""
         place = jnp.arange(self.window, dtype=jnp.int32)
 
         def row(running: Array, text: Array, length: Array, tokens: Array, final: Array, tail: Array, waiting: Array,
@@ -215,7 +216,7 @@ class Realigned(Draft):
         return lax.while_loop(lambda state: (s.running & (state.seen < s.length)).any(), step, state)
 
     def _drafts(self, target: Vocabulary, data: Array, count: Array) -> tuple[Array, Array]:
-        """One row's bytes as target tokens, `i32[K]`, and how many of them count, up to a byte that none covers."""
+        """Returns one row's bytes as target tokens, `i32[K]`, and the number of them before a byte that none covers."""
         found, _ = target.split(data, count)
         order = jnp.nonzero(found >= 0, size=self.length, fill_value=self.window - 1)[0].astype(jnp.int32)
         tokens = found[order]
@@ -233,13 +234,14 @@ def with_tokenizer(*lms: Any) -> None:
 
 
 def prefix(draft: Any) -> Array:
-    """`i32[0 or 1]`: the token that a model's tokenizer puts before every text."""
+    """Returns the token that a model's tokenizer puts before every text, `i32[0 or 1]`."""
     bos = draft.tokenizer.bos_id
     return jnp.array([bos] if bos is not None and draft.tokenizer.encode("")[:1] == [bos] else [], jnp.int32)
 
 
 def room_for(model: Model, wanted: int) -> tuple[int, int]:
-    """Tokens of a text, `wanted` or as many as the model has positions, and the slots of a cache for them."""
+    """Returns the number of tokens of a text, `wanted` or as many as the model has positions, and the slots of a cache
+    for them."""
     tokens = min(wanted, model.max_positions or wanted)
     return tokens, tokens if tokens <= BLOCK else -(-tokens // BLOCK) * BLOCK
 
