@@ -133,8 +133,8 @@ class _There(Verifier):
 
 @dataclasses.dataclass(frozen=True)
 class _Target(AroundModel):
-    """`base` on the target's half; the other one gets zeros, which it writes to a copy of the cache that nobody reads.
-    """
+    """The model `base` on the target's half. The other half gets zeros, which it writes to a copy of the cache that is
+    never read."""
 
     def apply(self, params: Any, window: Window, cache: Cache) -> Out:
         # a head may close over what a branch computes, so it is taken from a call beside it, whose rest is never run
@@ -149,7 +149,9 @@ class _Target(AroundModel):
 
 
 def _only(role: int, fn: Callable[[], T], before: Any = None) -> T:
-    """`fn()` on one half; on the other zeros, or what `before`, a tree of which `fn` gives a new version, holds."""
+    """Returns `fn()` on one half; on the other zeros, or the leaves of `before`, a tree of which `fn` makes a new
+    version.
+    """
     made = jax.eval_shape(fn)
     old = {} if before is None else {str(path): x for path, x in jax.tree_util.tree_leaves_with_path(before)}
 
@@ -161,7 +163,7 @@ def _only(role: int, fn: Callable[[], T], before: Any = None) -> T:
 
 
 def _from(role: int, tree: T) -> T:
-    """What one half has, on both."""
+    """Returns the values of one half on both."""
     def one(x: Array) -> Array:
         bits = x.astype(jnp.int8) if x.dtype == bool else x
         there = jnp.where(lax.axis_index(ROLE) == role, bits, jnp.zeros_like(bits))

@@ -156,7 +156,7 @@ class Children(Struct):
 
     @property
     def own(self) -> Array:
-        """`f32[B, w, R]`: the source's log-probability of each candidate at temperature 1."""
+        """The source's log-probability of each candidate at temperature 1, `f32[B, w, R]`."""
         return jnp.take_along_axis(self.log_own, self.tokens, -1)
 
 
@@ -268,8 +268,8 @@ class Grower:
             predicts = jnp.take_along_axis(window.positions, nodes, 1) + 1
 
             def couple() -> tuple[Array, Array]:
-                # the race that the target will run, by the draft's distribution; behind it what the policy forbids the
-                # draft, which it may allow the target
+                # the race that the target will run, by the draft's distribution; after it the tokens that the policy
+                # forbids the draft, and may allow the target
                 arrival = race(warm(), keys.addresses(self.s.key, predicts, Purpose.TOKEN))
                 tokens = likeliest(jnp.where(cold[..., None] | (arrival == -jnp.inf), log_p - 1, arrival), count)
                 # by its time so far each token's share of what may come first

@@ -179,7 +179,7 @@ class Adaptive(Algorithm):
 
 @dataclasses.dataclass(frozen=True)
 class _Arm(Around):
-    """The rounds of one arm, told to all."""
+    """The rounds of one arm, which all arms observe."""
 
     adaptive: Adaptive
     index: int

@@ -104,7 +104,7 @@ class Fallback(Draft):
 
     def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Both) -> Both:
         first = self.first.observe(s, window, out, decision, state.first)
-        if decision is not None:        # the second's own nodes are not those that stand in the window of such a row
+        if decision is not None:        # the window of such a row has other nodes than the second source's
             decision = decision.replace(slots=jnp.where(state.mine[:, None], -1, decision.slots))
         return Both(first, self.other.observe(s, window, out, decision, state.second), state.mine)
 

@@ -1,8 +1,8 @@
 """CaPE, confidence-aware proposal expansion: a chain with spare candidates ("GliDe with a CaPE: A Low-Hassle Method to
 Accelerate Speculative Decoding", Du et al., 2024).
 
-At each position of a drafted chain, the less the draft trusts its best token the more candidates stand beside the
-chain's own: 7 where the greatest probability is at most 0.3, 5 up to 0.6, 3 up to 0.8 and 1 above, which are the
+At each position of a drafted chain, the less confident the draft is of its best token the more candidates are beside
+the chain's own: 7 where the greatest probability is at most 0.3, 5 up to 0.6, 3 up to 0.8 and 1 above, which are the
 authors' 8, 6, 4 and 2 in all. The tree is a comb; if a candidate beside the chain is accepted the round ends there.
 
 How many candidates a position gets depends on its distribution and not on what is drawn from it, so draws stay draws,

@@ -95,7 +95,8 @@ def sequoia(draft: Any, acceptance: tuple[float, ...] = (0.6, 0.15, 0.07, 0.04),
 
 
 class _Table:
-    """`best[d, n]`: expected tokens of the best tree of `n` drafts below a node, at most `d` deep, the node counted."""
+    """The dynamic program. `best[d, n]`: expected tokens of the best tree of `n` drafts below a node, at most `d` deep,
+    the node counted."""
 
     def __init__(self, acceptance: Sequence[float], nodes: int, depth: int):
         p = np.asarray(acceptance, float)

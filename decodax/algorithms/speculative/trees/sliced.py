@@ -1,8 +1,8 @@
-"""A fixed tree that is cut at the depth at which drafting stops to pay (Lu, Zeng, Ma, Yu, Levorato 2024).
+"""A fixed tree that is cut at the depth at which drafting no longer pays (Lu, Zeng, Ma, Yu, Levorato 2024).
 
 The dynamic sliced tree of "Improving Multi-candidate Speculative Decoding": topology and mask are those of one tree,
-made once, and a round uses its first levels. After each level a decision model says whether rejection is likely by
-then; if so the row drafts no further. The authors train a small network on the draft model's hidden states for it; here
+made once, and a round uses its first levels. After each level a decision model predicts if rejection is likely by then;
+if so the row drafts no further. The authors train a small network on the draft model's hidden states for it; here
 it is a `Predictor` of each node's acceptance, and a row goes on while the target is likely enough to get to one of the
 nodes that would be expanded next: while the sum over them of the product of f down to each is at least `threshold`.
 

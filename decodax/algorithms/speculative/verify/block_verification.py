@@ -42,7 +42,7 @@ class Block(Verifier):
     """Block verification of a chain; the distribution of the output is the target's, and in expectation it accepts at
     least as many drafts as `Rejection`; of deterministic drafts exactly as many.
 
-    What holds depends on drafts behind it, some of which are thrown away and drafted again. So unlike the other rules
+    Acceptance depends on later drafts, some of which are thrown away and drafted again. So unlike the other rules
     this one needs drafts that take fresh noise each round, not noise addressed by position alone. Drafts that a `Shape`
     grows do: their noise has the node's depth in its address.
     """
@@ -56,7 +56,7 @@ class Block(Verifier):
         K = drafts.shape[1]
         p = jnp.exp(log_p[:, :K])
         at = lambda x: jnp.take_along_axis(x, drafts[..., None], -1)[..., 0]
-        # behind logits that are broken there is no draft: a row that gets there ends there, with a status
+        # no draft after broken logits holds: a row that gets there ends there, with a status
         sound = log_p[:, :K].max(-1) > -jnp.inf
         n = jnp.cumprod((live & sound).astype(jnp.int32), 1).sum(1)
 
@@ -70,7 +70,7 @@ class Block(Verifier):
         w = jnp.concatenate([one[:, None], lax.scan(weigh, one, ratio.T)[1].T], 1)      # [B, 1 + K]
         spare = jnp.maximum(w[:, :K, None] * p - q, 0).sum(-1)
         total = spare + 1 - w[:, :K]
-        # p = q all over and w = 1: something behind holds but for rounding
+        # p = q all over and w = 1: a later draft holds but for rounding
         h = jnp.where(total > 0, spare / jnp.where(total > 0, total, 1), 1)
         node = jnp.arange(K + 1, dtype=jnp.int32)
         h = jnp.where(node == n[:, None], w, jnp.concatenate([h, w[:, K:]], 1))

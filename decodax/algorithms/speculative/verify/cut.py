@@ -1,4 +1,4 @@
-"""A rationale cut short: in one round the drafts are taken as they are (FastCoT, Zhang et al. 2023)."""
+"""The verifier of FastCoT's early cut: in one round all drafts are accepted as they are (Zhang et al., 2023)."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from decodax.sampling.base import Distribution
 class Cut(Verifier):
     """`SeedExact`, except that a row that has had `rounds` rounds accepts all of its drafts in the next one.
 
-    Approximate: what is accepted then is a guess. Up to there the tokens are plain decoding's, and behind it they are
-    what plain decoding says after the text as it stands. For chains, `FastCoT`'s with the same `cut`.
+    Approximate: the tokens accepted then are guesses. Tokens before them are plain decoding's, and tokens after them
+    are plain decoding's after this text. For chains, `FastCoT`'s with the same `cut`.
 
     Raises:
         ValueError: rounds below 1; while it is traced: a tree that is not a chain.

@@ -1,4 +1,4 @@
-"""The longest branch wins: the rule of target-initialised multi-candidate decoding (Lu et al. 2024)."""
+"""The verifier of target-initialised multi-candidate decoding: the longest branch wins (Lu et al., 2024)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class LongestBranch(Verifier):
     its parent; of all branches the longest is taken, and of equal ones the first. For `TargetRooted` drafts.
 
     "Improving Multi-candidate Speculative Decoding" (Lu, Zeng, Ma, Yu, Levorato 2024). The round ends with the last
-    accepted draft. The token behind it is not drawn: the k likeliest are the first tokens of the next round's branches.
+    accepted draft. The token after it is not drawn: the k likeliest are the first tokens of the next round's branches.
 
     Approximate. The first token of a round is chosen for what the draft could continue, not by the target's
     distribution, and a greedy row may leave the most likely token for a less likely one. That is the paper's rule and

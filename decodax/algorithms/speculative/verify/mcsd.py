@@ -36,8 +36,7 @@ class MultiRound(Verifier):
             was rejected before is tried again.
 
     Deterministic drafts are tried against what is left of p: each is accepted with its probability there. A dead child
-    is not tried. Without replacement it still has had its part in what the children behind it were drawn from: its
-    token leaves q.
+    is not tried. Without replacement the children after it were drawn without its token, which leaves q.
     """
 
     replacement: bool = False

@@ -4,7 +4,7 @@ via Optimal Transport", Sun et al., 2023). The output keeps the target's distrib
 Of k independent draws from q the first is accepted that passes with probability
 min(1, p(x) / (rho q(x))). With beta(rho) = sum_x min(q(x), p(x) / rho), the chance of one draw, one of the k is
 accepted with probability 1 - (1 - beta)^k, and is distributed as min(q, p / rho) / beta. So the output is exactly p if
-the token that stands in when none is accepted comes from the normalised
+the token that replaces them when none is accepted comes from the normalised
 
     p(x) - min(q(x), p(x) / rho) * (1 - (1 - beta)^k) / beta,
 
@@ -41,7 +41,7 @@ class KSeq(Verifier):
 
     Attributes:
         rho: "auto", the smallest factor that is exact, found by bisection at each node; or a number of at least 1,
-            which counts where it is larger than that.
+            which is used where it is larger.
 
     Deterministic drafts are not draws from one q: they are tried against what is left of p, as by `MultiRound`.
 
@@ -78,7 +78,7 @@ class KSeq(Verifier):
 
 
 def overlap(p: Array, q: Array, rho: Array) -> tuple[Array, Array]:
-    """`min(q, p / rho)`, `f32[V]`, and its sum beta: the chance that one draw from q is accepted."""
+    """Returns `min(q, p / rho)`, `f32[V]`, and its sum beta, the chance that one draw from q is accepted."""
     common = jnp.minimum(q, p / rho)
     return common, jnp.minimum(common.sum(), 1)
 

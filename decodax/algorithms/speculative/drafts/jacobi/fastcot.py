@@ -9,7 +9,7 @@ settles early, few or none where they would be wasted.
 That much is exact. The paper also cuts the rationale early: after a number of forwards it stops, wherever it is, and
 the answer is generated from exact and approximate tokens together. With `cut` and `trigger` the window of the next
 forward holds the approximate tokens as they are and then the tokens that open the answer; the verifier `Cut` accepts
-all of it, and decoding goes on behind it. The output then is approximate.
+all of it, and decoding goes on after it. The output then is approximate.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class FastCoT(Iterated):
         p, state = super().propose(params, policy, s, state, drawn)
         if self.cut is None:
             return p, state
-        # what is known of the future, up to an end of sequence, and the trigger behind it
+        # the known guesses, up to an end of sequence, and the trigger after them
         known = (state.tokens >= 0) & ~(state.tokens[:, :, None] == policy.eos[:, None, :]).any(-1)
         count = jnp.minimum(jnp.cumprod(known, 1).sum(1, dtype=jnp.int32), self.widest)
         opens = jnp.asarray(self.trigger, jnp.int32)

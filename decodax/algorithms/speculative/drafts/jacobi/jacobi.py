@@ -45,7 +45,7 @@ at a random place."""
 
 @struct
 class Guesses(Struct):
-    """What follows the newest token: `tokens` `i32[B, K]`, -1 where there is no guess yet; within a round also the
+    """Guesses of the tokens after the newest one: `tokens` `i32[B, K]`, -1 for no guess; within a round also the
     `policy`, so that `observe` draws as plain decoding does."""
 
     tokens: Array
@@ -53,14 +53,14 @@ class Guesses(Struct):
 
 
 class Iterated(Draft):
-    """A window of guesses under Jacobi iteration; what inherits says how long it is now. The drafts are a chain."""
+    """The base of drafts by Jacobi iteration: a chain of guesses, whose length in a round is defined by `width`."""
 
     length: int
     fill: Fill
     cache_needs: ClassVar[frozenset[Feature]] = CHAINS
 
     def width(self, s: State) -> Array:
-        """How many guesses each row runs this round: `i32[B]`, at most `length`."""
+        """Returns the number of guesses that each row runs in this round, `i32[B]`, at most `length`."""
         raise NotImplementedError
 
     def init(self, params: Params, s: State) -> Guesses:
@@ -73,19 +73,19 @@ class Iterated(Draft):
     def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Guesses) -> Guesses:
         if decision is None or state.policy is None:
             return state.replace(policy=None)
-        nodes, run = behind(s, window, decision, self.length)
+        nodes, run = nodes_after(s, window, decision, self.length)
         drawn = state.policy.over(s, window, out).draw()       # XLA shares SeedExact's head, not its draws
         tokens = jnp.take_along_axis(drawn, nodes, 1)
         return Guesses(tokens=jnp.where(run & (tokens >= 0), tokens, -1))
 
 
-def behind(s: State, window: Window, decision: Decision, length: int) -> tuple[Array, Array]:
-    """The window nodes that predict what follows the round's last token, along the chain of guesses.
+def nodes_after(s: State, window: Window, decision: Decision, length: int) -> tuple[Array, Array]:
+    """Returns the window nodes that predict the tokens after the round's last one, along the chain of guesses.
 
     The node after the last accepted one holds a rejected guess for that token; its logits are the next guess.
 
     Returns:
-        `i32[B, length]` nodes and `bool[B, length]` which of them were run.
+        `i32[B, length]` nodes and `bool[B, length]`, True for those that were run.
     """
     at = decision.count[:, None] + jnp.arange(length, dtype=jnp.int32)
     nodes = jnp.minimum(at, window.width - 1)
@@ -95,7 +95,7 @@ def behind(s: State, window: Window, decision: Decision, length: int) -> tuple[A
 
 
 def filling(fill: Fill, s: State, length: int, salt: int = 0) -> Array:
-    """First guesses for the positions behind the newest token: `i32[B, length]`."""
+    """Returns first guesses for the positions after the newest token, `i32[B, length]`."""
     if isinstance(fill, int):
         return jnp.full((s.batch, length), fill, jnp.int32)
     if fill == "repeat":

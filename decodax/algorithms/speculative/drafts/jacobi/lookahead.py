@@ -4,9 +4,9 @@ token ("Break the Sequential Dependency of LLM Inference Using Lookahead Decodin
 One forward runs two branches after the newest token:
 
 The lookahead branch is a window of `W` columns and `N - 1` levels, the last iterations of a Jacobi trajectory, oldest
-first. Cell (level `l`, column `c`) stands `l + c` behind the newest token, which itself is cell (0, 0). It sees the
-past, the columns up to `c` of level 0, and of the levels 1 to `l` column `c` alone (itself the last of them). So a
-column is one n-gram going down, in front of it the oldest trajectory. With `W = 4`, `N = 4`, by distances:
+first. Cell (level `l`, column `c`) is `l + c` positions after the newest token, which itself is cell (0, 0). It sees
+the past, the columns up to `c` of level 0, and of the levels 1 to `l` column `c` alone (itself the last of them). So a
+column is one n-gram going down, after the oldest trajectory. With `W = 4`, `N = 4`, by distances:
 
     level 0   newest 1 2 3
     level 1        1 2 3 4        the 4 in level 1 sees newest, 1, 2, 3 of level 0 and itself
@@ -50,7 +50,7 @@ from decodax.sampling.draw import first_argmax
 
 @struct
 class Ahead(Struct):
-    """Window and pool of each row.
+    """The state of `Lookahead`: window and pool of each row.
 
     Attributes:
         levels: `i32[B, N - 1, W]`; cell (0, 0) is not read. filled: `i32[B]`, levels that are in use.
@@ -120,7 +120,7 @@ class Lookahead(Draft):
         return state.replace(pool=self._read(s, decision, state.pool)) if self.text else state
 
     def _advance(self, s: State, out: Out, state: Ahead, drafts: int) -> Ahead:
-        """The next iteration of the window, and its n-grams into the pool."""
+        """Returns the state with the next iteration of the window and its n-grams in the pool."""
         cell = (state.filled[:, None] - 1) * self.window_size + jnp.arange(self.window_size, dtype=jnp.int32)
         new = first_argmax(out.logits(jnp.where(cell > 0, drafts + cell, 0)))      # `[B, W]`, of the last level in use
         full = state.filled == self.length
@@ -137,7 +137,7 @@ class Lookahead(Draft):
                      filled=jnp.where(full, state.filled, state.filled + 1))
 
     def _read(self, s: State, decision: Decision, pool: Array) -> Array:
-        """The n-grams that end with the round's tokens."""
+        """Returns the pool with the n-grams that end with the round's tokens."""
         N, M = self.ngram_size, decision.tokens.shape[1]
         at = s.length[:, None] - N + 1 + jnp.arange(N - 1)
         text = jnp.concatenate([jnp.take_along_axis(s.tokens, jnp.maximum(at, 0), 1), decision.tokens], 1)
@@ -148,7 +148,7 @@ class Lookahead(Draft):
 
 
 def layout(W: int, N: int, drafts: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """The lookahead branch without its cell (0, 0), the newest token, with so many drafts between the two.
+    """Returns the lookahead branch without its cell (0, 0), the newest token, with `drafts` drafts between the two.
 
     Returns:
         `i32[P]` distances from the newest token, and `bool[P, 1 + drafts + P]` who sees whom.
@@ -165,7 +165,7 @@ def layout(W: int, N: int, drafts: int = 0) -> tuple[np.ndarray, np.ndarray]:
 
 
 def guesses(pool: Array, newest: Array) -> tuple[Array, Array, Array]:
-    """The n-grams of one row's pool (`i32[buckets, G, N]`) that begin with `newest` (`i32[]`), as a tree.
+    """Returns the n-grams of one row's pool (`i32[buckets, G, N]`) that begin with `newest` (`i32[]`), as a tree.
 
     Returns:
         tokens, live and parents, `[G (N - 1)]`, n-gram by n-gram, the newest first. A node that an n-gram shares with
@@ -184,8 +184,8 @@ def guesses(pool: Array, newest: Array) -> tuple[Array, Array, Array]:
 
 
 def insert(pool: Array, grams: Array, valid: Array) -> Array:
-    """`grams` (`i32[B, n, N]`) one after the other into their buckets, each as the newest; a full bucket loses its
-    oldest, and one that was there moves up. What is not `valid` (`bool[B, n]`) is left out."""
+    """Inserts `grams` (`i32[B, n, N]`) one after the other into their buckets, each as the newest; a full bucket loses
+    its oldest, and one that was there moves up. Those that are not `valid` (`bool[B, n]`) are left out."""
     def row(pool: Array, grams: Array, valid: Array) -> Array:
         ways = jnp.arange(pool.shape[1])
 

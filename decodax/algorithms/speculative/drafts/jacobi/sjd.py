@@ -5,7 +5,7 @@
 The window's tokens are draws from the conditionals `p_{j-1}` of the previous iteration, and those serve as
 the draft distribution of this one: under `Rejection` token `x_i` is accepted with probability
 min(1, p_j(x_i) / p_{j-1}(x_i)); at the first rejection the token comes from the positive part of p_j - p_{j-1}, the
-tokens behind it are drawn anew from `p_j`, and fresh ones enter at the far end. Under `SeedExact` the draws take the
+tokens after it are drawn anew from `p_j`, and fresh ones enter at the far end. Under `SeedExact` the draws take the
 noise that the target will draw with, and the window is a coupled Jacobi iteration.
 
 `p_{j-1}` itself would be a vocabulary-sized carry. What is carried is its `top` most likely tokens, renormalised, and
@@ -25,7 +25,7 @@ from jax import Array
 
 from decodax.algorithms.speculative.algorithm import Speculative
 from decodax.algorithms.speculative.drafter import CHAINS
-from decodax.algorithms.speculative.drafts.jacobi.jacobi import Fill, behind, check_fill, filling
+from decodax.algorithms.speculative.drafts.jacobi.jacobi import Fill, check_fill, filling, nodes_after
 from decodax.algorithms.speculative.source import Draft, Drawn
 from decodax.algorithms.speculative.tree import Proposal, chain
 from decodax.algorithms.speculative.verifier import Verifier
@@ -45,11 +45,11 @@ from decodax.sampling.draw import draw
 
 @struct
 class Conditionals(Struct):
-    """The previous iteration's conditionals for what follows the newest token.
+    """The previous iteration's conditionals for the tokens after the newest one.
 
     Attributes:
         tokens: `i32[B, K, top]`. log_p: `f32[B, K, top]`, not normalised; all -inf where there are none yet.
-        policy: within a round, what `p_j` is taken under.
+        policy: within a round the policy of `p_j`.
     """
 
     tokens: Array
@@ -100,7 +100,7 @@ class SJD(Draft):
         return chain(tokens, count, None if drawn in ("coupled", "ranked") else log_q), state.replace(policy=policy)
 
     def _log_q(self, s: State, state: Conditionals) -> Array:
-        """`f32[B, K, V]`: the kept conditionals, all on one token where there are none."""
+        """Returns the kept conditionals `f32[B, K, V]`, with all probability on one token where there are none."""
         known = (state.log_p > -jnp.inf).any(-1)
         fresh = filling(self.fill, s, self.length)[..., None] == jnp.arange(self.vocab_size)
         log_p = jax.nn.log_softmax(jnp.where(known[..., None], state.log_p, 0), -1)
@@ -112,7 +112,7 @@ class SJD(Draft):
                 state: Conditionals) -> Conditionals:
         if decision is None or state.policy is None:
             return state.replace(policy=None)
-        nodes, run = behind(s, window, decision, self.length)
+        nodes, run = nodes_after(s, window, decision, self.length)
         log_p = state.policy.over(s, window, out).log_probs()
         if log_p.shape[-1] != self.vocab_size:
             raise ValueError(f"vocab_size: got {self.vocab_size}, the target's logits have {log_p.shape[-1]} entries")

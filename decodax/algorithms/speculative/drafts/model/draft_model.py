@@ -70,7 +70,7 @@ class DraftModel(Source):
         return dataclasses.replace(self, weights=None)
 
     def for_vocabulary(self, size: int) -> DraftModel:
-        """With logits of `size` entries, unless `vocab_size` is set."""
+        """Returns it with logits of `size` entries, unless `vocab_size` is set."""
         return self if self.vocab_size else dataclasses.replace(self, vocab_size=size)
 
     @property

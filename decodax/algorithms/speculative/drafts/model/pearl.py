@@ -80,7 +80,7 @@ class Pearl(Overlapping):
     def write(self, params: Params, policy: Any, s: State, state: Ahead, drawn: Drawn) -> Ahead:
         source, K = fitted(self.source, policy.vocab_size), self.length
         grower = Grower(source, params, policy, s, drawn)
-        # the drafts that wait stand in slots 1 to K; in rows without any, nothing is below them
+        # the pending drafts are in slots 1 to K; in rows without any, nothing is below them
         g, first = grower.start(state.source, 2 * K, 1)
         g, behind = grower.expand(g, state.waiting, jnp.zeros((1, 1), jnp.int32), 1, chained=True)
         token = jnp.where(state.waits, behind.tokens[:, -1, 0], first.tokens[:, 0, 0])

@@ -130,7 +130,7 @@ class SpecBranch(Overlapping):
     def write(self, params: Params, policy: Any, s: State, state: Branches, drawn: Drawn) -> Branches:
         source, K, k, n = fitted(self.source, policy.vocab_size), self.length, self.branches, state.offered
         grower = Grower(source, self._own(params), policy, s, drawn).ranked     # the branches are no draws
-        # what waits stands in slots 1 to K; of what does not wait there nothing goes on
+        # the pending drafts are in slots 1 to K; nothing goes on from others there
         g, first = grower.start(state.source, K + k * K, k)
         g, behind = grower.expand(g, state.waiting, jnp.zeros((1, 1), jnp.int32), k, chained=True)
         places = jnp.concatenate([first.tokens, behind.tokens], 1), jnp.concatenate([first.live, behind.live], 1)

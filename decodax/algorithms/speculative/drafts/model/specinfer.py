@@ -2,7 +2,7 @@
 with Tree-based Speculative Inference and Verification", Miao et al., 2024).
 
 Each source grows a tree of its own below the newest token, and the trees are merged: nodes of equal tokens below equal
-prefixes are one, with the children of all of them. So what one source says goes on from what another one said.
+prefixes are one, with the children of all of them. So a draft of one source may go on from a draft of another.
 
 Draws stay draws. A node that two sources drew occurs in the window once for each of them, with its children below the
 first; `MultiRound(replacement=True)`, the paper's multi-step speculative sampling, tries each draw against the
@@ -82,15 +82,15 @@ class Merged(Draft):
         if grown[0][0].log_q is not None:
             log_q = joined(lambda p: p.log_q)
             drawn_at = np.concatenate([above + i * grown[0][0].log_q.shape[1] for i in range(len(grown))])
-        # a source's keys of a merged node are committed with the node that stands for it
-        stands = lambda nodes, i: jnp.where(nodes > 0, first[:, np.where(nodes[0] > 0, nodes[0] + i * n, 0)], -1)
-        states = tuple(source.place(x, stands(nodes, i))
+        # a source's keys of a merged node are committed with the first node of its prefix
+        merged = lambda nodes, i: jnp.where(nodes > 0, first[:, np.where(nodes[0] > 0, nodes[0] + i * n, 0)], -1)
+        states = tuple(source.place(x, merged(nodes, i))
                        for i, (source, (_, x, nodes)) in enumerate(zip(self.sources, grown, strict=True)))
         return Proposal(tokens=tokens, live=live, parents=take(first, jnp.broadcast_to(parents, tokens.shape)),
                         log_q=log_q, drawn_at=drawn_at), states
 
     def _first(self, tokens: Array, live: Array, parents: np.ndarray) -> Array:
-        """`i32[B, 1 + N]`: for each window node the first one with its prefix."""
+        """Returns for each window node the first one with its prefix, `i32[B, 1 + N]`."""
         depths = np.tile([len(path) for path in self.shape.order], len(self.sources))
         first = jnp.zeros((tokens.shape[0], 1 + tokens.shape[1]), jnp.int32)
         for depth in range(1, self.length + 1):

@@ -2,8 +2,8 @@
 Inference with Staged Speculative Decoding", Spector and Ré, 2023).
 
 First the trunk, the draft model's own continuation, `length` tokens. A forward of the draft model runs the last of them
-together with what `inner`, an n-gram model in the paper, guesses behind it, and the guesses that are what the draft
-model says itself are the trunk's next tokens: the same chain in fewer forwards.
+together with the guesses of `inner`, an n-gram model in the paper, and the guesses that equal the draft model's own
+choice are the trunk's next tokens: the same chain in fewer forwards.
 
 Every node of the trunk also gives the next likeliest tokens, siblings of the trunk's own. The likeliest
 `branches` of them, by the product of draft probabilities down to each, are run in one forward, and what may follow them

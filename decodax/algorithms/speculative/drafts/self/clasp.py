@@ -44,14 +44,14 @@ from decodax.core.window import Window, take
 
 @struct
 class InContext(Struct):
-    """What `CLaSp` carries, by row, so that rows can be selected and sharded.
+    """The state of `CLaSp`, by row, so that rows can be selected and sharded.
 
     Attributes:
-        keep: `bool[B, L]`, the layers that the draft runs; after a search the same for all rows.
+        keep: `bool[B, L]`, layers that the draft runs; after a search the same for all rows.
         states: `f[B, L, D]`, the target's stream after each layer at the token before the newest one.
-        known: `bool[B]`, whether there is such a token yet.
-        wait: `i32[B]`, rounds until the set is found anew.
-        scratch: the tree's keys within a round.
+        known: `bool[B]`, True if there is such a token.
+        wait: `i32[B]`, rounds until the next search.
+        scratch: keys and values of the tree within a round.
     """
 
     keep: Array
@@ -140,13 +140,13 @@ class CLaSp(SelfDraft):
 
 
 def skip_set(run: Callable[[int, Array], Array], embedded: Array, states: Array, use: Array, skips: int) -> Array:
-    """The layers to skip.
+    """Returns the layers to skip.
 
     Args:
-        run: (layer, streams `f[B, J, D]`) to the streams after it.
+        run: maps (layer, streams `f[B, J, D]`) to the streams after it.
         embedded: `f[B, J, D]`, `J = skips + 1` times the stream before the first layer.
         states: `f[B, L, D]`, the target's stream after each layer.
-        use: `f32[B]`, what each row's cosine weighs.
+        use: `f32[B]`, weight of each row's cosine.
 
     Returns:
         `bool[L]`, `skips` of them true.

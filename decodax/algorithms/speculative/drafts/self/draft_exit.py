@@ -33,10 +33,10 @@ from decodax.core.window import Window
 
 @struct
 class Exit(Struct):
-    """What `DraftExit` carries.
+    """The state of `DraftExit`.
 
     Attributes:
-        gamma: `f32[B]` the threshold. rate: `f32[B]` AR. mine: `bool[B]` whether its own drafts are in the window.
+        gamma: `f32[B]` the threshold. rate: `f32[B]` AR. mine: `bool[B]` True if its own drafts are in the window.
         source: the source's state.
     """
 
@@ -76,7 +76,7 @@ class DraftExit(AroundSource, Source):
 
     @property
     def shape(self) -> DoubtfulEnd:
-        """How its chain grows unless another shape is asked for."""
+        """The shape of its chain unless another one is asked for."""
         return DoubtfulEnd(self.length)
 
     @property

@@ -3,7 +3,7 @@ Layer for Efficient Self-Speculative Decoding", Entezari Zarch et al., 2025).
 
 What layer `l` would have drafted is known without drafting: its state in the
 verification, put through the target's norm and head, gives a *shadow token* at each node. Shadow tokens are compared
-with what the target decided there, at the newest token and the accepted drafts (behind a rejected one the context is
+with what the target decided there, at the newest token and the accepted drafts (after a rejected one the context is
 wrong), and the acceptance of each layer is the share that agreed, older rounds fading:
 
     a_l = sum_r decay^(R-r) matches_l(r) / sum_r decay^(R-r) nodes(r)
@@ -21,8 +21,8 @@ the means faded like the counts, the confidence of a shadow token its probabilit
 
 Each row chooses for itself, so its drafts do not depend on its batch mates; a draft step runs as deep, and drafting
 goes on as long, as the row that asks for most. A draft in doubt is verified, only what would follow it is not drafted:
-so whether a position is drafted depends on what stands before it, and every verifier keeps its guarantee. Shadow tokens
-cost a head for each layer of `exits` and each decided node.
+so the drafting of a position depends only on the tokens before it, and every verifier keeps its guarantee. Shadow
+tokens cost a head for each layer of `exits` and each decided node.
 
 TPL and shadow tokens are the paper's. That the threshold is a running one of each layer, from the confidences of
 accepted and rejected tokens, is from memory; the formula, `decay` 0.95 for acceptance and confidence alike and what
@@ -57,13 +57,13 @@ from decodax.sampling.draw import first_argmax
 
 @struct
 class Exits(Struct):
-    """What `DynamicExit` carries.
+    """The state of `DynamicExit`.
 
     Attributes:
         matched: `f32[B, E]` faded count of shadow tokens that agreed, for each exit; nodes: `f32[B]` of all.
         sure: `f32[B, E, 2]` faded sums of the confidence of those that agreed and of the others.
-        layer, length: `i32[B]`, what the next round drafts with. least: `f32[B]`, the probability below which a draft
-            is the round's last.
+        layer, length: `i32[B]`, exit layer and draft length of the next round. least: `f32[B]`, probability below
+            which a draft is the round's last.
         scratch: the tree's keys within a round.
     """
 
@@ -111,7 +111,7 @@ class DynamicExit(SelfDraft):
 
     @property
     def shape(self) -> ChosenLength:
-        """How its tree grows unless another shape is asked for."""
+        """The shape of its tree unless another one is asked for."""
         return ChosenLength(self.length)
 
     def init(self, params: Params, s: State) -> Exits:

@@ -55,7 +55,7 @@ class Anchors(Struct):
 
 @struct
 class Matched(Struct):
-    """What `KNNSkip` carries: `vector` `f32[B, D]`, the prompt's hidden states summed; within a round also the halves
+    """The state of `KNNSkip`: `vector` `f32[B, D]`, the prompt's hidden states summed; within a round also the halves
     that draft, `keep` `bool[B, L, 2]`, and the tree's `scratch`."""
 
     vector: Array

@@ -16,10 +16,9 @@ layers, pairs of runs side by side) a round takes 0.88 to 0.94 times as long, of
 shape, at batch 1 and 8.
 
 What is taken over was computed a node at a time, by a whole forward all nodes at once: the same sums, rounded in
-another order. Plain decoding takes a token at a time too, so a window's rounding is what stands between the two with
-reuse and without, and the guarantee, which is the verifier's, asks the same of both: tokens are equal but where two
-candidates are as near as rounding. The shape must have a fixed topology (`Chain`, `Fixed`); under others the
-verification is whole.
+another order. Plain decoding takes a token at a time, too. So the guarantee, which is the verifier's, holds with reuse
+as without: tokens are equal except where two candidates are as close as rounding. The shape must have a fixed topology
+(`Chain`, `Fixed`); under others the verification is whole.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ class OwnCache(SelfDraft):
         return model.wrap_cache(self._kind)
 
     def _kind(self, own: Any) -> Any:
-        if not self.alone:      # of several drafts that read a cache of one kind it stands there once
+        if not self.alone:      # several drafts that read a cache of one kind share it
             return own if isinstance(own, WithView) and own.holds(self.kind) else WithView(self.kind, own)
         if own not in (dense, self.kind):
             raise ValueError(f"cache: got {own}, but the method brings a cache of its own; takes none")

@@ -36,7 +36,8 @@ KAPPA = 2.576
 
 @dataclasses.dataclass(frozen=True)
 class Skips:
-    """Layers whose attention, and whose MLP, a draft leaves out; `gain`: tokens for the work of a target forward."""
+    """Layers whose attention and whose MLP a draft leaves out, and `gain`, the tokens for the work of a target
+    forward."""
 
     attention: tuple[int, ...]
     mlp: tuple[int, ...]
@@ -115,8 +116,8 @@ def _given(alg: Speculative, anchors: Anchors) -> Speculative:
 
 
 def shares(params: Any, layers: int) -> np.ndarray:
-    """`f64[2 L]`: the share of the weights that a step reads, attention and MLP layer by layer. Of an embedding that is
-    not the head too it reads a row."""
+    """Returns the shares of the weights that a step reads, attention and MLP layer by layer, `f64[2 L]`. Of an
+    embedding that is not the head, too, it reads a row."""
     sizes, rest, embed = np.zeros((layers, 2)), 0, 0
     for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
         names = [str(getattr(key, "key", getattr(key, "name", key))) for key in path]

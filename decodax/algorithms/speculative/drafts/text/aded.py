@@ -45,7 +45,7 @@ class Trigrams(Struct):
     """Counts of what followed pairs of tokens.
 
     Attributes:
-        pair: `i32[..., rows, 2]`, whose successors a row holds, -1 none. tokens: `i32[..., rows, k]`.
+        pair: `i32[..., rows, 2]`, pair whose successors a row holds, -1 for none. tokens: `i32[..., rows, k]`.
         counts: `f32[..., rows, k]`, 0 where a place is free.
     """
 
@@ -63,7 +63,7 @@ class Trigrams(Struct):
         return ((mixed ^ (mixed >> 15)) % jnp.uint32(self.pair.shape[0])).astype(jnp.int32)
 
     def add(self, first: Array, second: Array, token: Array) -> Trigrams:
-        """One more tri-gram (`i32[]` each) in one row's table; with a negative token in it, none."""
+        """Adds a trigram (`i32[]` each) to one row's table, unless a token is negative."""
         at = self.slot(first, second)
         pair = jnp.stack([first, second])
         counts = jnp.where((self.pair[at] == pair).all(), self.counts[at], 0)
@@ -76,14 +76,14 @@ class Trigrams(Struct):
                         counts=self.counts.at[at].set(counts, mode="drop"))
 
     def read(self, text: Array, begin: Array, end: Array) -> Trigrams:
-        """With every tri-gram of `text` (`i32[N]`) whose last token stands from `begin` up to before `end`."""
+        """Adds every trigram of `text` (`i32[N]`) whose last token is at a place from `begin` to before `end`."""
         def step(i: Array, table: Trigrams) -> Trigrams:
             return table.add(text[i - 2], text[i - 1], text[i])
 
         return lax.fori_loop(jnp.maximum(begin, 2), end, step, self)
 
     def after(self, first: Array, second: Array) -> tuple[Array, Array]:
-        """Successors `i32[k]` of a pair and their chances `f32[k]`, 0 for those that are none."""
+        """Returns the successors `i32[k]` of a pair and their chances `f32[k]`, 0 for empty places."""
         at = self.slot(first, second)
         known = (self.pair[at] == jnp.stack([first, second])).all() & (second >= 0)
         counts = jnp.where(known, self.counts[at], 0)
@@ -144,7 +144,7 @@ class ADED(FromText, Draft):
         return jax.vmap(row)(state, s.tokens, s.length, decision.tokens, decision.count)
 
     def _search(self, table: Trigrams, before: Array, newest: Array) -> Proposal:
-        """One row's tree: `i32[]`, `i32[]` the last two tokens."""
+        """Returns one row's tree from its last two tokens, `i32[]` each."""
         size, k = 1 + self.nodes, self.k
         slots = lambda fill, dtype: jnp.full((size, k), fill, dtype)
         at_root, p_root = table.after(before, newest)

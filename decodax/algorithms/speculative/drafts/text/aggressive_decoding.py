@@ -33,10 +33,10 @@ from decodax.core.window import Window, take
 
 @struct
 class Copying(Struct):
-    """Where the copy stands.
+    """The state of the copy.
 
     Attributes:
-        match: `i32[B, N]`, how many of the output's last tokens the input has up to each place.
+        match: `i32[B, N]`, number of the output's last tokens that the input has up to each place.
         at: `i32[B]`, the place of the next token to copy, -1 while there is none.
     """
 
@@ -95,7 +95,8 @@ class InputGuided(Draft):
 
     def _follow(self, text: Array, prompt_length: Array, match: Array, at: Array, tokens: Array,
                 count: Array) -> tuple[Array, Array]:
-        """One row after its decided tokens: `i32[N]`, `i32[]`, `i32[N]`, `i32[]`, `i32[M]`, `i32[]`."""
+        """Returns the state of one row after its decided tokens: `i32[N]`, `i32[]`, `i32[N]`, `i32[]`, `i32[M]`,
+        `i32[]`."""
         place = jnp.arange(text.shape[0], dtype=jnp.int32)
         given = (place >= self.skip) & (place < prompt_length - self.leave)
 

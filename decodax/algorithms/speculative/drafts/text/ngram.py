@@ -70,7 +70,7 @@ class NGram(FromText, Draft):
             count = ((next_[:, :, None] == next_[:, None]) & votes[:, None]).sum(-1)
             best = jnp.argmax(jnp.where(votes, count, -1), 1)
             token = jnp.where(match[:, 0] > 0, jnp.take_along_axis(next_, best[:, None], 1)[:, 0], -1)
-            # behind a draft that is not there, -1 matches nothing
+            # after a missing draft, -1 matches nothing
             return jnp.concatenate([context[:, 1:], token[:, None]], 1), token
 
         tokens = lax.scan(step, tail(s, self.order - 1), None, self.length)[1].T
@@ -85,12 +85,12 @@ class Paths(Struct):
 
     @classmethod
     def start(cls, s: State, count: int, room: int) -> Paths:
-        """At the newest token: its last `count` tokens."""
+        """Begins at the newest token, with its last `count` tokens."""
         contexts = jnp.full((s.batch, 1 + room, count), -1, jnp.int32)
         return cls(contexts.at[:, 0].set(tail(s, count)))
 
     def extend(self, level: Level) -> tuple[Paths, Array]:
-        """With a level's nodes, and their contexts `i32[B, w, n]`."""
+        """Returns the paths with a level's nodes, and their contexts `i32[B, w, n]`."""
         above = take(self.contexts, level.parents)
         new = jnp.concatenate([above[..., 1:], level.tokens[..., None]], -1)
         return Paths(lax.dynamic_update_slice_in_dim(self.contexts, new, 1 + level.at, 1)), new
@@ -129,7 +129,7 @@ class NGramModel(FromText, Source):
         return None         # the tree's contexts end with the round
 
     def _logits(self, history: Array, contexts: Array) -> Array:
-        """`f32[B, w, V]` from `i32[B, C + N]` and `i32[B, w, n]`."""
+        """Returns logits `f32[B, w, V]` from a history `i32[B, C + N]` and contexts `i32[B, w, n]`."""
         def node(history: Array, context: Array) -> Array:
             next_ = jnp.pad(history[1:], (0, 1), constant_values=-1)
             match = matched(history, context)

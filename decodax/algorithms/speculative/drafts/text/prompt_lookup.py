@@ -75,8 +75,8 @@ class PromptLookup(Draft):
         return chain(tokens, count).replace(match=match), state
 
     def _look(self, text: Array, length: Array) -> tuple[Array, Array, Array]:
-        """One row: `i32[N]`, `i32[]` to drafts `i32[K]`, their count, and the length of the n-gram."""
-        end = jnp.arange(text.shape[0], dtype=jnp.int32)          # a match ends here, its continuation starts behind
+        """Returns the drafts `i32[K]` of one row (`i32[N]`, `i32[]`), their number, and the length of the n-gram."""
+        end = jnp.arange(text.shape[0], dtype=jnp.int32)          # a match ends here, its continuation starts after it
         matched = jnp.zeros_like(end)                             # length of the longest n-gram that ends here
         equal = jnp.ones(text.shape, bool)
         for n in range(self.max_ngram):
@@ -84,7 +84,7 @@ class PromptLookup(Draft):
             equal = equal & (jnp.roll(text, n) == tail) & (end >= n) & (n < length)
             matched = jnp.where(equal, n + 1, matched)
         earlier = end < length - 1                                # the suffix itself is no match
-        follows = jnp.minimum(length - 1 - end, self.length)      # tokens known behind it
+        follows = jnp.minimum(length - 1 - end, self.length)      # tokens known after it
         if self.pick == "whole":                                  # a match must not reach into the suffix, as there
             matched = jnp.where(follows == self.length, jnp.minimum(matched, length - 2 - end), 0)
         usable = earlier & (matched >= self.min_ngram)

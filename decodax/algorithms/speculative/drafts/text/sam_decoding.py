@@ -95,7 +95,7 @@ class SuffixAutomaton(FromText, Draft):
         return dict(text=text, order=order[usable].astype(np.int32))
 
     def init(self, params: Params, s: State) -> Any:
-        """`i32[B, N]`: the length of the longest common suffix of the text and the text up to each place."""
+        """Returns the length of the longest common suffix of the text and the text up to each place, `i32[B, N]`."""
         return jax.vmap(common_suffixes)(known(s), s.length)
 
     def propose(self, params: Params, policy: Any, s: State, state: Any, drawn: Drawn) -> tuple[Proposal, Any]:
@@ -104,7 +104,7 @@ class SuffixAutomaton(FromText, Draft):
         length = jnp.where(at < s.length[:, None] - 1, state, 0)
         match = wanted = length.max(1)
         text, end = known(s), s.length
-        if self.full:       # as in the code the text ends in front of the newest token, and one token more must follow
+        if self.full:       # as in the code the text ends before the newest token, and one token more must follow
             end = s.length - 1
             wanted = jnp.max(jnp.where(at < end[:, None] - self.length - 1, length, 0), 1)
             wanted = jnp.maximum(wanted, 1)
@@ -119,7 +119,7 @@ class SuffixAutomaton(FromText, Draft):
             text = jnp.concatenate([text, jnp.broadcast_to(corpus["text"], (s.batch, corpus["text"].shape[0]))], 1)
         index = place[:, None] + 1 + jnp.arange(self.length)
         tokens = take(text, jnp.minimum(index, text.shape[1] - 1))
-        # a draft from the text itself ends where the text does, before the corpus that lies behind it
+        # a draft from the text itself ends where the text does, before the corpus, which comes after it
         inside = (tokens >= 0) & (index < jnp.where(place < N, end, text.shape[1])[:, None])
         count = jnp.cumprod(inside, 1).sum(1)
         if not self.full:
@@ -133,7 +133,8 @@ class SuffixAutomaton(FromText, Draft):
         return jax.vmap(follow)(known(s), s.length, state, decision.tokens, decision.count)
 
     def _bisect(self, corpus: Any, row: Array, end: Array) -> tuple[Array, Array]:
-        """A place of the corpus whose text ends like a row's (`i32[N]`, `i32[]`), and the length of the match."""
+        """Returns a place of the corpus whose text ends like a row's (`i32[N]`, `i32[]`), and the length of the
+        match."""
         text, order = jnp.asarray(corpus["text"]), jnp.asarray(corpus["order"])
         back = jnp.arange(self.longest, dtype=jnp.int32)
         read = lambda x, place: jnp.where(back <= place, x[jnp.maximum(place - back, 0)], -2)
@@ -151,7 +152,7 @@ class SuffixAutomaton(FromText, Draft):
         size = order.shape[0]
         start = (jnp.zeros((), jnp.int32), jnp.full((), size, jnp.int32))
         low, _ = lax.fori_loop(0, size.bit_length() + 1, closer, start)
-        # what shares the longest prefix with the query stands next to where it would stand
+        # the suffix with the longest common prefix is next to the place of the query
         near = order[jnp.clip(jnp.stack([low - 1, low]), 0, size - 1)]
         length = jax.vmap(lambda p: jnp.cumprod((read(text, p) == query) & (query >= 0)).sum())(near)
         best = jnp.argmax(length)
@@ -167,10 +168,10 @@ def suffix_array(text: np.ndarray) -> np.ndarray:
     rank = np.unique(text, return_inverse=True)[1].astype(np.int64)
     order, step = np.argsort(rank, kind="stable"), 1
     while step < len(text):
-        behind = np.full(len(text), -1, np.int64)
-        behind[:-step] = rank[step:]
-        order = np.lexsort((behind, rank))
-        fresh = (np.diff(rank[order]) != 0) | (np.diff(behind[order]) != 0)
+        later = np.full(len(text), -1, np.int64)
+        later[:-step] = rank[step:]
+        order = np.lexsort((later, rank))
+        fresh = (np.diff(rank[order]) != 0) | (np.diff(later[order]) != 0)
         rank[order] = np.concatenate([[0], np.cumsum(fresh)])
         if rank[order[-1]] == len(text) - 1:
             break
@@ -179,7 +180,8 @@ def suffix_array(text: np.ndarray) -> np.ndarray:
 
 
 def common_suffixes(text: Array, length: Array) -> Array:
-    """How far the text up to each place agrees with the end of the text: `i32[N]` from `i32[N]` and `i32[]`.
+    """Returns the number of tokens by which the text up to each place agrees with its end: `i32[N]` from `i32[N]`,
+    `i32[]`.
 
     A pass over the text for each token of the longest match. At the last place itself the value means nothing.
 
@@ -201,7 +203,7 @@ def common_suffixes(text: Array, length: Array) -> Array:
 
 
 def follow(text: Array, length: Array, match: Array, tokens: Array, count: Array) -> Array:
-    """`common_suffixes` after the first `count` (`i32[]`) of `tokens` (`i32[M]`) were appended to a text.
+    """Returns `common_suffixes` after the first `count` (`i32[]`) of `tokens` (`i32[M]`) were appended to a text.
 
     Args:
         text: `i32[N]`. length: `i32[]`, before them. match: `i32[N]`, before them.

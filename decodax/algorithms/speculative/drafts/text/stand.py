@@ -62,10 +62,10 @@ TREE = Fixed.of([[0], [1], [2], [3], [0, 0], [0, 1], [1, 0], [2, 0], [0, 0, 0], 
 
 @struct
 class Memory(Struct):
-    """Texts and what the target predicted behind each of their places.
+    """Texts with the target's predictions after each of their places.
 
     Attributes:
-        text: `i32[C]`, -1 behind each text. tokens: `i32[C, k]`, the target's likeliest ones. chances: `f32[C, k]`.
+        text: `i32[C]`, -1 after each text. tokens: `i32[C, k]`, the likeliest next tokens. chances: `f32[C, k]`.
     """
 
     text: Array
@@ -75,11 +75,12 @@ class Memory(Struct):
 
 @struct
 class TargetPredictions(Struct):
-    """What the target predicted behind each place of the text.
+    """The target's predictions after each place of the text.
 
     Attributes:
-        tokens: `i32[B, N, k]`, its likeliest tokens. chances: `f32[B, N, k]`, theirs, 0 where nothing is known.
-        prompt: `i32[B]`, a hash of the prompt, which is how rows know those that have the same.
+        tokens: `i32[B, N, k]`, its likeliest tokens. chances: `f32[B, N, k]`, their probabilities, 0 if nothing is
+            known.
+        prompt: `i32[B]`, a hash of the prompt, by which rows find others with the same prompt.
         paths: contexts of the tree's nodes between `start` and `observe`, else None.
     """
 
@@ -164,7 +165,7 @@ class Stand(Source):
                              chances=put(state.chances, at, chances), paths=None)
 
     def _logits(self, params: Params, s: State, seen: TargetPredictions, contexts: Array) -> Array:
-        """`f32[B, w, V]` from contexts `i32[B, w, n]`."""
+        """Returns logits `f32[B, w, V]` for contexts `i32[B, w, n]`."""
         B, N = s.tokens.shape
         warm = self.warm if params.draft is None else params.draft
         # all that is known, text by text, and -1 between them; a row's history is a selection of it
@@ -226,7 +227,7 @@ def stand(lm: Any, order: Count = 3, k: Count = 10, share: bool = True, warm: Me
 
 
 def hashed(s: State) -> Array:
-    """`i32[B]`, of the prompts. Two of equal hash share their drafts, nothing else."""
+    """Returns hashes of the prompts, `i32[B]`. Prompts of equal hash share their drafts, nothing else."""
     place = jnp.arange(s.tokens.shape[1], dtype=jnp.uint32)
     mixed = (s.tokens.astype(jnp.uint32) + 1) * (place * jnp.uint32(0x9E3779B1) | jnp.uint32(1))
     mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(0x2C1B3C6D)
@@ -235,12 +236,13 @@ def hashed(s: State) -> Array:
 
 
 def remember(s: State, before: Memory | None = None, most: int = 1 << 15) -> Memory:
-    """What a state's rows have seen, for the `warm` of later generations; on the host.
+    """Returns the predictions that a state's rows have collected, for the `warm` of later generations, on the host.
 
     Args:
         s: a state of `Speculative(Stand(...))`, as `decodax.run` or a `Job` leaves it.
-        before: what was kept so far, to which this is added.
-        most: places to keep, the latest. The size is rounded up to a multiple of 1,024, since each one compiles anew.
+        before: earlier memory, to which this is added.
+        most: number of places to keep, the latest ones. The size is rounded up to a multiple of 1,024, since each one
+            compiles anew.
 
     Raises:
         ValueError: another algorithm's state, or `most` below 1.

@@ -4,7 +4,7 @@ Accelerating Inference of Large Language Models with Token Recycling", Luo et al
 Row `t` of the matrix holds the `k` likeliest tokens that the target saw after `t` when it last scored that token, in
 the prompt, in the output or on a draft that was rejected. Drafts are a fixed imbalanced tree under the newest token:
 node `(2, 0)` is the likeliest successor of its third likeliest successor. After each round all scored nodes overwrite
-their tokens' rows; where a token stands at several nodes the last of them in the window counts.
+their tokens' rows; of several nodes with one token the last in the window counts.
 
 The matrix begins with the prompt's own prefill, on top of one that an earlier generation left (`warm`) or of nothing,
 where no draft is made. The authors' code does not read the prefill; its one matrix, at first full of token 0, goes on
@@ -40,8 +40,8 @@ RANKS = (0.52, 0.18, 0.09, 0.06, 0.05, 0.04, 0.03, 0.03)
 
 
 def template(nodes: int, ranks: tuple[float, ...] = RANKS, depth: int = 6) -> Fixed:
-    """The tree of the `nodes` paths that are likeliest if each rank holds with its own chance: for sizes other than the
-    published one's, where nothing is fitted (`fit_tree`).
+    """Returns the tree of the `nodes` paths that are likeliest if each rank holds with its own chance: for sizes other
+    than the published one, where nothing is fitted (`fit_tree`).
 
     >>> template(4, (0.6, 0.3)).order
     ((0,), (1,), (0, 0), (0, 0, 0))
@@ -61,7 +61,7 @@ def template(nodes: int, ranks: tuple[float, ...] = RANKS, depth: int = 6) -> Fi
 
 
 LANES = 128
-"""Numbers of a line of the array that holds the matrix: those that a TPU has side by side."""
+"""Entries of a line of the array that holds the matrix, the width of a TPU's vector lanes."""
 
 
 SMALL_TREE = template(15)
@@ -123,12 +123,12 @@ class TokenRecycling(Draft):
         return self
 
     def init(self, params: Params, s: State) -> Any:
-        """The matrix, `i32[B, n, 128]`, line by line: first whose successors each row holds, -1 where it holds none;
-        then the likeliest successor in each row, then the second in each, and so on.
+        """Returns the matrix, `i32[B, n, 128]`, line by line: first the token whose successors each row holds, -1 for
+        none; then the likeliest successor of each row, then the second of each, and so on.
 
-        It lies so because a TPU then writes single entries in place: lines of 128 are memory as it is. Other shapes
-        that were tried (`[B, rows, 1 + k]`, `[B, 1 + k, rows]`, successors by themselves, and `[B, (1 + k) * rows]` on
-        v6e) it laid out anew for the scatter, on some mesh, with up to 128 MiB of padding around each call.
+        With lines of 128 a TPU writes single entries in place. Other shapes that were tried (`[B, rows, 1 + k]`,
+        `[B, 1 + k, rows]`, successors by themselves, and `[B, (1 + k) * rows]` on v6e) were laid out anew for the
+        scatter, on some mesh, with up to 128 MiB of padding around each call.
         """
         held = jnp.full(self.size, -1, jnp.int32) if params.draft is None else jnp.asarray(params.draft, jnp.int32)
         lines = jnp.pad(held, (0, -self.size % LANES)).reshape(-1, LANES)
@@ -161,7 +161,7 @@ class TokenRecycling(Draft):
 
 
 def _at(matrix: Array, entry: Array) -> Array:
-    """Entries `i32[B, W]` of the matrix `i32[B, n, 128]`."""
+    """Returns entries `i32[B, W]` of the matrix `i32[B, n, 128]`."""
     return jax.vmap(lambda matrix, entry: matrix[entry // LANES, entry % LANES])(matrix, entry)
 
 
