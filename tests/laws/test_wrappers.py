@@ -31,7 +31,6 @@ from decodax.algorithms.speculative.drafts import (
     Fallback,
     Forced,
     Merged,
-    Pearl,
     SpecBranch,
     Staged,
     TargetRooted,
@@ -123,9 +122,9 @@ DRAFT, ONE, TWO = ToldDraft(1), ToldSource(1), ToldSource(2)
 LINKED = (NOTHING, Speculative(ONE), Speculative(TWO, shape=Fixed.balanced(2, 2)))
 
 MADE: dict[type, Callable[[], Any]] = {
-    Grown: lambda: Grown(ONE), Trimmed: lambda: Trimmed(DRAFT, 1), Pearl: lambda: Pearl(ONE),
+    Grown: lambda: Grown(ONE), Trimmed: lambda: Trimmed(DRAFT, 1),
     SpecBranch: lambda: SpecBranch(ONE), TargetRooted: lambda: TargetRooted(ONE), DraftExit: lambda: DraftExit(ONE),
-    Watched: lambda: Watched(ONE, 2, 3), _Ahead: lambda: _Ahead(Pearl(ONE)),
+    Watched: lambda: Watched(ONE, 2, 3), _Ahead: lambda: _Ahead(SpecBranch(ONE)),
     Fallback: lambda: Fallback(DRAFT, TWO), Merged: lambda: Merged((ONE, TWO)), Forced: lambda: Forced(base=DRAFT),
     Staged: lambda: Staged(ONE, TWO), Intersection: lambda: Intersection(ONE),      # type: ignore[arg-type]
     Speculative: lambda: Speculative(ONE), Reflective: lambda: Reflective(ONE, probe=(1,)),

@@ -6,9 +6,9 @@ for the other within a round. At its end they exchange tokens: those written, th
 token. With a verifier that draws by address no probabilities are exchanged, where the authors of PEARL gather the whole
 distributions of both models in each round.
 
-So a round takes max(draft, target) instead of draft + target, for drafts that are written ahead (`Overlapping`: PEARL,
-SpecBranch). The tokens are those of one device. The price is memory: it is one program over all devices, so each half
-holds the weights and caches of both models, and other axes of the mesh divide them only within a half.
+So a round takes max(draft, target) instead of draft + target, for drafts that are written ahead (`SpecBranch`, which
+PEARL is a case of). The tokens are those of one device. The price is memory: it is one program over all devices, so
+each half holds the weights and caches of both models, and other axes of the mesh divide them only within a half.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jax.sharding import Mesh, PartitionSpec
 from decodax.algorithms.speculative.algorithm import Speculative
 from decodax.algorithms.speculative.drafter import AroundSource
 from decodax.algorithms.speculative.drafts.model.draft_model import DraftModel
-from decodax.algorithms.speculative.overlap import Overlapping
+from decodax.algorithms.speculative.drafts.model.specbranch import SpecBranch
 from decodax.algorithms.speculative.source import Draft
 from decodax.algorithms.speculative.tree import Drawn, Proposal, Tree
 from decodax.algorithms.speculative.verifier import Verifier
@@ -65,7 +65,7 @@ def apart(alg: Algorithm, model: Model, params: Params, policy: Any, s: State, m
         ValueError: another method, a mesh without the axis, or a cache whose rows share memory.
     """
     draft = alg.draft if isinstance(alg, Speculative) else None
-    if not (isinstance(alg, Speculative) and isinstance(draft, Overlapping) and isinstance(draft.source, DraftModel)):
+    if not (isinstance(alg, Speculative) and isinstance(draft, SpecBranch) and isinstance(draft.source, DraftModel)):
         raise ValueError(f"alg: got {alg.name}, takes Speculative with drafts that a draft model writes ahead: Pearl "
                          "or SpecBranch")
     if mesh.shape.get(ROLE) != 2:
@@ -95,7 +95,7 @@ def apart(alg: Algorithm, model: Model, params: Params, policy: Any, s: State, m
 class _Ahead(AroundSource, Draft):
     """The draft `source`, which writes only on the draft model's half."""
 
-    source: Overlapping
+    source: SpecBranch
 
     @property
     def length(self) -> int:

@@ -11,7 +11,7 @@ from decodax.algorithms.autoregressive import Autoregressive
 from decodax.algorithms.speculative import Lengths, Speculative, fit_lengths
 from decodax.algorithms.speculative.adaptive.fit_lengths import embeddings, examples, fitted_to
 from decodax.algorithms.speculative.adaptive.lengths import always
-from decodax.algorithms.speculative.drafts import DraftModel, Pearl, SpecBranch
+from decodax.algorithms.speculative.drafts import DraftModel, SpecBranch
 from decodax.core import drivers
 from decodax.core.window import causal
 from decodax.io.load import LM
@@ -34,12 +34,6 @@ def outcome(draft):
 
 def test_the_tokens_are_those_of_plain_decoding():
     assert outcome(SpecBranch(SOURCE, 4, 3, 0.4))[0] == outcome(None)[0]
-
-
-def test_one_branch_that_never_stops_is_pearl():
-    one, pearl = outcome(SpecBranch(SOURCE, 4, 1, 0.0)), outcome(Pearl(SOURCE, 4))
-    assert one[0] == pearl[0]
-    assert all(np.array_equal(x, y) for x, y in zip(one[1:], pearl[1:], strict=True))
 
 
 def test_prepared_branches_save_rounds():

@@ -8,11 +8,10 @@ from decodax.algorithms.speculative.drafts.jacobi.lookahead import Lookahead
 from decodax.algorithms.speculative.drafts.jacobi.sjd import SJD
 
 # entries without a class of their own
-from decodax.algorithms.speculative.drafts.model import speculative_decoding  # noqa: F401
+from decodax.algorithms.speculative.drafts.model import pearl, speculative_decoding  # noqa: F401
 from decodax.algorithms.speculative.drafts.model.callable import UserDraft
 from decodax.algorithms.speculative.drafts.model.draft_model import DraftModel
 from decodax.algorithms.speculative.drafts.model.improved_mcsd import TargetRooted
-from decodax.algorithms.speculative.drafts.model.pearl import Pearl
 from decodax.algorithms.speculative.drafts.model.specbranch import SpecBranch
 from decodax.algorithms.speculative.drafts.model.specinfer import Merged
 from decodax.algorithms.speculative.drafts.model.staged import Staged
@@ -37,5 +36,5 @@ from decodax.algorithms.speculative.drafts.text.token_recycling import TokenRecy
 
 __all__ = ["ADED", "PGJ", "SJD", "CLaSp", "DraftExit", "DraftModel", "DynamicExit", "Fallback", "FastCoT",
            "Forced", "InputGuided", "Intersection", "Jacobi", "KNNSkip", "LayerSkip", "Lookahead", "Merged", "NGram",
-           "NGramModel", "OwnCache", "Pearl", "PromptLookup", "Realigned", "SpecBranch", "Staged", "Stand",
+           "NGramModel", "OwnCache", "PromptLookup", "Realigned", "SpecBranch", "Staged", "Stand",
            "SuffixAutomaton", "SuffixTree", "TargetRooted", "TokenRecycling", "Trie", "UserDraft", "fit_anchors"]

@@ -15,6 +15,9 @@ rejection falls on it, where several tokens are prepared:
   (then nothing is pending, and the branch point is right after the target's token), accept all of it (then all of it is
   pending), or neither, in which case the confidence decides.
 
+Neither model depends on what the other computes in the round, so the two can run at the same time on devices of their
+own (`decodax.algorithms.speculative.halves`). On the same devices one runs after the other, with the same result.
+
 The authors accept the branch token that the target finds likeliest, with probability p / q, and draw from the residual
 otherwise, which keeps the target's distribution for greedy decoding alone, as their branches are the likeliest tokens
 and not draws. Here the target draws its own token and the branch that has it goes on: the law is the verifier's, and no
@@ -32,9 +35,9 @@ from jax import Array
 
 from decodax.algorithms.speculative.adaptive.lengths import Lengths
 from decodax.algorithms.speculative.algorithm import Speculative
+from decodax.algorithms.speculative.drafter import AroundSource
 from decodax.algorithms.speculative.drafts.model.draft_model import DraftModel
-from decodax.algorithms.speculative.overlap import Overlapping
-from decodax.algorithms.speculative.source import Grower, Source, fitted
+from decodax.algorithms.speculative.source import Draft, Grower, Source, fitted
 from decodax.algorithms.speculative.tree import Drawn, Proposal
 from decodax.common.options import Count, Range, Share
 from decodax.common.registry import ALGORITHMS
@@ -70,7 +73,7 @@ class Branches(Struct):
 
 
 @dataclasses.dataclass(frozen=True)
-class SpecBranch(Overlapping):
+class SpecBranch(AroundSource, Draft):
     """Drafts chains of a source, written one round ahead for several tokens that the target may choose.
 
     Attributes:
@@ -78,6 +81,8 @@ class SpecBranch(Overlapping):
         gamma: tokens that the source writes in a round, 2 or more. branches: number of branch tokens.
         threshold: confidence below which drafting stops, from 0, where it never does, to 1.
         lengths: the classifier of H-RAD, from `fit_lengths`; None: confidence alone.
+        written: fields of the state that `write` makes beside `source`, which the target's devices need. Only the draft
+            model's devices need `source`.
 
     Raises:
         ValueError: a number out of range.
@@ -102,6 +107,10 @@ class SpecBranch(Overlapping):
         return self.gamma - 1
 
     @property
+    def reader(self) -> SpecBranch | None:
+        return None if self.source.reader is None else self
+
+    @property
     def weights(self) -> Any:
         own = self.source.weights
         return own if self.lengths is None else {"source": own, "lengths": self.lengths.weights}
@@ -117,7 +126,12 @@ class SpecBranch(Overlapping):
                         waits=jnp.zeros(s.batch, bool), offered=zeros(), heads=zeros(k), rest=zeros(k, K),
                         confident=zeros(k), seen=jnp.zeros((s.batch, features), jnp.float32))
 
+    def propose(self, params: Params, policy: Any, s: State, state: Any, drawn: Drawn) -> tuple[Proposal, Any]:
+        proposal, state = self.offer(params, s, state)
+        return proposal, self.write(params, policy, s, state, drawn)
+
     def offer(self, params: Params, s: State, state: Branches) -> tuple[Proposal, Branches]:
+        """Returns the pending drafts, and the state of the round. It runs neither model."""
         count = state.sure
         if self.lengths is not None:
             kind = self.lengths.classify(params.draft["lengths"], state.seen, s.newest)
@@ -128,6 +142,7 @@ class SpecBranch(Overlapping):
         return Proposal(tokens=state.waiting, live=live), state.replace(offered=count)
 
     def write(self, params: Params, policy: Any, s: State, state: Branches, drawn: Drawn) -> Branches:
+        """Runs the draft model's part of the round. Returns the state with a new `source` and the fields `written`."""
         source, K, k, n = fitted(self.source, policy.vocab_size), self.length, self.branches, state.offered
         grower = Grower(source, self._own(params), policy, s, drawn).ranked     # the branches are no draws
         # the pending drafts are in slots 1 to K; nothing goes on from others there
@@ -147,13 +162,18 @@ class SpecBranch(Overlapping):
         return state.replace(source=source.place(g.source, nodes), heads=jnp.where(live, heads, -1),
                              rest=jnp.stack(rest, -1), confident=confident)
 
+    def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Any) -> Any:
+        return self.learn(s, window, out, decision, self.look(out, decision), state)
+
     def look(self, out: Out, decision: Decision | None) -> Any:
+        """Returns the features that it reads of the target's forward; None: nothing."""
         if self.lengths is None or decision is None or decision.accepted is None:
             return None
         return self.lengths.read(out, take(decision.source, decision.accepted[:, None])[:, 0])
 
     def learn(self, s: State, window: Window, out: Out, decision: Decision | None, seen: Any,
               state: Branches) -> Branches:
+        """Does what `observe` does, with the result of `look` in `seen`. Only the source may read more of `out`."""
         source = self.source.observe(s, window, out, decision, state.source)
         if decision is None or decision.accepted is None:
             return state.replace(source=source, waits=jnp.zeros_like(state.waits))
