@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from decodax.algorithms.diffusion import MaskedDiffusion
     from decodax.algorithms.speculative import (
         Adaptive,
-        Block,
+        BlockVerification,
         KSeq,
         MultiRound,
         Rejection,
@@ -84,15 +84,16 @@ _HOMES = {
     "decodax.front.score": ["Scores", "score"],
     "decodax.sharding": ["lanes", "weave"],
     "decodax.algorithms.speculative": [
-        "Adaptive", "Block", "KSeq", "MultiRound", "Rejection", "SeedExact", "Speculative", "TypicalAcceptance",
-        "apart", "automatic", "drafts", "fit_layers", "fit_lengths", "fit_predictor", "fit_tree", "trees"],
+        "Adaptive", "BlockVerification", "KSeq", "MultiRound", "Rejection", "SeedExact", "Speculative",
+        "TypicalAcceptance", "apart", "automatic", "drafts", "fit_layers", "fit_lengths", "fit_predictor", "fit_tree",
+        "trees"],
     "decodax.front.watermarks": ["detect_watermark"],
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
-    "LM", "Adaptive", "Algorithm", "Autoregressive", "Block", "Cache", "Decision", "Frame", "Infilled", "KSeq",
-    "LogProbs", "MaskedDiffusion", "Model", "MultiRound", "Out", "Params", "Policy", "Rejection", "Result",
+    "LM", "Adaptive", "Algorithm", "Autoregressive", "BlockVerification", "Cache", "Decision", "Frame", "Infilled",
+    "KSeq", "LogProbs", "MaskedDiffusion", "Model", "MultiRound", "Out", "Params", "Policy", "Rejection", "Result",
     "Sampling", "SamplingOptions", "Scores", "SeedExact", "Served", "Speculative", "State", "Statistics", "Status",
     "Stream", "TypicalAcceptance", "Watch", "Window", "adapters", "algorithms", "apart", "arc", "automatic",
     "cache_programs", "caches", "constraints", "contrastive", "detect_watermark", "diffusion", "drafts",

@@ -18,7 +18,7 @@ from decodax.algorithms.speculative.source import Draft, Shape, Source
 from decodax.algorithms.speculative.tree import Probes, Proposal, Tree, chain
 from decodax.algorithms.speculative.trees import disco  # noqa: F401
 from decodax.algorithms.speculative.verify import (
-    Block,
+    BlockVerification,
     Cut,
     Distance,
     Greedy,
@@ -33,8 +33,8 @@ from decodax.algorithms.speculative.verify import (
     Verifier,
 )
 
-__all__ = ["NOTHING", "Adaptive", "Automatic", "Bandit", "Bass", "Block", "Cut", "Distance", "Draft", "Greedy",
-           "KSeq", "Lengths", "Logistic", "LongestBranch", "MultiRound", "Probes", "Proposal", "Reflective",
+__all__ = ["NOTHING", "Adaptive", "Automatic", "Bandit", "Bass", "BlockVerification", "Cut", "Distance", "Draft",
+           "Greedy", "KSeq", "Lengths", "Logistic", "LongestBranch", "MultiRound", "Probes", "Proposal", "Reflective",
            "Rejection", "SeedExact", "Shape", "Skips", "Source", "SpecVerification", "Speculative", "TopKAcceptance",
            "Tree", "TypicalAcceptance", "Verifier", "apart", "automatic", "chain", "drafts", "fit_layers",
            "fit_lengths", "fit_predictor", "fit_tree", "measure", "trees"]

@@ -87,7 +87,7 @@ class Fixed(Shape):
         return len(self.paths) == self.length
 
     def grow(self, grower: Grower, state: Any) -> tuple[Proposal, Any, Any]:
-        plan = Plan(self)
+        plan = GrowthPlan(self)
         g, first = grower.start(state, plan.room, plan.fanout)
         found = plan.wide((first.tokens, first.live, first.log_q))
 
@@ -102,7 +102,7 @@ class Fixed(Shape):
         return plan.proposal(*found), g.source, plan.nodes
 
 
-class Plan:
+class GrowthPlan:
     """The plan by which a fixed tree grows: its nodes with children are expanded level by level, and all levels are
     padded to one width so that they share a program.
 

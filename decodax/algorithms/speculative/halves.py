@@ -74,7 +74,7 @@ def apart(alg: Algorithm, model: Model, params: Params, policy: Any, s: State, m
     source = draft.source
     if all(d.platform == "cpu" for d in mesh.devices.flat):     # see `lanes`
         model, source = GatheredLogits(model), dataclasses.replace(source, model=GatheredLogits(source.model))
-    ahead: Any = dataclasses.replace(draft, source=source)      # type: ignore[type-var]
+    ahead: Any = dataclasses.replace(draft, source=source)
     split = dataclasses.replace(alg, draft=_Ahead(ahead), verify=_There(alg.verify))
 
     def both(params: Params, policy: Any, s: State, max_rounds: Array) -> State:

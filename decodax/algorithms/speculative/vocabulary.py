@@ -107,7 +107,7 @@ class Merges:
 
 
 @struct
-class Vocabulary(Struct):
+class ByteVocabulary(Struct):
     """A vocabulary on the device; made by `build`. It travels as data.
 
     Attributes:
@@ -134,7 +134,7 @@ class Vocabulary(Struct):
     longest: int = static()
 
     @classmethod
-    def build(cls, tokenizer: Any, size: int | None = None) -> Vocabulary:
+    def build(cls, tokenizer: Any, size: int | None = None) -> ByteVocabulary:
         """From a `decodax.io.text.Tokenizer`, on the host. `size`: entries of the model's logits.
 
         Raises:
@@ -266,7 +266,7 @@ def _bucket(left: Any, right: Any, bits: int) -> Any:
 
 
 def _spaces(tokenizer: Any) -> np.ndarray:
-    """Returns `Vocabulary.spaces`, found by the tokenizer's own split into words."""
+    """Returns `ByteVocabulary.spaces`, found by the tokenizer's own split into words."""
     splits = tokenizer.backend.pre_tokenizer
     if splits is None:
         return np.zeros(2, bool)

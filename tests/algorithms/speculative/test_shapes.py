@@ -35,7 +35,7 @@ from decodax.algorithms.speculative.trees import (
     sequoia_tree,
 )
 from decodax.algorithms.speculative.trees.layers import drawn_from, grow_layers
-from decodax.algorithms.speculative.trees.threshold import Drafted
+from decodax.algorithms.speculative.trees.threshold import DraftFeatures
 from decodax.common.struct import Struct, struct
 from decodax.core import keys
 from decodax.sampling import build
@@ -329,7 +329,8 @@ def test_a_sliced_tree_is_the_trees_first_levels(least, predictor, depths):
         tokens, chance = dict(zip(tree.order, tree_of(whole, row), strict=True)), {(): 1.0}
         for q in tree.order:
             last, token = (row, *tokens[q])[-2:]
-            chance[q] = chance[q[:-1]] * float(predictor(Drafted(np.log(P[last, token]), entropy[last], len(q) - 1)))
+            features = DraftFeatures(np.log(P[last, token]), entropy[last], len(q) - 1)
+            chance[q] = chance[q[:-1]] * float(predictor(features))
         found.append(1 + next((d for d in range(3) if sum(chance[q] for q in inner[d]) < least), 3))
         assert tree_of(p, row) == [tokens[q] for q in tree.order if len(q) <= found[-1]]
     assert set(found) == depths, found

@@ -21,7 +21,7 @@ from decodax.algorithms.speculative.drafts.model.callable import UserDraft
 from decodax.algorithms.speculative.drafts.text.aded import ADED
 from decodax.algorithms.speculative.drafts.text.aggressive_decoding import InputGuided
 from decodax.algorithms.speculative.drafts.text.ngram import NGram, NGramModel
-from decodax.algorithms.speculative.drafts.text.pain_lookahead import Trie
+from decodax.algorithms.speculative.drafts.text.pain_lookahead import NGramTrie
 from decodax.algorithms.speculative.drafts.text.sam_decoding import SuffixAutomaton
 from decodax.algorithms.speculative.drafts.text.stand import Stand
 from decodax.algorithms.speculative.drafts.text.suffix_decoding import SuffixTree
@@ -48,7 +48,7 @@ DRAFTS = (
     Speculative(TokenRecycling(SMALL_TREE, rows=16)),
     Speculative(SuffixAutomaton(length=6, corpus=CORPUS, len_bias=1)),
     Speculative(SuffixTree(nodes=8, branch=4, pattern=4, corpus=CORPUS)),
-    Speculative(Trie(decoding_length=12, branch_length=4, corpus=CORPUS)),
+    Speculative(NGramTrie(decoding_length=12, branch_length=4, corpus=CORPUS)),
     Speculative(InputGuided(length=6, skip=1)),
     Speculative(UserDraft(periodic, 3)),
     Speculative(NGram(length=4, corpus=CORPUS)),

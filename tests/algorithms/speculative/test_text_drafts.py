@@ -16,7 +16,7 @@ from decodax.algorithms.speculative.drafts.model.callable import UserDraft
 from decodax.algorithms.speculative.drafts.text.aggressive_decoding import InputGuided
 from decodax.algorithms.speculative.drafts.text.history import best_places, matched, prefix_tree
 from decodax.algorithms.speculative.drafts.text.ngram import NGram
-from decodax.algorithms.speculative.drafts.text.pain_lookahead import Trie
+from decodax.algorithms.speculative.drafts.text.pain_lookahead import NGramTrie
 from decodax.algorithms.speculative.drafts.text.sam_decoding import SuffixAutomaton, suffix_array
 from decodax.algorithms.speculative.drafts.text.suffix_decoding import SuffixTree
 from decodax.core.types import Params
@@ -132,7 +132,7 @@ def retrieve(text, nodes, branch, most):
 
 def test_the_trie_retrieves_the_most_frequent_branches_of_the_first_suffix_with_enough():
     draw = np.random.default_rng(1)
-    draft = Trie(decoding_length=9, branch_length=3, suffix=4)
+    draft = NGramTrie(decoding_length=9, branch_length=3, suffix=4)
     given = [draw.integers(0, 3, n).tolist() for n in (1, 2, 5, 9, 14, 20, 26, 32)]
     tree = propose(draft, rows(*given))
     for i, text in enumerate(given):
@@ -144,7 +144,7 @@ def test_the_trie_retrieves_the_most_frequent_branches_of_the_first_suffix_with_
 
 def test_a_longer_suffix_with_too_few_nodes_yields_to_a_shorter():
     # "1 2" was followed by 5 alone at the text's end of a sample; "2" by more
-    draft = Trie(decoding_length=4, branch_length=3, corpus=((1, 2, 5), (8, 2, 6, 6), (2, 6, 3)))
+    draft = NGramTrie(decoding_length=4, branch_length=3, corpus=((1, 2, 5), (8, 2, 6, 6), (2, 6, 3)))
     assert paths(propose(draft, rows([1, 2])))[0] == (6,)
     assert paths(propose(dataclasses.replace(draft, branch_length=1), rows([1, 2]))) == [(5,)]
 
@@ -282,8 +282,8 @@ def test_ngrams_follow_the_longest_context_and_the_most_frequent_token():
     (lambda: SuffixAutomaton(length=0), "length: got 0, takes at least 1"),
     (lambda: SuffixAutomaton(factor=0.0), "factor: got 0.0, takes more than 0"),
     (lambda: SuffixAutomaton(corpus=((1,),)), "corpus: got documents of one token"),
-    (lambda: Trie(corpus=((1, -2),)), "corpus: document 0"),
-    (lambda: Trie(branch_length=0), "branch_length: got 0"),
+    (lambda: NGramTrie(corpus=((1, -2),)), "corpus: document 0"),
+    (lambda: NGramTrie(branch_length=0), "branch_length: got 0"),
     (lambda: SuffixTree(alpha=0), "alpha: got 0, takes more than 0"),
     (lambda: NGram(order=1), "order: got 1, takes at least 2"),
     (lambda: InputGuided(skip=-1), "skip: got -1, takes at least 0"),

@@ -26,7 +26,7 @@ from decodax.algorithms.speculative.drafts.model.draft_model import DraftModel
 from decodax.algorithms.speculative.source import Draft, Drawn, Grower, Source, fitted
 from decodax.algorithms.speculative.tree import Proposal
 from decodax.algorithms.speculative.trees.layers import at_least
-from decodax.algorithms.speculative.trees.threshold import Drafted, entropy
+from decodax.algorithms.speculative.trees.threshold import DraftFeatures, entropy
 from decodax.algorithms.speculative.verifier import SeedExact
 from decodax.common.struct import Struct, struct
 from decodax.core.state import State
@@ -39,7 +39,7 @@ class Logistic:
     """Predicts the chance that a draft is accepted, `sigmoid(weights . (1, p, log p, H, log(1 + place)))`: a
     `Predictor`.
 
-    >>> float(Logistic((0.0,) * 5)(Drafted(jnp.float32(-1), jnp.float32(0.5), jnp.int32(2))))
+    >>> float(Logistic((0.0,) * 5)(DraftFeatures(jnp.float32(-1), jnp.float32(0.5), jnp.int32(2))))
     0.5
     """
 
@@ -49,7 +49,7 @@ class Logistic:
         if len(self.weights) != 5:
             raise ValueError(f"weights: got {len(self.weights)}, takes 5")
 
-    def __call__(self, draft: Drafted) -> Array:
+    def __call__(self, draft: DraftFeatures) -> Array:
         x = features(jnp, draft.log_p, draft.entropy, draft.place)
         return jax.nn.sigmoid(sum(w * x for w, x in zip(self.weights, x, strict=True)))
 
@@ -61,7 +61,7 @@ def features(xp: Any, log_p: Any, entropy: Any, position: Any) -> tuple[Any, ...
 
 
 @struct
-class Examples(Struct):
+class AcceptanceExamples(Struct):
     """The state of `Watched`.
 
     Attributes:
@@ -87,13 +87,13 @@ class Watched(AroundSource, Draft):
     def reader(self) -> Self | None:
         return None if self.source.reader is None else self
 
-    def init(self, params: Params, s: State) -> Examples:
+    def init(self, params: Params, s: State) -> AcceptanceExamples:
         seen = jnp.zeros((s.batch, self.rounds, self.length, 2), jnp.float32)
-        return Examples(now=seen[:, 0], seen=seen, accepted=jnp.full((s.batch, self.rounds), -1, jnp.int32),
+        return AcceptanceExamples(now=seen[:, 0], seen=seen, accepted=jnp.full((s.batch, self.rounds), -1, jnp.int32),
                      source=self.source.init(params, s))
 
-    def propose(self, params: Params, policy: Any, s: State, state: Examples,
-                drawn: Drawn) -> tuple[Proposal, Examples]:
+    def propose(self, params: Params, policy: Any, s: State, state: AcceptanceExamples,
+                drawn: Drawn) -> tuple[Proposal, AcceptanceExamples]:
         K = self.length
         grower = Grower(fitted(self.source, policy.vocab_size), params, policy, s, drawn)
         g, child = grower.start(state.source, K - 1, 1)
@@ -109,7 +109,8 @@ class Watched(AroundSource, Draft):
         return (Proposal(tokens=joined(lambda c: c.tokens[:, :, 0]), live=live, log_q=log_q),
                 state.replace(now=now, source=source))
 
-    def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Examples) -> Examples:
+    def observe(self, s: State, window: Window, out: Out, decision: Decision | None,
+                state: AcceptanceExamples) -> AcceptanceExamples:
         source = self.source.observe(s, window, out, decision, state.source)
         if decision is None:
             return state.replace(source=source)
@@ -151,7 +152,7 @@ def examples(lm: Any, draft: Any, samples: Sequence[Sequence[int]], length: int,
     for those that held."""
     at_least(length=length)
     alg = Speculative(Watched(draft, length, max_new_tokens), verify or SeedExact())
-    noted: Examples = continued(lm, alg, samples, max_new_tokens, seed, **sampling).algo[0]
+    noted: AcceptanceExamples = continued(lm, alg, samples, max_new_tokens, seed, **sampling).algo[0]
     seen, accepted = np.asarray(noted.seen, np.float64), np.asarray(noted.accepted)
     place = np.broadcast_to(np.arange(length), seen.shape[:-1])
     tested = (accepted[..., None] >= 0) & (place <= accepted[..., None])

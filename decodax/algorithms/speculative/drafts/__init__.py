@@ -27,14 +27,44 @@ from decodax.algorithms.speculative.drafts.self.own_cache import OwnCache
 from decodax.algorithms.speculative.drafts.text.aded import ADED
 from decodax.algorithms.speculative.drafts.text.aggressive_decoding import InputGuided
 from decodax.algorithms.speculative.drafts.text.ngram import NGram, NGramModel
-from decodax.algorithms.speculative.drafts.text.pain_lookahead import Trie
+from decodax.algorithms.speculative.drafts.text.pain_lookahead import NGramTrie
 from decodax.algorithms.speculative.drafts.text.prompt_lookup import PromptLookup
 from decodax.algorithms.speculative.drafts.text.sam_decoding import SuffixAutomaton
 from decodax.algorithms.speculative.drafts.text.stand import Stand
 from decodax.algorithms.speculative.drafts.text.suffix_decoding import SuffixTree
 from decodax.algorithms.speculative.drafts.text.token_recycling import TokenRecycling
 
-__all__ = ["ADED", "PGJ", "SJD", "CLaSp", "DraftExit", "DraftModel", "DynamicExit", "Fallback", "FastCoT",
-           "Forced", "InputGuided", "Intersection", "Jacobi", "KNNSkip", "LayerSkip", "Lookahead", "Merged", "NGram",
-           "NGramModel", "OwnCache", "PromptLookup", "Realigned", "SpecBranch", "Staged", "Stand",
-           "SuffixAutomaton", "SuffixTree", "TargetRooted", "TokenRecycling", "Trie", "UserDraft", "fit_anchors"]
+__all__ = [
+           "ADED",
+           "PGJ",
+           "SJD",
+           "CLaSp",
+           "DraftExit",
+           "DraftModel",
+           "DynamicExit",
+           "Fallback",
+           "FastCoT",
+           "Forced",
+           "InputGuided",
+           "Intersection",
+           "Jacobi",
+           "KNNSkip",
+           "LayerSkip",
+           "Lookahead",
+           "Merged",
+           "NGram",
+           "NGramModel",
+           "NGramTrie",
+           "OwnCache",
+           "PromptLookup",
+           "Realigned",
+           "SpecBranch",
+           "Staged",
+           "Stand",
+           "SuffixAutomaton",
+           "SuffixTree",
+           "TargetRooted",
+           "TokenRecycling",
+           "UserDraft",
+           "fit_anchors",
+]

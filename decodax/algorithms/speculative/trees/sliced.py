@@ -20,10 +20,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from decodax.algorithms.speculative.fixed_trees import Fixed, Plan
+from decodax.algorithms.speculative.fixed_trees import Fixed, GrowthPlan
 from decodax.algorithms.speculative.source import Grower, Shape
 from decodax.algorithms.speculative.tree import Proposal
-from decodax.algorithms.speculative.trees.threshold import Drafted, Predictor, check_chance, entropy, probability
+from decodax.algorithms.speculative.trees.threshold import DraftFeatures, Predictor, check_chance, entropy, probability
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Sliced(Shape):
         return self.tree.length
 
     def grow(self, grower: Grower, state: Any) -> tuple[Proposal, Any, Array]:
-        plan = Plan(self.tree)
+        plan = GrowthPlan(self.tree)
         above, rank, real = jnp.asarray(plan.above), jnp.asarray(plan.rank), jnp.asarray(plan.real)
         of = lambda c: (c.tokens, c.live, c.log_q, c.own, entropy(c.log_own), c.hidden)
         g, first = grower.start(state, plan.room, plan.fanout)
@@ -63,7 +63,8 @@ class Sliced(Shape):
             _, live, _, log_p, H, hidden = found
             up, r = above[level], rank[level]
             hidden = None if hidden is None else hidden[:, up].reshape(-1, hidden.shape[-1])
-            f = self.predictor(Drafted(log_p[:, up, r].reshape(-1), H[:, up].reshape(-1), level, hidden)).reshape(B, -1)
+            features = DraftFeatures(log_p[:, up, r].reshape(-1), H[:, up].reshape(-1), level, hidden)
+            f = self.predictor(features).reshape(B, -1)
             path = chance[:, up] * jnp.where(live[:, up, r], f, 0)
             return path, grows & ((path * real[level]).sum(1) >= self.threshold)
 

@@ -20,7 +20,7 @@ from decodax.common.struct import Struct, struct
 
 
 @struct
-class Drafted(Struct):
+class DraftFeatures(Struct):
     """Inputs of a predictor.
 
     Attributes:
@@ -36,19 +36,19 @@ class Drafted(Struct):
     hidden: Array | None = None
 
 
-Predictor = Callable[[Drafted], Array]
+Predictor = Callable[[DraftFeatures], Array]
 """Gives the chance that a draft is accepted, `f32[B]`. It is static under jit: a module's function, or an instance of a
 frozen dataclass with `__call__`."""
 
 
-def probability(draft: Drafted) -> Array:
+def probability(draft: DraftFeatures) -> Array:
     """Returns the draft's own probability."""
     return jnp.exp(draft.log_p)
 
 
 def chances(predictor: Predictor) -> Callable[[Children, Array], Array]:
     """Returns the function that gives a predictor's chance for a chain's next draft."""
-    return lambda child, i: predictor(Drafted(child.own[:, 0, 0], entropy(child.log_own[:, 0]), i,
+    return lambda child, i: predictor(DraftFeatures(child.own[:, 0, 0], entropy(child.log_own[:, 0]), i,
                                               None if child.hidden is None else child.hidden[:, 0]))
 
 

@@ -1,7 +1,7 @@
 """Verifiers, the rules that accept or reject drafts; each states the guarantee that it keeps."""
 
 from decodax.algorithms.speculative.verifier import Guarantee, SeedExact, Verifier
-from decodax.algorithms.speculative.verify.block_verification import Block
+from decodax.algorithms.speculative.verify.block_verification import BlockVerification
 from decodax.algorithms.speculative.verify.blockwise import Distance, Greedy, TopKAcceptance
 from decodax.algorithms.speculative.verify.cut import Cut
 from decodax.algorithms.speculative.verify.longest_branch import LongestBranch
@@ -11,5 +11,5 @@ from decodax.algorithms.speculative.verify.spec_verification import SpecVerifica
 from decodax.algorithms.speculative.verify.spectr import KSeq
 from decodax.algorithms.speculative.verify.typical import TypicalAcceptance
 
-__all__ = ["Block", "Cut", "Distance", "Greedy", "Guarantee", "KSeq", "LongestBranch", "MultiRound", "Rejection",
-           "SeedExact", "SpecVerification", "TopKAcceptance", "TypicalAcceptance", "Verifier"]
+__all__ = ["BlockVerification", "Cut", "Distance", "Greedy", "Guarantee", "KSeq", "LongestBranch", "MultiRound",
+           "Rejection", "SeedExact", "SpecVerification", "TopKAcceptance", "TypicalAcceptance", "Verifier"]

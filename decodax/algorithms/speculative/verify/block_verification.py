@@ -38,7 +38,7 @@ from decodax.sampling.draw import draw
 
 
 @dataclasses.dataclass(frozen=True)
-class Block(Verifier):
+class BlockVerification(Verifier):
     """Block verification of a chain; the distribution of the output is the target's, and in expectation it accepts at
     least as many drafts as `Rejection`; of deterministic drafts exactly as many.
 
@@ -99,4 +99,4 @@ def block_verification(draft: Any, length: Count = 6) -> Speculative:
     Args:
         draft: the draft model. length: drafts a round.
     """
-    return Speculative(DraftModel(draft), Block(), Chain(length))
+    return Speculative(DraftModel(draft), BlockVerification(), Chain(length))

@@ -32,7 +32,7 @@ from decodax.algorithms.speculative.drafts.model.draft_model import catch_up
 from decodax.algorithms.speculative.source import Draft, Drawn
 from decodax.algorithms.speculative.tree import Proposal, chain
 from decodax.algorithms.speculative.verifier import SeedExact, Verifier
-from decodax.algorithms.speculative.vocabulary import Vocabulary, append
+from decodax.algorithms.speculative.vocabulary import ByteVocabulary, append
 from decodax.common.axes import constrain
 from decodax.common.options import Count
 from decodax.common.registry import ALGORITHMS
@@ -51,7 +51,7 @@ WIDTH = 32
 
 
 @struct
-class Alignment(Struct):
+class AlignedVocabularies(Struct):
     """The weights of `Realigned`, in `Params.draft`.
 
     Attributes:
@@ -60,8 +60,8 @@ class Alignment(Struct):
     """
 
     weights: Any
-    draft: Vocabulary
-    target: Vocabulary
+    draft: ByteVocabulary
+    target: ByteVocabulary
     prefix: Array
     ends: Array
 
@@ -98,7 +98,7 @@ class Realigned(Draft):
         room: slots of the draft model's cache for each of the target's. A row whose text has more of the draft model's
             tokens, or more than that model's positions, goes on without drafts.
         window: bytes `T` that are cut at once: twice the longest target token or more.
-        weights: an `Alignment`; at low level it goes into `Params.draft` instead.
+        weights: an `AlignedVocabularies`; at low level it goes into `Params.draft` instead.
 
     Raises:
         ValueError: a number below 1, or a `model` that is none.
@@ -133,9 +133,9 @@ class Realigned(Draft):
             ValueError: one of them has no tokenizer, or no text can be cut into its tokens.
         """
         with_tokenizer(lm, draft)
-        own, target = (Vocabulary.build(x.tokenizer, x.vocab_size) for x in (draft, lm))
+        own, target = (ByteVocabulary.build(x.tokenizer, x.vocab_size) for x in (draft, lm))
         mean = lambda v: float(v.starts[-1]) / np.count_nonzero(np.diff(v.starts))
-        alignment = Alignment(weights=draft.params, draft=own, target=target, prefix=prefix(draft),
+        alignment = AlignedVocabularies(weights=draft.params, draft=own, target=target, prefix=prefix(draft),
                               ends=jnp.array(draft.eos, jnp.int32))
         return cls(draft.model, length, steps, room or int(np.ceil(mean(target) / mean(own))) + 1,
                    max(128, 1 << (2 * target.longest - 1).bit_length()), alignment)
@@ -144,8 +144,8 @@ class Realigned(Draft):
         return dataclasses.replace(self, weights=None)
 
     def init(self, params: Params, s: State) -> Reading:
-        if not isinstance(params.draft, Alignment):
-            raise ValueError("params: Realigned needs its Alignment in Params.draft")
+        if not isinstance(params.draft, AlignedVocabularies):
+            raise ValueError("params: Realigned needs its AlignedVocabularies in Params.draft")
         if self.window < 2 * params.draft.target.longest:
             raise ValueError(f"window: got {self.window} bytes, takes {2 * params.draft.target.longest} or more, twice "
                              "the longest target token")
@@ -160,7 +160,7 @@ class Realigned(Draft):
                        seen=zero())
 
     def propose(self, params: Params, policy: Any, s: State, state: Reading, drawn: Drawn) -> tuple[Proposal, Reading]:
-        own: Alignment = params.draft
+        own: AlignedVocabularies = params.draft
         state = self._read(own, s, state)
         steps = self.steps or self.length
         drafts = s.running & (state.length > 0) & (state.length + steps < state.tokens.shape[1])
@@ -188,7 +188,7 @@ class Realigned(Draft):
     def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Reading) -> Reading:
         return state
 
-    def _read(self, own: Alignment, s: State, state: Reading) -> Reading:
+    def _read(self, own: AlignedVocabularies, s: State, state: Reading) -> Reading:
         """Returns the state after reading all of each row's text."""
         place = jnp.arange(self.window, dtype=jnp.int32)
 
@@ -215,7 +215,7 @@ class Realigned(Draft):
 
         return lax.while_loop(lambda state: (s.running & (state.seen < s.length)).any(), step, state)
 
-    def _drafts(self, target: Vocabulary, data: Array, count: Array) -> tuple[Array, Array]:
+    def _drafts(self, target: ByteVocabulary, data: Array, count: Array) -> tuple[Array, Array]:
         """Returns one row's bytes as target tokens, `i32[K]`, and the number of them before a byte that none covers."""
         found, _ = target.split(data, count)
         order = jnp.nonzero(found >= 0, size=self.length, fill_value=self.window - 1)[0].astype(jnp.int32)

@@ -36,7 +36,7 @@ from decodax.core.types import Params
 
 
 @dataclasses.dataclass(frozen=True)
-class Trie(FromText, Draft):
+class NGramTrie(FromText, Draft):
     """Drafts the most frequent continuations of the longest suffix with enough of them, as a tree.
 
     Attributes:
@@ -94,4 +94,4 @@ def pain_lookahead(decoding_length: Count = 32, branch_length: Count = 8, corpus
         corpus: documents of token ids that are searched beside the text.
         verify: rule that accepts drafts.
     """
-    return Speculative(Trie(decoding_length, branch_length, corpus=corpus), verify)
+    return Speculative(NGramTrie(decoding_length, branch_length, corpus=corpus), verify)

@@ -12,10 +12,10 @@ trusted for a longer draft. The score of a tree is the sum of its nodes' D, the 
 all pattern lengths p and both trees the one with the highest score is the draft; of equal ones, which the paper leaves
 open, that of the request's own text and then of the longer pattern.
 
-Here the tree below a pattern is made when it is asked for, from the places where it occurred, as in `Trie`: the same
-nodes and counts with nothing to insert. Of a pattern with more than `places` occurrences those with the longest matches
-and among them the most recent are counted. The paper's hybrid, which hands over to a draft model where the score is
-low, is not included.
+Here the tree below a pattern is made when it is asked for, from the places where it occurred, as in `NGramTrie`: the
+same nodes and counts with nothing to insert. Of a pattern with more than `places` occurrences those with the longest
+matches and among them the most recent are counted. The paper's hybrid, which hands over to a draft model where the
+score is low, is not included.
 """
 
 from __future__ import annotations
