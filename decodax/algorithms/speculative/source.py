@@ -11,14 +11,14 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from decodax.algorithms.speculative.contracts import answered
-from decodax.algorithms.speculative.drafter import CHAINS, Drafter
+from decodax.algorithms.speculative.drafter import CHAINS, AroundSource, Drafter
 from decodax.algorithms.speculative.tree import Drawn, Proposal
 from decodax.common.struct import Struct, static, struct
 from decodax.core import keys
@@ -99,6 +99,21 @@ class Source(Drafter, abc.ABC):
         computed (`PartialForward`), or None; for sources that run the target's own first layers. `slots` as in
         `place`."""
         return None
+
+
+class SourceAround(AroundSource, Source):
+    """The base of sources around another source, whose state is a struct with the inner state in its field `source`."""
+
+    @property
+    def reader(self) -> Self | None:
+        return None if self.source.reader is None else self
+
+    def extend(self, params: Params, s: State, state: Any, level: Level) -> tuple[Any, Answer]:
+        source, answer = self.source.extend(params, s, state.source, level)
+        return state.replace(source=source), answer
+
+    def place(self, state: Any, slots: Array) -> Any:
+        return state.replace(source=self.source.place(state.source, slots))
 
 
 PLACES, RANKS = 1 << 16, 1 << 8

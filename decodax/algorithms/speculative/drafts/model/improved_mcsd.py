@@ -16,17 +16,16 @@ that always does, every exact one, these drafts are the source's own.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from decodax.algorithms.speculative.algorithm import Speculative
-from decodax.algorithms.speculative.drafter import AroundSource
 from decodax.algorithms.speculative.drafts.model.draft_model import DraftModel
 from decodax.algorithms.speculative.fixed_trees import Fixed
-from decodax.algorithms.speculative.source import Answer, Draft, Level, Source
+from decodax.algorithms.speculative.source import Answer, Draft, Source, SourceAround
 from decodax.algorithms.speculative.trees.sliced import Sliced
 from decodax.algorithms.speculative.trees.threshold import Predictor, probability
 from decodax.algorithms.speculative.verifier import Verifier
@@ -55,7 +54,7 @@ class Rooted(Struct):
 
 
 @dataclasses.dataclass(frozen=True)
-class TargetRooted(AroundSource, Source):
+class TargetRooted(SourceAround):
     """Drafts first tokens from the target's last distribution, and their continuations from another source.
 
     Attributes:
@@ -76,10 +75,6 @@ class TargetRooted(AroundSource, Source):
         if isinstance(self.source, Draft):
             raise ValueError(f"source: {type(self.source).__name__} makes its own trees, takes a Source")
 
-    @property
-    def reader(self) -> Self | None:
-        return None if self.source.reader is None else self
-
     def init(self, params: Params, s: State) -> Rooted:
         return self._nothing(s, self.source.init(params, s))
 
@@ -92,13 +87,6 @@ class TargetRooted(AroundSource, Source):
         own = put(jnp.full((s.batch, logits.shape[-1]), -jnp.inf, logits.dtype), state.tokens, state.logits)
         known = (state.logits > -jnp.inf).any(-1)
         return state.replace(source=inner), answer.replace(logits=jnp.where(known[:, None, None], own[:, None], logits))
-
-    def extend(self, params: Params, s: State, state: Rooted, level: Level) -> tuple[Rooted, Answer]:
-        inner, answer = self.source.extend(params, s, state.source, level)
-        return state.replace(source=inner), answer
-
-    def place(self, state: Rooted, slots: Array) -> Rooted:
-        return state.replace(source=self.source.place(state.source, slots))
 
     def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Rooted) -> Rooted:
         inner = self.source.observe(s, window, out, decision, state.source)

@@ -15,13 +15,12 @@ and only what would follow it is not drafted, so every verifier keeps its guaran
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Self
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
 
-from decodax.algorithms.speculative.drafter import AroundSource
-from decodax.algorithms.speculative.source import Answer, Draft, Grower, Level, Shape, Source
+from decodax.algorithms.speculative.source import Answer, Draft, Grower, Shape, Source, SourceAround
 from decodax.algorithms.speculative.tree import Proposal
 from decodax.algorithms.speculative.trees.layers import at_least
 from decodax.algorithms.speculative.trees.threshold import chances, check_chance, grow_chain, probability
@@ -47,7 +46,7 @@ class Exit(Struct):
 
 
 @dataclasses.dataclass(frozen=True)
-class DraftExit(AroundSource, Source):
+class DraftExit(SourceAround):
     """Drafts chains of another source that end at a token less likely than a threshold, which follows the acceptance.
 
     Attributes:
@@ -79,10 +78,6 @@ class DraftExit(AroundSource, Source):
         """The shape of its chain unless another one is asked for."""
         return DoubtfulEnd(self.length)
 
-    @property
-    def reader(self) -> Self | None:
-        return None if self.source.reader is None else self
-
     def init(self, params: Params, s: State) -> Exit:
         full = lambda x: jnp.full(s.batch, x, jnp.float32)
         return Exit(full(self.gamma), full(0), jnp.zeros(s.batch, bool), self.source.init(params, s))
@@ -90,13 +85,6 @@ class DraftExit(AroundSource, Source):
     def start(self, params: Params, s: State, state: Exit, room: int) -> tuple[Exit, Answer]:
         source, answer = self.source.start(params, s, state.source, room)
         return state.replace(source=source, mine=s.running), answer
-
-    def extend(self, params: Params, s: State, state: Exit, level: Level) -> tuple[Exit, Answer]:
-        source, answer = self.source.extend(params, s, state.source, level)
-        return state.replace(source=source), answer
-
-    def place(self, state: Exit, slots: Array) -> Exit:
-        return state.replace(source=self.source.place(state.source, slots))
 
     def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Exit) -> Exit:
         state = state.replace(source=self.source.observe(s, window, out, decision, state.source))
