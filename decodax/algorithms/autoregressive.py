@@ -7,14 +7,20 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from decodax.common.registry import ALGORITHMS
 from decodax.core.state import State
 from decodax.core.types import Algorithm, Decision, Out, Params
 from decodax.core.window import Window, causal
 
 
+@ALGORITHMS.register("autoregressive", "Plain autoregressive decoding", "", family="ar-sampling",
+                     guarantee="seed-exact")
 @dataclasses.dataclass(frozen=True)
 class Autoregressive(Algorithm):
-    """Scores the newest token and draws the next one from the policy: greedy at temperature 0, else sampling."""
+    """Scores the newest token and draws the next one from the policy: greedy at temperature 0, else sampling.
+
+    This is what `decodax.generate` does without `algorithm=`.
+    """
 
     emits = 1
     guarantee = "seed-exact"

@@ -398,8 +398,12 @@ def parse_options(text: str, known: Collection[str]) -> dict[str, Any]:
     return given
 
 
-ALGORITHMS = Shelf("algorithms", "algorithm", "decodax.algorithms.entries", "decodax.algorithms.diffusion",
-                   "decodax.algorithms.beams", "decodax.algorithms.contrastive", "decodax.algorithms.parallel")
+ALGORITHMS = Shelf("algorithms", "algorithm", "decodax.algorithms.autoregressive",
+                   "decodax.algorithms.speculative.drafts.text", "decodax.algorithms.speculative.drafts.jacobi",
+                   "decodax.algorithms.speculative.drafts.model", "decodax.algorithms.speculative.trees",
+                   "decodax.algorithms.speculative.verify", "decodax.algorithms.speculative.drafts.self",
+                   "decodax.algorithms.speculative", "decodax.algorithms.diffusion", "decodax.algorithms.beams",
+                   "decodax.algorithms.contrastive", "decodax.algorithms.parallel")
 """Decoding methods, for `algorithm=`."""
 
 CACHES = Shelf("caches", "cache", "decodax.caches")

@@ -42,7 +42,7 @@ def compiled(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
     from decodax.algorithms.autoregressive import Autoregressive
     from decodax.algorithms.speculative import Speculative
     from decodax.algorithms.speculative.drafts import PromptLookup
-    from decodax.algorithms.speculative.drafts.text.recycling import TokenRecycling, template
+    from decodax.algorithms.speculative.drafts.text.token_recycling import TokenRecycling, template
     from decodax.common.axes import DATA, MODEL
     from decodax.core.drivers import advance
     from decodax.core.mesh import heads

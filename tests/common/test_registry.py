@@ -89,7 +89,7 @@ def test_a_name_that_is_taken_names_both_owners() -> None:
         add("llada", 3)
     with pytest.raises(ValueError, match=rf"'mine' of an alias in tests.common.test_registry is taken by {ours};"):
         ALGORITHMS.alias("mine", "llada", "", "", "", family="")
-    with pytest.raises(ValueError, match=r"'eqspec' of .* is taken by an alias in decodax\.\S*lengths;"):
+    with pytest.raises(ValueError, match=r"'eqspec' of .* is taken by an alias in decodax\.\S*speculative_decoding;"):
         add("eqspec", 3)
     with pytest.raises(ValueError, match=r"got the name 'a:b' by .*, takes a name without ':'"):
         add("a:b", 3)

@@ -81,9 +81,9 @@ def test_trees_of_drafts_are_the_authors(name: str, group: dict[str, Any]) -> No
 def test_trees_of_acceptance_rates_are_the_authors(case: dict[str, Any]) -> None:
     """Of trees that are equally good one is taken: paths of the same ranks in another order are worth the same."""
     o = case["options"]
-    tree = trees.sequoia_for(o["accept"], {int(n): t for n, t in o["verify"]}, o["draft"], o["length"]) \
-        if "verify" in o else trees.sequoia(**o)
+    tree = trees.sequoia_for(o["acceptance"], {int(n): t for n, t in o["verify"]}, o["draft"], o["length"]) \
+        if "verify" in o else trees.sequoia_tree(**o)
     ranks = lambda paths: sorted(tuple(sorted(path)) for path in paths)
     assert ranks(tree.paths) == ranks(case["paths"])
-    worth = sum(math.prod(o["accept"][i] for i in path) for path in case["paths"])
-    assert trees.expected(o["accept"], tree) == pytest.approx(1 + worth)
+    worth = sum(math.prod(o["acceptance"][i] for i in path) for path in case["paths"])
+    assert trees.expected(o["acceptance"], tree) == pytest.approx(1 + worth)

@@ -58,7 +58,7 @@ WIDER = {
     "recycling": Speculative(TokenRecycling(Fixed.balanced(2, 2), k=2)),
     "lookahead": Speculative(Lookahead(3, 3, 2)),
     "layerskip": Speculative(LayerSkip.exit(NETWORK, 1), shape=Chain(3)),
-    "del": Speculative(DynamicExit(NETWORK, most=3)),
+    "del": Speculative(DynamicExit(NETWORK, length=3)),
     "dual-cache": diffusion.MaskedDiffusion(diffusion.Adapter(VOCABULARY - 1), diffusion.Blocks(8),
                                             caching=diffusion.DualCache()),
     "delayed-cache": diffusion.MaskedDiffusion(diffusion.Adapter(VOCABULARY - 1), diffusion.Blocks(8),

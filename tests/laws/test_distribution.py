@@ -19,7 +19,7 @@ from decodax.algorithms.speculative import Proposal, Speculative
 from decodax.algorithms.speculative.drafts import SJD, NGramModel, PromptLookup, Stand
 from decodax.algorithms.speculative.source import Draft
 from decodax.algorithms.speculative.trees import Chain, Fixed
-from decodax.algorithms.speculative.verify import Block, KSeq, MultiRound, Rejection
+from decodax.algorithms.speculative.verify import BlockVerification, KSeq, MultiRound, Rejection
 from decodax.core.window import causal
 from decodax.sampling import build
 from tests.laws.cases import VOCABULARY, Sampled, Table, decode, model
@@ -63,10 +63,10 @@ TREES = {
     "tree-k-seq": Speculative(Table(), KSeq(), TREE),
     "chain-multi-round": Speculative(Table(), MultiRound(), Chain(2)),
     "chain-k-seq": Speculative(Table(), KSeq(), Chain(2)),
-    "chain-block": Speculative(Table(), Block(), Chain(2)),
+    "chain-block": Speculative(Table(), BlockVerification(), Chain(2)),
     "lookup-multi-round": Speculative(PromptLookup(length=3), MultiRound()),
     "lookup-k-seq": Speculative(PromptLookup(length=3), KSeq()),
-    "lookup-block": Speculative(PromptLookup(length=3), Block()),
+    "lookup-block": Speculative(PromptLookup(length=3), BlockVerification()),
     "certain-tree-multi-round": Speculative(Likeliest(), MultiRound()),
     "certain-tree-k-seq": Speculative(Likeliest(), KSeq()),
 }

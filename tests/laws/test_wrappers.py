@@ -25,20 +25,19 @@ from decodax.algorithms.speculative import NOTHING, Adaptive, Automatic, Specula
 from decodax.algorithms.speculative.adaptive.arms import _Arm
 from decodax.algorithms.speculative.adaptive.fit_trees import Counted
 from decodax.algorithms.speculative.adaptive.predictor import Watched
-from decodax.algorithms.speculative.apart import _Ahead, _There
 from decodax.algorithms.speculative.drafter import Drafter
 from decodax.algorithms.speculative.drafts import (
     DraftExit,
     Fallback,
     Forced,
     Merged,
-    Pearl,
     SpecBranch,
     Staged,
     TargetRooted,
 )
-from decodax.algorithms.speculative.drafts.model.intersection import Intersection
+from decodax.algorithms.speculative.drafts.model.tli import Intersection
 from decodax.algorithms.speculative.grown import Grown, Trimmed
+from decodax.algorithms.speculative.halves import _Ahead, _There
 from decodax.algorithms.speculative.reflective import Reflective
 from decodax.algorithms.speculative.source import Draft, Source
 from decodax.algorithms.speculative.trees import Fixed
@@ -123,9 +122,9 @@ DRAFT, ONE, TWO = ToldDraft(1), ToldSource(1), ToldSource(2)
 LINKED = (NOTHING, Speculative(ONE), Speculative(TWO, shape=Fixed.balanced(2, 2)))
 
 MADE: dict[type, Callable[[], Any]] = {
-    Grown: lambda: Grown(ONE), Trimmed: lambda: Trimmed(DRAFT, 1), Pearl: lambda: Pearl(ONE),
+    Grown: lambda: Grown(ONE), Trimmed: lambda: Trimmed(DRAFT, 1),
     SpecBranch: lambda: SpecBranch(ONE), TargetRooted: lambda: TargetRooted(ONE), DraftExit: lambda: DraftExit(ONE),
-    Watched: lambda: Watched(ONE, 2, 3), _Ahead: lambda: _Ahead(Pearl(ONE)),
+    Watched: lambda: Watched(ONE, 2, 3), _Ahead: lambda: _Ahead(SpecBranch(ONE)),
     Fallback: lambda: Fallback(DRAFT, TWO), Merged: lambda: Merged((ONE, TWO)), Forced: lambda: Forced(base=DRAFT),
     Staged: lambda: Staged(ONE, TWO), Intersection: lambda: Intersection(ONE),      # type: ignore[arg-type]
     Speculative: lambda: Speculative(ONE), Reflective: lambda: Reflective(ONE, probe=(1,)),

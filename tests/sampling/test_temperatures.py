@@ -13,7 +13,14 @@ import pytest
 from decodax.algorithms.autoregressive import Autoregressive
 from decodax.algorithms.beams import BeamSearch
 from decodax.algorithms.speculative import Speculative
-from decodax.algorithms.speculative.verify import Block, KSeq, MultiRound, Rejection, SeedExact, TypicalAcceptance
+from decodax.algorithms.speculative.verify import (
+    BlockVerification,
+    KSeq,
+    MultiRound,
+    Rejection,
+    SeedExact,
+    TypicalAcceptance,
+)
 from decodax.core.window import causal
 from decodax.pallas_kernels import vocabulary
 from decodax.sampling import Temperature, build
@@ -110,7 +117,7 @@ def test_the_kernel_draws_what_the_transforms_draw(size: float) -> None:
     assert np.isfinite(one[1]).all() and np.isfinite(other[1]).all()
 
 
-VERIFIERS = [Rejection(), Block(), SeedExact(), KSeq(), MultiRound(), TypicalAcceptance()]
+VERIFIERS = [Rejection(), BlockVerification(), SeedExact(), KSeq(), MultiRound(), TypicalAcceptance()]
 
 
 @pytest.mark.wide

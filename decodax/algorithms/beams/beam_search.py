@@ -19,10 +19,10 @@ from decodax.algorithms.beams.pool import Finished, append
 from decodax.algorithms.beams.step import Beams, BeamText, Group, Step
 from decodax.algorithms.beams.uid import UID
 from decodax.algorithms.speculative.contracts import propose
+from decodax.algorithms.speculative.fixed_trees import Fixed
 from decodax.algorithms.speculative.grown import Grown
 from decodax.algorithms.speculative.source import Draft, Shape, Source
 from decodax.algorithms.speculative.tree import tree, window
-from decodax.algorithms.speculative.trees.fixed import Fixed
 from decodax.common.options import Count, Positive
 from decodax.common.registry import ALGORITHMS
 from decodax.core.cache import Feature

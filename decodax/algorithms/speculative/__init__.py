@@ -1,21 +1,24 @@
-"""Speculative decoding: sources of drafts, shapes of trees, and rules that verify them, behind one algorithm."""
+"""Speculative decoding: one algorithm, made of a source of drafts, the shape of a draft tree, and a verifier."""
 
-from decodax.algorithms.speculative import drafts, trees, verify
+from decodax.algorithms.speculative import drafts, ems_sd, trees, verify  # noqa: F401
 from decodax.algorithms.speculative.adaptive.arms import NOTHING, Adaptive
-from decodax.algorithms.speculative.adaptive.controllers import Automatic, Bandit, Bass
+from decodax.algorithms.speculative.adaptive.automatic import Automatic
+from decodax.algorithms.speculative.adaptive.banditspec import Bandit
+from decodax.algorithms.speculative.adaptive.bass import Bass
 from decodax.algorithms.speculative.adaptive.fit_lengths import fit_lengths
 from decodax.algorithms.speculative.adaptive.fit_trees import fit_tree
 from decodax.algorithms.speculative.adaptive.lengths import Lengths
 from decodax.algorithms.speculative.adaptive.measure import automatic, measure
 from decodax.algorithms.speculative.adaptive.predictor import Logistic, fit_predictor
 from decodax.algorithms.speculative.algorithm import Speculative
-from decodax.algorithms.speculative.apart import apart
-from decodax.algorithms.speculative.drafts.self.layer_search import Skips, fit_skipped_layers
+from decodax.algorithms.speculative.drafts.self.self_speculative import Skips, fit_skipped_layers
+from decodax.algorithms.speculative.halves import apart
 from decodax.algorithms.speculative.reflective import Reflective
 from decodax.algorithms.speculative.source import Draft, Shape, Source
 from decodax.algorithms.speculative.tree import Probes, Proposal, Tree, chain
+from decodax.algorithms.speculative.trees import disco  # noqa: F401
 from decodax.algorithms.speculative.verify import (
-    Block,
+    BlockVerification,
     Cut,
     Distance,
     Greedy,
@@ -36,7 +39,7 @@ __all__ = [
     "Automatic",
     "Bandit",
     "Bass",
-    "Block",
+    "BlockVerification",
     "Cut",
     "Distance",
     "Draft",

@@ -1,8 +1,8 @@
-"""Speculative decoding: a source drafts, one target forward scores all of it, a verifier says what holds.
+"""Speculative decoding: a source drafts, one target forward scores all drafts, and a verifier accepts some of them.
 
 Leviathan, Kalman, Matias (2023) and Chen et al. (2023) for chains, SpecInfer (Miao et al. 2024) for trees, with any
-source of drafts and any verification rule. Rows accept different lengths, which costs nothing: what was not accepted
-was never written.
+source of drafts and any verification rule. Rows accept different numbers of drafts, which costs nothing: rejected
+drafts were never written to the cache.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from decodax.algorithms.speculative.drafter import Drafter
 from decodax.algorithms.speculative.grown import Grown, Trimmed
 from decodax.algorithms.speculative.source import Draft, Shape, Source
 from decodax.algorithms.speculative.tree import Proposal, Tree, tree, window
-from decodax.algorithms.speculative.verify import SeedExact, Verifier
+from decodax.algorithms.speculative.verifier import SeedExact, Verifier
 from decodax.common.arguments import shown
 from decodax.common.struct import short
 from decodax.core.cache import Feature
@@ -30,17 +30,17 @@ from decodax.sampling.base import Distribution
 
 @dataclasses.dataclass(frozen=True)
 class Speculative(Algorithm):
-    """Decoding with drafts from `draft`, accepted by `verify`.
+    """Decoding with drafts, which the target scores in one forward and a verifier accepts.
 
     The guarantee is the verifier's: `SeedExact`, the default, gives the tokens of plain sampling with the same seed.
 
     Attributes:
-        draft: where drafts come from: a `Draft`, which proposes chains or trees of its own making, or a `Source`,
-            which gives a distribution at any node of a tree.
-        verify: which drafts hold.
-        shape: how the tree of a `Source` grows; default a chain. To a `Draft` a chain says how much of it is used.
-        packed: whether dense layers see the tokens of rows with drafts of unequal number side by side, without those
-            that fill up (EMS-SD: Ni et al., 2024). It is faster where many tokens are dead, and compiles longer.
+        draft: a `Draft`, which proposes chains or trees of its own making, or a `Source`, which gives a distribution at
+            any node of a tree.
+        verify: rule that accepts drafts.
+        shape: shape of the tree that a `Source` grows; default a chain. For a `Draft` a chain limits its length.
+        packed: True if dense layers get the tokens of rows with drafts of unequal number side by side, without padding
+            (EMS-SD: Ni et al., 2024). It is faster where many tokens are padding, and takes longer to compile.
 
     Raises:
         ValueError: a shape other than a chain for a draft that makes its own.
@@ -56,7 +56,7 @@ class Speculative(Algorithm):
     def __post_init__(self) -> None:
         for name, given, of, takes in (
                 ("draft", self.draft, (Draft, Source), "a Draft or a Source, such as decodax.drafts.PromptLookup()"),
-                ("verify", self.verify, Verifier, "a Verifier, such as decodax.verify.SeedExact()"),
+                ("verify", self.verify, Verifier, "a Verifier, such as decodax.SeedExact()"),
                 ("shape", self.shape, (Shape, type(None)), "a Shape, such as decodax.shapes.Chain(4), or None"),
                 ("packed", self.packed, bool, "True or False")):
             if not isinstance(given, of):
@@ -87,8 +87,8 @@ class Speculative(Algorithm):
 
     @property
     def guarantee(self) -> str:
-        """The verifier's: "seed-exact", "distribution-exact" or "approximate"; that also where the draft has the target
-        keep a lossy cache."""
+        """The verifier's guarantee: "seed-exact", "distribution-exact" or "approximate"; "approximate" also if the
+        draft gives the target a lossy cache."""
         return self.verify.guarantee if self.draft.exact else "approximate"
 
     @property
@@ -116,7 +116,7 @@ class Speculative(Algorithm):
         return d.replace(algo=(self.drafter.observe(s, window, out, d, state), None))
 
     def judge(self, dist: Distribution, s: State, window: Window, out: Out, t: Tree) -> Decision:
-        """The decision, before anybody is told."""
+        """Decides what is accepted; does not update the drafter's state."""
         path, accepted, own = verified(self.verify, self.verify(
             dist if window.width == t.size else dist.first(t.size), s, t), s.batch, t.longest)
         index = jnp.arange(t.longest + 1, dtype=jnp.int32)
@@ -124,7 +124,7 @@ class Speculative(Algorithm):
         tokens = jnp.where(index < accepted[:, None], drafts, own[:, None])
         # the newest token and the accepted drafts are true; the token that follows them opens the next window
         count = accepted + 1
-        if (horizon := s.cache.max_commit()) is not None:      # what else was accepted is drafted again
+        if (horizon := s.cache.max_commit()) is not None:      # further accepted tokens are drafted again
             count = jnp.minimum(count, horizon)
         on = (path[:, :, None] == jnp.arange(window.width)) & (index < count[:, None])[:, :, None]
         slots = jnp.where(on.any(1) & (tokens[:, :1] >= 0), window.positions, -1)
@@ -139,7 +139,7 @@ class Speculative(Algorithm):
 
 @dataclasses.dataclass(frozen=True)
 class PromptReader:
-    """The observer of a speculative method: its drafter, or the part of it that reads prompts."""
+    """The observer of a speculative method: the part of its drafter that learns from prompts."""
 
     reader: Drafter
 

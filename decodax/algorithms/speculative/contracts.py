@@ -1,4 +1,4 @@
-"""What drafts, sources and verifiers of a user's own must return, checked while they are traced."""
+"""Checks of what users' drafts, sources, shapes and verifiers return, made while they are traced."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CHAIN = ("a Proposal (decodax.algorithms.speculative.tree.chain makes one of tok
 
 
 def propose(draft: Any, params: Params, policy: Any, s: State, state: Any, drawn: Drawn) -> tuple[Proposal, Any]:
-    """What a draft proposes, and its state.
+    """Calls `draft.propose` and checks what it returns.
 
     Raises:
         TypeError: it returns no pair of a `Proposal` and a state, or an array in it has another dtype or shape.
@@ -32,7 +32,7 @@ def propose(draft: Any, params: Params, policy: Any, s: State, state: Any, drawn
 
 
 def grow(shape: Any, grower: Any, state: Any) -> tuple[Proposal, Any, Any]:
-    """The tree that a shape grows, the source's state, and the window nodes of those that were expanded.
+    """Calls `shape.grow` and checks what it returns.
 
     Raises:
         TypeError: it returns something else.
@@ -46,7 +46,7 @@ def grow(shape: Any, grower: Any, state: Any) -> tuple[Proposal, Any, Any]:
 
 
 def answered(source: Any, method: str, given: Any, batch: int, width: int) -> tuple[Any, Any]:
-    """What a source's `start` or `extend` returned.
+    """Checks and returns what a source's `start` or `extend` returned.
 
     Raises:
         TypeError: it is no pair of a state and an `Answer`, or its logits have another dtype or shape.
@@ -60,7 +60,7 @@ def answered(source: Any, method: str, given: Any, batch: int, width: int) -> tu
 
 
 def verified(verifier: Any, given: Any, batch: int, longest: int) -> Any:
-    """What a verifier returned.
+    """Checks and returns what a verifier returned.
 
     Raises:
         TypeError: it is no triple of a path, how many drafts of it hold, and the target's own token.

@@ -1,4 +1,4 @@
-"""What drafts and sources share."""
+"""The base of drafts and sources."""
 
 from __future__ import annotations
 
@@ -15,48 +15,49 @@ TREES: frozenset[Feature] = frozenset(("trees",))
 
 
 class Drafter(Composed):
-    """What drafts and sources share, with defaults for one that has no weights and carries nothing. One that is made of
+    """The base of drafts and sources, with defaults for a drafter without weights and state. A drafter that is made of
     others forwards to them (`Composed`).
 
     Attributes:
-        cache_needs: what it asks of the target's cache, as in `Algorithm`: trees and probes need "trees".
-        free: reads its drafts off the text, at no cost to speak of: they may be tried on paper (see `Adaptive`).
+        cache_needs: features that the target's cache must have, as in `Algorithm`: trees and probes need "trees".
+        free: True if drafts come from the text at hardly any cost: they may be tried on paper (see `Adaptive`).
     """
 
     cache_needs: ClassVar[frozenset[Feature]] = TREES
     free: ClassVar[bool] = False
 
     def for_vocabulary(self, size: int) -> Self:
-        """The drafter for a target whose logits have `size` entries, if its own may have another number."""
+        """Returns the drafter for a target whose logits have `size` entries, if its own may have another number."""
         return self._with(lambda part: part.for_vocabulary(size))
 
     @property
     def exact(self) -> bool:
-        """Whether the target answers as it would without it: it does not where `through` puts a lossy cache in place of
-        the target's."""
+        """True if the drafter leaves the target's output as it is; False if `through` replaces the target's cache by a
+        lossy one."""
         return all(part.exact for part in self.parts)
 
     @property
     def reader(self) -> Drafter | None:
-        """What of it learns from the prompt: whose `observe` is called with each prefill chunk, on the same state.
+        """The part that learns from the prompt, whose `observe` is called with each prefill chunk, on the same state;
+        None if nothing does.
 
-        None: nothing does. A drafter that learns from prompts returns itself; by default, so does one with a part that
-        learns. Prefill is compiled once for each reader, so the less is in it, the more methods share the program.
+        A drafter that learns from prompts returns itself; by default, so does one with a part that learns. Prefill is
+        compiled once for each reader, so a smaller reader is shared by more methods.
         """
         return None if all(part.reader is None for part in self.parts) else self
 
     def init(self, params: Params, s: State) -> Any:
-        """Its state for a prompt; every leaf with an explicit dtype and a leading batch axis."""
+        """Returns its state for a prompt. Every leaf has an explicit dtype and a leading batch axis."""
         return None
 
     def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Any) -> Any:
-        """Learns from a scored window and what was decided of it (None: a prefill chunk, see `reader`), whoever
-        proposed it."""
+        """Returns the state after a scored window and its decision (None for a prefill chunk, see `reader`). It is
+        called for windows that another drafter proposed, too."""
         return state
 
 
 class AroundSource(Drafter):
-    """A drafter around another one, its field `source`, to which it forwards everything. Both have one state."""
+    """A drafter around another one, its field `source`, to which it forwards everything. They share one state."""
 
     if TYPE_CHECKING:
         source: Any

@@ -1,4 +1,4 @@
-"""Drafts made of other parts: a `Source` grown by a `Shape`, and the beginning of another draft's chains."""
+"""Drafts that are made of other parts: a `Source` grown by a `Shape`, and the first part of another draft's chains."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 from decodax.algorithms.speculative.contracts import grow, propose
 from decodax.algorithms.speculative.drafter import CHAINS, TREES, AroundSource
+from decodax.algorithms.speculative.fixed_trees import Chain
 from decodax.algorithms.speculative.source import Draft, Grower, Shape, Source, fitted
 from decodax.algorithms.speculative.tree import Drawn, Proposal
-from decodax.algorithms.speculative.trees.fixed import Chain
 from decodax.core.cache import Feature
 from decodax.core.state import State
 from decodax.core.types import Params

@@ -1,4 +1,6 @@
-"""Reflective verification: the forward that verifies a draft has it a second time, behind a question about it."""
+"""Reflective verification: the target reads each draft twice in a forward, the second time after a question about it
+("Think Before You Accept: Semantic Reflective Verification for Faster Speculative Decoding", Wang et al., 2025). The
+output is approximate."""
 
 from __future__ import annotations
 
@@ -10,23 +12,27 @@ import numpy as np
 from jax import Array
 
 from decodax.algorithms.speculative.algorithm import Speculative
+from decodax.algorithms.speculative.drafts.model.draft_model import DraftModel
+from decodax.algorithms.speculative.fixed_trees import Chain
 from decodax.algorithms.speculative.tree import Tree
-from decodax.common.registry import Guarantee
+from decodax.common.options import Count, Share
+from decodax.common.registry import ALGORITHMS, Guarantee
 from decodax.core.cache import Feature
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
 from decodax.core.window import Window
+from decodax.io.appended import appended
 
 
 @dataclasses.dataclass(frozen=True)
 class Reflective(Speculative):
-    """Speculation whose verifier takes a second thought into account (Wang et al., 2025, Reflective Verification).
+    """Speculation whose verifier mixes two readings of the draft.
 
-    Behind the draft the window has a probe, such as "Is that right? Again: ", and the draft once more. What the target
-    says of a token of the second copy, having read the whole draft and the probe, is its reflective distribution.
-    It is mixed with the usual one, `(1 - alpha) l + alpha l'` of the logits, and drafts are accepted, and the token
-    behind them is chosen, by the mixture. So drafts that say the same in other words hold more often; the text is not
-    that of plain decoding. A forward has about twice as many nodes. With `alpha = 0` it is plain speculation.
+    After the draft the window has a probe, such as "Is that right? Again: ", and the draft once more. The
+    target's distribution at a token of the second copy, after the whole draft and the probe, is its reflective
+    distribution. It is mixed with the usual one, `(1 - alpha) l + alpha l'` of the logits; the mixture decides which
+    drafts are accepted and which token follows. So drafts that say the same in other words hold more often; the text
+    is not that of plain decoding. A forward has about twice as many nodes. With `alpha = 0` it is plain speculation.
 
     Attributes:
         probe: tokens of the probe. alpha: weight of the reflective logits, from 0 to 1.
@@ -84,8 +90,30 @@ class Reflective(Speculative):
         return d.replace(algo=(self.drafter.observe(s, small, out.first(t.size), d, state), None), slots=slots)
 
     def _fused(self, dist: Any, t: Tree) -> Array:
-        """`f32[B, N + 1, V]`: the mixture at each node of the tree. The last token of the probe asks for the first
-        draft, and the second copy of a draft for the next one."""
+        """Returns the mixed logits at each node of the tree, `f32[B, N + 1, V]`. The last token of the probe predicts
+        the first draft, and the second copy of a draft the next one."""
         logits = dist.logits()
         first, second = logits[:, :t.size], logits[:, t.size + len(self.probe) - 1:]
         return first if self.alpha == 0 else (1 - self.alpha) * first + self.alpha * second
+
+
+@ALGORITHMS.register("reflective-verification",
+                     "Think Before You Accept: Semantic Reflective Verification for Faster Speculative Decoding",
+                     "Wang et al. 2025", family="speculative-linear", needs="a model and a draft model",
+                     guarantee="approximate")
+def reflective_verification(lm: Any, draft: Any, probe: str | tuple[int, ...] = "\nIs that right? Again:\n",
+                            alpha: Share = 0.3, length: Count = 4) -> Reflective:
+    """Has the target read each draft a second time after a question, and accepts it by both readings.
+
+    Drafts that say the same in other words hold more often; the text is not plain decoding's.
+
+    Args:
+        lm: the target. draft: the draft model.
+        probe: the question, as a text or token ids.
+        alpha: weight of the second reading; 0 is plain speculation.
+        length: drafts a round.
+    """
+    if isinstance(probe, str) and lm.tokenizer is None:
+        raise ValueError("probe: got a text, and the model has no tokenizer")
+    tokens = appended(lm.tokenizer, None, probe) if isinstance(probe, str) else probe
+    return Reflective(DraftModel(draft), shape=Chain(length), probe=tuple(tokens), alpha=alpha)

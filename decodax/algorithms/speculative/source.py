@@ -1,7 +1,9 @@
-"""Where drafts come from: `Draft`, which proposes whole chains or trees, and `Source`, which is asked node by node.
+"""The interfaces of drafting: `Draft`, which proposes whole chains or trees, `Source`, which is asked node by node, and
+`Shape`, which grows a tree from a source.
 
-A `Source` gives the distribution of what follows any node of a tree; a `Shape` decides which nodes are asked for, and
-`Grown` joins the two into a `Draft`. So each tree rule is written once, for draft models, skipped layers and tables.
+A `Source` gives the distribution of the token after any node of a tree; a `Shape` decides which nodes are asked for,
+and `Grown` joins the two into a `Draft`. So each tree rule is written once, for draft models, skipped layers and
+tables.
 """
 
 from __future__ import annotations
@@ -9,14 +11,14 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from decodax.algorithms.speculative.contracts import answered
-from decodax.algorithms.speculative.drafter import CHAINS, Drafter
+from decodax.algorithms.speculative.drafter import CHAINS, AroundSource, Drafter
 from decodax.algorithms.speculative.tree import Drawn, Proposal
 from decodax.common.struct import Struct, static, struct
 from decodax.core import keys
@@ -33,7 +35,7 @@ class Draft(Drafter, abc.ABC):
     """A source of drafts that makes its own chains or trees: derive a frozen dataclass from this, static under jit.
 
     Attributes:
-        length: `K`, the most drafts on one path.
+        length: `K`, most drafts on one path.
     """
 
     if TYPE_CHECKING:       # a dataclass would take a property here for the default of its field
@@ -43,21 +45,22 @@ class Draft(Drafter, abc.ABC):
 
     @property
     def form(self) -> Shape | None:
-        """The shape of the trees that it drafts; None where what is drafted decides it."""
+        """The shape of the trees that it drafts; None if it differs from round to round."""
         return None
 
     @abc.abstractmethod
     def propose(self, params: Params, policy: Any, s: State, state: Any, drawn: Drawn) -> tuple[Proposal, Any]:
-        """What may follow each row's newest token. Deterministic drafts need not look at `drawn`."""
+        """Proposes drafts of the tokens after each row's newest one. Returns them and the new state. Deterministic
+        drafts may ignore `drawn`."""
 
 
 @struct
 class Answer(Struct):
-    """What a source says of `w` nodes.
+    """A source's answer for `w` nodes.
 
     Attributes:
-        logits: `f32[B, w, V]` of the token that follows each.
-        hidden: `f[B, w, D]` hidden states there, for predictors that read them; None from a source without any.
+        logits: `f32[B, w, V]` logits of the token after each node.
+        hidden: `f[B, w, D]` hidden states at the nodes, for predictors that read them; None from a source without any.
     """
 
     logits: Array
@@ -67,37 +70,54 @@ class Answer(Struct):
 class Source(Drafter, abc.ABC):
     """A next-token distribution at any node of a draft tree: derive a frozen dataclass from this, static under jit.
 
-    A `Shape` grows the tree. `observe` sees the state that `extend` left.
+    A `Shape` grows the tree. `observe` gets the state that `extend` returned.
     """
 
-    cache_needs: ClassVar[frozenset[Feature]] = CHAINS      # and what the shape asks for
+    cache_needs: ClassVar[frozenset[Feature]] = CHAINS      # the shape may need more
 
     @property
     def shape(self) -> Shape | None:
-        """How its tree grows unless another shape is asked for; None: as a chain."""
+        """The shape of its tree unless another one is asked for; None: a chain."""
         return None
 
     @abc.abstractmethod
     def start(self, params: Params, s: State, state: Any, room: int) -> tuple[Any, Answer]:
-        """The state with room for so many tree nodes, and what follows the newest token (`w` is 1)."""
+        """Begins a tree. Returns the state with room for `room` nodes, and the answer for the newest token (`w` is
+        1)."""
 
     @abc.abstractmethod
     def extend(self, params: Params, s: State, state: Any, level: Level) -> tuple[Any, Answer]:
-        """The state with the nodes of a level, and what follows them."""
+        """Adds a level of nodes. Returns the state with them, and the answer for them."""
 
     def place(self, state: Any, slots: Array) -> Any:
-        """The state, after it has been told where the tree nodes that it expanded stand in the window: `slots` `i32[B
-        or 1, room]`, -1 nowhere; a NumPy array where the topology is fixed."""
+        """Returns the state with the window nodes of the tree nodes that it expanded: `slots` `i32[B or 1, room]`, -1
+        for nodes that are not in the window; a NumPy array if the topology is fixed."""
         return state
 
     def begin(self, params: Params, s: State, state: Any, proposal: Proposal, slots: Array) -> Any:
-        """Of sources that run the target's own first layers: what the target may take over of the forward over the
-        newest token and the drafts (`PartialForward`), or None; `slots` as in `place`."""
+        """Returns the part of the target's forward over the newest token and the drafts that the source has already
+        computed (`PartialForward`), or None; for sources that run the target's own first layers. `slots` as in
+        `place`."""
         return None
 
 
+class SourceAround(AroundSource, Source):
+    """The base of sources around another source, whose state is a struct with the inner state in its field `source`."""
+
+    @property
+    def reader(self) -> Self | None:
+        return None if self.source.reader is None else self
+
+    def extend(self, params: Params, s: State, state: Any, level: Level) -> tuple[Any, Answer]:
+        source, answer = self.source.extend(params, s, state.source, level)
+        return state.replace(source=source), answer
+
+    def place(self, state: Any, slots: Array) -> Any:
+        return state.replace(source=self.source.place(state.source, slots))
+
+
 PLACES, RANKS = 1 << 16, 1 << 8
-"""Places in a tree, and children of a node, that the addresses of a shape's draws tell apart."""
+"""Largest number of places in a tree, and of children of a node, in the addresses of a shape's draws."""
 
 
 @struct
@@ -106,10 +126,10 @@ class Level(Struct):
 
     Attributes:
         tokens: `i32[B, w]`. positions: `i32[B, w]`.
-        parents: `i32[B, w]`, the slot of each one's parent: 0 the newest token, `i` the `i`-th node expanded before.
-        sees: `bool[B, w, room]`, which nodes expanded before are ancestors; entry 0 is the first.
-        at: `i32[]`, how many nodes were expanded before.
-        chained: whether each node is the parent of the next one, which then sees those in front of it too.
+        parents: `i32[B, w]`, slot of each node's parent: 0 the newest token, `i` the `i`-th node expanded before.
+        sees: `bool[B, w, room]`, True for ancestors among the nodes expanded before; entry 0 is the first.
+        at: `i32[]`, number of nodes expanded before.
+        chained: True if each node is the parent of the next one, which then sees those before it too.
     """
 
     tokens: Array
@@ -121,22 +141,22 @@ class Level(Struct):
 
     @property
     def inside(self) -> Array:
-        """`bool[1, w, w]`: who sees whom in the level."""
+        """Attention mask within the level, `bool[1, w, w]`."""
         w = self.tokens.shape[1]
         return (jnp.tri(w, dtype=bool) if self.chained else jnp.eye(w, dtype=bool))[None]
 
 
 @struct
 class Children(Struct):
-    """Candidates for what follows some nodes.
+    """Candidates for the tokens after some nodes.
 
     Attributes:
-        tokens: `i32[B, w, R]` in the order in which they are to be tried. live: `bool[B, w, R]`.
-        log_p: `f32[B, w, R]` the log of each one's chance of being the target's token, as the source sees it.
-        log_q: `f32[B, w, V]` what they were drawn from, or None where nobody asks.
-        log_all: `f32[B, w, V]` such chances of all tokens: the source's log-probabilities at temperature 1, or, where
-            the noise of the target's own draw is known ("coupled"), each token's share of the race, which foretells
-            that draw better.
+        tokens: `i32[B, w, R]` in the order in which they are tried. live: `bool[B, w, R]`, False for no candidate.
+        log_p: `f32[B, w, R]` log of the chance, by the source, that each is the target's token.
+        log_q: `f32[B, w, V]` log of the distribution that they were drawn from; None if no verifier asks for it.
+        log_all: `f32[B, w, V]` log of these chances of all tokens: the source's log-probabilities at temperature 1, or,
+            where the noise of the target's own draw is known ("coupled"), each token's share of the race, which
+            predicts that draw better.
         log_own: `f32[B, w, V]` the source's log-probabilities at temperature 1. Loops carry what they need of these.
         hidden: `f[B, w, D]` the source's hidden states at the nodes, or None.
     """
@@ -151,7 +171,7 @@ class Children(Struct):
 
     @property
     def own(self) -> Array:
-        """`f32[B, w, R]`: the source's log-probability of each candidate at temperature 1."""
+        """The source's log-probability of each candidate at temperature 1, `f32[B, w, R]`."""
         return jnp.take_along_axis(self.log_own, self.tokens, -1)
 
 
@@ -160,9 +180,9 @@ class Growth(Struct):
     """A tree in the making: the newest token in slot 0, then the nodes expanded so far.
 
     Attributes:
-        tokens: `i32[B, 1 + room]`. sees: `bool[B, 1 + room, 1 + room]`, ancestors and self.
-        filled: `i32[]`, slots in use. source: the source's state.
-        states: of the policy's transforms behind each slot, `[B, 1 + room, ...]` leaves; see `Policy.drafted`.
+        tokens: `i32[B, 1 + room]`. sees: `bool[B, 1 + room, 1 + room]`, True for ancestors and the node itself.
+        filled: `i32[]`, number of slots in use. source: the source's state.
+        states: states of the policy's transforms after each slot, `[B, 1 + room, ...]` leaves; see `Policy.drafted`.
     """
 
     tokens: Array
@@ -174,13 +194,13 @@ class Growth(Struct):
 
 @dataclasses.dataclass(frozen=True)
 class Grower:
-    """What a shape grows its tree with, for one round. It lives inside one trace.
+    """Grows a tree for a shape, for one round. It lives inside one trace.
 
     Attributes:
-        drawn: how children are chosen. Of sampled drafts, a shape may decide by what it has seen whether *another*
-            child is drawn, never by a child's own probability whether to keep it: what is kept would not be drawn from
-            q. A shape that does so asks for "ranked" children, which no verifier takes for draws.
-        stream: tells apart the draws of several sources that draft in one round.
+        drawn: how children are chosen. With sampled drafts a shape may decide, by earlier draws, if *another* child is
+            drawn, but never by a child's own probability if it is kept: kept children would not be draws from q. A
+            shape that does so asks for "ranked" children, which no verifier takes for draws.
+        stream: number that separates the draws of several sources in one round.
     """
 
     source: Source
@@ -192,7 +212,7 @@ class Grower:
 
     @property
     def ranked(self) -> Grower:
-        """The same with children that may be kept for their own chance: "coupled" or "ranked" ones."""
+        """The same grower with children that may be kept by their own probability: "coupled" or "ranked" ones."""
         return self if self.drawn == "coupled" else dataclasses.replace(self, drawn="ranked")
 
     def distinct(self, shape: Any) -> None:
@@ -202,7 +222,8 @@ class Grower:
                              "MultiRound(replacement=False)")
 
     def start(self, state: Any, room: int, children: int) -> tuple[Growth, Children]:
-        """An empty tree with room for so many nodes below the newest token, and candidates for the first level."""
+        """Returns an empty tree with room for `room` nodes below the newest token, and candidates for the first
+        level."""
         B = self.s.batch
         state, answer = answered(self.source, "start", self.source.start(self.params, self.s, state, room), B, 1)
         tokens = jnp.zeros((B, 1 + room), jnp.int32).at[:, 0].set(self.s.newest)
@@ -213,9 +234,9 @@ class Grower:
 
     def expand(self, g: Growth, tokens: Array, parents: Array, children: int,
                chained: bool = False) -> tuple[Growth, Children]:
-        """Puts nodes (`tokens` `i32[B, w]` below the slots `parents` `i32[B or 1, w]`) into the tree and asks what
-        follows them. With `chained` only the first one's parent counts, and each is the next one's; not every source
-        can answer that."""
+        """Puts nodes (`tokens` `i32[B, w]` below the slots `parents` `i32[B or 1, w]`) into the tree. Returns the tree,
+        and candidates for the tokens after them. With `chained` only the first node's parent counts, and each node is
+        the parent of the next; not every source can answer that."""
         B, w = tokens.shape
         slots = g.filled + jnp.arange(w, dtype=jnp.int32)
         parents = jnp.broadcast_to(parents, (B, w)).astype(jnp.int32)
@@ -235,7 +256,7 @@ class Grower:
         return g, self._children(g, answer, jnp.broadcast_to(slots, (B, w)), children)
 
     def _followed(self, g: Growth, tokens: Array, parents: Array, chained: bool) -> Any:
-        """The states of the policy's transforms behind a level's nodes."""
+        """Returns the states of the policy's transforms after a level's nodes."""
         if not chained or not jax.tree.leaves(g.states):
             return self.policy.follow(_at(g.states, parents), tokens)
 
@@ -247,7 +268,8 @@ class Grower:
         return jax.tree.map(lambda x: x[:, :, 0].swapaxes(0, 1), behind)
 
     def uniforms(self, g: Growth, nodes: Array, count: int) -> Array:
-        """Uniforms in [0, 1) of a shape's own at tree slots `nodes` (`i32[B, w]`): `f32[B, w, count, 2]`."""
+        """Returns uniforms in [0, 1) for a shape's own use at tree slots `nodes` (`i32[B, w]`): `f32[B, w, count,
+        2]`."""
         return self._uniforms(g, nodes, count, Purpose.ORDER)
 
     def _children(self, g: Growth, answer: Answer, nodes: Array, count: int) -> Children:
@@ -261,8 +283,8 @@ class Grower:
             predicts = jnp.take_along_axis(window.positions, nodes, 1) + 1
 
             def couple() -> tuple[Array, Array]:
-                # the race that the target will run, by the draft's distribution; behind it what the policy forbids the
-                # draft, which it may allow the target
+                # the race that the target will run, by the draft's distribution; after it the tokens that the policy
+                # forbids the draft, and may allow the target
                 arrival = race(warm(), keys.addresses(self.s.key, predicts, Purpose.TOKEN))
                 tokens = likeliest(jnp.where(cold[..., None] | (arrival == -jnp.inf), log_p - 1, arrival), count)
                 # by its time so far each token's share of what may come first
@@ -289,17 +311,17 @@ class Grower:
         return self.s.length[:, None] - 2 + g.sees.sum(-1, dtype=jnp.int32)
 
     def _addresses(self, g: Growth, nodes: Array, count: int) -> Array:
-        """Of draws of drafts: `u32[B, w, count, 2]`."""
+        """Returns the addresses of draws of drafts, `u32[B, w, count, 2]`."""
         return self._each(g, nodes, count, Purpose.DRAFT, keys.address)
 
     def _uniforms(self, g: Growth, nodes: Array, count: int, purpose: Purpose) -> Array:
         return self._each(g, nodes, count, purpose, lambda key: jax.random.uniform(key, (2,), jnp.float32))
 
     def _each(self, g: Growth, nodes: Array, count: int, purpose: Purpose, make: Callable[[Array], Array]) -> Array:
-        """`[B, w, count, ...]`: what `make` makes of the keys of `count` draws at tree slots `nodes` (`i32[B, w]`).
+        """Applies `make` to the keys of `count` draws at tree slots `nodes` (`i32[B, w]`): `[B, w, count, ...]`.
 
-        No two draws at one position share noise: rounds see it at different depths, whatever tree each of them grows,
-        and of one round the place in the tree, the rank among the children and the stream differ.
+        No two draws at one position share noise: different rounds see it at different depths, and draws of one round
+        differ in the place in the tree, the rank among the children or the stream.
         """
         if count > RANKS:
             raise ValueError(f"children: got {count} draws at a node, takes at most {RANKS}")
@@ -312,13 +334,13 @@ class Grower:
 
 
 def _at(states: Any, slots: Array) -> Any:
-    """States of slots (`i32[B, w]`) of a tree."""
+    """Returns the states of slots (`i32[B, w]`) of a tree."""
     return jax.tree.map(lambda x: take(x, slots), states)
 
 
 def likeliest(log_p: Array, count: int) -> Array:
-    """The `count` likeliest tokens in order, `i32[..., count]` from `f32[..., V]`, log-probabilities or any scores; -1
-    where no more are possible."""
+    """Returns the `count` likeliest tokens in order, `i32[..., count]` from log-probabilities or scores `f32[..., V]`;
+    -1 where no more are possible."""
     if count == 1:
         return jnp.maximum(winner(log_p), -1)[..., None]
     best, tokens = top_k(log_p, min(count, log_p.shape[-1]))
@@ -328,15 +350,15 @@ def likeliest(log_p: Array, count: int) -> Array:
 
 
 def fitted(source: Any, size: int | None) -> Any:
-    """A drafter for logits of `size` entries, the target's; None: whatever it has."""
+    """Returns the drafter for a target whose logits have `size` entries; None: the drafter as it is."""
     return source if size is None else source.for_vocabulary(size)
 
 
 class Shape(abc.ABC):
-    """How a tree grows: derive a frozen dataclass from this, static under jit.
+    """The rule by which a draft tree grows: derive a frozen dataclass from this, static under jit.
 
     Attributes:
-        length: the most drafts on one path.
+        length: most drafts on one path.
     """
 
     if TYPE_CHECKING:       # as in `Draft`
@@ -346,20 +368,20 @@ class Shape(abc.ABC):
 
     @property
     def is_chain(self) -> bool:
-        """Whether it is a chain of a fixed length."""
+        """True if it is a chain of a fixed length."""
         return False
 
     @property
     def branches(self) -> bool:
-        """Whether a node may have several children."""
+        """True if a node may have several children."""
         return not self.is_chain
 
     @property
     def batch_budget(self) -> int | None:
-        """The most drafts that all rows of a batch have together; None: as many as the window has room for."""
+        """Most drafts of all rows of a batch together; None: as many as the window has room for."""
         return None
 
     @abc.abstractmethod
     def grow(self, grower: Grower, state: Any) -> tuple[Proposal, Any, Array]:
-        """A tree from the source's state: the proposal, the source's state after it, and for each node that was
-        expanded its window node (`i32[B or 1, room]`, -1 where it was left out)."""
+        """Grows a tree from the source's state. Returns the proposal, the source's state, and the window node of each
+        node that was expanded (`i32[B or 1, room]`, -1 if it was left out)."""

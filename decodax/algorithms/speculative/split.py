@@ -1,15 +1,15 @@
-"""Draft model and target in two programs, each on devices of its own, which may be of different kinds.
+"""Dovetail: draft model and target in two programs, each on devices of its own, which may be of different kinds
+("Dovetail: A CPU/GPU Heterogeneous Speculative Decoding for LLM inference", Zhang et al., 2024).
 
-This is the split of "Dovetail: A CPU/GPU Heterogeneous Speculative Decoding for LLM inference" (Zhang et al., 2024),
-where the draft model lies on a small GPU and the target on the CPU. A loop on the host has a round written on one side
-and verified on the other. What crosses is tokens: the drafts in one direction; in the other what the target wrote, how
-much of the drafts held and which rows have finished. Neither side has weights or caches of the other, which is the
-difference to `apart`: there one program runs on both halves of a mesh at the same time.
+In the paper the draft model is on a small GPU and the target on the CPU. In each round of a loop on the host one side
+writes drafts and the other verifies them. Only tokens are exchanged: the drafts in one direction; in the other the
+target's tokens, the number of accepted drafts and the rows that have finished. Neither side has weights or caches of
+the other; with `apart` one program runs on both halves of a mesh at the same time.
 
-A target on slow devices gains by every draft that holds and pays for every draft that it verifies, so a round's size is
-chosen by costs: those of drafting and of verifying windows of each size, measured on these devices (`Split.measured`),
-and the acceptance seen in the text. The rule is that of `automatic` (`controllers.Automatic`): the size with the least
-time for a token.
+A target on slow devices gains by every accepted draft and pays for every draft that it verifies. So the number of
+drafts of a round is chosen by the costs of drafting and of verifying windows of each size, measured on these devices
+(`Split.measured`), and the acceptance seen in the text. The rule is that of `Automatic`: the size with the least time
+for a token.
 
 Dovetail's drafter is not here: EAGLE's head with dynamic gating fusion (DGF) of features and embeddings, which is
 trained. The draft is any draft model.
@@ -29,15 +29,15 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from decodax.algorithms.speculative.adaptive.controllers import Arms, Automatic, RoundOutcome
+from decodax.algorithms.speculative.adaptive.automatic import Automatic
+from decodax.algorithms.speculative.adaptive.controllers import Arms, RoundOutcome
 from decodax.algorithms.speculative.algorithm import Speculative
 from decodax.algorithms.speculative.drafter import CHAINS
-from decodax.algorithms.speculative.drafts import DraftModel
-from decodax.algorithms.speculative.drafts.model.draft_model import Drafting
+from decodax.algorithms.speculative.drafts.model.draft_model import Drafting, DraftModel
+from decodax.algorithms.speculative.fixed_trees import Chain
 from decodax.algorithms.speculative.source import Draft
 from decodax.algorithms.speculative.tree import Drawn, Proposal
-from decodax.algorithms.speculative.trees import Chain
-from decodax.algorithms.speculative.verify import SeedExact, Verifier
+from decodax.algorithms.speculative.verifier import SeedExact, Verifier
 from decodax.common.axes import constrain
 from decodax.common.registry import FUNCTIONS
 from decodax.common.struct import Struct, struct
@@ -51,7 +51,7 @@ from decodax.sharding.place import place
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """Seconds of a round of each size: of drafting, and of verifying; each with what it sends to the other side."""
+    """Seconds of a round of each size, for drafting and for verifying, each with the transfer to the other side."""
 
     draft: tuple[float, ...]
     verify: tuple[float, ...]
@@ -63,8 +63,8 @@ class Costs:
 
 @struct
 class DraftSide(Struct):
-    """What lies on the devices of the draft model: its `weights`, the `policy`, the text as a state `s` without the
-    target's cache, its own cache in `state`, and what the rule for the sizes remembers, `control`."""
+    """The data on the devices of the draft model: its `weights`, the `policy`, the text as a state `s` without the
+    target's cache, its own cache in `state`, and the state of the controller of sizes, `control`."""
 
     weights: Any
     policy: Any
@@ -75,8 +75,9 @@ class DraftSide(Struct):
 
 @struct
 class Told(Struct):
-    """What the target says of a round: `tokens` `i32[B, K + 1]`, the first `count` `i32[B]` of which it wrote,
-    `accepted` `i32[B]` of the drafts, `running` `bool[B]` rows that took part, and the rows' `status` `i32[B]`."""
+    """The target's report of a round: `tokens` `i32[B, K + 1]`, of which it wrote the first `count` `i32[B]`, the
+    number of `accepted` drafts `i32[B]`, `running` `bool[B]`, True for rows that took part, and the rows' `status`
+    `i32[B]`."""
 
     tokens: Array
     count: Array
@@ -86,17 +87,16 @@ class Told(Struct):
 
 
 @FUNCTIONS.register("algorithms.speculative.split.Split",
-                    "Dovetail: A CPU/GPU Heterogeneous Speculative Decoding for LLM inference", "Zhang et al. 2024",
-                    "draft model and target on devices of different kinds")
+                    "Dovetail: A CPU/GPU Heterogeneous Speculative Decoding for LLM inference", "Zhang et al. 2024")
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """Speculative decoding by two programs.
+    """Speculative decoding with draft model and target on devices of different kinds, in two programs.
 
     Attributes:
         draft: the draft model; its weights are given to `begin`.
-        lengths: sizes of rounds to choose from, in drafts, ascending; 0 is plain decoding.
-        verify: which drafts hold: a verifier that asks for no distribution, so that tokens alone cross.
-        costs: of the sizes; with one size none are needed.
+        lengths: numbers of drafts to choose from, ascending; 0 is plain decoding.
+        verify: a verifier that needs no distributions, so that only tokens are exchanged.
+        costs: costs of the sizes; with one size none are needed.
 
     Raises:
         ValueError: a draft that is no draft model, a verifier of distributions, lengths that are not ascending numbers
@@ -129,11 +129,11 @@ class Split:
 
     @property
     def target(self) -> Speculative:
-        """What the target runs, with the longest rounds: its states begin with it."""
+        """The algorithm of the target, with the longest rounds; its states begin with it."""
         return self._target(len(self.lengths) - 1)
 
     def begin(self, weights: Any, policy: Any, s: State, devices: Mesh | jax.Device) -> DraftSide:
-        """The draft model's side of a prefilled state. The draft model reads the prompt in its first round.
+        """Returns the draft model's side of a prefilled state. The draft model reads the prompt in its first round.
 
         Args:
             weights: the draft model's, on `devices`.
@@ -158,8 +158,8 @@ class Split:
 
     def measured(self, model: Model, weights: Any, policy: Any, s: State, side: DraftSide,
                  repeats: int = 3) -> tuple[Split, State, DraftSide]:
-        """With costs measured here: rounds of all sizes in turn, `repeats` of each and one for the compiler, of which
-        the medians count. What they write is kept: the text does not depend on the sizes.
+        """Returns this split with costs measured here: the medians of `repeats` rounds of each size, taken in turn,
+        after one for the compiler. The tokens that they write are kept: the text does not depend on the sizes.
 
         Raises:
             ValueError: the rows have finished before that.
@@ -177,7 +177,7 @@ class Split:
 
     def advance(self, model: Model, weights: Any, policy: Any, s: State, side: DraftSide,
                 max_rounds: int) -> tuple[State, DraftSide, tuple[int, ...]]:
-        """Rounds until all rows have finished, `max_rounds` at most. `s` and `side` are donated.
+        """Runs rounds until all rows have finished, `max_rounds` at most. `s` and `side` are donated.
 
         Args:
             model, weights, policy: the target's, and where it lies.
@@ -200,7 +200,7 @@ class Split:
 
     def _round(self, index: int, model: Model, weights: Any, policy: Any, s: State,
                side: DraftSide) -> tuple[State, DraftSide, tuple[float, float]]:
-        """One round of a size, and the seconds that the two sides have taken."""
+        """Runs one round of a size. Returns also the seconds that the two sides have taken."""
         arm, start = self._arm(index), time.perf_counter()
         with _on(side.s):
             tokens, live, state = _propose(arm, side.weights, side.policy, side.s, side.state)
@@ -225,7 +225,7 @@ class Split:
                     on_paper=(False,) * len(self.lengths))
 
     def _arm(self, index: int) -> Speculative | None:
-        """What the draft model's side runs in rounds of a size; None: nothing is drafted."""
+        """Returns the algorithm of the draft model's side in rounds of a size; None: nothing is drafted."""
         length = self.lengths[index]
         return Speculative(self.draft.bare(), self.verify, shape=Chain(length)) if length else None
 
@@ -235,7 +235,7 @@ class Split:
 
 @dataclasses.dataclass(frozen=True)
 class _Sent(Draft):
-    """Drafts that came from elsewhere; its state is tokens `i32[B, K]` and which of them are live, `bool[B, K]`."""
+    """Drafts that came from the other side; its state is tokens `i32[B, K]` and their liveness `bool[B, K]`."""
 
     length: int
     cache_needs: ClassVar[frozenset[Feature]] = CHAINS
@@ -248,7 +248,7 @@ class _Sent(Draft):
 
 
 def _on(s: State) -> contextlib.AbstractContextManager[Any]:
-    """The context of a side's programs: its mesh, if it has one."""
+    """Returns the context of a side's programs: its mesh, if it has one."""
     where: Any = s.length.sharding
     mesh: Any = where.mesh if isinstance(where, NamedSharding) else None
     return on_mesh(mesh)
@@ -286,8 +286,8 @@ def _verified(alg: Speculative, model: Model, params: Params, policy: Any, s: St
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=(2, 3))
 def _noted(arm: Speculative | None, policy: Any, s: State, cache: Cache, rest: Drafting,
            told: Told) -> tuple[State, Drafting]:
-    """The text with what was written, and the draft model's cache with what of it was drafted; `rest` is what else the
-    draft model's state had in the round, which cannot be used again."""
+    """Returns the text with the new tokens, and the draft model's cache with those of them that it drafted; `rest` is
+    the rest of the draft model's state in the round, which cannot be used again."""
     state = rest.replace(cache=cache)
     index = jnp.arange(told.tokens.shape[1], dtype=jnp.int32)
     new = index < told.count[:, None]
@@ -304,7 +304,7 @@ def _noted(arm: Speculative | None, policy: Any, s: State, cache: Cache, rest: D
 
 
 def _moved(policy: Any, states: Any, told: Told) -> Any:
-    """The policy's states, of which those that drafts carry stand behind the tokens that were written."""
+    """Returns the policy's states, those that drafts carry after the new tokens."""
     def visit(here: Any, told: tuple[Array, Array]) -> tuple[Any, None]:
         token, written = told
         behind = policy.follow(jax.tree.map(lambda x: x[:, None], here), token[:, None])

@@ -1,7 +1,7 @@
-"""Trees of drafts: what a source proposes, and its topology. A chain is a tree.
+"""Trees of drafts: the proposal of a drafter, and its topology. A chain is a tree.
 
-Window node 0 is the newest token, nodes 1 .. N are drafts, and behind them stand probes, which are scored in the same
-forward and never verified. Parents stand before their children, siblings in the order in which they are to be tried.
+Window node 0 is the newest token, nodes 1 .. N are drafts, and after them come probes, which are scored in the same
+forward and never verified. Parents come before their children, and siblings in the order in which they are tried.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from decodax.core.types import PartialForward
 from decodax.core.window import Window
 
 Drawn = Literal["coupled", "ranked", "distinct", "independent"]
-"""How a verifier wants sampled drafts. "coupled": in the order of arrival in the race by which the target's own token
-will be drawn, run with the draft's distribution (`decodax.sampling.draw`). "ranked": the likeliest in order.
-"distinct": children of a node without replacement. "independent": each child a draw of its own. The last two report
-what they drew from, `log_q`."""
+"""How sampled drafts are drawn for a verifier. "coupled": in the order of arrival in the race by which the target's own
+token will be drawn, run with the draft's distribution (`decodax.sampling.draw`). "ranked": the likeliest in order.
+"distinct": children of a node are drawn without replacement. "independent": each child is a draw of its own. The last
+two report the distribution that they drew from, `log_q`."""
 
 
 @struct
@@ -30,8 +30,8 @@ class Probes(Struct):
     """Nodes that are scored and never verified: lookahead windows, mask tokens, parallel prompts.
 
     Attributes:
-        tokens: `i32[B, P]`. offset: `i32[B or 1, P]`, the position's distance from the newest token's.
-        sees: `bool[B or 1, P, 1 + N + P]`, what each sees of the window: newest token, drafts, probes.
+        tokens: `i32[B, P]`. offset: `i32[B or 1, P]`, distance of the position from the newest token's.
+        sees: `bool[B or 1, P, 1 + N + P]`, window nodes that each attends to: newest token, drafts, probes.
     """
 
     tokens: Array
@@ -41,23 +41,23 @@ class Probes(Struct):
 
 @struct
 class Proposal(Struct):
-    """Drafts of what follows each row's newest token.
+    """Drafts of the tokens after each row's newest one.
 
     Attributes:
         tokens: `i32[B, N]`.
-        live: `bool[B, N]`, which of them are real; a node below a dead one is dead. Dead ones are never accepted. What
-            makes a draft dead must not be its own value. Among siblings drawn without replacement a dead one in front
-            of a live one counts as drawn: its token is out of what the later ones were drawn from, unless it is
-            negative, which says that nothing was drawn.
-        parents: `i32[B or 1, N]` window node above each (0: the newest token, `i`: draft `i - 1`); a NumPy array where
-            the topology is fixed; None says a chain.
+        live: `bool[B, N]`, True for real drafts; a node below a dead one is dead. Dead drafts are never accepted. A
+            draft must not be dead because of its own value. Among siblings drawn without replacement a dead one before
+            a live one counts as drawn: the later ones were drawn without its token, unless the token is negative, which
+            means that nothing was drawn.
+        parents: `i32[B or 1, N]` window node above each (0: the newest token, `i`: draft `i - 1`); a NumPy array if the
+            topology is fixed; None for a chain.
         log_q: `f32[B, J, V]` for the first J window nodes the log of the distribution that their children *were drawn
-            from*; None says that drafts are deterministic. Nodes from J on have no children.
-        drawn_at: `i32[N]`, a NumPy array: the entry of `log_q` that each draft was drawn from, where that is not its
-            parent's, since several sources drew; such siblings are independent draws.
-        probes: what else the forward is to score.
-        begun: what drafting has computed of the forward over the newest token and the drafts; not beside probes.
-        match: `i32[B]`, how many of the text's last tokens the drafts were looked up by; None if they were not.
+            from*; None if drafts are deterministic. Nodes from J on have no children.
+        drawn_at: `i32[N]`, a NumPy array: the entry of `log_q` that each draft was drawn from, if that is not its
+            parent's because several sources drew; such siblings are independent draws.
+        probes: further nodes that the forward scores.
+        begun: the part of the forward over the newest token and the drafts that drafting has computed; not with probes.
+        match: `i32[B]`, number of the text's last tokens by which the drafts were looked up; None if they were not.
     """
 
     tokens: Array
@@ -71,12 +71,12 @@ class Proposal(Struct):
 
     @property
     def count(self) -> Array:
-        """`i32[B]`: how many drafts are real."""
+        """Number of real drafts, `i32[B]`."""
         return self.live.sum(1, dtype=jnp.int32)
 
 
 def chain(tokens: Array, count: Array, log_q: Array | None = None) -> Proposal:
-    """A chain of the first `count` (`i32[B]`) of `tokens` (`i32[B, K]`), the `i`-th drawn from `log_q[:, i]`.
+    """Makes a chain of the first `count` (`i32[B]`) of `tokens` (`i32[B, K]`), the `i`-th drawn from `log_q[:, i]`.
 
     Raises:
         TypeError: an array of another dtype or shape.
@@ -95,8 +95,8 @@ class Tree:
     Attributes:
         tokens, live: `[B, 1 + N]`; dead nodes have token 0. drawn: `i32[B, 1 + N]`, dead nodes with their own.
         parents: `i32[B or 1, 1 + N]`, -1 above the newest token.
-        sees: `bool[B or 1, 1 + N, 1 + N]`, node `i` has `j` among its ancestors or is it.
-        depth: `i32[B or 1, 1 + N]`. longest: the most drafts that a path can have.
+        sees: `bool[B or 1, 1 + N, 1 + N]`, True if node `j` is node `i` or an ancestor of it.
+        depth: `i32[B or 1, 1 + N]`. longest: most drafts that a path can have.
         log_q, drawn_at: as in `Proposal`.
     """
 
@@ -116,7 +116,7 @@ class Tree:
 
 
 def tree(newest: Array, proposal: Proposal, longest: int) -> Tree:
-    """The topology of a proposal under the tokens `newest` (`i32[B]`)."""
+    """Returns the topology of a proposal below the tokens `newest` (`i32[B]`)."""
     N = proposal.tokens.shape[1]
     above = np.arange(N, dtype=np.int32)[None] if proposal.parents is None else proposal.parents
     xp: Any = np if isinstance(above, np.ndarray) else jnp      # a fixed topology is a constant of the program
@@ -135,7 +135,8 @@ def tree(newest: Array, proposal: Proposal, longest: int) -> Tree:
 
 
 def window(t: Tree, start: Array, running: Array, probes: Probes | None, begun: PartialForward | None = None) -> Window:
-    """The window of a tree whose newest tokens stand at `start` (`i32[B]`); rows that are not `running` are dead."""
+    """Returns the window of a tree whose newest tokens are at positions `start` (`i32[B]`); rows that are not `running`
+    are dead."""
     B = t.tokens.shape[0]
     start = start[:, None].astype(jnp.int32)
     live = t.live & running[:, None]
@@ -153,17 +154,18 @@ def window(t: Tree, start: Array, running: Array, probes: Probes | None, begun: 
 
 
 def path_to(t: Tree, node: Array) -> Array:
-    """Window nodes from the newest token to `node` (`i32[B]`), by depth: `i32[B, longest + 1]`; beyond it 0."""
+    """Returns the window nodes from the newest token to `node` (`i32[B]`), by depth: `i32[B, longest + 1]`, 0 after
+    it."""
     on = jnp.take_along_axis(jnp.broadcast_to(t.sees, (node.shape[0], t.size, t.size)), node[:, None, None], 1)
     here = on & (t.depth[:, None, :] == jnp.arange(t.longest + 1)[:, None])
     return jnp.argmax(here, -1).astype(jnp.int32)
 
 
 def deepest(t: Tree, holds: Array) -> tuple[Array, Array]:
-    """The longest path whose drafts all hold, and its length.
+    """Returns the longest path whose drafts all hold, and its length.
 
     Args:
-        holds: `bool[B, 1 + N]`, for each node whether it may follow its parent; of the newest token it is not read.
+        holds: `bool[B, 1 + N]`, True if a node may follow its parent; the newest token's entry is not read.
 
     Returns:
         path `i32[B, longest + 1]` as in `path_to`, accepted `i32[B]`.
@@ -173,3 +175,21 @@ def deepest(t: Tree, holds: Array) -> tuple[Array, Array]:
     depth = jnp.where(good, t.depth, -1)
     node = jnp.argmax(depth, 1)       # the first of the deepest: among equal siblings the earlier one
     return path_to(t, node), jnp.take_along_axis(depth, node[:, None], 1)[:, 0]
+
+
+def at_parents(t: Tree, x: Array) -> Array:
+    """Returns the value of `x` (`[B, 1 + N, ...]`) at each node's parent; the newest token gets its own."""
+    up = jnp.maximum(jnp.broadcast_to(t.parents, t.tokens.shape), 0)
+    return jnp.take_along_axis(x, up.reshape(*up.shape, *[1] * (x.ndim - 2)), 1)
+
+
+def of_tokens(t: Tree, x: Array) -> Array:
+    """Returns the entry of `x` (`[B, 1 + N, V]`) for each node's token at its parent: `[B, 1 + N]`."""
+    up = jnp.maximum(jnp.broadcast_to(t.parents, t.tokens.shape), 0)
+    return x[jnp.arange(up.shape[0])[:, None], up, t.tokens]
+
+
+def at_end(x: Array, path: Array, accepted: Array) -> Array:
+    """Returns the value of `x` (`[B, 1 + N]`) at the last accepted node: `[B]`."""
+    node = jnp.take_along_axis(path, accepted[:, None], 1)
+    return jnp.take_along_axis(x, node, 1)[:, 0]

@@ -5,7 +5,7 @@ encoding's own (Sennrich et al. 2016): in each segment the pair of neighbours wi
 can. Two bytes that no token holds side by side end a segment, so segments are words or less, and merge side by side.
 
 It is not the tokenizer to the letter, and need not be, since drafts are guesses. Of a tokenizer's splits into words by
-a regular expression only one is known: whether the last space of several belongs to the word behind it (GPT-2, Llama 3,
+a regular expression only one is known: whether the last space of several belongs to the word after it (GPT-2, Llama 3,
 Qwen). Added tokens are never made. A vocabulary without merges (Unigram, WordPiece) gets them from its own tokens, as
 in conversions to byte-pair encoding: any two tokens that make a third may merge, those of low id first. On Python
 source 98 to 99% of the tokens are those of `pycode`'s tokenizer, and of ones that split as GPT-2 and Llama 3 do;
@@ -89,7 +89,7 @@ class Merges:
         return cls(spelled, ids, byte, pairs)
 
     def split(self, data: bytes) -> list[int]:
-        """The tokens of one segment; bytes that no token covers are left out."""
+        """Returns the tokens of one segment; bytes that no token covers are left out."""
         symbols = [self.byte[b] for b in data]
         sizes = [1] * len(data)
         while True:
@@ -107,16 +107,16 @@ class Merges:
 
 
 @struct
-class Vocabulary(Struct):
+class ByteVocabulary(Struct):
     """A vocabulary on the device; made by `build`. It travels as data.
 
     Attributes:
         text: `u8[C]` the bytes of all tokens, one after another. starts: `i32[V + 1]` where each one's begin.
-        byte: `i32[256]` symbol of a byte. joins: `bool[256, 256]`, whether a token holds two bytes side by side.
-        spaces: `bool[2]`, whether the last of several white spaces, a space, belongs to what follows: within a line,
-            and behind a line break.
-        buckets: `i32[H + 1]`, where each bucket of the pairs begins, H a power of two.
-        left, right, rank, merged: `i32[pairs + depth]`, what may merge, how early, and into what.
+        byte: `i32[256]` symbol of a byte. joins: `bool[256, 256]`, True if a token holds two bytes side by side.
+        spaces: `bool[2]`, True if the last of several white spaces, a space, belongs to the following word: within a
+            line, and after a line break.
+        buckets: `i32[H + 1]`, begin of each bucket of the pairs, H a power of two.
+        left, right, rank, merged: `i32[pairs + depth]`, symbols that may merge, their rank, and the result.
         depth: pairs in the fullest bucket. longest: bytes of the longest token.
     """
 
@@ -134,7 +134,7 @@ class Vocabulary(Struct):
     longest: int = static()
 
     @classmethod
-    def build(cls, tokenizer: Any, size: int | None = None) -> Vocabulary:
+    def build(cls, tokenizer: Any, size: int | None = None) -> ByteVocabulary:
         """From a `decodax.io.text.Tokenizer`, on the host. `size`: entries of the model's logits.
 
         Raises:
@@ -184,7 +184,7 @@ class Vocabulary(Struct):
 
         Returns:
             `i32[T]` the token that begins at each place, -1 where none does (bytes that no token covers are left out),
-            and `i32[]` the beginning of the last segment: what stands before it is final, whatever follows.
+            and `i32[]` the beginning of the last segment: no later text changes what is before it.
         """
         T, V = data.shape[0], self.size
         place = jnp.arange(T, dtype=jnp.int32)
@@ -216,7 +216,7 @@ class Vocabulary(Struct):
         return jnp.where(tokens < V, tokens, -1), jnp.max(jnp.where(ends & (place < count), place, 0))
 
     def _segments(self, data: Array, count: Array) -> Array:
-        """`bool[T]`: where a segment begins."""
+        """Returns True where a segment begins, `bool[T]`."""
         place = jnp.arange(data.shape[0], dtype=jnp.int32)
         data = data.astype(jnp.int32)
         before, after = jnp.roll(data, 1), jnp.roll(data, -1)
@@ -227,7 +227,7 @@ class Vocabulary(Struct):
         return (place == 0) | ~self.joins[before, data] | leaves
 
     def _find(self, left: Array, right: Array) -> tuple[Array, Array]:
-        """Where pairs of symbols stand in the table, and whether they do."""
+        """Returns the places of pairs of symbols in the table, and True for those that are there."""
         begin = self.buckets[_bucket(left, right, (self.buckets.shape[0] - 1).bit_length() - 1)]
         slots = begin[..., None] + jnp.arange(self.depth, dtype=jnp.int32)
         hit = (self.left[slots] == left[..., None]) & (self.right[slots] == right[..., None])
@@ -235,14 +235,15 @@ class Vocabulary(Struct):
 
 
 def append(items: Array, starts: Array, buffer: Array, count: Array, tokens: Array) -> tuple[Array, Array, Array]:
-    """Writes what stands for one row's tokens behind the first `count` entries of a buffer.
+    """Writes the items of one row's tokens after the first `count` entries of a buffer.
 
     Args:
-        items: `[C]` what stands for all tokens, one after another. starts: `i32[V + 1]`, where each one's begins.
+        items: `[C]` items of all tokens (bytes, or other tokens), one after another. starts: `i32[V + 1]`, where each
+            token's items begin.
         buffer: `[T]`. count: `i32[]`. tokens: `i32[W]`, the first negative one ends them.
 
     Returns:
-        The buffer with as many whole tokens as there is room for, how many entries count now, and the tokens taken.
+        The buffer with as many whole tokens as there is room for, the number of its entries, and of the tokens taken.
     """
     place = jnp.arange(buffer.shape[0], dtype=jnp.int32)
     begin = starts[jnp.maximum(tokens, 0)]
@@ -257,7 +258,7 @@ def append(items: Array, starts: Array, buffer: Array, count: Array, tokens: Arr
 
 
 def _bucket(left: Any, right: Any, bits: int) -> Any:
-    """A hash of two ids to so many bits; the same for NumPy and JAX."""
+    """Returns a hash of two ids with `bits` bits, the same for NumPy and JAX."""
     unsigned = lambda x: x.astype(np.uint32)
     mixed = unsigned(left) * np.uint32(0x9E3779B1) + unsigned(right) * np.uint32(0x85EBCA6B)
     mixed = (mixed ^ (mixed >> np.uint32(15))) * np.uint32(0x2C1B3C6D)
@@ -265,7 +266,7 @@ def _bucket(left: Any, right: Any, bits: int) -> Any:
 
 
 def _spaces(tokenizer: Any) -> np.ndarray:
-    """What `Vocabulary.spaces` says, asked of the tokenizer's own split into words."""
+    """Returns `ByteVocabulary.spaces`, found by the tokenizer's own split into words."""
     splits = tokenizer.backend.pre_tokenizer
     if splits is None:
         return np.zeros(2, bool)

@@ -209,7 +209,7 @@ def test_unrepeating_text_is_decoded_plainly():
 
 @pytest.mark.wide
 def test_arms_of_any_size_never_share_noise():
-    """`Block` throws drafts away whose values decided what came before them: a position that is drafted again in
+    """`BlockVerification` drops drafts whose values decided what came before them: a position that is drafted again in
     another round, at another depth and by another arm, must get other noise."""
     told, key = {}, keys.row_keys(*np.zeros((3, 4), np.uint32))
     lengths = np.arange(10, 14)                             # a row's rounds begin at different lengths

@@ -12,8 +12,8 @@ from jax.sharding import AxisType
 from decodax.algorithms.autoregressive import Autoregressive
 from decodax.algorithms.speculative import Lengths, Speculative
 from decodax.algorithms.speculative.adaptive.lengths import always
-from decodax.algorithms.speculative.apart import apart
-from decodax.algorithms.speculative.drafts import DraftModel, Pearl, PromptLookup, SpecBranch
+from decodax.algorithms.speculative.drafts import DraftModel, PromptLookup, SpecBranch
+from decodax.algorithms.speculative.halves import apart
 from decodax.core import drivers
 from decodax.core.types import Params
 from decodax.models.config import llama
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.mesh
 
 NETWORK = Transformer(llama(vocab=VOCABULARY, width=16, layers=1, heads=4, kv_heads=2, mlp=32, context=256))
 ROWS = 4
-DRAFTS = {"pearl": Pearl(DraftModel(NETWORK), 3),
+DRAFTS = {"pearl": SpecBranch(DraftModel(NETWORK), 3, 1, 0.0),
           "specbranch": SpecBranch(DraftModel(NETWORK), 3, 2, 0.2, Lengths(layers=1))}
 
 

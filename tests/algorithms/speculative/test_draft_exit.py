@@ -10,7 +10,7 @@ import pytest
 from decodax import algorithms
 from decodax.algorithms.speculative import Speculative, fit_skipped_layers
 from decodax.algorithms.speculative.drafts import DraftExit, LayerSkip, PromptLookup
-from decodax.algorithms.speculative.drafts.self.layer_search import maximise, posterior, shares
+from decodax.algorithms.speculative.drafts.self.self_speculative import maximise, posterior, shares
 from decodax.core import drivers
 from decodax.io.load import LM
 from decodax.models.config import llama

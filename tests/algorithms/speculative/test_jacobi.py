@@ -12,7 +12,7 @@ import pytest
 from decodax.algorithms.autoregressive import Autoregressive
 from decodax.algorithms.speculative import Cut, Rejection, Speculative
 from decodax.algorithms.speculative.drafts.jacobi.fastcot import FastCoT
-from decodax.algorithms.speculative.drafts.jacobi.jacobi import HGJ, PGJ, PJ, Jacobi
+from decodax.algorithms.speculative.drafts.jacobi.jacobi import PGJ, Jacobi
 from decodax.algorithms.speculative.drafts.jacobi.lookahead import Lookahead, guesses, insert, layout
 from decodax.algorithms.speculative.drafts.jacobi.sjd import SJD
 from decodax.algorithms.speculative.tree import tree, window
@@ -75,9 +75,9 @@ def transcription(policy: str, row: int, blocks: list[int]) -> tuple[list[int], 
 
 @pytest.mark.wide
 @pytest.mark.parametrize(("draft", "blocks", "policy"), [
-    (PJ(NEW, fill=PAD), [NEW], "greedy"), (PJ(NEW, fill=PAD), [NEW], "sampled"),
+    (PGJ(NEW, fill=PAD), [NEW], "greedy"), (PGJ(NEW, fill=PAD), [NEW], "sampled"),
     pytest.param(PGJ(4, fill=PAD), [4, 4, 4], "greedy", marks=pytest.mark.matrix),
-    (PGJ(4, fill=PAD), [4, 4, 4], "penalised"), (HGJ(4, 6, fill=PAD), [4, 2, *[1] * 6], "sampled")])
+    (PGJ(4, fill=PAD), [4, 4, 4], "penalised"), (PGJ(4, PAD, 6), [4, 2, *[1] * 6], "sampled")])
 def test_blocks_take_the_papers_iterations(draft, blocks, policy):
     s = decode(Speculative(draft), "toy", IDS, POLICIES[policy], new=NEW)
     wanted = [transcription(policy, row, blocks) for row in range(len(IDS))]
@@ -289,9 +289,10 @@ def test_lookahead_harvests_what_a_rerun_by_hand_harvests():
 
 @pytest.mark.parametrize(("make", "message"), [
     (lambda: Jacobi(0), "length: got 0"), (lambda: Jacobi(fill="pad"), "fill: got 'pad'"), (lambda: PGJ(1), "block"),
-    (lambda: HGJ(4, 0), "until"), (lambda: FastCoT(((1, 4),)), "schedule"), (lambda: FastCoT(((0, 0),)), "schedule"),
+    (lambda: PGJ(4, until=0), "until"), (lambda: FastCoT(((1, 4),)), "schedule"),
+    (lambda: FastCoT(((0, 0),)), "schedule"),
     (lambda: FastCoT(trigger=(3,)), r"trigger: got \(3,\) with cut=None"), (lambda: Cut(0), "rounds: got 0"),
-    (lambda: SJD(16, top=0), "top: got 0"), (lambda: Lookahead(ngram=1), "ngram: got 1, takes at least 2")])
+    (lambda: SJD(16, top=0), "top: got 0"), (lambda: Lookahead(ngram_size=1), "ngram_size: got 1, takes at least 2")])
 def test_impossible_settings_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()

@@ -163,7 +163,7 @@ def test_the_skip_set_is_that_of_the_papers_recursion(skips: int) -> None:
     assert len(set(found)) > 1
 
 
-CLASP = Speculative(CLaSp(DEEP, skips=1, every=3), shape=Chain(3))
+CLASP = Speculative(CLaSp(DEEP, skips=1, interval=3), shape=Chain(3))
 
 
 @pytest.mark.matrix
@@ -192,7 +192,7 @@ def test_clasp_searches_every_so_many_rounds(deep: Any) -> None:
     assert all((sets[i] == sets[0]).all() and (~sets[i]).sum() == 1 for i in range(3))
 
 
-EXIT = Speculative(DynamicExit(DEEP, most=3, decay=0.5))
+EXIT = Speculative(DynamicExit(DEEP, length=3, decay=0.5))
 
 
 @pytest.mark.wide

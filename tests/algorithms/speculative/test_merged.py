@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 
 import decodax as dx
+from decodax import algorithms
 from decodax.algorithms.speculative import KSeq, MultiRound, Speculative
 from decodax.algorithms.speculative.drafts import Merged, PromptLookup
 from decodax.algorithms.speculative.trees import Chain, Fixed
 from tests.laws.cases import VOCABULARY, Table, decode
 from tests.laws.test_distribution import ALARM, PROMPT, chi_square, joint
 from tests.laws.test_systems import decode as batch
-from tests.laws.test_systems import lm, plain, system, texts
+from tests.laws.test_systems import lm, plain, texts
 
 ROWS = 25_000       # a draw that is tried against the other source shows by far
 SHAPE = Fixed.of([[0], [1], [0, 0]])
@@ -41,12 +42,12 @@ def test_nodes_of_one_prefix_are_one_with_the_children_of_both():
 @pytest.mark.matrix
 def test_two_draft_models_make_specinfers_tree():
     """A greedy row has one result, and one of two models may be the target itself: then nothing of it is rejected."""
-    alg = system("specinfer", draft=(lm("sliding"), lm("llama")), branching=(2, 1))
+    alg = algorithms.make("specinfer", draft=(lm("sliding"), lm("llama")), branching=(2, 1))
     s = batch(alg, "llama")
     assert all(a == b for a, b in list(zip(texts(s), plain("llama")[0], strict=True))[::2])
     greedy, new = np.arange(len(texts(s))) % 2 == 0, np.array(list(map(len, texts(s))))
     assert (np.asarray(s.stats.rounds)[greedy] <= -(-new[greedy] // 3) + 1).all()
-    assert system("specinfer", draft=[lm("sliding")]) == system("specinfer", draft=lm("sliding"))
+    assert algorithms.make("specinfer", draft=[lm("sliding")]) == algorithms.make("specinfer", draft=lm("sliding"))
 
 
 @pytest.mark.parametrize(("make", "message"), [

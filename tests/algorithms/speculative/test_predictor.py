@@ -11,7 +11,7 @@ from decodax.algorithms.speculative import Logistic, Speculative, fit_predictor
 from decodax.algorithms.speculative.adaptive.predictor import examples, logistic
 from decodax.algorithms.speculative.drafts import DraftModel, NGramModel
 from decodax.algorithms.speculative.trees import ConfidenceChain
-from decodax.algorithms.speculative.trees.threshold import Drafted
+from decodax.algorithms.speculative.trees.threshold import DraftFeatures
 from decodax.core.window import causal
 from decodax.io.load import LM
 from tests.laws.cases import VOCABULARY, model, prompts, start
@@ -34,11 +34,12 @@ def test_a_fitted_predictor_tells_drafts_that_hold_from_others():
     fitted = fit_predictor(**GIVEN)
     x, held = examples(verify=None, **GIVEN)
     assert 0.05 < held.mean() < 0.95 and len(held) > 100
-    chance = np.asarray(fitted(Drafted(jnp.asarray(x[:, 2]), jnp.asarray(x[:, 3]), jnp.expm1(jnp.asarray(x[:, 4])))))
+    features = map(jnp.asarray, (x[:, 2], x[:, 3], np.expm1(x[:, 4])))
+    chance = np.asarray(fitted(DraftFeatures(*features)))
     assert abs(chance.mean() - held.mean()) < 0.01                  # calibrated over all
     assert chance[held].mean() > chance[~held].mean() + 0.1
     careful = fit_predictor(**GIVEN, rejected=6.0)
-    draft = Drafted(jnp.float32(-0.5), jnp.float32(1), jnp.int32(1))
+    draft = DraftFeatures(jnp.float32(-0.5), jnp.float32(1), jnp.int32(1))
     assert float(careful(draft)) < float(fitted(draft))
 
 

@@ -16,10 +16,10 @@ from tokenizers import decoders, models, pre_tokenizers
 import decodax as dx
 from decodax.algorithms.speculative import MultiRound, Rejection, SeedExact, Speculative
 from decodax.algorithms.speculative.drafts import Intersection, Realigned
-from decodax.algorithms.speculative.drafts.model.intersection import common
-from decodax.algorithms.speculative.drafts.model.realigned import TokenAlignment
+from decodax.algorithms.speculative.drafts.model.tli import common
+from decodax.algorithms.speculative.drafts.model.uag import AlignedVocabularies
 from decodax.algorithms.speculative.trees import Chain, Fixed
-from decodax.algorithms.speculative.vocabulary import Merges, Vocabulary
+from decodax.algorithms.speculative.vocabulary import ByteVocabulary, Merges
 from decodax.cache import dense
 from decodax.core import drivers
 from decodax.core.state import Status
@@ -56,7 +56,7 @@ def tokenizer(kind):
 
 @functools.cache
 def cutter(kind, width):
-    vocabulary = Vocabulary.build(tokenizer(kind))
+    vocabulary = ByteVocabulary.build(tokenizer(kind))
     return jax.jit(jax.vmap(vocabulary.split))
 
 
@@ -91,7 +91,7 @@ def test_a_text_is_cut_nearly_as_its_tokenizer_cuts_it(kind, share):
 def test_the_device_merges_as_the_host_does():
     """Random words, of which some have no token of their own letters."""
     tok = Tokenizer(of_words("a b c d e ab bc abc bcd de cd cde abcd ea"))
-    host, split = Merges.of(tok), jax.jit(jax.vmap(Vocabulary.build(tok).split))
+    host, split = Merges.of(tok), jax.jit(jax.vmap(ByteVocabulary.build(tok).split))
     draw = np.random.default_rng(0)
     words = ["".join(draw.choice(list("abcdefg"), draw.integers(1, 30))).encode() for _ in range(200)]
     data = np.stack([np.frombuffer(w.ljust(32, b"\0"), np.uint8) for w in words])
@@ -221,7 +221,7 @@ def test_a_draft_ends_where_the_draft_model_does():
 def test_bytes_that_one_vocabulary_lacks():
     stats = decoded(WRITER(), writer("a b d </s> f g h"), 4, 9)      # it reads, and writes, "abdfgh"
     assert (stats.drafted > 0).all() and (stats.accepted > 0).any() and (stats.accepted < stats.drafted).all()
-    lacks = Vocabulary.build(Tokenizer(of_words("a b c ab")))
+    lacks = ByteVocabulary.build(Tokenizer(of_words("a b c ab")))
     draft = Realigned(Bigram(4), length=4, window=128)
     data = jnp.zeros(128, jnp.uint8).at[:6].set(jnp.asarray(list(b"abcxab"), jnp.uint8))
     found, count = jax.jit(lambda data: draft._drafts(lacks, data, jnp.int32(6)))(data)
@@ -339,10 +339,10 @@ def test_what_is_wrong_is_named():
     with pytest.raises(ValueError, match="no token in common"):
         Intersection.of(lm, LM(None, None, 2, Tokenizer(of_words("x y"))))
     with pytest.raises(ValueError, match="none of its tokens is a byte"):
-        Vocabulary.build(Tokenizer(tokenizers.Tokenizer(models.WordLevel({"abc": 0, "de": 1}, "abc"))))
+        ByteVocabulary.build(Tokenizer(tokenizers.Tokenizer(models.WordLevel({"abc": 0, "de": 1}, "abc"))))
     with pytest.raises(ValueError, match="steps: got 0, takes at least 1"):
         Realigned(Toy(), steps=0)
     weights = Realigned.of(lm, lm).weights
-    assert isinstance(weights, TokenAlignment)
+    assert isinstance(weights, AlignedVocabularies)
     with pytest.raises(ValueError, match="window: got 4 bytes, takes 6 or more"):
         Realigned(Toy(), window=4).init(Params(None, weights), None)

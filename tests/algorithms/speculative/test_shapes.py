@@ -31,11 +31,11 @@ from decodax.algorithms.speculative.trees import (
     expected,
     from_acceptance,
     probability,
-    sequoia,
     sequoia_for,
+    sequoia_tree,
 )
 from decodax.algorithms.speculative.trees.layers import drawn_from, grow_layers
-from decodax.algorithms.speculative.trees.threshold import Drafted
+from decodax.algorithms.speculative.trees.threshold import DraftFeatures
 from decodax.common.struct import Struct, struct
 from decodax.core import keys
 from decodax.sampling import build
@@ -329,7 +329,8 @@ def test_a_sliced_tree_is_the_trees_first_levels(least, predictor, depths):
         tokens, chance = dict(zip(tree.order, tree_of(whole, row), strict=True)), {(): 1.0}
         for q in tree.order:
             last, token = (row, *tokens[q])[-2:]
-            chance[q] = chance[q[:-1]] * float(predictor(Drafted(np.log(P[last, token]), entropy[last], len(q) - 1)))
+            features = DraftFeatures(np.log(P[last, token]), entropy[last], len(q) - 1)
+            chance[q] = chance[q[:-1]] * float(predictor(features))
         found.append(1 + next((d for d in range(3) if sum(chance[q] for q in inner[d]) < least), 3))
         assert tree_of(p, row) == [tokens[q] for q in tree.order if len(q) <= found[-1]]
     assert set(found) == depths, found
@@ -367,9 +368,9 @@ def test_sequoias_tree_is_the_best_of_all(accept):
         trees = [Fixed(tuple(t)) for t in all_trees(nodes, depth, 3)]
         if not trees:
             with pytest.raises(ValueError, match="too few"):
-                sequoia(accept, nodes, depth)
+                sequoia_tree(accept, nodes, depth)
             continue
-        found = sequoia(accept, nodes, depth)
+        found = sequoia_tree(accept, nodes, depth)
         assert len(found.paths) == nodes and found.length <= depth
         assert expected(accept, found) == pytest.approx(max(expected(accept, t) for t in trees))
 
@@ -426,17 +427,17 @@ def test_what_is_kept_of_a_tree_is_the_most_accepted_part():
 def test_published_trees():
     of = lambda tree: [sum(len(p) == d for p in tree.paths) for d in range(1, tree.length + 1)]
     assert of(MEDUSA_63) == [10, 28, 23, 2] and of(EAGLE_25) == [4, 8, 8, 3, 2]
-    assert sequoia([0.6, 0.2, 0.1], 64).length > 4 and len(sequoia([0.6, 0.2, 0.1], 64).paths) == 64
+    assert sequoia_tree([0.6, 0.2, 0.1], 64).length > 4 and len(sequoia_tree([0.6, 0.2, 0.1], 64).paths) == 64
 
 
 @pytest.mark.parametrize(("make", "message"), [
     (lambda: ConfidenceChain(0), "length: got 0, takes at least 1"),
-    (lambda: ConfidenceChain(least=2), "least: got 2, takes 0 to 1"),
+    (lambda: ConfidenceChain(threshold=2), "threshold: got 2, takes 0 to 1"),
     (lambda: OptTree(delta=-1), "delta: got -1"), (lambda: CaPE(bins=((0.5, 2),)), "bins: got"),
     (lambda: CaPE(5, nodes=4), "nodes: got 4, takes at least the length, 5"), (lambda: DySpec(nodes=0), "nodes: got 0"),
-    (lambda: sequoia([1.5], 2), "accept: got"), (lambda: from_acceptance(Chain(2), [1], 1), "accepted: got"),
+    (lambda: sequoia_tree([1.5], 2), "acceptance: got"), (lambda: from_acceptance(Chain(2), [1], 1), "accepted: got"),
     (lambda: from_acceptance(Chain(2), [1, 1], 3), "nodes: got 3, takes 1 to 2"),
-    (lambda: Sliced(least=-1), "least: got -1, takes 0 to 1"), (lambda: Fixed.balanced(), "branching: got"),
+    (lambda: Sliced(threshold=-1), "threshold: got -1, takes 0 to 1"), (lambda: Fixed.balanced(), "branching: got"),
     (lambda: grow(DySpec(4), "independent"), "verify: DySpec draws siblings without replacement"),
 ])
 def test_wrong_arguments_are_named(make, message):

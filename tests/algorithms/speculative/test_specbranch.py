@@ -11,7 +11,7 @@ from decodax.algorithms.autoregressive import Autoregressive
 from decodax.algorithms.speculative import Lengths, Speculative, fit_lengths
 from decodax.algorithms.speculative.adaptive.fit_lengths import embeddings, examples, fitted_to
 from decodax.algorithms.speculative.adaptive.lengths import always
-from decodax.algorithms.speculative.drafts import DraftModel, Pearl, SpecBranch
+from decodax.algorithms.speculative.drafts import DraftModel, SpecBranch
 from decodax.core import drivers
 from decodax.core.window import causal
 from decodax.io.load import LM
@@ -34,12 +34,6 @@ def outcome(draft):
 
 def test_the_tokens_are_those_of_plain_decoding():
     assert outcome(SpecBranch(SOURCE, 4, 3, 0.4))[0] == outcome(None)[0]
-
-
-def test_one_branch_that_never_stops_is_pearl():
-    one, pearl = outcome(SpecBranch(SOURCE, 4, 1, 0.0)), outcome(Pearl(SOURCE, 4))
-    assert one[0] == pearl[0]
-    assert all(np.array_equal(x, y) for x, y in zip(one[1:], pearl[1:], strict=True))
 
 
 def test_prepared_branches_save_rounds():
@@ -131,8 +125,8 @@ def test_a_fitted_classifier_tells_the_classes_of_its_samples_apart():
 def test_what_is_wrong_is_named():
     with pytest.raises(ValueError, match="branches: got 0, takes at least 1"):
         SpecBranch(SOURCE, branches=0)
-    with pytest.raises(ValueError, match=r"least: got 1\.5, takes a number from 0 to 1"):
-        SpecBranch(SOURCE, least=1.5)
+    with pytest.raises(ValueError, match=r"threshold: got 1\.5, takes a number from 0 to 1"):
+        SpecBranch(SOURCE, threshold=1.5)
     toy = LM(model=model("toy")[0], params=model("toy")[1], vocab_size=VOCABULARY)
     with pytest.raises(ValueError, match="lm: got Toy, takes a model whose layers run one by one"):
         fit_lengths(toy, SOURCE, IDS)

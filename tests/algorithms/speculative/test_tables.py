@@ -19,13 +19,13 @@ from decodax.algorithms.autoregressive import Autoregressive
 from decodax.algorithms.speculative import MultiRound, Proposal, Rejection, Speculative
 from decodax.algorithms.speculative.drafts.model.callable import UserDraft
 from decodax.algorithms.speculative.drafts.text.aded import ADED
-from decodax.algorithms.speculative.drafts.text.input_guided import InputGuided
+from decodax.algorithms.speculative.drafts.text.aggressive_decoding import InputGuided
 from decodax.algorithms.speculative.drafts.text.ngram import NGram, NGramModel
-from decodax.algorithms.speculative.drafts.text.recycling import SMALL_TREE, TokenRecycling, template
+from decodax.algorithms.speculative.drafts.text.pain_lookahead import NGramTrie
+from decodax.algorithms.speculative.drafts.text.sam_decoding import SuffixAutomaton
 from decodax.algorithms.speculative.drafts.text.stand import Stand
-from decodax.algorithms.speculative.drafts.text.suffix import SuffixAutomaton
-from decodax.algorithms.speculative.drafts.text.suffix_tree import SuffixTree
-from decodax.algorithms.speculative.drafts.text.trie import Trie
+from decodax.algorithms.speculative.drafts.text.suffix_decoding import SuffixTree
+from decodax.algorithms.speculative.drafts.text.token_recycling import SMALL_TREE, TokenRecycling, template
 from decodax.algorithms.speculative.source import Draft
 from decodax.algorithms.speculative.trees import RECYCLING_80, Chain, Fixed
 from decodax.core import drivers
@@ -46,9 +46,9 @@ from tests.matrix import often
 
 DRAFTS = (
     Speculative(TokenRecycling(SMALL_TREE, rows=16)),
-    Speculative(SuffixAutomaton(length=6, corpus=CORPUS, bias=1)),
+    Speculative(SuffixAutomaton(length=6, corpus=CORPUS, len_bias=1)),
     Speculative(SuffixTree(nodes=8, branch=4, pattern=4, corpus=CORPUS)),
-    Speculative(Trie(nodes=12, branch=4, corpus=CORPUS)),
+    Speculative(NGramTrie(decoding_length=12, branch_length=4, corpus=CORPUS)),
     Speculative(InputGuided(length=6, skip=1)),
     Speculative(UserDraft(periodic, 3)),
     Speculative(NGram(length=4, corpus=CORPUS)),

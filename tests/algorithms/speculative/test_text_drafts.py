@@ -13,12 +13,12 @@ import pytest
 
 from decodax.algorithms.speculative import Speculative
 from decodax.algorithms.speculative.drafts.model.callable import UserDraft
-from decodax.algorithms.speculative.drafts.model.other_tokenizer import best_places, matched, prefix_tree
-from decodax.algorithms.speculative.drafts.text.input_guided import InputGuided
+from decodax.algorithms.speculative.drafts.text.aggressive_decoding import InputGuided
+from decodax.algorithms.speculative.drafts.text.history import best_places, matched, prefix_tree
 from decodax.algorithms.speculative.drafts.text.ngram import NGram
-from decodax.algorithms.speculative.drafts.text.suffix import SuffixAutomaton, suffix_array
-from decodax.algorithms.speculative.drafts.text.suffix_tree import SuffixTree
-from decodax.algorithms.speculative.drafts.text.trie import Trie
+from decodax.algorithms.speculative.drafts.text.pain_lookahead import NGramTrie
+from decodax.algorithms.speculative.drafts.text.sam_decoding import SuffixAutomaton, suffix_array
+from decodax.algorithms.speculative.drafts.text.suffix_decoding import SuffixTree
 from decodax.core.types import Params
 from tests.algorithms.speculative.drafting import CORPUS, chains, first, observe, paths, periodic, propose, rows
 from tests.laws import cases
@@ -82,7 +82,7 @@ def test_the_suffix_match_is_the_longest_of_any_length_after_each_token():
 def test_the_corpus_search_finds_the_longest_match():
     draw = np.random.default_rng(5)
     corpus = tuple(tuple(draw.integers(0, 4, n).tolist()) for n in (30, 2, 17, 1))
-    draft = SuffixAutomaton(length=4, factor=9.0, bias=0, longest=6, corpus=corpus)
+    draft = SuffixAutomaton(length=4, factor=9.0, len_bias=0, longest=6, corpus=corpus)
     given = [draw.integers(0, 4, n).tolist() for n in range(1, 13)]
     for text, drafted in zip(given, chains(propose(draft, rows(*given))), strict=True):
         own, after = longest(text)
@@ -94,15 +94,15 @@ def test_the_corpus_search_finds_the_longest_match():
 def test_the_texts_own_match_wins_unless_the_corpus_has_a_longer_one_by_the_bias():
     text = [1, 2, 3, 9, 2, 3]             # "2 3" in the text, "9 2 3" in the corpus
     corpus = ((5, 9, 2, 3, 4, 4),)
-    assert chains(propose(SuffixAutomaton(corpus=corpus, bias=0), rows(text))) == [[4, 4]]
-    assert chains(propose(SuffixAutomaton(corpus=corpus, bias=1), rows(text))) == [[9, 2, 3]]
+    assert chains(propose(SuffixAutomaton(corpus=corpus, len_bias=0), rows(text))) == [[4, 4]]
+    assert chains(propose(SuffixAutomaton(corpus=corpus, len_bias=1), rows(text))) == [[9, 2, 3]]
 
 
 @pytest.mark.wide
 def test_a_corpus_is_the_same_as_data_and_as_constant():
-    draft = SuffixAutomaton(corpus=CORPUS, bias=0)
+    draft = SuffixAutomaton(corpus=CORPUS, len_bias=0)
     bare = draft.bare()
-    assert bare.corpus == () and bare == SuffixAutomaton(bias=0)
+    assert bare.corpus == () and bare == SuffixAutomaton(len_bias=0)
     s = rows([8, 9, 7])
     params = Params(None, draft.weights)
     assert chains(propose(bare, s, params=params)) == chains(propose(draft, s)) == [[9, 3, 2, 3, 8, 4, 6]]
@@ -132,7 +132,7 @@ def retrieve(text, nodes, branch, most):
 
 def test_the_trie_retrieves_the_most_frequent_branches_of_the_first_suffix_with_enough():
     draw = np.random.default_rng(1)
-    draft = Trie(nodes=9, branch=3, suffix=4)
+    draft = NGramTrie(decoding_length=9, branch_length=3, suffix=4)
     given = [draw.integers(0, 3, n).tolist() for n in (1, 2, 5, 9, 14, 20, 26, 32)]
     tree = propose(draft, rows(*given))
     for i, text in enumerate(given):
@@ -144,9 +144,9 @@ def test_the_trie_retrieves_the_most_frequent_branches_of_the_first_suffix_with_
 
 def test_a_longer_suffix_with_too_few_nodes_yields_to_a_shorter():
     # "1 2" was followed by 5 alone at the text's end of a sample; "2" by more
-    draft = Trie(nodes=4, branch=3, corpus=((1, 2, 5), (8, 2, 6, 6), (2, 6, 3)))
+    draft = NGramTrie(decoding_length=4, branch_length=3, corpus=((1, 2, 5), (8, 2, 6, 6), (2, 6, 3)))
     assert paths(propose(draft, rows([1, 2])))[0] == (6,)
-    assert paths(propose(dataclasses.replace(draft, branch=1), rows([1, 2]))) == [(5,)]
+    assert paths(propose(dataclasses.replace(draft, branch_length=1), rows([1, 2]))) == [(5,)]
 
 
 # --- suffix tree --------------------------------------------------------------------------------------------------
@@ -282,8 +282,8 @@ def test_ngrams_follow_the_longest_context_and_the_most_frequent_token():
     (lambda: SuffixAutomaton(length=0), "length: got 0, takes at least 1"),
     (lambda: SuffixAutomaton(factor=0.0), "factor: got 0.0, takes more than 0"),
     (lambda: SuffixAutomaton(corpus=((1,),)), "corpus: got documents of one token"),
-    (lambda: Trie(corpus=((1, -2),)), "corpus: document 0"),
-    (lambda: Trie(branch=0), "branch: got 0"),
+    (lambda: NGramTrie(corpus=((1, -2),)), "corpus: document 0"),
+    (lambda: NGramTrie(branch_length=0), "branch_length: got 0"),
     (lambda: SuffixTree(alpha=0), "alpha: got 0, takes more than 0"),
     (lambda: NGram(order=1), "order: got 1, takes at least 2"),
     (lambda: InputGuided(skip=-1), "skip: got -1, takes at least 0"),

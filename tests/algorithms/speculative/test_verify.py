@@ -12,7 +12,7 @@ import pytest
 from decodax.algorithms.speculative.tree import Proposal, tree, window
 from decodax.algorithms.speculative.trees import Chain, Fixed
 from decodax.algorithms.speculative.verify import (
-    Block,
+    BlockVerification,
     Distance,
     Greedy,
     KSeq,
@@ -23,7 +23,7 @@ from decodax.algorithms.speculative.verify import (
     TopKAcceptance,
     TypicalAcceptance,
 )
-from decodax.algorithms.speculative.verify.kseq import smallest
+from decodax.algorithms.speculative.verify.spectr import smallest
 from decodax.common.struct import Struct, struct
 from decodax.core import keys
 from decodax.core.keys import Purpose
@@ -269,7 +269,7 @@ def test_block_judges_by_the_formulas_and_accepts_more_than_rejection():
     at = jnp.broadcast_to(LENGTH + jnp.arange(K), (ROWS, K))
     u = np.asarray(keys.uniforms(key, at, Purpose.ACCEPT, jnp.full(ROWS, LENGTH, jnp.int32)))[..., 0]
     for live in (np.arange(K) < draw.integers(0, K + 1, ROWS)[:, None], np.ones((ROWS, K), bool)):
-        _, accepted = judge(Block(), *given, live)
+        _, accepted = judge(BlockVerification(), *given, live)
         for i in range(3000):
             m = live[i].sum()
             chances = np.array(block(P, Q, tokens[i, :m + 1])[0])
@@ -296,9 +296,9 @@ def drafts(draw, Q, shape, rows, distinct):
 
 
 CASES = {
-    "block": (Block(), Chain(2)), "k-seq-tree": (KSeq(), TREE), "multi-round-tree": (MultiRound(), TREE),
+    "block": (BlockVerification(), Chain(2)), "k-seq-tree": (KSeq(), TREE), "multi-round-tree": (MultiRound(), TREE),
     "multi-round-replacement-tree": (MultiRound(replacement=True), TREE),
-    "block-certain": (Block(), Chain(2)), "multi-round-certain-tree": (MultiRound(), TREE),
+    "block-certain": (BlockVerification(), Chain(2)), "multi-round-certain-tree": (MultiRound(), TREE),
     "rejection": (Rejection(), Chain(2)), "rejection-certain": (Rejection(), Chain(2)),
 }
 SHORT = ["rejection", "rejection-certain"]      # whole chains: the law of distribution
@@ -348,7 +348,7 @@ def test_a_single_child_makes_multi_round_and_k_seq_plain_rejection():
         assert (made == plain).all(1).mean() > 0.9999
 
 
-READS_Q = (MultiRound, KSeq, Rejection, Block)
+READS_Q = (MultiRound, KSeq, Rejection, BlockVerification)
 EXACT = [SeedExact(), MultiRound(), KSeq()]
 
 
@@ -356,7 +356,7 @@ EXACT = [SeedExact(), MultiRound(), KSeq()]
 def test_greedy_rows_have_one_result_by_every_rule():
     draw = np.random.default_rng(9)
     for shape, rules in ((TREE, [SeedExact(), MultiRound(), KSeq(), Greedy()]),
-                         (Chain(2), [*EXACT, Block(), Rejection(), Greedy(), SpecVerification(beta=1),
+                         (Chain(2), [*EXACT, BlockVerification(), Rejection(), Greedy(), SpecVerification(beta=1),
                                      TopKAcceptance(1), Distance(0), TypicalAcceptance()])):
         tokens = drafts(draw, np.full((V, V), 0.1) + 0.5 * (np.arange(V) == 1), shape, SMALL, True)
         logits = draw.normal(size=(*tokens.shape, V)) + 2 * (np.arange(V) == 1)
@@ -370,7 +370,7 @@ def test_greedy_rows_have_one_result_by_every_rule():
 
 
 @pytest.mark.wide(but=("TypicalAcceptance", "Distance", "SpecVerification", "TopKAcceptance", "Greedy"))
-@pytest.mark.parametrize("rule", [*EXACT, Rejection(), Block(), Greedy(), TypicalAcceptance(),
+@pytest.mark.parametrize("rule", [*EXACT, Rejection(), BlockVerification(), Greedy(), TypicalAcceptance(),
                                   SpecVerification(beta=2, tau=1.0),
                                   TopKAcceptance(2), Distance(1)],
                          ids=lambda r: type(r).__name__)
@@ -409,12 +409,12 @@ def test_what_a_rule_cannot_take_is_named(make, message):
 
 
 def test_chains_only():
-    with pytest.raises(ValueError, match="Block takes chains, got a tree of 9 drafts, 2 deep"):
-        judge(Block(), TREE, np.zeros((1, 10)), np.zeros((1, 10, 4)))
+    with pytest.raises(ValueError, match="BlockVerification takes chains, got a tree of 9 drafts, 2 deep"):
+        judge(BlockVerification(), TREE, np.zeros((1, 10)), np.zeros((1, 10, 4)))
 
 
 def test_every_rule_says_what_it_keeps():
-    exact = {type(r) for r in EXACT[1:]} | {Block, Rejection}
+    exact = {type(r) for r in EXACT[1:]} | {BlockVerification, Rejection}
     assert {r.guarantee for r in exact} == {"distribution-exact"} and SeedExact.guarantee == "seed-exact"
     approximate = Greedy, TypicalAcceptance, SpecVerification, TopKAcceptance, Distance
     assert {r.guarantee for r in approximate} == {"approximate"}

@@ -51,7 +51,7 @@ def test_the_distribution_is_the_targets(size, rule, shape):
     assert 0 < np.asarray(s.stats.accepted).sum() < np.asarray(s.stats.drafted).sum()
 
 
-TAKES = [n for n, e in ALGORITHMS.items() if e.drafts and e.needs == "a draft model"]
+TAKES = [n for n, e in ALGORITHMS.items() if e.takes_draft and e.needs == "a draft model"]
 FEW = [("staged", SIZES[1])]          # a smaller one is that of the distribution above
 
 

@@ -1,1 +1,1 @@
-"""How long to draft and from which source: arms, the rules that pick one of them, and what they are fitted to."""
+"""The length and the source of drafts, chosen while decoding: arms, controllers that pick one, and what is fitted."""

@@ -1,12 +1,12 @@
-"""Several ways to draft, one of them picked for each round: how long, from which source, or not at all.
+"""Several ways to draft, of which a controller picks one for each round: how long, from which source, or not at all.
 
-An *arm* is a `Speculative` algorithm; `NOTHING` is the arm that drafts nothing. All arms look at every round, whoever
-drafted it. The choice is one for the batch, since the window's shape is: with `SeedExact` the tokens do not depend on
-it, with the other verifiers their distribution does not.
+An *arm* is a `Speculative` algorithm; `NOTHING` is the arm that drafts nothing. All arms observe every round, whoever
+drafted it. The whole batch has one arm, since the window has one shape. With `SeedExact` the tokens do not depend on
+the choice, with the other verifiers their distribution does not.
 
-While nothing is drafted, drafts that are merely read off the text (`free`) are tried on paper: now and then one is
-noted and compared with what plain decoding writes. That tells their acceptance at no cost but the lookup's, where a
-real trial costs a wider window.
+While nothing is drafted, drafts that come from the text (`free`) are tried on paper: now and then one is kept and
+compared with the tokens of plain decoding. That shows their acceptance for the cost of the lookup, where a real trial
+costs a wider window.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ from jax import Array, lax
 from decodax.algorithms.speculative.adaptive.controllers import Arms, Controller, RoundOutcome
 from decodax.algorithms.speculative.algorithm import Speculative
 from decodax.algorithms.speculative.drafter import CHAINS
+from decodax.algorithms.speculative.drafts.model.draft_model import DraftModel
+from decodax.algorithms.speculative.drafts.text.prompt_lookup import PromptLookup
+from decodax.algorithms.speculative.fixed_trees import Chain
 from decodax.algorithms.speculative.source import Draft, Drawn
 from decodax.algorithms.speculative.tree import Proposal
 from decodax.common.struct import Struct, struct
@@ -45,6 +48,14 @@ class Nothing(Draft):
 
 
 NOTHING = Speculative(Nothing())
+"""The arm that drafts nothing."""
+
+
+def chains(draft: Any, lengths: tuple[int, ...]) -> tuple[Speculative, ...]:
+    """Returns an arm for each length, 0 for `NOTHING`: chains of a draft model from `decodax.load`, or of prompt lookup
+    if `draft` is None."""
+    source = PromptLookup(max(lengths)) if draft is None else DraftModel(draft)
+    return tuple(NOTHING if k == 0 else Speculative(source, shape=Chain(k)) for k in lengths)
 
 
 @struct
@@ -52,8 +63,8 @@ class Paper(Struct):
     """Drafts that are compared with plain decoding's tokens, without a forward of their own.
 
     Attributes:
-        tokens: `i32[B, K]`, -1 beyond the draft. next: `i32[B]` which of them the next token is compared with.
-        held: `bool[B]` all before it held; False before the first draft.
+        tokens: `i32[B, K]`, -1 beyond the draft. next: `i32[B]` index of the one that the next token is compared with.
+        held: `bool[B]` True if all before it held; False before the first draft.
     """
 
     tokens: Array
@@ -67,11 +78,11 @@ EVERY = 8
 
 @dataclasses.dataclass(frozen=True)
 class Adaptive(Algorithm):
-    """Rounds of several kinds on one state.
+    """Speculation with several arms, of which a controller picks one for each round.
 
     Attributes:
-        arms: the kinds; those with equal drafts share the draft's state.
-        controller: which comes next.
+        arms: the algorithms; those with equal drafts share the draft's state.
+        controller: rule that picks the next arm.
 
     Raises:
         ValueError: no arms, arms whose verifiers keep different guarantees, or drafts that differ in weights alone (a
@@ -98,12 +109,12 @@ class Adaptive(Algorithm):
 
     @property
     def guarantee(self) -> str:
-        """That of the arms."""
+        """The guarantee of the arms."""
         return next((arm.guarantee for arm in self.arms if arm != NOTHING), NOTHING.guarantee)
 
     @functools.cached_property
     def drafts(self) -> tuple[Any, ...]:
-        """The distinct drafts, each with a state."""
+        """The distinct drafts, each of which has a state."""
         return tuple(dict.fromkeys(arm.draft for arm in self.arms))
 
     @property
@@ -112,12 +123,12 @@ class Adaptive(Algorithm):
 
     @property
     def variants(self) -> tuple[_Arm, ...]:
-        """What the core runs: one algorithm an arm."""
+        """The algorithms that the core runs, one for each arm."""
         return tuple(_Arm(self, i) for i in range(len(self.arms)))
 
     @functools.cached_property
     def known(self) -> Arms:
-        """What the controller knows of the arms."""
+        """The description of the arms for the controller."""
         free = {self.arms[i].draft for i in self.free}
         return Arms(lengths=tuple(arm.emits - 1 for arm in self.arms),
                     families=tuple(self.drafts.index(arm.draft) for arm in self.arms),
@@ -142,7 +153,7 @@ class Adaptive(Algorithm):
         return None if all(arm.observer is None for arm in self.arms) else self
 
     def observe(self, s: State, window: Window, out: Out, algo: Any) -> Any:
-        """What the drafts make of a prefill chunk."""
+        """Returns the state after a prefill chunk."""
         return algo[0], self._tell(s, window, out, None, algo[1]), algo[2]
 
     @functools.cached_property
@@ -168,7 +179,7 @@ class Adaptive(Algorithm):
 
 @dataclasses.dataclass(frozen=True)
 class _Arm(Around):
-    """The rounds of one arm, told to all."""
+    """The rounds of one arm, which all arms observe."""
 
     adaptive: Adaptive
     index: int
@@ -215,7 +226,7 @@ class _Arm(Around):
         return lax.cond(due, look, lambda: paper)
 
     def _compare(self, control: Any, papers: Any, s: State, d: Decision, seen: RoundOutcome) -> tuple[Any, Any]:
-        """What the drafts on paper show after this round. One in which others drafted is no test for them: it ends."""
+        """Compares the drafts on paper with this round's tokens. A round in which another arm drafted ends them."""
         if self.arm != NOTHING:
             return control, tuple(paper.replace(held=jnp.zeros_like(paper.held)) for paper in papers)
         renewed = []
@@ -248,7 +259,7 @@ class _Arm(Around):
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Whether the weights of two drafts that are otherwise equal are the same arrays."""
+    """Returns True if the weights of two drafts that are otherwise equal are the same arrays."""
     equal = lambda x, y: x is y or (isinstance(x, np.ndarray) and isinstance(y, np.ndarray) and np.array_equal(x, y))
     one, other = jax.tree.leaves(a), jax.tree.leaves(b)
     return len(one) == len(other) and all(map(equal, one, other))

@@ -1,4 +1,4 @@
-"""The classifier of SpecBranch's draft lengths, fitted to a target and a draft: the training of H-RAD (Shen et al.
+"""Fits the classifier of SpecBranch's draft lengths to a target and a draft: the training of H-RAD (Shen et al.,
 2025)."""
 
 from __future__ import annotations
@@ -23,23 +23,24 @@ from decodax.core.window import causal
 def fit_lengths(lm: Any, draft: Any, samples: Sequence[Sequence[int]], *, gamma: int = 4, branches: int = 3,
                 layers: int = 4, max_new_tokens: int = 64, epochs: int = 200, rate: float = 1e-3, seed: int = 0,
                 **sampling: Any) -> Lengths:
-    """The classifier of H-RAD for `SpecBranch`, fitted to a target and a draft.
+    """Fits the classifier of H-RAD for `SpecBranch` to a target and a draft.
 
-    Samples are continued by SpecBranch, with continuations that always wait whole; each that the target has verified is
-    an example. The classifier is trained by Adam on all of them at once, which takes optax (`decodax[train]`).
+    Samples are continued by SpecBranch with continuations that are always pending as a whole; each that the target has
+    verified is an example. The classifier is trained by Adam on all of them at once, which takes optax
+    (`decodax[train]`).
 
     Args:
         lm: what `decodax.load` gave; its layers must be accessible. draft: a `Source`, as `drafts.DraftModel(small)`.
         samples: prompts of the kind to come, as token ids. They are continued together, in one batch.
-        gamma, branches: those that it will run with. layers: of the target that it reads, from the last one up.
-        epochs: steps of Adam. rate: of learning.
+        gamma, branches: values that it will run with. layers: number of the target's last layers that it reads.
+        epochs: steps of Adam. rate: learning rate.
         sampling: the policy, as in `decodax.generate`.
 
     Raises:
         ValueError: no samples or an empty one, a model without single layers, or none verified.
 
         lengths = fit_lengths(lm, drafts.DraftModel(small), samples)
-        out = generate(lm, prompts, algorithm=system("specbranch", small, lengths=lengths))
+        out = generate(lm, prompts, algorithm=algorithms.make("specbranch", draft=small, lengths=lengths))
     """
     seen, token, kind = examples(lm, draft, samples, gamma, branches, layers, max_new_tokens, seed, **sampling)
     if not len(kind):
@@ -49,7 +50,7 @@ def fit_lengths(lm: Any, draft: Any, samples: Sequence[Sequence[int]], *, gamma:
 
 
 def embeddings(lm: Any) -> Array:
-    """The target's embedding of each token, `f32[V, D]`."""
+    """Returns the target's embedding of each token, `f32[V, D]`."""
     if not isinstance(lm.model, LayeredModel):
         raise ValueError(f"lm: got {type(lm.model).__name__}, takes a model whose layers run one by one")
     tokens = jnp.arange(lm.vocab_size, dtype=jnp.int32)[:, None]
@@ -60,7 +61,7 @@ def embeddings(lm: Any) -> Array:
 
 def examples(lm: Any, draft: Any, samples: Sequence[Sequence[int]], gamma: int, branches: int, layers: int,
              max_new_tokens: int, seed: int = 0, **sampling: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of each continuation that was verified while samples were continued: what the target showed in front of it
+    """Returns for each continuation that was verified while samples were continued the target's features before it
     `f32[n, F]`, the token there `i32[n]`, and the class `i32[n]`."""
     if not isinstance(lm.model, LayeredModel):
         raise ValueError(f"lm: got {type(lm.model).__name__}, takes a model whose layers run one by one")
@@ -83,7 +84,7 @@ def examples(lm: Any, draft: Any, samples: Sequence[Sequence[int]], gamma: int, 
 
 def fitted_to(seen: np.ndarray, token: np.ndarray, kind: np.ndarray, embedding: Array, epochs: int, rate: float,
               seed: int) -> dict[str, Array]:
-    """The weights that Adam finds for the examples."""
+    """Returns the weights that Adam finds for the examples."""
     x, tokens, kinds = jnp.asarray(seen), jnp.asarray(token, jnp.int32), jnp.asarray(kind, jnp.int32)
     norm = dict(mean=x.mean(0), scale=x.std(0) + 1e-3)
     table = lambda w: {**{k: v for k, v in w.items() if k != "embed"}, **norm, "table": embedding @ w["embed"]}
@@ -107,7 +108,7 @@ def fitted_to(seen: np.ndarray, token: np.ndarray, kind: np.ndarray, embedding: 
 
 
 def start(features: int, embedding: Array, key: Array) -> dict[str, Array]:
-    """Fresh weights, with the embedding `f32[V, D]` in place of the table."""
+    """Returns initial weights, with the embedding `f32[V, D]` in place of the table."""
     sizes = dict(hidden=(features, WIDTHS[0]), embed=(embedding.shape[1], WIDTHS[0]), second=WIDTHS,
                  third=(WIDTHS[1], 3))
     fan = dict(hidden=features + embedding.shape[1], embed=features + embedding.shape[1], second=WIDTHS[0],

@@ -1,4 +1,4 @@
-"""Trees fitted to what is accepted here: a large tree drafts on samples, and the best positions of it are kept."""
+"""Fits a draft tree to samples: a large tree drafts on them, and its most accepted positions are kept."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from decodax.algorithms.speculative.algorithm import Speculative
-from decodax.algorithms.speculative.trees import Fixed, from_acceptance
+from decodax.algorithms.speculative.fixed_trees import Fixed
+from decodax.algorithms.speculative.trees.acceptance import from_acceptance
 from decodax.core import drivers
 from decodax.core.around import Around
 from decodax.core.memory import bucket
@@ -22,7 +23,7 @@ from decodax.sampling import build
 
 @dataclasses.dataclass(frozen=True)
 class Counted(Around):
-    """`of`, with a count of how often each draft position is accepted: `i32[B, N]` beside its own state."""
+    """The algorithm `of` with a count of the acceptances of each draft position, `i32[B, N]`, beside its own state."""
 
     of: Speculative
 
@@ -50,13 +51,13 @@ class Counted(Around):
         return None if self.of.observer is None else self
 
     def observe(self, s: State, window: Window, out: Out, algo: Any) -> Any:
-        """What `of` makes of a prefill chunk; nothing is counted."""
+        """Returns the state after a prefill chunk; nothing is counted."""
         assert self.of.observer is not None
         return self.of.observer.observe(s, window, out, algo[0]), algo[1]
 
 
 def tree_of(algorithm: Speculative) -> Fixed:
-    """The fixed tree that an algorithm drafts.
+    """Returns the fixed tree that an algorithm drafts.
 
     Raises:
         ValueError: its trees are not fixed.
@@ -70,10 +71,10 @@ def tree_of(algorithm: Speculative) -> Fixed:
 
 def fit_tree(lm: Any, algorithm: Speculative, samples: Sequence[Sequence[int]], nodes: int, *, max_new_tokens: int = 64,
              seed: int = 0, **sampling: Any) -> Fixed:
-    """The `nodes` positions of an algorithm's large tree that its verifier accepts most often on some samples.
+    """Returns the tree of the `nodes` positions of an algorithm's large tree that its verifier accepts most often.
 
     For any draft with a fixed tree: a `Source` with a `Fixed` shape, or `TokenRecycling`. STAND (Song et al. 2025) fits
-    its tree so; `from_acceptance` is the rule by which positions are kept.
+    its tree so; `from_acceptance` chooses the positions.
 
     Args:
         lm: what `decodax.load` gave.
@@ -85,9 +86,9 @@ def fit_tree(lm: Any, algorithm: Speculative, samples: Sequence[Sequence[int]], 
     Raises:
         ValueError: an algorithm without a fixed tree, no samples or an empty one, or a number out of range.
 
-        large = Speculative(drafts.Stand(lm.vocab_size), shape=shapes.Fixed.balanced(8, 4, 3, 2))
+        large = Speculative(drafts.Stand(lm.vocab_size), shape=trees.Fixed.balanced(8, 4, 3, 2))
         tree = fit_tree(lm, large, samples, nodes=16, temperature=0.8)
-        out = generate(lm, prompts, algorithm=system("stand", lm, shape=tree), temperature=0.8)
+        out = generate(lm, prompts, algorithm=algorithms.make("stand", lm, shape=tree), temperature=0.8)
     """
     large = tree_of(algorithm)
     from_acceptance(large, [0] * len(large.paths), nodes)       # says what is wrong with nodes before anything runs
@@ -97,7 +98,7 @@ def fit_tree(lm: Any, algorithm: Speculative, samples: Sequence[Sequence[int]], 
 
 def continued(lm: Any, algorithm: Any, samples: Sequence[Sequence[int]], max_new_tokens: int, seed: int = 0,
               **sampling: Any) -> State:
-    """The state after samples, token ids, were continued by an algorithm in one batch.
+    """Continues samples, token ids, by an algorithm in one batch, and returns the state.
 
     Raises:
         ValueError: as `begun`.
@@ -108,8 +109,8 @@ def continued(lm: Any, algorithm: Any, samples: Sequence[Sequence[int]], max_new
 
 def begun(lm: Any, algorithm: Any, samples: Sequence[Sequence[int]], max_new_tokens: int, seed: int = 0,
           **sampling: Any) -> tuple[Any, Params, Any, State]:
-    """What runs an algorithm on samples, token ids, in one batch: it without its weights, the weights, the policy, and
-    the state behind the prompts.
+    """Prepares the run of an algorithm on samples, token ids, in one batch. Returns the algorithm without its weights,
+    the weights, the policy, and the state after the prompts.
 
     Raises:
         ValueError: no samples or an empty one, or no tokens to make.

@@ -1,8 +1,8 @@
-"""How much of a draft the target will accept, by its own hidden states: H-RAD of SpecBranch (Shen et al. 2025).
+"""H-RAD of SpecBranch (Shen et al., 2025): predicts from the target's hidden states how much of a draft it will accept.
 
-A perceptron with three layers reads the states behind the target's last layers at the last verified place, and the
-embedding of the token that the target drew there. It tells three classes apart: of the chain behind that token the
-target accepts nothing, a part, or all. Widths (256 and 64), the number of layers read (4) and dropout (0.2) are the
+A perceptron with three layers reads the outputs of the target's last layers at the last verified place, and the
+embedding of the token that the target drew there. It has three classes: of the chain after that token the target
+accepts nothing, a part, or all. Widths (256 and 64), the number of layers read (4) and dropout (0.2) are the
 authors'; it is trained by cross entropy.
 
 The first layer's share of the embedding is a table with a row for each token, made when the classifier is fitted: the
@@ -26,10 +26,11 @@ WIDTHS, DROPOUT = (256, 64), 0.2
 
 @dataclasses.dataclass(frozen=True)
 class Lengths:
-    """The classifier.
+    """The classifier of draft lengths.
 
     Attributes:
-        weights: of its layers; they become a part of `Params.draft`. layers: how many of the target's it reads.
+        weights: weights of its layers; they become a part of `Params.draft`.
+        layers: number of the target's layers that it reads.
     """
 
     weights: Any = dataclasses.field(default=None, compare=False, repr=False)
@@ -39,11 +40,11 @@ class Lengths:
         return dataclasses.replace(self, weights=None)
 
     def features(self, weights: Any) -> int:
-        """How many numbers it reads of the target."""
+        """Returns the number of features that it reads of the target."""
         return weights["hidden"].shape[0]
 
     def read(self, out: Out, node: Array) -> Array:
-        """`f32[B, F]`: what it reads of a forward at window nodes `node` (`i32[B]`).
+        """Returns the features `f32[B, F]` of a forward at window nodes `node` (`i32[B]`).
 
         Raises:
             ValueError: a target that does not show what its layers give, or has too few of them.
@@ -55,12 +56,13 @@ class Lengths:
             jnp.float32)
 
     def classify(self, weights: Any, seen: Array, token: Array) -> Array:
-        """`i32[B]`: 0 nothing, 1 a part, 2 all of what follows `token` (`i32[B]`) will be accepted."""
+        """Returns the class `i32[B]`: 0 nothing, 1 a part, 2 all of the draft after `token` (`i32[B]`) will be
+        accepted."""
         return jnp.argmax(scores(weights, seen, token), -1).astype(jnp.int32)
 
 
 def scores(weights: Any, seen: Array, token: Array, key: Array | None = None) -> Array:
-    """The logits of the classes, `f32[B, 3]`; with a key as in training, with dropout."""
+    """Returns the logits of the classes, `f32[B, 3]`; with a key, dropout is applied as in training."""
     x = (seen - weights["mean"]) / weights["scale"] @ weights["hidden"] + weights["table"][token] + weights["first"]
     for i, (kernel, bias) in enumerate((("second", "second_bias"), ("third", "third_bias"))):
         x = jax.nn.relu(x)
@@ -72,7 +74,7 @@ def scores(weights: Any, seen: Array, token: Array, key: Array | None = None) ->
 
 
 def always(kind: int, features: int, vocabulary: int) -> dict[str, Array]:
-    """Weights of a classifier that always says `kind`."""
+    """Returns the weights of a classifier that always predicts `kind`."""
     zeros = lambda *size: jnp.zeros(size, jnp.float32)
     return dict(mean=zeros(features), scale=jnp.ones(features), hidden=zeros(features, 1), table=zeros(vocabulary, 1),
                 first=zeros(1), second=zeros(1, 1), second_bias=zeros(1), third=zeros(1, 3),

@@ -1,4 +1,4 @@
-"""What rounds cost here: seconds of each arm at a batch size, measured in turn on the model itself."""
+"""Measures the seconds of a round of each arm on the model itself, and builds `Automatic` from them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from decodax.algorithms.speculative.adaptive.arms import NOTHING, Adaptive
-from decodax.algorithms.speculative.adaptive.controllers import Automatic
+from decodax.algorithms.speculative.adaptive.automatic import Automatic
 from decodax.algorithms.speculative.algorithm import Speculative
-from decodax.algorithms.speculative.trees import Chain
+from decodax.algorithms.speculative.drafts.model.draft_model import DraftModel
+from decodax.algorithms.speculative.drafts.text.prompt_lookup import PromptLookup
+from decodax.algorithms.speculative.fixed_trees import Chain
+from decodax.common.options import Count
+from decodax.common.registry import ALGORITHMS
 from decodax.core import drivers
 from decodax.core.memory import bucket, power
 from decodax.core.types import Model, Params
@@ -23,8 +27,8 @@ from decodax.sampling import build
 
 def measure(model: Model, weights: Any, arms: Sequence[Speculative], *, batch: int = 1, length: int = 128,
             vocab_size: int, repeats: int = 5, rounds: int = 8, **sampling: Any) -> tuple[float, ...]:
-    """Seconds of a round of each arm, as `Adaptive` runs it: all drafts look at the round, and the target keeps what
-    any of them reads.
+    """Returns the seconds of a round of each arm, as `Adaptive` runs it: all drafts look at the round, and the target
+    keeps what any of them reads.
 
     Args:
         weights: the target's. Drafts bring their own.
@@ -66,8 +70,8 @@ def measure(model: Model, weights: Any, arms: Sequence[Speculative], *, batch: i
 
 def automatic(lm: Any, draft: Any, lengths: Sequence[int] = (2, 4, 7), *, batch: int = 1, length: int = 128,
               verify: Any = None, **sampling: Any) -> Adaptive:
-    """Speculation that is as long as it pays: not at all, or chains of these lengths from `draft`, by costs measured
-    here and now for this batch size and by the acceptance that the text shows.
+    """Makes speculation whose draft length, or none at all, is chosen by costs that are measured here and now for this
+    batch size, and by the acceptance that the text shows.
 
     Args:
         lm: what `decodax.load` gave. draft: a `Draft` or `Source`; a `Draft` proposes chains of at least
@@ -83,3 +87,19 @@ def automatic(lm: Any, draft: Any, lengths: Sequence[int] = (2, 4, 7), *, batch:
     arms = (NOTHING, *(Speculative(draft, shape=Chain(k), **options) for k in sorted(set(lengths))))
     costs = measure(lm.model, lm.params, arms, batch=batch, length=length, vocab_size=lm.vocab_size, **sampling)
     return Adaptive(arms, Automatic(costs))
+
+
+@ALGORITHMS.register("automatic", "Draft length by measured cost and acceptance", "", family="speculative-theory",
+                     needs="a model", guarantee="seed-exact")
+def automatic_entry(lm: Any, draft: Any = None, lengths: tuple[int, ...] = (2, 4, 7), batch: Count = 1) -> Adaptive:
+    """Drafts chains as long as they pay here, or none, by measured costs and the acceptance that the text shows.
+
+    The choice where you do not know what pays: it never costs much more than plain decoding. Making it measures the
+    model, which takes seconds.
+
+    Args:
+        lm: the target. draft: a draft model; None: prompt lookup.
+        lengths: draft lengths to choose from, beside plain decoding.
+        batch: rows of the batch, for which costs are measured.
+    """
+    return automatic(lm, PromptLookup(max(lengths)) if draft is None else DraftModel(draft), lengths, batch=batch)

@@ -1,9 +1,9 @@
-"""Predictors of acceptance fitted to a target and a draft: what says when drafting should stop.
+"""Predictors of acceptance fitted to a target and a draft, which decide when drafting stops.
 
 DISCO (Mamou et al. 2024) trains a small classifier for it, SpecDec++ (Huang et al. 2024) a head on the draft model.
-Both learn from rounds of the kind to come: chains are drafted on samples and verified, and each draft that was tested
-is an example, of one that held or did not, with what was known when it was drafted. Here the predictor is a logistic
-regression on what a `Predictor` sees: the draft's probability, the entropy it was drawn with and its place. DISCO's
+Both are trained on samples: chains are drafted and verified, and each draft that was tested is an example, accepted or
+rejected, with what was known when it was drafted. Here the predictor is a logistic regression on the draft's
+probability, the entropy of its distribution and its place. DISCO's
 classifier is a two-layer network on features of that kind; SpecDec++'s head reads the draft model's hidden states,
 which this one does not.
 """
@@ -22,11 +22,12 @@ from jax import Array
 from decodax.algorithms.speculative.adaptive.fit_trees import continued
 from decodax.algorithms.speculative.algorithm import Speculative
 from decodax.algorithms.speculative.drafter import AroundSource
+from decodax.algorithms.speculative.drafts.model.draft_model import DraftModel
 from decodax.algorithms.speculative.source import Draft, Drawn, Grower, Source, fitted
 from decodax.algorithms.speculative.tree import Proposal
 from decodax.algorithms.speculative.trees.layers import at_least
-from decodax.algorithms.speculative.trees.threshold import Drafted, entropy
-from decodax.algorithms.speculative.verify import SeedExact
+from decodax.algorithms.speculative.trees.threshold import DraftFeatures, entropy
+from decodax.algorithms.speculative.verifier import SeedExact
 from decodax.common.struct import Struct, struct
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
@@ -35,9 +36,10 @@ from decodax.core.window import Window
 
 @dataclasses.dataclass(frozen=True)
 class Logistic:
-    """The chance that a draft is accepted, `sigmoid(weights . (1, p, log p, H, log(1 + place)))`: a `Predictor`.
+    """Predicts the chance that a draft is accepted, `sigmoid(weights . (1, p, log p, H, log(1 + place)))`: a
+    `Predictor`.
 
-    >>> float(Logistic((0.0,) * 5)(Drafted(jnp.float32(-1), jnp.float32(0.5), jnp.int32(2))))
+    >>> float(Logistic((0.0,) * 5)(DraftFeatures(jnp.float32(-1), jnp.float32(0.5), jnp.int32(2))))
     0.5
     """
 
@@ -47,24 +49,24 @@ class Logistic:
         if len(self.weights) != 5:
             raise ValueError(f"weights: got {len(self.weights)}, takes 5")
 
-    def __call__(self, draft: Drafted) -> Array:
+    def __call__(self, draft: DraftFeatures) -> Array:
         x = features(jnp, draft.log_p, draft.entropy, draft.place)
         return jax.nn.sigmoid(sum(w * x for w, x in zip(self.weights, x, strict=True)))
 
 
 def features(xp: Any, log_p: Any, entropy: Any, position: Any) -> tuple[Any, ...]:
-    """Of NumPy or JAX arrays. Very small probabilities count as e^-12."""
+    """Returns the five inputs of the regression, from NumPy or JAX arrays. Probabilities are at least e^-12."""
     log_p = xp.maximum(log_p, -12.0)
     return 1.0, xp.exp(log_p), log_p, entropy, xp.log1p(position * 1.0)
 
 
 @struct
-class Examples(Struct):
-    """What `Watched` carries.
+class AcceptanceExamples(Struct):
+    """The state of `Watched`.
 
     Attributes:
         now: `f32[B, K, 2]` log-probability and entropy of this round's drafts. source: the source's state.
-        seen: `f32[B, M, K, 2]` those of each round. accepted: `i32[B, M]` drafts that held in it, -1 in no round.
+        seen: `f32[B, M, K, 2]` the same of each round. accepted: `i32[B, M]` drafts accepted in it, -1 for no round.
     """
 
     now: Array
@@ -75,7 +77,7 @@ class Examples(Struct):
 
 @dataclasses.dataclass(frozen=True)
 class Watched(AroundSource, Draft):
-    """Chains of `length` from a source, with a note of what was drafted and how much of it held in `rounds` rounds."""
+    """Drafts chains from a source, and records drafts and acceptance of up to `rounds` rounds."""
 
     source: Source
     length: int
@@ -85,13 +87,13 @@ class Watched(AroundSource, Draft):
     def reader(self) -> Self | None:
         return None if self.source.reader is None else self
 
-    def init(self, params: Params, s: State) -> Examples:
+    def init(self, params: Params, s: State) -> AcceptanceExamples:
         seen = jnp.zeros((s.batch, self.rounds, self.length, 2), jnp.float32)
-        return Examples(now=seen[:, 0], seen=seen, accepted=jnp.full((s.batch, self.rounds), -1, jnp.int32),
+        return AcceptanceExamples(now=seen[:, 0], seen=seen, accepted=jnp.full((s.batch, self.rounds), -1, jnp.int32),
                      source=self.source.init(params, s))
 
-    def propose(self, params: Params, policy: Any, s: State, state: Examples,
-                drawn: Drawn) -> tuple[Proposal, Examples]:
+    def propose(self, params: Params, policy: Any, s: State, state: AcceptanceExamples,
+                drawn: Drawn) -> tuple[Proposal, AcceptanceExamples]:
         K = self.length
         grower = Grower(fitted(self.source, policy.vocab_size), params, policy, s, drawn)
         g, child = grower.start(state.source, K - 1, 1)
@@ -107,7 +109,8 @@ class Watched(AroundSource, Draft):
         return (Proposal(tokens=joined(lambda c: c.tokens[:, :, 0]), live=live, log_q=log_q),
                 state.replace(now=now, source=source))
 
-    def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Examples) -> Examples:
+    def observe(self, s: State, window: Window, out: Out, decision: Decision | None,
+                state: AcceptanceExamples) -> AcceptanceExamples:
         source = self.source.observe(s, window, out, decision, state.source)
         if decision is None:
             return state.replace(source=source)
@@ -119,20 +122,20 @@ class Watched(AroundSource, Draft):
 
 def fit_predictor(lm: Any, draft: Any, samples: Sequence[Sequence[int]], *, length: int = 8, verify: Any = None,
                   rejected: float = 1.0, max_new_tokens: int = 64, seed: int = 0, **sampling: Any) -> Logistic:
-    """A predictor of acceptance for the shapes that stop by one: `ConfidenceChain`, `RiskThreshold`, `Sliced`.
+    """Fits a predictor of acceptance for the shapes that stop by one: `ConfidenceChain`, `RiskThreshold`, `Sliced`.
 
     Args:
         lm: what `decodax.load` gave. draft: a `Source`, such as `drafts.DraftModel(small)`.
         samples: prompts of the kind to come, as token ids. They are continued together, in one batch.
         length: drafts a round. verify: the verifier that it will run with, default `SeedExact`.
-        rejected: what an example of a rejected draft weighs, against 1 of an accepted one; SpecDec++ trains with 6.
+        rejected: weight of an example of a rejected draft, where an accepted one has 1; SpecDec++ trains with 6.
         sampling: the policy, as in `decodax.generate`.
 
     Raises:
         ValueError: no samples or an empty one, a number out of range, or drafts that all held or all failed.
 
         predictor = fit_predictor(lm, drafts.DraftModel(small), samples)
-        out = generate(lm, prompts, algorithm=system("disco", lm, small, predictor=predictor))
+        out = generate(lm, prompts, algorithm=algorithms.make("disco", lm, small, predictor=predictor))
     """
     if not rejected > 0:
         raise ValueError(f"rejected: got {rejected}, takes more than 0")
@@ -145,11 +148,11 @@ def fit_predictor(lm: Any, draft: Any, samples: Sequence[Sequence[int]], *, leng
 
 def examples(lm: Any, draft: Any, samples: Sequence[Sequence[int]], length: int, verify: Any, max_new_tokens: int,
              seed: int = 0, **sampling: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Features `f64[n, 5]` of the drafts that were tested while samples were continued, and whether they held,
-    `bool[n]`."""
+    """Returns the features `f64[n, 5]` of the drafts that were tested while samples were continued, and `bool[n]`, True
+    for those that held."""
     at_least(length=length)
     alg = Speculative(Watched(draft, length, max_new_tokens), verify or SeedExact())
-    noted: Examples = continued(lm, alg, samples, max_new_tokens, seed, **sampling).algo[0]
+    noted: AcceptanceExamples = continued(lm, alg, samples, max_new_tokens, seed, **sampling).algo[0]
     seen, accepted = np.asarray(noted.seen, np.float64), np.asarray(noted.accepted)
     place = np.broadcast_to(np.arange(length), seen.shape[:-1])
     tested = (accepted[..., None] >= 0) & (place <= accepted[..., None])
@@ -158,7 +161,8 @@ def examples(lm: Any, draft: Any, samples: Sequence[Sequence[int]], length: int,
 
 
 def logistic(x: np.ndarray, y: np.ndarray, weight: np.ndarray, ridge: float = 1e-2, steps: int = 50) -> np.ndarray:
-    """The weights `f64[F]` of a logistic regression of `y` (`bool[n]`) on `x` (`f64[n, F]`) by Newton's method."""
+    """Returns the weights `f64[F]` of a logistic regression of `y` (`bool[n]`) on `x` (`f64[n, F]`) by Newton's
+    method."""
     w = np.zeros(x.shape[1])
     for _ in range(steps):
         p = 1 / (1 + np.exp(-x @ w))
@@ -169,3 +173,15 @@ def logistic(x: np.ndarray, y: np.ndarray, weight: np.ndarray, ridge: float = 1e
         if np.abs(step).max() < 1e-8:
             break
     return w
+
+
+def given_or_fitted(name: str, lm: Any, draft: Any, predictor: Any, samples: Any, rejected: float = 1.0) -> Any:
+    """Returns the predictor of the entry `name`: the given one, or one that is fitted to samples.
+
+    Raises:
+        ValueError: both are given, or none.
+    """
+    if (predictor is None) == (samples is None):
+        raise ValueError(f"system: {name!r} needs predictor=, from decodax.fit_predictor, or samples=, prompts as "
+                         "token ids to fit one to; takes one of the two")
+    return predictor if samples is None else fit_predictor(lm, DraftModel(draft), samples, rejected=rejected)

@@ -1,9 +1,9 @@
-"""Two sources, chosen row by row and round by round: the second where the first has little to offer.
+"""Two sources, of which each row takes the second one where the first has only a short match.
 
-The rule of SAM-Decoding (Hu et al. 2024): where the end of the text was found before, and enough of it, what followed
-there is drafted; elsewhere another source drafts, such as Token Recycling's tree or a draft model. How long the match
-is says how likely its continuation is; how much follows it does not. `Adaptive` chooses for the batch, by cost; this
-chooses for each row, and both sources run.
+This is the rule of SAM-Decoding (Hu et al. 2024): where a long suffix of the text occurred before, what followed it is
+drafted; elsewhere another source drafts, such as Token Recycling's tree or a draft model. The length of the match tells
+how likely its continuation is. `Adaptive` chooses one draft for the batch, by cost; this chooses for each row, and both
+sources run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from decodax.core.window import Window
 
 @struct
 class Both(Struct):
-    """The states of both sources, and `mine` `bool[B]`: rows whose drafts are the first one's this round."""
+    """The states of both sources, and `mine` `bool[B]`, True for rows with drafts of the first source in this round."""
 
     first: Any
     second: Any
@@ -36,10 +36,11 @@ class Both(Struct):
 
 @dataclasses.dataclass(frozen=True)
 class Fallback(Draft):
-    """Chains of `first` where its match is at least `at_least` tokens long, else what `second` drafts.
+    """Drafts with `first` where its match has at least `at_least` tokens, and with `second` elsewhere.
 
     Attributes:
-        first: a `Draft` of deterministic chains that says how long its matches are: `SuffixAutomaton`, `PromptLookup`.
+        first: a `Draft` of deterministic chains that reports the length of its matches: `SuffixAutomaton`,
+            `PromptLookup`.
         second: a `Draft` or `Source` of chains or trees; `shape` grows the latter.
 
     Raises:
@@ -58,7 +59,7 @@ class Fallback(Draft):
 
     @property
     def other(self) -> Draft:
-        """The second as a `Draft`."""
+        """The second source as a `Draft`."""
         return self.second if isinstance(self.second, Draft) else Grown(self.second, self.shape)
 
     @property
@@ -103,7 +104,7 @@ class Fallback(Draft):
 
     def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Both) -> Both:
         first = self.first.observe(s, window, out, decision, state.first)
-        if decision is not None:        # the second's own nodes are not those that stand in the window of such a row
+        if decision is not None:        # the window of such a row has other nodes than the second source's
             decision = decision.replace(slots=jnp.where(state.mine[:, None], -1, decision.slots))
         return Both(first, self.other.observe(s, window, out, decision, state.second), state.mine)
 

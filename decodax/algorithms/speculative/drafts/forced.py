@@ -1,4 +1,4 @@
-"""Drafts of what a constraint leaves no choice about: the names of a JSON object, brackets, the rest of a choice."""
+"""Drafts of the tokens that a constraint forces: the names of a JSON object, brackets, the rest of a choice."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ from decodax.core.window import Window
 
 @dataclasses.dataclass(frozen=True)
 class Forced(Draft):
-    """Where only one text can follow, its tokens, the longest first; where there is a choice, the drafts of another.
+    """Drafts the tokens that a constraint forces, the longest first, and where there is a choice those of another
+    draft.
 
     The forward that scores the tokens is the one that would have been made for the first of them, so they come for
-    free. They are drafts and not the last word: where a text may be cut into tokens in several ways, the model chooses.
+    free. They remain drafts: where a text may be cut into tokens in several ways, the model chooses.
 
     Attributes:
-        length: the most tokens of a draft.
-        base: what drafts where there is a choice, in chains of at most `length`; None: nothing does.
+        length: most tokens of a draft.
+        base: the draft where there is a choice, with chains of at most `length`; None: no drafts there.
     """
 
     length: int = 8
@@ -69,7 +70,7 @@ class Forced(Draft):
 
 
 def forced(policy: Any, s: State, length: int) -> tuple[Array, Array]:
-    """The tokens that must follow each row, `i32[B, length]`, and how many there are, `i32[B]`."""
+    """Returns the tokens that must follow each row, `i32[B, length]`, and their number, `i32[B]`."""
     found, number = jnp.zeros((s.batch, length), jnp.int32), jnp.zeros(s.batch, jnp.int32)
     for link, state in zip(policy.transforms, s.policy, strict=True):
         if not isinstance(link, Constrained):

@@ -1,4 +1,4 @@
-"""STAND's data-driven tree (Song et al. 2025): of a large tree, the positions that were accepted most often.
+"""STAND's data-driven tree (Song et al. 2025): keeps the positions of a large tree that were accepted most often.
 
 The paper drafts a large tree on samples, counts how often each node position lies on the accepted path, and keeps the
 most accepted ones. Here what is kept is a tree too: a position needs its parent and, since children are tried in order,
@@ -12,14 +12,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from decodax.algorithms.speculative.trees.fixed import Fixed, Path
+from decodax.algorithms.speculative.fixed_trees import Fixed, Path
 
 
 def from_acceptance(tree: Fixed, accepted: Sequence[float], nodes: int) -> Fixed:
-    """The `nodes` positions of `tree` that together were accepted most often.
+    """Returns the tree of the `nodes` positions of `tree` that together were accepted most often.
 
     Args:
-        accepted: how often each position was accepted, counts or rates, in the order of `tree.order`.
+        accepted: acceptances of each position, counts or rates, in the order of `tree.order`.
 
     Raises:
         ValueError: not one number of 0 or more for each position, or a number of nodes outside 1 to all of them.

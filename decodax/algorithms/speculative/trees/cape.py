@@ -1,7 +1,8 @@
-"""CaPE, confidence-aware proposal expansion (Du et al. 2024, GliDe with a CaPE): a chain with spare candidates.
+"""CaPE, confidence-aware proposal expansion: a chain with spare candidates ("GliDe with a CaPE: A Low-Hassle Method to
+Accelerate Speculative Decoding", Du et al., 2024).
 
-At each position of a drafted chain, the less the draft trusts its best token the more candidates stand beside the
-chain's own: 7 where the greatest probability is at most 0.3, 5 up to 0.6, 3 up to 0.8 and 1 above, which are the
+At each position of a drafted chain, the less confident the draft is of its best token the more candidates are beside
+the chain's own: 7 where the greatest probability is at most 0.3, 5 up to 0.6, 3 up to 0.8 and 1 above, which are the
 authors' 8, 6, 4 and 2 in all. The tree is a comb; if a candidate beside the chain is accepted the round ends there.
 
 How many candidates a position gets depends on its distribution and not on what is drawn from it, so draws stay draws,
@@ -17,20 +18,25 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from decodax.algorithms.speculative.algorithm import Speculative
+from decodax.algorithms.speculative.drafts.model.draft_model import DraftModel
 from decodax.algorithms.speculative.source import Children, Grower, Growth, Shape
 from decodax.algorithms.speculative.tree import Proposal
 from decodax.algorithms.speculative.trees.layers import at_least
+from decodax.common.options import Count
+from decodax.common.registry import ALGORITHMS
 
 
 @dataclasses.dataclass(frozen=True)
 class CaPE(Shape):
-    """A chain of `length` drafts, widened by confidence.
+    """A chain with more siblings where the draft is less confident.
 
     Attributes:
-        bins: pairs of an upper bound of confidence, ascending to 1, and of how many candidates stand up to it, the
-            chain's own token among them.
-        nodes: the most drafts in all, which is what the target's forward is as wide as; the chain comes first, then
-            spare candidates from the first position on. None takes every candidate of every bin.
+        length: drafts of the chain.
+        bins: pairs of an upper bound of confidence, ascending to 1, and the number of candidates up to it, the chain's
+            own token among them.
+        nodes: most drafts in all, the width of the target's forward; the chain comes first, then spare candidates from
+            the first position on. None takes every candidate of every bin.
 
     Raises:
         ValueError: a length below 1, bins that do not ascend to 1 or hold no candidate, fewer nodes than the chain.
@@ -84,3 +90,16 @@ class CaPE(Shape):
         proposal = Proposal(tokens=jnp.concatenate([tokens[:, :, 0], beside(tokens)], 1),
                             live=jnp.concatenate([live[:, :, 0], beside(live)], 1), parents=parents, log_q=log_q)
         return proposal, g.source, jnp.arange(1, K, dtype=jnp.int32)[None]
+
+
+@ALGORITHMS.register("cape", "GliDe with a CaPE: A Low-Hassle Method to Accelerate Speculative Decoding (its tree)",
+                     "Du et al. 2024", family="speculative-tree", needs="a draft model", guarantee="seed-exact")
+def cape(draft: Any, length: Count = 5, nodes: Count | None = 12) -> Speculative:
+    """Drafts a chain with more sibling candidates where the draft model is in doubt.
+
+    Costs as many draft steps as a chain; the siblings only widen the window.
+
+    Args:
+        draft: the draft model. length: drafts of the chain. nodes: most drafts in all; None: every candidate.
+    """
+    return Speculative(DraftModel(draft), shape=CaPE(length, nodes=nodes))

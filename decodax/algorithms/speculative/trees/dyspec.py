@@ -1,4 +1,5 @@
-"""DySpec (Xiong, Zhang, Li, Wu, Zou 2024): greedy growth by what a draw is worth before it is made.
+"""DySpec: grows a tree greedily by the value that a draw has before it is made ("DySpec: Faster Speculative Decoding
+with Dynamic Token Tree Structure", Xiong, Zhang, Li, Wu, Zou, 2024).
 
 Drawing one more child at a node is worth the product of draft probabilities down to the node times what the children
 drawn there before leave of its distribution: that is the chance, if the target were the draft, that verification gets
@@ -20,18 +21,23 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
+from decodax.algorithms.speculative.algorithm import Speculative
+from decodax.algorithms.speculative.drafts.model.draft_model import DraftModel
 from decodax.algorithms.speculative.source import Children, Grower, Growth, Shape
 from decodax.algorithms.speculative.tree import Proposal
 from decodax.algorithms.speculative.trees.layers import at_least, drawn_from, grow_layers, left_before
+from decodax.algorithms.speculative.verify.mcsd import MultiRound
+from decodax.common.options import Count
+from decodax.common.registry import ALGORITHMS
 
 
 @dataclasses.dataclass(frozen=True)
 class DySpec(Shape):
-    """At most `nodes` drafts, each drawn where a draw was worth most. For `SeedExact` and `MultiRound()`.
+    """A tree that grows where the next draw is worth most. For `SeedExact` and `MultiRound()`.
 
     Attributes:
-        nodes: the budget. length: layers. fanout: the most children of a node.
-        width: the most nodes expanded in a layer, the most valuable ones; None does not bound it.
+        nodes: most drafts. length: most layers. fanout: most children of a node.
+        width: most nodes expanded in a layer, the most valuable ones; None: no bound.
         threshold: draws worth less are not made; 0 spends the whole budget.
 
     Raises:
@@ -61,3 +67,18 @@ class DySpec(Shape):
 
         return grow_layers(grower, state, worth, jnp.zeros((grower.s.batch, 1)), nodes=self.nodes, depth=self.length,
                            width=self.width or self.nodes, fanout=self.fanout)
+
+
+@ALGORITHMS.register("dyspec", "DySpec: Faster Speculative Decoding with Dynamic Token Tree Structure",
+                     "Xiong et al. 2024", family="speculative-tree", needs="a draft model",
+                     guarantee="distribution-exact")
+def dyspec(draft: Any, nodes: Count = 16, length: Count = 6, width: Count | None = 8) -> Speculative:
+    """Drafts a tree that grows greedily where the next draw is worth most.
+
+    For sampled texts: children are true draws, and the tree still follows the draft model's confidence.
+
+    Args:
+        draft: the draft model. nodes: number of drafts. length: most layers.
+        width: most nodes expanded in a layer; None: no bound.
+    """
+    return Speculative(DraftModel(draft), MultiRound(), DySpec(nodes, length, width=width))

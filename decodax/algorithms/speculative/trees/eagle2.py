@@ -1,4 +1,5 @@
-"""EAGLE-2's dynamic trees (Li, Wei, Zhang, Zhang 2024): drafts where the draft is confident.
+"""EAGLE-2's dynamic trees: keeps the drafts of which the draft model is most confident ("EAGLE-2: Faster Inference of
+Language Models with Dynamic Draft Trees", Li, Wei, Zhang, Zhang, 2024).
 
 A node's value is the product of draft probabilities down to it. Each layer asks what follows its `width` most valuable
 nodes, each giving `width` candidates; then all candidates of all layers are ranked again and the best `nodes` are
@@ -14,14 +15,18 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
+from decodax.algorithms.speculative.algorithm import Speculative
+from decodax.algorithms.speculative.drafts.model.draft_model import DraftModel
 from decodax.algorithms.speculative.source import Children, Grower, Growth, Shape
 from decodax.algorithms.speculative.tree import Proposal
 from decodax.algorithms.speculative.trees.layers import at_least, grow_layers
+from decodax.common.options import Count
+from decodax.common.registry import ALGORITHMS
 
 
 @dataclasses.dataclass(frozen=True)
 class ConfidenceTree(Shape):
-    """The `nodes` most confident drafts, at most `length` deep; the paper's are 60, 6 deep, for a 7B target.
+    """A tree of the most confident drafts. The paper takes 60 drafts, 6 deep, for a 7B target.
 
     Children are the likeliest at temperature 1 and never draws: a draw that is kept for its own probability is no draw
     from q. Verifiers see deterministic drafts, and every one of them keeps its guarantee. Where a row samples under
@@ -46,6 +51,21 @@ class ConfidenceTree(Shape):
 
 
 def confidence(g: Growth, slots: Array, children: Children, path: Array) -> tuple[Array, Array]:
-    """Log-probabilities of paths, ranked by and handed on."""
+    """Ranks children by the log-probabilities of their paths, and hands these on."""
     value = path[..., None] + children.log_p
     return value, value
+
+
+@ALGORITHMS.register("confidence-tree",
+                     "EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees (its tree)",
+                     "Li et al. 2024", family="speculative-tree", needs="a draft model", guarantee="seed-exact")
+def confidence_tree(draft: Any, nodes: Count = 24, length: Count = 5, width: Count = 6) -> Speculative:
+    """Drafts the likeliest nodes of each layer, ranked again over all layers (EAGLE-2's tree with a draft model).
+
+    The common choice of a tree for greedy decoding; the paper grows it with a trained head.
+
+    Args:
+        draft: the draft model. nodes: drafts to verify. length: layers.
+        width: nodes expanded in a layer, and children of each.
+    """
+    return Speculative(DraftModel(draft), shape=ConfidenceTree(nodes, length, width))

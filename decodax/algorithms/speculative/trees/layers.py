@@ -1,4 +1,4 @@
-"""Trees grown layer by layer and cut to their best nodes: what EAGLE-2, OPT-Tree, DySpec and RSD-S have in common.
+"""Trees that grow layer by layer and are cut to their best nodes: the base of EAGLE-2, OPT-Tree, DySpec and RSD-S.
 
 Each candidate has a rank that never rises from parent to child nor from sibling to sibling, so the best ones of all
 layers are a tree. A layer that adds nothing to them ends the growth of its row, and the last row's end the loop.
@@ -19,23 +19,24 @@ from decodax.algorithms.speculative.tree import Proposal
 from decodax.core.window import take
 
 Rank = Callable[[Growth, Array, Children, Any], tuple[Array, Any]]
-"""(growth, slots `i32[B, w]`, their children, what each node was handed) to the children's ranks `f32[B, w, R]` (-inf:
-no candidate) and what each child hands on, a pytree of `[B, w, R]`."""
+"""Maps (growth, slots `i32[B, w]`, their children, the values that each node received) to the children's ranks
+`f32[B, w, R]` (-inf: no candidate) and the values that each child hands on, a pytree of `[B, w, R]`."""
 
 
 def grow_layers(grower: Grower, state: Any, rank: Rank, root: Any, *, nodes: int, depth: int, width: int, fanout: int,
                 keep: int | None = None,
                 deeper: Callable[[Array, Array], Array] | None = None) -> tuple[Proposal, Any, Array]:
-    """The best `nodes` of `depth` layers, in each of which the best `width` nodes are asked for `fanout` children.
+    """Grows the best `nodes` of `depth` layers, in each of which the best `width` nodes are asked for `fanout`
+    children.
 
     Args:
-        root: what the newest token was handed, a pytree of `f32[B, 1]`.
+        root: values of the newest token, a pytree of `f32[B, 1]`.
         keep: candidates that a layer keeps; default as many as can matter.
-        deeper: ranks of the best nodes before and after a layer, `f32[B, N]` each, to `bool[B]`, whether to go on;
-            default as long as a layer changes them.
+        deeper: maps the ranks of the best nodes before and after a layer, `f32[B, N]` each, to `bool[B]`, True to go
+            on; default: as long as a layer changes them.
 
     Returns:
-        What `Shape.grow` does. Window nodes stand layer by layer, in a layer by rank.
+        The same as `Shape.grow`. Window nodes are ordered by layer, and in a layer by rank.
     """
     keep = keep or min(nodes, max(width, 1) * fanout)
     width = min(width, keep)
@@ -105,14 +106,15 @@ def grow_layers(grower: Grower, state: Any, rank: Rank, root: Any, *, nodes: int
 
 
 def drawn_from(children: Children) -> Array:
-    """`f32[B, w, R]`: each child's log-probability in what it was drawn from, or in the source where nobody asks."""
+    """Returns each child's log-probability in the distribution that it was drawn from, or in the source if drafts are
+    deterministic, `f32[B, w, R]`."""
     if children.log_q is None:
         return children.log_p
     return jnp.where(children.live, jnp.take_along_axis(children.log_q, children.tokens, -1), -jnp.inf)
 
 
 def left_before(log_q: Array) -> Array:
-    """`f32[..., R]`: the log of what earlier siblings leave of a distribution, from their log-probabilities."""
+    """Returns the log of the probability that earlier siblings leave, `f32[..., R]`, from log-probabilities."""
     q = jnp.exp(log_q)
     return jnp.log(jnp.maximum(1 - (jnp.cumsum(q, -1) - q), 0))
 

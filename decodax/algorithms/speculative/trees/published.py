@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from decodax.algorithms.speculative.trees.fixed import Fixed
+from decodax.algorithms.speculative.fixed_trees import Fixed
 
 
 def _tree(*levels: str) -> Fixed:

@@ -1,4 +1,5 @@
-"""Sequoia's trees (Chen, May, Svirschevski, Huang, Ryabinin, Jia, Chen 2024): optimal for given chances of acceptance.
+"""Sequoia: the best draft tree for given chances of acceptance ("Sequoia: Scalable, Robust, and Hardware-aware
+Speculative Decoding", Chen, May, Svirschevski, Huang, Ryabinin, Jia, Chen, 2024).
 
 If the k-th child of a node is accepted with probability p_k, whatever the node, a tree gains in expectation the sum
 over its nodes of the product of p down to them. A dynamic program over (size, depth, children) finds the best tree of a
@@ -8,48 +9,56 @@ size; `sequoia_for` also chooses size and depth, by given times. Nothing here me
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from decodax.algorithms.speculative.trees.fixed import Fixed, Path
+from decodax.algorithms.speculative.algorithm import Speculative
+from decodax.algorithms.speculative.drafts.model.draft_model import DraftModel
+from decodax.algorithms.speculative.fixed_trees import Fixed, Path
 from decodax.algorithms.speculative.trees.layers import at_least
+from decodax.algorithms.speculative.verify.mcsd import MultiRound
+from decodax.common.options import Count
+from decodax.common.registry import ALGORITHMS
 
 
-def expected(accept: Sequence[float], tree: Fixed) -> float:
-    """Tokens that a round with `tree` is expected to give, the target's own among them.
+def expected(acceptance: Sequence[float], tree: Fixed) -> float:
+    """Returns the expected number of tokens of a round with `tree`, the target's own among them.
 
     >>> expected([0.5, 0.25], Fixed.of([[0], [1], [0, 0]]))
     2.0
     """
-    return 1 + float(sum(np.prod([accept[i] for i in path]) for path in tree.paths))
+    return 1 + float(sum(np.prod([acceptance[i] for i in path]) for path in tree.paths))
 
 
-def sequoia(accept: Sequence[float], nodes: int, length: int | None = None) -> Fixed:
-    """The tree of `nodes` drafts, at most `length` deep, with the most expected tokens.
+def sequoia_tree(acceptance: Sequence[float], nodes: int, length: int | None = None) -> Fixed:
+    """Returns the tree of `nodes` drafts, at most `length` deep, with the most expected tokens.
 
     Args:
-        accept: p_k, the chance that the k-th child is accepted; a node has at most as many children.
+        acceptance: p_k, the chance that the k-th child is accepted; a node has at most as many children.
+        nodes: number of drafts. length: most drafts on a path; None: no bound.
 
     Raises:
         ValueError: numbers below 1, probabilities outside [0, 1], or so few of them that no such tree has `nodes`
             drafts.
 
-    >>> sequoia([0.5, 0.1], 3).paths
+    >>> sequoia_tree([0.5, 0.1], 3).paths
     ((0,), (0, 0), (0, 0, 0))
     """
     at_least(nodes=nodes, length=nodes if length is None else length)
-    return _Table(accept, nodes, min(nodes, length or nodes)).tree(nodes, min(nodes, length or nodes))
+    return _Table(acceptance, nodes, min(nodes, length or nodes)).tree(nodes, min(nodes, length or nodes))
 
 
-def sequoia_for(accept: Sequence[float], verify: Mapping[int, float], draft: float, length: int = 16) -> Fixed:
-    """The tree with the most expected tokens per second: size and depth by measured times.
+def sequoia_for(acceptance: Sequence[float], verify: Mapping[int, float], draft: float, length: int = 16) -> Fixed:
+    """Returns the tree with the most expected tokens per second; its size and depth are chosen by given times.
 
     Args:
-        accept: as in `sequoia`. verify: seconds of a round without drafting, for each number of drafts to consider.
+        acceptance: as in `sequoia_tree`. verify: seconds of a round without drafting, for each number of drafts to
+            consider.
         draft: seconds of one step of the draft, of which a tree takes as many as it is deep. length: the most steps.
 
     Raises:
-        ValueError: as `sequoia`, no size, or a time that is not positive (`draft` may be 0).
+        ValueError: as `sequoia_tree`, no size, or a time that is not positive (`draft` may be 0).
 
     >>> tree = sequoia_for([0.8, 0.1], {2: 1.0, 4: 1.1, 8: 4.0}, draft=0.1)
     >>> len(tree.paths), tree.length
@@ -58,23 +67,42 @@ def sequoia_for(accept: Sequence[float], verify: Mapping[int, float], draft: flo
     if not verify or min(verify.values()) <= 0 or draft < 0:
         raise ValueError(f"verify, draft: got {dict(verify)}, {draft}, takes positive times for one size or more")
     at_least(length=length, nodes=min(verify))
-    table = _Table(accept, max(verify), min(max(verify), length))
+    table = _Table(acceptance, max(verify), min(max(verify), length))
     rate = {(n, d): float(table.best[d, n]) / (verify[n] + d * draft)
             for n in sorted(verify) for d in range(1, min(n, length) + 1) if np.isfinite(table.best[d, n])}
     if not rate:
-        raise ValueError(f"accept: got {len(accept)} probabilities, too few for a tree of {min(verify)} drafts, "
-                         f"{length} deep")
+        raise ValueError(f"acceptance: got {len(acceptance)} probabilities, too few for a tree of {min(verify)} "
+                         f"drafts, {length} deep")
     return table.tree(*max(rate, key=rate.__getitem__))
 
 
-class _Table:
-    """`best[d, n]`: expected tokens of the best tree of `n` drafts below a node, at most `d` deep, the node counted."""
+@ALGORITHMS.register("sequoia", "Sequoia: Scalable, Robust, and Hardware-aware Speculative Decoding",
+                     "Chen et al. 2024", family="speculative-tree", needs="a draft model",
+                     guarantee="distribution-exact")
+def sequoia(draft: Any, acceptance: tuple[float, ...] = (0.6, 0.15, 0.07, 0.04), nodes: Count = 24,
+            length: Count | None = 8) -> Speculative:
+    """Drafts the tree with the most expected tokens for given chances of acceptance, found by dynamic programming.
 
-    def __init__(self, accept: Sequence[float], nodes: int, depth: int):
-        p = np.asarray(accept, float)
+    The chances are not measured here; the default suits no pair of models in particular. `sequoia_tree` makes the tree
+    alone, and `sequoia_for` also chooses its size.
+
+    Args:
+        draft: the draft model.
+        acceptance: chance that the k-th child of a node is accepted; a node has at most as many children.
+        nodes: number of drafts. length: most drafts on a path; None: no bound.
+    """
+    return Speculative(DraftModel(draft), MultiRound(), sequoia_tree(acceptance, nodes, length))
+
+
+class _Table:
+    """The dynamic program. `best[d, n]`: expected tokens of the best tree of `n` drafts below a node, at most `d` deep,
+    the node counted."""
+
+    def __init__(self, acceptance: Sequence[float], nodes: int, depth: int):
+        p = np.asarray(acceptance, float)
         if not p.size or p.ndim != 1 or not ((p >= 0) & (p <= 1)).all():
-            raise ValueError(f"accept: got {list(accept)}, takes one or more probabilities")
-        self.accept, self.widest = p, min(len(p), nodes)
+            raise ValueError(f"acceptance: got {list(acceptance)}, takes one or more probabilities")
+        self.acceptance, self.widest = p, min(len(p), nodes)
         self.best = np.full((depth + 1, nodes + 1), -np.inf)
         self.best[:, 0] = 1
         # of[d, k, n]: with exactly k children; size[d, k, n]: how many drafts the k-th child's own subtree has
@@ -94,8 +122,8 @@ class _Table:
 
     def tree(self, nodes: int, depth: int) -> Fixed:
         if not np.isfinite(self.best[depth, nodes]):
-            raise ValueError(f"accept: got {len(self.accept)} probabilities, too few for a tree of {nodes} drafts, "
-                             f"{depth} deep")
+            raise ValueError(f"acceptance: got {len(self.acceptance)} probabilities, too few for a tree of {nodes} "
+                             f"drafts, {depth} deep")
         paths: list[Path] = []
 
         def place(above: Path, d: int, n: int) -> None:

@@ -1,10 +1,10 @@
-"""A fixed tree that is cut at the depth at which drafting stops to pay (Lu, Zeng, Ma, Yu, Levorato 2024).
+"""A fixed tree that is cut at the depth at which drafting no longer pays (Lu, Zeng, Ma, Yu, Levorato 2024).
 
 The dynamic sliced tree of "Improving Multi-candidate Speculative Decoding": topology and mask are those of one tree,
-made once, and a round uses its first levels. After each level a decision model says whether rejection is likely by
-then; if so the row drafts no further. The authors train a small network on the draft model's hidden states for it; here
+made once, and a round uses its first levels. After each level a decision model predicts if rejection is likely by then;
+if so the row drafts no further. The authors train a small network on the draft model's hidden states for it; here
 it is a `Predictor` of each node's acceptance, and a row goes on while the target is likely enough to get to one of the
-nodes that would be expanded next: while the sum over them of the product of f down to each is at least `least`.
+nodes that would be expanded next: while the sum over them of the product of f down to each is at least `threshold`.
 
 The window is as wide as the whole tree, since its shape is static; what was not drafted is dead, and drafting ends with
 the longest row. Whether a level is drafted depends on the levels above it alone, so draws stay draws and every verifier
@@ -20,38 +20,38 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from decodax.algorithms.speculative.fixed_trees import Fixed, GrowthPlan
 from decodax.algorithms.speculative.source import Grower, Shape
 from decodax.algorithms.speculative.tree import Proposal
-from decodax.algorithms.speculative.trees.fixed import Fixed, TreePlan
-from decodax.algorithms.speculative.trees.threshold import Drafted, Predictor, check_chance, entropy, probability
+from decodax.algorithms.speculative.trees.threshold import DraftFeatures, Predictor, check_chance, entropy, probability
 
 
 @dataclasses.dataclass(frozen=True)
 class Sliced(Shape):
-    """The first levels of `tree`, one at least, as many as a row is likely to get to.
+    """A fixed tree of which a row drafts the first levels, as many as the target is likely to reach, at least one.
 
     Attributes:
         tree: the whole tree.
-        least: the chance of getting to a level below which it is not drafted.
+        threshold: chance of being reached below which a level is not drafted.
         predictor: f, of one node; as in `ConfidenceChain`, with `position` the node's level, 0 the first.
 
     Raises:
-        ValueError: `least` outside [0, 1].
+        ValueError: `threshold` outside [0, 1].
     """
 
     tree: Fixed = Fixed.balanced(4, 2, 1, 1)
-    least: float = 0.3
+    threshold: float = 0.3
     predictor: Predictor = probability
 
     def __post_init__(self) -> None:
-        check_chance("least", self.least)
+        check_chance("threshold", self.threshold)
 
     @property
     def length(self) -> int:
         return self.tree.length
 
     def grow(self, grower: Grower, state: Any) -> tuple[Proposal, Any, Array]:
-        plan = TreePlan(self.tree)
+        plan = GrowthPlan(self.tree)
         above, rank, real = jnp.asarray(plan.above), jnp.asarray(plan.rank), jnp.asarray(plan.real)
         of = lambda c: (c.tokens, c.live, c.log_q, c.own, entropy(c.log_own), c.hidden)
         g, first = grower.start(state, plan.room, plan.fanout)
@@ -63,9 +63,10 @@ class Sliced(Shape):
             _, live, _, log_p, H, hidden = found
             up, r = above[level], rank[level]
             hidden = None if hidden is None else hidden[:, up].reshape(-1, hidden.shape[-1])
-            f = self.predictor(Drafted(log_p[:, up, r].reshape(-1), H[:, up].reshape(-1), level, hidden)).reshape(B, -1)
+            features = DraftFeatures(log_p[:, up, r].reshape(-1), H[:, up].reshape(-1), level, hidden)
+            f = self.predictor(features).reshape(B, -1)
             path = chance[:, up] * jnp.where(live[:, up, r], f, 0)
-            return path, grows & ((path * real[level]).sum(1) >= self.least)
+            return path, grows & ((path * real[level]).sum(1) >= self.threshold)
 
         def unfinished(carry: Any) -> Array:
             return (carry[0] < plan.levels) & carry[-1].any()

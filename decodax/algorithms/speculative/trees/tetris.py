@@ -1,4 +1,5 @@
-"""TETRIS (Wu et al. 2025): the batch shares one budget of draft tokens.
+"""TETRIS: the batch shares one budget of draft tokens ("TETRIS: Optimal Draft Token Selection for Batch Speculative
+Decoding", Wu et al., 2025).
 
 Every row drafts a chain; of all rows' drafts the `capacity` with the largest chance of being accepted, the product of
 the draft's probabilities down to them, are verified. Products never rise along a chain, so what is kept of a row is a
@@ -14,14 +15,21 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
+from decodax.algorithms.speculative.algorithm import Speculative
+from decodax.algorithms.speculative.drafts.model.draft_model import DraftModel
 from decodax.algorithms.speculative.source import Grower, Shape
 from decodax.algorithms.speculative.tree import Proposal
 from decodax.algorithms.speculative.trees.layers import at_least
+from decodax.common.options import Count
+from decodax.common.registry import ALGORITHMS
 
 
 @dataclasses.dataclass(frozen=True)
 class Tetris(Shape):
-    """Chains of at most `length`, `capacity` drafts in all of the batch.
+    """Chains whose drafts share a budget of the batch.
+
+    Attributes:
+        capacity: drafts of the batch in a round. length: most drafts of a row.
 
     A row's drafts depend on its batch mates, its tokens do not: sampled drafts that were left out by their own
     probability would not be drawn from q, so a verifier that wants q gets the likeliest tokens as deterministic drafts.
@@ -59,3 +67,14 @@ class Tetris(Shape):
         return Proposal(tokens=jnp.concatenate(tokens, 1), live=chain & (rank < self.capacity)), g.source, nodes
 
 
+@ALGORITHMS.register("tetris", "TETRIS: Optimal Draft Token Selection for Batch Speculative Decoding", "Wu et al. 2025",
+                     family="batching-scheduling", needs="a draft model", guarantee="seed-exact")
+def tetris(draft: Any, capacity: Count = 16, length: Count = 7) -> Speculative:
+    """Spends one budget of drafts on the likeliest drafts of the whole batch.
+
+    For batches of easy and hard rows, whose forward is bound by its number of tokens.
+
+    Args:
+        draft: the draft model. capacity: drafts of the batch in a round. length: most drafts of a row.
+    """
+    return Speculative(DraftModel(draft), shape=Tetris(capacity, length), packed=True)

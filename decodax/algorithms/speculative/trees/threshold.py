@@ -1,18 +1,12 @@
-"""Chains that end where the draft becomes doubtful.
-
-`ConfidenceChain` stops after the first token that is too unlikely to be accepted: with the default predictor, the
-token's own draft probability, transformers' assistant_confidence_threshold; with a trained one, DISCO (Mamou et al.
-2024). `RiskThreshold` stops once it is too likely that *some* draft so far is rejected, 1 - prod f_j > h: SpecDec++
-(Huang, Guo, Wang 2024).
+"""Helpers of chains that end where the draft becomes doubtful: the predictors, and the loop that grows a chain.
 
 The doubtful token is drafted and verified; only what would follow it is not. So whether a position is drafted depends
-on the tokens before it and never on its own, and sampled drafts stay exact under every verifier. Drafting costs as many
-steps as the longest row takes; a row's chain does not depend on its batch mates.
+on the tokens before it and never on its own, and sampled drafts stay exact under every verifier. Drafting takes as many
+steps as the longest row; a row's chain does not depend on its batch mates.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -20,20 +14,19 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from decodax.algorithms.speculative.source import Children, Grower, Shape
+from decodax.algorithms.speculative.source import Children, Grower
 from decodax.algorithms.speculative.tree import Proposal
-from decodax.algorithms.speculative.trees.layers import at_least
 from decodax.common.struct import Struct, struct
 
 
 @struct
-class Drafted(Struct):
-    """What a predictor knows of a draft.
+class DraftFeatures(Struct):
+    """Inputs of a predictor.
 
     Attributes:
-        log_p: `f32[B]` its log-probability by the source, at temperature 1.
-        entropy: `f32[B]` of the source's distribution, in nats.
-        place: `i32[]` in the chain, 0 the first.
+        log_p: `f32[B]` log-probability of the draft by the source, at temperature 1.
+        entropy: `f32[B]` entropy of the source's distribution, in nats.
+        place: `i32[]` place of the draft in the chain, 0 for the first.
         hidden: `f[B, D]` the source's hidden state at the node before it, or None from a source without any.
     """
 
@@ -43,71 +36,28 @@ class Drafted(Struct):
     hidden: Array | None = None
 
 
-Predictor = Callable[[Drafted], Array]
-"""The chance that a draft is accepted, `f32[B]`. It is static under jit: a module's function, or an instance of a
+Predictor = Callable[[DraftFeatures], Array]
+"""Gives the chance that a draft is accepted, `f32[B]`. It is static under jit: a module's function, or an instance of a
 frozen dataclass with `__call__`."""
 
 
-def probability(draft: Drafted) -> Array:
-    """The draft's own probability."""
+def probability(draft: DraftFeatures) -> Array:
+    """Returns the draft's own probability."""
     return jnp.exp(draft.log_p)
 
 
-@dataclasses.dataclass(frozen=True)
-class ConfidenceChain(Shape):
-    """A chain of at most `length` drafts that ends after the first one whose chance is below `least`.
-
-    Raises:
-        ValueError: a length below 1, or `least` outside [0, 1].
-    """
-
-    length: int = 20
-    least: float = 0.4
-    predictor: Predictor = probability
-    branches = False
-
-    def __post_init__(self) -> None:
-        at_least(length=self.length)
-        check_chance("least", self.least)
-
-    def grow(self, grower: Grower, state: Any) -> tuple[Proposal, Any, Array]:
-        return grow_chain(grower, state, self.length, chances(self.predictor), lambda f, all_of_them: f >= self.least)
-
-
-@dataclasses.dataclass(frozen=True)
-class RiskThreshold(Shape):
-    """A chain of at most `length` drafts that ends as soon as one of them is rejected with a chance above `most`.
-
-    Raises:
-        ValueError: a length below 1, or `most` outside [0, 1].
-    """
-
-    length: int = 20
-    most: float = 0.3
-    predictor: Predictor = probability
-    branches = False
-
-    def __post_init__(self) -> None:
-        at_least(length=self.length)
-        check_chance("most", self.most)
-
-    def grow(self, grower: Grower, state: Any) -> tuple[Proposal, Any, Array]:
-        return grow_chain(grower, state, self.length, chances(self.predictor),
-                          lambda f, all_of_them: 1 - all_of_them <= self.most)
-
-
 def chances(predictor: Predictor) -> Callable[[Children, Array], Array]:
-    """What a predictor says of a chain's next draft."""
-    return lambda child, i: predictor(Drafted(child.own[:, 0, 0], entropy(child.log_own[:, 0]), i,
+    """Returns the function that gives a predictor's chance for a chain's next draft."""
+    return lambda child, i: predictor(DraftFeatures(child.own[:, 0, 0], entropy(child.log_own[:, 0]), i,
                                               None if child.hidden is None else child.hidden[:, 0]))
 
 
 def grow_chain(grower: Grower, state: Any, length: int, chance: Callable[[Children, Array], Array],
                goes_on: Callable[[Array, Array], Array]) -> tuple[Proposal, Any, Array]:
-    """A chain that grows while `goes_on` says so of the newest draft's chance and the product of all, `f32[B]` each.
+    """Grows a chain while `goes_on` is true of the newest draft's chance and the product of all chances, `f32[B]` each.
 
     Args:
-        chance: `f32[B]`, of the draft at place `i32[]`.
+        chance: gives the chance `f32[B]` of the draft at place `i32[]`.
     """
     g, first = grower.start(state, length - 1, 1)
     B = g.tokens.shape[0]
@@ -140,11 +90,12 @@ def grow_chain(grower: Grower, state: Any, length: int, chance: Callable[[Childr
 
 
 def entropy(log_p: Array) -> Array:
-    """`f32[...]` in nats, of distributions `f32[..., V]`."""
+    """Returns the entropy `f32[...]`, in nats, of log-probabilities `f32[..., V]`."""
     p = jnp.exp(log_p)
     return -jnp.where(p > 0, p * log_p, 0).sum(-1)
 
 
 def check_chance(name: str, value: float) -> None:
+    """Raises ValueError for a number outside [0, 1]."""
     if not 0 <= value <= 1:
         raise ValueError(f"{name}: got {value}, takes 0 to 1")

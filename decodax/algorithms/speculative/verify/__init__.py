@@ -1,20 +1,15 @@
-"""Rules that say which drafts hold, each with the guarantee it keeps."""
+"""Verifiers, the rules that accept or reject drafts; each states the guarantee that it keeps."""
 
-from decodax.algorithms.speculative.verify.base import Guarantee, Verifier
-from decodax.algorithms.speculative.verify.block import Block
-from decodax.algorithms.speculative.verify.branch import LongestBranch
+from decodax.algorithms.speculative.verifier import Guarantee, SeedExact, Verifier
+from decodax.algorithms.speculative.verify.block_verification import BlockVerification
+from decodax.algorithms.speculative.verify.blockwise import Distance, Greedy, TopKAcceptance
 from decodax.algorithms.speculative.verify.cut import Cut
-from decodax.algorithms.speculative.verify.kseq import KSeq
-from decodax.algorithms.speculative.verify.multiround import MultiRound
-from decodax.algorithms.speculative.verify.pointwise import (
-    Distance,
-    Greedy,
-    SeedExact,
-    SpecVerification,
-    TopKAcceptance,
-    TypicalAcceptance,
-)
+from decodax.algorithms.speculative.verify.longest_branch import LongestBranch
+from decodax.algorithms.speculative.verify.mcsd import MultiRound
 from decodax.algorithms.speculative.verify.rejection import Rejection
+from decodax.algorithms.speculative.verify.spec_verification import SpecVerification
+from decodax.algorithms.speculative.verify.spectr import KSeq
+from decodax.algorithms.speculative.verify.typical import TypicalAcceptance
 
-__all__ = ["Block", "Cut", "Distance", "Greedy", "Guarantee", "KSeq", "LongestBranch", "MultiRound", "Rejection",
-           "SeedExact", "SpecVerification", "TopKAcceptance", "TypicalAcceptance", "Verifier"]
+__all__ = ["BlockVerification", "Cut", "Distance", "Greedy", "Guarantee", "KSeq", "LongestBranch", "MultiRound",
+           "Rejection", "SeedExact", "SpecVerification", "TopKAcceptance", "TypicalAcceptance", "Verifier"]

@@ -1,4 +1,4 @@
-"""A rationale cut short: in one round the drafts are taken as they are (FastCoT, Zhang et al. 2023)."""
+"""The verifier of FastCoT's early cut: in one round all drafts are accepted as they are (Zhang et al., 2023)."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jax import Array
 
-from decodax.algorithms.speculative.tree import Drawn, Tree, deepest
-from decodax.algorithms.speculative.verify.base import Guarantee, Verifier
-from decodax.algorithms.speculative.verify.pointwise import at_end, at_parents
+from decodax.algorithms.speculative.tree import Drawn, Tree, at_end, at_parents, deepest
+from decodax.algorithms.speculative.verifier import Guarantee, Verifier
 from decodax.algorithms.speculative.verify.rejection import is_chain
 from decodax.core.state import State
 from decodax.sampling.base import Distribution
@@ -20,8 +19,8 @@ from decodax.sampling.base import Distribution
 class Cut(Verifier):
     """`SeedExact`, except that a row that has had `rounds` rounds accepts all of its drafts in the next one.
 
-    Approximate: what is accepted then is a guess. Up to there the tokens are plain decoding's, and behind it they are
-    what plain decoding says after the text as it stands. For chains, `FastCoT`'s with the same `cut`.
+    Approximate: the tokens accepted then are guesses. Tokens before them are plain decoding's, and tokens after them
+    are plain decoding's after this text. For chains, `FastCoT`'s with the same `cut`.
 
     Raises:
         ValueError: rounds below 1; while it is traced: a tree that is not a chain.

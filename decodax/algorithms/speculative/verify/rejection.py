@@ -1,4 +1,4 @@
-"""Rejection sampling of a chain."""
+"""Rejection sampling of a chain of drafts (Leviathan et al., 2023; Chen et al., 2023)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 
 from decodax.algorithms.speculative.tree import Drawn, Tree
-from decodax.algorithms.speculative.verify.base import Guarantee, Verifier
+from decodax.algorithms.speculative.verifier import Guarantee, Verifier
 from decodax.algorithms.speculative.verify.walk import residual
 from decodax.core import keys
 from decodax.core.keys import Purpose
@@ -43,15 +43,15 @@ class Rejection(Verifier):
         accepted = jnp.cumprod(((u * at(q) < at(p)) & live).astype(jnp.int32), 1).sum(1)
         left = jnp.where(live[..., None], residual(p - q, p), p)
         last = jnp.concatenate([jnp.log(left), log_p[:, K:]], 1)
-        # broken logits reach the row's status: no draft behind them is accepted, since no comparison with NaN holds
+        # broken logits reach the row's status: no draft after them is accepted, since no comparison with NaN holds
         own = draw(last, keys.addresses(s.key, dist.predicts, Purpose.RESIDUAL))
         path = jnp.broadcast_to(jnp.arange(K + 1, dtype=jnp.int32), own.shape)
         return path, accepted, jnp.take_along_axis(own, accepted[:, None], 1)[:, 0]
 
 
 def chain_drafts(rule: Any, tree: Tree, vocabulary: int) -> tuple[Array, Array, Array]:
-    """The drafts `i32[B, K]` of a chain, which of them are live, `bool[B, K]`, and what each was drawn from,
-    `f32[B, K, V]`: itself if drafts are deterministic.
+    """Returns the drafts `i32[B, K]` of a chain, their liveness `bool[B, K]`, and the distribution that each was drawn
+    from, `f32[B, K, V]`, one-hot if drafts are deterministic.
 
     Raises:
         ValueError: the tree is not a chain.
@@ -65,5 +65,5 @@ def chain_drafts(rule: Any, tree: Tree, vocabulary: int) -> tuple[Array, Array, 
 
 
 def is_chain(tree: Tree) -> bool:
-    """Whether every node is the parent of the next one, in all rows."""
+    """Returns True if every node is the parent of the next one, in all rows."""
     return isinstance(tree.parents, np.ndarray) and bool((tree.parents == np.arange(-1, tree.size - 1)).all())

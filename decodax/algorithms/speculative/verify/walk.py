@@ -1,4 +1,4 @@
-"""Down a tree, level by level: what the rules that weigh a node's children together (`MultiRound`, `KSeq`) share."""
+"""The walk down a tree of verifiers that test a node's children together (`MultiRound`, `KSeq`)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from decodax.algorithms.speculative.tree import Tree, path_to
-from decodax.algorithms.speculative.verify.pointwise import at_parents
+from decodax.algorithms.speculative.tree import Tree, at_parents, path_to
 from decodax.core import keys
 from decodax.core.keys import Purpose
 from decodax.core.state import State
@@ -18,15 +17,15 @@ from decodax.sampling.base import Distribution
 from decodax.sampling.draw import draw
 
 Siblings = Callable[[Array, Any, Array, Array, Array, Array], tuple[Array, Array, Array]]
-"""What becomes of one node's children. Takes p `f32[V]`, q `f32[V]` (None: drafts are deterministic; a function of a
-child's node `i32[]`: each was drawn from its own), and of the tree's nodes their tokens `i32[1 + N]`, which of them are
-the live children `bool[1 + N]` and the dead ones `bool[1 + N]`, and a uniform for each `f32[1 + N]`.
-Gives the accepted child `i32[]`, whether there is one `bool[]`, and what the token is drawn from if there is none:
-`f32[V]`, unnormalised."""
+"""Tests one node's children. Takes p `f32[V]`, q `f32[V]` (None: drafts are deterministic; a function of a child's node
+`i32[]`: each was drawn from its own), and for the tree's nodes their tokens `i32[1 + N]`, masks of the live and of the
+dead children `bool[1 + N]`, and a uniform each `f32[1 + N]`. Returns the accepted child `i32[]`, True if there is one
+`bool[]`, and the unnormalised distribution of the token if there is none, `f32[V]`."""
 
 
 def walk(siblings: Siblings, dist: Distribution, s: State, tree: Tree) -> tuple[Array, Array, Array]:
-    """The result of a `Verifier` that goes from accepted child to accepted child; the last one's residual gives `own`.
+    """Goes from accepted child to accepted child, and draws `own` from the last one's residual. Returns what a
+    `Verifier` does.
 
     A level's outcome depends on nothing below it, and its position is decided this round, so noise addressed by
     position and rank is never used twice.
@@ -63,7 +62,7 @@ def walk(siblings: Siblings, dist: Distribution, s: State, tree: Tree) -> tuple[
 
 
 def residual(left: Array, p: Array) -> Array:
-    """The positive part of `left` (`f32[..., V]`), or `p` where nothing is positive.
+    """Returns the positive part of `left` (`f32[..., V]`), or `p` where nothing is positive.
 
     No residual means no rejection but by rounding, and then p is the right limit. A p that is NaN or 0 all over stays,
     and becomes the row's status.
@@ -73,8 +72,8 @@ def residual(left: Array, p: Array) -> Array:
 
 
 def certain(p: Array, tokens: Array, children: Array, u: Array) -> tuple[Array, Array, Array]:
-    """`Siblings` for deterministic drafts, without q: each is accepted with its probability in what those before it
-    left of p. No rule that keeps p accepts more often than this one does, with the sum of p over the children."""
+    """`Siblings` for deterministic drafts, without q: each is accepted with its probability in what the ones before it
+    left of p. No rule that keeps p accepts more often: it accepts with the sum of p over the children."""
     n = jnp.arange(tokens.shape[0])
     again = ((tokens[:, None] == tokens) & children & (n < n[:, None])).any(-1)
     chance = jnp.where(children & ~again, p[tokens], 0)

@@ -1,15 +1,15 @@
-"""FastCoT's windows: a glance at the future of a chain of thought, as far as the position deserves.
+"""FastCoT: Jacobi decoding of a chain of thought with a window whose size depends on the position ("Fast
+Chain-of-Thought: A Glance of Future from Parallel Decoding Leads to Answers Faster", Zhang et al., 2023).
 
-Zhang et al. 2023, "Fast Chain-of-Thought: A Glance of Future from Parallel Decoding Leads to Answers Faster". Each
-forward carries the newest token, which it decodes as usual, and a window of approximate tokens of the future, which it
-improves by a Jacobi update; what is verified is committed, and approximate tokens that are still wrong stay and are
-used by the next forward. The window's size changes with the position: many approximate tokens where the text settles
-early, few or none where they would be wasted.
+Each forward carries the newest token, which it decodes as usual, and a window of approximate tokens of the future,
+which it improves by a Jacobi update; what is verified is committed, and approximate tokens that are still wrong stay
+and are used by the next forward. The window's size changes with the position: many approximate tokens where the text
+settles early, few or none where they would be wasted.
 
-That much is exact. The paper also cuts the rationale early: after so many forwards it stops, wherever it is, and the
-answer is generated from exact and approximate tokens together. With `cut` and `trigger` the window of the next forward
-holds the approximate tokens as they are and then the tokens that open the answer; the verifier `Cut` accepts all of it,
-and decoding goes on behind it. The output then is approximate.
+That much is exact. The paper also cuts the rationale early: after a number of forwards it stops, wherever it is, and
+the answer is generated from exact and approximate tokens together. With `cut` and `trigger` the window of the next
+forward holds the approximate tokens as they are and then the tokens that open the answer; the verifier `Cut` accepts
+all of it, and decoding goes on after it. The output then is approximate.
 """
 
 from __future__ import annotations
@@ -22,22 +22,28 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from decodax.algorithms.speculative.algorithm import Speculative
 from decodax.algorithms.speculative.drafts.jacobi.jacobi import Fill, Guesses, Iterated, check_fill
 from decodax.algorithms.speculative.source import Drawn
 from decodax.algorithms.speculative.tree import Proposal, chain
+from decodax.algorithms.speculative.verifier import SeedExact, Verifier
+from decodax.algorithms.speculative.verify.cut import Cut
+from decodax.common.options import Count
+from decodax.common.registry import ALGORITHMS
 from decodax.core.state import State
 from decodax.core.types import Params
 
 
 @dataclasses.dataclass(frozen=True)
 class FastCoT(Iterated):
-    """A Jacobi window whose size follows a schedule.
+    """Iterates a Jacobi window whose size follows a schedule.
 
     Attributes:
-        schedule: pairs of a number of new tokens and a size: from so many new tokens on, the window has that size (0
-            is plain decoding). Tokens that a shrinking window leaves out are forgotten.
+        schedule: pairs of a number of new tokens and a size: from that number on, the window has that size (0 is plain
+            decoding). Tokens that a shrinking window leaves out are forgotten.
         fill: the first guess of a position that enters the window.
-        cut: forwards after which the rationale ends; None never cuts it. trigger: token ids that open the answer.
+        cut: number of forwards after which the rationale ends; None never cuts it. trigger: token ids that open the
+            answer.
 
     Raises:
         ValueError: a schedule that does not start at 0, does not rise, or never has a window; a fill that is none; a
@@ -84,7 +90,7 @@ class FastCoT(Iterated):
         p, state = super().propose(params, policy, s, state, drawn)
         if self.cut is None:
             return p, state
-        # what is known of the future, up to an end of sequence, and the trigger behind it
+        # the known guesses, up to an end of sequence, and the trigger after them
         known = (state.tokens >= 0) & ~(state.tokens[:, :, None] == policy.eos[:, None, :]).any(-1)
         count = jnp.minimum(jnp.cumprod(known, 1).sum(1, dtype=jnp.int32), self.widest)
         opens = jnp.asarray(self.trigger, jnp.int32)
@@ -92,3 +98,24 @@ class FastCoT(Iterated):
         whole = chain(put(jnp.maximum(state.tokens, 0), count), count + len(self.trigger))
         now = (s.stats.rounds == self.cut)[:, None]
         return jax.tree.map(lambda a, b: jnp.where(now, a, b), whole, p), state
+
+
+@ALGORITHMS.register("fastcot",
+                     "Fast Chain-of-Thought: A Glance of Future from Parallel Decoding Leads to Answers Faster",
+                     "Zhang et al. 2023", family="parallel-jacobi", guarantee="seed-exact")
+def fastcot(schedule: tuple[tuple[int, int], ...] = ((0, 4), (16, 8), (64, 12)), cut: Count | None = None,
+            trigger: tuple[int, ...] = (), verify: Verifier | None = None) -> Speculative:
+    """Iterates a Jacobi window whose size follows a schedule; `cut` ends a rationale early, with approximate tokens.
+
+    The answer is then written after guesses of the rationale's end.
+
+    Args:
+        schedule: pairs of a number of new tokens and the window's size from there on.
+        cut: number of forwards after which the rationale ends; None never cuts it.
+        trigger: token ids that open the answer.
+        verify: rule that accepts drafts, unless `cut` is given; None: `SeedExact`.
+    """
+    if cut is not None and verify is not None:
+        raise ValueError(f"verify: got {verify} beside a cut, which is a verifier of its own")
+    draft = FastCoT(schedule, cut=cut, trigger=tuple(trigger))
+    return Speculative(draft, (verify or SeedExact()) if cut is None else Cut(cut))

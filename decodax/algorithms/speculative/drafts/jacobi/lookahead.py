@@ -1,12 +1,12 @@
-"""Lookahead decoding: n-grams are read off parallel Jacobi trajectories, and verified where one fits.
+"""Lookahead decoding: collects n-grams from parallel Jacobi trajectories, and drafts those that begin with the newest
+token ("Break the Sequential Dependency of LLM Inference Using Lookahead Decoding", Fu, Bailis, Stoica, Zhang, 2024).
 
-Fu, Bailis, Stoica, Zhang 2024, "Break the Sequential Dependency of LLM Inference Using Lookahead Decoding". One forward
-runs two branches behind the newest token:
+One forward runs two branches after the newest token:
 
 The lookahead branch is a window of `W` columns and `N - 1` levels, the last iterations of a Jacobi trajectory, oldest
-first. Cell (level `l`, column `c`) stands `l + c` behind the newest token, which itself is cell (0, 0). It sees the
-past, the columns up to `c` of level 0, and of the levels 1 to `l` column `c` alone (itself the last of them). So a
-column is one n-gram going down, in front of it the oldest trajectory. With `W = 4`, `N = 4`, by distances:
+first. Cell (level `l`, column `c`) is `l + c` positions after the newest token, which itself is cell (0, 0). It sees
+the past, the columns up to `c` of level 0, and of the levels 1 to `l` column `c` alone (itself the last of them). So a
+column is one n-gram going down, after the oldest trajectory. With `W = 4`, `N = 4`, by distances:
 
     level 0   newest 1 2 3
     level 1        1 2 3 4        the 4 in level 1 sees newest, 1, 2, 3 of level 0 and itself
@@ -27,16 +27,20 @@ stay in the window. Drafts are deterministic, and every verifier keeps its guara
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from decodax.algorithms.speculative.algorithm import Speculative
 from decodax.algorithms.speculative.drafts.jacobi.jacobi import filling
 from decodax.algorithms.speculative.source import Draft, Drawn
 from decodax.algorithms.speculative.tree import Probes, Proposal
+from decodax.algorithms.speculative.verifier import SeedExact, Verifier
+from decodax.common.options import Count, Range
+from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
@@ -45,8 +49,8 @@ from decodax.sampling.draw import first_argmax
 
 
 @struct
-class LookaheadState(Struct):
-    """Window and pool of each row.
+class Ahead(Struct):
+    """The state of `Lookahead`: window and pool of each row.
 
     Attributes:
         levels: `i32[B, N - 1, W]`; cell (0, 0) is not read. filled: `i32[B]`, levels that are in use.
@@ -60,64 +64,64 @@ class LookaheadState(Struct):
 
 @dataclasses.dataclass(frozen=True)
 class Lookahead(Draft):
-    """Lookahead decoding; a forward has `1 + G (N - 1) + W (N - 1) - 1` nodes.
+    """Drafts pooled n-grams and probes a window of Jacobi levels; a forward has `1 + G (N - 1) + W (N - 1) - 1` nodes.
 
     Attributes:
-        window: `W`, columns. ngram: `N`, tokens of an n-gram with its key. guesses: `G`, n-grams verified a round.
-        buckets: sets of `G` n-grams in a row's pool; keys that are equal modulo it share one.
-        text: whether n-grams of the prompt and of the output enter the pool too.
+        window_size: `W`, columns of the window.
+        ngram_size: `N`, tokens of an n-gram, its first token included; "level" in the authors' code.
+        guess_set_size: `G`, n-grams that are verified in a round.
+        buckets: sets of `G` n-grams in a row's pool; first tokens that are equal modulo it share one.
+        text: True if n-grams of the prompt and of the output enter the pool too.
 
     Raises:
-        ValueError: `window`, `guesses` or `buckets` below 1, `ngram` below 2.
+        ValueError: `window_size`, `guess_set_size` or `buckets` below 1, `ngram_size` below 2.
     """
 
-    window: int = 7
-    ngram: int = 5
-    guesses: int = 7
+    window_size: int = 7
+    ngram_size: int = 5
+    guess_set_size: int = 7
     buckets: int = 1024
     text: bool = True
 
     def __post_init__(self) -> None:
-        for name, least in (("window", 1), ("ngram", 2), ("guesses", 1), ("buckets", 1)):
+        for name, least in (("window_size", 1), ("ngram_size", 2), ("guess_set_size", 1), ("buckets", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name}: got {getattr(self, name)}, takes at least {least}")
 
     @property
     def length(self) -> int:
-        return self.ngram - 1
+        return self.ngram_size - 1
 
-    def init(self, params: Params, s: State) -> LookaheadState:
-        B, N = s.batch, self.ngram
-        pool = jnp.full((B, self.buckets, self.guesses, N), -1, jnp.int32)
+    def init(self, params: Params, s: State) -> Ahead:
+        B, N = s.batch, self.ngram_size
+        pool = jnp.full((B, self.buckets, self.guess_set_size, N), -1, jnp.int32)
         if self.text:
             def enter(i: Array, pool: Array) -> Array:
                 grams = lax.dynamic_slice_in_dim(s.tokens, i, N, 1)
                 return insert(pool, grams[:, None], (i + N <= s.length)[:, None])
 
             pool = lax.fori_loop(0, jnp.max(s.length) - N + 1, enter, pool)
-        first = filling("text", s, self.window)[:, None]
-        return LookaheadState(levels=jnp.tile(first, (1, N - 1, 1)), filled=jnp.ones(B, jnp.int32), pool=pool)
+        first = filling("text", s, self.window_size)[:, None]
+        return Ahead(levels=jnp.tile(first, (1, N - 1, 1)), filled=jnp.ones(B, jnp.int32), pool=pool)
 
-    def propose(self, params: Params, policy: Any, s: State, state: LookaheadState,
-                drawn: Drawn) -> tuple[Proposal, LookaheadState]:
-        offset, sees = layout(self.window, self.ngram, self.guesses * self.length)
+    def propose(self, params: Params, policy: Any, s: State, state: Ahead, drawn: Drawn) -> tuple[Proposal, Ahead]:
+        offset, sees = layout(self.window_size, self.ngram_size, self.guess_set_size * self.length)
         cells = state.levels.reshape(s.batch, -1)[:, 1:]
         probes = Probes(tokens=cells, offset=jnp.asarray(offset)[None], sees=jnp.asarray(sees)[None])
         tokens, live, parents = jax.vmap(guesses)(state.pool, s.newest)
         return Proposal(tokens=tokens, live=live, parents=parents, probes=probes if cells.shape[1] else None), state
 
-    def observe(self, s: State, window: Window, out: Out, decision: Decision | None,
-                state: LookaheadState) -> LookaheadState:
+    def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Ahead) -> Ahead:
         if decision is None:
             return state
-        drafts = self.guesses * self.length
-        if window.width == drafts + self.window * self.length:      # not so in a window that another draft proposed
+        drafts = self.guess_set_size * self.length
+        if window.width == drafts + self.window_size * self.length:     # other drafts propose windows of other widths
             state = self._advance(s, out, state, drafts)
         return state.replace(pool=self._read(s, decision, state.pool)) if self.text else state
 
-    def _advance(self, s: State, out: Out, state: LookaheadState, drafts: int) -> LookaheadState:
-        """The next iteration of the window, and its n-grams into the pool."""
-        cell = (state.filled[:, None] - 1) * self.window + jnp.arange(self.window, dtype=jnp.int32)
+    def _advance(self, s: State, out: Out, state: Ahead, drafts: int) -> Ahead:
+        """Returns the state with the next iteration of the window and its n-grams in the pool."""
+        cell = (state.filled[:, None] - 1) * self.window_size + jnp.arange(self.window_size, dtype=jnp.int32)
         new = first_argmax(out.logits(jnp.where(cell > 0, drafts + cell, 0)))      # `[B, W]`, of the last level in use
         full = state.filled == self.length
         levels = state.levels.at[:, 0, 0].set(s.newest)
@@ -125,16 +129,16 @@ class Lookahead(Draft):
         grams = grown.swapaxes(1, 2)
         pool = insert(state.pool, grams, jnp.broadcast_to(full[:, None], grams.shape[:2]))
         # one step on: level l + 1 becomes level l; while the window fills, levels move one column on and one joins them
-        opened = filling("text", s, self.ngram, salt=1)[:, :, None]
+        opened = filling("text", s, self.ngram_size, salt=1)[:, :, None]
         moved = jnp.concatenate([grown[:, :, 1:], opened], 2)
         joins = jnp.arange(self.length) == state.filled[:, None]
         moved = jnp.where(joins[:, :, None], moved[:, -1:], moved[:, :-1])
-        return LookaheadState(levels=jnp.where(full[:, None, None], grown[:, 1:], moved), pool=pool,
+        return Ahead(levels=jnp.where(full[:, None, None], grown[:, 1:], moved), pool=pool,
                      filled=jnp.where(full, state.filled, state.filled + 1))
 
     def _read(self, s: State, decision: Decision, pool: Array) -> Array:
-        """The n-grams that end with the round's tokens."""
-        N, M = self.ngram, decision.tokens.shape[1]
+        """Returns the pool with the n-grams that end with the round's tokens."""
+        N, M = self.ngram_size, decision.tokens.shape[1]
         at = s.length[:, None] - N + 1 + jnp.arange(N - 1)
         text = jnp.concatenate([jnp.take_along_axis(s.tokens, jnp.maximum(at, 0), 1), decision.tokens], 1)
         grams = text[:, np.arange(M)[:, None] + np.arange(N)]
@@ -144,7 +148,7 @@ class Lookahead(Draft):
 
 
 def layout(W: int, N: int, drafts: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """The lookahead branch without its cell (0, 0), the newest token, with so many drafts between the two.
+    """Returns the lookahead branch without its cell (0, 0), the newest token, with `drafts` drafts between the two.
 
     Returns:
         `i32[P]` distances from the newest token, and `bool[P, 1 + drafts + P]` who sees whom.
@@ -161,7 +165,7 @@ def layout(W: int, N: int, drafts: int = 0) -> tuple[np.ndarray, np.ndarray]:
 
 
 def guesses(pool: Array, newest: Array) -> tuple[Array, Array, Array]:
-    """The n-grams of one row's pool (`i32[buckets, G, N]`) that begin with `newest` (`i32[]`), as a tree.
+    """Returns the n-grams of one row's pool (`i32[buckets, G, N]`) that begin with `newest` (`i32[]`), as a tree.
 
     Returns:
         tokens, live and parents, `[G (N - 1)]`, n-gram by n-gram, the newest first. A node that an n-gram shares with
@@ -180,8 +184,8 @@ def guesses(pool: Array, newest: Array) -> tuple[Array, Array, Array]:
 
 
 def insert(pool: Array, grams: Array, valid: Array) -> Array:
-    """`grams` (`i32[B, n, N]`) one after the other into their buckets, each as the newest; a full bucket loses its
-    oldest, and one that was there moves up. What is not `valid` (`bool[B, n]`) is left out."""
+    """Inserts `grams` (`i32[B, n, N]`) one after the other into their buckets, each as the newest; a full bucket loses
+    its oldest, and one that was there moves up. Those that are not `valid` (`bool[B, n]`) are left out."""
     def row(pool: Array, grams: Array, valid: Array) -> Array:
         ways = jnp.arange(pool.shape[1])
 
@@ -196,3 +200,20 @@ def insert(pool: Array, grams: Array, valid: Array) -> Array:
         return lax.scan(one, pool, (grams, valid))[0]
 
     return jax.vmap(row)(pool, grams, valid)
+
+
+@ALGORITHMS.register("lookahead", "Break the Sequential Dependency of LLM Inference Using Lookahead Decoding",
+                     "Fu et al. 2024", family="parallel-jacobi", guarantee="seed-exact")
+def lookahead(window_size: Count = 7, ngram_size: Annotated[int, Range(2)] = 5, guess_set_size: Count = 7,
+              verify: Verifier = SeedExact()) -> Speculative:
+    """Drafts n-grams that were collected from a window of Jacobi iterations.
+
+    It needs no draft model; its forwards are wide, so it pays where a wide window costs little.
+
+    Args:
+        window_size: W, columns of the window.
+        ngram_size: N, tokens of an n-gram, its first token included.
+        guess_set_size: G, n-grams that are verified in a round.
+        verify: rule that accepts drafts.
+    """
+    return Speculative(Lookahead(window_size, ngram_size, guess_set_size), verify)

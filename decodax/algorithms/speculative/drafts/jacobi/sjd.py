@@ -1,10 +1,11 @@
-"""Speculative Jacobi decoding (SJD): Jacobi iteration with a probabilistic test in place of the fixed point.
+"""Speculative Jacobi decoding (SJD): Jacobi iteration with a probabilistic test in place of the fixed point
+("Accelerating Auto-regressive Text-to-Image Generation with Training-free Speculative Jacobi Decoding", Teng et al.,
+2024).
 
-Teng et al. 2025 (ICLR), "Accelerating Auto-regressive Text-to-Image Generation with Training-free Speculative Jacobi
-Decoding". The window's tokens are draws from the conditionals `p_{j-1}` of the previous iteration, and those serve as
+The window's tokens are draws from the conditionals `p_{j-1}` of the previous iteration, and those serve as
 the draft distribution of this one: under `Rejection` token `x_i` is accepted with probability
 min(1, p_j(x_i) / p_{j-1}(x_i)); at the first rejection the token comes from the positive part of p_j - p_{j-1}, the
-tokens behind it are drawn anew from `p_j`, and fresh ones enter at the far end. Under `SeedExact` the draws take the
+tokens after it are drawn anew from `p_j`, and fresh ones enter at the far end. Under `SeedExact` the draws take the
 noise that the target will draw with, and the window is a coupled Jacobi iteration.
 
 `p_{j-1}` itself would be a vocabulary-sized carry. What is carried is its `top` most likely tokens, renormalised, and
@@ -22,10 +23,15 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from decodax.algorithms.speculative.algorithm import Speculative
 from decodax.algorithms.speculative.drafter import CHAINS
-from decodax.algorithms.speculative.drafts.jacobi.jacobi import Fill, behind, check_fill, filling
+from decodax.algorithms.speculative.drafts.jacobi.jacobi import Fill, check_fill, filling, nodes_after
 from decodax.algorithms.speculative.source import Draft, Drawn
 from decodax.algorithms.speculative.tree import Proposal, chain
+from decodax.algorithms.speculative.verifier import Verifier
+from decodax.algorithms.speculative.verify.rejection import Rejection
+from decodax.common.options import Count
+from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
 from decodax.core import keys
 from decodax.core.cache import Feature
@@ -39,11 +45,11 @@ from decodax.sampling.draw import draw
 
 @struct
 class Conditionals(Struct):
-    """The previous iteration's conditionals for what follows the newest token.
+    """The previous iteration's conditionals for the tokens after the newest one.
 
     Attributes:
         tokens: `i32[B, K, top]`. log_p: `f32[B, K, top]`, not normalised; all -inf where there are none yet.
-        policy: within a round, what `p_j` is taken under.
+        policy: within a round the policy of `p_j`.
     """
 
     tokens: Array
@@ -53,11 +59,12 @@ class Conditionals(Struct):
 
 @dataclasses.dataclass(frozen=True)
 class SJD(Draft):
-    """A window of `length` draws from the target's own last conditionals.
+    """Drafts a window of draws from the target's own conditionals of the previous iteration.
 
     Attributes:
         vocab_size: entries of the target's logits.
-        top: how many tokens of a conditional are kept.
+        length: tokens in the window.
+        top: number of tokens of a conditional that are kept.
         fill: the token that enters the window; the paper draws it from the text or at random, or repeats a neighbour.
 
     Raises:
@@ -93,7 +100,7 @@ class SJD(Draft):
         return chain(tokens, count, None if drawn in ("coupled", "ranked") else log_q), state.replace(policy=policy)
 
     def _log_q(self, s: State, state: Conditionals) -> Array:
-        """`f32[B, K, V]`: the kept conditionals, all on one token where there are none."""
+        """Returns the kept conditionals `f32[B, K, V]`, with all probability on one token where there are none."""
         known = (state.log_p > -jnp.inf).any(-1)
         fresh = filling(self.fill, s, self.length)[..., None] == jnp.arange(self.vocab_size)
         log_p = jax.nn.log_softmax(jnp.where(known[..., None], state.log_p, 0), -1)
@@ -105,7 +112,7 @@ class SJD(Draft):
                 state: Conditionals) -> Conditionals:
         if decision is None or state.policy is None:
             return state.replace(policy=None)
-        nodes, run = behind(s, window, decision, self.length)
+        nodes, run = nodes_after(s, window, decision, self.length)
         log_p = state.policy.over(s, window, out).log_probs()
         if log_p.shape[-1] != self.vocab_size:
             raise ValueError(f"vocab_size: got {self.vocab_size}, the target's logits have {log_p.shape[-1]} entries")
@@ -113,3 +120,19 @@ class SJD(Draft):
         log_p, tokens = top_k(jnp.where(run[..., None] & ~jnp.isnan(log_p), log_p, -jnp.inf),
                                       state.tokens.shape[-1])
         return Conditionals(tokens=tokens.astype(jnp.int32), log_p=log_p)
+
+
+@ALGORITHMS.register("sjd", "Accelerating Auto-regressive Text-to-Image Generation with Training-free Speculative "
+                     "Jacobi Decoding", "Teng et al. 2024", family="parallel-jacobi", needs="a model",
+                     guarantee="distribution-exact")
+def sjd(lm: Any, length: Count = 16, top: Count = 64, verify: Verifier = Rejection()) -> Speculative:
+    """Iterates a window of draws, with the previous iteration's conditionals as the draft distribution.
+
+    For sampled texts and images, where plain Jacobi iteration accepts few tokens.
+
+    Args:
+        lm: the target. length: tokens in the window.
+        top: number of tokens of a conditional that are kept.
+        verify: rule that accepts drafts.
+    """
+    return Speculative(SJD(lm.vocab_size, length, min(top, lm.vocab_size)), verify)

@@ -1,4 +1,4 @@
-"""A user's own function as a source of drafts."""
+"""Drafts from a user's own function."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from decodax.core.types import Params
 
 @dataclasses.dataclass(frozen=True)
 class UserDraft(Draft):
-    """Drafts what `fn` returns. With `SeedExact` the output is plain decoding's, whatever that is.
+    """Drafts what a user's function returns. With `SeedExact` the output is plain decoding's, whatever it returns.
 
     Attributes:
-        fn: a pure JAX function `(tokens i32[B, N], length i32[B]) -> (drafts i32[B, K], count i32[B])`: drafts of what
-            follows the first `length` tokens of each row, and how many of them are meant. What stands behind a row's
-            length means nothing, and a row must not look at another. Give a function of a module, not a fresh lambda
+        fn: a pure JAX function `(tokens i32[B, N], length i32[B]) -> (drafts i32[B, K], count i32[B])`: drafts of the
+            tokens after the first `length` of each row, and their number. Tokens beyond a row's length have no meaning,
+            and a row must not look at another. Give a function of a module, not a fresh lambda
             each time: it is compared by identity, and a new one compiles anew.
         length: `K`.
 

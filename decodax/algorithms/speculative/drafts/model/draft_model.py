@@ -1,7 +1,7 @@
 """A draft model: a smaller network with the target's tokenizer (Leviathan et al. 2023, Chen et al. 2023).
 
 It has a cache of its own, which holds verified tokens only; the nodes of a growing tree lie in a scratch beside it, and
-what the target accepts is moved over. A round begins with a window of the two newest tokens, since the last accepted
+the accepted ones are moved to the cache. A round begins with a window of the two newest tokens, since the last accepted
 draft was never run; whatever else is missing (the prompt, rounds in which another source drafted) is caught up first.
 """
 
@@ -37,13 +37,14 @@ class Drafting(Struct):
 
 @dataclasses.dataclass(frozen=True)
 class DraftModel(Source):
-    """Drafts from `model`, a `Model` or what `decodax.load` gave.
+    """Drafts from a model of its own.
 
     Attributes:
+        model: a `Model`, or what `decodax.load` gave.
         weights: the model's, if it is a bare `Model`; at low level they go into `Params.draft` instead.
         vocab_size: entries of the target's logits; default what the policy is built for, or the draft model's own.
-        chunk: tokens a forward while it catches up.
-        reads: ids that the model reads; default those of what decodax.load gave, or any.
+        chunk: tokens of a forward while it reads text that its cache lacks.
+        reads: number of ids that the model reads; default those of what `decodax.load` gave, or any.
 
     The vocabularies may be padded to different sizes, as those of small and large Qwen 2.5 are; see `Resized`.
     """
@@ -69,7 +70,7 @@ class DraftModel(Source):
         return dataclasses.replace(self, weights=None)
 
     def for_vocabulary(self, size: int) -> DraftModel:
-        """With logits of `size` entries, unless `vocab_size` is set."""
+        """Returns it with logits of `size` entries, unless `vocab_size` is set."""
         return self if self.vocab_size else dataclasses.replace(self, vocab_size=size)
 
     @property
@@ -116,7 +117,7 @@ class DraftModel(Source):
 
 
 def catch_up(model: Model, weights: Any, s: State, cache: Any, chunk: int, newest: int = 2) -> Any:
-    """Commits what the cache lacks of each row's text, all but the `newest` tokens. Mostly it lacks nothing."""
+    """Commits the tokens of each row's text that the cache lacks, except the `newest` ones. Mostly it lacks none."""
     lacks = jnp.where(s.running, s.length - newest - cache.length, 0)
 
     def visit(i: Array, cache: Any) -> Any:

@@ -1,18 +1,22 @@
-"""SpecBranch (Shen et al. 2025): while the target verifies, the draft model goes on from several tokens at once.
+"""SpecBranch: while the target verifies, the draft model goes on from several tokens at once ("SpecBranch: Speculative
+Decoding via Hybrid Drafting and Rollback-Aware Branch Parallelism", Shen et al., 2025).
 
-As in PEARL the draft model writes ahead of the target. It goes on from the *branch point*, the place behind the last
-draft that waits: there it takes the `branches` likeliest tokens, and writes a continuation of each. If all drafts hold
-that waited and the target's own token behind them is one of those, its continuation is what waits next, and nothing is
-rolled back; only if it is none of them is everything void that was written.
+As in PEARL the draft model writes ahead of the target. It goes on from the *branch point*, the place after the last
+pending draft: there it takes the `branches` likeliest tokens, and writes a continuation of each. If all pending drafts
+hold and the target's own token after them is one of the branch tokens, its continuation is pending next, and nothing is
+rolled back. Only if it is none of them is everything dropped that was written.
 
-How much of a continuation waits decides where the next branch point is, so that a likely rejection falls on it, where
-several tokens are prepared:
+The number of tokens of a continuation that become pending decides where the next branch point is, so that a likely
+rejection falls on it, where several tokens are prepared:
 
-- The draft model's confidence, the probability of its likeliest token: drafting stops in front of the first token below
-  `least`. As in the authors' code the first token is not tested.
-- With `lengths` (H-RAD) a classifier says beforehand, by the target's hidden states, whether the target will reject all
-  of it (then nothing waits, and the branch point is right behind the target's token), accept all of it (then all
-  waits), or neither, in which case the confidence decides.
+- The draft model's confidence, the probability of its likeliest token: drafting stops before the first token below
+  `threshold`. As in the authors' code the first token is not tested.
+- With `lengths` (H-RAD) a classifier predicts from the target's hidden states whether the target will reject all of it
+  (then nothing is pending, and the branch point is right after the target's token), accept all of it (then all of it is
+  pending), or neither, in which case the confidence decides.
+
+Neither model depends on what the other computes in the round, so the two can run at the same time on devices of their
+own (`decodax.algorithms.speculative.halves`). On the same devices one runs after the other, with the same result.
 
 The authors accept the branch token that the target finds likeliest, with probability p / q, and draw from the residual
 otherwise, which keeps the target's distribution for greedy decoding alone, as their branches are the likeliest tokens
@@ -24,15 +28,19 @@ since a program of a fixed width saves nothing with fewer.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import jax.numpy as jnp
 from jax import Array
 
 from decodax.algorithms.speculative.adaptive.lengths import Lengths
-from decodax.algorithms.speculative.overlap import Overlapping
-from decodax.algorithms.speculative.source import Grower, Source, fitted
+from decodax.algorithms.speculative.algorithm import Speculative
+from decodax.algorithms.speculative.drafter import AroundSource
+from decodax.algorithms.speculative.drafts.model.draft_model import DraftModel
+from decodax.algorithms.speculative.source import Draft, Grower, Source, fitted
 from decodax.algorithms.speculative.tree import Drawn, Proposal
+from decodax.common.options import Count, Range, Share
+from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
@@ -41,15 +49,16 @@ from decodax.core.window import Window, take
 
 @struct
 class Branches(Struct):
-    """What the draft has written; `K` is gamma - 1.
+    """The state of `SpecBranch`; `K` is gamma - 1.
 
     Attributes:
         source: the state of the source.
-        waiting: `i32[B, K]` the continuation that may wait. sure: `i32[B]` how many of it by confidence.
-        waits: `bool[B]` whether it does. offered: `i32[B]` drafts that are being verified in this round.
-        seen: `f32[B, F]` what the classifier reads of the target; F is 0 without one.
-        heads: `i32[B, k]` the tokens at the branch point, -1 for none. rest: `i32[B, k, K]` what follows each.
-        confident: `i32[B, k]` how many of that by confidence.
+        waiting: `i32[B, K]` the continuation that may be pending. waits: `bool[B]` True if it is.
+        sure: `i32[B]` number of its tokens that are confident enough.
+        offered: `i32[B]` number of drafts that are verified in this round.
+        seen: `f32[B, F]` features of the target for the classifier; F is 0 without one.
+        heads: `i32[B, k]` tokens at the branch point, -1 for none. rest: `i32[B, k, K]` continuation of each.
+        confident: `i32[B, k]` number of tokens of each continuation that are confident enough.
     """
 
     source: Any
@@ -64,14 +73,16 @@ class Branches(Struct):
 
 
 @dataclasses.dataclass(frozen=True)
-class SpecBranch(Overlapping):
-    """Chains of `source`, written one round ahead of the target for several tokens of its.
+class SpecBranch(AroundSource, Draft):
+    """Drafts chains of a source, written one round ahead for several tokens that the target may choose.
 
     Attributes:
-        source: a `Source` that can be asked about a chain of nodes at once, as `DraftModel`.
-        gamma: tokens that it writes in a round, 2 or more. branches: for how many tokens of the target.
-        least: confidence below which drafting stops, from 0, where it never does, to 1.
+        source: a `Source` that can be asked about a chain of nodes at once, such as `DraftModel`.
+        gamma: tokens that the source writes in a round, 2 or more. branches: number of branch tokens.
+        threshold: confidence below which drafting stops, from 0, where it never does, to 1.
         lengths: the classifier of H-RAD, from `fit_lengths`; None: confidence alone.
+        written: fields of the state that `write` makes beside `source`, which the target's devices need. Only the draft
+            model's devices need `source`.
 
     Raises:
         ValueError: a number out of range.
@@ -80,7 +91,7 @@ class SpecBranch(Overlapping):
     source: Source
     gamma: int = 4
     branches: int = 3
-    least: float = 0.4
+    threshold: float = 0.4
     lengths: Lengths | None = None
     written: ClassVar[tuple[str, ...]] = ("heads", "rest", "confident")
 
@@ -88,12 +99,16 @@ class SpecBranch(Overlapping):
         for name, low in (("gamma", 2), ("branches", 1)):
             if getattr(self, name) < low:
                 raise ValueError(f"{name}: got {getattr(self, name)}, takes at least {low}")
-        if not 0 <= self.least <= 1:
-            raise ValueError(f"least: got {self.least}, takes a number from 0 to 1")
+        if not 0 <= self.threshold <= 1:
+            raise ValueError(f"threshold: got {self.threshold}, takes a number from 0 to 1")
 
     @property
     def length(self) -> int:
         return self.gamma - 1
+
+    @property
+    def reader(self) -> SpecBranch | None:
+        return None if self.source.reader is None else self
 
     @property
     def weights(self) -> Any:
@@ -111,7 +126,12 @@ class SpecBranch(Overlapping):
                         waits=jnp.zeros(s.batch, bool), offered=zeros(), heads=zeros(k), rest=zeros(k, K),
                         confident=zeros(k), seen=jnp.zeros((s.batch, features), jnp.float32))
 
+    def propose(self, params: Params, policy: Any, s: State, state: Any, drawn: Drawn) -> tuple[Proposal, Any]:
+        proposal, state = self.offer(params, s, state)
+        return proposal, self.write(params, policy, s, state, drawn)
+
     def offer(self, params: Params, s: State, state: Branches) -> tuple[Proposal, Branches]:
+        """Returns the pending drafts, and the state of the round. It runs neither model."""
         count = state.sure
         if self.lengths is not None:
             kind = self.lengths.classify(params.draft["lengths"], state.seen, s.newest)
@@ -122,9 +142,10 @@ class SpecBranch(Overlapping):
         return Proposal(tokens=state.waiting, live=live), state.replace(offered=count)
 
     def write(self, params: Params, policy: Any, s: State, state: Branches, drawn: Drawn) -> Branches:
+        """Runs the draft model's part of the round. Returns the state with a new `source` and the fields `written`."""
         source, K, k, n = fitted(self.source, policy.vocab_size), self.length, self.branches, state.offered
         grower = Grower(source, self._own(params), policy, s, drawn).ranked     # the branches are no draws
-        # what waits stands in slots 1 to K; of what does not wait there nothing goes on
+        # the pending drafts are in slots 1 to K; nothing goes on from others there
         g, first = grower.start(state.source, K + k * K, k)
         g, behind = grower.expand(g, state.waiting, jnp.zeros((1, 1), jnp.int32), k, chained=True)
         places = jnp.concatenate([first.tokens, behind.tokens], 1), jnp.concatenate([first.live, behind.live], 1)
@@ -135,19 +156,24 @@ class SpecBranch(Overlapping):
             tokens = after.tokens[:, :, 0]
             parents = jnp.broadcast_to(1 + K + i * k + jnp.arange(k, dtype=jnp.int32), heads.shape)
             rest.append(tokens)
-            trust.append(jnp.exp(after.log_own.max(-1)) >= self.least if i else jnp.ones(heads.shape, bool))
+            trust.append(jnp.exp(after.log_own.max(-1)) >= self.threshold if i else jnp.ones(heads.shape, bool))
         nodes = jnp.concatenate([jnp.arange(1, K + 1, dtype=jnp.int32), jnp.full(k * K, -1, jnp.int32)])[None]
         confident = jnp.cumprod(jnp.stack(trust, -1).astype(jnp.int32), -1).sum(-1, dtype=jnp.int32)
         return state.replace(source=source.place(g.source, nodes), heads=jnp.where(live, heads, -1),
                              rest=jnp.stack(rest, -1), confident=confident)
 
+    def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Any) -> Any:
+        return self.learn(s, window, out, decision, self.look(out, decision), state)
+
     def look(self, out: Out, decision: Decision | None) -> Any:
+        """Returns the features that it reads of the target's forward; None: nothing."""
         if self.lengths is None or decision is None or decision.accepted is None:
             return None
         return self.lengths.read(out, take(decision.source, decision.accepted[:, None])[:, 0])
 
     def learn(self, s: State, window: Window, out: Out, decision: Decision | None, seen: Any,
               state: Branches) -> Branches:
+        """Does what `observe` does, with the result of `look` in `seen`. Only the source may read more of `out`."""
         source = self.source.observe(s, window, out, decision, state.source)
         if decision is None or decision.accepted is None:
             return state.replace(source=source, waits=jnp.zeros_like(state.waits))
@@ -162,3 +188,22 @@ class SpecBranch(Overlapping):
 
     def _own(self, params: Params) -> Params:
         return params if self.lengths is None else params.replace(draft=params.draft["source"])
+
+
+@ALGORITHMS.register("specbranch",
+                     "SpecBranch: Speculative Decoding via Hybrid Drafting and Rollback-Aware Branch Parallelism",
+                     "Shen et al. 2025", family="speculative-linear", needs="a draft model", guarantee="seed-exact")
+def specbranch(draft: Any, gamma: Annotated[int, Range(2)] = 4, branches: Count = 3, threshold: Share = 0.4,
+               lengths: Lengths | None = None) -> Speculative:
+    """Has the draft model go on from several likely tokens while the target verifies.
+
+    As `pearl`, with fewer rollbacks; it pays with devices of their own for both models, `decodax.apart`.
+
+    Args:
+        draft: the draft model.
+        gamma: tokens that it writes in a round.
+        branches: number of tokens from which it goes on.
+        threshold: confidence of the draft model below which drafting stops; 0 never stops.
+        lengths: classifier of draft lengths from `decodax.fit_lengths` (H-RAD); None: confidence alone.
+    """
+    return Speculative(SpecBranch(DraftModel(draft), gamma, branches, threshold, lengths))

@@ -1,16 +1,17 @@
-"""Staged speculation (Spector and Ré, 2023): the draft is a tree, and its model's own decoding is speculative.
+"""Staged speculation: the draft is a tree, and the draft model's own decoding is speculative ("Accelerating LLM
+Inference with Staged Speculative Decoding", Spector and Ré, 2023).
 
 First the trunk, the draft model's own continuation, `length` tokens. A forward of the draft model runs the last of them
-together with what `inner`, an n-gram model in the paper, guesses behind it, and the guesses that are what the draft
-model says itself are the trunk's next tokens: the same chain in fewer forwards.
+together with the guesses of `inner`, an n-gram model in the paper, and the guesses that equal the draft model's own
+choice are the trunk's next tokens: the same chain in fewer forwards.
 
-Every node of the trunk also gives the next likeliest tokens, which are siblings of the trunk's own. The likeliest
+Every node of the trunk also gives the next likeliest tokens, siblings of the trunk's own. The likeliest
 `branches` of them, by the product of draft probabilities down to each, are run in one forward, and what may follow them
 joins the candidates. The `nodes - length` likeliest of all candidates are verified beside the trunk. So the depth of
 the tree costs few steps of the draft model and its width hardly any.
 
-What guesses may be a model too. TriForce (Sun et al., 2024) has a small one guess a token behind the trunk, which the
-target decodes on a part of its cache (`OwnCache`).
+A model may guess, too. In TriForce (Sun et al., 2024) a small one guesses a token after the trunk, which the target
+decodes on a part of its cache (`OwnCache`).
 """
 
 from __future__ import annotations
@@ -18,18 +19,23 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from decodax.algorithms.speculative.algorithm import Speculative
 from decodax.algorithms.speculative.contracts import propose
 from decodax.algorithms.speculative.drafter import CHAINS, TREES
+from decodax.algorithms.speculative.drafts.model.draft_model import DraftModel
+from decodax.algorithms.speculative.drafts.text.ngram import NGram
 from decodax.algorithms.speculative.source import Children, Draft, Drawn, Grower, Growth, Source, fitted
 from decodax.algorithms.speculative.tree import Proposal
 from decodax.algorithms.speculative.trees.layers import at_least
+from decodax.common.options import Count, Range, Whole
+from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
 from decodax.core.cache import Feature
 from decodax.core.state import State
@@ -39,12 +45,12 @@ from decodax.core.window import Window, take
 
 @struct
 class Trunk(Struct):
-    """The trunk in the making.
+    """The trunk while it grows.
 
     Attributes:
         tokens, live, log_p: `[B, K, R]` candidates at each depth, the trunk's own first.
-        slots: `i32[B, K]` place of each of its nodes in the growth, -1 while it has none; of the last one there is
-            none. count: `i32[B]` tokens of the trunk so far.
+        slots: `i32[B, K]` slot of each of its nodes in the growth, -1 while it has none; the last one never has one.
+        count: `i32[B]` number of tokens of the trunk so far.
     """
 
     tokens: Array
@@ -54,7 +60,7 @@ class Trunk(Struct):
     count: Array
 
     def add(self, c: Children, held: Array) -> Trunk:
-        """With the children of a chain's first `1 + held` nodes (`i32[B]`)."""
+        """Returns the trunk with the children of a chain's first `1 + held` nodes (`i32[B]`)."""
         at = self.count[:, None] + jnp.arange(c.tokens.shape[1])
         at = jnp.where(at <= (self.count + held)[:, None], at, self.tokens.shape[1])
         put = jax.vmap(lambda x, at, new: x.at[at].set(new, mode="drop"))
@@ -65,14 +71,15 @@ class Trunk(Struct):
 
 @dataclasses.dataclass(frozen=True)
 class Staged(Draft):
-    """Trees of `nodes` drafts whose trunk `draft` decodes with guesses of `inner`.
+    """Drafts a tree along the continuation of one source, the trunk, which another draft speeds up by guesses.
 
     Attributes:
-        draft: a `Source` of the trunk: a `DraftModel`, or an `OwnCache`. inner: what guesses for it: a `Draft` of
-            deterministic chains that is made from the text alone (`NGram`, `PromptLookup`), or a `Source`.
-        length: of the trunk. guesses: of an inner source, at each forward.
+        draft: the source of the trunk: a `DraftModel`, or an `OwnCache`.
+        inner: the draft that guesses for it: a `Draft` of deterministic chains that is made from the text alone
+            (`NGram`, `PromptLookup`), or a `Source`.
+        length: tokens of the trunk. guesses: guesses of an inner source at each forward.
         nodes: drafts to verify; default the trunk alone. width: candidates of a node.
-        branches: siblings of the trunk that are run; 0 for none.
+        branches: number of siblings of the trunk that are run; 0 for none.
 
     Raises:
         ValueError: a number out of range; while it is traced: an inner draft with a state or of trees, or a verifier
@@ -94,18 +101,18 @@ class Staged(Draft):
 
     @property
     def spare(self) -> int:
-        """How many drafts stand beside the trunk."""
+        """Number of drafts beside the trunk."""
         return min((self.nodes or self.length) - self.length,
                    self.length * (self.width - 1) + self.run * self.width)
 
     @property
     def run(self) -> int:
-        """How many siblings are run; no path gets longer than the trunk."""
+        """Number of siblings that are run; no path gets longer than the trunk."""
         return min(self.branches, (self.length - 1) * (self.width - 1), (self.nodes or self.length) - self.length)
 
     @property
     def most(self) -> int:
-        """How many tokens are guessed at once; no more than the trunk may still take."""
+        """Number of tokens that are guessed at once; no more than the trunk may still take."""
         return min(self.guesses if isinstance(self.inner, Source) else self.inner.length, self.length - 1)
 
     if not TYPE_CHECKING:       # of a class variable
@@ -167,7 +174,7 @@ class Staged(Draft):
         return proposal, (state, kept)
 
     def _guesser(self, grower: Grower, kept: Any) -> tuple[Callable[[Trunk], tuple[Array, Array]], Any]:
-        """What guesses with an inner source, as `_guess`, and the source's state behind the round."""
+        """Returns a function that guesses with an inner source, as `_guess`, and the source's state after the round."""
         K, most = self.length, self.most
         began, _ = grower.start(kept, K + most - 1, 1)
 
@@ -187,7 +194,7 @@ class Staged(Draft):
         return guess, grower.source.place(began.source, jnp.asarray(np.full((1, K + most - 1), -1, np.int32)))
 
     def _guess(self, params: Params, policy: Any, s: State, trunk: Trunk) -> tuple[Array, Array]:
-        """What the inner draft says follows the trunk: `i32[B, most]` and how many count."""
+        """Returns the inner draft's guesses of the tokens after the trunk, `i32[B, most]`, and their number."""
         if not (most := self.most):
             return jnp.zeros((s.batch, 0), jnp.int32), jnp.zeros(s.batch, jnp.int32)
         place = s.length[:, None] + jnp.arange(self.length)
@@ -201,7 +208,7 @@ class Staged(Draft):
         return p.tokens[:, :most], jnp.minimum(p.count, most)
 
     def _tree(self, grower: Grower, g: Growth, trunk: Trunk) -> tuple[Proposal, Any]:
-        """The trunk and the likeliest of what stands beside it."""
+        """Returns the tree of the trunk and the likeliest drafts beside it."""
         B, K, R = trunk.tokens.shape
         live = jnp.cumprod(trunk.live[:, :, 0], 1) > 0
         above = jnp.cumsum(jnp.where(live, trunk.log_p[:, :, 0], 0), 1)
@@ -249,3 +256,20 @@ class Staged(Draft):
         if isinstance(self.inner, Source):
             kept = self.inner.observe(s, window, out, decision, kept)
         return self.draft.observe(s, window, out, decision, trunk), kept
+
+
+@ALGORITHMS.register("staged", "Accelerating LLM Inference with Staged Speculative Decoding", "Spector, Re 2023",
+                     family="speculative-tree", needs="a draft model", guarantee="seed-exact")
+def staged(draft: Any, length: Count = 6, nodes: Count = 16, width: Count = 4, branches: Whole = 4, inner: Count = 4,
+           order: Annotated[int, Range(2)] = 3) -> Speculative:
+    """Drafts a tree along the draft model's continuation, which n-grams draft for it in turn.
+
+    For draft models whose own steps cost something beside the target's.
+
+    Args:
+        draft: the draft model.
+        length: tokens of its continuation. nodes: drafts in all. width: candidates of a node.
+        branches: number of siblings of the continuation that are run; 0 for none.
+        inner: most tokens that n-grams draft for the draft model. order: the longest n-gram.
+    """
+    return Speculative(Staged(DraftModel(draft), NGram(inner, order), length, nodes, width, branches))

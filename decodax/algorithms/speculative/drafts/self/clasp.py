@@ -1,6 +1,7 @@
-"""In-context layer skip: which layers the draft leaves out is found anew from what the target has just computed.
+"""CLaSp: chooses the layers that the draft leaves out from what the target has just computed ("CLaSp: In-Context Layer
+Skip for Self-Speculative Decoding", Chen et al., 2025).
 
-CLaSp (Chen et al. 2025). The target's residual stream after every layer, at the last accepted token, is what a draft
+The target's residual stream after every layer, at the last accepted token, is what a draft
 with M layers left out should come close to. With `d[i][j]` the best stream after `i` layers of which `j` were skipped,
 
     d[i][j] = the one nearer to the target's stream after layer i, by cosine, of
@@ -9,7 +10,8 @@ with M layers left out should come close to. With `d[i][j]` the best stream afte
 
 (an approximation: the nearest of a cell need not lead to the nearest of the next), and the choices that led to
 `d[L][M]` are the set for the next round. All `j` of a layer are one window, so finding a set costs about a target
-forward over M + 1 tokens; `every` spreads that over rounds. Before the first round the last cached prompt token serves.
+forward over M + 1 tokens; `interval` spreads that over rounds. Before the first round the last cached prompt token
+serves.
 
 One set serves the whole batch, since only what no row runs is saved: each choice is made by the mean cosine over the
 running rows. So what a row *drafts* depends on its batch mates. Its output does not under `SeedExact` and for greedy
@@ -26,9 +28,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from decodax.algorithms.speculative.algorithm import Speculative
 from decodax.algorithms.speculative.drafter import TREES
-from decodax.algorithms.speculative.drafts.self.layer_skip import OwnLayers, layered, verified
+from decodax.algorithms.speculative.drafts.self.self_draft import SelfDraft, conditional, layered
+from decodax.algorithms.speculative.fixed_trees import Chain
 from decodax.algorithms.speculative.source import Answer
+from decodax.common.options import Count
+from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
 from decodax.core.cache import Draftable, Feature
 from decodax.core.state import State
@@ -38,14 +44,14 @@ from decodax.core.window import Window, take
 
 @struct
 class InContext(Struct):
-    """What `CLaSp` carries, by row, so that rows can be selected and sharded.
+    """The state of `CLaSp`, by row, so that rows can be selected and sharded.
 
     Attributes:
-        keep: `bool[B, L]`, the layers that the draft runs; after a search the same for all rows.
+        keep: `bool[B, L]`, layers that the draft runs; after a search the same for all rows.
         states: `f[B, L, D]`, the target's stream after each layer at the token before the newest one.
-        known: `bool[B]`, whether there is such a token yet.
-        wait: `i32[B]`, rounds until the set is found anew.
-        scratch: the tree's keys within a round.
+        known: `bool[B]`, True if there is such a token.
+        wait: `i32[B]`, rounds until the next search.
+        scratch: keys and values of the tree within a round.
     """
 
     keep: Array
@@ -56,21 +62,21 @@ class InContext(Struct):
 
 
 @dataclasses.dataclass(frozen=True)
-class CLaSp(OwnLayers):
-    """Drafts from the target without the `skips` layers that matter least in this context.
+class CLaSp(SelfDraft):
+    """Drafts with the target without the layers that matter least in this context.
 
     Attributes:
         model: the target: a `Transformer`, or what `decodax.load` gave. Weights are `Params.target`.
-        skips: `M`, how many layers are left out; the paper finds about half of them best.
-        every: rounds from one search to the next.
+        skips: `M`, number of layers that are left out; the paper finds about half of them best.
+        interval: rounds from one search to the next (layer optimization interval).
 
     Raises:
-        ValueError: a number of layers that leaves none, or `every` below 1.
+        ValueError: a number of layers that leaves none, or `interval` below 1.
     """
 
     model: Any
     skips: int
-    every: int = 1
+    interval: int = 1
     cache_needs: ClassVar[frozenset[Feature]] = TREES | {"truncation"}
 
     def __post_init__(self) -> None:
@@ -78,8 +84,8 @@ class CLaSp(OwnLayers):
         L = self.model.depth
         if not 1 <= self.skips < L:
             raise ValueError(f"skips: got {self.skips}, takes 1 to {L - 1}")
-        if self.every < 1:
-            raise ValueError(f"every: got {self.every}, takes at least 1")
+        if self.interval < 1:
+            raise ValueError(f"interval: got {self.interval}, takes at least 1")
 
     @property
     def reader(self) -> CLaSp:
@@ -104,7 +110,7 @@ class CLaSp(OwnLayers):
         first = jnp.argmax(s.running)
         due = (state.wait[first] <= 0) & (use.sum() > 0)
         keep = lax.cond(due, search, lambda: state.keep[first][None])
-        wait = jnp.full(s.batch, jnp.where(due, self.every, state.wait[first]) - 1)
+        wait = jnp.full(s.batch, jnp.where(due, self.interval, state.wait[first]) - 1)
         state = state.replace(keep=jnp.broadcast_to(keep, state.keep.shape), wait=wait)
         return super().start(params, s, state, room)
 
@@ -125,22 +131,22 @@ class CLaSp(OwnLayers):
         return state.replace(states=jnp.where(found[:, None, None], states, state.states), known=state.known | found)
 
     def _walk(self, params: Params, s: State, width: int) -> tuple[Array, Callable[[int, Array], Array]]:
-        """The network at the token before the newest one, for so many streams that do not see each other."""
+        """Returns the network at the token before the newest one, for `width` streams that do not see each other."""
         at = jnp.maximum(s.length - 2, 0)
         wide = lambda x: jnp.broadcast_to(x[:, None], (s.batch, width))
         window = Window(tokens=wide(jnp.take_along_axis(s.tokens, at[:, None], 1)[:, 0]), positions=wide(at),
                         mask=jnp.eye(width, dtype=bool)[None], live=jnp.ones((s.batch, width), bool))
-        return self.model.walk(params.target, window, verified(s).truncate(at))
+        return self.model.walk(params.target, window, conditional(s).truncate(at))
 
 
 def skip_set(run: Callable[[int, Array], Array], embedded: Array, states: Array, use: Array, skips: int) -> Array:
-    """The layers to skip.
+    """Returns the layers to skip.
 
     Args:
-        run: (layer, streams `f[B, J, D]`) to the streams after it.
+        run: maps (layer, streams `f[B, J, D]`) to the streams after it.
         embedded: `f[B, J, D]`, `J = skips + 1` times the stream before the first layer.
         states: `f[B, L, D]`, the target's stream after each layer.
-        use: `f32[B]`, what each row's cosine weighs.
+        use: `f32[B]`, weight of each row's cosine.
 
     Returns:
         `bool[L]`, `skips` of them true.
@@ -169,3 +175,16 @@ def _cosine(a: Array, b: Array) -> Array:
     norms = jnp.linalg.norm(a, axis=-1) * jnp.linalg.norm(b, axis=-1)
     return (a * b).sum(-1) / jnp.maximum(norms, 1e-30)
 
+
+@ALGORITHMS.register("clasp", "CLaSp: In-Context Layer Skip for Self-Speculative Decoding", "Chen et al. 2025",
+                     family="speculative-self", needs="a model", guarantee="seed-exact")
+def clasp(lm: Any, skips: Count | None = None, interval: Count = 4, length: Count = 4) -> Speculative:
+    """Drafts with the target without the layers that matter least in this context, found by dynamic programming.
+
+    Nothing is fitted beforehand; the search costs about a forward every `interval` rounds.
+
+    Args:
+        lm: the target. skips: number of layers that are left out; None: half of them.
+        interval: rounds from one search to the next. length: drafts a round.
+    """
+    return Speculative(CLaSp(lm, skips or max(len(lm.model.config.layers) // 2, 1), interval), shape=Chain(length))

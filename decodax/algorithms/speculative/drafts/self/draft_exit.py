@@ -1,6 +1,7 @@
-"""Drafting that ends at a doubtful token, by a threshold that follows how much is accepted.
+"""The adaptive draft exit of Draft & Verify (Zhang et al., 2023): drafting ends at a doubtful token, by a threshold
+that follows the acceptance rate.
 
-The adaptive draft exit of Draft & Verify (Zhang et al. 2023). A chain ends after the first draft whose probability is
+A chain ends after the first draft whose probability is
 below `gamma`, and after each round
 
     AR    <- beta1 AR + (1 - beta1) accepted / drafted
@@ -14,13 +15,12 @@ and only what would follow it is not drafted, so every verifier keeps its guaran
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Self
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
 
-from decodax.algorithms.speculative.drafter import AroundSource
-from decodax.algorithms.speculative.source import Answer, Draft, Grower, Level, Shape, Source
+from decodax.algorithms.speculative.source import Answer, Draft, Grower, Shape, Source, SourceAround
 from decodax.algorithms.speculative.tree import Proposal
 from decodax.algorithms.speculative.trees.layers import at_least
 from decodax.algorithms.speculative.trees.threshold import chances, check_chance, grow_chain, probability
@@ -32,10 +32,10 @@ from decodax.core.window import Window
 
 @struct
 class Exit(Struct):
-    """What `DraftExit` carries.
+    """The state of `DraftExit`.
 
     Attributes:
-        gamma: `f32[B]` the threshold. rate: `f32[B]` AR. mine: `bool[B]` whether its own drafts are in the window.
+        gamma: `f32[B]` the threshold. rate: `f32[B]` AR. mine: `bool[B]` True if its own drafts are in the window.
         source: the source's state.
     """
 
@@ -46,12 +46,13 @@ class Exit(Struct):
 
 
 @dataclasses.dataclass(frozen=True)
-class DraftExit(AroundSource, Source):
-    """A `Source` with drafts of `source`, whose shape is a chain that ends by the threshold.
+class DraftExit(SourceAround):
+    """Drafts chains of another source that end at a token less likely than a threshold, which follows the acceptance.
 
     Attributes:
         source: a `Source`, `LayerSkip` in the paper. length: the most drafts.
-        gamma, alpha, epsilon, beta1, beta2: as above; the defaults are those of the authors' code.
+        gamma: first threshold. alpha: acceptance rate that is aimed at. epsilon: step of the threshold.
+        beta1, beta2: weights of the old acceptance rate and of the old threshold. Defaults of the authors' code.
 
     Raises:
         ValueError: a number out of range, or a draft that makes its own trees.
@@ -74,12 +75,8 @@ class DraftExit(AroundSource, Source):
 
     @property
     def shape(self) -> DoubtfulEnd:
-        """How its chain grows unless another shape is asked for."""
+        """The shape of its chain unless another one is asked for."""
         return DoubtfulEnd(self.length)
-
-    @property
-    def reader(self) -> Self | None:
-        return None if self.source.reader is None else self
 
     def init(self, params: Params, s: State) -> Exit:
         full = lambda x: jnp.full(s.batch, x, jnp.float32)
@@ -88,13 +85,6 @@ class DraftExit(AroundSource, Source):
     def start(self, params: Params, s: State, state: Exit, room: int) -> tuple[Exit, Answer]:
         source, answer = self.source.start(params, s, state.source, room)
         return state.replace(source=source, mine=s.running), answer
-
-    def extend(self, params: Params, s: State, state: Exit, level: Level) -> tuple[Exit, Answer]:
-        source, answer = self.source.extend(params, s, state.source, level)
-        return state.replace(source=source), answer
-
-    def place(self, state: Exit, slots: Array) -> Exit:
-        return state.replace(source=self.source.place(state.source, slots))
 
     def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Exit) -> Exit:
         state = state.replace(source=self.source.observe(s, window, out, decision, state.source))

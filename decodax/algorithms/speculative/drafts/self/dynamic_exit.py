@@ -1,8 +1,9 @@
-"""Early exit whose layer and draft length are chosen anew for each round.
+"""DEL: an early exit whose layer and draft length are chosen anew for each round ("DEL: Context-Aware Dynamic Exit
+Layer for Efficient Self-Speculative Decoding", Entezari Zarch et al., 2025).
 
-DEL (Entezari Zarch et al. 2025). What layer `l` would have drafted is known without drafting: its state in the
+What layer `l` would have drafted is known without drafting: its state in the
 verification, put through the target's norm and head, gives a *shadow token* at each node. Shadow tokens are compared
-with what the target decided there, at the newest token and the accepted drafts (behind a rejected one the context is
+with what the target decided there, at the newest token and the accepted drafts (after a rejected one the context is
 wrong), and the acceptance of each layer is the share that agreed, older rounds fading:
 
     a_l = sum_r decay^(R-r) matches_l(r) / sum_r decay^(R-r) nodes(r)
@@ -20,8 +21,8 @@ the means faded like the counts, the confidence of a shadow token its probabilit
 
 Each row chooses for itself, so its drafts do not depend on its batch mates; a draft step runs as deep, and drafting
 goes on as long, as the row that asks for most. A draft in doubt is verified, only what would follow it is not drafted:
-so whether a position is drafted depends on what stands before it, and every verifier keeps its guarantee. Shadow tokens
-cost a head for each layer of `exits` and each decided node.
+so the drafting of a position depends only on the tokens before it, and every verifier keeps its guarantee. Shadow
+tokens cost a head for each layer of `exits` and each decided node.
 
 TPL and shadow tokens are the paper's. That the threshold is a running one of each layer, from the confidences of
 accepted and rejected tokens, is from memory; the formula, `decay` 0.95 for acceptance and confidence alike and what
@@ -39,10 +40,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from decodax.algorithms.speculative.drafts.self.layer_skip import OwnLayers, layered
+from decodax.algorithms.speculative.algorithm import Speculative
+from decodax.algorithms.speculative.drafts.self.self_draft import SelfDraft, layered
 from decodax.algorithms.speculative.source import Grower, Shape
 from decodax.algorithms.speculative.tree import Proposal
 from decodax.algorithms.speculative.trees.threshold import grow_chain
+from decodax.common.options import Count
+from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
 from decodax.core.cache import Draftable
 from decodax.core.state import State
@@ -53,13 +57,13 @@ from decodax.sampling.draw import first_argmax
 
 @struct
 class Exits(Struct):
-    """What `DynamicExit` carries.
+    """The state of `DynamicExit`.
 
     Attributes:
         matched: `f32[B, E]` faded count of shadow tokens that agreed, for each exit; nodes: `f32[B]` of all.
         sure: `f32[B, E, 2]` faded sums of the confidence of those that agreed and of the others.
-        layer, length: `i32[B]`, what the next round drafts with. least: `f32[B]`, the probability below which a draft
-            is the round's last.
+        layer, length: `i32[B]`, exit layer and draft length of the next round. least: `f32[B]`, probability below
+            which a draft is the round's last.
         scratch: the tree's keys within a round.
     """
 
@@ -73,23 +77,23 @@ class Exits(Struct):
 
 
 @dataclasses.dataclass(frozen=True)
-class DynamicExit(OwnLayers):
-    """Drafts from the first layers of the target, as many of both as pay (DEL).
+class DynamicExit(SelfDraft):
+    """Drafts with the target's first layers; the number of layers and of drafts follows the acceptance (DEL).
 
     Under a shape other than its own, `ChosenLength`, only the layer is chosen.
 
     Attributes:
         model: the target: a `Transformer`, or what `decodax.load` gave. Weights are `Params.target`.
-        most: the longest draft.
+        length: most drafts a round.
         exits: the layers after which drafting may stop; default every one but the last.
-        decay: what a round's evidence weighs after one more round.
+        decay: factor of a round's evidence with each later round.
 
     Raises:
         ValueError: a number out of range, or exits that the model does not have.
     """
 
     model: Any
-    most: int = 8
+    length: int = 8
     exits: tuple[int, ...] | None = None
     decay: float = 0.95
 
@@ -100,15 +104,15 @@ class DynamicExit(OwnLayers):
         object.__setattr__(self, "exits", exits)
         if not exits or exits[0] < 1 or exits[-1] > L:
             raise ValueError(f"exits: got {exits}, takes layers from 1 to {L}")
-        if self.most < 1:
-            raise ValueError(f"most: got {self.most}, takes at least 1")
+        if self.length < 1:
+            raise ValueError(f"length: got {self.length}, takes at least 1")
         if not 0 <= self.decay <= 1:
             raise ValueError(f"decay: got {self.decay}, takes 0 to 1")
 
     @property
     def shape(self) -> ChosenLength:
-        """How its tree grows unless another shape is asked for."""
-        return ChosenLength(self.most)
+        """The shape of its tree unless another one is asked for."""
+        return ChosenLength(self.length)
 
     def init(self, params: Params, s: State) -> Exits:
         assert self.exits is not None
@@ -142,12 +146,12 @@ class DynamicExit(OwnLayers):
 
     def _choose(self, matched: Array, nodes: Array, sure: Array) -> Exits:
         exits = jnp.asarray(self.exits, jnp.int32)
-        table = tokens_per_layer(matched / jnp.maximum(nodes, 1e-6)[:, None], exits, self.model.depth, self.most)
+        table = tokens_per_layer(matched / jnp.maximum(nodes, 1e-6)[:, None], exits, self.model.depth, self.length)
         best = jnp.argmax(table.reshape(table.shape[0], -1), 1).astype(jnp.int32)
         counts = jnp.stack([matched, nodes[:, None] - matched], -1)
         doubt = (sure / jnp.maximum(counts, 1e-6)).mean(-1)
-        return Exits(matched=matched, nodes=nodes, sure=sure, layer=exits[best // self.most],
-                     length=best % self.most + 1, least=take(doubt, best // self.most))
+        return Exits(matched=matched, nodes=nodes, sure=sure, layer=exits[best // self.length],
+                     length=best % self.length + 1, least=take(doubt, best // self.length))
 
 
 def tokens_per_layer(acceptance: Array, exits: Array, layers: int, most: int) -> Array:
@@ -166,11 +170,24 @@ def tokens_per_layer(acceptance: Array, exits: Array, layers: int, most: int) ->
 
 @dataclasses.dataclass(frozen=True)
 class ChosenLength(Shape):
-    """A chain as long as each row's source says (`state.length`), at most `length`, that ends early after a draft less
-    likely than the source says (`state.least`)."""
+    """A chain of at most `length` drafts that ends at the row's own length (`state.length`), and earlier after a draft
+    that is less likely than the row's threshold (`state.least`)."""
 
     length: int
 
     def grow(self, grower: Grower, state: Exits) -> tuple[Proposal, Any, Array]:
         chance = lambda child, i: jnp.where(i + 1 < state.length, jnp.exp(child.own[:, 0, 0]), -1.0)
         return grow_chain(grower, state, self.length, chance, lambda f, all_of_them: f >= state.least)
+
+
+@ALGORITHMS.register("del", "DEL: Context-Aware Dynamic Exit Layer for Efficient Self-Speculative Decoding",
+                     "Entezari Zarch et al. 2025", family="speculative-self", needs="a model", guarantee="seed-exact")
+def del_(lm: Any, length: Count = 6) -> Speculative:
+    """Drafts with the target's first layers, with the exit layer and the length that promise most tokens a layer.
+
+    As `layerskip`, without a layer to choose: it follows what the text accepts.
+
+    Args:
+        lm: the target. length: most drafts a round.
+    """
+    return Speculative(DynamicExit(lm, length))

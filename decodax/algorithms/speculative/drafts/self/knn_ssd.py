@@ -1,6 +1,7 @@
-"""Layers to leave out by the kind of prompt: each prompt takes the set of its nearest anchor.
+"""KNN-SSD: leaves out the layers of the sample domain that is nearest to the prompt ("KNN-SSD: Enabling Dynamic
+Self-Speculative Decoding via Nearest Neighbor Layer Set Optimization", Song et al., 2025).
 
-KNN-SSD (Song et al. 2025). Which layers a draft can do without depends on the domain. Anchors are vectors of sample
+Which layers a draft can do without depends on the domain. Anchors are vectors of sample
 prompts, the mean of the target's last hidden states, with the set of halves (attention, MLP) that their domain can
 skip; a new prompt's vector picks the nearest one by cosine, and its set drafts the whole answer.
 
@@ -24,8 +25,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from decodax.algorithms.speculative.drafts.self.layer_skip import OwnLayers, layered
+from decodax.algorithms.speculative.algorithm import Speculative
+from decodax.algorithms.speculative.drafts.self.self_draft import SelfDraft, layered
+from decodax.algorithms.speculative.fixed_trees import Chain
 from decodax.algorithms.speculative.source import Answer
+from decodax.common.options import Count
+from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
 from decodax.core.cache import Draftable
 from decodax.core.loaded import network_of
@@ -37,8 +42,7 @@ from decodax.sampling.draw import first_argmax
 
 @struct
 class Anchors(Struct):
-    """What is known of prompts: `vectors` `f32[A, D]`, and for each the halves of layers to run, `keep`
-    `bool[A, L, 2]`."""
+    """Sample prompts: their `vectors` `f32[A, D]`, and for each the halves of layers to run, `keep` `bool[A, L, 2]`."""
 
     vectors: Array
     keep: Array
@@ -51,7 +55,7 @@ class Anchors(Struct):
 
 @struct
 class Matched(Struct):
-    """What `KNNSkip` carries: `vector` `f32[B, D]`, the prompt's hidden states summed; within a round also the halves
+    """The state of `KNNSkip`: `vector` `f32[B, D]`, the prompt's hidden states summed; within a round also the halves
     that draft, `keep` `bool[B, L, 2]`, and the tree's `scratch`."""
 
     vector: Array
@@ -60,8 +64,8 @@ class Matched(Struct):
 
 
 @dataclasses.dataclass(frozen=True)
-class KNNSkip(OwnLayers):
-    """Drafts from the target without the layers that the nearest anchor leaves out.
+class KNNSkip(SelfDraft):
+    """Drafts with the target without the layers that the nearest anchor leaves out.
 
     Attributes:
         model: the target: a `Transformer`, or what `decodax.load` gave. Its weights are `Params.target`.
@@ -108,7 +112,7 @@ class KNNSkip(OwnLayers):
 
 def fit_anchors(model: Any, domains: Sequence[Sequence[Sequence[int]]], params: Any = None, *, per_domain: int = 10,
                 skips: int | None = None, length: int = 5) -> Anchors:
-    """Anchors and skip sets from sample prompts.
+    """Fits anchors and their skip sets to sample prompts.
 
     Of each domain the `per_domain` prompts nearest to their mean direction become anchors. Its set is searched
     greedily: from the whole network on, the half is dropped without which the most next tokens of the samples stay the
@@ -189,3 +193,19 @@ def _read(network: Any, weights: Any, tokens: Array, sizes: Array, keep: Array) 
         return vector, first_argmax(head(hidden[0]))
 
     return jax.lax.map(one, (tokens, sizes))
+
+
+@ALGORITHMS.register("knn-ssd",
+                     "KNN-SSD: Enabling Dynamic Self-Speculative Decoding via Nearest Neighbor Layer Set Optimization",
+                     "Song et al. 2025", family="speculative-self", needs="samples", guarantee="seed-exact")
+def knn_ssd(lm: Any, domains: Any = None, length: Count = 4) -> Speculative:
+    """Drafts with the target without the layers that the nearest of some sampled domains can do without.
+
+    Making it searches the layer sets with `fit_anchors`, which takes many forwards over the samples.
+
+    Args:
+        lm: the target. domains: for each domain a list of samples as token ids. length: drafts a round.
+    """
+    if domains is None:
+        raise ValueError("system: 'knn-ssd' needs domains=, for each domain a list of samples as token ids")
+    return Speculative(KNNSkip(lm, fit_anchors(lm, domains)), shape=Chain(length))

@@ -1,4 +1,5 @@
-"""ADED, adaptive draft-verification (Liu et al. 2024): a tri-gram matrix, and a tree search on it that makes the draft.
+"""ADED, adaptive draft-verification: drafts by a tree search on a trigram matrix ("Adaptive Draft-Verification for
+Efficient Large Language Model Decoding", Liu et al., 2024).
 
 The matrix estimates the chance of each token after the last two, from the prompt and whatever was decided since (and a
 corpus, if there is one). The draft tree is that of a Monte-Carlo tree search under the newest token: each simulation
@@ -26,9 +27,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from decodax.algorithms.speculative.drafts.model.other_tokenizer import FromText
+from decodax.algorithms.speculative.algorithm import Speculative
+from decodax.algorithms.speculative.drafts.text.history import FromText
 from decodax.algorithms.speculative.source import Draft, Drawn
 from decodax.algorithms.speculative.tree import Proposal
+from decodax.algorithms.speculative.verifier import SeedExact, Verifier
+from decodax.common.options import Count
+from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
@@ -40,7 +45,7 @@ class Trigrams(Struct):
     """Counts of what followed pairs of tokens.
 
     Attributes:
-        pair: `i32[..., rows, 2]`, whose successors a row holds, -1 none. tokens: `i32[..., rows, k]`.
+        pair: `i32[..., rows, 2]`, pair whose successors a row holds, -1 for none. tokens: `i32[..., rows, k]`.
         counts: `f32[..., rows, k]`, 0 where a place is free.
     """
 
@@ -58,7 +63,7 @@ class Trigrams(Struct):
         return ((mixed ^ (mixed >> 15)) % jnp.uint32(self.pair.shape[0])).astype(jnp.int32)
 
     def add(self, first: Array, second: Array, token: Array) -> Trigrams:
-        """One more tri-gram (`i32[]` each) in one row's table; with a negative token in it, none."""
+        """Adds a trigram (`i32[]` each) to one row's table, unless a token is negative."""
         at = self.slot(first, second)
         pair = jnp.stack([first, second])
         counts = jnp.where((self.pair[at] == pair).all(), self.counts[at], 0)
@@ -71,14 +76,14 @@ class Trigrams(Struct):
                         counts=self.counts.at[at].set(counts, mode="drop"))
 
     def read(self, text: Array, begin: Array, end: Array) -> Trigrams:
-        """With every tri-gram of `text` (`i32[N]`) whose last token stands from `begin` up to before `end`."""
+        """Adds every trigram of `text` (`i32[N]`) whose last token is at a place from `begin` to before `end`."""
         def step(i: Array, table: Trigrams) -> Trigrams:
             return table.add(text[i - 2], text[i - 1], text[i])
 
         return lax.fori_loop(jnp.maximum(begin, 2), end, step, self)
 
     def after(self, first: Array, second: Array) -> tuple[Array, Array]:
-        """Successors `i32[k]` of a pair and their chances `f32[k]`, 0 for those that are none."""
+        """Returns the successors `i32[k]` of a pair and their chances `f32[k]`, 0 for empty places."""
         at = self.slot(first, second)
         known = (self.pair[at] == jnp.stack([first, second])).all() & (second >= 0)
         counts = jnp.where(known, self.counts[at], 0)
@@ -87,10 +92,11 @@ class Trigrams(Struct):
 
 @dataclasses.dataclass(frozen=True)
 class ADED(FromText, Draft):
-    """Drafts a tree of up to `nodes` tokens, up to `depth` deep. With `SeedExact` the output is plain decoding's.
+    """Drafts the tree that a PUCT search finds in the trigrams of the text.
 
     Attributes:
-        k: successors kept for each pair. rows: rows of the table. explore: the weight of exploration.
+        nodes, depth: nodes of the tree and most tokens of a path. k: successors kept for each pair. rows: rows of the
+            table. explore: the weight of exploration.
 
     Raises:
         ValueError: one of the numbers below 1, or a negative weight.
@@ -138,7 +144,7 @@ class ADED(FromText, Draft):
         return jax.vmap(row)(state, s.tokens, s.length, decision.tokens, decision.count)
 
     def _search(self, table: Trigrams, before: Array, newest: Array) -> Proposal:
-        """One row's tree: `i32[]`, `i32[]` the last two tokens."""
+        """Returns one row's tree from its last two tokens, `i32[]` each."""
         size, k = 1 + self.nodes, self.k
         slots = lambda fill, dtype: jnp.full((size, k), fill, dtype)
         at_root, p_root = table.after(before, newest)
@@ -183,3 +189,16 @@ class ADED(FromText, Draft):
 
         tree = lax.fori_loop(1, size, simulate, tree)
         return Proposal(tokens=tree["tokens"][1:], live=tree["live"][1:], parents=tree["parents"][1:])
+
+
+@ALGORITHMS.register("aded", "Adaptive Draft-Verification for Efficient Large Language Model Decoding",
+                     "Liu et al. 2024", family="speculative-tree", guarantee="seed-exact")
+def aded(nodes: Count = 24, depth: Count = 6, verify: Verifier = SeedExact()) -> Speculative:
+    """Drafts a tree by a PUCT search on a trigram matrix that is kept up to date while decoding.
+
+    It needs no draft model; likely branches grow deep, and rarely tried siblings get their turn.
+
+    Args:
+        nodes: nodes of the draft tree. depth: most tokens of a path. verify: rule that accepts drafts.
+    """
+    return Speculative(ADED(nodes, depth), verify)

@@ -14,16 +14,21 @@ Counts are taken by a pass over the tokens for each drafted node instead of from
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from decodax.algorithms.speculative.algorithm import Speculative
 from decodax.algorithms.speculative.drafter import CHAINS
-from decodax.algorithms.speculative.drafts.model.other_tokenizer import FromText, best_places, matched, tail
-from decodax.algorithms.speculative.source import Answer, Draft, Drawn, Level, Source
+from decodax.algorithms.speculative.drafts.text.history import Corpus, FromText, best_places, matched, tail
+from decodax.algorithms.speculative.fixed_trees import Chain
+from decodax.algorithms.speculative.source import Answer, Draft, Drawn, Level, Shape, Source
 from decodax.algorithms.speculative.tree import Proposal, chain
+from decodax.algorithms.speculative.verifier import SeedExact, Verifier
+from decodax.common.options import Count, Range
+from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
 from decodax.core.cache import Feature
 from decodax.core.state import State
@@ -33,10 +38,10 @@ from decodax.core.window import Window, take
 
 @dataclasses.dataclass(frozen=True)
 class NGram(FromText, Draft):
-    """Drafts a chain of up to `length` tokens. With `SeedExact` the output is plain decoding's.
+    """Drafts a chain of the tokens that most often followed the last n-gram.
 
     Attributes:
-        order: the longest n-gram, the drafted token included; the shortest is a bigram.
+        length: most tokens of a draft. order: the longest n-gram, the drafted token included; the shortest is a bigram.
         places: occurrences of a context that are counted, the most recent ones.
 
     Raises:
@@ -65,7 +70,7 @@ class NGram(FromText, Draft):
             count = ((next_[:, :, None] == next_[:, None]) & votes[:, None]).sum(-1)
             best = jnp.argmax(jnp.where(votes, count, -1), 1)
             token = jnp.where(match[:, 0] > 0, jnp.take_along_axis(next_, best[:, None], 1)[:, 0], -1)
-            # behind a draft that is not there, -1 matches nothing
+            # after a missing draft, -1 matches nothing
             return jnp.concatenate([context[:, 1:], token[:, None]], 1), token
 
         tokens = lax.scan(step, tail(s, self.order - 1), None, self.length)[1].T
@@ -80,12 +85,12 @@ class Paths(Struct):
 
     @classmethod
     def start(cls, s: State, count: int, room: int) -> Paths:
-        """At the newest token: its last `count` tokens."""
+        """Begins at the newest token, with its last `count` tokens."""
         contexts = jnp.full((s.batch, 1 + room, count), -1, jnp.int32)
         return cls(contexts.at[:, 0].set(tail(s, count)))
 
     def extend(self, level: Level) -> tuple[Paths, Array]:
-        """With a level's nodes, and their contexts `i32[B, w, n]`."""
+        """Returns the paths with a level's nodes, and their contexts `i32[B, w, n]`."""
         above = take(self.contexts, level.parents)
         new = jnp.concatenate([above[..., 1:], level.tokens[..., None]], -1)
         return Paths(lax.dynamic_update_slice_in_dim(self.contexts, new, 1 + level.at, 1)), new
@@ -124,7 +129,7 @@ class NGramModel(FromText, Source):
         return None         # the tree's contexts end with the round
 
     def _logits(self, history: Array, contexts: Array) -> Array:
-        """`f32[B, w, V]` from `i32[B, C + N]` and `i32[B, w, n]`."""
+        """Returns logits `f32[B, w, V]` from a history `i32[B, C + N]` and contexts `i32[B, w, n]`."""
         def node(history: Array, context: Array) -> Array:
             next_ = jnp.pad(history[1:], (0, 1), constant_values=-1)
             match = matched(history, context)
@@ -137,3 +142,34 @@ class NGramModel(FromText, Source):
             return jnp.log(p)
 
         return jax.vmap(jax.vmap(node, (None, 0)))(history, contexts)
+
+
+@ALGORITHMS.register("ngram", "N-gram drafts", "", family="speculative-linear", guarantee="seed-exact")
+def ngram(length: Count = 5, order: Annotated[int, Range(2)] = 4, corpus: Corpus = (),
+          verify: Verifier = SeedExact()) -> Speculative:
+    """Drafts the most frequent continuation of the last tokens.
+
+    Unlike `prompt_lookup` it puts drafts together that never occurred as a whole.
+
+    Args:
+        length: most tokens of a draft.
+        order: the longest n-gram, the drafted token included.
+        corpus: documents of token ids that are counted beside the text.
+        verify: rule that accepts drafts.
+    """
+    return Speculative(NGram(length, order, corpus=corpus), verify)
+
+
+@ALGORITHMS.register("ngram-model", "N-gram drafts", "", family="speculative-tree", needs="a model",
+                     guarantee="seed-exact")
+def ngram_model(lm: Any, order: Count = 4, shape: Shape | None = Chain(4),
+                verify: Verifier = SeedExact()) -> Speculative:
+    """Drafts from a smoothed n-gram model of the text, grown into any shape of tree.
+
+    A baseline for shapes and verifiers that need a distribution over the whole vocabulary.
+
+    Args:
+        lm: the target. order: the longest n-gram, the predicted token included.
+        shape: how the draft tree grows. verify: rule that accepts drafts.
+    """
+    return Speculative(NGramModel(lm.vocab_size, order), verify, shape)

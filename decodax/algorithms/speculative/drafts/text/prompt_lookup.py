@@ -1,7 +1,8 @@
-"""Prompt lookup decoding (Saxena 2023; LLMA, Yang et al. 2023): drafts are what followed the last tokens before.
+"""Prompt lookup decoding: drafts what followed the last n-gram earlier in the text (Saxena, 2023; LLMA, Yang et al.,
+2023).
 
-The longest n-gram at the end of the text, `max_ngram` down to `min_ngram` tokens, is looked up in the text before it,
-prompt and output alike; what followed the match is the draft. Where it stands more than once implementations differ:
+The longest n-gram at the end of the text, `max_ngram` down to `min_ngram` tokens, is looked up in the prompt and the
+output; what followed the match is the draft. Where it occurs more than once implementations differ:
 
 - "latest", the default here: the most recent place that is followed by a full draft, or else by the longest one.
 - "first", as in transformers: the first place, however much follows it.
@@ -27,9 +28,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from decodax.algorithms.speculative.algorithm import Speculative
 from decodax.algorithms.speculative.drafter import CHAINS
 from decodax.algorithms.speculative.source import Draft, Drawn
 from decodax.algorithms.speculative.tree import Proposal, chain
+from decodax.algorithms.speculative.verifier import SeedExact, Verifier
+from decodax.common.options import Count
+from decodax.common.registry import ALGORITHMS
 from decodax.core.cache import Feature
 from decodax.core.state import State
 from decodax.core.types import Params
@@ -39,10 +44,11 @@ Pick = Literal["latest", "first", "whole"]
 
 @dataclasses.dataclass(frozen=True)
 class PromptLookup(Draft):
-    """Drafts `length` tokens from the text itself. Costs a few passes over the token buffer and no model.
+    """Drafts the tokens that followed the last n-gram earlier in the text. It costs a few passes over the token buffer.
 
     Attributes:
-        pick: which of several places counts, "latest", "first" or "whole".
+        length: most tokens of a draft. max_ngram, min_ngram: longest and shortest n-gram that is looked up.
+        pick: place that counts where the n-gram occurs more than once: "latest", "first" or "whole".
 
     Raises:
         ValueError: a length below 1, not 1 <= min_ngram <= max_ngram, or an unknown `pick`.
@@ -69,8 +75,8 @@ class PromptLookup(Draft):
         return chain(tokens, count).replace(match=match), state
 
     def _look(self, text: Array, length: Array) -> tuple[Array, Array, Array]:
-        """One row: `i32[N]`, `i32[]` to drafts `i32[K]`, their count, and the length of the n-gram."""
-        end = jnp.arange(text.shape[0], dtype=jnp.int32)          # a match ends here, its continuation starts behind
+        """Returns the drafts `i32[K]` of one row (`i32[N]`, `i32[]`), their number, and the length of the n-gram."""
+        end = jnp.arange(text.shape[0], dtype=jnp.int32)          # a match ends here, its continuation starts after it
         matched = jnp.zeros_like(end)                             # length of the longest n-gram that ends here
         equal = jnp.ones(text.shape, bool)
         for n in range(self.max_ngram):
@@ -78,7 +84,7 @@ class PromptLookup(Draft):
             equal = equal & (jnp.roll(text, n) == tail) & (end >= n) & (n < length)
             matched = jnp.where(equal, n + 1, matched)
         earlier = end < length - 1                                # the suffix itself is no match
-        follows = jnp.minimum(length - 1 - end, self.length)      # tokens known behind it
+        follows = jnp.minimum(length - 1 - end, self.length)      # tokens known after it
         if self.pick == "whole":                                  # a match must not reach into the suffix, as there
             matched = jnp.where(follows == self.length, jnp.minimum(matched, length - 2 - end), 0)
         usable = earlier & (matched >= self.min_ngram)
@@ -91,3 +97,22 @@ class PromptLookup(Draft):
         source = jnp.minimum(best + 1 + jnp.arange(self.length), text.shape[0] - 1)
         count, match = jnp.where(found, follows[best], 0), jnp.where(found, matched[best], 0)
         return text[source], count.astype(jnp.int32), match.astype(jnp.int32)
+
+
+@ALGORITHMS.register("prompt-lookup", "Prompt Lookup Decoding", "Saxena 2023", family="speculative-linear",
+                     guarantee="seed-exact")
+def prompt_lookup(length: Count = 10, max_ngram: Count = 3, min_ngram: Count = 1, pick: Pick = "latest",
+                  verify: Verifier = SeedExact()) -> Speculative:
+    """Drafts what followed the last n-gram earlier in the text.
+
+    The first choice for texts that repeat their prompt: edits, summaries, code, retrieval. It needs no draft model.
+    `algorithm="prompt-lookup:length=5"`.
+
+    Args:
+        length: most tokens of a draft.
+        max_ngram, min_ngram: longest and shortest n-gram that is looked up.
+        pick: place that counts where the n-gram occurs more than once: the "latest" that leaves the fullest draft,
+            the "first" (transformers), or the first with a "whole" draft after it (Saxena's code).
+        verify: rule that accepts drafts.
+    """
+    return Speculative(PromptLookup(length, max_ngram, min_ngram, pick), verify)

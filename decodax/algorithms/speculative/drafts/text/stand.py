@@ -1,4 +1,5 @@
-"""STAND, stochastic adaptive n-gram drafting (Song et al. 2025): averaged next-token distributions of n-grams.
+"""STAND, stochastic adaptive n-gram drafting: drafts from averaged next-token distributions of n-grams ("Accelerated
+Test-Time Scaling with Model-Free Speculative Sampling", Song et al., 2025).
 
 Where an n-gram table keeps counts of what was drawn, STAND keeps what the target thought: for each n-gram the average
 of its next-token distributions, cut to the likeliest tokens. The longest n-gram at the end of a path that was seen
@@ -25,7 +26,7 @@ to Python code; this fits one to other texts:
 
     large = Speculative(Stand(lm.vocab_size), shape=Fixed.balanced(6, 3, 2, 2, 1))
     tree = fit_tree(lm, large, samples, nodes=15, temperature=0.8)
-    stand = Speculative(Stand(lm.vocab_size), shape=tree)           # or system("stand", lm, shape=tree)
+    stand = Speculative(Stand(lm.vocab_size), shape=tree)
 """
 
 from __future__ import annotations
@@ -38,10 +39,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from decodax.algorithms.speculative.drafts.model.other_tokenizer import best_places, known, matched
+from decodax.algorithms.speculative.adaptive.fit_trees import fit_tree
+from decodax.algorithms.speculative.algorithm import Speculative
+from decodax.algorithms.speculative.drafts.text.history import best_places, known, matched
 from decodax.algorithms.speculative.drafts.text.ngram import Paths
+from decodax.algorithms.speculative.fixed_trees import Fixed
 from decodax.algorithms.speculative.source import Answer, Level, Shape, Source
-from decodax.algorithms.speculative.trees.fixed import Fixed
+from decodax.algorithms.speculative.verifier import SeedExact, Verifier
+from decodax.common.options import Count
+from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
@@ -56,10 +62,10 @@ TREE = Fixed.of([[0], [1], [2], [3], [0, 0], [0, 1], [1, 0], [2, 0], [0, 0, 0], 
 
 @struct
 class Memory(Struct):
-    """Texts and what the target predicted behind each of their places.
+    """Texts with the target's predictions after each of their places.
 
     Attributes:
-        text: `i32[C]`, -1 behind each text. tokens: `i32[C, k]`, the target's likeliest ones. chances: `f32[C, k]`.
+        text: `i32[C]`, -1 after each text. tokens: `i32[C, k]`, the likeliest next tokens. chances: `f32[C, k]`.
     """
 
     text: Array
@@ -69,11 +75,12 @@ class Memory(Struct):
 
 @struct
 class TargetPredictions(Struct):
-    """What the target predicted behind each place of the text.
+    """The target's predictions after each place of the text.
 
     Attributes:
-        tokens: `i32[B, N, k]`, its likeliest tokens. chances: `f32[B, N, k]`, theirs, 0 where nothing is known.
-        prompt: `i32[B]`, a hash of the prompt, which is how rows know those that have the same.
+        tokens: `i32[B, N, k]`, its likeliest tokens. chances: `f32[B, N, k]`, their probabilities, 0 if nothing is
+            known.
+        prompt: `i32[B]`, a hash of the prompt, by which rows find others with the same prompt.
         paths: contexts of the tree's nodes between `start` and `observe`, else None.
     """
 
@@ -85,17 +92,17 @@ class TargetPredictions(Struct):
 
 @dataclasses.dataclass(frozen=True)
 class Stand(Source):
-    """A `Source` whose distributions are averages of the target's own after the same tokens.
+    """A `Source` whose distributions are averages of the target's own distributions after the same n-gram.
 
     Attributes:
         vocab: size of the target's vocabulary.
-        order: the longest n-gram that is looked up, of the tokens before the predicted one; the shortest is one token.
+        order: length of the longest n-gram that is looked up, without the predicted token; the shortest is one token.
         k: tokens kept of each distribution.
-        places: occurrences that are averaged.
-        shape: how its tree grows if `Speculative` is told nothing else.
-        share: whether rows of one prompt look into each other's texts. The lookup then costs a pass over the whole
-            batch's texts for each row and node.
-        warm: what `remember` kept of earlier generations.
+        places: number of occurrences that are averaged.
+        shape: how its tree grows unless `Speculative` is given another shape.
+        share: True if rows with the same prompt look into each other's texts. The lookup then costs a pass over the
+            whole batch's texts for each row and node.
+        warm: memory of earlier generations, from `remember`.
 
     Where nothing is known of a node's last token its distribution is uniform.
 
@@ -158,7 +165,7 @@ class Stand(Source):
                              chances=put(state.chances, at, chances), paths=None)
 
     def _logits(self, params: Params, s: State, seen: TargetPredictions, contexts: Array) -> Array:
-        """`f32[B, w, V]` from contexts `i32[B, w, n]`."""
+        """Returns logits `f32[B, w, V]` for contexts `i32[B, w, n]`."""
         B, N = s.tokens.shape
         warm = self.warm if params.draft is None else params.draft
         # all that is known, text by text, and -1 between them; a row's history is a selection of it
@@ -190,8 +197,37 @@ class Stand(Source):
         return jax.vmap(row)(jnp.arange(B), contexts)
 
 
+@ALGORITHMS.register("stand", "Accelerated Test-Time Scaling with Model-Free Speculative Sampling", "Song et al. 2025",
+                     family="speculative-tree", needs="a model", guarantee="seed-exact")
+def stand(lm: Any, order: Count = 3, k: Count = 10, share: bool = True, warm: Memory | None = None,
+          shape: Shape | None = None, samples: Any = None, nodes: Count = 15,
+          verify: Verifier = SeedExact()) -> Speculative:
+    """Drafts from n-gram tables of the target's own distributions, shared among the samples of a prompt.
+
+    For many samples of one prompt (`num_samples`), whose texts have much in common.
+
+    Args:
+        lm: the target.
+        order: length of the longest n-gram that is looked up.
+        k: tokens kept of each distribution.
+        share: True if rows with the same prompt look into each other's texts.
+        warm: memory of earlier generations, from `remember`.
+        shape: the draft tree; None: 15 positions fitted to Python code, or to `samples`.
+        samples: prompts as token ids, to which a tree of `nodes` nodes is fitted.
+        nodes: size of the tree that is fitted.
+        verify: rule that accepts drafts.
+    """
+    source = Stand(lm.vocab_size, order, min(k, lm.vocab_size), share=share, warm=warm)
+    if samples is not None:
+        if shape is not None:
+            raise ValueError("shape: got one beside samples, to which one is fitted; takes one of the two")
+        large = Speculative(source, verify, Fixed.balanced(6, 3, 2, 2, 1))
+        shape = fit_tree(lm, large, samples, nodes, temperature=0.8)
+    return Speculative(source, verify, shape)
+
+
 def hashed(s: State) -> Array:
-    """`i32[B]`, of the prompts. Two of equal hash share their drafts, nothing else."""
+    """Returns hashes of the prompts, `i32[B]`. Prompts of equal hash share their drafts, nothing else."""
     place = jnp.arange(s.tokens.shape[1], dtype=jnp.uint32)
     mixed = (s.tokens.astype(jnp.uint32) + 1) * (place * jnp.uint32(0x9E3779B1) | jnp.uint32(1))
     mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(0x2C1B3C6D)
@@ -200,12 +236,13 @@ def hashed(s: State) -> Array:
 
 
 def remember(s: State, before: Memory | None = None, most: int = 1 << 15) -> Memory:
-    """What a state's rows have seen, for the `warm` of later generations; on the host.
+    """Returns the predictions that a state's rows have collected, for the `warm` of later generations, on the host.
 
     Args:
         s: a state of `Speculative(Stand(...))`, as `decodax.run` or a `Job` leaves it.
-        before: what was kept so far, to which this is added.
-        most: places to keep, the latest. The size is rounded up to a multiple of 1,024, since each one compiles anew.
+        before: earlier memory, to which this is added.
+        most: number of places to keep, the latest ones. The size is rounded up to a multiple of 1,024, since each one
+            compiles anew.
 
     Raises:
         ValueError: another algorithm's state, or `most` below 1.

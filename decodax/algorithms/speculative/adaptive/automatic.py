@@ -1,0 +1,115 @@
+"""Draft lengths by measured cost and observed acceptance: chains as long as they pay here, or none."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import jax.numpy as jnp
+from jax import Array
+
+from decodax.algorithms.speculative.adaptive.controllers import Arms, Controller, RoundOutcome, for_rows, of_batch
+from decodax.common.struct import Struct, struct
+from decodax.core.state import State
+
+
+@struct
+class Rates(Struct):
+    """The state of `Automatic`.
+
+    Attributes:
+        tried, held: `f32[B, A, K]` fading counts by row, arm and depth; arms with one draft share them.
+        wait: `i32[B]` rounds until drafts that were given up are probed again. probes: `i32[B]` number of times that
+            they failed in a row, at least 1 once they were tried and 0 before. round: `i32[B]` number of updates. These
+            three belong to the batch (`of_batch`).
+    """
+
+    tried: Array
+    held: Array
+    wait: Array
+    probes: Array
+    round: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Automatic(Controller):
+    """Picks the arm with which the batch is done first, from measured costs and the acceptance seen by row and depth.
+
+    A row gains 1 + sum over k of the product of the first k acceptance rates a round from an arm of length K, and the
+    batch lasts as long as the row with the most rounds before it. So text that one row copies is not drafted at the
+    cost of others that write anew and have as much to write. Of a batch of one this is the most tokens a second.
+
+    Drafts that are free to try on paper start when they are seen to hold there. Others are tried until they are seen to
+    fail, and then probed so rarely that it costs `probing` of the time, ever more rarely, at least every `patience`
+    rounds.
+
+    Attributes:
+        costs: seconds of a round of each arm (or any other unit), as `measure` finds them for a batch size.
+        memory: rounds after which an observation weighs 1/e.
+        shared: number of a row's observations that the batch's rate counts for.
+        probing: share of the time that is spent on probes of drafts that were given up.
+        patience: the longest wait between probes.
+
+    Raises:
+        ValueError: a cost, memory, weight, share or patience that is not positive.
+    """
+
+    notes: ClassVar[bool] = True
+
+    costs: tuple[float, ...]
+    memory: float = 32.0
+    shared: float = 1.0
+    probing: float = 0.01
+    patience: int = 1024
+
+    def __post_init__(self) -> None:
+        for name, value in (("costs", min(self.costs, default=0)), ("memory", self.memory), ("shared", self.shared),
+                            ("probing", self.probing), ("patience", self.patience)):
+            if value <= 0:
+                raise ValueError(f"{name}: got {value}, takes numbers above 0")
+
+    def init(self, of: Arms, batch: int) -> Rates:
+        if len(of) != len(self.costs):
+            raise ValueError(f"costs: got {len(self.costs)} for {len(of)} arms")
+        # half an imagined draft, of which three quarters hold; of one that is tried on paper first, a fifth
+        tried = jnp.full((len(of), of.longest), 0.5, jnp.float32)
+        free = jnp.array(of.on_paper)[:, None] & (jnp.arange(of.longest) == 0)
+        zero = jnp.zeros((), jnp.int32)
+        return for_rows(Rates(tried=tried, held=tried * jnp.where(free, 0.2, 0.75), wait=zero, probes=zero,
+                              round=zero), batch)
+
+    def choose(self, of: Arms, state: Rates, s: State) -> Array:
+        arms, lengths = jnp.arange(len(of)), jnp.array(of.lengths)
+        sum_of = lambda x: jnp.where(s.running[:, None, None], x, 0).sum(0)
+        everywhere = sum_of(state.held) / jnp.maximum(sum_of(state.tried), 1e-6)
+        rate = (state.held + self.shared * everywhere) / (state.tried + self.shared)
+        tokens = 1 + jnp.cumsum(jnp.cumprod(rate, 2), 2)
+        tokens = jnp.pad(tokens, ((0, 0), (0, 0), (1, 0)), constant_values=1.0)[:, arms, lengths]
+        left = jnp.where(s.running, s.max_length - s.length, 0)
+        time = (left[:, None] / tokens).max(0) * jnp.array(self.costs, jnp.float32)
+        best = jnp.argmin(time)
+        costly = (lengths > 0) & ~jnp.array(of.on_paper)
+        wait, probes = of_batch((state.wait, state.probes), state.round)
+        probe = (lengths[best] == 0) & (wait <= 0) & (probes > 0) & costly.any()
+        return jnp.where(probe, jnp.argmin(jnp.where(costly, time, jnp.inf)), best).astype(jnp.int32)
+
+    def update(self, of: Arms, state: Rates, seen: RoundOutcome) -> Rates:
+        lengths, costs = jnp.array(of.lengths), jnp.array(self.costs, jnp.float32)
+        plain = jnp.where(lengths == 0, costs, jnp.inf).min()
+        extra = jnp.where(jnp.isfinite(plain), jnp.maximum(costs[seen.arm] / plain - 1, 0), 0)
+        drafted = lengths[seen.arm] > 0
+        failed = drafted & ~seen.held[:, :1].any()
+        waited, before, round = of_batch((state.wait, state.probes, state.round), state.round)
+        probes = jnp.where(failed, jnp.minimum(before + 1, 16), jnp.where(drafted, 0, before))
+        wait = jnp.minimum(extra / self.probing * 2.0 ** (probes - 1), self.patience).astype(jnp.int32)
+        wait, probes, round = for_rows((jnp.where(drafted, wait, waited - 1), jnp.maximum(probes, drafted), round + 1),
+                                       len(seen.running))
+        return self.note(of, state.replace(wait=wait, probes=probes, round=round), seen)
+
+    def note(self, of: Arms, state: Rates, seen: RoundOutcome) -> Rates:
+        """Adds what was seen of an arm's drafts to the rates of all arms with the same draft."""
+        family = jnp.array(of.families)
+        same = (family == family[seen.arm])[:, None] & seen.tried[:, None, :]
+        fade = jnp.where(same, jnp.exp(-1 / self.memory), 1.0)
+        return state.replace(tried=state.tried * fade + same,
+                             held=state.held * fade + (same & seen.held[:, None, :]))

@@ -1,0 +1,82 @@
+"""BASS: one draft length for the batch, which follows the best row ("BASS: Batched Attention-optimized Speculative
+Sampling", Qian et al., 2024)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from decodax.algorithms.speculative.adaptive.arms import Adaptive, chains
+from decodax.algorithms.speculative.adaptive.controllers import Arms, Controller, RoundOutcome, for_rows, of_batch
+from decodax.common.registry import ALGORITHMS
+from decodax.common.struct import Struct, struct
+from decodax.core.state import State
+
+
+@struct
+class BassState(Struct):
+    """The state of `Bass`, which belongs to the batch (`of_batch`): the length `i32[]`, 1 in `cut` `i32[]` if it was
+    cut last time, and the number of updates, `round` `i32[]`."""
+
+    length: Array
+    cut: Array
+    round: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Bass(Controller):
+    """Keeps one draft length for the batch, which grows when some row accepts all drafts and shrinks otherwise.
+
+    It shrinks by a `shrink`-th and, if it shrank the round before, by one more, never below what the best row accepted.
+    The longest arm that is not longer is picked. The defaults are the paper's.
+
+    Attributes:
+        start: first length. grow: tokens that it grows by. shrink: share that it shrinks by, as a divisor.
+
+    Raises:
+        ValueError: a number below 1.
+    """
+
+    start: int = 7
+    grow: int = 2
+    shrink: int = 10
+
+    def __post_init__(self) -> None:
+        for name in ("start", "grow", "shrink"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: got {getattr(self, name)}, takes at least 1")
+
+    def init(self, of: Arms, batch: int) -> BassState:
+        zero = jnp.zeros((), jnp.int32)
+        return for_rows(BassState(length=zero + min(self.start, of.longest), cut=zero, round=zero), batch)
+
+    def choose(self, of: Arms, state: BassState, s: State) -> Array:
+        lengths = jnp.array(of.lengths)
+        fits = jnp.where(lengths <= of_batch(state.length, state.round), lengths, -1)
+        return jnp.where(fits.max() >= 0, jnp.argmax(fits), jnp.argmin(lengths)).astype(jnp.int32)
+
+    def update(self, of: Arms, state: BassState, seen: RoundOutcome) -> BassState:
+        drafted, state = jnp.array(of.lengths)[seen.arm], of_batch(state, state.round)
+        grown = jnp.minimum(state.length + self.grow, of.longest)
+        cut = state.length - -(-state.length // self.shrink) - state.cut
+        most = jnp.where(seen.running, seen.accepted, 0).max()
+        whole = most >= drafted
+        length = jnp.where(whole, grown, jnp.maximum(jnp.maximum(cut, most), 1))
+        return for_rows(BassState(length=length, cut=(~whole).astype(jnp.int32), round=state.round + 1),
+                        len(seen.running))
+
+
+@ALGORITHMS.register("bass", "BASS: Batched Attention-optimized Speculative Sampling", "Qian et al. 2024",
+                     family="batching-scheduling", needs="a draft model", guarantee="seed-exact")
+def bass(draft: Any, lengths: tuple[int, ...] = (1, 2, 3, 5, 7)) -> Adaptive:
+    """Drafts with a draft model; rows accept different numbers of drafts, and one draft length follows the best row.
+
+    For batches whose draft length should adapt without measured costs.
+
+    Args:
+        draft: the draft model. lengths: draft lengths to choose from.
+    """
+    return Adaptive(chains(draft, lengths), Bass())

@@ -1,0 +1,242 @@
+"""Token-level intersection, TLI: a draft model with another vocabulary, limited to the tokens that the target has too
+("Accelerating LLM Inference with Lossless Speculative Decoding Algorithms for Heterogeneous Vocabularies", Timor et
+al., 2025).
+
+The draft model's distribution, limited to the tokens that the target has too and normalised again, is a distribution
+over the target's ids like any other. So every verifier keeps its guarantee, `Rejection` as in the paper, and every
+shape of a tree works. Tokens are common if their bytes are, or, special ones, if their names are.
+
+The text may hold target tokens that the draft model lacks. Systems that map ids give it the unknown token there; here
+it reads the token's bytes, cut into its own tokens, each target token by itself. Its positions therefore differ from
+the target's, row by row, and nothing that it has read is ever taken back. Where the vocabularies have little in common
+`Realigned` reads and drafts better, since it follows the draft model's own cut of the text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from decodax.algorithms.speculative.algorithm import Speculative
+from decodax.algorithms.speculative.drafts.model.draft_model import Drafting, DraftModel
+from decodax.algorithms.speculative.drafts.model.uag import WIDTH, prefix, room_for, with_tokenizer
+from decodax.algorithms.speculative.fixed_trees import Chain
+from decodax.algorithms.speculative.source import Answer, Level, Source
+from decodax.algorithms.speculative.verify.rejection import Rejection
+from decodax.algorithms.speculative.vocabulary import Merges, append
+from decodax.common.axes import constrain
+from decodax.common.options import Count
+from decodax.common.registry import ALGORITHMS
+from decodax.common.struct import Struct, short, static, struct
+from decodax.core.cache import require
+from decodax.core.mesh import heads
+from decodax.core.state import State, Status
+from decodax.core.types import Decision, Out, Params
+from decodax.core.window import Window
+
+
+@struct
+class CommonTokens(Struct):
+    """The weights of `Intersection`, in `Params.draft`.
+
+    Attributes:
+        weights: the draft model's.
+        ids: `i32[V]`, for each target token the equal token of the draft model, or -1.
+        pieces: `i32[C]` the draft model's tokens for all target tokens, one after another; a common token has itself.
+        starts: `i32[V + 1]`, where the pieces of each target token begin.
+        prefix: `i32[P]` tokens that the draft model expects before a text.
+        longest: most pieces of a token.
+    """
+
+    weights: Any
+    ids: Array
+    pieces: Array
+    starts: Array
+    prefix: Array
+    longest: int = static()
+
+
+@struct
+class Mapped(Struct):
+    """Each row's text in the draft model's tokens.
+
+    Attributes:
+        tokens: `i32[B, M]`, of which `length` `i32[B]` are valid. seen: `i32[B]`, number of target tokens read.
+        drafting: the draft model's own state, with M slots.
+    """
+
+    tokens: Array
+    length: Array
+    seen: Array
+    drafting: Drafting
+
+
+@dataclasses.dataclass(frozen=True)
+class Intersection(Source):
+    """Drafts from a draft model, limited to the tokens that the target has too; `Intersection.of` makes one.
+
+    Attributes:
+        source: the draft model. room: as in `Realigned`; a row that runs out of it goes on with worse drafts.
+        weights: a `CommonTokens`; at low level it goes into `Params.draft` instead.
+
+    Raises:
+        ValueError: room below 1.
+    """
+
+    __repr__ = short
+
+    source: DraftModel
+    room: int = 2
+    weights: Any = dataclasses.field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.room < 1:
+            raise ValueError(f"room: got {self.room}, takes at least 1")
+
+    @classmethod
+    def of(cls, lm: Any, draft: Any, room: int | None = None) -> Intersection:
+        """For a target and a draft model, both as `decodax.load` gives them, with their tokenizers.
+
+        Args:
+            room: default by how many of the draft model's tokens a target token takes, and one more.
+
+        Raises:
+            ValueError: one of them has no tokenizer, or they have no token in common.
+        """
+        with_tokenizer(lm, draft)
+        ids, pieces = common(lm, draft)
+        starts = np.cumsum([0, *map(len, pieces)])
+        weights = CommonTokens(weights=draft.params, ids=jnp.asarray(ids), prefix=prefix(draft),
+                               pieces=jnp.array([x for tokens in pieces for x in tokens], jnp.int32),
+                               starts=jnp.asarray(starts, jnp.int32), longest=max(map(len, pieces)))
+        return cls(DraftModel(draft.model), room or int(np.ceil(starts[-1] / len(pieces))) + 1, weights)
+
+    def bare(self) -> Intersection:
+        return dataclasses.replace(self, weights=None)
+
+    def for_vocabulary(self, size: int) -> Intersection:
+        """Returns it unchanged: the draft model keeps a vocabulary of its own."""
+        return self
+
+    def init(self, params: Params, s: State) -> Mapped:
+        if not isinstance(params.draft, CommonTokens):
+            raise ValueError("params: Intersection needs its CommonTokens in Params.draft")
+        size, capacity = room_for(self.source.model, self.room * s.cache.capacity)
+        cache = self.source.model.init_cache(s.batch, capacity, params=params.draft.weights)
+        require(cache, frozenset(("truncation",)), "a draft model with a vocabulary of its own")
+        first = params.draft.prefix[:size]
+        tokens = jnp.zeros((s.batch, size), jnp.int32).at[:, :first.shape[0]].set(first)
+        return Mapped(tokens=tokens, length=jnp.full(s.batch, first.shape[0], jnp.int32),
+                      seen=jnp.zeros(s.batch, jnp.int32), drafting=Drafting(cache=constrain(cache, heads(cache))))
+
+    def start(self, params: Params, s: State, state: Mapped, room: int) -> tuple[Mapped, Answer]:
+        own: CommonTokens = params.draft
+        state = self._read(own, s, state)
+        drafting, answer = self.source.start(_inner(params), self._own(s, state), state.drafting, room)
+        return state.replace(drafting=drafting), _limited(own, answer)
+
+    def extend(self, params: Params, s: State, state: Mapped, level: Level) -> tuple[Mapped, Answer]:
+        own: CommonTokens = params.draft
+        shift = state.length - s.length
+        level = level.replace(tokens=jnp.maximum(own.ids[level.tokens], 0), positions=level.positions + shift[:, None])
+        drafting, answer = self.source.extend(_inner(params), self._own(s, state), state.drafting, level)
+        return state.replace(drafting=drafting), _limited(own, answer)
+
+    def place(self, state: Mapped, slots: Array) -> Mapped:
+        return state.replace(drafting=self.source.place(state.drafting, slots))
+
+    def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Mapped) -> Mapped:
+        if decision is not None:
+            shift = (state.length - s.length)[:, None]
+            fits = self._fits(state)[:, None] & (decision.slots >= 0) & (decision.slots + shift < state.tokens.shape[1])
+            decision = decision.replace(slots=jnp.where(fits, decision.slots + shift, -1))
+        return state.replace(drafting=self.source.observe(s, window, out, decision, state.drafting))
+
+    def _fits(self, state: Mapped) -> Array:
+        """Returns True for rows for whose text the draft model has room, `bool[B]`."""
+        return (state.length > 0) & (state.length <= state.tokens.shape[1])
+
+    def _own(self, s: State, state: Mapped) -> State:
+        """Returns the decoding state as the draft model sees it."""
+        status = jnp.where(self._fits(state), s.status, jnp.asarray(Status.CAPACITY, jnp.int32))
+        return s.replace(tokens=state.tokens, length=state.length, status=status)
+
+    def _read(self, own: CommonTokens, s: State, state: Mapped) -> Mapped:
+        """Returns the state after reading all of each row's text."""
+        block = jnp.zeros(max(64, own.longest), jnp.int32)
+
+        def row(running: Array, text: Array, length: Array, tokens: Array, end: Array,
+                seen: Array) -> tuple[Array, Array, Array, Array]:
+            at = seen + jnp.arange(WIDTH, dtype=jnp.int32)
+            new = jnp.where((at < length) & running, text[jnp.minimum(at, text.shape[0] - 1)], -1)
+            found, count, taken = append(own.pieces, own.starts, block, jnp.zeros((), jnp.int32), new)
+            place = jnp.arange(block.shape[0], dtype=jnp.int32)
+            now = tokens.at[jnp.where(place < count, end + place, tokens.shape[0])].set(found, mode="drop")
+            # a draft that is no common token (where the policy forbids all of them) was not what it is read as
+            new = jnp.maximum(new, 0)
+            strange = (at - seen < taken) & (own.ids[new] < 0)
+            sizes = own.starts[new + 1] - own.starts[new]
+            kept = jnp.min(jnp.where(strange, jnp.cumsum(sizes) - sizes, block.shape[0]))
+            return now, end + count, seen + taken, end + kept
+
+        def step(state: Mapped) -> Mapped:
+            tokens, length, seen, kept = jax.vmap(row)(s.running, s.tokens, s.length, state.tokens, state.length,
+                                                       state.seen)
+            cache: Any = state.drafting.cache
+            cache = cache.truncate(jnp.maximum(kept, 0))
+            return Mapped(tokens, length, seen, Drafting(cache=cache))
+
+        return lax.while_loop(lambda state: (s.running & (state.seen < s.length)).any(), step, state)
+
+
+def common(lm: Any, draft: Any) -> tuple[np.ndarray, list[list[int]]]:
+    """Returns the draft model's id of each target token, `i32[V]`, -1 where it has none, and its tokens for each.
+
+    Raises:
+        ValueError: no token is common.
+    """
+    target, own = (Merges.of(x.tokenizer, x.vocab_size) for x in (lm, draft))
+    ids = np.full(target.size, -1, np.int32)
+    names = [_special(x.tokenizer, y) for x, y in ((lm, target), (draft, own))]
+    for mine, others in ((target.ids, own.ids), names):
+        for word in mine.keys() & others.keys():
+            ids[mine[word]] = others[word]
+    if (ids < 0).all():
+        raise ValueError("draft: its vocabulary has no token in common with the target's")
+    pieces = [[int(i)] if i >= 0 else own.split(word) for i, word in zip(ids, target.spelled, strict=True)]
+    return ids, pieces
+
+
+def _special(tokenizer: Any, merges: Merges) -> dict[bytes, int]:
+    """Returns the special tokens by name."""
+    literal = tokenizer.token_bytes(skip_special_tokens=False)[:merges.size]
+    return {word: i for i, word in enumerate(literal) if word and not merges.spelled[i]}
+
+
+def _inner(params: Params) -> Params:
+    return params.replace(draft=params.draft.weights)
+
+
+def _limited(own: CommonTokens, answer: Answer) -> Answer:
+    """Returns the draft model's answer over the target's ids, -inf outside the intersection."""
+    chosen = answer.logits[..., jnp.maximum(own.ids, 0)]
+    return answer.replace(logits=jnp.where(own.ids >= 0, chosen, -jnp.inf))
+
+
+@ALGORITHMS.register("tli", "Accelerating LLM Inference with Lossless Speculative Decoding Algorithms for "
+                     "Heterogeneous Vocabularies", "Timor et al. 2025", family="speculative-linear",
+                     needs="a model and a draft model", guarantee="distribution-exact")
+def tli(lm: Any, draft: Any, length: Count = 4) -> Speculative:
+    """Drafts with a draft model of another vocabulary, limited to the tokens that both vocabularies have.
+
+    The choice for sampled texts where most tokens are common; both models need a tokenizer.
+
+    Args:
+        lm: the target. draft: the draft model. length: drafts a round.
+    """
+    return Speculative(Intersection.of(lm, draft), Rejection(), Chain(length))

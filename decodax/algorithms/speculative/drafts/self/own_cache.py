@@ -1,0 +1,96 @@
+"""Drafting with the target itself on a smaller cache: a part of the tokens, or fewer bits.
+
+With `OwnCache(lm, kind)` the target keeps a second cache of that kind beside its own (`decodax.cache.views`), or one
+cache of which drafts read a part (QuantSpec's halves). Drafts attend to the smaller cache, and the verification to the
+whole one. Only verified tokens are ever written to either, so no buffers for drafts are needed. MagicDec, TriForce and
+QuantSpec are built from it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+from decodax.algorithms.speculative.drafts.self.self_draft import SelfDraft
+from decodax.algorithms.speculative.source import Answer, Level
+from decodax.cache import dense
+from decodax.cache.views import WithView
+from decodax.common.struct import short
+from decodax.core.cache import Cache, CacheConfig, Draftable, Feature
+from decodax.core.loaded import network_of
+from decodax.core.state import State
+from decodax.core.types import Decision, Model, Out, Params
+from decodax.core.window import Window
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnCache(SelfDraft):
+    """Drafts with the target on a smaller view of its cache.
+
+    Attributes:
+        model: the target: a `Model`, or what `decodax.load` gave. Weights are `Params.target`.
+        kind: config of the cache that drafts read beside the target's own; or with `alone` of one cache for both, whose
+            `view` drafts read.
+        alone: True if `kind` takes the place of the target's cache.
+        packed: the target with other weights to draft with, as `decodax.quantize` gives it; None: its own.
+        weights: those, if `packed` is a bare `Model`.
+    """
+
+    __repr__ = short
+
+    model: Any
+    kind: Any
+    alone: bool = False
+    packed: Any = None
+    weights: Any = dataclasses.field(default=None, compare=False, repr=False)
+    cache_needs: ClassVar[frozenset[Feature]] = frozenset()
+
+    def __post_init__(self) -> None:
+        if isinstance(self.kind, CacheConfig) and not isinstance(self.model, Model):
+            object.__setattr__(self, "kind", self.kind.of_model(self.model))
+        object.__setattr__(self, "model", network_of(self.model)[0])
+        if self.packed is not None:
+            network, weights = network_of(self.packed)      # the network is static, its weights are data
+            object.__setattr__(self, "packed", network)
+            object.__setattr__(self, "weights", self.weights if weights is None else weights)
+
+    @property
+    def exact(self) -> bool:
+        return not self.alone
+
+    def bare(self) -> OwnCache:
+        return dataclasses.replace(self, weights=None)
+
+    def fit(self, budget: int) -> OwnCache:
+        fits = isinstance(self.kind, CacheConfig)
+        return dataclasses.replace(self, kind=self.kind.fit(1 << (budget - 1).bit_length())) if fits else self
+
+    def through(self, model: Any) -> Any:
+        return model.wrap_cache(self._kind)
+
+    def _kind(self, own: Any) -> Any:
+        if not self.alone:      # several drafts that read a cache of one kind share it
+            return own if isinstance(own, WithView) and own.holds(self.kind) else WithView(self.kind, own)
+        if own not in (dense, self.kind):
+            raise ValueError(f"cache: got {own}, but the method brings a cache of its own; takes none")
+        return self.kind
+
+    def start(self, params: Params, s: State, state: Any, room: int) -> tuple[Draftable, Answer]:
+        scratch, out = self.run_root(params, s, state, room)
+        return scratch, Answer(out.logits(), out.hidden)
+
+    def extend(self, params: Params, s: State, state: Draftable, level: Level) -> tuple[Draftable, Answer]:
+        scratch, out = self.run_level(params, s, state, state, level)
+        return scratch, Answer(out.logits(), out.hidden)
+
+    def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Any) -> None:
+        return None
+
+    def forward(self, params: Params, window: Window, cache: Any, keep: Any) -> Out:
+        if self.packed is None:
+            return super().forward(params, window, cache, keep)
+        return self.packed.apply(params.draft, window, cache)
+
+    def view(self, s: State) -> Cache:
+        cache: Cache = super().view(s)
+        return cache.view if self.alone else cache.view_of(self.kind)

@@ -1,0 +1,172 @@
+"""Runs draft model and target at the same time, each on its own half of a mesh, in one compiled program.
+
+The mesh has an axis `ROLE` of size 2. The devices at its first index run the target's forward and the verification,
+those at the second one run the draft model: a branch on the device's place in the mesh decides, so neither half waits
+for the other within a round. At its end they exchange tokens: those written, those accepted, and the target's own
+token. With a verifier that draws by address no probabilities are exchanged, where the authors of PEARL gather the whole
+distributions of both models in each round.
+
+So a round takes max(draft, target) instead of draft + target, for drafts that are written ahead (`SpecBranch`, which
+PEARL is a case of). The tokens are those of one device. The price is memory: it is one program over all devices, so
+each half holds the weights and caches of both models, and other axes of the mesh divide them only within a half.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import Mesh, PartitionSpec
+
+from decodax.algorithms.speculative.algorithm import Speculative
+from decodax.algorithms.speculative.drafter import AroundSource
+from decodax.algorithms.speculative.drafts.model.draft_model import DraftModel
+from decodax.algorithms.speculative.drafts.model.specbranch import SpecBranch
+from decodax.algorithms.speculative.source import Draft
+from decodax.algorithms.speculative.tree import Drawn, Proposal, Tree
+from decodax.algorithms.speculative.verifier import Verifier
+from decodax.core.around import AroundModel
+from decodax.core.cache import Cache
+from decodax.core.round import run
+from decodax.core.state import State
+from decodax.core.types import Algorithm, Decision, Model, Out, Params
+from decodax.core.window import Window
+from decodax.sampling.base import Distribution
+from decodax.sharding.lanes import GatheredLogits, divisible
+from decodax.sharding.place import DATA, batch_specs
+
+ROLE = "role"
+"""Name of the mesh axis whose first index verifies and whose second one drafts."""
+
+TARGET, DRAFT = 0, 1
+
+T = TypeVar("T")
+
+
+def apart(alg: Algorithm, model: Model, params: Params, policy: Any, s: State, max_rounds: Array | int,
+          mesh: Mesh) -> State:
+    """Runs rounds as `run` does, with the draft model on one half of the mesh and the target on the other. Call it
+    under `jax.jit` with everything placed on the mesh.
+
+    Args:
+        alg: `Speculative` with a draft that is written ahead by a `DraftModel`: `algorithms.pearl(...)`,
+            `algorithms.specbranch(...)`.
+        mesh: with an axis "role" of size 2. Axes "data" and "model" divide rows and weights within each half; replicas
+            of the data axis leave their loops alone, as in `lanes`.
+
+    Returns:
+        The state, the same on both halves: a call ends with an exchange of the caches.
+
+    Raises:
+        ValueError: another method, a mesh without the axis, or a cache whose rows share memory.
+    """
+    draft = alg.draft if isinstance(alg, Speculative) else None
+    if not (isinstance(alg, Speculative) and isinstance(draft, SpecBranch) and isinstance(draft.source, DraftModel)):
+        raise ValueError(f"alg: got {alg.name}, takes Speculative with drafts that a draft model writes ahead: Pearl "
+                         "or SpecBranch")
+    if mesh.shape.get(ROLE) != 2:
+        raise ValueError(f"mesh: got axes {dict(mesh.shape)}, takes one with an axis {ROLE!r} of size 2")
+    divisible(s)
+    source = draft.source
+    if all(d.platform == "cpu" for d in mesh.devices.flat):     # see `lanes`
+        model, source = GatheredLogits(model), dataclasses.replace(source, model=GatheredLogits(source.model))
+    ahead: Any = dataclasses.replace(draft, source=source)
+    split = dataclasses.replace(alg, draft=_Ahead(ahead), verify=_There(alg.verify))
+
+    def both(params: Params, policy: Any, s: State, max_rounds: Array) -> State:
+        s = run(split, _Target(model), params, policy, s, max_rounds)
+        cache, states, record = _from(TARGET, (s.cache, s.policy, s.record))
+        ahead, rest = s.algo
+        return s.replace(cache=cache, policy=states, record=record,
+                         algo=(ahead.replace(source=_from(DRAFT, ahead.source)), rest))
+
+    whole = PartitionSpec()
+    specs, chain = (batch_specs(s), batch_specs(policy)) if DATA in mesh.shape else (whole, whole)
+    return jax.shard_map(both, mesh=mesh, in_specs=(whole, chain, specs, whole), out_specs=specs,
+                         axis_names={ROLE, DATA} & set(mesh.shape), check_vma=False)(
+                             params, policy, s, jnp.asarray(max_rounds, jnp.int32))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ahead(AroundSource, Draft):
+    """The draft `source`, which writes only on the draft model's half."""
+
+    source: SpecBranch
+
+    @property
+    def length(self) -> int:
+        return self.source.length
+
+    def propose(self, params: Params, policy: Any, s: State, state: Any, drawn: Drawn) -> tuple[Proposal, Any]:
+        proposal, state = self.source.offer(params, s, state)
+        write = lambda: self.source.write(params, policy, s, state, drawn)
+        # the tree's scratch is made within the round: elsewhere there is an empty one
+        return proposal, _only(DRAFT, write, state)
+
+    def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Any) -> Any:
+        draft = self.source
+        state = state.replace(**_from(DRAFT, {name: getattr(state, name) for name in draft.written}))
+        return draft.learn(s, window, out, decision, _from(TARGET, draft.look(out, decision)), state)
+
+
+@dataclasses.dataclass(frozen=True)
+class _There(Verifier):
+    """The verifier `of`, which runs on the target's half and sends its result to the other half."""
+
+    of: Verifier
+
+    @property
+    def guarantee(self) -> Any:         # type: ignore[override]
+        return self.of.guarantee
+
+    @property
+    def drawn(self) -> Drawn:
+        return self.of.drawn
+
+    def __call__(self, dist: Distribution, s: State, tree: Tree) -> tuple[Array, Array, Array]:
+        return _from(TARGET, _only(TARGET, lambda: self.of(dist, s, tree)))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Target(AroundModel):
+    """The model `base` on the target's half. The other half gets zeros, which it writes to a copy of the cache that is
+    never read."""
+
+    def apply(self, params: Any, window: Window, cache: Cache) -> Out:
+        # a head may close over what a branch computes, so it is taken from a call beside it, whose rest is never run
+        beside = self.base.apply(params, window, cache)
+
+        def forward() -> tuple[Any, ...]:
+            out = self.base.apply(params, window, cache)
+            return out.hidden, out.entries, out.layers
+
+        hidden, entries, layers = _only(TARGET, forward)
+        return dataclasses.replace(beside, hidden=hidden, entries=entries, layers=layers)
+
+
+def _only(role: int, fn: Callable[[], T], before: Any = None) -> T:
+    """Returns `fn()` on one half; on the other zeros, or the leaves of `before`, a tree of which `fn` makes a new
+    version.
+    """
+    made = jax.eval_shape(fn)
+    old = {} if before is None else {str(path): x for path, x in jax.tree_util.tree_leaves_with_path(before)}
+
+    def idle() -> T:
+        kept = lambda path, x: old[str(path)] if str(path) in old else jnp.zeros(x.shape, x.dtype)
+        return jax.tree_util.tree_map_with_path(kept, made)
+
+    return lax.cond(lax.axis_index(ROLE) == role, fn, idle)
+
+
+def _from(role: int, tree: T) -> T:
+    """Returns the values of one half on both."""
+    def one(x: Array) -> Array:
+        bits = x.astype(jnp.int8) if x.dtype == bool else x
+        there = jnp.where(lax.axis_index(ROLE) == role, bits, jnp.zeros_like(bits))
+        return lax.psum(there, ROLE).astype(x.dtype)
+
+    return jax.tree.map(one, tree)

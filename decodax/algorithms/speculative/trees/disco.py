@@ -1,0 +1,33 @@
+"""DISCO: a fitted predictor ends the draft ("Accelerating Speculative Decoding using Dynamic Speculation Length", Mamou
+et al., 2024)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from decodax.algorithms.speculative.adaptive.predictor import given_or_fitted
+from decodax.algorithms.speculative.algorithm import Speculative
+from decodax.algorithms.speculative.drafts.model.draft_model import DraftModel
+from decodax.algorithms.speculative.trees.confidence_threshold import ConfidenceChain
+from decodax.algorithms.speculative.trees.threshold import Predictor
+from decodax.common.options import Count, Share
+from decodax.common.registry import ALGORITHMS
+
+
+@ALGORITHMS.register("disco", "Accelerating Speculative Decoding using Dynamic Speculation Length", "Mamou et al. 2024",
+                     family="speculative-linear", needs="a draft model and samples", guarantee="seed-exact")
+def disco(lm: Any, draft: Any, length: Count = 12, threshold: Share = 0.4, predictor: Predictor | None = None,
+          samples: Any = None) -> Speculative:
+    """Drafts with a draft model until a fitted predictor says that a draft will be rejected.
+
+    The predictor is a logistic regression on five numbers of the draft; the paper's is a network of two layers. It is
+    given, or fitted to samples.
+
+    Args:
+        lm: the target. draft: the draft model. length: most drafts a round.
+        threshold: chance of acceptance below which the chain ends.
+        predictor: from `decodax.fit_predictor`.
+        samples: prompts as token ids, to fit a predictor to.
+    """
+    found = given_or_fitted("disco", lm, draft, predictor, samples)
+    return Speculative(DraftModel(draft), shape=ConfidenceChain(length, threshold, found))

@@ -1,0 +1,61 @@
+"""The interface of verifiers, the rules that accept or reject drafts, and `SeedExact`, the default."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from typing import TYPE_CHECKING, ClassVar
+
+from jax import Array
+
+from decodax.algorithms.speculative.tree import Drawn, Tree, at_end, at_parents, deepest
+from decodax.common.registry import Guarantee
+from decodax.core.state import State
+from decodax.sampling.base import Distribution
+
+
+class Verifier(abc.ABC):
+    """A verification rule: derive a frozen dataclass from this, static under jit.
+
+    Attributes:
+        guarantee: guarantee that the output keeps.
+        drawn: how sampled drafts have to be drawn, see `Drawn`.
+    """
+
+    guarantee: ClassVar[Guarantee]
+
+    if TYPE_CHECKING:       # some say it once for all instances
+
+        @property
+        def drawn(self) -> Drawn: ...
+
+    @abc.abstractmethod
+    def __call__(self, dist: Distribution, s: State, tree: Tree) -> tuple[Array, Array, Array]:
+        """Accepts a path of the tree.
+
+        Args:
+            dist: the policy at each of the tree's nodes; node `i` gives the distribution of the token after it.
+            s: the decoding state. tree: the drafts.
+
+        Returns:
+            path: `i32[B, longest + 1]` window nodes from the newest token down; accepted: `i32[B]` number of accepted
+            drafts on it; own: `i32[B]` the target's token after them (INVALID and DEAD_END as in `Decision`).
+        """
+
+
+@dataclasses.dataclass(frozen=True)
+class SeedExact(Verifier):
+    """Draws the target's own token at each node, with the key that plain sampling uses at its position, and accepts a
+    draft if it is the token drawn at its parent.
+
+    With one seed the output is token-identical to plain sampling for any draft and any tree. A draft `x` is accepted
+    with probability p(x), as much as rejection sampling gives a deterministic draft. Greedy rows are a special case.
+    """
+
+    guarantee: ClassVar[Guarantee] = "seed-exact"
+    drawn: ClassVar[Drawn] = "coupled"
+
+    def __call__(self, dist: Distribution, s: State, tree: Tree) -> tuple[Array, Array, Array]:
+        tokens = dist.draw()
+        path, accepted = deepest(tree, at_parents(tree, tokens) == tree.tokens)
+        return path, accepted, at_end(tokens, path, accepted)

@@ -1,0 +1,115 @@
+"""k-SEQ: tries independent siblings in turn against p lowered by a common factor ("SpecTr: Fast Speculative Decoding
+via Optimal Transport", Sun et al., 2023). The output keeps the target's distribution.
+
+Of k independent draws from q the first is accepted that passes with probability
+min(1, p(x) / (rho q(x))). With beta(rho) = sum_x min(q(x), p(x) / rho), the chance of one draw, one of the k is
+accepted with probability 1 - (1 - beta)^k, and is distributed as min(q, p / rho) / beta. So the output is exactly p if
+the token that replaces them when none is accepted comes from the normalised
+
+    p(x) - min(q(x), p(x) / rho) * (1 - (1 - beta)^k) / beta,
+
+which is no distribution unless 1 - (1 - beta)^k <= rho * beta. The left side falls in rho and the right side grows, and
+the smallest rho that will do, where they are equal, accepts most often: at least 1 - 1/e times as often as the best
+coupling that there is. It lies between 1 and k; for k = 1 it is 1 and the rule is plain rejection sampling.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar, Literal
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from decodax.algorithms.speculative.algorithm import Speculative
+from decodax.algorithms.speculative.drafts.model.draft_model import DraftModel
+from decodax.algorithms.speculative.fixed_trees import Fixed
+from decodax.algorithms.speculative.tree import Drawn, Tree
+from decodax.algorithms.speculative.verifier import Guarantee, Verifier
+from decodax.algorithms.speculative.verify.walk import certain, residual, walk
+from decodax.common.options import Count
+from decodax.common.registry import ALGORITHMS
+from decodax.core.state import State
+from decodax.sampling.base import Distribution
+
+HALVINGS = 12
+
+
+@dataclasses.dataclass(frozen=True)
+class KSeq(Verifier):
+    """The k-SEQ rule at each node of a tree, k its live children; the distribution of the output is the target's.
+
+    Attributes:
+        rho: "auto", the smallest factor that is exact, found by bisection at each node; or a number of at least 1,
+            which is used where it is larger.
+
+    Deterministic drafts are not draws from one q: they are tried against what is left of p, as by `MultiRound`.
+
+    Raises:
+        ValueError: a number below 1.
+    """
+
+    rho: float | Literal["auto"] = "auto"
+    guarantee: ClassVar[Guarantee] = "distribution-exact"
+    drawn: ClassVar[Drawn] = "independent"
+
+    def __post_init__(self) -> None:
+        if self.rho != "auto" and not (isinstance(self.rho, (int, float)) and self.rho >= 1):
+            raise ValueError(f"rho: got {self.rho!r}, takes 'auto' or a number of at least 1")
+
+    def __call__(self, dist: Distribution, s: State, tree: Tree) -> tuple[Array, Array, Array]:
+        return walk(self.siblings, dist, s, tree)
+
+    def siblings(self, p: Array, q: Any, tokens: Array, children: Array, dead: Array,
+                 u: Array) -> tuple[Array, Array, Array]:
+        """See `decodax.algorithms.speculative.verify.walk.Siblings`."""
+        if q is None:
+            return certain(p, tokens, children, u)
+        if callable(q):
+            raise ValueError("verify: KSeq takes draws of one source; takes MultiRound(replacement=True) for several")
+        k = children.sum()
+        rho = smallest(p, q, k)
+        if self.rho != "auto":
+            rho = jnp.maximum(rho, self.rho)
+        holds = children & (u * rho * q[tokens] < p[tokens])
+        common, beta = overlap(p, q, rho)
+        taken = common * (some(beta, k) / jnp.where(beta > 0, beta, 1))
+        return jnp.argmax(holds), holds.any(), jnp.where(k > 0, residual(p - taken, p), p)
+
+
+def overlap(p: Array, q: Array, rho: Array) -> tuple[Array, Array]:
+    """Returns `min(q, p / rho)`, `f32[V]`, and its sum beta, the chance that one draw from q is accepted."""
+    common = jnp.minimum(q, p / rho)
+    return common, jnp.minimum(common.sum(), 1)
+
+
+def some(beta: Array, k: Array) -> Array:
+    """`1 - (1 - beta)^k`: the chance that one of k draws is accepted, precise for a small beta too."""
+    return -jnp.expm1(jnp.maximum(k, 1) * jnp.log1p(-beta))
+
+
+def smallest(p: Array, q: Array, k: Array) -> Array:
+    """The smallest rho with `1 - (1 - beta)^k <= rho * beta`, from above: any larger one is exact too, so that twelve
+    halvings of [1, k] cost no exactness, and of acceptance less than k / 4096."""
+    def halve(_: int, ends: tuple[Array, Array]) -> tuple[Array, Array]:
+        low, high = ends
+        rho = (low + high) / 2
+        beta = overlap(p, q, rho)[1]
+        enough = some(beta, k) <= rho * beta
+        return jnp.where(enough, low, rho), jnp.where(enough, rho, high)
+
+    top = jnp.maximum(k, 1).astype(p.dtype)
+    return lax.fori_loop(0, HALVINGS, halve, (jnp.ones_like(top), top))[1]
+
+
+@ALGORITHMS.register("spectr", "SpecTr: Fast Speculative Decoding via Optimal Transport", "Sun et al. 2023",
+                     family="speculative-theory", needs="a draft model", guarantee="distribution-exact")
+def spectr(draft: Any, num_drafts: Count = 3, length: Count = 3) -> Speculative:
+    """Drafts several independent chains with a draft model and accepts them by k-SEQ, an approximate optimal transport.
+
+    More drafts hold than with one chain where the draft model is often wrong about the first token.
+
+    Args:
+        draft: the draft model. num_drafts: number of chains. length: drafts of each chain.
+    """
+    return Speculative(DraftModel(draft), KSeq(), Fixed.balanced(num_drafts, *(1,) * (length - 1)))
