@@ -15,8 +15,8 @@ from decodax.algorithms.speculative import SeedExact, Speculative, drafts, trees
 from decodax.caches.evict.evicting import Eviction
 from decodax.caches.evict.selection import Top
 from decodax.caches.evict.triforce import ChunkMeans
-from decodax.caches.quantize.codecs import HierarchicalAffine
-from decodax.caches.quantize.coded import Coding
+from decodax.caches.quantize.quantized import QuantizedConfig
+from decodax.caches.quantize.quantspec import QuantSpecCodec
 from decodax.caches.sparse.specache import Prefetch, SpeCache
 from decodax.common.registry import ALGORITHMS
 from decodax.io.quantize import quantize
@@ -58,6 +58,6 @@ def _specache(lm: Any, bits: int = 2, top: int = 64, group: int = 32, residual: 
                      "Tiwari et al. 2025", "the target with weights of 4 bits, on 4 bits of a cache of 8; equals "
                      "plain decoding on that cache", family=SELF, needs=TARGET, guarantee="approximate")
 def _quantspec(lm: Any, group: int = 128, length: int = 4, weights: str | None = "int4") -> Any:
-    cache = Coding(HierarchicalAffine(group), group, "quantspec")
+    cache = QuantizedConfig(QuantSpecCodec(group), group, "quantspec")
     packed = None if weights is None else quantize(lm, weights)
     return Speculative(drafts.OwnCache(lm, cache, True, packed), SeedExact(), trees.Chain(length))

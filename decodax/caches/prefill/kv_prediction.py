@@ -26,9 +26,8 @@ from decodax.cache.key_values import KVLayer
 from decodax.cache.wrapper import Wrapper
 from decodax.caches.evict.drafted import CHUNK, Drafted, paired
 from decodax.caches.prefill.unread import Unread
-from decodax.caches.quantize.predicted import affine
-from decodax.caches.quantize.turning import rotated
-from decodax.caches.rotation import turned
+from decodax.caches.quantize.aqua_kv import affine
+from decodax.caches.rotation import rotated, turned
 from decodax.caches.shapes import layers_of
 from decodax.common.struct import Struct, static, struct
 from decodax.core.cache import Cache, CacheConfig, Feature, PyTree, ReadPrompt

@@ -30,8 +30,7 @@ from jax import Array, lax
 from decodax.cache.dense import write
 from decodax.cache.key_values import KeyValues, KVLayer, empty_kv, key_widths
 from decodax.caches.prefill.unread import Unread
-from decodax.caches.quantize.turning import rotated
-from decodax.caches.rotation import turned
+from decodax.caches.rotation import rotated, turned
 from decodax.caches.sparse.retrieval import attention_to
 from decodax.common.struct import Struct, static, struct
 from decodax.core.cache import Cache, CacheConfig, Entries, PyTree, ReadPrompt

@@ -31,9 +31,8 @@ from decodax.cache.dense import write
 from decodax.cache.key_values import KeyValues, KVLayer, empty_kv, key_widths
 from decodax.caches.constant import Constant
 from decodax.caches.evict.selection import kept
-from decodax.caches.quantize.coupled import nearest
-from decodax.caches.quantize.turning import rotated
-from decodax.caches.rotation import turned
+from decodax.caches.quantize.cq import nearest
+from decodax.caches.rotation import rotated, turned
 from decodax.caches.sparse.retrieval import attention_to
 from decodax.common.struct import static, struct
 from decodax.core.cache import Cache, CacheConfig, Entries, PyTree

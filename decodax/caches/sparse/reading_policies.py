@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from decodax.caches.constant import measured
 from decodax.caches.prefill.criticality import Critical
 from decodax.caches.prefill.grouped import ByGroups
 from decodax.caches.prefill.hyper import Hyper
 from decodax.caches.prefill.sparse_prefill import VerticalSlash, read_sizes
-from decodax.caches.quantize.codec_policies import measured
 from decodax.caches.sparse.attention_predictor import AttentionNet, Expectation
 from decodax.caches.sparse.boundaries import AtBoundaries
 from decodax.caches.sparse.clusters import KeyClusters

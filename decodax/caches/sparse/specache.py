@@ -28,8 +28,9 @@ from jax import Array, lax
 
 from decodax.cache import Wrapper, dense
 from decodax.cache.key_values import KVLayer
-from decodax.caches.quantize.codecs import Affine, QuarterPoints, Span
-from decodax.caches.quantize.coded import Coded, Coding, PromptInFull
+from decodax.caches.quantize.codecs import Span
+from decodax.caches.quantize.kivi import KIVICodec, OneBitCodec
+from decodax.caches.quantize.quantized import PromptToQuantize, QuantizedCache, QuantizedConfig
 from decodax.common.struct import Struct, static, struct
 from decodax.core.cache import Cache, CacheConfig, Entries, PyTree, ReadPrompt
 from decodax.core.host_memory import PAGES, empty_pages, fetch, store, to_host
@@ -59,7 +60,7 @@ class Prefetching(Wrapper):
         ready: `bool[B]`, whether anything has been chosen. kind: static.
     """
 
-    base: Coded
+    base: QuantizedCache
     pages: tuple[Array, ...]
     chosen: tuple[Array, ...]
     fetched: tuple[Array, ...]
@@ -168,12 +169,12 @@ class Prefetching(Wrapper):
 class PromptToPrefetch(Wrapper):
     """A prompt that is read in full, as a whole on the device, before it goes to the host."""
 
-    base: PromptInFull
+    base: PromptToQuantize
     kind: Prefetch = static()
 
     def settled(self, prompt: ReadPrompt) -> Cache:     # type: ignore[override]
         whole, coded = self.base.base, self.base.settled(prompt)
-        assert isinstance(coded, Coded)
+        assert isinstance(coded, QuantizedCache)
         into = self.kind.around(coded, whole.kv[0].dtype)
         pages = tuple(lax.dynamic_update_slice(page, to_host(kv.reshape(page.shape)), (0,) * 5)
                       for page, kv in zip(into.pages, whole.kv, strict=True))
@@ -203,12 +204,12 @@ class Prefetch(CacheConfig):
         self.low        # noqa: B018  checks the rest
 
     @property
-    def low(self) -> Coding:
+    def low(self) -> QuantizedConfig:
         """The kind of the cache in few bits."""
-        codec = QuarterPoints(group=self.group) if self.bits == 1 else Affine(2, 2, self.group)
-        return Coding(codec, self.residual, "specache")
+        codec = OneBitCodec(group_size=self.group) if self.bits == 1 else KIVICodec(2, 2, self.group)
+        return QuantizedConfig(codec, self.residual, "specache")
 
-    def around(self, base: Coded, dtype: Any) -> Prefetching:
+    def around(self, base: QuantizedCache, dtype: Any) -> Prefetching:
         """With an empty memory of the host beside a low-bit cache."""
         B = base.length.shape[0]
         some = lambda shape: (B, shape.heads, min(self.top, base.size))
