@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from decodax.cache.scratch import Scratch
-from decodax.core.cache import Cache, Draftable, Entries, PyTree
+from decodax.core.cache import Cache, CacheConfig, Draftable, Entries, PyTree
 
 
 class KVLayer(NamedTuple):
@@ -70,6 +71,19 @@ class KeyValues(Cache):
 
     def tree_buffer(self, entries: Entries, room: int) -> Draftable:
         return Scratch.empty(self, entries, room)
+
+
+class KVConfig(CacheConfig):
+    """Base of configurations of caches that are made from the shapes of layers. Implement `empty`."""
+
+    @abc.abstractmethod
+    def empty(self, shapes: tuple[KVLayer, ...], batch: int, size: int, dtype: Any, inputs: PyTree) -> Cache:
+        """Returns an empty cache for texts of up to `size` tokens. `shapes` is empty if `size` is 0."""
+
+    def __call__(self, layers: Sequence[tuple[Any, ...]], batch: int, capacity: int, dtype: jax.typing.DTypeLike,
+                 inputs: PyTree = None) -> Cache:
+        shapes = tuple(KVLayer(*layer) for layer in layers) if capacity else ()
+        return self.empty(shapes, batch, capacity, dtype, inputs)
 
 
 def empty_kv(layers: Sequence[tuple[Any, ...]], rows: int, slots: int,

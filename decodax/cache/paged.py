@@ -1,25 +1,26 @@
-"""Keys and values in pages of a pool that all rows share ("Efficient Memory Management for Large Language Model Serving
-with PagedAttention", Kwon et al., 2023).
+"""PagedAttention: keys and values in pages of a pool that all rows share ("Efficient Memory Management for Large
+Language Model Serving with PagedAttention", Kwon et al., 2023).
 
-A row has a table of the pages that are its own. Short rows take few pages, and samples of one prompt share the pages
-that are full: `select` copies tables, and a page that is still being filled for all rows but the first that hold it. A
-page is free when no table names it. The pool may run out; a row then ends with `Status.CAPACITY` when it has used up
-its last page and its part of the free ones.
+Each row has a table of its pages. Short rows take few pages, and samples of one prompt share the pages that are full:
+`select` copies tables, and copies a page that is still being filled for all rows but the first that hold it. A page is
+free if it is in no table. The pool may run out; a row then ends with `Status.CAPACITY` when it has used up its last
+page and its share of the free ones.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from decodax.cache.key_values import KeyValues, KVLayer, empty_kv, key_widths
+from decodax.cache.key_values import KeyValues, KVConfig, KVLayer, empty_kv, key_widths
+from decodax.common.options import Count, check_options
+from decodax.common.registry import CACHES
 from decodax.common.struct import static, struct
-from decodax.core.cache import Cache, CacheConfig, Entries, PyTree
+from decodax.core.cache import Cache, Entries, PyTree
 from decodax.pallas_kernels.window_attention import Bias, window_attention
 
 
@@ -55,12 +56,12 @@ class PagedCache(KeyValues):
         return self.table.shape[1] * self.page
 
     def free(self) -> tuple[Array, Array]:
-        """All pages, the free ones first, and how many those are."""
+        """Returns all pages, the free ones first, and the number of free ones."""
         used = jnp.zeros(self.pages, bool).at[jnp.where(self.table >= 0, self.table, self.pages)].set(True, mode="drop")
         return jnp.argsort(used, stable=True).astype(jnp.int32), (~used).sum(dtype=jnp.int32)
 
     def _claim(self, wanted: Array) -> PagedCache:
-        """With free pages at the places `wanted` of the table (`bool[B, S / P]`), as far as there are any."""
+        """Puts free pages at the places `wanted` of the table (`bool[B, S / P]`), as long as there are any."""
         order, free = self.free()
         rank = (jnp.cumsum(wanted.ravel(), dtype=jnp.int32) - 1).reshape(wanted.shape)
         page = jnp.where(rank < free, order[jnp.clip(rank, 0, self.pages - 1)], -1)
@@ -115,24 +116,26 @@ class PagedCache(KeyValues):
         return jnp.where(lost, 0, (own + more) * self.page - self.length)
 
 
+@CACHES.register("paged", "Efficient Memory Management for Large Language Model Serving with PagedAttention",
+                 "Kwon et al. 2023", family="prefix", guarantee="exact")
 @dataclasses.dataclass(frozen=True)
-class Paged(CacheConfig):
-    """A `PagedCache`.
+class PagedConfig(KVConfig):
+    """Keeps everything in pages of a pool that all rows share; samples of a prompt share its full pages.
+
+    For batches of rows of very different lengths, and for beam search, where copies of rows cost little.
 
     Attributes:
-        pages: of the pool. page: positions of each.
+        pages: number of pages of the pool.
+        page: number of positions in a page.
     """
 
-    pages: int = 2048
-    page: int = 16
+    pages: Count = 2048
+    page: Count = 16
 
     def __post_init__(self) -> None:
-        if self.pages < 1 or self.page < 1:
-            raise ValueError(f"pages, page: got {self.pages} and {self.page}, takes 1 or more")
+        check_options(type(self), vars(self))
 
-    def __call__(self, layers: Sequence[tuple[Any, ...]], batch: int, capacity: int, dtype: jax.typing.DTypeLike,
-                 inputs: PyTree = None) -> Cache:
-        shapes = tuple(KVLayer(*layer) for layer in layers) if capacity else ()
+    def empty(self, shapes: tuple[KVLayer, ...], batch: int, size: int, dtype: Any, inputs: PyTree) -> Cache:
         return PagedCache(kv=empty_kv(shapes, self.pages, self.page, dtype), widths=key_widths(shapes), given=inputs,
-                          table=jnp.full((batch, -(-capacity // self.page)), -1, jnp.int32),
+                          table=jnp.full((batch, -(-size // self.page)), -1, jnp.int32),
                           length=jnp.zeros(batch, jnp.int32))

@@ -1,39 +1,38 @@
-"""Rows that share what they have in common: samples of one prompt, or prompts with the same beginning (Hydragen: "High-
-Throughput LLM Inference with Shared Prefixes", Juravsky et al., 2024).
+"""Hydragen: rows share the keys and values of a common prefix ("Hydragen: High-Throughput LLM Inference with Shared
+Prefixes", Juravsky et al., 2024).
 
-A prompt's keys and values are kept once, however many rows go on from it, and attention reads them once for all of
-these rows' queries; each row's own tokens lie beside. `decodax.generate` shares the prompt of `num_samples`, and the
-beginning that all prompts of a batch have in common, which is then computed once, too.
+A prefix is kept once for all rows that continue it, and attention reads it once for the queries of all these rows. The
+later tokens of each row are kept apart. `decodax.generate` shares the prompt of `num_samples`, and the common beginning
+of all prompts of a batch, which is then computed once, too.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from decodax.cache.dense import Dense, dense, write
-from decodax.cache.key_values import KeyValues, KVLayer, empty_kv, key_widths
+from decodax.cache.dense import Dense, dense
+from decodax.cache.key_values import KVLayer, empty_kv
+from decodax.cache.tail import Tail, TailConfig, own_entry
 from decodax.cache.wrapper import Wrapper
+from decodax.common.registry import CACHES
 from decodax.common.struct import static, struct
-from decodax.core.cache import Cache, CacheConfig, Entries, PyTree, ReadPrompt
-from decodax.pallas_kernels.window_attention import Bias, merge, prefix_attention, window_attention_lse
+from decodax.core.cache import Cache, PyTree, ReadPrompt
+from decodax.pallas_kernels.window_attention import Bias, merge, prefix_attention
 
 
 @struct
-class SharedPrefix(KeyValues):
-    """Prefixes, and what each row has behind its own.
+class SharedPrefixCache(Tail):
+    """Prefixes, and the tokens of each row after its prefix.
 
     Attributes:
-        prefixes: a tuple of one `f[P, G, N, d + e]` a layer. fixed: `i32[P]`, how many tokens each of them has.
-        of: `i32[B]`, the prefix that each row goes on from.
-        kv, given, widths: see `KeyValues`; the row's tokens behind the prefix.
-        length: `i32[B]` tokens of the text, the prefix among them.
-        size, shapes, kind: static; how it was made.
+        prefixes: a tuple of one `f[P, G, N, d + e]` a layer. fixed: `i32[P]`, number of tokens of each.
+        of: `i32[B]`, index of the prefix that each row continues. kv, length, given: see `Tail`.
+        size, shapes, kind: static; options that it was made with.
     """
 
     prefixes: tuple[Array, ...]
@@ -42,25 +41,16 @@ class SharedPrefix(KeyValues):
     kv: tuple[Array, ...]
     length: Array
     given: PyTree
-    widths: tuple[int, ...] = static()
     size: int = static()
     shapes: tuple[KVLayer, ...] = static()
-    kind: Sharing = static()
+    kind: SharedPrefixConfig = static()
 
-    supports = frozenset({"trees"})
     by_row = False
 
     @property
-    def capacity(self) -> int:
-        return self.size
-
-    @property
     def start(self) -> Array:
-        """`i32[B]`: where each row's own tokens begin."""
+        """`i32[B]`: length of the prefix of each row."""
         return self.fixed[self.of]
-
-    def room(self, running: Array) -> Array | None:
-        return self.kv[0].shape[2] + self.start - self.length if self.kv else None
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
@@ -68,15 +58,12 @@ class SharedPrefix(KeyValues):
         if bias is not None:
             raise ValueError("cache: hydragen takes models without a bias of the attention scores")
         options: dict[str, Any] = dict(scale=scale, sliding=sliding, softcap=softcap)
-        start, at = self.start[:, None], window.positions
-        own = window_attention_lse(q, k, v, window.visible(), at - start, self.kv[layer], self.length - start[:, 0],
-                                   key_positions=window.key_positions - start, **options)
-        out, _ = merge(own, self._prefix(layer, q, at, options))
-        new = k.shape[1] - q.shape[1]
-        return out, (k[:, new:], v[:, new:])
+        out, _ = merge(self.attend_tail(layer, q, k, v, window, **options),
+                       self._prefix(layer, q, window.positions, options))
+        return out, own_entry(q, k, v)
 
     def _prefix(self, layer: int, q: Array, at: Array, options: dict[str, Any]) -> tuple[Array, Array]:
-        """Attention to the prefixes: in one pass where each has as many rows, in more where some have more."""
+        """Returns attention to the prefixes: in one pass if all have equally many rows, else in several."""
         B, P = q.shape[0], self.fixed.shape[0]
         most = -(-B // P)
         earlier = jnp.tril(self.of[:, None] == self.of, -1).sum(1, dtype=jnp.int32)     # rows of the same prefix
@@ -97,15 +84,7 @@ class SharedPrefix(KeyValues):
             return part(jnp.zeros((), jnp.int32), empty)
         return jax.lax.fori_loop(0, turn.max() + 1, part, empty)
 
-    def commit(self, entries: Entries, slots: Array) -> SharedPrefix:
-        if not self.kv:
-            return self
-        to = jnp.where(slots >= 0, slots - self.start[:, None], -1)
-        kv = tuple(write(held, jnp.concatenate(entry, -1), to)
-                   for held, entry in zip(self.kv, entries, strict=True))
-        return self.replace(kv=kv, length=jnp.maximum(self.length, slots.max(1) + 1))
-
-    def select(self, rows: Array) -> SharedPrefix:
+    def select(self, rows: Array) -> SharedPrefixCache:
         some = lambda x: x[rows]
         return self.replace(of=self.of[rows], kv=tuple(map(some, self.kv)), length=self.length[rows],
                             given=jax.tree.map(some, self.given))
@@ -116,7 +95,7 @@ class SharedPrefix(KeyValues):
         return UnsharedPrompt(base=dense(self.shapes, self.length.shape[0], self.size, self.kv[0].dtype, self.given),
                               into=self.replace(prefixes=(), kv=()))
 
-    def adopt(self, prefix: Cache) -> SharedPrefix:
+    def adopt(self, prefix: Cache) -> SharedPrefixCache:
         assert isinstance(prefix, Dense)
         fixed = prefix.length[:1]
         return self.replace(prefixes=prefix.kv, fixed=fixed, length=jnp.broadcast_to(fixed, self.length.shape))
@@ -124,10 +103,10 @@ class SharedPrefix(KeyValues):
 
 @struct
 class UnsharedPrompt(Wrapper):
-    """Prompts while they are read, each for itself; `into` is what comes of them, without its arrays."""
+    """Prompts while they are read, each in a row of its own. `into`: the cache they end up in, without its arrays."""
 
     base: Dense
-    into: SharedPrefix
+    into: SharedPrefixCache
 
     by_row = False
 
@@ -139,34 +118,35 @@ class UnsharedPrompt(Wrapper):
 
 
 @dataclasses.dataclass(frozen=True)
-class Sharing(CacheConfig):
-    """A `SharedPrefix`.
+class SharedPrefixConfig(TailConfig):
+    """Configuration of a `SharedPrefixCache`.
 
     Attributes:
-        prefix: positions of a beginning that all rows have in common, and that `Cache.adopt` brings in; 0: what rows
-            share is what `Cache.select` makes them share, the prompt of several samples.
-        new: how many tokens there will be behind the prefix at most (`fit`); None: not known.
+        prefix: number of positions of a beginning that all rows have in common, which `Cache.adopt` brings in. 0: rows
+            share what `Cache.select` makes them share, the prompt of several samples.
     """
 
     prefix: int = 0
-    new: int | None = None
 
-    def fit(self, new: int) -> Sharing:
-        return dataclasses.replace(self, new=new)
+    def share(self, prefix: int, more: int) -> SharedPrefixConfig:
+        shared = dataclasses.replace(self, prefix=prefix)
+        return shared if self.new is None else shared.fit(self.new + more)
 
-    def share(self, prefix: int, more: int) -> Sharing:
-        return dataclasses.replace(self, prefix=prefix, new=None if self.new is None else self.new + more)
-
-    def slots(self, size: int) -> int:
-        """Positions of a row's own."""
-        return size if self.new is None else min(self.new, size)
-
-    def __call__(self, layers: Sequence[tuple[Any, ...]], batch: int, capacity: int, dtype: jax.typing.DTypeLike,
-                 inputs: PyTree = None) -> Cache:
-        shapes = tuple(KVLayer(*layer) for layer in layers) if capacity else ()
+    def empty(self, shapes: tuple[KVLayer, ...], batch: int, size: int, dtype: Any,
+              inputs: PyTree) -> SharedPrefixCache:
         prefixes, length = (1, self.prefix) if self.prefix else (batch, 0)
-        return SharedPrefix(
+        return SharedPrefixCache(
             prefixes=empty_kv(shapes, prefixes, length, dtype), fixed=jnp.zeros(prefixes, jnp.int32),
             of=jnp.zeros(batch, jnp.int32) if self.prefix else jnp.arange(batch, dtype=jnp.int32),
-            kv=empty_kv(shapes, batch, self.slots(capacity), dtype), length=jnp.zeros(batch, jnp.int32), given=inputs,
-            widths=key_widths(shapes), size=capacity, shapes=shapes, kind=self)
+            kv=empty_kv(shapes, batch, self.slots(size), dtype), length=jnp.zeros(batch, jnp.int32), given=inputs,
+            size=size, shapes=shapes, kind=self)
+
+
+@CACHES.register("hydragen", "Hydragen: High-Throughput LLM Inference with Shared Prefixes", "Juravsky et al. 2024",
+                 family="prefix", guarantee="exact")
+def hydragen() -> SharedPrefixConfig:
+    """Keeps everything, and a prefix that rows have in common only once.
+
+    Saves memory and time for many samples of one prompt, or for prompts with the same long beginning.
+    """
+    return SharedPrefixConfig()

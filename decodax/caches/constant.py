@@ -1,4 +1,4 @@
-"""Arrays that are part of a method's options: what was measured on a model, and is compared by value."""
+"""Arrays that are options of a method because they were measured on a model. They are compared by value."""
 
 from __future__ import annotations
 
@@ -33,3 +33,18 @@ class Constant:
 
     def __repr__(self) -> str:
         return f"Constant({self.value.dtype}{list(self.value.shape)})"
+
+
+def measured(name: str, given: Any, kind: type, how: str) -> Any:
+    """Returns the option `given`, which has to be measured on a model.
+
+    Args:
+        name: of the option. kind: its class. how: name of the function of `decodax.train` that measures it.
+
+    Raises:
+        ValueError: it is of another class, or None.
+    """
+    if not isinstance(given, kind):
+        raise ValueError(f"{name}: got {'none' if given is None else type(given).__name__}, takes what "
+                         f"decodax.train.{how} measures on a model")
+    return given

@@ -53,3 +53,30 @@ def mean_turn(shape: KVLayer, x: Array, positions: Array) -> Array:
         return x
     cos, sin = (t[0, :, 0].mean(0) for t in rope.table(positions[None], shape.context))
     return rotate(x, cos, sin, rope.interleaved)
+
+
+def rotated(shape: KVLayer, x: Array, positions: Array) -> Array:
+    """Rotates `x` (`f[B, W, G, d]`), which has no rotation yet, to positions `i32[B, W]`."""
+    rope = rope_of(shape)
+    if rope is None:
+        return x
+    return rotate(x, *rope.table(positions, shape.context), rope.interleaved)
+
+
+def before_rotation(shape: KVLayer, keys: Array, start: Array) -> Array:
+    """Removes the rotation, and its scale, of keys `f[G, n, d]` at positions `start` (`i32[]`), `start + 1`, ...
+
+    Without their rotation the channels of keys vary less from token to token, and correlate with those of other heads
+    and layers. Some codecs encode keys in this form.
+    """
+    return turned(shape, keys.swapaxes(0, 1)[None], -_consecutive(keys, start))[0].swapaxes(0, 1)
+
+
+def after_rotation(shape: KVLayer, keys: Array, start: Array) -> Array:
+    """The inverse of `before_rotation`."""
+    return rotated(shape, keys.swapaxes(0, 1)[None], _consecutive(keys, start))[0].swapaxes(0, 1)
+
+
+def _consecutive(keys: Array, start: Array) -> Array:
+    """Returns the positions of the keys, `i32[1, n]`."""
+    return (start + jnp.arange(keys.shape[1], dtype=jnp.int32))[None]

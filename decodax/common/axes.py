@@ -16,7 +16,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 DATA, MODEL, CONTEXT, EXPERT = "data", "model", "context", "expert"
 """Rows of a batch lie over the first, heads, MLP and vocabulary over the second, positions of long texts over the
-third where a cache divides them (`decodax.caches.context.context`), and whole experts of mixtures over the fourth."""
+third where a cache divides them (`decodax.caches.context.context_parallel`), and whole experts of mixtures over the
+fourth."""
 
 T = TypeVar("T")
 

@@ -11,7 +11,7 @@ see more, so they are shorter: `partition` finds the lengths with the least time
                    2024: sequence pipeline parallelism): device `s` has some of the layers. A
 chunk of the text enters the first stage as soon as that has passed on the chunk before. `chunks` cuts the text so that
 no chunk takes longer than a round may: the further, the shorter, since each sees more (adaptive chunking). The third of
-its axes, a cache divided by positions, is `decodax.caches.context.context`.
+its axes, a cache divided by positions, is `decodax.caches.context.context_parallel`.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from jax import Array
 
 from decodax.caches.constant import Constant
 from decodax.caches.prefill.listening import Passing
-from decodax.caches.quantize.lean import sparsified
+from decodax.caches.quantize.leank import sparsified
 from decodax.caches.shapes import layers_of
 from decodax.common.struct import static, struct
 from decodax.core.cache import PyTree

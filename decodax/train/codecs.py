@@ -17,10 +17,10 @@ from jax import Array
 from decodax.cache.key_values import KVLayer
 from decodax.caches.constant import Constant
 from decodax.caches.prefill.listening import Listening
-from decodax.caches.quantize.coupled import Codebooks
-from decodax.caches.quantize.rotated import spread
-from decodax.caches.quantize.shrunk import KVFeatures
-from decodax.caches.quantize.turning import before_rotation
+from decodax.caches.quantize.cq import Codebooks
+from decodax.caches.quantize.cskv import KVFeatures
+from decodax.caches.quantize.hadamard import transformed
+from decodax.caches.rotation import before_rotation
 from decodax.caches.shapes import layers_of
 from decodax.common.struct import Struct, struct
 from decodax.core.loaded import network_of
@@ -189,5 +189,5 @@ def fit_order(lm: Any, texts: Sequence[Sequence[int]], heads: int = 4, params: A
 
 def _order(own: LayerSamples, shape: KVLayer, heads: int) -> np.ndarray:
     wide = np.gcd(heads, shape.heads) * shape.width
-    sums = np.asarray(spread(jnp.asarray(own.keys.reshape(len(own.keys), -1)), int(wide))).sum(0, dtype=np.float64)
+    sums = np.asarray(transformed(jnp.asarray(own.keys.reshape(len(own.keys), -1)), int(wide))).sum(0, dtype=np.float64)
     return np.argsort(sums, kind="stable").astype(np.int32)

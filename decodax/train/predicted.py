@@ -10,7 +10,7 @@ import numpy as np
 from jax.scipy.special import ndtri
 
 from decodax.caches.constant import Constant
-from decodax.caches.quantize.predicted import Pairs, Predictors
+from decodax.caches.quantize.aqua_kv import HIGGS, Predictors
 from decodax.train.codecs import observed
 
 
@@ -66,7 +66,7 @@ def fit_predictors(lm: Any, texts: Sequence[Sequence[int]], damping: float = 1e-
     grid, first = (Constant(np.asarray(gaussian_pairs(n) if given is None else given, np.float32))
                    for n, given in ((16, grid), (256, first)))
 
-    def again(x: np.ndarray, pairs: Pairs) -> np.ndarray:
+    def again(x: np.ndarray, pairs: HIGGS) -> np.ndarray:
         part = lambda x: np.asarray(pairs.decode(pairs.encode(jnp.asarray(x)), x.shape[1], jnp.float32))
         return np.concatenate([part(some) for some in np.array_split(x, -(-len(x) // 8192))])
 
@@ -75,16 +75,16 @@ def fit_predictors(lm: Any, texts: Sequence[Sequence[int]], damping: float = 1e-
     for own in samples:
         keys, values = own.keys.reshape(len(own.keys), -1), own.values.reshape(len(own.values), -1)
         if below is None:
-            below = again(keys, Pairs(first, group)), again(values, Pairs(first, group))
+            below = again(keys, HIGGS(first, group)), again(values, HIGGS(first, group))
             maps[0].append(np.zeros((keys.shape[1] + 1, keys.shape[1]), np.float32))
             maps[1].append(np.zeros((keys.shape[1] + values.shape[1] + 1, values.shape[1]), np.float32))
             continue
         guess = lambda x, weights: x @ weights[:-1] + weights[-1]
         maps[0].append(ridge(below[0], keys, damping))
         said = guess(below[0], maps[0][-1])
-        keys = said + again(keys - said, Pairs(grid, group))
+        keys = said + again(keys - said, HIGGS(grid, group))
         inputs = np.concatenate([keys, below[1]], 1)
         maps[1].append(ridge(inputs, values, damping))
         said = guess(inputs, maps[1][-1])
-        below = keys, said + again(values - said, Pairs(grid, group))
+        below = keys, said + again(values - said, HIGGS(grid, group))
     return Predictors(Constant(np.stack(maps[0])), Constant(np.stack(maps[1])), grid, first)

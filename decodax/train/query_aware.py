@@ -17,8 +17,7 @@ from jax import Array
 from decodax.cache.key_values import KVLayer
 from decodax.caches.constant import Constant
 from decodax.caches.prefill.listening import Listening
-from decodax.caches.quantize.turning import rotated
-from decodax.caches.rotation import turned
+from decodax.caches.rotation import rotated, turned
 from decodax.caches.shapes import layers_of
 from decodax.caches.sparse.a2ats import KeyBooks
 from decodax.common.struct import struct

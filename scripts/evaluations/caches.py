@@ -30,10 +30,10 @@ from decodax.caches import find, make
 from decodax.caches.bounded.subgen import SubGenCache
 from decodax.caches.evict.evicting import Evicting
 from decodax.caches.prefill.quick_prefill import QuickPrefillCache
-from decodax.caches.quantize.bounded import BoundedCodes
-from decodax.caches.quantize.coded import Coded
-from decodax.caches.quantize.graded import Graded
-from decodax.caches.quantize.merging import MergedLayers
+from decodax.caches.quantize.minicache import MiniCacheCache
+from decodax.caches.quantize.qaq import QAQCache
+from decodax.caches.quantize.quantized import QuantizedCache
+from decodax.caches.quantize.zipcache import ZipCacheCache
 from decodax.caches.sparse.shadowkv import ShadowKVCache
 from decodax.common.registry import CACHES, parse_options
 from decodax.engine.batch import Job
@@ -328,12 +328,12 @@ def held(cache: Any) -> float:
     if isinstance(cache, Evicting):         # a key, a value and a position for each token of each head
         return sum(float(np.sum(count)) * (kv.shape[-1] * kv.dtype.itemsize + 4)
                    for kv, count in zip(cache.kv, cache.count, strict=True))
-    if isinstance(cache, Coded):
+    if isinstance(cache, QuantizedCache):
         rows = cache.length.shape[0]
         each = size(cache.codes) / rows / cache.slots, size(cache.rest) / rows / cache.rest[0].shape[2]
         whole = np.asarray(cache.whole, float)
         return float((each[0] * (np.asarray(cache.held) - whole) + each[1] * whole).sum())
-    if isinstance(cache, Graded):
+    if isinstance(cache, ZipCacheCache):
         rows, coded = cache.length.shape[0], np.asarray(cache.coded, float)
         room = sum(grade.keys.shape[2] for grade in cache.grades[0])
         each = size(cache.grades) / rows / room, size(cache.rest) / rows / cache.rest[0].shape[2]
@@ -345,11 +345,11 @@ def held(cache: Any) -> float:
         after = kept + np.asarray(cache.length, float) - before
         return float(size(cache.shadows) * before.sum() / cache.size
                      + sum(kv.nbytes / kv.shape[2] for kv in cache.kv) * after.sum()) / rows
-    if isinstance(cache, BoundedCodes):
+    if isinstance(cache, QAQCache):
         rows, before = cache.length.shape[0], np.asarray(cache.began, float).sum()
         after = np.asarray(cache.length, float).sum() - before
         return (size(cache.pools) * before / cache.size + size(cache.rest) * after / cache.rest[0].shape[2]) / rows
-    if isinstance(cache, MergedLayers):
+    if isinstance(cache, MiniCacheCache):
         before, rows = np.asarray(cache.prompt_length, float).sum(), cache.length.shape[0]
         after = np.asarray(cache.length, float).sum() - before
         return (size((cache.prompt, cache.pairs)) * before / cache.size

@@ -10,7 +10,7 @@ from jax.sharding import AxisType
 
 import decodax as dx
 from decodax.caches import blended, edited, make, read_prefix
-from decodax.caches.prefix.repairing import HighDeviation
+from decodax.caches.prefix.kvshare import KVShareConfig
 from decodax.io.load import LM
 from tests.caches.test_policies import DEEP, DEEPER, LOOKUP, MODEL, OPTIONS, PROMPTS, SMALL
 from tests.matrix import often
@@ -48,7 +48,7 @@ def test_texts_are_read_edited_put_together_and_brought_there(kind: AxisType) ->
     def answers(lm: LM) -> list[list[list[int]]]:
         one, other = (read_prefix(lm, text) for text in PROMPTS[:2])
         both = blended(lm, [edited(lm, one, 3, 5, [7, 7, 7]), other], recompute=0.3, score="kvshare")
-        caches = None, make("kivi", **OPTIONS["kivi"]), HighDeviation(tokens=2)
+        caches = None, make("kivi", **OPTIONS["kivi"]), KVShareConfig(tokens=2)
         return [dx.generate(lm, [[3, 1], [2]], context=both, cache=cache, max_new_tokens=6).tokens.tolist()
                 for cache in caches]
 

@@ -39,7 +39,7 @@ CASES: dict[str, tuple[LM, dict[str, Any]]] = {
     # rows choose anew at times of their own
     "choices while decoding": (SMALL, dict(cache="h2o:budget=14,every=5")),
     "choices behind prompts": (SMALL, dict(cache="snapkv:budget=14,window_size=4")),
-    "codes": (SMALL, dict(cache="kivi:group=4,residual=8")),
+    "codes": (SMALL, dict(cache="kivi:group_size=4,residual_length=8")),
     "contexts": (SMALL, dict(context=[PROMPTS[i % 2][:3] for i in range(COUNT)])),
     "a tree": (SMALL, dict(algorithm="token-recycling")),
     "masks": (FILLS, dict(algorithm="fast-dllm:block_length=4,threshold=0.15", temperature=0.0)),
@@ -132,7 +132,7 @@ RIDES: dict[str, tuple[LM, dict[str, Any]]] = {
     "a tree": (SMALL, dict(algorithm="token-recycling")),
     "lengths that adapt": (SMALL, dict(algorithm="bass", draft=SMALL)),
     "a rule for each token": (SMALL, dict(repetition_penalty=1.3, top_p=0.9)),
-    "codes": (SMALL, dict(cache="kivi:group=4,residual=8"))}
+    "codes": (SMALL, dict(cache="kivi:group_size=4,residual_length=8"))}
 
 
 @pytest.mark.wide(but=("40-plain",))

@@ -74,7 +74,7 @@ def test_logits_are_those_by_hand(name: str) -> None:
 @pytest.mark.parametrize(("name", "cache"), often([("cla", None), ("yoco", "snapkv")], [
     (name, cache) for name in CONFIGS for cache in (None, "snapkv", "kivi", "streaming-llm")]))
 def test_drafts_give_the_tokens_of_plain_decoding(name: str, cache: str | None) -> None:
-    own, options = lm(name), {"snapkv": dict(budget=14, window_size=4), "kivi": dict(group=4, residual=8),
+    own, options = lm(name), {"snapkv": dict(budget=14, window_size=4), "kivi": dict(group_size=4, residual_length=8),
                               "streaming-llm": dict(start_size=2, recent_size=20)}
     kind = None if cache is None else caches.make(cache, **options[cache])
     one = lambda **more: dx.generate(own, PROMPTS, cache=kind, max_new_tokens=20, seed=5, temperature=[0.0, 0.9, 0.0],

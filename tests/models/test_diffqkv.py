@@ -47,9 +47,10 @@ def test_it_is_the_network_whose_keys_are_repeated() -> None:
 @pytest.mark.parametrize("cache", often([None, "squat"], [
     None, "snapkv", "kivi", "streaming-llm", "squat", "zipcache"]))
 def test_drafts_give_the_tokens_of_plain_decoding(cache: str | None) -> None:
-    options: dict[str, Any] = {"snapkv": dict(budget=14, window_size=4), "kivi": dict(group=4, residual=8),
-                               "streaming-llm": dict(start_size=2, recent_size=20), "zipcache": dict(gap=8, probes=0.3),
-                               "squat": dict(group=4, residual=8, channels=2, rank=2)}
+    options: dict[str, Any] = {"snapkv": dict(budget=14, window_size=4), "kivi": dict(group_size=4, residual_length=8),
+                               "streaming-llm": dict(start_size=2, recent_size=20),
+                               "zipcache": dict(stream_gap=8, probe_ratio=0.3),
+                               "squat": dict(group_size=4, residual_length=8, quant_group_size=2, subspace_dim=2)}
     kind = None if cache is None else caches.make(cache, **options[cache])
     one = lambda lm, **more: dx.generate(lm, PROMPTS, cache=kind, max_new_tokens=12, seed=5,
                                          temperature=[0.0, 0.9, 0.0], **more)

@@ -51,7 +51,7 @@ CONFIGS = {
 }
 PROMPTS = [np.random.default_rng(i).integers(0, 16, n).tolist() for i, n in enumerate((41, 26, 5))]
 POLICY: dict[str, Any] = dict(max_new_tokens=20, seed=5, temperature=[0.0, 0.9, 0.0])
-SMALL = {"snapkv": dict(budget=14, window_size=4), "kivi": dict(group=4, residual=8),
+SMALL = {"snapkv": dict(budget=14, window_size=4), "kivi": dict(group_size=4, residual_length=8),
          "streaming-llm": dict(start_size=2, recent_size=9)}
 
 

@@ -116,7 +116,7 @@ def test_drafts_and_trees_give_the_tokens_of_plain_decoding(name: str) -> None:
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "snapkv": dict(budget=14, window_size=4), "kivi": dict(group=4, residual=8),
+    "snapkv": dict(budget=14, window_size=4), "kivi": dict(group_size=4, residual_length=8),
     "streaming-llm": dict(start_size=2, recent_size=20),
     "h2o": dict(budget=16, every=4), "quest": dict(budget=24, page_size=4, recent=20, skip=()),
     "paged": dict(pages=64, page=4)}

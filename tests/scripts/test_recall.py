@@ -98,7 +98,8 @@ def test_a_first_layer_looks_back() -> None:
 def test_policies_are_measured_beside_a_dense_cache(model: Path, tmp_path: Path,
                                                     capsys: pytest.CaptureFixture[str]) -> None:
     plot, figures = tmp_path / "caches.png", tmp_path / "caches.json"
-    words = ["caches", "knorm:skip_layers=()", "kivi:group=8,residual=8", "--model", str(model), "--length", "48",
+    words = ["caches", "knorm:skip_layers=()", "kivi:group_size=8,residual_length=8",
+             "--model", str(model), "--length", "48",
              "--problems", "1", "--seeds", "0", "--removed", "0.5", "--task", "recall", "needle", "--markdown",
              "--plot", str(plot), "--json", str(figures)]
     assert evaluate.main(words) == 0
@@ -107,10 +108,10 @@ def test_policies_are_measured_beside_a_dense_cache(model: Path, tmp_path: Path,
     rows = [Measured(**row) for row in json.loads(figures.read_text())["rows"]]
     assert {(row.policy, row.removed, row.mode) for row in rows} == {
         (*case, mode) for mode in caches.MODES
-        for case in (("dense", None), ("knorm:skip_layers=()", 0.5), ("kivi:group=8,residual=8", None))}
+        for case in (("dense", None), ("knorm:skip_layers=()", 0.5), ("kivi:group_size=8,residual_length=8", None))}
     kept = {(row.policy, row.mode): row.kept for row in rows}
     assert kept["dense", "aware"] == 1 and 0.45 < kept["knorm:skip_layers=()", "aware"] < 0.6
-    assert kept["kivi:group=8,residual=8", "agnostic"] < 0.5
+    assert kept["kivi:group_size=8,residual_length=8", "agnostic"] < 0.5
     assert evaluate.main([*words[:2], "cur", *words[2:]]) == 0          # what is known is not measured again
     printed, measured = capsys.readouterr()
     assert "cur 50% removed aware" in measured and "dense" in measured and "knorm" not in measured

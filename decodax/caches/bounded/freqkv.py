@@ -23,8 +23,7 @@ from jax.scipy import fft
 from decodax.cache.dense import write
 from decodax.cache.key_values import KeyValues, KVLayer, empty_kv, key_widths
 from decodax.caches.prefill.whole_prompt import Collected
-from decodax.caches.quantize.turning import after_rotation, before_rotation
-from decodax.caches.rotation import moved, rope_of
+from decodax.caches.rotation import after_rotation, before_rotation, moved, rope_of
 from decodax.common.options import Count, Range, Whole, check_options
 from decodax.common.registry import CACHES
 from decodax.common.struct import static, struct

@@ -2,12 +2,13 @@
 two lossless forms of "Context Parallelism for Scalable Million-Token Inference" (Yang et al., 2024).
 
 Each of `N` devices has a part of the chunk's queries, keys and values, and a part of what is cached. *pass-KV* sends
-keys and values around the ring: each device attends its own queries to what comes by. *pass-Q* sends the queries around
-and returns, all to all, what each device found for them. Both merge parts by the logarithms of their softmax sums.
+keys and values around the ring: each device computes attention of its own queries to the keys that come by. *pass-Q*
+sends the queries around and returns the partial results, all to all. Both merge parts by the logarithms of their
+softmax sums.
 
-A device's queries are two pieces of the text, an early one and a late one (`decodax.caches.context.context`), so that
-of the `N` turns each costs it the same: of the four products of halves only those are computed in which something is
-seen.
+A device's queries are two pieces of the text, an early one and a late one (`decodax.caches.context.context_parallel`),
+so that each of the `N` turns costs the same: of the four products of halves only those are computed that the causal
+mask does not hide.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ Partial = tuple[Array, Array]
 
 @dataclasses.dataclass(frozen=True)
 class RingChoice:
-    """Which form is taken, from sizes alone (Yang et al., 2024, algorithm 1 and its refinement for the exchange at the
-    end of pass-Q).
+    """Chooses the form from sizes alone (Yang et al., 2024, algorithm 1 and its refinement for the exchange at the end
+    of pass-Q).
 
-    For `T` new tokens behind `P` cached ones, the keys and values that pass-KV sends are no more than the queries of
+    For `T` new tokens after `P` cached ones, the keys and values that pass-KV sends are no more than the queries of
     pass-Q where `T / (T + P) >= 2 G / H`. They are sent while a device computes, for free, where
     `T >= N C G e / (2 H BW)`: `C` operations and `BW` bytes a second, `e` bytes a number. Else pass-Q pays where what
     pass-KV cannot hide is more than what pass-Q returns: `T / (T + P) < 2 G / H - 4 T BW / (N C e)`.
 
     Attributes:
-        mode: "auto", or one of the two always.
-        flops: `C`, of one device. bandwidth: `BW`, of a link in one direction. As of a TPU v5e.
+        mode: "auto", or one of the two forms always.
+        flops: `C`, of one device. bandwidth: `BW`, of a link in one direction. The defaults are those of a TPU v5e.
     """
 
     mode: Mode = "auto"
@@ -55,7 +56,7 @@ class RingChoice:
             raise ValueError(f"flops, bandwidth: got {self.flops} and {self.bandwidth}, takes numbers above 0")
 
     def passes_kv(self, new: int, cached: Array | int, parts: int, queries: int, heads: int, size: int) -> Array | bool:
-        """Whether keys and values travel.
+        """Returns True if keys and values travel, False if queries do.
 
         Args:
             new, cached: `T` and `P`. parts: `N`. queries, heads: `H` and `G`. size: `e`.

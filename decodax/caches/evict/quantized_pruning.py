@@ -17,8 +17,8 @@ from decodax.cache import KVLayer, Wrapper
 from decodax.caches.evict.evicting import Evicting, Eviction
 from decodax.caches.evict.selection import Budget, Top
 from decodax.caches.evict.snapkv import WindowAttention
-from decodax.caches.quantize.codecs import Affine
-from decodax.caches.quantize.coded import Coded, Coding
+from decodax.caches.quantize.kivi import KIVICodec
+from decodax.caches.quantize.quantized import QuantizedCache, QuantizedConfig
 from decodax.common.options import Count
 from decodax.common.registry import CACHES
 from decodax.common.struct import static, struct
@@ -34,14 +34,14 @@ class QuantizedPruningConfig(CacheConfig):
     """
 
     eviction: Eviction
-    coding: Coding
+    coding: QuantizedConfig
 
     def __post_init__(self) -> None:
         one = self.eviction
         if one.every is not None or one.skip or isinstance(one.budget, tuple) or not one.selection.uniform:
             raise ValueError(f"eviction: got {one.name}, takes one that chooses once, as many tokens in every head and "
                              "layer")
-        if self.coding.codec.places:
+        if self.coding.codec.needs_positions:
             raise ValueError(f"coding: got {self.coding.name}, takes a codec that does not ask where tokens stand")
 
     def fit(self, new: int) -> QuantizedPruningConfig:
@@ -67,7 +67,7 @@ class QuantizedPruningConfig(CacheConfig):
 class QuantizedPruningCache(Wrapper):
     """The quantized tokens, and the configuration that prompts are pruned by."""
 
-    base: Coded
+    base: QuantizedCache
     kind: QuantizedPruningConfig = static()
 
     def prefill_cache(self) -> Cache:      # type: ignore[override]
@@ -112,4 +112,5 @@ def quantized_pruning(budget: Budget = 2048, bits: Literal[2, 4, 8] = 4, group_s
     if isinstance(budget, str):
         raise ValueError(f"budget: got {budget!r}, takes a number of tokens, or a share of the text between 0 and 1")
     kept = Eviction(Top(WindowAttention(window_size, kernel_size)), budget, name="quantized-pruning")
-    return QuantizedPruningConfig(kept, Coding(Affine(bits, bits, group_size), residual_length, "quantized-pruning"))
+    coding = QuantizedConfig(KIVICodec(bits, bits, group_size), residual_length, "quantized-pruning")
+    return QuantizedPruningConfig(kept, coding)

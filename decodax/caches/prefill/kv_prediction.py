@@ -27,9 +27,8 @@ from decodax.cache.wrapper import Wrapper
 from decodax.caches.configs import taken
 from decodax.caches.evict.drafted import CHUNK, DraftedConfig, paired
 from decodax.caches.prefill.whole_prompt import ReadAtOnce, slots_of
-from decodax.caches.quantize.predicted import affine
-from decodax.caches.quantize.turning import rotated
-from decodax.caches.rotation import turned
+from decodax.caches.quantize.aqua_kv import affine
+from decodax.caches.rotation import rotated, turned
 from decodax.caches.shapes import layers_of
 from decodax.common.registry import CACHES
 from decodax.common.struct import Struct, static, struct

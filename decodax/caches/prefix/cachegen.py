@@ -19,8 +19,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from decodax.caches.prefix.entropy import decoded, encoded, frequencies, from_16_bits, in_16_bits
 from decodax.caches.prefix.prefix import Prefix
-from decodax.caches.quantize.entropy import decoded, encoded, frequencies, from_16_bits, in_16_bits
 
 VERSION = 1
 

@@ -9,7 +9,7 @@
   into what an old one has of it and what is new, so that the same serves a text that is like another one. With
   `score="kvshare"` tokens are chosen as the first stage of KVShare chooses them ("KVShare: An LLM Service System with
   Efficient and Effective Multi-Tenant KV Cache Reuse", Yang et al., 2025), and the result holds what its second stage
-  goes on with (`decodax.caches.prefix.repairing`).
+  goes on with (`decodax.caches.prefix.kvshare`).
 
 A key that was rotated to position `a` is rotated to `b` by `b - a` more, since rotations add up.
 """

@@ -1,75 +1,88 @@
-"""Keys whose errors lie across what queries look at ("SQuat: Subspace-orthogonal KV Cache Quantization", Wang et al.,
-2025).
+"""SQuat: key quantization whose errors are nearly orthogonal to the queries ("SQuat: Subspace-orthogonal KV Cache
+Quantization", Wang et al., 2025).
 
-A few directions carry most of what a head's queries are: those of the largest singular values of the prompt's queries.
-A key is quantised some channels at a time, and the error of those is made up for in the channels that follow, so that
-what is left of it changes the products with such queries least.
+Most of a head's queries lie near a subspace: that of the largest singular values of the prompt's queries. A key is
+quantized some channels at a time, and the channels that follow compensate the error of these, so that the products with
+queries of the subspace change least.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jax.numpy as jnp
 from jax import Array
 
 from decodax.cache.key_values import KVLayer
-from decodax.caches.quantize.codecs import Affine, Codec, Codes, Span, keys_of, of_values, pack, quantized, values_of
-from decodax.caches.quantize.turning import after_rotation, before_rotation
+from decodax.caches.quantize.codecs import Codec, Codes, Span, pack
+from decodax.caches.quantize.kivi import (
+    Bits,
+    KIVICodec,
+    affine_codes,
+    dequantize_keys,
+    dequantize_values,
+    quantize_values,
+)
+from decodax.caches.quantize.quantized import QuantizedConfig
+from decodax.caches.rotation import after_rotation, before_rotation
+from decodax.common.options import Count, Range
+from decodax.common.registry import CACHES
 from decodax.core.cache import PyTree, ReadPrompt
 
 
 @dataclasses.dataclass(frozen=True)
-class SubspaceOrthogonal(Codec):
-    """Codes as `Affine` has them, of keys that are corrected on the way.
+class SQuatCodec(Codec):
+    """KIVI's codes, of keys that are corrected on the way.
 
-    With `Q = diag(s) V'` of the `rank` largest singular values `s` of a group's queries, rotated, over the whole
-    prompt, errors `e` of a key weigh `e' (I + strength Q'Q) e`. Given those of the channels that are quantised, the
-    others are moved to where that is least.
+    Let `Q = diag(s) V'` be the `subspace_dim` largest singular values `s` of the prompt's rotated queries of a group,
+    with their right singular vectors. The loss of an error `e` of a key is `e' (I + squat_lambda Q'Q) e`. Given the
+    errors of the channels that are quantized, the other channels are moved to where the loss is least.
 
     Attributes:
-        key_bits, value_bits: 2, 4 or 8. group: numbers that share a step. channels: of a key, quantised together.
-        rank: of the subspace. strength: `lambda` of the paper.
-        keys: quantised "before" their rotation or "after" it; the authors' code has both.
+        key_bits, value_bits: 2, 4 or 8. group_size: numbers that share a step.
+        quant_group_size: channels of a key that are quantized together. subspace_dim: of the subspace.
+        squat_lambda: weight of errors within the subspace.
+        keys: quantized "before" their rotation or "after" it; the authors' code has both.
     """
 
     key_bits: int = 2
     value_bits: int = 2
-    group: int = 32
-    channels: int = 64
-    rank: int = 20
-    strength: float = 0.001
+    group_size: int = 32
+    quant_group_size: int = 64
+    subspace_dim: int = 20
+    squat_lambda: float = 0.001
     keys: Literal["before", "after"] = "before"
 
     def __post_init__(self) -> None:
-        Affine(self.key_bits, self.value_bits, self.group)
-        if self.channels < 1 or self.rank < 1 or self.strength < 0:
-            raise ValueError(f"channels, rank, strength: got {self.channels}, {self.rank} and {self.strength}, takes 1 "
-                             "or more, and 0 or more")
+        KIVICodec(self.key_bits, self.value_bits, self.group_size)
+        if self.quant_group_size < 1 or self.subspace_dim < 1 or self.squat_lambda < 0:
+            raise ValueError(f"quant_group_size, subspace_dim, squat_lambda: got {self.quant_group_size}, "
+                             f"{self.subspace_dim} and {self.squat_lambda}, takes 1 or more, and 0 or more")
         if self.keys not in ("before", "after"):
             raise ValueError(f"keys: got {self.keys!r}, takes before or after")
 
     @property
-    def places(self) -> bool:       # type: ignore[override]
+    def needs_positions(self) -> bool:       # type: ignore[override]
         return self.keys == "before"
 
     @property
     def unit(self) -> int:
-        return self.group
+        return self.group_size
 
     @property
-    def _affine(self) -> Affine:
-        return Affine(self.key_bits, self.value_bits, self.group)
+    def _kivi(self) -> KIVICodec:
+        return KIVICodec(self.key_bits, self.value_bits, self.group_size)
 
     def check(self, shape: KVLayer) -> None:
-        self._affine.check(shape)
+        self._kivi.check(shape)
         if shape.queries is None:
             raise ValueError("cache: squat takes a model that says how many query heads a layer has")
 
     def start(self, shape: KVLayer, batch: int) -> Array:
-        """`f32[B, G, d, d]`: the sum of `q q'` over a group's queries, whose eigenvectors are their singular ones."""
+        """Returns zeros for the sum of `q q'` over a group's queries, `f32[B, G, d, d]`, whose eigenvectors are the
+        singular vectors of the queries."""
         return jnp.zeros((batch, shape.heads, shape.width, shape.width), jnp.float32)
 
     def gather(self, shape: KVLayer, gathered: Array, queries: Array, live: Array) -> Array:
@@ -79,35 +92,35 @@ class SubspaceOrthogonal(Codec):
 
     def study(self, shapes: Sequence[KVLayer], kv: Sequence[Array], length: Array, gathered: Sequence[PyTree],
               prompt: ReadPrompt | None) -> Sequence[Array]:
-        """How errors of a key weigh, `f32[B, G, d, d]` of each layer."""
+        """Returns the matrix of the loss for each layer, `f32[B, G, d, d]`."""
         return [self.weighing(own) for own in gathered]
 
     def weighing(self, products: Array) -> Array:
-        """`I + strength Q'Q` of `f32[..., d, d]` sums of products of queries."""
+        """Returns `I + squat_lambda Q'Q`, given the sums of products of queries `f32[..., d, d]`."""
         squares, vectors = jnp.linalg.eigh(products)        # the largest last
-        vectors = vectors[..., -self.rank:]
-        squares = jnp.maximum(squares[..., None, -self.rank:], 0)
-        return jnp.eye(products.shape[-1]) + self.strength * (vectors * squares) @ vectors.swapaxes(-1, -2)
+        vectors = vectors[..., -self.subspace_dim:]
+        squares = jnp.maximum(squares[..., None, -self.subspace_dim:], 0)
+        return jnp.eye(products.shape[-1]) + self.squat_lambda * (vectors * squares) @ vectors.swapaxes(-1, -2)
 
     def encode(self, shape: KVLayer, kv: Array, span: Span | None = None) -> tuple[Codes, Codes]:
         assert span is not None
         keys, values = kv[..., :shape.width], kv[..., shape.width:]
         if self.keys == "before":
             keys = before_rotation(shape, keys, span.start)
-        return (self.of_keys(keys, span.study),
-                of_values(values, self.value_bits, self._affine.group_of(values.shape[-1])))
+        return (self.quantize_keys(keys, span.study),
+                quantize_values(values, self.value_bits, self._kivi.value_group(values.shape[-1])))
 
-    def of_keys(self, keys: Array, weighing: Array) -> Codes:
-        """The codes of `f[G, n, d]`; `weighing`: `f32[G, d, d]`."""
+    def quantize_keys(self, keys: Array, weighing: Array) -> Codes:
+        """Returns the codes of keys `f[G, n, d]`. `weighing`: matrix of the loss, `f32[G, d, d]`."""
         (G, n, d), dtype = keys.shape, keys.dtype
-        x = keys.astype(jnp.float32).reshape(G, -1, self.group, d)
+        x = keys.astype(jnp.float32).reshape(G, -1, self.group_size, d)
         made = []
-        for start in range(0, d, self.channels):
-            stop = min(start + self.channels, d)
-            codes, steps, lows = quantized(x[..., start:stop], self.key_bits, 2, dtype)
+        for start in range(0, d, self.quant_group_size):
+            stop = min(start + self.quant_group_size, d)
+            codes, steps, lows = affine_codes(x[..., start:stop], self.key_bits, 2, dtype)
             made.append((codes.reshape(G, n, -1), steps, lows))
             error = codes * steps[:, :, None] + lows[:, :, None] - x[..., start:stop]
-            # to where the weight of all errors is least, given those so far
+            # to where the loss is least, given the errors so far
             moves = jnp.linalg.solve(weighing[:, stop:, stop:], weighing[:, stop:, start:stop])
             x = x.at[..., stop:].add(-jnp.einsum("gatc,grc->gatr", error, moves))
         codes, steps, lows = (jnp.concatenate(part, -1) for part in zip(*made, strict=True))
@@ -115,8 +128,30 @@ class SubspaceOrthogonal(Codec):
 
     def decode(self, shape: KVLayer, codes: tuple[Codes, Codes], dtype: Any, span: Span | None = None) -> Array:
         assert span is not None
-        keys = keys_of(codes[0], self.key_bits, self.group, dtype)
+        keys = dequantize_keys(codes[0], self.key_bits, self.group_size, dtype)
         if self.keys == "before":
             keys = after_rotation(shape, keys, span.start)
         width = shape.both - shape.width
-        return jnp.concatenate([keys, values_of(codes[1], self.value_bits, self._affine.group_of(width), dtype)], -1)
+        values = dequantize_values(codes[1], self.value_bits, self._kivi.value_group(width), dtype)
+        return jnp.concatenate([keys, values], -1)
+
+
+@CACHES.register("squat", "SQuat: Subspace-orthogonal KV Cache Quantization", "Wang et al. 2025", family="quantize")
+def squat(bits: Bits = 2, group_size: Count = 32, residual_length: Count = 32, quant_group_size: Count = 64,
+          subspace_dim: Count = 20, squat_lambda: Annotated[float, Range(0)] = 0.001,
+          keys: Literal["before", "after"] = "before") -> QuantizedConfig:
+    """Keeps all tokens in 2 bits, with key errors nearly orthogonal to the prompt's queries, and the latest whole.
+
+    More accurate than `kivi` at the same bits; needs no measuring beforehand, since it looks at the prompt's queries.
+
+    Args:
+        bits: of each number.
+        group_size: numbers that share a scale.
+        residual_length: tokens that are quantized together; fewer than these are whole. A multiple of `group_size`.
+        quant_group_size: channels of a key that are quantized together; the next ones compensate their error.
+        subspace_dim: dimension of the subspace of queries.
+        squat_lambda: weight of errors within the subspace.
+        keys: whether keys are quantized before or after their rotation.
+    """
+    codec = SQuatCodec(bits, bits, group_size, quant_group_size, subspace_dim, squat_lambda, keys)
+    return QuantizedConfig(codec, residual_length, "squat")

@@ -30,9 +30,8 @@ from decodax.cache.key_values import KVLayer
 from decodax.caches.configs import taken
 from decodax.caches.constant import Constant
 from decodax.caches.evict.selection import kept
-from decodax.caches.quantize.coupled import nearest
-from decodax.caches.quantize.turning import rotated
-from decodax.caches.rotation import turned
+from decodax.caches.quantize.cq import nearest
+from decodax.caches.rotation import rotated, turned
 from decodax.caches.sparse.reading import SparseCache, SparseConfig
 from decodax.common.options import Count, Whole
 from decodax.common.registry import CACHES

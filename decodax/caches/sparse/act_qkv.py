@@ -29,8 +29,7 @@ from jax import Array, lax
 from decodax.cache.dense import write
 from decodax.cache.key_values import KVLayer
 from decodax.caches.prefill.whole_prompt import ReadAtOnce, WholePromptReader, padded, segment, slots_of
-from decodax.caches.quantize.turning import rotated
-from decodax.caches.rotation import turned
+from decodax.caches.rotation import rotated, turned
 from decodax.caches.sparse.activations import LONGEST, Activations, cosines, density, divided
 from decodax.caches.sparse.reading import SparseCache, SparseConfig, attention_to, gathered
 from decodax.common.options import Count, Whole

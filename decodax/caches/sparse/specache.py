@@ -28,8 +28,9 @@ from jax import Array, lax
 from decodax.cache import Wrapper, dense
 from decodax.cache.key_values import KVLayer
 from decodax.caches.configs import PaperConfig
-from decodax.caches.quantize.codecs import Affine, QuarterPoints, Span
-from decodax.caches.quantize.coded import Coded, Coding, PromptInFull
+from decodax.caches.quantize.codecs import Span
+from decodax.caches.quantize.kivi import KIVICodec, OneBitCodec
+from decodax.caches.quantize.quantized import PromptToQuantize, QuantizedCache, QuantizedConfig
 from decodax.common.options import Count, Range
 from decodax.common.struct import Struct, static, struct
 from decodax.core.cache import Cache, Entries, PyTree, ReadPrompt
@@ -60,7 +61,7 @@ class SpeCacheCache(Wrapper):
         ready: `bool[B]`, rows for which positions have been chosen. kind: static.
     """
 
-    base: Coded
+    base: QuantizedCache
     pages: tuple[Array, ...]
     chosen: tuple[Array, ...]
     fetched: tuple[Array, ...]
@@ -169,12 +170,12 @@ class SpeCacheCache(Wrapper):
 class PromptToPrefetch(Wrapper):
     """A prompt that is read in full on the device before it goes to the host."""
 
-    base: PromptInFull
+    base: PromptToQuantize
     kind: SpeCacheConfig = static()
 
     def finish_prefill(self, prompt: ReadPrompt) -> Cache:     # type: ignore[override]
         whole, coded = self.base.base, self.base.finish_prefill(prompt)
-        assert isinstance(coded, Coded)
+        assert isinstance(coded, QuantizedCache)
         into = self.kind.around(coded, whole.kv[0].dtype)
         pages = tuple(lax.dynamic_update_slice(page, to_host(kv.reshape(page.shape)), (0,) * 5)
                       for page, kv in zip(into.pages, whole.kv, strict=True))
@@ -204,12 +205,12 @@ class SpeCacheConfig(PaperConfig):
         self.low        # noqa: B018  checks the rest
 
     @property
-    def low(self) -> Coding:
+    def low(self) -> QuantizedConfig:
         """Config of the low-bit cache."""
-        codec = QuarterPoints(group=self.group) if self.bits == 1 else Affine(2, 2, self.group)
-        return Coding(codec, self.residual, "specache")
+        codec = OneBitCodec(group_size=self.group) if self.bits == 1 else KIVICodec(2, 2, self.group)
+        return QuantizedConfig(codec, self.residual, "specache")
 
-    def around(self, base: Coded, dtype: Any) -> SpeCacheCache:
+    def around(self, base: QuantizedCache, dtype: Any) -> SpeCacheCache:
         """Returns a low-bit cache with an empty memory of the host beside it."""
         B = base.length.shape[0]
         some = lambda shape: (B, shape.heads, min(self.top, base.size))

@@ -15,14 +15,14 @@ from decodax.algorithms.speculative.adaptive.fit_trees import Counted
 from decodax.algorithms.speculative.drafts import Fallback, Merged, OwnCache, PromptLookup
 from decodax.algorithms.speculative.trees import Chain, Fixed
 from decodax.caches import make
-from decodax.caches.quantize.codecs import HierarchicalAffine
-from decodax.caches.quantize.coded import Coding
+from decodax.caches.quantize.quantized import QuantizedConfig
+from decodax.caches.quantize.quantspec import QuantSpecCodec
 from decodax.core import drivers
 from decodax.models import Diffusion
 from tests.caches.test_policies import DEEP, PROMPTS
 from tests.matrix import often
 
-QUANTSPEC = Coding(HierarchicalAffine(8), 8, "quantspec")
+QUANTSPEC = QuantizedConfig(QuantSpecCodec(8), 8, "quantspec")
 SNAP = make("snapkv", budget=14, window_size=4)
 
 
@@ -37,8 +37,8 @@ CASES: dict[str, tuple[Any, Any, Any]] = {      # the method, the cache that is 
     "a tree": (dx.Speculative(OwnCache(DEEP, SNAP), shape=Fixed.balanced(2, 2, 1)), None, None),
     "choices while decoding": (dx.Speculative(OwnCache(DEEP, make("h2o", budget=14, every=5))), None, None),
     "a ring": (dx.Speculative(OwnCache(DEEP, make("streaming-llm", start_size=2, recent_size=8))), None, None),
-    "beside codes": (dx.Speculative(OwnCache(DEEP, SNAP)), make("kivi", group=4, residual=8),
-                     make("kivi", group=4, residual=8)),
+    "beside codes": (dx.Speculative(OwnCache(DEEP, SNAP)), make("kivi", group_size=4, residual_length=8),
+                     make("kivi", group_size=4, residual_length=8)),
     "quantspec": (dx.algorithms.make("quantspec", DEEP, group=8, weights=None), None, QUANTSPEC),
     "triforce": (dx.algorithms.make("triforce", DEEP, draft=DEEP, budget=20, chunk=4, length=4, sinks=2, recent=10),
                  None, None),
@@ -121,12 +121,12 @@ def test_several_small_caches_stand_beside_the_whole_one() -> None:
 
 
 def test_a_whole_cache_is_not_handed_out_as_a_view() -> None:
-    coded = DEEP.model.with_cache(make("kivi", group=4, residual=8))
+    coded = DEEP.model.with_cache(make("kivi", group_size=4, residual_length=8))
     whole, codes = DEEP.model.init_cache(2, 64), coded.init_cache(2, 64)
     with pytest.raises(ValueError, match=r"^cache: drafts read a cache of the kind .*, and none stands beside Dense"):
         whole.view_of(SNAP)
     for cache in (whole, codes):
-        with pytest.raises(ValueError, match=r"^cache: (Dense|Coded) has no smaller view of itself"):
+        with pytest.raises(ValueError, match=r"^cache: (Dense|QuantizedCache) has no smaller view of itself"):
             _ = cache.view
 
 
@@ -146,7 +146,7 @@ def test_what_is_written_in_two_halves_drafts_as_the_first() -> None:
     """So that the drafts of the 8 bits' own model are nearly all accepted, and those of 4 bits not all of them."""
     model = DEEP.model.with_cache(QUANTSPEC)
     cache = model.init_cache(2, 64)
-    assert cache.view.kind.codec == HierarchicalAffine(8, lower=False) != cache.kind.codec
+    assert cache.view.kind.codec == QuantSpecCodec(8, lower=False) != cache.kind.codec
     assert jax.tree.leaves(cache.view)[0] is jax.tree.leaves(cache)[0]
 
 

@@ -12,7 +12,7 @@ import pytest
 import decodax as dx
 from decodax.caches import Prefix, load_prefix, read_prefix, save_prefix
 from decodax.caches.prefix.cachegen import CacheGen
-from decodax.caches.quantize.entropy import WHOLE, decoded, encoded, frequencies, from_16_bits, in_16_bits
+from decodax.caches.prefix.entropy import WHOLE, decoded, encoded, frequencies, from_16_bits, in_16_bits
 from tests.caches.test_policies import DEEP, PROMPTS
 
 

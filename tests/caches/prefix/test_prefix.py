@@ -29,7 +29,7 @@ def close(one: Prefix, other: Prefix, tokens: slice = slice(None)) -> bool:
         np.allclose(a[:, tokens], b[:, tokens], atol=1e-4) for a, b in zip(one.kv, other.kv, strict=True))
 
 
-@pytest.mark.parametrize("cache", [None, "kivi:group=4,residual=8"])
+@pytest.mark.parametrize("cache", [None, "kivi:group_size=4,residual_length=8"])
 def test_a_prefix_is_a_context_that_was_read(cache: Any) -> None:
     held = read_prefix(DEEP, TEXT)
     texts, brought = (dx.generate(DEEP, QUESTIONS, context=context, cache=cache, algorithm=LOOKUP, **SAMPLED)

@@ -11,7 +11,7 @@ import pytest
 
 import decodax as dx
 from decodax.cache.paged import PagedCache
-from decodax.cache.shared_prefix import SharedPrefix
+from decodax.cache.shared_prefix import SharedPrefixCache
 from decodax.core import drivers
 from decodax.engine.batch import Job
 from decodax.engine.request import Request
@@ -40,17 +40,17 @@ def begun(prompts: Any, **more: Any) -> Job:
 @pytest.mark.matrix
 def test_what_prompts_begin_with_is_kept_once() -> None:
     cache = begun(SHARED).state.cache
-    assert isinstance(cache, SharedPrefix) and cache.fixed.tolist() == [99]     # one prompt's last token opens a window
+    assert isinstance(cache, SharedPrefixCache) and cache.fixed.tolist() == [99]    # the last token opens a window
     assert [x.shape for x in cache.prefixes] == [(1, 2, 256, 8)] * 2
     assert {x.shape[2] for x in cache.kv} == {64 + 16}      # the longest rest and the new tokens, as powers of two
     few = begun([BEGINNING[:40] + prompt for prompt in PROMPTS]).state.cache
-    assert isinstance(few, SharedPrefix) and len(few.fixed) == few.length.shape[0]      # not worth it
+    assert isinstance(few, SharedPrefixCache) and len(few.fixed) == few.length.shape[0]      # not worth it
 
 
 def test_forks_copy_no_prefix() -> None:
     """32 samples of a prompt read the arrays that the prompt was read into."""
     job = begun(PROMPTS[:1], num_samples=32)
-    assert isinstance(job.state.cache, SharedPrefix) and job.state.cache.length.shape == (32,)
+    assert isinstance(job.state.cache, SharedPrefixCache) and job.state.cache.length.shape == (32,)
     prompt = begun(PROMPTS[:1])
     count = jnp.zeros(32, jnp.int32)
     where = [x.unsafe_buffer_pointer() for x in prompt.state.cache.prefixes]

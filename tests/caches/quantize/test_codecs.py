@@ -19,13 +19,14 @@ from decodax.caches.evict.quantized_pruning import QuantizedPruningConfig
 from decodax.caches.evict.selection import Top
 from decodax.caches.prefill.listening import Listening
 from decodax.caches.quantize.codecs import Span, unpack
-from decodax.caches.quantize.coded import Coding
-from decodax.caches.quantize.coupled import Codebooks, Coupled
-from decodax.caches.quantize.graded import Grading, restored, salience
-from decodax.caches.quantize.rotated import Rotated, hadamard
-from decodax.caches.quantize.shrunk import Shrunk
-from decodax.caches.quantize.squat import SubspaceOrthogonal
-from decodax.caches.quantize.turning import after_rotation, before_rotation
+from decodax.caches.quantize.cq import Codebooks, CQCodec
+from decodax.caches.quantize.cskv import CSKVCodec
+from decodax.caches.quantize.hadamard import hadamard
+from decodax.caches.quantize.quantized import QuantizedConfig
+from decodax.caches.quantize.rotatekv import RotateKVCodec
+from decodax.caches.quantize.squat import SQuatCodec
+from decodax.caches.quantize.zipcache import ZipCacheConfig, restored, salience
+from decodax.caches.rotation import after_rotation, before_rotation
 from decodax.caches.shapes import layers_of
 from decodax.core.cache import ReadPrompt
 from decodax.core.window import causal
@@ -41,13 +42,13 @@ def test_codes_are_those_of_squat() -> None:
     random = np.random.RandomState(0)
     q = random.standard_normal((1, 2, 80, 24)).astype(np.float32) * np.linspace(3, .1, 24).astype(np.float32)
     k = random.standard_normal((1, 2, 64, 24)).astype(np.float32)
-    codec = SubspaceOrthogonal(2, 2, 32, 8, 6, 0.001)
-    own = codec.of_keys(jnp.asarray(k[0]), codec.weighing(jnp.einsum("gti,gtj->gij", q[0], q[0])))
+    codec = SQuatCodec(2, 2, 32, 8, 6, 0.001)
+    own = codec.quantize_keys(jnp.asarray(k[0]), codec.weighing(jnp.einsum("gti,gtj->gij", q[0], q[0])))
     codes = np.asarray(unpack(own.codes, 2))
     assert hashlib.sha256(np.ascontiguousarray(codes).tobytes()).hexdigest()[:16] == "bf6647a9e19204bd"
     np.testing.assert_allclose([own.steps.sum(), own.lows.sum()], [133.80005, -200.57195], rtol=1e-5)
-    plain = SubspaceOrthogonal(2, 2, 32, 8, 6, 0.0)
-    other = plain.of_keys(jnp.asarray(k[0]), plain.weighing(jnp.zeros((2, 24, 24))))
+    plain = SQuatCodec(2, 2, 32, 8, 6, 0.0)
+    other = plain.quantize_keys(jnp.asarray(k[0]), plain.weighing(jnp.zeros((2, 24, 24))))
     assert (np.asarray(unpack(other.codes, 2)) != codes).any()
 
 
@@ -65,7 +66,7 @@ def test_salience_and_numbers_are_those_of_zipcache() -> None:
     low = [[4, 5, 6, 8, 11, 12, 13, 15, 16, 18, 19, 20, 21, 23, 24, 27],
            [4, 5, 6, 7, 8, 10, 12, 13, 14, 15, 17, 19, 24, 26, 27, 29]]
     assert np.sort(np.argsort(paid)[:, :16]).tolist() == low
-    kind, valid = Grading(), jnp.arange(48) < 40
+    kind, valid = ZipCacheConfig(), jnp.arange(48) < 40
     assert kind.tables(100)[0][40] == 38 and kind.tables(100)[1][40] == 2 and kind.each(40) == (24, 16)
     both = jnp.pad(jnp.concatenate([k[:1], v], -1), ((0, 0), (0, 8), (0, 0)), constant_values=9)
     split = kind.split(both, jnp.pad(paid[:1], ((0, 0), (0, 8))), valid, 16, (32, 24), 8)
@@ -79,7 +80,7 @@ def test_salience_and_numbers_are_those_of_zipcache() -> None:
 
 def test_a_graded_cache_holds_few_bytes() -> None:
     """At 8192 tokens and heads of 128: codes, steps and the latest tokens, over float16's."""
-    cache = jax.eval_shape(lambda: Grading()(((8, 128),) * 2, 1, 8192, jnp.float16))
+    cache = jax.eval_shape(lambda: ZipCacheConfig()(((8, 128),) * 2, 1, 8192, jnp.float16))
     held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
     assert held <= 0.27 * 2 * 8 * 8192 * 256 * 2
 
@@ -100,7 +101,7 @@ def test_numbers_are_those_of_rotatekv(bits: int) -> None:
     k, v = (random.standard_normal((1, 4, 6, 16)).astype(np.float32)[0] for _ in range(2))
     k[..., 3] *= 9
     clip, key, value, sums = ROTATED[bits]
-    codec = Rotated(Constant(np.random.RandomState(1).permutation(64)[None]), bits, 8, clip, 2, 0)
+    codec = RotateKVCodec(Constant(np.random.RandomState(1).permutation(64)[None]), bits, 8, clip, 2, 0)
     shape, span = KVLayer(4, 16), Span(jnp.int32(0), None, 0)
     codec.check(shape)
     back = codec.decode(shape, codec.encode(shape, jnp.concatenate([k, v], -1), span), jnp.float32, span)
@@ -120,7 +121,7 @@ def test_tokens_of_the_largest_activations_stay_whole() -> None:
     out = model.apply(params, window, Listening())
     assert out.layers is not None
     kept = tuple(jnp.concatenate(entry, -1).swapaxes(1, 2) for entry in out.entries)
-    codec = Rotated(Constant(np.arange(8)[None].repeat(2, 0)), sinks=5)
+    codec = RotateKVCodec(Constant(np.arange(8)[None].repeat(2, 0)), sinks=5)
     found = codec.study(shapes, kept, length, [None] * 2, ReadPrompt(model, params, tokens))
     x = np.asarray(params["embed"])[np.asarray(tokens)]
     for layer, stream in enumerate((x, np.asarray(out.layers[0]))):
@@ -172,7 +173,7 @@ def test_more_bits_of_coupled_channels_are_nearer() -> None:
     both = jnp.concatenate([after_rotation(shape, keys, jnp.int32(0)), own[1].values.swapaxes(0, 1)], -1)
     span, off = Span(jnp.int32(0), None, 1), []
     for channels, bits in ((4, 2), (2, 2), (2, 4)):
-        codec = Coupled(fit_codebooks(DEEP, TEXTS, channels, bits, fisher=bits == 4))
+        codec = CQCodec(fit_codebooks(DEEP, TEXTS, channels, bits, fisher=bits == 4))
         codec.check(shape)
         codes = codec.encode(shape, both, span)
         assert codes[0].shape[-1] * 8 >= 4 // channels * bits
@@ -198,7 +199,7 @@ def test_features_are_the_best_that_there_are() -> None:
         off = np.square(flat - flat @ basis @ basis.T).sum()
         np.testing.assert_allclose(off, np.square(np.linalg.svd(flat)[1][3:]).sum(), rtol=1e-3)
     shape = layers_of(DEEP.model)[0]
-    full = Shrunk(fit_features(DEEP, TEXTS, 8, 8))
+    full = CSKVCodec(fit_features(DEEP, TEXTS, 8, 8))
     x, span = jax.random.normal(jax.random.key(0), (2, 6, 8)), Span(jnp.int32(3), None, 0)
     np.testing.assert_allclose(full.decode(shape, full.encode(shape, x, span), jnp.float32, span), x, atol=1e-4)
 
@@ -217,10 +218,10 @@ def test_what_was_not_measured_is_asked_for() -> None:
             (r"^codebooks: got none, takes what decodax.train.fit_codebooks measures", lambda: caches.make("cq")),
             (r"^features: got int, takes", lambda: caches.make("cskv", features=3)),
             (r"^order: got none", lambda: caches.make("rotatekv")),
-            (r"^codebooks: got values of 2 heads of 3", lambda: Coupled(books).check(shape)),
-            (r"^features: got keys", lambda: Shrunk(KVFeatures(*(Constant(np.zeros((1, 3, 2))),) * 2)).check(shape)),
-            (r"^heads: got 6 channels", lambda: Rotated(Constant(np.zeros((1, 6)))).check(KVLayer(2, 3))),
-            (r"^cache: squat takes a model that says", lambda: SubspaceOrthogonal().check(KVLayer(2, 32))),
+            (r"^codebooks: got values of 2 heads of 3", lambda: CQCodec(books).check(shape)),
+            (r"^features: got keys", lambda: CSKVCodec(KVFeatures(*(Constant(np.zeros((1, 3, 2))),) * 2)).check(shape)),
+            (r"^heads: got 6 channels", lambda: RotateKVCodec(Constant(np.zeros((1, 6)))).check(KVLayer(2, 3))),
+            (r"^cache: squat takes a model that says", lambda: SQuatCodec().check(KVLayer(2, 32))),
             (r"^texts: got none", lambda: fit_order(DEEP, [])),
             (r"^coding: got cq, takes a codec that does not ask", lambda: _pruned(books))):
         with pytest.raises(ValueError, match=expected):
@@ -229,4 +230,4 @@ def test_what_was_not_measured_is_asked_for() -> None:
 
 
 def _pruned(books: Codebooks) -> Any:
-    return QuantizedPruningConfig(Eviction(Top(KeyNorm()), 8), Coding(Coupled(books), 8, "cq"))
+    return QuantizedPruningConfig(Eviction(Top(KeyNorm()), 8), QuantizedConfig(CQCodec(books), 8, "cq"))

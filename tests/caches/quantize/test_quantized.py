@@ -12,20 +12,18 @@ import pytest
 
 import decodax as dx
 from decodax.cache import KVLayer
-from decodax.caches.quantize.codecs import (
-    Affine,
-    Approximated,
-    Codec,
-    HierarchicalAffine,
-    Largest,
-    keys_of,
-    of_keys,
-    of_values,
-    pack,
-    unpack,
-    values_of,
+from decodax.caches.quantize.codecs import Codec, pack, unpack
+from decodax.caches.quantize.gear import GEARCodec
+from decodax.caches.quantize.kivi import (
+    KIVICodec,
+    dequantize_keys,
+    dequantize_values,
+    quantize_keys,
+    quantize_values,
 )
-from decodax.caches.quantize.coded import Coded, Coding
+from decodax.caches.quantize.mustafar import MustafarCodec
+from decodax.caches.quantize.quantized import QuantizedCache, QuantizedConfig
+from decodax.caches.quantize.quantspec import QuantSpecCodec
 from decodax.core.window import causal
 from decodax.models import Transformer, llama
 from tests.caches.test_policies import MODEL, PROMPTS, SMALL
@@ -51,14 +49,14 @@ def digest(codes: Any) -> str:
 @pytest.mark.parametrize("bits", CODED)
 def test_codes_are_those_of_kivi(bits: int) -> None:
     x = jnp.asarray(given())
-    keys, values = of_keys(x, bits, 32), of_values(x, bits, 32)
+    keys, values = quantize_keys(x, bits, 32), quantize_values(x, bits, 32)
     assert (digest(unpack(keys.codes, bits)), digest(unpack(values.codes, bits))) == CODED[bits]
-    for back in (keys_of(keys, bits, 32, jnp.float32), values_of(values, bits, 32, jnp.float32)):
+    for back in (dequantize_keys(keys, bits, 32, jnp.float32), dequantize_values(values, bits, 32, jnp.float32)):
         assert back.shape == x.shape
     step = jnp.repeat(keys.steps, 32, 1)
-    assert (jnp.abs(keys_of(keys, bits, 32, jnp.float32) - x) <= 0.501 * step + 1e-6).all()
+    assert (jnp.abs(dequantize_keys(keys, bits, 32, jnp.float32) - x) <= 0.501 * step + 1e-6).all()
     step = jnp.repeat(values.steps, 32, 2)
-    assert (jnp.abs(values_of(values, bits, 32, jnp.float32) - x) <= 0.501 * step + 1e-6).all()
+    assert (jnp.abs(dequantize_values(values, bits, 32, jnp.float32) - x) <= 0.501 * step + 1e-6).all()
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
@@ -72,23 +70,23 @@ def test_bits_are_packed_without_loss(bits: int) -> None:
 @pytest.mark.wide
 def test_what_is_constant_over_a_group_stays_as_it_is() -> None:
     x = jnp.full((1, 8, 4), 3.5)
-    np.testing.assert_array_equal(keys_of(of_keys(x, 2, 8), 2, 8, jnp.float32), x)
-    np.testing.assert_array_equal(values_of(of_values(x, 2, 4), 2, 4, jnp.float32), x)
+    np.testing.assert_array_equal(dequantize_keys(quantize_keys(x, 2, 8), 2, 8, jnp.float32), x)
+    np.testing.assert_array_equal(dequantize_values(quantize_values(x, 2, 4), 2, 4, jnp.float32), x)
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("codec", often([Affine(4, 2, 4)], [
-    Affine(4, 2, 4), HierarchicalAffine(4), HierarchicalAffine(4, lower=False), Approximated(2, 4, 8, 0.25, 2),
-    Largest(0.5, 0.7)]))
+@pytest.mark.parametrize("codec", often([KIVICodec(4, 2, 4)], [
+    KIVICodec(4, 2, 4), QuantSpecCodec(4), QuantSpecCodec(4, lower=False), GEARCodec(2, 4, 8, 0.25, 2),
+    MustafarCodec(0.5, 0.7)]))
 def test_attention_is_that_to_what_the_codes_stand_for(codec: Codec) -> None:
     """Behind a prompt, and behind the flush of a full rest, in rows of different lengths."""
     network = Transformer(llama(vocab=16, width=32, layers=1, heads=4, kv_heads=2, mlp=24, context=256))
     params = network.init_params(jax.random.key(0))
-    kind = Coding(codec, 8)
+    kind = QuantizedConfig(codec, 8)
     model = network.with_cache(kind)
     cache, whole = model.init_cache(2, 64), network.init_cache(2, 64)
     tokens = jax.random.randint(jax.random.key(1), (2, 41), 0, 16)
-    assert isinstance(cache, Coded)
+    assert isinstance(cache, QuantizedCache)
 
     @jax.jit
     def step(cache: Any, whole: Any, token: Any, live: Any) -> tuple[Any, ...]:
@@ -104,7 +102,7 @@ def test_attention_is_that_to_what_the_codes_stand_for(codec: Codec) -> None:
     assert cache.length.tolist() == [41, 27] and cache.whole.tolist() == [1, 3]
 
 
-def _shown(cache: Coded, whole: Any) -> Any:
+def _shown(cache: QuantizedCache, whole: Any) -> Any:
     """The dense cache with what the codes stand for in place of what is in codes."""
     decode = lambda codes: cache.kind.codec.decode(cache.shapes[0], codes, jnp.float32)
     both = jax.vmap(decode)(cache.codes[0])[:, :, :whole.kv[0].shape[2]]
@@ -117,7 +115,7 @@ def test_more_bits_are_nearer_to_the_dense_cache() -> None:
     """8 bits of small groups give its tokens."""
     options: dict[str, Any] = dict(max_new_tokens=20, logprobs=0)
     dense = dx.generate(SMALL, PROMPTS, **options)
-    exact = dx.generate(SMALL, PROMPTS, cache="kivi:bits=8,group=4,residual=4", **options)
+    exact = dx.generate(SMALL, PROMPTS, cache="kivi:bits=8,group_size=4,residual_length=4", **options)
     assert exact.tokens.tolist() == dense.tokens.tolist()
     np.testing.assert_allclose(exact.logprobs.raw, dense.logprobs.raw, atol=0.1)
 
@@ -130,18 +128,20 @@ def size(cache: Any) -> int:
 def test_bytes_are_those_of_the_bits(bits: int, group: int, share: float) -> None:
     """Codes, steps, lows and the latest tokens, over float16's 16 bits, at 8192 tokens and heads of 128."""
     shapes = ((8, 128),) * 2
-    coded = jax.eval_shape(lambda: Coding(Affine(bits, bits, group))(shapes, 2, 8192, jnp.float16))
+    coded = jax.eval_shape(lambda: QuantizedConfig(KIVICodec(bits, bits, group))(shapes, 2, 8192, jnp.float16))
     assert size(coded) <= share * 2 * 2 * 8 * 8192 * 256 * 2
 
 
 def test_parameters_out_of_range_are_refused() -> None:
-    for expected, wrong in ((r"^key_bits: got 3", lambda: Affine(3)), (r"^value_bits: got 1", lambda: Affine(2, 1)),
-                            (r"^residual: got 100, takes a multiple of the group of 32", lambda: Coding(Affine(), 100)),
-                            (r"^width: got heads of 6, takes a multiple of 4", lambda: Coding(Affine())(
+    for expected, wrong in ((r"^key_bits: got 3", lambda: KIVICodec(3)),
+                            (r"^value_bits: got 1", lambda: KIVICodec(2, 1)),
+                            (r"^residual_length: got 100, takes a multiple of the group size of 32",
+                             lambda: QuantizedConfig(KIVICodec(), 100)),
+                            (r"^width: got heads of 6, takes a multiple of 4", lambda: QuantizedConfig(KIVICodec())(
                                 [(2, 6)], 1, 64, "float32"))):
         with pytest.raises(ValueError, match=expected):
             wrong()
-    assert MODEL.with_cache(Coding(Affine(8, 8, 4), 8)).init_cache(1, 0).capacity == 0
+    assert MODEL.with_cache(QuantizedConfig(KIVICodec(8, 8, 4), 8)).init_cache(1, 0).capacity == 0
 
 
 GEARED = {2: (0.4155920, 0.0747191, 0.0574421, 0.0609936), 4: (0.0171918, 0.0028634, 0.0022657, 0.0023399)}
@@ -155,7 +155,7 @@ opengear-project/GEAR at efe0bfe. The last two begin with random numbers."""
 def test_errors_are_those_of_gear(bits: int) -> None:
     x = np.random.RandomState(0).standard_normal((1, 64, 64)).astype(np.float32)
     x[:, :, 5] *= 20
-    codec, shape = Approximated(bits, 32, 64, 0.1, 4, 3), KVLayer(1, 64)
+    codec, shape = GEARCodec(bits, 32, 64, 0.1, 4, 3), KVLayer(1, 64)
     codes = codec.encode(shape, jnp.concatenate([x, x], -1))
     plain = tuple(own.replace(left=0 * own.left) for own in codes)
     keys, values = (np.square(codec.decode(shape, plain, jnp.float32)[..., part] - x).mean()
@@ -170,7 +170,7 @@ def test_errors_are_those_of_gear(bits: int) -> None:
 def test_numbers_from_the_threshold_on_stay(sparsity: float) -> None:
     """Of the `int(sparsity * d)`-th smallest magnitude, as in dhjoo98/mustafar at d83ee7e."""
     x = given()
-    codec, shape = Largest(sparsity, 0.0), KVLayer(3, 96)
+    codec, shape = MustafarCodec(sparsity, 0.0), KVLayer(3, 96)
     codes = codec.encode(shape, jnp.concatenate([x, x], -1))
     threshold = np.sort(np.abs(x), axis=-1)[..., max(1, int(sparsity * 96)) - 1, None]
     back = codec.decode(shape, codes, jnp.float32)
@@ -184,9 +184,9 @@ def test_a_second_half_of_bits_brings_numbers_nearer() -> None:
     """By about 16 times, and the first half alone is the plain 4 bits."""
     x = jnp.asarray(given())[:, :, :64]
     kv, shape = jnp.concatenate([x, x], -1), KVLayer(3, 64)
-    codes = HierarchicalAffine(32).encode(shape, kv)
-    plain = Affine(4, 4, 32)
-    upper, both = (HierarchicalAffine(32, lower=lower).decode(shape, codes, jnp.float32) for lower in (False, True))
+    codes = QuantSpecCodec(32).encode(shape, kv)
+    plain = KIVICodec(4, 4, 32)
+    upper, both = (QuantSpecCodec(32, lower=lower).decode(shape, codes, jnp.float32) for lower in (False, True))
     np.testing.assert_array_equal(upper, plain.decode(shape, plain.encode(shape, kv), jnp.float32))
     assert np.square(both - kv).mean() < np.square(upper - kv).mean() / 150
 
@@ -194,7 +194,7 @@ def test_a_second_half_of_bits_brings_numbers_nearer() -> None:
 @pytest.mark.parametrize("outliers", [0.0, 0.001])
 def test_a_line_has_an_outlier_on_each_side_or_none(outliers: float) -> None:
     x = given()
-    codec, shape = Approximated(2, 32, 64, outliers, 1), KVLayer(3, 96)
+    codec, shape = GEARCodec(2, 32, 64, outliers, 1), KVLayer(3, 96)
     keys, values = codec.encode(shape, jnp.concatenate([x, x], -1))
     assert keys.at.shape[-1] == values.at.shape[-1] == (2 if outliers else 0)
     assert codec.decode(shape, (keys, values), jnp.float32).shape == (3, 64, 192)

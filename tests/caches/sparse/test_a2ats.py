@@ -13,7 +13,7 @@ import pytest
 import decodax as dx
 from decodax.cache import KVLayer
 from decodax.caches import Constant, KeyBooks
-from decodax.caches.quantize.turning import rotated
+from decodax.caches.rotation import rotated
 from decodax.caches.sparse.a2ats import A2ATSCache, A2ATSConfig
 from decodax.core.window import causal
 from decodax.models.rope import Rope

@@ -12,7 +12,7 @@ import pytest
 
 import decodax as dx
 from decodax.bench.plan import PRESETS, abstract, plan
-from decodax.caches.quantize.codecs import QuarterPoints
+from decodax.caches.quantize.kivi import OneBitCodec
 from decodax.caches.sparse.specache import Chooser, SpeCacheConfig
 from decodax.core import host_memory
 from decodax.core.cache import ReadPrompt
@@ -117,7 +117,7 @@ def test_what_cannot_be_had_is_refused() -> None:
         with pytest.raises(ValueError, match=message):
             dx.algorithms.make("specache", SMALL, **make)
     with pytest.raises(ValueError, match=r"^key_bits, value_bits, group: got 2, 1 and 32, takes 1, 1"):
-        QuarterPoints(2)
+        OneBitCodec(2)
     with pytest.raises(ValueError, match=r"^cache: specache has a cache of its own"):
         run(dx.algorithms.make("specache", SMALL, **FEW), cache="quest")
     with pytest.raises(ValueError, match=r"^cache: specache got keys of 8 numbers and values of 4"):

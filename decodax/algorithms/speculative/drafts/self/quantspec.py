@@ -8,8 +8,7 @@ from typing import Any
 from decodax.algorithms.speculative.algorithm import Speculative
 from decodax.algorithms.speculative.drafts.self.own_cache import OwnCache
 from decodax.algorithms.speculative.fixed_trees import Chain
-from decodax.caches.quantize.codecs import HierarchicalAffine
-from decodax.caches.quantize.coded import Coding
+from decodax.caches.quantize.quantized import QuantizedConfig
 from decodax.common.options import Count
 from decodax.common.registry import ALGORITHMS
 from decodax.io.quantize import quantize
@@ -26,6 +25,6 @@ def quantspec(lm: Any, group: Count = 128, length: Count = 4, weights: str | Non
         lm: the target. group: tokens that share a scale. length: drafts a round.
         weights: format of the weights that draft; None: the target's own weights.
     """
-    cache = Coding(HierarchicalAffine(group), group, "quantspec")
+    cache = QuantizedConfig(HierarchicalAffine(group), group, "quantspec")
     packed = None if weights is None else quantize(lm, weights)
     return Speculative(OwnCache(lm, cache, True, packed), shape=Chain(length))

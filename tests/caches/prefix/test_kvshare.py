@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import decodax as dx
-from decodax.caches import HighDeviation, Prefix, blended, read_prefix
+from decodax.caches import KVShareConfig, Prefix, blended, read_prefix
 from decodax.core.window import Window
 from decodax.engine.batch import Job
 from decodax.engine.request import Request
@@ -100,8 +100,8 @@ def test_the_first_stage_goes_by_attention_times_change() -> None:
 @pytest.mark.parametrize("past", [1.0, 0.0])
 def test_the_second_stage_computes_anew_what_the_newest_token_calls_for(past: float) -> None:
     """Token by token in NumPy, in rows of one batch: the same tokens are chosen, and give the same."""
-    out = dx.generate(LM, QUESTIONS, context=contexts(), cache=HighDeviation(past=past), max_new_tokens=NEW, logprobs=0)
-    job = Job.begin(Request.read(LM, QUESTIONS, context=contexts(), cache=HighDeviation(past=past),
+    out = dx.generate(LM, QUESTIONS, context=contexts(), cache=KVShareConfig(past=past), max_new_tokens=NEW, logprobs=0)
+    job = Job.begin(Request.read(LM, QUESTIONS, context=contexts(), cache=KVShareConfig(past=past),
                                  max_new_tokens=NEW))
     job.advance(None)
     for b, context in enumerate(contexts()):
@@ -133,7 +133,7 @@ def test_the_second_stage_computes_anew_what_the_newest_token_calls_for(past: fl
 @pytest.mark.wide
 def test_computing_all_of_it_anew_is_the_text_read_as_a_whole() -> None:
     """Behind the first token; and other contexts are read as from a dense cache."""
-    job = Job.begin(Request.read(LM, QUESTIONS, context=contexts(), cache=HighDeviation(tokens=100), max_new_tokens=3))
+    job = Job.begin(Request.read(LM, QUESTIONS, context=contexts(), cache=KVShareConfig(tokens=100), max_new_tokens=3))
     job.advance(None)
     for b, context in enumerate(contexts()):
         whole = read_prefix(LM, context.tokens)
@@ -141,7 +141,7 @@ def test_computing_all_of_it_anew_is_the_text_read_as_a_whole() -> None:
         for held, wanted in zip(job.state.cache.kv, whole.kv, strict=True):
             np.testing.assert_allclose(np.asarray(held)[b, :, :len(context)], wanted, atol=1e-3)
     plain, same = (dx.generate(LM, PROMPTS, cache=cache, max_new_tokens=NEW, logprobs=0)
-                   for cache in (None, HighDeviation()))
+                   for cache in (None, KVShareConfig()))
     assert plain.tokens.tolist() == same.tokens.tolist()
     np.testing.assert_allclose(plain.logprobs.raw, same.logprobs.raw, atol=1e-4)
 
@@ -151,11 +151,11 @@ def test_computing_all_of_it_anew_is_the_text_read_as_a_whole() -> None:
 def test_drafts_and_batch_mates_change_nothing(algorithm: Any) -> None:
     sampled: dict[str, Any] = dict(temperature=[0.0, 0.9, 0.0], seed=5, max_new_tokens=20, logprobs=0)
     asked = [[3, 1, 4], [5], [2, 6]]        # a question that is read behind the context chooses, too
-    plain, drafted = (dx.generate(LM, asked, context=contexts(), cache=HighDeviation(), algorithm=each, **sampled)
+    plain, drafted = (dx.generate(LM, asked, context=contexts(), cache=KVShareConfig(), algorithm=each, **sampled)
                       for each in (None, algorithm))
     assert drafted.tokens.tolist() == plain.tokens.tolist() and drafted.stats.accepted.sum() > 0
     np.testing.assert_allclose(drafted.logprobs.raw, plain.logprobs.raw, atol=1e-3)
-    alone = dx.generate(LM, asked[1:2], context=contexts()[1:2], cache=HighDeviation(), request_ids=[1],
+    alone = dx.generate(LM, asked[1:2], context=contexts()[1:2], cache=KVShareConfig(), request_ids=[1],
                         **{**sampled, "temperature": 0.9})
     assert alone.tokens.tolist() == plain.tokens[1:2].tolist()
     reused = dx.generate(LM, asked, context=contexts(), **sampled)
@@ -163,11 +163,11 @@ def test_drafts_and_batch_mates_change_nothing(algorithm: Any) -> None:
 
 
 def test_what_does_not_fit_is_refused_by_name() -> None:
-    deep: Any = HighDeviation(check=3)
+    deep: Any = KVShareConfig(check=3)
     for expected, wrong in (
             (r"^score: got 'v2', takes cacheblend or kvshare", lambda: blended(LM, parts(), score="v2")),  # type: ignore[arg-type]
-            (r"^tokens, check: got 0 and 1, takes 1", lambda: HighDeviation(tokens=0)),
-            (r"^past: got 2, takes 0 to 1", lambda: HighDeviation(past=2)),
+            (r"^tokens, check: got 0 and 1, takes 1", lambda: KVShareConfig(tokens=0)),
+            (r"^past: got 2, takes 0 to 1", lambda: KVShareConfig(past=2)),
             (r"^check: got 3, takes one of 3 layers", lambda: dx.generate(LM, QUESTIONS, cache=deep))):
         with pytest.raises(ValueError, match=expected):
             wrong()

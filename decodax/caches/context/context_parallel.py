@@ -1,21 +1,20 @@
-"""A cache whose positions are divided over devices: context parallelism for long texts ("Context Parallelism for
-Scalable Million-Token Inference", Yang et al., 2024).
+"""Context parallelism: the positions of a text are divided over devices ("Context Parallelism for Scalable
+Million-Token Inference", Yang et al., 2024).
 
-Over a mesh axis "context" of `N` devices each holds a part of every text, and it stays there. Prompts are read in
-chunks whose tokens are divided too, by ring attention (`decodax.caches.context.ring`): a block of the text is cut into
-`2 N` pieces, and device `i` takes pieces `i` and `2 N - 1 - i`, which costs all of them the same under a causal mask.
-Tokens behind the prompt go to the devices in turn. While decoding, each device attends a round's queries to its part,
-and one exchange a layer merges what they found by the logarithms of the softmax sums; the paper divides the queries of
-a batch over the devices there and sends them around, Mnemosyne's KV parallelism (Agrawal et al., 2024) does it as here.
+Each of the `N` devices of the mesh axis "context" holds a fixed part of every text. Prompts are read in chunks whose
+tokens are divided too, by ring attention (`decodax.caches.context.ring`): a block of the text is cut into `2 N` pieces,
+and device `i` takes pieces `i` and `2 N - 1 - i`, which balances the work under a causal mask. Tokens after the prompt
+go to the devices in turn. While decoding, each device computes attention of a round's queries to its part, and one
+exchange a layer merges the results by the logarithms of the softmax sums. (The paper divides the queries of a batch
+over the devices and sends them around; Mnemosyne's KV parallelism, Agrawal et al., 2024, does it as here.)
 
-Without that axis it is a cache on one device, in another order. It is exact: nothing is left out.
+Without that axis it is a cache on one device with the positions in another order. It is exact: nothing is left out.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -25,21 +24,23 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
 from decodax.cache.dense import write
-from decodax.cache.key_values import KeyValues, empty_kv, key_widths
-from decodax.caches.context.ring import Keys, Partial, Queries, RingChoice, gathered, pass_kv, pass_q
+from decodax.cache.key_values import KeyValues, KVConfig, KVLayer, empty_kv, key_widths
+from decodax.caches.context.ring import Keys, Mode, Partial, Queries, RingChoice, gathered, pass_kv, pass_q
 from decodax.common.axes import CONTEXT, DATA, MODEL, free_axes, shardwise
+from decodax.common.options import Count, Positive, check_options
+from decodax.common.registry import CACHES
 from decodax.common.struct import Struct, static, struct
-from decodax.core.cache import ALL, CacheConfig, Entries, Feature, PyTree, ReadPrompt
+from decodax.core.cache import ALL, Entries, Feature, PyTree, ReadPrompt
 from decodax.pallas_kernels.window_attention import BLOCK, Bias, window_attention, window_attention_lse
 
 
 @struct
 class Layout(Struct):
-    """Where positions lie: the first ones by blocks of `2 N` pieces, the others in turn.
+    """The device and the slot of each position: the first positions in blocks of `2 N` pieces, the others in turn.
 
     Attributes:
-        fixed: `i32[B]`, how many positions of each row lie by blocks.
-        parts: static; `N`. piece: static; positions of a piece.
+        fixed: `i32[B]`, number of positions of each row that lie in blocks.
+        parts: static; number of devices, `N`. piece: static; number of positions of a piece.
     """
 
     fixed: Array
@@ -51,46 +52,46 @@ class Layout(Struct):
         return 2 * self.parts * self.piece
 
     def part(self, at: Array) -> Array:
-        """The device of each position `i32[B, M]`."""
+        """Returns the device of each position `i32[B, M]`."""
         number = at % self.block // self.piece
         return jnp.where(at < self.fixed[:, None], jnp.minimum(number, 2 * self.parts - 1 - number), at % self.parts)
 
     def slot(self, at: Array) -> Array:
-        """Each position's slot within its device's part, `i32[B, M]`."""
+        """Returns the slot of each position within the part of its device, `i32[B, M]`."""
         fixed, number = self.fixed[:, None], at % self.block // self.piece
         first = at // self.block * 2 * self.piece + jnp.where(number < self.parts, 0, self.piece) + at % self.piece
         part = at % self.parts
-        behind = self._behind(part) + at // self.parts - self._turns(part)
-        return jnp.where(at < fixed, first, behind)
+        later = self._in_blocks(part) + at // self.parts - self._turns(part)
+        return jnp.where(at < fixed, first, later)
 
-    def _behind(self, part: Array) -> Array:
-        """How many of the first positions a device has, `i32[B, M]` for devices `i32[B or 1, M]`."""
+    def _in_blocks(self, part: Array) -> Array:
+        """Returns how many positions in blocks a device has, `i32[B, M]` for devices `i32[B or 1, M]`."""
         whole, rest = jnp.divmod(self.fixed[:, None], self.block)
         piece = lambda i: jnp.clip(rest - i * self.piece, 0, self.piece)
         return whole * 2 * self.piece + piece(part) + piece(2 * self.parts - 1 - part)
 
     def _turns(self, part: Array) -> Array:
-        """How many turns a device had before the first position that is laid in turn."""
+        """Returns how many turns a device would have had before the first position that is laid in turn."""
         return (self.fixed[:, None] - part + self.parts - 1) // self.parts
 
     def position(self, part: Array, slot: Array) -> Array:
-        """The position in a slot of a device, `i32[B, M]`; `part`, `slot`: `i32[M]`."""
+        """Returns the position in a slot of a device, `i32[B, M]`. `part`, `slot`: `i32[M]`."""
         part, slot, c = part[None], slot[None], self.piece
         number, place = jnp.divmod(slot % (2 * c), c)
         first = slot // (2 * c) * self.block + jnp.where(number == 0, part, 2 * self.parts - 1 - part) * c + place
-        before = self._behind(part)
+        before = self._in_blocks(part)
         return jnp.where(slot < before, first, (self._turns(part) + slot - before) * self.parts + part)
 
 
 @struct
-class ContextParallel(KeyValues):
+class ContextParallelCache(KeyValues):
     """Keys and values in `N` parts of `S` slots, one for each device of the axis "context".
 
     Attributes:
         kv, given, widths: see `KeyValues`; slot `s` of part `i` is slot `i * S + s`.
         length: `i32[B]` tokens of the verified text.
-        layout: where they lie.
-        size: static; the most tokens of a text. choice: static; how keys and queries meet in a prompt.
+        layout: the device and the slot of each position.
+        size: static; largest number of tokens of a text. choice: static; whether keys or queries travel in a prompt.
     """
 
     kv: tuple[Array, ...]
@@ -127,7 +128,7 @@ class ContextParallel(KeyValues):
         return bool(self.kv) and self.parts > 1 and free_axes().get(CONTEXT) == self.parts
 
     def held(self, layout: Layout, length: Array, part: Array | None = None) -> Array:
-        """`i32[B, 1, S]`: the position in each slot of a device, or of all of them; -1 where there is none."""
+        """Returns the position in each slot of a device, or of all of them, `i32[B, 1, S]`; -1 for none."""
         slots = self.kv[0].shape[2] // self.parts
         index = jnp.arange(slots * self.parts if part is None else slots, dtype=jnp.int32)
         of = index // slots if part is None else jnp.full(slots, part, jnp.int32)
@@ -149,7 +150,8 @@ class ContextParallel(KeyValues):
         return self._merged(layer, q, k, v, window, options), entry
 
     def _merged(self, layer: int, q: Array, k: Array, v: Array, window: Any, options: dict[str, Any]) -> Array:
-        """Each device attends all queries to its part, the first one to the window, too; one exchange merges them."""
+        """Returns attention in which each device reads its part, and the first one the window, too; one exchange merges
+        the results."""
 
         def local(q: Array, k: Array, v: Array, mask: Array, at: Array, where: Array, cached: Array | None,
                   kv: Array, length: Array, layout: Array) -> Array:
@@ -170,7 +172,7 @@ class ContextParallel(KeyValues):
         W, parts = q.shape[1], self.parts
         slots, width = self.kv[layer].shape[2] // parts, self.widths[layer]
         step = min(slots, BLOCK)
-        # known to all devices alike, whatever rows they have: they have to turn as often, and in the same way
+        # the same on all devices, whatever rows they have: all have to take equally many turns, in the same way
         longest = self.length.max()
         blocks = -(-jnp.where(longest > 0, jnp.minimum(longest // parts + 2 * self.layout.piece + 1, slots), 0) // step)
         kind = self.choice.passes_kv(W, longest, parts, q.shape[2], k.shape[2], self.kv[layer].dtype.itemsize)
@@ -186,7 +188,7 @@ class ContextParallel(KeyValues):
                 return Keys(both[..., :width], both[..., width:], where)
 
             def mine(queries: Queries) -> Partial:
-                # beside a window of keys that nobody sees
+                # with a window of keys that nobody sees
                 nobody = jnp.zeros((1, queries.q.shape[1], 1), bool)
                 out, lse = window_attention_lse(queries.q, k[:, :1], v[:, :1], nobody, queries.at, kv,
                                                 slot_positions=held, key_positions=at[:, :1], **options)
@@ -207,7 +209,7 @@ class ContextParallel(KeyValues):
             return shardwise(functools.partial(local, kind=kind), specs, nodes, *given, whole=True)
         return shardwise(local, (*specs, P()), nodes, *given, kind, whole=True)
 
-    def commit(self, entries: Entries, slots: Array) -> ContextParallel:
+    def commit(self, entries: Entries, slots: Array) -> ContextParallelCache:
         if not self.kv:
             return self
         own, to = self.layout.part(slots), jnp.where(slots >= 0, self.layout.slot(slots), -1)
@@ -227,8 +229,8 @@ class ContextParallel(KeyValues):
         if self.order(width) is None:
             return lambda held, new: shardwise(all_nodes, (kept, heads, P(DATA), P(DATA)), kept, held, new, own, to,
                                                whole=True)
-        # nodes lie where they were computed, and most often where they belong. A loop of one trip or none, since XLA
-        # copies the caches that a conditional writes to
+        # most nodes were computed on the device where they belong. A loop of one trip or none, since XLA copies the
+        # caches that a conditional writes to
         strays = ((own != jnp.arange(width) // (width // parts)) & (to >= 0)).any()
 
         def some_nodes(held: Array, new: Array, own: Array, to: Array, strays: Array) -> Array:
@@ -244,15 +246,15 @@ class ContextParallel(KeyValues):
         return lambda held, new: shardwise(some_nodes, (kept, nodes, chunk, chunk, P()), kept, held, new, own, to,
                                            strays, whole=True)
 
-    def truncate(self, length: Array) -> ContextParallel:
+    def truncate(self, length: Array) -> ContextParallelCache:
         return self.replace(length=jnp.minimum(self.length, length))
 
-    def finish_prefill(self, prompt: ReadPrompt) -> ContextParallel:
+    def finish_prefill(self, prompt: ReadPrompt) -> ContextParallelCache:
         return self.replace(layout=self.layout.replace(fixed=self.length))
 
 
 def _only(held: Array, cached: Array | None) -> Array:
-    """The positions `held` without those that a window does not see (`Window.cached`)."""
+    """Returns the positions `held` without those that a window does not see (`Window.cached`)."""
     if cached is None:
         return held
     if not cached.shape[1]:
@@ -261,32 +263,37 @@ def _only(held: Array, cached: Array | None) -> Array:
     return jnp.where(seen, held, -1)
 
 
+@CACHES.register("context-parallel", "Context Parallelism for Scalable Million-Token Inference", "Yang et al. 2024",
+                 family="context", guarantee="exact")
 @dataclasses.dataclass(frozen=True)
-class ContextAxis(CacheConfig):
-    """A `ContextParallel` cache over the axis "context" of the mesh.
+class ContextParallelConfig(KVConfig):
+    """Keeps everything, with positions divided over the mesh axis "context"; prompts are read by ring attention.
+
+    For texts that are too long for the memory of one device. `flops` and `bandwidth` matter for `mode="auto"` alone.
 
     Attributes:
-        choice: whether keys or queries travel.
-        block: positions of a prompt that are cut into pieces for the devices: best those of a prefill round (`chunk`).
-        parts: how many parts it has; None: as many as there are devices on the axis.
+        mode: whether keys or queries travel in a prompt: "pass-kv", "pass-q", or "auto", which takes the faster form.
+        block: positions of a prompt that are cut into pieces for the devices; best the chunk of a prefill round.
+        flops: operations a second of a device. The default is that of a TPU v5e.
+        bandwidth: bytes a second of a link between devices, in one direction.
     """
 
-    choice: RingChoice = RingChoice()
-    block: int = 256
-    parts: int | None = None
+    mode: Mode = "auto"
+    block: Count = 256
+    flops: Positive = RingChoice.flops
+    bandwidth: Positive = RingChoice.bandwidth
 
     def __post_init__(self) -> None:
-        if self.block < 1 or (self.parts is not None and self.parts < 1):
-            raise ValueError(f"block, parts: got {self.block} and {self.parts}, takes numbers above 0")
+        check_options(type(self), vars(self))
 
-    def __call__(self, layers: Sequence[tuple[Any, ...]], batch: int, capacity: int, dtype: jax.typing.DTypeLike,
-                 inputs: PyTree = None) -> ContextParallel:
-        parts = self.parts or free_axes().get(CONTEXT, 1)
-        piece = max(min(self.block, capacity) // (2 * parts), 1)
+    def empty(self, shapes: tuple[KVLayer, ...], batch: int, size: int, dtype: Any,
+              inputs: PyTree) -> ContextParallelCache:
+        parts = free_axes().get(CONTEXT, 1)
+        piece = max(min(self.block, size) // (2 * parts), 1)
         # as many as a part may get when its prompt ended within a block
-        slots = -(-capacity // parts) + 2 * piece + 1 if capacity else 0
+        slots = -(-size // parts) + 2 * piece + 1 if size else 0
         slots = slots if slots <= BLOCK else -(-slots // BLOCK) * BLOCK
-        layout = Layout(fixed=jnp.full(batch, capacity, jnp.int32), parts=parts, piece=piece)
-        kv = empty_kv(layers, batch, slots * parts, dtype) if capacity else ()
-        return ContextParallel(kv=kv, length=jnp.zeros(batch, jnp.int32), layout=layout, given=inputs,
-                               widths=key_widths(layers), size=capacity, choice=self.choice)
+        return ContextParallelCache(
+            kv=empty_kv(shapes, batch, slots * parts, dtype), length=jnp.zeros(batch, jnp.int32), given=inputs,
+            layout=Layout(fixed=jnp.full(batch, size, jnp.int32), parts=parts, piece=piece), size=size,
+            widths=key_widths(shapes), choice=RingChoice(self.mode, self.flops, self.bandwidth))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from decodax import caches
-from decodax.caches.quantize.merging import Merging, shared
+from decodax.caches.quantize.minicache import MiniCacheConfig, merged
 
 AT = [[2, 13, 34], [9, 35, 37]]
 LATER, EARLIER = [-2.11915, 0.45542, -0.75963, -1.70413], [1.6744, -0.81677, -1.12415, 0.14092]
@@ -22,7 +22,7 @@ def test_what_two_layers_share_is_what_minicache_keeps() -> None:
     earlier = random.standard_normal((2, 41, 8)).astype(np.float32)
     later = (earlier + 0.7 * random.standard_normal((2, 41, 8))).astype(np.float32)
     padded = [jnp.pad(jnp.asarray(x), ((0, 0), (0, 7), (0, 0)), constant_values=9) for x in (earlier, later)]
-    own = shared(*padded, jnp.int32(41), 0.6, 5, 0.05)
+    own = merged(*padded, jnp.int32(41), 0.6, 5, 0.05)
     assert [sorted(row[row < 48].tolist()) for row in np.asarray(own.at)] == AT
     one, other = (np.asarray(own.restored(which))[:, :41] for which in (True, False))
     np.testing.assert_allclose(one[0, 5, :4], LATER, atol=1e-5)
@@ -31,9 +31,9 @@ def test_what_two_layers_share_is_what_minicache_keeps() -> None:
 
 
 def test_pairs_begin_in_the_middle_and_a_layer_may_be_left_over() -> None:
-    cache = Merging(new=8)([(2, 4)] * 7, 1, 64, jnp.float32)
+    cache = MiniCacheConfig().fit(8)([(2, 4)] * 7, 1, 64, jnp.float32)
     assert (len(cache.prompt), len(cache.pairs), cache.kv[0].shape) == (3, 2, (1, 2, 8, 8))     # type: ignore[attr-defined]
     with pytest.raises(ValueError, match=r"^cache: minicache takes layers of one shape"):
-        Merging(0)([(2, 4), (1, 4)], 1, 64, jnp.float32)
-    with pytest.raises(ValueError, match=r"^towards: got 2"):
-        caches.make("minicache", towards=2)
+        MiniCacheConfig(0)([(2, 4), (1, 4)], 1, 64, jnp.float32)
+    with pytest.raises(ValueError, match=r"^interpolation: got 2"):
+        caches.make("minicache", interpolation=2)

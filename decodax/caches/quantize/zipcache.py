@@ -1,44 +1,46 @@
-"""More bits for the tokens that matter ("ZipCache: Accurate and Efficient KV Cache Quantization with Salient Token
+"""ZipCache: more bits for salient tokens ("ZipCache: Accurate and Efficient KV Cache Quantization with Salient Token
 Identification", He et al., 2024).
 
-A token is salient by the attention that it receives, on the average of the queries that could see it; a few probes
-tell, the latest queries of a prompt and as many at random. Salient tokens take more bits than the others. Keys have a
-step for each channel, and values, divided by a scale of their channel, one for each token of a head.
+The salience of a token is the attention that it receives, averaged over the queries that can see it. It is estimated
+with probes: the latest queries of a prompt, and as many random ones. Salient tokens are quantized with more bits than
+the others. Keys have a step for each channel. Values are divided by a scale of their channel, and have a step for each
+token of a head.
 
-Tokens behind the prompt stay whole until there are `gap` of them; then the newest one's query says which are salient,
-and all are written. A round commits no token beyond that point.
+Tokens after the prompt stay whole until there are `stream_gap` of them. Then the query of the newest one measures
+their salience, and all are quantized. A round commits no token beyond that point.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from decodax.cache import Dense, KVLayer, Scratch, Wrapper, dense
+from decodax.cache import Dense, KVLayer, Wrapper, dense
 from decodax.cache.dense import write
+from decodax.cache.key_values import KVConfig
+from decodax.cache.tail import Tail, own_entry
 from decodax.caches.quantize.codecs import pack, unpack
+from decodax.caches.quantize.quantized import BLOCK
+from decodax.common.options import Count, Range, Share, check_options
+from decodax.common.registry import CACHES
 from decodax.common.struct import Struct, static, struct
-from decodax.core.cache import Cache, CacheConfig, Draftable, Entries, PyTree, ReadPrompt, Sized
+from decodax.core.cache import Cache, Entries, PyTree, ReadPrompt
 from decodax.pallas_kernels.window_attention import BLOCK as WALK
-from decodax.pallas_kernels.window_attention import Bias, merge, prefix_attention, window_attention_lse
-
-BLOCK = 512
-"""Tokens that are decoded at a time."""
+from decodax.pallas_kernels.window_attention import Bias, merge, prefix_attention
 
 
 @struct
 class Grade(Struct):
-    """Tokens of as many bits, of one row or of several; `E` times tokens were written together.
+    """Tokens of one number of bits, of one row or of several, which were quantized in up to `E` groups.
 
     Attributes:
         keys, values: `u8[..., G, S, d * bits / 8]`. key_steps, key_lows: `f[..., G, E, d]`.
-        value_steps, value_lows: `f[..., G, S]`. scales: `f[..., G, E, e]` of the values' channels.
+        value_steps, value_lows: `f[..., G, S]`. scales: `f[..., G, E, e]`, of the channels of values.
     """
 
     keys: Array
@@ -51,10 +53,11 @@ class Grade(Struct):
 
 
 def salience(queries: Array, asked_at: Array, counts: Array, keys: Array, length: Array) -> Array:
-    """`f32[G, S]`: what the tokens of a prompt receive from some queries, on the average of all that could see them.
+    """Returns the attention that tokens of a prompt receive from probes, averaged over all queries that can see them,
+    `f32[G, S]`.
 
     Args:
-        queries: `f[P, H, d]`, scaled as attention takes them, at `asked_at` (`i32[P]`). counts: `bool[P]`, which count.
+        queries: scaled probes, `f[P, H, d]`, at `asked_at` (`i32[P]`). counts: `bool[P]`, True for probes that exist.
         keys: `f[G, S, d]`, of which the first `length` (`i32[]`) count.
     """
     (P, H, d), (G, S, _) = queries.shape, keys.shape
@@ -65,13 +68,13 @@ def salience(queries: Array, asked_at: Array, counts: Array, keys: Array, length
 
 
 def channel_scales(values: Array, valid: Array) -> Array:
-    """`f[G, e]`: the roots of the largest magnitudes of the channels of `f[G, n, e]`, of tokens that are `valid`."""
+    """Returns the square root of each channel's largest magnitude among `valid` tokens of `f[G, n, e]`, `f[G, e]`."""
     scale = jnp.sqrt(jnp.where(valid[:, None], jnp.abs(values), 0).max(1))
     return jnp.where(scale > 0, scale, 1)
 
 
 def graded(kv: Array, valid: Array, scales: Array, d: int, bits: int) -> Grade:
-    """Tokens `f[G, n, d + e]` that are written together, of which those that are `valid` (`bool[n]`) count."""
+    """Quantizes tokens `f[G, n, d + e]`, of which those that are `valid` (`bool[n]`) count, as one group."""
     keys, values = kv[..., :d], kv[..., d:] / scales[:, None]
     some, dtype = valid[:, None], kv.dtype
 
@@ -91,41 +94,42 @@ def graded(kv: Array, valid: Array, scales: Array, d: int, bits: int) -> Grade:
 
 
 def restored(own: Grade, event: Array, bits: int, dtype: Any) -> Array:
-    """`f[G, n, d + e]`: what the tokens stand for, of which number `i` was written at time `event[i]` (`i32[n]`)."""
+    """Returns the keys and values of tokens, `f[G, n, d + e]`, which belong to the groups `event` (`i32[n]`)."""
     keys = unpack(own.keys, bits).astype(dtype) * own.key_steps[:, event] + own.key_lows[:, event]
     values = unpack(own.values, bits).astype(dtype) * own.value_steps[..., None] + own.value_lows[..., None]
     return jnp.concatenate([keys, values * own.scales[:, event]], -1)
 
 
 @struct
-class Graded(Sized):
-    """Salient tokens, others, and the latest ones whole.
+class ZipCacheCache(Tail):
+    """Salient tokens, other tokens, and the latest ones, which are whole.
 
     Attributes:
-        grades: of each layer a pair, of salient tokens and of the others. rest: of each `f[B, G, R, d + e]`.
-        first: `i32[B, 2]`, how many of the prompt's tokens each has. times: `i32[B]`, how often tokens were written
-            behind it. length: `i32[B]`. given: see `Cache.inputs`.
+        grades: of each layer a pair, salient tokens and the others. kv, length, given: see `Tail`.
+        first: `i32[B, 2]`, number of tokens of the prompt in each. times: `i32[B]`, number of groups quantized after
+            the prompt.
     """
 
     grades: tuple[tuple[Grade, Grade], ...]
-    rest: tuple[Array, ...]
+    kv: tuple[Array, ...]
     first: Array
     times: Array
     length: Array
     given: PyTree
     shapes: tuple[KVLayer, ...] = static()
     size: int = static()
-    kind: Grading = static()
-
-    supports = frozenset({"trees"})
+    kind: ZipCacheConfig = static()
 
     @property
-    def coded(self) -> Array:
-        """`i32[B]`: tokens that are not whole."""
-        return self.first.sum(1) + self.times * self.kind.gap
+    def start(self) -> Array:
+        """`i32[B]`: number of tokens that are quantized."""
+        return self.first.sum(1) + self.times * self.kind.stream_gap
+
+    def room(self, running: Array) -> Array | None:
+        return None     # the latest tokens make room by being quantized
 
     def max_commit(self) -> Array | None:
-        return self.kind.gap - (self.length - self.coded) if self.rest else None
+        return self.kind.stream_gap - (self.length - self.start) if self.kv else None
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
@@ -133,19 +137,16 @@ class Graded(Sized):
         if window.is_prefill or bias is not None or softcap is not None:
             raise ValueError("cache: zipcache reads a prompt as a whole, which only the model that answers does, and "
                              "takes no bias and no soft cap of the scores; give a draft model another cache")
-        start, at = self.coded[:, None], window.positions
-        so_far = window_attention_lse(q, k, v, window.visible(), at - start, self.rest[layer], self.length - self.coded,
-                                      key_positions=window.key_positions - start, scale=scale)
+        so_far = self.attend_tail(layer, q, k, v, window, scale=scale)
         for which, own in enumerate(self.grades[layer]):
-            so_far = self._walk(own, which, q, at, scale, so_far)
+            so_far = self._walk(own, which, q, window.positions, scale, so_far)
         out, sums = so_far
-        new = k.shape[1] - q.shape[1]
-        return out, (k[:, new:], v[:, new:], q * scale, sums)
+        return out, (*own_entry(q, k, v), q * scale, sums)
 
     def _walk(self, own: Grade, which: int, q: Array, at: Array, scale: float,
               so_far: tuple[Array, Array]) -> tuple[Array, Array]:
-        """With attention to the tokens of a grade, block by block."""
-        bits, each = self.kind.bits[which], self.kind.each(self.kind.gap)[which]
+        """Merges attention to the tokens of a grade, block by block."""
+        bits, each = self.kind.bits[which], self.kind.each(self.kind.stream_gap)[which]
         slots, first = own.keys.shape[2], self.first[:, which]
         held, block = first + self.times * each, min(BLOCK, own.keys.shape[2])
 
@@ -165,14 +166,11 @@ class Graded(Sized):
 
         return lax.fori_loop(0, (held.max() + block - 1) // block, part, so_far)
 
-    def commit(self, entries: Entries, slots: Array) -> Graded:
-        if not self.rest:
+    def commit(self, entries: Entries, slots: Array) -> ZipCacheCache:
+        if not self.kv:
             return self
-        to = jnp.where(slots >= 0, slots - self.coded[:, None], -1)
-        rest = tuple(write(held, jnp.concatenate(entry[:2], -1), to)
-                     for held, entry in zip(self.rest, entries, strict=True))
-        new = self.replace(rest=rest, length=jnp.maximum(self.length, slots.max(1) + 1))
-        full = (new.length > self.length) & (new.length - new.coded == self.kind.gap)
+        new = super().commit(entries, slots)
+        full = (new.length > self.length) & (new.length - new.start == self.kind.stream_gap)
         newest = jnp.argmax(slots, 1)
         asked = tuple(tuple(jnp.take_along_axis(x, newest.reshape(-1, *[1] * (x.ndim - 1)), 1)[:, 0] for x in entry[2:])
                       for entry in entries)
@@ -180,12 +178,12 @@ class Graded(Sized):
         once = lambda c: (jnp.zeros((), bool), c[1]._written(full, asked))
         return lax.while_loop(lambda c: c[0], once, (full.any(), new))[1]
 
-    def _written(self, rows: Array, asked: Any) -> Graded:
-        """With the whole tokens of those rows (`bool[B]`) in grades; `asked`: of each layer the newest token's queries
-        and the logarithms of their sums."""
-        kind, gap, made = self.kind, self.kind.gap, []
+    def _written(self, rows: Array, asked: Any) -> ZipCacheCache:
+        """Quantizes the whole tokens of some rows (`bool[B]`). `asked`: the newest token's queries in each layer, and
+        the logarithms of their softmax sums."""
+        kind, gap, made = self.kind, self.kind.stream_gap, []
         each = kind.each(gap)
-        for shape, grades, rest, (q, sums) in zip(self.shapes, self.grades, self.rest, asked, strict=True):
+        for shape, grades, kv, (q, sums) in zip(self.shapes, self.grades, self.kv, asked, strict=True):
 
             def one(row: Any, shape: KVLayer = shape) -> tuple[Grade, Grade]:
                 grades, kv, q, sums, first, times, choose = row
@@ -197,23 +195,20 @@ class Graded(Sized):
                        for i, (old, new) in enumerate(zip(grades, split, strict=True))]
                 return put[0], put[1]
 
-            made.append(jax.vmap(one)((grades, rest[:, :, :gap], q, sums, self.first, self.times, rows)))
+            made.append(jax.vmap(one)((grades, kv[:, :, :gap], q, sums, self.first, self.times, rows)))
         return self.replace(grades=tuple(made), times=self.times + rows)
 
     def prefill_cache(self) -> Cache:
-        if not self.rest:
+        if not self.kv:
             return self
-        B, dtype = self.length.shape[0], self.rest[0].dtype
-        return PromptToGrade(base=dense(self.shapes, B, self.size, dtype, self.given), kind=self.kind,
+        B, dtype = self.length.shape[0], self.kv[0].dtype
+        return PromptToQuantizeBySalience(base=dense(self.shapes, B, self.size, dtype, self.given), kind=self.kind,
                              queries=tuple(jnp.zeros((B, s.queries or s.heads, self.size, s.width), dtype)
                                            for s in self.shapes), shapes=self.shapes)
 
-    def tree_buffer(self, entries: Entries, room: int) -> Draftable:
-        return Scratch.empty(self, entries, room)
-
 
 def _put(into: Grade, new: Grade, start: Array, event: Array, choose: Array) -> Grade:
-    """With new tokens from a place on, of a row that chooses."""
+    """Writes a group of tokens from a place on, in the rows where `choose`."""
 
     def put(name: str, at: Array) -> Array:
         x, y = getattr(into, name), getattr(new, name)
@@ -226,19 +221,19 @@ def _put(into: Grade, new: Grade, start: Array, event: Array, choose: Array) -> 
 
 
 @struct
-class PromptToGrade(Wrapper):
-    """A prompt that will be graded; `queries`: `f[B, H, S, d]` of each layer, scaled."""
+class PromptToQuantizeBySalience(Wrapper):
+    """A prompt that is quantized when it has been read. `queries`: `f[B, H, S, d]` of each layer, scaled."""
 
     base: Dense
     queries: tuple[Array, ...]
     shapes: tuple[KVLayer, ...] = static()
-    kind: Grading = static()
+    kind: ZipCacheConfig = static()
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, **options: Any) -> tuple[Array, PyTree]:
         out, entry = self.base.attend(layer, q, k, v, window, **options)
         return out, (*entry, q * options["scale"])
 
-    def commit(self, entries: Entries, slots: Array) -> PromptToGrade:
+    def commit(self, entries: Entries, slots: Array) -> PromptToQuantizeBySalience:
         queries = tuple(write(held, entry[2], slots) for held, entry in zip(self.queries, entries, strict=True))
         return self.replace(base=self.base.commit([entry[:2] for entry in entries], slots), queries=queries)
 
@@ -270,44 +265,47 @@ class PromptToGrade(Wrapper):
         return into.replace(grades=tuple(made), length=base.length, first=jnp.stack([base.length - low, low], 1))
 
 
+@CACHES.register("zipcache", "ZipCache: Accurate and Efficient KV Cache Quantization with Salient Token Identification",
+                 "He et al. 2024", family="quantize")
 @dataclasses.dataclass(frozen=True)
-class Grading(CacheConfig):
-    """A `Graded` cache.
+class ZipCacheConfig(KVConfig):
+    """Keeps salient tokens in 4 bits and the other tokens in 2, and the latest tokens whole.
+
+    Salience is measured on the prompt, so nothing is measured beforehand. Takes a model without sliding windows.
 
     Attributes:
-        bits: of salient tokens, and of the others: 2, 4 or 8. ordinary: the share of the others.
-        probes: the share of a prompt's queries that tell, latest ones and others half each.
-        gap: tokens behind the prompt that are written together.
+        bits: of salient tokens, and of the others: 2, 4 or 8.
+        unimportant_ratio: share of tokens that are not salient.
+        probe_ratio: share of a prompt's queries that are probes; half of these are the latest ones.
+        stream_gap: number of tokens after the prompt that are quantized together; fewer than these are whole.
     """
 
     bits: tuple[int, int] = (4, 2)
-    ordinary: float = 0.4
-    probes: float = 0.1
-    gap: int = 100
+    unimportant_ratio: Share = 0.4
+    probe_ratio: Annotated[float, Range(0, 1, above=True)] = 0.1
+    stream_gap: Count = 100
 
     def __post_init__(self) -> None:
+        check_options(type(self), vars(self))
         if any(b not in (2, 4, 8) for b in self.bits):
             raise ValueError(f"bits: got {self.bits}, takes 2, 4 or 8 for salient tokens, and for the others")
-        if not 0 <= self.ordinary <= 1 or not 0 < self.probes <= 1 or self.gap < 1:
-            raise ValueError(f"ordinary, probes, gap: got {self.ordinary}, {self.probes} and {self.gap}, takes 0 to 1, "
-                             "more than 0 up to 1, and 1 or more")
 
     def each(self, count: int) -> tuple[int, int]:
-        """How many of so many tokens are salient, and how many are not."""
-        return count - int(self.ordinary * count), int(self.ordinary * count)
+        """Returns how many of `count` tokens are salient, and how many are not."""
+        return count - int(self.unimportant_ratio * count), int(self.unimportant_ratio * count)
 
     def tables(self, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """For prompts of each length up to `size`: where the latest probes begin, how many others there are, and how
-        many tokens are not salient."""
-        n, half = range(size + 1), self.probes / 2
+        """Returns, for prompts of each length up to `size`, where the latest probes begin, the number of random probes,
+        and the number of tokens that are not salient."""
+        n, half = range(size + 1), self.probe_ratio / 2
         return tuple(np.array(x, np.int32) for x in (       # type: ignore[return-value]
             [min(int(i - half * i), max(i - 1, 0)) for i in n], [int(half * i) for i in n],
             [self.each(i)[1] for i in n]))
 
     def split(self, kv: Array, paid: Array, valid: Array, low: Array | int, room: tuple[int, int],
               d: int) -> tuple[Grade, Grade]:
-        """The grades, of `room` tokens each, of `f[G, n, d + e]` of which the `low` with the smallest `paid` (`f[G,
-        n]`) are not salient. Heads differ in which tokens these are, not in how many."""
+        """Returns the grades of `f[G, n, d + e]`, with room for `room` tokens each. The `low` tokens with the smallest
+        `paid` (`f[G, n]`) are not salient; heads choose different tokens, but equally many."""
         order = jnp.argsort(jnp.where(valid, paid, jnp.inf), -1)
         rank = jnp.argsort(order, -1)
         scales = channel_scales(kv[..., d:], valid)
@@ -320,13 +318,13 @@ class Grading(CacheConfig):
             made.append(graded(jnp.take_along_axis(kv, at[..., None], 1), jnp.arange(slots) < number, scales, d, bits))
         return made[0], made[1]
 
-    def empty(self, shapes: tuple[KVLayer, ...], batch: int, size: int, dtype: Any, inputs: PyTree) -> Graded:
-        """An empty cache."""
-        times = size // self.gap + 1
+    def empty(self, shapes: tuple[KVLayer, ...], batch: int, size: int, dtype: Any, inputs: PyTree) -> ZipCacheCache:
+        """Returns an empty cache."""
+        times = size // self.stream_gap + 1
         salient, low = self.each(size)
-        # a number of tokens is rounded each time that some are written
+        # the share of salient tokens is rounded in each group
         slots = [-(-n // 8) * 8 if n <= BLOCK else -(-n // BLOCK) * BLOCK
-                 for n in (max(salient + times + 1, self.gap), max(low + 1, self.gap))]
+                 for n in (max(salient + times + 1, self.stream_gap), max(low + 1, self.stream_gap))]
         zeros = lambda *dims, of=dtype: jnp.zeros((batch, *dims), of)
         grades = []
         for s in shapes:
@@ -339,13 +337,8 @@ class Grading(CacheConfig):
                 keys=zeros(G, n, d * bits // 8, of=jnp.uint8), values=zeros(G, n, e * bits // 8, of=jnp.uint8),
                 key_steps=zeros(G, times, d), key_lows=zeros(G, times, d), value_steps=zeros(G, n),
                 value_lows=zeros(G, n), scales=zeros(G, times, e)) for n, bits in zip(slots, self.bits, strict=True)))
-        latest = self.gap if self.gap <= WALK else -(-self.gap // WALK) * WALK
-        rest = tuple(zeros(s.heads, latest, s.both) for s in shapes)
-        return Graded(grades=tuple(grades), rest=rest,  # type: ignore[arg-type]
+        latest = self.stream_gap if self.stream_gap <= WALK else -(-self.stream_gap // WALK) * WALK
+        kv = tuple(zeros(s.heads, latest, s.both) for s in shapes)
+        return ZipCacheCache(grades=tuple(grades), kv=kv,  # type: ignore[arg-type]
                       first=zeros(2, of=jnp.int32), times=zeros(of=jnp.int32), length=zeros(of=jnp.int32), given=inputs,
                       shapes=shapes, size=size, kind=self)
-
-    def __call__(self, layers: Sequence[tuple[Any, ...]], batch: int, capacity: int, dtype: jax.typing.DTypeLike,
-                 inputs: PyTree = None) -> Cache:
-        shapes = tuple(KVLayer(*layer) for layer in layers) if capacity else ()
-        return self.empty(shapes, batch, capacity, dtype, inputs)

@@ -1,13 +1,12 @@
-"""QAQ: as many bits for each token as keep its error below a bound ("QAQ: Quality Adaptive Quantization for LLM KV
-Cache", Dong et al., 2024).
+"""QAQ: the number of bits of each token follows from a bound of its error ("QAQ: Quality Adaptive Quantization for LLM
+KV Cache", Dong et al., 2024).
 
-What an error in a key does to attention grows otherwise than what one in a value does. So each token of a prompt takes
-as few bits as its bound allows: of keys the bound is one for all, of values it is the tighter, the more the latest
-queries attend to the token. The largest and smallest numbers of a token are kept apart as they are.
+Attention is more sensitive to errors of keys than to those of values. So each token of a prompt takes as few bits as
+its bound allows. All keys have the same bound; that of a value is tighter, the more the latest queries attend to the
+token. The largest and smallest numbers of a token are outliers, which are kept as they are.
 
-Codes of different widths lie one behind the other in a pool of bytes, whose size is fixed: `most` bits a number on the
-average. Where a text asks for more, the widest codes get fewer bits, until it fits. Tokens behind the prompt stay
-whole.
+Codes of different widths lie one after the other in a pool of bytes of a fixed size: `mean_bits` a number on average.
+If a text needs more, the widest codes get fewer bits, until it fits. Tokens after the prompt stay whole.
 """
 
 from __future__ import annotations
@@ -15,32 +14,31 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from decodax.cache import Dense, KVLayer, Scratch, Wrapper, dense
-from decodax.cache.dense import write
+from decodax.cache import Dense, KVLayer, Wrapper, dense
+from decodax.cache.tail import Tail, TailConfig, own_entry
+from decodax.caches.quantize.quantized import BLOCK, WHOLE_PROMPT
+from decodax.common.options import Count, Positive, Range, check_options
+from decodax.common.registry import CACHES
 from decodax.common.struct import Struct, static, struct
-from decodax.core.cache import Cache, CacheConfig, Draftable, Entries, PyTree, ReadPrompt, Sized
+from decodax.core.cache import Cache, Entries, PyTree, ReadPrompt
 from decodax.pallas_kernels.window_attention import BLOCK as WALK
-from decodax.pallas_kernels.window_attention import Bias, merge, prefix_attention, window_attention_lse
-
-BLOCK = 512
-"""Tokens that are decoded at a time."""
+from decodax.pallas_kernels.window_attention import Bias, merge, prefix_attention
 
 
 @struct
 class Pool(Struct):
-    """The keys or the values of a prompt in one layer, of one row or of several; a token's `N` numbers are one unit.
+    """The keys or the values of a prompt in one layer, of one row or of several; all numbers of a token form one unit.
 
     Attributes:
-        codes: `u8[..., P]`, one unit behind the other. starts: `i32[..., S]`, each one's first byte.
-        bits: `u8[..., S]`, of each of its numbers. means, steps: `f32[..., S]`.
-        at: `u16[..., S, o]`, which of a token's numbers are kept as they are. outliers: `f[..., S, o]`.
+        codes: `u8[..., P]`, the units one after the other. starts: `i32[..., S]`, the first byte of each.
+        bits: `u8[..., S]`, bits of each number of a unit. means, steps: `f32[..., S]`.
+        at: `u16[..., S, o]`, indices of the outliers of a token. outliers: `f[..., S, o]`.
     """
 
     codes: Array
@@ -53,28 +51,28 @@ class Pool(Struct):
 
 
 def needed(spread: Array, error: Array | float, least: int, most: int) -> Array:
-    """`i32[S]`: bits with which numbers in a range of `spread` (`f32[S]`) are off by no more than `error`."""
+    """Returns the bits that keep the error of numbers in a range of `spread` (`f32[S]`) below `error`, `i32[S]`."""
     bits = jnp.ceil(jnp.log2(spread / (2 * error) + 1))
     return jnp.clip(jnp.where(jnp.isfinite(bits), bits, least), least, most).astype(jnp.int32)
 
 
 def key_error(length: Array, target: float, norm: float) -> Array:
-    """`f32[]`: how far keys may be off in a text of `length` tokens, for queries of a `norm`."""
+    """Returns the largest error of keys in a text of `length` tokens, for queries of a `norm`, `f32[]`."""
     n = length.astype(jnp.float32)
     return jnp.sqrt(12 / norm * jnp.log(n**3 / jnp.maximum(n - 1, 1) * target**2 + 1))
 
 
 def value_error(length: Array, target: float, paid: Array) -> Array:
-    """`f32[S]`: how far values may be off that receive at most `paid` (`f32[S]`) of a query's attention."""
+    """Returns the largest error of values that receive at most `paid` (`f32[S]`) of a query's attention, `f32[S]`."""
     return jnp.sqrt(12 / jnp.maximum(length, 1).astype(jnp.float32)) * target / paid
 
 
-def encoded(x: Array, error: Array | float, valid: Array, late: Array, kind: Bounded, size: int) -> Pool:
-    """The pool, of `size` bytes, of a row's numbers `f[S, N]`.
+def encoded(x: Array, error: Array | float, valid: Array, late: Array, kind: QAQConfig, size: int) -> Pool:
+    """Encodes the numbers `f[S, N]` of a row into a pool of `size` bytes.
 
     Args:
-        error: how far each may be off, `f32[S]` or one for all. valid, late: `bool[S]`, which tokens there are, and
-            which take the most bits in any case.
+        error: largest error of each token, `f32[S]` or one for all. valid, late: `bool[S]`, True for tokens that exist,
+            and for those that take the most bits in any case.
     """
     (S, N), store, x = x.shape, x.dtype, x.astype(jnp.float32)
     low, high = kind.apart(N)
@@ -105,7 +103,7 @@ def encoded(x: Array, error: Array | float, valid: Array, late: Array, kind: Bou
 
 
 def decoded(pool: Pool, numbers: int, dtype: Any) -> Array:
-    """`f[S, N]`: what units stand for, of which `pool` may have a part but for its codes."""
+    """Returns the numbers of units, `f[S, N]`. All arrays of `pool` but its codes may be slices."""
     bits = pool.bits.astype(jnp.int32)[:, None]
     bit = bits * jnp.arange(numbers)
     byte = pool.starts[:, None] + (bit >> 3)
@@ -117,37 +115,29 @@ def decoded(pool: Pool, numbers: int, dtype: Any) -> Array:
 
 
 @struct
-class BoundedCodes(Sized):
-    """A prompt in pools, and what follows it.
+class QAQCache(Tail):
+    """A prompt in pools, and the tokens after it.
 
     Attributes:
-        pools: of each layer that of keys and that of values. rest: of each `f[B, G, R, d + e]`, the tokens behind.
-        began: `i32[B]` tokens of the prompt. length: `i32[B]`. given: see `Cache.inputs`.
+        pools: of each layer a pool of keys and one of values. start: `i32[B]`, length of the prompt.
+        kv, length, given: see `Tail`.
     """
 
     pools: tuple[tuple[Pool, Pool], ...]
-    rest: tuple[Array, ...]
-    began: Array
+    kv: tuple[Array, ...]
+    start: Array        # type: ignore[misc]
     length: Array
     given: PyTree
     shapes: tuple[KVLayer, ...] = static()
     size: int = static()
-    kind: Bounded = static()
-
-    supports = frozenset({"trees"})
-
-    def room(self, running: Array) -> Array | None:
-        return self.rest[0].shape[2] + self.began - self.length if self.rest else None
+    kind: QAQConfig = static()
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
                bias: Bias | None = None) -> tuple[Array, PyTree]:
         if window.is_prefill or bias is not None:
-            raise ValueError("cache: qaq reads a prompt as a whole, which only the model that answers does, and takes "
-                             "no bias of the scores; give a draft model another cache")
-        start, at, own = self.began[:, None], window.positions, k.shape[1] - q.shape[1]
-        so_far = window_attention_lse(q, k, v, window.visible(), at - start, self.rest[layer], self.length - self.began,
-                                      key_positions=window.key_positions - start, scale=scale, softcap=softcap)
+            raise ValueError(WHOLE_PROMPT.format("qaq"))
+        at, so_far = window.positions, self.attend_tail(layer, q, k, v, window, scale=scale, softcap=softcap)
         shape, (keys, values) = self.shapes[layer], self.pools[layer]
         slots = keys.bits.shape[1]
         block = min(BLOCK, slots)
@@ -161,41 +151,30 @@ class BoundedCodes(Sized):
 
             both = jax.vmap(lambda k, v: jnp.concatenate([heads(k, shape.width), heads(v, shape.both - shape.width)],
                                                          -1))(keys, values)
-            held = jnp.clip(self.began - i * block, 0, block)
+            held = jnp.clip(self.start - i * block, 0, block)
             return merge(so_far, prefix_attention(q, at, both, held, scale=scale, softcap=softcap))
 
-        out, _ = lax.fori_loop(0, (self.began.max() + block - 1) // block, part, so_far)
-        return out, (k[:, own:], v[:, own:])
-
-    def commit(self, entries: Entries, slots: Array) -> BoundedCodes:
-        if not self.rest:
-            return self
-        to = jnp.where(slots >= 0, slots - self.began[:, None], -1)
-        rest = tuple(write(held, jnp.concatenate(entry, -1), to)
-                     for held, entry in zip(self.rest, entries, strict=True))
-        return self.replace(rest=rest, length=jnp.maximum(self.length, slots.max(1) + 1))
+        out, _ = lax.fori_loop(0, (self.start.max() + block - 1) // block, part, so_far)
+        return out, own_entry(q, k, v)
 
     def prefill_cache(self) -> Cache:
-        if not self.rest:
+        if not self.kv:
             return self
-        B, dtype, n = self.length.shape[0], self.rest[0].dtype, self.kind.last
-        return PromptToBound(base=dense(self.shapes, B, self.size, dtype, self.given), kind=self.kind,
+        B, dtype, n = self.length.shape[0], self.kv[0].dtype, self.kind.last_n_attentions
+        return PromptToEncode(base=dense(self.shapes, B, self.size, dtype, self.given), kind=self.kind,
                              queries=tuple(jnp.zeros((B, n, s.queries or s.heads, s.width), dtype)
                                            for s in self.shapes), shapes=self.shapes)
 
-    def tree_buffer(self, entries: Entries, room: int) -> Draftable:
-        return Scratch.empty(self, entries, room)
-
 
 @struct
-class PromptToBound(Wrapper):
-    """A prompt that will be encoded. `queries`: of each layer those of its latest `n` tokens, `f[B, n, H, d]`, scaled,
-    that of position `p` in place `p % n`."""
+class PromptToEncode(Wrapper):
+    """A prompt that is encoded when it has been read. `queries`: scaled queries of its latest `n` tokens in each layer,
+    `f[B, n, H, d]`, that of position `p` in place `p % n`."""
 
     base: Dense
     queries: tuple[Array, ...]
     shapes: tuple[KVLayer, ...] = static()
-    kind: Bounded = static()
+    kind: QAQConfig = static()
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, **options: Any) -> tuple[Array, PyTree]:
         if options.get("sliding") is not None or options.get("softcap") is not None or options.get("bias") is not None:
@@ -203,8 +182,8 @@ class PromptToBound(Wrapper):
         out, entry = self.base.attend(layer, q, k, v, window, **options)
         return out, (*entry, q * options["scale"])
 
-    def commit(self, entries: Entries, slots: Array) -> PromptToBound:
-        n = self.kind.last
+    def commit(self, entries: Entries, slots: Array) -> PromptToEncode:
+        n = self.kind.last_n_attentions
         newest = jnp.maximum(self.base.length, slots.max(1) + 1)[:, None]
         to = jnp.where((slots >= 0) & (slots >= newest - n), slots % n, n)
         put = jax.vmap(lambda row, new, at: row.at[at].set(new.astype(row.dtype), mode="drop"))
@@ -218,67 +197,67 @@ class PromptToBound(Wrapper):
             slots, sizes = keys.bits.shape[1], (keys.codes.shape[1], values.codes.shape[1])
             own = functools.partial(kind.pools, shape, slots, sizes)
             made.append(lax.map(lambda row, own=own: own(*row), (kv, queries, base.length)))
-        return into.replace(pools=tuple(made), began=base.length, length=base.length)
+        return into.replace(pools=tuple(made), start=base.length, length=base.length)
 
 
+@CACHES.register("qaq", "QAQ: Quality Adaptive Quantization for LLM KV Cache", "Dong et al. 2024", family="quantize")
 @dataclasses.dataclass(frozen=True)
-class Bounded(CacheConfig):
-    """A `BoundedCodes` cache.
+class QAQConfig(TailConfig):
+    """Keeps each token of a prompt in as many bits as a bound of its error needs, and later tokens whole.
+
+    For long prompts with short answers. Takes a model without sliding windows and soft cap of its scores.
 
     Attributes:
-        bits: the fewest and the most bits of a number, from 1 to 8. most: on the average of a pool, at most.
-        error: the error that the outputs of attention may have, for keys and for values, from which the bounds follow.
-        norm: of a query, in the bound for keys. last: the latest queries that say what is attended to; all of these
-            tokens but the oldest take the most bits.
-        outliers: which share of a token's numbers is kept as it is, half of it at each end.
-        new: how many tokens there will be behind the prompt at most (`fit`); None: not known.
+        bits: the fewest and the most bits of a number, from 1 to 8.
+        mean_bits: bits of a number that there is room for, on average over a prompt.
+        target_quantization_error: error of the outputs of attention from which the bounds follow, for keys and for
+            values.
+        q_norm: norm of a query, in the bound for keys.
+        last_n_attentions: number of latest queries that measure attention; their own tokens take the most bits.
+        outliers_ratio: share of a token's numbers that are kept as they are, half of them at each end.
     """
 
     bits: tuple[int, int] = (1, 4)
-    most: float = 3.0
-    error: tuple[float, float] = (3.0, 3.0)
-    norm: float = 300.0
-    last: int = 5
-    outliers: float = 0.01
-    new: int | None = None
+    mean_bits: float = 3.0
+    target_quantization_error: tuple[float, float] = (3.0, 3.0)
+    q_norm: Positive = 300.0
+    last_n_attentions: Count = 5
+    outliers_ratio: Annotated[float, Range(0, 1, below=True)] = 0.01
 
     def __post_init__(self) -> None:
+        check_options(type(self), vars(self))
         if not 1 <= self.bits[0] <= self.bits[1] <= 8:
             raise ValueError(f"bits: got {self.bits}, takes the fewest and the most, from 1 to 8")
-        if not self.bits[0] <= self.most:
-            raise ValueError(f"most: got {self.most}, takes at least the fewest bits, {self.bits[0]}")
-        if min(*self.error, self.norm) <= 0 or self.last < 1 or not 0 <= self.outliers < 1:
-            raise ValueError(f"error, norm, last, outliers: got {self.error}, {self.norm}, {self.last} and "
-                             f"{self.outliers}, takes numbers above 0, 1 or more, and 0 up to below 1")
-
-    def fit(self, new: int) -> Bounded:
-        return dataclasses.replace(self, new=new)
+        if not self.bits[0] <= self.mean_bits:
+            raise ValueError(f"mean_bits: got {self.mean_bits}, takes at least the fewest bits, {self.bits[0]}")
+        if min(self.target_quantization_error) <= 0:
+            raise ValueError(f"target_quantization_error: got {self.target_quantization_error}, takes numbers above 0")
 
     def apart(self, numbers: int) -> tuple[int, int]:
-        """Which of a token's numbers in their order are coded, from the first to the one behind the last."""
-        if not self.outliers:
+        """Returns which of a token's sorted numbers are encoded, as the bounds of a slice; the others are outliers."""
+        if not self.outliers_ratio:
             return 0, numbers
-        return math.ceil(self.outliers / 2 * numbers), math.floor((1 - self.outliers / 2) * numbers)
+        return math.ceil(self.outliers_ratio / 2 * numbers), math.floor((1 - self.outliers_ratio / 2) * numbers)
 
     def pools(self, shape: KVLayer, slots: int, sizes: tuple[int, int], kv: Array, queries: Array, length: Array
               ) -> tuple[Pool, Pool]:
-        """Those of a layer of one row, `f[G, S, d + e]`, of whose tokens `length` (`i32[]`) are there."""
+        """Encodes a layer of one row, `f[G, S, d + e]`, of which the first `length` (`i32[]`) tokens count."""
         kv, place = jnp.pad(kv, ((0, 0), (0, slots - kv.shape[1]), (0, 0))), jnp.arange(slots)
+        n, errors = self.last_n_attentions, self.target_quantization_error
         flat = lambda x: x.swapaxes(0, 1).reshape(slots, -1)
-        asked = length - self.last + jnp.arange(self.last)
-        own = queries[asked % self.last].astype(jnp.float32).reshape(self.last, shape.heads, -1, shape.width)
+        asked = length - n + jnp.arange(n)
+        own = queries[asked % n].astype(jnp.float32).reshape(n, shape.heads, -1, shape.width)
         scores = jnp.einsum("ngrd,gsd->ngrs", own, kv[..., :shape.width].astype(jnp.float32))
         seen = (place <= asked[:, None]) & (asked >= 0)[:, None]
         paid = jax.nn.softmax(scores, axis=-1, where=seen[:, None, None]).max((0, 1, 2))
-        valid, late = place < length, place > length - self.last
-        keys = encoded(flat(kv[..., :shape.width]), key_error(length, self.error[0], self.norm), valid, late, self,
-                       sizes[0])
-        values = encoded(flat(kv[..., shape.width:]), value_error(length, self.error[1], paid), valid, late, self,
-                         sizes[1])
+        valid, late = place < length, place > length - n
+        bounds = key_error(length, errors[0], self.q_norm), value_error(length, errors[1], paid)
+        keys, values = (encoded(flat(x), bound, valid, late, self, size) for x, bound, size in zip(
+            (kv[..., :shape.width], kv[..., shape.width:]), bounds, sizes, strict=True))
         return keys, values
 
-    def empty(self, shapes: tuple[KVLayer, ...], batch: int, size: int, dtype: Any, inputs: PyTree) -> BoundedCodes:
-        """An empty cache."""
+    def empty(self, shapes: tuple[KVLayer, ...], batch: int, size: int, dtype: Any, inputs: PyTree) -> QAQCache:
+        """Returns an empty cache."""
         zeros = lambda *dims, of=dtype: jnp.zeros((batch, *dims), of)
         slots = size if size <= BLOCK else -(-size // BLOCK) * BLOCK
 
@@ -288,21 +267,16 @@ class Bounded(CacheConfig):
                                  "to 65536")
             low, high = self.apart(numbers)
             if high - low < 1:
-                raise ValueError(f"outliers: got {self.outliers}, which leaves nothing of {numbers} numbers to code")
-            return Pool(codes=zeros(math.ceil(min(self.most, self.bits[1]) * slots * numbers / 8), of=jnp.uint8),
+                raise ValueError(f"outliers_ratio: got {self.outliers_ratio}, which leaves none of {numbers} numbers")
+            return Pool(codes=zeros(math.ceil(min(self.mean_bits, self.bits[1]) * slots * numbers / 8), of=jnp.uint8),
                         starts=zeros(slots, of=jnp.int32), bits=zeros(slots, of=jnp.uint8),
                         means=zeros(slots, of=jnp.float32), steps=zeros(slots, of=jnp.float32),
                         at=zeros(slots, numbers - high + low, of=jnp.uint16),
                         outliers=zeros(slots, numbers - high + low))
 
-        behind = size if self.new is None else min(self.new + 1, size)
-        behind = behind if behind <= WALK else -(-behind // WALK) * WALK
+        later = size if self.new is None else min(self.new + 1, size)
+        later = later if later <= WALK else -(-later // WALK) * WALK
         pools = tuple((pool(s.heads * s.width), pool(s.heads * (s.both - s.width))) for s in shapes)
         none = zeros(of=jnp.int32)
-        return BoundedCodes(pools=pools, rest=tuple(zeros(s.heads, behind, s.both) for s in shapes), began=none,
+        return QAQCache(pools=pools, kv=tuple(zeros(s.heads, later, s.both) for s in shapes), start=none,
                             length=none, given=inputs, shapes=shapes, size=size, kind=self)
-
-    def __call__(self, layers: Sequence[tuple[Any, ...]], batch: int, capacity: int, dtype: jax.typing.DTypeLike,
-                 inputs: PyTree = None) -> Cache:
-        shapes = tuple(KVLayer(*layer) for layer in layers) if capacity else ()
-        return self.empty(shapes, batch, capacity, dtype, inputs)

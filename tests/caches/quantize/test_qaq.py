@@ -14,7 +14,7 @@ import pytest
 import decodax as dx
 from decodax import caches
 from decodax.cache import KVLayer, dense
-from decodax.caches.quantize.bounded import Bounded, decoded, encoded, key_error, value_error
+from decodax.caches.quantize.qaq import QAQConfig, decoded, encoded, key_error, value_error
 from tests.caches.test_policies import DEEP, PROMPTS
 
 # of ClubieDong/QAQ-KVCacheQuantization (f8d47e0), src/quantizer.py: uniform codes for a layer's tokens, not symmetric
@@ -38,7 +38,7 @@ def drawn() -> tuple[dict[str, np.ndarray], np.ndarray]:
 @pytest.mark.parametrize("case", CASES)
 def test_bits_and_numbers_are_those_of_the_authors_code(case: str, name: str) -> None:
     share, last, error, norm, bits = CASES[case]
-    kind, want = Bounded(bits, 8.0, error, norm, last, share), EXPECTED[f"{case}-{name}"]
+    kind, want = QAQConfig(bits, 8.0, error, norm, last, share), EXPECTED[f"{case}-{name}"]
     held, attention = drawn()
     late = jnp.arange(S) > S - last
     for layer in range(L):
@@ -58,7 +58,8 @@ def test_codes_fit_the_pool_and_the_widest_give_way(most: float) -> None:
     draw = np.random.default_rng(1)
     x = draw.normal(0, 1, (20, 16)).astype(np.float32)
     error, valid = jnp.asarray(draw.uniform(0.01, 0.5, 20).astype(np.float32)), jnp.arange(20) < 17
-    make = lambda size: encoded(jnp.asarray(x), error, valid, jnp.zeros(20, bool), Bounded((2, 7), outliers=0.0), size)
+    kind = QAQConfig((2, 7), outliers_ratio=0.0)
+    make = lambda size: encoded(jnp.asarray(x), error, valid, jnp.zeros(20, bool), kind, size)
     size = int(most * 17 * 2)
     free, bound = np.asarray(make(1000).bits), np.asarray(make(size).bits)
     assert free[:17].min() == 2 and free.max() >= 5 and not bound[17:].any()
@@ -73,7 +74,7 @@ def test_codes_fit_the_pool_and_the_widest_give_way(most: float) -> None:
 
 
 def test_what_receives_attention_takes_more_bits() -> None:
-    kind, shape = Bounded((1, 8), 8.0, (1.0, 0.05), 10.0, 2, 0.0), KVLayer(1, 8, queries=1)
+    kind, shape = QAQConfig((1, 8), 8.0, (1.0, 0.05), 10.0, 2, 0.0), KVLayer(1, 8, queries=1)
     draw = np.random.default_rng(2)
     held = draw.normal(0, 1, (1, 30, 16)).astype(np.float32)
     held[0, 11, :8] = 4
@@ -89,7 +90,7 @@ def test_the_bytes_are_those_of_the_pool() -> None:
     bytes_of = lambda cache: sum(x.nbytes for x in jax.tree.leaves(cache))
     whole = bytes_of(dense(shapes, 1, size, jnp.float16))
     for most, share in ((3.0, 0.235), (2.0, 0.175)):
-        held = Bounded(most=most, outliers=0.01).fit(32)(shapes, 1, size, jnp.float16)
+        held = QAQConfig(mean_bits=most, outliers_ratio=0.01).fit(32)(shapes, 1, size, jnp.float16)
         assert bytes_of(held.pools) / whole < share
 
 
@@ -98,8 +99,8 @@ def test_more_bits_are_nearer_to_dense() -> None:
     def run(cache: Any, **more: Any) -> np.ndarray:
         return dx.generate(DEEP, PROMPTS, cache=cache, max_new_tokens=12, seed=5, temperature=0.8, **more).tokens
 
-    fine = caches.make("qaq", bits=(8, 8), most=8.0, outliers=0.3, last=2)
-    coarse = caches.make("qaq", bits=(1, 1), most=1.0, outliers=0.0, last=1)
+    fine = caches.make("qaq", bits=(8, 8), mean_bits=8.0, outliers_ratio=0.3, last_n_attentions=2)
+    coarse = caches.make("qaq", bits=(1, 1), mean_bits=1.0, outliers_ratio=0.0, last_n_attentions=1)
     alike = lambda cache: (run(cache) == run(None)).sum()
     assert alike(fine) > alike(coarse)
     assert (run(coarse, algorithm="prompt-lookup") == run(coarse)).all()
@@ -107,9 +108,10 @@ def test_more_bits_are_nearer_to_dense() -> None:
 
 @pytest.mark.parametrize(("given", "message"), [
     (dict(bits=(0, 4)), "bits: got"), (dict(bits=(4, 3)), "bits: got"), (dict(bits=(1, 9)), "bits: got"),
-    (dict(bits=(2, 4), most=1.5), "most: got 1.5, takes at least the fewest bits, 2"),
-    (dict(error=(0.0, 1.0)), "error, norm, last, outliers: got"), (dict(last=0), "error, norm, last, outliers: got"),
-    (dict(outliers=1.0), "error, norm, last, outliers: got")])
+    (dict(bits=(2, 4), mean_bits=1.5), "mean_bits: got 1.5, takes at least the fewest bits, 2"),
+    (dict(target_quantization_error=(0.0, 1.0)), "target_quantization_error: got"),
+    (dict(last_n_attentions=0), "last_n_attentions: got 0"),
+    (dict(outliers_ratio=1.0), "outliers_ratio: got 1.0")])
 def test_what_is_out_of_range_is_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         caches.make("qaq", **given)

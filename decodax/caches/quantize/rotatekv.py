@@ -1,9 +1,9 @@
-"""Keys and values in 2 bits behind a rotation that spreads what is large ("RotateKV: Accurate and Robust 2-Bit KV Cache
+"""RotateKV: 2-bit quantization after a Walsh-Hadamard transform ("RotateKV: Accurate and Robust 2-Bit KV Cache
 Quantization for LLMs via Outlier-Aware Adaptive Rotations", Su et al., 2025).
 
-A Walsh-Hadamard transform spreads the large channels of keys over those of some heads together, before their rotation
-to a position; channels are then put in the order of their sums on texts, so that what shares a step is alike. Values
-are transformed head by head. Tokens of massive activations, which attention falls back on, stay whole.
+The transform spreads the large channels of keys, before their rotary embedding, over the channels of several heads.
+Then channels are reordered by their sums on texts, so that channels that share a step are alike. Values are transformed
+head by head. The tokens of massive activations, which act as attention sinks, stay whole.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -20,81 +20,54 @@ from jax import Array, lax
 
 from decodax.cache import dense
 from decodax.cache.key_values import KVLayer
-from decodax.caches.constant import Constant
-from decodax.caches.quantize.codecs import Codec, Codes, Span, pack, unpack
-from decodax.caches.quantize.turning import after_rotation, apart, before_rotation, together
-from decodax.common.struct import Struct, struct
+from decodax.caches.constant import Constant, measured
+from decodax.caches.quantize.codecs import Codec, Codes, Span, WholeTokens, join_heads, pack, split_heads, unpack
+from decodax.caches.quantize.hadamard import hadamard, transformed
+from decodax.caches.quantize.quantized import QuantizedConfig
+from decodax.caches.rotation import after_rotation, before_rotation
+from decodax.common.options import Count, Range, Whole
+from decodax.common.registry import CACHES
 from decodax.core.cache import PyTree, ReadPrompt
 from decodax.core.types import LayeredModel
 from decodax.core.window import causal
 
 CHUNK = 256
-"""Tokens of a prompt whose activations are looked at together."""
-
-
-def hadamard(width: int) -> np.ndarray:
-    """The Walsh-Hadamard matrix `f32[width, width]` in Sylvester's order, orthonormal and its own inverse.
-
-    >>> (hadamard(2) * 2 ** 0.5).round().tolist()
-    [[1.0, 1.0], [1.0, -1.0]]
-    """
-    h = np.ones((1, 1))
-    while len(h) < width:
-        h = np.block([[h, h], [h, -h]])
-    return (h / math.sqrt(width)).astype(np.float32)
-
-
-def spread(keys: Array, width: int) -> Array:
-    """`f[n, G d]` under the transform of each `width` channels; its own inverse."""
-    return (keys.reshape(len(keys), -1, width) @ jnp.asarray(hadamard(width), keys.dtype)).reshape(keys.shape)
-
-
-@struct
-class Sinks(Struct):
-    """Tokens that stay whole: `i32[P]` positions (the first ones of equal ones count), `f[G, P, d + e]`; of a row, or
-    of several."""
-
-    at: Array
-    kv: Array
+"""Number of tokens of a prompt whose activations are computed at a time."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Rotated(Codec):
-    """Few bits of each token's channels behind a transform.
+class RotateKVCodec(Codec):
+    """Transformed channels of each token in few bits.
 
-    With a range `low` to `high` of a group of channels, clipped to `clip` of both, `step = clip (high - low) / (2^bits
-    - 1)` and `zero = round(-clip low / step)`, a code is `round(x / step) + zero`. The authors' code has `bits^2 - 1`
-    levels, which is the same for 2 and 4 bits.
+    Let a group of channels range from `low` to `high`. With `step = clip (high - low) / (2^bits - 1)` and `zero =
+    round(-clip low / step)`, a code is `round(x / step) + zero`. The authors' code has `bits^2 - 1` levels, which is
+    the same for 2 and 4 bits.
 
     Attributes:
-        order: `i32[L, G d]`, the places of channels behind the transform (`decodax.train.fit_order`).
-        bits: 2 or 4. group: channels of a head that share a step. clip: see above.
-        heads: that are transformed together.
-        sinks: how many of the largest activations that enter a layer have their tokens kept whole, of a prompt.
+        order: `i32[L, G d]`, a permutation of the transformed channels (`decodax.train.fit_order`).
+        bits: 2 or 4. group_size: channels of a head that share a step. clip: share of the range that is covered.
+        heads: number of heads that are transformed together.
+        sinks: number of largest activations at the input of a layer whose tokens stay whole, of a prompt.
     """
 
     order: Constant
     bits: int = 2
-    group: int = 128
+    group_size: int = 128
     clip: float = 0.8
     heads: int = 4
     sinks: int = 20
 
-    places = True
+    needs_positions = True
 
     def __post_init__(self) -> None:
         if self.bits not in (2, 4):
             raise ValueError(f"bits: got {self.bits}, takes 2 or 4")
-        if self.group < 1 or self.heads < 1 or self.sinks < 0 or not 0 < self.clip <= 1:
-            raise ValueError(f"group, heads, sinks, clip: got {self.group}, {self.heads}, {self.sinks} and "
+        if self.group_size < 1 or self.heads < 1 or self.sinks < 0 or not 0 < self.clip <= 1:
+            raise ValueError(f"group_size, heads, sinks, clip: got {self.group_size}, {self.heads}, {self.sinks} and "
                              f"{self.clip}, takes 1 or more, 1 or more, 0 or more, and more than 0 up to 1")
 
-    @property
-    def unit(self) -> int:
-        return 1
-
     def wide(self, shape: KVLayer) -> int:
-        """Channels that are transformed together: those of `heads` heads, or of all where they are fewer."""
+        """Returns the number of channels that are transformed together."""
         return math.gcd(self.heads, shape.heads) * shape.width
 
     def check(self, shape: KVLayer) -> None:
@@ -109,17 +82,17 @@ class Rotated(Codec):
                              f"with {self.bits} bits")
 
     def study(self, shapes: Sequence[KVLayer], kv: Sequence[Array], length: Array, gathered: Sequence[PyTree],
-              prompt: ReadPrompt | None) -> Sequence[Sinks]:
-        """The tokens whose activations are largest, at the input of each layer: a prompt is read once more for it."""
+              prompt: ReadPrompt | None) -> Sequence[WholeTokens]:
+        """Finds the tokens with the largest activations at the input of each layer. Reads the prompt once more."""
         B = length.shape[0]
         at = jnp.full((len(shapes), B, self.sinks), -1, jnp.int32)
         if prompt is not None and self.sinks:
             at = self._massive(shapes, kv, length, prompt)
         take = jax.vmap(lambda kv, at: kv[:, jnp.maximum(at, 0)])
-        return [Sinks(at=own, kv=take(whole, own)) for own, whole in zip(at, kv, strict=True)]
+        return [WholeTokens(at=own, kv=take(whole, own)) for own, whole in zip(at, kv, strict=True)]
 
     def _massive(self, shapes: Sequence[KVLayer], kv: Sequence[Array], length: Array, prompt: ReadPrompt) -> Array:
-        """`i32[L, B, sinks]`."""
+        """Returns the positions of the largest activations, `i32[L, B, sinks]`; -1 for none."""
         model, n = prompt.model, prompt.tokens.shape[1]
         if not isinstance(model, LayeredModel) or model.depth != len(shapes):
             raise ValueError("cache: rotatekv looks at what enters each layer, so it takes a model whose layers can be "
@@ -154,17 +127,17 @@ class Rotated(Codec):
 
     def encode(self, shape: KVLayer, kv: Array, span: Span | None = None) -> tuple[Codes, Codes]:
         assert span is not None
-        keys = together(before_rotation(shape, kv[..., :shape.width], span.start))
+        keys = join_heads(before_rotation(shape, kv[..., :shape.width], span.start))
         order = jnp.asarray(self.order.value[span.layer])
-        keys = apart(spread(keys, self.wide(shape))[:, order], shape.heads)
+        keys = split_heads(transformed(keys, self.wide(shape))[:, order], shape.heads)
         values = kv[..., shape.width:]
         values = values @ jnp.asarray(hadamard(values.shape[-1]), values.dtype)
-        return self.few(keys), self.few(values)
+        return self._quantize(keys), self._quantize(values)
 
-    def few(self, x: Array) -> Codes:
-        """The codes of `f[G, n, d]`; `Codes.lows` are the zeros."""
+    def _quantize(self, x: Array) -> Codes:
+        """Quantizes `f[G, n, d]`; `Codes.lows` are the zeros."""
         G, n, d = x.shape
-        groups = x.reshape(G, n, -1, self.group if d % self.group == 0 else d)
+        groups = x.reshape(G, n, -1, self.group_size if d % self.group_size == 0 else d)
         high, low = (self.clip * of(groups, -1) for of in (jnp.max, jnp.min))
         step = (high - low) / (2**self.bits - 1)
         safe = jnp.where(step > 0, step, 1)
@@ -175,8 +148,8 @@ class Rotated(Codec):
         codes = jnp.where(high[..., None] > low[..., None], codes, 0).astype(jnp.uint8).reshape(G, n, d)
         return Codes(codes=pack(codes, self.bits), steps=step.astype(x.dtype), lows=zero.astype(x.dtype))
 
-    def many(self, codes: Codes, dtype: Any) -> Array:
-        """The inverse of `few`."""
+    def _dequantize(self, codes: Codes, dtype: Any) -> Array:
+        """The inverse of `_quantize`."""
         x = unpack(codes.codes, self.bits).astype(dtype)
         groups = x.reshape(*codes.steps.shape, -1)
         return (codes.steps[..., None] * (groups - codes.lows[..., None])).reshape(x.shape).astype(dtype)
@@ -184,12 +157,32 @@ class Rotated(Codec):
     def decode(self, shape: KVLayer, codes: tuple[Codes, Codes], dtype: Any, span: Span | None = None) -> Array:
         assert span is not None
         back = jnp.asarray(np.argsort(self.order.value[span.layer]))
-        keys = spread(together(self.many(codes[0], dtype))[:, back], self.wide(shape))
-        keys = after_rotation(shape, apart(keys, shape.heads), span.start)
-        values = self.many(codes[1], dtype)
+        keys = transformed(join_heads(self._dequantize(codes[0], dtype))[:, back], self.wide(shape))
+        keys = after_rotation(shape, split_heads(keys, shape.heads), span.start)
+        values = self._dequantize(codes[1], dtype)
         whole = jnp.concatenate([keys, values @ jnp.asarray(hadamard(values.shape[-1]), dtype)], -1)
-        if not self.sinks:
-            return whole
-        at = span.study.at - span.start
-        return whole.at[:, jnp.where((at >= 0) & (span.study.at >= 0), at, whole.shape[1])].set(
-            span.study.kv.astype(dtype), mode="drop")
+        return span.study.put(whole, span.start)
+
+
+@CACHES.register("rotatekv", "RotateKV: Accurate and Robust 2-Bit KV Cache Quantization for LLMs via Outlier-Aware "
+                 "Adaptive Rotations", "Su et al. 2025", family="quantize")
+def rotatekv(order: Constant | None = None, bits: Literal[2, 4] = 2, group_size: Count = 128,
+             clip: Annotated[float, Range(0, 1, above=True)] | None = None, heads: Count = 4, sinks: Whole = 20,
+             residual_length: Count = 32) -> QuantizedConfig:
+    """Keeps all tokens in 2 bits after a rotation of channels, tokens of massive activations and the latest whole.
+
+    Robust at 2 bits. The order of channels is measured once for a model, with `decodax.train.fit_order`.
+
+    Args:
+        order: `i32[L, G d]`, a permutation of the rotated channels. Has to be given.
+        bits: of each number.
+        group_size: channels of a head that share a scale.
+        clip: share of a group's range that is covered. None: 0.8 with 2 bits, 1 with 4.
+        heads: number of key heads that are rotated together.
+        sinks: number of largest activations of a layer whose tokens stay whole. 0: none, for models whose layers
+            cannot be run one by one.
+        residual_length: tokens that are quantized together; fewer than these are whole.
+    """
+    order = measured("order", order, Constant, "fit_order")
+    clip = (0.8 if bits == 2 else 1.0) if clip is None else clip
+    return QuantizedConfig(RotateKVCodec(order, bits, group_size, clip, heads, sinks), residual_length, "rotatekv")

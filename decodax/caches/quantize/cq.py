@@ -1,8 +1,8 @@
-"""Channels that are written together, as the nearest of a few centroids ("KV Cache is 1 Bit Per Channel: Efficient
-Large Language Model Inference with Coupled Quantization", Zhang et al., 2024).
+"""CQ: coupled quantization, several channels as the index of the nearest centroid ("KV Cache is 1 Bit Per Channel:
+Efficient Large Language Model Inference with Coupled Quantization", Zhang et al., 2024).
 
-Channels of a key or a value depend on one another, so that some of them together take fewer bits than each for itself.
-Keys are written before their rotation. `decodax.train.fit_codebooks` finds the centroids.
+Channels of a key or a value depend on one another, so encoding several of them together takes fewer bits than encoding
+each of them alone. Keys are encoded before their rotation. `decodax.train.fit_codebooks` finds the centroids.
 """
 
 from __future__ import annotations
@@ -14,30 +14,33 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from decodax.cache.key_values import KVLayer
-from decodax.caches.constant import Constant
-from decodax.caches.quantize.codecs import Codec, Span, pack, unpack
-from decodax.caches.quantize.turning import after_rotation, before_rotation
+from decodax.caches.constant import Constant, measured
+from decodax.caches.quantize.codecs import Codec, Span, pack, packs, unpack
+from decodax.caches.quantize.quantized import QuantizedConfig
+from decodax.caches.rotation import after_rotation, before_rotation
+from decodax.common.options import Count
+from decodax.common.registry import CACHES
 
 PART = 256
-"""Tokens whose distances to all centroids are held at a time."""
+"""Number of tokens whose distances to all centroids are in memory at a time."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Codebooks:
-    """Centroids of each layer `L`, head `G` and group of `c` channels: `f32[L, G, d / c, 2^bits, c]` of keys, and of
-    values."""
+    """Centroids of each layer, head and group of `c` channels: `f32[L, G, d / c, 2^bits, c]` of keys and of values."""
 
     keys: Constant
     values: Constant
 
     @property
     def bits(self) -> int:
-        """Of a group of channels."""
+        """Number of bits of a group of channels."""
         return int(self.keys.value.shape[3] - 1).bit_length()
 
 
 def nearest(x: Array, centroids: Array) -> Array:
-    """`i32[G, n, d / c]`: which of the `f[G, d / c, K, c]` is nearest to each group of channels of `f[G, n, d]`."""
+    """Returns the index of the centroid, of `f[G, d / c, K, c]`, that is nearest to each group of channels of
+    `f[G, n, d]`: `i32[G, n, d / c]`."""
     G, n, d = x.shape
     squares = jnp.square(centroids).sum(-1)
 
@@ -52,8 +55,8 @@ def nearest(x: Array, centroids: Array) -> Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class Coupled(Codec):
-    """The number of the nearest centroid, for each group of channels.
+class CQCodec(Codec):
+    """The index of the nearest centroid, for each group of channels.
 
     Attributes:
         books: the centroids.
@@ -61,11 +64,7 @@ class Coupled(Codec):
 
     books: Codebooks
 
-    places = True
-
-    @property
-    def unit(self) -> int:
-        return 1
+    needs_positions = True
 
     def check(self, shape: KVLayer) -> None:
         for name, book, width in (("keys", self.books.keys, shape.width),
@@ -89,17 +88,30 @@ class Coupled(Codec):
                         zip(codes, (self.books.keys, self.books.values), strict=True))
         return jnp.concatenate([after_rotation(shape, keys, span.start), values], -1)
 
-    def _packs(self, groups: int) -> bool:
-        return self.books.bits in (1, 2, 4) and groups * self.books.bits % 8 == 0
-
     def _packed(self, codes: Array) -> Array:
-        if self._packs(codes.shape[-1]):
+        if packs(codes.shape[-1], self.books.bits):
             return pack(codes.astype(jnp.uint8), self.books.bits)
         return codes.astype(jnp.uint8 if self.books.bits <= 8 else jnp.uint16)
 
     def _of(self, codes: Array, book: Constant, layer: int) -> Array:
         centroids = jnp.asarray(book.value[layer])              # [G, m, K, c]
-        which = (unpack(codes, self.books.bits) if self._packs(centroids.shape[1]) else codes).astype(jnp.int32)
+        packed = packs(centroids.shape[1], self.books.bits)
+        which = (unpack(codes, self.books.bits) if packed else codes).astype(jnp.int32)
         G, n, m = which.shape
         at = jnp.arange(G)[:, None, None], jnp.arange(m)[None, None], which
         return centroids[at].reshape(G, n, -1)
+
+
+@CACHES.register("cq",
+                 "KV Cache is 1 Bit Per Channel: Efficient Large Language Model Inference with Coupled Quantization",
+                 "Zhang et al. 2024", family="quantize")
+def cq(codebooks: Codebooks | None = None, residual_length: Count = 32) -> QuantizedConfig:
+    """Keeps all tokens as the nearest of measured centroids of coupled channels, and the latest tokens whole.
+
+    Goes down to one bit a channel. The centroids are measured once for a model, with `decodax.train.fit_codebooks`.
+
+    Args:
+        codebooks: the centroids. Has to be given.
+        residual_length: tokens that are quantized together; fewer than these are whole.
+    """
+    return QuantizedConfig(CQCodec(measured("codebooks", codebooks, Codebooks, "fit_codebooks")), residual_length, "cq")

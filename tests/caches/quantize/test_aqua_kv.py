@@ -13,9 +13,8 @@ import pytest
 import decodax as dx
 from decodax.cache import KVLayer
 from decodax.caches import Constant
-from decodax.caches.quantize.codecs import Span, unpack
-from decodax.caches.quantize.predicted import Pairs, Predicted, Predictors
-from decodax.caches.quantize.rotated import Sinks
+from decodax.caches.quantize.aqua_kv import HIGGS, AQUAKVCodec, Predictors
+from decodax.caches.quantize.codecs import Span, WholeTokens, unpack
 from decodax.models import Transformer, llama
 from decodax.train import fit_predictors, predicted
 from decodax.train.codecs import LayerSamples
@@ -56,7 +55,7 @@ def test_maps_and_codes_are_the_authors(monkeypatch: pytest.MonkeyPatch) -> None
     made = fit_predictors(None, [], group=16, grid=few, first=many)
     np.testing.assert_allclose([np.abs(x.value[2, :-1]).sum() for x in (made.keys, made.values)], [31.226, 72.921],
                                rtol=1e-3)
-    codec, shape = Predicted(made, 16, 0), KVLayer(2, 8)
+    codec, shape = AQUAKVCodec(made, 16, 0), KVLayer(2, 8)
     codes: list[Any] = []
     below = None
     for layer, own in enumerate(samples):
@@ -91,8 +90,8 @@ def test_measured_maps_lose_less_than_none() -> None:
     samples = predicted.observed(DEEP, texts)
     error = []
     for own in (made, none):
-        codec, shape, below = Predicted(own), KVLayer(2, 4), None
-        study = Sinks(at=jnp.arange(4), kv=jnp.full((2, 4, 8), 7.0))
+        codec, shape, below = AQUAKVCodec(own), KVLayer(2, 4), None
+        study = WholeTokens(at=jnp.arange(4), kv=jnp.full((2, 4, 8), 7.0))
         for layer, x in enumerate(samples):
             kv = jnp.concatenate([jnp.asarray(x.keys), jnp.asarray(x.values)], -1).swapaxes(0, 1)
             span = Span(jnp.int32(0), study, layer, below)
@@ -101,8 +100,8 @@ def test_measured_maps_lose_less_than_none() -> None:
         rest = jnp.concatenate([y.reshape(-1, 2, 4).swapaxes(0, 1) for y in below], -1) - kv       # type: ignore[union-attr]
         error.append(float(jnp.square(rest).mean()))
     assert error[0] < 0.8 * error[1]
-    assert dx.generate(DEEP, PROMPTS, cache=dx.caches.make("aqua-kv", predictors=made, residual=8), max_new_tokens=4
-                       ).lengths.tolist() == [4, 4, 4]
+    cache = dx.caches.aqua_kv(made, residual_length=8)
+    assert dx.generate(DEEP, PROMPTS, cache=cache, max_new_tokens=4).lengths.tolist() == [4, 4, 4]
 
 
 def test_what_cannot_be_had_is_refused() -> None:
@@ -112,7 +111,7 @@ def test_what_cannot_be_had_is_refused() -> None:
     for message, wrong in (
             (r"^predictors: got none, takes what decodax.train.fit_predictors measures",
              lambda: dx.caches.make("aqua-kv")),
-            (r"^group, sinks: got 24 and 4", lambda: dx.caches.make("aqua-kv", predictors=made, group=24)),
+            (r"^group_size, sinks: got 24 and 4", lambda: dx.caches.make("aqua-kv", predictors=made, group_size=24)),
             (r"^predictors: got values Constant\(float32\[2, 9, 8\]\), takes f32\[L, 17, 8\]", lambda: model.with_cache(
                 dx.caches.make("aqua-kv", predictors=made)).init_cache(1, 8))):
         with pytest.raises(ValueError, match=message):
@@ -122,7 +121,7 @@ def test_what_cannot_be_had_is_refused() -> None:
 def test_pairs_are_read_as_they_were_written() -> None:
     """But for what the grid cannot say: numbers of its own pairs come back."""
     grid = np.random.default_rng(0).standard_normal((16, 2)).astype(np.float32)
-    pairs, which = Pairs(Constant(grid), 8), np.random.default_rng(1).integers(0, 16, (5, 8))
+    pairs, which = HIGGS(Constant(grid), 8), np.random.default_rng(1).integers(0, 16, (5, 8))
     x = pairs.decode((jnp.asarray((which[:, :4] | which[:, 4:] << 4).astype(np.uint8)), jnp.full((5, 2), 3.0)), 16,
                      jnp.float32)
     assert x.shape == (5, 16)

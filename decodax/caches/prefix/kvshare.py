@@ -32,7 +32,7 @@ from decodax.pallas_kernels.window_attention import Bias, slot_weights, window_a
 
 
 @struct
-class Repairing(KeyValues):
+class KVShareCache(KeyValues):
     """Everything, in the order of positions, and what is known of the tokens that were reused.
 
     Attributes:
@@ -49,7 +49,7 @@ class Repairing(KeyValues):
     length: Array
     given: PyTree
     widths: tuple[int, ...] = static()
-    kind: HighDeviation = static()
+    kind: KVShareConfig = static()
 
     supports = frozenset({"trees"})
 
@@ -97,7 +97,7 @@ class Repairing(KeyValues):
         weights: Array = each_node(one, q, lse, at)
         return weights
 
-    def commit(self, entries: Entries, slots: Array) -> Repairing:
+    def commit(self, entries: Entries, slots: Array) -> KVShareCache:
         if not self.kv:
             return self
         kv = tuple(write(held, jnp.concatenate(entry[:2], -1), slots)
@@ -109,7 +109,7 @@ class Repairing(KeyValues):
         return self.replace(kv=kv, attention=attention, asked=self.asked | took.any(1),
                             length=jnp.maximum(self.length, slots.max(1) + 1))
 
-    def refresh(self, text: ReadPrompt, rows: Array) -> Repairing:
+    def refresh(self, text: ReadPrompt, rows: Array) -> KVShareCache:
         worth = jnp.where(self.change > 0, self.attention * self.change, -1)
         found, at = lax.top_k(worth, min(self.kind.tokens, self.capacity))
         live = rows[:, None] & (found >= 0)
@@ -169,7 +169,7 @@ class PromptToRepair(Wrapper):
     """A text that is read or brought, and what holds it then, without its keys and values."""
 
     base: Dense
-    into: Repairing
+    into: KVShareCache
 
     def finish_prefill(self, prompt: ReadPrompt) -> Cache:     # type: ignore[override]
         return self.into.replace(kv=self.base.kv, length=self.base.length)
@@ -184,8 +184,8 @@ class PromptToRepair(Wrapper):
 
 
 @dataclasses.dataclass(frozen=True)
-class HighDeviation(CacheConfig):
-    """A `Repairing` cache.
+class KVShareConfig(CacheConfig):
+    """A `KVShareCache` cache.
 
     Attributes:
         tokens: how many are computed anew behind each token. check: the layer where values were compared, as in
@@ -210,6 +210,6 @@ class HighDeviation(CacheConfig):
         if shapes and self.check >= len(shapes):
             raise ValueError(f"check: got {self.check}, takes one of {len(shapes)} layers")
         size = capacity if shapes else 0
-        return Repairing(kv=empty_kv(shapes, batch, capacity, dtype), attention=jnp.zeros((batch, size), jnp.float32),
+        return KVShareCache(kv=empty_kv(shapes, batch, capacity, dtype), attention=jnp.zeros((batch, size), jnp.float32),
                          change=jnp.zeros((batch, size), jnp.float32), asked=jnp.zeros(batch, bool),
                          length=jnp.zeros(batch, jnp.int32), given=inputs, widths=key_widths(shapes), kind=self)

@@ -1,8 +1,8 @@
-"""A cache in few bytes: codes of the older tokens, and the latest ones as they are.
+"""The cache that codecs write into: codes of the older tokens, and the latest tokens as they are.
 
-The latest tokens stay whole; when there are `residual` of them, and `keep` more where that is asked for, the oldest
-`residual` are encoded together (`decodax.caches.quantize.codecs`). A round commits no token beyond that point, so that
-its nodes see what plain decoding would see. A prompt is read whole and then encoded.
+When `keep + residual_length` tokens are whole, the oldest `residual_length` of them are encoded together by a codec
+(`decodax.caches.quantize.codecs`). A round commits no token beyond that point, so that speculative decoding sees what
+plain decoding would see. A prompt is read whole and then encoded.
 """
 
 from __future__ import annotations
@@ -17,27 +17,32 @@ from jax import Array, lax
 
 from decodax.cache import Dense, KVLayer, Scratch, Wrapper, dense
 from decodax.cache.dense import write
-from decodax.caches.quantize.codecs import Codec, HierarchicalAffine, Span
+from decodax.cache.key_values import KVConfig
+from decodax.caches.quantize.codecs import Codec, Span
 from decodax.common.struct import static, struct
-from decodax.core.cache import Cache, CacheConfig, Draftable, Entries, PyTree, ReadPrompt, Sized
+from decodax.core.cache import Cache, Draftable, Entries, PyTree, ReadPrompt, Sized
 from decodax.pallas_kernels.window_attention import BLOCK as WALK
 from decodax.pallas_kernels.window_attention import Bias, merge, prefix_attention, window_attention_lse
 
 BLOCK = 512
-"""Tokens that are decoded at a time."""
+"""Number of tokens that are decoded at a time."""
+
+WHOLE_PROMPT = ("cache: {} reads a prompt as a whole, which only the model that answers does, and takes no bias of the "
+                "scores; give a draft model another cache")
+"""Error of caches that encode a whole prompt and are used as those of a draft model."""
 
 
 @struct
-class Coded(Sized):
-    """Codes of the tokens before the latest ones, and those.
+class QuantizedCache(Sized):
+    """Codes of the older tokens, and the latest tokens.
 
     Attributes:
-        codes: a tuple of what the codec makes of each layer, arrays `[B, G, S * c, ...]`.
-        rest: a tuple of one `f[B, G, R, d + e]` a layer, the token in place `p` in slot `p % (keep + residual)`.
-        length: `i32[B]` tokens of the text. gone: `i32[B]`, how many of a prompt's were dropped: the token at position
-            `p` behind it is in place `p - gone`.
-        studies: a tuple of what the codec has learned of each layer of the prompt (`Codec.study`).
-        given: see `Cache.inputs`. size, most: static; tokens of a text, and of what is held of it, at most.
+        codes: a tuple of the codes of each layer, arrays `[B, G, S * c, ...]`.
+        rest: a tuple of one `f[B, G, R, d + e]` a layer, a ring: the token in place `p` is in slot `p % ring`.
+        length: `i32[B]` tokens of the text. gone: `i32[B]`, number of tokens of the prompt that were dropped: the token
+            at position `p` after it is in place `p - gone`.
+        studies: a tuple of what the codec measured on each layer of the prompt (`Codec.study`).
+        given: see `Cache.inputs`. size, most: static; largest number of tokens of a text, and of those it holds.
     """
 
     codes: tuple[PyTree, ...]
@@ -49,37 +54,36 @@ class Coded(Sized):
     shapes: tuple[KVLayer, ...] = static()
     size: int = static()
     most: int = static()
-    kind: Coding = static()
+    kind: QuantizedConfig = static()
 
     supports = frozenset({"trees"})
 
     @property
     def slots(self) -> int:
-        """Tokens that there are codes for."""
+        """Number of tokens that the codes have room for."""
         return self.kind.slots(self.most)
 
     @property
     def whole(self) -> Array:
-        """`i32[B]`: how many tokens are not in codes."""
+        """`i32[B]`: number of tokens that are not encoded."""
         return self.kind.whole(self.held)
 
     @property
     def held(self) -> Array:
-        """`i32[B]`: tokens that are held."""
+        """`i32[B]`: number of tokens in the cache."""
         return self.length - self.gone
 
     def room(self, running: Array) -> Array | None:
         return self.most - self.held if self.rest and self.most < self.size else None
 
     def max_commit(self) -> Array | None:
-        return self.kind.latest - self.whole if self.rest else None
+        return self.kind.ring - self.whole if self.rest else None
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
                bias: Bias | None = None) -> tuple[Array, PyTree]:
         if window.is_prefill or bias is not None:
-            raise ValueError(f"cache: {self.kind.name} reads a prompt as a whole, which only the model that answers "
-                             "does, and takes no bias of the scores; give a draft model another cache")
+            raise ValueError(WHOLE_PROMPT.format(self.kind.name))
         kind, gone = self.kind, self.gone[:, None]
         at = window.positions - gone
         options: dict[str, Any] = dict(scale=scale, sliding=sliding, softcap=softcap)
@@ -111,21 +115,21 @@ class Coded(Sized):
         out, _ = lax.fori_loop(0, (coded.max() + block - 1) // block, part, latest)
         return out, (k[:, own:], v[:, own:])
 
-    def commit(self, entries: Entries, slots: Array) -> Coded:
+    def commit(self, entries: Entries, slots: Array) -> QuantizedCache:
         if not self.rest:
             return self
-        to = jnp.where(slots >= 0, (slots - self.gone[:, None]) % self.kind.latest, -1)
+        to = jnp.where(slots >= 0, (slots - self.gone[:, None]) % self.kind.ring, -1)
         rest = tuple(write(held, jnp.concatenate(entry[:2], -1), to) for held, entry in
                      zip(self.rest, entries, strict=True))
         new = self.replace(rest=rest, length=jnp.maximum(self.length, slots.max(1) + 1))
-        full = (new.length > self.length) & (new.held - (self.held - self.whole) == self.kind.latest)
+        full = (new.length > self.length) & (new.held - (self.held - self.whole) == self.kind.ring)
         # a loop of one trip or none, since XLA copies what a conditional writes to
         once = lambda c: (jnp.zeros((), bool), c[1]._flushed(full))
         return lax.while_loop(lambda c: c[0], once, (full.any(), new))[1]
 
-    def _flushed(self, rows: Array) -> Coded:
-        """With the latest tokens of those rows (`bool[B]`) in codes."""
-        R = self.kind.residual
+    def _flushed(self, rows: Array) -> QuantizedCache:
+        """Encodes the oldest whole tokens of some rows (`bool[B]`)."""
+        R = self.kind.residual_length
 
         def put(into: Array, new: Array, start: Array, choose: Array) -> Array:
             at = start * new.shape[1] // R
@@ -133,10 +137,10 @@ class Coded(Sized):
             return lax.dynamic_update_slice_in_dim(into, jnp.where(choose, new, old), at, 1)
 
         row = lambda into, own, start, choose: jax.tree.map(lambda x, y: put(x, y, start, choose), into, own)
-        made, below, start = [], None, self.held - self.kind.latest
+        made, below, start = [], None, self.held - self.kind.ring
         for layer, (shape, rest, codes) in enumerate(zip(self.shapes, self.rest, self.codes, strict=True)):
             encode = lambda row, shape=shape, layer=layer: self.kind.encoded(shape, layer, *row)
-            at = (start[:, None] + jnp.arange(R)) % self.kind.latest
+            at = (start[:, None] + jnp.arange(R)) % self.kind.ring
             oldest = jnp.take_along_axis(rest, at[:, None, :, None], 2)
             new, below = jax.vmap(encode)((oldest, start, self.studies[layer], below))
             made.append(jax.vmap(row)(codes, new, start, rows))
@@ -144,15 +148,15 @@ class Coded(Sized):
 
     @property
     def view(self) -> Cache:
-        """What drafts read: of codes in halves, the upper ones."""
-        codec = self.kind.codec
-        if not isinstance(codec, HierarchicalAffine):
+        """The same codes, of which drafts read less (`Codec.for_drafts`)."""
+        if (codec := self.kind.codec.for_drafts()) is None:
             return super().view
-        return self.replace(kind=dataclasses.replace(self.kind, codec=dataclasses.replace(codec, lower=False)))
+        return self.replace(kind=dataclasses.replace(self.kind, codec=codec))
 
-    def filled(self, kv: Sequence[Array], length: Array, held: Array, studies: Sequence[PyTree] | None = None) -> Coded:
-        """With the first `held` (`i32[B]`) of the tokens `f[B, G, S, d + e]` of each layer, which were kept of texts of
-        `length`."""
+    def filled(self, kv: Sequence[Array], length: Array, held: Array,
+               studies: Sequence[PyTree] | None = None) -> QuantizedCache:
+        """Fills the cache with the first `held` (`i32[B]`) of the tokens `f[B, G, S, d + e]` of each layer, which were
+        kept of texts of `length` (`i32[B]`)."""
         latest, below = self.rest[0].shape[2], None
         codes: list[PyTree] = []
         rests: list[Array] = []
@@ -177,7 +181,7 @@ class Coded(Sized):
         if not self.rest:
             return self
         B = self.length.shape[0]
-        return PromptInFull(base=dense(self.shapes, B, self.size, self.rest[0].dtype, self.given),
+        return PromptToQuantize(base=dense(self.shapes, B, self.size, self.rest[0].dtype, self.given),
                             gathered=tuple(self.kind.codec.start(shape, B) for shape in self.shapes),
                             shapes=self.shapes, kind=self.kind)
 
@@ -186,7 +190,7 @@ class Coded(Sized):
 
 
 def _by_head(q: Array, at: Array, kv: Array, number: Array, **options: Any) -> tuple[Array, Array]:
-    """`prefix_attention`, where the heads of a group read a number of tokens of their own, `i32[B, G]`."""
+    """`prefix_attention` in which each group of heads reads a number of tokens of its own, `i32[B, G]`."""
     B, W, H, d = q.shape
     G = kv.shape[1]
     q = q.reshape(B, W, G, H // G, d).swapaxes(1, 2).reshape(B * G, W, H // G, d)
@@ -196,13 +200,13 @@ def _by_head(q: Array, at: Array, kv: Array, number: Array, **options: Any) -> t
 
 
 @struct
-class PromptInFull(Wrapper):
-    """A prompt that will be quantised; `gathered`: what the codec has gathered of each layer."""
+class PromptToQuantize(Wrapper):
+    """A prompt that is encoded when it has been read. `gathered`: the codec's statistics of each layer."""
 
     base: Dense
     gathered: tuple[PyTree, ...]
     shapes: tuple[KVLayer, ...] = static()
-    kind: Coding = static()
+    kind: QuantizedConfig = static()
 
     @property
     def _gathers(self) -> bool:
@@ -212,7 +216,7 @@ class PromptInFull(Wrapper):
         out, entry = self.base.attend(layer, q, k, v, window, **options)
         return out, (*entry, q) if self._gathers else entry
 
-    def commit(self, entries: Entries, slots: Array) -> PromptInFull:
+    def commit(self, entries: Entries, slots: Array) -> PromptToQuantize:
         base = self.base.commit([entry[:2] for entry in entries], slots)
         if not self._gathers:
             return self.replace(base=base)
@@ -220,9 +224,8 @@ class PromptInFull(Wrapper):
                          for shape, own, entry in zip(self.shapes, self.gathered, entries, strict=True))
         return self.replace(base=base, gathered=gathered)
 
-    def load_prefix(self, kv: Sequence[Array], length: Array) -> PromptInFull:
-        return super().load_prefix(kv, length) if self._gathers else self.replace(base=self.base.load_prefix(kv,
-                                                                                                             length))
+    def load_prefix(self, kv: Sequence[Array], length: Array) -> PromptToQuantize:
+        return super().load_prefix(kv, length) if self._gathers else self.replace(base=self.base.load_prefix(kv, length))
 
     def finish_prefill(self, prompt: ReadPrompt) -> Cache:     # type: ignore[override]
         base = self.base
@@ -232,62 +235,63 @@ class PromptInFull(Wrapper):
 
 
 @dataclasses.dataclass(frozen=True)
-class Coding(CacheConfig):
-    """A `Coded` cache.
+class QuantizedConfig(KVConfig):
+    """Configuration of a `QuantizedCache`.
 
     Attributes:
-        codec: how tokens are written.
-        residual: tokens that are written together, a multiple of the codec's unit; there are fewer whole ones than
-            that, and `keep` more. name: what errors call it.
+        codec: encodes tokens.
+        residual_length: number of tokens that are encoded together, a multiple of the codec's unit. Fewer than these
+            are whole, and `keep` more. name: what errors call it.
     """
 
     codec: Codec
-    residual: int = 128
+    residual_length: int = 128
     name: str = "coded"
     keep: int = 0
 
     def __post_init__(self) -> None:
-        if self.residual < 1 or self.residual % self.codec.unit:
-            raise ValueError(f"residual: got {self.residual}, takes a multiple of the group of {self.codec.unit}")
+        if self.residual_length < 1 or self.residual_length % self.codec.unit:
+            raise ValueError(f"residual_length: got {self.residual_length}, takes a multiple of the group size of "
+                             f"{self.codec.unit}")
         if self.keep < 0:
             raise ValueError(f"keep: got {self.keep}, takes 0 or more")
 
     @property
-    def latest(self) -> int:
-        """The most tokens that are whole."""
-        return self.keep + self.residual
+    def ring(self) -> int:
+        """Largest number of tokens that are whole."""
+        return self.keep + self.residual_length
 
     def whole(self, held: Array) -> Array:
-        """How many of so many tokens are whole."""
-        return jnp.where(held < self.keep, held, self.keep + (held - self.keep) % self.residual)
+        """Returns how many of `held` (`i32[B]`) tokens are whole."""
+        return jnp.where(held < self.keep, held, self.keep + (held - self.keep) % self.residual_length)
 
     def places(self, coded: Array, slots: int) -> Array:
-        """`i32[B, slots]`: the place of the token in each slot of whole ones, behind `coded` (`i32[B]`) that are not;
-        a large number where there is none."""
+        """Returns the place of the token in each slot of the ring, `i32[B, slots]`, after `coded` (`i32[B]`) encoded
+        ones; a large number for slots outside of it."""
         slot = jnp.arange(slots, dtype=jnp.int32)
-        at = coded[:, None] + (slot - coded[:, None]) % self.latest
-        return jnp.where(slot < self.latest, at, jnp.iinfo(jnp.int32).max)
+        at = coded[:, None] + (slot - coded[:, None]) % self.ring
+        return jnp.where(slot < self.ring, at, jnp.iinfo(jnp.int32).max)
 
     def encoded(self, shape: KVLayer, layer: int, kv: Array, start: Array, study: PyTree,
                 below: PyTree) -> tuple[PyTree, PyTree]:
-        """The codes of tokens `f[G, n, d + e]` of a layer of a row from a position on, and what they say to the layer
-        behind it."""
+        """Returns the codes of tokens `f[G, n, d + e]` of a layer of a row, from position `start` on, and what the
+        next layer is predicted from (`Codec.below`)."""
         span = Span(start, study, layer, below)
         codes = self.codec.encode(shape, kv, span)
         return codes, self.codec.below(shape, codes, kv.dtype, span)
 
     def block(self, slots: int) -> int:
-        """Tokens that are decoded at a time, whole units, of so many slots."""
+        """Returns the number of tokens that are decoded at a time, whole units, of `slots`."""
         return min(max(BLOCK // self.codec.unit, 1) * self.codec.unit, slots)
 
     def slots(self, size: int) -> int:
-        """Tokens that there are codes for, of texts of so many: whole blocks."""
+        """Returns the number of tokens that the codes of texts of `size` have room for: whole blocks."""
         whole = -(-size // self.codec.unit) * self.codec.unit
         return -(-whole // self.block(whole)) * self.block(whole) if size else 0
 
     def empty(self, shapes: tuple[KVLayer, ...], batch: int, size: int, dtype: Any, inputs: PyTree,
-              most: int | None = None) -> Coded:
-        """An empty cache; `most`: tokens that are held, where these are fewer than a text has."""
+              most: int | None = None) -> QuantizedCache:
+        """Returns an empty cache. `most`: largest number of tokens that it holds; None: of the whole text."""
         most = size if most is None else most
         for shape in shapes:
             self.codec.check(shape)
@@ -305,13 +309,8 @@ class Coding(CacheConfig):
             one, below = jax.eval_shape(encode, kv, study, below)
             codes.append(jax.tree.map(lambda x: zeros(x.shape, x.dtype), one))
         # a walk takes whole blocks
-        latest = self.latest if self.latest <= WALK else -(-self.latest // WALK) * WALK
+        latest = self.ring if self.ring <= WALK else -(-self.ring // WALK) * WALK
         rest = tuple(zeros((shape.heads, latest, shape.both), dtype) for shape in shapes)
-        return Coded(codes=tuple(codes), rest=rest, length=zeros((), jnp.int32), gone=zeros((), jnp.int32),
+        return QuantizedCache(codes=tuple(codes), rest=rest, length=zeros((), jnp.int32), gone=zeros((), jnp.int32),
                      given=inputs, shapes=shapes, size=size, most=most, kind=self,
                      studies=jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), studies))
-
-    def __call__(self, layers: Sequence[tuple[Any, ...]], batch: int, capacity: int, dtype: jax.typing.DTypeLike,
-                 inputs: PyTree = None) -> Cache:
-        shapes = tuple(KVLayer(*layer) for layer in layers) if capacity else ()
-        return self.empty(shapes, batch, capacity, dtype, inputs)

@@ -14,8 +14,8 @@ import pytest
 import decodax as dx
 from decodax.cache import KVLayer
 from decodax.caches import Constant
-from decodax.caches.quantize.coded import Coded, Coding
-from decodax.caches.quantize.lean import FewChannels, sparsified
+from decodax.caches.quantize.leank import LeanKCodec, sparsified
+from decodax.caches.quantize.quantized import QuantizedCache, QuantizedConfig
 from decodax.core.cache import ReadPrompt
 from decodax.core.window import causal
 from decodax.train import Probe, fit_channels
@@ -49,14 +49,14 @@ def test_a_query_sees_the_channels_that_stay(count: int) -> None:
     _, q, k, v = given()
     own = np.zeros((1, 2, 8), bool)
     own[0, 0, [1, 4, 6]] = True
-    kind = Coding(FewChannels(Constant(own), 3), 4, "leank", 5)
+    kind = QuantizedConfig(LeanKCodec(Constant(own), 3), 4, "leank", 5)
     entry = lambda at: [(jnp.asarray(k[at])[None], jnp.asarray(v[at])[None])]
     cache = kind([KVLayer(2, 8, queries=4)], 1, 64, jnp.float32).prefill_cache()
     cache = cache.commit(entry(slice(0, count - 3)), jnp.arange(count - 3)[None]).finish_prefill(
         ReadPrompt(None, None, jnp.zeros((1, 0), jnp.int32)))
     for i in range(count - 3, count):
         cache = cache.commit(entry(slice(i, i + 1)), jnp.array([[i]]))
-    assert isinstance(cache, Coded)
+    assert isinstance(cache, QuantizedCache)
     late = int(cache.held[0] - cache.whole[0])
     sinks = min(3, count - 3)
     assert late == max(count - 5, 0) // 4 * 4
@@ -103,7 +103,7 @@ def test_learned_channels_are_better_than_others() -> None:
 def test_what_cannot_be_had_is_refused() -> None:
     for message, wrong in (
             (r"^channels: got none, takes what decodax.train.fit_channels measures", lambda: dx.caches.make("leank")),
-            (r"^keep: got -1, takes 0 or more", lambda: dx.caches.make("leank", channels=CHANNELS, recent=-1)),
+            (r"^recent: got -1, takes a whole number from 0", lambda: dx.caches.leank(CHANNELS, recent=-1)),
             (r"^sinks: got -1", lambda: dx.caches.make("leank", channels=CHANNELS, sinks=-1)),
             (r"^probes: got none", lambda: fit_channels(DEEP, [])),
             (r"^ratio, align: got 1 and 32", lambda: fit_channels(DEEP, [Probe(PROMPTS[0], 1, 3)], ratio=1)),

@@ -1,0 +1,82 @@
+"""The base of caches that hold the beginning of each text in a form of its own, and the later tokens as they are."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import TYPE_CHECKING, Any, Self
+
+import jax.numpy as jnp
+from jax import Array
+
+from decodax.cache.dense import write
+from decodax.cache.key_values import KVConfig
+from decodax.cache.scratch import Scratch
+from decodax.core.cache import Draftable, Entries, Sized
+from decodax.pallas_kernels.window_attention import window_attention_lse
+
+
+class Tail(Sized):
+    """Holds later tokens. Derive a `@struct` with these fields, and one for the beginning; write `attend`.
+
+    Attributes:
+        kv: a tuple of one `f[B, G, R, d + e]` a layer; the token at position `p` is in slot `p - start`.
+        start: `i32[B]`, the position of the first token in `kv`.
+        length: `i32[B]` tokens of the text, with its beginning. size, given: see `Sized`.
+    """
+
+    supports = frozenset({"trees"})
+
+    if TYPE_CHECKING:       # each kind declares them, `start` as a field or as a property
+        kv: tuple[Array, ...]
+
+        @property
+        def start(self) -> Array: ...
+
+    def room(self, running: Array) -> Array | None:
+        return self.kv[0].shape[2] + self.start - self.length if self.kv else None
+
+    def attend_tail(self, layer: int, q: Array, k: Array, v: Array, window: Any, **options: Any
+                    ) -> tuple[Array, Array]:
+        """Returns attention to the later tokens and to the window, and the logarithms of its sums. Merge it with
+        attention to the beginning."""
+        start = self.start[:, None]
+        return window_attention_lse(q, k, v, window.visible(), window.positions - start, self.kv[layer],
+                                    self.length - self.start, key_positions=window.key_positions - start, **options)
+
+    def commit(self, entries: Entries, slots: Array) -> Self:
+        if not self.kv:
+            return self
+        to = jnp.where(slots >= 0, slots - self.start[:, None], -1)
+        kv = tuple(write(held, jnp.concatenate(entry[:2], -1), to)
+                   for held, entry in zip(self.kv, entries, strict=True))
+        return self.replace(kv=kv, length=jnp.maximum(self.length, slots.max(1) + 1))
+
+    def tree_buffer(self, entries: Entries, room: int) -> Draftable:
+        return Scratch.empty(self, entries, room)
+
+
+def own_entry(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+    """Returns the keys and values of the window's own nodes, which stand after those of earlier windows."""
+    earlier = k.shape[1] - q.shape[1]
+    return k[:, earlier:], v[:, earlier:]
+
+
+@dataclasses.dataclass(frozen=True)
+class TailConfig(KVConfig):
+    """Base of configurations of `Tail` caches, which have room for fewer later tokens if their number is known.
+
+    Attributes:
+        new: largest number of tokens after the prompt, set by `fit`; None: not known.
+    """
+
+    new: int | None = dataclasses.field(default=None, init=False)
+
+    def fit(self, new: int) -> Self:
+        fitted = copy.copy(self)
+        object.__setattr__(fitted, "new", new)
+        return fitted
+
+    def slots(self, size: int) -> int:
+        """Returns the number of later tokens to have room for, of texts of `size` tokens."""
+        return size if self.new is None else min(self.new, size)

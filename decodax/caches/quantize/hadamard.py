@@ -1,0 +1,26 @@
+"""The Walsh-Hadamard transform, which spreads large channels over all channels."""
+
+from __future__ import annotations
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+
+def hadamard(width: int) -> np.ndarray:
+    """Returns the Walsh-Hadamard matrix `f32[width, width]` in Sylvester's order, orthonormal and its own inverse.
+
+    >>> (hadamard(2) * 2 ** 0.5).round().tolist()
+    [[1.0, 1.0], [1.0, -1.0]]
+    """
+    h = np.ones((1, 1))
+    while len(h) < width:
+        h = np.block([[h, h], [h, -h]])
+    return (h / math.sqrt(width)).astype(np.float32)
+
+
+def transformed(x: Array, width: int) -> Array:
+    """Transforms each `width` channels of `f[n, c]`. This is its own inverse."""
+    return (x.reshape(len(x), -1, width) @ jnp.asarray(hadamard(width), x.dtype)).reshape(x.shape)

@@ -1,0 +1,107 @@
+"""LeanK: static pruning of the channels of keys ("LeanK: Learnable K Cache Channel Pruning for Efficient Decoding",
+Zhang et al., 2025).
+
+The channels of a head's rotated keys that are kept are the same for all texts; `decodax.train.fit_channels` learns
+them. The first tokens and the latest ones keep all channels. A head that keeps no channel attends to no other tokens,
+and their values are dropped, too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from decodax.cache.key_values import KVLayer
+from decodax.caches.constant import Constant, measured
+from decodax.caches.quantize.codecs import Codec, Span, WholeTokens, join_heads, split_heads
+from decodax.caches.quantize.quantized import QuantizedConfig
+from decodax.common.options import Count, Whole
+from decodax.common.registry import CACHES
+from decodax.core.cache import PyTree, ReadPrompt
+
+
+def sparsified(factors: np.ndarray, ratio: float, align: int) -> np.ndarray:
+    """Returns which channels are kept, `bool[L, G, d]`, by factors `f[L, G, d]`: the largest ones of each head, as many
+    as are above the `ratio`-quantile of all factors together, rounded to a multiple of `align`.
+
+    >>> sparsified(np.arange(8.0).reshape(1, 2, 4), 0.5, 2).astype(int).tolist()
+    [[[0, 0, 0, 0], [1, 1, 1, 1]]]
+    """
+    above = (factors >= np.quantile(factors, ratio)).sum(-1)
+    number = np.minimum((above + align // 2) // align * align, factors.shape[-1])
+    rank = np.argsort(np.argsort(-factors, axis=-1, kind="stable"), axis=-1)
+    return rank < number[..., None]
+
+
+@dataclasses.dataclass(frozen=True)
+class LeanKCodec(Codec):
+    """Some channels of keys, and values as they are.
+
+    Attributes:
+        channels: `bool[L, G, d]`, True for those that are kept. sinks: number of first tokens, which stay whole.
+    """
+
+    channels: Constant
+    sinks: int = 128
+
+    needs_positions = True
+
+    def __post_init__(self) -> None:
+        if self.sinks < 0:
+            raise ValueError(f"sinks: got {self.sinks}, takes 0 or more")
+
+    def check(self, shape: KVLayer) -> None:
+        if self.channels.value.ndim != 3 or self.channels.value.shape[1:] != (shape.heads, shape.width):
+            raise ValueError(f"channels: got {self.channels}, takes bool[L, {shape.heads}, {shape.width}]")
+
+    def _kept(self, layer: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the channels that are kept of all heads together, and the heads that keep any."""
+        own = self.channels.value[layer].astype(bool)
+        return np.flatnonzero(own), np.flatnonzero(own.any(-1))
+
+    def encode(self, shape: KVLayer, kv: Array, span: Span | None = None) -> tuple[Array, Array]:
+        assert span is not None
+        channels, heads = self._kept(span.layer)
+        return join_heads(kv[..., :shape.width])[None, :, channels], kv[heads][..., shape.width:]
+
+    def decode(self, shape: KVLayer, codes: tuple[Array, Array], dtype: Any, span: Span | None = None) -> Array:
+        assert span is not None
+        (channels, heads), (k, v) = self._kept(span.layer), codes
+        n, d = k.shape[1], shape.width
+        keys = split_heads(jnp.zeros((n, shape.heads * d), dtype).at[:, channels].set(k[0].astype(dtype)), shape.heads)
+        values = jnp.zeros((shape.heads, n, shape.both - d), dtype).at[heads].set(v.astype(dtype))
+        return span.study.put(jnp.concatenate([keys, values], -1), span.start)
+
+    def reads(self, layer: int, coded: Array, study: WholeTokens) -> Array | None:
+        own = self.channels.value[layer].any(-1)
+        if own.all():
+            return None
+        whole = jnp.minimum((study.at >= 0).sum(1, dtype=jnp.int32), coded)
+        return jnp.where(jnp.asarray(own), coded[:, None], whole[:, None])
+
+    def study(self, shapes: Sequence[KVLayer], kv: Sequence[Array], length: Array, gathered: Sequence[PyTree],
+              prompt: ReadPrompt | None) -> Sequence[WholeTokens]:
+        return [WholeTokens.first(own, length, self.sinks) for own in kv]
+
+
+@CACHES.register("leank", "LeanK: Learnable K Cache Channel Pruning for Efficient Decoding", "Zhang et al. 2025",
+                 family="quantize")
+def leank(channels: Constant | None = None, sinks: Whole = 128, recent: Whole = 768,
+          every: Count = 128) -> QuantizedConfig:
+    """Keeps the channels of keys that a model was found to need, and the first and the latest tokens whole.
+
+    The channels are learned once for a model, with `decodax.train.fit_channels`; values stay as they are.
+
+    Args:
+        channels: `bool[L, G, d]`, True for those that are kept. Has to be given.
+        sinks: number of first tokens that stay whole.
+        recent: number of latest tokens that stay whole.
+        every: tokens that are pruned together; up to so many more are whole.
+    """
+    return QuantizedConfig(LeanKCodec(measured("channels", channels, Constant, "fit_channels"), sinks), every, "leank",
+                           recent)
