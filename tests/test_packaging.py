@@ -4,7 +4,10 @@ import importlib
 import tomllib
 from pathlib import Path
 
+import pytest
+
 import decodax
+from decodax.common.registry import SHELVES
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -34,3 +37,11 @@ def test_every_public_name_exists_and_is_listed() -> None:
         home = importlib.import_module(decodax._HOME[name])
         own = vars(home).get(name) or importlib.import_module(f"{home.__name__}.{name}")
         assert getattr(decodax, name) is own and name in dir(decodax)
+
+
+@pytest.mark.parametrize("shelf", ["algorithms", "caches", "search", "select", "constraints"])
+def test_every_name_is_a_function_of_its_namespace(shelf: str) -> None:
+    """`dx.select.mbr` is the rule, and not a module that happens to have its name."""
+    namespace = getattr(decodax, shelf)
+    modules = [name for name in SHELVES[shelf].identifiers() if not callable(getattr(namespace, name))]
+    assert modules == (["autoregressive"] if shelf == "algorithms" else [])     # `decodax.Autoregressive` is that one
