@@ -122,3 +122,27 @@ def test_the_page_of_speculative_systems_has_each_under_one_name():
 def test_a_role_without_weights_is_named():
     with pytest.raises(ValueError, match="no weights for 'judge'; there are some for target, guide"):
         dx.Params(target=1, others={"guide": 2}).role("judge")
+
+
+MADE = ("systems/", "caches/", "searches/", "rules/", "api/")
+"""Pages that `scripts/site.py` makes."""
+
+
+def anchors(text: str) -> set[str]:
+    titles = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE), re.MULTILINE)
+    return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", title.lower())).strip("-") for title in titles}
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "docs"])
+def test_links_between_pages_lead_somewhere(name):
+    pages = sorted((README.parent / name).rglob("*.md")) if name == "docs" else [README.parent / name]
+    lost = []
+    for page in pages:
+        for link in re.findall(r"\]\((?!https?:|#)([^)\s]+)\)", page.read_text()):
+            path, _, anchor = link.partition("#")
+            target = page.parent / path
+            if not (target.exists() or path.startswith(MADE)):
+                lost.append(f"{page.name}: {link}")
+            elif anchor and target.suffix == ".md" and target.exists() and anchor not in anchors(target.read_text()):
+                lost.append(f"{page.name}: {link}")
+    assert not lost
