@@ -45,9 +45,9 @@ API = {
     "caches": ("decodax.caches", "What the cache keeps."),
     "constraints": ("decodax.constraints", "Texts that match."),
     "search": ("decodax.algorithms.beams", "Beams and related searches."),
-    "steps": ("decodax.search", "Search on forks of one state."),
-    "choice": ("decodax.select", "One of several answers."),
-    "readout": ("decodax.algorithms.contrastive", "Layers or models against one another."),
+    "steps": ("decodax.search", "Search over steps, on forks of one state."),
+    "select": ("decodax.select", "One of several samples."),
+    "contrastive": ("decodax.algorithms.contrastive", "Layers or models contrasted with one another."),
     "jobs": ("decodax.jobs", "Many prompts."),
     "models": ("decodax.models", "Networks."),
     "formats": ("decodax.models.formats", "Weights in fewer bits."),
@@ -96,17 +96,17 @@ def pages() -> dict[str, str]:
                  f"| [`{module}`]({name}.md) | {line} |\n" for name, (module, line) in API.items())}
     found |= {f"systems/{name}.md": system_page(entry) for name, entry in ALGORITHMS.items()}
     found |= {f"caches/{name}.md": cache_page(entry) for name, entry in CACHES.items()}
-    for kind, (front, table, guide) in _searches().items():
-        found[f"{kind}/index.md"] = searches_index(front, table.values(), guide)
-        found |= {f"{kind}/{name}.md": search_page(front, entry, guide) for name, entry in table.items()}
+    for kind, (slot, table, guide) in _searches().items():
+        found[f"{kind}/index.md"] = searches_index(slot, table.values(), guide)
+        found |= {f"{kind}/{name}.md": search_page(slot, entry, guide) for name, entry in table.items()}
     return found | {f"api/{name}.md": api_page(module, line) for name, (module, line) in API.items()}
 
 
 def _searches() -> dict[str, tuple[str, dict[str, Any], str]]:
-    """By folder: the function that takes the names, their table, and the guide."""
+    """By folder: the slot of `generate` that takes the names, their table, and the guide."""
     from decodax.common.registry import SEARCHES, SELECTS
 
-    return {"searches": ("explore", SEARCHES, "explore.md"), "rules": ("choose", SELECTS, "choice.md")}
+    return {"searches": ("search", SEARCHES, "search_steps.md"), "rules": ("select", SELECTS, "select.md")}
 
 
 def systems_index(entries: Iterable[Any]) -> str:
@@ -214,30 +214,32 @@ STANDINS = {
     "redundant": ("a small verifier", "lambda prompt, thoughts: len(thoughts) > 2"),
     "fork": ("a token that the model was tuned to write", "4094"), "child": ("", "4095"),
     "retrieve": ("what is found for the question that ends the text", 'lambda prompt, text: "# found: os.path\\n"'),
-    "evidence": ("texts in another language", "select.Sampled(lm, n=4, sampling=SAMPLING)"),
-    "references": ("samples of the reference policy", "select.Sampled(lm, n=4, sampling=SAMPLING)"),
-    "guidance": ("", '"\\n# so\\n"'), "rule": ("", "select.MBR()")}
+    "evidence": ("texts in another language", "dx.select.Sampled(lm, n=4, sampling=SAMPLING)"),
+    "references": ("samples of the reference policy", "dx.select.Sampled(lm, n=4, sampling=SAMPLING)"),
+    "guidance": ("", '"\\n# so\\n"'), "rule": ("", "dx.select.mbr()")}
 """What examples put for options without a default."""
 
 
-def searches_index(front: str, entries: Iterable[Any], guide: str) -> str:
-    what = {"explore": "Searches over steps by name", "choose": "Rules that choose one of several answers, by name"}
-    lines = [f"# {what[front]}", "", f"For `dx.{front}(lm, prompts, NAME)`; see [the guide](../{guide}). "
-             "`decodax list searches` prints the same table.", "", "| name | paper | rule |", "|---|---|---|"]
+def searches_index(slot: str, entries: Iterable[Any], guide: str) -> str:
+    """All searches over steps, or all rules that choose one of several samples."""
+    what = {"search": "Searches over steps by name", "select": "Rules that choose one of several samples, by name"}
+    listing = {"search": "searches", "select": "selects"}[slot]
+    lines = [f"# {what[slot]}", "", f"For `dx.generate(..., {slot}=)`; see [the guide](../{guide}). "
+             f"`decodax list {listing}` prints the same table.", "", "| name | paper | rule |", "|---|---|---|"]
     paper = lambda e: _cell(f"{e.title} ({e.authors})" if e.authors else e.title)
     rows = [f"| [`{e.name}`]({e.name}.md) | {paper(e)} | {_cell(e.summary)} |" for e in entries]
-    if front == "explore":
+    if slot == "search":
         from decodax.common.registry import FUNCTIONS
         rows += ["", "## Methods that are functions", "", "| call | paper | |", "|---|---|---|"]
         rows += [f"| `decodax.{e.name}` | {paper(e)} | {_cell(e.summary)} |" for e in FUNCTIONS.values()]
     return "\n".join([*lines, *rows, ""])
 
 
-def search_page(front: str, e: Any, guide: str) -> str:
+def search_page(slot: str, e: Any, guide: str) -> str:
     """One search over steps, or rule."""
     lines = [f"# {e.name}", "", *([f"*{e.title}*" + (f", {e.authors}" if e.authors else ""), ""] if e.title else []),
              f"{e.summary[:1].upper()}{e.summary[1:]}. See the guide [{guide[:-3]}](../{guide}).", "",
-             "## Example", "", "```python", search_example(front, e), "```", ""]
+             "## Example", "", "```python", search_example(slot, e), "```", ""]
     if e.options:
         lines += ["## Options", "", "| option | default |", "|---|---|"]
         lines += [f"| `{name}` | {_cell(str(value))} |" for name, value in e.options.items()] + [""]
@@ -245,28 +247,28 @@ def search_page(front: str, e: Any, guide: str) -> str:
     return "\n".join(lines + figures(e.name, (*FIGURES, guide)))
 
 
-def search_example(front: str, e: Any) -> str:
+def search_example(slot: str, e: Any) -> str:
     """A call that runs on a shipped model."""
     from decodax.search import CanvasExplorer
 
-    fills = front == "explore" and issubclass(e.make, CanvasExplorer)
+    fills = slot == "search" and issubclass(e.make, CanvasExplorer)
     needed = [name for name, option in e.options.items() if not option.optional]
     given = [(name, *STANDINS.get(name, ("", ""))) for name in needed]
     values = [value for _, _, value in given]
-    lines = ["import decodax as dx", *(["from decodax import select"] if "select." in "".join(values) else []), "",
-             f'lm = dx.load("{"pycode-diffusion" if fills else "pycode"}")']
+    lines = ["import decodax as dx", "", f'lm = dx.load("{"pycode-diffusion" if fills else "pycode"}")']
     if "SAMPLING" in "".join(values):
         lines.append("SAMPLING = dict(temperature=1.0, max_new_tokens=16)")
     for name, said, value in given:
         lines += [*([f"# yours: {said}"] if said else []), *([f"{name} = {value}"] if value else [])]
-    parts = [f'"{name}": {name}' for name in needed] + (['"n": 2, "simulations": 4, "every": 4'] if fills else [])
-    options = f", options={{{', '.join(parts)}}}" if parts else ""
-    how = ("n=4, temperature=0.8, max_new_tokens=16" if front == "choose" else
+    asks = ["lm"] if "lm" in inspect.signature(e.make).parameters else []
+    options = asks + [f"{name}={name}" for name in needed]
+    options += ["n=2", "simulations=4", "every=4"] if fills else \
+        ['until="\\n"', "step_tokens=12"] if slot == "search" else []
+    lines.append(f"{slot} = dx.{slot}.{e.identifier}({', '.join(options)})")
+    how = ("num_samples=4, temperature=0.8, max_new_tokens=16" if slot == "select" else
            'algorithm="llada:block_length=8", temperature=0.8, max_new_tokens=16' if fills else
-           'until="\\n", step_tokens=12, max_new_tokens=24, temperature=0.8')
-    call = f"out = dx.{front}("
-    return "\n".join([*lines, f'{call}lm, "def area(", "{e.name}"{options},', f"{' ' * len(call)}{how})",
-                      "print(out.text[0])"])
+           "temperature=0.8, max_new_tokens=24")
+    return "\n".join([*lines, f'out = dx.generate(lm, "def area(", {slot}={slot}, {how})', "print(out.text[0])"])
 
 
 def _value(value: Any) -> str:

@@ -1,71 +1,93 @@
-"""The examples of the guides run as they stand."""
+"""The examples of README and of the guides run as they stand, each page in one namespace, in order.
+
+A block that cannot run has a comment `<!-- not run: REASON -->` in the line above it. `docs/extending` has tests of its
+own.
+"""
 
 import re
-from pathlib import Path
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 import decodax as dx
-from decodax.common.registry import ALGORITHMS
+from decodax.common.registry import ALGORITHMS, SELECTS
 from decodax.engine.request import Request
+from tests.extending.pages import DOCS, blocks_of, run_file
 from tests.matrix import often
 
-DOCS = Path(__file__).parents[1] / "docs"
-GUIDE = DOCS / "low_level.md"
-OWN = ("low_level.md", "meshes.md", "scoring.md")
-"""Those with a test of their own."""
-
-
-def blocks(file: Path) -> list[str]:
-    return re.findall(r"^```python\n(.*?)```", file.read_text(), re.DOTALL | re.MULTILINE)
-
-
-@pytest.mark.wide(but=("planning.md",))
-@pytest.mark.parametrize("name", often(["training.md", "planning.md"], sorted(
-    file.name for file in DOCS.glob("*.md") if blocks(file) and file.name not in OWN)))
-def test_examples_run(name, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    names = {"__name__": __name__}
-    for i, block in enumerate(blocks(DOCS / name)):
-        exec(compile(block, f"{name}, block {i + 1}", "exec", dont_inherit=True), names)
-
-
 README = DOCS.parent / "README.md"
+PAGES = {path.name: path for path in (README, *sorted(DOCS.glob("*.md"))) if any(blocks_of(path))}
+
+QUICK = ("custom_model.md", "meshes.md", "planning.md", "scoring.md")
+USAGE = ("README.md", "coming_from.md", "constraints.md", "index.md", "jobs.md", "low_level.md", "sampling.md",
+         "search_steps.md", "select.md", "training.md", *QUICK)
 
 
-def run_readme(tmp_path, monkeypatch):
-    """README's blocks one after the other, as they stand; what they have named."""
+def low_level(names: dict[str, Any], printed: str) -> None:
+    assert np.asarray(names["s"].stats.rounds).tolist() == [3, 3]
+    assert names["out"].status[0].name in ("DEAD_END", "LENGTH", "EOS")
+    stopped, free = names["judged"]
+    plain = dx.generate(names["lm"], "def fib(n):", max_new_tokens=16)
+    assert stopped.status[0].name == "DEAD_END" and stopped.lengths[0] < 16     # by a random judge, after a while
+    assert free.text == plain.text
+
+
+def scoring(names: dict[str, Any], printed: str) -> None:
+    assert names["s"].count.tolist() == [len(names["lm"].tokenizer.encode(names["text"])) - 1]
+    assert "range(10): range(10):" in printed
+
+
+def readme(names: dict[str, Any], printed: str) -> None:
+    shown = re.findall(r"^```text\n(.*?)^```", README.read_text(), re.DOTALL | re.MULTILINE)
+    assert len(shown) == 1 and printed.strip("\n").startswith(shown[0].strip("\n"))
+
+
+CHECKS: dict[str, Callable[[dict[str, Any], str], None]] = {
+    "README.md": readme, "low_level.md": low_level, "scoring.md": scoring}
+"""What else holds of a page: from its names, and what it printed."""
+
+
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    """An empty folder for what pages write, and a registry that forgets what they enter."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(dx, "cache_programs", lambda: None)       # it holds for the whole process
-    names = {"__name__": __name__}
-    for i, block in enumerate(blocks(README)):
-        exec(compile(block, f"README.md, block {i + 1}", "exec", dont_inherit=True), names)
-    return names
+    known = set(ALGORITHMS)
+    yield
+    for name in set(ALGORITHMS) - known:
+        del ALGORITHMS[name]
 
 
-@pytest.mark.wide       # 45 s, most of it compiling
-def test_the_readme_runs(tmp_path, monkeypatch, capsys):
-    names = run_readme(tmp_path, monkeypatch)
-    assert names["out"].lengths.max() > 1 and len(capsys.readouterr().out) > 200
+@pytest.mark.wide(but=QUICK)
+@pytest.mark.parametrize("name", often(USAGE, PAGES))
+def test_the_examples_of_a_page_run(name, elsewhere, capsys):
+    names = run_file(PAGES[name])
+    if name in CHECKS:
+        CHECKS[name](names, capsys.readouterr().out)
 
 
-def test_the_readme_names_what_there_is(tmp_path, monkeypatch):
+def test_the_usage_pages_have_examples():
+    assert {*USAGE} <= {*PAGES} and not {*QUICK} & {*USAGE[:-len(QUICK)]}
+
+
+def test_the_readme_names_what_there_is(elsewhere, monkeypatch):
     """All that `generate` and `stream` are asked for there is read, with the models that are shipped."""
     asked = []
 
-    def read(lm, prompts, **options):
+    def read(lm, prompts, select=None, **options):
+        assert select is None or SELECTS.read(select)
         asked.append(Request.read(lm, prompts, **options))
         stats = SimpleNamespace(tokens_per_forward=1.0)
         return SimpleNamespace(text=asked[-1].prompts, status=[], stats=stats)
 
     monkeypatch.setattr(dx, "generate", read)
     monkeypatch.setattr(dx, "stream", lambda *given, **options: iter(read(*given, **options).status))
-    run_readme(tmp_path, monkeypatch)
+    run_file(README)
     found = [request.algorithm.name for request in asked]
-    assert len(blocks(README)) == 2 and len(found) == 6 and found[-1] == "MaskedDiffusion"
-    assert "dx.cache_programs()" in blocks(README)[0]
+    assert len(found) > 6 and found[-1] == "MaskedDiffusion"
 
 
 def test_a_batch_is_independent_of_its_order(tiny_model):
@@ -80,20 +102,6 @@ def test_a_batch_is_independent_of_its_order(tiny_model):
     assert draw(turned, request_ids=address(turned)) == plain[::-1]
     assert draw(prompts[1:2], request_ids=address(prompts[1:2])) == plain[1:2]
     assert draw(turned) != draw(prompts)[::-1]      # by place
-
-
-@pytest.mark.matrix
-def test_the_guide_to_the_low_level_runs():
-    names = {"__name__": __name__}
-    for block in re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL):
-        exec(compile(block, str(GUIDE), "exec", dont_inherit=True), names)
-    del ALGORITHMS["careful"]
-    assert np.asarray(names["s"].stats.rounds).tolist() == [3, 3]
-    assert names["out"].status[0].name in ("DEAD_END", "LENGTH", "EOS")
-    stopped, free = names["judged"]
-    plain = dx.generate(names["lm"], "def fib(n):", max_new_tokens=16)
-    assert stopped.status[0].name == "DEAD_END" and stopped.lengths[0] < 16     # by a random judge, after a while
-    assert free.text == plain.text
 
 
 def test_the_page_of_speculative_systems_has_each_under_one_name():
@@ -114,3 +122,27 @@ def test_the_page_of_speculative_systems_has_each_under_one_name():
 def test_a_role_without_weights_is_named():
     with pytest.raises(ValueError, match="no weights for 'judge'; there are some for target, guide"):
         dx.Params(target=1, others={"guide": 2}).role("judge")
+
+
+MADE = ("systems/", "caches/", "searches/", "rules/", "api/")
+"""Pages that `scripts/site.py` makes."""
+
+
+def anchors(text: str) -> set[str]:
+    titles = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE), re.MULTILINE)
+    return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", title.lower())).strip("-") for title in titles}
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "docs"])
+def test_links_between_pages_lead_somewhere(name):
+    pages = sorted((README.parent / name).rglob("*.md")) if name == "docs" else [README.parent / name]
+    lost = []
+    for page in pages:
+        for link in re.findall(r"\]\((?!https?:|#)([^)\s]+)\)", page.read_text()):
+            path, _, anchor = link.partition("#")
+            target = page.parent / path
+            if not (target.exists() or path.startswith(MADE)):
+                lost.append(f"{page.name}: {link}")
+            elif anchor and target.suffix == ".md" and target.exists() and anchor not in anchors(target.read_text()):
+                lost.append(f"{page.name}: {link}")
+    assert not lost

@@ -1,10 +1,14 @@
 from __future__ import annotations
 
 import importlib
+import re
 import tomllib
 from pathlib import Path
 
+import pytest
+
 import decodax
+from decodax.common.registry import SHELVES
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -34,3 +38,25 @@ def test_every_public_name_exists_and_is_listed() -> None:
         home = importlib.import_module(decodax._HOME[name])
         own = vars(home).get(name) or importlib.import_module(f"{home.__name__}.{name}")
         assert getattr(decodax, name) is own and name in dir(decodax)
+
+
+@pytest.mark.parametrize("shelf", ["algorithms", "caches", "search", "select", "constraints"])
+def test_every_name_is_a_function_of_its_namespace(shelf: str) -> None:
+    """`dx.select.mbr` is the rule, and not a module that happens to have its name."""
+    namespace = getattr(decodax, shelf)
+    modules = [name for name in SHELVES[shelf].identifiers() if not callable(getattr(namespace, name))]
+    assert modules == (["autoregressive"] if shelf == "algorithms" else [])     # `decodax.Autoregressive` is that one
+
+
+def test_the_metadata_say_what_is_supported() -> None:
+    project = PROJECT["project"]
+    versions = {c.rpartition(" ")[2] for c in project["classifiers"] if re.fullmatch(r"Programming .* 3\.\d+", c)}
+    assert project["requires-python"] == ">=3.11,<3.14" and versions == {"3.11", "3.12", "3.13"}
+    assert "Typing :: Typed" in project["classifiers"] and (ROOT / "decodax" / "py.typed").exists()
+    assert PROJECT["tool"]["setuptools"]["package-data"] == {"decodax": ["py.typed"], "decodax.models": ["zoo/*/*"]}
+    assert all((ROOT / name).exists() for name in (project["readme"], *project["license-files"]))
+
+
+def test_the_changelog_has_this_version_or_what_comes_next() -> None:
+    titles = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert titles[0] in ("Unreleased", decodax.__version__)

@@ -14,8 +14,8 @@ from decodax.cli.common import UsageError
 if TYPE_CHECKING:
     from decodax.common.registry import Entry
 
-KINDS = {"algorithms": "algorithm=", "caches": "cache=", "searches": "dx.explore", "selects": "dx.choose",
-         "functions": "called as dx.NAME(...)", "constraints": "arguments of dx.generate", "formats": "weights=",
+KINDS = {"algorithms": "algorithm=", "caches": "cache=", "searches": "search=", "selects": "select=",
+         "functions": "called as decodax.NAME(...)", "constraints": "constraint=", "formats": "weights=",
          "models": "dx.load"}
 """Listings, and where their names are taken."""
 

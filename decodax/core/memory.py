@@ -81,7 +81,7 @@ def grows(algorithm: Algorithm, model: Model) -> bool:
     bare: Any = algorithm.bare()
     network: Any = model
     cache = type(_cache(bare, network, 1, 256))
-    return cache.settled is Cache.settled and cache.prefill_cache is Cache.prefill_cache
+    return cache.finish_prefill is Cache.finish_prefill and cache.prefill_cache is Cache.prefill_cache
 
 
 def power(n: int) -> int:

@@ -50,7 +50,7 @@ SLOT_OF = {
     "banned_phrases": f"{_CONSTRAINT}phrases(banned=...) takes them",
     "constraint_after": "a constraint has .after(text)", **dict.fromkeys(beams.ARGUMENTS, _BEAMS),
     "penalty_alpha": "algorithm=decodax.algorithms.contrastive_search(...) is contrastive search",
-    "dola_layers": "decodax.contrastive.dola(lm, layers) is the model that decodes so"}
+    "dola_layers": "decodax.algorithms.contrastive.dola(lm, layers) is the model that decodes so"}
 """What takes the place of each of `NAMED` in Python."""
 
 ONE_ROW = ("num_samples", "num_return_sequences", "batch_size", "progress")

@@ -7,9 +7,9 @@ says which row goes on from which, `Forks.feed` puts text behind rows, and `Fork
 from typing import Any
 
 from decodax.common.registry import SEARCHES
-from decodax.search.apar import APAR, Thread
 from decodax.search.apar_data import Tuning, from_apar, outline, to_apar
 from decodax.search.beam import AStar, StepBeams, mean_shortfall
+from decodax.search.branches import APAR, Thread
 from decodax.search.canvases import Canvases
 from decodax.search.desel import desel, separated
 from decodax.search.diffusion_tree import DTS, DTSStar

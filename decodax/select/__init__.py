@@ -3,6 +3,7 @@
 from typing import Any
 
 from decodax.common.registry import SELECTS
+from decodax.select.bayes_risk import MBR, AggregateMBR, LowRankMBR, PruningMBR
 from decodax.select.best import BestOfN, Likelihood, QualityAware, allocate
 from decodax.select.candidates import Candidates, Choice, Chosen, SelectionRule, choose
 from decodax.select.consensus import Asked, Corrected, EquilibriumRanking, equilibrium
@@ -10,7 +11,6 @@ from decodax.select.edits import coverage, insert, pass_at_k, resolve_edits
 from decodax.select.evidence import XMBR, CalibratedBestOfN, Sampled, calibrated
 from decodax.select.finish import FirstFinish
 from decodax.select.hierarchy import Hierarchy, best_expected, classify
-from decodax.select.mbr import MBR, AggregateMBR, LowRankMBR, PruningMBR
 from decodax.select.pairs import PairRanker
 from decodax.select.report import Alignment, Faithfulness, alignment, faithfulness
 from decodax.select.utilities import chrf, exact, token_f1

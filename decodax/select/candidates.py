@@ -227,7 +227,7 @@ def choose(lm: LM | str | os.PathLike[str], prompts: Any, by: str | SelectionRul
     """
     lm, n, options = text_model(lm, "rules choose among texts"), whole("n", n, 1), options_of(options)
     sampling = without("choose", sampling, dict.fromkeys(("num_samples", "num_return_sequences"), "give n"))
-    rule = SELECTS.make(by, **options) if isinstance(by, str) else by
+    rule = SELECTS.make(by, lm, **options) if isinstance(by, str) else by
     if not isinstance(rule, SelectionRule):
         raise TypeError(f"by: got {type(rule).__name__}, takes a rule or the name of one")
     if not isinstance(by, str) and options:

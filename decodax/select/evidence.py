@@ -11,9 +11,9 @@ import numpy as np
 from decodax.common.registry import SELECTS
 from decodax.engine.methods import text_model
 from decodax.front.generate import generate
+from decodax.select.bayes_risk import Utility, pair_utilities
 from decodax.select.best import Reward
 from decodax.select.candidates import Candidates, SelectionRule
-from decodax.select.mbr import Utility, pair_utilities
 from decodax.select.utilities import chrf
 
 Texts = Callable[[Any], Sequence[str]]

@@ -33,7 +33,8 @@ from decodax.sharding.lanes import divisible
 from decodax.sharding.place import DATA
 
 
-@FUNCTIONS.register("weave", "TokenWeave: Efficient Compute-Communication Overlap for Distributed LLM Inference",
+@FUNCTIONS.register("sharding.weave",
+                    "TokenWeave: Efficient Compute-Communication Overlap for Distributed LLM Inference",
                     "Gond, Kwatra and Ramjee 2025",
                     "two halves of a batch, one of which computes while the other sends")
 def weave(alg: Algorithm, model: Model, params: Params, policy: Any, s: State, max_rounds: Array | int,

@@ -243,11 +243,3 @@ def test_another_constraint_of_the_same_size_compiles_nothing(lm: LM) -> None:
 
 def test_languages_are_made_once() -> None:
     assert json_schema(PERSON) is json_schema(json.dumps(PERSON)) and regex("a").accepts(b"a")
-
-
-@pytest.mark.matrix
-def test_the_guide_runs_as_it_stands() -> None:
-    guide = Path(__file__).parents[2] / "docs" / "constraints.md"
-    names: dict[str, Any] = {"__name__": "guide"}
-    for block in re.findall(r"```python\n(.*?)```", guide.read_text(), re.DOTALL):
-        exec(compile(block, str(guide), "exec", dont_inherit=True), names)

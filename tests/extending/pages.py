@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,19 +17,31 @@ def run_page(name: str) -> dict[str, Any]:
     return run_file(DOCS / "extending" / f"{name}.md")
 
 
+def blocks_of(path: Path) -> Iterator[tuple[int, str]]:
+    """Yields the ```python blocks of a Markdown file, each with the number of lines above it, but for those whose line
+    above says `<!-- not run: REASON -->`.
+
+    Raises:
+        ValueError: such a comment that is not above a block.
+    """
+    text = path.read_text()
+    blocks = list(re.finditer(r"^(<!-- not run: \S[^\n]* -->\n)?```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE))
+    if sum(block[1] is not None for block in blocks) != text.count("<!-- not run"):
+        raise ValueError(f"{path}: a comment 'not run' is not in the line above a block")
+    yield from ((text[:block.start(2)].count("\n"), block[2]) for block in blocks if block[1] is None)
+
+
 def run_file(path: Path) -> dict[str, Any]:
-    """Executes all ```python blocks of a Markdown file in one namespace, and returns the namespace.
+    """Executes the blocks of a Markdown file in one namespace, and returns the namespace.
 
     The namespace is that of a module, since a dataclass looks up the one that it is defined in. Lines of an error are
     lines of the page.
     """
-    text = path.read_text()
     module = ModuleType(f"{path.parent.name}_{path.stem}")
     sys.modules[module.__name__] = module
     names = vars(module)
-    blocks = list(re.finditer(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE))
+    blocks = list(blocks_of(path))
     assert blocks, f"{path} has no python block"
-    for block in blocks:
-        above = text[:block.start(1)].count("\n")
-        exec(compile("\n" * above + block[1], str(path), "exec", dont_inherit=True), names)
+    for above, source in blocks:
+        exec(compile("\n" * above + source, str(path), "exec", dont_inherit=True), names)
     return names

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -315,14 +314,3 @@ def test_a_mesh_gives_the_scores_of_one_device(lm: dx.LM, scores: dx.Scores, kin
         np.testing.assert_allclose(found.logprobs[i], scores.logprobs[i], atol=1e-5)
         np.testing.assert_array_equal(found.greedy[i], scores.greedy[i])
         np.testing.assert_array_equal(found.top_ids[i], scores.top_ids[i])
-
-
-@pytest.mark.matrix
-def test_the_guide_to_scoring_runs() -> None:
-    guide = Path(__file__).parents[2] / "docs" / "scoring.md"
-    names: dict[str, Any] = {}
-    for i, block in enumerate(re.findall(r"```python\n(.*?)```", guide.read_text(), re.DOTALL)):
-        exec(compile(block, str(guide), "exec", dont_inherit=True), names)
-        if i == 1:
-            assert names["s"].sum.argmax() == 0 and names["s"].is_greedy.tolist() == [False] * 3
-    assert names["s"].count.tolist() == [len(names["lm"].tokenizer.encode(names["text"])) - 1]

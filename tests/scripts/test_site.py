@@ -53,7 +53,7 @@ SEARCHES = [(front, entry) for front, table, _ in site._searches().values() for 
 @pytest.mark.wide
 @pytest.mark.parametrize(("front", "entry"), often(SEARCHES[:1], SEARCHES), ids=lambda x: getattr(x, "name", x))
 def test_examples_of_searches_run(front, entry, capsys):
-    page = site.search_page(front, entry, "explore.md")
+    page = site.search_page(front, entry, "search_steps.md")
     assert page.startswith(f"# {entry.name}\n") and all(f"`{option}`" in page for option in entry.options)
     exec(compile(site.search_example(front, entry), entry.name, "exec", dont_inherit=True), {})
     assert capsys.readouterr().out

@@ -22,7 +22,7 @@ import decodax as dx
 from decodax import search
 from decodax.core.state import Status
 from decodax.io.text import Tokenizer
-from decodax.search.apar import stitched
+from decodax.search.branches import stitched
 from decodax.search.forks import BY_TEXT, Forks
 from tests.algorithms.contrastive.test_contrastive import PROMPTS, net
 from tests.matrix import often

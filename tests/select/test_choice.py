@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -202,11 +201,6 @@ def test_candidates_are_checked() -> None:
         assert dataclasses.is_dataclass(entry.make) and entry.summary
 
 
-@pytest.mark.wide
-def test_the_guide_runs() -> None:
-    guide = Path(__file__).parents[2] / "docs" / "choice.md"
-    names: dict[str, object] = {"__name__": __name__}
-    for block in re.findall(r"```python\n(.*?)```", guide.read_text(), re.DOTALL):
-        exec(compile(block, str(guide), "exec", dont_inherit=True), names)
-    for name in (*select.names(), "first-finish"):
-        assert f"| `{name}` |" in guide.read_text()
+def test_the_guide_has_every_rule() -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "select.md").read_text()
+    assert all(f"| `{name}` |" in guide for name in (*select.names(), "first-finish"))

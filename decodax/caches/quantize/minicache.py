@@ -91,7 +91,7 @@ class MiniCacheCache(Tail):
 
     prompt: tuple[Array, ...]
     pairs: tuple[tuple[SharedDirections, SharedDirections], ...]
-    start: Array        # type: ignore[misc]
+    start: Array
     kv: tuple[Array, ...]
     length: Array
     given: PyTree

@@ -125,7 +125,7 @@ class QAQCache(Tail):
 
     pools: tuple[tuple[Pool, Pool], ...]
     kv: tuple[Array, ...]
-    start: Array        # type: ignore[misc]
+    start: Array
     length: Array
     given: PyTree
     shapes: tuple[KVLayer, ...] = static()

@@ -225,7 +225,9 @@ class PromptToQuantize(Wrapper):
         return self.replace(base=base, gathered=gathered)
 
     def load_prefix(self, kv: Sequence[Array], length: Array) -> PromptToQuantize:
-        return super().load_prefix(kv, length) if self._gathers else self.replace(base=self.base.load_prefix(kv, length))
+        if self._gathers:
+            return super().load_prefix(kv, length)
+        return self.replace(base=self.base.load_prefix(kv, length))
 
     def finish_prefill(self, prompt: ReadPrompt) -> Cache:     # type: ignore[override]
         base = self.base

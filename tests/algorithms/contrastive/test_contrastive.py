@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -149,9 +148,3 @@ def test_candidates_do_not_depend_on_batch_mates() -> None:
     for i, prompt in enumerate(PROMPTS):
         alone = dx.generate(net(), prompt, algorithm=ContrastiveSearch(16, 0.5, 3), max_new_tokens=10)
         assert alone.row(0).tolist() == together.row(i).tolist()
-
-
-@pytest.mark.matrix
-def test_the_guide_runs_as_it_stands() -> None:
-    guide = (Path(__file__).parents[3] / "docs" / "sampling.md").read_text()
-    exec("\n".join(re.findall(r"```python\n(.*?)```", guide, re.DOTALL)), {})

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -47,8 +48,13 @@ def test_without_a_penalty_it_is_greedy_decoding_and_says_what_it_takes() -> Non
 
 
 def roster() -> dict[str, str]:
-    table = GUIDE.split("## The roster")[1].split("\n## ")[0]
+    table = GUIDE.split("## Methods at a glance")[1].split("\n## ")[0]
     return dict(re.findall(r"^\| ([^|]+?) \| `([^`]+)`[^|]*\|$", table, re.MULTILINE))
+
+
+def given(name: str, small: dx.LM) -> dict[str, Any]:
+    """The arguments of `generate` that the guide has for a method; `lm` is the model."""
+    return {"lm": net(), **eval(f"dict({roster()[name]})", {"dx": dx, "lm": net(), "small": small})}
 
 
 def test_the_roster_is_whole() -> None:
@@ -56,16 +62,12 @@ def test_the_roster_is_whole() -> None:
     assert names == ["greedy", "temperature sampling", "top-k", "top-p", "locally typical", "eta", "mirostat",
                      "beam search", "diverse beam search", "contrastive search", "contrastive decoding", "FSD", "FSD-d",
                      "DoLa"]
-    for name, arguments in roster().items():
-        given = eval(f"dict({arguments})")
-        lm = dx.algorithms.contrastive.contrast(net(), net(), **given) if name == "contrastive decoding" else net()
-        Request.read(lm, PROMPTS, **({} if name == "contrastive decoding" else given))
+    for name in roster():
+        Request.read(prompts=PROMPTS, **given(name, net()))
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", list(roster()))
 def test_the_roster_runs(name: str) -> None:
-    given = eval(f"dict({roster()[name]})")
-    lm = dx.algorithms.contrastive.contrast(net(), net(1, 3), **given) if name == "contrastive decoding" else net()
-    out = dx.generate(lm, PROMPTS, max_new_tokens=4, **({} if name == "contrastive decoding" else given))
+    out = dx.generate(prompts=PROMPTS, max_new_tokens=4, **given(name, net(1, 3)))
     assert len(out) == 3 and (out.lengths > 0).all()

@@ -22,7 +22,6 @@ from decodax.io.load import LM
 from decodax.sampling import build
 from decodax.sharding import lanes, place
 from tests.caches.test_policies import DEEP, LOOKUP, SMALL
-from tests.extending.pages import DOCS, run_file
 from tests.matrix import often
 
 pytestmark = pytest.mark.mesh
@@ -105,8 +104,3 @@ def test_lanes_attend_a_divided_cache() -> None:
     want = dx.generate(DEEP, PROMPTS, max_new_tokens=[3, 9, 20, 12])
     for i, prompt in enumerate(PROMPTS):
         assert done.tokens[i, len(prompt):done.length[i]].tolist() == want.tokens[i, :want.lengths[i]].tolist()
-
-
-@pytest.mark.matrix
-def test_the_guide_to_meshes_runs() -> None:
-    run_file(DOCS / "meshes.md")

@@ -25,6 +25,6 @@ def quantspec(lm: Any, group: Count = 128, length: Count = 4, weights: str | Non
         lm: the target. group: tokens that share a scale. length: drafts a round.
         weights: format of the weights that draft; None: the target's own weights.
     """
-    cache = QuantizedConfig(HierarchicalAffine(group), group, "quantspec")
+    cache = QuantizedConfig(QuantSpecCodec(group), group, "quantspec")
     packed = None if weights is None else quantize(lm, weights)
     return Speculative(OwnCache(lm, cache, True, packed), shape=Chain(length))
