@@ -16,6 +16,7 @@ from decodax.common.struct import short
 from decodax.engine.batch import Job
 from decodax.engine.request import Request
 from decodax.front.infill import Infilled
+from decodax.front.serve import Served
 from decodax.jobs.batch import _said
 from decodax.models import adapters
 from decodax.sampling import Temperature
@@ -39,7 +40,7 @@ def objects(lm: dx.LM, job: Job) -> dict[str, Any]:
     return {
         "lm": lm, "result": result, "statistics": result.stats, "request": job.request, "job": job, "state": job.state,
         "params": job.params, "policy": job.policy, "cache": job.state.cache, "stream": stream,
-        "tokenizer": lm.tokenizer, "logprobs": dx.LogProbs(big, big, big, big), "served": dx.Served(0, None, result),
+        "tokenizer": lm.tokenizer, "logprobs": dx.LogProbs(big, big, big, big), "served": Served(0, None, result),
         "scores": dx.score(lm, [[1, 2, 3]] * 30), "prefix": dx.caches.Prefix(tuple(range(900)), (big,) * 40),
         "adapter": lm.with_adapters({"a": adapters.init(lm.params, jax.random.key(0), rank=2)}),
         "draft": dx.drafts.DraftModel(lm), "speculative": dx.Speculative(dx.drafts.DraftModel(lm)),

@@ -17,6 +17,7 @@ from jax.sharding import AxisType
 import decodax as dx
 from decodax.cli import main
 from decodax.front import score
+from decodax.front.score import Scores
 from decodax.io.spans import spans
 from decodax.io.text import Tokenizer
 from decodax.models import Transformer, llama
@@ -38,7 +39,7 @@ def lm() -> dx.LM:
 
 
 @pytest.fixture(scope="module")
-def scores(lm: dx.LM) -> dx.Scores:
+def scores(lm: dx.LM) -> Scores:
     return dx.score(lm, TEXTS, chunk=CHUNK, batch_size=4, top_logprobs=3)
 
 
@@ -54,7 +55,7 @@ def exact(lm: dx.LM) -> np.ndarray:
     return np.asarray(jax.nn.log_softmax(jax.jit(lm.model.forward)(lm.params, padded)))
 
 
-def equal(a: dx.Scores, b: dx.Scores, rows: list[int] | None = None) -> None:
+def equal(a: Scores, b: Scores, rows: list[int] | None = None) -> None:
     """The rows of `b` are those of `a`, bit for bit."""
     for name in ("logprobs", "tokens", "greedy", "top_ids", "top"):
         one, other = getattr(a, name), getattr(b, name)
@@ -64,7 +65,7 @@ def equal(a: dx.Scores, b: dx.Scores, rows: list[int] | None = None) -> None:
 
 
 @pytest.mark.wide
-def test_figures_are_those_of_a_full_forward(scores: dx.Scores, exact: np.ndarray) -> None:
+def test_figures_are_those_of_a_full_forward(scores: Scores, exact: np.ndarray) -> None:
     for i, text in enumerate(TEXTS):
         rows, after = exact[i, :len(text) - 1], text[1:]
         assert scores.tokens[i].tolist() == after
@@ -92,7 +93,7 @@ def test_figures_are_those_of_transformers(family: str, tmp_path: Path) -> None:
         np.testing.assert_allclose(logprobs, expected.numpy(), atol=1e-5)
 
 
-def test_batch_mates_and_their_order_do_not_show(lm: dx.LM, scores: dx.Scores) -> None:
+def test_batch_mates_and_their_order_do_not_show(lm: dx.LM, scores: Scores) -> None:
     options: dict[str, Any] = dict(chunk=CHUNK, batch_size=4, top_logprobs=3)
     backwards = list(range(len(TEXTS)))[::-1]
     equal(scores, dx.score(lm, [TEXTS[i] for i in backwards], **options), backwards)
@@ -100,7 +101,7 @@ def test_batch_mates_and_their_order_do_not_show(lm: dx.LM, scores: dx.Scores) -
         equal(scores, dx.score(lm, TEXTS[i], **options), [i])
 
 
-def test_chunks_and_batches_change_no_more_than_rounding(lm: dx.LM, scores: dx.Scores) -> None:
+def test_chunks_and_batches_change_no_more_than_rounding(lm: dx.LM, scores: Scores) -> None:
     for a, b in zip(dx.score(lm, TEXTS, chunk=32, batch_size=3).logprobs, scores.logprobs, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
 
@@ -130,7 +131,7 @@ def test_the_logits_of_a_window_are_never_all_there() -> None:
     assert program.memory_analysis().temp_size_in_bytes < 3 * score.LOGITS
 
 
-def test_a_continuation_is_scored_alone(lm: dx.LM, scores: dx.Scores) -> None:
+def test_a_continuation_is_scored_alone(lm: dx.LM, scores: Scores) -> None:
     pairs = [(text[:k], text[k:]) for text, k in zip(TEXTS, (1, 4, 2, 20, 7, None, 16, 1), strict=True) if k]
     found = dx.score(lm, pairs, chunk=CHUNK, batch_size=4)
     rows = [i for i in range(len(TEXTS)) if LENGTHS[i] > 1]
@@ -140,7 +141,7 @@ def test_a_continuation_is_scored_alone(lm: dx.LM, scores: dx.Scores) -> None:
     np.testing.assert_allclose(found.sum, [x.sum() for x in found.logprobs], rtol=1e-6)
 
 
-def test_a_window_scores_a_long_text_in_pieces(lm: dx.LM, scores: dx.Scores) -> None:
+def test_a_window_scores_a_long_text_in_pieces(lm: dx.LM, scores: Scores) -> None:
     text = TEXTS[3]
     pieces = dx.score(lm, [text[:11], text[10:21], (text[19:21], text[21:])], chunk=CHUNK, batch_size=4)
     found = dx.score(lm, [text, TEXTS[1]], window=10, chunk=CHUNK, batch_size=4)
@@ -149,7 +150,7 @@ def test_a_window_scores_a_long_text_in_pieces(lm: dx.LM, scores: dx.Scores) -> 
     assert found.tokens[0].tolist() == text[1:]
 
 
-def test_sums_means_and_perplexities(scores: dx.Scores) -> None:
+def test_sums_means_and_perplexities(scores: Scores) -> None:
     assert len(scores) == len(TEXTS)
     assert scores.count.tolist() == [n - 1 for n in LENGTHS]
     one = LENGTHS.index(1)
@@ -208,7 +209,7 @@ def test_a_chat_is_scored_by_its_template(tiny_model: Path) -> None:
     np.testing.assert_allclose(found.bits_per_byte, -found.sum / np.log(2) / [6, found.bytes[1]])
 
 
-def test_what_follows_a_nan_has_no_probability(lm: dx.LM, scores: dx.Scores) -> None:
+def test_what_follows_a_nan_has_no_probability(lm: dx.LM, scores: Scores) -> None:
     token = TEXTS[3][25]                                                   # in the last of four windows
     broken = {**lm.params, "embed": lm.params["embed"].at[token].set(jnp.nan)}
     with pytest.warns(UserWarning, match=r"texts\[3\]: the model's logits hold a NaN or \+inf"):
@@ -223,7 +224,7 @@ def test_what_follows_a_nan_has_no_probability(lm: dx.LM, scores: dx.Scores) -> 
             assert np.isnan(found.logprobs[i][sound:]).all() and np.isnan(found.sum[i]) and not found.is_greedy[i]
 
 
-def test_a_token_that_is_not_in_a_text_cannot_break_it(lm: dx.LM, scores: dx.Scores) -> None:
+def test_a_token_that_is_not_in_a_text_cannot_break_it(lm: dx.LM, scores: Scores) -> None:
     """Rows are padded with what they hold."""
     broken = {**lm.params, "embed": lm.params["embed"].at[0].set(jnp.nan)}
     found = dx.score(dataclasses.replace(lm, params=broken), TEXTS[1], chunk=CHUNK, batch_size=4)
@@ -306,7 +307,7 @@ def test_the_command_line_scores_files_and_lines(
 
 @pytest.mark.mesh
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_a_mesh_gives_the_scores_of_one_device(lm: dx.LM, scores: dx.Scores, kind: AxisType) -> None:
+def test_a_mesh_gives_the_scores_of_one_device(lm: dx.LM, scores: Scores, kind: AxisType) -> None:
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind,) * 2)
     wide = dataclasses.replace(lm, mesh=mesh, params=jax.device_put(lm.params, lm.model.shardings(mesh)))
     found = dx.score(wide, TEXTS, chunk=CHUNK, batch_size=3, top_logprobs=3)

@@ -17,6 +17,7 @@ from decodax import jobs
 from decodax.engine.batch import BatchShape
 from decodax.engine.request import Request
 from decodax.engine.slots import Slots
+from decodax.front.serve import Served
 from tests.caches.test_policies import SMALL
 from tests.jobs.test_slots import PROMPTS
 
@@ -40,8 +41,8 @@ def test_a_source_without_an_end_is_served() -> None:
 
 
 def test_it_goes_with_asyncio() -> None:
-    async def served(prompts: list[Any]) -> AsyncIterator[dx.Served]:
-        answers: Iterator[dx.Served] = dx.serve(SMALL, prompts, slots=2, max_new_tokens=3)
+    async def served(prompts: list[Any]) -> AsyncIterator[Served]:
+        answers: Iterator[Served] = dx.serve(SMALL, prompts, slots=2, max_new_tokens=3)
         while (one := await asyncio.to_thread(next, answers, None)) is not None:
             yield one
 
@@ -76,7 +77,7 @@ def test_an_error_names_the_prompt_once() -> None:
     assert str(one.error).startswith("prompts[0]: got None")
 
 
-def tokens(one: dx.Served) -> list[int]:
+def tokens(one: Served) -> list[int]:
     assert one.result is not None
     return one.result.row(0).tolist()
 

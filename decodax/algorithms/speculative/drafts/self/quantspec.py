@@ -9,6 +9,7 @@ from decodax.algorithms.speculative.algorithm import Speculative
 from decodax.algorithms.speculative.drafts.self.own_cache import OwnCache
 from decodax.algorithms.speculative.fixed_trees import Chain
 from decodax.caches.quantize.quantized import QuantizedConfig
+from decodax.caches.quantize.quantspec import QuantSpecCodec
 from decodax.common.options import Count
 from decodax.common.registry import ALGORITHMS
 from decodax.io.quantize import quantize
