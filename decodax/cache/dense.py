@@ -19,6 +19,7 @@ from decodax.cache.key_values import KeyValues, empty_kv, key_widths
 from decodax.common.axes import DATA, MODEL, shardwise
 from decodax.common.struct import static, struct
 from decodax.core.cache import ALL, Entries, Feature, PyTree
+from decodax.core.capabilities import LoadsPrefix, Truncates
 from decodax.pallas_kernels.window_attention import Bias, window_attention
 
 BLOCK = 32
@@ -26,7 +27,7 @@ BLOCK = 32
 
 
 @struct
-class Dense(KeyValues):
+class Dense(KeyValues, LoadsPrefix, Truncates):
     """A contiguous cache. An entry is a pair of a key `f[B, W, G, d]` and a value `f[B, W, G, e]`.
 
     Attributes:
@@ -57,10 +58,11 @@ class Dense(KeyValues):
                    for held, entry in zip(self.kv, entries, strict=True))
         return self.replace(kv=kv, length=jnp.maximum(self.length, slots.max(1) + 1))
 
-    def succeed(self, rows: Array) -> Dense:
-        # where they lie, block by block as far as the longest row, and not at all where each row goes on from itself
-        if not self.capacity:
-            return self.select(rows)
+    def select(self, rows: Array) -> Dense:
+        # as many rows as there are move where they lie, block by block as far as the longest row, and not at all if
+        # each row goes on from itself
+        if not self.capacity or rows.shape != self.length.shape:
+            return super().select(rows)
         block = BLOCK if self.capacity % BLOCK == 0 else self.capacity
         stays = (rows == jnp.arange(rows.shape[0], dtype=rows.dtype)).all()
         blocks = jnp.where(stays, 0, -(-self.length.max() // block)).astype(jnp.int32)
@@ -72,7 +74,7 @@ class Dense(KeyValues):
         return self.replace(kv=jax.lax.fori_loop(jnp.int32(0), blocks, move, self.kv), length=self.length[rows],
                             given=jax.tree.map(lambda x: x[rows], self.given))
 
-    def load_prefix(self, kv: Sequence[Array], length: Array) -> Dense:
+    def load_prefix(self, kv: Sequence[Array], length: Array, reuse: tuple[Array, Array] | None = None) -> Dense:
         put = lambda held, new: jax.lax.dynamic_update_slice_in_dim(held, new.astype(held.dtype), 0, 2)
         return self.replace(kv=tuple(map(put, self.kv, kv)), length=length)
 

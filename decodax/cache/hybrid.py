@@ -8,13 +8,14 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from decodax.cache.wrapper import Wrapper
+from decodax.cache.wrapper import Combined
 from decodax.common.struct import static, struct
-from decodax.core.cache import Cache, Entries, Feature, PyTree, ReadPrompt
+from decodax.core.cache import Cache, Entries, PyTree
+from decodax.core.capabilities import ReadPrompt, draft_view
 
 
 @struct
-class PerLayer(Wrapper):
+class PerLayer(Combined):
     """`base`, which holds the layers with keys and values, and `linear`, which holds the others: `LinearStates`, or
     `Recurrent` where the model asks for its walk. Both take in what is committed, and rows go through both alike.
 
@@ -22,21 +23,19 @@ class PerLayer(Wrapper):
         where: static; for each layer whether it lies in `linear`, and its number there or in `base`.
     """
 
+    members = ("base", "linear")
+
     base: Any
     linear: Any
     where: tuple[tuple[bool, int], ...] = static()
-
-    @property
-    def supports(self) -> frozenset[Feature]:       # type: ignore[override]
-        return self.base.supports & self.linear.supports
 
     @property
     def capacity(self) -> int:
         return self.linear.capacity
 
     @property
-    def reads(self) -> int | None:
-        if self.base.reads is not None:
+    def layers_read(self) -> int | None:
+        if super().layers_read is not None:
             raise ValueError("cache: this kind reads a prompt with a model's first layers, or in a way of its own; "
                              "takes a model whose layers all have keys and values")
         return None
@@ -55,21 +54,14 @@ class PerLayer(Wrapper):
         """Those of the layers that lie in `linear`, or of the others."""
         return [entry for entry, (own, _) in zip(entries, self.where, strict=True) if own == linear]
 
-    def select(self, rows: Array) -> PerLayer:
-        return self.replace(base=self.base.select(rows), linear=self.linear.select(rows))
-
-    def succeed(self, rows: Array) -> PerLayer:
-        return self.replace(base=self.base.succeed(rows), linear=self.linear.succeed(rows))
-
     def finish_prefill(self, prompt: ReadPrompt) -> PerLayer:
-        return self.replace(base=self.base.finish_prefill(_alone(prompt)))
+        return super().finish_prefill(_alone(prompt))
 
     def refresh(self, text: ReadPrompt, rows: Array) -> PerLayer:
-        return self.replace(base=self.base.refresh(_alone(text), rows))
+        return super().refresh(_alone(text), rows)
 
-    @property
-    def view(self) -> Cache:
-        return self.replace(base=self.base.view)
+    def draft_view(self, kind: Any = None) -> Cache:
+        return self.replace(base=draft_view(self.base, kind))
 
 
 def _alone(prompt: ReadPrompt) -> ReadPrompt:

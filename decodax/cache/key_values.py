@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from decodax.cache.scratch import Scratch
-from decodax.core.cache import Cache, CacheConfig, Draftable, Entries, PyTree
+from decodax.core.cache import Cache, CacheConfig, Entries, PyTree
+from decodax.core.capabilities import Draftable, DraftBase
 
 
 class KVLayer(NamedTuple):
@@ -38,7 +39,7 @@ class KVLayer(NamedTuple):
         return self.width + (self.width if self.value_width is None else self.value_width)
 
 
-class KeyValues(Cache):
+class KeyValues(DraftBase):
     """A cache whose entries are pairs of a key and a value, for `Dense` and `Slotted`.
 
     Attributes:

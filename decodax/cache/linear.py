@@ -22,7 +22,8 @@ from jax import Array, lax
 
 from decodax.cache.scratch import Scratch
 from decodax.common.struct import Struct, static, struct
-from decodax.core.cache import Draftable, Entries, Feature, PyTree, Sized
+from decodax.core.cache import Entries, Feature, PyTree, Sized
+from decodax.core.capabilities import Draftable, DraftBase
 
 BLOCK = 64
 """Nodes of a prompt whose weights for one another are computed at once."""
@@ -283,7 +284,7 @@ def _blocks(x: Array) -> Array:
 
 
 @struct
-class LinearStates(Sized):
+class LinearStates(Sized, DraftBase):
     """The state of each layer of linear attention after the verified text. An entry is a pair of a key and a value.
 
     Attributes:

@@ -20,7 +20,7 @@ from decodax.cache.key_values import KeyValues, KVConfig, KVLayer, empty_kv, key
 from decodax.common.options import Count, check_options
 from decodax.common.registry import CACHES
 from decodax.common.struct import static, struct
-from decodax.core.cache import Cache, Entries, PyTree
+from decodax.core.cache import Cache, Entries, Layout, PyTree
 from decodax.pallas_kernels.window_attention import Bias, window_attention
 
 
@@ -41,7 +41,7 @@ class PagedCache(KeyValues):
     widths: tuple[int, ...] = static()
 
     supports = frozenset({"trees", "subsets"})
-    by_row = False
+    layout = Layout(by_row=False)
 
     @property
     def pages(self) -> int:

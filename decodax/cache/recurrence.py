@@ -22,7 +22,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from decodax.common.struct import Struct, static, struct
-from decodax.core.cache import Draftable, Entries, Feature, PyTree, Sized
+from decodax.core.cache import Entries, Feature, PyTree, Sized
+from decodax.core.capabilities import Draftable, DraftBase
 from decodax.core.window import Window, take
 
 LEAST = -64.0
@@ -50,7 +51,7 @@ class Factors(Struct):
 
 
 @struct
-class LinearRecurrent(Sized):
+class LinearRecurrent(Sized, DraftBase):
     """The state of each linear recurrence after the verified text.
 
     Attributes:

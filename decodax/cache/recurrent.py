@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from decodax.common.struct import static, struct
-from decodax.core.cache import Draftable, Entries, Feature, PyTree, Sized
+from decodax.core.cache import Entries, Feature, PyTree, Sized
+from decodax.core.capabilities import Draftable, DraftBase
 from decodax.core.window import Window, take
 
 Step = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
@@ -28,7 +29,7 @@ Along = Callable[[PyTree, PyTree, Array], tuple[PyTree, PyTree]]
 
 
 @struct
-class Recurrent(Sized):
+class Recurrent(Sized, DraftBase):
     """The state of each recurrent layer after the verified text.
 
     Attributes:

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from decodax.common.struct import Struct, struct
-from decodax.core.cache import Cache, Draftable, Entries
+from decodax.core.cache import Cache, Entries
+from decodax.core.capabilities import Draftable
 from decodax.core.window import Window
 
 

@@ -12,11 +12,12 @@ from jax import Array
 from decodax.cache.dense import write
 from decodax.cache.key_values import KVConfig
 from decodax.cache.scratch import Scratch
-from decodax.core.cache import Draftable, Entries, Sized
+from decodax.core.cache import Entries, Sized
+from decodax.core.capabilities import Draftable, DraftBase
 from decodax.pallas_kernels.window_attention import window_attention_lse
 
 
-class Tail(Sized):
+class Tail(Sized, DraftBase):
     """Holds later tokens. Derive a `@struct` with these fields, and one for the beginning; write `attend`.
 
     Attributes:

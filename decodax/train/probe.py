@@ -15,6 +15,7 @@ from decodax.caches.evict.evicting import Evicting, Eviction
 from decodax.caches.evict.h2o import Accumulated
 from decodax.caches.evict.selection import Top
 from decodax.caches.evict.snapkv import WindowAttention
+from decodax.core.capabilities import prefill_cache
 from decodax.core.loaded import network_of
 from decodax.core.types import Model
 from decodax.core.window import causal
@@ -118,7 +119,7 @@ def _padded(text: Sequence[int]) -> np.ndarray:
 
 def _read(model: Model, params: Any, tokens: Array, length: Array) -> Evicting:
     """The whole cache behind the first `length` of the tokens `i32[1, N]`."""
-    cache = model.init_cache(1, tokens.shape[1], params=params).prefill_cache()
+    cache = prefill_cache(model.init_cache(1, tokens.shape[1], params=params))
     live = jnp.arange(tokens.shape[1])[None] < length
     window = causal(tokens, jnp.zeros(1, jnp.int32), live).replace(is_prefill=True)
     out = model.apply(params, window, cache)

@@ -26,13 +26,14 @@ from decodax.cache.dense import Dense, write
 from decodax.cache.key_values import KeyValues, KVLayer, empty_kv, key_widths
 from decodax.cache.wrapper import Wrapper
 from decodax.common.struct import static, struct
-from decodax.core.cache import Cache, CacheConfig, Entries, PyTree, ReadPrompt
+from decodax.core.cache import Cache, CacheConfig, Entries, PyTree
+from decodax.core.capabilities import LoadsPrefix, PromptPhase, ReadPrompt, Refreshes
 from decodax.core.window import Window, each_node
 from decodax.pallas_kernels.window_attention import Bias, slot_weights, window_attention, window_attention_lse
 
 
 @struct
-class KVShareCache(KeyValues):
+class KVShareCache(KeyValues, PromptPhase, Refreshes):
     """Everything, in the order of positions, and what is known of the tokens that were reused.
 
     Attributes:
@@ -165,7 +166,7 @@ class Replacing(KeyValues):
 
 
 @struct
-class PromptToRepair(Wrapper):
+class PromptToRepair(Wrapper, LoadsPrefix):
     """A text that is read or brought, and what holds it then, without its keys and values."""
 
     base: Dense
@@ -174,13 +175,13 @@ class PromptToRepair(Wrapper):
     def finish_prefill(self, prompt: ReadPrompt) -> Cache:     # type: ignore[override]
         return self.into.replace(kv=self.base.kv, length=self.base.length)
 
-    def load_prefix(self, kv: Sequence[Array], length: Array) -> PromptToRepair:
-        return self.replace(base=self.base.load_prefix(kv, length))
-
-    def reusing(self, attention: Array, change: Array) -> PromptToRepair:
-        put = lambda old, new: lax.dynamic_update_slice_in_dim(old, new, 0, 1)
-        return self.replace(into=self.into.replace(attention=put(self.into.attention, attention),
-                                                   change=put(self.into.change, change)))
+    def load_prefix(self, kv: Sequence[Array], length: Array,
+                    reuse: tuple[Array, Array] | None = None) -> PromptToRepair:
+        base, into = self.base.load_prefix(kv, length), self.into
+        if reuse is not None:
+            put = lambda old, new: lax.dynamic_update_slice_in_dim(old, new, 0, 1)
+            into = into.replace(attention=put(into.attention, reuse[0]), change=put(into.change, reuse[1]))
+        return self.replace(base=base, into=into)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -33,6 +33,7 @@ from decodax.caches.prefill.listening import Listening
 from decodax.caches.rotation import moved
 from decodax.caches.shapes import layers_of
 from decodax.common.struct import short
+from decodax.core.capabilities import load_prefix
 from decodax.core.loaded import Loaded, network_of
 from decodax.core.mesh import auto_region, on_mesh
 from decodax.core.types import LayeredModel, Model
@@ -353,7 +354,7 @@ def _extended(model: Model, params: Any, kv: tuple[Array, ...], tokens: Array, s
               stop: Array) -> tuple[Array, ...]:
     def read(params: Any, kv: tuple[Array, ...], tokens: Array, start: Array, stop: Array) -> tuple[Array, ...]:
         cache = model.init_cache(1, kv[0].shape[2], params=params)
-        cache = cache.load_prefix(kv, start[None])
+        cache = load_prefix(cache, kv, start[None])
         positions = start + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
         window = causal(tokens, start[None], positions < stop).replace(is_prefill=True)
         out = model.apply(params, window, cache)

@@ -26,7 +26,8 @@ from decodax.caches.quantize.quantized import BLOCK, WHOLE_PROMPT
 from decodax.common.options import Count, Positive, Range, check_options
 from decodax.common.registry import CACHES
 from decodax.common.struct import Struct, static, struct
-from decodax.core.cache import Cache, Entries, PyTree, ReadPrompt
+from decodax.core.cache import Cache, Entries, PyTree
+from decodax.core.capabilities import PromptPhase, ReadPrompt
 from decodax.pallas_kernels.window_attention import BLOCK as WALK
 from decodax.pallas_kernels.window_attention import Bias, merge, prefix_attention
 
@@ -115,7 +116,7 @@ def decoded(pool: Pool, numbers: int, dtype: Any) -> Array:
 
 
 @struct
-class QAQCache(Tail):
+class QAQCache(Tail, PromptPhase):
     """A prompt in pools, and the tokens after it.
 
     Attributes:

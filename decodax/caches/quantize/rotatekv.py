@@ -27,7 +27,8 @@ from decodax.caches.quantize.quantized import QuantizedConfig
 from decodax.caches.rotation import after_rotation, before_rotation
 from decodax.common.options import Count, Range, Whole
 from decodax.common.registry import CACHES
-from decodax.core.cache import PyTree, ReadPrompt
+from decodax.core.cache import PyTree
+from decodax.core.capabilities import ReadPrompt
 from decodax.core.types import LayeredModel
 from decodax.core.window import causal
 

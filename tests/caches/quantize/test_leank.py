@@ -16,7 +16,7 @@ from decodax.cache import KVLayer
 from decodax.caches import Constant
 from decodax.caches.quantize.leank import LeanKCodec, sparsified
 from decodax.caches.quantize.quantized import QuantizedCache, QuantizedConfig
-from decodax.core.cache import ReadPrompt
+from decodax.core.capabilities import ReadPrompt
 from decodax.core.window import causal
 from decodax.train import Probe, fit_channels
 from decodax.train.channels import ScaledChannels
