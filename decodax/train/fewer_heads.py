@@ -27,7 +27,7 @@ from jax import Array
 
 from decodax.core.loaded import Loaded
 from decodax.models import DecoderConfig, Rope, Transformer
-from decodax.train.codecs import observed
+from decodax.train.samples import observed
 
 Bases = tuple[np.ndarray, np.ndarray]
 """Of keys `f64[G, d, d]` and of values: what each head is multiplied with before the heads of a group are added."""

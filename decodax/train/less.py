@@ -21,6 +21,7 @@ from decodax.core.loaded import network_of
 from decodax.core.types import Model
 from decodax.core.window import causal
 from decodax.pallas_kernels.window_attention import Bias, window_attention_lse
+from decodax.train.fitting import padded
 
 
 @struct
@@ -158,15 +159,12 @@ def fit_less(lm: Any, texts: Sequence[Sequence[int]], start_size: int = 4, recen
                          "start_size 0 or more, and of dropout 0 up to below 1")
     import optax  # only for those who train
 
-    model, weights = network_of(lm)
-    weights = params if weights is None else weights
+    model, weights = network_of(lm, params)
     shapes = layers_of(model)
     if len({(s.heads, s.width, s.both, s.queries) for s in shapes}) > 1 or shapes[0].queries is None:
         raise ValueError("lm: got a model whose layers have keys and values of different shapes, takes one shape")
     lengths = np.array([len(text) for text in texts], np.int32)
-    tokens = np.zeros((len(texts), -(-int(lengths.max()) // 64) * 64), np.int32)
-    for row, text in zip(tokens, texts, strict=True):
-        row[:len(text)] = text
+    tokens = padded(texts)
     random, made = np.random.default_rng(seed), []
     held, order = len(texts) // 10, random.permutation(len(texts))
     train, batch = order[held:], min(batch, len(texts) - held)

@@ -18,6 +18,7 @@ from decodax.caches.evict.snapkv import WindowAttention
 from decodax.core.loaded import network_of
 from decodax.core.types import Model
 from decodax.core.window import causal
+from decodax.train.fitting import padded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,13 +50,13 @@ def fit_heads(lm: Any, probes: Sequence[Probe], params: Any = None) -> tuple[tup
     """
     if not probes:
         raise ValueError("probes: got none, takes at least one")
-    model, weights = network_of(lm)
+    model, weights = network_of(lm, params)
     model = model.with_cache(Eviction(Top(WindowAttention(1, 1)), 2))
     total: Any = 0.0
     for probe in probes:
         if not 0 <= probe.start < probe.stop <= len(probe.tokens):
             raise ValueError(f"probes: got an answer from {probe.start} to {probe.stop} in {len(probe.tokens)} tokens")
-        paid = _paid(model, params if weights is None else weights, _padded(probe.tokens), np.int32(len(probe.tokens)),
+        paid = _paid(model, weights, padded([probe.tokens]), np.int32(len(probe.tokens)),
                      np.int32(probe.start), np.int32(probe.stop))
         total = total + np.asarray(paid, np.float64)
     return tuple(tuple(float(x) for x in row) for row in total / total.sum())
@@ -82,13 +83,13 @@ def fit_layers(lm: Any, texts: Sequence[Sequence[int]], share: float = 0.5, sink
         raise ValueError("texts: got none, takes at least one")
     if not 0 < share < 1:
         raise ValueError(f"share: got {share}, takes a number between 0 and 1")
-    model, weights = network_of(lm)
+    model, weights = network_of(lm, params)
     model = model.with_cache(Eviction(Top(Accumulated()), 2))
     found = []
     for text in texts:
         if (length := len(text)) <= sinks + 2:
             raise ValueError(f"texts: got one of {length} tokens, takes more than {sinks + 2}")
-        paid = _received(model, params if weights is None else weights, _padded(text), np.int32(length))
+        paid = _received(model, weights, padded([text]), np.int32(length))
         found.append(1 - _dropped(np.asarray(paid, np.float64)[:, :length], 1 - share, sinks) / length)
     return tuple(float(x) for x in np.mean(found, 0))
 
@@ -107,13 +108,6 @@ def _dropped(paid: np.ndarray, share: float, sinks: int) -> np.ndarray:
         low, high = (low, middle) if count.sum() < target else (middle, high)
     # the rest of the way in proportion
     return (count * target / count.sum()).astype(np.int64) if count.sum() else count
-
-
-def _padded(text: Sequence[int]) -> np.ndarray:
-    """`i32[1, N]`, of few sizes."""
-    tokens = np.zeros((1, -(-len(text) // 64) * 64), np.int32)
-    tokens[0, :len(text)] = text
-    return tokens
 
 
 def _read(model: Model, params: Any, tokens: Array, length: Array) -> Evicting:

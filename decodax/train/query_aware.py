@@ -25,7 +25,8 @@ from decodax.core.cache import PyTree
 from decodax.core.loaded import network_of
 from decodax.core.types import Model
 from decodax.core.window import causal
-from decodax.train.codecs import k_means
+from decodax.train.fitting import padded
+from decodax.train.k_means import k_means
 
 
 @struct
@@ -73,14 +74,11 @@ def fit_key_books(lm: Any, texts: Sequence[Sequence[int]], count: int = 4096, di
     if not 1 <= count <= 1 << 20 or loops < 0 or distance < 0:
         raise ValueError(f"count, loops, distance: got {count}, {loops} and {distance}, takes 1 to {1 << 20}, and 0 or "
                          "more")
-    model, weights = network_of(lm)
-    weights = params if weights is None else weights
+    model, weights = network_of(lm, params)
     shapes, random = tuple(layers_of(model)), np.random.default_rng(seed)
     heard: list[list[tuple[np.ndarray, ...]]] = [[] for _ in shapes]
     for text in texts:
-        tokens = np.zeros((1, -(-len(text) // 64) * 64), np.int32)
-        tokens[0, :len(text)] = text
-        for layer, parts in enumerate(_hear(model, shapes, distance, weights, tokens, np.int32(len(text)))):
+        for layer, parts in enumerate(_hear(model, shapes, distance, weights, padded([text]), np.int32(len(text)))):
             heard[layer].append(tuple(np.asarray(x)[:len(text)] for x in parts))
     centroids, factors = [], []
     for own in heard:

@@ -98,7 +98,8 @@ def test_a_first_layer_looks_back() -> None:
 def test_policies_are_measured_beside_a_dense_cache(model: Path, tmp_path: Path,
                                                     capsys: pytest.CaptureFixture[str]) -> None:
     plot, figures = tmp_path / "caches.png", tmp_path / "caches.json"
-    words = ["caches", "knorm:skip_layers=()", "kivi:group_size=8,residual_length=8", "--model", str(model), "--length", "48",
+    words = ["caches", "knorm:skip_layers=()", "kivi:group_size=8,residual_length=8",
+             "--model", str(model), "--length", "48",
              "--problems", "1", "--seeds", "0", "--removed", "0.5", "--task", "recall", "needle", "--markdown",
              "--plot", str(plot), "--json", str(figures)]
     assert evaluate.main(words) == 0

@@ -210,6 +210,7 @@ class KVShareConfig(CacheConfig):
         if shapes and self.check >= len(shapes):
             raise ValueError(f"check: got {self.check}, takes one of {len(shapes)} layers")
         size = capacity if shapes else 0
-        return KVShareCache(kv=empty_kv(shapes, batch, capacity, dtype), attention=jnp.zeros((batch, size), jnp.float32),
+        return KVShareCache(
+                         kv=empty_kv(shapes, batch, capacity, dtype), attention=jnp.zeros((batch, size), jnp.float32),
                          change=jnp.zeros((batch, size), jnp.float32), asked=jnp.zeros(batch, bool),
                          length=jnp.zeros(batch, jnp.int32), given=inputs, widths=key_widths(shapes), kind=self)

@@ -129,7 +129,7 @@ def read_prefix(lm: Any, text: Sequence[int], params: Any = None) -> Prefix:
     """
     if not len(text):
         raise ValueError("text: got no tokens, takes at least one")
-    model, weights = _model(lm, params)
+    model, weights = network_of(lm, params)
     kv = _read(model, layers_of(model), weights, _none(layers_of(model), model), 0, text)
     return Prefix(tuple(map(int, text)), kv)
 
@@ -148,7 +148,7 @@ def edited(lm: Any, prefix: Prefix, start: int, stop: int, new: Sequence[int], p
     tokens = (*prefix.tokens[:start], *map(int, new), *prefix.tokens[stop:])
     if not tokens:
         raise ValueError("new: got an edit that leaves no tokens")
-    model, weights = _model(lm, params)
+    model, weights = network_of(lm, params)
     prefix.check(model)
     shapes = layers_of(model)
     kv = [x[:, :start] for x in prefix.kv]
@@ -199,7 +199,7 @@ def blended(lm: Any, parts: Sequence[Prefix | Sequence[int]], recompute: float =
         ValueError: no tokens, numbers out of their range, or a model whose positions are not rotary or whose layers
             cannot be run one by one.
     """
-    model, weights = _model(lm, params)
+    model, weights = network_of(lm, params)
     if not isinstance(model, LayeredModel):
         raise ValueError("lm: got a model whose layers cannot be run one by one")
     if not 0 <= recompute <= 1:
@@ -306,11 +306,6 @@ def _value_width(model: Model, layer: int) -> int:
 def model_dtype(model: Model) -> Any:
     """Of a model's cache."""
     return jax.eval_shape(lambda: model.with_cache(dense).init_cache(1, 8)).kv[0].dtype
-
-
-def _model(lm: Any, params: Any) -> tuple[Model, Any]:
-    model, weights = network_of(lm)
-    return model, params if weights is None else weights
 
 
 def _none(shapes: Sequence[KVLayer], model: Model) -> list[np.ndarray]:

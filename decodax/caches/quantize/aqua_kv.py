@@ -171,7 +171,7 @@ class AQUAKVCodec(Codec):
         assert below is not None
         keys, values = (split_heads(x, shape.heads) for x in below)
         whole = jnp.concatenate([after_rotation(shape, keys, span.start), values], -1)
-        return span.study.put(whole, span.start)
+        return span.study.put(whole, span.start) if self.sinks else whole
 
     def study(self, shapes: Sequence[KVLayer], kv: Sequence[Array], length: Array, gathered: Sequence[PyTree],
               prompt: ReadPrompt | None) -> Sequence[WholeTokens]:

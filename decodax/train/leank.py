@@ -21,6 +21,7 @@ from decodax.core.cache import PyTree
 from decodax.core.loaded import network_of
 from decodax.core.types import Model
 from decodax.core.window import causal
+from decodax.train.fitting import padded
 from decodax.train.probe import Probe
 
 
@@ -103,8 +104,7 @@ def fit_channels(lm: Any, probes: Sequence[Probe], ratio: float = 0.7, align: in
         raise ValueError("probes: got none, takes at least one")
     if not 0 < ratio < 1 or align < 1:
         raise ValueError(f"ratio, align: got {ratio} and {align}, takes a number between 0 and 1, and 1 or more")
-    model, weights = network_of(lm)
-    weights = params if weights is None else weights
+    model, weights = network_of(lm, params)
     shapes = layers_of(model)
     if len({(shape.heads, shape.width) for shape in shapes}) > 1:
         raise ValueError("lm: got a model whose layers have keys of different shapes, takes one shape")
@@ -117,8 +117,7 @@ def fit_channels(lm: Any, probes: Sequence[Probe], ratio: float = 0.7, align: in
         for step, which in enumerate(order[:count]):
             factors = np.clip(factors, 0, 1)
             probe = probes[which]
-            tokens = np.zeros((1, -(-probe.stop // 64) * 64), np.int32)
-            tokens[0, :probe.stop] = probe.tokens[:probe.stop]
+            tokens = padded([probe.tokens[:probe.stop]])
             mask = sparsified(factors, ratio, align) if stage else every
             slope = np.asarray(_slope(model, sinks, recent, weights, jnp.asarray(factors), jnp.asarray(mask), tokens,
                                       jnp.int32(probe.start), jnp.int32(probe.stop), jnp.float32(weight)))
