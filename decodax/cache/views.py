@@ -1,7 +1,7 @@
-"""Two caches of one model: what it answers from, and a smaller one that its drafts read.
+"""Two caches of one model: the full one for verification, and a smaller one for drafts of the model itself.
 
-With long texts most of a round's time goes into reading the cache. A draft that reads a small part of it is cheap, and
-good; what the model answers from the whole cache then says which drafts hold (MagicDec: Sadhukhan et al., 2024).
+With long texts most of the time of a round goes into reading the cache. Drafts from a small part of it are cheap and
+good, and are verified with the full cache (MagicDec: Sadhukhan et al., 2024).
 """
 
 from __future__ import annotations
@@ -22,8 +22,12 @@ from decodax.core.cache import Cache, CacheConfig, Draftable, Entries, Feature, 
 
 @struct
 class Viewed(Wrapper):
-    """`base`, which the model answers from, and `small`, which drafts read, a cache of the given `kind`. Both take in
-    what is committed: an entry is a pair of theirs. Where drafts read caches of several kinds, `base` is a `Viewed`."""
+    """A full and a small cache. An entry is a pair of theirs.
+
+    Attributes:
+        base: the full cache; a `Viewed` if drafts read several small ones. small: the cache that drafts read.
+        kind: static; configuration of `small`.
+    """
 
     base: Any
     small: Any
@@ -50,7 +54,7 @@ class Viewed(Wrapper):
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, **options: Any) -> tuple[Array, PyTree]:
         out, entry = self.base.attend(layer, q, k, v, window, **options)
-        _, other = self.small.attend(layer, q, k, v, window, **options)     # nobody reads its output: not computed
+        _, other = self.small.attend(layer, q, k, v, window, **options)     # the output is not used: not computed
         return out, (entry, other)
 
     def commit(self, entries: Entries, slots: Array) -> Viewed:
@@ -90,17 +94,17 @@ def _least(a: Array | None, b: Array | None) -> Array | None:
 
 @dataclasses.dataclass(frozen=True)
 class WithView(CacheConfig):
-    """A `Viewed` cache.
+    """Configuration of a `Viewed` cache.
 
     Attributes:
-        small: the kind that drafts read. base: the kind that the model answers from.
+        small: configuration of the cache that drafts read. base: configuration of the full cache.
     """
 
     small: Any
     base: Any = dense
 
     def holds(self, kind: Any) -> bool:
-        """Whether drafts can read a cache of this kind."""
+        """Returns True if drafts can read a cache of this kind."""
         return kind == self.small or (isinstance(self.base, WithView) and self.base.holds(kind))
 
     def fit(self, new: int) -> WithView:

@@ -1,4 +1,4 @@
-"""A cache around another one: what it does not change, it forwards."""
+"""The base of caches around another cache, to which they forward all that they do not change."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from decodax.core.cache import Cache, Draftable, Entries, Feature, PyTree, ReadP
 
 
 class Wrapper(Cache):
-    """A cache that keeps more than `base`: derive a `@struct` with a field `base` from this, and override `commit`."""
+    """Forwards everything to `base`. Derive a `@struct` with a field `base`, and override what changes."""
 
     if TYPE_CHECKING:
         base: Any

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from decodax.cache.dense import Dense, write
-from decodax.cache.key_values import KeyValues, KVConfig, KVLayer, empty_kv, key_widths
+from decodax.cache.key_values import KeyValues, KVConfig, KVLayer, empty_kv, key_widths, own_entry
 from decodax.cache.wrapper import Wrapper
 from decodax.common.struct import static, struct
 from decodax.core.cache import Cache, Entries, PyTree, ReadPrompt
@@ -72,11 +72,10 @@ class KVShareCache(KeyValues):
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
                bias: Bias | None = None) -> tuple[Array, PyTree]:
-        own = k.shape[1] - q.shape[1]
         out, lse = window_attention_lse(q, k, v, window.visible(), window.positions, self.kv[layer], self.length,
                                         scale=scale, sliding=sliding, softcap=softcap, bias=bias,
                                         key_positions=window.key_positions)
-        entry = k[:, own:], v[:, own:]
+        entry = own_entry(q, k, v)
         if layer != self.kind.check:
             return out, entry
         if bias is not None:
