@@ -1,4 +1,4 @@
-"""Training and measuring what methods need beside the model: predictors, kernels, codebooks, shared heads."""
+"""Functions that train or measure what methods need beside the model: predictors, kernels, codebooks, shared heads."""
 
 from decodax.train.aqua_kv import fit_predictors
 from decodax.train.attention_predictor import fit_attention_predictor

@@ -1,5 +1,4 @@
-"""Which channels of keys a model can do without, learned on texts of which the ends are answers (LeanK: Zhang et al.,
-2025)."""
+"""Learns which channels of keys a model needs, on texts that end with answers (LeanK: Zhang et al., 2025)."""
 
 from __future__ import annotations
 
@@ -27,13 +26,12 @@ from decodax.train.probe import Probe
 
 @struct
 class Scaled(Passing):
-    """A cache that holds nothing: attention within a window, in which the queries of an answer see keys between the
-    first tokens and their latest ones with their channels scaled.
+    """A cache that holds nothing: attention within a window, where the queries of the answer see scaled keys.
 
     Attributes:
-        factors: a tuple of one `f32[G, d]` a layer. start: `i32[]`, where the answer begins; the tokens before it see
-            keys as they are.
-        sinks, recent: static; tokens that keep all channels.
+        factors: of channels, a tuple of one `f32[G, d]` a layer.
+        start: `i32[]`, the first token of the answer; earlier tokens see keys as they are.
+        sinks, recent: static; numbers of first and of latest tokens whose keys are not scaled.
     """
 
     factors: tuple[Array, ...]
@@ -60,7 +58,7 @@ class Scaled(Passing):
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _slope(model: Model, sinks: int, recent: int, params: Any, factors: Array, mask: Array, tokens: Array, start: Array,
            stop: Array, weight: Array) -> Array:
-    """The gradient of the loss by `factors`, of which only those where `mask` count; it goes to all of them."""
+    """Returns the gradient of the loss by all `factors`; those outside of `mask` count as 0 (straight-through)."""
     n = tokens.shape[1]
     counts = (jnp.arange(n) >= start) & (jnp.arange(n) < stop)
     window = causal(tokens, jnp.zeros(1, jnp.int32), jnp.arange(n)[None] < stop)
@@ -82,20 +80,21 @@ def _slope(model: Model, sinks: int, recent: int, params: Any, factors: Array, m
 def fit_channels(lm: Any, probes: Sequence[Probe], ratio: float = 0.7, align: int = 32, steps: tuple[int, int] = (2000,
                  200), rates: tuple[float, float] = (0.02, 0.01), penalty: float = 0.06, sinks: int = 128,
                  recent: int = 768, seed: int = 0, params: Any = None) -> Constant:
-    """The channels of LeanK (Zhang et al., 2025), in its two stages, with the network's weights as they are.
+    """Learns the channels of LeanK in its two stages; the weights of the model stay as they are.
 
-    Each channel has a factor, 1 at first, that lies between 0 and 1. They are learned (by Adam, one text a step) for
-    the least squared error of the last hidden states of answers, and with a penalty on their mean; then without the
-    penalty, where only those count that would stay.
+    Each channel has a factor between 0 and 1, initially 1. Factors are trained (by Adam, one text a step) on the
+    squared error of the last hidden states of answers. The first stage has a penalty on the mean of factors. In the second one
+    the factors of channels that would be pruned count as 0.
 
     Args:
-        lm: what `decodax.load` gave, or a `Model` with its `params`.
-        probes: texts and where their answers stand, which only what is before it is needed for.
-        ratio: of channels that go. align: of each head so many stay, or a multiple.
-        steps, rates: of both stages. penalty: of the first. sinks, recent: tokens that keep all channels.
+        lm: a result of `decodax.load`, or a `Model` with its `params`.
+        probes: texts with the bounds of their answers; tokens after an answer are not used.
+        ratio: share of channels that are pruned. align: each head keeps a multiple of this number of channels.
+        steps, rates: of both stages. penalty: of the first one. seed: of the order of texts.
+        sinks, recent: numbers of first and of latest tokens that keep all channels.
 
     Returns:
-        What `decodax.caches.make("leank", channels=...)` takes.
+        The option `channels` of `decodax.caches.leank`.
 
     Raises:
         ValueError: no texts, layers of different shapes, or a number out of its range.

@@ -1,4 +1,4 @@
-"""What some policies measure on a model before they are used."""
+"""Measures budgets of heads (HeadKV) and of layers (PrefixKV) on a model."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from decodax.train.fitting import padded
 
 @dataclasses.dataclass(frozen=True)
 class Probe:
-    """A text that ends just before an answer which stands in it.
+    """A text that ends just before an answer that is part of the text.
 
     Attributes:
-        tokens: ids. start, stop: where in the text the answer stands.
+        tokens: ids. start, stop: bounds of the answer in the text.
     """
 
     tokens: Sequence[int]
@@ -35,18 +35,19 @@ class Probe:
 
 
 def fit_heads(lm: Any, probes: Sequence[Probe], params: Any = None) -> tuple[tuple[float, ...], ...]:
-    """How important each head of keys and values is for finding what is asked for: the attention that its queries at
-    the end of a text pay to the answer in it, in the mean over probes, relative to all heads. HeadKV (Fu et al., 2024)
-    measures it on needles with and without reasoning; its probes are yours to choose.
+    """Measures how important each key head is for retrieval, as HeadKV does (Fu et al., 2024).
+
+    The importance of a head is the attention that the last query of a text pays to the answer, averaged over probes and
+    relative to all heads. The paper uses needles with and without reasoning as probes.
 
     Args:
-        lm: what `decodax.load` gave, or a `Model` with its `params`.
+        lm: a result of `decodax.load`, or a `Model` with its `params`. probes: texts with the bounds of their answers.
 
     Returns:
-        `[L][G]`, which add up to 1: what `decodax.caches.make("headkv", heads=...)` takes.
+        `[L][G]`, which sum to 1: the option `heads` of `decodax.caches.headkv`.
 
     Raises:
-        ValueError: no probes, or one whose answer lies outside of its text.
+        ValueError: no probes, or an answer outside of its text.
     """
     if not probes:
         raise ValueError("probes: got none, takes at least one")
@@ -64,17 +65,18 @@ def fit_heads(lm: Any, probes: Sequence[Probe], params: Any = None) -> tuple[tup
 
 def fit_layers(lm: Any, texts: Sequence[Sequence[int]], share: float = 0.5, sinks: int = 4,
                params: Any = None) -> tuple[float, ...]:
-    """What share of a text each layer keeps, so that all keep the same part of the attention that their tokens receive
-    ("PrefixKV: Adaptive Prefix KV Cache is What Vision Instruction-Following Models Need for Efficient Generation",
-    Wang et al., 2024): where attention is spread over many tokens a layer keeps more of them.
+    """Measures the share of a text that each layer keeps, so that all layers keep the same share of attention.
+
+    A layer whose attention is spread over many tokens keeps more of them ("PrefixKV: Adaptive Prefix KV Cache is What
+    Vision Instruction-Following Models Need for Efficient Generation", Wang et al., 2024).
 
     Args:
-        lm: what `decodax.load` gave, or a `Model` with its `params`.
-        texts: token ids of texts like those to come. share: of all layers together, between 0 and 1. sinks: the first
-            tokens, which every layer keeps beside the last one.
+        lm: a result of `decodax.load`, or a `Model` with its `params`.
+        texts: token ids of typical texts. share: of all layers together, between 0 and 1.
+        sinks: number of first tokens, which every layer keeps, as it keeps the last token.
 
     Returns:
-        `[L]`, `share` in the mean: what `decodax.caches.make("prefixkv", layers=...)` takes.
+        `[L]` with the mean `share`: the option `layers` of `decodax.caches.prefixkv`.
 
     Raises:
         ValueError: no texts, one that is too short, or a share out of its range.
@@ -95,8 +97,10 @@ def fit_layers(lm: Any, texts: Sequence[Sequence[int]], share: float = 0.5, sink
 
 
 def _dropped(paid: np.ndarray, share: float, sinks: int) -> np.ndarray:
-    """How many tokens each layer drops of a text, `i64[L]`, by what its tokens `f64[L, T]` have received: those behind
-    a part of it that is the same for all layers, found by bisection; `share` of all tokens together."""
+    """Returns how many tokens of a text each layer drops, `i64[L]`, by the attention that they received (`f64[L, T]`).
+
+    All layers keep the same share of attention, which is found by bisection so that `share` of all tokens are dropped.
+    """
     target, kept = paid.size * share, np.cumsum(np.sort(paid, 1)[:, ::-1], 1) / paid.sum(1, keepdims=True)
     low, high, count = 0.0, 1.0, np.zeros(len(paid), np.int64)
     for _ in range(100):
@@ -106,12 +110,12 @@ def _dropped(paid: np.ndarray, share: float, sinks: int) -> np.ndarray:
         if abs(count.sum() - target) < 5:
             break
         low, high = (low, middle) if count.sum() < target else (middle, high)
-    # the rest of the way in proportion
+    # the rest in proportion
     return (count * target / count.sum()).astype(np.int64) if count.sum() else count
 
 
 def _read(model: Model, params: Any, tokens: Array, length: Array) -> Evicting:
-    """The whole cache behind the first `length` of the tokens `i32[1, N]`."""
+    """Returns the cache after the first `length` of the tokens `i32[1, N]`, before any eviction."""
     cache = model.init_cache(1, tokens.shape[1], params=params).for_prompt()
     live = jnp.arange(tokens.shape[1])[None] < length
     window = causal(tokens, jnp.zeros(1, jnp.int32), live).replace(certain=True)
@@ -125,14 +129,14 @@ def _read(model: Model, params: Any, tokens: Array, length: Array) -> Evicting:
 
 @jax.jit(static_argnums=0)
 def _received(model: Model, params: Any, tokens: Array, length: Array) -> Array:
-    """`f32[L, T]`: the attention that each token receives from all queries, in the mean over heads."""
+    """Returns the attention that each token receives from all queries, the mean over heads, `f32[L, T]`."""
     cache = _read(model, params, tokens, length)
     return jnp.stack([own.slots[0].mean(0)[:tokens.shape[1]] for own in cache.gathered])
 
 
 @jax.jit(static_argnums=0)
 def _paid(model: Model, params: Any, tokens: Array, length: Array, start: Array, stop: Array) -> Array:
-    """`f32[L, G]`: the attention that the last query pays to a span."""
+    """Returns the attention that the last query pays to a span, `f32[L, G]`."""
     cache, rows = _read(model, params, tokens, length), []
     for kv, positions, queries, width in zip(cache.kv, cache.positions, cache.queries, cache.widths, strict=True):
         G, q = kv.shape[1], queries[0, :, 0].astype(jnp.float32)

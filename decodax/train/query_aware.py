@@ -1,6 +1,6 @@
-"""What A2ATS measures on a model before it is used: which products of queries matter, and centroids of keys by these.
+"""Measures the codebooks of A2ATS: centroids of keys in the metric of the queries that read them (He et al., 2025).
 
-It looks at keys before their rotation, and at queries as they are at the distance that all keys are scored at.
+Keys are taken before their rotation, and queries rotated to the distance at which all keys are scored.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from decodax.train.k_means import k_means
 
 @struct
 class HearingQueries(Listening):
-    """Its entries are pairs of a key `f[B, W, G, d]` and a query `f[B, W, H, d]`."""
+    """A cache that holds nothing. Its entries are pairs of a key `f[B, W, G, d]` and a query `f[B, W, H, d]`."""
 
     def heard(self, layer: int, q: Array, k: Array, v: Array, window: Any, **options: Any) -> tuple[Array, PyTree]:
         out, _ = super().heard(layer, q, k, v, window, **options)
@@ -39,8 +39,9 @@ class HearingQueries(Listening):
 
 
 def metric(queries: np.ndarray, damping: float = 1e-6) -> np.ndarray:
-    """`f32[d, d]`, lower triangular: the Cholesky factor of `q^T q` over queries `f[N, d]`, where the mean square of
-    its numbers is made 1 and `damping` is added to its diagonal.
+    """Returns the Cholesky factor of `q^T q` over queries `f[N, d]`, `f32[d, d]`, lower triangular.
+
+    The matrix is scaled so that the mean square of its numbers is 1, and `damping` is added to its diagonal.
 
     Raises:
         ValueError: queries that are all zero.
@@ -54,17 +55,16 @@ def metric(queries: np.ndarray, damping: float = 1e-6) -> np.ndarray:
 
 def fit_key_books(lm: Any, texts: Sequence[Sequence[int]], count: int = 4096, distance: int = 2048, loops: int = 300,
                   seed: int = 0, params: Any = None) -> KeyBooks:
-    """The codebooks of A2ATS (He et al., 2025): for each head of keys the metric of the queries that read it, and
-    centroids of keys in that metric by k-means, begun by k-means++.
+    """Measures the codebooks of A2ATS: the metric of the queries of each key head, and centroids of keys by k-means.
 
     Args:
-        lm: what `decodax.load` gave, or a `Model` with its `params`. texts: token ids; the authors take 65,536 tokens
+        lm: a result of `decodax.load`, or a `Model` with its `params`. texts: token ids; the authors take 65,536 tokens
             of web texts and 16,384 of random identifiers.
-        count: centroids of a head. distance: in tokens, as of the policy, with which the model can deal.
-        loops: of k-means, fewer where nothing moves.
+        count: number of centroids of a head. distance: in tokens, as in the cache; the model has to support it.
+        loops: largest number of rounds of k-means. seed: of its beginning.
 
     Returns:
-        What `decodax.caches.make("a2ats", books=...)` takes.
+        The option `books` of `decodax.caches.a2ats`.
 
     Raises:
         ValueError: no texts, an empty one, or numbers below 1.
@@ -96,7 +96,7 @@ def fit_key_books(lm: Any, texts: Sequence[Sequence[int]], count: int = 4096, di
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _hear(model: Model, shapes: tuple[KVLayer, ...], distance: int, params: Any, tokens: Array,
           length: Array) -> list[tuple[Array, ...]]:
-    """For each layer keys before their rotation, `f32[n, G, d]`, and queries at a distance, `f32[n, H, d]`."""
+    """Returns keys before their rotation, `f32[n, G, d]`, and queries at a distance, `f32[n, H, d]`, of each layer."""
     live = jnp.arange(tokens.shape[1])[None] < length
     window = causal(tokens, jnp.zeros(1, jnp.int32), live)
     entries, at = model.apply(params, window, HearingQueries()).entries, window.positions
