@@ -1,5 +1,4 @@
-"""A cache whose layers are of two kinds: keys and values under any policy, and states of linear attention or of another
-recurrence."""
+"""A cache of hybrid models: some layers have keys and values in any kind of cache, the others have recurrent states."""
 
 from __future__ import annotations
 
@@ -20,7 +19,8 @@ class PerLayer(Combined):
     `Recurrent` where the model asks for its walk. Both take in what is committed, and rows go through both alike.
 
     Attributes:
-        where: static; for each layer whether it lies in `linear`, and its number there or in `base`.
+        base: cache of the layers with keys and values. linear: cache of the other layers, `LinearStates` or
+            `Recurrent`. where: static; for each layer whether it is in `linear`, and its number there or in `base`.
     """
 
     members = ("base", "linear")
@@ -51,7 +51,7 @@ class PerLayer(Combined):
                             linear=self.linear.commit(self.part(entries, True), slots))
 
     def part(self, entries: Entries, linear: bool) -> list[PyTree]:
-        """Those of the layers that lie in `linear`, or of the others."""
+        """Returns the entries of the layers in `linear`, or of those in `base`."""
         return [entry for entry, (own, _) in zip(entries, self.where, strict=True) if own == linear]
 
     def finish_prefill(self, prompt: ReadPrompt) -> PerLayer:
@@ -69,7 +69,7 @@ def _alone(prompt: ReadPrompt) -> ReadPrompt:
 
 
 class ModelInPart:
-    """Of a model what a cache of some of its layers may ask for."""
+    """The part of a model that a cache of some of its layers may use."""
 
     def __init__(self, model: Any):
         self.outputs = model.outputs

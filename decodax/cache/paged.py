@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from decodax.cache.key_values import KeyValues, KVConfig, KVLayer, empty_kv, key_widths
+from decodax.cache.key_values import KeyValues, KVConfig, KVLayer, empty_kv, key_widths, own_entry
 from decodax.common.options import Count, check_options
 from decodax.common.registry import CACHES
 from decodax.common.struct import static, struct
@@ -73,8 +73,7 @@ class PagedCache(KeyValues):
         out = window_attention(q, k, v, window.visible(), window.positions, self.kv[layer], self.length,
                                table=self.table, scale=scale, sliding=sliding, softcap=softcap, bias=bias,
                                key_positions=window.key_positions, cached=window.cached)
-        own = k.shape[1] - q.shape[1]
-        return out, (k[:, own:], v[:, own:])
+        return out, own_entry(q, k, v)
 
     def commit(self, entries: Entries, slots: Array) -> PagedCache:
         if not self.kv:

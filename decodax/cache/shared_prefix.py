@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from decodax.cache.dense import Dense, dense
-from decodax.cache.key_values import KVLayer, empty_kv
-from decodax.cache.tail import Tail, TailConfig, own_entry
+from decodax.cache.key_values import KVLayer, empty_kv, own_entry
+from decodax.cache.tail import Tail, TailConfig
 from decodax.cache.wrapper import Wrapper
 from decodax.common.registry import CACHES
 from decodax.common.struct import static, struct

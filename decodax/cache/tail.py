@@ -57,12 +57,6 @@ class Tail(Sized, DraftBase):
         return Scratch.empty(self, entries, room)
 
 
-def own_entry(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-    """Returns the keys and values of the window's own nodes, which stand after those of earlier windows."""
-    earlier = k.shape[1] - q.shape[1]
-    return k[:, earlier:], v[:, earlier:]
-
-
 @dataclasses.dataclass(frozen=True)
 class TailConfig(KVConfig):
     """Base of configurations of `Tail` caches, which have room for fewer later tokens if their number is known.

@@ -1,7 +1,7 @@
-"""Two caches of one model: what it answers from, and a smaller one that its drafts read.
+"""Two caches of one model: the full one for verification, and a smaller one for drafts of the model itself.
 
-With long texts most of a round's time goes into reading the cache. A draft that reads a small part of it is cheap, and
-good; what the model answers from the whole cache then says which drafts hold (MagicDec: Sadhukhan et al., 2024).
+With long texts most of the time of a round goes into reading the cache. Drafts from a small part of it are cheap and
+good, and are verified with the full cache (MagicDec: Sadhukhan et al., 2024).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Viewed(Combined):
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, **options: Any) -> tuple[Array, PyTree]:
         out, entry = self.base.attend(layer, q, k, v, window, **options)
-        _, other = self.small.attend(layer, q, k, v, window, **options)     # nobody reads its output: not computed
+        _, other = self.small.attend(layer, q, k, v, window, **options)     # the output is not used: not computed
         return out, (entry, other)
 
     def commit(self, entries: Entries, slots: Array) -> Viewed:
@@ -49,17 +49,17 @@ class Viewed(Combined):
 
 @dataclasses.dataclass(frozen=True)
 class WithView(CacheConfig):
-    """A `Viewed` cache.
+    """Configuration of a `Viewed` cache.
 
     Attributes:
-        small: the kind that drafts read. base: the kind that the model answers from.
+        small: configuration of the cache that drafts read. base: configuration of the full cache.
     """
 
     small: Any
     base: Any = dense
 
     def holds(self, kind: Any) -> bool:
-        """Whether drafts can read a cache of this kind."""
+        """Returns True if drafts can read a cache of this kind."""
         return kind == self.small or (isinstance(self.base, WithView) and self.base.holds(kind))
 
     def fit(self, new: int) -> WithView:

@@ -23,7 +23,7 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
 from decodax.cache.dense import write
-from decodax.cache.key_values import KeyValues, KVConfig, KVLayer, empty_kv, key_widths
+from decodax.cache.key_values import KeyValues, KVConfig, KVLayer, empty_kv, key_widths, own_entry
 from decodax.caches.context.ring import Keys, Mode, Partial, Queries, RingChoice, gathered, pass_kv, pass_q
 from decodax.common.axes import CONTEXT, DATA, MODEL, free_axes, shardwise
 from decodax.common.options import Count, Positive, check_options
@@ -139,8 +139,7 @@ class ContextParallelCache(KeyValues, PromptPhase, Truncates):
                sliding: int | None = None, softcap: float | None = None,
                bias: Bias | None = None) -> tuple[Array, PyTree]:
         options: dict[str, Any] = dict(scale=scale, sliding=sliding, softcap=softcap)
-        W, own = q.shape[1], k.shape[1] - q.shape[1]
-        entry = k[:, own:], v[:, own:]
+        W, entry = q.shape[1], own_entry(q, k, v)
         if bias is not None or not self._divided:
             held = _only(self.held(self.places, self.length), window.cached)
             return window_attention(q, k, v, window.visible(), window.positions, self.kv[layer], bias=bias,

@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from decodax.cache import Dense, KVLayer, Wrapper, dense
-from decodax.cache.key_values import empty_kv
-from decodax.cache.tail import Tail, TailConfig, own_entry
+from decodax.cache.key_values import empty_kv, own_entry
+from decodax.cache.tail import Tail, TailConfig
 from decodax.caches.quantize.quantized import WHOLE_PROMPT
 from decodax.common.options import Share, Whole, check_options
 from decodax.common.registry import CACHES

@@ -21,7 +21,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from decodax.cache import Dense, KVLayer, Wrapper, dense
-from decodax.cache.tail import Tail, TailConfig, own_entry
+from decodax.cache.key_values import own_entry
+from decodax.cache.tail import Tail, TailConfig
 from decodax.caches.quantize.quantized import BLOCK, WHOLE_PROMPT
 from decodax.common.options import Count, Positive, Range, check_options
 from decodax.common.registry import CACHES

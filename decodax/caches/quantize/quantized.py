@@ -17,7 +17,7 @@ from jax import Array, lax
 
 from decodax.cache import Dense, KVLayer, Scratch, Wrapper, dense
 from decodax.cache.dense import write
-from decodax.cache.key_values import KVConfig
+from decodax.cache.key_values import KVConfig, own_entry
 from decodax.caches.quantize.codecs import Codec, Span
 from decodax.common.struct import static, struct
 from decodax.core.cache import Cache, Entries, PyTree, Sized
@@ -108,13 +108,12 @@ class QuantizedCache(Sized, DraftBase, PromptPhase):
                 own = _by_head(q, at - i * block, both, jnp.clip(number - i * block, 0, block), **options)
             return merge(so_far, own)
 
-        own = k.shape[1] - q.shape[1]
         held = kind.places(coded, self.rest[layer].shape[2])
         held = jnp.where(held < self.held[:, None], held, -1)[:, None]
         latest = window_attention_lse(q, k, v, window.visible(), at, self.rest[layer], slot_positions=held,
                                       key_positions=window.key_positions - gone, **options)
         out, _ = lax.fori_loop(0, (coded.max() + block - 1) // block, part, latest)
-        return out, (k[:, own:], v[:, own:])
+        return out, own_entry(q, k, v)
 
     def commit(self, entries: Entries, slots: Array) -> QuantizedCache:
         if not self.rest:

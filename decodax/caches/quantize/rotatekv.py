@@ -162,7 +162,7 @@ class RotateKVCodec(Codec):
         keys = after_rotation(shape, split_heads(keys, shape.heads), span.start)
         values = self._dequantize(codes[1], dtype)
         whole = jnp.concatenate([keys, values @ jnp.asarray(hadamard(values.shape[-1]), dtype)], -1)
-        return span.study.put(whole, span.start)
+        return span.study.put(whole, span.start) if self.sinks else whole
 
 
 @CACHES.register("rotatekv", "RotateKV: Accurate and Robust 2-Bit KV Cache Quantization for LLMs via Outlier-Aware "

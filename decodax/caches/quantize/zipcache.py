@@ -22,8 +22,8 @@ from jax import Array, lax
 
 from decodax.cache import Dense, KVLayer, Wrapper, dense
 from decodax.cache.dense import write
-from decodax.cache.key_values import KVConfig
-from decodax.cache.tail import Tail, own_entry
+from decodax.cache.key_values import KVConfig, own_entry
+from decodax.cache.tail import Tail
 from decodax.caches.quantize.codecs import pack, unpack
 from decodax.caches.quantize.quantized import BLOCK
 from decodax.common.options import Count, Range, Share, check_options

@@ -32,7 +32,8 @@ from decodax.core.capabilities import ReadPrompt
 from decodax.core.window import causal
 from decodax.models.rope import Rope, Yarn
 from decodax.train import fit_codebooks, fit_features, fit_order
-from decodax.train.codecs import k_means, observed
+from decodax.train.k_means import k_means
+from decodax.train.samples import observed
 from tests.caches.test_policies import DEEP, PROMPTS
 
 
