@@ -24,6 +24,7 @@ import numpy as np
 from jax import Array
 
 from decodax.cache import dense
+from decodax.cache.key_values import KVLayer
 from decodax.common.struct import Struct, struct
 from decodax.core.cache import Cache
 from decodax.core.types import CacheKind, Model, Out
@@ -108,7 +109,8 @@ class T5(Model):
             if inputs is None:
                 raise ValueError("inputs: got none, a T5 takes an EncoderText, what its encoder reads")
             memory = self.memory(params, inputs)
-        return self.cache([(c.heads, c.head_dim)] * c.decoder, batch, capacity, jnp.dtype(self.dtype), memory)
+        layers = [KVLayer(c.heads, c.head_dim, bias=True)] * c.decoder
+        return self.cache(layers, batch, capacity, jnp.dtype(self.dtype), memory)
 
     def memory(self, params: Weights, source: EncoderText) -> EncoderMemory:
         """Runs the encoder."""

@@ -144,7 +144,9 @@ class Transformer(LayeredModel):
         given, dtype = None if encodes else inputs, jnp.dtype(self.dtype)
         wide = None if c.values_of_key == 1 else c.head_dim * c.values_of_key
         layers = [KVLayer(c.kv_heads, c.head_dim, value_width(c, i, wide), queries=c.heads, rope=c.layers[i].rope,
-                          context=self.context, sliding=c.layers[i].sliding) for i in c.attending]
+                          context=self.context, sliding=c.layers[i].sliding, softcap=c.attention_softcap,
+                          bias=(rope := c.layers[i].rope) is not None and rope.chunks is not None)
+                  for i in c.attending]
         if not c.summing:
             made = self.cache(layers, batch, capacity, dtype, given)
             if c.echoed and not isinstance(made, Dense):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,9 @@ from jax import Array
 from decodax.cache.scratch import Scratch
 from decodax.core.cache import Cache, CacheConfig, Entries, PyTree
 from decodax.core.capabilities import Draftable, DraftBase
+
+Score = Literal["sliding windows", "soft caps", "biases"]
+"""Changes that a model makes to attention scores beyond the scaled product of query and key."""
 
 
 class KVLayer(NamedTuple):
@@ -23,6 +26,8 @@ class KVLayer(NamedTuple):
         queries: number of query heads, `H`; None: not known.
         rope: the `Rope` of queries and keys, or None. context: the length that its scaling is for.
         sliding: number of latest positions that a query sees, with its own; None: all.
+        softcap: bound of the scores, which are `softcap * tanh(score / softcap)`; None: no bound.
+        bias: True if something is added to the scores, by positions or otherwise.
     """
 
     heads: int
@@ -32,6 +37,15 @@ class KVLayer(NamedTuple):
     rope: Any = None
     context: int | None = None
     sliding: int | None = None
+    softcap: float | None = None
+    bias: bool = False
+
+    @property
+    def scores(self) -> frozenset[Score]:
+        """Changes of the layer's attention scores, which a kind of cache may not take (`KVConfig.refuses`)."""
+        given: tuple[tuple[Score, bool], ...] = (("sliding windows", self.sliding is not None),
+                                                 ("soft caps", self.softcap is not None), ("biases", self.bias))
+        return frozenset(name for name, there in given if there)
 
     @property
     def both(self) -> int:
@@ -76,13 +90,28 @@ class KeyValues(DraftBase):
 class KVConfig(CacheConfig):
     """Base of configurations of caches that are made from the shapes of layers. Implement `empty`."""
 
+    if TYPE_CHECKING:
+
+        @property
+        def name(self) -> str:
+            """What errors call it; default the name of its class."""
+
     @abc.abstractmethod
     def empty(self, shapes: tuple[KVLayer, ...], batch: int, size: int, dtype: Any, inputs: PyTree) -> Cache:
         """Returns an empty cache for texts of up to `size` tokens. `shapes` is empty if `size` is 0."""
 
+    def refuses(self, layer: int, shape: KVLayer) -> frozenset[Score]:
+        """Returns the changes of attention scores that it cannot take in a layer; checked before anything is traced."""
+        return frozenset()
+
     def __call__(self, layers: Sequence[tuple[Any, ...]], batch: int, capacity: int, dtype: jax.typing.DTypeLike,
                  inputs: PyTree = None) -> Cache:
         shapes = tuple(KVLayer(*layer) for layer in layers) if capacity else ()
+        for i, shape in enumerate(shapes):
+            if refused := sorted(self.refuses(i, shape) & shape.scores):
+                name = getattr(self, "name", type(self).__name__)
+                raise ValueError(f"cache: {name} takes a model without {' and '.join(refused)} of its attention "
+                                 f"scores, which layer {i} of this one has")
         return self.empty(shapes, batch, capacity, dtype, inputs)
 
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from decodax.cache.dense import Dense, dense
-from decodax.cache.key_values import KVLayer, empty_kv, own_entry
+from decodax.cache.key_values import KVLayer, Score, empty_kv, own_entry
 from decodax.cache.tail import Tail, TailConfig
 from decodax.cache.wrapper import Wrapper
 from decodax.common.registry import CACHES
@@ -58,8 +58,6 @@ class SharedPrefixCache(Tail, PromptPhase):
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
                bias: Bias | None = None) -> tuple[Array, PyTree]:
-        if bias is not None:
-            raise ValueError("cache: hydragen takes models without a bias of the attention scores")
         options: dict[str, Any] = dict(scale=scale, sliding=sliding, softcap=softcap)
         out, _ = merge(self.attend_tail(layer, q, k, v, window, **options),
                        self._prefix(layer, q, window.positions, options))
@@ -134,6 +132,9 @@ class SharedPrefixConfig(TailConfig):
     def share(self, prefix: int, more: int) -> SharedPrefixConfig:
         shared = dataclasses.replace(self, prefix=prefix)
         return shared if self.new is None else shared.fit(self.new + more)
+
+    def refuses(self, layer: int, shape: KVLayer) -> frozenset[Score]:
+        return frozenset(("biases",))
 
     def empty(self, shapes: tuple[KVLayer, ...], batch: int, size: int, dtype: Any,
               inputs: PyTree) -> SharedPrefixCache:

@@ -472,7 +472,7 @@ def test_scores_of_queries_refuse_a_soft_cap() -> None:
     """Else they would count other weights than attention has."""
     capped = dataclasses.replace(MODEL.config, attention_softcap=5.0)
     lm = dataclasses.replace(SMALL, model=Transformer(capped))
-    with pytest.raises(ValueError, match=r"^cache: h2o scores tokens by queries and keys alone; takes a model without"):
+    with pytest.raises(ValueError, match=r"^cache: h2o takes a model without soft caps of its attention"):
         dx.generate(lm, PROMPTS[:1], cache=make("h2o", budget=20), max_new_tokens=2)
     assert dx.generate(lm, PROMPTS[:1], cache=make("knorm", budget=20, skip_layers=()),
                        max_new_tokens=2).lengths.tolist() == [2]

@@ -12,22 +12,20 @@ prompts are read in the same way, so that neither drafts nor chunks change the r
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Annotated, Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.scipy import fft
 
 from decodax.cache.dense import write
-from decodax.cache.key_values import KeyValues, KVLayer, empty_kv, key_widths
+from decodax.cache.key_values import KeyValues, KVConfig, KVLayer, Score, empty_kv, key_widths
 from decodax.caches.prefill.whole_prompt import Collected
 from decodax.caches.rotation import after_rotation, before_rotation, moved, rope_of
 from decodax.common.options import Count, Range, Whole, check_options
 from decodax.common.registry import CACHES
 from decodax.common.struct import static, struct
-from decodax.core.cache import Cache, CacheConfig, Entries, PyTree
+from decodax.core.cache import Cache, Entries, PyTree
 from decodax.core.capabilities import PromptPhase, ReadPrompt
 from decodax.core.window import causal
 from decodax.pallas_kernels.window_attention import BLOCK, Bias, window_attention
@@ -97,9 +95,8 @@ class FreqKVCache(KeyValues, PromptPhase):
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
                bias: Bias | None = None) -> tuple[Array, PyTree]:
-        if window.is_prefill or sliding is not None or bias is not None:
-            raise ValueError(f"cache: {self.kind.name} moves tokens together, which takes a model without sliding "
-                             "windows and without a bias of the scores, and that is the one that answers")
+        if window.is_prefill:
+            raise ValueError(f"cache: {self.kind.name} moves tokens together, so it takes the model that answers")
         out = window_attention(q, k, v, window.visible(), window.positions, self.kv[layer], self.count, scale=scale,
                                softcap=softcap, key_positions=window.key_positions)
         own = k.shape[1] - q.shape[1]
@@ -146,7 +143,7 @@ class FreqKVCache(KeyValues, PromptPhase):
 @CACHES.register("freqkv", "FreqKV: Frequency Domain Key-Value Compression for Efficient Context Window Extension",
                  "Kai et al. 2025", family="bounded")
 @dataclasses.dataclass(frozen=True)
-class FreqKVConfig(CacheConfig):
+class FreqKVConfig(KVConfig):
     """Keeps the first tokens, and compresses the others to their low frequencies each time that the cache is full.
 
     Decodes texts of any length in constant memory, with a model that has rotary positions; prompts are read in the same
@@ -177,13 +174,14 @@ class FreqKVConfig(CacheConfig):
         """Number of tokens that a compression leaves after the first ones."""
         return int((self.size - self.sinks) * self.ratio)
 
-    def __call__(self, layers: Sequence[tuple[Any, ...]], batch: int, capacity: int, dtype: jax.typing.DTypeLike,
-                 inputs: PyTree = None) -> Cache:
-        shapes = tuple(KVLayer(*layer) for layer in layers) if capacity else ()
+    def refuses(self, layer: int, shape: KVLayer) -> frozenset[Score]:
+        return frozenset(("sliding windows", "biases"))
+
+    def empty(self, shapes: tuple[KVLayer, ...], batch: int, size: int, dtype: Any, inputs: PyTree) -> Cache:
         if any(rope_of(shape) is None for shape in shapes):
             raise ValueError(f"cache: {self.name} moves tokens together, which takes a model with rotary positions in "
                              "every layer")
         slots = self.size if self.size <= BLOCK else -(-self.size // BLOCK) * BLOCK
         none = jnp.zeros(batch, jnp.int32)
         return FreqKVCache(kv=empty_kv(shapes, batch, slots, dtype), gone=none, count=none, given=inputs,
-                        widths=key_widths(shapes), size=capacity, shapes=shapes, kind=self)
+                        widths=key_widths(shapes), size=size, shapes=shapes, kind=self)

@@ -23,14 +23,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from decodax.cache.key_values import KVLayer
+from decodax.cache.key_values import KVConfig, KVLayer, Score
 from decodax.cache.slotted import empty_slots
 from decodax.caches.bounded.streaming_llm import StreamingLLMCache
 from decodax.caches.constant import Constant
 from decodax.common.options import Count, Whole, check_options
 from decodax.common.registry import CACHES
 from decodax.common.struct import Struct, static, struct
-from decodax.core.cache import Cache, CacheConfig, Entries, PyTree
+from decodax.core.cache import Cache, Entries, PyTree
 from decodax.pallas_kernels.window_attention import BLOCK, Bias, merge, window_attention_lse
 
 
@@ -147,9 +147,6 @@ class LessCache(StreamingLLMCache):
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
                bias: Bias | None = None) -> tuple[Array, PyTree]:
-        if bias is not None or softcap is not None or sliding is not None:
-            raise ValueError("cache: less takes a model without sliding windows, and without a bias or a soft cap of "
-                             "the scores")
         at, keys_at, held, own = window.positions, window.key_positions, self.positions[layer], q.shape[1]
         options: dict[str, Any] = dict(scale=scale, key_positions=keys_at)
         is_first = lambda at: at < self.start_size
@@ -220,7 +217,7 @@ class LessCache(StreamingLLMCache):
 
 
 @dataclasses.dataclass(frozen=True)
-class LessConfig(CacheConfig):
+class LessConfig(KVConfig):
     """Configuration of a `LessCache`; see `less`."""
 
     kernels: LessKernels
@@ -230,16 +227,16 @@ class LessConfig(CacheConfig):
     def __post_init__(self) -> None:
         check_options(type(self), vars(self))
 
-    def __call__(self, layers: Sequence[tuple[Any, ...]], batch: int, capacity: int, dtype: jax.typing.DTypeLike,
-                 inputs: PyTree = None) -> Cache:
-        shapes = tuple(KVLayer(*layer) for layer in layers)
-        self.kernels.check(shapes)
-        if any(shape.sliding is not None for shape in shapes):
-            raise ValueError("cache: less takes a model without sliding windows")
+    def refuses(self, layer: int, shape: KVLayer) -> frozenset[Score]:
+        return frozenset(("sliding windows", "soft caps", "biases"))
+
+    def empty(self, shapes: tuple[KVLayer, ...], batch: int, size: int, dtype: Any, inputs: PyTree) -> Cache:
+        if shapes:
+            self.kernels.check(shapes)
         rank = self.kernels.scale.value.shape[-1]
         states = tuple(jnp.zeros((batch, s.heads, rank, s.both - s.width + 1), jnp.float32) for s in shapes)
-        slots = self.start_size + self.recent_size if capacity else 0
-        return LessCache(**empty_slots(shapes, batch, capacity, dtype, inputs, slots=slots), states=states,
+        slots = self.start_size + self.recent_size if size else 0
+        return LessCache(**empty_slots(shapes, batch, size, dtype, inputs, slots=slots), states=states,
                               start_size=self.start_size, recent_size=self.recent_size, shapes=shapes, kind=self)
 
 

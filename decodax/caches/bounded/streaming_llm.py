@@ -11,19 +11,18 @@ of any width, and nothing but the ring is ever kept.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
 from decodax.cache import KVLayer, Slotted, empty_slots
+from decodax.cache.key_values import KVConfig, Score
 from decodax.caches.rotation import moved
 from decodax.common.options import Count, Whole, check_options
 from decodax.common.registry import CACHES
 from decodax.common.struct import static, struct
-from decodax.core.cache import Cache, CacheConfig, PyTree
+from decodax.core.cache import Cache, PyTree
 from decodax.pallas_kernels.window_attention import Bias, merge, window_attention_lse
 
 
@@ -46,8 +45,6 @@ class StreamingLLMCache(Slotted):
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
                bias: Bias | None = None) -> tuple[Array, PyTree]:
-        if bias is not None:
-            raise ValueError("cache: streaming-llm takes rotary positions, not a bias of the scores")
         at, keys_at, held, own = window.positions, window.key_positions, self.positions[layer], q.shape[1]
         near = self.recent_size if sliding is None else min(self.recent_size, sliding)
 
@@ -66,7 +63,7 @@ class StreamingLLMCache(Slotted):
 @CACHES.register("streaming-llm", "Efficient Streaming Language Models with Attention Sinks", "Xiao et al. 2023",
                  family="bounded")
 @dataclasses.dataclass(frozen=True)
-class StreamingLLMConfig(CacheConfig):
+class StreamingLLMConfig(KVConfig):
     """Keeps the first tokens and a ring of the latest ones, at positions that are counted in the cache.
 
     Decodes texts of any length in constant memory, with a model that has rotary positions; prompts are read in the same
@@ -83,9 +80,10 @@ class StreamingLLMConfig(CacheConfig):
     def __post_init__(self) -> None:
         check_options(type(self), vars(self))
 
-    def __call__(self, layers: Sequence[tuple[Any, ...]], batch: int, capacity: int, dtype: jax.typing.DTypeLike,
-                 inputs: PyTree = None) -> Cache:
-        shapes = tuple(KVLayer(*layer) for layer in layers)
-        slots = self.start_size + self.recent_size if capacity else 0
-        return StreamingLLMCache(**empty_slots(shapes, batch, capacity, dtype, inputs, slots=slots),
+    def refuses(self, layer: int, shape: KVLayer) -> frozenset[Score]:
+        return frozenset(("biases",))
+
+    def empty(self, shapes: tuple[KVLayer, ...], batch: int, size: int, dtype: Any, inputs: PyTree) -> Cache:
+        slots = self.start_size + self.recent_size if size else 0
+        return StreamingLLMCache(**empty_slots(shapes, batch, size, dtype, inputs, slots=slots),
                                  start_size=self.start_size, recent_size=self.recent_size, shapes=shapes)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import Annotated, Any
 
 import jax
@@ -24,12 +23,12 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from decodax.cache.dense import Dense, dense, write
-from decodax.cache.key_values import KeyValues, KVLayer, empty_kv, key_widths
+from decodax.cache.key_values import KeyValues, KVConfig, KVLayer, Score, empty_kv, key_widths
 from decodax.cache.wrapper import Wrapper
 from decodax.common.options import Count, Range, Whole, check_options
 from decodax.common.registry import CACHES
 from decodax.common.struct import Struct, static, struct
-from decodax.core.cache import Cache, CacheConfig, Entries, PyTree
+from decodax.core.cache import Cache, Entries, PyTree
 from decodax.core.capabilities import PromptPhase, ReadPrompt
 from decodax.core.window import each_node
 from decodax.pallas_kernels.window_attention import BLOCK, Bias, window_attention_lse
@@ -163,9 +162,9 @@ class SubGenCache(KeyValues, PromptPhase):
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
                bias: Bias | None = None) -> tuple[Array, PyTree]:
-        if window.is_prefill or bias is not None or softcap is not None:
+        if window.is_prefill:
             raise ValueError(f"cache: {self.kind.name} reads a prompt as a whole, which only the model that answers "
-                             "does, and takes no bias and no soft cap of the scores; give a draft model another cache")
+                             "does; give a draft model another cache")
         kv, sketch, d = self.kv[layer], self.sketches[layer], self.widths[layer]
         G, R = kv.shape[1], self.kind.slots
         slot = jnp.arange(kv.shape[2], dtype=jnp.int32)
@@ -237,7 +236,7 @@ class PromptToSketch(Wrapper):
 @CACHES.register("subgen", "SubGen: Token Generation in Sublinear Time and Memory", "Zandieh et al. 2024",
                  family="bounded")
 @dataclasses.dataclass(frozen=True)
-class SubGenConfig(CacheConfig):
+class SubGenConfig(KVConfig):
     """Keeps the latest tokens, and of the others samples of clustered keys and of values by their norms.
 
     Decodes texts of any length in constant memory; a prompt is read whole. Choose `radius` for a model, by the lengths
@@ -277,8 +276,6 @@ class SubGenConfig(CacheConfig):
 
     def empty(self, shapes: tuple[KVLayer, ...], batch: int, size: int, dtype: Any, inputs: PyTree) -> SubGenCache:
         """Returns an empty cache."""
-        if any(shape.sliding is not None for shape in shapes):
-            raise ValueError(f"cache: {self.name} takes a model without sliding windows")
         slots = self.slots if self.slots <= BLOCK else -(-self.slots // BLOCK) * BLOCK
         C, zeros = self.clusters, lambda *rest, of=jnp.float32: jnp.zeros((batch, *rest), of)
         sketches = tuple(Sketch(
@@ -289,7 +286,5 @@ class SubGenConfig(CacheConfig):
         return SubGenCache(kv=empty_kv(shapes, batch, slots, dtype), sketches=sketches, done=none, length=none,
                          given=inputs, widths=key_widths(shapes), size=size, shapes=shapes, kind=self)
 
-    def __call__(self, layers: Sequence[tuple[Any, ...]], batch: int, capacity: int, dtype: jax.typing.DTypeLike,
-                 inputs: PyTree = None) -> Cache:
-        shapes = tuple(KVLayer(*layer) for layer in layers) if capacity else ()
-        return self.empty(shapes, batch, capacity, dtype, inputs)
+    def refuses(self, layer: int, shape: KVLayer) -> frozenset[Score]:
+        return frozenset(("sliding windows", "soft caps", "biases"))

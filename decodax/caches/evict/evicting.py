@@ -21,7 +21,7 @@ import numpy as np
 from jax import Array, lax
 
 from decodax.cache.dense import write
-from decodax.cache.key_values import KeyValues, KVLayer, key_widths
+from decodax.cache.key_values import KeyValues, KVConfig, KVLayer, Score, key_widths
 from decodax.cache.packed_heads import SEGMENT, segment_attention, segments_of, slots_of, unpack
 from decodax.cache.scratch import Scratch
 from decodax.caches.evict.compaction import compacted, held_of
@@ -29,7 +29,7 @@ from decodax.caches.evict.scores import Gathered, Taken, TokenScore
 from decodax.caches.evict.selection import Budget, Selection, tables
 from decodax.common.sizes import in_bytes
 from decodax.common.struct import static, struct
-from decodax.core.cache import Cache, CacheConfig, Entries, PyTree
+from decodax.core.cache import Entries, PyTree
 from decodax.core.capabilities import Draftable, PromptPhase, ReadPrompt
 from decodax.core.types import outputs
 from decodax.pallas_kernels.window_attention import BLOCK, Bias, merge, window_attention, window_attention_lse
@@ -113,9 +113,6 @@ class Evicting(KeyValues, PromptPhase):
             raise ValueError(f"cache: {self.kind.name} reads a prompt as a whole, which only the model that answers "
                              "does; a draft model takes another cache")
         score = self.kind.selection.score
-        if (softcap is not None or bias is not None) and (score.latest or score.reads != "nothing"):
-            raise ValueError(f"cache: {self.kind.name} scores tokens by queries and keys alone; takes a model without "
-                             "a soft cap or a bias of its attention scores, or a policy that looks at no queries")
         options: dict[str, Any] = dict(scale=scale, sliding=sliding, softcap=softcap, bias=bias,
                                        key_positions=window.key_positions)
         given: tuple[Any, ...] = (q, k, v, window.visible(), window.positions)
@@ -257,7 +254,7 @@ class Evicting(KeyValues, PromptPhase):
 
 
 @dataclasses.dataclass(frozen=True)
-class Eviction(CacheConfig):
+class Eviction(KVConfig):
     """Configuration of a cache that evicts: a selection with its score, and a budget.
 
     Attributes:
@@ -309,6 +306,11 @@ class Eviction(CacheConfig):
 
     def beyond(self, longest: int) -> int:
         return self.selection.score.beyond(longest)
+
+    def refuses(self, layer: int, shape: KVLayer) -> frozenset[Score]:
+        score = self.selection.score
+        looks = score.latest or score.reads != "nothing"        # at queries and keys
+        return frozenset(("soft caps", "biases")) if looks else frozenset()
 
     def keeps_all(self, layer: int, shape: KVLayer) -> bool:
         """Returns True for layers in `skip` and for layers with a sliding window, which keep everything."""
@@ -362,10 +364,7 @@ class Eviction(CacheConfig):
                              f"{self.selection.score.always} that {self.name} keeps in any case")
         return dataclasses.replace(self, budget=max(tokens, self.selection.score.always + 1))
 
-    def __call__(self, layers: Sequence[tuple[Any, ...]], batch: int, capacity: int, dtype: jax.typing.DTypeLike,
-                 inputs: PyTree = None) -> Cache:
-        shapes = tuple(KVLayer(*layer) for layer in layers) if capacity else ()
-        return self.empty(shapes, batch, capacity, dtype, inputs)
+
 
 
 def _start(score: TokenScore, shape: KVLayer, batch: int, slots: tuple[int, int], packs: bool) -> Gathered:

@@ -8,12 +8,10 @@ many tokens of 4 bits serve better than tokens of 16.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any, Literal
 
-import jax
-
 from decodax.cache import KVLayer, Wrapper
+from decodax.cache.key_values import KVConfig, Score
 from decodax.caches.evict.evicting import Evicting, Eviction
 from decodax.caches.evict.selection import Budget, Top
 from decodax.caches.evict.snapkv import WindowAttention
@@ -22,12 +20,12 @@ from decodax.caches.quantize.quantized import QuantizedCache, QuantizedConfig
 from decodax.common.options import Count
 from decodax.common.registry import CACHES
 from decodax.common.struct import static, struct
-from decodax.core.cache import Cache, CacheConfig, PyTree
+from decodax.core.cache import Cache, PyTree
 from decodax.core.capabilities import ReadPrompt
 
 
 @dataclasses.dataclass(frozen=True)
-class QuantizedPruningConfig(CacheConfig):
+class QuantizedPruningConfig(KVConfig):
     """Configuration of a cache that evicts from the prompt, and quantizes what stays and all tokens that follow.
 
     Attributes:
@@ -54,14 +52,14 @@ class QuantizedPruningConfig(CacheConfig):
     def of_model(self, lm: Any) -> QuantizedPruningConfig:
         return dataclasses.replace(self, eviction=self.eviction.of_model(lm))
 
-    def __call__(self, layers: Sequence[tuple[Any, ...]], batch: int, capacity: int, dtype: jax.typing.DTypeLike,
-                 inputs: PyTree = None) -> Cache:
-        shapes = tuple(KVLayer(*layer) for layer in layers) if capacity else ()
-        if any(shape.sliding is not None for shape in shapes):
-            raise ValueError("cache: takes a model without sliding windows, whose layers would keep other tokens")
-        kept = self.eviction.empty(shapes, batch, capacity, dtype, inputs)
+    def refuses(self, layer: int, shape: KVLayer) -> frozenset[Score]:
+        own: frozenset[Score] = frozenset(("sliding windows", "biases"))
+        return own | self.eviction.refuses(layer, shape)
+
+    def empty(self, shapes: tuple[KVLayer, ...], batch: int, size: int, dtype: Any, inputs: PyTree) -> Cache:
+        kept = self.eviction.empty(shapes, batch, size, dtype, inputs)
         most = min([kv.shape[2] for kv in kept.kv] or [0])
-        return QuantizedPruningCache(base=self.coding.empty(shapes, batch, capacity, dtype, inputs, most), kind=self)
+        return QuantizedPruningCache(base=self.coding.empty(shapes, batch, size, dtype, inputs, most), kind=self)
 
 
 @struct

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from decodax.cache.dense import Dense
-from decodax.cache.key_values import KVLayer
+from decodax.cache.key_values import KVLayer, Score
 from decodax.caches.prefill.whole_prompt import (
     PrefillConfig,
     SparsePrefill,
@@ -67,7 +67,6 @@ class CriticalReader(WholePromptReader):
         few = base.capacity // kind.block_size < kind.blocks
         if layer < kind.skip or self.shapes[layer].sliding is not None or few:
             return whole(), (k, v)
-        kind.check_scores(options.get("softcap"), options.get("bias"), "blocks")
         kv, P = base.kv[layer], kind.block_size
         B, G, S, _ = kv.shape
         blocks = S // P
@@ -146,6 +145,9 @@ class CritiPrefillConfig(PrefillConfig):
     def blocks(self) -> int:
         """Number of blocks that a segment reads."""
         return self.budget // self.block_size
+
+    def refuses(self, layer: int, shape: KVLayer) -> frozenset[Score]:
+        return frozenset() if layer < self.skip or shape.sliding is not None else frozenset(("soft caps", "biases"))
 
     def around(self, base: Dense, shapes: tuple[KVLayer, ...]) -> Cache:
         return CritiPrefillCache(base=base, shapes=shapes, kind=self)

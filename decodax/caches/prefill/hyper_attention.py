@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from decodax.cache.dense import Dense
-from decodax.cache.key_values import KVLayer
+from decodax.cache.key_values import KVLayer, Score
 from decodax.caches.prefill.whole_prompt import (
     PrefillConfig,
     SparsePrefill,
@@ -125,7 +125,6 @@ class Halves(WholePromptReader):
         kind, N = self.kind, q.shape[1]
         if layer < kind.skip or self.shapes[layer].sliding is not None or N < 2 * kind.min_seq_len:
             return self._within(q, k, v, N, scale=scale, **options)[0].astype(q.dtype), (k, v)
-        kind.check_scores(options.get("softcap"), options.get("bias"))
         out, _ = self._far(layer, q, k, v, self._within(q, k, v, kind.min_seq_len, scale=scale), scale)
         return out.astype(q.dtype), (k, v)
 
@@ -289,6 +288,9 @@ class HyperAttentionConfig(PrefillConfig):
 
         each = jax.vmap(jax.vmap(one, (None, 0, 0)), (0, None, None))
         return each(keys, jnp.array(halves, jnp.int32), jnp.array(starts, jnp.int32))
+
+    def refuses(self, layer: int, shape: KVLayer) -> frozenset[Score]:
+        return frozenset() if layer < self.skip or shape.sliding is not None else frozenset(("soft caps", "biases"))
 
     def around(self, base: Dense, shapes: tuple[KVLayer, ...]) -> Cache:
         return HyperAttentionCache(base=base, shapes=shapes, kind=self)

@@ -19,7 +19,7 @@ import numpy as np
 from jax import Array, lax
 
 from decodax.cache.dense import Dense, dense
-from decodax.cache.key_values import KVLayer
+from decodax.cache.key_values import KVLayer, Score
 from decodax.cache.wrapper import Wrapper
 from decodax.caches.configs import PaperConfig, taken
 from decodax.caches.evict.drafted import CHUNK, DraftedConfig, paired, read
@@ -66,9 +66,8 @@ class SpecPCCache(ReadAtOnce, Wrapper):     # type: ignore[misc]
         return self.base.capacity - self.base.length if self.base.kv else None
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, **options: Any) -> tuple[Array, PyTree]:
-        if options.get("sliding") is not None or options.get("bias") is not None or window.is_prefill:
-            raise ValueError(f"cache: {self.kind.name} moves tokens together, which takes a model without sliding "
-                             "windows and without a bias of the scores, and that is the one that answers")
+        if window.is_prefill:
+            raise ValueError(f"cache: {self.kind.name} moves tokens together, so it takes the model that answers")
         return self.base.attend(layer, q, k, v, window, **options)
 
     def commit(self, entries: Entries, slots: Array) -> SpecPCCache:
@@ -202,6 +201,9 @@ class SpecPCConfig(PaperConfig):
             turn = jnp.minimum(turn, jnp.where(own < n, own * len(near) + i, jnp.iinfo(jnp.int32).max))
         turn = jnp.where(place >= length - self.window_size, -1, turn)
         return best(-turn.astype(jnp.float32)[None], valid[None], jnp.minimum(length, self.budget))[0]
+
+    def refuses(self, layer: int, shape: KVLayer) -> frozenset[Score]:
+        return frozenset(("sliding windows", "biases"))
 
     def empty(self, shapes: tuple[KVLayer, ...], batch: int, size: int, dtype: Any, inputs: PyTree) -> Cache:
         if any(shape.rope is None for shape in shapes):

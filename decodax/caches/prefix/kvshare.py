@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from decodax.cache.dense import Dense, write
-from decodax.cache.key_values import KeyValues, KVConfig, KVLayer, empty_kv, key_widths, own_entry
+from decodax.cache.key_values import KeyValues, KVConfig, KVLayer, Score, empty_kv, key_widths, own_entry
 from decodax.cache.wrapper import Wrapper
 from decodax.common.struct import static, struct
 from decodax.core.cache import Cache, Entries, PyTree
@@ -79,9 +79,6 @@ class KVShareCache(KeyValues, PromptPhase, Refreshes):
         entry = own_entry(q, k, v)
         if layer != self.kind.check:
             return out, entry
-        if bias is not None:
-            raise ValueError("cache: kvshare goes by attention of queries to keys alone; takes a model without a bias "
-                             "of its attention scores")
         weights = lax.cond(self.left.any(), lambda: self._weights(layer, q, lse, window.positions, scale, sliding,
                                                                   softcap),
                            lambda: jnp.zeros((*q.shape[:2], self.capacity), jnp.float32))
@@ -203,6 +200,9 @@ class KVShareConfig(KVConfig):
             raise ValueError(f"tokens, check: got {self.tokens!r} and {self.check!r}, takes 1 and 0 or more")
         if not 0 <= self.past <= 1:
             raise ValueError(f"past: got {self.past!r}, takes 0 to 1")
+
+    def refuses(self, layer: int, shape: KVLayer) -> frozenset[Score]:
+        return frozenset(("biases",))
 
     def empty(self, shapes: tuple[KVLayer, ...], batch: int, size: int, dtype: Any, inputs: PyTree) -> Cache:
         if shapes and self.check >= len(shapes):

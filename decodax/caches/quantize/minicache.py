@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from decodax.cache import Dense, KVLayer, Wrapper, dense
-from decodax.cache.key_values import empty_kv, own_entry
+from decodax.cache.key_values import Score, empty_kv, own_entry
 from decodax.cache.tail import Tail, TailConfig
 from decodax.caches.quantize.quantized import WHOLE_PROMPT
 from decodax.common.options import Share, Whole, check_options
@@ -103,7 +103,7 @@ class MiniCacheCache(Tail, PromptPhase):
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
                bias: Bias | None = None) -> tuple[Array, PyTree]:
-        if window.is_prefill or bias is not None:
+        if window.is_prefill:
             raise ValueError(WHOLE_PROMPT.format("minicache"))
         options: dict[str, Any] = dict(scale=scale, sliding=sliding, softcap=softcap)
         prompt = prefix_attention(q, window.positions, self.of_prompt(layer), self.start, **options)
@@ -179,6 +179,9 @@ class MiniCacheConfig(TailConfig):
     def first(self, depth: int) -> int:
         """Returns the first layer that is merged, of `depth`."""
         return min(depth // 2 if self.start_layer is None else self.start_layer, depth)
+
+    def refuses(self, layer: int, shape: KVLayer) -> frozenset[Score]:
+        return frozenset(("biases",))
 
     def empty(self, shapes: tuple[KVLayer, ...], batch: int, size: int, dtype: Any, inputs: PyTree) -> MiniCacheCache:
         """Returns an empty cache, without a prompt."""

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from decodax.cache import Dense, KVLayer, Wrapper, dense
-from decodax.cache.key_values import own_entry
+from decodax.cache.key_values import Score, own_entry
 from decodax.cache.tail import Tail, TailConfig
 from decodax.caches.quantize.quantized import BLOCK, WHOLE_PROMPT
 from decodax.common.options import Count, Positive, Range, check_options
@@ -137,7 +137,7 @@ class QAQCache(Tail, PromptPhase):
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
                bias: Bias | None = None) -> tuple[Array, PyTree]:
-        if window.is_prefill or bias is not None:
+        if window.is_prefill:
             raise ValueError(WHOLE_PROMPT.format("qaq"))
         at, so_far = window.positions, self.attend_tail(layer, q, k, v, window, scale=scale, softcap=softcap)
         shape, (keys, values) = self.shapes[layer], self.pools[layer]
@@ -179,8 +179,6 @@ class PromptToEncode(Wrapper):
     kind: QAQConfig = static()
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, **options: Any) -> tuple[Array, PyTree]:
-        if options.get("sliding") is not None or options.get("softcap") is not None or options.get("bias") is not None:
-            raise ValueError("cache: qaq takes a model without sliding windows, soft cap or bias of its scores")
         out, entry = self.base.attend(layer, q, k, v, window, **options)
         return out, (*entry, q * options["scale"])
 
@@ -257,6 +255,9 @@ class QAQConfig(TailConfig):
         keys, values = (encoded(flat(x), bound, valid, late, self, size) for x, bound, size in zip(
             (kv[..., :shape.width], kv[..., shape.width:]), bounds, sizes, strict=True))
         return keys, values
+
+    def refuses(self, layer: int, shape: KVLayer) -> frozenset[Score]:
+        return frozenset(("sliding windows", "soft caps", "biases"))
 
     def empty(self, shapes: tuple[KVLayer, ...], batch: int, size: int, dtype: Any, inputs: PyTree) -> QAQCache:
         """Returns an empty cache."""

@@ -17,7 +17,7 @@ from jax import Array, lax
 
 from decodax.cache import Dense, KVLayer, Scratch, Wrapper, dense
 from decodax.cache.dense import write
-from decodax.cache.key_values import KVConfig, own_entry
+from decodax.cache.key_values import KVConfig, Score, own_entry
 from decodax.caches.quantize.codecs import Codec, Span
 from decodax.common.struct import static, struct
 from decodax.core.cache import Cache, Entries, PyTree, Sized
@@ -28,8 +28,8 @@ from decodax.pallas_kernels.window_attention import Bias, merge, prefix_attentio
 BLOCK = 512
 """Number of tokens that are decoded at a time."""
 
-WHOLE_PROMPT = ("cache: {} reads a prompt as a whole, which only the model that answers does, and takes no bias of the "
-                "scores; give a draft model another cache")
+WHOLE_PROMPT = ("cache: {} reads a prompt as a whole, which only the model that answers does; give a draft model "
+                "another cache")
 """Error of caches that encode a whole prompt and are used as those of a draft model."""
 
 
@@ -83,7 +83,7 @@ class QuantizedCache(Sized, DraftBase, PromptPhase):
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
                bias: Bias | None = None) -> tuple[Array, PyTree]:
-        if window.is_prefill or bias is not None:
+        if window.is_prefill:
             raise ValueError(WHOLE_PROMPT.format(self.kind.name))
         kind, gone = self.kind, self.gone[:, None]
         at = window.positions - gone
@@ -291,6 +291,9 @@ class QuantizedConfig(KVConfig):
         """Returns the number of tokens that the codes of texts of `size` have room for: whole blocks."""
         whole = -(-size // self.codec.unit) * self.codec.unit
         return -(-whole // self.block(whole)) * self.block(whole) if size else 0
+
+    def refuses(self, layer: int, shape: KVLayer) -> frozenset[Score]:
+        return frozenset(("biases",))
 
     def empty(self, shapes: tuple[KVLayer, ...], batch: int, size: int, dtype: Any, inputs: PyTree,
               most: int | None = None) -> QuantizedCache:

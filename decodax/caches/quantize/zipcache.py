@@ -22,10 +22,10 @@ from jax import Array, lax
 
 from decodax.cache import Dense, KVLayer, Wrapper, dense
 from decodax.cache.dense import write
-from decodax.cache.key_values import KVConfig, own_entry
+from decodax.cache.key_values import KVConfig, Score, own_entry
 from decodax.cache.tail import Tail
 from decodax.caches.quantize.codecs import pack, unpack
-from decodax.caches.quantize.quantized import BLOCK
+from decodax.caches.quantize.quantized import BLOCK, WHOLE_PROMPT
 from decodax.common.options import Count, Range, Share, check_options
 from decodax.common.registry import CACHES
 from decodax.common.struct import Struct, static, struct
@@ -135,9 +135,8 @@ class ZipCacheCache(Tail, PromptPhase):
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
                bias: Bias | None = None) -> tuple[Array, PyTree]:
-        if window.is_prefill or bias is not None or softcap is not None:
-            raise ValueError("cache: zipcache reads a prompt as a whole, which only the model that answers does, and "
-                             "takes no bias and no soft cap of the scores; give a draft model another cache")
+        if window.is_prefill:
+            raise ValueError(WHOLE_PROMPT.format("zipcache"))
         so_far = self.attend_tail(layer, q, k, v, window, scale=scale)
         for which, own in enumerate(self.grades[layer]):
             so_far = self._walk(own, which, q, window.positions, scale, so_far)
@@ -319,6 +318,9 @@ class ZipCacheConfig(KVConfig):
             made.append(graded(jnp.take_along_axis(kv, at[..., None], 1), jnp.arange(slots) < number, scales, d, bits))
         return made[0], made[1]
 
+    def refuses(self, layer: int, shape: KVLayer) -> frozenset[Score]:
+        return frozenset(("sliding windows", "soft caps", "biases"))
+
     def empty(self, shapes: tuple[KVLayer, ...], batch: int, size: int, dtype: Any, inputs: PyTree) -> ZipCacheCache:
         """Returns an empty cache."""
         times = size // self.stream_gap + 1
@@ -330,8 +332,6 @@ class ZipCacheConfig(KVConfig):
         grades = []
         for s in shapes:
             G, d, e = s.heads, s.width, s.both - s.width
-            if s.sliding is not None:
-                raise ValueError("cache: zipcache takes a model without sliding windows")
             if any(width * bits % 8 for width in (d, e) for bits in self.bits):
                 raise ValueError(f"width: got heads of {d} and {e}, takes a multiple of {8 // min(self.bits)}")
             grades.append(tuple(Grade(

@@ -156,7 +156,6 @@ class A2ATSConfig(SparseConfig):
     skip: tuple[int, ...] = ()
 
     name: ClassVar[str] = "a2ats"
-    scores: ClassVar[str] = "tokens"
 
     def __post_init__(self) -> None:
         taken("books", self.books, KeyBooks, "what decodax.train.fit_key_books measures on a model")

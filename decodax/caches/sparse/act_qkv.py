@@ -87,7 +87,6 @@ class ActQKVCache(ReadAtOnce, SparseCache):
         if blocks is None:
             return self.attend_all(layer, q, k, v, window, scale=scale, sliding=sliding, softcap=softcap,
                                    bias=bias), (k_own, v_own)
-        kind.check_scores(softcap, bias, kind.scores)
         kind.check_prompt(window.is_prefill)
         if k.shape[1] > kind.room:
             raise ValueError(f"cache: {kind.name} takes windows of at most room={kind.room} nodes, got one of "
@@ -218,7 +217,6 @@ class ProbingWindow(WholePromptReader):
         given = q, k, v, window.visible(), window.positions
         if blocks is None:
             return base.attend_all(layer, q, k, v, window, scale=scale, **options), (k, v)
-        kind.check_scores(options.get("softcap"), options.get("bias"), kind.scores)
         B, W, H, d = q.shape
         asked = q.astype(jnp.float32)
         far = kind.at_one_distance(base.shapes[layer], asked, window.positions).reshape(B, W, -1)
@@ -271,7 +269,6 @@ class ActQKVConfig(SparseConfig):
     room: Count = 64
 
     name: ClassVar[str] = "act-qkv"
-    scores: ClassVar[str] = "blocks"
     alone: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

@@ -81,7 +81,6 @@ class AttentionPredictorCache(SparseCache, PromptPhase):
             return self.attend_all(layer, q, k, v, window, scale=scale, sliding=sliding, softcap=softcap,
                                    bias=bias), entry
         self.kind.check_prompt(window.is_prefill)
-        self.kind.check_scores(softcap, bias, self.kind.scores)
         q = q.astype(jnp.float32) * scale
         seen = jnp.broadcast_to(window.visible(), (*q.shape[:2], k.shape[1]))
         at = self._read(layer)
@@ -219,7 +218,6 @@ class PromptToPredict(Wrapper):
         out, entry = self.base.attend(layer, q, k, v, window, **options)
         if self.queries[layer] is None:
             return out, entry
-        self.kind.check_scores(options.get("softcap"), options.get("bias"), self.kind.scores)
         return out, (*entry, q * options["scale"])
 
     def commit(self, entries: Entries, slots: Array) -> PromptToPredict:
@@ -291,7 +289,6 @@ class AttentionPredictorConfig(SparseConfig):
     skip: tuple[int, ...] = ()
 
     name: ClassVar[str] = "attention-predictor"
-    scores: ClassVar[str] = "blocks"
 
     def __post_init__(self) -> None:
         if isinstance(self.net, str):

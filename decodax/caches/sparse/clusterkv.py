@@ -147,7 +147,6 @@ class ClusterKVConfig(SparseConfig):
     _new: int | None = None
 
     name: ClassVar[str] = "clusterkv"
-    scores: ClassVar[str] = "clusters"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -60,7 +60,6 @@ class HostPageCache(PageCache):
         if pages is None:
             return super().attend_all(layer, q, k, v, window, **options)
         given = q, k, v, window.visible(), window.positions
-        self.kind.check_scores(options["softcap"], options["bias"], self.kind.scores)
         full = self.length // P         # the tokens after full pages are in the ring alone
 
         def to(kv: Array, count: Array) -> tuple[Array, Array]:

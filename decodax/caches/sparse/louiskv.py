@@ -94,7 +94,6 @@ class LouisKVCache(IndexedCache):
             return self.attend_all(layer, q, k, v, window, scale=scale, sliding=sliding, softcap=softcap,
                                    bias=bias), entry
         assert held is not None
-        self.kind.check_scores(softcap, bias, self.kind.scores)
         if own and window.before is None:
             raise ValueError("cache: louiskv compares the queries of the tokens of a text; takes a model and a method "
                              "that read each token once, by its own key")
@@ -260,7 +259,6 @@ class LouisKVConfig(SparseConfig):
     _new: int | None = None
 
     name: ClassVar[str] = "louiskv"
-    scores: ClassVar[str] = "clusters"
 
     def fit(self, new: int) -> LouisKVConfig:
         return dataclasses.replace(self, _new=new)

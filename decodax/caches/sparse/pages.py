@@ -162,7 +162,6 @@ class PageConfig(SparseConfig):
     skip: tuple[int, ...] = (0, 1)
 
     score: ClassVar[PageScore]
-    scores: ClassVar[str] = "pages"
 
     @property
     def pages(self) -> int:

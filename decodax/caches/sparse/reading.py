@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from decodax.cache.dense import Dense, dense, write
-from decodax.cache.key_values import KeyValues, KVLayer, empty_kv, key_widths
+from decodax.cache.key_values import KeyValues, KVLayer, Score, empty_kv, key_widths
 from decodax.cache.wrapper import Wrapper
 from decodax.caches.configs import PaperConfig
 from decodax.common.struct import static, struct
@@ -94,7 +94,6 @@ class SparseCache(KeyValues):
                                         bias=bias)
         if sliding is not None or self.is_dense(layer, window.is_prefill):
             return whole(), entry
-        self.kind.check_scores(softcap, bias, self.kind.scores)
         self.kind.check_window(k.shape[1])
         slots = self.always(layer)
         some, slots = (None, None) if slots is None else gathered(self.kv[layer], slots)
@@ -159,11 +158,9 @@ class SparseConfig(PaperConfig):
         scores: what the index scores, for error messages.
     """
 
-    if TYPE_CHECKING:
 
-        @property
-        def scores(self) -> str:
-            """What the index scores; derived classes declare a class variable."""
+    def refuses(self, layer: int, shape: KVLayer) -> frozenset[Score]:
+        return frozenset() if self.keeps_dense(layer, shape) else frozenset(("soft caps", "biases"))
 
     def keeps_dense(self, layer: int, shape: KVLayer) -> bool:
         """Returns True if a layer always reads everything: it is in the option `skip`, or has a sliding window."""

@@ -109,7 +109,6 @@ class RecycledAttentionConfig(SparseConfig):
     stride: Annotated[int, Range(2)] = 50
 
     name: ClassVar[str] = "recycled-attention"
-    scores: ClassVar[str] = "tokens"
 
     def empty(self, shapes: tuple[KVLayer, ...], batch: int, size: int, dtype: Any, inputs: PyTree) -> Cache:
         chosen = tuple(jnp.full((batch, x.heads, min(self.budget, size)), -1, jnp.int32) for x in shapes)

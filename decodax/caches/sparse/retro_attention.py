@@ -117,7 +117,6 @@ class RetroAttentionCache(PageCache):
                sliding: int | None = None, softcap: float | None = None,
                bias: Bias | None = None) -> tuple[Array, PyTree]:
         """Returns what `attend` does, for all rows of a window: queries, keys and values `f[B, w W, ...]`."""
-        self.kind.check_scores(softcap, bias, self.kind.scores)
         (B, W), w, H = window.positions.shape, self.kind.window, q.shape[2]
         limit = jnp.maximum(self.began, self.length - w + 1)        # later tokens are read as they are among the rows
         split = lambda x: x.reshape(B, w, W, *x.shape[2:]).swapaxes(1, 2)

@@ -89,7 +89,6 @@ class SentenceKVCache(Wrapper):
         whole = lambda: self.base.attend(layer, q, k, v, window, **options)[0]
         if held is None:
             return whole(), entry
-        self.kind.check_scores(softcap, bias, self.kind.scores)
         self.kind.check_window(k.shape[1])
         before = window.before
         queries = q if before is None else jnp.concatenate([before[2], q], 1)
@@ -243,7 +242,6 @@ class SentenceKVConfig(SparseConfig):
     _new: int | None = None
 
     name: ClassVar[str] = "sentence-kv"
-    scores: ClassVar[str] = "sentences"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -98,8 +98,6 @@ class ShadowKVCache(IndexedCache):
                sliding: int | None = None, softcap: float | None = None,
                bias: Bias | None = None) -> tuple[Array, PyTree]:
         own, shadow = k.shape[1] - q.shape[1], self.shadows[layer]
-        if shadow is not None:
-            self.kind.check_scores(softcap, bias, self.kind.scores)
         near = window_attention_lse(q, k, v, window.visible(), window.positions, self.kv[layer],
                                     self.length if shadow is None else self._used, scale=scale, sliding=sliding,
                                     softcap=softcap, key_positions=window.key_positions, bias=bias)
@@ -226,7 +224,6 @@ class ShadowKVConfig(SparseConfig):
     _new: int | None = None
 
     name: ClassVar[str] = "shadowkv"
-    scores: ClassVar[str] = "chunks"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from decodax.cache import Wrapper, dense
-from decodax.cache.key_values import KVLayer
+from decodax.cache.key_values import KVLayer, Score
 from decodax.caches.configs import PaperConfig
 from decodax.caches.quantize.codecs import Span
 from decodax.caches.quantize.kivi import KIVICodec, OneBitCodec
@@ -88,9 +88,9 @@ class SpeCacheCache(Wrapper):
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, **options: Any) -> tuple[Array, PyTree]:
         hint = window.hint(Chooser) if isinstance(window, Window) else None
-        if hint is None or options.pop("bias", None) is not None:
-            raise ValueError("cache: specache is read by its own method, two tokens at a time, and takes no bias of "
-                             "the scores; takes algorithm=dx.algorithms.make(\"specache\")")
+        if hint is None:
+            raise ValueError("cache: specache is read by its own method, two tokens at a time; takes "
+                             "algorithm=\"specache\"")
         options = {name: options.get(name) for name in ("scale", "sliding", "softcap")}
         base, G, softcap = self.base, k.shape[2], options["softcap"]
         coded = base.held - base.whole
@@ -202,6 +202,9 @@ class SpeCacheConfig(PaperConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.low        # noqa: B018  checks the rest
+
+    def refuses(self, layer: int, shape: KVLayer) -> frozenset[Score]:
+        return frozenset(("biases",))
 
     @property
     def low(self) -> QuantizedConfig:

@@ -158,7 +158,6 @@ class SpecPVConfig(SparseConfig):
     buffer: Count = 20
 
     name: ClassVar[str] = "specpv"
-    scores: ClassVar[str] = "blocks"
 
     def __post_init__(self) -> None:
         super().__post_init__()

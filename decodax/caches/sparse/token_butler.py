@@ -219,7 +219,6 @@ class TokenButlerCache(SparseCache):
         if window.is_prefill or marks is None or self.kind.count(self.capacity) >= self.capacity:
             return self.attend_all(layer, q[..., :d], k[..., :d], v, window, scale=scale, sliding=sliding,
                                    softcap=softcap, bias=bias), entry
-        self.kind.check_scores(softcap, bias, self.kind.scores)
         seen = jnp.broadcast_to(window.visible(), (*q.shape[:2], k.shape[1]))
         each = jax.vmap(lambda row, node: self._read(d, row, node))
         row = self.kv[layer], marks, self.length, k, v, window.key_positions
@@ -271,7 +270,6 @@ class PredictedReading(SparseConfig):
     width: int
 
     name: ClassVar[str] = "token-butler"
-    scores: ClassVar[str] = "tokens"
     alone: ClassVar[bool] = True
 
     def table(self, size: int) -> np.ndarray:
@@ -315,7 +313,6 @@ class TokenButlerConfig(SparseConfig):
     sinks: Whole = 4
 
     name: ClassVar[str] = "token-butler"
-    scores: ClassVar[str] = "tokens"
 
     def __post_init__(self) -> None:
         if isinstance(self.butler, str):

@@ -137,7 +137,7 @@ def test_what_cannot_be_had_is_refused() -> None:
 def test_it_goes_by_queries_and_keys_alone() -> None:
     kind = dx.caches.make("hyper-attention", block_size=4, sample_size=3, min_seq_len=8)
     capped = dataclasses.replace(DEEP, model=Transformer(dataclasses.replace(DEEP.model.config, attention_softcap=5.0)))
-    with pytest.raises(ValueError, match=r"^cache: hyper-attention scores tokens by queries and keys alone"):
+    with pytest.raises(ValueError, match=r"^cache: hyper-attention takes a model without soft caps of its"):
         dx.generate(capped, PROMPTS, cache=kind, max_new_tokens=2)
     with pytest.raises(ValueError, match=r"^cache: hyper-attention reads a prompt when it is in, and this model reads"):
         dx.generate(DEEP, PROMPTS, algorithm=Speculative(OwnCache(DEEP, kind)), max_new_tokens=8)

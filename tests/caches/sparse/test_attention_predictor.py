@@ -126,7 +126,7 @@ def test_what_cannot_be_had_is_refused() -> None:
                                                                                    sinks=3)),
             (r"^budget: got 150, takes a number of tokens with room for two blocks of 16 beside",
              lambda: make("attention-predictor", net=NET, budget=150)),
-            (r"^cache: attention-predictor scores blocks by queries and keys alone", lambda: dx.generate(
+            (r"^cache: attention-predictor takes a model without soft caps of its", lambda: dx.generate(
                 capped, PROMPTS, max_new_tokens=2, cache=make("attention-predictor", **small))),
             (r"^texts: got none", lambda: fit_attention_predictor(SMALL, [])),
             (r"^texts: got one of 5 tokens, takes more than 176", lambda: fit_attention_predictor(SMALL, PROMPTS)),

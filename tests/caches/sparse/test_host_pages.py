@@ -187,13 +187,12 @@ def test_a_round_copies_no_pages() -> None:
     assert not callbacks(program)
 
 
-def test_what_cannot_be_had_is_refused() -> None:
-    cache = filled(two(12, P, RECENT)[1], (61, 30, 9), 64)
-    window = causal(jnp.zeros((3, 2), jnp.int32), cache.length)
-    for certain in (False, True):
-        with pytest.raises(ValueError, match=r"^cache: quest scores pages by queries and keys alone"):
-            cache.attend(0, jnp.ones((3, 2, 4, 8)), jnp.ones((3, 2, 2, 8)), jnp.ones((3, 2, 2, 8)),
-                         window.replace(is_prefill=certain), scale=1.0, softcap=2.0)
+def test_a_model_with_soft_caps_is_refused_before_it_runs() -> None:
+    for kind in two(12, P, RECENT):
+        with pytest.raises(ValueError, match=r"^cache: quest takes a model without soft caps of its attention scores, "
+                                             "which layer 1 of this one has"):
+            kind([KVLayer(2, 8), KVLayer(2, 8, softcap=2.0)], 1, 64, jnp.float32)
+        kind([KVLayer(2, 8, sliding=8, softcap=2.0)], 1, 64, jnp.float32)       # a layer that reads everything
 
 
 def test_layers_that_read_everything_stay_on_the_device() -> None:

@@ -14,7 +14,6 @@ depends on the committed tokens alone, and drafts are cut there and nowhere else
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -22,13 +21,13 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from decodax.cache.dense import Dense, write
-from decodax.cache.key_values import KeyValues, KVLayer, empty_kv, key_widths
+from decodax.cache.key_values import KeyValues, KVConfig, KVLayer, Score, empty_kv, key_widths
 from decodax.caches.evict.text.marks import Marks, marked, read_marks
 from decodax.caches.rotation import moved, rope_of
 from decodax.common.options import Count, Whole
 from decodax.common.registry import CACHES
 from decodax.common.struct import static, struct
-from decodax.core.cache import Cache, CacheConfig, Entries, PyTree
+from decodax.core.cache import Cache, Entries, PyTree
 from decodax.core.capabilities import PromptPhase, ReadPrompt, Refreshes
 from decodax.core.window import causal
 from decodax.pallas_kernels.window_attention import Bias, window_attention
@@ -113,8 +112,6 @@ class TIMCache(KeyValues, PromptPhase, Refreshes):
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
                bias: Bias | None = None) -> tuple[Array, PyTree]:
-        if bias is not None:
-            raise ValueError("cache: tim takes rotary positions, not a bias of the scores")
         own, back = k.shape[1] - q.shape[1], -self.removed[:, None]
         # queries and keys of a window move together: only the distances to the cached tokens change
         turn = lambda x: moved(self.shapes[layer], x, jnp.broadcast_to(back, x.shape[:2]))
@@ -164,7 +161,7 @@ class TIMCache(KeyValues, PromptPhase, Refreshes):
 
 
 @dataclasses.dataclass(frozen=True)
-class TIMConfig(CacheConfig):
+class TIMConfig(KVConfig):
     """Configuration of a `TIMCache`.
 
     Attributes:
@@ -178,13 +175,14 @@ class TIMConfig(CacheConfig):
     depth: Whole = 2
     every: Count = 16
 
-    def __call__(self, layers: Sequence[tuple[Any, ...]], batch: int, capacity: int, dtype: jax.typing.DTypeLike,
-                 inputs: PyTree = None) -> Cache:
-        shapes = tuple(KVLayer(*layer) for layer in layers) if capacity else ()
+    def refuses(self, layer: int, shape: KVLayer) -> frozenset[Score]:
+        return frozenset(("biases",))
+
+    def empty(self, shapes: tuple[KVLayer, ...], batch: int, size: int, dtype: Any, inputs: PyTree) -> Cache:
         if shapes and all(rope_of(shape) is None for shape in shapes):
             raise ValueError("cache: tim moves tokens to other positions; takes a model with rotary positions")
         zeros = jnp.zeros(batch, jnp.int32)
-        return TIMCache(kv=empty_kv(shapes, batch, capacity, dtype), dropped=jnp.zeros((batch, capacity), bool),
+        return TIMCache(kv=empty_kv(shapes, batch, size, dtype), dropped=jnp.zeros((batch, size), bool),
                         due=zeros + jnp.iinfo(jnp.int32).max, length=zeros + 0, given=inputs,
                         widths=key_widths(shapes), shapes=shapes, kind=self)
 
