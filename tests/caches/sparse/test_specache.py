@@ -117,7 +117,7 @@ def test_what_cannot_be_had_is_refused() -> None:
                            dict(group_size=4, residual_length=30))):
         with pytest.raises(ValueError, match=message):
             dx.algorithms.make("specache", SMALL, **make)
-    with pytest.raises(ValueError, match=r"^key_bits, value_bits, group: got 2, 1 and 32, takes 1, 1"):
+    with pytest.raises(ValueError, match=r"^key_bits, value_bits, group_size: got 2, 1 and 32, takes 1, 1"):
         OneBitCodec(2)
     with pytest.raises(ValueError, match=r"^cache: specache has a cache of its own"):
         run(dx.algorithms.make("specache", SMALL, **FEW), cache="quest")
