@@ -29,11 +29,12 @@ from decodax.core.cache import Cache, CacheConfig
 from decodax.core.types import CacheKind, Model, Out
 from decodax.core.window import Window
 from decodax.models.config import Activation
-from decodax.models.decoder import ACTIVATIONS
+from decodax.models.inputs import EncoderText, named
+from decodax.models.layers import ACTIVATIONS
 from decodax.models.names import WeightSource
 from decodax.models.packed import embedded, head, multiply
 from decodax.models.reading import read_activation
-from decodax.models.transformer import EncoderText, Weights, named
+from decodax.models.transformer import Weights
 from decodax.pallas_kernels.window_attention import by_position, window_attention
 
 

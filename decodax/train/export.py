@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from tokenizers import Tokenizer
 
-from decodax.io.checkpoint import save_model
+from decodax.io.saving import save_model
 from decodax.models import Transformer
 
 CARD = """---

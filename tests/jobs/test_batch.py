@@ -133,7 +133,7 @@ def test_requests_to_openais_api_are_answered_in_its_form(lm: LM, tmp_path: Path
     said = {row["id"]: row["error"] for row in errors(tmp_path / "out")}
     assert said["b"] == ("response_format: got {}, takes {'type': 'json_schema', 'json_schema': {'schema': ...}} or "
                          "{'type': 'text'}")
-    assert "#/not: this keyword is not honoured" in said["h"]
+    assert "#/not: this keyword is not supported" in said["h"]
     text = lambda name: by_id[name]["response"]["body"]["choices"][0]["text"]
     assert text("f") in ("true", "false") and text("g") in ("on", "off")
     assert said["c"].startswith("url: got '/v1/embeddings', takes /v1/chat/completions or /v1/completions")

@@ -22,7 +22,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import decodax as dx
-from decodax.io.checkpoint import save_model
+from decodax.io.saving import save_model
 from decodax.models import Transformer, llama
 from tests.small_tokenizers import byte_level
 

@@ -17,7 +17,8 @@ from safetensors.numpy import load_file, save_file
 
 from decodax.core.mesh import auto_region
 from decodax.io import checkpoint
-from decodax.io.checkpoint import CheckpointError, load_model, save_model
+from decodax.io.checkpoint import CheckpointError, load_model
+from decodax.io.saving import save_model
 from decodax.models import Transformer, llama
 from decodax.models.names import flatten
 from tests.models.tiny import CASES, build, saved

@@ -18,7 +18,8 @@ from safetensors.numpy import load_file, save_file
 import decodax as dx
 from decodax.algorithms.diffusion import Adapter, MaskedDiffusion
 from decodax.core.window import Window, bidirectional, block_causal, causal_prefix
-from decodax.io.checkpoint import CheckpointError, save_model
+from decodax.io.checkpoint import CheckpointError
+from decodax.io.saving import save_model
 from decodax.models.diffusion import Diffusion, read_diffusion
 from decodax.models.families import read_config
 from tests.models.tiny_diffusion import CASES, MASK, saved

@@ -15,8 +15,8 @@ import pytest
 
 import decodax as dx
 from decodax.algorithms.speculative import Rejection, Speculative, drafts, trees
-from decodax.io.checkpoint import save_model
 from decodax.io.load import LM
+from decodax.io.saving import save_model
 from decodax.models import Chunks, Rope, Transformer, dual_chunk, llama
 from decodax.models.families import read_config
 from decodax.models.names import flatten

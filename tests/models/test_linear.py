@@ -22,8 +22,8 @@ from decodax.core import drivers
 from decodax.core.start import init_state
 from decodax.core.types import Params
 from decodax.core.window import Window, causal
-from decodax.io.checkpoint import save_model
 from decodax.io.load import LM
+from decodax.io.saving import save_model
 from decodax.models import (
     DecoderConfig,
     Embeddings,

@@ -22,7 +22,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models as backends
 
 import decodax as dx
-from decodax.io.checkpoint import CheckpointError, load_model, save_model
+from decodax.io.checkpoint import CheckpointError, load_model
+from decodax.io.saving import save_model
 from decodax.models import Rope, llama
 from decodax.models.families import read_config
 from decodax.models.fields import KINDS
