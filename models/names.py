@@ -106,8 +106,8 @@ IMAGES = re.compile(r"^(model\.)?(vision_tower|multi_modal_projector|visual)\.")
 
 WRAPPERS = frozenset({"_orig_mod", "module", "_fsdp_wrapped_module", "_fpw_module", "_checkpoint_wrapped_module",
                       "_forward_module"})
-"""Parts of names that torch.compile, DDP, FSDP, activation checkpoints and Lightning add to the state of a model that they
-wrap."""
+"""Parts of names that torch.compile, DDP, FSDP, activation checkpoints and Lightning add to the saved state of a model
+that they wrap."""
 
 
 def unwrapped(tensor: str) -> str:

@@ -141,7 +141,7 @@ def test_saved_models_hold_the_tensors_that_were_loaded(name: str, tmp_path: Pat
 @pytest.mark.parametrize(("changes", "message"), [
     ({"model.transformer.blocks.1.ff_proj.weight": None}, r"lacks tensor model\.transformer\.blocks\.1\.ff_proj\."),
     ({"model.transformer.ff_out.weight": np.ones((97, 32), np.float32)},
-     r"transformer\.ff_out\.weight has shape \(97, 32\), the configuration asks for \(112, 32\)"),
+     r"transformer\.ff_out\.weight has shape \(97, 32\), the configuration requires \(112, 32\)"),
     ({"model.transformer.wpe.weight": np.ones((64, 32), np.float32)}, r"holds tensor model\.transformer\.wpe\.weight"),
 ])
 def test_a_wrong_tensor_is_named(changes: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -389,7 +389,7 @@ def test_wrong_configurations_are_refused_by_name() -> None:
         LinearRule(features="exp")      # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^linear: got a rule beside a soft cap"):
         linear(dataclasses.replace(BASE, attention_softcap=30.0))
-    with pytest.raises(ValueError, match=r"^linear: got a rule beside a sliding window"):
+    with pytest.raises(ValueError, match=r"^linear: cannot be combined with a sliding window"):
         dataclasses.replace(CONFIGS["elu"].layers[0], sliding=4)
     own = lm("jrt")
     with pytest.raises(ValueError, match=r"^inputs: got none, a Transformer with prefix linear attention takes an Enc"):
