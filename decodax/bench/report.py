@@ -131,8 +131,8 @@ def parse(text: str) -> Program:
 
 
 def copies(program: Program, elements: int, within: str | None = None) -> list[Instruction]:
-    """Returns the copies of arrays with `elements` elements, of any shape and layout, in the computation `within` and all
-    that it calls, or in the whole program. Asynchronous moves between the memories of a chip do not count."""
+    """Returns the copies of arrays with `elements` elements, of any shape and layout, in the whole program or in the
+    computation `within` and all that it calls. Asynchronous moves between the memories of a chip do not count."""
     found = program.all() if within is None else program.inside(within)
     return [x for x in found if x.opcode in ("copy", "transpose") and math.prod(x.result[0].dims) == elements]
 

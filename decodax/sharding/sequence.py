@@ -180,7 +180,7 @@ class PartitionTable:
     def __post_init__(self) -> None:
         if not self.known or len({len(slices) for slices in self.known.values()}) != 1 or any(
                 sum(slices) != tokens or min(slices) < 1 for tokens, slices in self.known.items()):
-            raise ValueError(f"known: got {dict(self.known)}, takes slices that add up to each length, equally many for all")
+            raise ValueError(f"known: got {dict(self.known)}, takes equally many slices for each length")
 
     def __call__(self, tokens: int) -> list[int]:
         """Returns the slices of a text.

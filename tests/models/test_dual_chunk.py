@@ -155,7 +155,7 @@ def test_what_it_does_not_take() -> None:
         lm(False).with_dual_chunk(4, 4)
     with pytest.raises(ValueError, match=r"^chunks: dual chunk attention cannot be combined with a sliding window"):
         dual_chunk(dataclasses.replace(BASE, layers=tuple(dataclasses.replace(x, sliding=5) for x in BASE.layers)))
-    with pytest.raises(ValueError, match=r"^config: got no layer with a rotary embedding"):
+    with pytest.raises(ValueError, match=r"^config: takes at least one layer with a rotary embedding"):
         dual_chunk(dataclasses.replace(BASE, layers=tuple(dataclasses.replace(x, rope=None) for x in BASE.layers)))
     with pytest.raises(ValueError, match=r"^model: got a Transformer that fills masks"):
         dx.load("tasks-diffusion").with_dual_chunk()
