@@ -1,11 +1,12 @@
-"""Networks: decoder-only transformers in flax.nnx, and the `Model`s that wrap them for decoding; T5, Mamba, Mamba-2,
-RWKV-7, RWKV-X."""
+"""Networks for decoding: decoder-only transformers in flax.nnx, T5, Mamba, Mamba-2, RWKV-7 and RWKV-X, each as a
+`Model`."""
 
 from decodax.models.arc_encoder import ArcEncoder
 from decodax.models.config import DecoderConfig, Experts, Layer, NormConfig, cla, diffqkv, echo_att, llama, yoco
 from decodax.models.decoder import Decoder
 from decodax.models.diffusion import Diffusion
 from decodax.models.dual_chunk import dual_chunk
+from decodax.models.inputs import AdapterRows, Embeddings, EncoderText
 from decodax.models.linear import jrt, linear, linear_weights, linearized
 from decodax.models.mamba import Mamba, MambaConfig
 from decodax.models.mamba2 import Mamba2, Mamba2Config
@@ -14,7 +15,7 @@ from decodax.models.rope import Chunks, Rope
 from decodax.models.rwkv7 import Rwkv7, Rwkv7Config
 from decodax.models.rwkv_x import RwkvX, RwkvXConfig
 from decodax.models.t5 import T5, T5Config
-from decodax.models.transformer import AdapterRows, Embeddings, EncoderText, Transformer
+from decodax.models.transformer import Transformer
 
 __all__ = ["T5", "AdapterRows", "ArcEncoder", "Chunks", "Decoder", "DecoderConfig", "Diffusion", "Embeddings",
            "EncoderText", "Experts", "Layer", "Mamba", "Mamba2", "Mamba2Config", "MambaConfig", "NormConfig", "Phd",

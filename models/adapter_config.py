@@ -1,11 +1,12 @@
-"""adapter_config.json of peft: what its entries say of an adapter's tensors, and which of them are not read.
+"""Reads peft's adapter_config.json: which entries determine an adapter's tensors, and which are ignored or refused.
 
-- Honoured: `r`, `lora_alpha`, `use_rslora`, `rank_pattern` and `alpha_pattern` (peft's rule: the first key that matches
-  the end of a module's name), `target_modules`, `exclude_modules`, `layers_to_transform` and `layers_pattern` (which
-  modules have tensors), and `init_lora_weights` where it leaves the model's own weights as they are.
-- Without effect on what an adapter computes: `TRAINING`, which are accepted with any value.
-- All others are accepted with a value that asks for nothing (null, false, 0, an empty text, list or object), and
-  refused by name with another.
+- Supported: `r`, `lora_alpha`, `use_rslora`, `rank_pattern` and `alpha_pattern` (by peft's rule the first key that
+  matches the end of a module's name counts), `target_modules`, `exclude_modules`, `layers_to_transform` and
+  `layers_pattern` (which modules have tensors), and `init_lora_weights` where it leaves the model's own weights
+  unchanged.
+- Ignored: `TRAINING`, which have no effect on the result of an adapter and are accepted with any value.
+- All others are accepted with a neutral value (null, false, 0, an empty text, list or object), and refused by name with
+  another.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ TRAINING = frozenset({
     "auto_mapping", "base_model_name_or_path", "revision", "task_type", "inference_mode", "peft_version",
     "lora_dropout", "runtime_config", "megatron_core", "qalora_group_size", "ensure_weight_tying", "eva_config",
     "corda_config", "lora_ga_config", "loftq_config", "fan_in_fan_out", "bias"})
-"""Entries about training, or about where an adapter comes from.
+"""Entries about training, or about the origin of an adapter.
 
-The groups of QA-LoRA, the configurations of initialisations and the tying of embeddings act only beside entries that
-are refused, or on tensors that are. A `bias` that was trained is a tensor, and is refused as one. How a kernel lies in
-the base model (`fan_in_fan_out`) changes nothing in the two factors.
+The groups of QA-LoRA, the configurations of initialisations and the tying of embeddings only act with other entries or
+tensors that are refused. A trained `bias` is a tensor, and is refused as one. The layout of a kernel in the base model
+(`fan_in_fan_out`) does not change the two factors.
 """
 
 HONOURED = frozenset({
@@ -32,19 +33,19 @@ HONOURED = frozenset({
     "layers_to_transform", "layers_pattern", "init_lora_weights"})
 
 PLAIN_STARTS = ("gaussian", "eva", "orthogonal", "mica")
-"""Initialisations that leave the base model's weights alone. The others (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) subtract
-from them what the adapter begins with, so that the tensors mean something only beside weights that no file holds."""
+"""Initialisations that leave the base model's weights unchanged. The others (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA)
+subtract the initial adapter from them, so the tensors are only meaningful with changed weights that no file holds."""
 
 EMPTY_COUNTS = frozenset({"kasa_config", "monteclora_config"})
-"""Entries for which an empty object asks for the defaults of their method."""
+"""Entries for which an empty object enables a method with its defaults."""
 
 DEFAULT = 8
-"""Rank and alpha of peft where the entries are missing."""
+"""Default of rank and alpha in peft."""
 
 
 @dataclasses.dataclass(frozen=True)
 class AdapterConfig:
-    """The entries of an adapter_config.json that `checked` found readable. Modules are named as in the base model."""
+    """The entries of an adapter_config.json that `checked` accepted. Modules are named as in the base model."""
 
     entries: Mapping[str, Any]
 
@@ -52,14 +53,15 @@ class AdapterConfig:
         return self._pattern("rank_pattern", module, self.entries.get("r", DEFAULT))
 
     def scale(self, module: str) -> float:
-        """The factor of the product of a module's low ranks."""
+        """Returns the factor of the low-rank product of a module."""
         alpha, rank = self._pattern("alpha_pattern", module, self.entries.get("lora_alpha", DEFAULT)), self.rank(module)
         return alpha / (math.sqrt(rank) if self.entries.get("use_rslora") else rank)
 
     def adapts(self, module: str) -> bool:
-        """Whether the entries that choose modules choose this one; peft drops the tensors of others.
+        """True if the entries select this module; peft drops the tensors of others.
 
-        Without `target_modules` peft takes those that it knows for the architecture; here the tensors decide then.
+        Without `target_modules` peft takes the modules that it knows for the architecture; here every module with
+        tensors counts.
         """
         excluded, targets = self.entries.get("exclude_modules"), self.entries.get("target_modules")
         if excluded and _chosen(excluded, module):
@@ -69,7 +71,7 @@ class AdapterConfig:
         return _chosen(targets, module) and (isinstance(targets, str) or module in targets or self._in_layers(module))
 
     def unmatched(self, modules: Iterable[str]) -> list[str]:
-        """Keys of the patterns that match none of the modules, as "rank_pattern: key"."""
+        """Returns keys of the patterns that match none of the modules, as "rank_pattern: key"."""
         named = list(modules)
         return [f"{name}: {key}" for name in ("rank_pattern", "alpha_pattern") for key in self.entries.get(name) or {}
                 if not any(_matches(key, module) for module in named)]
@@ -88,16 +90,16 @@ class AdapterConfig:
 
 
 def checked(entries: Mapping[str, Any]) -> AdapterConfig:
-    """The entries, of which each is honoured or asks for nothing.
+    """Returns the entries after checking that each is supported or neutral.
 
     Raises:
-        ValueError: an entry says something that is not read, or is not what it should be; names it.
+        ValueError: an entry is not supported or invalid; the message names it.
     """
     if entries.get("peft_type") != "LORA":
         raise ValueError(f"peft_type: got {entries.get('peft_type')!r}, takes 'LORA'")
     for name, value in entries.items():
         if (name in EMPTY_COUNTS and value is not None) or (name not in HONOURED | TRAINING and value):
-            raise ValueError(f"{name}: got {value!r}, which is not read; takes a plain LoRA")
+            raise ValueError(f"{name}: got {value!r}, which is not supported; takes a plain LoRA")
     start = entries.get("init_lora_weights")
     if not (start is None or isinstance(start, bool) or str(start).lower() in PLAIN_STARTS):
         raise ValueError(f"init_lora_weights: got {start!r}: such an adapter belongs to weights that its training "
@@ -127,12 +129,12 @@ def checked(entries: Mapping[str, Any]) -> AdapterConfig:
 
 
 def _matches(key: str, module: str) -> bool:
-    """peft's rule for the keys of patterns: expressions of the end of a module's whole name, from a dot on."""
+    """True if a pattern's key matches the end of a module's name, from a dot on (peft's rule)."""
     return re.match(rf"(.*\.)?({key})$", module) is not None
 
 
 def _chosen(given: str | Iterable[str], module: str) -> bool:
-    """peft's rule for modules: an expression of the whole name, or a list of ends of names."""
+    """True if a module matches an expression of the whole name, or a list of ends of names (peft's rule)."""
     if isinstance(given, str):
         return re.fullmatch(given, module) is not None
     return any(module == name or module.endswith(f".{name}") for name in given)

@@ -1,8 +1,8 @@
-"""Adapters: products of low rank beside a model's kernels (LoRA; Hu et al., 2021), one for all rows or one for each.
+"""Adapters: low-rank products added to a model's kernels (LoRA; Hu et al., 2021), one for all rows or one per row.
 
 An adapter is a nested dict of arrays with the paths of the kernels that it adapts, so it is trained, sharded and saved
-like weights. `apply` puts it beside a model's weights, `merge` adds it to them, and `stack` puts several side by side,
-of which each row takes its own. The factor `alpha / rank` of a published adapter is part of `b`.
+like weights. `apply` puts it beside a model's weights, `merge` adds it to them, and `stack` combines several, from
+which each row takes its own. The factor `alpha / rank` of a published adapter is part of `b`.
 
 >>> import jax, decodax as dx
 >>> lm = dx.load("pycode")
@@ -42,7 +42,7 @@ Adapter = dict[str, Any]
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 STEM = "base_model.model."
-"""What peft puts before a module's own name in the names of tensors."""
+"""Prefix of a module's name in peft's tensor names."""
 
 PARTS = ("q", "k", "v", "o", "gate", "up", "down")
 """Projections that can be adapted."""
@@ -50,20 +50,24 @@ PARTS = ("q", "k", "v", "o", "gate", "up", "down")
 
 def init(params: Weights, key: Array, rank: int = 8, targets: Sequence[str] = ("q", "v"),
          dtype: jax.typing.DTypeLike = jnp.float32) -> Adapter:
-    """A fresh adapter, with which the model is what it was: `a` is uniform as peft draws it, `b` zero.
+    """Returns a new adapter, with which the model's output is unchanged: `a` is uniform as in peft, `b` is zero.
 
     Args:
-        targets: which projections: "q", "k", "v", "o" of attention, "gate", "up", "down" of the MLP.
+        params: the model's weights.
+        key: a random key.
+        rank: rank of the products.
+        targets: projections to adapt: "q", "k", "v", "o" of attention, "gate", "up", "down" of the MLP.
+        dtype: dtype of the adapter.
 
     Raises:
-        ValueError: a target is none of the model's.
+        ValueError: the model does not have a target.
     """
     if rank < 1:
-        raise ValueError(f"rank: got {rank}, takes a whole number from 1")
+        raise ValueError(f"rank: got {rank}, takes a whole number of at least 1")
     places = _places(params)
     for target in targets:
         if target not in {_part(path) for path in places}:
-            raise ValueError(f"targets: got {target!r}, the model has {', '.join(sorted({_part(p) for p in places}))}")
+            raise ValueError(f"targets: got {target!r}, takes {', '.join(sorted({_part(p) for p in places}))}")
     made: Adapter = {}
     chosen = [path for path in places if _part(path) in targets]
     for path, one in zip(chosen, jax.random.split(key, len(chosen)), strict=True):
@@ -75,37 +79,40 @@ def init(params: Weights, key: Array, rank: int = 8, targets: Sequence[str] = ("
 
 
 def apply(params: Weights, adapter: Adapter) -> Weights:
-    """The weights with an adapter, or several that `stack` made, beside them. Nothing is copied.
+    """Returns the weights with an adapter beside them, or with several combined by `stack`. Nothing is copied.
 
     Raises:
-        ValueError: the adapter has a place or a shape that the weights have not; says which.
+        ValueError: the adapter has a path or a shape that does not fit the weights; the message names it.
     """
     return _with(params, adapter, lambda kernel, low: Adapted(kernel, low["a"], low["b"]))
 
 
 def merge(params: Weights, adapter: Adapter) -> Weights:
-    """The weights with an adapter added to them, in their own dtype: as fast as without one.
+    """Returns the weights with an adapter added to them, in their own dtype, so that decoding is as fast as without
+    one.
 
     Raises:
-        ValueError: as `apply`; a packed kernel, to which nothing can be added.
+        ValueError: as in `apply`, or a kernel is packed, so that nothing can be added to it.
     """
     def one(kernel: Any, low: Any) -> Array:
         if isinstance(kernel, Packed):
-            raise ValueError("adapter: packed weights cannot take it up; takes it beside them (merge=False)")
+            raise ValueError("adapter: cannot be merged into packed weights; takes merge=False, which keeps it beside "
+                             "them")
         return Adapted(kernel, low["a"], low["b"]).merged().astype(kernel.dtype)
 
     return _with(params, adapter, one)
 
 
 def stack(adapters: Sequence[Adapter]) -> Adapter:
-    """Adapters side by side behind an empty one: adapter `i` is number `i + 1`, and 0 is none. Smaller ranks are filled
-    up with zeros, and so are kernels that an adapter leaves alone.
+    """Combines adapters so that each row can select one: adapter `i` gets number `i + 1`, and 0 is none.
+
+    Smaller ranks, and kernels that an adapter does not change, are padded with zeros.
 
     Raises:
-        ValueError: there are none, or two are of different models.
+        ValueError: there are none, or two belong to different models.
     """
     if not adapters:
-        raise ValueError("adapters: got none, takes one or more")
+        raise ValueError("adapters: got none, takes at least one")
     found = [_lows(adapter) for adapter in adapters]
     made: Adapter = {}
     for path in dict.fromkeys(path for each in found for path in each):
@@ -125,17 +132,20 @@ def stack(adapters: Sequence[Adapter]) -> Adapter:
 
 def read(directory: str | os.PathLike[str], model: Transformer, family: str = "llama",
          dtype: jax.typing.DTypeLike = jnp.float32) -> Adapter:
-    """An adapter in the layout of peft: `adapter_config.json` and `adapter_model.safetensors`.
+    """Reads an adapter in peft's layout: `adapter_config.json` and `adapter_model.safetensors`.
 
-    `decodax.models.adapter_config` lists the entries that are honoured. Keys of patterns that match no tensor's module
-    have no effect, as in peft, and are warned of.
+    `decodax.models.adapter_config` lists the supported entries. Keys of patterns that match no tensor's module have no
+    effect, as in peft; a warning names them.
 
     Args:
-        family: the `model_type` of the model's `config.json`, by which tensors are named.
+        directory: path of the adapter.
+        model: the model that it adapts.
+        family: the `model_type` of the model's `config.json`, which determines the tensor names.
+        dtype: dtype of the adapter.
 
     Raises:
-        ValueError: a file is missing or broken, it is no plain LoRA, its entries and its tensors contradict each other,
-            or it does not fit the model; names the entry or the tensor.
+        ValueError: a file is missing or broken, it is not a plain LoRA, its entries and tensors contradict each other,
+            or it does not fit the model; the message names the entry or the tensor.
     """
     root = Path(directory)
     try:
@@ -159,7 +169,7 @@ def read(directory: str | os.PathLike[str], model: Transformer, family: str = "l
         found = re.fullmatch(
             rf"((?:.*?\.)?)({re.escape(names.layers)}\.\d+\..+?)\.lora_(A|B)(?:\.default)?\.weight", unwrapped(tensor))
         if found is None or IMAGES.search(found[1].removeprefix(STEM)):
-            raise ValueError(f"{root / WEIGHTS}: tensor {tensor} is no lora_A or lora_B of a layer of the language "
+            raise ValueError(f"{root / WEIGHTS}: tensor {tensor} is not a lora_A or lora_B of a layer of the language "
                              "model")
         if found[3] == "B":
             continue
@@ -174,11 +184,11 @@ def read(directory: str | os.PathLike[str], model: Transformer, family: str = "l
         a, b = (tensors[name].astype(np.float32).T for name in (tensor, other))
         wanted = shapes[f"{path}.kernel"].shape
         if (a.shape[0], b.shape[1]) != wanted or a.shape[1] != b.shape[0]:
-            raise ValueError(f"{root / WEIGHTS}: tensor {tensor} makes {a.shape} and {b.shape} of a kernel "
-                             f"{wanted}")
+            raise ValueError(f"{root / WEIGHTS}: tensor {tensor} has factors {a.shape} and {b.shape}, which do not fit "
+                             f"the kernel {wanted}")
         whole = f"{found[1].removeprefix(STEM)}{module}"
         if not config.adapts(whole):
-            raise ValueError(f"{root / WEIGHTS}: tensor {tensor} adapts a module that {CONFIG} does not choose "
+            raise ValueError(f"{root / WEIGHTS}: tensor {tensor} adapts a module that {CONFIG} does not select "
                              "(target_modules, exclude_modules, layers_to_transform)")
         if a.shape[1] != config.rank(whole):
             raise ValueError(f"{root / WEIGHTS}: tensor {tensor} has rank {a.shape[1]}, r and rank_pattern of {CONFIG} "
@@ -197,7 +207,15 @@ def read(directory: str | os.PathLike[str], model: Transformer, family: str = "l
 
 def save(directory: str | os.PathLike[str], adapter: Adapter, model: Transformer, family: str = "llama",
          base: str | None = None) -> None:
-    """Writes an adapter as peft reads it, for a model that is saved as `family`. `base`: the model's name."""
+    """Writes an adapter in peft's layout.
+
+    Args:
+        directory: path to write to.
+        adapter: the adapter.
+        model: the model that it adapts.
+        family: the `model_type` that the model is saved as.
+        base: the model's name.
+    """
     names = FAMILY_NAMES.get(family, Names(LLAMA))
     modules, tensors, rank = _modules(model.config, names), {}, 1
     for path, low in _lows(adapter).items():
@@ -220,7 +238,7 @@ def save(directory: str | os.PathLike[str], adapter: Adapter, model: Transformer
 
 
 def _modules(config: DecoderConfig, names: Names) -> dict[str, tuple[int, str]]:
-    """By path of each projection, its layer and the module that files call it."""
+    """Returns for each projection's path its layer and its module name in files."""
     return {f"layers.{i}.{inner}": (i, module) for i in range(len(config.layers))
             for inner, module in names.layer.items() if inner.rsplit(".", 1)[-1] in PARTS}
 
@@ -229,7 +247,7 @@ def _with(params: Weights, adapter: Adapter, put: Any) -> Weights:
     places, lows = _places(params), _lows(adapter)
     for path, low in lows.items():
         if path not in places:
-            raise ValueError(f"adapter: adapts {path}, which the model has not or not as one kernel")
+            raise ValueError(f"adapter: adapts {path}, which the model does not have as a single kernel")
         sizes = (low["a"].shape[-2], low["b"].shape[-1])
         if sizes != _size(places[path]):
             raise ValueError(f"adapter: {path} has a kernel {sizes}, the model's is {_size(places[path])}")
@@ -237,7 +255,7 @@ def _with(params: Weights, adapter: Adapter, put: Any) -> Weights:
     def walk(node: Any, path: str) -> Any:
         if path in lows:
             if isinstance(node, Adapted):
-                raise ValueError(f"adapter: {path} has one already; merge that, or stack them")
+                raise ValueError(f"adapter: {path} has one already; takes weights without one (merge or stack them)")
             return put(node, lows[path])
         if isinstance(node, dict):
             return {name: walk(value, f"{path}.{name}" if path else name) for name, value in node.items()}
@@ -247,7 +265,7 @@ def _with(params: Weights, adapter: Adapter, put: Any) -> Weights:
 
 
 def _places(params: Weights) -> dict[str, Any]:
-    """The kernels that can be adapted, by path."""
+    """Returns the kernels that can be adapted, by path."""
     return {path: leaf for path, leaf in flatten(params).items()
             if path.startswith("layers.") and path.endswith(".kernel") and _part(path) in PARTS
             and len(_size(leaf)) == 2}
@@ -258,14 +276,14 @@ def _part(path: str) -> str:
 
 
 def _size(kernel: Any) -> tuple[int, ...]:
-    """Inputs and outputs."""
+    """Returns the numbers of inputs and outputs."""
     if isinstance(kernel, Adapted):
         return _size(kernel.kernel)
     return kernel.shape[::-1] if isinstance(kernel, Packed) else kernel.shape
 
 
 def _lows(adapter: Adapter, path: str = "") -> dict[str, Any]:
-    """The pairs of an adapter by path."""
+    """Returns the pairs of an adapter by path."""
     if not isinstance(adapter, Mapping):
         raise ValueError(f"adapter: got {type(adapter).__name__}, takes a nested dict such as decodax.adapters.init "
                          "makes")

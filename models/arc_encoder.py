@@ -1,10 +1,10 @@
-"""ARC-Encoder: a text as a few vectors that a decoder reads in place of token embeddings.
+"""ARC-Encoder: compresses a text to a few vectors that a decoder reads in place of token embeddings.
 
-"ARC-Encoder: learning compressed text representations for large language models", Pilchen et al., 2025. The encoder is
-a Llama without a causal mask and without its last layers. In the last layer that runs, queries are means: of `n` states
-each run of about `pool` becomes one, which attends to the keys and values of all `n`. So `n` tokens give `ceil(n /
-pool)` states. A bridge of two matrices without an activation takes them, and a trained state that says what is to
-follow, into the embedding space of a decoder that stays as it is.
+Source: "ARC-Encoder: learning compressed text representations for large language models", Pilchen et al., 2025. The
+encoder is a Llama without a causal mask and without its last layers. In the last layer that runs, queries are pooled:
+each run of about `pool` of the `n` states is averaged to one query, which attends to the keys and values of all `n`. So
+`n` tokens give `ceil(n / pool)` vectors. A bridge of two matrices without an activation maps them, and a trained state
+for the task (continue or reconstruct), to the embedding space of a decoder that is not changed.
 """
 
 from __future__ import annotations
@@ -19,27 +19,28 @@ from flax import nnx
 from jax import Array
 
 from decodax.models.config import DecoderConfig, Layer, NormConfig
-from decodax.models.decoder import DecoderLayer, weight
+from decodax.models.decoder import DecoderLayer
+from decodax.models.layers import weight
 from decodax.models.packed import Packed
 from decodax.models.rope import Rope
 from decodax.models.transformer import Weights
 from decodax.pallas_kernels.window_attention import window_attention
 
 End = Literal["cont", "rec"]
-"""What a text's vectors are followed by: the state that asks for what comes behind the text, or for the text itself."""
+"""The state after a text's vectors: it asks the decoder to continue the text ("cont") or to reconstruct it ("rec")."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ArcEncoder:
-    """The encoder's network, compared by value and static under jit; its weights are handed in.
+    """The encoder's network. It is compared by value and static under jit; its weights are passed in.
 
     Attributes:
-        config: the layers that run, a Llama's.
+        config: the layers that run, shaped as a Llama's.
         out: width of the vectors, that of the decoder's embeddings.
-        pool: tokens a vector, at most.
+        pool: largest number of tokens per vector.
         hidden: inner width of the bridge; None: one matrix.
-        normed: whether an RMS norm stands in front of the bridge.
-        ends: which ends are trained states of its own; without one, a text's vectors stand alone.
+        normed: True puts an RMS norm before the bridge.
+        ends: the ends that have a trained state; without one, a text's vectors have no end.
     """
 
     config: DecoderConfig
@@ -55,20 +56,23 @@ class ArcEncoder:
             if value is not None and value < 1:
                 raise ValueError(f"{name}: got {value}, takes 1 or more")
         if not llama_shaped(self.config):
-            raise ValueError("config: got a network that is no Llama, takes layers with full rotary attention, RMS "
-                             "norms in front, a gated MLP and no biases")
+            raise ValueError("config: takes a Llama: layers with full rotary attention, pre-norm RMS, a gated MLP and "
+                             "no biases")
 
     def init_params(self, key: Array, dtype: jax.typing.DTypeLike = jnp.float32) -> Weights:
-        """Fresh weights from a `key`: `embed`, `layers`, `bridge` and one of each of `ends`. The layers are drawn as
-        those of a `Transformer`, the bridge as the authors' is, and the ends are ones."""
+        """Returns random weights: `embed`, `layers`, `bridge` and one for each of `ends`.
+
+        The layers are initialised as those of a `Transformer`, the bridge as in the authors' code, and the ends with
+        ones.
+        """
         layers, bridge = jax.random.split(key)
         weights = nnx.to_pure_dict(nnx.state(_Network(self.config, nnx.Rngs(params=layers))))
         return jax.tree.map(lambda x: x.astype(dtype), {**weights, **self._ends(bridge)})
 
     def of_decoder(self, params: Weights, key: Array) -> Weights:
-        """Weights that begin as those of a decoder of the same shape (`Transformer`'s), with a fresh bridge."""
+        """Returns weights that start with those of a decoder of the same shape (`Transformer`), and a random bridge."""
         if any(isinstance(x, Packed) for x in jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, Packed))):
-            raise ValueError("params: got packed weights, takes whole ones")
+            raise ValueError("params: got packed weights, takes arrays")
         layers = {str(i): params["layers"][str(i)] for i in range(len(self.config.layers))}
         return {"embed": params["embed"], "layers": layers, **self._ends(key)}
 
@@ -81,15 +85,17 @@ class ArcEncoder:
         return {"bridge": maps, **{end: jnp.ones((1, self.config.width)) for end in self.ends}}
 
     def apply(self, params: Weights, tokens: Array, lengths: Array, end: End | None = None) -> tuple[Array, Array]:
-        """The vectors of texts.
+        """Returns the vectors of texts.
 
         Args:
-            tokens: `i32[B, T]`, of which the first `lengths` (`i32[B]`, 1 or more) of a row count.
-            end: the state that follows them, counted as a vector; None: none does.
+            params: the weights.
+            tokens: `i32[B, T]`.
+            lengths: `i32[B]`, number of tokens of each row that count, at least 1.
+            end: the state after them, which counts as a vector; None: none.
 
         Returns:
-            `f[B, M, out]`, and how many of them are a row's, `i32[B]`; `M` is `ceil(T / pool)`, and one more with an
-            end. What lies behind a row's vectors means nothing.
+            `f[B, M, out]`, and the number of vectors of each row, `i32[B]`; `M` is `ceil(T / pool)`, plus one with an
+                end. Entries after a row's vectors are meaningless.
         """
         c, (B, T), last = self.config, tokens.shape, str(len(self.config.layers) - 1)
         layers = _network(c, {"embed": params["embed"], "layers": params["layers"]}).layers
@@ -104,7 +110,7 @@ class ArcEncoder:
         for i in range(len(c.layers) - 1):
             x, _ = layers[str(i)](i, x, tables(at), everyone)
 
-        # the last layer twice: for its keys and values at all tokens, and for its output at means of runs
+        # The last layer runs twice: for its keys and values at all tokens, and for its output at the means of runs.
         _, (keys, values) = layers[last].attention_half(0, x, tables(at), lambda layer, q, k, v, **options:
                                                         (jnp.zeros_like(q), (k, v)))
         shares, counts = runs(lengths, T, self.pool)
@@ -121,7 +127,7 @@ class ArcEncoder:
         return self.bridge(params["bridge"], x), counts
 
     def bridge(self, weights: Weights, x: Array) -> Array:
-        """States `f[..., D]` in the decoder's embedding space, `f[..., out]`."""
+        """Maps states `f[..., D]` to the decoder's embedding space, `f[..., out]`."""
         if self.normed:
             y = x.astype(jnp.float32)
             y = y * jax.lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + 1e-5)
@@ -130,8 +136,15 @@ class ArcEncoder:
 
 
 def runs(lengths: Array, width: int, pool: int) -> tuple[Array, Array]:
-    """Runs of nearly equal length, the longer ones first, of at most `pool` tokens: `f32[B, M, T]`, each token's share
-    of each run's mean, and the number of runs, `i32[B]`. `lengths` is `i32[B]`, of at most `width` tokens.
+    """Divides texts into runs of nearly equal length of at most `pool` tokens, the longer ones first.
+
+    Args:
+        lengths: `i32[B]`, at most `width`.
+        width: number of tokens `T`.
+        pool: largest length of a run.
+
+    Returns:
+        Each token's weight in each run's mean, `f32[B, M, T]`, and the number of runs, `i32[B]`.
 
     >>> shares, counts = runs(jnp.array([5, 2]), 5, 2)
     >>> counts.tolist(), (shares[0] > 0).astype(int).tolist()
@@ -148,7 +161,7 @@ def runs(lengths: Array, width: int, pool: int) -> tuple[Array, Array]:
 
 
 def llama_shaped(c: DecoderConfig) -> bool:
-    """Whether a network is a Llama but for its head."""
+    """True if a network is a Llama, apart from its head."""
     rope = c.layers[0].rope
     plain = rope is not None and rope == Rope(width=c.head_dim, theta=rope.theta, interleaved=rope.interleaved)
     same = DecoderConfig(vocab=c.vocab, width=c.width, heads=c.heads, kv_heads=c.kv_heads, head_dim=c.head_dim,

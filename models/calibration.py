@@ -1,8 +1,8 @@
-"""What text shows of a model's kernels, for formats of weights that go by it.
+"""Collects statistics of a model's kernels on text, for formats of weights that need calibration.
 
-An observed kernel multiplies as any other. It also has an argument `seen`, which is zeros and changes no product. The
+An observed kernel multiplies like any other. It has another argument `seen`, which is zeros and changes no product. The
 derivative of the loss with respect to it is defined to be the statistic of the kernel's inputs and of the gradients at
-its outputs, so one backward pass collects the statistics of all kernels: in every network that calls `multiply`, within
+its outputs. So one backward pass collects the statistics of all kernels, in every network that calls `multiply`, within
 loops and conditionals, on any mesh.
 """
 
@@ -26,20 +26,20 @@ from decodax.models.transformer import Transformer, Weights
 
 
 class Statistic(abc.ABC):
-    """What is kept of a kernel of `K` inputs and `N` outputs. It is hashable and compared by value."""
+    """A statistic of a kernel with `K` inputs and `N` outputs. It is hashable and compared by value."""
 
     @abc.abstractmethod
     def of(self, x: Array, gradient: Array) -> Any:
-        """Arrays `f32[...]` that are added up over the rows of a sequence, and over its calls.
+        """Returns arrays `f32[...]`, which are summed over the rows of a sequence and over its calls.
 
         Args:
             x: `f[R, K]`, rows that were multiplied.
-            gradient: `f[R, N]`, of the sequence's loss with respect to the products. Rows of nothing, as the blocks of
-                experts have, have zeros.
+            gradient: `f[R, N]`, gradient of the sequence's loss with respect to the products. Padding rows, as in the
+                blocks of experts, are zeros.
         """
 
     def each(self, total: Any) -> Any:
-        """What a sequence adds to the result, from its own `total`."""
+        """Returns the contribution of a sequence to the result, from its own `total`."""
         return total
 
 
@@ -87,7 +87,7 @@ _multiplied.defvjp(_forward, _backward)
 
 
 def nothing(shape: tuple[int, ...], what: Statistic) -> Any:
-    """The statistic, zeros, of a kernel of the shape `[K, N]`, or `[E, K, N]`, that has seen nothing yet."""
+    """Returns the statistic of a kernel of shape `[K, N]`, or `[E, K, N]`, before any data: zeros."""
     *experts, K, N = shape
     shapes = jax.eval_shape(what.of, *(jax.ShapeDtypeStruct((1, n), jnp.float32) for n in (K, N)))
     return jax.tree.map(lambda s: jnp.zeros((*experts, *s.shape), s.dtype), shapes)
@@ -95,13 +95,16 @@ def nothing(shape: tuple[int, ...], what: Statistic) -> Any:
 
 def observe(model: Transformer, params: Weights, tokens: np.ndarray, what: Statistic, paths: Collection[str],
             diffusion: Diffusion | None = None, report: Callable[[int], None] = lambda done: None) -> dict[str, Any]:
-    """The statistic of each kernel over sequences, the sum of what each of them adds.
+    """Returns the statistic of each kernel, summed over sequences.
 
-    The loss of a sequence is the mean of its tokens' cross-entropies; for a model that fills masks, of those that are
-    hidden, a share of them that is drawn for each sequence between 15% and all, always the same for the same place.
+    The loss of a sequence is the mean of its tokens' cross-entropies. For a model that fills masks it is the mean over
+    masked tokens, whose share is drawn for each sequence between 15% and all, from a fixed seed.
 
     Args:
-        tokens: `i32[S, T]`, one sequence a row, `T` 2 or more.
+        model: the network.
+        params: its weights.
+        tokens: `i32[S, T]`, one sequence per row, `T` at least 2.
+        what: the statistic.
         paths: dotted paths of kernels.
         diffusion: how the model fills masks; None: it is autoregressive.
         report: called with the number of sequences that are done.
@@ -110,8 +113,8 @@ def observe(model: Transformer, params: Weights, tokens: np.ndarray, what: Stati
         ValueError: a model that fills masks in a way that has no loss here.
     """
     if diffusion is not None and diffusion.attention not in ("full", "block-causal"):
-        raise ValueError(f"lm: has {diffusion.attention} attention, data is taken for models with full or block-causal "
-                         "attention, and for autoregressive ones")
+        raise ValueError(f"lm: got {diffusion.attention} attention, takes a model with full or block-causal attention, "
+                         "or an autoregressive one")
     leaves, structure = flatten(params), jax.tree.structure(params, is_leaf=lambda x: isinstance(x, Packed))
     zeros = {path: nothing(kernel_of(path, leaves[path]).shape, what) for path in paths}
     total = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype),
@@ -135,13 +138,13 @@ def observe(model: Transformer, params: Weights, tokens: np.ndarray, what: Stati
 
 
 def _loss(model: Transformer, params: Weights, tokens: Array, diffusion: Diffusion | None, key: Array) -> Array:
-    """Of one sequence `i32[1, T]`."""
+    """Returns the loss of one sequence `i32[1, T]`."""
     if diffusion is None:
         return _cross_entropy(model.forward(params, tokens[:, :-1]), tokens[:, 1:]).mean()
     T = tokens.shape[1]
     some, one, share = jax.random.split(key, 3)
     hidden = jax.random.uniform(some, tokens.shape) < jax.random.uniform(share, (), minval=0.15, maxval=1.0)
-    hidden = hidden.at[:, jax.random.randint(one, (), int(diffusion.shift), T)].set(True)       # one at least
+    hidden = hidden.at[:, jax.random.randint(one, (), int(diffusion.shift), T)].set(True)       # at least one
     block = jnp.arange(T) // (diffusion.block or T)
     logits = model.forward(params, jnp.where(hidden, diffusion.mask, tokens), mask=(block[:, None] >= block)[None])
     if diffusion.shift:

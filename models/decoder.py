@@ -1,10 +1,11 @@
-"""The decoder-only transformer: one readable network whose options make GPT-2, Llama, Mistral, Qwen, Gemma and more.
+"""The decoder-only transformer: one network whose options make GPT-2, Llama, Mistral, Qwen, Gemma and more.
 
-The network knows nothing of decoding: it calls `attend(layer, q, k, v, ...)` once a layer, which gives attention's
-output and what the cache may keep of the layer. With a cache that is `cache.attend`; in training it is attention among
-the given tokens alone.
-Weights are one array each, layers are unrolled and kernels are stored `[in, out]`: a scan over stacked layers copies
-each layer's weights on CPU. Norms, rotations and softmax are float32 whatever the weights' dtype.
+The network does not depend on the decoding algorithm: it calls `attend(layer, q, k, v, ...)` once per layer, which
+returns the attention's output and the layer's entry for the cache. With a cache that is `cache.attend`; in training it
+is attention among the given tokens alone.
+
+Weights are one array each, layers are unrolled and kernels are stored `[in, out]`: a scan over stacked layers would
+copy each layer's weights on CPU. Norms, rotations and softmax are float32 whatever the weights' dtype.
 """
 
 from __future__ import annotations
@@ -19,73 +20,29 @@ from jax import Array
 
 from decodax.cache import LinearTerms
 from decodax.core.types import PartialForward
-from decodax.models.config import DecoderConfig, Experts, Layer, NormConfig
+from decodax.models.config import DecoderConfig, Experts, Layer
 from decodax.models.dual_chunk import DualChunk
 from decodax.models.echoes import Echoes, Near
 from decodax.models.experts import mix, route
+from decodax.models.layers import ACTIVATIONS, STD, Kernels, Linear, Norm, weight
 from decodax.models.packed import embedded, head, multiply
 from decodax.models.rope import rotate
 
-ACTIVATIONS = {
-    "silu": jax.nn.silu,
-    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
-    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
-    "relu": jax.nn.relu,
-}
-
-STD = 0.02
-"""Standard deviation of a fresh kernel or embedding."""
-
-
 Keep = Sequence[tuple[bool, bool]] | Array
-"""What of the layers runs: attention and MLP of each, fixed; or as data, whole layers `bool[B or 1, L]` or their halves
-`bool[B or 1, L, 2]`. What is left out adds nothing to the residual stream. Data is looked at once for all rows: what
-some row keeps is computed, so one set for all of them saves the most. The entry of an attention that is left out means
-nothing; of one that is always left out it is `()`."""
+"""The parts of the layers that run: attention and MLP of each, fixed; or as data, whole layers `bool[B or 1, L]` or
+their halves `bool[B or 1, L, 2]`. Parts that are left out add nothing to the residual stream. With data, a part is
+computed for all rows if some row keeps it, so one set for all rows saves the most. The entry of an attention that is
+left out is meaningless; that of one that is always left out is `()`."""
 
 
 class Attend(Protocol):
-    """Attention of a layer's queries `f[B, W, H, d]` to what is cached and to the window's `k`, `v` `f[B, W, G, d]`,
-    and the layer's entry: `Cache.attend`. A layer of linear attention hands in its terms alone (`linear`)."""
+    """Attention of one layer, with the signature of `Cache.attend`.
+
+    The queries `f[B, W, H, d]` attend to what is cached and to the window's `k` and `v`, `f[B, W, G, d]`. The result is
+    the output and the layer's entry. A layer of linear attention passes only its terms (`linear`).
+    """
 
     def __call__(self, layer: int, q: Any, k: Any, v: Any, **options: Any) -> tuple[Array, Any]: ...
-
-
-def weight(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str | None, ...], std: float = STD) -> nnx.Param[Array]:
-    """The one declaration of a weight: shape, initial spread and the logical axes that sharding goes by."""
-    return nnx.Param(jax.random.normal(rngs.params(), shape) * std, axes=axes)
-
-
-class Linear(nnx.Module):
-    """`x @ kernel (+ bias)`."""
-
-    def __init__(self, rngs: nnx.Rngs, shape: tuple[int, int], axes: tuple[str | None, ...], bias: bool,
-                 std: float = STD):
-        self.kernel = weight(rngs, shape, axes, std)
-        self.bias = nnx.Param(jnp.zeros(shape[1]), axes=axes[1:]) if bias else None
-
-    def __call__(self, x: Array) -> Array:
-        y = multiply(x, self.kernel.get_value())
-        return y if self.bias is None else y + self.bias[...]
-
-
-class Norm(nnx.Module):
-    """A norm over the last axis; `shape` may carry leading axes for scales of their own."""
-
-    def __init__(self, config: NormConfig, shape: tuple[int, ...], axes: tuple[str | None, ...]):
-        self.config = config
-        self.scale = nnx.Param(jnp.full(shape, 0.0 if config.unit_offset else 1.0), axes=axes)
-        self.bias = nnx.Param(jnp.zeros(shape), axes=axes) if config.bias else None
-
-    def __call__(self, x: Array) -> Array:
-        y = x.astype(jnp.float32)
-        if self.config.kind == "layer":
-            y = y - y.mean(-1, keepdims=True)
-        y = y * jax.lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + self.config.eps)
-        y = y * (self.scale[...].astype(jnp.float32) + (1.0 if self.config.unit_offset else 0.0))
-        if self.bias is not None:
-            y = y + self.bias[...].astype(jnp.float32)
-        return y.astype(x.dtype)
 
 
 class Attention(nnx.Module):
@@ -105,7 +62,7 @@ class Attention(nnx.Module):
         self.q_norm = _head_norm(c, c.heads, "heads") if attends else None
         self.k_norm = _head_norm(c, c.kv_heads, "kv_heads") if has_keys else None
         if rule is not None:
-            # zeros, with which training begins: the sum within a group alone
+            # Training begins with zeros, that is, with the sum within a group alone.
             self.factor = nnx.Param(jnp.zeros(1), axes=(None,)) if rule.factor else None
             self.taps = nnx.Param(jnp.zeros((c.heads, rule.taps)), axes=("heads", None)) if rule.taps else None
             self.encoder_k = into(keys, "kv_heads") if rule.prefix else None
@@ -115,13 +72,13 @@ class Attention(nnx.Module):
                  attend: Attend) -> tuple[Array, Any]:
         if self.q is None:
             return self._projected(x, *attend(index, None, None, self._values(x)))
-        # without the barrier a TPU's compiler chooses layouts for the heads that make it transpose these kernels
+        # Without the barrier a TPU's compiler chooses layouts for the heads that make it transpose these kernels.
         if self.k is None or self.v is None:
             k = v = None
             q = jax.lax.optimization_barrier(self.q(x))
         else:
             q, k, v = jax.lax.optimization_barrier((self.q(x), self.k(x), self.v(x)))
-            # values of the heads that share keys lie side by side, as one wide head
+            # Values of the heads that share keys are adjacent, as one wide head.
             k, v = self._placed(k, self.k_norm, tables), v.reshape(*v.shape[:2], self.c.kv_heads, -1)
         q, c = self._placed(q, self.q_norm, tables), self.c
         if self.layer.linear is not None:
@@ -134,15 +91,15 @@ class Attention(nnx.Module):
         return self._projected(x, *attend(index, q, k, v, **options))
 
     def _values(self, x: Array) -> Array:
-        """Values alone, in heads."""
+        """Returns the values alone, in heads."""
         assert self.v is not None
         return self.v(x).reshape(*x.shape[:2], self.c.kv_heads, -1)
 
     def _projected(self, x: Array, out: Array, entry: Any) -> tuple[Array, Any]:
-        """What heads found, on the residual stream."""
+        """Projects the heads' output to the residual stream."""
         c = self.c
         if (r := c.values_of_key) > 1:
-            # of the wide head each query head takes its own value head
+            # Each query head takes its own value head out of the wide head.
             out = out.reshape(*x.shape[:2], c.kv_heads, r, -1, r, c.head_dim)
             out = jnp.einsum("bwgrmre->bwgrme", out)
         return self.o(out.reshape(*x.shape[:2], -1)), entry
@@ -165,7 +122,7 @@ class Attention(nnx.Module):
         return y.reshape(*y.shape[:2], -1, self.c.key_width(self.layer))
 
     def _placed(self, y: Array, norm: Norm | None, tables: dict[Any, tuple[Array, Array]]) -> Array:
-        """Queries or keys in heads, normed and rotated."""
+        """Splits queries or keys into heads, normed and rotated."""
         if norm is None:
             y = self._split(y)
         elif self.c.qk_norm == "full":
@@ -177,7 +134,7 @@ class Attention(nnx.Module):
 
 
 def _head_norm(c: DecoderConfig, heads: int, axis: str) -> Norm | None:
-    """That of queries or keys, if there is one."""
+    """Returns the norm of queries or keys, if there is one."""
     norm = c.qk_norm_kind or c.norm
     match c.qk_norm:
         case None:
@@ -205,7 +162,7 @@ class MLP(nnx.Module):
 
 
 class Mixture(nnx.Module):
-    """The feed-forward half of a block as a mixture of experts, their kernels side by side: `[E, in, out]`."""
+    """The feed-forward half of a block as a mixture of experts, with their kernels stacked: `[E, in, out]`."""
 
     def __init__(self, c: DecoderConfig, e: Experts, rngs: nnx.Rngs):
         self.e, self.activation = e, c.activation
@@ -216,21 +173,14 @@ class Mixture(nnx.Module):
 
     def __call__(self, x: Array) -> Array:
         flat = x.reshape(-1, x.shape[-1])
-        # in float32: a choice must not turn on the rounding of the weights' dtype
+        # In float32: the choice must not depend on rounding to the weights' dtype.
         which, weights = route(flat.astype(jnp.float32) @ self.router.kernel[...].astype(jnp.float32), self.e)
         gate, up, down = (part.kernel.get_value() for part in (self.gate, self.up, self.down))
         return mix(flat, which, weights, gate, up, down, ACTIVATIONS[self.activation]).reshape(x.shape)
 
 
-class Kernels(nnx.Module):
-    """The kernels of one projection of all experts."""
-
-    def __init__(self, rngs: nnx.Rngs, shape: tuple[int, int, int], axes: tuple[str | None, ...], std: float):
-        self.kernel = weight(rngs, shape, axes, std)
-
-
 class DecoderLayer(nnx.Module):
-    """Attention and MLP, or experts, with the norms where `DecoderConfig.block` has them."""
+    """Attention and MLP, or experts, with norms as set by `DecoderConfig.block`."""
 
     def __init__(self, c: DecoderConfig, layer: Layer, rngs: nnx.Rngs):
         self.c = c
@@ -259,17 +209,17 @@ class DecoderLayer(nnx.Module):
 
     def attention_half(self, index: int, x: Array, tables: dict[Any, tuple[Array, Array]],
                        attend: Attend) -> tuple[Array, Any]:
-        """What attention adds to the residual stream, and its entry."""
+        """Returns the attention's addition to the residual stream, and its entry."""
         branch, entry = self._attention(index, _optional(self.attn_in, x), tables, attend, True)
         return self.c.residual_scale * branch, entry
 
     def mlp_half(self, x: Array) -> Array:
-        """What the MLP adds to the stream after attention; of a `parallel` block, from that before it."""
+        """Returns the MLP's addition to the stream after attention; in a `parallel` block, to the stream before it."""
         normed = _optional(self.attn_in if self.c.block == "parallel" else self.mlp_in, x)
         return self.c.residual_scale * _optional(self.mlp_out, self.mlp(normed))
 
     def values(self, x: Array) -> Array:
-        """The attention's values `f[B, W, G, d]` alone."""
+        """Returns the attention's values `f[B, W, G, d]` alone."""
         assert self.attn.v is not None
         return self.attn.v(_optional(self.attn_in, x)).reshape(*x.shape[:2], self.c.kv_heads, -1)
 
@@ -298,15 +248,20 @@ class Decoder(nnx.Module):
     def __call__(self, x: Array, positions: Array, attend: Attend, context: int | None = None, keep: Keep | None = None,
                  begun: PartialForward | None = None, near: Near | None = None
                  ) -> tuple[Array, tuple[Any, ...], tuple[Array, ...]]:
-        """Hidden states `f[B, W, D]` after the final norm, each layer's entry, and the residual stream `f[B, W, D]`
-        after each layer.
+        """Runs the layers.
 
         Args:
-            x: the residual stream `f[B, W, D]` before the first layer: see `embedded`.
+            x: the residual stream `f[B, W, D]` before the first layer; see `embedded`.
+            positions: `i32[B, W]`.
+            attend: the attention of each layer.
             context: the sequence length that length-dependent rope scalings are set for; None: as trained.
-            keep: which halves of which layers run; None: all.
-            begun: the first layers, where they have been run.
+            keep: the parts of the layers that run; None: all.
+            begun: the first layers, if they have already run.
             near: attention among the given tokens alone, for layers that repeat the attention of others.
+
+        Returns:
+            Hidden states `f[B, W, D]` after the final norm, each layer's entry, and the residual stream `f[B, W, D]`
+                after each layer.
         """
         tables = self.tables(positions, context)
         entries, states = ([], []) if begun is None else (list(begun.entries), list(begun.layers))
@@ -331,7 +286,7 @@ class Decoder(nnx.Module):
         return self.norm(x), tuple(entries), tuple(states)
 
     def _sharing(self, attend: Attend) -> Attend:
-        """`attend` of layers that have keys and values, for all layers, in their order."""
+        """Returns `attend` for all layers, in order, from that of the layers with keys and values of their own."""
         made: dict[int, tuple[Array, Array]] = {}
         place = {layer: i for i, layer in enumerate(self.c.own)}
 
@@ -345,25 +300,31 @@ class Decoder(nnx.Module):
 
     def embedded(self, tokens: Array, positions: Array, embeddings: Array | None = None,
                  which: Array | None = None) -> Array:
-        """The residual stream `f[B, W, D]` before the first layer. Nodes of `which` (`bool[B, W]`) read their row of
-        `embeddings` (`f[B, W, D]`) in place of that of the embedding table."""
+        """Returns the residual stream `f[B, W, D]` before the first layer.
+
+        Args:
+            tokens: `i32[B, W]`.
+            positions: `i32[B, W]`.
+            embeddings: `f[B, W, D]`, used in place of the token's embedding at the nodes in `which`.
+            which: `bool[B, W]`.
+        """
         x = embedded(self.embed.get_value(), tokens, self.norm.scale[...].dtype)
         if embeddings is not None and which is not None:
             x = jnp.where(which[..., None], embeddings.astype(x.dtype), x)
         if self.c.embed_scale != 1.0:
-            # the factor is rounded to the weights' dtype, as the models were trained
+            # The factor is rounded to the weights' dtype, as in the models' training.
             x = x * jnp.asarray(self.c.embed_scale, x.dtype)
         if self.positions is not None:
             x = x + self.positions[...].at[positions].get(mode="clip")
         return x
 
     def tables(self, positions: Array, context: int | None) -> dict[Any, tuple[Array, Array]]:
-        """The rotations of each kind of rope."""
+        """Returns the rotations of each kind of rope."""
         ropes = {layer.rope for layer in self.c.layers if layer.rope is not None}
         return {rope: rope.table(positions, context) for rope in ropes}
 
     def logits(self, hidden: Array) -> Array:
-        """`f[..., D]` to `f32[..., V]`."""
+        """Returns logits `f32[..., V]` of hidden states `f[..., D]`."""
         kernel = head(self.embed.get_value()) if self.lm_head is None else self.lm_head.kernel.get_value()
         logits = multiply(hidden, kernel, jnp.float32)
         if self.lm_head is not None and self.lm_head.bias is not None:
@@ -379,7 +340,8 @@ def _optional(norm: Norm | None, x: Array) -> Array:
 
 
 def _kept(inside: Callable[[Array], Any], x: Array, keep: bool | Array) -> Any:
-    """`inside(x)`, or zeros where it is left out: for all rows, or for those whose `keep` (`bool[B or 1]`) says so."""
+    """Returns `inside(x)`, or zeros where it is left out: for all rows, or for the rows with False in `keep` (`bool[B
+    or 1]`)."""
     if keep is True:
         return inside(x)
     zeros = jax.tree.map(lambda y: jnp.zeros(y.shape, y.dtype), jax.eval_shape(inside, x))

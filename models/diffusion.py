@@ -1,8 +1,8 @@
-"""What a masked-diffusion checkpoint says about its decoding: mask token, alignment, attention, block.
+"""The decoding-related options of a masked-diffusion checkpoint: mask token, alignment, attention, block size.
 
 The network of LLaDA (Nie et al. 2025), Dream (Ye et al. 2025), DiffuCoder (Gong et al. 2025), SDAR (Cheng et al. 2025)
 and TraDo (Wang et al. 2025), Fast-dLLM v2 (Wu et al. 2025) and SDLM (Liu et al. 2025) is a decoder like any other
-(`decodax.models.families`). What sets such a model apart is plain data.
+(`decodax.models.families`). Such models differ only in the data here.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ class Diffusion:
 
     Attributes:
         mask: id of the mask token.
-        shift: whether logits at a position predict the next one, as in models made from autoregressive ones, and not
-            the position itself.
-        attention: who sees whom. "full": everybody everybody, the prompt included. "block-causal": a position its own
-            block and those before it; blocks are counted from the first token of the prompt. "causal-prefix": the text
-            is causal, the masks after it and its last token see it and one another. "causal": masks too see only what
-            stands before them.
-        block: positions of a block, or of the canvas after a causal text; None with full attention, where the sampler
-            may choose.
+        shift: True if logits at a position predict the next one, as in models made from autoregressive ones; False if
+            they predict the position itself.
+        attention: which positions see which. "full": all see all, the prompt included. "block-causal": a position sees
+            its own block and those before it; blocks are counted from the first token of the prompt. "causal-prefix":
+            the text is causal; its last token and the masks after it see all of it and one another. "causal": masks too
+            see only positions before them.
+        block: number of positions of a block, or of the canvas after a causal text; None with full attention, where the
+            sampler may choose.
     """
 
     mask: int
@@ -46,10 +46,10 @@ class Diffusion:
         if self.attention not in get_args(Attention):
             raise ValueError(f"attention: got {self.attention!r}, takes {', '.join(get_args(Attention))}")
         if self.attention == "full" and self.block is not None:
-            raise ValueError(f"block: got {self.block}, full attention takes None")
+            raise ValueError(f"block: got {self.block}, takes None with full attention")
         if self.attention != "full" and (not isinstance(self.block, int) or isinstance(self.block, bool)
                                          or self.block < 1):
-            raise ValueError(f"block: got {self.block!r}, {self.attention} attention takes 1 or more")
+            raise ValueError(f"block: got {self.block!r}, takes 1 or more with {self.attention} attention")
 
 
 PUBLISHED: dict[str, Diffusion] = {
@@ -59,23 +59,23 @@ PUBLISHED: dict[str, Diffusion] = {
     "sdar": Diffusion(mask=151669, attention="block-causal", block=4),
     "sdlm": Diffusion(mask=151665, shift=True, attention="causal-prefix", block=4),
 }
-"""What the released models of a `model_type` have where their config.json is silent. SDLM calls itself a Qwen 2 and is
-told by its `text_mask_token_id`."""
+"""Defaults of the released models of each `model_type`, for entries that config.json lacks. SDLM's `model_type` is that
+of Qwen 2; its `text_mask_token_id` identifies it."""
 
 FIELDS = {"mask": ("mask_token_id", "text_mask_token_id"), "block": ("bd_size", "block_size")}
-"""Under which names a config.json may say otherwise."""
+"""Keys of config.json that override them."""
 
 READ = ("model_type", "vocab_size", "diffusion", "causal_attn", *(name for names in FIELDS.values() for name in names))
 
 
 def read_diffusion(c: Mapping[str, Any]) -> Diffusion | None:
-    """How the model of a `config.json` fills masks; None for an autoregressive one.
+    """Returns how the model of a `config.json` fills masks; None for an autoregressive one.
 
-    A model of any family may say it itself, by an entry `diffusion` with the fields of `Diffusion`; where that lacks
-    `mask` it is `mask_token_id`.
+    A model of any family may have an entry `diffusion` with the fields of `Diffusion`; `mask` defaults to
+    `mask_token_id`.
 
     Raises:
-        ValueError: a field that is out of its range, or an option without a counterpart here.
+        ValueError: a field is out of its range, or an option is not supported.
 
     >>> read_diffusion({"model_type": "sdar", "mask_token_id": 7, "block_size": 16, "vocab_size": 9})
     Diffusion(mask=7, shift=False, attention='block-causal', block=16)
@@ -102,5 +102,5 @@ def read_diffusion(c: Mapping[str, Any]) -> Diffusion | None:
     if kind == "sdlm" and c.get("causal_attn"):
         found = dataclasses.replace(found, attention="causal")
     if found.mask >= c.get("vocab_size", math.inf):
-        raise ValueError(f"mask token: got {found.mask}, the vocabulary has {c['vocab_size']} entries")
+        raise ValueError(f"mask token: got {found.mask}, takes an id below the vocabulary size, {c['vocab_size']}")
     return found

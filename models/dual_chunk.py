@@ -1,18 +1,18 @@
-"""Dual chunk attention: texts longer than a model was trained for, without training ("Training-Free Long-Context
-Scaling of Large Language Models", An et al., 2024; Qwen2.5-1M).
+"""Dual chunk attention for texts longer than a model was trained for, without training.
 
-Positions are counted anew in each chunk of the text, so no rotation is larger than those the model knows. A key stands
-where it stands in its chunk. A query has three places, one for each kind of key:
+Source: "Training-Free Long-Context Scaling of Large Language Models", An et al., 2024; used by Qwen2.5-1M. Positions
+start again in each chunk of the text, so no rotation is larger than those the model knows. A key has its position
+within its chunk. A query has three positions, one for each kind of key:
 
-- among keys of its own chunk it stands where it stands in that chunk, so distances are the true ones;
-- to keys of the chunk before it stands a chunk further on, `chunk.size` at most, so the nearest keys keep their true
-  distances: at least the `chunk.local` nearest;
-- to keys of all chunks before that it stands behind everything a chunk can hold, at one place for all queries.
+- for keys of its own chunk it has its position in that chunk, so distances are exact;
+- for keys of the chunk before, its position is larger by the length of a chunk, at most `chunk.size`, so the nearest
+  keys, at least `chunk.local` of them, keep their exact distances;
+- for keys of all earlier chunks it has one position, the same for all queries, after everything a chunk can hold.
 
 Within the first chunk it is plain attention. As in the authors' code and in vLLM, a chunk has `size - local` tokens.
 
-Keys are cached as they are rotated within their chunk. What the two other places of a query make of a score is added to
-it (`DualChunk`), so every cache that takes such a bias serves, and so do drafts, trees and beams.
+Keys are cached as rotated within their chunk. The changes of a score by a query's two other positions are added to it
+as a bias (`DualChunk`), so it works with every cache that supports such a bias, and with drafts, trees and beams.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ from decodax.pallas_kernels.window_attention import Added, FixedBias
 
 @dataclasses.dataclass(frozen=True)
 class DualChunk(FixedBias):
-    """What the scores of keys in earlier chunks have more than those of keys at the same places of a query's own chunk.
+    """The score bias of keys in earlier chunks, compared with keys at the same positions of a query's own chunk.
 
     Attributes:
-        rope: with `chunks`. scale: factor of the scores.
+        rope: a rope with `chunks`.
+        scale: factor of the scores.
     """
 
     rope: Rope
@@ -59,22 +60,23 @@ class DualChunk(FixedBias):
                 each = jnp.repeat(behind, H // G, 1) if behind.shape[1] > 1 else behind
                 return jnp.where(each == 1, scores(before), jnp.where(each > 1, scores(earlier), 0))
 
-            # keys that all stand in the chunk of all queries cost nothing more
+            # If all keys are in the chunk of all queries, this costs nothing.
             return lax.cond((behind > 0).any(), far, lambda: jnp.zeros((B, H, W, K), jnp.float32))
 
         return added
 
 
 def dual_chunk(config: DecoderConfig, size: int | None = None, local: int | None = None) -> DecoderConfig:
-    """The same network, with dual chunk attention in place of attention in each layer that has a rotary embedding.
+    """Returns the same network with dual chunk attention in each layer that has a rotary embedding.
 
     Args:
-        size: positions that rotations may reach, at most the length that the model was trained at. Default: three
-            quarters of `config.context`, as in the authors' code.
-        local: distances that stay true across the border of two chunks. Default: an eighth of `config.context`.
+        config: the network.
+        size: largest rotated position, at most the trained length. Default: three quarters of `config.context`, as in
+            the authors' code.
+        local: distances that stay exact across the border of two chunks. Default: an eighth of `config.context`.
 
     Raises:
-        ValueError: layers with sliding windows, a soft cap of the scores, or no rotary embedding at all.
+        ValueError: layers have sliding windows or a soft cap of the scores, or none has a rotary embedding.
 
     >>> from decodax.models.config import llama
     >>> c = dual_chunk(llama(vocab=64, width=32, layers=2, heads=4, mlp=96, context=4096))
@@ -84,5 +86,5 @@ def dual_chunk(config: DecoderConfig, size: int | None = None, local: int | None
     chunks = Chunks(3 * config.context // 4 if size is None else size,
                     config.context // 8 if local is None else local)
     if all(layer.rope is None for layer in config.layers):
-        raise ValueError("config: got no layer with a rotary embedding, whose positions dual chunk attention counts")
+        raise ValueError("config: takes at least one layer with a rotary embedding, got none")
     return dataclasses.replace(config, layers=in_chunks(config.layers, chunks))

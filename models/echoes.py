@@ -1,11 +1,11 @@
-"""Layers that repeat the attention of another one, with values of their own ("EchoAtt: Attend, Copy, then Adjust for
-More Efficient Large Language Models", Rajabzadeh et al., 2024).
+"""Layers that repeat the attention of another layer, with values of their own.
 
-The first layer of a group attends for all of them: behind its own values lie those of the others, as one wide head,
-so that the keys of a text are scored and kept once. The values that the others give to the tokens of a call are known
-only when it has come to them. What attention takes from the cache needs none of these, and comes with the first layer's
-call; the rest is attention among the tokens of the call, times the share of attention that they have. A last column of
-the wide head says how much that is: it is 1 for tokens of the call, and 0 in the cache.
+Source: "EchoAtt: Attend, Copy, then Adjust for More Efficient Large Language Models", Rajabzadeh et al., 2024. The
+first layer of a group attends for all of them: the values of all layers are concatenated to one wide head, so that keys
+are scored and kept once. The values of the other layers for the tokens of a call are known only when these layers run.
+Attention to the cache does not need them and is computed in the first layer's call. The rest is attention among the
+tokens of the call, times their share of the total attention. A last column of the wide head measures that share: it is
+1 for tokens of the call, and 0 in the cache.
 """
 
 from __future__ import annotations
@@ -20,19 +20,21 @@ from decodax.models.config import DecoderConfig
 
 
 class Near(Protocol):
-    """Attention among the tokens of a call alone: of queries `f[B, W, H, d]` to `f[B, W, G, d]` and `f[B, W, G, e]`."""
+    """Attention among the tokens of a call alone: queries `f[B, W, H, d]`, keys `f[B, W, G, d]`, values `f[B, W, G,
+    e]`."""
 
     def __call__(self, q: Array, k: Array, v: Array, **options: Any) -> Array: ...
 
 
 def value_width(config: DecoderConfig, layer: int, wide: int | None) -> int | None:
-    """How wide the values of a layer are in the cache, where its own are `wide` (None: as its keys)."""
+    """Returns the width of a layer's values in the cache, where `wide` is that of its own values (None: as its
+    keys)."""
     members = config.group(layer)
     return wide if len(members) == 1 else (config.head_dim if wide is None else wide) * len(members) + 1
 
 
 class Echoes:
-    """Attention of all layers of one call, each of which comes once, in their order."""
+    """The attention of all layers in one call. The layers must call it once each, in order."""
 
     def __init__(self, config: DecoderConfig, attend: Any, near: Near):
         self.config, self.attend, self.near = config, attend, near
@@ -41,7 +43,7 @@ class Echoes:
         self.found: dict[int, tuple[Array, Array, Array, dict[str, Any]]] = {}
 
     def __call__(self, layer: int, q: Any, k: Any, v: Any, **options: Any) -> tuple[Array, Any]:
-        """As `Cache.attend`; layers that repeat the attention of others have no `q` and `k`."""
+        """Attends like `Cache.attend`; layers that repeat the attention of others have no `q` and `k`."""
         lead = self.config.layers[layer].echoes
         if lead is not None:
             self.values[lead].append(v)
@@ -59,16 +61,16 @@ class Echoes:
         return out[..., :v.shape[-1]], entry
 
     def entries(self, entries: Sequence[Any]) -> list[Any]:
-        """Those of the layers with keys, with the values of whole groups.
+        """Returns the entries of the layers with keys, with the values of whole groups.
 
         Raises:
-            ValueError: entries of a cache that keeps more of a token than keys and values.
+            ValueError: the cache's entries hold more than keys and values.
         """
         made = list(entries)
         for layer, values in self.values.items():
             entry = made[self.place[layer]]
             if not isinstance(entry, tuple) or len(entry) != 2:
-                raise ValueError("cache: some layers repeat the attention of others, which takes a cache that keeps "
-                                 "keys and values of a token and nothing else")
+                raise ValueError("cache: some layers repeat the attention of others, which takes a cache whose entries "
+                                 "are keys and values only")
             made[self.place[layer]] = entry[0], jnp.concatenate([*values, jnp.zeros_like(values[0][..., :1])], -1)
         return made

@@ -1,9 +1,9 @@
-"""A sparse mixture of experts (Shazeer et al., 2017) in place of a block's MLP: a few of them compute each token.
+"""A sparse mixture of experts (Shazeer et al., 2017) in place of a block's MLP: a few experts compute each token.
 
 The choices are sorted by expert and computed in blocks of `BLOCK` rows, each block by one expert. So shapes are static,
 no token is dropped, and experts that no token chose are not read. Every product has `BLOCK` rows, so a token's result
-is the same to the last bit whatever the tokens beside it. `jax.lax.ragged_dot` would do the same on a TPU; on CPU and
-GPU it multiplies every row with all experts.
+is bitwise the same whatever other tokens there are. `jax.lax.ragged_dot` would do the same on a TPU; on CPU and GPU it
+multiplies every row with all experts.
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ from decodax.models.config import Experts
 from decodax.models.packed import Kernel, multiply
 
 BLOCK = 8
-"""Rows of a block: 4 take less time for single tokens, 16 for prompts. It does not depend on the number of tokens,
-since a product of another number of rows is rounded otherwise."""
+"""Rows of a block: 4 are faster for single tokens, 16 for prompts. The number does not depend on the number of tokens,
+since a product with another number of rows is rounded differently."""
 
 
 def route(logits: Array, e: Experts) -> tuple[Array, Array]:
-    """The experts of each token and their weights.
+    """Returns the experts of each token and their weights.
 
     Args:
-        logits: `f32[n, E]`, the router's.
+        logits: `f32[n, E]`, the router's logits.
+        e: the mixture.
 
     Returns:
-        `i32[n, k]`, the likeliest first and of equals the lower index, and `f32[n, k]`.
+        `i32[n, k]`, the most likely first and of equal ones the lower index, and `f32[n, k]`.
 
     >>> which, weights = route(jnp.log(jnp.array([[0.1, 0.6, 0.3]])), Experts(count=3, chosen=2, width=1))
     >>> which.tolist(), [round(float(w), 3) for w in weights[0]]
@@ -44,15 +45,19 @@ def route(logits: Array, e: Experts) -> tuple[Array, Array]:
 
 def mix(x: Array, which: Array, weights: Array, gate: Kernel, up: Kernel, down: Kernel,
         activation: Callable[[Array], Array]) -> Array:
-    """The weighted sum of what the chosen experts make of each token.
+    """Returns the weighted sum of the chosen experts' outputs for each token.
 
-    On a mesh each device computes, for its own tokens, its part of the inner width of its experts: all of them, unless
-    the mesh has an axis "expert". The parts are added up once for all tokens. Packed kernels are left to the compiler.
+    Expert `e` computes `activation(x @ gate[e]) * (x @ up[e]) @ down[e]`. On a mesh each device computes, for its own
+    tokens, its part of the inner width of its experts: all of them, unless the mesh has an axis "expert". The parts are
+    summed once for all tokens. The compiler decides about packed kernels.
 
     Args:
-        x: `f[n, D]`. which: `i32[n, k]`. weights: `f32[n, k]`.
-        gate, up: `f[E, D, I]`. down: `f[E, I, D]`. Expert `e` is `activation(x @ gate[e]) * (x @ up[e]) @ down[e]`.
-            They may be packed.
+        x: `f[n, D]`.
+        which: `i32[n, k]`, the chosen experts.
+        weights: `f32[n, k]`.
+        gate, up: `f[E, D, I]`, may be packed.
+        down: `f[E, I, D]`, may be packed.
+        activation: elementwise function.
 
     Returns:
         `f[n, D]`, in the dtype of `x`.
@@ -75,19 +80,19 @@ def mix(x: Array, which: Array, weights: Array, gate: Kernel, up: Kernel, down: 
 
 def _mixed(x: Array, which: Array, weights: Array, gate: Kernel, up: Kernel, down: Kernel,
            activation: Callable[[Array], Array], elsewhere: bool = False) -> Array:
-    """`mix` on one device; `elsewhere` says that `which` may name experts that another device has."""
+    """Computes `mix` on one device. With `elsewhere`, `which` may contain experts of other devices."""
     (n, k), E = which.shape, jax.tree.leaves(gate)[0].shape[0]
     if elsewhere:
         here = (which >= 0) & (which < E)
         which = jnp.where(here, which, E)       # sorted last, counted nowhere
-    total = n * k // BLOCK + min(E, n * k)      # the most blocks: those that are full, and a part of one an expert
+    total = n * k // BLOCK + min(E, n * k)      # the most blocks: full ones, and a partial one per expert
     flat = which.reshape(-1)
     order = jnp.argsort(flat, stable=True).astype(jnp.int32)
     expert = flat[order]
     sizes = jnp.bincount(flat, length=E)
-    ends = jnp.cumsum(-(-sizes // BLOCK))       # in blocks
+    ends = jnp.cumsum(-(-sizes // BLOCK))       # counted in blocks
     owner = jnp.searchsorted(ends, jnp.arange(total), side="right").astype(jnp.int32)
-    # where each of the sorted choices stands: its expert's first block, then the rank among that expert's
+    # Row of each sorted choice: its expert's first block plus its rank within that expert.
     rank = jnp.arange(n * k) - (jnp.cumsum(sizes) - sizes)[expert]
     place = ((ends - -(-sizes // BLOCK))[expert] * BLOCK + rank).astype(jnp.int32)
     if elsewhere:
@@ -108,6 +113,6 @@ def _mixed(x: Array, which: Array, weights: Array, gate: Kernel, up: Kernel, dow
     found = made[jnp.zeros(n * k, jnp.int32).at[order].set(place)].reshape(n, k, -1)
     if elsewhere:
         found = jnp.where(here[..., None], found, 0)
-    # added up one after the other: a reduction is ordered by the shape of the whole, a scatter by what stands where
+    # Added one after the other: the order of a reduction depends on the shape, that of a scatter on the positions.
     parts = (found[:, j] * weights[:, j, None].astype(x.dtype) for j in range(k))
     return functools.reduce(jnp.add, parts)

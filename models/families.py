@@ -1,8 +1,8 @@
-"""Hugging Face `config.json` to `DecoderConfig`, one short function a model family.
+"""Reads a Hugging Face `config.json` as a `DecoderConfig`, with one short function per model family.
 
-The facts are those of the families' reference implementations in transformers (for the diffusion models, of the code
-that is released with them: `decodax.models.diffusion`), defaults included: older files leave
-out what equals a default, and write `rope_theta` and `rope_scaling` where newer ones write `rope_parameters`.
+Options and defaults are those of the families' reference implementations in transformers, and for diffusion models
+those of the code released with them (`decodax.models.diffusion`). Older files leave out what equals a default, and
+write `rope_theta` and `rope_scaling` where newer ones write `rope_parameters`.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from decodax.models.rope import Chunks, Rope
 
 
 def read_config(c: Json) -> DecoderConfig:
-    """The decoder that a `config.json` describes.
+    """Returns the decoder that a `config.json` describes.
 
     Raises:
-        ValueError: `model_type` is not a supported family (the message names the near ones), an entry is missing, of
-            the wrong type or out of its range, or an option has no counterpart here.
+        ValueError: `model_type` is not a supported family (the message names similar ones), an entry is missing, of the
+            wrong type or out of its range, or an option is not supported here.
     """
     known = [*FAMILIES, *WITH_IMAGES]
-    # first of all: what another family's entries may hold is not known here
+    # Checked only for known families: the entries of another family may have other types.
     if str(c.get("model_type")) in known:
         c = text_part(checked(c))
     kind = c.get("model_type")
@@ -41,7 +41,7 @@ def read_config(c: Json) -> DecoderConfig:
 
 
 def text_part(c: Json) -> Json:
-    """The configuration of the language model inside one that also sees images; of any other model `c` itself.
+    """Returns the configuration of the language model inside one that also sees images; of any other model `c` itself.
 
     >>> text_part({"model_type": "gemma3", "text_config": {"hidden_size": 8}, "vision_config": {}, "eos_token_id": 1})
     {'model_type': 'gemma3_text', 'eos_token_id': 1, 'hidden_size': 8}
@@ -52,12 +52,12 @@ def text_part(c: Json) -> Json:
     inner = c.get("text_config") or {}
     family = inner.get("model_type", WITH_IMAGES[kind])
     own = {key: value for key, value in c.items() if not key.endswith("_config") and key != "architectures"}
-    # the whole model ties its head, or does not, whatever text_config says
+    # The whole model's entry decides about tying the head, whatever text_config says.
     tied = {"tie_word_embeddings": c["tie_word_embeddings"]} if "tie_word_embeddings" in c else {}
     found = {**own, **inner, **tied, "model_type": TEXT_PARTS.get(family, family)}
     for key in ("rope_scaling", "rope_parameters"):
         if "mrope_section" in (found.get(key) or {}):
-            # a position in time, height and width: for text they are one, and the rope is the usual one
+            # A position has time, height and width: for text they are equal, and the rope is the usual one.
             found[key] = {**{k: v for k, v in found[key].items() if not k.startswith("mrope")}, "rope_type": "default"}
             found[key].pop("type", None)
     return found
@@ -97,7 +97,7 @@ def _mixtral(c: Json) -> DecoderConfig:
 
 def _qwen3_moe(c: Json) -> DecoderConfig:
     dense = _qwen3(c if "head_dim" in c else {**c, "head_dim": head_width(c, "hidden_size", "num_attention_heads")})
-    count = c.get("num_experts", c.get("num_local_experts", 128))       # newer files have the second
+    count = c.get("num_experts", c.get("num_local_experts", 128))       # newer files have the second key
     experts = _experts(count, c.get("num_experts_per_tok", 8), c.get("moe_intermediate_size", 768),
                        c.get("norm_topk_prob", False))
     plain, step = c.get("mlp_only_layers", []), c.get("decoder_sparse_step", 1)
@@ -107,7 +107,7 @@ def _qwen3_moe(c: Json) -> DecoderConfig:
 
 def _experts(count: int, chosen: int, width: int, normalise: bool = True) -> Experts:
     if chosen > count:
-        raise ValueError(f"num_experts_per_tok: got {chosen} of {count} experts")
+        raise ValueError(f"num_experts_per_tok: got {chosen}, takes at most the number of experts, {count}")
     return Experts(count, chosen, width, normalise)
 
 
@@ -122,18 +122,18 @@ def _qwen_layers(c: Json, shape: Json) -> tuple[Layer, ...]:
     layers = read_layers(c, shape, sliding=sliding, slides=lambda i: i >= first)
     if (given := c.get("dual_chunk_attention_config")) is None:
         return layers
-    # the released files of Qwen2.5-1M and Qwen3-2507; what is left out is what vLLM takes it for
+    # For the released files of Qwen2.5-1M and Qwen3-2507; defaults are vLLM's.
     chunks = Chunks(given.get("chunk_size", 8192), given.get("local_size", 1024),
                     given.get("original_max_position_embeddings") or None)
     if sliding is not None:
-        raise ValueError("use_sliding_window: got True beside a dual_chunk_attention_config, takes False")
+        raise ValueError("use_sliding_window: got True with a dual_chunk_attention_config, takes False")
     return in_chunks(layers, chunks)
 
 
 def _gemma_shape(c: Json, **changes: Any) -> dict[str, Any]:
     if c.get("use_bidirectional_attention"):
         raise ValueError("use_bidirectional_attention: got True, a decoder takes False")
-    # "gelu" in the first Gemma files means the tanh form; hidden_activation, where present, says so
+    # "gelu" in the first Gemma files means the tanh form; hidden_activation, where present, says so.
     key = "hidden_activation" if "hidden_activation" in c else "hidden_act"
     act: Activation = "gelu_tanh" if c.get(key, "gelu") == "gelu" else read_activation(c, key, "gelu")
     bias = c.get("attention_bias", False)
@@ -171,7 +171,7 @@ def _gemma3(c: Json) -> DecoderConfig:
 
 GEMMA3 = {"vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
           "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131_072}
-"""What the released files of the models that see images leave out of their text_config."""
+"""Defaults for entries that the released files of the models with images leave out of their text_config."""
 
 
 def _phi3(c: Json) -> DecoderConfig:
@@ -238,7 +238,7 @@ def _cohere2(c: Json) -> DecoderConfig:
     shape, period = _cohere_shape(c), c.get("sliding_window_pattern", 4)
     layers = read_layers(c, shape, sliding=c.get("sliding_window", 4096), slides=lambda i: (i + 1) % period != 0,
                          interleaved=True)
-    # only layers that slide rotate
+    # Only layers with a sliding window rotate.
     layers = tuple(layer if layer.sliding else dataclasses.replace(layer, rope=None) for layer in layers)
     return DecoderConfig(layers=layers, **shape)
 
@@ -296,17 +296,18 @@ def _sdar(c: Json) -> DecoderConfig:
 
 def _unslid(c: Json) -> Json:
     if c.get("dual_chunk_attention_config"):
-        raise ValueError("dual_chunk_attention_config: got one; a masked-diffusion model looks both ways and takes "
-                         "none")
+        raise ValueError("dual_chunk_attention_config: got one, takes none for a masked-diffusion model, whose "
+                         "attention is bidirectional")
     if c.get("use_sliding_window"):
-        raise ValueError("use_sliding_window: got True; a masked-diffusion model looks both ways, it takes False")
+        raise ValueError("use_sliding_window: got True, takes False for a masked-diffusion model, whose attention is "
+                         "bidirectional")
     return c
 
 
 LLADA = {"alibi": (False, False), "attention_layer_norm": (False, False), "bias_for_layer_norm": (False, False),
          "block_group_size": (1, 1), "block_type": ("sequential", "llama"), "include_bias": (False, False),
          "layer_norm_type": ("default", "rms"), "layer_norm_with_affine": (True, True), "rope": (False, True)}
-"""Options of LLaDA's class, which is OLMo's: what it takes for a missing one, and what the released models have."""
+"""Options of LLaDA's class, which is OLMo's: the default of a missing one, and the value of the released models."""
 
 
 def _llada(c: Json) -> DecoderConfig:
@@ -334,10 +335,10 @@ FAMILIES: dict[str, Callable[[Json], DecoderConfig]] = {
     "smollm3": _smollm3, "stablelm": _stablelm, "Dream": _dream, "Fast_dLLM_Qwen": _dream, "llada": _llada,
     "sdar": _sdar,
 }
-"""By `model_type`."""
+"""Reader of each family, by `model_type`."""
 
 WITH_IMAGES = {"gemma3": "gemma3_text", "mistral3": "mistral", "qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2"}
-"""Models that also see images, of which the language model is read: its family where text_config does not name it."""
+"""Models that also see images, whose language model is read: its family if text_config does not name one."""
 
 TEXT_PARTS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2"}
-"""Families under the names that such a text_config gives them."""
+"""Families by the names that such a text_config uses."""

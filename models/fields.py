@@ -1,7 +1,7 @@
-"""What the entries of a `config.json` may hold: one table, checked before any of them is used.
+"""The allowed values of the entries of a `config.json`: one table, checked before any entry is used.
 
-A wrong entry would otherwise show late and far away: as a shape that does not fit, as a program that never ends, or as
-a model that is silently another one.
+A wrong entry would otherwise fail late and far away: as a shape that does not fit, as a program that never ends, or
+silently as a different model.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from decodax.common.ids import named
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """What an entry takes, in words, and the test of a value."""
+    """A kind of entry: its description in words, and the test of a value."""
 
     takes: str
     fits: Callable[[Any], bool]
@@ -85,15 +85,17 @@ _KEYS: dict[Kind, str] = {
     _list(POSITIVE, "numbers above 0"): "short_factor long_factor",
 }
 KINDS = {key: kind for kind, keys in _KEYS.items() for key in keys.split()}
-"""By key, also of the objects inside. What is not here is not read."""
+"""Kind by key, also for nested objects. Entries that are not listed are not checked."""
 
 NESTED = ("rope_scaling", "rope_parameters", "full_attention", "sliding_attention", "text_config",
           "dual_chunk_attention_config")
 
 
 def checked(c: Mapping[str, Any], inside: str = "") -> dict[str, Any]:
-    """The entries of a `config.json`. A null says the same as a missing entry, but for those that it switches off, and
-    so does a negative number for a token's id.
+    """Returns the entries of a `config.json` after checking them.
+
+    A null counts as a missing entry, except for those that it switches off (`OFF`). A negative token id counts as a
+    null.
 
     Raises:
         ValueError: an entry is of the wrong type or out of its range; the message has its key.
@@ -121,4 +123,4 @@ def checked(c: Mapping[str, Any], inside: str = "") -> dict[str, Any]:
 
 
 OFF = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
-"""Entries whose null switches something off that a missing one leaves on."""
+"""Entries for which null switches something off that a missing entry leaves on."""

@@ -1,4 +1,4 @@
-"""Decoders with layers of linear attention, whose state is as large for any text: beside softmax layers, or alone.
+"""Decoders with layers of linear attention, whose state has a constant size, beside softmax layers or alone.
 
 - `linear`: any rule in any layers.
 - `linearized`: "When Linear Attention Meets Autoregressive Decoding: Towards More Effective and Efficient Linearized
@@ -6,8 +6,8 @@
 - `jrt`: Based and JRT-RNN, "Just read twice: closing the recall gap for recurrent language models" (Arora et al.,
   2024): Taylor features and sliding windows, and a prefix that is read in both directions.
 
-Each gives the configuration of another network. `linearized` keeps a decoder's weights and adds to them
-(`linear_weights`); how much it loses without training is in `docs/models.md`.
+Each returns the configuration of another network. `linearized` keeps a decoder's weights and adds to them
+(`linear_weights`); `docs/models.md` shows how much it loses without training.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ Weights = dict[str, Any]
 
 
 def linear(config: DecoderConfig, rule: LinearRule | None = None, layers: Sequence[int] | None = None) -> DecoderConfig:
-    """With linear attention in place of softmax.
+    """Returns a configuration with linear attention in place of softmax.
 
     Args:
+        config: the network.
         rule: default `elu(x) + 1`, normalised ("Transformers are RNNs", Katharopoulos et al., 2020).
-        layers: which; None: all.
+        layers: indices of layers; None: all.
 
     Raises:
-        ValueError: a layer that there is not.
+        ValueError: an index is out of range.
 
     >>> from decodax.models import llama
     >>> c = linear(llama(vocab=64, width=32, layers=4, heads=4, mlp=96), layers=(0, 1, 3))
@@ -49,20 +50,21 @@ def linear(config: DecoderConfig, rule: LinearRule | None = None, layers: Sequen
 
 def linearized(config: DecoderConfig, layers: Sequence[int] | None = None, group: int = 64,
                kernel: int = 63) -> DecoderConfig:
-    """The augmented linear attention of Linearized-LLM (You et al., 2024).
+    """Returns a configuration with the augmented linear attention of Linearized-LLM (You et al., 2024).
 
-    Queries and keys are rotated and brought to length 1. A query sees keys of its own group with the weight
-    `max(0, q k)^2`, and those of earlier groups with `q k` times a factor that each layer learns. To that is added a
-    convolution over values whose kernel sees no later position. Nothing is divided by a sum of weights.
+    Queries and keys are rotated and normalised to length 1. A query sees keys of its own group with the weight `max(0,
+    q k)^2`, and those of earlier groups with `q k` times a factor that each layer learns. A causal convolution over
+    values is added. There is no division by a sum of weights.
 
     Args:
-        layers: which; None: all.
-        group: positions that are counted as one group. 64 is the authors'.
-        kernel: width of the convolution before the later half of it is masked, an odd number: positions up to
-            `kernel // 2` before a query enter. 0: no convolution. 63 is the authors'.
+        config: the network.
+        layers: indices of layers; None: all.
+        group: number of positions of a group. The authors use 64.
+        kernel: width of the convolution before its later half is masked, an odd number: it reaches `kernel // 2`
+            positions back. 0: no convolution. The authors use 63.
 
     Raises:
-        ValueError: sizes out of their range, or a layer that there is not.
+        ValueError: sizes or an index are out of range.
 
     >>> from decodax.models import llama
     >>> c = linearized(llama(vocab=64, width=32, layers=1, heads=4, mlp=96), group=8, kernel=5)
@@ -77,20 +79,21 @@ def linearized(config: DecoderConfig, layers: Sequence[int] | None = None, group
 
 def jrt(config: DecoderConfig, layers: Sequence[int], window: int = 256, width: int = 16,
         prefix: bool = True) -> DecoderConfig:
-    """The attention of JRT-RNN (Arora et al., 2024), or with `prefix=False` that of Based, on which it is built.
+    """Returns a configuration with the attention of JRT-RNN (Arora et al., 2024), or with `prefix=False` that of Based.
 
     `layers` have linear attention with Taylor features of narrow heads and no positions; the others see a sliding
-    window. In `layers` an encoder with keys and values of its own reads the first tokens of a text, its prefix, and
-    every query sees all of the prefix through it, those within the prefix too.
+    window. In `layers` an encoder with keys and values of its own reads the first tokens of a text, its prefix. Every
+    query sees the whole prefix through it, also queries within the prefix.
 
     Args:
-        layers: with linear attention.
-        window: positions that the other layers see.
-        width: of queries and keys of linear attention.
-        prefix: whether there is an encoder. A model with one takes `EncoderText` as its inputs.
+        config: the network.
+        layers: indices of the layers with linear attention.
+        window: number of positions that the other layers see.
+        width: width of queries and keys of linear attention.
+        prefix: True adds an encoder. Such a model takes `EncoderText` as its inputs.
 
     Raises:
-        ValueError: a layer that there is not.
+        ValueError: an index is out of range.
 
     >>> from decodax.models import llama
     >>> c = jrt(llama(vocab=64, width=32, layers=2, heads=4, mlp=96), layers=(0,), window=8)
@@ -105,11 +108,13 @@ def jrt(config: DecoderConfig, layers: Sequence[int], window: int = 256, width: 
 
 
 def linear_weights(config: DecoderConfig, weights: Weights) -> Weights:
-    """A decoder's weights with what `linearized(config)` has more of them: factors and convolutions, as zeros, with
-    which the authors begin their training, too.
+    """Returns a decoder's weights with the additional ones of `linearized(config)`: factors and convolutions.
+
+    They are zeros, with which the authors begin their training as well.
 
     Args:
-        weights: of the decoder that `config` was made of.
+        config: the linearized configuration.
+        weights: weights of the decoder that it was made from.
     """
     layers = dict(weights["layers"])
     for i in config.summing:

@@ -1,15 +1,15 @@
-"""Mamba (Gu and Dao, 2023, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces"), the first version.
+"""Mamba, first version (Gu and Dao, 2023, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces").
 
-A layer projects its input to `x` and a gate `z`. A short causal convolution goes over `x`, of which `B`, `C` and the
-time step `dt` of each channel are made; then, for each channel and each of its `N` states
+A layer projects its input to `x` and a gate `z`. A short causal convolution is applied to `x`, from which `B`, `C` and
+the time step `dt` of each channel are computed. Then, for each channel and each of its `N` states,
 
     h <- exp(dt A) h + dt B x        y = C . h + D x        out = W (y silu(z))
 
-with `A < 0` of each channel and state. The decay differs from state to state, so there is no form of matrix products
-like Mamba-2's (`decodax.models.mamba2`): windows and prompts walk their nodes one after the other. A state is `N`
-numbers a channel, 16 as a rule, and each node of a draft window has one.
+with an `A < 0` for each channel and state. The decay differs from state to state, so unlike Mamba-2
+(`decodax.models.mamba2`) there is no form with matrix products: windows and prompts process their nodes one after the
+other. A state has `N` numbers per channel, usually 16, and each node of a draft window has one.
 
-Loaded is the layout of Hugging Face (`MambaForCausalLM`).
+The layout of Hugging Face (`MambaForCausalLM`) is loaded.
 """
 
 from __future__ import annotations
@@ -38,11 +38,17 @@ class MambaConfig:
     """The shape and options of a Mamba.
 
     Attributes:
-        vocab: vocabulary size `V`. width: model width `D`. layers: `L`. inner: channels.
-        state: `N`. conv: width of the convolution. rank: of the time steps' projection.
-        eps: of the norms. bias, conv_bias: whether the projections and the convolution have biases.
+        vocab: vocabulary size `V`.
+        width: model width `D`.
+        layers: number of layers `L`.
+        inner: number of channels.
+        state: number of states `N` per channel.
+        conv: width of the convolution.
+        rank: rank of the time steps' projection.
+        eps: added to the variance in norms.
+        bias, conv_bias: True if the projections and the convolution have biases.
         tied: the output head is the embedding.
-        wide: the residual stream is float32 whatever the weights are.
+        wide: the residual stream is float32 whatever the weights' dtype.
     """
 
     vocab: int
@@ -66,10 +72,11 @@ class MambaConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Mamba(StateSpace):
-    """A Mamba, compared by value and static under jit.
+    """A Mamba. It is compared by value and static under jit.
 
     Attributes:
-        config: its shape and options. dtype: of activations, as a name. States are float32.
+        config: shape and options.
+        dtype: dtype of activations, as a name. States are float32.
     """
 
     config: MambaConfig
@@ -107,14 +114,14 @@ class Mamba(StateSpace):
         return sources(self.config)
 
     def first(self, name: str, shape: tuple[int, ...]) -> Array | None:
-        """`A` from -1 to -`N` in each channel, and steps from 0.001 to 0.1 that grow by a constant factor."""
+        """Returns `A` from -1 to -`N` in each channel, and time steps from 0.001 to 0.1 that grow geometrically."""
         if name == "A_log":
             return jnp.broadcast_to(jnp.log(jnp.arange(1, self.config.state + 1, dtype=jnp.float32)), shape)
         return first_steps(self.config.inner) if name == "dt.bias" else None
 
 
 def sources(c: MambaConfig, present: Collection[str] = ()) -> dict[str, WeightSource]:
-    """Every weight by its dotted path: its shape, and its tensor in a file."""
+    """Returns the shape and the tensor in a file of every weight, by its dotted path."""
     own = lambda mixer: {"x.kernel": kernel(f"{mixer}.x_proj", c.rank + 2 * c.state, c.inner),
                          "dt.kernel": kernel(f"{mixer}.dt_proj", c.inner, c.rank),
                          "dt.bias": plain(f"{mixer}.dt_proj.bias", c.inner),
@@ -123,10 +130,10 @@ def sources(c: MambaConfig, present: Collection[str] = ()) -> dict[str, WeightSo
 
 
 def read_mamba(c: Mapping[str, Any]) -> MambaConfig:
-    """The Mamba that a `config.json` describes.
+    """Returns the Mamba that a `config.json` describes.
 
     Raises:
-        ValueError: an entry is missing, or an option has no counterpart here.
+        ValueError: an entry is missing, or an option is not supported.
     """
     if c.get("hidden_act", "silu") not in ("silu", "swish"):
         raise ValueError(f"hidden_act: got {c['hidden_act']!r}, supported is 'silu'")

@@ -1,17 +1,17 @@
 """Mamba-2 (Dao and Gu, 2024, "Transformers are SSMs"): a decoder of state-space layers, without attention.
 
 A layer projects its input to a gate `z`, to `x` (`H` heads of `P` channels), to `B` and `C` (`G` groups of `N` states),
-and to a time step `dt` of each head. A short causal convolution goes over `x`, `B` and `C`; then
+and to a time step `dt` for each head. A short causal convolution is applied to `x`, `B` and `C`. Then
 
     S <- exp(dt A) S + B (dt x)^T        y = C^T S + D x        out = W RMS(y silu(z))
 
-with `A < 0` of each head, and the root mean square over each of the `G` groups of channels. Heads share the `B` and `C`
-of their group, as query heads share keys. The recurrence is linear, so a window, a chain or a tree, is computed by
+with an `A < 0` for each head, and the root mean square over each of the `G` groups of channels. Heads share the `B` and
+`C` of their group, as query heads share keys. The recurrence is linear, so a window, chain or tree, is computed by
 matrix products from the state before it, and a prompt in chunks of them (the paper's state-space duality; see
-`decodax.cache.recurrence`). A row's cache is one state a layer and the last few inputs of the convolution, whatever the
-length of the text.
+`decodax.cache.recurrence`). A row's cache is one state per layer and the last few inputs of the convolution, whatever
+the length of the text.
 
-Loaded are the layout of Hugging Face (`Mamba2ForCausalLM`), and the names and configuration of state-spaces/mamba.
+The layouts of Hugging Face (`Mamba2ForCausalLM`) and of state-spaces/mamba are loaded.
 """
 
 from __future__ import annotations
@@ -39,14 +39,20 @@ class Mamba2Config:
     """The shape and options of a Mamba-2.
 
     Attributes:
-        vocab: vocabulary size `V`. width: model width `D`. layers: `L`.
-        heads: `H`. head_dim: channels `P` of a head. groups: `G`, a divisor of `heads`. state: `N`.
+        vocab: vocabulary size `V`.
+        width: model width `D`.
+        layers: number of layers `L`.
+        heads: number of heads `H`.
+        head_dim: number of channels `P` of a head.
+        groups: number of groups `G`, a divisor of `heads`.
+        state: number of states `N`.
         conv: width of the convolution.
-        chunk: nodes of a prompt that are computed at a time.
-        eps: of the norms. bias, conv_bias: whether the projections and the convolution have biases.
+        chunk: number of nodes of a prompt that are computed at a time.
+        eps: added to the variance in norms.
+        bias, conv_bias: True if the projections and the convolution have biases.
         steps: the bounds of `dt`.
         tied: the output head is the embedding.
-        wide: the residual stream is float32 whatever the weights are.
+        wide: the residual stream is float32 whatever the weights' dtype.
     """
 
     vocab: int
@@ -76,22 +82,22 @@ class Mamba2Config:
 
     @property
     def inner(self) -> int:
-        """Channels of all heads."""
+        """Number of channels of all heads."""
         return self.heads * self.head_dim
 
     @property
     def channels(self) -> int:
-        """What the convolution goes over: `x`, `B` and `C`."""
+        """Number of channels of the convolution: `x`, `B` and `C`."""
         return self.inner + 2 * self.groups * self.state
 
 
 @dataclasses.dataclass(frozen=True)
 class Mamba2(StateSpace):
-    """A Mamba-2, compared by value and static under jit.
+    """A Mamba-2. It is compared by value and static under jit.
 
     Attributes:
-        config: its shape and options.
-        dtype: of activations and of the convolution's inputs in the cache, as a name. States are float32.
+        config: shape and options.
+        dtype: dtype of activations and of the convolution's inputs in the cache, as a name. States are float32.
     """
 
     config: Mamba2Config
@@ -112,7 +118,7 @@ class Mamba2(StateSpace):
         return sources(self.config)
 
     def first(self, name: str, shape: tuple[int, ...]) -> Array | None:
-        """`A` from -1 to -`H`, and steps from 0.001 to 0.1 that grow by a constant factor from head to head."""
+        """Returns `A` from -1 to -`H`, and time steps from 0.001 to 0.1 that grow geometrically from head to head."""
         if name == "A_log":
             return jnp.log(jnp.arange(1, self.config.heads + 1, dtype=jnp.float32))
         return first_steps(self.config.heads) if name == "dt_bias" else None
@@ -127,11 +133,17 @@ def _same(x: Array) -> Array:
 
 def mixed(c: Mamba2Config, p: Weights, layer: int, x: Array, window: Window, cache: Any, conv: Change = _same,
           out: Change = _same) -> tuple[Array, Any]:
-    """A layer's mixer: `f[B, W, D]` from the normed stream, and the layer's entry.
+    """Computes a layer's mixer: `f[B, W, D]` from the normed stream, and the layer's entry.
 
     Args:
-        conv, out: what is done to the outputs of the convolution, `[B, W, channels]`, and to the inputs of the last
-            projection, `[B, W, inner]`.
+        c: the configuration.
+        p: the layer's weights.
+        layer: the layer's index.
+        x: the normed stream.
+        window: the window.
+        cache: the cache.
+        conv: changes the outputs of the convolution, `[B, W, channels]`.
+        out: changes the inputs of the last projection, `[B, W, inner]`.
     """
     z, into, dt = projected(c, p, x)
     past = cache.before(layer, into, window)                                            # [B, W, conv - 1, channels]
@@ -145,42 +157,46 @@ def mixed(c: Mamba2Config, p: Weights, layer: int, x: Array, window: Window, cac
 
 
 def projected(c: Mamba2Config, p: Weights, x: Array) -> tuple[Array, Array, Array]:
-    """The gate `[B, W, inner]`, the convolution's input `[B, W, channels]` and time steps `[B, W, H]`."""
+    """Returns the gate `[B, W, inner]`, the convolution's input `[B, W, channels]` and time steps `[B, W, H]`."""
     y = biased(multiply(x, p["in"]["kernel"]), p["in"])
     return y[..., :c.inner], y[..., c.inner:c.inner + c.channels], y[..., c.inner + c.channels:]
 
 
 def convolved(c: Mamba2Config, p: Weights, taps: Array, change: Change = _same) -> tuple[Array, Array, Array]:
-    """`x` `[B, W, inner]`, `B` and `C` `[B, W, G, N]` from the inputs `[B, W, conv, channels]` that each node sees, its
-    own last; see `mixed` for `change`."""
+    """Returns `x` `[B, W, inner]`, `B` and `C` `[B, W, G, N]`.
+
+    Args:
+        taps: `[B, W, conv, channels]`, the inputs that each node sees, its own last.
+        change: changes the convolution's outputs, see `mixed`.
+    """
     y = (taps.astype(jnp.float32) * p["conv"]["taps"][:, 0].astype(jnp.float32)).sum(2)
     y = y + p["conv"]["bias"].astype(jnp.float32) if c.conv_bias else y
     return divided(c, change(jax.nn.silu(y).astype(taps.dtype)))
 
 
 def divided(c: Mamba2Config, y: Array) -> tuple[Array, Array, Array]:
-    """`x`, `B` and `C` of the convolution's channels."""
+    """Splits the convolution's channels into `x`, `B` and `C`."""
     group = lambda a: a.reshape(*a.shape[:2], c.groups, c.state)
     middle = c.inner + c.groups * c.state
     return y[..., :c.inner], group(y[..., c.inner:middle]), group(y[..., middle:])
 
 
 def steps(c: Mamba2Config, p: Weights, dt: Array) -> tuple[Array, Array]:
-    """Time steps and decays `dt A`, `f32[B, W, H]`."""
+    """Returns time steps and decays `dt A`, `f32[B, W, H]`."""
     dt = jax.nn.softplus(dt.astype(jnp.float32) + p["dt_bias"].astype(jnp.float32))
     dt = jnp.clip(dt, *c.steps)
     return dt, -jnp.exp(p["A_log"].astype(jnp.float32)) * dt
 
 
 def gated(c: Mamba2Config, scale: Array, y: Array, z: Array) -> Array:
-    """The gated norm `f32[B, W, inner]`: the gate first, then the root mean square of each group."""
+    """Returns the gated norm, `f32[B, W, inner]`: the gate first, then the root mean square of each group."""
     y = y.astype(jnp.float32) * jax.nn.silu(z.astype(jnp.float32))
     each = y.reshape(*y.shape[:2], c.groups, -1)
     return norm(each, jnp.ones((), jnp.float32), c.eps).reshape(y.shape) * scale.astype(jnp.float32)
 
 
 def sources(c: Mamba2Config, present: Collection[str] = ()) -> dict[str, WeightSource]:
-    """Every weight by its dotted path: its shape, and its tensor in a file that has the tensors `present`."""
+    """Returns the shape and the tensor of every weight by its dotted path, in a file with the tensors `present`."""
     table = "embedding" if "backbone.embedding.weight" in present else "embeddings"     # state-spaces/mamba's name
     own = lambda mixer: {"A_log": plain(f"{mixer}.A_log", c.heads), "D": plain(f"{mixer}.D", c.heads),
                          "dt_bias": plain(f"{mixer}.dt_bias", c.heads),
@@ -189,15 +205,15 @@ def sources(c: Mamba2Config, present: Collection[str] = ()) -> dict[str, WeightS
 
 
 def is_mamba2(c: Mapping[str, Any]) -> bool:
-    """Whether a `config.json` is one of a Mamba-2, in either layout."""
+    """True if a `config.json` is that of a Mamba-2, in either layout."""
     return c.get("model_type") == "mamba2" or ("model_type" not in c and isinstance(c.get("ssm_cfg"), Mapping))
 
 
 def read_mamba2(c: Mapping[str, Any]) -> Mamba2Config:
-    """The Mamba-2 that a `config.json` describes.
+    """Returns the Mamba-2 that a `config.json` describes.
 
     Raises:
-        ValueError: an entry is missing, or an option has no counterpart here.
+        ValueError: an entry is missing, or an option is not supported.
     """
     try:
         return _of_transformers(c) if "model_type" in c else _of_state_spaces(c)
@@ -206,7 +222,7 @@ def read_mamba2(c: Mapping[str, Any]) -> Mamba2Config:
 
 
 def entries_of(c: Mamba2Config) -> dict[str, Any]:
-    """The entries of a `config.json` in Hugging Face's layout that `read_mamba2` reads as `c`."""
+    """Returns the entries of a `config.json` in Hugging Face's layout for `c`, the inverse of `read_mamba2`."""
     if c.inner % c.width:
         raise ValueError(f"config: got {c.inner} channels for width {c.width}, the layout takes a multiple")
     found = {"architectures": ["Mamba2ForCausalLM"], "model_type": "mamba2", "vocab_size": c.vocab,
@@ -257,7 +273,8 @@ def _of_state_spaces(c: Mapping[str, Any]) -> Mamba2Config:
 
 
 def _limit(c: Mapping[str, Any], key: str) -> tuple[float, float]:
-    """The bounds of time steps. JSON has no infinity: transformers writes `{"__float__": "Infinity"}`."""
+    """Returns the bounds of time steps. JSON has no infinity, for which transformers writes `{"__float__":
+    "Infinity"}`."""
     given = c.get(key, (0.0, float("inf")))
     try:
         low, high = (float(x["__float__"] if isinstance(x, Mapping) else x) for x in given)

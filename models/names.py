@@ -1,7 +1,7 @@
-"""Which tensors of a Hugging Face file each weight of the decoder is made of, and how.
+"""The tensors of a Hugging Face file that make up each weight of the decoder.
 
-Files store linear layers `[out, in]` (GPT-2: `[in, out]`), and some families fuse projections into one tensor or split
-a weight into one tensor a head. One table serves loading and saving.
+Files store linear layers `[out, in]` (GPT-2: `[in, out]`). Some families fuse projections into one tensor, or split a
+weight into one tensor per head. One table serves loading and saving.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class WeightSource:
 
     Attributes:
         tensors: the tensor's name; several are stacked along a new first axis.
-        transpose: the file holds `[out, in]`, in each tensor.
+        transpose: True if the file holds `[out, in]`, in each tensor.
         part: the weight is `[..., part[0]:part[1]]` of the tensor (after transposing); None: all of it.
-        full: the tensor's shape in the file (of each, where several are stacked).
+        full: the tensor's shape in the file (of each, if several are stacked).
     """
 
     tensors: tuple[str, ...]
@@ -51,12 +51,12 @@ class Names:
     """A family's tensor names.
 
     Attributes:
-        layer: network path inside a layer to module name inside a layer.
+        layer: module name inside a layer, by the network path inside a layer.
+        experts: the same for projections of each expert of a mixture.
         stem, layers, embed, norm, positions: names of the whole model's parts.
-        head: the output head's whole name.
-        experts: the same for projections that each expert of a mixture has.
+        head: the output head's full name.
         fused: groups of paths that share one tensor, in its order.
-        transposed: whether linear layers are stored `[out, in]`.
+        transposed: True if linear layers are stored `[out, in]`.
     """
 
     layer: dict[str, str]
@@ -95,23 +95,23 @@ FAMILY_NAMES = {
     "stablelm": Names({**LLAMA, "attn.q_norm": "self_attn.q_layernorm.norms.{head}",
                        "attn.k_norm": "self_attn.k_layernorm.norms.{head}"}),
 }
-"""By `model_type`; the others are named as Llama's."""
+"""Names by `model_type`; other families have Llama's names."""
 
 IGNORED = re.compile(r"(\.attn\.(masked_)?bias|^h\.\d+\.attn\.(masked_)?bias|rotary_emb\.inv_freq)$")
-"""Buffers that older files carry and that are computed here."""
+"""Buffers in older files that are computed here."""
 
 IMAGES = re.compile(r"^(model\.)?(vision_tower|multi_modal_projector|visual)\.")
-"""What a model that also sees images has beside its language model."""
+"""Tensors of the parts for images."""
 
 
 WRAPPERS = frozenset({"_orig_mod", "module", "_fsdp_wrapped_module", "_fpw_module", "_checkpoint_wrapped_module",
                       "_forward_module"})
-"""Parts of names that torch.compile, DDP, FSDP, activation checkpoints and Lightning leave in a state that was saved
-while they were around the model."""
+"""Parts of names that torch.compile, DDP, FSDP, activation checkpoints and Lightning add to the saved state of a model
+that they wrap."""
 
 
 def unwrapped(tensor: str) -> str:
-    """A tensor's name without those of wrappers.
+    """Returns a tensor's name without those of wrappers.
 
     >>> unwrapped("_orig_mod.model.layers.0._checkpoint_wrapped_module.mlp.up_proj.weight")
     'model.layers.0.mlp.up_proj.weight'
@@ -121,10 +121,14 @@ def unwrapped(tensor: str) -> str:
 
 def sources(family: str, config: DecoderConfig, shapes: Weights,
             present: Collection[str] = ()) -> dict[str, WeightSource]:
-    """Where each weight comes from, by its dotted path in `shapes` (`Transformer.abstract_params`).
+    """Returns the source of each weight, by its dotted path in `shapes` (`Transformer.abstract_params`).
 
-    `present` are the tensor names of a file that is to be read: files saved from the bare model lack the first part of
-    the names (as GPT-2's own), those of models that also see images have more of it.
+    Args:
+        family: the `model_type`.
+        config: the network's configuration.
+        shapes: the weights' shapes.
+        present: tensor names of a file to be read. Files saved from the bare model lack the first part of the names (as
+            GPT-2's own do); files of models that also see images have additional parts.
     """
     names = _names(family, present)
     sizes = {path: leaf.shape for path, leaf in flatten(shapes).items()}
@@ -132,12 +136,12 @@ def sources(family: str, config: DecoderConfig, shapes: Weights,
 
 
 def head_tensor(family: str, present: Collection[str]) -> str:
-    """The output head's tensor, which files of models with a tied one may hold too."""
+    """Returns the name of the output head's tensor, which files of models with a tied head may also contain."""
     return f"{_names(family, present).head}.weight"
 
 
 def layers_in(family: str, present: Collection[str]) -> int:
-    """How many layers the tensors `present` are of."""
+    """Returns the number of layers among the tensors `present`."""
     names = _names(family, present)
     prefix = f"{names.stem}{names.layers}."
     found = {tensor[len(prefix):].split(".", 1)[0] for tensor in present if tensor.startswith(prefix)}
@@ -145,24 +149,26 @@ def layers_in(family: str, present: Collection[str]) -> int:
 
 
 def embeddings(family: str) -> list[str]:
-    """What the embedding is called in files of the whole model, of the bare one, and of those that also see images."""
+    """Returns the embedding's names in files of the whole model, of the bare one, and of models that also see
+    images."""
     names = FAMILY_NAMES.get(family, Names(LLAMA))
     return [f"{stem}{names.embed}.weight" for stem, _ in _stems(names)]
 
 
 def _stems(names: Names) -> list[tuple[str, str]]:
-    """Where the language model may stand in a file, and its output head."""
+    """Returns the possible prefixes of the language model in a file, each with the name of its output head."""
     return [(names.stem, names.head), ("", names.head), (f"{names.stem}language_model.", names.head),
             (f"language_model.{names.stem}", f"language_model.{names.head}")]
 
 
 def _names(family: str, present: Collection[str]) -> Names:
-    """The names in a file that has the tensors `present`: of the bare model, or of one inside a larger model."""
+    """Returns the names in a file that has the tensors `present`: of the bare model, or of one inside a larger
+    model."""
     names = FAMILY_NAMES.get(family, Names(LLAMA))
     places = _stems(names)
     found = (place for place in places if f"{place[0]}{names.embed}.weight" in present)
     stem, head = next(found, places[0])
-    # a bare model and its head side by side in a module
+    # A bare model and its head side by side in one module.
     beside = f"{stem}{head}.weight" in present and f"{head}.weight" not in present
     return dataclasses.replace(names, stem=stem, head=f"{stem}{head}" if beside else head)
 
@@ -197,12 +203,12 @@ def _source(path: str, names: Names, sizes: dict[str, tuple[int, ...]]) -> Weigh
 
 
 def kernel_of(path: str, weight: Array) -> Array:
-    """The kernel `f[..., K, N]` that a weight is: an embedding table lies the other way round."""
+    """Returns a weight as a kernel `f[..., K, N]`; an embedding table is transposed."""
     return weight.T if path == "embed" else weight
 
 
 def flatten(tree: Weights) -> dict[str, Any]:
-    """The leaves of a nested dict by dotted path; a packed or adapted kernel is one.
+    """Returns the leaves of a nested dict by dotted path; a packed or adapted kernel is one leaf.
 
     >>> flatten({"a": {"b": 1}, "c": 2})
     {'a.b': 1, 'c': 2}

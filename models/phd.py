@@ -1,13 +1,13 @@
 """The Parallel Hidden Decoding Transformer ("Efficient Pretraining Length Scaling", Wu et al., 2025).
 
 Each token is read `K` times. Its first copy is what a plain transformer would read, and all later tokens see it. Copies
-2 to `K`, the hidden decoding tokens, see the first copies of the tokens before theirs, and of their own token the
-copies up to themselves; the last one says what follows. Since nothing later sees them, their keys and values are
-dropped, and the cache is that of the plain model. `PHD-SWA` also shows a hidden decoding token the `W` of them before
-its own token's, as far as they reach back, which takes a ring of so many keys and values more; `PHD-CSWA` only those of
-its own chunk of `C` tokens.
+2 to `K`, the hidden decoding tokens, see the first copies of earlier tokens, and of their own token the copies up to
+themselves; the last one predicts the next token. Since later tokens do not see them, their keys and values are dropped,
+and the cache is that of the plain model. In `PHD-SWA` a hidden decoding token also sees the `W` hidden decoding tokens
+before those of its own token, whose keys and values are kept in a ring; in `PHD-CSWA` only those within its own chunk
+of `C` tokens.
 
-Weights are those of a `Transformer`, and one that was not trained so loses by it.
+Weights are those of a `Transformer`; one that was not trained this way gets worse.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from decodax.models.transformer import Transformer, Weights
 
 @dataclasses.dataclass(frozen=True)
 class Copies:
-    """How often tokens are read, and what hidden decoding tokens see of one another.
+    """The number of times that tokens are read, and which hidden decoding tokens see one another.
 
     Attributes:
-        count: copies of each token, `K`. window: how many hidden decoding tokens before its own one sees, `W`; None:
-            none but those of its token. chunk: tokens of a chunk, `C`, across whose borders it sees none; None: no
-            chunks.
+        count: number of copies `K` of each token.
+        window: number `W` of earlier hidden decoding tokens that one sees; None: only those of its own token.
+        chunk: number of tokens `C` of a chunk, across whose borders it sees none; None: no chunks.
     """
 
     count: int = 2
@@ -54,17 +54,23 @@ class Copies:
 
     @property
     def local(self) -> bool:
-        """Whether hidden decoding tokens of earlier tokens are seen."""
+        """True if hidden decoding tokens of earlier tokens are seen."""
         return self.window is not None and self.count > 1
 
     @property
     def reach(self) -> int:
-        """How many tokens back the window goes."""
+        """Number of tokens that the window reaches back."""
         return 0 if self.window is None or self.count < 2 else (self.window + self.count - 2) // (self.count - 1)
 
     def near(self, at: Array, copy: Array, key_at: Array, key_copy: Array) -> Array:
-        """`bool[B, Q, K]`: which hidden decoding tokens of other tokens a query may see, by positions `i32[B, Q]` and
-        `i32[B, K]` and by copies, `i32[Q]` and `i32[K]`, of which 0 is the first."""
+        """Returns `bool[B, Q, K]`: the hidden decoding tokens of other tokens that a query may see.
+
+        Args:
+            at: `i32[B, Q]`, positions of queries.
+            copy: `i32[Q]`, their copies, 0 for the first.
+            key_at: `i32[B, K]`, positions of keys.
+            key_copy: `i32[K]`, their copies.
+        """
         if self.window is None:
             return jnp.zeros((*at.shape, key_at.shape[1]), bool)
         place = lambda at, copy: at * (self.count - 1) + copy
@@ -74,8 +80,12 @@ class Copies:
         return seen & (copy > 0)[:, None] & (key_copy > 0)
 
     def mask(self, visible: Array, at: Array) -> Array:
-        """`bool[B, K W, K W]`: who sees whom among the copies of a window, all first copies in front, where its nodes
-        at `at` (`i32[B, W]`) see one another as `visible` (`bool[B, W, W]`) says."""
+        """Returns `bool[B, K W, K W]`: which copies of a window's nodes see which, with all first copies in front.
+
+        Args:
+            visible: `bool[B, W, W]`, which nodes see which.
+            at: `i32[B, W]`, their positions.
+        """
         W, K = at.shape[1], self.count
         copy = jnp.repeat(jnp.arange(K), W)
         visible, at = jnp.tile(visible, (1, K, K)), jnp.tile(at, (1, K))
@@ -89,7 +99,8 @@ class Phd(ShowsWeights):
     """A transformer that reads each token several times.
 
     Attributes:
-        inner: the network. copies: how.
+        inner: the network.
+        copies: how often and with which attention.
     """
 
     inner: Transformer
@@ -131,13 +142,14 @@ class Phd(ShowsWeights):
                      positions=jnp.full((batch, self.copies.reach), -1, jnp.int32))
 
     def apply(self, params: Weights, window: Window, cache: Cache) -> Out:
-        """As `Model.apply`. Of a prompt (`Window.is_prefill`) nothing but first copies is read, unless later tokens see
-        the others, which takes a cache that `init_cache` made: what looks at a cache of first copies alone, to choose
-        among them, leaves nothing for others."""
+        """Runs the network on a window; see `Model.apply`.
+
+        Of a prompt (`Window.is_prefill`) only first copies are read, unless later tokens see the others, which takes a
+        cache made by `init_cache`. A cache policy that selects entries sees first copies only.
+        """
         K, W, local = self.copies.count, window.width, isinstance(cache, Local | LocalScratch)
-        if K > 1 and not isinstance(cache, Cache | Draftable):      # what stands in a cache's place knows of no copies
-            raise ValueError("cache: this kind reads a prompt in a way of its own; takes a model that reads each token "
-                             "once")
+        if K > 1 and not isinstance(cache, Cache | Draftable):      # a replacement of a cache does not support copies
+            raise ValueError("cache: this kind reads a prompt in its own way; takes a model that reads each token once")
         if K == 1 or (window.is_prefill and not local):
             return self.inner.apply(params, window, cache)
         often = lambda x: jnp.tile(x, (1, K, *[1] * (x.ndim - 2)))
@@ -153,7 +165,7 @@ class Phd(ShowsWeights):
                                    layers=None if out.layers is None else tuple(map(last, out.layers)))
 
     def forward(self, params: Weights, tokens: Array) -> Array:
-        """Logits `f32[B, T, V]` of whole sequences `i32[B, T]` without a cache, for training and scoring."""
+        """Returns logits `f32[B, T, V]` of whole sequences `i32[B, T]` without a cache, for training and scoring."""
         (B, T), K = tokens.shape, self.copies.count
         at = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
         mask = self.copies.mask(jnp.tril(jnp.ones((1, T, T), bool)), at)
@@ -161,7 +173,7 @@ class Phd(ShowsWeights):
         return head(hidden[:, -T:])
 
     def init_params(self, key: Array, dtype: jax.typing.DTypeLike = jnp.float32) -> Weights:
-        """As `Transformer.init_params`."""
+        """Returns random weights, see `Transformer.init_params`."""
         return self.inner.init_params(key, dtype)
 
     def outputs(self, params: Weights, layer: int) -> Array:
@@ -172,8 +184,10 @@ class Phd(ShowsWeights):
 
 
 def phd(config: DecoderConfig, copies: int = 2, window: int | None = None, chunk: int | None = None) -> Phd:
-    """A model that reads each token `copies` times; see `decodax.models.phd`. With a `window` it is PHD-SWA, with a
-    `chunk` as well PHD-CSWA, of which the authors' largest are `window=16, chunk=32` with 2 and 3 copies.
+    """Returns a model that reads each token `copies` times; see `decodax.models.phd`.
+
+    With a `window` it is PHD-SWA, with a `chunk` as well PHD-CSWA. The authors' largest have `window=16, chunk=32` and
+    2 or 3 copies.
 
     Raises:
         ValueError: a number below 1, or a chunk without a window.
@@ -187,8 +201,10 @@ def phd(config: DecoderConfig, copies: int = 2, window: int | None = None, chunk
 
 @dataclasses.dataclass(frozen=True)
 class _Reading:
-    """What the network reads in a cache's place: copies of the window's nodes, of which first copies leave entries.
-    `local`: how many copies leave keys and values behind them."""
+    """Stands for a cache while the network reads copies of the window's nodes; only first copies leave entries.
+
+    `local` is the number of copies whose keys and values are kept.
+    """
 
     cache: Any
     window: Window
@@ -203,7 +219,7 @@ class _Reading:
         first = lambda x: x[:, :W]
         out, entry = self.cache.attend(layer, q, k, v, nodes, **options)
         if self.window.is_prefill:
-            # first copies as a prompt, which a cache may read in its own way
+            # First copies attend as a prompt, which a cache may process in its own way.
             own, entry = self.cache.base.attend(layer, first(q), first(k), first(v), self.window, **options)
             out = jnp.concatenate([own, out[:, W:]], 1)
         entry = jax.tree.map(first, entry)
@@ -215,13 +231,16 @@ class _Reading:
 
 @struct
 class Local(Wrapper):
-    """A cache beside the keys and values of the latest hidden decoding tokens. Queries come as copies of a window's
-    nodes, all first copies in front. An entry is the base's, and behind it keys and values `f[B, W, K - 1, G, d]`.
+    """A cache together with the keys and values of the latest hidden decoding tokens.
+
+    Queries are copies of a window's nodes, with all first copies in front. An entry is the base's, followed by keys and
+    values `f[B, W, K - 1, G, d]`.
 
     Attributes:
         base: the cache of first copies.
-        hidden: for each layer `f[B, R, K - 1, G, d + e]`, those of the token at position `p` in place `p % R`.
-        positions: `i32[B, R]`; -1: empty. copies: static.
+        hidden: for each layer `f[B, R, K - 1, G, d + e]`; the token at position `p` is in place `p % R`.
+        positions: `i32[B, R]`, -1 where empty.
+        copies: static.
     """
 
     base: Any
@@ -258,7 +277,7 @@ class Local(Wrapper):
 
 @struct
 class LocalScratch(Scratch):
-    """As `Scratch`, whose nodes' hidden decoding tokens are seen, too."""
+    """A `Scratch` that also keeps the hidden decoding tokens of its nodes."""
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Window, **options: Any) -> tuple[Array, Any]:
         assert self.sees is not None
@@ -274,8 +293,12 @@ class LocalScratch(Scratch):
 
 
 def _behind(copies: Copies, q: Array, window: Any, at: Array, seen: Array) -> AttentionView:
-    """The view of `window` behind the hidden decoding tokens of tokens at `at` (`i32[B, R]`), of which `seen`
-    (`bool[B, R]` or `bool[B, K W, R]`) may be seen."""
+    """Returns a view of `window` in which keys of hidden decoding tokens come first.
+
+    Args:
+        at: `i32[B, R]`, positions of their tokens.
+        seen: `bool[B, R]` or `bool[B, K W, R]`, which of them may be seen.
+    """
     hidden = copies.count - 1
     copy = jnp.repeat(jnp.arange(copies.count), q.shape[1] // copies.count)
     often = lambda x: jnp.repeat(x, hidden, -1)

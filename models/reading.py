@@ -1,4 +1,4 @@
-"""What the families' `config.json` files have in common: shapes, layers, rotary embedding and its scalings.
+"""Reads what the families' `config.json` files have in common: shapes, layers, rotary embedding and its scalings.
 
 Newer files write `rope_parameters` where older ones write `rope_theta` and `rope_scaling`; both are read.
 """
@@ -20,7 +20,7 @@ ACTIVATIONS: dict[str, Activation] = {
 
 
 def read_shape(c: Json, **changes: Any) -> dict[str, Any]:
-    """The fields that most families share, from their common names."""
+    """Returns the fields that most families share, from their common names."""
     heads = c["num_attention_heads"]
     kv_heads = c.get("num_key_value_heads", heads)
     if heads % kv_heads:
@@ -36,7 +36,7 @@ def read_shape(c: Json, **changes: Any) -> dict[str, Any]:
 
 
 def head_width(c: Json, width: str, heads: str) -> int:
-    """The width of a head where it is not given."""
+    """Returns the width of a head from the model's width."""
     if c[width] % c[heads]:
         raise ValueError(f"{heads}: got {c[heads]}, which does not divide {width} = {c[width]}")
     return c[width] // c[heads]
@@ -44,11 +44,17 @@ def head_width(c: Json, width: str, heads: str) -> int:
 
 def read_layers(c: Json, shape: Json, *, sliding: int | None = None, slides: Callable[[int], bool] = lambda i: True,
                 scale: float | None = None, near: Rope | None = None, interleaved: bool = False) -> tuple[Layer, ...]:
-    """One entry a layer; `layer_types` of the file, where present, says which slide.
+    """Returns one entry per layer. `layer_types` of the file, if present, determines which layers have a sliding
+    window.
 
     Args:
-        shape: its `head_dim` and `context` count.
-        near: the rope of layers that slide; None: that of all.
+        c: the config.
+        shape: its `head_dim` and `context` are used.
+        sliding: size of the sliding window, or None.
+        slides: True for layers with a sliding window, by index.
+        scale: factor of the attention scores.
+        near: the rope of layers with a sliding window; None: that of all.
+        interleaved: see `Rope`.
     """
     rope, count, kinds = read_rope(c, shape, interleaved), c["num_hidden_layers"], c.get("layer_types")
     if kinds is not None and len(kinds) < count:
@@ -60,7 +66,7 @@ def read_layers(c: Json, shape: Json, *, sliding: int | None = None, slides: Cal
 
 
 def read_rope(c: Json, shape: Json, interleaved: bool = False) -> Rope:
-    """The rotary embedding; `head_dim` and `context` of `shape` count."""
+    """Returns the rotary embedding; `head_dim` and `context` of `shape` are used."""
     r = {**(c.get("rope_scaling") or {}), **(c.get("rope_parameters") or {})}
     fraction = r.get("partial_rotary_factor", c.get("partial_rotary_factor", 1.0))
     theta, width = float(r.get("rope_theta") or c.get("rope_theta") or 10_000.0), int(shape["head_dim"] * fraction)
@@ -74,12 +80,12 @@ def read_rope(c: Json, shape: Json, interleaved: bool = False) -> Rope:
 
 
 def read_scaling(c: Json, r: Json, context: int) -> Scaling | None:
-    """The scaling that the rope's entries `r` describe."""
+    """Returns the scaling that the rope's entries `r` describe."""
     kind = r.get("rope_type") or r.get("type")
     if kind is None and "factor" in r:
-        raise ValueError(f"rope_type: got none beside factor = {r['factor']}")
+        raise ValueError(f"rope_type: got none with factor = {r['factor']}, takes the name of a scaling")
     if kind == "su" or (kind == "yarn" and c.get("model_type") == "phi3"):
-        kind = "longrope"                   # earlier names of it in Phi-3 files
+        kind = "longrope"                   # earlier names in Phi-3 files
     trained = c.get("original_max_position_embeddings") or r.get("original_max_position_embeddings") or context
     if kind in ("default", None):
         return None
@@ -106,7 +112,7 @@ def read_scaling(c: Json, r: Json, context: int) -> Scaling | None:
 
 
 def read_activation(c: Json, key: str, default: str) -> Activation:
-    """The activation that the entry `key` names."""
+    """Returns the activation that the entry `key` names."""
     name = c.get(key, default)
     if name not in ACTIVATIONS:
         raise ValueError(f"{key}: got {name!r}, supported are {', '.join(ACTIVATIONS)}")

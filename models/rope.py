@@ -1,8 +1,8 @@
-"""Rotary position embedding (Su et al., 2021) and the scalings that stretch it over longer contexts.
+"""Rotary position embedding (Su et al., 2021) and the scalings that extend it to longer contexts.
 
-Two scalings depend on how long the sequence is (`Dynamic`, `LongRope`). Frequencies that change while a sequence grows
-would make cached keys wrong and a row depend on its batch mates, so the length is a fixed number of the model here
-(`Transformer.context`): the frequencies are those of a sequence of that many tokens.
+Two scalings depend on the length of the sequence (`Dynamic`, `LongRope`). Frequencies that change while a sequence
+grows would make cached keys wrong and a row depend on its batch mates. So the length is a fixed number of the model
+here (`Transformer.context`): the frequencies are those of a sequence of that many tokens.
 """
 
 from __future__ import annotations
@@ -17,21 +17,27 @@ from jax import Array
 
 
 class Scaling(Protocol):
-    """A change of the frequencies. Hashable."""
+    """A change of the rotary frequencies. It is hashable."""
 
     def scaled(self, width: int, theta: float, context: int | None) -> tuple[np.ndarray, float]:
-        """`f64[width / 2]` angles a position for a sequence of `context` tokens (None: as trained), and a factor of
-        cosine and sine."""
+        """Returns the angles per position, `f64[width / 2]`, and a factor of cosine and sine.
+
+        Args:
+            width: number of rotated entries of a head.
+            theta: base of the frequencies.
+            context: length of the sequence in tokens; None: as trained.
+        """
 
 
 @dataclasses.dataclass(frozen=True)
 class Chunks:
-    """Positions that are counted anew in each chunk of a text: see `decodax.models.dual_chunk`.
+    """Positions that start again in each chunk of a text; see `decodax.models.dual_chunk`.
 
     Attributes:
-        size: the largest position that a rotation has. local: distances that stay true across the border of two chunks.
-        trained: the length of texts up to which cosine and sine have no factor; beyond it they have that of YaRN for
-            the length that is served (`Transformer.context`). None: never one.
+        size: the largest position that is rotated.
+        local: distances that stay exact across the border of two chunks.
+        trained: length of texts up to which cosine and sine have no factor; beyond it they have YaRN's factor for the
+            served length (`Transformer.context`). None: never a factor.
     """
 
     size: int
@@ -47,12 +53,12 @@ class Chunks:
 
     @property
     def length(self) -> int:
-        """Tokens of a chunk."""
+        """Number of tokens of a chunk."""
         return self.size - self.local
 
     @property
     def farthest(self) -> int:
-        """Where all queries stand for keys two chunks and more before."""
+        """Position of all queries for keys at least two chunks before."""
         return min(2 * self.length - 1, self.size)
 
 
@@ -61,9 +67,12 @@ class Rope:
     """Rotation of the first `width` entries of each head by angles `position * theta ** (-2 i / width)`.
 
     Attributes:
-        chunks: of dual chunk attention: positions are those within a chunk; None: those within the text.
-        interleaved: neighbours form the pairs (as in GPT-J, GLM and Cohere); otherwise the two halves of those entries
-            do (as in GPT-NeoX and most of Hugging Face's files).
+        width: number of rotated entries, even.
+        theta: base of the frequencies.
+        scaling: a change of the frequencies, or None.
+        interleaved: True pairs neighbours (as in GPT-J, GLM and Cohere); False pairs the two halves of those entries
+            (as in GPT-NeoX and most of Hugging Face's files).
+        chunks: for dual chunk attention: positions are those within a chunk; None: those within the text.
     """
 
     width: int
@@ -75,7 +84,7 @@ class Rope:
     def __post_init__(self) -> None:
         if self.width < 2 or self.width % 2:
             raise ValueError(f"rope width: got {self.width}, takes an even number from 2")
-        for context in (None, 1 << 31):         # as trained, and as far as a scaling that depends on it can go
+        for context in (None, 1 << 31):         # as trained, and the largest length for scalings that depend on it
             frequencies, factor = self._scaled(context)
             if not np.isfinite([*frequencies, factor]).all():
                 raise ValueError(f"rope scaling: got {self.scaling}, which gives no finite frequencies")
@@ -86,10 +95,10 @@ class Rope:
             return scaling.scaled(self.width, self.theta, context)
 
     def table(self, positions: Array, context: int | None = None) -> tuple[Array, Array]:
-        """Cosine and sine `f32[B, W, 1, width / 2]` at `i32[B, W]` positions."""
+        """Returns cosine and sine, `f32[B, W, 1, width / 2]`, at positions `i32[B, W]`."""
         frequencies, factor = self._scaled(context)
         if self.chunks is not None:
-            # no text is longer than a chunk, as far as rotations know
+            # Rotations stay within a chunk, so no text is longer than one for the scaling.
             frequencies, factor = self._scaled(self.chunks.size)
             positions = positions % self.chunks.length
             factor *= mscale((context or 0) / self.chunks.trained) if self.chunks.trained else 1.0
@@ -97,7 +106,7 @@ class Rope:
         return cos * factor, sin * factor
 
     def turn(self, x: Array, by: Array) -> Array:
-        """`f[..., d]`, rotated within a chunk, `by` (`i32[..., 1]`) places further on."""
+        """Rotates `x` (`f[..., d]`), which is rotated within a chunk, further by `by` (`i32[..., 1]`) positions."""
         assert self.chunks is not None
         return rotate(x, *_turn(by, self._scaled(self.chunks.size)[0]), self.interleaved)
 
@@ -108,7 +117,7 @@ def _turn(by: Array, frequencies: np.ndarray) -> tuple[Array, Array]:
 
 
 def rotate(x: Array, cos: Array, sin: Array, interleaved: bool = False) -> Array:
-    """Rotates the first `2 * cos.shape[-1]` entries of `f[..., d]`; the rest passes."""
+    """Rotates the first `2 * cos.shape[-1]` entries of `x` (`f[..., d]`); the rest stays."""
     half = cos.shape[-1]
     a, b = (x[..., :2 * half:2], x[..., 1:2 * half:2]) if interleaved else (x[..., :half], x[..., half:2 * half])
     rest = x[..., 2 * half:]
@@ -129,7 +138,7 @@ class LinearScaling:
 
 @dataclasses.dataclass(frozen=True)
 class Dynamic:
-    """NTK-aware scaling (bloc97 and emozilla, 2023): the base grows with the tokens beyond `trained`."""
+    """NTK-aware scaling (bloc97 and emozilla, 2023): the base grows with the number of tokens beyond `trained`."""
 
     factor: float
     trained: int
@@ -145,10 +154,11 @@ class Yarn:
     """YaRN (Peng et al., 2023): low frequencies are interpolated, high ones kept, with a linear ramp between.
 
     Attributes:
+        factor: ratio of the new context length to the trained one.
         trained: context length before scaling.
         beta_fast, beta_slow: full turns within `trained` tokens at which the ramp begins and ends.
         attention_factor: factor of cosine and sine; None: `0.1 ln(factor) + 1`.
-        truncate: whether the ramp's ends are rounded outwards to whole indices.
+        truncate: True rounds the ramp's ends outwards to whole indices.
     """
 
     factor: float
@@ -159,7 +169,7 @@ class Yarn:
     truncate: bool = True
 
     def scaled(self, width: int, theta: float, context: int | None) -> tuple[np.ndarray, float]:
-        def index(turns: float) -> float:       # the frequency's index that makes so many turns
+        def index(turns: float) -> float:       # index of the frequency that makes this number of turns
             return width * math.log(self.trained / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
         low, high = index(self.beta_fast), index(self.beta_slow)
@@ -175,7 +185,7 @@ class Yarn:
 
 
 def mscale(factor: float, weight: float = 1.0) -> float:
-    """YaRN's factor of cosine and sine for a context `factor` times as long.
+    """Returns YaRN's factor of cosine and sine for a context `factor` times as long.
 
     >>> mscale(1.0), round(mscale(4.0), 4)
     (1.0, 1.1386)
@@ -185,10 +195,13 @@ def mscale(factor: float, weight: float = 1.0) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class LongRope:
-    """LongRoPE (Ding et al., 2024): a divisor for each frequency, one set up to `trained` tokens and one beyond.
+    """LongRoPE (Ding et al., 2024): a divisor for each frequency, with one set up to `trained` tokens and another
+    beyond.
 
     Attributes:
-        short, long: `width / 2` divisors each.
+        short: `width / 2` divisors up to `trained` tokens.
+        long: `width / 2` divisors beyond.
+        trained: the trained context length.
         attention_factor: factor of cosine and sine.
     """
 
@@ -206,8 +219,14 @@ class LongRope:
 
 @dataclasses.dataclass(frozen=True)
 class Llama3:
-    """Llama 3.1's scaling: wavelengths above `trained / low` are stretched by `factor`, those below `trained / high`
-    kept, with a smooth passage between (Dubey et al., 2024)."""
+    """Llama 3.1's scaling (Dubey et al., 2024): long wavelengths are stretched, short ones kept, with a smooth
+    transition.
+
+    Attributes:
+        factor: stretches wavelengths above `trained / low`.
+        low, high: wavelengths below `trained / high` are kept.
+        trained: the trained context length.
+    """
 
     factor: float
     low: float

@@ -1,18 +1,19 @@
 """RWKV-7 ("RWKV-7 'Goose' with Expressive Dynamic State Evolution", Peng et al., 2025).
 
-A layer is time mixing and channel mixing, each behind a layer norm and each of which sees, beside a token, the one
-before it: `shift(x, mu) = x + mu (x_before - x)`, with a `mu` of its own for every use. Time mixing makes of that for
-each head a receptance `r`, a key `k`, a value `v`, a decay `w`, a rate `a` and a gate `g`, the last three and the share
-of the first layer's values by two small matrices each. The state `S`, one matrix `[N, N]` a head, goes on as
+A layer consists of time mixing and channel mixing, each after a layer norm. Both see the previous token beside the
+current one: `shift(x, mu) = x + mu (x_before - x)`, with a separate `mu` for every use. Time mixing computes from it
+for each head a receptance `r`, a key `k`, a value `v`, a decay `w`, a rate `a` and a gate `g`. The last three, and the
+share of the first layer's values, use two small matrices each. The state `S`, one matrix `[N, N]` per head, is updated
+by
 
     S <- S diag(w) - (S k^) (a k^)^T + v k'^T        y = S r + (r . (u k')) v        out = O (g norm(y))
 
-where `k^ = normed(xi k)` is what is taken out before `k' = k (1 + (a - 1) alpha)` is put in, `u`, `xi` and `alpha` are
-numbers of each channel, and the norm is over a head. The transition is a matrix and differs from token to token, so
-windows and prompts walk their nodes one after the other; each node of a draft window has a state. Channel mixing is
-`V relu(K shift(x))^2`.
+where `k^ = normed(xi k)` is removed before `k' = k (1 + (a - 1) alpha)` is added; `u`, `xi` and `alpha` are vectors
+over channels, and the norm is over a head. The transition is a matrix and differs from token to token, so windows and
+prompts process their nodes one after the other; each node of a draft window has a state. Channel mixing is `V relu(K
+shift(x))^2`.
 
-Loaded is what `scripts/convert.py rwkv` writes of a published `.pth` file: its tensors under their own names.
+Files written by `scripts/convert.py rwkv` from a published `.pth` file are loaded; they keep the tensors' names.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ DECAY = -math.exp(-0.5)
 """The logarithm of the smallest decay of a channel."""
 
 EPS = 1e-5
-"""Of the layer norms; the norm over a head has 64 times as much."""
+"""Epsilon of the layer norms; the norm over a head has 64 times as much."""
 
 MIXES = ("r", "w", "k", "v", "a", "g")
-"""What time mixing makes of a token and the one before it, each with shares of its own."""
+"""The inputs of time mixing, each with its own shares of the token and the one before it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,8 +52,11 @@ class Rwkv7Config:
     """The shape of an RWKV-7.
 
     Attributes:
-        vocab: vocabulary size `V`. width: model width `D`. layers: `L`. head_dim: `N`, of which `D` is a multiple.
-        inner: channels of channel mixing.
+        vocab: vocabulary size `V`.
+        width: model width `D`.
+        layers: number of layers `L`.
+        head_dim: width `N` of a head, a divisor of `D`.
+        inner: number of channels of channel mixing.
         decay, rate, value, gate: ranks of the small matrices of the decays, the rates, the shares of the first layer's
             values and the gates.
     """
@@ -78,21 +82,22 @@ class Rwkv7Config:
 
     @property
     def heads(self) -> int:
-        """`H`."""
+        """Number of heads `H`."""
         return self.width // self.head_dim
 
     @property
     def tied(self) -> bool:
-        """Whether the output head is the embedding: never."""
+        """True if the output head is the embedding; it never is."""
         return False
 
 
 @dataclasses.dataclass(frozen=True)
 class Rwkv7(RecurrentNetwork):
-    """An RWKV-7, compared by value and static under jit.
+    """An RWKV-7. It is compared by value and static under jit.
 
     Attributes:
-        config: its shape. dtype: of activations, as a name. States are float32.
+        config: its shape.
+        dtype: dtype of activations, as a name. States are float32.
     """
 
     config: Rwkv7Config
@@ -115,7 +120,7 @@ class Rwkv7(RecurrentNetwork):
         return self.scored(params, x, entries, layers)
 
     def read(self, params: Weights, window: Window) -> Array:
-        """The stream `f[B, W, D]` that the first layer reads."""
+        """Returns the stream `f[B, W, D]` before the first layer."""
         x = embedded(params["embed"], window.tokens, jnp.dtype(self.dtype))
         if window.embeddings is not None and window.embedded is not None:
             x = jnp.where(window.embedded[..., None], window.embeddings.astype(x.dtype), x)
@@ -123,10 +128,12 @@ class Rwkv7(RecurrentNetwork):
 
     def block(self, p: Weights, place: int, x: Array, first: Array | None, window: Window,
               cache: Any) -> tuple[Array, Array, list[Any]]:
-        """A layer: the stream behind it, the first layer's values, and the entries at its three places in the cache.
+        """Runs a layer. Returns the stream after it, the first layer's values, and the entries at its three places in
+        the cache.
 
         Args:
-            place: the first of them. first: the first layer's values; None: this is that layer.
+            place: the first of these places.
+            first: the first layer's values; None in the first layer.
         """
         y, own, value = self.mix_time(p["time"], place, layer_norm(x, p["time_norm"]), first, window, cache)
         x = x + y
@@ -134,17 +141,18 @@ class Rwkv7(RecurrentNetwork):
         return x + y, value if first is None else first, [*own, after]
 
     def scored(self, params: Weights, x: Array, entries: list[Any], layers: list[Array]) -> Out:
-        """What comes of the stream behind the last layer."""
+        """Returns the result of a model call from the stream after the last layer."""
         last = lambda x: layer_norm(x, params["norm"])
         return Out(hidden=last(x), entries=tuple(entries), layers=tuple(layers), norm=last,
                    head=lambda hidden: multiply(hidden, params["lm_head"]["kernel"], jnp.float32))
 
     def mix_time(self, p: Weights, place: int, x: Array, first: Array | None, window: Window,
                  cache: Any) -> tuple[Array, tuple[Any, Any], Array]:
-        """Time mixing of the normed stream `f[B, W, D]`: what it adds, its two entries, and its own values.
+        """Computes time mixing of the normed stream `f[B, W, D]`: its addition to the stream, its two entries, and its
+        values.
 
         Args:
-            first: the values of the first layer; None: this is it.
+            first: the values of the first layer; None in the first layer.
         """
         c, wide = self.config, lambda a: a.astype(jnp.float32)
         before, shifted = earlier(place, x, window, cache)
@@ -181,7 +189,8 @@ class Rwkv7(RecurrentNetwork):
         return multiply(y * gate, p["o"]["kernel"]), (shifted, states), own
 
     def mix_channels(self, p: Weights, place: int, x: Array, window: Window, cache: Any) -> tuple[Array, Any]:
-        """Channel mixing of the normed stream `f[B, W, D]`: what it adds, and its entry, at `place` in the cache."""
+        """Computes channel mixing of the normed stream `f[B, W, D]`: its addition, and its entry, at `place` in the
+        cache."""
         before, shifted = earlier(place, x, window, cache)
         k = multiply(x + (before - x) * p["mix"].astype(x.dtype), p["k"]["kernel"])
         return multiply(jnp.square(jax.nn.relu(k)), p["v"]["kernel"]), shifted
@@ -190,7 +199,7 @@ class Rwkv7(RecurrentNetwork):
         return sources(self.config)
 
     def first(self, name: str, shape: tuple[int, ...]) -> Array | None:
-        """Decays from slow to fast over the channels, shares of a half, and no biases."""
+        """Returns decays from slow to fast over the channels, shares of a half, and zero biases."""
         if name.endswith("decay.bias"):
             return jnp.linspace(-6.0, 1.0, shape[-1]).reshape(shape)
         if ".mix" in name or name.endswith("now"):
@@ -201,7 +210,7 @@ class Rwkv7(RecurrentNetwork):
 
 
 def earlier(place: int, x: Array, window: Window, cache: Any) -> tuple[Array, Any]:
-    """What stood one token before each node, `f[B, W, D]` as `x`, zeros before the text; and the entry for that."""
+    """Returns the token before each node, `f[B, W, D]` as `x`, zeros before the text; and its entry."""
     def along(last: Array, x: Array, live: Array) -> tuple[Array, Array]:
         index = jnp.where(live, jnp.arange(x.shape[1], dtype=jnp.int32), -1)
         latest = lax.cummax(index, axis=1)
@@ -213,7 +222,7 @@ def earlier(place: int, x: Array, window: Window, cache: Any) -> tuple[Array, An
 
 
 def layer_norm(x: Array, p: Weights) -> Array:
-    """The layer norm, `f[..., D]`."""
+    """Returns the layer norm, `f[..., D]`."""
     wide = x.astype(jnp.float32)
     wide = wide - wide.mean(-1, keepdims=True)
     wide = wide * lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + EPS)
@@ -221,7 +230,7 @@ def layer_norm(x: Array, p: Weights) -> Array:
 
 
 def sources(c: Rwkv7Config, present: Collection[str] = ()) -> dict[str, WeightSource]:
-    """Every weight by its dotted path: its shape, and its tensor in a file."""
+    """Returns the shape and the tensor in a file of every weight, by its dotted path."""
     D, row = c.width, lambda tensor: WeightSource((tensor,), False, None, (1, 1, D))
     flat = lambda tensor, into, out: WeightSource((tensor,), False, None, (into, out))
     normed = lambda path, tensor: {f"{path}.scale": plain(f"{tensor}.weight", D),
@@ -256,7 +265,7 @@ IGNORED = re.compile(r"^(rwkv\.)?blocks\.0\.att\.v[012]$")
 
 
 def read_rwkv7(c: Mapping[str, Any]) -> Rwkv7Config:
-    """The RWKV-7 that a `config.json` describes.
+    """Returns the RWKV-7 that a `config.json` describes.
 
     Raises:
         ValueError: an entry is missing.
@@ -271,10 +280,10 @@ def read_rwkv7(c: Mapping[str, Any]) -> Rwkv7Config:
 
 
 def describe_rwkv7(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-    """The `config.json` of a published file, by its tensors' shapes.
+    """Returns the `config.json` of a published file, from its tensors' shapes.
 
     Raises:
-        ValueError: it is no RWKV-7.
+        ValueError: it is not an RWKV-7.
     """
     try:
         layers = 1 + max(int(name.split(".")[1]) for name in shapes if name.startswith("blocks."))
@@ -285,4 +294,4 @@ def describe_rwkv7(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
                 "v_low_rank_dim": rank("v", min(1, layers - 1)), "gate_low_rank_dim": rank("g"),
                 "tie_word_embeddings": False}
     except (KeyError, ValueError) as e:
-        raise ValueError(f"checkpoint: no RWKV-7, for it lacks {e}") from None
+        raise ValueError(f"checkpoint: got tensors without {e}, takes those of an RWKV-7") from None

@@ -1,16 +1,16 @@
-"""RWKV-X ("RWKV-X: A Linear Complexity Hybrid Language Model", Hou et al., 2025): RWKV-7 with sparse attention in some
-layers.
+"""RWKV-X ("RWKV-X: A Linear Complexity Hybrid Language Model", Hou et al., 2025): RWKV-7 with some sparse attention.
 
-Behind each `L / M` layers of RWKV-7 stands a block of attention, without rotations, and channel mixing. Keys and values
-are stored in chunks of `C` tokens. A token attends to the chunk that it stands in, as far as that goes, and to the
-`top` of the complete ones before it whose mean keys have the largest product with its query, the products of all heads
-added up. So one token costs the same however long the text is, and in texts of `top` chunks attention is full.
+After each `L / M` layers of RWKV-7 comes a block of attention, without rotations, and channel mixing. Keys and values
+are stored in chunks of `C` tokens. A token attends to its own chunk, causally, and to the `top` complete chunks before
+it whose mean keys have the largest product with its query, summed over heads. So the cost per token does not depend on
+the length of the text, and in texts of at most `top` chunks attention is full.
 
-When the store of a block holds more than `limit` tokens, the newest token's queries cut it down to `keep`: the latest
-`recent` ones stay, and of those before them each head keeps those that its query attends to most, in that order; chunks
-are counted anew in what stays. That is once in `limit - keep` tokens, in a forward of its own for that token.
+When the store of a block holds more than `limit` tokens, it is reduced to `keep` by the newest token's queries: the
+latest `recent` tokens stay, and of those before them each head keeps, in order, those that its query attends to most;
+the kept tokens are divided into chunks anew. This happens once in `limit - keep` tokens, in a separate forward pass for
+that token.
 
-Loaded is what `scripts/convert.py rwkv` writes of a published `.pth` file: its tensors under their own names.
+Files written by `scripts/convert.py rwkv` from a published `.pth` file are loaded; they keep the tensors' names.
 """
 
 from __future__ import annotations
@@ -45,10 +45,12 @@ class RwkvXConfig(Rwkv7Config):
     """The shape of an RWKV-X.
 
     Attributes:
-        sparse: blocks of attention `M`, of which `L` is a multiple; one stands behind all layers.
-        chunk: tokens of a chunk, `C`. top: chunks that a token attends to beside its own.
-        limit: tokens of a store beyond which it is cut down; None: never. keep: to how many. recent: of them the
-            latest, which stay.
+        sparse: number of attention blocks `M`, a divisor of `L`; the last one comes after all layers.
+        chunk: number of tokens `C` of a chunk.
+        top: number of chunks that a token attends to beside its own.
+        limit: number of tokens beyond which a store is reduced; None: never.
+        keep: number of tokens that it is reduced to.
+        recent: number of latest tokens among them, which always stay.
     """
 
     sparse: int = 1
@@ -64,8 +66,7 @@ class RwkvXConfig(Rwkv7Config):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: got {getattr(self, name)}, takes 1 or more")
         if self.layers % self.sparse:
-            raise ValueError(f"sparse: got {self.sparse} blocks of attention, takes a divisor of the {self.layers} "
-                             "layers")
+            raise ValueError(f"sparse: got {self.sparse}, takes a divisor of the number of layers, {self.layers}")
         if self.limit is not None and not 0 < self.recent < self.keep < self.limit:
             raise ValueError(f"limit, keep, recent: got {self.limit}, {self.keep} and {self.recent}, takes each below "
                              "the one before")
@@ -77,9 +78,11 @@ class Store(KeyValues, PromptPhase, Refreshes):
 
     Attributes:
         kv, given, widths: see `KeyValues`.
-        sums: a tuple of one `f32[B, H, S / C, d]` a block, of the keys of each chunk.
-        count: `i32[B]`, how many there are. length: `i32[B]`, tokens that were read.
-        kind: static. reading: static; whether a prompt is read, which is cut down behind its end.
+        sums: for each block `f32[B, H, S / C, d]`, the sum of the keys of each chunk.
+        count: `i32[B]`, number of stored tokens.
+        length: `i32[B]`, number of tokens that were read.
+        kind: static, the configuration.
+        reading: static; True while a prompt is read, which is reduced only after its end.
     """
 
     supports = frozenset({"trees"})
@@ -100,13 +103,13 @@ class Store(KeyValues, PromptPhase, Refreshes):
         return self.replace(reading=False)
 
     def max_commit(self) -> Array | None:
-        # a chunk may be attended to from the token on that follows its last one, and a store is cut down before that
+        # A chunk may be attended to by the token after its last one, and a store is reduced before that.
         room = self.kind.chunk - self.count % self.kind.chunk
         return room if self.limit is None else jnp.minimum(room, jnp.maximum(self.limit + 1 - self.count, 1))
 
     @property
     def limit(self) -> int | None:
-        """The limit that holds now, where texts can be longer than that."""
+        """The limit in effect, if texts can be longer than it; else None."""
         limit = None if self.reading else self.kind.limit
         return limit if limit is not None and self.capacity > limit else None
 
@@ -120,7 +123,7 @@ class Store(KeyValues, PromptPhase, Refreshes):
         return out.astype(v.dtype), (k, v)
 
     def _prompt(self, layer: int, q: Array, k: Array, v: Array, window: Window) -> Array:
-        """Of a chain that will all be committed, which may fill chunks itself."""
+        """Attends from a chain that will be committed as a whole and may fill chunks itself."""
         C, kv, d = self.kind.chunk, self.kv[layer], q.shape[-1]
         slot = self.count[:, None] + window.positions - self.length[:, None]
         chunks = -(-(kv.shape[2] + k.shape[1]) // C)
@@ -137,23 +140,24 @@ class Store(KeyValues, PromptPhase, Refreshes):
         return window_attention(q, keys, values, jnp.concatenate([seen, near], -1), slot, scale=1.0, key_positions=at)
 
     def _drafts(self, layer: int, q: Array, k: Array, v: Array, window: Window) -> Array:
-        """Of nodes in the chunk that is being filled; what those behind it see is never committed."""
+        """Attends from nodes in the chunk that is being filled. Nodes after it may see wrong chunks, but are never
+        committed."""
         C, kv, d = self.kind.chunk, self.kv[layer], q.shape[-1]
         near = window_attention_lse(q, k, v, window.visible(), window.positions, scale=1.0,
                                     key_positions=window.key_positions)
         own = jnp.broadcast_to((self.count // C)[:, None], q.shape[:2])
         top = min(self.kind.top, self.sums[layer].shape[2])
         found, chosen = lax.top_k(self._worth(q, self.sums[layer], own), top)
-        # the chunk that is being filled, and the best ones
+        # The chunk that is being filled, and the best ones.
         places = jnp.concatenate([own[..., None], jnp.where(found > -jnp.inf, chosen, -1)], -1).astype(jnp.int32)
 
         def one(node: tuple[Array, Array]) -> tuple[Array, Array]:
-            q, places = node            # of one query in each row
+            q, places = node            # one query of each row
             within = jnp.arange(min(C, kv.shape[2]), dtype=jnp.int32)
             slot = (places[..., None] * C + within).reshape(len(q), -1)
             seen = (slot >= 0) & (slot < self.count[:, None])
             some = jax.vmap(lambda kv, at: kv[:, at])(kv, jnp.clip(slot, 0, kv.shape[2] - 1)).swapaxes(1, 2)
-            # the first key is seen by a query that sees none, and then weighs nothing
+            # A query that sees no key attends to the first one, with weight 0.
             out, lse = window_attention_lse(q[:, None], some[..., :d], some[..., d:], _some(seen)[:, None],
                                             slot[:, :1], scale=1.0, key_positions=slot)
             return out[:, 0], jnp.where(seen.any(1)[:, None], lse[:, 0], -1e30)
@@ -162,12 +166,13 @@ class Store(KeyValues, PromptPhase, Refreshes):
         return merge(near, (out.swapaxes(0, 1), lse.swapaxes(0, 1)))[0]
 
     def _worth(self, q: Array, sums: Array, own: Array) -> Array:
-        """`f32[B, W, N]`: the product of a query with the mean keys of chunks before its own, `-inf` at others."""
+        """Returns `f32[B, W, N]`: the product of a query with the mean keys of chunks before its own, `-inf` for
+        others."""
         worth = jnp.einsum("bwhd,bhnd->bwn", q, sums / self.kind.chunk)
         return jnp.where(jnp.arange(sums.shape[2]) < own[..., None], worth, -jnp.inf)
 
     def _best(self, q: Array, sums: Array, own: Array) -> Array:
-        """`bool[B, W, N]`: the chunks that a query attends to beside its own."""
+        """Returns `bool[B, W, N]`: the chunks that a query attends to beside its own."""
         worth = self._worth(q, sums, own)
         found, at = lax.top_k(worth, min(self.kind.top, sums.shape[2]))
         hit = (at[..., None] == jnp.arange(sums.shape[2])) & (found > -jnp.inf)[..., None]
@@ -184,7 +189,7 @@ class Store(KeyValues, PromptPhase, Refreshes):
         return self.replace(kv=kv, sums=sums, count=self.count + length - self.length, length=length)
 
     def cut(self, chosen: Entries, rows: Array) -> Store:
-        """Cut down to `chosen`, `i32[B, 1, H, keep]` of each block, in `rows`."""
+        """Reduces `rows` to the tokens in `chosen`, `i32[B, 1, H, keep]` for each block."""
         kv, sums = [], []
         for held, total, (at,) in zip(self.kv, self.sums, chosen, strict=True):
             kept, made = self._kept(held, at[:, 0])
@@ -194,20 +199,19 @@ class Store(KeyValues, PromptPhase, Refreshes):
         return self.replace(kv=tuple(kv), sums=tuple(sums), count=jnp.where(rows, self.kind.keep, self.count))
 
     def _kept(self, kv: Array, at: Array) -> tuple[Array, Array]:
-        """Keys and values at `i32[B, H, keep]`, and the sums of their chunks as in `sums`."""
+        """Returns keys and values at `i32[B, H, keep]`, and the sums of their chunks as in `sums`."""
         C, d, chunks = self.kind.chunk, kv.shape[-1] // 2, self.sums[0].shape[2]
         kept = jnp.take_along_axis(kv, at[..., None], 2)
         keys = jnp.pad(kept[..., :d].astype(jnp.float32), ((0, 0), (0, 0), (0, chunks * C - kept.shape[2]), (0, 0)))
         return kept, keys.reshape(*keys.shape[:2], chunks, C, d).sum(3)
 
     def tree_buffer(self, entries: Entries, room: int) -> Draftable:
-        raise ValueError("draft: an RWKV-X has no scratch for trees that grow level by level, so it drafts for no "
-                         "other model")
+        raise ValueError("draft: got an RWKV-X, takes a model with a buffer for trees that grow level by level")
 
 
 @struct
 class Cutting(Wrapper):
-    """A store that is cut down as the newest token reads it, whose entries say what is kept."""
+    """A store that is reduced while the newest token reads it; its entries are the kept positions."""
 
     base: Store
 
@@ -230,10 +234,10 @@ class Cutting(Wrapper):
 
 @struct
 class HybridStates(PerLayer):
-    """Stores of keys and values, `base`, beside recurrent states, `linear`."""
+    """Stores of keys and values, `base`, together with recurrent states, `linear`."""
 
     def walk(self, place: int, *args: Any) -> tuple[PyTree, PyTree]:
-        """As `Recurrent.walk`."""
+        """Runs a recurrence, see `Recurrent.walk`."""
         return self.linear.walk(self.where[place][1], *args)
 
     def refresh(self, text: ReadPrompt, rows: Array) -> HybridStates:
@@ -248,10 +252,11 @@ class HybridStates(PerLayer):
 
 @dataclasses.dataclass(frozen=True)
 class RwkvX(Rwkv7):
-    """An RWKV-X, compared by value and static under jit.
+    """An RWKV-X. It is compared by value and static under jit.
 
     Attributes:
-        config: its shape. dtype: of activations, as a name. States are float32.
+        config: its shape.
+        dtype: dtype of activations, as a name. States are float32.
     """
 
     config: RwkvXConfig
@@ -290,7 +295,7 @@ class RwkvX(Rwkv7):
         return self.scored(params, x, entries, layers)
 
     def sparse_block(self, p: Weights, place: int, x: Array, window: Window, cache: Any) -> tuple[Array, list[Any]]:
-        """A block of attention: the stream behind it, and the entries at its two places in the cache."""
+        """Runs a block of attention. Returns the stream after it, and the entries at its two places in the cache."""
         c, y = self.config, layer_norm(x, p["attn_norm"])
         shape = *y.shape[:2], c.heads, c.head_dim
         q, k, v = (multiply(y, p[name]["kernel"]).reshape(shape) for name in ("q", "k", "v"))
@@ -304,17 +309,23 @@ class RwkvX(Rwkv7):
 
 
 def _some(seen: Array) -> Array:
-    """`bool[B, n]` with the first one in rows that have none."""
+    """Returns `bool[B, n]` with the first entry set in rows without any."""
     return seen | (~seen.any(1, keepdims=True) & (jnp.arange(seen.shape[1]) == 0))
 
 
 def added(sums: Array, keys: Array, chunk: Array) -> Array:
-    """`sums`, `f32[B, H, N, d]`, and the keys `f[B, W, H, d]` of tokens in chunks `i32[B, W]`; `N`: in none."""
+    """Adds keys to the sums of their chunks.
+
+    Args:
+        sums: `f32[B, H, N, d]`.
+        keys: `f[B, W, H, d]`.
+        chunk: `i32[B, W]`, the chunk of each token; `N` for none.
+    """
     return jax.vmap(lambda s, k, at: s.at[:, at].add(k.swapaxes(0, 1).astype(s.dtype), mode="drop"))(sums, keys, chunk)
 
 
 def sources(c: RwkvXConfig, present: Collection[str] = ()) -> dict[str, WeightSource]:
-    """Every weight by its dotted path: its shape, and its tensor in a file."""
+    """Returns the shape and the tensor in a file of every weight, by its dotted path."""
     D = c.width
     normed = lambda path, tensor: {f"{path}.scale": plain(f"{tensor}.weight", D),
                                    f"{path}.bias": plain(f"{tensor}.bias", D)}
@@ -332,7 +343,7 @@ def sources(c: RwkvXConfig, present: Collection[str] = ()) -> dict[str, WeightSo
 
 
 def read_rwkv_x(c: Mapping[str, Any]) -> RwkvXConfig:
-    """The RWKV-X that a `config.json` describes.
+    """Returns the RWKV-X that a `config.json` describes.
 
     Raises:
         ValueError: an entry is missing or out of its range.
@@ -341,25 +352,26 @@ def read_rwkv_x(c: Mapping[str, Any]) -> RwkvXConfig:
     own = {name: c[key] for name, key in ENTRIES.items() if key in c}
     if "sparse" not in own:
         raise ValueError(f"config.json of an rwkv_x model lacks '{ENTRIES['sparse']}'")
-    if own.get("limit") == 0:       # as their code says that a store is never cut down
+    if own.get("limit") == 0:       # in the authors' code 0 means that a store is never reduced
         own["limit"] = None
     return RwkvXConfig(**{**rwkv, **own})
 
 
 ENTRIES = {"sparse": "n_moba_layer", "chunk": "moba_chunk_size", "top": "moba_topk", "limit": "max_kv_cache_size",
            "keep": "min_kv_cache_size", "recent": "kv_cache_window_size"}
-"""What a configuration has beside RWKV-7's, and the authors' names for it, under which config.json has it."""
+"""Keys of config.json, by the authors' names, for the fields that RWKV-7 does not have."""
 
 
 def describe_rwkv_x(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-    """The `config.json` of a published file, by its tensors' shapes; chunks and stores as the authors' code has them.
+    """Returns the `config.json` of a published file, from its tensors' shapes, with the authors' defaults for the
+    stores.
 
     Raises:
-        ValueError: it is no RWKV-X.
+        ValueError: it is not an RWKV-X.
     """
     blocks = {name.split(".")[1] for name in shapes if name.startswith("moba.")}
     if not blocks:
-        raise ValueError("checkpoint: no RWKV-X, for it has no blocks of attention")
+        raise ValueError("checkpoint: got tensors without attention blocks, takes those of an RWKV-X")
     rwkv = describe_rwkv7({name.removeprefix("rwkv."): shape for name, shape in shapes.items()})
     default = {field.name: field.default for field in dataclasses.fields(RwkvXConfig)}
     return {**rwkv, "model_type": "rwkv_x", **{key: default[name] for name, key in ENTRIES.items()},

@@ -1,7 +1,7 @@
-"""What recurrent networks have in common, and what models of state-space layers have beside that: the residual stream,
-norms, embedding and head.
+"""Base classes of recurrent networks and of models with state-space layers: residual stream, norms, embedding and head.
 
-A state-space layer adds to the stream what its mixer makes of the normed one. The mixer is the model's own.
+A state-space layer adds the output of its mixer, applied to the normed stream, to the stream. The mixer is defined by
+each model.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from decodax.models.transformer import Weights
 
 @dataclasses.dataclass(frozen=True)
 class RecurrentNetwork(ShowsWeights):
-    """A network with recurrent states: derive a frozen dataclass from this.
+    """Base class of networks with recurrent states: a frozen dataclass.
 
     Attributes:
-        config: its shape and options. dtype: of activations, as a name.
+        config: shape and options.
+        dtype: dtype of activations, as a name.
     """
 
     config: Any
@@ -37,15 +38,15 @@ class RecurrentNetwork(ShowsWeights):
 
     @abc.abstractmethod
     def sources(self) -> dict[str, WeightSource]:
-        """Every weight by its dotted path."""
+        """Returns the source of every weight by its dotted path."""
 
     @abc.abstractmethod
     def first(self, name: str, shape: tuple[int, ...]) -> Array | None:
-        """The weights of a layer, by their name in it, that training begins with, where `init_params` would take
-        others; None elsewhere."""
+        """Returns the initial value of a layer's weight by its name, where `init_params` needs a special one, else
+        None."""
 
     def forward(self, params: Weights, tokens: Array) -> Array:
-        """Logits `f32[B, T, V]` of whole sequences `i32[B, T]`, for training and scoring."""
+        """Returns logits `f32[B, T, V]` of whole sequences `i32[B, T]`, for training and scoring."""
         B = tokens.shape[0]
         window = causal(tokens, jnp.zeros(B, jnp.int32)).replace(is_prefill=True)
         return self.apply(params, window, self.init_cache(B, 0)).logits()
@@ -54,13 +55,16 @@ class RecurrentNetwork(ShowsWeights):
         return embedded(params["embed"], tokens, jnp.dtype(self.dtype))
 
     def abstract_params(self, dtype: jax.typing.DTypeLike = jnp.float32) -> Weights:
-        """The weights' shapes, as `jax.ShapeDtypeStruct`s."""
+        """Returns the weights' shapes, as `jax.ShapeDtypeStruct`s."""
         return nested({path: jax.ShapeDtypeStruct(shape_of(source), dtype)
                        for path, source in self.sources().items()})
 
     def init_params(self, key: Array, dtype: jax.typing.DTypeLike = jnp.float32) -> Weights:
-        """Fresh weights: kernels normal with the inverse square root of their inputs as deviation, norms and `D` one,
-        biases zero, and what `first` gives."""
+        """Returns random weights.
+
+        Kernels are normal with the inverse square root of their number of inputs as standard deviation, norms and `D`
+        one, biases zero; `first` overrides them.
+        """
         found, where = {}, self.sources()
         for (path, source), each in zip(where.items(), jax.random.split(key, len(where)), strict=True):
             shape, name = shape_of(source), path.split(".", 2)[-1]
@@ -75,16 +79,17 @@ class RecurrentNetwork(ShowsWeights):
 
 @dataclasses.dataclass(frozen=True)
 class StateSpace(RecurrentNetwork):
-    """A model of state-space layers: derive a frozen dataclass from this.
+    """Base class of models with state-space layers: a frozen dataclass.
 
     Attributes:
-        config: its shape and options, of which `layers`, `eps`, `tied` and `wide` are read here.
-        dtype: of activations, as a name.
+        config: shape and options, of which `layers`, `eps`, `tied` and `wide` are used here.
+        dtype: dtype of activations, as a name.
     """
 
     @abc.abstractmethod
     def mixer(self, p: Weights, layer: int, x: Array, window: Window, cache: Any) -> tuple[Array, Any]:
-        """What a layer with weights `p` adds to the stream, `f[B, W, D]` from the normed one, and its entry."""
+        """Returns the addition of a layer with weights `p` to the stream, `f[B, W, D]` from the normed one, and its
+        entry."""
 
     def apply(self, params: Weights, window: Window, cache: Cache) -> Out:
         c, dtype = self.config, jnp.dtype(self.dtype)
@@ -107,45 +112,47 @@ class StateSpace(RecurrentNetwork):
 
 
 def first_steps(count: int) -> Array:
-    """`f32[count]`: biases of time steps from 0.001 to 0.1, behind a softplus."""
+    """Returns biases of time steps from 0.001 to 0.1, before a softplus: `f32[count]`."""
     dt = jnp.geomspace(1e-3, 0.1, count)
     return dt + jnp.log(-jnp.expm1(-dt))
 
 
 def biased(y: Array, p: Weights) -> Array:
-    """With the bias of a projection that has one."""
+    """Adds the bias of a projection that has one."""
     return y + p["bias"].astype(y.dtype) if "bias" in p else y
 
 
 def norm(x: Array, scale: Array, eps: float) -> Array:
-    """The root mean square norm `f32[..., D]`."""
+    """Returns the root mean square norm, `f32[..., D]`."""
     x = x.astype(jnp.float32)
     return x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + eps) * scale.astype(jnp.float32)
 
 
 def shape_of(source: WeightSource) -> tuple[int, ...]:
-    """The shape of a weight here."""
+    """Returns the shape of a weight in the network."""
     return source.full[::-1] if source.transpose else source.full
 
 
 def kernel(tensor: str, out: int, into: int) -> WeightSource:
-    """That of a projection's weights."""
+    """Returns the source of a projection's weights."""
     return WeightSource((f"{tensor}.weight",), True, None, (out, into))
 
 
 def plain(tensor: str, *shape: int) -> WeightSource:
-    """That of a tensor which is taken as it is."""
+    """Returns the source of a tensor that is used unchanged."""
     return WeightSource((tensor,), False, None, shape)
 
 
 def stacked(c: Any, into: int, channels: int, own: Callable[[str], dict[str, WeightSource]],
             table: str = "embeddings") -> dict[str, WeightSource]:
-    """Every weight of a model by its dotted path.
+    """Returns the source of every weight of a model by its dotted path.
 
     Args:
-        into: outputs of a layer's first projection. channels: what its convolution goes over.
-        own: what a mixer has between convolution and last projection, by the mixer's name in the file.
-        table: the embedding's name there.
+        c: the configuration.
+        into: number of outputs of a layer's first projection.
+        channels: number of channels of its convolution.
+        own: returns the weights of a mixer between convolution and last projection, by the mixer's name in the file.
+        table: the embedding's name in the file.
     """
     found = {"embed": plain(f"backbone.{table}.weight", c.vocab, c.width)}
     for i in range(c.layers):

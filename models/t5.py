@@ -1,12 +1,11 @@
-"""T5 (Raffel et al., 2020), versions 1.0 and 1.1: an encoder, and a decoder that attends to what the encoder made.
+"""T5 (Raffel et al., 2020), versions 1.0 and 1.1: an encoder, and a decoder that attends to the encoder's output.
 
-What the encoder reads is an input of each row (`EncoderText`). `init_cache` runs the encoder once and computes the
-cross keys and values of every decoder layer. They lie in the cache as its inputs (`EncoderMemory`): they are never
-committed, and go with their rows wherever rows go. The cache itself may be of any kind, for self-attention is all that
-it sees.
+The encoder's text is an input of each row (`EncoderText`). `init_cache` runs the encoder once and computes the cross
+keys and values of every decoder layer. They are kept in the cache as its inputs (`EncoderMemory`): they are never
+committed, and move with their rows. The cache itself, which only stores self-attention, may be of any kind.
 
 Positions enter as a bias of the scores that depends on the distance alone. It is computed from the positions of nodes,
-not from their places in the window, so nodes of draft trees have the right one.
+not from their places in the window, so it is right for the nodes of draft trees.
 """
 
 from __future__ import annotations
@@ -30,20 +29,23 @@ from decodax.core.cache import Cache
 from decodax.core.types import CacheKind, Model, Out
 from decodax.core.window import Window
 from decodax.models.config import Activation
-from decodax.models.decoder import ACTIVATIONS
+from decodax.models.inputs import EncoderText, named
+from decodax.models.layers import ACTIVATIONS
 from decodax.models.names import WeightSource
 from decodax.models.packed import embedded, head, multiply
 from decodax.models.reading import read_activation
-from decodax.models.transformer import EncoderText, Weights, named
+from decodax.models.transformer import Weights
 from decodax.pallas_kernels.window_attention import by_position, window_attention
 
 
 @struct
 class EncoderMemory(Struct):
-    """What the decoder attends to of the encoder's output.
+    """The cross-attention keys and values of the encoder's output.
 
     Attributes:
-        keys, values: for each decoder layer `f[B, T, H, d]`. seen: `bool[B, T]`.
+        keys: for each decoder layer `f[B, T, H, d]`.
+        values: for each decoder layer `f[B, T, H, d]`.
+        seen: `bool[B, T]`, True for tokens of the text.
     """
 
     keys: tuple[Array, ...]
@@ -56,11 +58,17 @@ class T5Config:
     """The shape and options of a T5. Defaults are those of version 1.0.
 
     Attributes:
-        vocab: vocabulary size `V`. width: model width `D`. heads: `H`. head_dim: width `d` of a head.
-        mlp: inner width of the MLP. encoder, decoder: layers of each.
-        buckets, farthest: of the relative position bias; all distances from `farthest` on share a bucket.
-        eps: of the norms, which are RMS norms before attention and MLP.
-        activation, gated: of the MLP.
+        vocab: vocabulary size `V`.
+        width: model width `D`.
+        heads: number of heads `H`.
+        head_dim: width `d` of a head.
+        mlp: inner width of the MLP.
+        encoder, decoder: numbers of layers.
+        buckets: number of buckets of the relative position bias.
+        farthest: distance from which on all distances share a bucket.
+        eps: added to the variance in norms, which are RMS norms before attention and MLP.
+        activation: activation of the MLP.
+        gated: True for a gated MLP.
         tied: the output head is the embedding.
         scaled: hidden states are multiplied by `D ** -0.5` before the head.
     """
@@ -83,11 +91,14 @@ class T5Config:
 
 @dataclasses.dataclass(frozen=True)
 class T5(Model):
-    """An encoder-decoder, compared by value and static under jit. Each row is given an `EncoderText`; its tokens are
-    the decoder's, which begin with the padding id.
+    """An encoder-decoder. It is compared by value and static under jit.
+
+    Each row is given an `EncoderText`. Its tokens are the decoder's, which begin with the padding id.
 
     Attributes:
-        config: its shape and options. dtype: of the cache, as a name. cache: the kind of its cache of self-attention.
+        config: shape and options.
+        dtype: dtype of the cache, as a name.
+        cache: the kind of its cache for self-attention.
     """
 
     config: T5Config
@@ -161,7 +172,8 @@ class T5(Model):
         return Out(hidden=_norm(c, p, x), entries=tuple(entries), head=logits)
 
     def init_params(self, key: Array, dtype: jax.typing.DTypeLike = jnp.float32) -> Weights:
-        """Fresh weights: kernels normal with the inverse square root of their inputs as deviation, norms one."""
+        """Returns random weights: kernels normal with the inverse square root of their inputs as deviation, norms
+        one."""
         found = {}
         for (path, source), each in zip(sources(self.config).items(),
                                         jax.random.split(key, len(sources(self.config))), strict=True):
@@ -176,7 +188,8 @@ class T5(Model):
 
 
 def relative_bias(c: T5Config, weights: Array, queries: Array, keys: Array, *, both: bool) -> Array:
-    """The bias of the scores: `f32[B, H, W, K]` from `weights` `f[buckets, H]` and positions, see `by_position`."""
+    """Returns the bias of the scores, `f32[B, H, W, K]`, from `weights` (`f[buckets, H]`) and positions; see
+    `by_position`."""
     by_distance = weights.astype(jnp.float32)[_buckets(c.buckets, c.farthest, both)]
     distance = jnp.clip(keys - queries, -c.farthest, c.farthest) + c.farthest
     return by_distance[distance, jnp.arange(c.heads)[:, None, None]]
@@ -184,13 +197,16 @@ def relative_bias(c: T5Config, weights: Array, queries: Array, keys: Array, *, b
 
 @functools.lru_cache(maxsize=16)
 def _buckets(buckets: int, farthest: int, both: bool) -> np.ndarray:
-    """The bucket of each distance (key position minus the query's) from `-farthest` to `farthest`: near ones have one
-    each, the others share them by their logarithm. With `both` later keys have buckets of their own."""
+    """Returns the bucket of each distance (key position minus query position) from `-farthest` to `farthest`.
+
+    Near distances have a bucket each, the others share buckets by their logarithm. With `both`, later keys have
+    separate buckets.
+    """
     distance = np.arange(-farthest, farthest + 1)
     count = buckets // 2 if both else buckets
     exact = count // 2
     far = np.abs(distance) if both else np.maximum(-distance, 0)
-    # in float32, as transformers has it: some distances lie on the border of two buckets
+    # In float32 as in transformers: some distances lie exactly between two buckets.
     logarithm = np.log(np.maximum(far, 1).astype(np.float32) / np.float32(exact)) / np.float32(
         math.log(farthest / exact)) * np.float32(count - exact)
     found = np.where(far < exact, far, np.minimum(exact + logarithm.astype(np.int32), count - 1))
@@ -210,11 +226,11 @@ def _mlp(c: T5Config, p: Weights, x: Array) -> Array:
 
 
 IGNORED = re.compile(r"^(encoder|decoder)\.embed_tokens\.weight$|EncDecAttention\.relative_attention_bias\.weight$")
-"""Copies of the embedding, and a bias that nothing reads, in older files."""
+"""Copies of the embedding, and an unused bias, in older files."""
 
 
 def sources(c: T5Config) -> dict[str, WeightSource]:
-    """Every weight by its dotted path: its shape, and its tensor in a Hugging Face file."""
+    """Returns the shape and the tensor in a Hugging Face file of every weight, by its dotted path."""
     inner = c.heads * c.head_dim
     kernel = lambda tensor, out, into: WeightSource((f"{tensor}.weight",), True, None, (out, into))
     plain = lambda tensor, *shape: WeightSource((f"{tensor}.weight",), False, None, shape)
@@ -242,7 +258,7 @@ def sources(c: T5Config) -> dict[str, WeightSource]:
 
 
 def nested(leaves: Mapping[str, Any]) -> Weights:
-    """A nested dict from dotted paths.
+    """Returns a nested dict from dotted paths.
 
     >>> nested({"a.b": 1, "c": 2})
     {'a': {'b': 1}, 'c': 2}
@@ -258,13 +274,14 @@ def nested(leaves: Mapping[str, Any]) -> Weights:
 
 
 def read_t5(c: Mapping[str, Any], tied: bool) -> T5Config:
-    """The T5 that a `config.json` describes.
+    """Returns the T5 that a `config.json` describes.
 
     Args:
-        tied: whether the file has no output head of its own.
+        c: the content of the file.
+        tied: True if the weights have no separate output head.
 
     Raises:
-        ValueError: an entry is missing, or an option has no counterpart here.
+        ValueError: an entry is missing, or an option is not supported.
     """
     kind = c.get("feed_forward_proj", "relu")
     gated, _, name = kind.rpartition("-")
@@ -280,7 +297,7 @@ def read_t5(c: Mapping[str, Any], tied: bool) -> T5Config:
             buckets=c.get("relative_attention_num_buckets", 32),
             farthest=c.get("relative_attention_max_distance", 128), eps=c.get("layer_norm_epsilon", 1e-6),
             activation=activation, gated=bool(gated), tied=tied,
-            # newer files say so; in older ones version 1.1 is known by its untied head
+            # Newer files have an entry for this; in older ones an untied head identifies version 1.1.
             scaled=c.get("scale_decoder_outputs", c.get("tie_word_embeddings", True)))
     except KeyError as e:
         raise ValueError(f"config.json of a t5 model lacks {e}") from None

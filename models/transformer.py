@@ -1,7 +1,8 @@
-"""`Transformer`: the decoder network as the core's `Model`, its weights a plain pytree that is handed in.
+"""`Transformer`: the decoder network as a `Model`, with its weights as a plain pytree that is passed in.
 
-The network is split once, abstractly, for each configuration; a call merges the caller's weights into it inside the
-trace. So the weights can be jitted, differentiated, optimised, sharded and saved like any nested dict of arrays.
+The network's structure is created once, abstractly, for each configuration; a call merges the caller's weights into it
+during tracing. So the weights can be jitted, differentiated, optimised, sharded and saved like any nested dict of
+arrays.
 """
 
 from __future__ import annotations
@@ -9,12 +10,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from decodax.cache import Dense, KVLayer, LinearStates, LinearTerms, PerLayer, dense, linear_states
 from decodax.cache.linear import over_text
 from decodax.common.axes import EXPERT, MODEL
-from decodax.common.struct import Struct, short, struct
+from decodax.common.struct import short
 from decodax.core.cache import Cache
 from decodax.core.capabilities import layers_read
 from decodax.core.packing import PackedWindow, Packing
@@ -31,6 +31,7 @@ from decodax.core.window import Window, take
 from decodax.models.config import DecoderConfig
 from decodax.models.decoder import Attend, Decoder, Keep
 from decodax.models.echoes import value_width
+from decodax.models.inputs import AdapterRows, Embeddings, EncoderText, named
 from decodax.models.packed import Adapted, Packed, embedded
 from decodax.models.rope import Dynamic, LongRope
 from decodax.pallas_kernels.window_attention import window_attention
@@ -39,54 +40,15 @@ Weights = dict[str, Any]
 """A nested dict of arrays, keyed by the network's attribute names: `weights["layers"]["0"]["attn"]["q"]["kernel"]`."""
 
 
-@struct
-class Embeddings(Struct):
-    """Inputs of a `Transformer`: embeddings that stand at the first positions of each row in place of its tokens' (a
-    soft prompt, an image). The tokens there are read by nothing but the policy.
-
-    Attributes:
-        values: `f[B, T, D]`, on the scale of the embedding table's rows. given: `bool[B, T]`, where they stand.
-    """
-
-    values: Array
-    given: Array
-
-
-@struct
-class EncoderText(Struct):
-    """Inputs of a `T5`, and of a `Transformer` with prefix linear attention: what the encoder reads for each row.
-
-    Attributes:
-        tokens: `i32[B, T]`, left-aligned. length: `i32[B]`, at least 1.
-    """
-
-    tokens: Array
-    length: Array
-
-    @classmethod
-    def of(cls, rows: Sequence[Sequence[int]]) -> EncoderText:
-        """That of token ids of each row."""
-        most = max(map(len, rows))
-        return cls(tokens=np.array([[*row, *[0] * (most - len(row))] for row in rows], np.int32),       # type: ignore[arg-type]
-                   length=np.array([len(row) for row in rows], np.int32))       # type: ignore[arg-type]
-
-
-@struct
-class AdapterRows(Struct):
-    """Inputs of a `Transformer`: which of its adapters each row takes, `i32[B]`; 0 is none. See `decodax.adapters`."""
-
-    which: Array
-
-
 @dataclasses.dataclass(frozen=True)
 class Transformer(LayeredModel):
-    """A decoder-only transformer, compared by value and static under jit.
+    """A decoder-only transformer. It is compared by value and static under jit.
 
     Attributes:
-        config: its shape and options.
-        dtype: of the cache, as a name ("float32", "bfloat16"). Activations take the weights' dtype.
+        config: shape and options of the network.
+        dtype: dtype of the cache, as a name ("float32", "bfloat16"). Activations have the weights' dtype.
         context: the sequence length that length-dependent rope scalings (`Dynamic`, `LongRope`) are set for; None: the
-            length the model was trained at. Models without such a scaling do not read it.
+            trained length. Models without such a scaling ignore it.
         cache: the kind of its cache.
     """
 
@@ -99,13 +61,16 @@ class Transformer(LayeredModel):
 
     @property
     def max_positions(self) -> int | None:
-        """Positions beyond which the model would be silently wrong: rows of the learned position
-        embedding, or the length that a length-dependent rope is set for. None: no such bound."""
+        """Number of positions beyond which the model would silently be wrong, or None.
+
+        It is the number of rows of the learned position embedding, or the length that a length-dependent rope is set
+        for.
+        """
         bounds = [self.config.learned_positions] if self.config.learned_positions else []
         for layer in self.config.layers:
             scaling = layer.rope.scaling if layer.rope is not None else None
             if layer.rope is not None and (chunks := layer.rope.chunks) is not None:
-                # within chunks no position is too large, but beyond `trained` a factor belongs to the length
+                # Within chunks no position is too large, but beyond `trained` a factor depends on the length.
                 bounds += [max(self.context or 0, chunks.trained)] if chunks.trained else []
             elif isinstance(scaling, Dynamic):
                 bounds.append(max(self.context or 0, scaling.trained))
@@ -116,7 +81,7 @@ class Transformer(LayeredModel):
     @property
     def trained_positions(self) -> int | None:
         found = [layer.rope.chunks for layer in self.config.layers if layer.rope is not None and layer.rope.chunks]
-        # where positions are counted anew in each chunk, none is beyond those of the training
+        # With positions that start again in each chunk, none exceeds those of the training.
         return None if found and found[0].trained is None else self.config.context
 
     @property
@@ -134,11 +99,11 @@ class Transformer(LayeredModel):
         c = self.config
         encodes = self.encodes
         if encodes and params is not None and inputs is None:
-            raise ValueError("inputs: got none, a Transformer with prefix linear attention takes an EncoderText")
+            raise ValueError("inputs: got None, takes an EncoderText for a Transformer with prefix linear attention")
         if inputs is not None and not isinstance(inputs, EncoderText if encodes else Embeddings | AdapterRows):
-            takes = ("with prefix linear attention takes an EncoderText" if encodes else
-                     "takes Embeddings or AdapterRows")
-            raise ValueError(f"inputs: got {named(inputs)}, a Transformer {takes}")
+            takes = "an EncoderText for a Transformer with prefix linear attention" if encodes else (
+                "Embeddings or AdapterRows for a Transformer")
+            raise ValueError(f"inputs: got {named(inputs)}, takes {takes}")
         if isinstance(inputs, Embeddings) and inputs.values.shape[2:] != (c.width,):
             raise ValueError(f"inputs: got embeddings of width {inputs.values.shape[-1]}, takes {c.width}")
         given, dtype = None if encodes else inputs, jnp.dtype(self.dtype)
@@ -150,8 +115,8 @@ class Transformer(LayeredModel):
         if not c.summing:
             made = self.cache(layers, batch, capacity, dtype, given)
             if c.echoed and not isinstance(made, Dense):
-                raise ValueError(f"cache: got a {type(made).__name__}, but layers repeat the attention of others, "
-                                 "which takes a dense cache")
+                raise ValueError(f"cache: got a {type(made).__name__}, takes a dense cache, since layers repeat the "
+                                 "attention of others")
             return made
         rules = [rule for i in c.summing if (rule := c.layers[i].linear) is not None]
         shapes = [(c.kv_heads, c.key_width(c.layers[i]), c.head_dim) for i in c.summing]
@@ -160,7 +125,7 @@ class Transformer(LayeredModel):
             states = self._encoded(params, states, inputs)
         if not layers:
             if self.cache is not dense:
-                raise ValueError(f"cache: got {self.cache}, but no layer of the model has keys and values to keep")
+                raise ValueError(f"cache: got {self.cache}, but no layer of the model caches keys and values")
             return states
         place = {layer: (linear, i) for linear, some in ((False, c.attending), (True, c.summing))
                  for i, layer in enumerate(some)}
@@ -169,12 +134,12 @@ class Transformer(LayeredModel):
 
     @property
     def encodes(self) -> bool:
-        """Whether it takes an `EncoderText`, a prefix that its linear attention reads in both directions before it
-        reads the text."""
+        """True if it takes an `EncoderText`: a prefix that its linear attention reads in both directions before the
+        text."""
         return any((rule := self.config.layers[i].linear) is not None and rule.prefix for i in self.config.summing)
 
     def _encoded(self, params: Weights, states: LinearStates, prefix: EncoderText) -> LinearStates:
-        """The states with what the encoders of all layers make of a prefix."""
+        """Returns the states with the encoders' results for a prefix, in all layers."""
         sums: list[Array] = []
         self._over(params, prefix.tokens, None, None, prefix.length, sums)
         whose = [rule.prefix for rule in states.rules]
@@ -183,8 +148,11 @@ class Transformer(LayeredModel):
                                            for state, own in zip(states.states, whose, strict=True)))
 
     def apply(self, params: Weights, window: Window, cache: Cache, keep: Keep | None = None) -> Out:
-        """As `Model.apply`; goes on from a hint that is its own `PartialForward`. `keep` leaves layers out, or
-        halves."""
+        """Runs the network on a window; see `Model.apply`.
+
+        It continues from a hint that is its own `PartialForward`. `keep` selects the layers, or halves of layers, that
+        run.
+        """
         begun, packing = window.hint(PartialForward), window.hint(Packing)
         params, by_row = _chosen(params, cache)
         network = _network(self.config, params)
@@ -231,14 +199,14 @@ class Transformer(LayeredModel):
 
     def outputs(self, params: Weights, layer: int) -> Array:
         if self.config.values_of_key > 1:
-            raise ValueError("value_heads: got more of them than of keys, so how a head's values are projected is not "
-                             "one matrix for each query head")
+            raise ValueError("value_heads: got more than kv_heads, so the values of a query head are not projected by "
+                             "a single matrix")
         if self.config.echoed:
-            raise ValueError("layers: some repeat the attention of others, so what a layer attends to is projected by "
-                             "several matrices")
+            raise ValueError("layers: some repeat the attention of others, so the attended values of a layer are "
+                             "projected by several matrices")
         kernel = params["layers"][str(self.config.attending[layer])]["attn"]["o"]["kernel"]
         if isinstance(kernel, Adapted) and kernel.a.ndim == 3:
-            kernel = kernel.kernel          # a cache's rule is one for all rows
+            kernel = kernel.kernel          # a cache uses one rule for all rows
         whole = (kernel.merged() if isinstance(kernel, Adapted) else
                  kernel.values(jnp.float32).T if isinstance(kernel, Packed) else kernel.astype(jnp.float32))
         return whole.reshape(self.config.heads, -1, self.config.width)
@@ -253,12 +221,15 @@ class Transformer(LayeredModel):
 
     def forward(self, params: Weights, tokens: Array, positions: Array | None = None,
                 mask: Array | None = None, prefix: Array | None = None) -> Array:
-        """Logits `f32[B, T, V]` of whole sequences without a cache, for training and scoring.
+        """Returns logits `f32[B, T, V]` of whole sequences without a cache, for training and scoring.
 
         Args:
-            tokens: `i32[B, T]`. positions: `i32[B, T]`; default 0 .. T-1.
-            mask: `bool[B or 1, T, T]`, who sees whom; each token sees at least one. Default causal.
-            prefix: `i32[B]`, how many first tokens prefix linear attention reads in both directions; None: none.
+            params: the weights.
+            tokens: `i32[B, T]`.
+            positions: `i32[B, T]`; by default 0 .. T-1.
+            mask: `bool[B or 1, T, T]`, True where a token (row) sees another (column); each token sees at least one.
+                The default is causal.
+            prefix: `i32[B]`, number of first tokens that prefix linear attention reads in both directions; None: none.
         """
         hidden, head = self.features(params, tokens, positions, mask, prefix=prefix)
         return head(hidden)
@@ -266,13 +237,17 @@ class Transformer(LayeredModel):
     def features(self, params: Weights, tokens: Array, positions: Array | None = None, mask: Array | None = None,
                  keep: Keep | None = None, inputs: Embeddings | None = None, prefix: Array | None = None
                  ) -> tuple[Array, Any]:
-        """As `forward`, but hidden states `f[B, T, D]` and the head to apply where logits are wanted; `keep` leaves
-        layers out, and `inputs`, which have `T` places, are read where they stand in place of tokens."""
+        """Like `forward`, but returns hidden states `f[B, T, D]` and the head that turns them into logits.
+
+        Args:
+            keep: selects the layers that run; None: all.
+            inputs: embeddings, with `T` positions, that replace those of tokens.
+        """
         return self._over(params, tokens, positions, mask, prefix, [], keep, inputs)
 
     def _over(self, params: Weights, tokens: Array, positions: Array | None, mask: Array | None, prefix: Array | None,
               sums: list[Array], keep: Keep | None = None, inputs: Embeddings | None = None) -> tuple[Array, Any]:
-        """As `features`; to `sums` goes what the encoder of each layer of prefix linear attention makes of a prefix."""
+        """Like `features`. Appends to `sums` each prefix linear attention layer's encoding of the prefix."""
         T = tokens.shape[1]
         where = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), tokens.shape) if positions is None else positions
         seen = jnp.tril(jnp.ones((1, T, T), bool)) if mask is None else mask
@@ -293,33 +268,38 @@ class Transformer(LayeredModel):
         return network(x, where, attend, self.context, keep, near=near)[0], network.logits
 
     def init_params(self, key: Array, dtype: jax.typing.DTypeLike = jnp.float32) -> Weights:
-        """Fresh weights from a `key`: normal with standard deviation 0.02, norms at identity."""
-        # not under one jit: compiling a generator a weight takes longer than running one a shape
+        """Returns random weights: normal with standard deviation 0.02, norms at identity."""
+        # Not under one jit: compiling a generator per weight takes longer than running one per shape.
         weights = nnx.to_pure_dict(nnx.state(Decoder(self.config, nnx.Rngs(params=key))))
         return jax.tree.map(lambda x: x.astype(dtype), weights)
 
     def abstract_params(self, dtype: jax.typing.DTypeLike = jnp.float32) -> Weights:
-        """The weights' shapes, as `jax.ShapeDtypeStruct`s."""
+        """Returns the weights' shapes, as `jax.ShapeDtypeStruct`s."""
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), _split(self.config)[1])
 
     def shardings(self, mesh: Mesh, axis: str = MODEL) -> Weights:
-        """A `NamedSharding` for each weight: heads, MLP and vocabulary over `axis` where it divides them, whole experts
-        over the axis "expert" of a mesh that has one, the rest replicated."""
+        """Returns a `NamedSharding` for each weight.
+
+        Heads, MLP and vocabulary are sharded over `axis` where it divides them, whole experts over the axis "expert" if
+        the mesh has one; the rest is replicated.
+        """
         return jax.tree.map(lambda axes: NamedSharding(mesh, _spec(self.config, axes, mesh, axis)),
                             _split(self.config)[2], is_leaf=lambda x: isinstance(x, tuple))
 
 
 @dataclasses.dataclass(frozen=True)
 class Pieces:
-    """A network within a trace, in pieces. `x` is the residual stream `f[B, W, D]` at any nodes of the caller's choice;
-    a layer is `x + attention(...)`, then `x + mlp(...)`."""
+    """The parts of a network within a trace, to be run one by one.
+
+    `x` is the residual stream `f[B, W, D]` at any nodes; a layer computes `x + attention(...)`, then `x + mlp(...)`.
+    """
 
     network: Decoder
     context: int | None
 
     def __post_init__(self) -> None:
         if self.network.c.block == "parallel":
-            raise ValueError("config: got parallel blocks, whose halves cannot run one after the other")
+            raise ValueError("config: got parallel blocks, whose halves cannot run one after the other; takes others")
 
     @property
     def layers(self) -> int:
@@ -329,26 +309,26 @@ class Pieces:
         return _embedded(self.network, window, cache)
 
     def attention(self, layer: int, x: Array, positions: Array, attend: Attend) -> tuple[Array, Any]:
-        """What attention adds to `x`, and its entry. `attend` as a cache has it."""
+        """Returns the attention's addition to `x`, and its entry. `attend` is used like `Cache.attend`."""
         tables = self.network.tables(positions, self.context)
         return self.network.layers[str(layer)].attention_half(layer, x, tables, attend)
 
     def values(self, layer: int, x: Array) -> Array:
-        """The attention's values alone."""
+        """Returns the attention's values alone."""
         return self.network.layers[str(layer)].values(x)
 
     def mlp(self, layer: int, x: Array) -> Array:
-        """What the MLP adds to `x`."""
+        """Returns the MLP's addition to `x`."""
         return self.network.layers[str(layer)].mlp_half(x)
 
     def out(self, x: Array, entries: Any) -> Out:
-        """What a model call returns, from the stream after the last layer; `entries` are for its cache."""
+        """Returns the result of a model call from the stream after the last layer; `entries` are for its cache."""
         return Out(hidden=self.network.norm(x), entries=entries, head=self.network.logits)
 
 
 @functools.lru_cache(maxsize=64)
 def _split(config: DecoderConfig) -> tuple[Any, Weights, Weights]:
-    """The network without weights: its structure, the weights' shapes, and their logical axes."""
+    """Returns the network without weights: its structure, the weights' shapes, and their logical axes."""
     graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0))))
     axes: Weights = {}
     for path, variable in nnx.to_flat_state(state):
@@ -360,7 +340,7 @@ def _split(config: DecoderConfig) -> tuple[Any, Weights, Weights]:
 
 
 def _chosen(params: Weights, cache: Cache) -> tuple[Weights, bool]:
-    """The weights with each row's adapter, and whether rows have some of their own."""
+    """Returns the weights with each row's adapter, and True if rows have adapters of their own."""
     rows = cache.inputs
     if not isinstance(rows, AdapterRows):
         return params, False
@@ -369,7 +349,7 @@ def _chosen(params: Weights, cache: Cache) -> tuple[Weights, bool]:
 
 
 def _embedded(network: Decoder, window: Window, cache: Cache) -> Array:
-    """The stream before the first layer: of tokens, of the window's embeddings, and of those that the row was given."""
+    """Returns the stream before the first layer, from tokens, the window's embeddings and the row's `Embeddings`."""
     values, which, given = window.embeddings, window.embedded, cache.inputs
     if isinstance(given, Embeddings):
         T = given.values.shape[1]
@@ -381,17 +361,12 @@ def _embedded(network: Decoder, window: Window, cache: Cache) -> Array:
     return network.embedded(window.tokens, window.positions, values, which)
 
 
-def named(inputs: Any) -> str:
-    """What inputs of a wrong type are, for errors: within a trace an array has a type that means nothing to a user."""
-    return "an array" if isinstance(inputs, (Array, np.ndarray)) else f"a {type(inputs).__name__}"
-
-
 def _network(config: DecoderConfig, params: Weights) -> Decoder:
     return nnx.merge(_split(config)[0], nnx.State(params))
 
 
 def _spec(config: DecoderConfig, axes: tuple[str | None, ...], mesh: Mesh, axis: str) -> PartitionSpec:
-    # heads are split whole: what must divide is their number, not the width of all of them
+    # Heads are sharded whole: their number must divide, not their total width.
     experts = [layer.experts for layer in config.layers if layer.experts is not None]
     units = {"heads": config.heads, "kv_heads": config.kv_heads, "mlp": config.mlp, "vocab": config.vocab,
              "expert_mlp": math.gcd(*(e.width for e in experts)), "experts": math.gcd(*(e.count for e in experts))}

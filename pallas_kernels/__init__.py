@@ -1,1 +1,2 @@
-"""Kernels, a folder each: `reference.py` in plain XLA, hardware versions beside it, and the function that picks one."""
+"""Kernels, each in its own folder: `reference.py` in plain XLA, versions for accelerators, and a function that
+chooses."""

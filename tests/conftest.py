@@ -69,7 +69,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory in Hugging Face layout: a random one-layer Llama with a byte-level tokenizer and a chat template."""
     import jax
 
-    from decodax.io.checkpoint import save_model
+    from decodax.io.saving import save_model
     from decodax.models import Transformer, llama
     from tests.small_tokenizers import byte_level, save
 

@@ -1,12 +1,12 @@
-"""What to run on this machine: by measuring, or from what was measured before.
+"""Choices of settings for one machine, measured now or predicted from earlier measurements.
 
-`tune` measures settings of `generate` side by side: which is best changes from device to device, with peaks that no
-rule of thumb tells ("The Impact of Hyperparameters on Large Language Model Inference Performance: An Evaluation of vLLM
-and HuggingFace Pipelines", 2024). `Selector` learns from the logs of `decodax compare --json` which system to take for
-a workload (after MetaInf: "Meta-Learning for Speeding Up Large Model Inference in Decentralized Environments"; here by
-neighbours among the logged runs in place of its trained regressors). `Runtime` fits how long a prompt and an answer
-take when nothing disturbs ("Cheaply Evaluating Inference Efficiency Metrics for Autoregressive Transformer APIs",
-Narayanan et al., 2023).
+`tune` measures settings of `generate` side by side. Which setting is best differs between devices, and no rule of thumb
+finds it ("The Impact of Hyperparameters on Large Language Model Inference Performance: An Evaluation of vLLM and
+HuggingFace Pipelines", 2024). `Selector` learns from the logs of `decodax compare --json` which system is likely the
+fastest for a workload (after MetaInf: "Meta-Learning for Speeding Up Large Model Inference in Decentralized
+Environments"; it averages over similar logged runs where MetaInf trains regressors). `Runtime` fits the time that a
+prompt and its answer take on an otherwise idle machine ("Cheaply Evaluating Inference Efficiency Metrics for
+Autoregressive Transformer APIs", Narayanan et al., 2023).
 """
 
 from __future__ import annotations
@@ -28,8 +28,14 @@ from decodax.io.load import LM
 
 @dataclasses.dataclass(frozen=True)
 class Tried:
-    """A setting that was measured: its options, tokens a second (the median of the repeats), and each repeat's seconds;
-    or the error that it ended with."""
+    """The measurement of one setting.
+
+    Attributes:
+        options: the options of this setting.
+        tokens_per_second: the median over the repeats.
+        seconds: the duration of each repeat.
+        error: the error with which the setting failed, or None.
+    """
 
     options: dict[str, Any]
     tokens_per_second: float = 0.0
@@ -39,23 +45,27 @@ class Tried:
 
 def tune(lm: LM, prompts: Sequence[Any], space: Mapping[str, Sequence[Any]], repeats: int = 3,
          run: Callable[..., Any] = generate, **options: Any) -> list[Tried]:
-    """Measures all settings of a space, the fastest first.
+    """Measures all combinations of option values and returns them from the fastest to the slowest.
 
-    A setting runs once to be compiled, and then in turn with the others, so that what slows the machine down for a
-    while slows all of them. Settings that fail come last, with the reason.
+    Each setting runs once to compile. Then all settings run in turn, so that a temporary slowdown of the machine
+    affects all of them. Settings that fail come last, with their errors.
 
     Args:
-        prompts: of the workload. space: options of `generate` and the values of each, such as
-            `dict(batch_size=[8, 16, 32], algorithm=[None, "prompt-lookup:length=4", "prompt-lookup:length=8"])`.
-        run: what is timed. options: of `generate`, the same for all.
+        lm: the model.
+        prompts: the prompts of the workload.
+        space: options of `generate` with the values to try for each, such as `dict(batch_size=[8, 16, 32],
+            algorithm=[None, "prompt-lookup:length=4", "prompt-lookup:length=8"])`.
+        repeats: the number of timed runs of each setting.
+        run: the function to time, which is called like `generate`.
+        options: options of `generate` that are the same for all settings.
 
     Raises:
-        ValueError: an empty space, or an option that stands twice.
+        ValueError: `space` is empty, an option has no values, or an option occurs in both `space` and `options`.
     """
     if not space or not all(space.values()):
         raise ValueError(f"space: got {dict(space)}, takes options with values for each")
     if twice := space.keys() & options.keys():
-        raise ValueError(f"space: {min(twice)!r} stands among the options of all settings, too")
+        raise ValueError(f"space: {min(twice)!r} is also given as an option of all settings")
     settings = [dict(zip(space, values, strict=True)) for values in itertools.product(*space.values())]
     errors: dict[int, str] = {}
     speeds: list[list[float]] = [[] for _ in settings]
@@ -79,8 +89,15 @@ def tune(lm: LM, prompts: Sequence[Any], space: Mapping[str, Sequence[Any]], rep
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """What a choice goes by: prompts at once, the share of new tokens that are copied from the prompt and that repeat
-    the answer (`decodax.bench.tasks.copied`), and the names of model and device."""
+    """The properties of a workload by which `Selector` chooses a system.
+
+    Attributes:
+        batch: the number of prompts that are decoded together.
+        copied: the share of new tokens that are copied from the prompt (`decodax.bench.tasks.copied`).
+        repeated: the share of new tokens that repeat earlier output.
+        model: the model's name.
+        device: the device's name.
+    """
 
     batch: int
     copied: float
@@ -89,7 +106,11 @@ class Workload:
     device: str = ""
 
     def distance(self, other: Workload) -> float:
-        """Of one doubling of the batch 1, of a tenth of the tokens 1, of another model or device 2."""
+        """Returns the distance to another workload.
+
+        A factor of two in the batch size adds 1, as does a difference of 0.1 in `copied` or `repeated`. Another model
+        or device adds 2.
+        """
         return (abs(math.log2(self.batch / other.batch)) + 10 * abs(self.copied - other.copied)
                 + 10 * abs(self.repeated - other.repeated)
                 + 2 * (self.model != other.model) + 2 * (self.device != other.device))
@@ -97,20 +118,23 @@ class Workload:
 
 @dataclasses.dataclass(frozen=True)
 class Selector:
-    """Chooses among systems by the speedups that they had on workloads like one.
+    """Chooses a system by the speedups that systems had on similar workloads.
 
     Attributes:
-        runs: workload, system and speedup of each logged run.
+        runs: the workload, the system's name and the speedup of each logged run.
     """
 
     runs: tuple[tuple[Workload, str, float], ...]
 
     @classmethod
     def fit(cls, logs: Iterable[Mapping[str, Any]]) -> Selector:
-        """From what `decodax compare --json FILE` wrote, or `Comparison.json()`.
+        """Returns a selector that uses the runs of some logs.
+
+        Args:
+            logs: contents of files that `decodax compare --json FILE` wrote, or results of `Comparison.json()`.
 
         Raises:
-            ValueError: no run among them has a speedup.
+            ValueError: none of the runs has a speedup.
         """
         runs = []
         for log in logs:
@@ -126,8 +150,11 @@ class Selector:
         return cls(tuple(runs))
 
     def predict(self, workload: Workload) -> dict[str, float]:
-        """The speedup expected of each system, the largest first: a mean of logarithms, with weights that halve with
-        each unit of distance, and plain decoding's 1 with the weight of a run at distance 4."""
+        """Returns the expected speedup of each system by name, the largest first.
+
+        It is a geometric mean of the logged speedups. The weight of a run halves with each unit of distance. Plain
+        decoding's speedup of 1 enters with the weight of a run at distance 4.
+        """
         found = {PLAIN: 1.0}
         for system in dict.fromkeys(name for _, name, _ in self.runs if name != PLAIN):
             near = [(2.0 ** -workload.distance(where), math.log(speedup)) for where, name, speedup in self.runs
@@ -136,15 +163,18 @@ class Selector:
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
     def choose(self, workload: Workload, least: float = 1.1) -> str:
-        """The system to run: a name that `decodax.system` takes, or "plain" where no speedup of `least` is expected."""
+        """Returns the name of the system to run, as `decodax.system` takes it, or "plain" if no system is expected to
+        reach a speedup of `least`."""
         best, speedup = next(iter(self.predict(workload).items()))
         return best if speedup >= least else PLAIN
 
 
 @dataclasses.dataclass(frozen=True)
 class Runtime:
-    """The idealized runtime of a model on fixed hardware and software, without contention: for `p` prompt tokens and
-    `o` new ones `start + per_prompt_token p + per_prompt_pair p^2 + per_new_token o` seconds.
+    """The runtime of a model on fixed hardware and software, without other load.
+
+    For `p` prompt tokens and `o` new tokens it is `start + per_prompt_token p + per_prompt_pair p^2 + per_new_token o`
+    seconds.
 
     >>> fit = Runtime.fit([(p, o, 0.5 + 0.001 * p + 0.02 * o) for p in (64, 128, 256) for o in (1, 16, 64)])
     >>> round(fit(100, 50), 3), round(fit.per_new_token, 3)
@@ -160,30 +190,49 @@ class Runtime:
         return self.start + (self.per_prompt_token + self.per_prompt_pair * prompt) * prompt + self.per_new_token * new
 
     def cost(self, prompt: int, new: int, price: float, devices: int = 1) -> float:
-        """What it costs on so many devices at a price of a device and second."""
+        """Returns the cost of one request.
+
+        Args:
+            prompt: the number of prompt tokens.
+            new: the number of new tokens.
+            price: the price of one device for one second.
+            devices: the number of devices.
+        """
         return self(prompt, new) * price * devices
 
     @classmethod
     def fit(cls, runs: Sequence[tuple[int, int, float]]) -> Runtime:
-        """The least squares of runs, each prompt tokens, new tokens and seconds.
+        """Fits a runtime to measured runs by least squares.
+
+        Args:
+            runs: the number of prompt tokens, the number of new tokens and the seconds of each run.
 
         Raises:
-            ValueError: too few runs to tell the four figures apart.
+            ValueError: the runs do not determine the four coefficients.
         """
         prompt, new, seconds = (np.array(x, float) for x in zip(*runs, strict=True)) if runs else (np.zeros(0),) * 3
-        # in units of the largest, so that the columns are of one size
+        # Scale the columns to similar sizes.
         most, longest = max(prompt.max(initial=1), 1), max(new.max(initial=1), 1)
         columns = np.stack([np.ones_like(prompt), prompt / most, (prompt / most) ** 2, new / longest], 1)
         if np.linalg.matrix_rank(columns) < 4:
-            raise ValueError(f"runs: got {len(runs)}, takes three lengths of prompts and two of answers at least")
+            raise ValueError(f"runs: got {len(runs)}, takes at least three prompt lengths and two answer lengths")
         found = np.linalg.lstsq(columns, seconds, rcond=None)[0]
         return cls(*(float(x) for x in found / np.array([1, most, most**2, longest])))
 
     @classmethod
     def measure(cls, lm: LM, prompts: Sequence[int] = (32, 128, 256), new: Sequence[int] = (1, 16, 64),
                 repeats: int = 3, **options: Any) -> Runtime:
-        """Of this machine: the fastest of the repeats counts, since what else runs only adds. `options`: of
-        `generate`."""
+        """Measures the runtime of a model on this machine and fits it.
+
+        The fastest of the repeats counts, because other load on the machine only adds time.
+
+        Args:
+            lm: the model.
+            prompts: prompt lengths to measure, in tokens.
+            new: numbers of new tokens to measure.
+            repeats: the number of timed runs of each pair of lengths.
+            options: options of `generate`.
+        """
         runs = []
         for p, o in itertools.product(prompts, new):
             ids = [[3 + i % max(lm.vocab_size - 3, 1) for i in range(p)]]

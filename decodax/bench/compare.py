@@ -1,4 +1,4 @@
-"""Compares decoding methods on one model: the same prompts, in turn, against plain decoding in the same run.
+"""Compares decoding methods on one model with the same prompts, each against plain decoding in the same run.
 
     lm = dx.load("pycode")
     found = compare(lm, {"lookup": dx.Speculative(dx.drafts.PromptLookup(length=7))}, tasks=["copy-edit"], batch=[1])
@@ -28,39 +28,47 @@ from decodax.front.generate import generate
 from decodax.io.load import LM
 
 PLAIN = "plain"
-"""What plain decoding is called among the systems."""
+"""The name of plain decoding among the systems."""
 
 ROOM = 0.4
-"""Share of the process's memory maps that programs may hold between runs; below that at which all calls drop them."""
+"""The share of the process's memory maps that compiled programs may hold between runs. It is lower than the share at
+which every call of `generate` drops programs (`decodax.engine.compilation.keep_room`)."""
 
 COLUMNS = ("system", "forwards", "MAT", "tokens/forward", "overhead c", "tokens/s", "speedup (spread)", "equal")
 
 Report = Callable[[int, int, str], None]
-"""Told before each run: runs done, runs in all, what runs now."""
+"""A function that is called before each run with the number of finished runs, the number of all runs and a description
+of the run that starts."""
 
 Contender = Algorithm | Callable[[int], Algorithm]
-"""An algorithm, or what makes it for a batch size."""
+"""An algorithm, or a function that makes it for a batch size."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One system on one task at one batch size. Figures that were not measured (yet) are None.
+    """The figures of one system on one task at one batch size. A figure is None if it was not measured, or not yet.
 
     Attributes:
-        task, batch, system, guarantee: what was run. prompts: how many; they are taken `batch` at a time.
-        tokens, forwards: new tokens, and target forwards of the decode loop, over all prompts.
-        mean_accepted_length: 1 + accepted drafts a round, pooled over rows, as vLLM counts.
-        tokens_per_forward: new tokens a row and round; less than `mean_accepted_length` where the end of a text cuts a
-            round short.
-        tokens_per_second: median over the repeats, decode loop only. seconds: of each repeat.
-        speedup: median ratio of tokens a second to plain decoding's in the same repeat. spread: the lowest and highest
-            ratio.
-        overhead: c = mean_accepted_length / speedup - 1: by how much a round costs more than a plain step.
-        equal: share of plain decoding's tokens that came out at the same positions; None unless the guarantee is
-            seed-exact.
-        copied: share of new tokens copied from the prompt. repeated: share copied from the output before; see
-            `tasks.copied`.
-        error: why it failed, if it did.
+        task: the name of the task.
+        batch: the batch size.
+        system: the name of the system.
+        guarantee: the guarantee of the algorithm.
+        prompts: the number of prompts; `batch` of them are decoded together.
+        tokens: the number of new tokens over all prompts.
+        forwards: the number of target forward passes of the decode loop over all prompts.
+        mean_accepted_length: 1 + accepted draft tokens for each round, over all rows together, as vLLM counts it.
+        tokens_per_forward: new tokens for each row and round; less than `mean_accepted_length` if the end of a text
+            cuts a round short.
+        tokens_per_second: the median over the repeats; counts the decode loop only.
+        seconds: the duration of each repeat.
+        speedup: the median ratio of tokens per second to that of plain decoding in the same repeat.
+        spread: the lowest and the highest of these ratios.
+        overhead: `mean_accepted_length / speedup - 1`, by which share a round costs more than a plain step.
+        equal: the share of plain decoding's tokens that the system produced at the same positions; None unless the
+            guarantee is seed-exact.
+        copied: the share of new tokens copied from the prompt; see `tasks.copied`.
+        repeated: the share of new tokens copied from earlier output.
+        error: the error with which the system failed, or None.
     """
 
     task: str
@@ -83,7 +91,7 @@ class Row:
     error: str | None = None
 
     def cells(self) -> tuple[str, ...]:
-        """The row in words, one entry for each of `COLUMNS`."""
+        """Returns the row as texts, one for each of `COLUMNS`."""
         if self.error is not None:
             return self.system, "failed", *[""] * (len(COLUMNS) - 2)
         show = lambda x, form: "" if x is None else format(x, form)
@@ -101,9 +109,9 @@ class Comparison:
     """The result of `compare`.
 
     Attributes:
-        rows: task by task, batch by batch, plain decoding first.
+        rows: the rows, ordered by task and batch size, plain decoding first.
         facts: model, machine, versions and arguments.
-        interrupted: whether Ctrl-C ended the comparison; the rows hold what was measured until then.
+        interrupted: whether Ctrl-C ended the comparison; the rows then hold the figures measured until then.
     """
 
     rows: list[Row]
@@ -124,11 +132,11 @@ class Comparison:
         return [row for row in self.rows if row.equal is not None and row.equal < 1]
 
     def json(self) -> dict[str, Any]:
-        """As plain data."""
+        """Returns the comparison as plain data for JSON."""
         return {**self.facts, "interrupted": self.interrupted, "rows": [dataclasses.asdict(row) for row in self.rows]}
 
     def title(self, task: str, batch: int) -> str:
-        """The heading of the table of a task and batch size."""
+        """Returns the heading of the table of a task and batch size."""
         first = self.cells[task, batch][0]
         line = f"{task}, batch {batch}: {first.prompts} prompts"
         if first.copied is None or first.repeated is None:
@@ -137,14 +145,14 @@ class Comparison:
                 f"{percent(first.repeated)} from anywhere before")
 
     def setting(self) -> str:
-        """Model, lengths, machine and versions in a line."""
+        """Returns model, lengths, machine and versions as one line."""
         f = self.facts
         draft = f" with draft {f['draft']}" if f.get("draft") else ""
         return (f"{f['model']}{draft}, {f['new_tokens']} new tokens, {f['repeats']} repeats; {f['device']}, "
                 f"{f['cores']} cores; Python {f['python']}, JAX {f['jax']}")
 
     def markdown(self) -> str:
-        """Tables to paste into a page."""
+        """Returns the tables in Markdown."""
         parts = [self.setting() + "."]
         for (task, batch), rows in self.cells.items():
             table = ["| " + " | ".join(COLUMNS) + " |", "|---" + "|---:" * (len(COLUMNS) - 1) + "|"]
@@ -153,8 +161,8 @@ class Comparison:
         return "\n\n".join(parts) + "\n"
 
     def plot(self, path: str | Path) -> None:
-        """Draws speedup and mean accepted length side by side, with a line for each system and a mark for each task and
-        batch size.
+        """Draws speedup and mean accepted length in two panels, with one line for each system and one marker for each
+        task and batch size.
 
         Raises:
             ModuleNotFoundError: matplotlib is not installed.
@@ -167,7 +175,7 @@ class Comparison:
         figure = Figure(figsize=(11, 1.9 + 0.34 * max(len(names), 1)), layout="constrained")
         left, right = figure.subplots(1, 2, sharey=True)
         for i, ((task, batch), rows) in enumerate(cells := self.cells.items()):
-            offset = 0.6 * ((i + 0.5) / len(cells) - 0.5)       # marks of one system stand one below the other
+            offset = 0.6 * ((i + 0.5) / len(cells) - 0.5)       # the markers of one system lie below each other
             style: dict[str, Any] = dict(
                 color=f"C{tasks.index(task)}", marker="osD^v"[sorted({b for _, b in self.cells}).index(batch) % 5],
                 linestyle="", markersize=5, capsize=2)
@@ -199,29 +207,32 @@ def compare(lm: LM, algorithms: Mapping[str, Contender], *, tasks: Sequence[str 
             draft: str | None = None, report: Report | None = None) -> Comparison:
     """Runs each algorithm and plain decoding on each task and batch size.
 
-    Every method first runs once, which compiles its programs and gives tokens and counts. Then all of them run in turn,
-    `repeats` times, and each repeat begins with another method. If an algorithm raises an error, the error is noted in
-    its row and the others go on. Ctrl-C ends the comparison and returns the rows measured so far.
+    Every method first runs once, which compiles its programs and yields tokens and counts. Then all methods run in
+    turn, `repeats` times; each repeat begins with another method. If an algorithm raises an error, its row holds the
+    error, and the others continue. Ctrl-C ends the comparison and returns the rows measured so far.
 
     Args:
-        algorithms: the algorithms by their names in the table; a function is called with the batch size and returns
-            one.
-        tasks: names in `decodax.bench.tasks.TASKS`, or tasks of your own.
-        batch: batch sizes. prompts: how many prompts for each of them, rounded down to whole batches; at least one
-            batch.
-        new_tokens: the most new tokens of a prompt. seed: of the prompts' choice and of sampling.
+        lm: the model.
+        algorithms: the algorithms by their names in the table; a function is called with the batch size and returns an
+            algorithm.
+        tasks: names in `decodax.bench.tasks.TASKS`, or your own tasks.
+        batch: the batch sizes.
+        prompts: the number of prompts at each batch size, rounded down to whole batches, but at least one batch.
+        new_tokens: the maximum number of new tokens for each prompt.
+        repeats: the number of timed runs of each method.
+        seed: seed of the choice of prompts and of sampling.
         draft: the name of the draft model, for the record.
-        report: called before each run with the number of runs done, their total and a description.
+        report: called before each run with the number of finished runs, the number of all runs and a description.
 
     Raises:
-        ValueError: an argument out of its range, by name.
+        ValueError: an argument is out of range; the message names it.
     """
     sizes = {"batch": min(batch, default=0), "prompts": prompts, "new_tokens": new_tokens, "repeats": repeats}
     for name, value in sizes.items():
         if value < 1:
             raise ValueError(f"{name}: got {value}, takes at least 1")
     if PLAIN in algorithms:
-        raise ValueError(f"algorithms: got one named {PLAIN!r}, which is plain decoding's name")
+        raise ValueError(f"algorithms: got one named {PLAIN!r}, which is the name of plain decoding")
     if unknown := [name for name in tasks if isinstance(name, str) and name not in TASKS]:
         raise ValueError(f"tasks: got {unknown[0]!r}, takes {', '.join(TASKS)}")
     chosen = [TASKS[task] if isinstance(task, str) else task for task in tasks]
@@ -251,7 +262,7 @@ def compare(lm: LM, algorithms: Mapping[str, Contender], *, tasks: Sequence[str 
 
 
 def percent(share: float) -> str:
-    """A share as a percentage, rounded down, so that only all is 100%.
+    """Returns a share as a percentage, rounded down, so that only 1.0 gives 100%.
 
     >>> percent(0.9999), percent(1.0), percent(0.5)
     ('99.9%', '100%', '50%')
@@ -261,7 +272,7 @@ def percent(share: float) -> str:
 
 @dataclasses.dataclass
 class _Cell:
-    """One task at one batch size."""
+    """The measurements of all methods on one task at one batch size."""
 
     lm: LM
     task: Task
@@ -277,10 +288,11 @@ class _Cell:
     errors: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def measure(self, repeats: int) -> Iterator[tuple[int, str]]:
-        """Runs each method once without counting, then `repeats` times in turn; reports before each run how many are
-        done.
+        """Runs each method once without counting, then `repeats` times in turn; yields before each run how many runs
+        are finished.
 
-        If the process has no room for all programs, the methods are measured in groups, each beside plain decoding.
+        If the process has no room for all programs, the methods are measured in groups, each together with plain
+        decoding.
         """
         left, done = [name for name in self.contenders if name != PLAIN], 0
         where = f"{self.task.name}, batch {self.batch}"
@@ -307,13 +319,13 @@ class _Cell:
                     if name == PLAIN:
                         beside.append(seconds)
             if left:
-                done -= repeats + 1                     # plain decoding comes once more
+                done -= repeats + 1                     # plain decoding runs again in the next group
                 drop_programs(ROOM)
         yield done, where
 
     def attempt(self, name: str) -> float | None:
-        """Runs one method and keeps what its first run gives. Returns the seconds of the decode loop, or None if it
-        failed."""
+        """Runs one method and keeps the results of its first run. Returns the seconds of the decode loop, or None if
+        the method failed."""
         if name in self.errors:
             return None
         try:
@@ -327,7 +339,7 @@ class _Cell:
         return float(sum(r.stats.seconds for r in results))
 
     def run(self, name: str) -> list[Result]:
-        """Runs all prompts, `batch` at a time. The draws of a prompt are the same at every batch size."""
+        """Runs all prompts, `batch` together. A prompt gets the same random draws at every batch size."""
         if name not in self.made:
             given = self.contenders[name]
             self.made[name] = given(self.batch) if callable(given) else given
@@ -338,7 +350,7 @@ class _Cell:
                 for i in starts]
 
     def rows(self) -> list[Row]:
-        """The rows as far as they are known."""
+        """Returns the rows with all figures that are known so far."""
         return [self.row(name) for name in self.contenders]
 
     def row(self, name: str) -> Row:
@@ -370,11 +382,11 @@ class _Cell:
                                    overhead=length / speedup - 1)
 
     def new(self, name: str) -> list[list[int]]:
-        """New tokens of each prompt."""
+        """Returns the new tokens of each prompt."""
         return [r.row(i).tolist() for r in self.first[name] for i in range(len(r))]
 
 
 def _equal(plain: list[list[int]], other: list[list[int]]) -> float:
-    """The share of positions at which both rows have the same token, out of those of the longer row."""
+    """Returns the share of positions at which both rows have the same token, relative to the longer row."""
     same = sum(x == y for a, b in zip(plain, other, strict=True) for x, y in zip(a, b, strict=False))
     return same / max(sum(max(len(a), len(b)) for a, b in zip(plain, other, strict=True)), 1)

@@ -1,4 +1,4 @@
-"""Output of the programs in scripts/: tables for the terminal or in Markdown, plots of curves, progress bars."""
+"""Output of the programs in scripts/: tables for the terminal or in Markdown, plots of curves, and progress bars."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str
 
 
 def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str = "", markdown: bool = False) -> None:
-    """Prints a table to standard output; a file or pipe gets lines that are not wrapped."""
+    """Prints a table to standard output; if that is a file or pipe, lines are not wrapped."""
     if markdown:
         print(f"{title}:\n\n{markdown_table(columns, rows)}\n" if title else markdown_table(columns, rows), flush=True)
         return
@@ -42,12 +42,16 @@ def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str
 
 def plot_lines(path: Path, panels: Mapping[str, Mapping[str, Points]], x: str, y: str | Sequence[str], title: str = "",
                log: bool = False, marker: bool = True) -> None:
-    """Draws curves, one panel for each entry of `panels`, and one legend for all.
+    """Draws curves in one panel for each entry of `panels`, with one legend for all.
 
     Args:
-        path: PNG, SVG or PDF. panels: points by curve, by the title of the panel.
-        x, y: labels of the axes; a sequence of labels gives each panel a scale of its own.
-        log: whether the x axis is logarithmic. marker: whether points are marked.
+        path: the file to write (PNG, SVG or PDF).
+        panels: for each panel title, the points of each curve by its name.
+        x: label of the x axis.
+        y: label of the y axis; with a sequence of labels, one for each panel, each panel has its own scale.
+        title: title of the figure.
+        log: whether the x axis is logarithmic.
+        marker: whether points have markers.
     """
     from matplotlib.figure import Figure
 
@@ -77,8 +81,8 @@ def plot_lines(path: Path, panels: Mapping[str, Mapping[str, Points]], x: str, y
 
 @contextlib.contextmanager
 def reporting() -> Iterator[Callable[[int, int, str], None]]:
-    """Yields `report(done, total, what)`, which moves a progress bar on standard error, or prints a line there if it is
-    not a terminal."""
+    """Yields `report(done, total, what)`, which advances a progress bar on standard error, or prints a line there if it
+    is not a terminal."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -96,8 +100,8 @@ def check_writable(*paths: Path | None) -> None:
     """Checks before long work that files can be written.
 
     Raises:
-        ValueError: a path whose directory does not exist.
+        ValueError: the directory of a path does not exist.
     """
     for path in filter(None, paths):
         if not path.absolute().parent.is_dir():
-            raise ValueError(f"{path}: there is no such directory")
+            raise ValueError(f"{path}: its directory does not exist")

@@ -3,7 +3,7 @@
 >>> from decodax.bench import harness  # doctest: +SKIP
 >>> harness.evaluate("path/to/model", ["gsm8k", "arc_easy"], algorithm="prompt-lookup")  # doctest: +SKIP
 
-Needs `pip install decodax[eval]`. Written against version 0.4.13.
+Needs `pip install decodax[eval]`. Written for version 0.4.13.
 """
 
 from __future__ import annotations
@@ -31,19 +31,21 @@ except ImportError as error:
                       f"({error}): pip install 'decodax[eval]'") from error
 
 POSITIONS = 2048
-"""Tokens at once for a model that does not say how many it was made for."""
+"""Maximum number of tokens for a model that does not state its context length."""
 
 PIECE = 8
-"""Batches between two visits to the harness's cache of answers."""
+"""Number of batches between two writes to the harness's cache of answers."""
 
 
 @dataclasses.dataclass
 class RequestCounts:
-    """What the texts of `generate_until` took so far.
+    """Counts over all texts that `generate_until` has made so far.
 
     Attributes:
-        texts, tokens: made. rounds: forwards of the model in which a text's row was running.
-        seconds: in the decode loops.
+        texts: the number of texts.
+        tokens: the number of new tokens.
+        rounds: the number of forward passes of the model, counted for each text while its row was running.
+        seconds: the time in the decode loops.
     """
 
     texts: int = 0
@@ -58,32 +60,36 @@ class RequestCounts:
 
 @register_model("decodax")
 class HarnessLM(TemplateLM):
-    """A model as lm-evaluation-harness takes it: `lm_eval.simple_evaluate(model=HarnessLM("path/to/model"), ...)`.
+    """A model in the form that lm-evaluation-harness takes: `lm_eval.simple_evaluate(model=HarnessLM("path/to/model"),
+    ...)`.
 
-    Importing this module registers it as `model="decodax"`, with these arguments as `model_args`.
+    Importing this module registers the class as `model="decodax"`, with the arguments below as `model_args`.
 
-    Texts are encoded, cut on the left where they are longer than the model takes, scored and stopped as its own Hugging
-    Face model does it. Requests are sorted by length here; each answer depends on its own request alone, and on its
-    place among the requests where it is drawn at random.
+    Texts are encoded, truncated on the left if they are too long, scored and stopped as by the harness's own Hugging
+    Face model. Requests are sorted by length here. An answer depends only on its own request, and, if it is sampled, on
+    the position of the request.
 
     Args:
-        pretrained: what `decodax.load` gave, or what it takes.
-        algorithm, cache: of `generate_until`, as in `decodax.generate`. Log-likelihoods are the model's own.
-        batch_size: requests at once; "auto" is 16.
-        max_length: tokens of a context with its continuation; default as many as the model was made for, and 2048 for
-            one that does not say.
-        max_gen_toks: tokens of an answer, where the task does not say.
-        add_bos_token: whether texts begin with the tokens that the tokenizer adds; default as it says itself, but for a
-            text that begins with a BOS token already.
+        pretrained: the result of `decodax.load`, or what `decodax.load` takes.
+        algorithm: the algorithm of `generate_until`, as in `decodax.generate`. Log-likelihoods always come from the
+            model itself.
+        cache: the cache of `generate_until`, as in `decodax.generate`.
+        batch_size: the number of requests that run together; "auto" is 16.
+        max_length: the maximum number of tokens of a context with its continuation; the default is the model's context
+            length, or 2048 if the model states none.
+        max_gen_toks: the maximum number of tokens of an answer, if the task does not set one.
+        add_bos_token: whether texts begin with the tokens that the tokenizer adds. By default the tokenizer decides,
+            except for a text that already begins with a BOS token.
         chat_template_args: variables of the chat template.
-        think_end_token: what ends a reasoning; answers are what follows it.
-        seed: of answers drawn at random.
-        progress: shows progress bars.
-        device, max_batch_size: the harness passes them; they change nothing.
-        options: of `decodax.load`: dtype, weights, mesh, adapter.
+        think_end_token: the text that ends a reasoning; only what follows it counts as the answer.
+        seed: seed of sampled answers.
+        progress: whether to show progress bars.
+        device: ignored; the harness passes it.
+        max_batch_size: ignored; the harness passes it.
+        options: arguments of `decodax.load`, such as dtype, weights, mesh and adapter.
 
     Raises:
-        ValueError: a model without a tokenizer, or an argument out of its range, by name.
+        ValueError: the model has no tokenizer, or an argument is out of range; the message names it.
     """
 
     def __init__(self, pretrained: LM | str | os.PathLike[str], algorithm: Algorithm | str | None = None,
@@ -94,13 +100,13 @@ class HarnessLM(TemplateLM):
         super().__init__()
         if isinstance(pretrained, LM):
             if options:
-                raise TypeError(f"{', '.join(options)}: the model is loaded already; these are arguments of "
-                                "decodax.load")
+                raise TypeError(f"{', '.join(options)}: got arguments of decodax.load for a model that is already "
+                                "loaded")
             self.lm = pretrained
         else:
             self.lm = load(os.fspath(pretrained), **options)
         if self.lm.tokenizer is None:
-            raise ValueError(f"pretrained: {self.lm.name} has no tokenizer; the harness gives texts")
+            raise ValueError(f"pretrained: {self.lm.name} has no tokenizer, which is needed to encode texts")
         self.tokenizer = self.lm.tokenizer
         self.batch_size = _count("batch_size", 16 if batch_size in (None, "auto") else batch_size)
         self.max_length = _count("max_length", max_length or getattr(self.lm.model, "trained_positions", None)
@@ -120,7 +126,7 @@ class HarnessLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What a text without context begins with: the tokenizer's BOS, or EOS where it has none."""
+        """The token that precedes a text without context: the tokenizer's BOS, or EOS if it has no BOS."""
         own = self._special("bos_token")
         return self.eot_token_id if own is None else own
 
@@ -140,14 +146,15 @@ class HarnessLM(TemplateLM):
         return self.tokenizer.chat_templates.get(name)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The chat as one text. Without `add_generation_prompt` it ends within the last message, which goes on."""
+        """Returns the chat as one text. Without `add_generation_prompt` the text ends within the last message, so that
+        the model continues that message."""
         text = self.tokenizer.chat_text(chat_history, add_generation_prompt=add_generation_prompt,
                                         **self.chat_template_args)
         if add_generation_prompt:
             return text
         last = chat_history[-1]["content"].lstrip()
         if last.rstrip() not in text:
-            raise ValueError("chat template: it changes the last message, which so cannot be continued")
+            raise ValueError("chat template: changes the last message, so it cannot be continued")
         at = text.rindex(last.rstrip())
         return text[:at + len(last if text.startswith(last, at) else last.rstrip())]
 
@@ -158,11 +165,11 @@ class HarnessLM(TemplateLM):
         return self.tokenizer.encode(string, add_special_tokens=add_special_tokens)
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """The tokens of a context that is not empty, and those of its continuation that are scored.
+        """Returns the tokens of a non-empty context and those of its continuation that are scored.
 
-        As the harness has it, spaces at the end of the context belong to the continuation, and the continuation's
-        tokens are those by which the whole text has more than the context. Where it has none more, since what the
-        continuation begins with is merged into the context's last tokens, those from the first that differs are scored.
+        As in the harness, spaces at the end of the context belong to the continuation, and the scored tokens are those
+        that the whole text has in addition to the context. If it has none, because the tokenizer merges the start of
+        the continuation with the end of the context, all tokens from the first difference on are scored.
         """
         own = context.rstrip()
         context, continuation = own, context[len(own):] + continuation
@@ -171,16 +178,16 @@ class HarnessLM(TemplateLM):
         if len(whole) <= begun:
             begun = next((i for i, (a, b) in enumerate(zip(whole, before, strict=False)) if a != b), len(whole))
             before = whole[:begun]
-        # a tokenizer may drop a continuation at the end of a text, as some do spaces
+        # Some tokenizers drop a continuation at the end of a text, such as spaces.
         scored = whole[begun:] or self.tok_encode(continuation, add_special_tokens=False)
         return before or [self.prefix_token_id], scored
 
     def _loglikelihood_tokens(self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False,
                               **kwargs: Any) -> list[tuple[float, bool]]:
-        """The log-probability of each continuation, and whether greedy decoding would write it."""
+        """Returns for each continuation its log-probability and whether greedy decoding would produce it."""
         for asking, _, end in requests:
             if not end:
-                raise ValueError(f"loglikelihood: got a continuation without a token to score ({asking!r})")
+                raise ValueError(f"loglikelihood: got a continuation without tokens ({asking!r})")
         found: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
         asked = self._longest_first([len(c) + len(e) for _, c, e in requests])
         with bar(self.progress and not disable_tqdm, "log-likelihoods", len(requests)) as report:
@@ -189,8 +196,8 @@ class HarnessLM(TemplateLM):
                 for i in some:
                     _, context, end = requests[i]
                     if len(end) > self.max_length:
-                        raise ValueError(f"loglikelihood: got a continuation of {len(end)} tokens, max_length is "
-                                         f"{self.max_length}")
+                        raise ValueError(f"loglikelihood: got a continuation of {len(end)} tokens, takes at most "
+                                         f"max_length = {self.max_length}")
                     pairs.append((context[-(self.max_length + 1 - len(end)):], end))
                 scores = score(self.lm, pairs, batch_size=self.batch_size)
                 for i, total, greedy in zip(some, scores.sum.tolist(), scores.is_greedy.tolist(), strict=True):
@@ -201,7 +208,8 @@ class HarnessLM(TemplateLM):
         return found
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """The log-probability of each text, whole: pieces of `max_length` tokens, the last with all that fit."""
+        """Returns the log-probability of each whole text, scored in windows of `max_length` tokens; the last window
+        overlaps the one before to be full."""
         texts = [[self.prefix_token_id, *self.tok_encode(request.args[0])] for request in requests]
         found = [0.0] * len(texts)
         asked = [i for i in self._longest_first([len(text) for text in texts]) if len(texts[i]) > 1]
@@ -215,7 +223,7 @@ class HarnessLM(TemplateLM):
         return found
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Each context's answer, up to its first stop string."""
+        """Returns the answer to each context, up to its first stop string."""
         alike: dict[str, list[int]] = {}
         for i, request in enumerate(requests):
             alike.setdefault(json.dumps(request.args[1], sort_keys=True, default=str), []).append(i)
@@ -226,17 +234,18 @@ class HarnessLM(TemplateLM):
                 options, stop, new = self._options(requests[group[0]].args[1])
                 room = self.max_length - new
                 if room < 1:
-                    raise ValueError(f"max_gen_toks: got {new}, max_length is {self.max_length}: no room for a context")
+                    raise ValueError(f"max_gen_toks: got {new}, takes less than max_length = {self.max_length}")
                 contexts = [self.tok_encode(requests[i].args[0])[-room:] for i in group]
                 for some in self._pieces(self._longest_first([len(context) for context in contexts])):
                     places = [group[j] for j in some]
-                    # a reasoning may hold the stop strings of the answer behind it
+                    # A reasoning may contain the stop strings of the answer after it.
                     out = generate(self.lm, [contexts[j] for j in some], max_new_tokens=new, request_ids=places,
                                    seed=self.seed, stop=None if self.think_end_token else stop or None,
                                    algorithm=self.algorithm, cache=self.cache, batch_size=self.batch_size,
                                    num_samples=1, **options)
                     for row, i in enumerate(places):
-                        # without the context: a tokenizer that drops the first space of a text drops the answer's
+                        # Decode without the context: some tokenizers drop the first space of a text, as the harness
+                        # expects of an answer.
                         text = self.tokenizer.decode(out.row(row))
                         found[i] = postprocess_generated_text(text, stop, self.think_end_token)
                         self.cache_hook.add_partial("generate_until", requests[i].args, found[i])
@@ -245,17 +254,18 @@ class HarnessLM(TemplateLM):
         return found
 
     def _options(self, given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str], int]:
-        """A task's `generation_kwargs` as arguments of `generate`, its stop strings, and the tokens of an answer."""
+        """Returns a task's `generation_kwargs` as arguments of `generate`, its stop strings, and the maximum length of
+        an answer."""
         options = dict(normalize_gen_kwargs(dict(given), self.max_gen_toks))
         new = int(options.pop("max_gen_toks"))
         stop = [text for text in options.pop("until", None) or [] if text]
-        for name in ("use_cache", "pad_token_id", "max_length"):       # of Hugging Face's generate; nothing to do here
+        for name in ("use_cache", "pad_token_id", "max_length"):       # arguments of Hugging Face's generate
             options.pop(name, None)
         if not options.get("do_sample"):
             options = {name: value for name, value in options.items()
                        if name not in ("temperature", "top_p", "top_k", "min_p", "typical_p")}
             options["do_sample"] = False
-        # an answer has no special tokens in its text: those among the stop strings end it as ids
+        # The text of an answer has no special tokens, so stop strings that are special tokens end it by their ids.
         special = {token.content: i for i, token in self.tokenizer.backend.get_added_tokens_decoder().items()
                    if token.special}
         ends = [special[text] for text in stop if text in special]
@@ -271,7 +281,8 @@ class HarnessLM(TemplateLM):
 
     @staticmethod
     def _longest_first(lengths: Sequence[int]) -> list[int]:
-        """Places by length, so that what does not fit fails at once and batches have little padding."""
+        """Returns the indices of requests from the longest to the shortest, so that one that does not fit fails at once
+        and batches have little padding."""
         return np.argsort(-np.asarray(lengths, np.int64), kind="stable").tolist()
 
     def _pieces(self, places: Sequence[int]) -> list[list[int]]:
@@ -285,7 +296,7 @@ def _count(name: str, value: Any) -> int:
     except (TypeError, ValueError):
         count = 0
     if count < 1 or count != float(value):
-        raise ValueError(f"{name}: got {value!r}, takes a whole number from 1 on")
+        raise ValueError(f"{name}: got {value!r}, takes a whole number of at least 1")
     return count
 
 
@@ -297,29 +308,30 @@ def evaluate(model: LM | str | os.PathLike[str] | HarnessLM, tasks: str | Sequen
     """Runs tasks of lm-evaluation-harness.
 
     Args:
-        model: what `HarnessLM` takes as `pretrained`, or one.
+        model: a `HarnessLM`, or its argument `pretrained`.
         tasks: names, or the harness's own task objects.
-        limit: requests a task, or, below 1, the share of them; default all.
-        num_fewshot: worked examples in front of each question; default as the task says.
-        apply_chat_template: asks as a chat.
-        gen_kwargs: for all answers, over what tasks say: `dict(temperature=0.7, do_sample=True)`.
+        limit: the number of requests for each task, or, below 1, their share; default all.
+        num_fewshot: the number of worked examples before each question; by default the task decides.
+        apply_chat_template: whether to ask questions as a chat.
+        gen_kwargs: options of all answers, which override those of the tasks, such as `dict(temperature=0.7,
+            do_sample=True)`.
         include_path: directories with more tasks.
-        use_cache: a path that answers are kept under: a run that was killed goes on where it stopped.
+        use_cache: path of a cache of answers; with it, a run that was killed continues where it stopped.
         options: further arguments of `lm_eval.simple_evaluate`, such as a `task_manager`, which takes seconds to make.
-        model_args: of `HarnessLM`: algorithm, cache, batch_size, weights, ...
+        model_args: arguments of `HarnessLM`, such as algorithm, cache, batch_size and weights.
 
     Returns:
-        What `lm_eval.simple_evaluate` does, and under "decodax" what the texts took.
+        The result of `lm_eval.simple_evaluate`, with `RequestCounts` as a dictionary under "decodax".
 
     Raises:
-        ValueError: as `HarnessLM`, and for an unknown task.
+        ValueError: as in `HarnessLM`, or a task is unknown.
     """
     import lm_eval
     from lm_eval.tasks import TaskManager
 
     if isinstance(model, HarnessLM):
         if model_args:
-            raise TypeError(f"{', '.join(model_args)}: the model is a HarnessLM already, which takes them itself")
+            raise TypeError(f"{', '.join(model_args)}: got arguments of HarnessLM for a model that is one already")
         lm = model
     else:
         lm = HarnessLM(model, **model_args)
@@ -331,7 +343,7 @@ def evaluate(model: LM | str | os.PathLike[str] | HarnessLM, tasks: str | Sequen
         from difflib import get_close_matches
         near = get_close_matches(unknown[0], manager.all_tasks, 3)
         raise ValueError(f"tasks: got {', '.join(unknown)}, which the harness does not have" +
-                         (f"; near are {', '.join(near)}" if near else ""))
+                         (f"; similar names are {', '.join(near)}" if near else ""))
     found = lm_eval.simple_evaluate(
         model=lm, tasks=named, limit=limit, num_fewshot=num_fewshot, apply_chat_template=apply_chat_template,
         gen_kwargs=dict(gen_kwargs) if gen_kwargs else None, use_cache=use_cache, task_manager=manager,

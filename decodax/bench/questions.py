@@ -1,10 +1,10 @@
-"""Questions from a file as tasks of a comparison: Spec-Bench's `question.jsonl`, or any in its form.
+"""Tasks of a comparison from a file of questions: Spec-Bench's `question.jsonl`, or another file in its form.
 
-Each line is a JSON object with `turns`, a list of what a user says one after the other, and may have a `category` and a
+Each line is a JSON object with `turns`, the list of a user's messages in order, and optionally a `category` and a
 `question_id`. Spec-Bench (Xia et al., 2024: "Unlocking Efficiency in Large Language Model Inference: A Comprehensive
-Survey of Speculative Decoding") has six tasks of 80 questions each; the categories of MT-bench are one of them. Its
-setting is one text at a time, greedy, at most 1,024 new tokens; its figures are the mean of accepted tokens and the
-speedup over plain decoding.
+Survey of Speculative Decoding") has six tasks of 80 questions each; the categories of MT-bench together are one of
+them. It runs one text at a time, greedily, with at most 1,024 new tokens, and reports the mean number of accepted
+tokens and the speedup over plain decoding.
 """
 
 from __future__ import annotations
@@ -21,25 +21,30 @@ from decodax.front.generate import generate
 from decodax.io.load import LM
 
 MT_BENCH = frozenset(("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"))
-"""Categories that Spec-Bench counts as one task, "mt_bench"."""
+"""Categories that Spec-Bench counts as one task named "mt_bench"."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """What a user says, turn by turn. `name` is its id in the file, or its line."""
+    """One conversation of a file of questions.
+
+    Attributes:
+        name: the question's id in the file, or its line number.
+        turns: the user's messages.
+    """
 
     name: str
     turns: tuple[str, ...]
 
 
 def questions(path: str | Path) -> list[Task]:
-    """The tasks of a file, one a category, in the order in which they come.
+    """Returns the tasks of a file, one for each category, in the order of their first questions.
 
-    A prompt is a turn with all that was said before it; between two turns stands the answer that plain greedy decoding
-    gives. A model with a chat template is asked as a chat, another one gets the texts with empty lines between them.
+    A prompt is a turn with everything before it; the answers between the turns come from plain greedy decoding. If the
+    model has a chat template, the prompt is a chat; otherwise the texts are joined with empty lines.
 
     Raises:
-        ValueError: a line that is no question, by its number; a file without questions.
+        ValueError: a line is not a question (the message gives its number), or the file has no questions.
     """
     groups: dict[str, list[Question]] = {}
     with open(path, encoding="utf-8") as file:
@@ -57,19 +62,19 @@ def questions(path: str | Path) -> list[Task]:
             groups.setdefault("mt_bench" if category in MT_BENCH else category, []).append(
                 Question(str(given.get("question_id", number)), tuple(turns)))
     if not groups:
-        raise ValueError(f"{path}: there are no questions")
+        raise ValueError(f"{path}: has no questions")
     summary = lambda asked: f"greedy; {len(asked)} questions of {Path(path).name}"
     return [Task(name, summary(asked), functools.partial(_prompts, name, tuple(asked)), {"temperature": 0.0})
             for name, asked in groups.items()]
 
 
 def _prompts(name: str, asked: tuple[Question, ...], lm: LM, count: int, new_tokens: int, seed: int) -> list[list[int]]:
-    """Token ids of the first `count` turns, question by question."""
+    """Returns the token ids of the first `count` turns, question by question."""
     if lm.tokenizer is None:
-        raise ValueError("model: has no tokenizer, and questions are texts")
+        raise ValueError("model: has no tokenizer, which is needed to encode questions")
     turns = list(itertools.accumulate(len(q.turns) for q in asked))
     if count > turns[-1]:
-        raise ValueError(f"prompts: got {count}, {name} has {turns[-1]}")
+        raise ValueError(f"prompts: got {count}, takes at most {turns[-1]} for {name}")
     asked = asked[:next(i for i, n in enumerate(turns) if n >= count) + 1]
     made: list[list[list[int]]] = [[] for _ in asked]
     said: list[list[str]] = [[] for _ in asked]
@@ -80,7 +85,7 @@ def _prompts(name: str, asked: tuple[Question, ...], lm: LM, count: int, new_tok
             made[i].append(_encoded(lm, said[i]))
             if (room := lm.model.trained_positions) and len(made[i][-1]) + new_tokens > room:
                 raise ValueError(f"question {asked[i].name}: has {len(made[i][-1])} tokens and {new_tokens} new ones, "
-                                 f"the model was made for {room}")
+                                 f"more than the model's context of {room}")
         on = [i for i in here if turn + 1 < len(asked[i].turns)]
         if on:
             out = generate(lm, [made[i][-1] for i in on], max_new_tokens=new_tokens, temperature=0.0,
@@ -92,7 +97,7 @@ def _prompts(name: str, asked: tuple[Question, ...], lm: LM, count: int, new_tok
 
 
 def _encoded(lm: LM, said: list[str]) -> list[int]:
-    """What user and model have said in turn, the user first."""
+    """Returns the token ids of a conversation whose messages alternate between user and model, the user first."""
     tokenizer: Any = lm.tokenizer
     if not tokenizer.chat_templates:
         return list(tokenizer.encode("\n\n".join(said)))

@@ -1,4 +1,4 @@
-"""Reads what a compiled program does from XLA's optimised text: copies, collectives, memory traffic.
+"""Reads from XLA's optimised text what a compiled program does: copies, collectives, memory traffic.
 
 A compile-only client gives nothing but this text. The tests use it to check that the cache is not copied, that replicas
 do not wait for each other, and that a step reads little more than weights and cache.
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter", "collective-broadcast")
-"""Opcodes that wait for other devices; the asynchronous forms end in "-start"."""
+"""Opcodes that wait for other devices; their asynchronous forms end in "-start"."""
 
 _FREE = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element", "after-all", "while", "conditional", "call",
          "partition-id", "replica-id", "opt-barrier"}
@@ -29,10 +29,12 @@ class Buffer:
     """One array of an instruction's result.
 
     Attributes:
-        type: such as "bf16". dims: its dimensions.
-        bytes: what it takes in memory. A TPU lays arrays out in tiles, as its layout tells, and fills them up: an
-            `f32[16,8,128]` tiled by 8 x 128 takes what its shape says, an `f32[16,1,128]` eight times as much.
-        main: whether it lies in main memory; a TPU keeps some results in fast memory on the chip.
+        type: the element type, such as "bf16".
+        dims: the dimensions.
+        bytes: the size in memory. A TPU stores arrays in tiles, which the layout describes, and pads them to whole
+            tiles: an `f32[16,8,128]` with tiles of 8 x 128 has no padding, an `f32[16,1,128]` takes eight times the
+            size of its elements.
+        main: whether the array is in main memory; a TPU keeps some results in fast memory on the chip.
     """
 
     type: str
@@ -46,11 +48,12 @@ class Instruction:
     """One line of a program.
 
     Attributes:
-        name, opcode: such as "fusion.3" and "fusion".
-        result: its arrays, the leaves of a tuple in order.
-        operands: names of the instructions it takes.
-        text: the line, for attributes.
-        root: whether it is its computation's result.
+        name: the name, such as "fusion.3".
+        opcode: the operation, such as "fusion".
+        result: the arrays of the result, the leaves of a tuple in order.
+        operands: names of the instructions whose results it takes.
+        text: the whole line, with its attributes.
+        root: whether it gives the result of its computation.
     """
 
     name: str
@@ -61,13 +64,13 @@ class Instruction:
     root: bool
 
     def attribute(self, name: str) -> str | None:
-        """A computation named as an attribute: `calls`, `body`, `condition`, ..."""
+        """Returns the name of the computation in an attribute such as `calls`, `body` or `condition`, or None."""
         found = re.search(rf"\b{name}=%?([\w.\-]+)", self.text)
         return found.group(1) if found else None
 
     @property
     def branches(self) -> tuple[str, ...]:
-        """The branches of a conditional."""
+        """The names of the computations of a conditional's branches."""
         found = re.search(r"branch_computations=\{([^}]*)\}", self.text)
         names = found.group(1).split(",") if found else [self.attribute("true_computation"),
                                                          self.attribute("false_computation")]
@@ -76,18 +79,23 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A compiled program: its computations by name, instructions in order, and the name of the entry."""
+    """A compiled program.
+
+    Attributes:
+        computations: the instructions of each computation by name, in order.
+        entry: the name of the computation that runs first.
+    """
 
     computations: dict[str, dict[str, Instruction]]
     entry: str
 
     def all(self) -> Iterator[Instruction]:
-        """Every instruction."""
+        """Yields every instruction."""
         for computation in self.computations.values():
             yield from computation.values()
 
     def inside(self, name: str) -> Iterator[Instruction]:
-        """The instructions of a computation and of all that it calls."""
+        """Yields the instructions of a computation and of all computations that it calls."""
         for x in self.computations[name].values():
             yield x
             called = re.findall(r"(?:calls|body|condition|to_apply)=%?([\w.\-]+)", x.text)
@@ -95,12 +103,12 @@ class Program:
                 yield from self.inside(other)
 
     def loops(self) -> list[Instruction]:
-        """The entry's `while` instructions, those in branches and calls included."""
+        """Returns the `while` instructions of the entry computation and of all computations that it calls."""
         return [x for x in self.inside(self.entry) if x.opcode == "while"]
 
 
 def parse(text: str) -> Program:
-    """Reads `jax.stages.Compiled.as_text()`.
+    """Parses the text of `jax.stages.Compiled.as_text()`.
 
     >>> lines = "ENTRY %main (x: f32[2]) -> f32[2] {", "  %x = f32[2]{0} parameter(0)", "  ROOT %c = f32[2]{0} copy(%x)"
     >>> p = parse("\\n".join(lines))
@@ -118,32 +126,34 @@ def parse(text: str) -> Program:
             x = _instruction(start.group(1), line, line[start.end():])
             current[x.name] = x
     if not entry:
-        raise ValueError("text: has no ENTRY computation, so it is not a compiled program's")
+        raise ValueError("text: has no ENTRY computation, so it is not that of a compiled program")
     return Program(computations, entry)
 
 
 def copies(program: Program, elements: int, within: str | None = None) -> list[Instruction]:
-    """Copies of arrays of the given number of elements, of any shape and layout, in the whole program or within one
-    computation and what it calls. Asynchronous moves of an array between memories of a chip do not count."""
+    """Returns the copies of arrays with `elements` elements, of any shape and layout, in the whole program or in the
+    computation `within` and all that it calls. Asynchronous moves between the memories of a chip do not count."""
     found = program.all() if within is None else program.inside(within)
     return [x for x in found if x.opcode in ("copy", "transpose") and math.prod(x.result[0].dims) == elements]
 
 
 def collectives(program: Program, within: str | None = None) -> list[tuple[Instruction, list[list[int]]]]:
-    """Instructions that wait for other devices, each with the groups of devices that wait for each other."""
+    """Returns the instructions that wait for other devices, each with the groups of devices that wait for each
+    other."""
     names = {*COLLECTIVES, *(f"{c}-start" for c in COLLECTIVES)}
     found = program.all() if within is None else program.inside(within)
     return [(x, _groups(x.text)) for x in found if x.opcode in names]
 
 
 def callbacks(program: Program) -> list[Instruction]:
-    """Instructions that involve the host."""
+    """Returns the instructions that involve the host."""
     return [x for x in program.all() if x.opcode in ("infeed", "outfeed", "send", "recv")
             or (x.opcode == "custom-call" and "callback" in x.text)]
 
 
 def rounds(program: Program, loop: Instruction) -> int | None:
-    """How often a `while` runs its body where its condition compares a counter from 0 on with a constant, else None.
+    """Returns the number of iterations of a `while` whose condition compares a counter that starts at 0 with a
+    constant; None for other conditions.
 
     >>> lines = ("%c (i: s32[]) -> pred[] {", "  %i = s32[] parameter(0)", "  %n = s32[] constant(32)",
     ...          "  ROOT %lt = pred[] compare(%i, %n), direction=LT", "}", "ENTRY %main (i: s32[]) -> s32[] {",
@@ -162,14 +172,15 @@ def rounds(program: Program, loop: Instruction) -> int | None:
 
 def total(program: Program, trips: Callable[[Instruction], int],
           value: Callable[[dict[str, Instruction], Instruction], int] = lambda computation, instruction: 1) -> int:
-    """The sum of a value over what one execution runs; of the number of operations by default.
+    """Returns the sum of a value over all instructions that one execution runs; by default their number.
 
-    Of a conditional the most expensive branch counts. A fused computation is one operation; tuples, views and waits are
-    none.
+    A conditional counts as its most expensive branch and a fused computation as one operation; tuples, views and waits
+    do not count.
 
     Args:
-        trips: how often a `while` instruction runs its body.
-        value: of an instruction, given the computation that contains it.
+        program: the compiled program.
+        trips: the number of iterations of a `while` instruction.
+        value: the value of an instruction, given the computation that contains it.
     """
     def cost(name: str) -> int:
         computation = program.computations[name]
@@ -190,15 +201,16 @@ def total(program: Program, trips: Callable[[Instruction], int],
 
 def traffic(program: Program, trips: Callable[[Instruction], int],
             counted: Callable[[Buffer], bool] = lambda buffer: buffer.main) -> int:
-    """Bytes that one device moves to and from main memory in one execution.
+    """Returns the bytes that one device moves to and from main memory in one execution.
 
-    Like XLA's own "bytes accessed" it adds up what operations read and write (of a slice or gather only what is
-    taken, of an update in place only the update), with two differences: what lies in fast memory on the chip does
-    not count, so a weight that is prefetched there is read once; and a loop's body counts as often as it runs.
+    Like XLA's own "bytes accessed" it adds up what operations read and write (for a slice or gather only the part
+    taken, for an update in place only the updated part), with two differences: arrays in fast memory on the chip do not
+    count, so a weight that is prefetched there is read once; and the body of a loop counts once for each iteration.
 
     Args:
-        trips: how often a `while` instruction runs its body.
-        counted: which arrays count.
+        program: the compiled program.
+        trips: the number of iterations of a `while` instruction.
+        counted: whether an array counts.
 
     >>> lines = ("ENTRY %main (x: f32[2]) -> f32[2] {", "  %x = f32[2]{0} parameter(0)",
     ...          "  %s = ((), (), (f32[2]{0}, s32[4]{0:S(8)})) custom-call-start()", "  ROOT %c = f32[2]{0} copy(%x)")
@@ -209,8 +221,11 @@ def traffic(program: Program, trips: Callable[[Instruction], int],
 
 
 def cycles(program: Program, trips: Callable[[Instruction], int]) -> int:
-    """XLA's own estimate of a TPU's clock cycles, added up over one execution. It covers fused operations, but not
-    collectives, scatters or waits for memory: use it to compare programs, not as a time."""
+    """Returns XLA's own estimate of a TPU's clock cycles for one execution.
+
+    It covers fused operations, but not collectives, scatters or waits for memory: use it to compare programs, not as a
+    time.
+    """
     def estimated(computation: dict[str, Instruction], x: Instruction) -> int:
         found = re.search(r'"estimated_cycles":"(\d+)"', x.text)
         return int(found.group(1)) if found else 0
@@ -220,8 +235,8 @@ def cycles(program: Program, trips: Callable[[Instruction], int]) -> int:
 
 def _moved(program: Program, computation: dict[str, Instruction], x: Instruction,
            counted: Callable[[Buffer], bool]) -> int:
-    """Bytes that one instruction reads and writes of the arrays that count."""
-    if x.opcode.endswith("-start") and not x.operands:      # of another core of the chip, which gets operands later
+    """Returns the bytes that one instruction reads and writes of the arrays that count."""
+    if x.opcode.endswith("-start") and not x.operands:      # on another core of the chip; its operands come later
         return sum(b.bytes for b in x.result if counted(b))
     if x.opcode.endswith("-start"):       # the result repeats the operand; its second half is where the data goes
         source = computation[x.operands[0]].result
@@ -238,7 +253,7 @@ def _moved(program: Program, computation: dict[str, Instruction], x: Instruction
 
 
 def _read(program: Program, computation: dict[str, Instruction], x: Instruction, i: int) -> int:
-    """Bytes that instruction `x` reads of its operand `i`."""
+    """Returns the bytes that instruction `x` reads of its operand `i`."""
     full = computation[x.operands[i]].result[0].bytes
     if x.opcode in ("dynamic-slice", "gather", "slice"):
         return min(full, sum(b.bytes for b in x.result)) if i == 0 else full
@@ -252,7 +267,7 @@ def _read(program: Program, computation: dict[str, Instruction], x: Instruction,
 
 
 def _used(program: Program, computation: dict[str, Instruction], name: str) -> int:
-    """Bytes of a value that its users in a fused computation read."""
+    """Returns the bytes of a value that its users in a fused computation read."""
     total = 0
     for x in computation.values():
         for i, operand in enumerate(x.operands):
@@ -263,14 +278,17 @@ def _used(program: Program, computation: dict[str, Instruction], name: str) -> i
 
 
 def _views(x: Instruction) -> bool:
-    """Whether an instruction of a fused computation gives its first operand as it is. A fusion within a fusion whose
-    result lies where its operand does is one: it stands for the change of a packed array's type in passing."""
+    """Returns whether an instruction of a fused computation passes on its first operand unchanged.
+
+    A fusion within a fusion whose result shares the memory of its operand is one; it only changes the type of a packed
+    array.
+    """
     return x.opcode in _VIEWS or (x.opcode == "fusion" and "output_to_operand_aliasing={{}: (0, {})}" in x.text
                                   and len(x.operands) == 1)
 
 
 def _written(program: Program, computation: dict[str, Instruction], x: Instruction) -> list[int]:
-    """Bytes that an instruction writes of each array of its result."""
+    """Returns the bytes that an instruction writes of each array of its result."""
     leaves = [x]
     if x.opcode == "fusion":
         computation = program.computations[x.attribute("calls") or ""]
@@ -282,7 +300,7 @@ def _written(program: Program, computation: dict[str, Instruction], x: Instructi
 
 
 def _update(computation: dict[str, Instruction], x: Instruction) -> int:
-    """Bytes of a result that are new: of an update in place only the updated part."""
+    """Returns the bytes of a result that are new; for an update in place only the updated part."""
     while x.opcode in _VIEWS and x.operands:
         x = computation[x.operands[0]]
     if x.opcode in ("dynamic-update-slice", "scatter"):
@@ -300,7 +318,7 @@ def _instruction(name: str, line: str, rest: str) -> Instruction:
 
 
 def _closing(text: str) -> int:
-    """The index of the parenthesis that closes the first one."""
+    """Returns the index of the parenthesis that closes the first one."""
     depth = 0
     for i, c in enumerate(text):
         depth += (c == "(") - (c == ")")
@@ -320,10 +338,12 @@ def _buffers(shape: str) -> Iterator[Buffer]:
 
 
 def _padded(sizes: tuple[int, ...], order: tuple[int, ...], layout: str) -> int:
-    """Elements that an array takes in memory, with what fills up its last tiles.
+    """Returns the number of elements that an array takes in memory, with the padding of its last tiles.
 
     Args:
-        order: its dimensions from the innermost outwards.
+        sizes: the dimensions.
+        order: the dimensions' indices from the innermost outwards.
+        layout: XLA's text of the layout.
 
     >>> _padded((16, 1, 100), (2, 1, 0), "{2,1,0:T(8,128)(2,1)}"), _padded((3, 5), (1, 0), "{1,0}")
     (16384, 15)
@@ -339,7 +359,7 @@ def _padded(sizes: tuple[int, ...], order: tuple[int, ...], layout: str) -> int:
 
 
 def _groups(text: str) -> list[list[int]]:
-    """Groups of devices in any of XLA's notations.
+    """Returns the groups of devices from any of XLA's notations.
 
     >>> _groups("replica_groups={{0,1},{2,3}}"), _groups("replica_groups=[2,2]<=[2,2]T(1,0)")
     ([[0, 1], [2, 3]], [[0, 2], [1, 3]])
@@ -363,7 +383,8 @@ def _groups(text: str) -> list[list[int]]:
 
 
 def _iota(text: str) -> np.ndarray:
-    """Device lists in iota notation, `[groups, size]<=[dims]T(permutation)`; without `<=` the dims are the shape."""
+    """Parses a device list in iota notation, `[groups, size]<=[dims]T(permutation)`; without `<=` the dims are the
+    shape."""
     numbers = lambda t: [int(n) for n in t.split(",")]
     found = re.fullmatch(r"\[([\d,]+)\](?:<=\[([\d,]+)\])?(?:T\(([\d,]+)\))?", text)
     if found is None:

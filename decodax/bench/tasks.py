@@ -1,8 +1,8 @@
-"""Prompts to compare decoding methods on: code that the shipped models were not trained on, copied code, and sampled
+"""Prompts for comparing decoding methods: code that the shipped models were not trained on, copied code, and sampled
 code.
 
-The text is the running interpreter's own standard library: functions from the files that `decodax.train.corpus` holds
-out from the training of `pycode` and its tokenizer. So nothing is downloaded, and the prompts depend only on the Python
+The text comes from the standard library of the running interpreter, from files that `decodax.train.corpus` excludes
+from the training of `pycode` and its tokenizer. So nothing is downloaded, and the prompts depend only on the Python
 version and a seed.
 """
 
@@ -24,19 +24,21 @@ from decodax.io.load import LM
 from decodax.train.corpus import load_corpus
 
 SHORTEST, LONGEST = 24, 96
-"""Tokens of a prompt's head. Prompts of a task are then of similar length, and few programs serve all of them."""
+"""The shortest and the longest head of a prompt, in tokens. The prompts of a task then have similar lengths and share
+few compiled programs."""
 
 RUN = 8
-"""Tokens in a row that count as a copy."""
+"""The number of consecutive tokens that count as a copy."""
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """Prompts and the sampling settings of their continuation.
+    """Prompts and the sampling settings of their continuations.
 
     Attributes:
-        name: such as "copy-edit". summary: one line.
-        prompts: `(lm, count, new_tokens, seed)` to token ids of `count` prompts, the same at every call; a larger count
-            only appends prompts.
+        name: the name, such as "copy-edit".
+        summary: a description in one line.
+        prompts: function `(lm, count, new_tokens, seed)` that returns the token ids of `count` prompts; it returns the
+            same prompts at every call, and a larger count only appends prompts.
         sampling: keyword arguments of `generate`.
     """
 
@@ -47,18 +49,18 @@ class Task:
 
 
 def held_out_files(root: Path | None = None) -> list[tuple[str, str]]:
-    """Returns the files that `pycode` was not trained on, as pairs of path (inside the standard library, with "/") and
-    text, in a fixed order."""
+    """Returns the files that `pycode` was not trained on, in a fixed order, as pairs of path (relative to the standard
+    library, with "/") and text."""
     return [(document.path, document.text) for document in load_corpus(root)[1]]
 
 
 def functions(files: Sequence[tuple[str, str]], seed: int) -> list[str]:
-    """The source of every function and method, unindented: one of each file in turn, in an order that `seed` decides.
-    """
+    """Returns the source of every function and method, unindented, one of each file in turn, in an order that depends
+    on `seed`."""
     found = []
     for path, text in files:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")       # of test files about odd literals
+            warnings.simplefilter("ignore")       # test files contain unusual literals
             try:
                 tree = ast.parse(text)
             except (SyntaxError, ValueError):
@@ -74,13 +76,13 @@ def functions(files: Sequence[tuple[str, str]], seed: int) -> list[str]:
 
 
 def heads(lm: LM, count: int, longest: int, seed: int) -> list[str]:
-    """First halves of `count` held-out functions, by lines, of `SHORTEST` to `longest` tokens.
+    """Returns the first halves of `count` held-out functions, cut at a line end, with `SHORTEST` to `longest` tokens.
 
     Raises:
-        ValueError: the model has no tokenizer, or there are not that many.
+        ValueError: the model has no tokenizer, or there are fewer such functions.
     """
     if lm.tokenizer is None:
-        raise ValueError("model: has no tokenizer, and the tasks are texts")
+        raise ValueError("model: has no tokenizer, which the tasks need to encode texts")
     out: list[str] = []
     for source in functions(held_out_files(), seed):
         lines = source.split("\n")
@@ -94,16 +96,18 @@ def heads(lm: LM, count: int, longest: int, seed: int) -> list[str]:
 
 
 def completion(lm: LM, count: int, new_tokens: int, seed: int) -> list[list[int]]:
-    """First halves of held-out functions."""
+    """Returns prompts that are the first halves of held-out functions."""
     texts = heads(lm, count, _longest(lm, new_tokens, copies=1), seed)
     return [lm.tokenizer.encode(text) for text in texts] if lm.tokenizer else []
 
 
 def copy_edit(lm: LM, count: int, new_tokens: int, seed: int) -> list[list[int]]:
-    """A function as the model itself completes it greedily, then the first half of it again with the function renamed.
+    """Returns prompts that hold a function as the model completes it greedily, then its first half again with the
+    function renamed.
 
-    The continuation is a copy. A model with strong induction copies any text; one as small as `pycode` hardly copies
-    more than what it would have written anyway, hence a text that it wrote. `copied` measures how much it does.
+    The continuation is a copy. A model with strong induction copies any text, but one as small as `pycode` copies
+    little beyond what it would have written anyway, so the text is its own output. `copied` measures how much it
+    copies.
     """
     texts = heads(lm, count, _longest(lm, new_tokens, copies=2), seed)
     assert lm.tokenizer is not None
@@ -120,18 +124,19 @@ def copy_edit(lm: LM, count: int, new_tokens: int, seed: int) -> list[list[int]]
 
 
 def _longest(lm: LM, new_tokens: int, copies: int) -> int:
-    """The most tokens of a head, so that `copies` times head and new tokens fit into the model's context."""
+    """Returns the maximum length of a head in tokens, such that `copies` times head and new tokens fit into the model's
+    context."""
     context = lm.model.trained_positions or 1 << 30
     room = min(LONGEST, context // copies - new_tokens - 8)
     if room < SHORTEST:
-        raise ValueError(f"new_tokens: got {new_tokens}, the task takes at most {context // copies - SHORTEST - 8} "
-                         f"with a model made for {context} tokens")
+        raise ValueError(f"new_tokens: got {new_tokens}, takes at most {context // copies - SHORTEST - 8} for this "
+                         f"task and a model with a context of {context} tokens")
     return room
 
 
 def copied(prompt: list[int], new: list[int], own: bool = False) -> float:
-    """The share of new tokens that end a run of `RUN` tokens which occurs in the prompt, or with `own` in the output
-    before.
+    """Returns the share of new tokens that end a sequence of `RUN` tokens which occurs in the prompt, or with `own` in
+    the prompt or earlier output.
 
     >>> copied(list(range(20)), [*range(5, 15), 99, 99]), copied([0], [1] * 16), copied([0], [1] * 16, own=True)
     (0.25, 0.0, 0.5)
@@ -148,7 +153,7 @@ def copied(prompt: list[int], new: list[int], own: bool = False) -> float:
 
 
 def sampled(temperature: float = 0.8, top_p: float = 0.95) -> Task:
-    """The task of completing held-out functions with sampling."""
+    """Returns the task of completing held-out functions with sampling."""
     return Task("sampled", f"the prompts of completion at temperature {temperature:g}, top-p {top_p:g}",
                 completion, {"temperature": temperature, "top_p": top_p})
 
@@ -160,4 +165,4 @@ TASKS = {task.name: task for task in (
          completion, {"temperature": 0.0}),
     sampled(),
 )}
-"""By name."""
+"""The tasks by name."""

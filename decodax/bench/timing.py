@@ -1,4 +1,4 @@
-"""Timing of alternatives in turn, so that a change of the machine's speed reaches all of them."""
+"""Timing of alternatives in turn, so that a change of the machine's speed affects all of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ Times = dict[str, list[float]]
 
 
 def seconds(call: Callable[[], Any]) -> Callable[[], float]:
-    """Returns a function that runs `call`, whose result must be ready when it returns, and gives the seconds."""
+    """Returns a function that runs `call` and returns the seconds it took. The result must be ready when `call`
+    returns."""
     def timed() -> float:
         clock = time.perf_counter()
         call()
@@ -24,10 +25,15 @@ def seconds(call: Callable[[], Any]) -> Callable[[], float]:
 
 
 def in_turn(sides: Mapping[str, Callable[[], float]], repeats: int, what: str = "timing") -> Times:
-    """Runs every side once without counting (it compiles), then all in turn, `repeats` times, with a progress bar.
+    """Runs every alternative once to compile it, then all of them in turn, `repeats` times, with a progress bar.
 
     Args:
-        sides: functions that return the figure to collect, such as milliseconds.
+        sides: the alternatives by name: functions that return the figure to collect, such as milliseconds.
+        repeats: the number of counted runs of each.
+        what: label of the progress bar.
+
+    Returns:
+        The `repeats` figures of each alternative.
     """
     times: Times = {name: [] for name in sides}
     for repeat in track(range(repeats + 1), what, console=Console(stderr=True), transient=True):
@@ -44,7 +50,7 @@ def median(values: Any) -> float:
 
 
 def ratio(times: Times, of: str, to: str) -> float:
-    """Returns the median of `of / to`, pair by pair: neighbouring runs saw the same machine.
+    """Returns the median of `of / to` over pairs of neighbouring runs, which saw the machine in the same state.
 
     >>> ratio({"a": [2.0, 4.0, 9.0], "b": [1.0, 2.0, 3.0]}, "a", "b")
     2.0

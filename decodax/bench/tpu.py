@@ -1,13 +1,14 @@
-"""How libtpu is told to compile on a machine without a TPU. Imports no JAX."""
+"""Settings with which libtpu compiles on a machine without a TPU. Imports no JAX."""
 
 from __future__ import annotations
 
 ACCELERATORS = {"v4": "v4-8", "v5e": "v5litepod-8", "v5p": "v5p-8", "v6e": "v6e-8"}
-"""What libtpu wants to be told it runs on, by the topology's first part."""
+"""The accelerator type to give to libtpu, by the first part of a topology's name."""
 
 
 def environment(topology: str) -> dict[str, str]:
-    """Environment variables under which libtpu compiles without a TPU. They must be set before it is loaded."""
+    """Returns the environment variables with which libtpu compiles without a TPU. They must be set before libtpu is
+    loaded."""
     kind = topology.partition(":")[0]
     return {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
             "TPU_ACCELERATOR_TYPE": ACCELERATORS.get(kind, f"{kind}-8")}

@@ -1,5 +1,6 @@
-"""Texts that are held to a language, for `decodax.generate(..., constraint=...)`: regular expressions, choices, JSON
-Schema, grammars, tools, phrases.
+"""Constraints that hold texts to a formal language, for `decodax.generate(..., constraint=...)`.
+
+There are regular expressions, choices, JSON Schema, grammars, tool calls and phrases.
 
 >>> from decodax import constraints
 >>> constraints.regex("[ab]{3}").after("Answer: ").key[0]
@@ -9,8 +10,8 @@ Schema, grammars, tools, phrases.
 from decodax.common.registry import CONSTRAINTS
 from decodax.constraints.dfa import Dfa
 from decodax.constraints.hosted import Hosted, Matcher
+from decodax.constraints.keywords import Unsupported
 from decodax.constraints.languages import Constraint, choices, grammar, json_schema, phrases, regex, tools
-from decodax.constraints.schema import Unsupported
 from decodax.constraints.tokens import TokenDfa
 from decodax.constraints.transform import Constrained, TokenTable
 

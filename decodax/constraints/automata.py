@@ -1,4 +1,4 @@
-"""Languages of free text: with phrases and without them, up to a marker, with calls of tools in it."""
+"""Automata for free text: with or without phrases, up to a marker, or with tool calls in it."""
 
 from __future__ import annotations
 
@@ -10,34 +10,36 @@ from typing import Any
 import numpy as np
 
 from decodax.common.arguments import shown, unicode
-from decodax.constraints.dfa import Builder, Dfa
-from decodax.constraints.schema import Unsupported, canonical, json_schema
+from decodax.constraints.builder import Builder
+from decodax.constraints.dfa import Dfa
+from decodax.constraints.keywords import Unsupported, canonical
+from decodax.constraints.schema import json_schema
 
 TAGS = ("<tool_call>\n", "\n</tool_call>")
-"""What stands around a call in the form of Hermes, and of Qwen."""
+"""Texts before and after a tool call in the Hermes format, which Qwen uses too."""
 
 
 @functools.cache
 def anything() -> Dfa:
-    """All texts."""
+    """Returns the automaton of all texts."""
     return Dfa(np.zeros((1, 256), np.int32), np.ones(1, bool))
 
 
-def _around(text: bytes, behind: bool) -> Dfa:
+def _around(text: bytes, more: bool) -> Dfa:
     b = Builder()
-    parts = [b.dfa(anything()), b.bytes(text), *([b.dfa(anything())] if behind else [])]
+    parts = [b.dfa(anything()), b.bytes(text), *([b.dfa(anything())] if more else [])]
     return b.build(b.seq(*parts))
 
 
 @functools.lru_cache(maxsize=256)
 def containing(text: bytes) -> Dfa:
-    """Texts in which this one stands."""
+    """Returns the texts that contain `text`."""
     return _around(text, True)
 
 
 @functools.lru_cache(maxsize=256)
 def without(texts: tuple[bytes, ...]) -> Dfa:
-    """Texts in which none of these stands.
+    """Returns the texts that contain none of `texts`.
 
     >>> without((b"ab",)).accepts(b"aab"), without((b"ab",)).accepts(b"ba")
     (False, True)
@@ -50,7 +52,7 @@ def without(texts: tuple[bytes, ...]) -> Dfa:
 
 @functools.lru_cache(maxsize=256)
 def up_to(text: bytes) -> Dfa:
-    """Texts that end with this one, which does not stand in them before.
+    """Returns the texts that end with the first occurrence of `text`.
 
     >>> up_to(b"aa").accepts(b"baa"), up_to(b"aa").accepts(b"aaa")
     (True, False)
@@ -62,13 +64,13 @@ def up_to(text: bytes) -> Dfa:
 
 
 def after(marker: str, language: Dfa) -> Dfa:
-    """Free text up to a marker, such as the end of a reasoning, and behind that a text of the language."""
+    """Returns free text up to a marker, such as the end of a reasoning, followed by a text of the language."""
     b = Builder()
     return b.build(b.seq(b.dfa(up_to(marker.encode())), b.dfa(language)))
 
 
 def phrases(language: Dfa, required: Sequence[str], banned: Sequence[str]) -> Dfa:
-    """The texts of a language that have all of some phrases in them, and none of others.
+    """Returns the texts of a language that contain all `required` phrases and none of the `banned` ones.
 
     Raises:
         ValueError: there is no such text.
@@ -85,21 +87,24 @@ def phrases(language: Dfa, required: Sequence[str], banned: Sequence[str]) -> Df
 
 
 def tools(signatures: Sequence[Any], choice: str = "auto", tags: tuple[str, str] = TAGS) -> Dfa:
-    """Texts in which tools are called by their names, with arguments that are valid under their schemas (after Zhang et
-    al., 2023, ToolDec): an automaton that goes from free text to a tool's name, to its arguments, and back.
+    """Returns texts in which tools are called by name, with arguments that are valid under their schemas.
+
+    The automaton goes from free text to a tool's name, to its arguments, and back (after ToolDec, Zhang et al., 2023).
 
     Args:
-        signatures: as OpenAI has them: `{"type": "function", "function": {"name", "parameters"}}`, or the inner one.
-        choice: "auto": free text with calls in it, or none; "required": calls alone, one or more; or the name of the
-            tool that is called, once.
-        tags: what stands in front of a call's JSON object, which has a `name` and `arguments`, and behind it.
+        signatures: in OpenAI's format: `{"type": "function", "function": {"name", "parameters"}}`, or the inner
+            dictionary.
+        choice: "auto": free text with any number of calls in it; "required": one or more calls and nothing else; or the
+            name of the tool that is called once.
+        tags: texts before and after a call's JSON object, which has a `name` and `arguments`.
 
     Raises:
-        ValueError: a signature that is none, or an unknown choice. Unsupported: a schema that is not honoured.
+        ValueError: an invalid signature, or an unknown choice.
+        Unsupported: a schema with a keyword that is not supported.
     """
     begin, end = (t.encode() for t in tags)
     if not begin:
-        raise ValueError("tool_tags: got an empty opening tag, which would be everywhere")
+        raise ValueError("tool_tags: got an empty opening tag, takes a text that begins a call")
     calls: dict[str, Dfa] = {}
     for i, given in enumerate(signatures):
         inner = given.get("function", given) if isinstance(given, Mapping) else None
@@ -129,15 +134,15 @@ def tools(signatures: Sequence[Any], choice: str = "auto", tags: tuple[str, str]
 
 
 def frozen_tools(signatures: Any) -> str:
-    """Tools as one text, for caches."""
+    """Returns tools as JSON text, which can be the key of a cache."""
     if not isinstance(signatures, Sequence) or isinstance(signatures, (str, bytes)) or not signatures:
-        raise ValueError(f"tools: takes a list of one signature or more; got {shown(signatures)}")
+        raise ValueError(f"tools: got {shown(signatures)}, takes a list of at least one signature")
     plain = []
     for i, given in enumerate(signatures):
         inner = given.get("function", given) if isinstance(given, Mapping) else given
         if not isinstance(inner, Mapping) or not isinstance(inner.get("name"), str):
-            raise ValueError(f"tools[{i}]: takes a function with a name and parameters, as a dictionary; got "
-                             f"{shown(given)}")
+            raise ValueError(f"tools[{i}]: got {shown(given)}, takes a function with a name and parameters, as a "
+                             "dictionary")
         unicode(f"tools[{i}]: name", inner["name"])
         parameters = inner.get("parameters")
         plain.append({"name": inner["name"],

@@ -1,9 +1,9 @@
-"""Constraints on a canvas, whose positions are decided in any order.
+"""Constraints on a canvas, whose positions are filled in any order.
 
-Tokens that are allowed one by one may clash with one another: of two letters that a word allows at two places not every
-pair makes a word. So the tokens that a round offers for the open positions are those of *one* text that the automaton
-accepts, drawn from the product of the positions' distributions; a sampler that commits some of them and forgets the
-others leaves a canvas that can always be completed.
+Tokens that are allowed one by one may contradict one another: of two letters that a word allows at two places, not
+every pair makes a word. So the tokens that a round offers for the open positions are those of *one* text that the
+automaton accepts, drawn from the product of the positions' distributions. A sampler that commits some of them and drops
+the others leaves a canvas that can always be completed.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from decodax.sampling.base import Context, PyTree
 from decodax.sampling.draw import draw, winner
 
 OUTSIDE = 1e4
-"""What a token loses that a truncation has left out: such tokens are taken where the language wants one of them."""
+"""Amount by which logits of truncated tokens are lowered. They are taken where the language requires one of them."""
 
 
 @struct
 class OnCanvas(Constrained):
-    """Holds texts on a canvas to a language. The sampler reads it; as a link of the chain it changes nothing.
+    """Holds texts on a canvas to a language. The sampler reads it; as a transform of the chain it changes nothing.
 
     Attributes:
-        whole: static; whether something stands behind the open positions, as in infilling. The text is then from the
-            prompt to the canvas's end, without an end of the sequence.
+        whole: static; True if text follows the open positions, as in infilling. The constrained text then reaches from
+            the prompt to the end of the canvas, without an end of sequence.
     """
 
     whole: bool = static(default=False)
@@ -47,12 +47,16 @@ class OnCanvas(Constrained):
 
 @struct
 class Region(Struct):
-    """A part of a canvas. Row level: no batch axis.
+    """A block of a canvas. There is no batch axis.
 
     Attributes:
-        tokens: `i32[N]` the whole canvas. known: `bool[N]`, decided positions. begin, end: `i32[]`, the text's.
-        start: `i32[]`, the region's first position; all before it are known. given: `i32[W]` its tokens as this draft
-            has them. open: `bool[W]`, which of them are to be decided.
+        tokens: `i32[N]`, the whole canvas.
+        known: `bool[N]`, decided positions.
+        begin: `i32[]`, begin of the text.
+        end: `i32[]`, end of the text.
+        start: `i32[]`, the block's first position; all positions before it are known.
+        given: `i32[W]`, the block's tokens in the current draft.
+        open: `bool[W]`, positions of the block that are to be decided.
     """
 
     tokens: Array
@@ -66,15 +70,20 @@ class Region(Struct):
 
 def accepted(link: OnCanvas, tables: tuple[Any, ...], eos: Array, region: Region, weights: Array, cold: Array,
              address: Array, first: Array) -> Array:
-    """One text of the language for the open positions of each region: `i32[R, W]`.
+    """Returns one text of the language for the open positions of each block: `i32[R, W]`.
 
     Args:
-        link: its fields `[R]`. tables: the policy's. eos: `i32[R, E]`. region: `[R, ...]`. weights: `f32[R, W, V]`,
-            logarithms; -inf for what is banned. cold: `bool[R]`: the likeliest such text, and not a draw.
-        address: `u32[R, W, 2]`. first: `i32[R, W]`, what stands where a row is free.
+        link: the constraint, with fields `[R]`.
+        tables: the policy's tables.
+        eos: `i32[R, E]`, end-of-sequence tokens.
+        region: the blocks, `[R, ...]`.
+        weights: `f32[R, W, V]`, logarithms; -inf for banned tokens.
+        cold: `bool[R]`: True takes the most likely text, False draws one.
+        address: `u32[R, W, 2]`, addresses of the random numbers.
+        first: `i32[R, W]`, the result for unconstrained rows.
     """
     table: TokenTable = tables[link.place]
-    # a region may overhang the last token that a row may have
+    # A block may reach beyond the last token that a row may have.
     region = region.replace(end=jnp.minimum(region.end, link.end))
     found = jax.vmap(lambda *row: _row(table, link.whole, *row))(link.start, eos, region, weights, cold, address)
     return jnp.where(link.start[:, None] < 0, first, found)
@@ -85,7 +94,7 @@ def _row(table: TokenTable, whole: bool, start: Array, eos: Array, region: Regio
     classes = table.classes.astype(jnp.int32)
     states, columns = table.next.shape
     following = table.next.astype(jnp.int32)
-    # behind an end of the sequence there are only further ones
+    # After an end of sequence only further ones may follow.
     ends = (jnp.arange(classes.shape[0]) == eos[:, None]).any(0)
     last = jnp.argmax((table.distance == 0) & (following < 0).all(1))
     closed = jnp.zeros(columns, bool).at[jnp.where(ends, classes, columns)].set(True, mode="drop")
@@ -95,12 +104,12 @@ def _row(table: TokenTable, whole: bool, start: Array, eos: Array, region: Regio
     def move(state: Array, token: Array) -> Array:
         return jnp.where(state < 0, state, following[jnp.maximum(state, 0), classes[jnp.maximum(token, 0)]])
 
-    # the state in front of the region
+    # The state before the block.
     place = jnp.arange(region.tokens.shape[0], dtype=jnp.int32)
     front = (place >= region.begin) & (place < region.start)
     here = lax.scan(lambda s, x: (jnp.where(x[0], move(s, x[1]), s), None), start, (front, region.tokens))[0]
 
-    # from which states the text can be completed behind the region
+    # The states from which the text can be completed after the block.
     W = region.given.shape[0]
     at = region.start + jnp.arange(W, dtype=jnp.int32)
     stop = jnp.minimum(region.start + W, region.end)
@@ -120,7 +129,8 @@ def _row(table: TokenTable, whole: bool, start: Array, eos: Array, region: Regio
     else:
         can = table.distance <= region.end - stop
 
-    # backwards: how much weight each state has in front of it; by classes, for tokens of a class go the same way
+    # Backwards: the total weight of the texts from each state on. It is computed by classes, since tokens of a class
+    # lead to the same state.
     by_class = jax.vmap(lambda w: jax.ops.segment_max(w, classes, columns))(weights)
     top = jnp.where(jnp.isfinite(by_class), by_class, 0)
     sums = jax.vmap(lambda w, top: jax.ops.segment_sum(jnp.exp(w - top[classes]), classes, columns))(weights, top)

@@ -1,15 +1,10 @@
-"""Finite automata over bytes: what regular constraints are made of.
-
-A `Dfa` is a language of byte strings. `Builder` puts such languages together, as Thompson (1968) does.
-"""
+"""Deterministic finite automata over bytes, the basis of regular constraints."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
-from typing import Literal
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -17,25 +12,23 @@ from decodax.common.struct import short
 
 DEAD = -1
 LARGEST = 20_000
-"""States that an automaton may have."""
+"""Largest number of states of an automaton."""
 
 STEPS = 3_000_000
-"""Steps through a nondeterministic automaton that making it deterministic may take: about a second."""
-
-
-LINE_FEED = 10
+"""Largest number of steps of the subset construction, which takes about a second."""
 
 
 class TooLarge(ValueError):
-    """An automaton has more than `LARGEST` states, or it takes too long to find them."""
+    """An automaton has more than `LARGEST` states, or it takes too long to construct."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Dfa:
-    """A deterministic automaton without useless states. State 0 is the first.
+    """A deterministic automaton without useless states: a language of byte strings. State 0 is the start.
 
     Attributes:
-        next: `i32[S, 256]`, -1 where no text goes on. final: `bool[S]`.
+        next: `i32[S, 256]`, -1 where no text can continue.
+        final: `bool[S]`, states in which a text may end.
     """
 
     __repr__ = short
@@ -48,10 +41,11 @@ class Dfa:
 
     @property
     def empty(self) -> bool:
-        """Whether it accepts nothing at all."""
+        """True if it accepts no text at all."""
         return not self.final.any()
 
     def accepts(self, text: bytes) -> bool:
+        """True if `text` is in the language."""
         state = 0
         for byte in text:
             state = int(self.next[state, byte])
@@ -60,26 +54,28 @@ class Dfa:
         return bool(self.final[state])
 
     def distance(self) -> np.ndarray:
-        """`i64[S]`: the fewest bytes from each state to a final one."""
+        """Returns the fewest bytes from each state to a final one, `i64[S]`."""
         source, byte = np.nonzero(self.next >= 0)
         return levels(np.flatnonzero(self.final).tolist(), self.next[source, byte], source, len(self))
 
     def __and__(self, other: Dfa) -> Dfa:
-        """What both accept."""
+        """Returns the intersection of both languages."""
         return _product(self, other, lambda a, b: a & b)
 
     def __sub__(self, other: Dfa) -> Dfa:
-        """What this one accepts and the other does not."""
+        """Returns the texts that this automaton accepts and the other does not."""
         whole = Dfa(np.vstack([np.where(other.next < 0, len(other), other.next),
                                np.full((1, 256), len(other), np.int32)]), np.append(other.final, False))
         return _product(self, whole, lambda a, b: a & ~b)
 
     @classmethod
     def of(cls, following: np.ndarray, final: np.ndarray, letters: np.ndarray | None = None) -> Dfa:
-        """The smallest automaton of the language of one whose state 0 is the first.
+        """Returns the minimal automaton equivalent to a given one whose start is state 0.
 
         Args:
-            following: `i32[S, K]`. letters: `i64[256]`, the column of each byte; default: each has its own.
+            following: `i32[S, K]`, transitions; -1 for none.
+            final: `bool[S]`.
+            letters: `i64[256]`, the column of each byte; by default each byte has its own.
         """
         if letters is None:
             _, some, letters = np.unique(following, axis=1, return_index=True, return_inverse=True)
@@ -88,218 +84,8 @@ class Dfa:
         return cls(moves[:, letters], final)
 
 
-Anchor = Literal["front", "end", "line"]
-"""Where in the whole text: in front of it, at its end, and there or in front of a line feed that ends it."""
-
-
-class Builder:
-    """A nondeterministic automaton under construction. Its parts are pairs of states, where they begin and end."""
-
-    def __init__(self, largest: int = 50 * LARGEST):
-        self.largest = largest
-        self.free: list[list[int]] = []                                 # moves without a byte
-        self.moves: list[list[tuple[int, int, int]]] = []               # from byte, to byte, target
-        self.anchors: dict[int, tuple[Anchor, int]] = {}                # moves without a byte at some places alone
-
-    def state(self) -> int:
-        if len(self.free) >= self.largest:
-            raise TooLarge(f"more than {self.largest} states before they are joined")
-        self.free.append([])
-        self.moves.append([])
-        return len(self.free) - 1
-
-    def room(self, copies: int, before: int) -> None:
-        """Raises TooLarge where `copies` copies of all that came after the first `before` states are too many."""
-        if before + (len(self.free) - before) * copies > self.largest:
-            times = str(copies) if copies < 10 ** 12 else f"{copies!s:.12}..."
-            raise TooLarge(f"a repetition of {times} times makes more than {self.largest} states")
-
-    def join(self, source: int, target: int) -> None:
-        self.free[source].append(target)
-
-    def nothing(self) -> tuple[int, int]:
-        """The empty text."""
-        here = self.state()
-        return here, here
-
-    def anchor(self, at: Anchor) -> tuple[int, int]:
-        """The empty text, at a place of the whole text that `build` makes of the parts."""
-        a, b = self.state(), self.state()
-        self.anchors[a] = at, b
-        return a, b
-
-    def bytes(self, text: bytes) -> tuple[int, int]:
-        a = here = self.state()
-        for byte in text:
-            there = self.state()
-            self.moves[here].append((byte, byte, there))
-            here = there
-        return a, here
-
-    def ranges(self, *spans: tuple[int, int]) -> tuple[int, int]:
-        """One byte."""
-        a, b = self.state(), self.state()
-        self.moves[a] += [(low, high, b) for low, high in spans]
-        return a, b
-
-    def dfa(self, part: Dfa) -> tuple[int, int]:
-        states = [self.state() for _ in range(len(part))]
-        end = self.state()
-        for i, row in enumerate(part.next):
-            if part.final[i]:
-                self.join(states[i], end)
-            cuts = np.flatnonzero(np.diff(row)) + 1
-            for low, high in zip([0, *cuts.tolist()], [*cuts.tolist(), 256], strict=True):
-                if row[low] >= 0:
-                    self.moves[states[i]].append((low, high - 1, states[row[low]]))
-        return states[0], end
-
-    def seq(self, *parts: tuple[int, int]) -> tuple[int, int]:
-        if not parts:
-            return self.nothing()
-        for (_, end), (start, _) in itertools.pairwise(parts):
-            self.join(end, start)
-        return parts[0][0], parts[-1][1]
-
-    def any_of(self, *parts: tuple[int, int]) -> tuple[int, int]:
-        a, b = self.state(), self.state()
-        for start, end in parts:
-            self.join(a, start)
-            self.join(end, b)
-        return a, b
-
-    def maybe(self, part: tuple[int, int]) -> tuple[int, int]:
-        a, b = self.any_of(part)
-        self.join(a, b)
-        return a, b
-
-    def star(self, part: tuple[int, int]) -> tuple[int, int]:
-        a, b = self.state(), self.state()
-        self.join(a, part[0])
-        self.join(part[1], a)
-        self.join(a, b)
-        return a, b
-
-    def repeat(self, make: Callable[[], tuple[int, int]], least: int, most: int | None) -> tuple[int, int]:
-        """A part from `least` to `most` times in a row (None: without end); `make` puts another copy of it there.
-
-        Raises:
-            ValueError: `most` is below `least`. TooLarge: there would be too many states.
-        """
-        if most is not None and most < least:
-            raise ValueError(f"a repetition of at least {least} and at most {most} times")
-        a, end, copies = self.state(), self.state(), least if most is None else most
-        here, used = a, len(self.free)
-        for i in range(copies):
-            if i >= least:
-                self.join(here, end)
-            part = make()
-            self.join(here, part[0])
-            here = part[1]
-            self.room(copies - i, used)
-            used = len(self.free)
-        if most is None:
-            again = self.star(make())
-            self.join(here, again[0])
-            here = again[1]
-        self.join(here, end)
-        return a, end
-
-    def build(self, whole: tuple[int, int], largest: int = LARGEST) -> Dfa:
-        """The smallest deterministic automaton of a part.
-
-        Raises:
-            TooLarge: it has more states than `largest`.
-        """
-        start, end = whole
-        lines = any(at == "line" for at, _ in self.anchors.values())
-        edges = sorted({cut for moves in self.moves for low, high, _ in moves for cut in (low, high + 1)} | {0, 256}
-                       | ({LINE_FEED, LINE_FEED + 1} if lines else set()))
-        classes = np.repeat(np.arange(len(edges) - 1), np.diff(edges))          # bytes that nothing tells apart
-        number, steps = classes.tolist(), 0
-
-        @functools.cache
-        def moves_of(state: int) -> list[tuple[int, int]]:
-            """Classes and targets."""
-            return [(c, target) for low, high, target in self.moves[state]
-                    for c in range(number[low], number[high] + 1)]
-
-        def after(group: Iterable[int]) -> dict[int, set[int]]:
-            """Returns the state to which a byte of each class leads."""
-            nonlocal steps
-            targets: dict[int, set[int]] = {}
-            for state in group:
-                for c, target in moves_of(state):
-                    targets.setdefault(c, set()).add(target)
-                    steps += 1
-            return targets
-
-        @functools.cache
-        def closure(group: frozenset[int], *places: Anchor) -> frozenset[int]:
-            """Where the states of a group lead without a byte. Only states that read a byte, end the text or depend on
-            the place tell such sets apart."""
-            nonlocal steps
-            seen, todo = set(group), list(group)
-            while todo:
-                state = todo.pop()
-                at, beyond = self.anchors.get(state, (None, 0))
-                for target in (*self.free[state], *([beyond] if at in places else [])):
-                    if target not in seen:
-                        seen.add(target)
-                        todo.append(target)
-            steps += len(seen)
-            return frozenset(s for s in seen if self.moves[s] or s == end or s in self.anchors)
-
-        # a state has where it leads, whether the text may end there, and whether nothing has been read
-        group = frozenset([start])
-        first = closure(group, "front"), end in closure(group, "front", "end", "line"), True
-        names, rows, final, todo = {first: 0}, [], [], [first]
-        for here, ends, in_front in todo:           # it grows while it is read
-            final.append(ends)
-            targets, row = after(here), [DEAD] * (len(edges) - 1)
-            last: dict[int, set[int]] = {}
-            if lines:           # a line feed that ends the text has been seen before it is read
-                last = after(closure(here, "line", *(("front",) if in_front else ())))
-                targets.setdefault(number[LINE_FEED], set())
-            for c, onwards in targets.items():
-                group = frozenset(onwards)
-                by = frozenset(last.get(c, ())) if lines and c == number[LINE_FEED] else group
-                there = closure(group), end in closure(by, *(("end", "line") if self.anchors else ())), False
-                if not there[0] and not there[1]:
-                    continue
-                if there not in names:
-                    names[there] = len(names)
-                    todo.append(there)
-                row[c] = names[there]
-            rows.append(row)
-            if len(names) > 4 * largest or steps > STEPS:
-                raise TooLarge(f"more than {largest} states" if steps <= STEPS else
-                               f"more than {STEPS} steps to find its states")
-        found = Dfa.of(np.array(rows, np.int32), np.array(final), classes)
-        if len(found) > largest:
-            raise TooLarge(f"{len(found)} states, more than {largest}")
-        return found
-
-
-def union(parts: Sequence[Dfa]) -> Dfa:
-    """What one of several accepts."""
-    b = Builder()
-    return b.build(b.any_of(*map(b.dfa, parts)))
-
-
-def literals(texts: Iterable[bytes]) -> Dfa:
-    """Some texts and nothing else."""
-    b = Builder()
-    return b.build(b.any_of(*map(b.bytes, texts)))
-
-
-@functools.cache
-def empty() -> Dfa:
-    return Dfa(np.full((1, 256), DEAD, np.int32), np.zeros(1, bool))
-
-
 def _product(a: Dfa, b: Dfa, final: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Dfa:
-    """Both side by side, as far as both go on."""
+    """Returns the product automaton, restricted to states where both can continue."""
     names: dict[int, int] = {0: 0}
     order, rows, at = [0], [], 0
     while at < len(order):
@@ -321,16 +107,16 @@ def _product(a: Dfa, b: Dfa, final: Callable[[np.ndarray, np.ndarray], np.ndarra
 
 
 def neighbours(tail: np.ndarray, head: np.ndarray, count: int) -> list[list[int]]:
-    """For each of `count` states the heads of the pairs whose tail it is, each once."""
-    pairs = np.sort(tail.astype(np.int64) * count + head)       # np.unique hashes, which is slower by far
+    """Returns for each of `count` states the distinct heads of the edges (tail, head) that leave it."""
+    pairs = np.sort(tail.astype(np.int64) * count + head)       # np.unique hashes, which is far slower
     tail, head = np.divmod(pairs[np.diff(pairs, prepend=-1) > 0], count)
     bounds, heads = np.searchsorted(tail, np.arange(count + 1)).tolist(), head.tolist()
     return [heads[a:b] for a, b in itertools.pairwise(bounds)]
 
 
 def levels(start: Iterable[int], tail: np.ndarray, head: np.ndarray, count: int) -> np.ndarray:
-    """`i64[count]`: the fewest steps from a state of `start` to each one along the pairs (tail, head); -1: none lead
-    there.
+    """Returns the fewest steps from a state of `start` to each state along the edges (tail, head): `i64[count]`, -1 if
+    unreachable.
 
     >>> levels([0], np.array([0, 1, 0]), np.array([1, 2, 2]), 4).tolist()
     [0, 1, 1, -1]
@@ -339,7 +125,7 @@ def levels(start: Iterable[int], tail: np.ndarray, head: np.ndarray, count: int)
     far = [-1] * count
     for state in todo:
         far[state] = 0
-    for state in todo:          # it grows while it is read
+    for state in todo:          # the list grows during the loop
         for there in onwards[state]:
             if far[there] < 0:
                 far[there] = far[state] + 1
@@ -348,7 +134,7 @@ def levels(start: Iterable[int], tail: np.ndarray, head: np.ndarray, count: int)
 
 
 def _useful(moves: np.ndarray, final: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Without states that cannot be reached or from which nothing can be accepted; state 0 stays."""
+    """Removes states that cannot be reached or from which no text is accepted; state 0 stays."""
     count = len(final)
     source, letter = np.nonzero(moves >= 0)
     target = moves[source, letter]
@@ -361,18 +147,18 @@ def _useful(moves: np.ndarray, final: np.ndarray) -> tuple[np.ndarray, np.ndarra
 
 
 def _blocks(moves: np.ndarray, final: np.ndarray) -> np.ndarray:
-    """`i64[S]`: equal for states that accept the same texts, and for no others.
+    """Returns `i64[S]` with equal entries exactly for states that accept the same texts.
 
-    A partition is refined as J. Hopcroft (1971) does: only states that lead into a part of a block that has split off
-    are looked at again, and the largest part of a block keeps its name, so that a state is renamed log S times at most.
-    What a state does is compared by a sum of random numbers, one for each pair of letter and block.
+    A partition is refined as in J. Hopcroft (1971): only states that lead into a newly split part of a block are
+    examined again, and the largest part of a block keeps its name, so that a state is renamed at most log S times. The
+    transitions of states are compared by a sum of random numbers, one per pair of letter and block.
     """
     count, letters = moves.shape
     source, letter = np.nonzero(moves >= 0)
     before = neighbours(moves[source, letter], source, count)
     rng = np.random.default_rng(0)
     codes, weights = (rng.integers(1 << 64, size=n, dtype=np.uint64) for n in (count + 2, letters))
-    block: np.ndarray = np.zeros(count + 1, np.int64)           # the last one is where no move leads
+    block: np.ndarray = np.zeros(count + 1, np.int64)           # the last entry stands for no transition
     block[:-1] = 1 + final
     label, members = codes[block], [{count}, set(), set()]
     for state, name in enumerate(block[:-1].tolist()):
@@ -395,16 +181,16 @@ def _blocks(moves: np.ndarray, final: np.ndarray) -> np.ndarray:
                 members.append(part)
         label[renamed] = codes[block[renamed]]
         touched = sorted({state for there in renamed for state in before[there]})
-    # equal sums do not prove equal moves; this does
+    # Equal sums do not prove equal transitions; this does.
     some = np.zeros(len(members), np.int64)
     some[block[:-1]] = np.arange(count)
     if not (block[moves] == block[moves[some[block[:-1]]]]).all():
-        raise AssertionError("two states that do not accept the same have one sum")
+        raise AssertionError("two states with different transitions have the same sum")
     return block[:-1]
 
 
 def _minimal(moves: np.ndarray, final: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """States that accept the same are one, in the order of the first of each."""
+    """Merges states that accept the same texts, in the order of the first of each."""
     _, first, block = np.unique(_blocks(moves, final), return_index=True, return_inverse=True)
     order = np.argsort(first)
     names = np.empty(len(first) + 1, np.int32)

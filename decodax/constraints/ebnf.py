@@ -1,6 +1,6 @@
-"""Grammars in the notation of Lark, as far as their rules do not refer to themselves: these are regular.
+"""Grammars in Lark's notation whose rules are not recursive, which makes their languages regular.
 
-The language is that of the rules as they stand; there is no lexer in front of them.
+Rules are applied to characters directly; there is no lexer.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from decodax.constraints.dfa import Builder, Dfa, TooLarge
+from decodax.constraints.builder import Builder, Part
+from decodax.constraints.dfa import Dfa, TooLarge
 from decodax.constraints.expressions import whole
-
-Part = tuple[int, int]
 
 COMMON = {
     "DIGIT": r"[0-9]", "HEXDIGIT": r"[0-9a-fA-F]", "INT": r"[0-9]+", "SIGNED_INT": r"[+-]?[0-9]+",
@@ -23,7 +22,7 @@ COMMON = {
     "FLOAT": r"([0-9]+[eE][+-]?[0-9]+|([0-9]+\.[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?)",
     "NUMBER": r"([0-9]+([eE][+-]?[0-9]+)?|([0-9]+\.[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?)",
     "SIGNED_NUMBER": r"[+-]?([0-9]+([eE][+-]?[0-9]+)?|([0-9]+\.[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?)"}
-"""What `%import common.NAME` brings."""
+"""Terminals that `%import common.NAME` imports."""
 
 TOKENS = re.compile(
     r"(?P<comment>//[^\n]*|\#[^\n]*)|(?P<string>\"(?:\\.|[^\"\\\n])*\"i?)|(?P<regex>/(?!/)(?:\\.|[^/\\\n])+/[imslux]*)"
@@ -32,51 +31,53 @@ TOKENS = re.compile(
 
 
 class Recursive(ValueError):
-    """A rule refers to itself, so that no finite automaton does."""
+    """A rule refers to itself, so no finite automaton accepts the language."""
 
 
 class Elsewhere(ValueError):
-    """The grammar has what is not read here."""
+    """The grammar has a command that is not supported here."""
 
 
 def ebnf(grammar: str) -> Dfa:
-    """The texts that a grammar's rule `start` makes.
+    """Returns the texts of a grammar's rule `start`.
 
-    Rules have names in lower case, terminals in upper case; an expression has alternatives (`|`), groups, options
-    (`[...]`, `?`), repetitions (`*`, `+`, `~ n`, `~ n..m`, `{n,m}`), texts (with `i` behind them in either case),
-    ranges of characters and regular expressions. `%import common.NAME` brings the usual terminals.
+    Rules have names in lower case, terminals in upper case. An expression has alternatives (`|`), groups, options
+    (`[...]`, `?`), repetitions (`*`, `+`, `~ n`, `~ n..m`, `{n,m}`), strings (followed by `i` to ignore case), ranges
+    of characters and regular expressions. `%import common.NAME` imports the usual terminals.
 
     >>> ebnf('start: "a" b*  b: "x" | /[0-9]/'.replace("  ", chr(10))).accepts(b"ax7")
     True
 
     Raises:
-        Recursive: a rule refers to itself. Elsewhere: `%ignore` and the like. TooLarge: its automaton is too large.
-        ValueError: it is no such grammar.
+        Recursive: a rule refers to itself.
+        Elsewhere: `%ignore` and other commands that are not supported.
+        TooLarge: its automaton is too large.
+        ValueError: the grammar is invalid, or no text fits it.
     """
     if not isinstance(grammar, str):
         raise TypeError(f"grammar: got {grammar!r}, takes a string")
     rules = _Parser(grammar).rules()
     if "start" not in rules:
-        raise ValueError("grammar: has no rule start")
+        raise ValueError("grammar: takes a rule named start, got none")
     b = Builder()
     try:
         found = b.build(_Maker(b, rules).name("start", ()))
     except TooLarge as error:
         raise TooLarge(f"grammar: {error}") from None
     if found.empty:
-        raise ValueError("grammar: no text fits it")
+        raise ValueError("grammar: no text fits it, takes one that some text fits")
     return found
 
 
 class _Parser:
-    """The rules as trees: tuples of what a node is and what it has."""
+    """Reads rules as trees: tuples of a node's kind and its contents."""
 
     def __init__(self, source: str):
         self.source, self.items, at = source, [], 0
         while at < len(source):
             found = TOKENS.match(source, at)
             if found is None:
-                raise self.wrong(at, f"{source[at]!r} says nothing here")
+                raise self.wrong(at, f"unexpected {source[at]!r}")
             kind = str(found.lastgroup)
             if kind not in ("comment", "space"):
                 self.items.append((kind, found.group(), at))
@@ -110,21 +111,21 @@ class _Parser:
                     pass
                 kind, name, at = self.peek()
                 if kind != "name":
-                    raise self.wrong(at, f"{text!r} is no name of a rule")
+                    raise self.wrong(at, f"got {text!r}, takes the name of a rule")
                 self.at += 1
                 if self.take("."):
                     self.at += 1                    # a priority, which does not change the language
                 if not self.take(":"):
-                    raise self.wrong(at, f"{name!r} wants a colon behind it")
+                    raise self.wrong(at, f"expected a colon after {name!r}")
                 if name in found:
-                    raise self.wrong(at, f"the rule {name!r} stands there twice")
+                    raise self.wrong(at, f"the rule {name!r} is defined twice")
                 found[name] = self.choice()
         return found
 
     def command(self, found: dict[str, Any]) -> None:
         _, text, at = self.peek()
         if text != "%import":
-            raise Elsewhere(f"grammar: line {self.source.count(chr(10), 0, at) + 1}: {text} is not honoured")
+            raise Elsewhere(f"grammar: line {self.source.count(chr(10), 0, at) + 1}: {text} is not supported")
         names = [x[1] for x in self.items[self.at + 1:self.at + 6] if x[0] in ("name", "op", "arrow")]
         if len(names) < 3 or names[:2] != ["common", "."] or names[2] not in COMMON:
             raise self.wrong(at, f"takes common.NAME, one of {', '.join(COMMON)}")
@@ -174,7 +175,7 @@ class _Parser:
                 if self.take(","):
                     high = self.number() if self.peek()[0] == "number" else None
                 if not self.take("}"):
-                    raise self.wrong(self.peek()[2], "a brace is not closed")
+                    raise self.wrong(self.peek()[2], "missing closing brace")
                 part = self.times(part, low, high)
             else:
                 return part
@@ -187,7 +188,7 @@ class _Parser:
     def number(self) -> int:
         kind, text, at = self.peek()
         if kind != "number":
-            raise self.wrong(at, f"{text!r} is no number")
+            raise self.wrong(at, f"got {text!r}, takes a number")
         self.at += 1
         return int(text)
 
@@ -220,7 +221,7 @@ def _text(source: str) -> str:
 
 
 class _Maker:
-    """Parts of an automaton, of the trees."""
+    """Builds parts of an automaton from the trees of rules."""
 
     def __init__(self, b: Builder, rules: dict[str, Any]):
         self.b, self.rules = b, rules

@@ -1,8 +1,8 @@
 """Regular expressions as automata over the bytes of UTF-8.
 
-The syntax is that of Python's `re`, read by its own parser; classes such as `\\d` are those of ASCII, as in ECMAScript
-and JSON Schema. Anchors of the text (`^`, `$`, `\\A`, `\\Z`) mean what they mean there, wherever they stand. What no
-finite automaton can do is refused by name.
+The syntax is that of Python's `re` and is read by its parser. Classes such as `\\d` are ASCII, as in ECMAScript and
+JSON Schema. Anchors (`^`, `$`, `\\A`, `\\Z`) keep their meaning anywhere in the expression. Features that no finite
+automaton has are refused by name.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from decodax.constraints.dfa import Anchor, Builder, Dfa, TooLarge
+from decodax.constraints.builder import Anchor, Builder, Part
+from decodax.constraints.dfa import Dfa, TooLarge
 
-Part = tuple[int, int]
 TOP = 0x10FFFF
 
 Spans = list[tuple[int, int]]
@@ -31,22 +31,22 @@ ECMA_LINE_ENDS: Spans = [(10, 10), (13, 13), (0x2028, 0x2029)]
 
 
 def regex(pattern: str) -> Dfa:
-    """The texts that a regular expression matches as a whole.
+    """Returns the texts that a regular expression matches as a whole.
 
     >>> word = regex("[a-c]+|é")
     >>> word.accepts(b"abc"), word.accepts("é".encode()), word.accepts(b"")
     (True, True, False)
 
     Raises:
-        TypeError: it is no string.
-        ValueError: it is none, it matches nothing, its automaton is too large, or it has what an automaton cannot do:
-            references, look-around, word boundaries, atomic groups.
+        TypeError: `pattern` is not a string.
+        ValueError: the expression is invalid, matches nothing, has too large an automaton, or uses features that an
+            automaton cannot have: back-references, look-around, word boundaries, atomic groups.
     """
     if not isinstance(pattern, str):
         raise TypeError(f"regex: got {pattern!r}, takes a string")
     found = whole(pattern)
     if found.empty:
-        raise ValueError(f"regex: {pattern!r} matches nothing")
+        raise ValueError(f"regex: got {pattern!r}, which matches nothing; takes an expression that matches some text")
     return found
 
 
@@ -59,11 +59,12 @@ def whole(pattern: str) -> Dfa:
 
 
 def search(pattern: str) -> Dfa:
-    """The texts in which a regular expression is found somewhere, as `pattern` in JSON Schema: `^` and `$` are the ends
-    of the text, and white space and line ends are ECMAScript's.
+    """Returns the texts in which a regular expression matches somewhere, as for `pattern` in JSON Schema.
+
+    `^` and `$` are the ends of the text; white space and line ends are ECMAScript's.
 
     Raises:
-        TypeError, ValueError: as `regex`.
+        TypeError, ValueError: as in `regex`.
     """
     b = Builder()
     with _named(pattern):
@@ -72,7 +73,7 @@ def search(pattern: str) -> Dfa:
 
 @contextlib.contextmanager
 def _named(pattern: str) -> Iterator[None]:
-    """Says of which expression the automaton is that is too large."""
+    """Adds the expression to the error about an automaton that is too large."""
     try:
         yield
     except TooLarge as error:
@@ -80,7 +81,7 @@ def _named(pattern: str) -> Iterator[None]:
 
 
 class ExpressionReader:
-    """Puts the parts of one expression into a builder."""
+    """Adds the parts of one expression to a builder."""
 
     def __init__(self, b: Builder, pattern: str, space: Spans = CATEGORIES["CATEGORY_SPACE"],
                  line_ends: Spans = [(10, 10)], dollar: Anchor = "line"):       # noqa: B006
@@ -94,23 +95,23 @@ class ExpressionReader:
             except (re.error, RecursionError, OverflowError) as error:
                 raise ValueError(f"regex: {pattern!r}: {error}") from error
         if flags := compiled.flags & ~(re.UNICODE | re.DOTALL):
-            raise ValueError(f"regex: {pattern!r}: no flags but (?s); got {re.RegexFlag(flags)!r}")
+            raise ValueError(f"regex: {pattern!r}: got the flags {re.RegexFlag(flags)!r}, takes (?s) only")
         self.dotall = bool(compiled.flags & re.DOTALL)
 
     def wrong(self, what: str) -> ValueError:
         return ValueError(f"regex: {self.pattern!r}: {what} cannot be a constraint")
 
     def matched(self) -> Part:
-        """The texts that it matches as a whole."""
+        """Adds the texts that the expression matches as a whole."""
         return self.sequence(self.tree)
 
     def found(self) -> Part:
-        """The texts in which it is found."""
+        """Adds the texts in which the expression matches somewhere."""
         branches = self.tree[0][1][1] if len(self.tree) == 1 and str(self.tree[0][0]) == "BRANCH" else [self.tree]
         more = lambda: self.b.star(self.characters([(0, TOP)]))
         at = lambda node: self._place(node[1]) if str(node[0]) == "AT" else None
         parts = []
-        for tree in map(list, branches):        # what is in front of `^`, or behind `$`, need not be built
+        for tree in map(list, branches):        # nothing can come before `^` or after `$`, so it is not built
             front, back = bool(tree) and at(tree[0]) == "front", bool(tree) and at(tree[-1]) == "end"
             parts.append(self.b.seq(*([] if front else [more()]), self.sequence(tree), *([] if back else [more()])))
         return self.b.any_of(*parts)
@@ -150,12 +151,12 @@ class ExpressionReader:
             bound = None if str(most) == "MAXREPEAT" else int(most)
             return self.b.repeat(lambda: self.sequence(inner), int(least), bound)
         names = {"GROUPREF": "a reference to a group", "GROUPREF_EXISTS": "a reference to a group",
-                 "ASSERT": "a look at what follows", "ASSERT_NOT": "a look at what follows",
+                 "ASSERT": "a look-around", "ASSERT_NOT": "a look-around",
                  "ATOMIC_GROUP": "an atomic group", "POSSESSIVE_REPEAT": "a possessive repetition"}
         raise self.wrong(names.get(op, op.lower()))
 
     def members(self, items: Any) -> list[tuple[int, int]]:
-        """The characters of a class."""
+        """Returns the code point ranges of a character class."""
         spans: list[tuple[int, int]] = []
         negated = False
         for op, value in items:
@@ -174,12 +175,12 @@ class ExpressionReader:
         return _other(spans) if negated else spans
 
     def characters(self, spans: list[tuple[int, int]]) -> Part:
-        """One character."""
+        """Adds one character of the given ranges."""
         return characters(self.b, spans)
 
 
 def characters(b: Builder, spans: Iterable[tuple[int, int]]) -> Part:
-    """One character of some ranges of code points, in UTF-8; surrogates are none."""
+    """Adds one character of the given code point ranges, in UTF-8; surrogates are left out."""
     start, end = b.state(), b.state()
     for low, high in spans:
         for sequence in utf8(low, high):
@@ -192,7 +193,7 @@ def characters(b: Builder, spans: Iterable[tuple[int, int]]) -> Part:
 
 
 def utf8(low: int, high: int) -> list[list[tuple[int, int]]]:
-    """The encodings of a range of code points, as sequences of ranges of bytes.
+    """Returns the UTF-8 encodings of a range of code points, as sequences of ranges of bytes.
 
     >>> utf8(0x61, 0x7A), utf8(0xE9, 0xE9)
     ([[(97, 122)]], [[(195, 195), (169, 169)]])
@@ -205,7 +206,7 @@ def utf8(low: int, high: int) -> list[list[tuple[int, int]]]:
     if low > high or (0xD800 <= low and high <= 0xDFFF):
         return []
     first, last = chr(low).encode(), chr(high).encode()
-    # ranges whose last bytes are full, so that each byte has a range of its own
+    # Split until all trailing bytes have full ranges, so that each byte has an independent range.
     for tail in range(1, len(first)):
         block = 64 ** tail
         if low // block != high // block:
@@ -217,7 +218,7 @@ def utf8(low: int, high: int) -> list[list[tuple[int, int]]]:
 
 
 def _other(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The characters that are in none of the ranges."""
+    """Returns the code points that are in none of the ranges."""
     found, at = [], 0
     for low, high in sorted(spans):
         if low > at:

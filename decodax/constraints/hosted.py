@@ -1,8 +1,8 @@
-"""Grammars with a stack: a matcher on the host, asked once a round for all positions.
+"""Context-free grammars by a matcher on the host, which is called once per round for all positions.
 
-The matcher is that of llguidance (an extra: `pip install decodax[grammar]`). Its answer is a function of the text
-alone, so drafts, trees, beams and forks change nothing; matchers of recent texts are kept, and a text that goes on from
-one of them costs one token.
+The matcher is llguidance's (an extra: `pip install decodax[grammar]`). Its answer depends on the text alone, so drafts,
+trees, beams and forks change nothing. Matchers of recent texts are cached; a text that extends one of them costs one
+token.
 """
 
 from __future__ import annotations
@@ -21,26 +21,30 @@ from decodax.common.struct import static, struct
 from decodax.sampling.base import Context, PyTree, Transform
 
 KEPT = 8192
-"""Matchers of recent texts."""
+"""Number of matchers of recent texts that are cached."""
 
 
 class Matcher:
-    """Some grammars over one vocabulary.
+    """Several grammars over one vocabulary. It is compared by identity, since it is static under jit.
 
-    It is compared by identity, since it is static under jit.
+    Args:
+        grammars: grammars in llguidance's Lark notation, or JSON.
+        token_bytes: the bytes of each token; empty for special tokens.
+        eos: end-of-sequence tokens, at least one.
+        encode: a function from a string to token ids.
 
     Raises:
-        ImportError: llguidance is not installed. ValueError: a grammar that is none.
+        ImportError: llguidance is not installed.
+        ValueError: a grammar is invalid.
     """
 
     def __init__(self, grammars: Sequence[str], token_bytes: Sequence[bytes], eos: Sequence[int], encode: Any):
         try:
             import llguidance
         except ImportError:
-            raise ImportError("grammar: a grammar whose rules refer to themselves takes llguidance; "
-                              "pip install 'decodax[grammar]'") from None
+            raise ImportError("grammar: recursive rules need llguidance; pip install 'decodax[grammar]'") from None
         if not eos:
-            raise ValueError("grammar: takes a model with an end of sequence, which says that a text is complete")
+            raise ValueError("grammar: got a model without an end of sequence, takes one that has it")
         self.llguidance, self.size, self.eos = llguidance, len(token_bytes), tuple(eos)
         special = [i for i, t in enumerate(token_bytes) if not t]
         names = [bytes(t) if t else b"\xff" + f"[{i}]".encode() for i, t in enumerate(token_bytes)]
@@ -60,7 +64,7 @@ class Matcher:
         return self.llguidance.LLMatcher(self.tokenizer, text)
 
     def after(self, which: int, text: tuple[int, ...]) -> Any:
-        """The matcher behind a text, or None if the text is not the beginning of any that is allowed."""
+        """Returns the matcher after a text, or None if no allowed text begins with it."""
         key = which, text
         if key in self.known:
             self.known.move_to_end(key)
@@ -79,8 +83,11 @@ class Matcher:
         return found
 
     def masks(self, which: np.ndarray, tokens: np.ndarray, begin: np.ndarray, length: np.ndarray) -> np.ndarray:
-        """`u8[..., ceil(V / 8)]`, a bit a token from the low one on: which may come next. All of them where `which` is
-        negative, and where the text is none that is allowed: there nobody goes."""
+        """Returns the allowed next tokens as bits, `u8[..., ceil(V / 8)]`, lowest bit first.
+
+        All tokens are allowed where `which` is negative, and after a text that is itself not allowed, which is never
+        continued.
+        """
         shape = np.broadcast_shapes(np.shape(which), np.shape(length))
         out = np.full((*shape, -(-self.size // 8)), 255, np.uint8)
         flat = out.reshape(-1, out.shape[-1])
@@ -108,7 +115,7 @@ class Matcher:
 
 
 class _Vocabulary:
-    """What llguidance asks of a tokenizer."""
+    """The interface of a tokenizer that llguidance expects."""
 
     def __init__(self, eos: int, tokens: list[bytes], special: list[int], encode: Any):
         self.eos_token_id, self.bos_token_id, self.tokens = eos, None, tokens
@@ -120,11 +127,13 @@ class _Vocabulary:
 
 @struct
 class Hosted(Transform):
-    """Lets only those tokens through that a grammar's matcher allows. It does not know how many tokens a text still
-    takes: one that the budget cuts ends as `Status.LENGTH`.
+    """Allows only tokens that a grammar's matcher allows.
+
+    It does not know how many tokens a text still needs, so a text that the budget cuts off ends with `Status.LENGTH`.
 
     Attributes:
-        which: `i32[B]`, the grammar of each row; -1: none. matcher: static.
+        which: `i32[B]`, the grammar of each row; -1 for none.
+        matcher: static.
     """
 
     which: Array

@@ -1,13 +1,15 @@
-"""The keywords of JSON Schema: which are honoured, which are not, and which say nothing.
+"""Reads the keywords of JSON Schema: which are supported, which are refused, and which have no effect.
 
-By the specification a word that no vocabulary knows is an annotation. So `title`, `$comment`, `id`, `x-order` and
-`propertyOrder` are not read; what is refused is a keyword of some draft by which a value may be invalid, and a word
-that is nearly one.
+By the specification a word that no vocabulary defines is an annotation, so `title`, `$comment`, `id`, `x-order` and
+`propertyOrder` are ignored. Refused are keywords of any draft that could make a value invalid, and words that are
+nearly a keyword.
 """
 
 from __future__ import annotations
 
 import difflib
+import json
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,7 +20,7 @@ BY_TYPE: dict[str, frozenset[str]] = {
     "object": frozenset({"properties", "required", "additionalProperties", "minProperties", "maxProperties"}),
     "array": frozenset({"items", "prefixItems", "minItems", "maxItems", "uniqueItems"}),
     "boolean": frozenset(), "null": frozenset()}
-"""Keywords that are honoured, by the type that they constrain."""
+"""Supported keywords, by the type that they constrain."""
 
 ANY_TYPE = frozenset({"type", "enum", "const", "anyOf", "oneOf", "allOf", "$ref", "nullable"})
 
@@ -38,11 +40,11 @@ OTHERS: dict[str, tuple[str | None, Callable[[Any, Mapping[str, Any]], bool]]] =
     "maxContains": ("array", lambda _, schema: "contains" not in schema),
     "additionalItems": ("array", lambda x, schema: x in ({}, True) or not isinstance(schema.get("items"), list)),
     "divisibleBy": ("number", lambda *_: False)}
-"""The other keywords of drafts 3 to 2020-12 by which a value may be invalid: the type that each speaks of, if it is one
-alone, and whether it says nothing with its value, beside the others of its schema."""
+"""The other keywords of drafts 3 to 2020-12 that could make a value invalid: the type that each applies to (None for
+all), and a function that is True if the keyword has no effect, given its value and the schema."""
 
 OLDER = tuple(f"http://json-schema.org/draft-0{n}/schema" for n in (3, 4, 5, 6, 7))
-"""`$schema` of the drafts in which `$ref` stands alone: what is beside it is not read."""
+"""`$schema` of the drafts in which `$ref` stands alone: keywords beside it are ignored."""
 
 YEAR = r"(\d{3}[1-9]|\d{2}[1-9]\d|\d[1-9]\d{2}|[1-9]\d{3})"
 
@@ -61,30 +63,33 @@ FORMATS["date-time"] = f"({FORMATS['date']})T({FORMATS['time']})"
 FORMATS_ELSEWHERE = frozenset({
     "duration", "idn-email", "hostname", "idn-hostname", "ipv6", "uri", "uri-reference", "iri", "iri-reference",
     "uri-template", "json-pointer", "relative-json-pointer", "regex", "ip-address", "host-name"})
-"""Formats that the drafts define and no automaton is here for. A format that none of them defines is an annotation."""
+"""Formats of the drafts for which there is no automaton. A format that no draft defines is an annotation."""
 
 
 class Unsupported(ValueError):
-    """A schema has what no automaton honours. The message begins with the place."""
+    """A schema has a keyword that no automaton supports. The message begins with its place in the schema."""
 
 
 def is_older(schema: Any) -> bool:
-    """Whether a schema says that it is of one of `OLDER`."""
+    """True if a schema declares one of the drafts in `OLDER`."""
     named = schema.get("$schema") if isinstance(schema, Mapping) else None
     return isinstance(named, str) and named.rstrip("#").replace("https:", "http:") in OLDER
 
 
 def said(schema: Mapping[str, Any], at: str, older: bool = False) -> dict[str, Any]:
-    """Returns what of a schema decides which values are valid, without annotations or keywords of other types.
+    """Returns the keywords of a schema that decide which values are valid, without annotations or keywords of other
+    types.
 
     >>> said({"type": "string", "title": "A name", "id": "#name", "maxLength": 3, "contains": {}}, "#")
     {'type': 'string', 'maxLength': 3}
 
     Args:
-        at: its place, for errors. older: whether it is of a draft in which `$ref` stands alone.
+        schema: the schema.
+        at: its place, for errors.
+        older: True if its draft ignores keywords beside `$ref`.
 
     Raises:
-        Unsupported: a keyword that is not honoured, or a word that is nearly a keyword.
+        Unsupported: a keyword that is not supported, or a word that is nearly a keyword.
     """
     if older and "$ref" in schema:
         return {"$ref": schema["$ref"]}
@@ -94,14 +99,119 @@ def said(schema: Mapping[str, Any], at: str, older: bool = False) -> dict[str, A
     for name in sorted(schema.keys() - HONOURED):
         kind, silent = OTHERS.get(name, (None, None))
         if silent is not None and (kind is None or kind in named) and not silent(schema[name], schema):
-            raise Unsupported(f"json_schema: {at}/{name}: this keyword is not honoured")
+            raise Unsupported(f"json_schema: {at}/{name}: this keyword is not supported")
         if silent is None and not name.startswith("x-") and (near := _nearly(name)):
             raise Unsupported(f"json_schema: {at}/{name}: no such keyword; did you mean {near!r}?")
     return {k: v for k, v in schema.items() if k in HONOURED}
 
 
 def _nearly(name: str) -> str | None:
-    """The keyword that a word is but for a letter or two, so that it may be meant."""
+    """Returns the keyword from which a word differs by a letter or two, or None."""
     known = {word.lower(): word for word in (*HONOURED, *OTHERS)}
     near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.88)
     return known[near[0]] if near else None
+
+
+def canonical(schema: Any) -> str:
+    """Returns a schema as JSON text.
+
+    Raises:
+        ValueError: it is not a schema.
+    """
+    if hasattr(schema, "model_json_schema"):
+        schema = schema.model_json_schema()
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"json_schema: not JSON ({error})") from error
+    if not isinstance(schema, (Mapping, bool)):
+        raise ValueError(f"json_schema: got {type(schema).__name__}, takes a dictionary, its JSON, or a Pydantic class")
+    try:
+        _finite(schema, "#")
+        text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
+        text.encode()           # raises ValueError for a lone surrogate
+        return text
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"json_schema: {error}") from error
+
+
+def _finite(schema: Any, at: str) -> None:
+    """Raises ValueError with the place of a number that is not finite, which JSON does not have."""
+    if isinstance(schema, float) and not math.isfinite(schema):
+        raise ValueError(f"{at}: got {schema!r}, takes finite numbers")
+    inner = schema.items() if isinstance(schema, Mapping) else enumerate(schema) if isinstance(schema, (list, tuple)) \
+        else ()
+    for name, value in inner:
+        _finite(value, f"{at}/{name}")
+
+
+def bounds(schema: Mapping[str, Any], name: str, at: str) -> tuple[int, int | None]:
+    """Returns the values of `min...` (0 by default) and `max...` (None by default)."""
+    found = []
+    for key in (f"min{name}", f"max{name}"):
+        x = schema.get(key)
+        if x is not None and (isinstance(x, bool) or not isinstance(x, (int, float)) or x != int(x) or x < 0):
+            raise ValueError(f"json_schema: {at}/{key}: got {x!r}, takes a whole number from 0 on")
+        found.append(None if x is None else int(x))
+    least, most = found
+    if least is not None and most is not None and least > most:
+        raise ValueError(f"json_schema: {at}: min{name} {least} is above max{name} {most}; takes bounds with "
+                         "something between them")
+    return least or 0, most
+
+
+def number_range(schema: Mapping[str, Any], at: str) -> tuple[Any, bool, Any, bool]:
+    """Returns the smallest number, whether it is excluded, the largest, and whether it is excluded; None for no
+    bound."""
+    limits = {}
+    for key, inclusive in (("minimum", None), ("maximum", None), ("exclusiveMinimum", "minimum"),
+                           ("exclusiveMaximum", "maximum")):
+        x = schema.get(key)
+        if isinstance(x, bool) and inclusive:           # as in draft 4
+            x = schema.get(inclusive) if x else None
+        if x is not None and (isinstance(x, bool) or not isinstance(x, (int, float))):
+            raise Unsupported(f"json_schema: {at}/{key}: got {x!r}, takes a number")
+        limits[key] = x
+    low, high = limits["minimum"], limits["maximum"]
+    out_low = limits["exclusiveMinimum"] is not None and (low is None or limits["exclusiveMinimum"] >= low)
+    out_high = limits["exclusiveMaximum"] is not None and (high is None or limits["exclusiveMaximum"] <= high)
+    low = limits["exclusiveMinimum"] if out_low else low
+    high = limits["exclusiveMaximum"] if out_high else high
+    if low is not None and high is not None and (low > high or (low == high and (out_low or out_high))):
+        names = "exclusiveMinimum" if out_low else "minimum", "exclusiveMaximum" if out_high else "maximum"
+        raise ValueError(f"json_schema: {at}: no number lies between {names[0]} {low} and {names[1]} {high}; takes "
+                         "bounds with something between them")
+    return low, out_low, high, out_high
+
+
+def joined(rest: Mapping[str, Any], other: Any, at: str) -> Any:
+    """Returns one schema that demands what both demand."""
+    if other is True or other is False:
+        return dict(rest) if other else False
+    if not isinstance(other, Mapping):
+        raise ValueError(f"json_schema: {at}: got {other!r}, takes a schema")
+    out = dict(rest)
+    for key, value in other.items():
+        old = out.get(key)
+        if old is None or same(old, value):
+            out[key] = value
+        elif key == "required":
+            out[key] = [*old, *[name for name in value if name not in old]]
+        elif key == "properties":
+            clash = [name for name in old.keys() & value.keys() if not same(old[name], value[name])]
+            if clash:
+                raise Unsupported(f"json_schema: {at}/properties/{clash[0]}: defined twice, differently")
+            out[key] = {**old, **value}
+        elif key in ("minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties"):
+            out[key] = max(old, value)
+        elif key in ("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties"):
+            out[key] = min(old, value)
+        else:
+            raise Unsupported(f"json_schema: {at}/{key}: defined twice, differently")
+    return out
+
+
+def same(a: Any, b: Any) -> bool:
+    """True if two values are the same JSON."""
+    return json.dumps(a, sort_keys=True) == json.dumps(b, sort_keys=True)

@@ -16,10 +16,11 @@ from decodax.common.arguments import shown, text, unicode, wrong
 from decodax.common.registry import CONSTRAINTS, Configured
 from decodax.constraints import automata, expressions, schema
 from decodax.constraints.automata import TAGS, anything, frozen_tools
-from decodax.constraints.dfa import Dfa, TooLarge, literals
+from decodax.constraints.builder import literals
+from decodax.constraints.dfa import Dfa, TooLarge
 from decodax.constraints.ebnf import Elsewhere, Recursive, ebnf
 from decodax.constraints.hosted import Hosted, Matcher
-from decodax.constraints.schema import canonical
+from decodax.constraints.keywords import canonical
 from decodax.constraints.tokens import TokenDfa, trie_of
 from decodax.constraints.transform import Constrained, TokenTable
 

@@ -1,6 +1,6 @@
-"""Automata over the tokens of a vocabulary, made of automata over bytes.
+"""Automata over the tokens of a vocabulary, made from automata over bytes.
 
-Tokens that nothing tells apart share a class, so the table of an automaton over 150,000 tokens has a few hundred
+Tokens that the automaton treats alike share a class, so the table of an automaton over 150,000 tokens has a few hundred
 columns.
 """
 
@@ -17,17 +17,19 @@ from decodax.common.struct import short
 from decodax.constraints.dfa import DEAD, Dfa, levels, neighbours
 
 FAR = np.iinfo(np.int32).max // 2
-"""A distance that nothing reaches."""
+"""A distance larger than any real one."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TokenTrie:
-    """The tokens of a vocabulary by their bytes. Level by level; the nodes of a level are sorted by parent.
+    """The tokens of a vocabulary as a trie of their bytes, level by level. The nodes of a level are sorted by parent.
 
     Attributes:
-        size: of the vocabulary. byte: for each level, the byte of each node. children: for each level, `i32[n + 1]`,
-            where the children of each node begin on the next one. ends: for each level, `i32[n + 1]`, where the tokens
-            that end at each node begin in `tokens`, an array for each level.
+        size: size of the vocabulary.
+        byte: for each level, the byte of each node.
+        children: for each level, `i32[n + 1]`, the index of the first child of each node on the next level.
+        ends: for each level, `i32[n + 1]`, the index in `tokens` of the first token that ends at each node.
+        tokens: for each level, the tokens that end on it.
     """
 
     __repr__ = short
@@ -40,16 +42,16 @@ class TokenTrie:
 
     @classmethod
     def build(cls, token_bytes: Sequence[bytes]) -> TokenTrie:
-        """Of the bytes that each token adds to a text; those that add none are left out."""
+        """Builds the trie from the bytes that each token adds to a text; tokens without bytes are left out."""
         lengths = np.array([len(t) for t in token_bytes])
         flat = np.frombuffer(b"".join(token_bytes), np.uint8)
         start = np.concatenate([[0], np.cumsum(lengths)])[:-1]
-        node: np.ndarray = np.zeros(len(lengths), np.int64)             # of each token on the present level
+        node: np.ndarray = np.zeros(len(lengths), np.int64)             # node of each token on the current level
         live = np.flatnonzero(lengths > 0)
         byte, children, ends, tokens = [], [], [], []
         depth, nodes = 0, 1
         while True:
-            # the tokens that end on this level
+            # The tokens that end on this level.
             here = live[lengths[live] == depth]
             here = here[np.argsort(node[here], kind="stable")]
             tokens.append(here.astype(np.int32))
@@ -68,15 +70,15 @@ class TokenTrie:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TokenDfa:
-    """An automaton over tokens.
+    """A deterministic automaton over tokens.
 
     Attributes:
         classes: `i32[V]`, the class of each token.
-        next: `i32[S, C]`, -1 where a token of the class is not allowed. Ends of the sequence lead to `S - 1`, the last
-            state, from which nothing goes on.
-        distance: `i32[S]`, the fewest tokens that complete the text, with the end of the sequence if there is one.
-        starts: `i32[n]`, the first state of each of the automata that it is made of.
-        forced: `i32[S]`, the longest token with which the text goes on where only one text can follow; -1 elsewhere.
+        next: `i32[S, C]`, the next state; -1 where tokens of the class are not allowed. End-of-sequence tokens lead to
+            the last state, `S - 1`, from which nothing follows.
+        distance: `i32[S]`, the fewest tokens that complete the text, including the end of sequence if there is one.
+        starts: `i32[n]`, the first state of each language that the automaton was built from.
+        forced: `i32[S]`, where only one text can follow, the longest token that begins it; -1 elsewhere.
     """
 
     __repr__ = short
@@ -89,10 +91,13 @@ class TokenDfa:
 
     @classmethod
     def build(cls, parts: Sequence[Dfa], trie: TokenTrie, eos: Sequence[int], banned: Sequence[int] = ()) -> TokenDfa:
-        """Of several languages side by side.
+        """Builds one automaton of several languages side by side.
 
         Args:
-            eos: the ends of the sequence, which are allowed where a text is complete; none: it is complete without one.
+            parts: automata over bytes.
+            trie: the vocabulary.
+            eos: end-of-sequence tokens, which are allowed where a text is complete. Without any, a complete text needs
+                no end.
             banned: tokens that are never allowed.
         """
         sizes = np.cumsum([0, *map(len, parts)])
@@ -102,7 +107,7 @@ class TokenDfa:
         final = np.concatenate([p.final for p in parts])
         barred = np.zeros(trie.size, bool)
         barred[list(banned)] = True
-        barred[list(eos)] = True            # an end of the sequence is that, whatever its text
+        barred[list(eos)] = True            # an end-of-sequence token is never read as text
         action, pairs = _actions(following, trie)
         action[barred] = NOTHING
         if ends := [e for e in eos if e not in set(banned)]:
@@ -121,7 +126,8 @@ class TokenDfa:
                    np.append(_forced(following, final, trie, barred), DEAD).astype(np.int32))
 
     def longest(self, start: int) -> int | None:
-        """The most tokens of a text from a state, without the end of the sequence; None: there is no bound."""
+        """Returns the length in tokens of the longest text from a state, without the end of sequence; None if it is
+        unbounded."""
         last = len(self.next) - 1
         source, column = np.nonzero(self.next >= 0)
         target = self.next[source, column]
@@ -134,7 +140,7 @@ class TokenDfa:
             for there in onwards[state]:
                 waits[there] += 1
         order = [start] if not waits[start] else []
-        for state in order:         # it grows while it is read
+        for state in order:         # the list grows during the loop
             for there in onwards[state]:
                 waits[there] -= 1
                 if not waits[there]:
@@ -149,19 +155,19 @@ class TokenDfa:
 
 
 NOTHING = 0
-"""The action of a token by which no text goes on."""
+"""The action of a token after which no text can continue."""
 
 
 def _actions(following: np.ndarray, trie: TokenTrie) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Returns what each token does to the states.
+    """Returns the effect of each token on the states.
 
-    Many tokens do the same: to a string of JSON all words of five plain letters. An action is worked out once for each
-    action that it goes on from and each kind of byte, so that what this takes depends on how many different actions
-    there are and not on how many tokens a state allows.
+    Many tokens have the same effect, such as all words of five plain letters inside a JSON string. Each action is
+    computed once per preceding action and class of bytes, so the cost depends on the number of different actions and
+    not on the number of tokens that a state allows.
 
     Returns:
-        `i64[V]`, the number of each token's action; and of each action the pairs of states before and after it that it
-        has, in order, as `before * (S + 1) + after`.
+        `i64[V]`, the index of each token's action; and for each action its sorted pairs of states before and after, as
+            `before * (S + 1) + after`.
     """
     count = len(following)
     _, some, letters = np.unique(following, axis=1, return_index=True, return_inverse=True)
@@ -170,7 +176,7 @@ def _actions(following: np.ndarray, trie: TokenTrie) -> tuple[np.ndarray, list[n
     numbers = {x.tobytes(): i for i, x in enumerate(pairs)}
     onwards: dict[int, int] = {}        # by action * letters + letter
     found: np.ndarray = np.full(trie.size, NOTHING)
-    node: np.ndarray = np.ones(1, np.int64)         # the action of each node of the present level
+    node: np.ndarray = np.ones(1, np.int64)         # action of each node of the current level
     for depth, starts in enumerate(trie.children):
         found[trie.tokens[depth]] = np.repeat(node, np.diff(trie.ends[depth]))
         if not node.any() or depth == len(trie.byte):
@@ -191,7 +197,7 @@ def _actions(following: np.ndarray, trie: TokenTrie) -> tuple[np.ndarray, list[n
 
 
 def _forced(following: np.ndarray, final: np.ndarray, trie: TokenTrie, barred: np.ndarray) -> np.ndarray:
-    """For each state the longest token of the text that must follow, or -1."""
+    """Returns for each state the longest token of the text that must follow, or -1."""
     found: np.ndarray = np.full(len(final), DEAD)
     one = ((following >= 0).sum(1) == 1) & ~final
     only = np.argmax(following >= 0, 1)
@@ -213,5 +219,5 @@ def _forced(following: np.ndarray, final: np.ndarray, trie: TokenTrie, barred: n
 
 @functools.lru_cache(maxsize=4)
 def trie_of(token_bytes: tuple[bytes, ...]) -> TokenTrie:
-    """`TokenTrie.build`, kept for the vocabularies in use."""
+    """Returns `TokenTrie.build(token_bytes)`, cached for the vocabularies in use."""
     return TokenTrie.build(token_bytes)

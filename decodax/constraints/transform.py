@@ -1,4 +1,4 @@
-"""Constraints as links of the policy's chain: exact along drafts and trees, on beams and particles."""
+"""Constraints as transforms of the policy's chain: exact along drafts and trees, on beams and particles."""
 
 from __future__ import annotations
 
@@ -11,16 +11,20 @@ from jax import Array
 from decodax.common.struct import Struct, static, struct
 from decodax.constraints.tokens import FAR, TokenDfa
 from decodax.core.stops import StopTable
-from decodax.sampling.base import Context, Policy, PyTree, Transform
+from decodax.sampling.base import Context, PyTree, Transform
+from decodax.sampling.distribution import Policy
 
 
 @struct
 class TokenTable(Struct):
-    """A `TokenDfa` on the device, shared by all rows. Sizes are powers of two, so that another automaton of about the
-    same size does not retrace.
+    """A `TokenDfa` on the device, shared by all rows. Sizes are padded to powers of two, so that another automaton of
+    about the same size does not retrace.
 
     Attributes:
-        classes: `u16[V]` or `i32[V]`. next: `i16[S, C]` or `i32[S, C]`. distance, forced: `i32[S]`.
+        classes: `u16[V]` or `i32[V]`.
+        next: `i16[S, C]` or `i32[S, C]`.
+        distance: `i32[S]`.
+        forced: `i32[S]`.
     """
 
     classes: Array
@@ -30,6 +34,7 @@ class TokenTable(Struct):
 
     @classmethod
     def of(cls, automaton: TokenDfa) -> TokenTable:
+        """Puts an automaton on the device."""
         states, columns = (_power(n, least) for n, least in zip(automaton.next.shape, (32, 64), strict=True))
         wide = ((0, states - automaton.next.shape[0]), (0, columns - automaton.next.shape[1]))
         following = np.pad(automaton.next, wide, constant_values=-1)
@@ -40,7 +45,7 @@ class TokenTable(Struct):
                    forced=jnp.asarray(np.pad(automaton.forced, wide[0], constant_values=-1), jnp.int32))
 
     def move(self, state: Array, token: Array) -> Array:
-        """The states after `token`, both `i32[...]`; -1 where it is not allowed."""
+        """Returns the states after `token` (`i32[...]`); -1 where it is not allowed."""
         return self.next[jnp.maximum(state, 0), self.classes[jnp.maximum(token, 0)].astype(jnp.int32)].astype(jnp.int32)
 
 
@@ -50,14 +55,15 @@ def _power(n: int, least: int) -> int:
 
 @struct
 class Constrained(Transform):
-    """Lets only those tokens through with which the text can still become one of the language, and that with the tokens
-    which are left: so a row ends with a whole text.
+    """Allows only tokens after which the text can still be completed to one of the language within the row's budget.
+
+    A row therefore always ends with a complete text.
 
     Attributes:
-        start: `i32[B]`, the state of the automaton in front of the text; -1: the row may write what it likes.
-        end: `i32[B]`, the index behind the last token that the row may have, with the prompt.
-        place: static; which of the policy's tables is the automaton.
-        table: that table, where the chain is run.
+        start: `i32[B]`, the automaton's state before the text; -1 for an unconstrained row.
+        end: `i32[B]`, the index after the last token that the row may have, prompt included.
+        place: static; index of the automaton in the policy's tables.
+        table: that table, set while the chain is applied.
     """
 
     start: Array
@@ -76,25 +82,26 @@ class Constrained(Transform):
     def logits(self, state: PyTree, ctx: Context, logits: Array) -> Array:
         t: TokenTable = self.table
         following = t.next[jnp.maximum(state, 0)].astype(jnp.int32)
-        left = self.end - ctx.length - 1                            # tokens behind this one
+        left = self.end - ctx.length - 1                            # tokens after this one
         fits = (following >= 0) & (t.distance[jnp.maximum(following, 0)] <= left)
         return jnp.where((state < 0) | fits[t.classes.astype(jnp.int32)], logits, -jnp.inf)
 
     def advance(self, state: PyTree, token: Array, log_prob: Array) -> PyTree:
         after = self.table.move(state, token)
-        # a draft that is not allowed is never accepted; what follows it does not matter, but must be a state
+        # A draft that is not allowed is never accepted. What follows it is irrelevant, but it must be a state.
         return jnp.where(state < 0, state, jnp.maximum(after, 0))
 
 
 @struct
 class Closing(Struct):
-    """Stop strings, and the end of rows whose text is complete where no end of the sequence can say so.
+    """Stop strings, and the end of rows whose text is complete, for models without an end-of-sequence token.
 
-    It stands in the place of a `StopTable`, whose state it carries beside that of the constraint's automaton. A row
-    ends with the token after which its text is complete and no longer text fits into its budget.
+    It takes the place of a `StopTable` and carries that table's state together with the state of the constraint's
+    automaton. A row ends with the token after which its text is complete and no longer text fits into its budget.
 
     Attributes:
-        strings: the automaton of stop strings, or None. table: that of the constraint.
+        strings: the automaton of stop strings, or None.
+        table: the automaton of the constraint.
         onwards: `i32[S]`, the fewest tokens to the end of a longer text.
     """
 
@@ -104,32 +111,32 @@ class Closing(Struct):
 
     @classmethod
     def of(cls, strings: StopTable | None, table: TokenTable) -> Closing:
-        """Returns the automaton of stop strings and of the table of a constraint.
+        """Combines the automaton of stop strings with the table of a constraint.
 
         Raises:
-            ValueError: their states together are too many to be counted.
+            ValueError: the number of combined states does not fit in an int32.
         """
         if strings is not None and strings.next.shape[0] * (table.next.shape[0] + 1) >= 1 << 31:
-            raise ValueError("stop: strings of this length beside this constraint, without an end of sequence, have "
-                             "too many states together; takes shorter ones")
+            raise ValueError("stop: got stop strings and a constraint without an end of sequence that have too many "
+                             "states together; takes shorter strings")
         ahead = jnp.where(table.next >= 0, table.distance[jnp.maximum(table.next, 0).astype(jnp.int32)], FAR)
         return cls(strings, table, ahead.min(1) + 1)
 
     def begin(self, tokens: Array, length: Array, policy: Policy) -> Array:
-        """Returns the states after prompts, as `StopTable.begin`, with each row's constraint at its start."""
+        """Returns the states after prompts, as `StopTable.begin` does, with each row's constraint at its start."""
         front = jnp.zeros_like(length) if self.strings is None else self.strings.begin(tokens, length, policy)
         link = next(t for t in policy.transforms if isinstance(t, Constrained))
         return front * self._states + link.start + 1
 
     def advance(self, state: Array, token: Array, left: Array | int = FAR) -> tuple[Array, Array]:
-        """Returns the states after tokens, and which rows end: see `StopTable.advance`."""
+        """Returns the states after tokens, and which rows end; see `StopTable.advance`."""
         front, here = state // self._states, state % self._states - 1
         hit: Array = jnp.zeros(jnp.broadcast_shapes(state.shape, token.shape), bool)
         if self.strings is not None:
             front, hit = self.strings.advance(front, token)
         after = self.table.move(here, token)
         now = jnp.maximum(after, 0)
-        # a free row stays free; a token that is not allowed is never taken
+        # An unconstrained row stays so; a token that is not allowed is never taken.
         closes = (here >= 0) & (after >= 0) & (self.table.distance[now] == 0) & (self.onwards[now] > left)
         return front * self._states + jnp.where(here < 0, -1, now) + 1, hit | closes
 

@@ -1,4 +1,4 @@
-"""Methods that work and are tested, and whose interface may change."""
+"""Methods that work and are tested, but whose interface may change."""
 
 from decodax.contrib import arc
 

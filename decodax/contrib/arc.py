@@ -1,11 +1,11 @@
-"""Compressed texts in front of a decoder: an ARC-Encoder with its weights and tokenizer (Pilchen et al., 2025).
+"""Compressed contexts for a decoder: an ARC-Encoder with its weights and tokenizer (Pilchen et al., 2025).
 
 >>> encoder = load(path)                                                                       # doctest: +SKIP
->>> given = encoder.read(lm, [[CompressedContext(document), question]])                        # doctest: +SKIP
->>> dx.generate(lm, **given)                                                                   # doctest: +SKIP
+>>> inputs = encoder.read(lm, [[CompressedContext(document), question]])                       # doctest: +SKIP
+>>> dx.generate(lm, **inputs)                                                                  # doctest: +SKIP
 
-The decoder stays as it is. It reads the vectors of a context as the embeddings of that many tokens, so every algorithm,
-policy and cache goes with them.
+The decoder does not change. It reads the vectors of a context as the embeddings of tokens, so every algorithm, policy
+and cache works with them.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from decodax.models.transformer import Weights
 Text = str | Sequence[int]
 
 TOGETHER = 8
-"""Texts that are encoded in one call."""
+"""The number of texts that are encoded in one call."""
 
 
 @dataclasses.dataclass(frozen=True)
 class CompressedContext:
-    """A part of a prompt that is read as vectors: a text, or token ids of the encoder's vocabulary."""
+    """A part of a prompt that the decoder reads as vectors: a text, or token ids of the encoder's vocabulary."""
 
     text: Text
 
@@ -53,8 +53,9 @@ class Encoder:
     """An ARC-Encoder ready to encode.
 
     Attributes:
-        model, params: its network and its weights.
-        tokenizer: the encoder's own, which may be another one than the decoder's; None for bare ids.
+        model: the network.
+        params: the weights.
+        tokenizer: the encoder's own tokenizer, which may differ from the decoder's; None if contexts are token ids.
     """
 
     __repr__ = short
@@ -65,32 +66,34 @@ class Encoder:
 
     def read(self, lm: LM, prompts: Sequence[Sequence[Text | CompressedContext]], *, chunk: int | None = None,
              end: End | None = "cont") -> dict[str, Any]:
-        """`prompts=` and `inputs=` of `decodax.generate`, `stream` or `score`.
+        """Returns the arguments `prompts` and `inputs` of `decodax.generate`, `stream` or `score`.
 
         Args:
             lm: the decoder.
-            prompts: for each prompt its parts in order, `CompressedContext`s and what the decoder reads itself (texts
-            or ids). A
-                text in front gets the decoder's BOS token, if its tokenizer adds one; the others get none.
-            chunk: contexts of more tokens are encoded in pieces of so many. The vectors stand side by side.
-            end: the state behind each context: "cont" asks for what follows, "rec" for the context itself.
+            prompts: the parts of each prompt in order: `CompressedContext`s, and texts or token ids that the decoder
+                reads itself. A text at the start gets the decoder's BOS token if its tokenizer adds one; later texts
+                get none.
+            chunk: the maximum number of tokens that are encoded together; longer contexts are encoded in pieces, and
+                their vectors are concatenated.
+            end: the trained vector after each context: "cont" asks for a continuation, "rec" for a repetition of the
+                context.
 
         Raises:
-            ValueError: a context without tokens, one in the encoder's vocabulary that it does not know, an encoder for
-                decoders of another width, or a prompt whose last part is no text.
+            ValueError: a context has no tokens or has a token id outside the encoder's vocabulary, the encoder is for
+                decoders of another width, or the last part of a prompt is not a text.
         """
         if not isinstance(lm.model, Transformer) or lm.model.config.width != self.model.out:
             width = getattr(getattr(lm.model, "config", None), "width", None)
-            raise ValueError(f"lm: got a {type(lm.model).__name__} of width {width}, the encoder is for a Transformer "
-                             f"of width {self.model.out}")
+            raise ValueError(f"lm: got a {type(lm.model).__name__} of width {width}, takes a Transformer of width "
+                             f"{self.model.out} for this encoder")
         if chunk is not None and chunk < 1:
-            raise ValueError(f"chunk: got {chunk}, takes 1 or more, or None")
+            raise ValueError(f"chunk: got {chunk}, takes at least 1, or None")
         rows = [[part if isinstance(part, CompressedContext) else _ids(lm, part, f"prompts[{i}]", special=j == 0)
                  for j, part in enumerate(row)] for i, row in enumerate(prompts)]
         for i, row in enumerate(rows):
             if not row or not row[-1] or isinstance(row[-1], CompressedContext):
-                raise ValueError(f"prompts[{i}]: ends in no text, takes a text that the decoder reads behind its "
-                                 "contexts")
+                raise ValueError(f"prompts[{i}]: takes as its last part a text that is not empty, which the decoder "
+                                 "reads after its contexts")
         vectors = iter(self.vectors([part.text for row in rows for part in row if isinstance(part, CompressedContext)],
                                     chunk=chunk, end=end))
         ids: list[list[int]] = []
@@ -117,7 +120,7 @@ class Encoder:
 
     def vectors(self, texts: Sequence[Text], *, chunk: int | None = None, end: End | None = "cont"
                 ) -> list[np.ndarray]:
-        """What the decoder reads of each text, `f32[M, D]`, its end included. See `read`."""
+        """Returns the vectors that the decoder reads for each text, `f32[M, D]`, including its end. See `read`."""
         pieces: list[list[int]] = []
         owners: list[int] = []
         for i, text in enumerate(texts):
@@ -148,13 +151,18 @@ class Encoder:
             text = self.tokenizer.encode(text, add_special_tokens=False)
         ids, vocab = [int(token) for token in text], self.model.config.vocab
         if not ids:
-            raise ValueError(f"{name}: is empty, takes one token or more")
+            raise ValueError(f"{name}: is empty, takes at least one token")
         if wrong := [token for token in ids if not 0 <= token < vocab]:
-            raise ValueError(f"{name}: got token id {wrong[0]}, the encoder knows 0 to {vocab - 1}")
+            raise ValueError(f"{name}: got token id {wrong[0]}, takes 0 to {vocab - 1}")
         return ids
 
     def save(self, path: str | os.PathLike[str], dtype: jax.typing.DTypeLike | None = None) -> None:
-        """Writes a directory in the layout of the released encoders, and the tokenizer's file beside it."""
+        """Writes a directory in the layout of the released encoders, with the tokenizer's file.
+
+        Args:
+            path: the directory.
+            dtype: dtype of the stored weights; None keeps theirs.
+        """
         write_arc(Path(path), self.model, self.params, dtype)
         if self.tokenizer is not None:
             self.tokenizer.backend.save(str(Path(path) / "tokenizer.json"))
@@ -163,18 +171,18 @@ class Encoder:
 def load(path: str | os.PathLike[str], *, tokenizer: Tokenizer | None = None,
          backbone: str | os.PathLike[str] | None = None, decoder: int = 0,
          dtype: jax.typing.DTypeLike | None = None) -> Encoder:
-    """An encoder that `Encoder.save` wrote, or one of the authors' (kyutai-labs/ARC-Encoder).
+    """Loads an encoder that `Encoder.save` wrote, or one of the authors' (kyutai-labs/ARC-Encoder).
 
     Args:
-        path: a directory with `config.json` and `model.safetensors`, or a checkpoint of their training.
-        tokenizer: the encoder's; None: that of `tokenizer.json` in the directory, if there is one.
-        backbone: the directory of the encoder's backbone, which such a checkpoint needs.
-        decoder: which of its decoders, of an encoder that was trained for several.
-        dtype: of the weights; None: as stored.
+        path: a directory with `config.json` and `model.safetensors`, or a checkpoint of the authors' training.
+        tokenizer: the encoder's tokenizer; default that of `tokenizer.json` in the directory, if the file exists.
+        backbone: the directory of the encoder's backbone, which a checkpoint of their training needs.
+        decoder: the index of the decoder, for an encoder that was trained for several.
+        dtype: dtype of the weights; None keeps the stored one.
 
     Raises:
-        ValueError: a file or a tensor that is missing or of another shape, or an option without a counterpart here, by
-            name.
+        ValueError: a file or tensor is missing or has another shape, or an option is not supported; the message names
+            it.
     """
     root = Path(path)
     model, params = read_arc(root, None if backbone is None else Path(backbone), decoder, dtype)
@@ -185,19 +193,22 @@ def load(path: str | os.PathLike[str], *, tokenizer: Tokenizer | None = None,
 
 def begin(lm: LM, decoder: LM | None = None, *, layers: int | None = None, pool: int = 8, hidden: int | None = 2048,
           seed: int = 0) -> Encoder:
-    """An encoder that is to be trained: the first layers of a model, with a fresh bridge.
+    """Returns an untrained encoder: the first layers of a model, with a new bridge.
 
     Args:
-        lm: a Llama, whose weights the encoder begins with.
-        decoder: the model that it is for; None: the same.
-        layers: how many layers it has; None: all but the last two, as the authors' have, or all of four or fewer.
-        pool, hidden: as in `ArcEncoder`.
+        lm: a Llama, from whose weights the encoder starts.
+        decoder: the model that will read the vectors; default `lm`.
+        layers: the number of layers; by default all but the last two, as in the authors' encoders, or all if there are
+            at most four.
+        pool: as in `ArcEncoder`.
+        hidden: as in `ArcEncoder`.
+        seed: seed of the bridge's weights.
 
     Raises:
-        ValueError: a model that is no Llama, or another number of layers than it has.
+        ValueError: the model is not a Llama, or `layers` is out of range.
     """
     if not isinstance(lm.model, Transformer) or not llama_shaped(lm.model.config):
-        raise ValueError("lm: got a model that is no Llama, takes one")
+        raise ValueError("lm: takes a Llama")
     config = lm.model.config
     depth = len(config.layers)
     count = (depth if depth <= 4 else depth - 2) if layers is None else layers
@@ -211,7 +222,7 @@ def begin(lm: LM, decoder: LM | None = None, *, layers: int | None = None, pool:
     model = ArcEncoder(dataclasses.replace(config, layers=(layer,) * count), out=width, pool=pool, hidden=hidden)
     params = model.of_decoder(lm.params, jax.random.key(seed))
     if not rope.interleaved:
-        # the files have pairs of neighbours, so queries and keys are reordered once, here
+        # The files store rotated pairs as neighbours, so queries and keys are reordered once, here.
         params = {**params, "layers": {i: {**own, "attn": {**own["attn"], **{
             name: {"kernel": _paired(own["attn"][name]["kernel"], config.head_dim)} for name in ("q", "k")}}}
             for i, own in params["layers"].items()}}
@@ -224,39 +235,45 @@ def begin(lm: LM, decoder: LM | None = None, *, layers: int | None = None, pool:
 def fit(encoder: Encoder, lm: LM, texts: Sequence[Sequence[int]], *, size: int = 128, steps: int = 1000,
         batch: int = 16, continuation: float = 0.8, rate: float = 1e-5, bridge_rate: float = 5e-5, warmup: int = 100,
         decay: float = 0.1, seed: int = 0, progress: bool = False) -> Encoder:
-    """The encoder, trained through a decoder that stays as it is (`decodax[train]`).
+    """Trains an encoder through a decoder that does not change, and returns it (needs `decodax[train]`).
 
-    A text of `2 size` tokens is a context and what follows it. The decoder reads the vectors of the context, an end,
-    and then either the second half ("cont") or the context itself again ("rec"); the loss is the mean of what the
-    tokens cost it but for the first. Each batch is of one kind. By AdamW with a rate that rises for `warmup` steps and
-    falls along a cosine, with one for the encoder and one for the bridge; gradients are clipped to a norm of 1.
+    A text of `2 size` tokens consists of a context and its continuation. The decoder reads the vectors of the context,
+    an end, and then either the continuation ("cont") or the context itself again ("rec"). The loss is the decoder's
+    mean cross-entropy over these tokens except the first. All texts of a batch use the same end. The optimizer is AdamW
+    with one rate for the encoder and one for the bridge; the rates rise for `warmup` steps and then fall along a
+    cosine. Gradients are clipped to a norm of 1.
 
     Args:
-        texts: token ids, of a vocabulary that encoder and decoder share; those shorter than `2 size` are left out.
-        size: tokens of a context. The authors' texts have 256 tokens in all.
-        steps, batch: the authors take 80000 and 16, on several devices.
-        continuation: share of batches that continue, from 0 to 1. decay: of weights.
-
-    Returns:
-        The encoder with other weights.
+        encoder: the encoder to start from.
+        lm: the decoder.
+        texts: token ids of a vocabulary that encoder and decoder share; texts shorter than `2 size` are ignored.
+        size: the number of tokens of a context. The authors' texts have 256 tokens in total.
+        steps: the number of steps; the authors take 80000 on several devices.
+        batch: the number of texts in a step; the authors take 16.
+        continuation: the share of batches with the end "cont", from 0 to 1.
+        rate: the highest learning rate of the encoder.
+        bridge_rate: the highest learning rate of the bridge.
+        warmup: the number of steps for which the rates rise.
+        decay: weight decay.
+        seed: seed of the batches.
+        progress: whether to show a progress bar.
 
     Raises:
-        ValueError: no text that is long enough, a number out of its range, or a decoder of another width or
-            vocabulary.
+        ValueError: no text is long enough, a number is out of range, or the decoder has another width or vocabulary.
     """
     model, decoder = encoder.model, lm.model
     if not isinstance(decoder, Transformer) or decoder.config.width != model.out:
-        raise ValueError(f"lm: takes a Transformer of width {model.out}, which the encoder is for")
+        raise ValueError(f"lm: takes a Transformer of width {model.out} for this encoder")
     if decoder.config.vocab != model.config.vocab:
-        raise ValueError(f"lm: got a vocabulary of {decoder.config.vocab}, the encoder has {model.config.vocab}")
+        raise ValueError(f"lm: got a vocabulary of {decoder.config.vocab}, takes the encoder's {model.config.vocab}")
     if min(size, batch) < 2 or steps < 1 or not 0 <= continuation <= 1 or warmup < 0:
         raise ValueError(f"size, batch, steps, continuation, warmup: got {size}, {batch}, {steps}, {continuation} and "
-                         f"{warmup}, takes 2 or more of size and batch, 1 or more steps, a share from 0 to 1, and 0 or "
-                         "more")
+                         f"{warmup}, takes at least 2 for size and batch, at least 1 step, a share from 0 to 1, and at "
+                         "least 0 for warmup")
     starts = [(i, at) for i, text in enumerate(texts) for at in range(0, len(text) - 2 * size + 1, size)]
     if not starts:
-        raise ValueError(f"texts: got none of {2 * size} tokens or more")
-    import optax  # only for those who train
+        raise ValueError(f"texts: takes at least one with {2 * size} tokens or more")
+    import optax  # an optional dependency
 
     def schedule(most: float) -> Any:
         return optax.warmup_cosine_decay_schedule(0.0, most, min(warmup, steps - 1), max(steps, 2))
@@ -286,8 +303,16 @@ def fit(encoder: Encoder, lm: LM, texts: Sequence[Sequence[int]], *, size: int =
 
 def loss(model: ArcEncoder, decoder: Transformer, params: Weights, weights: Weights, tokens: Array, goes_on: Array
          ) -> Array:
-    """`f32[]`: nats a token of the second half of `tokens` (`i32[B, 2 T]`) behind the vectors of the first, where
-    `goes_on` (`bool[]`); else of the first half behind its own vectors."""
+    """Returns the decoder's mean cross-entropy in nats, `f32[]`, after the vectors of the first half of a text.
+
+    Args:
+        model: the encoder.
+        decoder: the decoder.
+        params: the encoder's weights.
+        weights: the decoder's weights.
+        tokens: the texts, `i32[B, 2 T]`.
+        goes_on: whether the decoder predicts the second half rather than the first half again, `bool[]`.
+    """
     B, T = tokens.shape[0], tokens.shape[1] // 2
     lengths = jnp.full(B, T, jnp.int32)
     one = lambda end: model.apply(params, tokens[:, :T], lengths, end)[0]
@@ -308,7 +333,7 @@ def _encoded(model: ArcEncoder, params: Weights, tokens: Array, lengths: Array) 
 
 
 def _paired(kernel: Array, width: int) -> Array:
-    """A kernel whose heads have rotated pairs in their two halves, with those side by side."""
+    """Returns a kernel with rotated pairs as neighbours, from one whose heads have them in two halves."""
     halves = kernel.reshape(kernel.shape[0], -1, 2, width // 2)
     return halves.swapaxes(-1, -2).reshape(kernel.shape)
 

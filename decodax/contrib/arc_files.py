@@ -1,9 +1,9 @@
-"""The files of an ARC-Encoder, in the authors' layouts (kyutai-labs/ARC-Encoder, 2025).
+"""Reads and writes the files of an ARC-Encoder in the authors' layouts (kyutai-labs/ARC-Encoder, 2025).
 
-Their released encoders are a `config.json` of the three groups of arguments `model_args`, `embedder_args` and
-`bridge_args`, and a `model.safetensors`. Their training writes a `params.json` of `embedder_params` and
-`bridge_module`, and two folders of weights; sizes and whatever was not trained come from the backbone's directory, in
-Llama's own layout.
+A released encoder consists of a `config.json` with the groups `model_args`, `embedder_args` and `bridge_args`, and a
+`model.safetensors`. A checkpoint of their training consists of a `params.json` with `embedder_params` and
+`bridge_module`, and two folders of weights; sizes and untrained weights come from the backbone's directory, in Llama's
+own layout.
 """
 
 from __future__ import annotations
@@ -34,23 +34,27 @@ ENDS: tuple[End, ...] = ("cont", "rec")
 
 def read_arc(path: Path, backbone: Path | None = None, decoder: int = 0,
              dtype: jax.typing.DTypeLike | None = None) -> tuple[ArcEncoder, Weights]:
-    """The encoder of a directory in either layout.
+    """Reads the encoder of a directory in either layout.
 
     Args:
-        backbone: the directory of the encoder's backbone, where `path` is a checkpoint of the authors' training.
-        decoder: which of the decoders, where it was trained for several.
-        dtype: of the weights; None: as stored.
+        path: the directory.
+        backbone: the directory of the encoder's backbone, if `path` is a checkpoint of the authors' training.
+        decoder: the index of the decoder, if the encoder was trained for several.
+        dtype: dtype of the weights; None keeps the stored one.
+
+    Returns:
+        The encoder and its weights.
 
     Raises:
-        CheckpointError: a file or a tensor is missing or of another shape; names it.
-        ValueError: an option that has no counterpart here; names it.
+        CheckpointError: a file or a tensor is missing or has another shape; the message names it.
+        ValueError: an option is not supported; the message names it.
     """
     sizes: Any
     embedder: Any
     bridge: Any
     if (path / "params.json").exists():
         if backbone is None:
-            raise ValueError(f"backbone: got none, but {path} holds a training's checkpoint, which takes the directory "
+            raise ValueError(f"backbone: got none, but {path} is a checkpoint of a training, which needs the directory "
                              "of the encoder's backbone")
         given = read_json(path / "params.json")
         found = {f"embedder.{name}": get for name, get in _tensors(backbone / "consolidated.safetensors", True).items()}
@@ -85,7 +89,7 @@ def read_arc(path: Path, backbone: Path | None = None, decoder: int = 0,
 
 
 def write_arc(path: Path, encoder: ArcEncoder, params: Weights, dtype: jax.typing.DTypeLike | None = None) -> None:
-    """Writes the layout of the released encoders, of one decoder."""
+    """Writes an encoder for one decoder in the layout of the released encoders."""
     c, rope = encoder.config, encoder.config.layers[0].rope
     assert rope is not None
     config = {
@@ -119,7 +123,8 @@ def _weights(encoder: ArcEncoder, shapes: Weights, tensor: Callable[[str, tuple[
 
 def _each(encoder: ArcEncoder, tree: Weights, do: Callable[[str, Any, bool], Any], decoder: int,
           many: bool) -> Weights:
-    """`do(name of the tensor, weight, whether it is stored turned)` of each weight, in the tree's form."""
+    """Returns the weights with `do(name of the tensor, weight, whether it is stored transposed)` in place of each
+    weight."""
     layers = {}
     for i, layer in tree["layers"].items():
         at = f"embedder.layers.{i}"
@@ -142,7 +147,7 @@ def _each(encoder: ArcEncoder, tree: Weights, do: Callable[[str, Any, bool], Any
 def _encoder(sizes: Mapping[str, Any], embedder: Mapping[str, Any], bridge: Mapping[str, Any]) -> ArcEncoder:
     rates, pooling = embedder["compress_rates"], {**POOLING, **embedder.get("pooling_module", {})}
     if len(rates) != 1 or rates[0] > -2:
-        raise ValueError(f"compress_rates: got {rates}, takes one number below -1, the tokens of a vector")
+        raise ValueError(f"compress_rates: got {rates}, takes one number below -1, the tokens for each vector")
     for name, value, takes in (("pooling_module", pooling, POOLING), ("memory_tokens", embedder.get("memory_tokens", 0),
                                0), ("causal_embedder", embedder.get("causal_embedder", False), False),
                                ("non_parametric_norm", sizes.get("non_parametric_norm", False), False)):
@@ -163,7 +168,7 @@ def _encoder(sizes: Mapping[str, Any], embedder: Mapping[str, Any], bridge: Mapp
 
 
 def _sizes(params: Mapping[str, Any]) -> dict[str, Any]:
-    """A backbone's sizes from its `params.json`, where Llama's own files leave some to be worked out."""
+    """Returns a backbone's sizes from its `params.json`, with those that Llama's own files leave out computed."""
     found = dict(params)
     if "hidden_dim" not in found:
         wide = int(2 * 4 * params["dim"] / 3)
@@ -176,15 +181,15 @@ def _sizes(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tensors(path: Path, optional: bool = False) -> dict[str, Callable[[], np.ndarray]]:
-    """What reads each tensor of a file."""
+    """Returns a function for each tensor of a file that reads it."""
     if not path.exists():
         if optional:
             return {}
-        raise CheckpointError(f"{path}: there is no such file")
+        raise CheckpointError(f"{path}: file not found")
     try:
         file = safe_open(path, "np")
         names = list(file.keys())
     except (SafetensorError, OSError) as e:
-        raise CheckpointError(f"{path}: not a whole safetensors file ({e})") from None
+        raise CheckpointError(f"{path}: not a complete safetensors file ({e})") from None
     read = lambda name: lambda: file.get_tensor(name)
     return {name: read(name) for name in names}

@@ -1,8 +1,8 @@
-"""Tokens that tokenizer.json lacks and other files of a tokenizer have, added to it as transformers does.
+"""Adds tokens to a tokenizer that only other files than tokenizer.json have, as transformers does.
 
-They stand in `added_tokens_decoder` of tokenizer_config.json, with their ids and how they match. Directories without
-that entry, which are older, have special_tokens_map.json and added_tokens.json in its place. A special token that is
-only named ("eos_token": "<|im_end|>") is added as well, after the others.
+They are listed in `added_tokens_decoder` of tokenizer_config.json, with their ids and how they match. Older directories
+without that entry have special_tokens_map.json and added_tokens.json instead. A special token that is only named
+("eos_token": "<|im_end|>") is added as well, after the others.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ from decodax.io.files import read_object
 CONFIG, MAP, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 
 LISTS = ("extra_special_tokens", "additional_special_tokens")
-"""Entries with special tokens that have no name of their own: today's and the former one."""
+"""Keys for special tokens without a name of their own: the current key and the former one."""
 
 MATCHING = ("lstrip", "rstrip", "normalized", "single_word")
 
 
 def special_tokens(path: Path, config: Mapping[str, Any]) -> dict[str, AddedToken]:
-    """The tokens that are named as "bos_token" and the like.
+    """Returns the tokens that are named as "bos_token" and the like.
 
     Args:
+        path: the directory.
         config: the content of tokenizer_config.json.
 
     Raises:
-        ValueError: one of them is no token; names the file.
+        ValueError: one of them is not a token; the message names the file.
     """
     entries = _entries(path, config)
     inner = entries.get(LISTS[0])
@@ -42,20 +43,24 @@ def special_tokens(path: Path, config: Mapping[str, Any]) -> dict[str, AddedToke
         token = _token(value)
         if token is not None:
             found[name] = token
-        elif name in ("bos_token", "eos_token", "pad_token", "unk_token"):     # add_bos_token and the like are switches
+        elif name in ("bos_token", "eos_token", "pad_token", "unk_token"):     # add_bos_token and others are switches
             raise ValueError(f"{path}: {name}: got {value!r} in {CONFIG} or {MAP}, takes a text")
     return found
 
 
 def add_tokens(backend: tokenizers.Tokenizer, path: Path, config: Mapping[str, Any],
                special: Mapping[str, AddedToken]) -> None:
-    """Adds the tokens of the other files to a tokenizer, and lets tokenizer_config.json say how its tokens match.
+    """Adds the tokens of the other files to a tokenizer; tokenizer_config.json determines how its tokens match.
 
     Args:
-        config: the content of tokenizer_config.json. special: what `special_tokens` found.
+        backend: the tokenizer.
+        path: the directory.
+        config: the content of tokenizer_config.json.
+        special: the result of `special_tokens`.
 
     Raises:
-        ValueError: a token is described wrongly, or has an id that the tokenizer cannot give it; names the file.
+        ValueError: a token is described wrongly, or has an id that the tokenizer cannot give it; the message names the
+            file.
     """
     split = config.get("split_special_tokens") or False
     if not isinstance(split, bool):
@@ -66,7 +71,7 @@ def add_tokens(backend: tokenizers.Tokenizer, path: Path, config: Mapping[str, A
     have = backend.get_added_tokens_decoder().values()
     same, known = {repr(token) for token in have}, {token.content for token in have}
     for index, token in described:
-        older = "added_tokens_decoder" not in config        # where tokenizer.json says how its tokens match
+        older = "added_tokens_decoder" not in config        # then tokenizer.json determines how its tokens match
         if not token.content or repr(token) in same or (older and token.content in known):
             continue
         new = backend.token_to_id(token.content) is None
@@ -74,7 +79,7 @@ def add_tokens(backend: tokenizers.Tokenizer, path: Path, config: Mapping[str, A
         known.add(token.content)
         if new and index != (free := backend.token_to_id(token.content)):
             raise ValueError(f"{path / (ADDED if older else CONFIG)}: token "
-                             f"{token.content!r}: has id {index}, and the next one free in tokenizer.json is {free}")
+                             f"{token.content!r}: has id {index}, but the next free one in tokenizer.json is {free}")
     for token in (*special.values(), *extra):
         if token.content and token.content not in known:
             backend.add_tokens([token])
@@ -82,8 +87,11 @@ def add_tokens(backend: tokenizers.Tokenizer, path: Path, config: Mapping[str, A
 
 
 def _entries(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of tokenizer_config.json and special_tokens_map.json; of the latter first in an older directory, and
-    after those of the former in one whose tokenizer_config.json describes its added tokens."""
+    """Returns the entries of tokenizer_config.json and special_tokens_map.json.
+
+    The latter take precedence in an older directory; in one whose tokenizer_config.json describes its added tokens the
+    former do.
+    """
     given, mapped = ({name: value for name, value in source.items() if value is not None}
                      for source in (config, read_object(path / MAP)))
     return {**mapped, **given} if "added_tokens_decoder" in config else {**given, **mapped}
@@ -99,7 +107,7 @@ def _extra(path: Path, config: Mapping[str, Any]) -> list[AddedToken]:
 
 
 def _token(value: Any) -> AddedToken | None:
-    """A special token, given as its text or with how it matches."""
+    """Returns a special token, given as its text or with how it matches."""
     if isinstance(value, str):
         return AddedToken(value, special=True)
     if not isinstance(value, dict) or not isinstance(value.get("content"), str):
@@ -108,7 +116,7 @@ def _token(value: Any) -> AddedToken | None:
 
 
 def _described(path: Path, config: Mapping[str, Any], special: set[str]) -> list[tuple[int, AddedToken]]:
-    """The tokens that the files describe, in order, with their ids; those with a text in `special` are special."""
+    """Returns the described tokens with their ids, in order; those with a text in `special` are special."""
     given = config.get("added_tokens_decoder")
     if "added_tokens_decoder" in config:
         try:

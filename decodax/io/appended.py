@@ -1,8 +1,8 @@
-"""Text that is put after tokens which are already there.
+"""Encodes text that follows existing tokens.
 
-A tokenizer encodes whole texts. Encoded by itself, a text that goes on within a word gets other tokens than it has in
-its place: SentencePiece and Metaspace begin every text with a space, so that "def fi" and "b(n)" would become
-"def fi b(n)". And the tokens before it can no longer change, although those of the whole text may span the border.
+A tokenizer encodes whole texts. A text that continues a word gets other tokens by itself than in its place:
+SentencePiece and Metaspace begin every text with a space, so that "def fi" and "b(n)" would become "def fi b(n)". And
+the tokens before it can no longer change, although a token of the whole text may span the border.
 """
 
 from __future__ import annotations
@@ -21,23 +21,24 @@ CONTEXT = 64
 def appended(tokenizer: Any, ids: Sequence[int] | None, text: str) -> list[int]:
     """Returns the token ids that add exactly `text` to the text of `ids`.
 
-    They are those that the tokenizer gives to the text in its place: the end of the text before it is encoded together
-    with it. Where a token of that spans the border, the part of it that belongs to `text` is spelled by as few tokens
-    as possible. A text that a tokenizer cannot spell, because it has no token for a character or replaces some, is
-    added as the tokenizer reads it.
+    The end of the text before is encoded together with `text`, so the ids are those that the tokenizer gives the text
+    in its place. If a token spans the border, its part that belongs to `text` is spelled with as few tokens as
+    possible. A text that the tokenizer cannot spell, because it has no token for a character or replaces some, is added
+    as the tokenizer reads it.
 
     Args:
-        ids: the tokens before the text, such as a prompt and what was written after it. None: nothing is known of them
-            but that there are some.
-        text: may hold special tokens by name.
+        tokenizer: the tokenizer.
+        ids: the tokens before the text, such as a prompt and the text generated after it. None: there are some, but
+            they are unknown.
+        text: may contain special tokens by name.
 
     Raises:
-        ValueError: as `Tokenizer.encode`.
+        ValueError: as in `Tokenizer.encode`.
     """
     spelling, data = _spelling(tokenizer), text.encode(errors="surrogatepass")
     started = ids is None or tokenizer.pieces().join(ids)[1]
     tail = spelling.tail(ids or ())
-    # where a text goes on after something that is no text, a line break before it keeps its first word as it is
+    # If the tokens before are unknown, a line break before the text keeps its first word unchanged.
     contexts = [tail] if tail else ["", "\n"] if started else [""]
     spanning: list[tuple[bytes, list[int]]] = []
     for context in contexts:
@@ -55,7 +56,7 @@ def appended(tokenizer: Any, ids: Sequence[int] | None, text: str) -> list[int]:
         for fragment, rest in [*spanning, (data, [])]:
             if (found := spelling.spell(fragment)) is not None:
                 return found + rest
-    # some character has no token: what stands before the first such word is spelled, and the rest is read
+    # Some character has no token: the text up to the first such word is spelled, and the rest is encoded.
     for cut in (0, *(match.start() for match in re.finditer(r"\s+", text) if match.start())):
         head = spelling.spell(text[:cut].encode()) if started or not cut else None
         before, whole = (tokenizer.encode(tail + x, add_special_tokens=False) for x in (text[:cut], text))
@@ -69,8 +70,11 @@ class _Spelling:
     """The tokens of a vocabulary by their bytes within a text.
 
     Attributes:
-        first, rest: bytes of each token at the beginning of a text and within it; of special tokens their names.
-        special: tokens that leave no trace in a text. ids: a token for each byte string. longest: bytes of a token.
+        first: bytes of each token at the beginning of a text; of special tokens their names.
+        rest: bytes of each token within a text.
+        special: tokens that add nothing to a text.
+        ids: a token for each byte string.
+        longest: largest number of bytes of a token.
     """
 
     first: tuple[bytes, ...]
@@ -80,13 +84,13 @@ class _Spelling:
     longest: int
 
     def tail(self, ids: Sequence[int]) -> str:
-        """The text of the last tokens, from the last special token on."""
+        """Returns the text of the last tokens, from the last special token on."""
         taken = list(itertools.takewhile(lambda t: t < len(self.rest) and t not in self.special,
                                          itertools.islice(reversed(ids), CONTEXT)))
         return b"".join(self.rest[t] for t in reversed(taken)).decode(errors="ignore")
 
     def parts(self, ids: Sequence[int], started: bool) -> list[bytes]:
-        """What each of some tokens adds to a text."""
+        """Returns the bytes that each token adds to a text."""
         out = []
         for t in ids:
             out.append(self.rest[t] if started or t in self.special else self.first[t])
@@ -94,8 +98,7 @@ class _Spelling:
         return out
 
     def spell(self, data: bytes) -> list[int] | None:
-        """The fewest tokens with these bytes within a text, of several such the longest ones first; None if there are
-        none."""
+        """Returns the fewest tokens with these bytes within a text, the longest ones first; None if there are none."""
         most = len(data) + 1
         cost, step = [*[most] * len(data), 0], [0] * len(data)
         for i in reversed(range(len(data))):
@@ -115,7 +118,7 @@ class _Spelling:
 def _spelling(tokenizer: Any) -> _Spelling:
     named, special = tokenizer.pieces(False), frozenset(tokenizer.pieces().skipped)
     names = {i: name for name, i in tokenizer.backend.get_vocab(with_added_tokens=True).items()}
-    # a byte to fall back on is taken where nothing else has these bytes
+    # A fallback byte is taken only if no other token has these bytes.
     fallback = lambda i: bool(re.fullmatch("<0x[0-9A-F]{2}>", names.get(i, "")))
     order = sorted(range(len(named.rest)), key=lambda i: (i not in special, not fallback(i), -i))
     ids = {named.rest[i]: i for i in order if named.rest[i]}

@@ -1,4 +1,4 @@
-"""Chat templates: the Jinja programs that turn messages into a prompt, run in a sandbox as transformers runs them."""
+"""Chat templates: Jinja programs that turn messages into a prompt, run in a sandbox as in transformers."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from jinja2.ext import Extension, loopcontrols
 from decodax.io.sandbox import BoundedEnvironment, render
 
 Message = Mapping[str, Any]
-"""At least {"role": ..., "content": ...}."""
+"""A message, with at least {"role": ..., "content": ...}."""
 
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
-"""Fields of a message that hold the assistant's reasoning, by the names that servers and templates have for it."""
+"""Fields of a message that hold the assistant's reasoning; servers and templates use different names."""
 
 
 class ChatTemplateError(ValueError):
-    """The template is broken, refuses the messages, or takes too long or makes too much (`decodax.io.sandbox`)."""
+    """The template is invalid, refuses the messages, or exceeds a limit on time or size (`decodax.io.sandbox`)."""
 
 
 def render_chat(template: str, messages: Sequence[Message], *, add_generation_prompt: bool = True,
                 tools: Sequence[Mapping[str, Any]] | None = None, **variables: Any) -> str:
-    """The prompt for a chat.
+    """Renders the prompt for a chat.
 
     Args:
-        template: Jinja source. It runs in a sandbox without access to Python's internals or to files, and with limits
-            on its time and on what it makes.
-        messages: the conversation so far. An assistant's reasoning is found under the name that the template reads,
-            whichever of `REASONING` the message has for it.
-        add_generation_prompt: end with what opens the assistant's answer.
+        template: Jinja source. It runs in a sandbox without access to Python's internals or to files, with limits on
+            its time and output.
+        messages: the conversation so far. An assistant's reasoning is passed under the name that the template reads,
+            whichever name of `REASONING` the message has.
+        add_generation_prompt: end with the text that begins the assistant's answer.
         tools: JSON schemas of functions that the model may call.
-        variables: anything else the template reads (bos_token, enable_thinking, documents, ...).
+        variables: other variables of the template (bos_token, enable_thinking, documents, ...).
 
     Raises:
-        ChatTemplateError: the template does not compile, raises for these messages, or is beyond a limit.
+        ChatTemplateError: the template does not compile, raises for these messages, or exceeds a limit.
         TypeError: a message is not a mapping.
 
     >>> template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
@@ -50,7 +50,7 @@ def render_chat(template: str, messages: Sequence[Message], *, add_generation_pr
     for message in messages:
         if not isinstance(message, Mapping):
             raise TypeError(f"messages: got {message!r}, takes mappings with a role and a content")
-    # as transformers does: a field that is None is as good as absent
+    # As in transformers, a field that is None counts as absent.
     messages = [{k: v for k, v in message.items() if v is not None} for message in messages]
     try:
         compiled, read = _compiled(template)
@@ -60,12 +60,13 @@ def render_chat(template: str, messages: Sequence[Message], *, add_generation_pr
         raise ChatTemplateError(f"chat template, line {error.lineno}: {error.message}") from error
     except jinja2.TemplateError as error:
         raise ChatTemplateError(f"chat template: {error}") from error
-    except Exception as error:        # a template may fail as any program
+    except Exception as error:        # a template may fail like any program
         raise ChatTemplateError(f"chat template: {type(error).__name__}: {error}") from error
 
 
 class _Generation(Extension):
-    """`{% generation %} ... {% endgeneration %}`: marks the assistant's part for training and prints it unchanged."""
+    """`{% generation %} ... {% endgeneration %}`: marks the assistant's part for training; its content is printed
+    unchanged."""
 
     tags = {"generation"}  # noqa: RUF012  (jinja's own way)
 
@@ -75,7 +76,8 @@ class _Generation(Extension):
 
 
 def _named(message: Message, read: Sequence[str]) -> Message:
-    """The message, with its reasoning under the first of the names that the template reads (`read`) if under none."""
+    """Returns the message with its reasoning under the first name that the template reads (`read`), unless it has
+    one."""
     given = next((message[name] for name in REASONING if name in message), None)
     if given is None or not read or any(name in message for name in read):
         return message
@@ -83,9 +85,9 @@ def _named(message: Message, read: Sequence[str]) -> Message:
 
 
 def _reads(tree: nodes.Template) -> tuple[str, ...]:
-    """Which of `REASONING` a template reads of its messages: `m.name`, `m["name"]`, `m.get("name")`.
+    """Returns the names of `REASONING` that a template reads of its messages: `m.name`, `m["name"]`, `m.get("name")`.
 
-    What it reads of a `namespace`, or of the parts of a content, is something else of that name.
+    Names read of a `namespace`, or of the parts of a content, are something else.
     """
     text = lambda node: node.value if isinstance(node, nodes.Const) else None
     of_content = lambda node: any(n.attr == "content" for n in node.find_all(nodes.Getattr)) or any(
@@ -105,7 +107,7 @@ def _reads(tree: nodes.Template) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=64)
 def _compiled(template: str) -> tuple[jinja2.Template, tuple[str, ...]]:
-    """The program, and which of `REASONING` it reads."""
+    """Returns the compiled template, and the names of `REASONING` that it reads."""
     env = BoundedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
     env.add_filter("tojson", _to_json)        # jinja's own escapes HTML
     env.globals["raise_exception"] = _raise

@@ -1,44 +1,48 @@
-"""The files of a model directory: JSON, and safetensors memory-mapped, whole or in several files with an index.
+"""Reads the files of a model directory: JSON, and memory-mapped safetensors, one file or several with an index.
 
-Everything is checked before any weight is read, and an error names the file. A file of weights in another format is
-named with a recipe that converts it.
+Everything is checked before any weight is read, and an error names the file. For weights in another format the error
+shows how to convert them.
 """
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import numpy as np
 from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
 from decodax.models.names import unwrapped
 
 ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 OTHERS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.npz")
-"""Weights in formats that are not read."""
+"""Weight files in formats that are not read."""
 
 
 class CheckpointError(ValueError):
-    """A model directory that cannot be loaded; the message names the file and the tensor."""
+    """A model directory cannot be loaded. The message names the file and the tensor."""
 
 
 class Files:
-    """The safetensors files of a directory, memory-mapped, and which tensor is where.
+    """The safetensors files of a directory, memory-mapped, with the file of each tensor.
 
     Attributes:
         name: the one file, or the index of several.
-        stored: what each tensor is called in its file, by its name without those of wrappers (`unwrapped`).
+        stored: the name of each tensor in its file, by its name without those of wrappers (`unwrapped`).
         home: the file of each tensor.
 
     Raises:
-        CheckpointError: there are none, one is broken, the index is wrong, or two tensors differ in wrappers alone.
+        CheckpointError: there are none, one is broken, the index is wrong, or the names of two tensors differ only in
+            wrappers.
     """
 
     def __init__(self, root: Path):
-        # as in transformers: an index beside a whole file is an older model's
+        # As in transformers, the whole file takes precedence: an index beside it belongs to an older model.
         self.name = root / ONE if (root / ONE).exists() else root / INDEX
         if not self.name.exists():
             raise CheckpointError(missing(root))
@@ -58,16 +62,16 @@ class Files:
         self.stored: dict[str, str] = {}
         for tensor in homes:
             if (other := self.stored.setdefault(unwrapped(tensor), tensor)) != tensor:
-                raise CheckpointError(f"{self.name}: holds tensors {other} and {tensor}, which are one without the "
-                                      "names of wrappers")
+                raise CheckpointError(f"{self.name}: holds tensors {other} and {tensor}, whose names differ only in "
+                                      "wrappers")
         self.home = {name: homes[tensor] for name, tensor in self.stored.items()}
 
     def within(self, anchors: Sequence[str]) -> None:
-        """Takes off what stands before all names of a model that was an attribute of another module.
+        """Removes the common prefix of all names if the model was saved as an attribute of another module.
 
         Args:
-            anchors: names that one tensor of each such model has, the likeliest first. Where none is there, and one is
-                there once after a prefix, that prefix is taken off the names that begin with it.
+            anchors: names that one tensor of each such model has, the most likely first. If none exists, but one exists
+                exactly once after a prefix, that prefix is removed from all names that begin with it.
         """
         if any(anchor in self.home for anchor in anchors):
             return
@@ -80,12 +84,12 @@ class Files:
                 return
 
     def slice(self, tensor: str) -> Any:
-        """The tensor, to be read by indexing."""
+        """Returns the tensor for reading by indexing."""
         return self.handles[self.home[tensor]].get_slice(self.stored[tensor])
 
 
 def _weight_map(path: Path) -> dict[str, str]:
-    """The file name of each tensor, as an index has it."""
+    """Returns the file name of each tensor from an index file."""
     found = read_json(path).get("weight_map")
     if not isinstance(found, dict) or not found:
         raise CheckpointError(f"{path}: weight_map: got {str(found)[:60]}, takes an object of tensors and their files")
@@ -99,14 +103,14 @@ def _weight_map(path: Path) -> dict[str, str]:
 
 
 def missing(root: Path) -> str:
-    """Says that a directory has no weights that can be read, and what to do about those that it has."""
+    """Returns an error text about a directory without readable weights, and how to convert those that it has."""
     if (root / "adapter_config.json").is_file():
         return adapter(root)
     gguf = sorted(path.name for path in root.glob("*.gguf"))
     other = sorted(path.name for pattern in OTHERS for path in root.glob(pattern)
                    if path.name not in ("training_args.bin", "optimizer.pt", "scheduler.pt"))
     if gguf or other:
-        # as it is, transformers keeps the file's blocks and refuses to save them
+        # Without `dequantize`, transformers keeps the file's blocks and refuses to save them.
         whole = "quantization_config=transformers.GgufConfig(dequantize=True)"
         option = f", gguf_file={gguf[0]!r}, {whole}" if gguf and not other else ""
         return (f"{root}: holds {(other or gguf)[0]} and neither {ONE} nor {INDEX}. Weights are read from safetensors; "
@@ -119,7 +123,7 @@ def missing(root: Path) -> str:
 
 
 def adapter(root: Path) -> str:
-    """Says that a directory holds an adapter and no model."""
+    """Returns an error text about a directory that holds an adapter and no model."""
     try:
         base = read_json(root / "adapter_config.json").get("base_model_name_or_path")
     except CheckpointError:
@@ -129,10 +133,10 @@ def adapter(root: Path) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file.
+    """Reads a JSON object from a file.
 
     Raises:
-        CheckpointError: the file is missing or no JSON object.
+        CheckpointError: the file is missing or does not contain a JSON object.
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -146,9 +150,18 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """A JSON object, or {} without the file.
+    """Reads a JSON object from a file, or returns {} if the file does not exist.
 
     Raises:
-        CheckpointError: the file holds something else.
+        CheckpointError: the file contains something else.
     """
     return read_json(path) if path.is_file() else {}
+
+
+def write_files(root: Path, tensors: dict[str, np.ndarray], config: dict[str, Any], form: str) -> None:
+    """Writes `model.safetensors`, whose metadata names the format `form`, and `config.json`."""
+    root.mkdir(parents=True, exist_ok=True)
+    # Written to another file and then renamed: an interrupted save leaves the old file intact.
+    save_file(tensors, root / f".{ONE}", metadata={"format": form})
+    os.replace(root / f".{ONE}", root / ONE)
+    (root / "config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -1,9 +1,8 @@
-"""Weights in huge pages of memory, on CPU.
+"""Moves weights to huge pages of memory, on CPU.
 
-A round reads every weight once, from the first to the last, and so needs the address of each page of them. In pages of
-4 kB those of 500 MB are 125,000, more than a processor keeps, and looking them up takes a few hundredths of the round.
-Linux gives pages of 2 MB to a program that asks for them (`madvise`, the setting of most distributions); XLA's
-allocator does not ask.
+A decoding step reads every weight once and needs the address of each of their memory pages. 500 MB are 125,000 pages of
+4 kB, more than a processor caches, and looking them up takes a few hundredths of the step. Linux gives pages of 2 MB to
+a program that asks for them (`madvise`, the setting of most distributions); XLA's allocator does not ask.
 """
 
 from __future__ import annotations
@@ -19,17 +18,18 @@ PAGE = 2 << 20
 """Bytes of a huge page."""
 
 BLOCK = 64 << 20
-"""Bytes that small arrays share."""
+"""Size in bytes of the blocks that small arrays share."""
 
 ALIGNMENT = 64
-"""Bytes at whose multiples XLA takes an array as it lies in memory."""
+"""Alignment in bytes at which XLA uses an array's memory without copying it."""
 
 
 def move(leaves: list[Any]) -> None:
-    """Copies the arrays of a list to huge pages, in place, so that each one's old memory is free before the next.
+    """Copies the arrays of a list to huge pages, in place, so that each array's old memory is freed before the next is
+    copied.
 
-    Arrays that do not lie on one CPU device stay as they are, and all of them where the system has no such pages, or
-    where all of them together would not fill one.
+    Arrays that are not on one CPU device stay as they are. All of them do if the system has no huge pages, or if all
+    arrays together would not fill one.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -51,18 +51,18 @@ def move(leaves: list[Any]) -> None:
 
 
 def moved(params: Any) -> Any:
-    """The arrays of a tree in huge pages, as `move` copies them."""
+    """Returns a pytree with its arrays in huge pages; see `move`."""
     leaves, tree = jax.tree.flatten(params)
     move(leaves)
     return jax.tree.unflatten(tree, leaves)
 
 
 def _block(size: int) -> np.ndarray:
-    """`u8[n]`, memory for `size` bytes or more, from the first byte of a huge page on."""
+    """Returns memory for at least `size` bytes, `u8[n]`, aligned to a huge page."""
     memory = mmap.mmap(-1, size + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     try:
         memory.madvise(mmap.MADV_HUGEPAGE)
     except OSError:
-        pass        # a kernel without them: the copy is as good as the original
+        pass        # a kernel without huge pages: the copy is as good as the original
     own = np.frombuffer(memory, np.uint8)
     return own[-own.ctypes.data % PAGE:]

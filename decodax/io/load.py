@@ -1,4 +1,4 @@
-"""Loading a model by name: one of the zoo, or a local Hugging Face directory."""
+"""Loads a model by name: one of the shipped models, or a local Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -32,30 +32,31 @@ from decodax.models.fields import checked
 from decodax.models.formats import Format
 
 ZOO = Path(decodax.models.__file__).parent / "zoo"
-"""Where the shipped models lie."""
+"""Directory of the shipped models."""
 
 SLOW = ("tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "merges.txt", "spiece.model",
         "tekken.json", "*.tiktoken")
-"""Files of tokenizers that are not read."""
+"""Tokenizer files in formats that are not read."""
 
 SPECIAL = ("eos_token_id", "bos_token_id", "pad_token_id")
 
 
 @dataclasses.dataclass(frozen=True)
 class LM(Loaded):
-    """A language model ready to decode.
+    """A language model ready to decode: network, weights, tokenizer and defaults.
 
     Attributes:
-        model, params: the network as the core sees it, and its weights.
-        vocab_size: entries of its logits.
-        tokenizer: None for a model of bare ids.
-        generation_config: the model's own defaults, by Hugging Face's names; the ids of EOS, BOS and padding where the
-            files have them.
-        name: what it was loaded as.
-        mesh: the mesh its weights lie on; batches are placed on it.
+        model: the network, as the decoding core uses it.
+        params: its weights.
+        vocab_size: number of its logits.
+        tokenizer: None for a model of bare token ids.
+        generation_config: the model's own defaults, by Hugging Face's names, with the ids of EOS, BOS and padding if
+            the files have them.
+        name: the name that it was loaded by.
+        mesh: the mesh that its weights are placed on; batches are placed on it too.
         diffusion: how it fills masks; None for an autoregressive model.
-        directory: where it was loaded from.
-        adapters: names of the adapters that rows may take, in the order in which they lie; see `with_adapters`.
+        directory: the directory that it was loaded from.
+        adapters: names of the adapters that rows may use, in the order of `with_adapters`.
     """
 
     model: Model
@@ -70,14 +71,14 @@ class LM(Loaded):
     adapters: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
-        """In one line: what network, how large, of what dtypes, and where its weights lie."""
+        """Describes in one line the network, its size, dtypes and devices."""
         leaves = [x for x in jax.tree.leaves(self.params) if hasattr(x, "dtype")]
         size: dict[str, int] = {}
         for x in leaves:
             size[str(x.dtype)] = size.get(str(x.dtype), 0) + math.prod(x.shape) * x.dtype.itemsize
         kinds = " and ".join(sorted(size, key=lambda name: -size[name])[:3])
         found: Any = jax.eval_shape(self.model.init_params, jax.random.key(0)) if hasattr(
-            self.model, "init_params") else leaves      # packed weights are fewer numbers
+            self.model, "init_params") else leaves      # packed weights have fewer numbers than parameters
         count = sum(math.prod(x.shape) for x in jax.tree.leaves(found))
         trained = self.model.trained_positions
         where = sorted({str(device) for x in leaves if isinstance(x, jax.Array) for device in x.sharding.device_set})
@@ -91,13 +92,16 @@ class LM(Loaded):
         return f"<LM {self.name!r}: {', '.join(part for part in parts if part)}>"
 
     def with_params(self, params: Any) -> LM:
-        """This model with other weights: those of a training loop, as they are. Nothing is copied, and nothing is
-        compiled anew where shapes, dtypes and shardings are the same.
+        """Returns this model with other weights, such as those of a training loop, without copying them.
 
-        Where the weights lie on a mesh, batches are placed on that; its axes "data" and "model" are used.
+        Nothing is recompiled if shapes, dtypes and shardings are the same. If the weights are placed on a mesh, batches
+        are placed on it too; its axes "data" and "model" are used.
+
+        Args:
+            params: weights of the same structure and shapes.
 
         Raises:
-            ValueError: weights of another structure or shape; names the first.
+            ValueError: weights of another structure or shape; the message names the first one.
         """
         old, new = shapes_of(self.params), shapes_of(params)
         for path in {**old, **new}:
@@ -110,12 +114,12 @@ class LM(Loaded):
         return dataclasses.replace(self, params=params, mesh=concrete[0] if concrete else self.mesh)
 
     def with_adapter(self, adapter: Any, merge: bool = True) -> LM:
-        """This model with an adapter for all rows.
+        """Returns this model with an adapter for all rows.
 
         Args:
-            adapter: what `decodax.adapters` made, or the directory of one in peft's layout.
-            merge: adds it to the weights, a copy of those that it adapts, which is as fast as none. False keeps it
-                beside them, which packed weights need.
+            adapter: a result of `decodax.adapters`, or the directory of an adapter in peft's layout.
+            merge: True adds the adapter to a copy of the weights that it changes, so that decoding is as fast as
+                without one. False keeps it beside them, which packed weights need.
 
         Raises:
             ValueError: it does not fit the model, or cannot be read.
@@ -124,13 +128,13 @@ class LM(Loaded):
         return dataclasses.replace(self, params=change(self.params, self._read(adapter)))
 
     def with_adapters(self, named: Mapping[str, Any]) -> LM:
-        """This model with several adapters by name, of which `generate(..., adapter=)` says what each prompt takes.
+        """Returns this model with several adapters by name; `generate(..., adapter=)` selects one for each prompt.
 
         Args:
-            named: what `with_adapter` takes, by name.
+            named: adapters as in `with_adapter`, by name.
 
         Raises:
-            ValueError: as `with_adapter`.
+            ValueError: as in `with_adapter`.
         """
         if not isinstance(named, Mapping):
             raise TypeError(f"named: got {shown(named)}, takes a dictionary of adapters by name")
@@ -138,16 +142,17 @@ class LM(Loaded):
         return dataclasses.replace(self, params=adapters.apply(self.params, found), adapters=tuple(named))
 
     def with_dual_chunk(self, size: int | None = None, local: int | None = None) -> LM:
-        """This model with dual chunk attention (An et al., 2024), for texts longer than it was trained on: the same
-        weights, and the same output for texts within one chunk.
+        """Returns this model with dual chunk attention (An et al., 2024), for texts longer than it was trained on.
+
+        Weights stay the same, and so does the output for texts within one chunk.
 
         Args:
-            size, local: as in `decodax.models.dual_chunk`; default three quarters and an eighth of the length that it
-                was trained at.
+            size, local: as in `decodax.models.dual_chunk`; by default three quarters and one eighth of the trained
+                length.
 
         Raises:
-            ValueError: it is no `Transformer` with rotary positions, slides a window, has a soft cap of its scores, or
-                fills masks.
+            ValueError: the model is not a `Transformer` with rotary positions, has a sliding window or a soft cap on
+                its scores, or fills masks.
         """
         if not isinstance(self.model, Transformer) or self.diffusion is not None:
             fills = " that fills masks" if self.diffusion else ""
@@ -157,14 +162,17 @@ class LM(Loaded):
         return dataclasses.replace(self, model=dataclasses.replace(self.model, config=config))
 
     def with_linear_attention(self, layers: Sequence[int] | None = None, group: int = 64, kernel: int = 63) -> LM:
-        """This model with the linear attention of Linearized-LLM (You et al., 2024) in some layers, to be trained
-        further: another network, that begins with the weights of this one and with factors and convolutions of zeros.
+        """Returns this model with the linear attention of Linearized-LLM (You et al., 2024) in some layers, for further
+        training.
+
+        The new network starts with the weights of this one and with factors and convolutions of zeros.
 
         Args:
             layers, group, kernel: as in `decodax.models.linearized`.
 
         Raises:
-            ValueError: it is no `Transformer`, fills masks, or has what `linearized` does not take.
+            ValueError: the model is not a `Transformer`, fills masks, or has something that `linearized` does not
+                support.
         """
         if not isinstance(self.model, Transformer) or self.diffusion is not None:
             fills = " that fills masks" if self.diffusion else ""
@@ -176,7 +184,7 @@ class LM(Loaded):
 
     def _read(self, adapter: Any) -> Any:
         if not isinstance(self.model, Transformer):
-            raise ValueError(f"adapter: {type(self.model).__name__} takes none; a Transformer does")
+            raise ValueError(f"adapter: {type(self.model).__name__} cannot have one; takes a Transformer")
         if not isinstance(adapter, (str, Path)):
             return adapter
         config = {} if self.directory is None else read_json(self.directory / "config.json")
@@ -192,7 +200,7 @@ class LM(Loaded):
 
     @property
     def bos(self) -> int | None:
-        """The id an empty prompt begins with."""
+        """The id that an empty prompt begins with, or None."""
         return self._own("bos_token_id", self.tokenizer.bos_id if self.tokenizer else None)
 
     @property
@@ -202,13 +210,13 @@ class LM(Loaded):
         return own if own is not None else next((i for i in self.eos if isinstance(i, int) and i < self.vocab_size), 0)
 
     def _own(self, key: str, spelt: int | None) -> int | None:
-        """The id that the files name, or that of the tokenizer's token (`spelt`) where the model has one so high."""
+        """Returns the id that the files name, or the tokenizer's (`spelt`) if it is within the model's vocabulary."""
         found = named(self.generation_config.get(key))
         return found if found is not None else spelt if spelt is not None and spelt < self.vocab_size else None
 
 
 def shapes_of(params: Any) -> dict[str, tuple[int, ...]]:
-    """The shape of each array of a pytree by its path.
+    """Returns the shape of each array of a pytree by its path.
 
     >>> shapes_of({"a": np.zeros((2, 3))})
     {"['a']": (2, 3)}
@@ -217,7 +225,7 @@ def shapes_of(params: Any) -> dict[str, tuple[int, ...]]:
 
 
 def zoo() -> list[str]:
-    """Names of the shipped models."""
+    """Returns the names of the shipped models."""
     return sorted(p.parent.name for p in ZOO.glob("*/config.json"))
 
 
@@ -225,17 +233,17 @@ def listed_models() -> list[Entry]:
     """Returns the shipped models as entries of a listing."""
     found = []
     for name in zoo():
-        text = (ZOO / name / "README.md").read_text().partition("\n# ")[2]       # of the card, after its heading
+        text = (ZOO / name / "README.md").read_text().partition("\n# ")[2]       # the model card after its heading
         line = " ".join(text.split("\n\n")[1].split())
         found.append(Entry("models", name, load, "", "", re.split(r"(?<=[a-z])\. ", line)[0].rstrip(".")))
     return found
 
 
 def find(name_or_dir: str | Path) -> Path:
-    """The directory of a model.
+    """Returns the directory of a model.
 
     Raises:
-        ValueError: neither a shipped model nor a directory with a config.json; lists near names.
+        ValueError: neither a shipped model nor a directory with a config.json; the message lists similar names.
     """
     name = str(name_or_dir)
     if name in zoo():
@@ -244,11 +252,11 @@ def find(name_or_dir: str | Path) -> Path:
     if (path / "config.json").is_file():
         return path
     if path.is_file():
-        raise ValueError(f"{path}: is a file, takes the directory of a model")
+        raise ValueError(f"name_or_dir: got the file {path}, takes the directory of a model")
     if (path / "adapter_config.json").is_file():
         raise CheckpointError(adapter(path))
     if path.is_dir():
-        raise CheckpointError(f"{path}: has no config.json, so it is no Hugging Face model directory; {missing(path)}")
+        raise CheckpointError(f"{path}: has no config.json, which a Hugging Face model directory has; {missing(path)}")
     near = difflib.get_close_matches(name, zoo(), n=3, cutoff=0.5)
     raise ValueError(f"model {name!r}: neither a directory nor a shipped model ({', '.join(zoo())})"
                      + (f"; did you mean {' or '.join(near)}?" if near else ""))
@@ -260,22 +268,27 @@ def load(name_or_dir: str | Path, *, dtype: jax.typing.DTypeLike | None = None, 
     """Loads a shipped model by name, or a local Hugging Face directory.
 
     Args:
-        name_or_dir: such as "pycode", or a path with config.json, safetensors and tokenizer.json.
-        dtype: of weights and cache, "float32", "bfloat16" or "float16"; default float32 on CPU, else the checkpoint's
-            own.
-        context: positions to serve; rotary scalings that depend on the length (dynamic, longrope) are set for it.
-        mesh: puts the weights on a mesh, heads, MLP and vocabulary over its axis "model"; batches go over "data".
-        tokenizer: another one, or a directory that holds one; None: the directory's own tokenizer.json, and none if it
-            has no file of a tokenizer at all.
+        name_or_dir: a name such as "pycode", or a path with config.json, safetensors and tokenizer.json.
+        dtype: dtype of weights and cache, "float32", "bfloat16" or "float16"; by default float32 on CPU, else the
+            checkpoint's own.
+        context: number of positions to serve; rotary scalings that depend on the length (dynamic, longrope) are set for
+            it.
+        mesh: places the weights on a mesh, with heads, MLP and vocabulary over its axis "model"; batches go over
+            "data".
+        tokenizer: another tokenizer, or a directory that holds one. None takes the directory's tokenizer.json, or no
+            tokenizer if the directory has no tokenizer files at all.
         weights: the format in which the weights are kept and read: "int8", "int4", "fp8", "bfloat16", "float16" or
             "float32", or a `decodax.models.formats.Format`; activations and cache keep `dtype`. None: arrays of
-            `dtype`, or what `decodax.save` has packed; on CPU half precision is a format, since XLA emulates its
-            products there.
+            `dtype`, or the format of a directory that `decodax.save` wrote. On CPU half precision is a format, since
+            XLA emulates half-precision products there.
         adapter: the directory of a LoRA in peft's layout, which is added to the weights, or kept beside packed ones.
+
+    Returns:
+        The model as an `LM`.
 
     Raises:
         ValueError: an unknown name or architecture, a broken file, a missing tensor or one of the wrong shape, weights
-            or a tokenizer in a format that is not read, or an argument out of its range, by name.
+            or a tokenizer in a format that is not read, or an argument out of its range; the message names it.
     """
     for name, given, of, takes in (
             ("name_or_dir", name_or_dir, (str, os.PathLike), "the name of a shipped model, or a directory"),
@@ -285,10 +298,10 @@ def load(name_or_dir: str | Path, *, dtype: jax.typing.DTypeLike | None = None, 
             raise TypeError(f"{name}: got {shown(given)}, takes {takes}")
     path = find(name_or_dir)
     if dtype is None and jax.default_backend() == "cpu":
-        dtype = "float32"      # bfloat16 matrix products take almost twice as long there
+        dtype = "float32"      # bfloat16 matrix products take almost twice as long on CPU
     elif (weights is None and dtype is not None and jax.default_backend() == "cpu" and dtype_name(dtype) != "float32"
           and ENTRY not in read_json(path / "config.json")):
-        weights = dtype_name(dtype)     # XLA emulates products of half precision there; a format is read as it lies
+        weights = dtype_name(dtype)     # XLA emulates half-precision products on CPU; a format is read as stored
     diffusion, generation_config = load_diffusion(path), _generation_config(path)
     if not isinstance(tokenizer, Tokenizer):
         tokenizer = _tokenizer(path) if tokenizer is None else _tokenizer(Path(tokenizer), needed=True)
@@ -300,14 +313,14 @@ def load(name_or_dir: str | Path, *, dtype: jax.typing.DTypeLike | None = None, 
         kind = {"mamba": "a Mamba", "mamba2": "a Mamba-2", "rwkv7": "an RWKV-7", "rwkv_x": "an RWKV-X",
                 None: "a T5"}[recurrent]
         if mesh is not None or context is not None:
-            raise ValueError(f"{'context' if mesh is None else 'mesh'}: got one for {path.name!r}; {kind} lies on "
-                             "one device and has no length to be set for")
+            raise ValueError(f"{'context' if mesh is None else 'mesh'}: got one for {path.name!r}, takes None: {kind} "
+                             "runs on one device and has no context length to set")
         model, params = own(path, dtype=dtype, weights=weights)
     else:
-        # last, for it takes longest
+        # last, since it takes longest
         model, params = load_model(path, dtype=dtype, mesh=mesh, context=context, weights=weights)
     leaves, tree = jax.tree.flatten(params)
-    del params      # each array's old memory is free once it is copied
+    del params      # so that each array's old memory is freed once it is copied
     huge_pages.move(leaves)
     lm = LM(model=model, params=jax.tree.unflatten(tree, leaves), vocab_size=model.config.vocab, tokenizer=tokenizer,
             generation_config=generation_config, name=path.name, mesh=mesh, diffusion=diffusion, directory=path)
@@ -316,18 +329,18 @@ def load(name_or_dir: str | Path, *, dtype: jax.typing.DTypeLike | None = None, 
 
 
 def _tokenizer(path: Path, needed: bool = False) -> Tokenizer | None:
-    """The tokenizer of a directory, or None if it has none."""
+    """Returns the tokenizer of a directory, or None if it has none."""
     if (path / "tokenizer.json").is_file():
         return Tokenizer.from_dir(path)
     if other := sorted(file.name for pattern in SLOW for file in path.glob(pattern)):
         raise CheckpointError(f"{path}: has {', '.join(other)} and no tokenizer.json; transformers writes one:\n"
                               f"    tokenizer = transformers.AutoTokenizer.from_pretrained({str(path)!r})\n"
                               f"    tokenizer.save_pretrained({str(path)!r})")
-    return Tokenizer.from_dir(path) if needed else None         # which says what is missing
+    return Tokenizer.from_dir(path) if needed else None         # from_dir reports what is missing
 
 
 def _generation_config(path: Path) -> dict[str, Any]:
-    """The entries of generation_config.json, and the special ids of config.json that it lacks."""
+    """Returns the entries of generation_config.json, and special ids of config.json that it lacks."""
     found: dict[str, Any] = {}
     for file in (path / "config.json", path / "generation_config.json"):
         given = read_json(file) if file.is_file() else {}
@@ -342,6 +355,6 @@ def _generation_config(path: Path) -> dict[str, Any]:
 
 
 def _inner(config: dict[str, Any], key: str) -> Any:
-    """An entry of a config.json, or of the language model's part of it."""
+    """Returns an entry of a config.json, or of its language model part."""
     inside = config.get("text_config")
     return config[key] if config.get(key) is not None else inside.get(key) if isinstance(inside, dict) else None

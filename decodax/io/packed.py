@@ -1,14 +1,12 @@
-"""Directories of packed weights: `config.json` as the model has it and an entry that says how its weights lie.
+"""Reads and writes directories of packed weights: the model's `config.json` with an entry that describes the weights.
 
-A tensor is named by the weight's place in the network and the field of the packed kernel, such as
-"layers.0.attn.q.kernel.codes". Packed kernels within packed kernels have their fields in turn.
+A tensor's name is the weight's path in the network and the field of the packed kernel, such as
+"layers.0.attn.q.kernel.codes". Fields of nested packed kernels are appended in the same way.
 """
 
 from __future__ import annotations
 
 import functools
-import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -17,52 +15,52 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
-from safetensors.numpy import save_file
 
 from decodax.common.struct import fields
-from decodax.io.files import ONE, CheckpointError, Files
+from decodax.io.files import CheckpointError, Files, write_files
 from decodax.models.formats import KINDS
 from decodax.models.packed import Packed
 
 ENTRY = "packed_weights"
-"""In config.json: for each packed weight its kind and its fields; for an array its dtype and shape."""
+"""Key in config.json: for each packed weight its kind and its fields; for an array its dtype and shape."""
 
 STORED = {"bfloat16": "uint16", "float8_e4m3fn": "uint8"}
-"""Dtypes that numpy lacks, and those whose bits are stored instead."""
+"""Dtypes that numpy lacks, and the integer dtypes whose bits are stored instead."""
 
 
 def write(root: Path, leaves: dict[str, Any], config: dict[str, Any]) -> None:
     """Writes `config.json` and `model.safetensors`.
 
     Args:
+        root: the directory; it is created if necessary.
         leaves: weights by dotted path, some of them packed.
+        config: the other entries of `config.json`.
     """
     tensors: dict[str, np.ndarray] = {}
     described = {path: _describe(leaf.stored() if isinstance(leaf, Packed) else leaf, path, tensors)
                  for path, leaf in leaves.items()}
-    root.mkdir(parents=True, exist_ok=True)
-    # written beside and then renamed: an interrupted save leaves the old file whole
-    save_file(tensors, root / f".{ONE}", metadata={"format": "decodax"})
-    os.replace(root / f".{ONE}", root / ONE)
-    (root / "config.json").write_text(json.dumps(config | {ENTRY: described}, indent=2) + "\n")
+    write_files(root, tensors, config | {ENTRY: described}, "decodax")
 
 
 def read(root: Path, config: dict[str, Any], shapes: dict[str, jax.ShapeDtypeStruct],
          places: dict[str, Sharding], dtype: str | None) -> dict[str, Any]:
-    """The weights by dotted path.
+    """Reads weights by dotted path.
 
     Args:
-        shapes: of the network's weights by dotted path. places: where they go.
-        dtype: of what is not packed; None: as it is stored.
+        root: the directory.
+        config: the content of its `config.json`.
+        shapes: shapes of the network's weights by dotted path.
+        places: their shardings.
+        dtype: dtype of the weights that are not packed; None keeps the stored one.
 
     Raises:
-        CheckpointError: a file is broken, or a weight is missing, left over or of another shape than the network's.
+        CheckpointError: a file is broken, or a weight is missing, unexpected or of another shape than the network's.
             Nothing has been read then.
     """
     described, files = config[ENTRY], Files(root)
     if not isinstance(described, dict) or described.keys() != shapes.keys():
         wrong = sorted(described.keys() ^ shapes.keys())[:5] if isinstance(described, dict) else [str(described)[:40]]
-        raise CheckpointError(f"{root / 'config.json'}: {ENTRY}: other weights than the network's: {', '.join(wrong)}")
+        raise CheckpointError(f"{root / 'config.json'}: {ENTRY}: differs from the network: {', '.join(wrong)}")
     found: dict[str, Any] = {}
     for path, entry in described.items():
         try:
@@ -73,12 +71,12 @@ def read(root: Path, config: dict[str, Any], shapes: dict[str, jax.ShapeDtypeStr
         if isinstance(found[path], Packed) and path != "embed":
             wanted = (*wanted[:-2], wanted[-1], wanted[-2])
         if shape != wanted:
-            raise CheckpointError(f"{files.name}: weight {path} has shape {shape}, the configuration asks for {wanted}")
+            raise CheckpointError(f"{files.name}: weight {path} has shape {shape}, the configuration requires {wanted}")
     return {path: _placed(one, path, places[path], files, dtype) for path, one in found.items()}
 
 
 def _describe(leaf: Any, name: str, tensors: dict[str, np.ndarray]) -> Any:
-    """What config.json says of a weight or of a field of one, whose arrays are put into `tensors`."""
+    """Returns the description of a weight or of one of its fields, and adds its arrays to `tensors`."""
     if isinstance(leaf, Packed):
         parts = {}
         for field in fields(leaf):
@@ -95,7 +93,7 @@ def _describe(leaf: Any, name: str, tensors: dict[str, np.ndarray]) -> Any:
 
 
 def _skeleton(entry: Any, name: str, files: Files) -> Any:
-    """The weight as shapes."""
+    """Returns the weight with shapes in place of arrays."""
     if entry is None:
         return None
     if "dtype" in entry:
@@ -122,7 +120,7 @@ def _hashable(value: Any) -> Any:
 
 
 def _placed(skeleton: Any, path: str, place: Sharding, files: Files, dtype: str | None) -> Any:
-    """The weight, each device's part of an array read by itself."""
+    """Returns the weight; each device's part of an array is read by itself."""
     if not isinstance(skeleton, Packed):
         return _read(skeleton, path, place, files, dtype)
     table, names = path == "embed", _names(skeleton, path)
@@ -137,7 +135,13 @@ def _placed(skeleton: Any, path: str, place: Sharding, files: Files, dtype: str 
 
 
 def place_packed(packed: Packed, table: bool, place: Sharding) -> Packed:
-    """A packed kernel where the array would go; `table`: that is a table of embeddings."""
+    """Places a packed kernel like the array that it replaces.
+
+    Args:
+        packed: the kernel.
+        table: True for a table of embeddings.
+        place: the array's sharding.
+    """
     if not isinstance(place, NamedSharding):
         return packed
     own = packed.placed(*axes(place, table))
@@ -145,13 +149,13 @@ def place_packed(packed: Packed, table: bool, place: Sharding) -> Packed:
 
 
 def axes(place: NamedSharding, table: bool) -> tuple[Any, Any]:
-    """The mesh axes of a kernel's outputs and of its inputs, where the array goes to `place`."""
+    """Returns the mesh axes of a kernel's outputs and of its inputs, for an array with sharding `place`."""
     *_, inputs, outputs = place.spec[::-1] if table else place.spec
     return outputs, inputs
 
 
 def shardings(packed: Packed, table: bool, place: Sharding) -> Any:
-    """The sharding of each of its arrays."""
+    """Returns the sharding of each array of a packed kernel."""
     if not isinstance(place, NamedSharding):
         return jax.tree.map(lambda _: place, packed)
     specs = packed.specs(*axes(place, table), dict(place.mesh.shape))
@@ -160,7 +164,7 @@ def shardings(packed: Packed, table: bool, place: Sharding) -> Any:
 
 
 def _names(packed: Packed, path: str) -> list[str]:
-    """The tensors of its arrays, in the tree's order."""
+    """Returns the tensor names of a packed kernel's arrays, in the tree's order."""
     found = []
     for field in fields(packed):
         value = getattr(packed, field.name)

@@ -1,8 +1,8 @@
 """The bytes that each token of a vocabulary adds to a text.
 
-A `tokenizers` decoder works on whole lists of tokens. Streams and stop strings need it token by token and in bytes,
-since a character may be spread over several tokens. So the decoder's description is turned into one rule: a token adds
-one byte string at the very start of a text (where SentencePiece drops the leading space) and one everywhere else.
+A `tokenizers` decoder works on whole lists of tokens. Streams and stop strings need the bytes token by token, since a
+character may be spread over several tokens. So the decoder's description is turned into one rule: a token adds one byte
+string at the very start of a text (where SentencePiece drops the leading space) and another one everywhere else.
 """
 
 from __future__ import annotations
@@ -15,19 +15,24 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class TokenBytes:
-    """Bytes by token id: `first` where nothing stands before, `rest` elsewhere; b"" for unknown and skipped tokens.
-    `skipped` has the texts of those, b"" for unknown ones: stop strings may name them."""
+    """Bytes by token id; b"" for unknown and skipped tokens.
+
+    Attributes:
+        first: the bytes that a token adds at the beginning of a text.
+        rest: the bytes that it adds elsewhere.
+        skipped: the texts of skipped tokens, b"" for unknown ones: stop strings may contain them.
+    """
 
     first: tuple[bytes, ...]
     rest: tuple[bytes, ...]
     skipped: Mapping[int, bytes]
 
     def join(self, ids: Iterable[int], started: bool = False) -> tuple[bytes, bool]:
-        """The bytes of `ids` after a text that has `started`, and whether it has now."""
+        """Returns the bytes of `ids` after a text that has `started` or not, and whether it has started then."""
         out = []
         for i in ids:
             if i < 0:
-                raise ValueError(f"ids: got {i}, takes token ids from 0")
+                raise ValueError(f"ids: got {i}, takes token ids of at least 0")
             if i < len(self.rest) and i not in self.skipped:
                 out.append(self.rest[i] if started else self.first[i])
                 started = True
@@ -35,12 +40,12 @@ class TokenBytes:
 
 
 def pieces(tokens: dict[int, str], decoder: dict[str, Any] | None, skipped: frozenset[int]) -> TokenBytes:
-    """The table for a vocabulary.
+    """Returns the table for a vocabulary.
 
     Args:
         tokens: the vocabulary, added tokens included.
         decoder: the "decoder" entry of a tokenizer.json.
-        skipped: ids that leave no trace in a text (special tokens). Holes in the vocabulary are skipped too.
+        skipped: ids that add nothing to a text (special tokens). Holes in the vocabulary are skipped too.
 
     Raises:
         ValueError: the decoder has a part that cannot work token by token.
@@ -54,7 +59,7 @@ def pieces(tokens: dict[int, str], decoder: dict[str, Any] | None, skipped: froz
 
 
 def _steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """The decoder's parts in order, `Fuse` resolved: parts behind it see the whole text, not a token."""
+    """Returns the decoder's parts in order. Parts after `Fuse` see the whole text and not single tokens."""
     if decoder is None:
         return [{"type": "Join"}]
     parts = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
@@ -71,14 +76,14 @@ def _steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
             steps.append({**part, "fused": fused})
             fused |= kind == "ByteLevel"
         else:
-            behind = " behind a part that joins the tokens" if fused else ""
-            raise ValueError(f"decoder: got a {kind} part{behind} in tokenizer.json, takes ByteLevel, ByteFallback, "
+            after = " after a part that joins the tokens" if fused else ""
+            raise ValueError(f"decoder: got a {kind} part{after} in tokenizer.json, takes ByteLevel, ByteFallback, "
                              f"Metaspace, WordPiece, Strip, Fuse and Replace of a string")
     return steps
 
 
 def _apply(steps: list[dict[str, Any]], token: str, first: bool) -> bytes:
-    """The bytes of one token."""
+    """Returns the bytes of one token."""
     text: str | bytes = token
     for step in steps:
         if isinstance(text, bytes):
@@ -111,7 +116,7 @@ def _apply(steps: list[dict[str, Any]], token: str, first: bool) -> bytes:
 
 
 def _strip(text: Any, char: Any, start: int, stop: int) -> Any:
-    """`text` less at most `start` leading and `stop` trailing `char`s."""
+    """Removes at most `start` leading and `stop` trailing occurrences of `char`."""
     for _ in range(start):
         text = text.removeprefix(char)
     for _ in range(stop):
@@ -120,7 +125,7 @@ def _strip(text: Any, char: Any, start: int, stop: int) -> Any:
 
 
 def _fallback_byte(token: str) -> str | bytes:
-    """The byte that a token such as <0x0A> stands for."""
+    """Returns the byte of a token such as <0x0A>, or the token itself."""
     if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
         try:
             return bytes([int(token[3:5], 16)])
@@ -130,7 +135,7 @@ def _fallback_byte(token: str) -> str | bytes:
 
 
 def _close_up(text: str) -> str:
-    """WordPiece's removal of the space before punctuation and English contractions."""
+    """Removes the space before punctuation and in English contractions, as WordPiece does."""
     for spaced, close in ((" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"), (" n't", "n't"),
                           (" 'm", "'m"), (" do not", " don't"), (" 's", "'s"), (" 've", "'ve"), (" 're", "'re")):
         text = text.replace(spaced, close)
@@ -139,7 +144,8 @@ def _close_up(text: str) -> str:
 
 @functools.cache
 def byte_of_char() -> dict[str, int]:
-    """GPT-2's printable stand-ins for bytes (A. Radford et al., 2019): those without a glyph sit from U+0100 on.
+    """Returns GPT-2's printable characters for bytes (A. Radford et al., 2019): bytes without a glyph are mapped from
+    U+0100 on.
 
     >>> byte_of_char()["A"], byte_of_char()["\u0120"]
     (65, 32)

@@ -1,4 +1,4 @@
-"""Prompts in every form that callers have them in, as token ids."""
+"""Reads prompts in all accepted forms as token ids."""
 
 from __future__ import annotations
 
@@ -16,32 +16,37 @@ if TYPE_CHECKING:
     from decodax.io.load import LM
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
-"""A text, token ids (a list or an array), a chat (messages with `role` and `content`), or what a tokenizer of
-transformers gives: `input_ids` and `attention_mask`."""
+"""A text, token ids (a list or an array), a chat (messages with `role` and `content`), or the output of a transformers
+tokenizer: `input_ids` and `attention_mask`."""
 
 TAKES = "a text, token ids, a chat (messages with role and content), or input_ids with an attention_mask"
 
 MOST = 1_000_000
-"""Entries that an iterator may give: one without an end is noticed there."""
+"""Largest number of entries of an iterator, which detects endless ones."""
 
 
 def read_prompts(lm: LM, prompts: Any, name: str = "prompts") -> list[list[int]]:
-    """Token ids of one prompt or several; none of them is empty.
+    """Returns the token ids of one prompt or several; none of them is empty.
 
-    A list of numbers is one prompt, and so is an array of one dimension; one of two has a prompt in each row, all of
-    whose ids count. A list of messages is one chat. Where an `attention_mask` says so, ids on the left or on the right
-    are padding. A text or a chat without tokens, and an empty list of ids, begin with the model's BOS token.
+    A list of numbers is one prompt, and so is a one-dimensional array; a two-dimensional array has a prompt in each
+    row, all of whose ids count. A list of messages is one chat. Ids that an `attention_mask` masks on the left or right
+    are padding. An empty text, an empty chat and an empty list of ids begin with the model's BOS token.
+
+    Args:
+        lm: the model.
+        prompts: the prompts.
+        name: the argument's name, for errors.
 
     Raises:
-        ValueError: something else, a token id that the model does not know, a text that the tokenizer cannot spell, or
-            an empty prompt where the model has no BOS token; all by name.
-        TypeError: something that is no prompt at all.
+        ValueError: an unknown form, a token id outside the vocabulary, a text that the tokenizer cannot spell, or an
+            empty prompt if the model has no BOS token; the message names the prompt.
+        TypeError: something that is not a prompt.
     """
     return [read_prompt(lm, row, where) for row, where in prompt_rows(prompts, name)]
 
 
 def read_prompt(lm: LM, prompt: Any, name: str) -> list[int]:
-    """Token ids of one prompt."""
+    """Returns the token ids of one prompt."""
     if isinstance(prompt, Mapping) and "input_ids" in prompt:
         rows = _encoding(prompt, name)
         if len(rows) != 1:
@@ -55,22 +60,25 @@ def read_prompt(lm: LM, prompt: Any, name: str) -> list[int]:
     if not ids and lm.bos is not None:
         ids, origin = [lm.bos], "is empty, and the model's BOS token is"
         if not is_whole(lm.bos):
-            raise ValueError(f"{name}: {origin} {shown(lm.bos)}, which is no token id")
+            raise ValueError(f"{name}: {origin} {shown(lm.bos)}, which is not a token id")
     if not ids:
-        raise ValueError(f"{name}: is empty, and the model has no BOS token to begin with")
+        raise ValueError(f"{name}: is empty, and the model has no BOS token to begin with; takes at least one token")
     return _known(lm, ids, f"{name}: {origin}")
 
 
 def spell(lm: LM, text: str | Sequence[Mapping[str, Any]], name: str, special: bool = True,
           after: Sequence[int] = ()) -> list[int]:
-    """Token ids of a text or a chat; none for an empty one.
+    """Returns the token ids of a text or a chat; none for an empty one.
 
     Args:
-        special: whether the tokenizer adds BOS and others to a text; a chat's template has its own.
-        after: tokens before a text, which it goes on from (`decodax.io.appended`); nothing is added to it then.
+        lm: the model.
+        text: the text or the messages.
+        name: the argument's name, for errors.
+        special: True lets the tokenizer add BOS and other tokens to a text; a chat's template writes its own.
+        after: tokens before the text, which continues them (`decodax.io.appended`); no special tokens are added then.
     """
     if lm.tokenizer is None:
-        raise ValueError(f"{name}: got text, but this model has no tokenizer; give token ids")
+        raise ValueError(f"{name}: got text, but this model has no tokenizer; takes token ids")
     try:
         if isinstance(text, str):
             ids = appended(lm.tokenizer, after, text) if after else lm.tokenizer.encode(text, special)
@@ -90,11 +98,11 @@ def _known(lm: LM, ids: list[int], got: str) -> list[int]:
 
 
 def collected(values: Any, name: str, takes: str) -> list[Any]:
-    """The entries of a list, a tuple, an iterator, ...
+    """Returns the entries of a list, a tuple, an iterator, ...
 
     Raises:
-        TypeError: a text, a mapping, a set, or no collection at all.
-        ValueError: an iterator without an end.
+        TypeError: a text, a mapping, a set, or something that is not a collection.
+        ValueError: an endless iterator.
     """
     if isinstance(values, (str, bytes, bytearray, memoryview, Mapping, set, frozenset)) \
             or not isinstance(values, Iterable):
@@ -103,12 +111,12 @@ def collected(values: Any, name: str, takes: str) -> list[Any]:
         return list(values)
     entries = list(itertools.islice(values, MOST + 1))
     if len(entries) > MOST:
-        raise ValueError(f"{name}: got an iterator of more than {MOST:,} entries")
+        raise ValueError(f"{name}: got an iterator of more than {MOST:,} entries, takes at most that many")
     return entries
 
 
 def prompt_rows(prompts: Any, name: str = "prompts") -> list[tuple[Any, str]]:
-    """Each prompt by itself, with its name for errors."""
+    """Returns each prompt by itself, with its name for errors."""
     if isinstance(prompts, str):
         return [(prompts, f"{name}[0]")]
     if isinstance(prompts, (bytes, bytearray, memoryview)):
@@ -129,12 +137,12 @@ def prompt_rows(prompts: Any, name: str = "prompts") -> list[tuple[Any, str]]:
         if _is_number(first) or (isinstance(first, Mapping) and "input_ids" not in first):
             rows = [rows]       # the ids of one prompt, or the messages of one chat
     if not rows:
-        raise ValueError(f"{name}: got none")
+        raise ValueError(f"{name}: got none, takes at least one")
     return [(row, f"{name}[{i}]") for i, row in enumerate(rows)]
 
 
 def _of_array(array: np.ndarray, name: str, kinds: str) -> list[Any]:
-    """The rows of an array."""
+    """Returns the rows of an array."""
     if array.ndim not in (1, 2):
         raise ValueError(f"{name}: got an array of shape {array.shape}, takes one or two dimensions of token ids")
     if not array.size:
@@ -145,8 +153,8 @@ def _of_array(array: np.ndarray, name: str, kinds: str) -> list[Any]:
 
 
 def _encoding(given: Mapping[str, Any], name: str) -> list[Any]:
-    """The rows of a tokenizer's output, without padding."""
-    # token_type_ids tell two texts apart, for models that know such types; none of those here does
+    """Returns the rows of a tokenizer's output, without padding."""
+    # token_type_ids tell two texts apart, for models with such types; there are none here.
     if other := sorted(set(map(str, given)) - {"input_ids", "attention_mask", "token_type_ids"}):
         raise ValueError(f"{name}: got {other[0]} beside input_ids, takes input_ids and attention_mask")
     ids, mask = _nested(given["input_ids"], f"{name}['input_ids']"), given.get("attention_mask")
@@ -154,7 +162,7 @@ def _encoding(given: Mapping[str, Any], name: str) -> list[Any]:
         return ids
     masks = _nested(mask, f"{name}['attention_mask']", "biuf")
     if [len(row) for row in masks] != [len(row) for row in ids]:
-        raise ValueError(f"{name}['attention_mask']: has another shape than input_ids")
+        raise ValueError(f"{name}['attention_mask']: got another shape than that of input_ids")
     out = []
     for i, (row, seen) in enumerate(zip(ids, masks, strict=True)):
         where = f"{name}['attention_mask'][{i}]"
@@ -163,13 +171,13 @@ def _encoding(given: Mapping[str, Any], name: str) -> list[Any]:
             raise wrong(where, seen, "0 and 1")
         places = np.flatnonzero(values)
         if len(places) and places[-1] - places[0] + 1 != len(places):
-            raise ValueError(f"{where}: has zeros between ones; padding is on the left or on the right")
+            raise ValueError(f"{where}: got zeros between ones, takes padding on the left or on the right only")
         out.append(row[places[0]:places[-1] + 1] if len(places) else [])
     return out
 
 
 def _nested(value: Any, name: str, kinds: str = "iu") -> list[Any]:
-    """Rows of ids from one row or several."""
+    """Returns the rows of ids of one row or several."""
     if hasattr(value, "ndim"):
         return _of_array(host(name, value, "token ids"), name, kinds)
     if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Sequence):
@@ -182,7 +190,7 @@ def _nested(value: Any, name: str, kinds: str = "iu") -> list[Any]:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether it is one number, so that what holds it is a list of ids, right or wrong."""
+    """True for a single number, so that the list that contains it must be one of ids."""
     if isinstance(value, (str, bytes)):     # NumPy's too
         return False
     return isinstance(value, (int, float, complex)) or getattr(value, "ndim", None) == 0
@@ -193,7 +201,7 @@ def _is_chat(prompt: Any) -> bool:
 
 
 def _ids(values: Any, name: str) -> list[int]:
-    """Token ids from a list or an array of one dimension."""
+    """Returns token ids from a list or a one-dimensional array."""
     if isinstance(values, (str, bytes, bytearray, memoryview, Mapping, set, frozenset)) \
             or not (isinstance(values, Sequence) or hasattr(values, "ndim")):
         raise wrong(name, values, TAKES)

@@ -1,4 +1,4 @@
-"""Packing the weights of a loaded model, with data where a format goes by it, and saving models."""
+"""Packs the weights of a loaded model, with calibration data if the format needs it, and saves models."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ import numpy as np
 from decodax.common.progress import bar
 from decodax.core.mesh import on_mesh
 from decodax.io import huge_pages
-from decodax.io.checkpoint import save_mamba2, save_model
 from decodax.io.files import read_json
 from decodax.io.load import LM
 from decodax.io.packed import ENTRY, place_packed
+from decodax.io.saving import save_mamba2, save_model
 from decodax.models.calibration import nothing, observe
 from decodax.models.formats import Format, ModelFormat, kernels, read_format
 from decodax.models.mamba2 import Mamba2
@@ -32,40 +32,40 @@ from decodax.models.transformer import Transformer
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
              "chat_template.jinja")
-"""Files that `save` copies from where a tokenizer came from."""
+"""Files that `save` copies from the directory of the tokenizer."""
 
 
 def quantize(lm: LM, weights: str | Format | ModelFormat, data: Sequence[str | Sequence[int]] | None = None, *,
              length: int = 512, sequences: int = 128, memory: int = 4 << 30, progress: bool = False) -> LM:
-    """The model with its kernels packed.
+    """Returns the model with its kernels packed.
 
     Args:
         lm: a decoder with arrays as weights, see `decodax.load`.
         weights: a format by name, or a `decodax.models.formats.Format` or `ModelFormat`.
-        data: texts, or their ids, of the kind that the model will see; for a format that goes by data. They are put
-            one after the other and cut into sequences.
-        length: tokens of a sequence; where the texts have fewer, all of them are one sequence.
-        sequences: sequences at most, taken from all over the texts.
-        memory: bytes that what is kept of the data may take at a time. Where all kernels need more, they are packed a
-            few at a time, which goes over the data again and again.
+        data: calibration texts, or their ids, of the kind that the model will see, for a format that needs them. They
+            are concatenated and cut into sequences.
+        length: number of tokens of a sequence; if the texts have fewer, all of them are one sequence.
+        sequences: largest number of sequences, taken evenly from the texts.
+        memory: largest number of bytes of calibration statistics at a time. If all kernels need more, they are packed a
+            few at a time, with one pass over the data for each group.
         progress: shows a progress bar.
 
     Raises:
-        ValueError: an unknown format, a model that cannot be packed, no data where some is needed or too little, or an
-            argument out of its range, by name.
+        ValueError: an unknown format, a model that cannot be packed, missing or too little data, or an argument out of
+            its range; the message names it.
     """
     own = read_format(weights)
     if own is None:
         raise ValueError("weights: got None, takes the name of a format or a Format")
     for name, value, least in (("length", length, 2), ("sequences", sequences, 1), ("memory", memory, 1)):
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ValueError(f"{name}: got {value!r}, takes an int from {least}")
+            raise ValueError(f"{name}: got {value!r}, takes an int of at least {least}")
     if not isinstance(lm.model, Transformer if isinstance(own, Format) else Transformer | Mamba2):
         raise ValueError(f"lm: got {lm.name!r}, a {type(lm.model).__name__}; takes a decoder")
     leaves = flatten(lm.params)
     if any(isinstance(leaf, Packed) for leaf in leaves.values()):
-        raise ValueError(f"lm: the weights of {lm.name!r} are packed; takes arrays, as decodax.load makes "
-                         "them by default")
+        raise ValueError(f"lm: got {lm.name!r} with packed weights, takes arrays, as decodax.load makes them by "
+                         "default")
     if isinstance(own, ModelFormat):
         rows = _tokens(lm, weights, data, length, sequences) if own.data else None
         with bar(progress, "packing", 1) as report:
@@ -96,14 +96,16 @@ def quantize(lm: LM, weights: str | Format | ModelFormat, data: Sequence[str | S
 def save(lm: LM, directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | None = None) -> None:
     """Writes a model that `decodax.load` reads: weights, configuration, generation config and tokenizer.
 
-    Weights that are arrays are written as transformers reads them; packed ones are for `decodax.load` alone.
+    Weights that are arrays are also readable by transformers; packed ones only by `decodax.load`.
 
     Args:
-        dtype: of the weights that are not packed ("float32", "bfloat16", "float16"); None: as they are.
+        lm: the model.
+        directory: path to write to; it is created if necessary.
+        dtype: dtype of the weights that are not packed ("float32", "bfloat16", "float16"); None keeps theirs.
 
     Raises:
-        ValueError: a model that is no decoder, one without the configuration that it needs, a tokenizer that was made
-            in memory, or a dtype that weights may not have.
+        ValueError: the model is not a decoder or lacks the configuration that it needs, its tokenizer was made in
+            memory, or weights cannot have this dtype.
     """
     if not isinstance(lm.model, Transformer | Mamba2):
         raise ValueError(f"lm: got {lm.name!r}, a {type(lm.model).__name__}; takes a decoder")
@@ -128,10 +130,10 @@ def save(lm: LM, directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike 
 
 def _tokens(lm: LM, weights: str | Format | ModelFormat, data: Sequence[str | Sequence[int]] | None, length: int,
             sequences: int) -> np.ndarray:
-    """`i32[S, T]`."""
+    """Returns the calibration sequences, `i32[S, T]`."""
     if data is None or len(data) == 0:
-        raise ValueError(f"data: got {data!r}, and {weights!r} goes by data; takes texts of the kind that the model "
-                         "will see")
+        raise ValueError(f"data: got {data!r}, but {weights!r} needs calibration data; takes texts of the kind that "
+                         "the model will see")
     if isinstance(data, str):
         raise ValueError("data: got a string, takes a sequence of texts")
     ids: list[int] = []
@@ -149,14 +151,14 @@ def _tokens(lm: LM, weights: str | Format | ModelFormat, data: Sequence[str | Se
         length = min(length, lm.model.trained_positions)
     length = min(length, len(ids))
     if length < 2:
-        raise ValueError(f"data: got {len(ids)} tokens, takes 2 or more")
+        raise ValueError(f"data: got {len(ids)} tokens, takes at least 2")
     rows = np.asarray(ids[:len(ids) // length * length], np.int32).reshape(-1, length)
     count = min(sequences, len(rows))
     return rows[np.linspace(0, len(rows) - 1, count).round().astype(int)]
 
 
 def _groups(leaves: dict[str, Any], chosen: list[str], own: Format, memory: int) -> Iterator[list[str]]:
-    """The kernels, as many at a time as what is kept of the data fits in memory; twice, for it is added up."""
+    """Groups the kernels so that each group's statistics fit in memory twice, since they are accumulated."""
     group: list[str] = []
     what, size = own.statistic, 0
     for path in chosen:

@@ -1,4 +1,4 @@
-"""A Jinja sandbox in which every template ends: within a time, a size and a number of steps.
+"""A Jinja sandbox in which every template ends within limits on time, size and number of steps.
 
 Jinja's own sandbox keeps a template from Python's internals and from ranges of more than 100,000. It does not keep
 nested loops, macros that call themselves twice, text that doubles, `10 ** 10 ** 10` or `"x".center(10 ** 12)` from
@@ -6,11 +6,11 @@ taking hours or all memory. Here the compiled template counts:
 
 - a step for each pass of a loop and each call of a macro or block;
 - the characters that it writes, also into variables and macros;
-- the size of values. What may grow faster than its arguments (products, powers, joins, formats, paddings) is measured
-  before it is computed; containers are measured when they are made, compared or turned into text.
+- the size of values. Results that may grow faster than their arguments (products, powers, joins, formats, paddings) are
+  measured before they are computed; containers are measured when they are made, compared or turned into text.
 
-Each of these also looks at the clock. Nothing here depends on signals, threads or processes, so it holds wherever the
-template runs. A single operation is bounded by the sizes, so the time is exceeded by little.
+Each of these also checks the clock. Nothing here depends on signals, threads or processes, so it works wherever the
+template runs. A single operation is bounded by the sizes, so the time is exceeded only slightly.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
 SECONDS = 10.0
-"""A template takes milliseconds."""
+"""Time limit; an ordinary template takes milliseconds."""
 
 SIZE, GROWTH = 1_000_000, 16
-"""The most characters and entries that a template may make of nothing, and of each one that it is given."""
+"""Largest number of characters and entries that a template may make: a constant, plus a number per one given to it."""
 
 STEPS = 1_000_000
-"""The most steps, and as many more as the template is given characters."""
+"""Largest number of steps, in addition to one per character given to the template."""
 
 SOURCE = 1_000_000
-"""The most characters of a template."""
+"""Largest number of characters of a template."""
 
 
 class LimitError(jinja2.TemplateError):
@@ -50,7 +50,7 @@ class LimitError(jinja2.TemplateError):
 
 @dataclasses.dataclass
 class Work:
-    """What a template may still do, and what each of its values may hold."""
+    """The remaining budget of a template, and the size limit of its values."""
 
     size: int = SIZE
     left: int = SIZE
@@ -59,26 +59,30 @@ class Work:
 
     @classmethod
     def of(cls, given: Any) -> Work:
-        """For a template that is given these values."""
+        """Returns the budget of a template that is given these values."""
         size = SIZE + GROWTH * measure(given)
         return cls(size, size, STEPS + measure(given), time.monotonic() + SECONDS)
 
     def look(self) -> None:
+        """Raises LimitError if the time is over."""
         if time.monotonic() > self.end:
             raise LimitError(f"takes longer than {SECONDS:g} s")
 
     def step(self) -> None:
+        """Counts one step."""
         self.look()
         self.steps -= 1
         if self.steps < 0:
             raise LimitError(f"loops more than {STEPS:,} times")
 
     def write(self, count: int) -> None:
+        """Counts written characters."""
         self.left -= count
         if self.left < 0:
             raise LimitError(f"writes more than {self.size:,} characters")
 
     def hold(self, size: int) -> None:
+        """Checks the size of a value."""
         self.look()
         if size > self.size:
             raise LimitError(f"makes a value of more than {self.size:,} characters or entries")
@@ -88,12 +92,13 @@ _work: contextvars.ContextVar[Work] = contextvars.ContextVar("work")
 
 
 def work() -> Work:
-    """The running template's; what is computed while one is compiled has one for itself."""
+    """Returns the budget of the running template; constants computed while one is compiled have a budget of their
+    own."""
     return _work.get(None) or Work()
 
 
 def measure(value: Any, seen: dict[int, int] | None = None) -> int:
-    """Characters and entries of a value, of what it holds as often as it holds it."""
+    """Returns the number of characters and entries of a value; shared parts count each time that they occur."""
     if isinstance(value, (str, bytes)):
         return len(value)
     if isinstance(value, int):
@@ -105,13 +110,13 @@ def measure(value: Any, seen: dict[int, int] | None = None) -> int:
         return 1
     seen = {} if seen is None else seen
     if id(value) not in seen:
-        seen[id(value)] = 0       # of a value that holds itself
+        seen[id(value)] = 0       # for a value that contains itself
         seen[id(value)] = 1 + sum(measure(v, seen) for v in inner)
     return seen[id(value)]
 
 
 def bounded(value: Any) -> Any:
-    """The value, if it is not too large."""
+    """Returns the value, or raises LimitError if it is too large."""
     if not isinstance(value, (str, bool, float, type(None))):
         work().hold(measure(value))
     return value
@@ -123,7 +128,7 @@ def _number(values: Any, at: int, name: str, keywords: Mapping[str, Any]) -> int
 
 
 def _format(text: str, values: Any) -> int:
-    """How long a filled format can be."""
+    """Returns an upper bound on the length of a filled format."""
     widths = sum(min(int(n[:12]), 10 ** 12) for n in re.findall(r"\d+", text))
     if "*" in text or re.search(r"\{[^{}]*\{", text):      # a width among the values
         widths += max((abs(v) for v in values if isinstance(v, int)), default=0) * (text.count("*") + text.count("{"))
@@ -131,7 +136,8 @@ def _format(text: str, values: Any) -> int:
 
 
 def _grown(name: str, value: Any, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> int:
-    """The size of what a filter or a method of this name makes at most, if it is more than a few times its input's."""
+    """Returns an upper bound on the size of a filter's or method's result if it may be far larger than its input, else
+    0."""
     text = value if isinstance(value, (str, bytes)) else ""
     match name:
         case "replace":
@@ -169,11 +175,11 @@ def _grown(name: str, value: Any, args: tuple[Any, ...], keywords: Mapping[str, 
 
 SHALLOW = frozenset({"length", "count", "first", "last", "list", "default", "d", "items", "selectattr", "rejectattr",
                      "select", "reject", "map", "int", "float", "abs", "round", "attr", "random", "reverse"})
-"""Filters that look at no more than the entries of a container."""
+"""Filters that read only the entries of a container, not what they contain."""
 
 
 def _filter(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
-    """The filter, measured."""
+    """Wraps a filter so that its arguments and result are measured."""
     first = 1 if hasattr(run, "jinja_pass_arg") else 0
 
     @functools.wraps(run)
@@ -192,7 +198,7 @@ def _filter(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _counted(made: Iterator[Any]) -> Iterator[Any]:
-    """What a filter makes one by one, measured as if it were kept."""
+    """Yields the items of a filter's result and measures them as if they were kept."""
     total = 0
     for item in made:
         total += 1 + measure(item)
@@ -201,7 +207,7 @@ def _counted(made: Iterator[Any]) -> Iterator[Any]:
 
 
 def _test(run: Callable[..., Any]) -> Callable[..., Any]:
-    """A test that compares, measured."""
+    """Wraps a test that compares, so that its arguments are measured."""
     @functools.wraps(run)
     def measured(*args: Any) -> Any:
         return run(*map(bounded, args))
@@ -210,7 +216,7 @@ def _test(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Counting(NodeTransformer):
-    """Puts steps, writing and measuring into a template's syntax tree."""
+    """Adds counting of steps, written characters and sizes to a template's syntax tree."""
 
     def _count(self, name: str, count: int, node: nodes.Node) -> nodes.ExprStmt:
         call = nodes.Filter(nodes.Const(count), name, [], [], None, None)
@@ -256,12 +262,12 @@ class _Counting(NodeTransformer):
         return node
 
 
-# names that no template can write
+# Names that no template can write.
 STEP, WRITE, BOUNDED, CONCAT = "step!", "write!", "bounded!", "concat!"
 
 
 class _Generator(CodeGenerator):
-    """Compiles the counted tree."""
+    """Compiles the tree with its counters."""
 
     def visit_Template(self, node: nodes.Template, frame: Any = None) -> None:
         super().visit_Template(_Counting().visit(node).set_environment(self.environment), frame)
@@ -280,7 +286,7 @@ def _write(context: Any, count: int) -> None:
 
 @jinja2.pass_context
 def _finalize(context: Any, value: Any) -> Any:
-    """What an expression writes."""
+    """Returns the text that an expression writes, and counts it."""
     text = value if isinstance(value, str) else str(bounded(value))
     work().write(len(text))
     return text
@@ -307,7 +313,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             self.tests[name] = _test(self.tests[name])     # type: ignore[arg-type]
 
     def add_filter(self, name: str, run: Callable[..., Any]) -> None:
-        """Adds a filter of our own."""
+        """Adds a filter, measured like the others."""
         self.filters[name] = _filter(name, run)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
@@ -343,18 +349,18 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return made
 
     def compiled(self, source: str) -> jinja2.Template:
-        """The template.
+        """Compiles a template.
 
         Raises:
-            jinja2.TemplateError: it is no template, or a very long one.
+            jinja2.TemplateError: it is invalid or too long.
         """
         if len(source) > SOURCE:
-            raise LimitError(f"is of {len(source):,} characters, at most {SOURCE:,} are taken")
+            raise LimitError(f"got {len(source):,} characters, takes at most {SOURCE:,}")
         return self.from_string(source)
 
 
 def render(template: jinja2.Template, /, **variables: Any) -> str:
-    """What a template of a `BoundedEnvironment` writes.
+    """Returns the text that a template of a `BoundedEnvironment` writes.
 
     Raises:
         LimitError: it takes too long or makes too much.

@@ -1,4 +1,4 @@
-"""Texts that are to be scored, in any of the accepted forms, as token ids and the place where scoring begins."""
+"""Reads texts to be scored, in all accepted forms, as token ids and the position where scoring begins."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class TextSpan:
     """Token ids whose part from `start` on is scored.
 
     Attributes:
-        ids: one or more.
-        start: 1 or more; the tokens before it are only read.
-        bytes: UTF-8 bytes of the scored part; None without a tokenizer.
+        ids: at least one token id.
+        start: at least 1; the tokens before it are only read.
+        bytes: number of UTF-8 bytes of the scored part; None without a tokenizer.
     """
 
     ids: list[int]
@@ -35,31 +35,33 @@ class TextSpan:
 
 
 def spans(texts: Text | Iterable[Text], tokenizer: Tokenizer | None, bos: int | None, vocab: int) -> list[TextSpan]:
-    """What is to be scored.
+    """Returns the token ids of texts to be scored and where scoring begins.
 
-    The texts of a prompt and its continuation are encoded as one. The continuation begins at the first token in which
-    that differs from the prompt encoded alone: the tokens are those of the text as the model would read it, and one
-    that spans the border belongs to the continuation. White space at the end of a prompt text counts to the
+    The texts of a prompt and its continuation are encoded as one. The continuation begins at the first token that
+    differs from the prompt encoded alone: the tokens are those of the text as the model would read it, and a token
+    across the border belongs to the continuation. White space at the end of a prompt text counts as part of the
     continuation, as in lm-evaluation-harness.
 
     Args:
-        bos: the id that goes before a continuation whose prompt has no token.
-        vocab: ids are below it.
+        texts: one text or several, see `Text`.
+        tokenizer: the model's tokenizer, or None.
+        bos: the id before a continuation whose prompt has no token, or None.
+        vocab: size of the vocabulary.
 
     Raises:
         ValueError: nothing to score, an empty text, an id outside the vocabulary, text without a tokenizer, or a form
-            that is none of those of `Text`. The message names the entry.
+            that is not one of `Text`. The message names the entry.
     """
     whole: Any = texts
     if isinstance(whole, Mapping):
-        raise ValueError("texts: got a mapping; a chat is a list of messages")
+        raise ValueError("texts: got a mapping, takes a list of messages for a chat")
     if isinstance(whole, tuple) and not _is_ids(whole):
-        raise ValueError("texts: got a tuple, which stands for one prompt and its continuation; takes a list of them")
+        raise ValueError("texts: got a tuple, which is one prompt with its continuation; takes a list of them")
     if isinstance(whole, bytes) or not isinstance(whole, Iterable):
         raise TypeError(f"texts: got {shown(whole)}, takes a text, token ids or a chat, or several")
     rows = [whole] if isinstance(whole, str) or _is_ids(whole) or _is_chat(whole) else list(whole)
     if not rows:
-        raise ValueError("texts: got none")
+        raise ValueError("texts: got none, takes at least one")
     return [_span(row, f"texts[{i}]", tokenizer, bos, vocab) for i, row in enumerate(rows)]
 
 
@@ -69,7 +71,7 @@ def _span(row: Any, name: str, tokenizer: Tokenizer | None, bos: int | None, voc
     for part in (part for part in parts if isinstance(part, str)):
         unicode(name, part)
     if any(written) and tokenizer is None:
-        raise ValueError(f"{name}: got text, but this model has no tokenizer; give token ids")
+        raise ValueError(f"{name}: got text, but this model has no tokenizer; takes token ids")
     if parts is row:
         if len(parts) != 2 or written[0] != written[1] or _is_chat(parts[1]):
             raise ValueError(f"{name}: got a tuple of {', '.join(map(_kind, parts)) or 'nothing'}; a prompt and its "
@@ -78,26 +80,26 @@ def _span(row: Any, name: str, tokenizer: Tokenizer | None, bos: int | None, voc
     else:
         ids, start = _ids(row, name, tokenizer), 1
     if not ids:
-        raise ValueError(f"{name}: is empty")
+        raise ValueError(f"{name}: is empty, takes at least one token")
     if start == 0:
         if bos is None:
-            raise ValueError(f"{name}: the prompt has no token of its own, and the model has no BOS token to begin "
-                             "with")
+            raise ValueError(f"{name}: the prompt is empty, and the model has no BOS token to begin with; takes a "
+                             "prompt of at least one token")
         ids, start = [bos, *ids], 1
     if bad := [t for t in ids if not 0 <= t < vocab]:
         raise ValueError(f"{name}: token id {bad[0]} is outside the vocabulary of {vocab}")
     if tokenizer is None:
         return TextSpan(ids, start, None)
     decoded = lambda ids: len(tokenizer.pieces().join(ids)[0])
-    # of a text its own bytes, which those of its tokens need not be where the tokenizer normalises
+    # The text's own bytes: those of its tokens may differ if the tokenizer normalises.
     whole = len("".join(parts).encode()) if all(isinstance(part, str) for part in parts) else decoded(ids)
     return TextSpan(ids, start, max(whole - decoded(ids[:start]), 0))
 
 
 def _pair(prompt: Any, continuation: Any, name: str, tokenizer: Tokenizer | None) -> tuple[list[int], int]:
-    """Ids of both, and the number of those that are the prompt's."""
+    """Returns the ids of both, and the number of ids of the prompt."""
     if not len(continuation):
-        raise ValueError(f"{name}: the continuation is empty")
+        raise ValueError(f"{name}: the continuation is empty, takes at least one token")
     if tokenizer is None or not isinstance(continuation, str):
         before = _ids(prompt, name, tokenizer)
         return before + _ids(continuation, name, tokenizer), len(before)

@@ -1,6 +1,6 @@
 """Text in and out: a Hugging Face tokenizer with its special ids and chat template, and text from token streams.
 
-Streamed text and the text of a result come from one place, the `Detokenizer`: it never shows half a character, nor the
+Streamed text and the text of a result are both made by the `Detokenizer`. It never shows part of a character, nor the
 beginning of a stop string.
 """
 
@@ -26,16 +26,17 @@ from decodax.io.pieces import TokenBytes, byte_of_char, pieces
 
 
 class Tokenizer:
-    """A tokenizer with what decoding needs to know around it.
+    """A tokenizer, its special tokens and its chat templates.
 
     Attributes:
         backend: the `tokenizers.Tokenizer`; truncation and padding are off.
-        bos_id, pad_id: ids, or None.
+        bos_id: id of the beginning of a sequence, or None.
+        pad_id: id of padding, or None.
         eos_ids: ids that end a sequence; several for many chat models, none if the files name none.
         special_tokens: "bos_token", "eos_token", ... as text, for chat templates.
         chat_templates: Jinja source by name; "default" is the usual one.
-        template_files: the file that each of them was read from, for errors.
-        directory: where its files are; None for one that was made in memory.
+        template_files: the file of each template, for errors.
+        directory: the directory of its files; None if it was made in memory.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, *, bos_id: int | None = None, eos_ids: Sequence[int] = (),
@@ -56,15 +57,15 @@ class Tokenizer:
 
     @classmethod
     def from_dir(cls, path: str | Path) -> Tokenizer:
-        """Reads tokenizer.json and, where present, tokenizer_config.json, special_tokens_map.json, added_tokens.json,
-        config.json, generation_config.json and chat_template.jinja of a local directory.
+        """Reads a tokenizer from a local directory.
 
-        Tokens that stand only in other files than tokenizer.json are added, see `decodax.io.added_tokens`. Negative ids
-        mean none.
+        It reads tokenizer.json and, if present, tokenizer_config.json, special_tokens_map.json, added_tokens.json,
+        config.json, generation_config.json and chat_template.jinja. Tokens that only other files than tokenizer.json
+        have are added, see `decodax.io.added_tokens`. Negative ids mean none.
 
         Raises:
             FileNotFoundError: there is no tokenizer.json.
-            ValueError: a file is not what it should be; the message names it.
+            ValueError: a file has invalid content; the message names it.
         """
         path = Path(path)
         file = path / "tokenizer.json"
@@ -105,24 +106,29 @@ class Tokenizer:
                    template_files={name: str(file) for name, (_, file) in templates.items()}, directory=path)
 
     def __len__(self) -> int:
-        """Entries of the vocabulary, added tokens included; a model's may be padded beyond it."""
+        """Returns the size of the vocabulary, added tokens included; a model's may be padded beyond it."""
         return len(self.pieces().rest)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids, with the BOS and others that the tokenizer's post-processor adds.
+        """Returns the token ids of a text.
+
+        Args:
+            text: the text.
+            add_special_tokens: adds BOS and other tokens as the tokenizer's post-processor does.
 
         Raises:
-            ValueError: characters that the tokenizer has no token for and would drop, or that are no Unicode text.
+            ValueError: the text has characters for which the tokenizer has no token and which it would drop, or it is
+                not valid Unicode.
         """
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise ValueError(f"text: got {text[error.start:error.end]!r} at place {error.start}, which is no Unicode "
-                             "character (half of a surrogate pair)") from None
+            raise ValueError(f"text: got {text[error.start:error.end]!r} at position {error.start}, takes Unicode "
+                             "characters (this is half of a surrogate pair)") from None
         try:
             ids = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         except Exception as error:       # the binding raises a bare Exception
-            raise ValueError(f"text: the tokenizer cannot take it ({error})") from error
+            raise ValueError(f"text: the tokenizer cannot encode it ({error})") from error
         if self._alphabet is not None and self._drops(text):
             lost = [c for c in dict.fromkeys(text) if self._drops(c)] or [text]
             raise ValueError(f"text: the tokenizer has no token for {', '.join(map(repr, lost[:5]))} and would drop "
@@ -131,10 +137,10 @@ class Tokenizer:
 
     @functools.cached_property
     def _alphabet(self) -> frozenset[str] | None:
-        """The characters that a tokenizer that drops others has tokens for; None if it drops none.
+        """The characters that have tokens, if the tokenizer drops others; None if it drops none.
 
-        A BPE without an unknown token and without bytes to fall back on drops what is not in its vocabulary. The usual
-        ones, which spell all bytes, have all of them there.
+        A BPE without an unknown token and without byte fallback drops characters that are not in its vocabulary. The
+        usual ones, which spell all bytes, have all of them.
         """
         file = json.loads(self.backend.to_str())
         model = file["model"]
@@ -147,7 +153,7 @@ class Tokenizer:
         return None if bytewise and known >= byte_of_char().keys() else known
 
     def _drops(self, text: str) -> bool:
-        """Whether the tokenizer, which has tokens for `_alphabet` alone, would drop a character of `text`."""
+        """True if the tokenizer, which has tokens for `_alphabet` alone, would drop a character of `text`."""
         assert self._alphabet is not None
         whole = (t for t in self.backend.get_added_tokens_decoder().values()
                  if not (t.special and self.backend.encode_special_tokens))
@@ -160,25 +166,26 @@ class Tokenizer:
         return any(not self._alphabet.issuperset(part) for part in parts)
 
     def encode_chat(self, messages: Sequence[Message], **variables: Any) -> list[int]:
-        """Token ids of `chat_text`; the template writes the special tokens itself."""
+        """Returns the token ids of `chat_text`; the template writes the special tokens itself."""
         return self.encode(self.chat_text(messages, **variables), add_special_tokens=False)
 
     def chat_text(self, messages: Sequence[Message], *, template: str | None = None, **variables: Any) -> str:
-        """The prompt for a chat by the model's template.
+        """Returns the prompt for a chat, as written by the model's template.
 
         Args:
-            template: a name of `chat_templates`, or Jinja source; None takes "tool_use" if there are
-                tools, else "default".
-            variables: passed on; see `decodax.io.chat.render_chat`.
+            messages: messages with `role` and `content`.
+            template: a name of `chat_templates`, or Jinja source; None takes "tool_use" if there are tools, else
+                "default".
+            variables: passed on to `decodax.io.chat.render_chat`.
 
         Raises:
-            ValueError: the model has no chat template, or it refuses the messages.
+            ValueError: the model has no chat template, or the template refuses the messages.
         """
         if template is None:
             template = "tool_use" if variables.get("tools") and "tool_use" in self.chat_templates else "default"
             if template not in self.chat_templates:
                 named = ", ".join(self.chat_templates) or "none"
-                raise ValueError(f"messages: the model has no default chat template (it has {named}); pass template=")
+                raise ValueError(f"template: got None, but the model has no default chat template (it has {named})")
         source = self.chat_templates.get(template, template)
         try:
             return render_chat(source, messages, **{**self.special_tokens, **variables})
@@ -188,19 +195,21 @@ class Tokenizer:
             raise ChatTemplateError(f"{self.template_files[template]}: {error}") from error
 
     def encode_after(self, ids: Sequence[int] | None, text: str) -> list[int]:
-        """Returns the token ids that add exactly `text` to the text of `ids`: see `decodax.io.appended`."""
+        """Returns the token ids that add exactly `text` to the text of `ids`; see `decodax.io.appended`."""
         return appended(self, ids, text)
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """The text of `ids`; bytes that are no character become U+FFFD."""
+        """Returns the text of `ids`; bytes that are not part of a character become U+FFFD."""
         return self.pieces(skip_special_tokens).join(ids)[0].decode(errors="replace")
 
     def continuation(self, prompt_ids: Sequence[int], new_ids: Iterable[int], *,
                      stop: str | Sequence[str] | None = None, min_new: int = 0, skip_special_tokens: bool = True,
                      include_stop: bool = False) -> str:
-        """What `new_ids` add to the text of `prompt_ids`, up to a stop string; equal to what a stream shows.
+        """Returns the text that `new_ids` add to that of `prompt_ids`, up to a stop string; a stream shows the same
+        text.
 
-        A character that the prompt began and `new_ids` complete belongs to the continuation.
+        A character that the prompt began and `new_ids` complete belongs to the continuation. The other arguments are
+        those of `Detokenizer`.
         """
         detokenizer = self.detokenizer(prompt_ids, stop=stop, min_new=min_new, include_stop=include_stop,
                                        skip_special_tokens=skip_special_tokens)
@@ -208,20 +217,21 @@ class Tokenizer:
 
     def detokenizer(self, prompt_ids: Iterable[int] = (), *, stop: str | Sequence[str] | None = None,
                     min_new: int = 0, skip_special_tokens: bool = True, include_stop: bool = False) -> Detokenizer:
-        """For the tokens that follow `prompt_ids`, one by one or in batches."""
+        """Returns a `Detokenizer` for the tokens that follow `prompt_ids`."""
         return Detokenizer(self.pieces(skip_special_tokens), prompt_ids, stop=stop, min_new=min_new,
                            include_stop=include_stop)
 
     def token_bytes(self, skip_special_tokens: bool = True) -> list[bytes]:
-        """The bytes that each token adds to a text that has begun; b"" for special tokens (or their literal)."""
+        """Returns the bytes that each token adds to a text that has begun; b"" for special tokens, or their literal if
+        they are not skipped."""
         return list(self.pieces(skip_special_tokens).rest)
 
     def pieces(self, skip_special_tokens: bool = True) -> TokenBytes:
-        """The table behind `decode`, made once."""
+        """Returns the table that `decode` uses; it is made once."""
         if skip_special_tokens not in self._pieces:
             added = self.backend.get_added_tokens_decoder()
             skipped = frozenset(i for i, token in added.items() if token.special and skip_special_tokens)
-            # an id can be that of two tokens where the vocabulary has holes; decoding takes the added one
+            # Two tokens may share an id if the vocabulary has holes; decoding takes the added one.
             tokens = {i: token for token, i in self.backend.get_vocab(with_added_tokens=False).items()}
             tokens |= {i: token.content for i, token in added.items()}
             self._pieces[skip_special_tokens] = pieces(tokens, json.loads(self.backend.to_str())["decoder"], skipped)
@@ -229,20 +239,21 @@ class Tokenizer:
 
 
 class Detokenizer:
-    """Turns one row's tokens into text as they come.
+    """Turns one row's tokens into text as they arrive.
 
-    The pieces that `feed` and `finish` return, joined, are the row's text. A piece never ends inside a character; bytes
-    that are no character show as U+FFFD, at the end of the text only by `finish`. A beginning of a stop string is held
-    back until it is clear that it is none; nothing follows a stop string, and by default it is left out itself.
+    The strings that `feed` and `finish` return, joined, are the row's text. A string never ends inside a character;
+    bytes that are not part of a character appear as U+FFFD, at the end of the text only by `finish`. The beginning of a
+    stop string is held back until it is certain not to be one; nothing follows a stop string, and by default it is left
+    out itself.
 
     Args:
         pieces: the tokenizer's table.
-        prompt_ids: what stands before; it decides whether a leading space is kept and completes characters, but does
-            not count towards stop strings.
-        stop: one stop string or several. They are sought in the text as it is shown; one that contains the text of a
-            special token which is left out of it, in the text with special tokens.
-        min_new: a stop string counts only if it ends after this many tokens, as the decoding loop has it.
-        include_stop: whether the text ends with the stop string.
+        prompt_ids: the tokens before. They determine whether a leading space is kept, and begin characters that are
+            completed here, but do not count towards stop strings.
+        stop: one stop string or several. They are searched in the visible text; a string that contains the text of a
+            skipped special token is searched in the text with special tokens.
+        min_new: a stop string counts only if it ends after this many tokens, as in the decoding loop.
+        include_stop: True ends the text with the stop string.
     """
 
     def __init__(self, pieces: TokenBytes, prompt_ids: Iterable[int] = (), *, stop: str | Sequence[str] | None = None,
@@ -252,17 +263,17 @@ class Detokenizer:
         self._min_new, self._count = min_new, 0
         self._decode = codecs.getincrementaldecoder("utf-8")("replace")
         self._pending = b""
-        self._written, self._apart = b"", b""       # the same with special tokens, and which bytes are those of one
+        self._written, self._apart = b"", b""       # text with special tokens, and flags of the bytes of these
         before, self._started = self._pieces.join(prompt_ids)
         self._decode.decode(before)
         self.stopped = False
 
     def feed(self, ids: Iterable[int]) -> str:
-        """The text that `ids` make certain."""
+        """Returns the text that becomes certain with `ids`."""
         return "".join(self._feed(int(i)) for i in ids)
 
     def finish(self) -> str:
-        """What was held back."""
+        """Returns the text that was held back."""
         rest, self._pending = self._pending, b""
         return self._decode.decode(b"" if self.stopped else rest, final=True)
 
@@ -288,8 +299,12 @@ class Detokenizer:
         return self._decode.decode(out)
 
     def _match(self, new: int, written: int) -> tuple[int, int, bytes] | None:
-        """Where in what is pending the stop string begins and ends that is completed first in the newest bytes, and
-        that string; `new` of the bytes are pending, and `written` of them stand in the text with special tokens."""
+        """Returns begin and end, in the pending bytes, of the stop string that is completed first, and the string.
+
+        Args:
+            new: number of new bytes among the pending ones.
+            written: number of new bytes in the text with special tokens.
+        """
         found, size = [], len(self._pending)
         if (match := first_match(self._pending, self._stops, size - new)) is not None:
             found.append((*match, self._pending[slice(*match)]))
@@ -298,13 +313,14 @@ class Detokenizer:
         return min(found, key=lambda one: (one[1], one[0]), default=None)
 
     def _visible(self, start: int) -> int:
-        """How many bytes from there on in the text with special tokens are none of theirs."""
+        """Returns the number of bytes from `start` on in the text with special tokens that do not belong to such
+        tokens."""
         return self._apart[start:].count(0)
 
 
 def _chat_templates(path: Path, config: Mapping[str, Any]) -> dict[str, tuple[str, Path]]:
-    """Templates and their files by name: from tokenizer_config.json (one, or a list of named ones) and, before it,
-    *.jinja files."""
+    """Returns templates and their files by name, from tokenizer_config.json (one, or a list of named ones) and *.jinja
+    files, which take precedence."""
     given, where = config.get("chat_template") or {}, path / "tokenizer_config.json"
     try:
         named = {"default": given} if isinstance(given, str) else \

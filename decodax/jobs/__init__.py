@@ -1,4 +1,4 @@
-"""Many prompts: answers as they finish, and batch jobs that survive."""
+"""Large numbers of prompts: answers as they finish, and batch jobs that survive interruptions."""
 
 from decodax.engine.queue import Refused, Ticket, schedule
 from decodax.engine.slots import Slots, Use

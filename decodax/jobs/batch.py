@@ -1,4 +1,4 @@
-"""Batch jobs: prompts from a file through one model into files, which survive whatever kills them."""
+"""Batch jobs: run prompts from a file through one model and write results to files, surviving interruptions."""
 
 from __future__ import annotations
 
@@ -30,17 +30,22 @@ from decodax.jobs.store import FORMATS, ResultStore, digest
 BROKEN = "the model's logits held a NaN or an infinity"
 
 ENDS = {Status.EOS: "stop", Status.STOP: "stop"}
-"""OpenAI's words for why a text ended; "length" for all others."""
+"""OpenAI's reasons for the end of a text; "length" for all others."""
 
 
 @dataclasses.dataclass
 class JobProgress:
-    """How far a job is.
+    """The progress of a job.
 
     Attributes:
-        finished: lines answered by this call. failed: that could not be. before: that stood there already.
-        tokens: new ones. seconds: since the call began. stopped: because its time was out. log: the file of the results
-            that came last, until their part is full or the job ends. use: of the slots.
+        finished: number of lines answered by this call.
+        failed: number of lines that could not be answered.
+        before: number of lines that had been answered before.
+        tokens: number of new tokens.
+        seconds: time since the call began.
+        stopped: True if the call ended because its time was over.
+        log: the file of the latest results, until their part is full or the job ends.
+        use: utilisation of the slots.
     """
 
     finished: int = 0
@@ -64,33 +69,40 @@ def run(lm: Any, source: str | Path, directory: str | Path, *, slots: int = 16, 
         **options: Any) -> JobProgress:
     """Answers every line of a file and keeps the answers in a directory.
 
-    A result stands there as soon as its prompt has ended: in a hidden file of JSON lines, `.part-000-00000.log`, which
-    becomes `part-000-00000.jsonl` (or `.parquet`) when the part is full or the job ends. Killed at any moment and
-    called again, the job goes on with the lines that are missing: no result is lost and none is written twice, and each
-    is what it would have been, since the randomness of a line is addressed by its id. Lines that cannot be answered go
-    to `_errors-000.jsonl` with their number and the reason, and are tried again by the next call.
+    A result is written as soon as its prompt has ended: to a hidden file of JSON lines, `.part-000-00000.log`, which
+    becomes `part-000-00000.jsonl` (or `.parquet`) when the part is full or the job ends. A job that is killed at any
+    moment and called again continues with the missing lines: no result is lost or written twice, and each is the same
+    as without the interruption, since the randomness of a line is addressed by its id. Lines that cannot be answered
+    are written to `_errors-000.jsonl` with their number and the reason, and are tried again by the next call.
 
     Args:
-        lm: as `decodax.generate` takes it.
-        source: what `decodax.jobs.lines.rows` reads: JSON lines, requests to OpenAI's API, Parquet, a dataset.
-        directory: of the results: `part-000-00000.jsonl` and so on, and `_manifest.json`, which says what made them.
-        slots: prompts at once. fields: where in a line to look.
-        form: "jsonl" or "parquet". part: lines of a file. tokens: whether results have token ids, too.
-        process, processes: which of how many this is; each answers its share, by the hash of the id (or of `line-8`,
-            the number of a line without one), and writes files of its own. They need not know of each other.
-        memory, token_budget: bytes that rows may take, and tokens of a round, as of `decodax.serve`.
-        max_time: seconds after which it stops; what runs then is left to the next call. That of a line (among its
-            options) ends its text instead, with the status "time".
-        names: what the manifest holds in place of the options of these names, or beside them.
-        report: told after each result.
-        options: of `decodax.generate`, for lines that do not say otherwise.
+        lm: a model, as for `decodax.generate`.
+        source: input of `decodax.jobs.lines.rows`: JSON lines, requests to OpenAI's API, Parquet, a dataset.
+        directory: directory of the results: `part-000-00000.jsonl` and so on, and `_manifest.json`, which describes the
+            model and the options.
+        slots: number of prompts that run at once.
+        fields: the fields of a line that are read.
+        form: "jsonl" or "parquet".
+        part: number of lines of a file.
+        tokens: True adds token ids to the results.
+        process, processes: index of this process and number of processes. Each answers its share, by the hash of the id
+            (or of `line-8`, the number of a line without one), and writes files of its own. They need not know of each
+            other.
+        memory: number of bytes that rows may take, as in `decodax.serve`.
+        token_budget: number of tokens of a round, as in `decodax.serve`.
+        max_time: seconds after which the call stops; unfinished lines are left to the next call. The `max_time` of a
+            line, among its options, ends its text instead, with the status "time".
+        names: entries of the manifest that replace the options of these names, or are added to them.
+        report: called after each result.
+        options: options of `decodax.generate`, for lines that do not set them.
 
     Returns:
-        What this call did.
+        The progress made by this call.
 
     Raises:
-        ValueError: the directory holds results of another model or other options; or an option is out of its range.
-        FileNotFoundError: there is no such source. OSError: a result could not be written; those before are kept.
+        ValueError: the directory holds results of another model or other options, or an option is out of its range.
+        FileNotFoundError: the source does not exist.
+        OSError: a result could not be written; earlier ones are kept.
         Exception: the source ended with an error, which is raised when the lines before it have been answered.
     """
     if form not in FORMATS:
@@ -122,12 +134,12 @@ def run(lm: Any, source: str | Path, directory: str | Path, *, slots: int = 16, 
         number, row = item
         _, name = fields.name(number, row)
         key = digest(name)
-        if int.from_bytes(key[-8:], "big") % processes != process:      # another process's
+        if int.from_bytes(key[-8:], "big") % processes != process:      # for another process
             return None
         try:
             line = fields.read(number, row)
             if key in seen:
-                raise LineError(f"id {name!r} stands there more than once")
+                raise LineError(f"id {name!r} occurs more than once")
             seen.add(key)
             if key in store.done:
                 done.before += 1
@@ -162,7 +174,7 @@ def run(lm: Any, source: str | Path, directory: str | Path, *, slots: int = 16, 
         done.stopped |= not lines.exhausted
         store.close()
     except (KeyboardInterrupt, Exception):
-        with contextlib.suppress(Exception):        # the first error says more
+        with contextlib.suppress(Exception):        # the first error is more informative
             store.close()
         raise
     finally:
@@ -172,13 +184,13 @@ def run(lm: Any, source: str | Path, directory: str | Path, *, slots: int = 16, 
 
 
 def reason(error: Exception) -> str:
-    """Why a line could not be answered."""
+    """Returns why a line could not be answered."""
     said = str(error).removeprefix(ALONE).encode(errors="backslashreplace").decode()
     return said if isinstance(error, (ValueError, TypeError)) and said else f"{type(error).__name__}: {said}"
 
 
 def answer(lm: LM, line: Line, prompt_tokens: int, result: Result, tokens: bool) -> dict[str, Any]:
-    """The line of a result."""
+    """Returns the output line of a result."""
     one = lambda values: values[0] if len(result) == 1 else values
     if line.api is not None:
         return _api(lm, line, prompt_tokens, result)
@@ -198,7 +210,7 @@ def answer(lm: LM, line: Line, prompt_tokens: int, result: Result, tokens: bool)
 
 
 def _api(lm: LM, line: Line, prompt_tokens: int, result: Result) -> dict[str, Any]:
-    """The line of a result in the form of OpenAI's batches."""
+    """Returns the output line of a result in the format of OpenAI's batches."""
     assert line.api is not None
     chat, name, made = line.api == "chat.completion", digest(line.id).hex(), int(result.lengths.sum())
     choices = []
@@ -213,7 +225,7 @@ def _api(lm: LM, line: Line, prompt_tokens: int, result: Result) -> dict[str, An
 
 
 def _noted(lm: LM, result: Result, row: int, chat: bool) -> dict[str, Any] | None:
-    """Log-probabilities in OpenAI's two forms."""
+    """Returns log-probabilities in one of OpenAI's two formats."""
     if (noted := result.logprobs) is None:
         return None
     ids, chosen = result.row(row).tolist(), noted.raw[row].tolist()
@@ -233,8 +245,11 @@ def _noted(lm: LM, result: Result, row: int, chat: bool) -> dict[str, Any] | Non
 
 
 def _spelled(lm: LM, token: int) -> tuple[str, list[int]]:
-    """A token as text, and its bytes. One that is a part of a character has a text that names its bytes, as OpenAI's
-    have: no two tokens are the same there."""
+    """Returns a token's text and its bytes.
+
+    As at OpenAI, the text of a token that is part of a character names its bytes, so that different tokens have
+    different texts.
+    """
     if lm.tokenizer is None:
         return str(token), list(str(token).encode())
     spelling = lm.tokenizer.pieces(skip_special_tokens=False).rest
@@ -246,8 +261,10 @@ def _spelled(lm: LM, token: int) -> tuple[str, list[int]]:
 
 
 def fingerprint(lm: LM) -> dict[str, str]:
-    """What a model is told by: its name, and a hash of its configuration and of the ends of its files; of one that was
-    made in memory, of the first numbers of each weight."""
+    """Returns a model's name and a digest of its configuration and of the beginnings and ends of its files.
+
+    For a model that was made in memory the digest covers the first numbers of each weight.
+    """
     found = hashlib.blake2b(digest_size=16)
     if lm.directory is not None:
         for path in sorted(Path(lm.directory).iterdir()):
@@ -267,7 +284,7 @@ def fingerprint(lm: LM) -> dict[str, str]:
 
 
 def _plain(value: Any) -> Any:
-    """An option as JSON can hold it."""
+    """Returns an option as a value that JSON can hold."""
     if isinstance(value, Mapping):
         return {str(key): _plain(x) for key, x in value.items()}
     if isinstance(value, (list, tuple)):
@@ -279,8 +296,8 @@ def _plain(value: Any) -> Any:
 
 
 def _said(value: Any) -> str:
-    """All that a value holds, in one text: dataclasses field by field, arrays by a digest, the rest by `repr` without
-    addresses in memory, which differ from process to process."""
+    """Describes a value completely: dataclasses field by field, arrays by a digest, others by `repr` without memory
+    addresses, which differ from process to process."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = [f for f in dataclasses.fields(value) if f.repr]
         return f"{type(value).__qualname__}({', '.join(f'{f.name}={_said(getattr(value, f.name))}' for f in fields)})"

@@ -1,7 +1,7 @@
-"""Results as columns of Arrow, whose types do not depend on what a part or a block of them happens to hold.
+"""Results as Arrow columns whose types do not depend on the results.
 
-Whoever reads a folder takes the columns of its first file for those of all. So a block in which every row failed has
-the columns of any other, with their types.
+Readers of a folder take the columns of its first file for those of all. So a block in which every row failed has the
+same columns and types as any other.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ from typing import Any
 from decodax.jobs.lines import pyarrow
 
 SAMPLED = ("text", "status", "new_tokens", "tokens", "logprobs", "top_ids", "top_logprobs")
-"""Columns with an entry for each sample of a prompt that has several."""
+"""Columns that hold a list with one entry per sample if a prompt has several samples."""
 
 
 def table(rows: Sequence[Mapping[str, Any]], names: Sequence[str] = (),
           given: Mapping[str, Sequence[Any]] | None = None, many: bool = False) -> Any:
-    """Results as a `pyarrow.Table`.
+    """Returns results as a `pyarrow.Table`.
 
     Args:
-        names: columns that there are in any case; those of the rows come after them.
-        given: of fields that are kept, the values of all rows, which tell the type where a result has none.
-        many: whether a prompt has several samples where it does not say otherwise, so that a result has lists.
+        rows: the results.
+        names: columns that always exist; other fields of the rows come after them.
+        given: the values of kept fields in all rows, which determine the type if no result has a value.
+        many: True if a prompt has several samples unless it says otherwise, so that results hold lists.
     """
     pa = pyarrow("lib")
     return pa.table({name: _column(pa, name, [row.get(name) for row in rows], (given or {}).get(name), many)
@@ -32,7 +33,7 @@ def table(rows: Sequence[Mapping[str, Any]], names: Sequence[str] = (),
 
 
 def of_results(lm: Any, options: Mapping[str, Any], tokens: bool) -> list[str]:
-    """The columns of results after those that are kept, for rows that have no options of their own."""
+    """Returns the columns of results after kept fields, for rows without options of their own."""
     logprobs = options.get("logprobs")
     return [*([] if lm.tokenizer is None else ["text"]), "status", "prompt_tokens", "new_tokens",
             *(["tokens"] if tokens or lm.tokenizer is None else []), *([] if logprobs is None else ["logprobs"]),
@@ -40,7 +41,7 @@ def of_results(lm: Any, options: Mapping[str, Any], tokens: bool) -> list[str]:
 
 
 def _column(pa: Any, name: str, values: list[Any], given: Sequence[Any] | None, many: bool) -> Any:
-    """A column; as text if the values are of no one type: ids as they are, all else as JSON."""
+    """Returns a column. If its values have no common type it holds text: ids by `str`, everything else as JSON."""
     own = _types(pa).get(name)
     if name == "id" and len({type(x) for x in values if x is not None}) != 1:
         own = pa.string()
@@ -48,7 +49,7 @@ def _column(pa: Any, name: str, values: list[Any], given: Sequence[Any] | None, 
     if own is not None:
         kinds = [own, pa.list_(own)]
         for kind in reversed(kinds) if many and name in SAMPLED else kinds:
-            # Arrow takes a text for a list of its letters
+            # Arrow accepts a string as a list of its letters.
             if kind != pa.list_(pa.string()) or all(isinstance(x, list) for x in values if x is not None):
                 with contextlib.suppress(pa.ArrowException, TypeError, ValueError):
                     return pa.array(values, kind)
@@ -62,14 +63,14 @@ def _column(pa: Any, name: str, values: list[Any], given: Sequence[Any] | None, 
 
 
 def _written(pa: Any, kind: Any) -> bool:
-    """Whether Parquet has the type: it has no structs without fields."""
+    """True if Parquet supports the type: it has no structs without fields."""
     if isinstance(kind, pa.StructType) and kind.num_fields == 0:
         return False
     return all(_written(pa, kind.field(i).type) for i in range(kind.num_fields))
 
 
 def _types(pa: Any) -> dict[str, Any]:
-    """The types of what results have of their own; of the answers to OpenAI's API, both forms in one."""
+    """Returns the types of a result's own fields, including answers of both of OpenAI's APIs."""
     text, number, real, many = pa.string(), pa.int64(), pa.float64(), pa.list_
     noted = {"token": text, "logprob": real, "bytes": many(number)}
     struct = lambda **fields: pa.struct(list(fields.items()))

@@ -1,5 +1,5 @@
-"""What stands in the input of a batch job, line by line: JSON lines, those of OpenAI's batches, Parquet, and datasets
-as `datasets.save_to_disk` writes them."""
+"""Reads the input of batch jobs: JSON lines, requests of OpenAI's batches, Parquet, and datasets written by
+`datasets.save_to_disk`."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from decodax.sampling.build import DEFAULTS
 
 RESULT = ("id", "custom_id", "text", "status", "prompt_tokens", "new_tokens", "tokens", "logprobs", "top_ids",
           "top_logprobs", "error")
-"""Fields of results."""
+"""Names of the fields of results."""
 
 
 ASIDE = frozenset({"temperature", *(name for name in (*OWN, *NAMED, *DEFAULTS, *openai.RENAMED) if "_" in name)})
-"""Options that nobody means as data: a plain word, such as context or choices, may be a column of any kind."""
+"""Options that are not used as names of data. A plain word, such as context or choices, may be a column of any kind."""
 
 
 class Filled(dict[str, Any]):
-    """A row of a table. A struct of it holds None where another row has a key that this one lacks."""
+    """A row of a table. Its structs hold None for keys that only other rows have."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,10 +37,12 @@ class Line:
     """A prompt of a job.
 
     Attributes:
-        number: of the line or row, from 1. id: what its result is known by, a text or a number. prompt: as
-            `decodax.generate` takes it.
-        options: of its own. keep: what goes into its result unchanged.
-        api: "chat.completion" or "text_completion" where the line is a request to OpenAI's API, else None.
+        number: number of the line or row, from 1.
+        id: identifies its result; a text or a number.
+        prompt: as for `decodax.generate`.
+        options: its own options.
+        keep: fields that are copied to its result.
+        api: "chat.completion" or "text_completion" if the line is a request to OpenAI's API, else None.
     """
 
     number: int
@@ -53,12 +55,14 @@ class Line:
 
 @dataclasses.dataclass(frozen=True)
 class Fields:
-    """Where in a line to look.
+    """The fields of a line that are read.
 
     Attributes:
-        prompt: the field of the prompt; None: `messages`, `prompt` or `text`, the first that is there. id: that of the
-            id. keep: fields that go into results. chat: whether a prompt is a user's message. system: what the system
-            says then, or None.
+        prompt: name of the prompt's field; None: the first of `messages`, `prompt` and `text` that exists.
+        id: name of the id's field.
+        keep: names of fields that are copied to results.
+        chat: True if a prompt is a user's message.
+        system: the system message with it, or None.
     """
 
     prompt: str | None = None
@@ -69,11 +73,14 @@ class Fields:
 
     def __post_init__(self) -> None:
         if taken := [name for name in self.keep if name in RESULT]:
-            raise ValueError(f"keep: got {taken[0]!r}, which results have of their own; takes other fields")
+            raise ValueError(f"keep: got {taken[0]!r}, which is a field of results; takes other fields")
 
     def name(self, number: int, row: Any) -> tuple[str, Any]:
-        """The field of the result of a line that says what it is known by, and what stands there: its id; or its
-        number, as `line-8`, if it has none, or one that is none. Any line has a name, also one that cannot be read."""
+        """Returns the field by which the result of a line is identified, and its value.
+
+        The value is the line's id, or its number as in `line-8` if the id is missing or invalid. Every line has a name,
+        also one that cannot be read.
+        """
         field = "custom_id" if _is_api(row) else "id"
         name = row.get(field if field == "custom_id" else self.id) if isinstance(row, Mapping) else None
         if name is None or not _is_name(name):
@@ -81,10 +88,10 @@ class Fields:
         return field, name if isinstance(name, (str, int, float)) else str(name)
 
     def read(self, number: int, row: Any) -> Line:
-        """The prompt of a line.
+        """Returns the prompt of a line.
 
         Raises:
-            LineError: it has none, or asks for something that is not here.
+            LineError: it has none, or asks for something that is not supported.
         """
         if isinstance(row, LineError):
             raise row
@@ -99,15 +106,15 @@ class Fields:
         if not found:
             raise LineError(f"has no {' or '.join(map(repr, names))}; got {', '.join(map(repr, row)) or 'nothing'}")
         if aside := sorted(ASIDE & row.keys() - {self.id, found[0], *self.keep}):
-            warnings.warn(f"{aside[0]}: stands beside the prompt of a line, where it has no effect; takes its place in "
-                          "the line's options", stacklevel=outside())
+            warnings.warn(f"{aside[0]}: has no effect outside of a line's options; move it into options",
+                          stacklevel=outside())
         options = _own(row, "options")
         options = {} if options is None else options
         if not isinstance(options, Mapping):
             raise LineError(f"options: got {type(options).__name__}, takes an object")
         missing = [name for name in self.keep if name not in row]
         if missing:
-            raise LineError(f"has no {missing[0]!r}, which was to be kept")
+                raise LineError(f"has no {missing[0]!r}, which is to be kept")
         for kept in self.keep:
             try:
                 json.dumps(row[kept], ensure_ascii=False).encode()
@@ -125,11 +132,11 @@ class Fields:
         return [*system, {"role": "user", "content": prompt}]
 
     def _api(self, number: int, row: Mapping[str, Any]) -> Line:
-        """A request to OpenAI's API, as batches have them in each line."""
+        """Returns the prompt of a line of OpenAI's batches."""
         if self.keep:
-            raise LineError(f"is a request to OpenAI's API, whose results keep no {self.keep[0]!r}")
+            raise LineError(f"keep: got {self.keep[0]!r}, takes none for requests to OpenAI's API")
         if self.system is not None:
-            raise LineError("is a request to OpenAI's API, in whose messages the system speaks; takes no other system")
+            raise LineError("system: got a text, takes None for requests to OpenAI's API, whose messages hold it")
         name, body, url = row["custom_id"], _own(row, "body"), row.get("url")
         url = openai.URLS[0] if url is None else url
         if not isinstance(name, str) or not _is_name(name):
@@ -139,7 +146,7 @@ class Fields:
         if row.get("method") not in (None, "POST"):
             raise LineError(f"method: got {row['method']!r}, takes 'POST'")
         if row.get("options"):
-            raise LineError("options: got some beside a body, which holds those of a request to OpenAI's API")
+            raise LineError("options: got some with a body, takes the body's own options for requests to OpenAI's API")
         if not isinstance(body, Mapping):
             raise LineError(f"body: got {type(body).__name__}, takes an object")
         prompt, options = openai.read(url, body)
@@ -148,26 +155,27 @@ class Fields:
 
 
 def _is_api(row: Any) -> bool:
-    """Whether a line is a request to OpenAI's API; in a table where some are, the others have its fields too."""
+    """True if a line is a request to OpenAI's API. In a table with such lines, others have the same fields, empty."""
     fields = ("custom_id", "body")
     return isinstance(row, Mapping) and all(name in row for name in fields) and any(
         row[name] is not None for name in fields)
 
 
 def _is_name(name: Any) -> bool:
-    """Whether results can be known by it: a text that UTF-8 can hold, a number, or something that `str` names."""
+    """True if results can be identified by it: a text that UTF-8 can encode, a number, or something with a `str`
+    form."""
     if isinstance(name, str):
         return name != "" and not any("\ud800" <= c <= "\udfff" for c in name)
     return not isinstance(name, (dict, list)) and not (isinstance(name, float) and not math.isfinite(name))
 
 
 def _own(row: Mapping[str, Any], name: str) -> Any:
-    """What stands in a field, without what fills up the structs of a table."""
+    """Returns the value of a field, without the keys that only fill up the structs of a table."""
     return _unfilled(row.get(name)) if isinstance(row, Filled) else row.get(name)
 
 
 def _unfilled(value: Any) -> Any:
-    """A value of a table without the keys of its structs that are None; a struct of nothing else is None.
+    """Returns a value of a table without keys of its structs that are None; a struct without other keys becomes None.
 
     >>> _unfilled({"n": 2, "stop": None, "response_format": {"type": None}, "user": {}})
     {'n': 2, 'user': {}}
@@ -176,17 +184,18 @@ def _unfilled(value: Any) -> Any:
         return [_unfilled(x) for x in value]
     if not isinstance(value, Mapping):
         return value
-    message = isinstance(value.get("role"), str)        # its content may be null, and templates ask whether it is
+    message = isinstance(value.get("role"), str)        # its content may be null, which templates may test
     found = {key: x for key, x in ((key, _unfilled(x)) for key, x in value.items())
              if x is not None or (message and key == "content")}
     return found if found or not value else None
 
 
 def rows(path: str | Path) -> Iterator[tuple[int, Any]]:
-    """The rows of a file or directory, with their numbers from 1; a row that cannot be read is a `LineError`.
+    """Returns the rows of a file or directory with their numbers from 1; a row that cannot be read is a `LineError`.
 
-    A `.parquet` file or a directory of them, a dataset's directory (`state.json`), or JSON lines, also from a pipe; "-"
-    is standard input.
+    Args:
+        path: a `.parquet` file or a directory of them, a dataset's directory (with `state.json`), or JSON lines, also
+            from a pipe; "-" is standard input.
 
     Raises:
         FileNotFoundError, ValueError: there is nothing that can be read.
@@ -199,10 +208,10 @@ def rows(path: str | Path) -> Iterator[tuple[int, Any]]:
             return _arrow(path)
         if (path / "dataset_dict.json").is_file():
             splits = json.loads((path / "dataset_dict.json").read_text()).get("splits", [])
-            raise ValueError(f"{path}: holds the splits {', '.join(splits)}; give the directory of one of them")
+            raise ValueError(f"{path}: holds the splits {', '.join(splits)}, takes the directory of one of them")
         files = sorted(path.glob("*.parquet"))
         if not files:
-            raise ValueError(f"{path}: holds no dataset and no Parquet files")
+            raise ValueError(f"{path}: takes a directory with a dataset or Parquet files, got neither")
         return _parquet(files)
     if not path.exists():
         raise FileNotFoundError(f"{path}: there is no such file or directory")
@@ -210,7 +219,7 @@ def rows(path: str | Path) -> Iterator[tuple[int, Any]]:
 
 
 def count(path: str | Path) -> int | None:
-    """How many rows there are, if that is cheap to know."""
+    """Returns the number of rows if it can be found cheaply, else None."""
     if str(path) == "-":
         return None
     path = Path(path)
@@ -220,7 +229,7 @@ def count(path: str | Path) -> int | None:
         with path.open("rb") as file:
             return sum(bool(line.strip()) for line in file)
     if (path.is_dir() and (path / "state.json").is_file()) or not (path.is_dir() or path.is_file()):
-        return None         # of a dataset, and of a pipe, which can be read once
+        return None         # a dataset, or a pipe, which can be read only once
     pq, files = pyarrow("parquet"), sorted(path.glob("*.parquet")) if path.is_dir() else [path]
     return sum(pq.ParquetFile(file).metadata.num_rows for file in files)
 
@@ -231,11 +240,13 @@ def _open(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _standard_input() -> Any:
-    """Standard input, by a reader of its own: as it ends, Python closes `sys.stdin`, and aborts if a thread that reads
-    ahead still waits there."""
+    """Opens standard input with a separate reader.
+
+    At exit Python closes `sys.stdin`, and aborts if a thread that reads ahead is still waiting on it.
+    """
     try:
         return open(sys.stdin.fileno(), "rb", closefd=False)
-    except OSError:         # it is no file
+    except OSError:         # not a file
         return sys.stdin.buffer
 
 
@@ -248,7 +259,7 @@ def _json_lines(file: Any) -> Iterator[tuple[int, Any]]:
         try:
             yield number, json.loads(line.decode("utf-8"))
         except (ValueError, RecursionError) as error:
-            yield number, LineError(f"is no JSON in UTF-8: {error}")
+            yield number, LineError(f"not JSON in UTF-8: {error}")
 
 
 def _parquet(files: Sequence[Path]) -> Iterator[tuple[int, Any]]:
@@ -271,7 +282,7 @@ def _arrow(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def pyarrow(part: str) -> Any:
-    """A part of pyarrow.
+    """Imports a part of pyarrow.
 
     Raises:
         ValueError: it is not installed.

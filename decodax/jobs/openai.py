@@ -1,8 +1,8 @@
-"""Requests to OpenAI's API, as batches have them in each line, with what vLLM adds to them.
+"""Reads requests to OpenAI's API, as in the lines of its batches, with vLLM's extensions.
 
-Clients write out whole bodies: what an entry asks for may be nothing (`echo: false`, `n: 1`, `tools: []`, null). Such
-entries are let through; one that asks for something that is not here is refused by name, since the text would not be
-what was asked for.
+Clients often write complete bodies, in which many entries are neutral (`echo: false`, `n: 1`, `tools: []`, null).
+Neutral entries are accepted. An entry that asks for something unsupported is refused by name, since the text would not
+be what was asked for.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ RENAMED = {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tok
            "skip_special_tokens": "skip_special_tokens", "include_stop_str_in_output": "include_stop",
            "guided_regex": "regex", "guided_choice": "choices", "guided_json": "json_schema",
            "guided_grammar": "grammar"}
-"""What the body of a request may ask for, in the words of OpenAI and vLLM, and what it is called here."""
+"""Entries of a request's body, by the names of OpenAI and vLLM, and the options here that they correspond to."""
 
 READ = ("messages", "prompt", "logit_bias", "logprobs", "top_logprobs", "response_format", "structured_outputs")
-"""What is read apart."""
+"""Entries that are read separately."""
 
 IGNORED = ("model", "user", "metadata", "store", "stream_options", "service_tier", "safety_identifier",
            "prompt_cache_key", "prompt_cache_retention", "cache_salt", "request_id", "priority")
-"""What changes no text: who asks, what is stored, what is cached, and in which order."""
+"""Entries that do not affect the text: the user, storage, caching, and the order of requests."""
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     # OpenAI: completions, chats
@@ -39,22 +39,22 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "bad_words": ([],), "allowed_token_ids": ([],), "ignore_eos": (False,), "logits_processors": ([],),
     "vllm_xargs": ({},), "prompt_logprobs": (False,), "truncate_prompt_tokens": (), "detokenize": (True,),
     "thinking_token_budget": (), "repetition_detection": (),
-    # vLLM: what comes back
+    # vLLM: output
     "spaces_between_special_tokens": (True,), "return_tokens_as_token_ids": (False,), "return_token_ids": (False,),
     "include_reasoning": (True,), "logprob_token_ids": ([],),
-    # vLLM: how a chat becomes a prompt
+    # vLLM: rendering of chats
     "add_generation_prompt": (True,), "continue_final_message": (False,), "chat_template": ("",),
     "chat_template_kwargs": ({},), "documents": ([],), "mm_processor_kwargs": ({},), "media_io_kwargs": ({},),
-    # vLLM: how it constrains, and moves caches
+    # vLLM: constraints and transfer of caches
     "guided_regex": ("",), "guided_choice": ([],), "guided_grammar": ("",), "structural_tag": (),
     "guided_decoding_backend": (), "guided_whitespace_pattern": (), "kv_transfer_params": ({},)}
-"""What else a body may hold, with the values that ask for nothing; null is one of each."""
+"""Other entries of a body, with their neutral values; null is always neutral."""
 
 SPECIAL = {"/v1/chat/completions": False, "/v1/completions": True}
-"""The value of vLLM's `add_special_tokens` that is what is done here: a chat's template has its own."""
+"""The value of vLLM's `add_special_tokens` that corresponds to what is done here: a chat's template adds its own."""
 
 OUTPUTS = {"regex": "regex", "choice": "choices", "json": "json_schema", "grammar": "grammar"}
-"""vLLM's `structured_outputs`, and what they are called here."""
+"""Keys of vLLM's `structured_outputs`, and the options here that they correspond to."""
 
 OUTPUTS_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "json_object": (False,), "structural_tag": (), "disable_fallback": (False,), "disable_any_whitespace": (False,),
@@ -66,7 +66,7 @@ class LineError(ValueError):
 
 
 def asks_nothing(value: Any, neutral: tuple[Any, ...]) -> bool:
-    """Whether the value of an entry is null, or one of those that ask for nothing.
+    """True if the value of an entry is null or one of its neutral values.
 
     >>> asks_nothing(1.0, (1,)), asks_nothing(True, (1,)), asks_nothing([], ([],)), asks_nothing(0, (False,))
     (True, False, True, False)
@@ -77,10 +77,10 @@ def asks_nothing(value: Any, neutral: tuple[Any, ...]) -> bool:
 
 
 def read(url: str, body: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The prompt of a body, and the options of `decodax.generate` that it asks for.
+    """Returns the prompt of a body, and the options of `decodax.generate` that it asks for.
 
     Raises:
-        LineError: it has no prompt, or asks for something that is not here.
+        LineError: it has no prompt, or asks for something that is not supported.
     """
     chat = url == URLS[0]
     if (prompt := body.get("messages" if chat else "prompt")) is None:
@@ -89,14 +89,14 @@ def read(url: str, body: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
                "prompt" if chat else "messages": ("", [])}
     asked = {key: value for key, value in body.items() if not asks_nothing(value, neutral.get(key, ()))}
     if "stream" in asked:
-        raise LineError("body: asks for a stream, which a batch has not")
+        raise LineError("body: asks for a stream, which batches do not support")
     known = {*RENAMED, *READ, *IGNORED} - {"prompt" if chat else "messages"}
     if unmet := [key for key in asked if key not in known]:
-        raise LineError(f"body: asks for {', '.join(map(repr, unmet))}, which is not here")
+        raise LineError(f"body: asks for {', '.join(map(repr, unmet))}, which is not supported")
     options: dict[str, Any] = {}
     for key, name, value in [*((key, RENAMED[key], asked[key]) for key in asked if key in RENAMED), *_language(body)]:
         if name in options and options[name] != value:
-            raise LineError(f"{key}: got {value!r:.80} beside another {name}, {options[name]!r:.80}")
+            raise LineError(f"{key}: got {value!r:.80} with another {name}, {options[name]!r:.80}; takes one of them")
         options[name] = value
     if body.get("logit_bias"):
         try:
@@ -112,8 +112,10 @@ def read(url: str, body: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 
 def _language(body: Mapping[str, Any]) -> list[tuple[str, str, Any]]:
-    """What the text is held to: by `response_format`, as OpenAI has it, or `structured_outputs`, as vLLM has it. The
-    entry, what it is called here, and its value."""
+    """Returns the text's constraints as triples of entry, option here, and value.
+
+    They are given by `response_format`, as at OpenAI, or by `structured_outputs`, as in vLLM.
+    """
     form, wanted = body.get("response_format"), body.get("structured_outputs")
     found: list[tuple[str, str, Any]] = []
     if wanted is not None:

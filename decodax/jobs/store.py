@@ -1,9 +1,10 @@
-"""Results on disk that survive: appended as they finish, in parts that get their names when they are whole.
+"""Results on disk that survive interruptions: appended as they finish, in parts that are renamed when they are
+complete.
 
-A result is one line, written with one call as soon as its prompt has ended, to a hidden file of the part at hand. A
-process that is killed in the middle of it leaves a torn line behind, which the next one cuts off. What stands in a file
-is finished and is not done again, so a job that was killed goes on where it was; nothing else has to be written for it,
-and there is no moment at which a result is lost or stands twice.
+A result is one line, written with a single call as soon as its prompt has ended, to a hidden file of the current part.
+A process that is killed while writing leaves an incomplete line, which the next one cuts off. Lines in a file are
+finished and are not computed again, so a job that was killed continues where it was. Nothing else has to be written for
+this, and at no moment is a result lost or written twice.
 """
 
 from __future__ import annotations
@@ -25,18 +26,21 @@ PART, LOG, ERRORS = "part-{:03d}-{:05d}.{}", ".part-{:03d}-{:05d}.log", "_errors
 
 
 def digest(name: Any) -> bytes:
-    """16 bytes that stand for an id; 7 and "7" are one."""
+    """Returns 16 bytes that represent an id; 7 and "7" are the same."""
     return hashlib.blake2b(str(name).encode(errors="surrogatepass"), digest_size=16).digest()
 
 
 @dataclasses.dataclass
 class ResultStore:
-    """The results of a job in a directory, as one of its processes writes them.
+    """The results of a job in a directory, as written by one of its processes.
 
     Attributes:
-        directory: where. identity: what the job is made of, which must not change while it is unfinished: kept in
-            `_manifest.json`. form: "jsonl" or "parquet". lines: of a part. process: which of the `processes` writes.
-        done: digests of the ids that stand in the directory.
+        directory: the directory.
+        identity: what identifies the job and must not change while it is unfinished; kept in `_manifest.json`.
+        form: "jsonl" or "parquet".
+        lines: number of lines of a part.
+        process, processes: index of this process and number of processes.
+        done: digests of the ids of results in the directory.
     """
 
     directory: Path
@@ -53,18 +57,17 @@ class ResultStore:
         self._number = self._size = self._count = 0
 
     def open(self) -> None:
-        """Reads what is there.
+        """Reads existing results.
 
         Raises:
-            ValueError: results of another job stand there, or something that is none; or there is no place for a
-                directory.
+            ValueError: the directory holds results of another job, or other files, or it cannot be created.
         """
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ValueError(f"{self.directory}: takes a directory for results ({error.strerror})") from None
         self._manifest()
-        # lines that failed are tried again, so what is known of them is stale
+        # Lines that failed are tried again, so earlier errors are obsolete.
         for path in self.directory.glob("_errors-*.jsonl"):
             of = int(path.stem.split("-")[1])
             if of == self.process or (self.process == 0 and of >= self.processes):
@@ -78,10 +81,10 @@ class ResultStore:
         for path in sorted(self.directory.glob(".part-*.log")):
             process, number = map(int, path.name.split(".")[1].split("-")[1:3])
             part = self.directory / PART.format(process, number, self.form)
-            # a process that there is no longer has left its part to the first
+            # Process 0 takes over the parts of processes that no longer exist.
             mine = process == self.process or (self.process == 0 and process >= self.processes)
             if part.exists():
-                if mine:                        # it was killed between the two
+                if mine:                        # the process was killed between renaming and deleting
                     path.unlink()
                 continue
             ids, size = _whole_lines(path)
@@ -100,7 +103,7 @@ class ResultStore:
         if not path.exists():
             others = [p.name for p in self.directory.iterdir() if not p.name.startswith((".part-", "._manifest"))]
             if others:
-                raise ValueError(f"{self.directory}: holds {others[0]!r} and no _manifest.json, so it is no job's; "
+                raise ValueError(f"{self.directory}: holds {others[0]!r} and no _manifest.json, so it is not a job's; "
                                  "takes an empty or new directory")
             _write(path, (json.dumps(now, indent=1, sort_keys=True) + "\n").encode())
             return
@@ -108,7 +111,7 @@ class ResultStore:
             before = json.loads(path.read_text())
             assert before["decodax_batch"] == 1
         except (ValueError, KeyError, TypeError, AssertionError) as error:
-            raise ValueError(f"{path}: is no manifest of a batch job") from error
+            raise ValueError(f"{path}: takes the manifest of a batch job, got another file") from error
         now = json.loads(json.dumps(now))
         other = [key for key in sorted({*before, *now}) if before.get(key) != now.get(key)]
         if other:
@@ -119,14 +122,14 @@ class ResultStore:
 
     @property
     def log(self) -> Path:
-        """The file of the results that came last, until their part is full or the job ends."""
+        """The file of the latest results, until their part is full or the job ends."""
         return self.directory / LOG.format(self.process, self._number)
 
     def add(self, name: Any, row: Mapping[str, Any]) -> None:
         """Writes a result.
 
         Raises:
-            OSError: it cannot be written, and then it is not there in part either.
+            OSError: it cannot be written; no part of it is left in the file then.
         """
         if self._log is None:
             self._log, self._size, self._count = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), 0, 0
@@ -142,14 +145,14 @@ class ResultStore:
             self.close()
 
     def fail(self, number: int, name: Any, message: str) -> None:
-        """Writes that a line failed, and why."""
+        """Records that a line failed, and why."""
         if self._errors is None:
             self._errors = os.open(self.directory / ERRORS.format(self.process),
                                    os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         _whole(self._errors, _line({"line": number, "id": name, "error": message}))
 
     def close(self) -> None:
-        """Gives the part at hand its name."""
+        """Renames the current part to its final name."""
         if self._log is None:
             return
         log, part = self.log, self.directory / PART.format(self.process, self._number, self.form)
@@ -160,7 +163,7 @@ class ResultStore:
         self._number, self._size, self._count = self._number + 1, 0, 0
 
     def abandon(self) -> None:
-        """Lets go of the files as they are: the next process goes on with them."""
+        """Closes the files as they are; the next process continues with them."""
         for name in ("_log", "_errors"):
             if (file := getattr(self, name)) is not None:
                 os.close(file)
@@ -168,7 +171,7 @@ class ResultStore:
 
 
 def _named(log: Path, part: Path, count: int) -> None:
-    """Makes a part of a log with so many lines."""
+    """Turns a log with `count` lines into a part."""
     if count == 0:
         log.unlink()
     elif part.suffix == ".jsonl":
@@ -180,7 +183,7 @@ def _named(log: Path, part: Path, count: int) -> None:
 
 
 def _line(row: Mapping[str, Any]) -> bytes:
-    """A row as a line of JSON; halves of surrogate pairs, which UTF-8 cannot hold, are escaped as JSON can."""
+    """Returns a row as a line of JSON. Lone surrogates, which UTF-8 cannot encode, are escaped."""
     try:
         return (json.dumps(row, ensure_ascii=False) + "\n").encode()
     except UnicodeEncodeError:
@@ -188,13 +191,13 @@ def _line(row: Mapping[str, Any]) -> bytes:
 
 
 def _whole(file: int, data: bytes) -> None:
-    """Writes all of it, in one call where that is possible."""
+    """Writes all of the data, in one call if possible."""
     while data:
         data = data[os.write(file, data):]
 
 
 def _whole_lines(path: Path) -> tuple[list[Any], int]:
-    """The ids in the whole lines of a log, and how long those are."""
+    """Returns the ids in the complete lines of a log, and their total size in bytes."""
     ids, size = [], 0
     with path.open("rb") as file:
         for line in file:
@@ -209,7 +212,7 @@ def _whole_lines(path: Path) -> tuple[list[Any], int]:
 
 
 def _ids(path: Path) -> list[Any]:
-    """The ids of a part's results."""
+    """Returns the ids of a part's results."""
     if path.suffix == ".parquet":
         file = pyarrow("parquet").ParquetFile(path)
         named = [name for name in ("id", "custom_id") if name in file.schema_arrow.names]
@@ -218,11 +221,11 @@ def _ids(path: Path) -> list[Any]:
         with path.open("rb") as file:
             return [_id(json.loads(line)) for line in file]
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path}: holds a line that is no result of a job") from error
+        raise ValueError(f"{path}: takes a job's results, got another line") from error
 
 
 def _id(row: Mapping[str, Any]) -> Any:
-    """What a result is known by. Answers to OpenAI's API have an id of their own beside the one that was given."""
+    """Returns a result's id. Answers to OpenAI's API also have one of their own, beside the given `custom_id`."""
     return row["id"] if row.get("custom_id") is None else row["custom_id"]
 
 
@@ -238,7 +241,7 @@ def _parquet(log: Path, part: Path) -> None:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Writes a file that is there whole or not at all."""
+    """Writes a file atomically."""
     unnamed = path.with_name(f".{path.name}.{os.getpid()}")
     with unnamed.open("wb") as file:
         file.write(data)
@@ -249,7 +252,7 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def _sync(directory: Path) -> None:
-    """Makes a rename last, where the system lets a directory be synchronised."""
+    """Makes a rename durable, if the system supports synchronising a directory."""
     with contextlib.suppress(OSError):
         file = os.open(directory, os.O_RDONLY)
         try:

@@ -1,4 +1,4 @@
-"""A worker of a fleet: prompts in columns to results in columns, as Ray Data hands them over."""
+"""A worker of a fleet: maps prompts in columns to results in columns, for Ray Data."""
 
 from __future__ import annotations
 
@@ -22,28 +22,30 @@ from decodax.jobs.lines import Fields, Filled, LineError
 
 
 class Worker:
-    """Answers batches of prompts: for `ray.data.Dataset.map_batches`, whose actors make one each and keep it.
+    """Answers batches of prompts, for `ray.data.Dataset.map_batches`, whose actors create one worker each.
 
         prompts = ray.data.read_json("prompts.jsonl")
         prompts.map_batches(Worker, fn_constructor_kwargs=dict(lm="pycode", max_new_tokens=64), batch_size=256,
                             concurrency=4, num_gpus=1).write_parquet("out")
 
-    Randomness is addressed by the id of a row, which each must have. So a batch that is run twice, since an actor died
-    or was too slow, has the same results both times, however rows are divided. The places of a worker are filled again
-    as prompts end, within a batch: take batches of several times as many rows as there are places.
+    Randomness is addressed by the id of a row, which each row must have. So a batch that runs twice, because an actor
+    died or was too slow, gives the same results, however rows are divided. Slots are refilled as prompts end, within a
+    batch: use batches with several times as many rows as there are slots.
 
-    A table has the columns that results of `decodax.jobs.run` have as fields, and `error`: None, or why a row could not
-    be answered; all else but its id is then None. Every batch has the same columns of the same types, also one in which
-    all rows fail; only rows with `logprobs` or `num_samples` among options of their own make others.
+    A table has the fields of `decodax.jobs.run`'s results as columns, and `error`: None, or why a row could not be
+    answered; all columns but the id are then None. Every batch has the same columns of the same types, also one in
+    which all rows fail. Only rows with their own `logprobs` or `num_samples` options add columns.
 
     Args:
-        lm: as `decodax.generate` takes it; a name or a directory is loaded where the worker runs.
-        slots: prompts at once. fields: where in a row to look. tokens: whether results have token ids, too.
-        memory, token_budget: as of `decodax.serve`.
-        options: of `decodax.generate`, for rows that do not say otherwise.
+        lm: a model, as for `decodax.generate`; a name or a directory is loaded where the worker runs.
+        slots: number of prompts that run at once.
+        fields: the fields of a row that are read.
+        tokens: True adds token ids to the results.
+        memory, token_budget: as in `decodax.serve`.
+        options: options of `decodax.generate`, for rows that do not set them.
 
     Raises:
-        ValueError, TypeError: as `decodax.serve`.
+        ValueError, TypeError: as in `decodax.serve`.
     """
 
     def __init__(self, lm: LM | str | os.PathLike[str], *, slots: int = 16, fields: Fields | None = None,
@@ -55,7 +57,7 @@ class Worker:
         self.many = Request.read(self.lm, [[0]], **by_name(self.options)).answers > 1
 
     def __call__(self, batch: Mapping[str, Any]) -> Any:
-        """The results of a batch, a `pyarrow.Table` in its order.
+        """Returns the results of a batch, as a `pyarrow.Table` in its order.
 
         Args:
             batch: a column for each field, all of the same length.
@@ -73,7 +75,7 @@ class Worker:
             try:
                 line = self.fields.read(i + 1, rows[i])
                 if line.api is None and rows[i].get(self.fields.id) is None:
-                    raise LineError(f"has no {self.fields.id!r}, by which its randomness is addressed")
+                    raise LineError(f"has no {self.fields.id!r}, which addresses its randomness")
                 request = read(self.lm, line.prompt, address(line.id), line.options, self.options)
             except OutOfTime as late:
                 return Refused(late, (i, line, len(late.request.prompts[0])))
@@ -94,7 +96,7 @@ class Worker:
         return table(found, self._names(given), given, self.many)
 
     def _names(self, given: Mapping[str, Any]) -> list[str]:
-        """The columns of every batch that has such fields, whatever becomes of its rows."""
+        """Returns the columns of every batch with such fields, whatever the results."""
         api = ["id", "custom_id", "response"] if {"custom_id", "body"} <= given.keys() else []
         prompts = ("messages", "prompt", "text") if self.fields.prompt is None else (self.fields.prompt,)
         own = [] if api and given.keys().isdisjoint(prompts) else \
@@ -103,8 +105,10 @@ class Worker:
 
 
 def plain(values: list[Any], restore: bool = True) -> list[Any]:
-    """The values of a column, at any depth, in Python's types. Those that are missing, which NumPy writes as NaN, are
-    None; with `restore`, whole numbers that NumPy made floats to write NaN beside them are whole again.
+    """Returns the values of a column in Python's types, at any depth.
+
+    Missing values, which NumPy writes as NaN, become None. With `restore`, integers that NumPy turned into floats to
+    write NaN beside them become integers again.
 
     >>> plain([{"n": 2.0, "stop": np.array(["a", "b"])}, {"n": float("nan"), "stop": None}])
     [{'n': 2, 'stop': ['a', 'b']}, {'n': None, 'stop': None}]

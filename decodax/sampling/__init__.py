@@ -1,14 +1,15 @@
-"""One distribution: the chain of logit transforms that sampler and verifiers share."""
+"""Transforms of logits, the chain of them that samplers and verifiers share, and the draw."""
 
 from decodax.sampling.adaptive import XTC, DynamicTemperature, Mirostat2, TopNSigma
 from decodax.sampling.arithmetic import Arithmetic
 from decodax.sampling.bans import AllowedTokens, BadWords, BeginSuppress, LogitBias, SequenceBias, SuppressTokens
-from decodax.sampling.base import Context, Distribution, Policy, Temperature, Transform
+from decodax.sampling.base import Context, Temperature, Transform
 from decodax.sampling.bregman import BregmanTopK
 from decodax.sampling.build import build
 from decodax.sampling.config import from_generation_config, generation_settings
 from decodax.sampling.custom import Custom
 from decodax.sampling.degeneration import FSD, NonMonotonicEnd
+from decodax.sampling.distribution import Distribution, Policy
 from decodax.sampling.length import UNBOUNDED, ExponentialDecayLength, ForcedBOS, ForcedEOS, MinLength
 from decodax.sampling.penalties import EncoderRepetition, PresenceFrequency, Repetition
 from decodax.sampling.repeats import Dry, EncoderNoRepeatNgram, NoRepeatNgram

@@ -1,4 +1,4 @@
-"""Samplers of llama.cpp that look at the distribution's shape: top-n-sigma, XTC, dynamic temperature, Mirostat 2."""
+"""Samplers of llama.cpp that adapt to the distribution's shape: top-n-sigma, XTC, dynamic temperature, Mirostat 2."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from decodax.sampling.threshold import probabilities
 
 @struct
 class TopNSigma(Transform):
-    """Keeps logits within `n` standard deviations of the largest (Tang et al., 2024), at any temperature alike.
+    """Keeps logits within `n` standard deviations of the largest (Tang et al., 2024). The temperature has no influence.
 
-    `n`: `f32[B]`; at 0 or below it keeps all. Tokens that are forbidden already do not count.
+    `n` is `f32[B]`; 0 or less keeps all tokens. Tokens that are already forbidden do not count.
     """
 
     n: Array
@@ -33,11 +33,13 @@ class TopNSigma(Transform):
 
 @struct
 class XTC(Transform):
-    """Exclude top choices (p-e-w, 2024): with a keyed coin, of all likely tokens only the least likely one stays.
+    """Exclude top choices (p-e-w, 2024): with some probability, removes all likely tokens except the least likely of
+    them.
 
     Attributes:
-        probability: `f32[B]` of the coin, 0 changes nothing.
-        threshold: `f32[B]`, from which probability a token is likely; above 0.5 there never are two.
+        probability: `f32[B]`, the probability of removing tokens at a position; 0 changes nothing.
+        threshold: `f32[B]`, the probability from which a token counts as likely. Above 0.5 there are never two such
+            tokens, so nothing is removed.
     """
 
     probability: Array
@@ -48,19 +50,22 @@ class XTC(Transform):
         likely = probabilities(logits)[1] >= self.threshold
         least = jnp.where(likely, logits, jnp.inf).min()
         index = jnp.arange(logits.shape[-1])
-        last = jnp.where(likely & (logits == least), index, -1).max()      # of equal ones the last, as in a stable sort
+        last = jnp.where(likely & (logits == least), index, -1).max()      # the last of equal ones, as in a stable sort
         excluded = likely & (index != last)
         return jnp.where(excluded & (coin < self.probability) & (self.threshold <= 0.5), -jnp.inf, logits)
 
 
 @struct
 class DynamicTemperature(Transform):
-    """A temperature between `temperature - range` and `temperature + range` by normalised entropy (kalomaze, 2023).
+    """A temperature between `temperature - range` and `temperature + range`, by normalised entropy (kalomaze, 2023).
 
-    The entropy is divided by the largest possible one over the tokens still allowed, so it belongs behind truncation.
+    The entropy is divided by its largest possible value over the tokens still allowed, so this transform belongs after
+    truncation.
 
     Attributes:
-        temperature: `f32[B]`. range: `f32[B]`; 0 makes it an ordinary temperature. exponent: `f32[B]` of the entropy.
+        temperature: `f32[B]`, the middle of the range.
+        range: `f32[B]`; 0 makes it an ordinary temperature.
+        exponent: `f32[B]`, the power to which the normalised entropy is raised.
     """
 
     temperature: Array
@@ -71,7 +76,7 @@ class DynamicTemperature(Transform):
         count = (logits != -jnp.inf).sum()
         entropy = probabilities(logits)[2] / jnp.log(jnp.maximum(count, 2).astype(jnp.float32))
         low, high = jnp.maximum(self.temperature - self.range, 0), self.temperature + self.range
-        # rounding may leave the entropy of one certain token below 0, where a power is NaN
+        # Rounding may leave the entropy of one certain token below 0, where a power is NaN.
         dynamic = low + (high - low) * jnp.maximum(entropy, 0) ** self.exponent
         temperature = jnp.where(self.range > 0, dynamic, self.temperature)
         alone = (self.range > 0) & (count <= 1)
@@ -80,13 +85,16 @@ class DynamicTemperature(Transform):
 
 @struct
 class Mirostat2(Transform):
-    """Mirostat 2.0 (Basu et al., 2021): drops tokens more surprising than `mu`, which follows a target surprise.
+    """Mirostat 2.0 (Basu et al., 2021): removes tokens whose surprise exceeds `mu`, which is controlled to reach a
+    target.
 
-    After each token `mu` moves by `eta` times the difference between `tau` and the token's surprise in bits under the
-    whole chain, so it belongs at the chain's end. It starts at `2 tau`. The most likely token always stays.
+    After each token, `mu` moves by `eta` times the difference between `tau` and the token's surprise in bits under the
+    whole chain, so this transform belongs at the chain's end. `mu` starts at `2 tau`. The most likely token always
+    stays.
 
     Attributes:
-        tau: `f32[B]`, bits. eta: `f32[B]`, the learning rate.
+        tau: `f32[B]`, the target surprise in bits.
+        eta: `f32[B]`, the learning rate.
     """
 
     tau: Array

@@ -1,4 +1,4 @@
-"""Arithmetic sampling: several texts from evenly spaced codes, each of them a draw of the model."""
+"""Arithmetic sampling: several texts from evenly spaced codes, each of them a sample of the model."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ CELLS = 16
 
 @struct
 class Arithmetic(Transform):
-    """Takes the token in whose interval of the distribution function the row's code lies (Vilnis et al., 2023).
+    """Takes the token whose interval of the distribution function contains the row's code (Vilnis et al., 2023).
 
-    Of `N` samples the `i`-th has the code `(i / N + u) mod 1`, with one uniform `u` in [0, 1) for each prompt. So the
-    code of each single sample is uniform, and the sample is a draw from the distribution, while each `N`-th of [0, 1)
-    holds the code of exactly one of the samples, which together cover the distribution evenly. After a token the code
-    is its place within the token's interval. Tokens stand in the order of their ids. The transform belongs at the
-    chain's end.
+    Sample `i` of `N` has the code `(i / N + u) mod 1`, with one uniform `u` in [0, 1) per prompt. The code of each
+    single sample is uniform, so the sample is a draw from the distribution. Together the codes are evenly spaced, so
+    the samples cover the distribution evenly. After a token, the code is its relative place within the token's
+    interval. Tokens are ordered by id. The transform belongs at the chain's end.
 
-    A code that is known to the last bit would make a text depend on the last bit of each sum: an interval of width `w`
-    is stretched by `1 / w`, together with the rounding errors of its ends, so that a text would differ from batch to
-    batch. Here a code is known up to a cell, at first a sixteenth of the distance between two samples, which is
-    stretched with it. Among the tokens that meet the cell, one is drawn by its share of the cell. This does not change
-    the law, and once a cell is the whole interval the row goes on like any other sample.
+    With an exact code, a text would depend on the last bit of each sum: an interval of width `w` is stretched by `1 /
+    w` together with the rounding errors of its ends, so a text would differ from batch to batch. Therefore the code is
+    known only up to a cell, at first a sixteenth of the distance between two samples, which is stretched with it. Among
+    the tokens whose intervals meet the cell, one is drawn by its share of the cell. This does not change the
+    distribution. Once the cell is the whole interval, the row continues as an ordinary sample.
 
     Attributes:
-        low, size: `f32[B]`, the cell of the code.
+        low: `f32[B]`, lower end of the code's cell.
+        size: `f32[B]`, size of the cell.
     """
 
     low: Array
@@ -57,18 +57,18 @@ class Arithmetic(Transform):
         return {**state, "next": self._take(state["here"], ctx, logits)[1]}
 
     def advance(self, state: PyTree, token: Array, log_prob: Array) -> PyTree:
-        return {"here": state["next"], "next": state["next"]}       # any other token than that has probability 0
+        return {"here": state["next"], "next": state["next"]}       # every other token has probability 0
 
     def _take(self, cell: tuple[Array, Array], ctx: Context, logits: Array) -> tuple[Array, tuple[Array, Array]]:
-        """The token, and the cell behind it."""
+        """Returns the token, and the cell after it."""
         p = probabilities(logits)[1]
         ends = jnp.cumsum(p)
         low, high = cell[0], cell[0] + cell[1]
-        # what of each interval lies before the cell and behind it; at the ends of all no rounding cuts anything off
+        # Parts of each interval outside the cell. At 0 and 1 nothing may be cut off by rounding.
         before = jnp.where(low > 0, jnp.clip(low - (ends - p), 0, p), 0)
-        behind = jnp.where(high < 1 - 1e-6, jnp.clip(ends - high, 0, p), 0)
-        share = jnp.maximum(p - before - behind, 0)
-        lost = ~(share.sum() > 0)           # a cell that is smaller than what is rounded off
+        after = jnp.where(high < 1 - 1e-6, jnp.clip(ends - high, 0, p), 0)
+        share = jnp.maximum(p - before - after, 0)
+        lost = ~(share.sum() > 0)           # the cell is smaller than the rounding error
         share, before = jnp.where(lost, p, share), jnp.where(lost, 0, before)
         address = keys.address(keys.at(ctx.key, ctx.length, Purpose.TRANSFORM))
         token = first_argmax(race(jnp.log(share), address))
@@ -77,12 +77,14 @@ class Arithmetic(Transform):
 
 
 def evenly(seeds: np.ndarray, requests: np.ndarray, samples: int) -> Arithmetic:
-    """Returns the transform for `samples` rows of each request, side by side.
+    """Returns the transform for `samples` rows of each request; the rows of a request are adjacent.
 
     All samples of a request share one shift, which depends on the request's seed and id alone.
 
     Args:
-        seeds: `u32[B, 2]`. requests: `u32[B]`.
+        seeds: `u32[B, 2]`, the seed of each request.
+        requests: `u32[B]`, the id of each request.
+        samples: number of samples per request.
     """
     shared = keys.row_keys(jnp.asarray(seeds), jnp.asarray(requests), jnp.full(len(requests), np.uint32(2 ** 32 - 1)))
     shift = jax.vmap(lambda key: keys.address(keys.at(key, jnp.int32(0), Purpose.TRANSFORM))[0])(shared)

@@ -1,4 +1,4 @@
-"""Bans and biases: on tokens, on token sequences, everywhere or at the beginning.
+"""Bans and biases on tokens and token sequences, at every position or only at the beginning.
 
 Lists are padded with -1, so that lists of similar length share one compiled program.
 """
@@ -16,7 +16,11 @@ from decodax.sampling.threshold import forbid, members
 
 
 def completes(ctx: Context, sequences: Array) -> Array:
-    """`bool[S]`: sequences (`i32[S, L]`, padded with -1 *in front*) whose all but last tokens end the text."""
+    """Returns `bool[S]`: True for each sequence whose tokens except the last are the end of the text.
+
+    Args:
+        sequences: `i32[S, L]`, padded with -1 at the front.
+    """
     before = sequences.shape[1] - 1
     index = ctx.length - before + jnp.arange(before)
     tail = jnp.where(index >= 0, ctx.tokens[jnp.maximum(index, 0)], -1)
@@ -41,10 +45,12 @@ class LogitBias(Transform):
 
 @struct
 class SequenceBias(Transform):
-    """Adds a bias to the last token of a sequence where the text ends in the tokens before it; biases add up.
+    """Adds a bias to the last token of a sequence where the text ends with the tokens before it. Biases of several
+    sequences add up.
 
     Attributes:
-        sequences: `i32[B, S, L]`, padded with -1 in front. values: `f32[B, S]`.
+        sequences: `i32[B, S, L]`, padded with -1 at the front.
+        values: `f32[B, S]`, the biases.
     """
 
     needs: ClassVar[Literal["nothing", "bag", "sequence"]] = "sequence"
@@ -59,7 +65,11 @@ class SequenceBias(Transform):
 
 @struct
 class BadWords(Transform):
-    """Forbids the last token of each of `sequences` (`i32[B, S, L]`, padded with -1 in front) where the rest stands."""
+    """Forbids the last token of a sequence where the text ends with the tokens before it.
+
+    Attributes:
+        sequences: `i32[B, S, L]`, padded with -1 at the front.
+    """
 
     needs: ClassVar[Literal["nothing", "bag", "sequence"]] = "sequence"
 
@@ -72,7 +82,7 @@ class BadWords(Transform):
 
 @struct
 class SuppressTokens(Transform):
-    """Forbids `ids` (`i32[B, E]`, padded with -1)."""
+    """Forbids the tokens `ids` (`i32[B, E]`, padded with -1)."""
 
     ids: Array
 
@@ -82,10 +92,12 @@ class SuppressTokens(Transform):
 
 @struct
 class BeginSuppress(Transform):
-    """Forbids `ids` (`i32[B, E]`, padded with -1) for the first new token.
+    """Forbids tokens as the first new token.
 
     Attributes:
-        after_bos: `bool[B]`: a `ForcedBOS` is in the chain, so with a prompt of one token the second is meant.
+        ids: `i32[B, E]`, padded with -1.
+        after_bos: `bool[B]`, True if a `ForcedBOS` is in the chain. After a prompt of one token, the second new token
+            is then meant.
     """
 
     ids: Array
@@ -98,7 +110,8 @@ class BeginSuppress(Transform):
 
 @struct
 class AllowedTokens(Transform):
-    """Forbids everything but `ids` (`i32[B, E]`, padded with -1); a row without any id is left alone."""
+    """Forbids everything except the tokens `ids` (`i32[B, E]`, padded with -1). A row without any id is left
+    unchanged."""
 
     ids: Array
 

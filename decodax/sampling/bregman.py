@@ -1,4 +1,4 @@
-"""Bregman top-k: how many tokens stay, and with which probabilities, by one objective."""
+"""Bregman top-k: one objective determines the number of tokens that stay and their probabilities."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from decodax.sampling.base import Context, PyTree, Transform
 from decodax.sampling.threshold import probabilities
 
 STEPS = 32
-"""Halvings of an interval."""
+"""Number of bisection steps."""
 
 
 @struct
 class BregmanTopK(Transform):
-    """The sparse distribution `q` nearest to `p`: the least of `D(q, p) + cost * tokens of q` (Noarov et al., 2025).
+    """The sparse distribution `q` that minimises `D(q, p) + cost * (number of tokens of q)` (Noarov et al., 2025).
 
     `D` is the separable Bregman divergence of `x ** alpha / (alpha (alpha - 1))`. The best `q` lies on the `k` most
-    likely tokens, and its cost falls and then rises with `k`; both `k` and `q` come out of the distribution at hand.
-    At `alpha` 1 the divergence is that of Kullback and Leibler, and `q` is top-k sampling with a `k` of its own.
+    likely tokens, and the objective falls and then rises with `k`; both `k` and `q` depend on the distribution. At
+    `alpha` 1 the divergence is the Kullback-Leibler divergence, and `q` is top-k sampling with an adaptive `k`.
 
     Attributes:
-        cost: `f32[B]` of a token that stays; 0 keeps all.
+        cost: `f32[B]`, the cost of each token that stays; 0 keeps all.
         alpha: `f32[B]`, 1 or larger.
-        dual: static; the least of `D(p, q)` instead.
-        limit: static; the most tokens that may stay. Beyond it the objective is not looked at.
+        dual: static; True minimises `D(p, q)` instead.
+        limit: static; the largest number of tokens that may stay.
     """
 
     cost: Array
@@ -41,7 +41,7 @@ class BregmanTopK(Transform):
         p = probabilities(logits)[1]
         best, ids = top_k(p, min(self.limit, p.shape[-1]))
         count = (best > 0).sum()
-        # what each token costs that does not stay, added up
+        # Cumulative divergence of the tokens that are removed.
         power = jnp.where(p > 0, p, 0) ** self.alpha
         lost = power / (self.alpha * jnp.maximum(self.alpha - 1, EPSILON)) if self.dual else power / self.alpha
         head = jnp.cumsum(lost[ids])
@@ -53,7 +53,7 @@ class BregmanTopK(Transform):
             return paid + (lost.sum() - head[k - 1]) + self.cost * k
 
         def halve(_: Array, span: tuple[Array, Array]) -> tuple[Array, Array]:
-            low, high = span                # the least lies within [low, high]
+            low, high = span                # the minimum lies within [low, high]
             middle = (low + high) // 2
             rises = total(middle + 1) >= total(middle)
             return jnp.where(rises, low, middle + 1), jnp.where(rises, middle, high)
@@ -65,11 +65,11 @@ class BregmanTopK(Transform):
         return jnp.where((self.cost == 0) | jnp.isnan(logits).any() | (count == 0), logits, kept)
 
     def nearest(self, p: Array, inside: Array) -> Array:
-        """The best `q` on some tokens: `f32[n]`, 0 elsewhere."""
+        """Returns the best `q` on the tokens `inside` (`bool[n]`): `f32[n]`, 0 elsewhere."""
         def at(nu: Array) -> Array:
             return jnp.where(inside, self._dual(p, nu) if self.dual else self._primal(p, nu), 0)
 
-        # the multiplier is 0 where all stay, and no larger than where one token alone would be certain
+        # The multiplier is 0 if all tokens stay, and at most 1, where a single token would be certain.
         nu = _root(lambda nu: at(nu).sum() - 1, jnp.float32(0), jnp.float32(1))
         q = jnp.where(self.alpha - 1 < EPSILON, jnp.where(inside, p, 0), at(nu))
         return q / q.sum()
@@ -79,11 +79,11 @@ class BregmanTopK(Transform):
         return (p ** power + nu) ** (1 / power)
 
     def _dual(self, p: Array, nu: Array) -> Array:
-        """`q` with `q = p + nu q ** (2 - alpha)`: there `(q - p) q ** (alpha - 2)`, which rises with `q`, is `nu`."""
+        """Solves `q = p + nu q ** (2 - alpha)`: `(q - p) q ** (alpha - 2)`, which increases with `q`, equals `nu`."""
         return _root(lambda q: (q - p) * q ** (self.alpha - 2) - nu, p, jnp.ones_like(p))
 
     def divergence(self, x: Array, y: Array) -> Array:
-        """That of each pair of numbers."""
+        """Returns the divergence of each pair of numbers."""
         a = jnp.maximum(self.alpha, 1 + EPSILON)
         general = (x ** a - y ** a - a * y ** (a - 1) * (x - y)) / (a * (a - 1))
         log = jnp.where(x > 0, x * (jnp.log(jnp.where(x > 0, x, 1)) - jnp.log(jnp.where(y > 0, y, 1))), 0) - x + y
@@ -91,11 +91,11 @@ class BregmanTopK(Transform):
 
 
 EPSILON = 1e-3
-"""So near to 1 `alpha` counts as 1, where powers of float32 say nothing any more."""
+"""An `alpha` nearer to 1 than this counts as 1, since powers of float32 lose their precision there."""
 
 
 def _root(f: object, low: Array, high: Array) -> Array:
-    """Where a rising function is 0."""
+    """Returns the root of an increasing function `f` between `low` and `high`, by bisection."""
     def halve(_: Array, span: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = span
         middle = (low + high) / 2

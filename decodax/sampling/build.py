@@ -1,50 +1,26 @@
-"""`build`: a policy from keyword arguments, named as in Hugging Face's GenerationConfig, llama.cpp and vLLM.
+"""Builds a policy from keyword arguments named as in Hugging Face's GenerationConfig, llama.cpp and vLLM.
 
-Processors stand in transformers' order; what transformers does not have stands where llama.cpp has it: biases and
-count penalties in front, samplers that look at the distribution's shape behind truncation, Mirostat last.
+Processors are applied in transformers' order. Those that transformers does not have are placed as in llama.cpp: biases
+and count penalties first, samplers that adapt to the distribution's shape after truncation, Mirostat last.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
-from typing import Any, get_args
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from decodax.common.arguments import (
-    bias_rows,
-    flag,
-    id_rows,
-    per_row,
-    sequence_rows,
-    shown,
     unknown_argument,
     whole,
-    wrong,
 )
-from decodax.core.checks import hashable
-from decodax.sampling.adaptive import XTC, DynamicTemperature, Mirostat2, TopNSigma
-from decodax.sampling.bans import AllowedTokens, BadWords, BeginSuppress, LogitBias, SequenceBias, SuppressTokens
-from decodax.sampling.base import Policy, Reads, Stage, Temperature, Transform
-from decodax.sampling.bregman import BregmanTopK
-from decodax.sampling.degeneration import FSD, NonMonotonicEnd
-from decodax.sampling.length import UNBOUNDED, ExponentialDecayLength, ForcedBOS, ForcedEOS, MinLength
-from decodax.sampling.neutral import asks_nothing, is_neutral, is_zero
-from decodax.sampling.penalties import EncoderRepetition, PresenceFrequency, Repetition
-from decodax.sampling.repeats import Dry, EncoderNoRepeatNgram, NoRepeatNgram
-from decodax.sampling.warpers import Epsilon, Eta, MinP, TopH, TopK, TopP, Typical
-from decodax.sampling.watermark import SCHEMES, GreenList
-
-LARGEST_SORTED_K = 128
-"""Up to this `k`, `lax.top_k` finds the threshold of top-k faster than bisection does."""
-
-SAMPLING = ("top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h", "top_n_sigma",
-            "xtc_probability", "mirostat_tau", "dynatemp_range", "bregman_lambda")
-"""What only shapes sampling: greedy decoding does not change by it."""
+from decodax.sampling.base import Temperature, Transform
+from decodax.sampling.distribution import Policy
+from decodax.sampling.parts import Arguments, against_ngrams, bans, biases, ends, own, penalties, samplers, watermark
 
 COMPANIONS = {
     "dry_base": "dry_multiplier", "dry_allowed_length": "dry_multiplier", "dry_penalty_last_n": "dry_multiplier",
@@ -52,7 +28,7 @@ COMPANIONS = {
     "dynatemp_exponent": "dynatemp_range", "bregman_alpha": "bregman_lambda", "bregman_dual": "bregman_lambda",
     "fsd_beta": "fsd_alpha", "fsd_k": "fsd_alpha", "fsd_n": "fsd_alpha", "fsd_stop_words": "fsd_alpha",
     "fsd_stop_weight": "fsd_alpha"}
-"""What has no effect without another argument."""
+"""Arguments that have no effect without another argument."""
 
 
 def build(batch: int, *, do_sample: Any = None, temperature: Any = None, top_k: Any = None, top_p: Any = None,
@@ -73,46 +49,49 @@ def build(batch: int, *, do_sample: Any = None, temperature: Any = None, top_k: 
           nmst_epsilon: Any = None, min_tokens_to_keep: int = 1, transforms: tuple[Transform, ...] = (),
           eos: Any = None, eos_token_id: Any = None, vocab_size: int | None = None, stops: Any = None,
           **unknown: Any) -> Policy:
-    """A policy for `batch` rows.
+    """Builds a policy for `batch` rows.
 
-    Numbers are one for all rows or a list of one for each (None in it: neutral); token lists are one for all rows or
-    a list for each. A number that changes nothing (top_p=1) adds no transform. Other values of the same arguments never
-    compile anew; adding or leaving out an argument does. The temperature is always there.
+    Numbers are one for all rows, or a list with one for each row (None in the list is neutral). Token lists are one for
+    all rows, or a list for each row. A number that changes nothing (top_p=1) adds no transform. Other values of the
+    same arguments never recompile; adding or removing an argument does. A temperature is always part of the chain.
 
     Args:
-        do_sample, temperature: greedy at temperature 0, or with `do_sample=False`; that is the default.
-            `do_sample=True` alone means temperature 1. `do_sample=False` goes with a temperature of 0 or 1 alone.
-        top_k: 0 or -1 keeps all. top_p, min_p, typical_p, epsilon_cutoff, eta_cutoff, top_h: as in transformers.
-        repetition_penalty: on the whole text, as in transformers, or on its last `penalty_last_n` tokens (llama.cpp).
-        presence_penalty, frequency_penalty: on the generated tokens (OpenAI, vLLM), or, with `penalty_last_n`, on the
-            last so many tokens with the prompt (llama.cpp; -1: all of them).
-        encoder_repetition_penalty, encoder_no_repeat_ngram_size: on the prompt, a decoder's only input text.
-        bad_words_ids: token sequences; an end of sequence alone among them is left out, as in transformers.
+        batch: number of rows.
+        do_sample, temperature: decoding is greedy at temperature 0 or with `do_sample=False`, which is the default.
+            `do_sample=True` alone means temperature 1. `do_sample=False` accepts only a temperature of 0 or 1.
+        top_k: 0 or -1 keeps all.
+        top_p, min_p, typical_p, epsilon_cutoff, eta_cutoff, top_h: as in transformers.
+        repetition_penalty: for the whole text, as in transformers, or for its last `penalty_last_n` tokens (llama.cpp).
+        presence_penalty, frequency_penalty: for the generated tokens (OpenAI, vLLM), or, with `penalty_last_n`, for
+            that number of last tokens including the prompt (llama.cpp; -1: all of them).
+        encoder_repetition_penalty, encoder_no_repeat_ngram_size: for the tokens of the prompt.
+        bad_words_ids: token sequences; a single end-of-sequence token among them is ignored, as in transformers.
         sequence_bias, logit_bias: `{(id, ...): bias}` or `[[[id, ...], bias], ...]`, and `{id: bias}`.
-        forced_eos_token_id: at the end that `max_length` (with the prompt) or `max_new_tokens` sets.
-        min_length, min_new_tokens: with the prompt and without it; they forbid `eos`.
+        forced_eos_token_id: forced at the end set by `max_length` (with the prompt) or `max_new_tokens`.
+        min_length, min_new_tokens: minimum length with and without the prompt; `eos` is forbidden before.
         exponential_decay_length_penalty: `(start, factor)`, `start` in new tokens.
         watermarking_config: a dictionary with greenlist_ratio, bias, hashing_key, seeding_scheme, context_width.
         dry_sequence_breakers: token sequences.
-        dynatemp_range: the temperature then acts behind truncation, as in llama.cpp, and within this range.
-        bregman_lambda, bregman_alpha, bregman_dual: Bregman top-k (`BregmanTopK`): the cost of a token that stays, the
-            divergence, and whether its dual is taken.
+        dynatemp_range: the temperature then acts after truncation, as in llama.cpp, within this range.
+        bregman_lambda, bregman_alpha, bregman_dual: Bregman top-k (`BregmanTopK`): the cost of each token that stays,
+            the divergence, and whether its dual is used.
         fsd_alpha, fsd_beta, fsd_k, fsd_n, fsd_stop_words, fsd_stop_weight: frustratingly simple decoding (`FSD`), for
-            greedy rows: the weight of the n-gram model, its smoothing, the tokens looked at, the longest n-gram, and
-            ids of tokens for which it counts less. `fsd_k` and `fsd_n` are static.
-        nmst_epsilon: the bound on the probability of the end of a sequence, which rises to 1 (`NonMonotonicEnd`).
+            greedy rows: the weight of the n-gram model, its smoothing, the number of candidates, the longest n-gram,
+            and ids of tokens with a smaller weight. `fsd_k` and `fsd_n` are static.
+        nmst_epsilon: determines the lower bound on the probability of the end, which rises to 1 (`NonMonotonicEnd`).
         min_tokens_to_keep: for the truncations that have it in transformers; static.
-        transforms: further ones, `[B, ...]` fields, each where its `stage` says (see `Transform`), in the given order.
+        transforms: further transforms with `[B, ...]` fields, placed by their `stage` (see `Transform`), in the given
+            order.
         eos, eos_token_id: tokens that end a row: an id, a list, or a list for each row.
-        vocab_size: entries of the model's logits: ids are checked against it, drafts of a model with another number are
-            brought to it, and the watermark needs it.
+        vocab_size: number of the model's logits. Ids are checked against it, drafts of a model with another vocabulary
+            size are brought to it, and the watermark needs it.
         stops: the automaton of stop strings, or None.
 
     Raises:
-        TypeError: an unknown argument, with the known ones nearest to it.
-        ValueError: a value that is not allowed, or one that would have no effect: an argument without the one it
-            needs, sampling arguments without a word on the temperature or beside `do_sample=False`. Values that ask
-            for nothing (`decodax.sampling.neutral`) are taken anywhere.
+        TypeError: an unknown argument; the message lists the nearest known ones.
+        ValueError: a value that is not allowed or that would have no effect: an argument without the one it needs, or
+            sampling arguments without a temperature or with `do_sample=False`. Neutral values
+            (`decodax.sampling.neutral`) are always accepted.
 
     >>> [type(t).__name__ for t in build(2, temperature=[0.7, 0.0], top_p=0.9, top_k=0).transforms]
     ['Temperature', 'TopP']
@@ -122,12 +101,13 @@ def build(batch: int, *, do_sample: Any = None, temperature: Any = None, top_k: 
 
 
 def assemble(batch: int, arguments: Mapping[str, Any], samples: int = 1) -> Policy:
-    """The policy of `build` as host arrays, for rows that are `samples` of a prompt side by side (`batch` is all of
-    them): what there is one of for each row may then also be one for each prompt. What is one for all rows takes no
-    room for each; `Policy.select` copies what it takes.
+    """Builds the policy of `build` as host arrays, for rows that are `samples` adjacent samples of each prompt.
+
+    `batch` counts all rows. Arguments with one value per row may also have one value per prompt. Values that are one
+    for all rows are stored once; `Policy.select` copies what it takes.
 
     Raises:
-        TypeError, ValueError: as `build` does.
+        TypeError, ValueError: as in `build`.
     """
     if unknown := sorted(arguments.keys() - DEFAULTS.keys()):
         raise unknown_argument(unknown[0], "build", DEFAULTS)
@@ -135,26 +115,26 @@ def assemble(batch: int, arguments: Mapping[str, Any], samples: int = 1) -> Poli
     batch = whole("batch", batch, 1)
     if given["vocab_size"] is not None:
         given["vocab_size"] = whole("vocab_size", given["vocab_size"], 1)
-    a = _Arguments(batch, given, samples)
+    a = Arguments(batch, given, samples)
     if given["eos"] is not None and given["eos_token_id"] is not None:
         raise ValueError("eos and eos_token_id: got both, takes one of them")
-    ends = "eos" if given["eos_token_id"] is None else "eos_token_id"
-    eos = a.ids(ends)
+    eos = a.ids("eos" if given["eos_token_id"] is None else "eos_token_id")
     given["eos"] = eos
-    # transformers marks last; a greedy row has its one token left there, so it is marked in front of the temperature
-    own = _own(a)
-    samplers = _samplers(a, own["probabilities"])
-    cold = next(t.temperature == 0 for t in samplers if isinstance(t, Temperature))
-    chain = [*_biases(a), *_penalties(a), *_bans(a), *_ends(a), *own["logits"], *_watermark(a, cold),
-             *_against_ngrams(a, cold), *samplers, *_watermark(a, ~cold), *own["last"]]
-    for name, needs in COMPANIONS.items():      # last: a value out of its range is named before one without effect
+    # transformers applies the watermark last. A greedy row has only one token left there, so it is marked before the
+    # temperature.
+    extra = own(a)
+    shaping = samplers(a, extra["probabilities"])
+    cold = next(t.temperature == 0 for t in shaping if isinstance(t, Temperature))
+    chain = [*biases(a), *penalties(a), *bans(a), *ends(a), *extra["logits"], *watermark(a, cold),
+             *against_ngrams(a, cold), *shaping, *watermark(a, ~cold), *extra["last"]]
+    for name, needs in COMPANIONS.items():      # last: an invalid value is reported before one without effect
         if given[needs] is None and not _is_default(given[name], DEFAULTS[name]):
             raise ValueError(f"{name}: got {given[name]!r} without {needs}")
     return Policy(transforms=tuple(chain), eos=eos, stops=given["stops"], vocab_size=given["vocab_size"])
 
 
 def _is_default(value: Any, default: Any) -> bool:
-    """Whether an argument has its default in each row, by value; an empty list is as good as None."""
+    """True if an argument has its default value in each row; an empty list counts as None."""
     if isinstance(value, (list, tuple)):
         return all(v is None or _is_default(v, default) for v in value)
     return value is default or (np.ndim(value) == 0 and bool(value == default))
@@ -162,292 +142,4 @@ def _is_default(value: Any, default: Any) -> bool:
 
 DEFAULTS = {p.name: p.default for p in inspect.signature(build).parameters.values()
             if p.name not in ("batch", "unknown")}
-"""The arguments of `build` that say what policy it is."""
-
-
-class _Arguments:
-    """The arguments of one call, read as host arrays by name."""
-
-    def __init__(self, batch: int, given: dict[str, Any], samples: int):
-        self.batch, self.given, self.samples = batch, given, samples
-
-    def asks(self, name: str) -> bool:
-        return not is_neutral(name, self.given[name])
-
-    def number(self, name: str, low: float = -np.inf, high: float = np.inf, *, neutral: float = 0.0,
-               open_low: bool = False, open_high: bool = False) -> Any:
-        """`f32[B]` within the bounds."""
-        left, right = "(" if open_low or low == -np.inf else "[", ")" if open_high or high == np.inf else "]"
-        inside = lambda x: ((x > low) if open_low else (x >= low)) & ((x < high) if open_high else (x <= high))
-        value = neutral if self.given[name] is None else self.given[name]
-        return per_row(name, value, self.batch, np.float32, neutral, f"a number in {left}{low:g}, {high:g}{right}",
-                       inside, self.samples)
-
-    def count(self, name: str, low: int = 0, *, neutral: int = 0) -> Any:
-        """`i32[B]` of at least `low`; beyond `UNBOUNDED` it is cut to it."""
-        value = neutral if self.given[name] is None else self.given[name]
-        rows = per_row(name, value, self.batch, np.int64, neutral, f"a whole number from {low} on", lambda x: x >= low,
-                       self.samples)
-        return np.minimum(rows, UNBOUNDED).astype(np.int32)
-
-    def ids(self, name: str, bounded: bool = True) -> Any:
-        """`i32[B, E]`."""
-        value = self.given[name]
-        return id_rows(name, [] if value is None else value, self.batch, self.given["vocab_size"] if bounded else None,
-                       self.samples)
-
-    def sequences(self, name: str, *, front: bool = True) -> Any:
-        """`i32[B, S, L]`."""
-        return sequence_rows(name, self.given[name], self.batch, self.given["vocab_size"], front=front,
-                             samples=self.samples)
-
-    def eos(self, name: str) -> Any:
-        """The end-of-sequence tokens, for an argument that needs them."""
-        if not (self.given["eos"] >= 0).any():
-            raise ValueError(f"{name}: got {self.given[name]!r} without eos, the tokens that end a row")
-        return self.given["eos"]
-
-
-def _biases(a: _Arguments) -> list[Transform]:
-    chain: list[Transform] = []
-    if a.asks("sequence_bias"):
-        rows = bias_rows("sequence_bias", a.given["sequence_bias"], a.batch, a.samples)
-        chain.append(SequenceBias(*_by_row(rows, a.batch, lambda rows: sequence_rows(
-            "sequence_bias", [[s for s, _ in row] or None for row in rows], len(rows), a.given["vocab_size"]))))
-    if a.asks("logit_bias"):
-        rows = bias_rows("logit_bias", a.given["logit_bias"], a.batch, a.samples)
-        if any(len(s) != 1 for row in rows for s, _ in row):
-            raise wrong("logit_bias", a.given["logit_bias"], "single tokens; biases on sequences go into sequence_bias")
-        chain.append(LogitBias(*_by_row(rows, a.batch, lambda rows: id_rows(
-            "logit_bias", [[s[0] for s, _ in row] for row in rows], len(rows), a.given["vocab_size"]))))
-    return chain
-
-
-def _by_row(rows: list[Any], batch: int, read: Callable[[list[Any]], np.ndarray]) -> tuple[Any, Any]:
-    """What `read` makes of the tokens of biases, and the biases, with an entry a row."""
-    if all(row is rows[0] for row in rows):     # the same for all
-        rows = rows[:1]
-    tokens = read(rows)
-    values: np.ndarray = np.zeros(tokens.shape[:2], np.float32)
-    for i, row in enumerate(rows):
-        values[i, :len(row)] = [bias for _, bias in row]
-    return np.broadcast_to(tokens, (batch, *tokens.shape[1:])), np.broadcast_to(values, (batch, values.shape[1]))
-
-
-def _penalties(a: _Arguments) -> list[Transform]:
-    chain: list[Transform] = []
-    last_n = a.count("penalty_last_n", -1, neutral=-1)
-    if a.asks("encoder_repetition_penalty"):
-        chain.append(EncoderRepetition(a.number("encoder_repetition_penalty", 0, open_low=True, neutral=1)))
-    if a.asks("repetition_penalty"):
-        penalty = a.number("repetition_penalty", 0, open_low=True, neutral=1)
-        chain.append(Repetition(penalty, _array(np.zeros(a.batch, np.int32)), last_n))
-    presence, frequency = a.number("presence_penalty"), a.number("frequency_penalty")
-    if a.asks("presence_penalty") or a.asks("frequency_penalty"):
-        chain.append(PresenceFrequency(presence, frequency, last_n,
-                                       _array(np.full(a.batch, a.given["penalty_last_n"] is not None))))
-    if a.given["dry_sequence_breakers"] is None:
-        a.given["dry_sequence_breakers"] = []
-    dry = (a.number("dry_base", 1, neutral=1.75), a.count("dry_allowed_length", neutral=2),
-           a.count("dry_penalty_last_n", -1, neutral=-1), a.sequences("dry_sequence_breakers", front=False))
-    if a.asks("dry_multiplier"):
-        chain.append(Dry(a.number("dry_multiplier", 0), *dry))
-    if a.asks("no_repeat_ngram_size"):
-        chain.append(NoRepeatNgram(a.count("no_repeat_ngram_size")))
-    if a.asks("encoder_no_repeat_ngram_size"):
-        chain.append(EncoderNoRepeatNgram(a.count("encoder_no_repeat_ngram_size")))
-    return chain
-
-
-def _bans(a: _Arguments) -> list[Transform]:
-    chain: list[Transform] = []
-    if a.asks("bad_words_ids"):
-        sequences = np.array(a.sequences("bad_words_ids"))
-        alone = (sequences[:, :, -2] < 0) & (sequences[:, :, -1:] == a.given["eos"][:, None]).any(-1)
-        sequences[alone] = -1
-        chain.append(BadWords(_array(sequences)))
-    if a.asks("allowed_token_ids"):
-        chain.append(AllowedTokens(a.ids("allowed_token_ids")))
-    return chain
-
-
-def _ends(a: _Arguments) -> list[Transform]:
-    chain: list[Transform] = []
-    least = {name: a.count(name) for name in ("min_length", "min_new_tokens")}
-    asked = [name for name, rows in least.items() if (rows > 0).any()]
-    if asked:
-        chain.append(MinLength(a.eos(asked[0]), *least.values()))
-    if a.given["forced_bos_token_id"] is not None:
-        first = a.count("forced_bos_token_id", -1, neutral=-1)
-        if a.given["vocab_size"] is not None and (first >= a.given["vocab_size"]).any():
-            raise wrong("forced_bos_token_id", a.given["forced_bos_token_id"],
-                        f"ids below the vocabulary's size, {a.given['vocab_size']}")
-        chain.append(ForcedBOS(first))
-    if a.asks("forced_eos_token_id"):
-        if a.given["max_length"] is None and a.given["max_new_tokens"] is None:
-            raise ValueError("forced_eos_token_id: got no max_length and no max_new_tokens, the end that it stands at")
-        chain.append(ForcedEOS(a.ids("forced_eos_token_id"), a.count("max_length", 1, neutral=UNBOUNDED),
-                               a.count("max_new_tokens", 1, neutral=UNBOUNDED)))
-    if a.given["exponential_decay_length_penalty"] is not None:
-        pair = a.given["exponential_decay_length_penalty"]
-        if not isinstance(pair, (list, tuple)) or len(pair) != 2:
-            raise wrong("exponential_decay_length_penalty", pair, "(start, factor)")
-        parts = _Arguments(a.batch, {"exponential_decay_length_penalty[0]": pair[0],
-                                     "exponential_decay_length_penalty[1]": pair[1]}, a.samples)
-        chain.append(ExponentialDecayLength(a.eos("exponential_decay_length_penalty"),
-                                            parts.count("exponential_decay_length_penalty[0]"),
-                                            parts.number("exponential_decay_length_penalty[1]", 0, open_low=True)))
-    if a.asks("nmst_epsilon"):
-        chain.append(NonMonotonicEnd(a.eos("nmst_epsilon"), a.number("nmst_epsilon", 0, 1, open_high=True)))
-    if a.asks("suppress_tokens"):
-        chain.append(SuppressTokens(a.ids("suppress_tokens", bounded=False)))
-    if a.asks("begin_suppress_tokens"):
-        chain.append(BeginSuppress(a.ids("begin_suppress_tokens", bounded=False),
-                                   _array(np.full(a.batch, a.given["forced_bos_token_id"] is not None))))
-    return chain
-
-
-def _against_ngrams(a: _Arguments, cold: Any) -> list[Transform]:
-    alpha, rest = a.number("fsd_alpha", 0, 1), (
-        a.number("fsd_beta", 0, 1, neutral=0.9), a.number("fsd_stop_weight", 0, neutral=0), a.ids("fsd_stop_words"),
-        whole("fsd_k", a.given["fsd_k"], 1), whole("fsd_n", a.given["fsd_n"], 1, 16))
-    if not a.asks("fsd_alpha"):
-        return []
-    if ((alpha > 0) & ~cold).any():
-        raise ValueError(f"fsd_alpha: got {a.given['fsd_alpha']!r} with a temperature; takes greedy rows")
-    return [FSD(alpha, *rest)]
-
-
-def _own(a: _Arguments) -> dict[str, list[Transform]]:
-    """The caller's transforms by stage. Their arrays have an entry for each row, or for each prompt."""
-    given = a.given["transforms"]
-    if not isinstance(given, (list, tuple)) or not all(isinstance(t, Transform) for t in given):
-        raise wrong("transforms", given, "decodax.sampling.Transform objects")
-    for t in given:
-        for name, said, known in (("stage", t.stage, Stage), ("needs", t.needs, Reads)):
-            if said not in get_args(known):
-                raise ValueError(f"transforms: {type(t).__name__} has {name}={said!r}, takes one of "
-                                 f"{', '.join(map(repr, get_args(known)))}")
-        for field in (field for field in dataclasses.fields(t) if field.metadata.get("static")):
-            hashable("transforms", getattr(t, field.name), f"{type(t).__name__}.{field.name}")
-    prompts = a.batch // a.samples
-    for leaf in jax.tree.leaves(given):
-        if not np.ndim(leaf) or leaf.shape[0] not in (a.batch, prompts):
-            raise ValueError(f"transforms: got an array of shape {np.shape(leaf)} in one of them, takes arrays with an "
-                             f"entry for each of the {a.batch} rows")
-    each = lambda x: x if x.shape[0] == a.batch else x[np.repeat(np.arange(prompts), a.samples)]
-    chain = jax.tree.map(each, tuple(given))
-    return {stage: [t for t in chain if t.stage == stage] for stage in get_args(Stage)}
-
-
-def _temperature(a: _Arguments) -> np.ndarray:
-    """`f32[B]`, 0 for greedy rows."""
-    given, sample = a.given["temperature"], a.given["do_sample"]
-    if given is None:
-        a.given["temperature"] = 0.0 if sample is None else 1.0
-    limits = np.finfo(np.float32)
-    exact = per_row("temperature", a.given["temperature"], a.batch, np.float64, 1, "a number in [0, inf)",
-                    lambda x: (x >= 0) & (x <= limits.max), a.samples)
-    # a smaller one is 0 as a float32, on some chips at least, and it is none
-    temperature = np.where(exact > 0, np.maximum(exact, limits.tiny), 0).astype(np.float32)
-    if sample is None:
-        return temperature
-    drawn = per_row("do_sample", sample, a.batch, np.bool_, True, "True or False", lambda x: (x == 0) | (x == 1),
-                    a.samples)
-    if ((temperature == 0) & drawn).any():
-        raise wrong("temperature", given, "a number above 0 with do_sample=True")
-    if not drawn.any() and ((temperature != 0) & (temperature != 1)).any():
-        raise ValueError(f"temperature: got {shown(given)} with do_sample=False, which is greedy; takes one of them")
-    return np.where(drawn, temperature, 0).astype(np.float32)
-
-
-def _without_effect(a: _Arguments, given: Any, cold: np.ndarray) -> None:
-    """Raises ValueError for what only shapes sampling where all rows are greedy, unless a temperature of 0 says so.
-
-    Args:
-        given: the temperature that was given, or None.
-    """
-    sample = a.given["do_sample"]
-    if not cold.all() or (given is not None and (sample is None or is_zero(given))):
-        return
-    asked = [name for name in SAMPLING if not asks_nothing(name, a.given[name], a.given["vocab_size"])]
-    if asked:
-        why = "without temperature, and without one decoding is greedy; give temperature, or do_sample=True for a " \
-            "temperature of 1" if sample is None else "with do_sample=False, which is greedy; takes do_sample=True"
-        raise ValueError(f"{asked[0]}: got {shown(a.given[asked[0]])} {why}")
-
-
-def _array(x: np.ndarray) -> Any:
-    """A host array where a transform's field takes one; `build` puts it on the device."""
-    return x
-
-
-def _samplers(a: _Arguments, own: list[Transform]) -> list[Transform]:
-    """The temperature and what stands behind it, with the caller's `own` behind the truncations."""
-    given = a.given["temperature"]
-    temperature, keep = _temperature(a), whole("min_tokens_to_keep", a.given["min_tokens_to_keep"], 1)
-    dynamic = a.asks("dynatemp_range")
-    # a dynamic temperature acts behind truncation; greedy rows are greedy from here on all the same
-    chain: list[Transform] = [Temperature(_array(np.where(temperature > 0, 1, 0).astype(np.float32) if dynamic
-                                                 else temperature))]
-    if a.asks("top_n_sigma"):
-        chain.append(TopNSigma(a.number("top_n_sigma")))
-    if a.given["top_h"] is not None:
-        chain.append(TopH(a.number("top_h", 0, 1, open_low=True, neutral=2)))     # above 1 a row is left alone
-    if a.asks("top_k"):
-        k = a.count("top_k", -1)
-        most = int(k.max())
-        chain.append(TopK(k, LARGEST_SORTED_K if max(most, keep) <= LARGEST_SORTED_K else None, keep))
-    if a.asks("top_p"):
-        chain.append(TopP(a.number("top_p", 0, 1, neutral=1), keep))
-    if a.asks("min_p"):
-        chain.append(MinP(a.number("min_p", 0, 1), keep))
-    if a.asks("typical_p"):
-        chain.append(Typical(a.number("typical_p", 0, 1, open_low=True, neutral=1), keep))
-    if a.asks("epsilon_cutoff"):
-        chain.append(Epsilon(a.number("epsilon_cutoff", 0, 1, open_high=True), keep))
-    if a.asks("eta_cutoff"):
-        chain.append(Eta(a.number("eta_cutoff", 0, 1, open_high=True), keep))
-    bregman, dual = a.number("bregman_alpha", 1, neutral=1.5), flag("bregman_dual", a.given["bregman_dual"])
-    if a.asks("bregman_lambda"):
-        chain.append(BregmanTopK(a.number("bregman_lambda", 0), bregman, dual))
-    chain += own
-    threshold = a.number("xtc_threshold", 0, 1, neutral=0.1)
-    if a.asks("xtc_probability"):
-        chain.append(XTC(a.number("xtc_probability", 0, 1), threshold))
-    exponent, eta = a.number("dynatemp_exponent", 0, neutral=1), a.number("mirostat_eta", 0, neutral=0.1)
-    if dynamic:
-        chain.append(DynamicTemperature(_array(np.where(temperature > 0, temperature, 1).astype(np.float32)),
-                                        a.number("dynatemp_range", 0), exponent))
-    if a.given["mirostat_tau"] is not None:
-        chain.append(Mirostat2(a.number("mirostat_tau", 0, open_low=True), eta))
-    _without_effect(a, given, temperature == 0)
-    return chain
-
-
-def _watermark(a: _Arguments, rows: Any) -> list[Transform]:
-    """The watermark on the given rows (`bool[B]`), without a bias on the others."""
-    config = a.given["watermarking_config"]
-    if config is None:
-        return []
-    if hasattr(config, "to_dict"):
-        config = config.to_dict()
-    defaults = {"greenlist_ratio": 0.25, "bias": 2.0, "hashing_key": 15485863, "seeding_scheme": "lefthash",
-                "context_width": 1}
-    if not isinstance(config, Mapping) or set(config) - set(defaults):
-        raise wrong("watermarking_config", config, f"a dictionary of {', '.join(defaults)}")
-    size = a.given["vocab_size"]
-    if size is None:
-        raise ValueError("watermarking_config: got no vocab_size, of which the green list is a share")
-    parts = _Arguments(a.batch, {**defaults, **config}, a.samples)
-    if parts.given["seeding_scheme"] not in SCHEMES:
-        raise wrong("watermarking_config: seeding_scheme", parts.given["seeding_scheme"], " or ".join(SCHEMES))
-    width = whole("watermarking_config: context_width", parts.given["context_width"], 1)
-    ratio = per_row("watermarking_config: greenlist_ratio", parts.given["greenlist_ratio"], a.batch, np.float64, 0.25,
-                    "a number in (0, 1)", lambda x: (x > 0) & (x < 1), a.samples)
-    key = per_row("watermarking_config: hashing_key", parts.given["hashing_key"], a.batch, np.int64, 0,
-                  "a whole number from 0 on", lambda x: x >= 0, a.samples)
-    bias = per_row("watermarking_config: bias", parts.given["bias"], a.batch, np.float32, 0, "a number", np.isfinite,
-                   a.samples)
-    return [GreenList(_array(np.where(rows, bias, np.float32(0))), _array((ratio * size).astype(np.int32)),
-                      _array((key % (1 << 32)).astype(np.uint32)), width, parts.given["seeding_scheme"])]
+"""The arguments of `build` that determine the policy, with their defaults."""

@@ -1,7 +1,7 @@
 """Policies from a Hugging Face `generation_config.json`. No key of it is dropped silently.
 
-Keys about the text as a whole (`DRIVER`) are no part of a distribution; `decodax.generate` and the other front ends
-read them.
+Keys that concern the text as a whole (`DRIVER`) are not part of a distribution; `decodax.generate` and the other front
+ends read them.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from typing import Any
 
 from decodax.common.arguments import outside, shown
 from decodax.common.ids import named
-from decodax.sampling.base import Policy
-from decodax.sampling.build import SAMPLING, build
+from decodax.sampling.build import build
+from decodax.sampling.distribution import Policy
 from decodax.sampling.neutral import NEUTRAL, is_neutral, is_zero
+from decodax.sampling.parts import SAMPLING
 
 DECODING = frozenset({
     "do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h",
@@ -30,45 +31,46 @@ DECODING = frozenset({
 
 IDS = frozenset({"eos_token_id", "forced_bos_token_id", "forced_eos_token_id", "suppress_tokens",
                  "begin_suppress_tokens"})
-"""Those that name tokens; a negative number in a file means none."""
+"""Keys whose values are token ids; a negative number in a file means none."""
 
 DRIVER = frozenset({"stop_strings", "num_return_sequences", "max_time"})
-"""Keys that `generate` reads: `stop`, `num_samples` and `max_time`, where the call does not say otherwise. It reads
-`max_length`, `max_new_tokens` and `guidance_scale` too."""
+"""Keys that `generate` reads as `stop`, `num_samples` and `max_time`, unless the call sets them. It also reads
+`max_length`, `max_new_tokens` and `guidance_scale`."""
 
 IGNORED = DRIVER | frozenset({
-    # what a file says of itself, and of memory and output formats
+    # about the file itself, memory and output formats
     "transformers_version", "_from_model_config", "_commit_hash", "use_cache", "cache_implementation", "cache_config",
     "max_cache_len", "return_legacy_cache", "low_memory", "compile_config", "disable_compile", "output_attentions",
     "output_hidden_states", "output_scores", "output_logits", "return_dict_in_generate", "prefill_chunk_size",
     "continuous_batching_config", "generation_kwargs",
-    # the tokenizer's business
+    # for the tokenizer
     "pad_token_id", "bos_token_id", "decoder_start_token_id",
     # how drafts are made: by contract they do not change the distribution
     "is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold",
     "prompt_lookup_num_tokens", "max_matching_ngram_size", "assistant_early_exit", "assistant_lookbehind",
     "target_lookbehind", "assistant_ensemble_weight", "speculation_type", "use_mtp",
-    # without effect here: a policy's distribution is normalised, and these shape beams alone
+    # without effect here: a policy's distribution is normalised, and the others concern beams alone
     "renormalize_logits", "length_penalty", "early_stopping"})
-"""Keys that are about other things than the distribution."""
+"""Keys that do not concern the distribution."""
 
 UNEXPRESSED = ("num_beams", "num_beam_groups", "diversity_penalty", "penalty_alpha", "dola_layers", "constraints",
                "force_words_ids", "guidance_scale", "remove_invalid_values", "token_healing")
-"""Keys of decoding that no policy expresses. Passed as arguments, the values that ask for nothing (`neutral.NEUTRAL`)
-take the place of a file's."""
+"""Decoding keys that a policy cannot express. A neutral value (`neutral.NEUTRAL`) passed as an argument overrides the
+file's value."""
 
 
 def nothing(name: str) -> Any:
-    """The value with which an argument is passed to ask for nothing."""
+    """Returns a neutral value of an argument."""
     return next(iter(NEUTRAL[name]), None)
 
 
 def read_config(source: str | pathlib.Path | Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """The content of a `generation_config.json` (a path, its folder, or the content), and what errors call it.
+    """Returns the content of a `generation_config.json` (a path, its folder, or the content), and its name for error
+    messages.
 
     Raises:
-        ValueError: the file holds no JSON object.
-        FileNotFoundError: no such file.
+        ValueError: the file does not contain a JSON object.
+        FileNotFoundError: there is no such file.
     """
     if isinstance(source, Mapping):
         return dict(source), "generation config"
@@ -84,18 +86,18 @@ def read_config(source: str | pathlib.Path | Mapping[str, Any]) -> tuple[dict[st
 
 
 def generation_settings(source: str | pathlib.Path | Mapping[str, Any], *, strict: bool = True) -> dict[str, Any]:
-    """The arguments of `build` that a `generation_config.json` (a path, its folder, or its content) asks for.
+    """Returns the arguments of `build` that a `generation_config.json` (a path, its folder, or its content) asks for.
 
-    A file that samples without naming `top_k` gets transformers' default of 50, since that is how its text is made
-    there. Files that do not sample get none. Keys in `DRIVER` are no arguments of `build`: `generate` reads them.
+    A file that samples without `top_k` gets transformers' default of 50, since that is what transformers would use.
+    Files that do not sample get none. Keys in `DRIVER` are not arguments of `build`: `generate` reads them.
 
     Args:
-        strict: raise for a key of decoding that a policy cannot express; otherwise warn. Unknown keys, which files
-            of many models hold, are named in a warning.
+        strict: raise an error for a decoding key that a policy cannot express; otherwise warn. Unknown keys, which the
+            files of many models contain, are named in a warning.
 
     Raises:
-        ValueError: such a key, or a file that holds no JSON object.
-        FileNotFoundError: no such file.
+        ValueError: such a key, or a file that does not contain a JSON object.
+        FileNotFoundError: there is no such file.
 
     >>> generation_settings({"do_sample": True, "top_p": 0.9, "use_cache": True})
     {'do_sample': True, 'top_p': 0.9, 'top_k': 50}
@@ -117,34 +119,34 @@ def _settings(config: Mapping[str, Any], origin: str, strict: bool) -> dict[str,
         elif name not in IGNORED and not is_neutral(name, value):
             unknown.append(f"{name}={value!r}")
     if unmet:
-        message = (f"{origin}: {', '.join(f'{name}={config[name]!r}' for name in unmet)}: a policy does not express "
+        message = (f"{origin}: {', '.join(f'{name}={config[name]!r}' for name in unmet)}: a policy cannot express "
                    f"this; pass {', '.join(f'{name}={nothing(name)!r}' for name in unmet)} to decode without it")
         if strict:
             raise ValueError(message)
         warnings.warn(message, stacklevel=outside())
     if unknown:
-        warnings.warn(f"{origin}: {', '.join(unknown)}: unknown, and without effect", stacklevel=outside())
+        warnings.warn(f"{origin}: {', '.join(unknown)}: unknown, ignored", stacklevel=outside())
     if settings.get("do_sample"):
         settings.setdefault("top_k", 50)
     return settings
 
 
 def _greedy(settings: dict[str, Any]) -> dict[str, Any]:
-    """A file's settings without those that only shape sampling."""
+    """Returns a file's settings without those that only affect sampling."""
     return {name: value for name, value in settings.items() if name not in (*SAMPLING, "temperature")}
 
 
 def merge(config: Mapping[str, Any], origin: str, changes: Mapping[str, Any], *, strict: bool = True
           ) -> dict[str, Any]:
-    """The arguments of `build` for a generation config with `changes` in place of what it says.
+    """Returns the arguments of `build` for a generation config, with `changes` in place of its values.
 
     Raises:
-        ValueError: a key of decoding that a policy cannot express, in the config or among the changes.
+        ValueError: the config or the changes contain a decoding key that a policy cannot express.
     """
     for name in [name for name in UNEXPRESSED if name in changes]:
         if not is_neutral(name, changes[name]):
             takes = " or ".join(map(repr, (None, *NEUTRAL[name])))
-            raise ValueError(f"{name}: got {shown(changes[name])}, which a policy does not express; takes {takes}")
+            raise ValueError(f"{name}: got {shown(changes[name])}, which a policy cannot express; takes {takes}")
     settings = _settings({k: v for k, v in config.items() if k not in changes or k not in UNEXPRESSED}, origin, strict)
     changes = {k: v for k, v in changes.items() if k not in UNEXPRESSED}
     samples = settings.pop("do_sample", False)
@@ -162,7 +164,7 @@ def merge(config: Mapping[str, Any], origin: str, changes: Mapping[str, Any], *,
 
 @contextlib.contextmanager
 def blaming(origin: str, names: Collection[str]) -> Iterator[None]:
-    """Lets errors about the arguments `names` begin with where those came from."""
+    """Prefixes errors about the arguments `names` with their origin, such as a file name."""
     try:
         yield
     except (ValueError, TypeError) as error:
@@ -174,15 +176,21 @@ def blaming(origin: str, names: Collection[str]) -> Iterator[None]:
 
 def from_generation_config(source: str | pathlib.Path | Mapping[str, Any], batch: int, *, strict: bool = True,
                            **changes: Any) -> Policy:
-    """A policy from a `generation_config.json`, with `changes` in place of what it says.
+    """Returns a policy from a `generation_config.json`, with `changes` in place of its values.
 
-    A changed temperature decides on sampling by itself: 0 is greedy and anything else samples, whatever the file says.
-    Where neither the file nor `changes` asks for sampling, decoding is greedy and the file's sampling keys do nothing.
-    A key that no policy expresses, such as `num_beams`, is left out by passing the value that asks for nothing
+    A temperature in `changes` decides about sampling by itself: 0 is greedy and anything else samples, whatever the
+    file says. If neither the file nor `changes` asks for sampling, decoding is greedy and the file's sampling keys have
+    no effect. To ignore a key that a policy cannot express, such as `num_beams`, pass its neutral value
     (`num_beams=1`).
 
+    Args:
+        source: path of the file, its folder, or its content.
+        batch: number of rows.
+        strict: raise an error for a key that a policy cannot express; otherwise warn.
+        changes: arguments of `build`.
+
     Raises:
-        ValueError, TypeError, FileNotFoundError: as `generation_settings` and `build` do.
+        ValueError, TypeError, FileNotFoundError: as in `generation_settings` and `build`.
     """
     config, origin = read_config(source)
     settings = merge(config, origin, changes, strict=strict)

@@ -1,4 +1,4 @@
-"""The way out: a plain function as a transform."""
+"""A transform made of a plain function."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from decodax.sampling.base import Context, PyTree, Reads, Stage, Transform
 
 @struct
 class Custom(Transform):
-    """A function `fn(ctx, logits) -> logits` of one row at one position: `f32[V]` to `f32[V]`, pure and traceable.
+    """A transform that applies a function `fn(ctx, logits) -> logits` to one row at one position.
 
-    Define `fn` once, at module level: it is static, so a new function object compiles anew.
+    `fn` maps `f32[V]` to `f32[V]` and must be pure and traceable. Define it once, at module level: it is static, so a
+    new function object triggers a new compilation.
 
     Attributes:
         fn: static, hashable.
-        needs: static; what it reads of `ctx.tokens`: "nothing", the "bag" of known tokens, or the "sequence" so far.
-        stage: static; where it stands in the chain, see `Transform`.
+        needs: static; what `fn` reads of `ctx.tokens`: "nothing", the "bag" of known tokens, or the "sequence" so far.
+        stage: static; its position in the chain, see `Transform`.
 
     >>> import jax.numpy as jnp
     >>> Custom(lambda ctx, logits: logits.at[0].set(-jnp.inf), needs="nothing").logits(None, None, jnp.ones(2)).tolist()

@@ -1,4 +1,4 @@
-"""Transforms against texts that repeat themselves without end, or never end."""
+"""Transforms that prevent texts which repeat themselves endlessly or never end."""
 
 from __future__ import annotations
 
@@ -14,15 +14,20 @@ from decodax.sampling.threshold import members, probabilities
 
 @struct
 class FSD(Transform):
-    """Frustratingly simple decoding (Yang et al., 2024): the model against an n-gram model of the text so far.
+    """Frustratingly simple decoding (Yang et al., 2024): penalises tokens that an n-gram model of the text so far
+    predicts.
 
-    Of the `k` most likely tokens that with the largest `(1 - alpha) p - alpha g`, where `g` is what the n-gram model,
-    smoothed from the longest n-gram down, says of it. Greedy by nature: behind it stands the largest value.
+    Of the `k` most likely tokens it takes the one with the largest `(1 - alpha) p - alpha g`, where `g` is the
+    probability under the n-gram model, smoothed from the longest n-gram down. It is meant for greedy decoding, which
+    takes the largest value.
 
     Attributes:
-        alpha: `f32[B]` in [0, 1]; 0 changes nothing. beta: `f32[B]`, the share that a longer n-gram takes of what is
-            left. stop_weight: `f32[B]`, what `g` counts for at the tokens `stop_words`, `i32[B, W]`, -1 for none.
-        k, n: static, tokens that are looked at, and the longest n-gram.
+        alpha: `f32[B]` in [0, 1]; 0 changes nothing.
+        beta: `f32[B]`, the share of the remaining weight that each longer n-gram takes.
+        stop_weight: `f32[B]`, the factor of `g` for the tokens in `stop_words`.
+        stop_words: `i32[B, W]`, padded with -1.
+        k: static, the number of candidate tokens.
+        n: static, the length of the longest n-gram.
     """
 
     alpha: Array
@@ -44,11 +49,11 @@ class FSD(Transform):
         return jnp.where((self.alpha == 0) | jnp.isnan(logits).any(), logits, chosen)
 
     def anti(self, ctx: Context, ids: Array) -> Array:
-        """`f32[k]`: how likely the n-gram model finds tokens."""
+        """Returns the probabilities of `ids` (`i32[k]`) under the n-gram model: `f32[k]`."""
         place = jnp.arange(ctx.tokens.shape[0])
         here = place < ctx.length
-        hits = here & (ctx.tokens == ids[:, None])                      # [k, N], where each token stands
-        seen: list[Array] = []      # what stands behind the last i tokens
+        hits = here & (ctx.tokens == ids[:, None])                      # [k, N], occurrences of each token
+        seen: list[Array] = []      # seen[i]: positions that follow an occurrence of the last i tokens
         for i in range(self.n):
             last = ctx.tokens[jnp.maximum(ctx.length - i, 0)] if i else None
             same = here if i == 0 else seen[-1] & (jnp.roll(ctx.tokens, i) == last) & (place >= i)
@@ -65,18 +70,21 @@ class FSD(Transform):
 
 @struct
 class NonMonotonicEnd(Transform):
-    """NMST (Choi et al., 2023): the end's probability is at least `1 - (1 - epsilon) ** t` at the `t`-th token.
+    """NMST (Choi et al., 2023): keeps the probability of the end at or above `1 - (1 - epsilon) ** t` at the `t`-th
+    token.
 
-    It need not rise from token to token, and yet tends to 1, so that every text ends. With `s`, the model's own
-    probability of the end, it is `(1 - s) (1 - (1 - epsilon) ** t) + s`; the others share the rest as they did.
+    The probability need not rise from token to token, yet it tends to 1, so that every text ends. If `s` is the model's
+    own probability of the end, the new one is `(1 - s) (1 - (1 - epsilon) ** t) + s`; the other tokens share the rest
+    in the same proportions as before.
 
-    The paper trains a model whose `s` is the sigmoid of the end's logit, apart from the softmax of the others. Logits
-    of other models mean nothing up to a constant, so `s` is the sigmoid of the end's log-odds here, the logit less the
-    logarithm of the others' summed exponentials. That is the paper's `s` where the others are normalised, and the
-    softmax of any other model, which the rule leaves as it is where `epsilon` is near 0.
+    The paper trains a model whose `s` is the sigmoid of the end's logit, separate from the softmax of the other tokens.
+    The logits of other models are only defined up to a constant, so here `s` is the sigmoid of the end's log-odds: its
+    logit minus the log-sum-exp of the others. This equals the paper's `s` if the others are normalised, and the softmax
+    probability of any other model, which stays unchanged as `epsilon` approaches 0.
 
     Attributes:
-        ends: `i32[B, E]`, -1 for none. epsilon: `f32[B]` in (0, 1); 0 changes nothing.
+        ends: `i32[B, E]`, tokens that end a text, padded with -1.
+        epsilon: `f32[B]` in [0, 1); 0 changes nothing.
     """
 
     ends: Array
@@ -87,7 +95,7 @@ class NonMonotonicEnd(Transform):
         time = (ctx.length - ctx.prompt_length + 1).astype(jnp.float32)
         sums = lambda keep: _log_sum(jnp.where(keep, logits, -jnp.inf))
         end, rest = sums(ends), sums(~ends)
-        late = time * jnp.log1p(-self.epsilon)          # log of 1 less the bound
+        late = time * jnp.log1p(-self.epsilon)          # log(1 - bound)
         s = jax.nn.sigmoid(end - rest)
         p = (1 - s) * -jnp.expm1(late) + s
         new = jnp.where(ends, logits - end + jnp.log(p), logits - rest + jax.nn.log_sigmoid(rest - end) + late)

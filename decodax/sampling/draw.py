@@ -1,15 +1,15 @@
-"""Drawing a token by an exponential race, with noise that costs a few integer operations a token.
+"""Draws tokens by an exponential race, with noise that costs a few integer operations per token.
 
-Each token `i` of a distribution `p` runs for a time `e_i / p_i`, with `e_i` exponential; the first to arrive is a draw
-from `p`. The exponentials come from a hash of the draw's address (two words) and the token's id. So two distributions
+Each token `i` of a distribution `p` gets an arrival time `e_i / p_i`, with `e_i` exponential. The first to arrive is a
+draw from `p`. The exponentials are a hash of the draw's address (two words) and the token's id, so two distributions
 that are drawn from at one address share their noise token by token: the more alike they are, the more often they give
-the same token. That is what lets a draft that knows the address guess what the target will draw (`SeedExact`): with
-the shipped pair 0.92 of what rejection sampling accepts at temperature 1 and 0.98 at 0.7, against 0.59 and 0.88 for a
-shared uniform and the inverse of the distribution function.
+the same token. A draft that knows the address can therefore guess what the target will draw (`SeedExact`). With the
+shipped pair of models, 0.92 of what rejection sampling accepts is accepted at temperature 1 and 0.98 at 0.7; a shared
+uniform number with the inverse distribution function reaches 0.59 and 0.88.
 
-A race needs no sort, no prefix sum, and no token's neighbours, so a vocabulary that is sharded over devices takes
-reductions alone. On CPU a draw from 8 x 32,000 logits takes 0.3 to 0.5 ms, 1.2 to 1.5 times what the inverse of the
-distribution function took there, and a hundredth of a step of a small model; a threefry key a token would take 3.6 ms.
+A race needs no sort, no prefix sum and no neighbouring token, so a vocabulary sharded over devices needs reductions
+only. On CPU a draw from 8 x 32,000 logits takes 0.3 to 0.5 ms, 1.2 to 1.5 times as long as the inverse distribution
+function and a hundredth of a step of a small model. A threefry key per token would take 3.6 ms.
 """
 
 from __future__ import annotations
@@ -27,31 +27,36 @@ BLOCK = 256
 
 
 def draw(logits: Array, address: Array, greedy: tuple[Array, Array] | None = None) -> Array:
-    """One token per distribution: `i32[...]` from `f32[..., V]` and `u32[..., 2]`.
+    """Draws one token per distribution: `i32[...]`.
 
-    A token of probability 0 is never drawn. INVALID and DEAD_END stand where there is no distribution.
+    A token of probability 0 is never drawn. The result is INVALID where logits hold a NaN or +inf, and DEAD_END where
+    all are -inf.
 
     Args:
-        greedy: `bool[...]` and `f32[..., V]`: distributions in whose place the largest entry of another array is taken.
+        logits: `f32[..., V]`, unnormalised.
+        address: `u32[..., 2]`, the addresses of the random numbers.
+        greedy: None, or `bool[...]` and `f32[..., V]`: where the first is True, the result is the index of the largest
+            entry of the second array.
     """
     top = logits.max(-1)
     scores, dead = -_times(logits, top, address), top == -jnp.inf
     if greedy is not None:
         scores, dead = jnp.where(greedy[0][..., None], greedy[1], scores), dead & ~greedy[0]
-    # a NaN or +inf among the logits makes a NaN here, which XLA's maximum on CPU may pass over
+    # A NaN or +inf among the logits makes a NaN here, which XLA's maximum on CPU may ignore.
     token, first = _first_max(jnp.where(jnp.isnan(scores), jnp.inf, scores))
     return checked(token, jnp.where(dead, -jnp.inf, first))
 
 
 def race(logits: Array, address: Array) -> Array:
-    """How early each token arrives: `f32[..., V]`, minus its time `e_i / p_i` up to a factor a distribution; the
-    largest is first.
+    """Returns scores `f32[..., V]` whose largest entry is a draw: minus the arrival times `e_i / p_i`, up to a factor
+    per distribution.
 
-    In this order the tokens are a draw without replacement: the first `k` are `k` such draws. A token of probability 0
-    has -inf.
+    Sorted by score, the tokens are a draw without replacement: the first `k` are `k` such draws. A token of probability
+    0 has -inf.
 
     Args:
-        logits: `f32[..., V]`, unnormalised. address: `u32[..., 2]`.
+        logits: `f32[..., V]`, unnormalised.
+        address: `u32[..., 2]`, the addresses of the random numbers.
 
     >>> race(jnp.log(jnp.array([0.0, 0.5, 0.5])), jnp.array([1, 2], jnp.uint32)).argmin().item()
     0
@@ -60,44 +65,45 @@ def race(logits: Array, address: Array) -> Array:
 
 
 def winner(logits: Array) -> Array:
-    """The token of the largest logit, the first of equal ones: `i32[...]` from `f32[..., V]`.
+    """Returns the token with the largest logit, the first of equal ones: `i32[...]` from `f32[..., V]`.
 
-    INVALID stands where a logit is a NaN or +inf, DEAD_END where all are -inf.
+    The result is INVALID where a logit is a NaN or +inf, and DEAD_END where all are -inf.
     """
     return checked(*_first_max(_plain(logits)))
 
 
 def checked(token: Array, top: Array) -> Array:
-    """The token, or INVALID where the largest entry is +inf, DEAD_END where it is -inf."""
+    """Returns `token`, or INVALID where the largest entry `top` is +inf and DEAD_END where it is -inf."""
     return jnp.where(top == -jnp.inf, DEAD_END, jnp.where(top == jnp.inf, INVALID, token)).astype(jnp.int32)
 
 
 def _times(logits: Array, top: Array, address: Array) -> Array:
-    """When each token arrives, `f32[..., V]`; a product, since CPUs divide slowly."""
+    """Returns the arrival time of each token, `f32[..., V]`, as a product since CPUs divide slowly."""
     return exponentials(address, logits.shape[-1]) * jnp.exp(top[..., None] - logits)
 
 
 def _plain(logits: Array) -> Array:
-    # XLA's maximum on CPU may pass over a NaN
+    # XLA's maximum on CPU may ignore a NaN.
     return jnp.where(jnp.isnan(logits), jnp.inf, logits)
 
 
 def first_argmax(x: Array) -> Array:
-    """The first index of the largest entry along the last axis: `i32[...]` from `f32[..., V]`. A NaN counts as one."""
+    """Returns the first index of the largest entry along the last axis: `i32[...]` from `f32[..., V]`. A NaN counts as
+    largest."""
     return _first_max(_plain(x))[0]
 
 
 def _first_max(x: Array) -> tuple[Array, Array]:
-    """The first index of the largest entry, and that entry, of numbers."""
-    # on CPU by blocks, in a seventh of the time of `jnp.argmax`; on a TPU blocks would take twelve times as long, and
-    # where a vocabulary is divided they are not those of its parts, which would be gathered
+    """Returns the first index of the largest entry, and that entry. `x` holds no NaN."""
+    # On CPU, blocks take a seventh of the time of `jnp.argmax`. On a TPU they would take twelve times as long, and for
+    # a vocabulary sharded over devices they would not match the shards, which would have to be gathered.
     if free_axes().get(MODEL, 1) > 1:
         return _at_once(x)
     return lax.platform_dependent(x, cpu=_by_blocks, default=_at_once)
 
 
 def _at_once(x: Array) -> tuple[Array, Array]:
-    """One reduction, also where a vocabulary is sharded over devices."""
+    """Computes `_first_max` in one reduction, which also works on a vocabulary sharded over devices."""
     def further(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
         (x, i), (y, j) = a, b
         first = (x > y) | ((x == y) & (i < j))

@@ -1,8 +1,8 @@
-"""Classifier-free guidance for language models (Sanchez et al. 2023): two contexts, one distribution.
+"""Classifier-free guidance for language models (Sanchez et al., 2023): one distribution from two contexts.
 
 The unconditional branch is a second cache beside the first, so guidance is a model that wraps a model: samplers,
-verifiers and trees see one set of logits and stay exact. Logits are `u + scale * (c - u)` of the log-probabilities,
-as in transformers.
+verifiers and trees see one set of logits and stay exact. Logits are `u + scale * (c - u)` of the log-probabilities `c`
+and `u` with and without the condition, as in transformers.
 """
 
 from __future__ import annotations
@@ -30,25 +30,26 @@ from decodax.core.window import Window
 
 
 class Unconditional(Struct, abc.ABC):
-    """What the unconditional branch reads: derive a `@struct` of per-row arrays from this."""
+    """Base class of what the unconditional branch reads: a `@struct` of per-row arrays."""
 
     @abc.abstractmethod
     def window(self, window: Window) -> Window:
-        """The window as that branch sees it."""
+        """Returns the window as the unconditional branch sees it."""
 
     def slots(self, slots: Array) -> Array:
-        """`i32[B, W]`: where its cache keeps the entries that the other one keeps at `slots`."""
+        """Returns `i32[B, W]`, the slots of the unconditional cache for entries that the conditional cache keeps at
+        `slots`."""
         return slots
 
 
 @struct
 class NegativePrompt(Unconditional):
-    """Another prompt, or the last token of the prompt alone.
+    """An unconditional branch with another prompt, or with the last token of the prompt alone.
 
     Attributes:
-        first: `i32[B]` position of the last prompt token, where the unconditional branch begins.
-        opening: `i32[B]` the token it has there: the negative prompt's last, or the prompt's.
-        offset: `i32[B]` how much smaller its positions are.
+        first: `i32[B]`, position of the last prompt token, where the unconditional branch begins.
+        opening: `i32[B]`, the token at that position: the negative prompt's last token, or the prompt's.
+        offset: `i32[B]`, the amount by which positions of this branch are smaller.
     """
 
     first: Array
@@ -71,8 +72,10 @@ class GuidedCache(Combined):
     """The caches of both branches.
 
     Attributes:
-        conditional, unconditional: caches of the wrapped model.
-        other: what the unconditional branch reads. scale: `f32[B]`.
+        conditional: cache of the wrapped model for the prompt.
+        unconditional: cache of the wrapped model for the other branch.
+        other: what the unconditional branch reads.
+        scale: `f32[B]`, the guidance scale.
     """
 
     members = ("conditional", "unconditional")
@@ -89,10 +92,10 @@ class GuidedCache(Combined):
 
 @dataclasses.dataclass(frozen=True)
 class Guided(AroundModel):
-    """`base` under guidance; its cache is a `GuidedCache`, made from a state by `guide`."""
+    """The model `base` under guidance. Its cache is a `GuidedCache`, made from a state by `guide`."""
 
     def init_cache(self, batch: int, capacity: int, *, params: Any = None, inputs: Any = None) -> Cache:
-        raise NotImplementedError("a guided cache is made from a state, by guide()")
+        raise NotImplementedError("a guided cache is made from a state by guide()")
 
     def apply(self, params: Any, window: Window, cache: Any) -> Out:
         with_prompt = self.base.apply(params, window, cache.conditional)
@@ -110,34 +113,38 @@ class Guided(AroundModel):
 
 def guide(alg: Algorithm, model: Model, params: Params, policy: Any, s: State, scale: Any,
           negative: list[list[int]] | None) -> tuple[Model, State]:
-    """Puts a prefilled state under guidance. An algorithm may have a rule of its own, `guide` (masked diffusion does).
+    """Puts a prefilled state under guidance. An algorithm may have its own rule, `Algorithm.guide`, as masked diffusion
+    does.
 
     Args:
         scale: one number or `f32[B]`; 1 is no guidance.
-        negative: ids of a negative prompt for each row; None begins the other branch with the last prompt token.
+        negative: ids of a negative prompt for each row. With None the other branch begins with the last prompt token.
+
+    Returns:
+        The guided model and its state.
 
     Raises:
-        ValueError: the algorithm keeps no cache, or one that reads its text again (`Refreshes`), or the
-            model was given inputs.
+        ValueError: the algorithm keeps no cache, the cache reads its text again (`Refreshes`), or the model was
+            given inputs.
     """
     if (own := algorithm.guide(alg, model, params, policy, s, scale)) is not None:
         if negative is not None:
-            raise ValueError("negative_prompts: a canvas is guided against masks in the prompt's place, without them")
+            raise ValueError("negative_prompts: takes None on a canvas, which is guided against a masked prompt")
         return own
     if s.cache.inputs is not None:
-        raise ValueError("guidance_scale: got one with inputs; it is not settled what the other branch is given")
+        raise ValueError("guidance_scale: cannot be combined with inputs: the unconditional branch has none")
     if not alg.traits.caches:
         raise ValueError(f"guidance_scale: {type(alg).__name__} keeps no cache to guide")
     if needs_refresh(s.cache) is not None:
-        raise ValueError(f"guidance_scale: got one with {type(s.cache).__name__}, which reads its text again while "
-                         "decoding; the other branch has another text. Takes another cache")
-    first = s.prompt_length - 1      # `+ 0` below: the state is donated, and no array may stand in it twice
+        raise ValueError(f"guidance_scale: cannot be combined with {type(s.cache).__name__}, which reads its text "
+                         "again while decoding, since the unconditional branch has another text; takes another cache")
+    first = s.prompt_length - 1      # `+ 0` below: the state is donated, and no array may be in it twice
     if negative is None:
         cache = alg.through(model).init_cache(s.batch, s.cache.capacity)
         opening, offset = s.newest, first + 0
     else:
         lengths = np.array([len(row) for row in negative], np.int32)
-        # the branch holds its own prompt and whatever the row may still make
+        # The branch holds its own prompt and everything that the row may still generate.
         size = bucket(int(lengths.max() + (np.asarray(s.max_length) - np.asarray(s.prompt_length)).max()))
         tokens = np.zeros((s.batch, size), np.int32)
         for row, ids in zip(tokens, negative, strict=True):

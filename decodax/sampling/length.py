@@ -1,4 +1,5 @@
-"""Rules about the two ends of a text: forced first and last tokens, minimum lengths, a growing pull towards the end."""
+"""Rules for the beginning and the end of a text: forced first and last tokens, minimum lengths, a growing bias to the
+end."""
 
 from __future__ import annotations
 
@@ -14,14 +15,14 @@ UNBOUNDED = 1 << 30
 
 
 def _force(logits: Array, tokens: Array, here: Array) -> Array:
-    """Where `here`: 0 for `tokens` (`bool[V]`) and -inf for the rest. A NaN stays."""
+    """Where `here`, sets `tokens` (`bool[V]`) to 0 and the rest to -inf. A NaN stays."""
     forced = jnp.where(jnp.isnan(logits), logits, jnp.where(tokens, 0, -jnp.inf))
     return jnp.where(here, forced, logits)
 
 
 @struct
 class ForcedBOS(Transform):
-    """Forces `token` (`i32[B]`, -1: none) as the second of a text, that is, after a prompt of one token."""
+    """Forces `token` (`i32[B]`, -1 for none) as the second token of a text, that is, after a prompt of one token."""
 
     token: Array
 
@@ -32,11 +33,12 @@ class ForcedBOS(Transform):
 
 @struct
 class ForcedEOS(Transform):
-    """Forces one of `ids` (`i32[B, E]`, padded with -1) as the last token that a length limit leaves room for.
+    """Forces an end token as the last token within a length limit.
 
     Attributes:
-        max_length: `i32[B]`, with the prompt. max_new: `i32[B]`, without it. `UNBOUNDED` where there is none; the
-            smaller limit counts.
+        ids: `i32[B, E]`, the allowed last tokens, padded with -1.
+        max_length: `i32[B]`, limit including the prompt; `UNBOUNDED` for none.
+        max_new: `i32[B]`, limit without the prompt; `UNBOUNDED` for none. The smaller limit counts.
     """
 
     ids: Array
@@ -50,10 +52,12 @@ class ForcedEOS(Transform):
 
 @struct
 class MinLength(Transform):
-    """Forbids the tokens `eos` (`i32[B, E]`, padded with -1) while the text is too short.
+    """Forbids end tokens while the text is too short.
 
     Attributes:
-        min_length: `i32[B]`, with the prompt. min_new: `i32[B]`, without it.
+        eos: `i32[B, E]`, padded with -1.
+        min_length: `i32[B]`, minimum length including the prompt.
+        min_new: `i32[B]`, minimum length without the prompt.
     """
 
     eos: Array
@@ -67,12 +71,15 @@ class MinLength(Transform):
 
 @struct
 class ExponentialDecayLength(Transform):
-    """Raises the logits of `eos` by their size times `factor ** n - 1`, `n` tokens beyond `start` new ones.
+    """Raises the logits of `eos` by their absolute value times `factor ** n - 1`, where `n` is the number of new tokens
+    beyond `start`.
 
-    It goes by the size of raw logits, as transformers does: a constant added to all of them changes it.
+    As in transformers it depends on raw logits: adding a constant to all of them changes the result.
 
     Attributes:
-        eos: `i32[B, E]`, padded with -1. start: `i32[B]` new tokens. factor: `f32[B]`; 1 changes nothing.
+        eos: `i32[B, E]`, padded with -1.
+        start: `i32[B]`, number of new tokens before the effect begins.
+        factor: `f32[B]`; 1 changes nothing.
     """
 
     eos: Array
@@ -81,7 +88,7 @@ class ExponentialDecayLength(Transform):
 
     def logits(self, state: PyTree, ctx: Context, logits: Array) -> Array:
         beyond = ctx.length - ctx.prompt_length - self.start
-        # the growth has no bound of its own; an infinite logit would read as a broken one
+        # The growth is unbounded, and an infinite logit would count as invalid.
         growth = jnp.minimum(self.factor ** jnp.maximum(beyond, 0).astype(jnp.float32) - 1, 1e30)
         raised = jnp.where(jnp.isfinite(logits), jnp.minimum(logits + jnp.abs(logits) * growth, 1e30), logits)
         return jnp.where(members(self.eos, logits.shape[-1]) & (beyond > 0), raised, logits)

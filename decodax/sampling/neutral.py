@@ -1,6 +1,6 @@
-"""What asks for nothing: the values with which an argument of `generate` leaves decoding as it is without it.
+"""Neutral values: values with which an argument of `generate` has no effect.
 
-None asks for nothing everywhere. Such values are accepted wherever the argument is, whatever stands beside it.
+None is neutral for every argument. Neutral values are accepted wherever the argument is, whatever else is given.
 """
 
 from __future__ import annotations
@@ -24,19 +24,18 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "num_beams": (1,), "num_beam_groups": (1,), "diversity_penalty": (0,), "patience": (1,), "length_penalty": (1,),
     "early_stopping": (False,), "renormalize_logits": (False,), "penalty_alpha": (0,), "dola_layers": (),
     "arithmetic_sampling": (False,),
-    # how many texts, and how they are run
+    # number of texts, and how they are run
     "num_samples": (1,), "num_return_sequences": (1,), "guidance_scale": (1,), "negative_prompts": (),
     "batch_size": (), "progress": (False,), "request_ids": (),
-    # of transformers alone
+    # only in transformers
     "constraints": (), "force_words_ids": (), "remove_invalid_values": (False,), "token_healing": (False,)}
-"""By argument, beside None. Other arguments are neutral as None, and lists as empty ones."""
+"""Neutral values by argument, besides None. For arguments not listed, None and empty lists are neutral."""
 
 
 def is_neutral(name: str, value: Any) -> bool:
-    """Whether an argument asks for nothing: None, one number that changes nothing, or, of an argument without such a
-    number, an empty list.
+    """True if an argument has no effect: None, a number that changes nothing, or an empty list if no number is neutral.
 
-    A number for each row always asks for something, so that other numbers do not compile anew (see `asks_nothing`).
+    A list with a number for each row is never neutral, so that other numbers do not recompile (see `asks_nothing`).
 
     >>> is_neutral("top_p", 1), is_neutral("top_p", True), is_neutral("top_p", [1.0]), is_neutral("bad_words_ids", [])
     (True, False, False, True)
@@ -51,19 +50,19 @@ def is_neutral(name: str, value: Any) -> bool:
         return False
     try:
         return any(not isinstance(x, bool) and bool(value == x) for x in known)
-    except Exception:       # an array of something that is no number, or one that is being traced
+    except Exception:       # an array of something that is not a number, or one that is being traced
         return False
 
 
 def is_zero(value: Any) -> bool:
-    """Whether a number or a flag is 0 or False in every row."""
+    """True if a number or flag is 0 or False in every row."""
     rows = value.tolist() if hasattr(value, "tolist") else value
     return all(map(is_zero, rows)) if isinstance(rows, (list, tuple)) and rows else \
         isinstance(rows, numbers.Real) and not rows
 
 
 def asks_nothing(name: str, value: Any, vocab_size: int | None = None) -> bool:
-    """As `is_neutral`, also of a list whose entries all ask for nothing, and of a `top_k` that keeps every token.
+    """Like `is_neutral`, and also True for a list of neutral entries and for a `top_k` that keeps every token.
 
     >>> asks_nothing("top_p", [1.0, None]), asks_nothing("top_k", 500, vocab_size=375)
     (True, True)

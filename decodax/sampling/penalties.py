@@ -1,4 +1,4 @@
-"""Penalties on tokens that have occurred, in any order."""
+"""Penalties on tokens that have already occurred, in any order."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from decodax.sampling.threshold import members
 
 
 def recent(ctx: Context, last_n: Array) -> Array:
-    """`bool[N]`: known tokens among the `last_n` (`i32[]`) before the one to be chosen; all if it is negative.
+    """Returns `bool[N]`: known tokens among the `last_n` (`i32[]`) before the one to be chosen; all if `last_n` is
+    negative.
 
-    On a canvas, known tokens beyond the one to be chosen count as well.
+    On a canvas, known tokens after the one to be chosen count as well.
     """
     index = jnp.arange(ctx.tokens.shape[0])
     return (ctx.tokens >= 0) & ((last_n < 0) | ((index >= ctx.length - last_n) & (last_n > 0)))
 
 
 def _scale(logits: Array, factor: Array) -> Array:
-    """Makes logits smaller for a factor above 1: multiplies negative ones by it and divides the others."""
+    """Lowers logits for a factor above 1: multiplies negative ones by it and divides the others."""
     return jnp.where(logits < 0, logits * factor, logits / factor)
 
 
@@ -30,12 +31,13 @@ def _scale(logits: Array, factor: Array) -> Array:
 class Repetition(Transform):
     """Divides positive logits of earlier tokens by `penalty` and multiplies negative ones (CTRL; Keskar et al., 2019).
 
-    It goes by the sign of raw logits, as the paper and other engines do: a constant added to all of them changes it.
+    As in the paper and other engines it depends on the sign of raw logits: adding a constant to all of them changes the
+    result.
 
     Attributes:
-        penalty: `f32[B]`, 1 changes nothing.
-        ignore: `i32[B]`, this many tokens at the beginning do not count.
-        last_n: `i32[B]`, only this many tokens at the end count (llama.cpp); negative: all (transformers).
+        penalty: `f32[B]`; 1 changes nothing.
+        ignore: `i32[B]`, number of tokens at the beginning of the text that do not count.
+        last_n: `i32[B]`, number of tokens at the end that count (llama.cpp); negative: all (transformers).
     """
 
     needs: ClassVar[Literal["nothing", "bag", "sequence"]] = "bag"
@@ -52,8 +54,10 @@ class Repetition(Transform):
 
 @struct
 class EncoderRepetition(Transform):
-    """The inverse of `Repetition` on the tokens of the prompt: above 1 it favours them. It goes by the sign of raw
-    logits, too. `penalty`: `f32[B]`."""
+    """The inverse of `Repetition` for the tokens of the prompt: a `penalty` (`f32[B]`) above 1 favours them.
+
+    Like `Repetition` it depends on the sign of raw logits.
+    """
 
     needs: ClassVar[Literal["nothing", "bag", "sequence"]] = "bag"
 
@@ -68,13 +72,14 @@ class EncoderRepetition(Transform):
 class PresenceFrequency(Transform):
     """Subtracts `presence` once, and `frequency` for each occurrence, from the logits of tokens that have occurred.
 
-    What counts as an occurrence differs between systems, so it is said here: generated text only (`prompt` false,
-    `last_n` -1) as at OpenAI and in vLLM, or the last 64 tokens, prompt or not, as in llama.cpp.
+    Systems count occurrences differently. OpenAI and vLLM count generated text only (`prompt` False, `last_n` -1);
+    llama.cpp counts the last 64 tokens, prompt or not.
 
     Attributes:
-        presence, frequency: `f32[B]`, 0 changes nothing.
-        last_n: `i32[B]`, only this many tokens at the end count; negative: all.
-        prompt: `bool[B]`, whether tokens of the prompt count.
+        presence: `f32[B]`; 0 changes nothing.
+        frequency: `f32[B]`; 0 changes nothing.
+        last_n: `i32[B]`, number of tokens at the end that count; negative: all.
+        prompt: `bool[B]`, True if tokens of the prompt count.
     """
 
     needs: ClassVar[Literal["nothing", "bag", "sequence"]] = "bag"

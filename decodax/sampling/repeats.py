@@ -1,4 +1,5 @@
-"""Penalties on repeated passages: DRY and forbidden n-grams. Both ask how far the text has repeated itself already."""
+"""Penalties on repeated passages: DRY and forbidden n-grams. Both measure how far the end of the text is a
+repetition."""
 
 from __future__ import annotations
 
@@ -16,15 +17,20 @@ Carry = tuple[Array, Array, Array, Array]
 
 
 def repeated(tokens: Array, length: Array, most: Array) -> Array:
-    """How many tokens before each index agree with those at the end: `i32[N]` from `i32[N]`, at most `most` (`i32[]`).
+    """Returns the number of tokens before each index that agree with the end of the text: `i32[N]`, at most `most`.
 
     Entry `i` is the length of the longest common suffix of `tokens[:i]` and `tokens[:length]`; it is 0 from `length`
-    on. One pass over the text for each token of the longest repeat, so its cost is that of the repeat.
+    on. The function passes over the text once for each token of the longest repeat.
+
+    Args:
+        tokens: `i32[N]`, negative where unknown.
+        length: `i32[]`, number of tokens of the text.
+        most: `i32[]`, upper limit of the result.
 
     >>> repeated(jnp.array([1, 2, 3, 9, 1, 2, 3]), jnp.int32(7), jnp.int32(5)).tolist()
     [0, 0, 0, 3, 0, 0, 0]
     """
-    # unknown and later tokens agree with nothing
+    # Unknown and later tokens agree with nothing.
     text = jnp.where((jnp.arange(tokens.shape[0]) < length) & (tokens >= 0), tokens, -1)
     before = lambda x: jnp.concatenate([jnp.full(1, -1, jnp.int32), x[:-1]])
 
@@ -47,7 +53,7 @@ def repeated(tokens: Array, length: Array, most: Array) -> Array:
 class NoRepeatNgram(Transform):
     """Forbids a token that would repeat an n-gram of the text, prompt included (fairseq; Paulus et al., 2018).
 
-    `size`: `i32[B]`, the n; 0 forbids nothing, 1 every token that has occurred.
+    `size` is `i32[B]`, the length of the n-gram; 0 forbids nothing, 1 forbids every token that has occurred.
     """
 
     needs: ClassVar[Literal["nothing", "bag", "sequence"]] = "sequence"
@@ -55,7 +61,7 @@ class NoRepeatNgram(Transform):
     size: Array
 
     def banned(self, ctx: Context) -> Array:
-        """`bool[N]`: the indices whose token would complete such an n-gram again."""
+        """Returns `bool[N]`: positions whose token would complete such an n-gram again."""
         n = jnp.maximum(self.size - 1, 0)
         inside = jnp.arange(ctx.tokens.shape[0]) < ctx.length
         return (repeated(ctx.tokens, ctx.length, n) >= n) & inside & (self.size > 0)
@@ -66,7 +72,7 @@ class NoRepeatNgram(Transform):
 
 @struct
 class EncoderNoRepeatNgram(NoRepeatNgram):
-    """`NoRepeatNgram` with the n-grams of the prompt alone."""
+    """Like `NoRepeatNgram`, for the n-grams of the prompt alone."""
 
     def banned(self, ctx: Context) -> Array:
         return super().banned(ctx) & (jnp.arange(ctx.tokens.shape[0]) < ctx.prompt_length)
@@ -74,15 +80,17 @@ class EncoderNoRepeatNgram(NoRepeatNgram):
 
 @struct
 class Dry(Transform):
-    """DRY ("don't repeat yourself"; p-e-w, 2024) as in llama.cpp: a penalty that grows with the repeat's length.
+    """DRY ("don't repeat yourself"; p-e-w, 2024) as in llama.cpp: a penalty that grows with the length of the repeat.
 
     A token that would lengthen a repeat of `n >= allowed` tokens loses `multiplier * base ** (n - allowed)`. A repeat
     does not reach back beyond the last sequence breaker; a token that is a breaker by itself is not penalised.
 
     Attributes:
-        multiplier: `f32[B]`, 0 changes nothing. base: `f32[B]`, at least 1. allowed: `i32[B]`.
-        last_n: `i32[B]`, the part of the text that is searched; negative: all, 0: none.
-        breakers: `i32[B, S, L]` token sequences, padded with -1 at the end.
+        multiplier: `f32[B]`; 0 changes nothing.
+        base: `f32[B]`, at least 1.
+        allowed: `i32[B]`, longest repeat without a penalty.
+        last_n: `i32[B]`, number of tokens at the end that are searched; negative: all, 0: none.
+        breakers: `i32[B, S, L]`, token sequences padded with -1 at the end.
     """
 
     needs: ClassVar[Literal["nothing", "bag", "sequence"]] = "sequence"
@@ -98,13 +106,13 @@ class Dry(Transform):
         index = jnp.arange(ctx.tokens.shape[0])
         inside = recent(ctx, self.last_n) & (index < ctx.length)
         text = jnp.where(inside, ctx.tokens, -1)
-        # beyond this exponent base ** n overflows; longer repeats need not be told apart
+        # Beyond this exponent base ** n overflows, so longer repeats are treated alike.
         log_base = jnp.log(self.base)
         top = jnp.where(self.base > 1.000001, jnp.floor(88.7228391 / jnp.maximum(log_base, 1e-6)), index.shape[0])
         limit = self._limit(text, ctx.length)
         found = repeated(text, ctx.length, jnp.minimum(limit, self.allowed + top.astype(jnp.int32)))
         ends = inside & (found >= self.allowed)
-        ends = ends & (index > ctx.length - inside.sum())      # something of the searched text must stand before it
+        ends = ends & (index > ctx.length - inside.sum())      # some of the searched text must come before it
         longest = jnp.full(size, -1, jnp.int32).at[jnp.where(ends, text, size)].max(found, mode="drop")
         alone = jnp.where((self.breakers >= 0).sum(-1) == 1, self.breakers[:, 0], -1)
         on = (self.multiplier != 0) & (self.base >= 1) & (inside.sum() > self.allowed) & (limit >= self.allowed)
@@ -113,7 +121,7 @@ class Dry(Transform):
         return logits - jnp.where(hit, self.multiplier * self.base ** jnp.where(hit, exponent, 0), 0)
 
     def _limit(self, text: Array, length: Array) -> Array:
-        """How far a repeat may reach back, `i32[]`: to the newest breaker, as far as that breaker's longest match."""
+        """Returns how far back a repeat may reach, `i32[]`: to the newest breaker, by that breaker's longest match."""
         count = self.breakers.shape[1]
         known = self.breakers >= 0
         ahead = jnp.stack([jnp.concatenate([text[i:], jnp.full(i, -1, jnp.int32)]) for i in range(count)], -1)  # [N, L]

@@ -1,6 +1,6 @@
-"""What transforms of logits have in common: thresholds, sets of tokens, probabilities.
+"""Helpers shared by transforms: thresholds, sets of tokens, probabilities.
 
-The search for a threshold is `decodax.pallas_kernels.vocabulary.threshold`, whose names stand here too.
+The search for a threshold is in `decodax.pallas_kernels.vocabulary.threshold`; its names are exported from here too.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ __all__ = ["by_digits", "by_halves", "forbid", "kth_largest", "largest_threshold
 
 
 def forbid(logits: Array, tokens: Array) -> Array:
-    """-inf at `tokens` (`bool[V]`), except that a NaN stays: broken logits must reach the draw, which reports them."""
+    """Sets `tokens` (`bool[V]`) to -inf, except that a NaN stays: invalid logits must reach the draw, which reports
+    them."""
     return jnp.where(tokens & ~jnp.isnan(logits), -jnp.inf, logits)
 
 
 def members(ids: Array, size: int) -> Array:
-    """`bool[size]`: which tokens are among `ids` (`i32[...]`; negative ones are padding).
+    """Returns `bool[size]`: True for tokens among `ids` (`i32[...]`; negative ones are padding).
 
     >>> members(jnp.array([2, -1]), 4).tolist()
     [False, False, True, False]
@@ -29,7 +30,7 @@ def members(ids: Array, size: int) -> Array:
 
 
 def probabilities(logits: Array) -> tuple[Array, Array, Array]:
-    """`f32[V]` log-probabilities and probabilities, and the entropy `f32[]` in nats."""
+    """Returns log-probabilities `f32[V]`, probabilities `f32[V]`, and the entropy `f32[]` in nats."""
     shifted = logits - logits.max()
     weights = jnp.exp(shifted)
     total = weights.sum()

@@ -1,8 +1,8 @@
-"""Truncation: the transforms that drop the tail of a distribution.
+"""Truncation: transforms that remove the tail of a distribution.
 
-Rules and edge cases are those of the processors of the same names in Hugging Face transformers. Where a rule is "the
-smallest set such that", tokens equal to the last one kept are kept too, so a set never depends on the order of ids.
-Logits that hold a NaN pass through unchanged, and so does a row that is -inf throughout.
+Rules and edge cases are those of the processors of the same names in Hugging Face transformers. Where a rule keeps the
+smallest set with some property, tokens as likely as the last one kept are kept too, so the set never depends on the
+order of ids. Logits that contain a NaN pass through unchanged, and so does a row that is -inf throughout.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from decodax.sampling.threshold import kth_largest, largest_threshold, less, onc
 
 
 def _keep_best(logits: Array, removed: Array, count: int) -> Array:
-    """-inf at `removed` (`bool[V]`), except at the `count` largest logits."""
+    """Sets `removed` (`bool[V]`) to -inf, except the `count` largest logits."""
     best = logits.max() if count == 1 else top_k(logits, min(count, logits.shape[-1]))[0][-1]
     return jnp.where(removed & (logits < best), -jnp.inf, logits)
 
 
 @struct
 class TopK(Transform):
-    """Keeps the `k` most likely tokens (Fan et al., 2018); ties with the last are kept.
+    """Keeps the `k` most likely tokens (Fan et al., 2018), and those as likely as the last of them.
 
     Attributes:
-        k: `i32[B]`, 0 keeps all.
-        limit: static; a bound on `k` that lets `lax.top_k` find the threshold, twice as fast on CPU while it is at
-            most about 128. None bounds nothing.
-        min_keep: static, a lower bound on `k`.
+        k: `i32[B]`; 0 keeps all.
+        limit: static; an upper bound on `k`, or None. With a bound of at most about 128, `lax.top_k` finds the
+            threshold twice as fast on CPU.
+        min_keep: static; a lower bound on `k`.
 
     >>> TopK(jnp.int32(2)).logits(None, None, jnp.array([1.0, 4.0, 2.0])).tolist()
     [-inf, 4.0, 2.0]
@@ -58,8 +58,8 @@ class TopP(Transform):
     """Nucleus sampling: keeps the smallest set of most likely tokens whose mass reaches `p` (Holtzman et al., 2020).
 
     Attributes:
-        p: `f32[B]` in [0, 1]; 1 keeps all, 0 the most likely one.
-        min_keep: static, the least number of tokens kept.
+        p: `f32[B]` in [0, 1]; 1 keeps all, 0 the most likely token.
+        min_keep: static; the least number of tokens kept.
 
     >>> TopP(jnp.float32(0.7)).logits(None, None, jnp.log(jnp.array([0.25, 0.5, 0.125, 0.125]))).round(2).tolist()
     [-1.3899999856948853, -0.6899999976158142, -inf, -inf]
@@ -82,7 +82,9 @@ class TopP(Transform):
 class MinP(Transform):
     """Keeps tokens at least `p` times as likely as the most likely one (Nguyen et al., 2024).
 
-    `p`: `f32[B]` in [0, 1], 0 keeps all.
+    Attributes:
+        p: `f32[B]` in [0, 1]; 0 keeps all.
+        min_keep: static; the least number of tokens kept.
     """
 
     p: Array
@@ -99,7 +101,11 @@ class MinP(Transform):
 class Typical(Transform):
     """Keeps the tokens whose surprisal is nearest to the entropy, up to a mass of `p` (Meister et al., 2022).
 
-    The most likely token may go. `p`: `f32[B]`, 1 keeps all. `min_keep`: static, the least number of tokens kept.
+    The most likely token may be removed.
+
+    Attributes:
+        p: `f32[B]` in (0, 1]; 1 keeps all.
+        min_keep: static; the least number of tokens kept.
     """
 
     p: Array
@@ -116,7 +122,12 @@ class Typical(Transform):
 
 @struct
 class Epsilon(Transform):
-    """Keeps tokens of probability `epsilon` or more (Hewitt et al., 2022); `f32[B]`, 0 keeps all."""
+    """Keeps tokens of probability `epsilon` or more (Hewitt et al., 2022).
+
+    Attributes:
+        epsilon: `f32[B]` in [0, 1); 0 keeps all.
+        min_keep: static; the least number of tokens kept.
+    """
 
     epsilon: Array
     min_keep: int = static(default=1)
@@ -129,7 +140,9 @@ class Epsilon(Transform):
 class Eta(Transform):
     """Keeps tokens of probability min(epsilon, sqrt(epsilon) exp(-entropy)) or more (Hewitt et al., 2022).
 
-    `epsilon`: `f32[B]`, 0 keeps all.
+    Attributes:
+        epsilon: `f32[B]` in [0, 1); 0 keeps all.
+        min_keep: static; the least number of tokens kept.
     """
 
     epsilon: Array
@@ -143,13 +156,13 @@ class Eta(Transform):
 
 @struct
 class TopH(Transform):
-    """Top-H (Potraghloo et al., 2025): most likely tokens first, while their entropy is within `h` times the whole.
+    """Top-H (Potraghloo et al., 2025): keeps the most likely tokens while their entropy is at most `h` times the total.
 
     Entropies are taken over the `limit` most likely tokens, and no other token is ever kept, as in transformers.
 
     Attributes:
-        h: `f32[B]` in (0, 1]; a row with `h` above 1 is left alone.
-        limit: static.
+        h: `f32[B]` in (0, 1]; a row with `h` above 1 is left unchanged.
+        limit: static, the number of candidate tokens.
     """
 
     h: Array

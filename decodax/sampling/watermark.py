@@ -1,10 +1,10 @@
 """The green-list watermark (Kirchenbauer et al., 2023) and its detector.
 
-The tokens before a position seed a split of the vocabulary; "green" tokens get a bias, and who knows the key counts
-them. Here the split is a keyed Feistel permutation with cycle walking: a token is green if its place is among the
-first `size`. So exactly `size` tokens are green in each context, a token is tested without the others, and nothing is
-sorted or shuffled. The permutation is ours: the ids that are green differ from those of transformers, which draws them
-with torch's generator, and a text marked by one is not detected by the other.
+The tokens before a position seed a split of the vocabulary. The logits of "green" tokens get a bias, and anybody who
+knows the key can count green tokens. Here the split is a keyed Feistel permutation with cycle walking: a token is green
+if its permuted index is below `size`. So exactly `size` tokens are green in each context, one token is tested without
+the others, and nothing is sorted or shuffled. Which tokens are green differs from transformers, which uses torch's
+generator, so a text marked by one library is not detected by the other.
 """
 
 from __future__ import annotations
@@ -31,10 +31,12 @@ class GreenList(Transform):
     """Adds `bias` to the logits of green tokens.
 
     Attributes:
-        bias: `f32[B]`. size: `i32[B]`, the number of green tokens. key: `u32[B]`.
+        bias: `f32[B]`.
+        size: `i32[B]`, the number of green tokens.
+        key: `u32[B]`, the secret key.
         context_width: static. "lefthash" seeds with the last token alone; "selfhash" with the smallest hash over the
-            candidate itself and the `context_width - 1` tokens before it, so the split depends on the candidate.
-            A text shorter than `context_width` is left alone.
+            candidate itself and the `context_width - 1` tokens before it, so the split depends on the candidate. A text
+            shorter than `context_width` is left unchanged.
         seeding_scheme: static, "lefthash" or "selfhash". All candidates are tested; transformers tests the 40 best.
     """
 
@@ -48,11 +50,11 @@ class GreenList(Transform):
 
     @property
     def window(self) -> int:
-        """How many tokens before a candidate decide whether it is green."""
+        """Number of tokens before a candidate that determine whether it is green."""
         return 1 if self.seeding_scheme == "lefthash" else self.context_width - 1
 
     def green(self, before: Array, token: Array, vocab_size: int) -> Array:
-        """Whether `token` (`i32[...]`) is green after `before` (`i32[..., window]`)."""
+        """Returns `bool[...]`: True if `token` (`i32[...]`) is green after `before` (`i32[..., window]`)."""
         return permute(self._seed(before, token), token.astype(jnp.uint32), vocab_size) < self.size.astype(jnp.uint32)
 
     def logits(self, state: PyTree, ctx: Context, logits: Array) -> Array:
@@ -71,10 +73,10 @@ class GreenList(Transform):
 
 
 def permute(seed: Array, x: Array, size: int) -> Array:
-    """A pseudo-random permutation of `0 .. size - 1` for each seed, elementwise: `u32[...]`.
+    """Applies a pseudo-random permutation of `0 .. size - 1` for each seed, elementwise: `u32[...]`.
 
-    A Feistel network over pairs of digits walks until it is back in range (Black and Rogaway, 2002). The two digits
-    have bases `a * b >= size` with at most `b` pairs to spare, so a second walk is rare.
+    A Feistel network over pairs of digits is repeated until the result is in range (Black and Rogaway, 2002). The two
+    digits have bases `a * b >= size` with at most `b` pairs too many, so a second pass is rare.
 
     >>> sorted(permute(jnp.uint32(7), jnp.arange(10, dtype=jnp.uint32), 10).tolist()) == list(range(10))
     True
@@ -94,13 +96,13 @@ def permute(seed: Array, x: Array, size: int) -> Array:
 
 
 def _add(digit: Array, noise: Array, base: int) -> Array:
-    """`digit` plus a uniform one, modulo `base` (below 2^16: the upper half of `noise` is scaled to it)."""
+    """Adds `noise`, whose upper half is scaled to the base, to `digit` modulo `base` (below 2^16)."""
     total = digit + ((noise >> 16) * jnp.uint32(base) >> 16)
     return jnp.where(total >= base, total - base, total)
 
 
 def _mix(x: Array) -> Array:
-    """The finalizer of MurmurHash3 (Appleby, 2008): `u32` to `u32`, each bit depends on each."""
+    """The finalizer of MurmurHash3 (Appleby, 2008): `u32` to `u32`, every output bit depends on every input bit."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
     return x ^ (x >> 16)
@@ -108,12 +110,13 @@ def _mix(x: Array) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class Detection:
-    """What the detector found in each text.
+    """The detector's result for each text.
 
     Attributes:
-        z: `f64[B]` standard deviations above the green tokens expected of unmarked text.
-        p_value: `f64[B]` the chance of as many in unmarked text. green: `f64[B]` their share.
-        scored: `i64[B]` how many tokens were counted.
+        z: `f64[B]`, number of standard deviations by which green tokens exceed what is expected of unmarked text.
+        p_value: `f64[B]`, probability of at least that many green tokens in unmarked text.
+        green: `f64[B]`, share of green tokens.
+        scored: `i64[B]`, number of tokens that were counted.
     """
 
     __repr__ = short
@@ -126,12 +129,14 @@ class Detection:
 
 def detect(mark: GreenList, texts: Sequence[Sequence[int]], vocab_size: int, *, skip: int | Sequence[int] = 0,
            unique: bool = True) -> Detection:
-    """Tests texts for the watermark `mark`, as it stands in a policy (a row for each text, or one row for all).
+    """Tests texts for the watermark `mark`, as it is in a policy (a row for each text, or one row for all).
 
     Args:
+        mark: the watermark.
         texts: token ids, of any lengths.
-        skip: how many tokens at the beginning (the prompt) are not scored; one number, or one for each text.
-        unique: score each token with its context once (the paper's advice: repeats carry no new evidence).
+        vocab_size: number of tokens of the vocabulary.
+        skip: number of tokens at the beginning (the prompt) that are not scored; one number, or one for each text.
+        unique: score each token with its context only once, as the paper advises: repeats carry no new evidence.
 
     Raises:
         ValueError: `mark` has neither one row nor one for each text, or a text has nothing to score.
@@ -142,7 +147,7 @@ def detect(mark: GreenList, texts: Sequence[Sequence[int]], vocab_size: int, *, 
     """
     rows = mark.size.shape[0]
     if rows not in (1, len(texts)):
-        raise ValueError(f"mark: got {rows} rows for {len(texts)} texts; it takes one row, or one for each text")
+        raise ValueError(f"mark: got {rows} rows for {len(texts)} texts, takes one row, or one for each text")
     skips = [skip] * len(texts) if isinstance(skip, int) else list(skip)
     hits, scored, share = np.zeros(len(texts)), np.zeros(len(texts), np.int64), np.zeros(len(texts))
     at = lambda i: jax.tree.map(lambda x: x[i], mark)
@@ -151,10 +156,10 @@ def detect(mark: GreenList, texts: Sequence[Sequence[int]], vocab_size: int, *, 
         grams = [tuple(text[t - mark.window:t + 1]) for t in range(start, len(text))]
         grams = list(dict.fromkeys(grams)) if unique else grams
         if not grams:
-            raise ValueError(f"texts: got {len(text)} tokens in text {i} of which none can be scored; it takes more "
-                             f"than {start}")
+            raise ValueError(f"texts: got {len(text)} tokens in text {i}, of which none can be scored; takes more than "
+                             f"{start}")
         row = at(i % rows)
-        width = 1 << (len(grams) - 1).bit_length()      # few shapes for any lengths
+        width = 1 << (len(grams) - 1).bit_length()      # few shapes for all lengths
         padded = np.zeros((width, mark.window + 1), np.int32)
         padded[:len(grams)] = grams
         hits[i] = np.asarray(_greens(row, padded, vocab_size))[:len(grams)].sum()

@@ -1,7 +1,7 @@
-"""Search over texts that grow step by step, on forks of one compiled state: see `explore`.
+"""Searches over texts that grow step by step, on forks of one compiled state: see `explore`.
 
-The vocabulary is small. `Forks.extend` lets rows write a step, a search weighs what they have written, `Forks.fork`
-says which row goes on from which, `Forks.feed` puts text behind rows, and `Forks.ahead` looks how rows would go on.
+A search uses a few operations: `Forks.extend` lets rows write a step, `Forks.fork` lets rows continue other rows,
+`Forks.feed` appends text to rows, and `Forks.ahead` looks ahead.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""Texts with a structure as what a model is tuned on to write `[Fork]` (Liu et al., 2024, APAR)."""
+"""Converts structured texts to training examples of models that write `[Fork]` (APAR; Liu et al., 2024)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 
 CONFUSING = "```", "$$", ">", "<", "=", "---", "http"
-"""What no text has that becomes a training example: code, formulas, tables, markup, links."""
+"""Texts with one of these are not used for training: code, formulas, tables, markup, links."""
 
 _HEAD = re.compile(r"^[ \t]*\d+\.[ \t]+[^\n]*?[:\uff1a]", re.MULTILINE)
 _NUMBER = re.compile(r"\n\s*\d+\.\s+")
@@ -17,8 +17,10 @@ _TITLES = "mr.", "mrs.", "dr."
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """An example to tune a model on: it is to answer `prompt` by `target`, and the loss is that of the tokens of
-    `target[trained:]`, with an end of sequence behind them."""
+    """A training example: the model is to answer `prompt` by `target`.
+
+    The loss covers the tokens of `target[trained:]`, followed by an end of sequence.
+    """
 
     prompt: str
     target: str
@@ -26,16 +28,16 @@ class Tuning:
 
 
 def outline(text: str) -> tuple[list[str], list[str]] | None:
-    """Introductions and details: `n + 1` pieces of a text, and what stands between them. None for a text that has not
-    at least three details, or one of `CONFUSING`.
+    """Splits a text into introductions, `n + 1` pieces, and details, `n` pieces between them.
 
-    Of a list with numbers the details of an item stand behind its first colon. In a text without such a list they are
-    what comes behind the first sentence of a paragraph. The rules are those of the authors' code, but that they leave
-    all spaces and line ends where they are, so that the pieces put together are the text again.
+    It returns None for a text with fewer than three details, or with one of `CONFUSING`. In a numbered list, the
+    details of an item begin after its first colon. In a text without such a list they are what follows the first
+    sentence of a paragraph. The rules are those of the authors' code, except that all spaces and line ends are kept, so
+    that the pieces joined together are the text again.
 
     >>> outline("Three:\\n1. Red: warm as the sun.\\n2. Blue: cold as the sea.\\n3. Grey: neither of them.")
     (['Three:\\n1. Red:', '\\n2. Blue:', '\\n3. Grey:', ''], \
-[' warm as the sun.', ' cold as the sea.', ' neither of them.'])
+    [' warm as the sun.', ' cold as the sea.', ' neither of them.'])
     """
     if any(mark in text for mark in CONFUSING):
         return None
@@ -51,7 +53,7 @@ def _items(text: str) -> list[tuple[int, int]]:
     heads = list(_HEAD.finditer(text))
     spans = []
     for head, after in itertools.zip_longest(heads, heads[1:]):
-        # the last item ends with its paragraph
+        # The last item ends with its paragraph.
         blank = text.find("\n\n", head.end())
         end = after.start() if after else len(text) if blank < 0 else blank
         details = text[head.end():end].rstrip("\n")
@@ -63,7 +65,7 @@ def _items(text: str) -> list[tuple[int, int]]:
 
 def _paragraphs(text: str) -> list[tuple[int, int]]:
     if any(title in text.lower() for title in _TITLES):
-        return []                       # no ends of sentences
+        return []                       # the ends of sentences cannot be found
     end = "\u3002" if "\u3002" in text else ". "
     spans, at, paragraphs = [], 0, text.split("\n\n")
     if sum(bool(p.strip()) for p in paragraphs) <= 2:
@@ -73,7 +75,7 @@ def _paragraphs(text: str) -> list[tuple[int, int]]:
         details = paragraph[first + len(end):].rstrip() if first >= 0 else ""
         introduction = paragraph[:first + len(end)] if details else paragraph
         if paragraph.strip() and len(introduction.strip()) + (len("[Fork]") if details else 0) < 20:
-            return []                   # maybe no sentence
+            return []                   # possibly not a sentence
         if details:
             spans.append((at + first + len(end), at + first + len(end) + len(details)))
         at += len(paragraph) + 2
@@ -81,20 +83,22 @@ def _paragraphs(text: str) -> list[tuple[int, int]]:
 
 
 def to_apar(prompt: str, text: str, *, fork: str = "[Fork]", child: str = "[Child]") -> list[Tuning]:
-    """The examples that a prompt and its answer make: one of the main thread, with `fork` in place of the details, and
-    one of each of the details, behind what stands in front of them in the main thread and `child`. None of an answer
-    without structure (see `outline`): it is trained on as it is.
+    """Returns the training examples of a prompt and its answer.
+
+    One is for the main thread, with `fork` in place of the details. There is one for each of the details, after the
+    main thread's text before them and `child`. An answer without structure (see `outline`) has none: it is trained on
+    unchanged.
 
     >>> text = "Three:\\n1. Red: warm as the sun.\\n2. Blue: cold as the sea.\\n3. Grey: neither of them."
     >>> [x.target for x in to_apar("Name three colours.", text)][:2]
     ['Three:\\n1. Red:[Fork]\\n2. Blue:[Fork]\\n3. Grey:[Fork]', 'Three:\\n1. Red:[Fork][Child] warm as the sun.']
 
     Raises:
-        ValueError: the answer has one of the control tokens in it.
+        ValueError: the answer contains one of the control tokens.
     """
     for token in (fork, child):
         if not token or token in text:
-            raise ValueError(f"text: has {token!r} in it, which is a control token")
+            raise ValueError(f"text: got one with the control token {token!r}, takes one without it")
     found = outline(text)
     if found is None:
         return []
@@ -107,10 +111,10 @@ def to_apar(prompt: str, text: str, *, fork: str = "[Fork]", child: str = "[Chil
 
 
 def from_apar(examples: Sequence[Tuning], *, fork: str = "[Fork]") -> str:
-    """The text that the examples of `to_apar` say, put together as `dx.search.explore(..., "apar")` does.
+    """Returns the text of the examples of `to_apar`, joined as `dx.search.explore(..., "apar")` does.
 
     Raises:
-        ValueError: there are not as many details as places for them.
+        ValueError: the number of details differs from the number of places for them.
     """
     details = [example.target[example.trained:] for example in examples if example.trained]
     main = next(example.target for example in examples if not example.trained)

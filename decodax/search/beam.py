@@ -1,4 +1,4 @@
-"""Searches that keep the most promising unfinished texts: step beams, A*, foresight."""
+"""Searches that continue the most promising unfinished texts: step beams, A*."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ from decodax.search.forks import Forks
                    "Snell et al. 2024", "beam search over steps by a process reward")
 @dataclasses.dataclass(frozen=True)
 class StepBeams(Explorer):
-    """Beam search over steps, by the reward of the text so far (Snell et al., 2024): `n` texts are written on by a
-    step; the best `n / width` of them go on, `width` times each, until all have ended.
+    """Beam search over steps, by the reward of the text so far (Snell et al., 2024).
+
+    `n` texts are extended by a step; the best `n / width` of them continue, `width` times each, until all have ended.
 
     Attributes:
-        reward: of texts. n: rows. width: how often each one that is kept goes on; a divisor of `n`.
+        reward: scores texts.
+        n: number of rows.
+        width: number of continuations of each kept text, a divisor of `n`.
     """
 
     reward: Score
@@ -59,16 +62,21 @@ def _no_cost(scores: Sequence[float]) -> float:
                    "best-first search over steps by a process reward")
 @dataclasses.dataclass(frozen=True)
 class AStar(Explorer):
-    """A*-decoding (Chatziveroglou, 2025): best-first search over texts. Of all unfinished texts the one with the least
-    `f = g + 1 - reward` is written on by `branch` different steps, until `answers` texts that have ended are better
-    than it, or `expansions` texts have been expanded.
+    """A*-decoding (Chatziveroglou, 2025): best-first search over texts.
 
-    What the path so far costs, `g`, is not published in full: it is `cost` of the rewards along it, by default nothing,
-    so that texts are taken by their reward alone; `decodax.search.mean_shortfall` adds the mean of `1 - reward`.
+    The unfinished text with the smallest `f = g + 1 - reward` is extended by `branch` different steps, until `answers`
+    texts that have ended are better than it, or `expansions` texts have been expanded.
+
+    The cost `g` of the path so far is not published in full: here it is `cost` of the rewards along it, by default 0,
+    so that texts are ordered by their reward alone; `decodax.search.mean_shortfall` adds the mean of `1 - reward`.
 
     Attributes:
-        reward: of texts, between 0 and 1. n: texts that are kept; the worst ones make room. branch: steps tried.
-        expansions: at most. answers: how many ended texts are wanted. cost: `g`, from the rewards behind each step.
+        reward: scores texts, between 0 and 1.
+        n: number of texts that are kept; the worst ones are replaced.
+        branch: number of steps that are tried.
+        expansions: largest number of expansions.
+        answers: number of finished texts that are wanted.
+        cost: computes `g` from the rewards after each step.
     """
 
     reward: Score
@@ -89,7 +97,7 @@ class AStar(Explorer):
 
     def search(self, forks: Forks, asked: Sequence[Any]) -> Ranked:
         shape = len(forks), self.n
-        score, held = np.zeros(shape), np.zeros(shape, bool)        # held: a text stands in this row
+        score, held = np.zeros(shape), np.zeros(shape, bool)        # held: this row contains a text
         held[:, 0] = True
         paths: list[list[tuple[float, ...]]] = [[() for _ in range(self.n)] for _ in range(len(forks))]
         f = np.where(held, 1.0, np.inf)
@@ -101,7 +109,7 @@ class AStar(Explorer):
                 ended = held[p] & ~forks.live[p]
                 going = np.flatnonzero(held[p] & forks.live[p])
                 best = going[np.argmin(f[p, going])] if len(going) else -1
-                # an ended text that is better than all others is an answer
+                # A finished text that is better than all others is an answer.
                 found = int((f[p, ended] <= (f[p, best] if best >= 0 else np.inf)).sum())
                 done[p] |= best < 0 or left[p] <= 0 or found >= self.answers
                 if done[p]:
@@ -109,7 +117,7 @@ class AStar(Explorer):
                 left[p] -= 1
                 others = [i for i in range(self.n) if i != best]
                 room = sorted(others, key=lambda i: (held[p, i], -f[p, i] if held[p, i] else 0, i))
-                # room comes from empty rows, then from the worst
+                # Empty rows are used first, then the worst ones.
                 places = [best, *room[:self.branch - 1]]
                 for i in places:
                     parents[p, i], paths[p][i], held[p, i], active[p, i] = best, paths[p][best], True, True
@@ -120,11 +128,11 @@ class AStar(Explorer):
             for p, i in np.argwhere(active).tolist():
                 paths[p][i] = (*paths[p][i], float(score[p, i]))
                 f[p, i] = self.cost(paths[p][i]) + 1 - score[p, i]
-        # of texts that have ended the best; where none has, the best of the others
+        # The best finished text; if none has finished, the best of the others.
         order = np.where(held & ~forks.live, -f, np.where(held, -f - 1e6, -np.inf))
         return Ranked(score, order.argmax(1))
 
 
 def mean_shortfall(rewards: Sequence[float]) -> float:
-    """The mean of `1 - reward` along a path: a `cost` of `AStar`."""
+    """Returns the mean of `1 - reward` along a path: a `cost` of `AStar`."""
     return float(np.mean([1 - r for r in rewards])) if len(rewards) else 0.0

@@ -1,4 +1,4 @@
-"""APAR: a model that was tuned for it forks its own text, and all branches are written at once (Liu et al., 2024)."""
+"""APAR: a tuned model forks its own text, and all branches are written at once (Liu et al., 2024)."""
 
 from __future__ import annotations
 
@@ -26,14 +26,17 @@ NUMBERED = re.compile(r"\d+\. ")
 
 @struct
 class ControlTokens(Transform):
-    """What a thread may write of the two control tokens:
+    """Restricts where a thread may write the two control tokens.
 
-    - `[Child]` never by itself; at the place `child_at` nothing else;
-    - `[Fork]` where `may_fork` says so, not right behind a control token, and not at the depth `deepest`. A text is as
-      deep as it has `[Child]` behind its prompt, and one more.
+    - `[Child]` is never written freely; at the position `child_at` it is forced.
+    - `[Fork]` is allowed if `may_fork`, not directly after a control token, and not at the depth `deepest`. The depth
+      of a text is the number of `[Child]` after its prompt, plus one.
 
     Attributes:
-        fork, child, deepest, child_at: `i32[B]`, the last one -1 in rows that are no new threads. may_fork: `bool[B]`.
+        fork, child: `i32[B]`, ids of the control tokens.
+        deepest: `i32[B]`, largest depth.
+        child_at: `i32[B]`, -1 in rows that are not new threads.
+        may_fork: `bool[B]`.
     """
 
     fork: Array
@@ -60,12 +63,13 @@ class Thread:
     """A branch of an answer.
 
     Attributes:
-        path: ids that it is written behind: the prompt, what its ancestors wrote up to the `[Fork]` that it comes from,
-            and `[Child]`. tokens: its own, with each `[Fork]` and what ended it.
-        parent: the thread that it comes from; None of the main one. forks: how many of `tokens` stand before its
-            children, `[Fork]` included, and which threads they are.
-        status: why it ended. log_prob: of `tokens` under the model.
-        rounds: of the batch when it ended.
+        path: ids before it: the prompt, what its ancestors wrote up to the `[Fork]` that it comes from, and `[Child]`.
+        parent: index of the thread that it comes from; None for the main one.
+        tokens: its own tokens, with each `[Fork]` and the token that ended it.
+        forks: for each child, the number of `tokens` before it, `[Fork]` included, and its index.
+        status: why it ended.
+        log_prob: log-probability of `tokens` under the model.
+        rounds: number of rounds of the batch when it ended.
     """
 
     path: list[int]
@@ -83,24 +87,25 @@ class Thread:
 class APAR(Explorer):
     """Auto-parallel auto-regressive decoding (Liu et al., 2024). The model must have been tuned for it (`to_apar`).
 
-    Where a thread writes `[Fork]` a second one begins, behind the same text and a `[Child]` that is put there. It
-    writes the details, while the first goes on with what comes behind them; neither sees the other. All threads of all
-    prompts are one batch, whose rows share what was read, at the positions of their own texts. A thread ends as a text
-    does; the answer is what a thread wrote up to its `[Fork]`, what its child wrote, and what it wrote behind. Rules
+    Where a thread writes `[Fork]`, a second one begins with the same text and an appended `[Child]`. It writes the
+    details, while the first continues with what follows them; neither sees the other. All threads of all prompts form
+    one batch, whose rows share what was read, at the positions of their own texts. A thread ends like a text. The
+    answer is what a thread wrote up to its `[Fork]`, then what its child wrote, then what it wrote afterwards. Rules
     are those of the authors' code.
 
-    `threads` is a limit on what a prompt has at once, where theirs is one of the batch: a text does not depend on
-    those beside it. While all are in use there is no `[Fork]`; of those that fork in one round and have no place, each
-    waits for one.
+    `threads` limits the number of simultaneous threads of a prompt, where the authors limit that of the batch: here a
+    text does not depend on others. While all are in use, `[Fork]` is forbidden; threads that fork in the same round and
+    find no place wait for one.
 
-    The main thread draws by the key of the prompt's first sample. A child draws by that of its parent and the length of
-    the text it comes from, so what it writes does not depend on rounds, rows, or the method that writes.
+    The main thread draws with the key of the prompt's first sample. A child's key depends on its parent's and the
+    length of the text it comes from, so its text does not depend on rounds, rows, or the algorithm.
 
     Attributes:
         fork, child: the control tokens, by id or by name (`"[SplitMask]"` and `"[SplitSop]"` in the published models).
-        threads: of a prompt at once. depth: threads that lie within each other, the main one included.
-        newlines: repairs line breaks where texts are put together, as the authors' code does: two in front of what
-            follows a child, and one in front of a child whose introduction has a number with a dot.
+        threads: largest number of simultaneous threads of a prompt.
+        depth: largest nesting depth of threads, the main one included.
+        newlines: True repairs line breaks where texts are joined, as the authors' code does: two before the text after
+            a child, and one before a child whose introduction has a number with a dot.
     """
 
     fork: int | str
@@ -113,7 +118,7 @@ class APAR(Explorer):
         for name in ("threads", "depth"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}: got {value!r}, takes a whole number from 1 on")
+                raise ValueError(f"{name}: got {value!r}, takes a whole number of at least 1")
 
     @property
     def rows(self) -> int:
@@ -127,7 +132,7 @@ class APAR(Explorer):
             link = ControlTokens(**{name: jnp.full(rows, value, jnp.int32) for name, value in (
                 ("fork", fork), ("child", child), ("deepest", self.depth), ("child_at", -1))},
                 may_fork=jnp.zeros(rows, bool))
-            # in front of the other links, as in the authors' code
+            # Before the other transforms, as in the authors' code.
             policy = request.policy
             return dataclasses.replace(request, policy=policy.replace(transforms=(link, *policy.transforms)))
 
@@ -137,9 +142,9 @@ class APAR(Explorer):
         fork, child = control_tokens(forks.job.request.lm, self.fork, self.child)
         shape = len(forks), self.rows
         trees = [[Thread(list(prompt))] for prompt in forks.prompts]
-        held = np.full(shape, -1)               # which thread has a row
+        held = np.full(shape, -1)               # index of the thread in each row
         held[:, 0] = 0
-        forks.status[:, 1:] = Status.LENGTH     # rows that nobody has yet
+        forks.status[:, 1:] = Status.LENGTH     # rows without a thread
         child_at, queues = np.full(shape, -1), [[] for _ in range(len(forks))]      # type: ignore[var-annotated]
         waits = np.zeros(shape, bool)
         while True:
@@ -161,7 +166,7 @@ class APAR(Explorer):
             forks.fork(parents, by_text=True)
             going = forks.live & (held >= 0) & ~waits
             _tell(forks, child_at, (held < 0).any(1, keepdims=True) & ~waits.any(1, keepdims=True))
-            # to the first row that ends or forks
+            # Up to the first row that ends or forks.
             forks.extend(going, fewest=int(going.sum()) - 1)
             for p, i in zip(*np.nonzero(going & forks.live), strict=True):
                 if forks.tokens(p, i)[-1] == fork:
@@ -173,7 +178,7 @@ class APAR(Explorer):
                       details=trees)
 
     def _end(self, forks: Forks, trees: list[list[Thread]], held: np.ndarray) -> None:
-        """Notes what threads wrote that have ended, and gives up their rows."""
+        """Records what finished threads wrote, and frees their rows."""
         ended = (held >= 0) & ~forks.live
         record = forks.job.state.record
         raw = np.asarray(record.raw) if record is not None and ended.any() else None
@@ -189,17 +194,21 @@ class APAR(Explorer):
 
 def stitched(tree: Sequence[Thread], fork: int, read: Callable[[Thread, int, list[int], bool], Any],
              newlines: bool = False, which: int = 0) -> Any:
-    """The answer from a thread on: what it wrote up to its first `[Fork]`, that child, and what comes behind, in turn.
+    """Returns the answer from a thread on: its text up to its first `[Fork]`, that child, the text after it, and so on.
 
     Args:
-        read: from a thread, the place in its tokens at which a piece begins, the piece, and whether it is the last one,
-            what stands in the answer. newlines: as of `APAR`.
+        tree: the threads.
+        fork: id of `[Fork]`.
+        read: returns the text of a piece, from a thread, the index in its tokens at which the piece begins, the piece,
+            and True if it is the last one.
+        newlines: as in `APAR`.
+        which: the thread to begin with.
     """
     thread = tree[which]
     tokens = thread.tokens[:-1] if thread.status == Status.EOS else thread.tokens
     places = [at for at, _ in thread.forks]
     children = [stitched(tree, fork, read, newlines, child) for _, child in thread.forks]
-    if tokens[-1:] == [fork] and len(tokens) not in places:     # the budget ended there, before the child began
+    if tokens[-1:] == [fork] and len(tokens) not in places:     # the budget ended before the child began
         places.append(len(tokens))
         children.append(read(thread, len(tokens), [], True))
     pieces = [read(thread, first, [t for t in tokens[first:last] if t != fork], last == len(tokens))
@@ -230,16 +239,16 @@ def _reader(forks: Forks) -> Callable[[Thread, int, list[int], bool], Any]:
 
 
 def control_tokens(lm: Any, fork: int | str, child: int | str) -> tuple[int, int]:
-    """Ids of the two tokens.
+    """Returns the ids of the two tokens.
 
     Raises:
-        ValueError: one of them is no single token of the model, or both are the same.
+        ValueError: one of them is not a single token of the model, or both are the same.
     """
     found = []
     for name, token in (("fork", fork), ("child", child)):
         if isinstance(token, str):
             if lm.tokenizer is None:
-                raise ValueError(f"{name}: got {token!r}, and the model has no tokenizer; takes an id")
+                raise ValueError(f"{name}: got {token!r}, but the model has no tokenizer; takes an id")
             ids = lm.tokenizer.encode(token, add_special_tokens=False)
             if len(ids) != 1:
                 raise ValueError(f"{name}: got {token!r}, which is {len(ids)} tokens; takes one that the model was "
@@ -249,12 +258,12 @@ def control_tokens(lm: Any, fork: int | str, child: int | str) -> tuple[int, int
             raise ValueError(f"{name}: got {token!r}, takes a token from 0 to {lm.vocab_size - 1}")
         found.append(int(token))
     if found[0] == found[1]:
-        raise ValueError(f"fork and child: got token {found[0]} for both")
+        raise ValueError(f"fork and child: got token {found[0]} for both, take different ones")
     return found[0], found[1]
 
 
 def _tell(forks: Forks, child_at: np.ndarray, may_fork: Any) -> None:
-    """Puts into the policy where `[Child]` stands in new threads, and who may fork."""
+    """Updates the policy: the position of `[Child]` in new threads, and which rows may fork."""
     job = forks.job
     link, *others = job.policy.transforms
     assert isinstance(link, ControlTokens)

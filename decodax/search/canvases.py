@@ -1,4 +1,4 @@
-"""Rows of one compiled batch that denoise canvases, and canvases that are kept so that rows can come back to them."""
+"""Rows of one compiled batch that denoise canvases, and a store of canvases that rows can return to."""
 
 from __future__ import annotations
 
@@ -18,20 +18,24 @@ from decodax.engine.request import Request
 from decodax.engine.result import Result
 
 SIZE = 64
-"""Canvases of a prompt in a part of the store. Parts have one size, so that it grows without new programs."""
+"""Number of canvases of a prompt in a part of the store. Parts have one size, so that it grows without recompiling."""
 
 
 @dataclasses.dataclass
 class Canvases:
-    """`n` rows of each of `P` prompts that denoise, and a store of canvases that they have denoised from.
+    """`n` rows of each of `P` prompts that are denoised, and a store of intermediate canvases.
 
-    What is kept of a canvas is all that a row is, with its cache. Kept canvases have numbers, for each prompt from 0
-    on; 0 is the one with which it begins.
+    A stored canvas is the complete state of a row, with its cache. Stored canvases are numbered from 0 for each prompt;
+    0 is the initial one.
 
     Attributes:
-        job: the batch. n: rows of a prompt. store: canvases, `SIZE` of each prompt in each part. keys: of the rows'
-            places.
-        spent: positions that were denoised so far, of all rows. fed: none. generation: how often rows came back.
+        job: the batch.
+        n: number of rows of a prompt.
+        store: canvases, `SIZE` of each prompt in each part.
+        keys: random keys of the rows' places.
+        spent: number of positions that were denoised so far, in all rows.
+        fed: always 0.
+        generation: number of times that rows returned to stored canvases.
     """
 
     __repr__ = short
@@ -49,7 +53,7 @@ class Canvases:
         """Reads the prompts, and makes `n` rows of each.
 
         Raises:
-            ValueError, TypeError: as `decodax.generate`; or a method that fills no canvas.
+            ValueError, TypeError: as in `decodax.generate`, or an algorithm that fills no canvas.
         """
         request = Request.read(lm, prompts, num_samples=n, **options)
         if not request.algorithm.traits.canvas:
@@ -73,16 +77,17 @@ class Canvases:
         return len(self) * self.n
 
     def rng(self, prompt: int) -> np.random.Generator:
-        """Random numbers of a prompt at this generation: of its seed and address, whoever stands beside it."""
+        """Returns random numbers for a prompt at this generation, from its seed and address alone."""
         r = self.job.request
         words = [*r.seeds[prompt].tolist(), int(r.request_ids[prompt]), self.generation]
         return np.random.default_rng(np.random.SeedSequence(words))
 
     def recall(self, numbers: np.ndarray, live: np.ndarray | None = None) -> None:
-        """Row `i` of prompt `p` goes on from the canvas `numbers[p, i]`, by draws of its own.
+        """Lets row `i` of prompt `p` continue from the canvas `numbers[p, i]`, with draws of its own.
 
         Args:
-            live: `bool[P, n]`; the other rows stand still.
+            numbers: `i64[P, n]`.
+            live: `bool[P, n]`; other rows are paused.
         """
         self.generation += 1
         live = np.ones(numbers.shape, bool) if live is None else live
@@ -100,14 +105,14 @@ class Canvases:
             self.job.state = state.replace(status=jax.device_put(status, state.status.sharding))
 
     def _places(self, numbers: np.ndarray) -> np.ndarray:
-        """Rows within a part of the store."""
+        """Returns rows within a part of the store."""
         return np.arange(len(self))[:, None] * SIZE + numbers % SIZE
 
     def denoise(self) -> tuple[np.ndarray, np.ndarray]:
-        """One round of all rows that run.
+        """Runs one round of all running rows.
 
         Returns:
-            `i64[P, n]`, how many steps of denoising each row's canvas has behind it; `i32[P, n]`, the rows' status.
+            `i64[P, n]`, the number of denoising steps of each row's canvas; `i32[P, n]`, the rows' status.
         """
         before = np.asarray(self.job.state.status) == Status.RUNNING
         open_ = self._open()
@@ -124,7 +129,7 @@ class Canvases:
         return (np.asarray(c.open) & inside).sum(1)
 
     def keep(self, numbers: np.ndarray) -> None:
-        """Keeps the canvases of rows under `numbers` (`i64[P, n]`, all different); -1: nothing is kept of the row."""
+        """Stores the canvases of rows under `numbers` (`i64[P, n]`, all different); -1 stores nothing."""
         while numbers.max() >= len(self.store) * SIZE:
             self.store.append(jax.tree.map(lambda x: x.copy(), self.store[0]))
         for part in range(len(self.store)):
@@ -136,13 +141,13 @@ class Canvases:
                     self.store[part] = drivers.put(self.store[part], self.job.state, rows)
 
     def texts(self) -> list[list[Any]]:
-        """The new text of each row; ids without a tokenizer."""
+        """Returns the new text of each row; ids without a tokenizer."""
         result = self.result()
         flat = result.text if result.text is not None else [result.row(i).tolist() for i in range(len(result))]
         return [list(flat[p * self.n:(p + 1) * self.n]) for p in range(len(self))]
 
     def result(self) -> Result:
-        """All rows as `decodax.generate` gives them."""
+        """Returns all rows as a result of `decodax.generate`."""
         job = self.job
         with on_mesh(job.request.lm.mesh):
             s = host_rows(drivers.outcome(job.algorithm, job.state), np.arange(self.rows))

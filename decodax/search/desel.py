@@ -1,4 +1,4 @@
-"""DeSel: lists whose items come from several texts, chosen by how likely the model finds them."""
+"""DeSel: lists whose items come from several texts, chosen by their likelihood."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from decodax.io.load import LM
 from decodax.io.prompts import read_prompts
 
 Spans = Callable[[str], Sequence[tuple[int, int]]]
-"""From a text where its items begin and end."""
+"""A function that returns the begins and ends of the items of a text."""
 
 Threshold = Literal["mean", "least"] | float
 
 
 def separated(by: str = ";") -> Spans:
-    """Items between separators, without white space around them.
+    """Returns a function that finds items between separators, without white space around them.
 
     >>> text = "a b; c ;; d"
     >>> [text[i:j] for i, j in separated()(text)]
@@ -45,12 +45,14 @@ def separated(by: str = ";") -> Spans:
 
 @dataclasses.dataclass(frozen=True)
 class Selected:
-    """What came of `desel`.
+    """The result of `desel`.
 
     Attributes:
-        items: of each prompt: those of the greedy text, and then those that were added, the likeliest first.
-        scores: of each item, the mean log-probability of its tokens. greedy: how many are the greedy text's.
-        thresholds: what an item had to reach. texts: the greedy text of each prompt, and then the samples.
+        items: for each prompt the items of the greedy text, followed by added items, the most likely first.
+        scores: for each item, the mean log-probability of its tokens.
+        greedy: number of items of the greedy text.
+        thresholds: the score that an added item had to reach.
+        texts: the greedy text of each prompt, followed by the samples.
     """
 
     items: list[list[str]]
@@ -65,23 +67,26 @@ class Selected:
                     "a list as greedy decoding writes it, and likely items of samples")
 def desel(lm: LM | Any, prompts: Any, n: int = 10, *, items: Spans | None = None, threshold: Threshold = "mean",
           same: Callable[[str], Any] = str.lower, temperature: float = 1.0, **sampling: Any) -> Selected:
-    """DeSel (Wu, Ahmad and Chang, 2023): a list as greedy decoding writes it, and what samples find beside it and the
-    model holds for likely enough.
+    """DeSel (Wu, Ahmad and Chang, 2023): the list of greedy decoding, extended by likely items of samples.
 
-    Of an item the score is the mean log-probability of its tokens under the model, the largest one where it stands in
-    several texts. All items of the greedy text are kept, and of the samples' those whose score reaches a threshold that
-    the greedy items give. Which one the paper takes is not public as code: here it is an option, by default the mean.
+    The score of an item is the mean log-probability of its tokens under the model, the largest one if it occurs in
+    several texts. All items of the greedy text are kept. Items of the samples are added if their score reaches a
+    threshold computed from the greedy items. The paper's threshold is not public as code: here it is an option, by
+    default the mean.
 
     Args:
-        prompts: one or several. n: samples of each.
-        items: where the items of a text are; default `separated(";")`.
-        threshold: "mean" or "least" of the greedy items' scores, or a log-probability. Without a greedy item all are
-            taken, but for a number.
-        same: what of an item makes it the same as another one.
-        temperature: of the samples. sampling: further arguments of `generate`; truncations act on samples alone.
+        lm: the model.
+        prompts: one or several.
+        n: number of samples of each prompt.
+        items: finds the items of a text; default `separated(";")`.
+        threshold: "mean" or "least" of the greedy items' scores, or a log-probability. Without greedy items all are
+            added, unless it is a number.
+        same: returns a key that is equal for equal items.
+        temperature: temperature of the samples.
+        sampling: further arguments of `generate`; truncations apply to samples only.
 
     Raises:
-        ValueError: a model without a tokenizer, an unknown threshold, or as `generate`.
+        ValueError: a model without a tokenizer, an unknown threshold, or as in `generate`.
 
     >>> import decodax as dx
     >>> out = dx.search.desel(dx.load("pycode"), "import ", 4, items=separated(chr(10)), max_new_tokens=12)
@@ -133,7 +138,7 @@ def desel(lm: LM | Any, prompts: Any, n: int = 10, *, items: Spans | None = None
 
 
 def _places(lm: LM, prompt: list[int], result: Result, row: int) -> tuple[str, list[int]]:
-    """A row's text, and where each of its tokens begins in it; the last entry is the end."""
+    """Returns a row's text, and the begin of each of its tokens in it; the last entry is the end."""
     assert lm.tokenizer is not None and result.text is not None
     text, ids = result.text[row], result.row(row).tolist()
     pieces = lm.tokenizer.detokenizer(prompt)

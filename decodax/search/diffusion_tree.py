@@ -17,12 +17,15 @@ from decodax.search.explorer import CanvasExplorer, Ranked, Score, log_mean, nor
 
 @dataclasses.dataclass
 class CanvasTree:
-    """The canvases of one prompt, by number; 0 is the one with which it begins. A child is a canvas that one step of
-    denoising has made of its parent.
+    """The canvases of one prompt, by number; 0 is the initial one. A child is made of its parent by denoising.
 
     Attributes:
-        parent: of each, -1 of the first. children: of each. value: soft value `v`. visits: simulations that came
-            through. ended: nothing is left to be denoised. step: steps of denoising behind each.
+        parent: the parent of each canvas, -1 for the first.
+        children: the children of each.
+        value: soft value `v`.
+        visits: number of simulations that passed through.
+        ended: True if nothing is left to denoise.
+        step: number of denoising steps before it.
     """
 
     parent: list[int] = dataclasses.field(default_factory=lambda: [-1])
@@ -33,7 +36,7 @@ class CanvasTree:
     step: list[int] = dataclasses.field(default_factory=lambda: [0])
 
     def add(self, parent: int, step: int, ended: bool) -> int:
-        """The number of a new canvas, which is not among its parent's children yet."""
+        """Adds a canvas, which is not among its parent's children yet, and returns its number."""
         self.parent.append(parent)
         self.children.append([])
         self.value.append(-math.inf)
@@ -43,19 +46,19 @@ class CanvasTree:
         return len(self.parent) - 1
 
     def back_up(self, node: int, lam: float) -> None:
-        """Soft values from a canvas up to the first: `v(x) = log(mean over children of exp(lam v)) / lam`."""
+        """Updates soft values from a canvas to the root: `v(x) = log(mean over children of exp(lam v)) / lam`."""
         while (node := self.parent[node]) >= 0:
             self.value[node] = float(log_mean(lam * np.array([self.value[c] for c in self.children[node]]))) / lam
 
     def walk(self, lam: float, rng: np.random.Generator) -> int:
-        """A canvas that has ended, drawn child by child in proportion to `exp(lam v)`."""
+        """Draws a finished canvas, child by child in proportion to `exp(lam v)`."""
         node = 0
         while not self.ended[node]:
             node = self.draw(node, lam, rng)
         return node
 
     def draw(self, node: int, lam: float, rng: np.random.Generator) -> int:
-        """A child, drawn in proportion to `exp(lam v)`."""
+        """Draws a child in proportion to `exp(lam v)`."""
         children = self.children[node]
         return children[int(rng.choice(len(children), p=normal(lam * np.array([self.value[c] for c in children]))))]
 
@@ -65,23 +68,29 @@ class CanvasTree:
                    "a tree of canvases, whose leaves are samples of the model times the exponential of a reward")
 @dataclasses.dataclass(frozen=True)
 class DTS(CanvasExplorer):
-    """Diffusion tree sampling (Jain et al., 2025, DTS): canvases that were denoised from one another are a tree, whose
-    leaves become samples of `p(x) exp(lam reward(x))` as it grows.
+    """Diffusion tree sampling (Jain et al., 2025, DTS).
 
-    A simulation goes from the first canvas down, to a child drawn in proportion to `exp(lam v)`, until it is at a
-    canvas with fewer children than its limit, `children * visits ** widening`. A new child is denoised from it, and
-    from there on the text is denoised to its end; all canvases on the way join the tree. The reward of the text is the
-    soft value of its leaf, and behind it `v(x) = log(mean over children of exp(lam v)) / lam` up to the first canvas.
-    A simulation that ends at a leaf costs nothing. In the end texts are drawn by walks down the tree.
+    Canvases that were denoised from one another form a tree, whose leaves become samples of `p(x) exp(lam reward(x))`
+    as it grows.
 
-    Any sampler denoises (`algorithm=`): what its policies draw is the model's `p`. `n` simulations run side by side;
-    they share the tree as it was before, but for visits and for the children that are being made, which count towards
-    the limit. `log_evidence` is `lam v` of the first canvas, an estimate of `log E exp(lam reward)`.
+    A simulation descends from the root to children drawn in proportion to `exp(lam v)`, until it reaches a canvas with
+    fewer children than its limit, `children * visits ** widening`. A new child is denoised from it, and from there the
+    text is denoised to its end; all canvases on the way join the tree. The reward of the text is the soft value of its
+    leaf, and `v(x) = log(mean over children of exp(lam v)) / lam` is updated up to the root. A simulation that ends at
+    a leaf costs nothing. In the end texts are drawn by walks down the tree.
+
+    Any masked diffusion sampler can be used (`algorithm=`); its distribution is `p`. `n` simulations run side by side;
+    they share the tree as it was before, except for visits and for children that are being made, which count towards
+    the limit. `log_evidence` is `lam v` of the root, an estimate of `log E exp(lam reward)`.
 
     Attributes:
-        reward: of whole texts; -inf rules one out. lam: how much it counts. n: simulations at once, and texts drawn.
-        simulations: of each prompt. children, widening: of the limit; `widening=0` is a fixed number. every: steps of
-            denoising between two canvases of the tree: fewer canvases are kept, and the law is the same.
+        reward: scores whole texts; -inf excludes one.
+        lam: weight of the reward.
+        n: number of simulations at once, and of texts that are drawn.
+        simulations: number of simulations of each prompt.
+        children, widening: parameters of the limit; `widening=0` makes it constant.
+        every: number of denoising steps between two canvases of the tree; larger values keep fewer canvases, with the
+            same distribution.
     """
 
     reward: Score
@@ -98,18 +107,18 @@ class DTS(CanvasExplorer):
                 raise ValueError(f"{name}: got {getattr(self, name)}, takes at least {least}")
         if not (self.lam > 0 and self.children > 0 and 0 <= self.widening <= 1):
             raise ValueError(f"lam, children and widening: got {self.lam}, {self.children} and {self.widening}, take "
-                             "numbers above 0, and one from 0 to 1")
+                             "numbers above 0, the last one from 0 to 1")
 
     @property
     def rows(self) -> int:
         return self.n
 
     def child(self, tree: CanvasTree, node: int, rng: np.random.Generator) -> int:
-        """To which child a simulation goes."""
+        """Returns the child to which a simulation goes."""
         return tree.draw(node, self.lam, rng)
 
     def leaves(self, tree: CanvasTree, rng: np.random.Generator) -> list[int]:
-        """The `n` texts that are given back, the answer first."""
+        """Returns the `n` resulting texts, the answer first."""
         return [tree.walk(self.lam, rng) for _ in range(self.n)]
 
     def search(self, canvases: Canvases, asked: Sequence[Any]) -> Ranked:
@@ -123,11 +132,11 @@ class DTS(CanvasExplorer):
         return Ranked(scores, np.zeros(len(trees), int), self.weights(scores), evidence)
 
     def weights(self, scores: np.ndarray) -> np.ndarray | None:
-        """Of the texts: they are samples."""
+        """Returns the weights of the texts, which are samples."""
         return np.full(scores.shape, 1 / self.n)
 
     def _simulate(self, canvases: Canvases, trees: list[CanvasTree], asked: Sequence[Any]) -> None:
-        """One simulation in each row."""
+        """Runs one simulation in each row."""
         shape = len(trees), self.n
         at = np.zeros(shape, int)
         for p, tree in enumerate(trees):
@@ -137,7 +146,7 @@ class DTS(CanvasExplorer):
                 at[p, i] = self._select(tree, pending, rng)
         live = np.array([[not trees[p].ended[x] for x in row] for p, row in enumerate(at)])
         if not live.any():
-            canvases.generation += 1        # the next walks draw anew
+            canvases.generation += 1        # so that the next walks draw other numbers
             return
         canvases.recall(at, live)
         first, running = np.full(shape, -1), live.copy()
@@ -159,7 +168,7 @@ class DTS(CanvasExplorer):
         self._evaluate(canvases, trees, asked, live, at, first, status)
 
     def _select(self, tree: CanvasTree, pending: dict[int, int], rng: np.random.Generator) -> int:
-        """Where a simulation leaves the tree: a canvas that gets another child, or one that has ended."""
+        """Returns the canvas at which a simulation leaves the tree: one that gets another child, or a finished one."""
         node = 0
         while True:
             tree.visits[node] += 1
@@ -174,7 +183,7 @@ class DTS(CanvasExplorer):
     def _evaluate(self, canvases: Canvases, trees: list[CanvasTree], asked: Sequence[Any], live: np.ndarray,
                   at: np.ndarray,
                   first: np.ndarray, status: np.ndarray) -> None:
-        """Rewards of the texts that have ended, and what comes of them above."""
+        """Computes rewards of finished texts, and updates the values above them."""
         texts = canvases.texts()
         for p, tree in enumerate(trees):
             rows = np.flatnonzero(live[p])
@@ -190,7 +199,7 @@ class DTS(CanvasExplorer):
                 top = int(first[p, i])
                 tree.children[tree.parent[top]].append(top)
                 node = leaf
-                while node != tree.parent[top]:         # the path was walked once, by this simulation
+                while node != tree.parent[top]:         # this simulation walked the path once
                     tree.visits[node] += 1
                     node = tree.parent[node]
                 tree.back_up(leaf, self.lam)
@@ -200,12 +209,13 @@ class DTS(CanvasExplorer):
                    "Jain et al. 2025", "a tree of canvases, searched for the text with the largest reward")
 @dataclasses.dataclass(frozen=True)
 class DTSStar(DTS):
-    """Diffusion tree search (Jain et al., 2025, DTS*): `DTS` for the text with the largest reward. A simulation goes to
-    the child with the largest soft value, and the best texts that were found are given back.
+    """Diffusion tree search (Jain et al., 2025, DTS*): `DTS` for the text with the largest reward.
+
+    A simulation goes to the child with the largest soft value, and the best texts that were found are returned.
 
     Attributes:
-        exploration: `c`; to a child's value `c sqrt(log(visits) / its visits)` is added (UCT). 0: it goes by the value
-            alone, and only the widening of the tree explores.
+        exploration: factor `c` of the bonus `c sqrt(log(visits) / its visits)` that is added to a child's value (UCT).
+            0: only the widening of the tree explores.
     """
 
     exploration: float = 0.0

@@ -1,4 +1,4 @@
-"""Drafting by steps: a small model writes steps ahead, and a large one says which of them stand."""
+"""Drafting by steps: a small model writes whole steps, and a large one decides which of them are kept."""
 
 from __future__ import annotations
 
@@ -21,17 +21,21 @@ Same = Callable[[str, str], bool]
 
 
 def same_words(a: str, b: str) -> bool:
-    """Whether two steps are the same but for white space and case."""
+    """True if two steps are equal apart from white space and case."""
     return "".join(a.split()).lower() == "".join(b.split()).lower()
 
 
 @dataclasses.dataclass(frozen=True)
 class DraftedSteps:
-    """What came of drafting by steps.
+    """The result of drafting by steps.
 
     Attributes:
-        text: of each prompt. steps, accepted: how many steps there are in it, and how many of them were drafted.
-        rounds: in which the target wrote, of all prompts together. tokens, drafted: that target and draft made.
+        text: the text of each prompt.
+        steps: number of steps in it.
+        accepted: number of steps that were drafted.
+        rounds: number of rounds in which the target wrote, for all prompts together.
+        tokens: number of tokens written by the target.
+        drafted: number of tokens written by the draft model.
     """
 
     text: list[str]
@@ -49,21 +53,25 @@ def lookahead_reasoning(lm: Any, draft: Any, prompts: Any, *, until: str | Seque
     """Lookahead Reasoning (Fu et al., 2025): reasoning in which whole steps are drafted.
 
     In a round the draft model writes `depth` steps one after the other. The target then writes, side by side, its own
-    version of each of them, after those before it, and of the step after the last. A step stands if it says the same as
-    the target's own, and if the text ends with both of them or with neither; the first that does not is replaced by the
-    target's. So a round makes 1 to `depth + 1` steps.
+    version of each step, after the drafted ones before it, and of the step after the last. A drafted step is accepted
+    if it says the same as the target's, and if the text ends with both or with neither; the first that is not is
+    replaced by the target's. So a round adds 1 to `depth + 1` steps.
 
-    The text is not that of plain decoding, but what `same` takes for the same: by default steps equal but for white
-    space and case, and then, with greedy rows, little else differs. The paper's judges, which compare meanings, are not
-    included: give one as `same`, and more is accepted. Within steps `algorithm=` drafts tokens as usual.
+    The text is not that of plain decoding, but equivalent in the sense of `same`: by default steps are equal apart from
+    white space and case, so that with greedy rows little else differs. The paper's judges, which compare meanings, are
+    not included: pass one as `same` to accept more. Within steps `algorithm=` drafts tokens as usual.
 
     Args:
-        lm, draft: models, or what `load` calls them. until: strings with which a step ends.
-        same: from the drafted step and the target's. step_tokens: tokens of a step at most.
-        sampling: arguments of `generate`, for both.
+        lm, draft: models, or names for `load`.
+        prompts: the prompts.
+        until: strings that end a step.
+        depth: number of drafted steps.
+        same: compares the drafted step and the target's.
+        step_tokens: largest number of tokens of a step.
+        sampling: arguments of `generate`, for both models.
 
     Raises:
-        ValueError: a model without a tokenizer, or as `generate`.
+        ValueError: a model without a tokenizer, or as in `generate`.
     """
     target, small = model(lm), model(draft)
     if target.tokenizer is None or small.tokenizer is None:
@@ -81,11 +89,11 @@ def lookahead_reasoning(lm: Any, draft: Any, prompts: Any, *, until: str | Seque
     while (live := own.live[:, 0]).any():
         rounds += 1
         guesses: list[list[WrittenStep]] = [[] for _ in range(P)]
-        ahead = theirs.ahead(np.zeros((P, 1), bool), tokens=1)      # a copy that the draft writes on
+        ahead = theirs.ahead(np.zeros((P, 1), bool), tokens=1)      # a copy in which the draft writes
         for _ in range(depth):
             for p, row in enumerate(_write(ahead, ahead.live & live[:, None], alike)):
                 guesses[p] += [step for step in row if step is not None]
-        # row j of the target stands after j drafted steps; nothing stands after one that ended the draft's text
+        # Row j of the target follows j drafted steps, none of which ended the draft's text.
         own.fork(np.where(live[:, None], 0, np.arange(wide)))
         given: list[list[Any]] = [[None] * wide for _ in range(P)]
         active = first & live[:, None]
@@ -102,7 +110,7 @@ def lookahead_reasoning(lm: Any, draft: Any, prompts: Any, *, until: str | Seque
         for p in np.flatnonzero(live).tolist():
             stands = 0
             for guess, mine in zip(guesses[p], written[p], strict=False):
-                # where one text ends and the other goes on, they do not say the same
+                # If one text ends and the other continues, they do not say the same.
                 if mine is None or mine.ends != guess.ends or not same(guess.text, mine.text):
                     break
                 accepted[p] += 1
@@ -111,7 +119,7 @@ def lookahead_reasoning(lm: Any, draft: Any, prompts: Any, *, until: str | Seque
                 stands += 1
             parents[p] = stands
             steps[p] += stands + 1
-            # what the draft wrote goes back to it as ids, what the target wrote as ids or as text
+            # The draft is fed its own text as ids, and the target's as ids or as text.
             stood[p], mine = [_joined(guesses[p][:stands], True)], written[p][stands]
             assert mine is not None
             said[p] = [_joined([mine], alike)]
@@ -127,7 +135,13 @@ def lookahead_reasoning(lm: Any, draft: Any, prompts: Any, *, until: str | Seque
 
 @dataclasses.dataclass(frozen=True)
 class WrittenStep:
-    """A step that a row has written. Attributes: ids; text; status: of the row after it."""
+    """A step that a row has written.
+
+    Attributes:
+        ids: its tokens.
+        text: its text.
+        status: status of the row after it.
+    """
 
     ids: list[int]
     text: str
@@ -135,13 +149,16 @@ class WrittenStep:
 
     @property
     def ends(self) -> bool:
-        """Whether the text ends with it."""
+        """True if the text ends with it."""
         return self.status != Status.RUNNING
 
 
 def _write(forks: Forks, which: np.ndarray, alike: bool) -> list[list[WrittenStep | None]]:
-    """Lets rows write a step; None for the others. If it is to be read by a model that is not `alike`, which sees its
-    text alone, a step goes on until there is a text that ends with a whole character."""
+    """Lets rows write a step; returns None for other rows.
+
+    If the step is for a model that is not `alike`, which reads its text alone, it is continued until the text ends with
+    a whole character.
+    """
     before = forks.lengths.copy()
     wrote = forks.extend(which)
     unread = lambda: np.array([[not text or text.endswith("\ufffd") for text in row] for row in forks.since(before)])
@@ -154,20 +171,26 @@ def _write(forks: Forks, which: np.ndarray, alike: bool) -> list[list[WrittenSte
 
 
 def _joined(steps: Sequence[WrittenStep], alike: bool) -> Any:
-    """Steps as they are fed to a model: as ids where it has the same tokens, so that no text is encoded again."""
+    """Returns steps to be fed to a model: as ids if it has the same tokens, so that no text is encoded again."""
     return list(itertools.chain(*(step.ids for step in steps))) if alike else "".join(step.text for step in steps)
 
 
 def _alike(a: LM, b: LM) -> bool:
-    """Whether two models have the same tokens."""
+    """True if two models have the same tokens."""
     assert a.tokenizer is not None and b.tokenizer is not None
     return a.tokenizer is b.tokenizer or a.tokenizer.token_bytes(False) == b.tokenizer.token_bytes(False)
 
 
 @dataclasses.dataclass(frozen=True)
 class Calibrated:
-    """What came of `atts`. Attributes: text; turns: of each prompt; accepted: turns whose chunk the target let stand;
-    p_values: of each prompt's turns."""
+    """The result of `atts`.
+
+    Attributes:
+        text: the text of each prompt.
+        turns: number of turns of each prompt.
+        accepted: number of turns whose chunk the target accepted.
+        p_values: p-values of each prompt's turns.
+    """
 
     text: list[str]
     turns: list[int]
@@ -179,25 +202,29 @@ class Calibrated:
                     "a small model's chunks stand unless they are too surprising; the gate alone, in lock step")
 def atts(lm: Any, draft: Any, prompts: Any, *, step_tokens: int = 500, until: str | Sequence[str] | None = None,
          cut: float = 0.6, turns: int = 40, calibration: Sequence[float] = (), **sampling: Any) -> Calibrated:
-    """The conformal gate of asynchronous test-time scaling (Xiong et al., 2025, ATTS): a small model writes chunks, and
-    a large one only reads them, and writes where they are too surprising.
+    """The conformal gate of asynchronous test-time scaling (Xiong et al., 2025, ATTS).
 
-    Prompts have one chain each and take turns together; nothing here is asynchronous, and a turn reads whole texts for
-    its perplexities.
+    A small model writes chunks; a large one only reads them, and writes a chunk itself where the draft's is too
+    surprising. Prompts have one chain each and take turns together: nothing here is asynchronous, and a turn reads
+    whole texts to compute perplexities.
 
-    The target's perplexity of a chunk is ranked among those of earlier chunks of all chains: with `n` of them the
-    conformal p-value is (1 + how many were at least as large) / (n + 1). A chunk whose p-value is below `1 - cut`, one
+    The target's perplexity of a chunk is ranked among those of earlier chunks of all chains. With `n` of them the
+    conformal p-value is (1 + number of at least as large ones) / (n + 1). A chunk with a p-value below `1 - cut`, one
     of the most surprising, is replaced by the target's own. So a share of about `cut` of the chunks is the draft's,
     whatever the model. Each perplexity joins the calibration set. An end of sequence belongs to the chunk that it ends,
-    and a chunk may be nothing else. Where the draft cannot go on, the target does.
+    and a chunk may consist of it alone. Where the draft cannot continue, the target does.
 
     Args:
-        lm, draft: models. step_tokens, until: of a chunk. cut: share of chunks that stand. turns: chunks of a text.
+        lm, draft: models.
+        prompts: the prompts.
+        step_tokens, until: end of a chunk.
+        cut: share of chunks that are accepted.
+        turns: number of chunks of a text.
         calibration: perplexities known beforehand.
-        sampling: arguments of `generate`, for both.
+        sampling: arguments of `generate`, for both models.
 
     Raises:
-        ValueError: a model without a tokenizer, a `cut` outside [0, 1], or as `generate`.
+        ValueError: a model without a tokenizer, a `cut` outside [0, 1], or as in `generate`.
     """
     target, small = model(lm), model(draft)
     if target.tokenizer is None or small.tokenizer is None:
@@ -220,7 +247,7 @@ def atts(lm: Any, draft: Any, prompts: Any, *, step_tokens: int = 500, until: st
                for p, chunk in chunks.items()}
         asked = [p for p in new if new[p]]
         told = score(target, [(before[p], new[p]) for p in asked]).logprobs if asked else []
-        # a draft that cannot go on leaves the chunk to the target
+        # Where the draft cannot continue, the target writes the chunk.
         writes = own.live & np.array([[not new.get(p)] for p in range(P)])
         fed: list[list[Any]] = [[None] for _ in range(P)]
         back: list[list[Any]] = [[None] for _ in range(P)]
@@ -246,6 +273,6 @@ def atts(lm: Any, draft: Any, prompts: Any, *, step_tokens: int = 500, until: st
 
 
 def _end(own: Forks, p: int, chunk: WrittenStep) -> list[int]:
-    """The target's end of sequence, where the draft's chunk ends with its own."""
+    """Returns the target's end of sequence if the draft's chunk ends with its own."""
     ends = np.asarray(own.job.request.policy.eos)[p * own.n]
     return ends[ends >= 0][:1].tolist() if chunk.status == Status.EOS else []

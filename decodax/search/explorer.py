@@ -1,4 +1,4 @@
-"""What searches over forks have in common, and what they find."""
+"""The base classes of searches, their result, and helpers for weights and scores."""
 
 from __future__ import annotations
 
@@ -24,22 +24,25 @@ from decodax.search.canvases import Canvases
 from decodax.search.forks import Forks
 
 Score = Callable[[Any, Sequence[Any]], Any]
-"""`score(prompt, texts)`: a number for each text that begins to answer a prompt (of a process reward model, a verifier,
-a constraint). The text may be cut after any step. In Python or an array of JAX."""
+"""`score(prompt, texts)` returns a number for each text that begins to answer a prompt, such as the result of a process
+reward model, a verifier or a constraint. A text may be cut after any step. The result is a list or an array."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Explored:
-    """What a search has found.
+    """The result of a search.
 
     Attributes:
-        text: the chosen text of each prompt; ids without a tokenizer. index: its row.
-        texts: all rows, `[P][n]`. scores: `f64[P, n]`, what the choice went by.
-        weights: `f64[P, n]`, of rows that are weighted samples, summing to 1; None elsewhere.
-        log_evidence: `f64[P]`, the log of the mean weight, of searches that estimate it; None elsewhere.
-        tokens: made in all, also of rows that were given up. fed: put in.
-        result: the rows as `decodax.generate` gives them.
-        details: what else a search tells of each prompt (the threads of `apar`); None of most.
+        text: the chosen text of each prompt; ids without a tokenizer.
+        index: the row of each chosen text.
+        texts: all rows, `[P][n]`.
+        scores: `f64[P, n]`, on which the choice is based.
+        weights: `f64[P, n]`, of rows that are weighted samples, summing to 1; else None.
+        log_evidence: `f64[P]`, the log of the mean weight, for searches that estimate it; else None.
+        tokens: number of tokens generated in all, also of rows that were dropped.
+        fed: number of tokens that were appended from outside.
+        result: the rows as a result of `decodax.generate`.
+        details: further findings for each prompt (the threads of `apar`); None for most searches.
     """
 
     __repr__ = short
@@ -59,9 +62,11 @@ class Explored:
         return len(self.text)
 
     def answers(self) -> Result:
-        """Returns the chosen text of each prompt as `decodax.generate` gives it. `findings` has what the search found:
-        `texts`, `scores`, `weights` (each `[P, n]`), `index` (`[P]`, the chosen row), `log_evidence` and `details`
-        (`[P]`)."""
+        """Returns the chosen text of each prompt as a result of `decodax.generate`.
+
+        Its `findings` are `texts`, `scores` and `weights` (each `[P, n]`), `index` (`[P]`, the chosen row),
+        `log_evidence` and `details` (`[P]`).
+        """
         rows = np.arange(len(self)) * (len(self.result) // max(len(self), 1))
         whole = len(self.texts[0]) * len(self) == len(self.result)
         found = self.result.select(rows + (self.index if whole else 0))
@@ -73,14 +78,15 @@ class Explored:
 
 @dataclasses.dataclass(frozen=True)
 class Explorer(Search):
-    """A search over texts that grow step by step: derive a frozen dataclass from this, whose fields are its options.
+    """Base class of searches over texts that grow step by step: a frozen dataclass whose fields are the search's
+    options.
 
-    `search` sees a `Forks`, extends and forks its rows, and says how good each is in the end.
+    `search` is given a `Forks`, extends and forks its rows, and returns scores of the rows.
 
     Attributes:
-        until: strings with which a step ends. step_tokens: tokens of a step at most. Without either, a step is the
-            whole text.
-        reads: what the search does with texts, for which it takes a model with a tokenizer; empty where ids will do.
+        until: strings that end a step.
+        step_tokens: largest number of tokens of a step. Without either, a step is the whole text.
+        reads: what the search does with texts, if it needs a model with a tokenizer; empty if ids are enough.
     """
 
     until: str | tuple[str, ...] | None = dataclasses.field(default=None, kw_only=True)
@@ -91,20 +97,20 @@ class Explorer(Search):
     @property
     @abc.abstractmethod
     def rows(self) -> int:
-        """Rows that a prompt takes."""
+        """Number of rows that a prompt takes."""
 
     def begin(self, lm: Any, prompts: Any, **options: Any) -> Forks:
-        """The rows as the search begins; `options` of `Forks.begin`.
+        """Returns the initial rows. Options are those of `Forks.begin`.
 
         Raises:
-            ValueError: a model without a tokenizer, where the search reads texts; or as `Forks.begin`.
+            ValueError: a model without a tokenizer, if the search reads texts; or as in `Forks.begin`.
         """
         lm = text_model(lm, f"{type(self).__name__} {self.reads}") if self.reads else lm
         return Forks.begin(lm, prompts, self.rows, **options)
 
     @abc.abstractmethod
     def search(self, forks: Forks, asked: Sequence[Any]) -> Ranked:
-        """Runs to the end. `asked` has the prompts as they were given."""
+        """Runs the search. `asked` holds the prompts as they were given."""
 
     def run(self, lm: Any, prompts: Any, options: Mapping[str, Any]) -> Result:
         return explore(lm, prompts, self, **options).answers()
@@ -112,16 +118,16 @@ class Explorer(Search):
 
 @dataclasses.dataclass(frozen=True)
 class CanvasExplorer(Search):
-    """A search over canvases that are denoised step by step: as `Explorer`, but `search` sees `Canvases`."""
+    """Base class of searches over canvases that are denoised step by step: like `Explorer`, with `Canvases`."""
 
     @property
     @abc.abstractmethod
     def rows(self) -> int:
-        """Rows that a prompt takes."""
+        """Number of rows that a prompt takes."""
 
     @abc.abstractmethod
     def search(self, canvases: Canvases, asked: Sequence[Any]) -> Ranked:
-        """Runs to the end. The rows hold what is given back."""
+        """Runs the search. The rows hold the result in the end."""
 
     def run(self, lm: Any, prompts: Any, options: Mapping[str, Any]) -> Result:
         return explore(lm, prompts, self, **options).answers()
@@ -129,9 +135,14 @@ class CanvasExplorer(Search):
 
 @dataclasses.dataclass(frozen=True)
 class Ranked:
-    """How good rows are. Attributes: scores `f64[P, n]`; index `i64[P]` of the chosen ones, default the largest score;
-    weights, log_evidence, details: as in `Explored`. texts: of searches whose texts are no single rows; `scores` and
-    `index` are about them."""
+    """Scores of a search's rows.
+
+    Attributes:
+        scores: `f64[P, n]`.
+        index: `i64[P]`, the chosen rows; by default those with the largest scores.
+        weights, log_evidence, details: as in `Explored`.
+        texts: texts that are not single rows, for searches that make such; `scores` and `index` then refer to them.
+    """
 
     __repr__ = short
 
@@ -144,10 +155,10 @@ class Ranked:
 
 
 def scored(score: Score, forks: Forks, asked: Sequence[Any], which: np.ndarray, old: np.ndarray) -> np.ndarray:
-    """`f64[P, n]`: scores of the texts in `which`; of the others those of `old`.
+    """Returns scores of the texts in `which`, and `old` scores of the others: `f64[P, n]`.
 
     Raises:
-        ValueError: a score is a NaN, or there are not as many as texts.
+        ValueError: a score is NaN, or their number differs from that of the texts.
     """
     texts, out = forks.texts(which), old.copy()
     for p, prompt in enumerate(asked):
@@ -162,14 +173,14 @@ def scored(score: Score, forks: Forks, asked: Sequence[Any], which: np.ndarray, 
 
 
 def normal(log_weights: np.ndarray) -> np.ndarray:
-    """Weights that sum to 1, from their logarithms, along the last axis; all equal where all are 0."""
+    """Returns weights that sum to 1 along the last axis, from their logarithms; equal weights if all are 0."""
     top = log_weights.max(-1, keepdims=True)
     w = np.where(np.isfinite(top), np.exp(log_weights - np.where(np.isfinite(top), top, 0)), 1.0)
     return w / w.sum(-1, keepdims=True)
 
 
 def log_mean(log_weights: np.ndarray) -> np.ndarray:
-    """The logarithm of the mean of weights, along the last axis."""
+    """Returns the logarithm of the mean of weights, along the last axis, from their logarithms."""
     top = log_weights.max(-1)
     safe = np.where(np.isfinite(top), top, 0)
     with np.errstate(divide="ignore"):
@@ -177,20 +188,23 @@ def log_mean(log_weights: np.ndarray) -> np.ndarray:
 
 
 def resample(weights: np.ndarray, rng: np.random.Generator, how: str = "multinomial") -> np.ndarray:
-    """Which of `n` weighted rows each of `n` new ones goes on from, `i64[n]`; of copies the first stays in its place.
+    """Draws, for each of `n` new rows, the weighted row that it continues: `i64[n]`. The first copy of a row stays in
+    its place.
 
     Args:
-        weights: `f64[n]`, summing to 1. how: "multinomial": independent draws; "systematic": one draw for all.
+        weights: `f64[n]`, summing to 1.
+        rng: random numbers.
+        how: "multinomial": independent draws; "systematic": one draw for all.
     """
     n = len(weights)
     u = rng.random(n) if how == "multinomial" else (np.arange(n) + rng.random()) / n
     ends = np.cumsum(weights)
     chosen = np.searchsorted(ends / ends[-1], u, side="right")
-    return settled(np.minimum(chosen, np.flatnonzero(weights)[-1]))     # u may be rounded up to 1
+    return settled(np.minimum(chosen, np.flatnonzero(weights)[-1]))     # u may have been rounded to 1
 
 
 def settled(chosen: np.ndarray) -> np.ndarray:
-    """The same rows in an order in which as many as can stay where they are."""
+    """Returns the same rows in an order in which as many as possible stay in their place."""
     n = len(chosen)
     left = np.bincount(chosen, minlength=n)
     out = np.full(n, -1)
@@ -202,7 +216,7 @@ def settled(chosen: np.ndarray) -> np.ndarray:
 
 
 def _objects(values: Sequence[Any]) -> np.ndarray:
-    """An array of objects with one entry for each value, or each value of each list."""
+    """Returns an array of objects with one entry for each value, or for each value of each list."""
     rows = [list(v) if isinstance(v, list) else v for v in values]
     even = all(isinstance(v, list) for v in rows) and len({len(v) for v in rows}) == 1
     out = np.empty((len(rows), len(rows[0])) if even else len(rows), object)
@@ -215,9 +229,9 @@ def _objects(values: Sequence[Any]) -> np.ndarray:
     return out
 
 
-NOT_HERE = {**dict.fromkeys(("num_samples", "num_return_sequences"), "the search says how many rows it takes"),
+NOT_HERE = {**dict.fromkeys(("num_samples", "num_return_sequences"), "the search determines the number of rows"),
             "max_time": "max_new_tokens bounds the texts of a search, and its options their number",
-            "batch_size": "all prompts are searched side by side; give fewer"}
+            "batch_size": "all prompts are searched together; pass fewer prompts"}
 
 
 def explore(lm: LM | str | os.PathLike[str], prompts: Any, by: str | Explorer | CanvasExplorer, *,
@@ -230,32 +244,32 @@ def explore(lm: LM | str | os.PathLike[str], prompts: Any, by: str | Explorer | 
     ...            until="\\n", temperature=0.8).text                                     # doctest: +SKIP
 
     Args:
-        lm, prompts: as of `generate`.
+        lm, prompts: as for `generate`.
         by: a search, or the name of one (`decodax.search.names()`).
-        until: strings with which a step ends. step_tokens: tokens of a step at most. Without either, a step is the
-            whole text. Searches over canvases take neither: their steps are those of the sampler.
-        options: of the search, where it is given by name: `options={"reward": judge, "n": 16}`.
-        sampling: arguments of `generate`: `temperature`, `max_new_tokens`, `algorithm`, `cache`, `stop`, ... With
-            `algorithm` any system that writes from left to right writes the steps; for searches over canvases any
-            sampler of masked diffusion.
+        until: strings that end a step.
+        step_tokens: largest number of tokens of a step. Without either, a step is the whole text. Searches over
+            canvases take neither: their steps are those of the sampler.
+        options: options of a search that is given by name: `options={"reward": judge, "n": 16}`.
+        sampling: arguments of `generate`: `temperature`, `max_new_tokens`, `algorithm`, `cache`, `stop`, ... Any
+            left-to-right algorithm can write the steps; searches over canvases take any masked diffusion sampler.
 
     Raises:
-        ValueError: an unknown search or option, or one that is missing; or as `generate`.
-        TypeError: as `generate`.
+        ValueError: an unknown search or option, or one that is missing; or as in `generate`.
+        TypeError: as in `generate`.
     """
     lm, options = model(lm), options_of(options)
     chosen = SEARCHES.make(by, **options) if isinstance(by, str) else by
     if not isinstance(chosen, (Explorer, CanvasExplorer)):
         raise TypeError(f"by: got {type(chosen).__name__}, takes a search or the name of one")
     if not isinstance(by, str) and options:
-        raise ValueError("options: got some beside a search that is made already")
+        raise ValueError("options: got some with a search object, takes them with the name of a search only")
     sampling = without("explore", sampling, NOT_HERE)
     if (limit := (lm.generation_config or {}).get("max_time")) is not None:
         warnings.warn(f"generation config of {lm.name!r}: max_time: got {limit}, which ends no search", stacklevel=2)
     forks: Forks | Canvases
     if isinstance(chosen, CanvasExplorer):
         if until is not None or step_tokens is not None:
-            raise ValueError("until, step_tokens: a canvas is denoised step by step by its sampler; takes neither")
+            raise ValueError("until, step_tokens: take None for a search over canvases, whose steps are the sampler's")
         forks = Canvases.begin(lm, prompts, chosen.rows, **sampling)
         found = chosen.search(forks, asked(prompts, forks.prompts))
     else:
@@ -271,7 +285,7 @@ def explore(lm: LM | str | os.PathLike[str], prompts: Any, by: str | Explorer | 
 
 
 def asked(prompts: Any, ids: Sequence[list[int]]) -> list[Any]:
-    """The prompts as they were given, one by one; as ids where that is not plain."""
+    """Returns the prompts as they were given, one by one, or as ids if they cannot be told apart."""
     given = [prompts] if isinstance(prompts, str) else prompts
     same = isinstance(given, (list, tuple)) and len(given) == len(ids) and not all(isinstance(x, int) for x in given)
     return list(given) if same else list(ids)

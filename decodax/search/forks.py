@@ -1,7 +1,7 @@
-"""Rows of one compiled batch that go on by steps, fork, and are fed, between bounded runs.
+"""Rows of one compiled batch that advance by steps, fork, and are fed, between bounded runs.
 
-A step ends at a delimiter, after so many tokens, or where the text ends. Between steps the host looks at the texts,
-weighs them, and says which row goes on from which. Nothing that has been read is read again.
+A step ends at a delimiter, after a number of tokens, or with the text. Between steps the host reads the texts, weighs
+them, and decides which row continues which. Tokens are never processed twice.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from decodax.common.arguments import whole
 from decodax.common.struct import short
 from decodax.core import drivers
-from decodax.core.algorithm import findings, name_of
+from decodax.core.algorithm import name_of
 from decodax.core.mesh import on_mesh
 from decodax.core.state import State, Status
 from decodax.core.stops import StopTable, stop_strings
@@ -26,43 +26,20 @@ from decodax.engine.methods import model
 from decodax.engine.request import Request
 from decodax.engine.result import Result
 from decodax.io.appended import appended
+from decodax.search.text_rows import TextRows
 
 WAITING = Status.LENGTH
-"""What the device takes a row for that stands between two steps."""
+"""The status that a row has on the device between two steps."""
 
 BY_TEXT = 0x74657874
-"""What the keys of rows that fork by their text are folded with last. `Purpose` never has this number."""
+"""Last number folded into the keys of rows that fork by their text. `Purpose` never has this number."""
 
 
 @dataclasses.dataclass
-class Forks:
-    """`n` rows of each of `P` prompts. Arrays about rows have the shape `[P, n]`.
-
-    Attributes:
-        job: the batch. n: rows of a prompt. until, step_tokens: what ends a step. stop: what ends a text.
-        marks: ids of tokens that end a step, too.
-        status: `i32[P, n]`, why a text has ended; `Status.RUNNING` where it has not.
-        lengths: `i64[P, n]`, tokens of each row, with the prompt. bound: `i64[P, n]`, how many it may have.
-        keys: of the places. spent: tokens made so far, also of rows that are gone. fed: tokens that were put in.
-        generation: how often rows have forked. rounds: target forwards of the rows so far.
-    """
+class Forks(TextRows):
+    """Rows of texts that advance by steps, fork, and are fed. The attributes are those of `TextRows`."""
 
     __repr__ = short
-
-    job: Job
-    n: int
-    until: tuple[str, ...]
-    step_tokens: int | None
-    stop: tuple[str, ...]
-    status: np.ndarray
-    lengths: np.ndarray
-    bound: np.ndarray
-    keys: Any
-    spent: int = 0
-    fed: int = 0
-    generation: int = 0
-    marks: tuple[int, ...] = ()
-    rounds: int = 0
 
     @classmethod
     def begin(cls, lm: Any, prompts: Any, n: int, *, until: str | Sequence[str] | None = None,
@@ -71,25 +48,25 @@ class Forks:
         """Reads the prompts, and makes `n` rows of each.
 
         Args:
-            until: strings with which a step ends; they are part of it. step_tokens: tokens of a step at most. Without
-                either, a step is the whole text.
-            marks: ids of tokens with which a step ends, too. amend: what a search changes of the request, such as
-                links of its policy.
-            options: of `decodax.generate`. `max_new_tokens` bounds the whole text, with what is fed.
+            until: strings that end a step, and are part of it.
+            step_tokens: largest number of tokens of a step. Without either, a step is the whole text.
+            marks: ids of tokens that also end a step.
+            amend: a search's changes of the request, such as transforms of its policy.
+            options: options of `decodax.generate`. `max_new_tokens` bounds the whole text, with what is fed.
 
         Raises:
-            ValueError, TypeError: as `decodax.generate`; or a method that works on rows of its own.
+            ValueError, TypeError: as in `decodax.generate`, or an algorithm that has rows of its own.
         """
         ends, stop = stop_strings(until, "until"), stop_strings(options.pop("stop", None))
         step_tokens = None if step_tokens is None else whole("step_tokens", step_tokens, 1)
         if ends and model(lm).tokenizer is None:
-            raise ValueError(f"until: got {ends[0]!r}, and the model has no tokenizer; takes step_tokens")
+            raise ValueError(f"until: got {ends[0]!r}, but the model has no tokenizer; takes None, with step_tokens")
         if both := sorted(set(ends) & set(stop)):
-            raise ValueError(f"until and stop: got {both[0]!r} in both")
+            raise ValueError(f"until and stop: got {both[0]!r} in both, takes it in one of them")
         request = Request.read(lm, prompts, num_samples=n, **{"logprobs": 0, **options, "stop": [*stop, *ends] or None})
         if request.algorithm.traits.samples is not None or request.algorithm.traits.canvas:
-            raise ValueError(f"algorithm: {name_of(request.algorithm)} keeps rows of its own; takes a method that "
-                             "writes each text from left to right")
+            raise ValueError(f"algorithm: {name_of(request.algorithm)} keeps rows of its own; takes one that writes "
+                             "each text from left to right")
         if amend is not None:
             request = amend(request)
         if marks:
@@ -97,7 +74,7 @@ class Forks:
             ids = jnp.tile(jnp.asarray(marks, jnp.int32), (policy.eos.shape[0], 1))
             request = dataclasses.replace(request, policy=policy.replace(eos=jnp.concatenate([policy.eos, ids], 1)))
         job = Job.begin(request)
-        # ends of steps count from the first token on; an end of sequence is kept back by the policy
+        # Ends of steps count from the first token on; the policy holds back an end of sequence.
         job.state = job.state.replace(min_new=jnp.zeros_like(job.state.min_new))
         shape = (len(request), n)
         first = host_rows(job.state, np.arange(len(request) * n))
@@ -106,38 +83,18 @@ class Forks:
                    lengths=np.asarray(first.length, np.int64).reshape(shape),
                    bound=np.asarray(first.max_length, np.int64).reshape(shape))
 
-    def __len__(self) -> int:
-        return len(self.status)
-
-    @property
-    def rows(self) -> int:
-        return self.status.size
-
-    @property
-    def live(self) -> np.ndarray:
-        """`bool[P, n]`: texts that have not ended."""
-        return self.status == Status.RUNNING
-
-    @property
-    def prompts(self) -> list[list[int]]:
-        return self.job.request.prompts
-
-    def rng(self, prompt: int) -> np.random.Generator:
-        """Random numbers of a prompt at this generation: of its seed and address, whoever stands beside it."""
-        r = self.job.request
-        words = [*r.seeds[prompt].tolist(), int(r.request_ids[prompt]), self.generation]
-        return np.random.default_rng(np.random.SeedSequence(words))
-
     def extend(self, which: np.ndarray | None = None, tokens: int | None = None, whole: bool = False,
                fewest: int = 0) -> np.ndarray:
-        """Lets rows write one step more.
+        """Lets rows write one more step.
 
         Args:
-            which: `bool[P, n]`; None: all that live. tokens: in place of `step_tokens`. whole: to the text's end.
-            fewest: stops when no more rows than this are still within their step; they live, and can go on with it.
+            which: `bool[P, n]`; None: all live rows.
+            tokens: replaces `step_tokens`.
+            whole: True writes to the end of the text.
+            fewest: stop when at most this many rows are still within their step; these can continue it later.
 
         Returns:
-            `bool[P, n]`, which rows have written.
+            `bool[P, n]`, rows that have written.
         """
         which = self.live if which is None else which & self.live
         tokens = self.step_tokens if tokens is None else tokens
@@ -148,7 +105,7 @@ class Forks:
             self._set(np.where(todo, Status.RUNNING, WAITING), limit)
             taken = self._taken()
             self.job.advance(None, fewest=fewest)
-            self.rounds += int((self._taken() - taken).max())       # the row that ran longest took part in each
+            self.rounds += int((self._taken() - taken).max())       # the row that ran longest took part in every round
             state = host_rows(self.job.state, np.arange(self.rows))
             status, length = (x.reshape(self.status.shape) for x in (state.status, state.length))
             self.lengths = np.where(todo, length, self.lengths).astype(np.int64)
@@ -159,7 +116,7 @@ class Forks:
             waits = matched | ((status == Status.LENGTH) & ~full)
             self.status = np.where(todo & ~waits, status, self.status)
             self.status = np.where(todo & waits & full, Status.LENGTH, self.status).astype(np.int32)
-            # to the end of the text through the ends of steps
+            # With `whole`, continue through the ends of steps to the end of the text.
             todo = todo & waits & ~full if whole else np.zeros_like(todo)
         self.spent += int((self.lengths - before).sum())
         return which
@@ -169,7 +126,7 @@ class Forks:
         return np.asarray(stats.rounds) + np.asarray(stats.waited)
 
     def _ended_by_stop(self, rows: np.ndarray) -> np.ndarray:
-        """Of rows that a string has stopped, those that one of `stop` has."""
+        """Returns those of the stopped rows that were ended by a string in `stop`."""
         if not rows.any() or not self.stop or not self.until:
             return rows if self.stop else np.zeros_like(rows)
         out = np.zeros_like(rows)
@@ -183,9 +140,11 @@ class Forks:
         return out
 
     def fork(self, parents: np.ndarray, by_text: bool = False) -> None:
-        """Row `i` of prompt `p` goes on from what row `parents[p, i]` was. A row that goes on from itself is as it was;
-        the others draw by keys of their own: those of their places and the generation; or `by_text` those of their
-        parents and the lengths of their texts, whichever row they take and whenever it is."""
+        """Lets row `i` of prompt `p` continue what row `parents[p, i]` was.
+
+        A row that continues itself is unchanged. Others draw with new keys: those of their places and the generation,
+        or with `by_text` those of their parents and the lengths of their texts, independent of row and time.
+        """
         parents = np.asarray(parents, np.int64)
         own = np.arange(self.n)
         if (parents == own).all():
@@ -208,14 +167,16 @@ class Forks:
         self.status, self.lengths = take(self.status), take(self.lengths)
 
     def feed(self, texts: Sequence[Sequence[str | Sequence[int] | None]]) -> None:
-        """Puts a text, or ids, after rows that live; None: nothing. What fills a row ends it; what does not fit ends
-        it, too, and is not put there. Texts become tokens in their place (`decodax.io.appended`).
+        """Appends a text, or ids, to live rows; None: nothing.
+
+        A row that becomes full ends; a text that does not fit is not appended, and ends the row too. Texts become
+        tokens in their place (`decodax.io.appended`).
 
         Raises:
-            ValueError: a link of the policy keeps a state of its own, which could not follow.
+            ValueError: a transform of the policy has a state, which cannot follow.
         """
         if jax.tree.leaves(self.job.state.policy):
-            raise ValueError("feed: a link of the policy follows the text token by token, and cannot follow this one")
+            raise ValueError("feed: takes a policy without transforms that follow the text token by token")
         tokenizer = self.job.request.lm.tokenizer
         new: list[list[int]] = [[] for _ in range(self.job.state.batch)]
         row: Any
@@ -225,7 +186,7 @@ class Forks:
                     continue
                 if isinstance(text, str):
                     if tokenizer is None:
-                        raise ValueError("feed: got a text, and the model has no tokenizer")
+                        raise ValueError("feed: got a text, but the model has no tokenizer; takes ids")
                     text = appended(tokenizer, self.prompts[p] + self.tokens(p, i), text)
                 ids = [int(t) for t in text]
                 if self.lengths[p, i] + len(ids) >= self.bound[p, i]:
@@ -257,21 +218,21 @@ class Forks:
         self.status = np.where(broken, Status.INVALID, self.status)
 
     def cut(self, p: int, i: int, status: int = Status.LENGTH) -> None:
-        """Ends a row where it stands."""
+        """Ends a row."""
         self.status[p, i] = status
 
     def rewind(self, made: np.ndarray) -> None:
-        """Takes rows back to their first tokens, `made[p, i]` of the new ones; -1 leaves a row alone. They live again.
+        """Truncates rows to the first `made[p, i]` new tokens; -1 leaves a row unchanged. They are live again.
 
         Raises:
-            ValueError: the cache, or a link of the policy, cannot go back, or the method keeps something of its own.
+            ValueError: the cache or a transform of the policy cannot go back, or the algorithm has a state of its own.
         """
         s = self.job.state
         if not (made >= 0).any():
             return
         if jax.tree.leaves((s.policy, s.algo)) or "truncation" not in s.cache.supports:
-            raise ValueError("rewind: takes a cache that can be cut short, a method that keeps nothing beside it, and "
-                             "a policy without links that follow the text token by token")
+            raise ValueError("rewind: takes a cache that supports truncation, an algorithm without a state of its own, "
+                             "and a policy without transforms that follow the text token by token")
         start = np.array([[len(prompt)] for prompt in self.prompts])
         back = made >= 0
         self.generation += 1
@@ -286,90 +247,25 @@ class Forks:
     def _restart(self, rows: np.ndarray, front: np.ndarray) -> None:
         """Lets the automaton of stop strings read the tokens of `rows` (`bool[B]`) after the first `front` again."""
         s, stops = self.job.state, self.job.policy.stops
-        if isinstance(stops, StopTable):        # where a constraint ends rows as well, none is fed or rewound
+        if isinstance(stops, StopTable):        # with a constraint that ends rows too, none is fed or rewound
             stop = np.where(rows, np.asarray(stops.resume(s.tokens, jnp.asarray(front), s.length)), np.asarray(s.stop))
             self.job.state = s.replace(stop=jax.device_put(stop.astype(np.int32), s.stop.sharding))
 
     def _moves(self, *rows: Any) -> tuple[Any, ...]:
-        """What says how rows move, with the keys that they then draw by."""
+        """Returns the arguments that describe how rows move, with their new keys."""
         return *rows, self.keys, np.uint32(self.generation)
 
     def ahead(self, which: np.ndarray | None = None, tokens: int | None = None) -> Forks:
-        """A copy in which rows are written on, to the end or by so many tokens; this one stays where it is."""
+        """Returns a copy in which rows have written further, to the end or by `tokens` tokens; this object is
+        unchanged."""
         job = dataclasses.replace(self.job, state=jax.tree.map(lambda x: x.copy(), self.job.state))
         other = dataclasses.replace(self, job=job, status=self.status.copy(), lengths=self.lengths.copy(), spent=0)
         other.extend(which, tokens, whole=tokens is None)
         self.spent += other.spent
         return other
 
-    def tokens(self, p: int, i: int) -> list[int]:
-        """The new tokens of a row."""
-        return self._host_tokens()[p * self.n + i, len(self.prompts[p]):int(self.lengths[p, i])].tolist()
-
-    def _host_tokens(self) -> np.ndarray:
-        return np.asarray(self.job.state.tokens)
-
-    def texts(self, which: np.ndarray | None = None, raw: bool = False) -> list[list[Any]]:
-        """The new text of each row, up to the string that ended it; ids without a tokenizer. Those that are not in
-        `which` are empty. `raw`: also that string and what its token has behind it."""
-        lm, held = self.job.request.lm, self._host_tokens()
-        out: list[list[Any]] = []
-        for p, prompt in enumerate(self.prompts):
-            row: list[Any] = []
-            for i in range(self.n):
-                ids = held[p * self.n + i, len(prompt):int(self.lengths[p, i])].tolist()
-                if which is not None and not which[p, i]:
-                    row.append("" if lm.tokenizer else [])
-                elif lm.tokenizer is None:
-                    row.append(ids)
-                else:
-                    stop = self.stop if self.status[p, i] == Status.STOP and not raw else ()
-                    row.append(lm.tokenizer.continuation(prompt, ids, stop=stop,
-                                                         skip_special_tokens=self.job.request.skip_special_tokens))
-            out.append(row)
-        return out
-
-    def since(self, lengths: np.ndarray) -> list[list[Any]]:
-        """What each row has written after its first `lengths[p, i]` tokens (`i64[P, n]`, with the prompt), as in
-        `texts`, without the token that ended it. A character that those tokens only began belongs to it."""
-        request, out = self.job.request, []
-        for p, prompt in enumerate(self.prompts):
-            row: list[Any] = []
-            for i in range(self.n):
-                ids, made = self.tokens(p, i), int(lengths[p, i]) - len(prompt)
-                ids = ids[:-1] if self.status[p, i] == Status.EOS else ids
-                if request.lm.tokenizer is None:
-                    row.append(ids[made:])
-                    continue
-                text = request.lm.tokenizer.detokenizer(
-                    prompt, stop=self.stop if self.status[p, i] == Status.STOP else (),
-                    skip_special_tokens=request.skip_special_tokens)
-                text.feed(ids[:made])
-                row.append(text.feed(ids[made:]) + text.finish())
-            out.append(row)
-        return out
-
-    def log_probs(self, processed: bool = False) -> np.ndarray:
-        """`f64[P, n]`: of each row's new tokens under the model, or under the policy. What was fed counts 0."""
-        record = self.job.state.record
-        assert record is not None
-        values = np.asarray(record.processed if processed else record.raw)[:self.rows].astype(np.float64)
-        first = np.array([len(prompt) for prompt in self.prompts]).repeat(self.n)
-        place = np.arange(values.shape[1])
-        inside = (place >= first[:, None]) & (place < self.lengths.reshape(-1)[:, None])
-        return np.where(inside, values, 0).sum(1).reshape(self.status.shape)
-
-    def log_weights(self) -> np.ndarray:
-        """`f64[P, n]`: the log of the weight that a method gives to each row so far, where it does not draw by the
-        policy (`decodax.algorithms.contrastive.awrs.AWRS`): weighted by it, its rows are draws by the policy. 0 of
-        most methods."""
-        found = findings(self.job.algorithm, self.job.state).get("log_weight")
-        if found is None:
-            return np.zeros(self.status.shape)
-        return np.asarray(found)[:self.rows].astype(np.float64).reshape(self.status.shape)
-
     def result(self) -> Result:
-        """All rows as `decodax.generate` gives them."""
+        """Returns all rows as a result of `decodax.generate`."""
         self._set(np.where(self.live, Status.TIME, self.status), self.bound)
         s = host_rows(self.job.state, np.arange(self.rows))
         job = self.job

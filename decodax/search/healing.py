@@ -1,9 +1,9 @@
-"""Prompts that end within a token: what a model says of texts, and not of one way to cut them into tokens.
+"""Token healing: continues prompts that end within a token.
 
-A prompt's last token is a boundary that the model has not seen where texts go on within a longer token: behind `http:`
-a model that knows `://` as one token finds `//` unlikely. So the last tokens are taken back, and one of all ways to
-write their text again, the *covers*, is drawn: all tokens of a cover but the last lie inside of the text, and the last
-may reach beyond it.
+A prompt that ends inside of what would be a longer token is a boundary that the model has not seen: after `http:` a
+model that knows `://` as one token finds `//` unlikely. So the last tokens are removed, and one of all ways to write
+their text again, the *covers*, is drawn: all tokens of a cover except the last lie inside of the text, and the last may
+extend beyond it.
 """
 
 from __future__ import annotations
@@ -27,12 +27,18 @@ from decodax.engine.methods import model
 from decodax.io.load import LM
 
 MOST = 1024
-"""Ways to begin a cover."""
+"""Largest number of beginnings of covers."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TextVocabulary:
-    """Tokens by their bytes. Attributes: texts, sorted; ids, of the same order; longest: bytes of a token."""
+    """Tokens by their bytes.
+
+    Attributes:
+        texts: bytes of the tokens, sorted.
+        ids: ids in the same order.
+        longest: largest number of bytes of a token.
+    """
 
     texts: list[bytes]
     ids: np.ndarray
@@ -40,17 +46,18 @@ class TextVocabulary:
 
     @classmethod
     def of(cls, token_bytes: Sequence[bytes]) -> TextVocabulary:
+        """Sorts the tokens with the given bytes."""
         found = sorted((text, i) for i, text in enumerate(token_bytes) if text)
         return cls([text for text, _ in found], np.array([i for _, i in found]), max(len(t) for t, _ in found))
 
     def beginning(self, text: bytes) -> np.ndarray:
-        """Tokens that begin with a text."""
+        """Returns the tokens that begin with a text."""
         low = bisect.bisect_left(self.texts, text)
         high = bisect.bisect_left(self.texts, text + b"\xff" * self.longest + b"\xff")
         return self.ids[low:high]
 
     def inside(self, text: bytes) -> list[tuple[int, bytes]]:
-        """Tokens that a text begins with, shorter than it."""
+        """Returns the tokens that are proper prefixes of a text, with their bytes."""
         found = []
         for length in range(1, min(len(text) - 1, self.longest) + 1):
             at = bisect.bisect_left(self.texts, text[:length])
@@ -61,7 +68,7 @@ class TextVocabulary:
 
 
 def covers(vocabulary: TextVocabulary, text: bytes) -> list[tuple[tuple[int, ...], np.ndarray]]:
-    """All covers of a text: how each begins, and the tokens with which it may end.
+    """Returns all covers of a text: the tokens before the last, and the possible last tokens.
 
     Raises:
         ValueError: there are more than `MOST` beginnings.
@@ -80,7 +87,7 @@ def covers(vocabulary: TextVocabulary, text: bytes) -> list[tuple[tuple[int, ...
 
 @functools.partial(jax.jit, static_argnums=0)
 def _behind(net: Any, params: Any, tokens: jax.Array, length: jax.Array) -> jax.Array:
-    """`f32[B, V]`: log-probabilities of what follows `length` tokens (`i32[B]`)."""
+    """Returns log-probabilities of the token after `length` tokens (`i32[B]`): `f32[B, V]`."""
     live = jnp.arange(tokens.shape[1]) < length[:, None]
     cache = net.init_cache(tokens.shape[0], tokens.shape[1], params=params)
     out = net.apply(params, causal(tokens, jnp.zeros(len(tokens), jnp.int32), live), cache)
@@ -89,7 +96,7 @@ def _behind(net: Any, params: Any, tokens: jax.Array, length: jax.Array) -> jax.
 
 
 def _next(lm: LM, texts: Sequence[Sequence[int]], rows: int = 8) -> np.ndarray:
-    """`f64[n, V]`: log-probabilities of what follows each text."""
+    """Returns log-probabilities of the token after each text: `f64[n, V]`."""
     width = power(max(map(len, texts)))
     out = []
     for i in range(0, len(texts), rows):
@@ -104,8 +111,12 @@ def _next(lm: LM, texts: Sequence[Sequence[int]], rows: int = 8) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Covered:
-    """The covers of a text behind a prefix. Attributes: paths, ends: of `covers`; log_probs: of each whole cover, a
-    list of `f64[len(ends)]`."""
+    """The covers of a text after a prefix.
+
+    Attributes:
+        paths, ends: the result of `covers`.
+        log_probs: log-probabilities of the whole covers, a list of `f64[len(ends)]`.
+    """
 
     __repr__ = short
 
@@ -115,31 +126,31 @@ class Covered:
 
     @property
     def log_prob(self) -> float:
-        """That a text behind the prefix begins with these bytes."""
+        """Log-probability that a text after the prefix begins with these bytes."""
         every = np.concatenate(self.log_probs)
         top = every.max()
         return float(top + np.log(np.exp(every - top).sum()))
 
 
 def covered(lm: LM | Any, prefix: Sequence[int], text: bytes) -> Covered:
-    """The covers of `text` behind a prefix, with their log-probabilities (Phan et al., 2024).
+    """Returns the covers of `text` after a prefix, with their log-probabilities (Phan et al., 2024).
 
-    The sum of their probabilities is that of the bytes: a model of tokens as a model of bytes, without the bias of one
-    way to cut them.
+    The sum of their probabilities is that of the bytes: it turns a model of tokens into a model of bytes, without the
+    bias of one tokenization.
 
     Raises:
         ValueError: a model without a tokenizer, an empty prefix, no cover, or too many.
     """
     lm = model(lm)
     if lm.tokenizer is None:
-        raise ValueError("lm: has no tokenizer, so its tokens have no bytes")
+        raise ValueError("lm: got a model without a tokenizer, takes one with it, since tokens need bytes")
     if not len(prefix) or not text:
-        raise ValueError("prefix and text: take one token and one byte or more")
+        raise ValueError("prefix and text: take at least one token and one byte")
     found = covers(_vocabulary(lm), text)
     if not found:
-        raise ValueError(f"text: {text!r} cannot be written with these tokens")
+        raise ValueError(f"text: got {text!r}, takes bytes that the model's tokens can write")
     known: dict[tuple[int, ...], int] = {path: i for i, (path, _) in enumerate(found)}
-    # the beginnings of a path are paths too, but for those that nothing ends
+    # The prefixes of a path are paths too, unless no token can follow as the last one.
     every = sorted({path[:k] for path, _ in found for k in range(len(path) + 1)} | set(known), key=len)
     place = {path: i for i, path in enumerate(every)}
     table = _next(lm, [[*prefix, *path] for path in every])
@@ -161,9 +172,13 @@ def _vocabulary(lm: LM) -> TextVocabulary:
 
 @dataclasses.dataclass(frozen=True)
 class Healed:
-    """Prompts whose end has been written again. Attributes: ids: of each, for `generate`; beyond: the text that its
-    last token has behind the prompt; log_prob: of the text that was taken back, in all its covers, given what stands
-    before it."""
+    """Prompts whose end has been written again.
+
+    Attributes:
+        ids: the tokens of each prompt, for `generate`.
+        beyond: the text of the last token beyond the prompt.
+        log_prob: log-probability of the removed text, over all its covers, given the text before.
+    """
 
     __repr__ = short
 
@@ -176,25 +191,29 @@ class Healed:
                     "Phan et al. 2024", "the prompt's last tokens are drawn anew among all that cover its text")
 def heal(lm: LM | Any, prompts: str | Sequence[str], tokens: int = 1, temperature: float = 1.0,
          seed: int = 0) -> Healed:
-    """Takes back the last tokens of prompts, and draws one of their covers by its probability.
+    """Removes the last tokens of prompts, and draws one of their covers by its probability.
 
-    What the model then writes behind `ids` has, with `beyond` in front of it, the law of texts that begin with the
-    prompt, given the tokens that were left (token healing, without its bias: Phan et al., 2024). Masks that only let
-    fitting tokens through (`regex`, transformers' `token_healing`) have another one.
+    The model's continuation of `ids`, with `beyond` before it, is distributed as texts that begin with the prompt,
+    given the tokens that were kept (token healing without its bias: Phan et al., 2024). Masks that only allow fitting
+    tokens (`regex`, transformers' `token_healing`) have another distribution.
 
     >>> import decodax as dx
     >>> healed = dx.search.heal("pycode", "import os.pa")                              # doctest: +SKIP
     >>> dx.generate("pycode", healed.ids).text                                        # doctest: +SKIP
 
     Args:
-        tokens: how many are taken back. temperature: of the choice among covers; 0: the likeliest one. seed: of it.
+        lm: the model.
+        prompts: one or several texts.
+        tokens: number of tokens that are removed.
+        temperature: temperature of the choice among covers; 0: the most likely one.
+        seed: seed of the choice.
 
     Raises:
-        ValueError: as `covered`; or a prompt that has no more tokens than are taken back.
+        ValueError: as in `covered`, or a prompt that has no more tokens than are removed.
     """
     lm = model(lm)
     if lm.tokenizer is None:
-        raise ValueError("lm: has no tokenizer, so its tokens have no bytes")
+        raise ValueError("lm: got a model without a tokenizer, takes one with it, since tokens need bytes")
     if tokens < 1 or temperature < 0:
         raise ValueError(f"tokens and temperature: got {tokens} and {temperature}, take 1 or more, and 0 or more")
     given, size = [prompts] if isinstance(prompts, str) else list(prompts), lm.tokenizer.token_bytes(True)
@@ -204,13 +223,13 @@ def heal(lm: LM | Any, prompts: str | Sequence[str], tokens: int = 1, temperatur
         if lm.bos is not None and len(ids) == tokens and ids[0] != lm.bos:
             ids = [lm.bos, *ids]
         if len(ids) <= tokens:
-            raise ValueError(f"prompts[{p}]: has {len(ids)} tokens, of which {tokens} are taken back; takes one more")
+            raise ValueError(f"prompts[{p}]: got {len(ids)} tokens, takes more than the {tokens} that are removed")
         text = b"".join(size[t] for t in ids[-tokens:])
         found = covered(lm, ids[:-tokens], text)
         every = np.concatenate(found.log_probs)
         which = int(every.argmax())
         if temperature > 0:
-            with np.errstate(over="ignore"):        # of what is far below the largest
+            with np.errstate(over="ignore"):        # for entries far below the largest
                 w = np.exp((every - every.max()) / temperature)
             which = int(np.random.default_rng([seed, p]).choice(len(every), p=w / w.sum()))
         row = int(np.searchsorted(np.cumsum([len(x) for x in found.ends]), which, side="right"))

@@ -23,13 +23,13 @@ from decodax.io.load import LM
 
 @dataclasses.dataclass(frozen=True)
 class Together(Algorithm):
-    """Each `group` rows that stand side by side write the same tokens, by the mean of their logits.
+    """Each `group` of adjacent rows writes the same tokens, by the mean of their logits.
 
-    The mean takes the place of the logits of a group's first row, with whose policy and address the token is chosen;
-    the others take it over. Rows of a group have prompts of their own and end together.
+    The mean replaces the logits of a group's first row, whose policy and address choose the token; the others take it
+    over. Rows of a group have different prompts and end together.
 
     Attributes:
-        group: rows that write together. A rest that does not fill a group writes for itself.
+        group: number of rows that write together. Remaining rows form a smaller group.
     """
 
     group: int
@@ -47,7 +47,7 @@ class Together(Algorithm):
     def decide(self, params: Params, dist: Any, s: State, window: Window, out: Out, algo: Any) -> Decision:
         first = jnp.arange(s.batch) // self.group * self.group
         logits = dist.logits()[:, 0]
-        # rows that have ended have nothing to say; of a group all end at once, but for its budgets
+        # Rows that have ended do not count; those of a group end together, except for their budgets.
         says = s.running[:, None]
         total = jax.ops.segment_sum(jnp.where(says, logits, 0), first, s.batch)
         count = jax.ops.segment_sum(says.astype(logits.dtype), first, s.batch)
@@ -58,13 +58,18 @@ class Together(Algorithm):
 
 
 def behind_answer(prompt: Any, answer: str) -> str:
-    """How a prompt looks behind one of its sampled answers."""
+    """Returns a prompt that asks again after one of the sampled answers."""
     return f"{prompt}\n{answer.strip()}\nAnswer the question again: {prompt}\n"
 
 
 @dataclasses.dataclass(frozen=True)
 class Integrated:
-    """What came of `integrate`. Attributes: text of each prompt; samples: the answers that it goes by, `[P][n]`."""
+    """The result of `integrate`.
+
+    Attributes:
+        text: the text of each prompt.
+        samples: the sampled answers, `[P][n]`.
+    """
 
     text: list[str]
     samples: list[list[str]]
@@ -75,19 +80,26 @@ class Integrated:
 def integrate(lm: LM | Any, prompts: Any, n: int = 8, *, template: Callable[[Any, str], Any] = behind_answer,
               samples: list[list[str]] | None = None, max_new_tokens: int = 64, temperature: float = 0.7,
               stop: Any = None, seed: int = 0, **options: Any) -> Integrated:
-    """Integrative decoding (Cheng et al., 2024): the answer that a model gives with one of its own answers in front of
-    it, on average over several of these.
+    """Integrative decoding (Cheng et al., 2024): answers with one of the model's own answers in the prompt, averaged
+    over several.
 
-    Each prompt is answered `n` times. With each answer in front the prompt is put again, and the `n` rows write one
-    text in lock-step, by the largest mean of their logits. What the answers agree on is likely in all rows.
+    Each prompt is answered `n` times. Then the prompt is asked again after each answer, and the `n` rows write one text
+    in lock-step, by the largest mean of their logits. What the answers agree on is likely in all rows.
 
     Args:
-        template: from a prompt and an answer the second prompt. samples: answers known already, `[P][n]`.
-        temperature: of the first answers; the last one is greedy.
-        options: further ones of `generate`, for both.
+        lm: the model.
+        prompts: one or several.
+        n: number of sampled answers.
+        template: makes the second prompt from a prompt and an answer.
+        samples: known answers, `[P][n]`; None: they are sampled.
+        max_new_tokens: largest number of tokens of an answer.
+        temperature: temperature of the sampled answers; the last one is greedy.
+        stop: strings that end an answer.
+        seed: seed of the sampled answers.
+        options: further options of `generate`, for both.
 
     Raises:
-        ValueError: as `generate`.
+        ValueError: as in `generate`.
     """
     lm = text_model(lm, "answers are put in front of prompts as texts")
     given = [prompts] if isinstance(prompts, str) else list(prompts)
@@ -106,5 +118,3 @@ def integrate(lm: LM | Any, prompts: Any, n: int = 8, *, template: Callable[[Any
     text = job.result().text
     assert text is not None
     return Integrated(text[::n], samples)
-
-

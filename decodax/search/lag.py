@@ -1,7 +1,7 @@
 """Extended autoregressive decoding: a text longer than the model's window, read at its head and written at its tail.
 
-With a window of fixed size a model that appends to what it reads is a lag system, a machine whose tape is a queue, and
-such machines compute whatever a Turing machine does (Schuurmans, Dai and Zanini, 2024, "Autoregressive Large Language
+With a window of fixed size, a model that appends to what it reads is a lag system, a machine whose tape is a queue.
+Such machines compute whatever a Turing machine does (Schuurmans, Dai and Zanini, 2024, "Autoregressive Large Language
 Models are Computationally Universal").
 """
 
@@ -23,11 +23,13 @@ Halt = Callable[[Sequence[int]], bool]
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What became of each string.
+    """The result for each string.
 
     Attributes:
-        queue: what is left of each, ids. written: all that was appended to it, `[P][n]`. steps: how often its window
-            was read. halted: whether it ended by itself, and not by the number of steps.
+        queue: ids that are left.
+        written: all ids that were appended, `[P][n]`.
+        steps: number of times that the window was read.
+        halted: True if the string ended by itself and not by the number of steps.
     """
 
     queue: list[list[int]]
@@ -41,26 +43,27 @@ class Run:
 def lag_decode(lm: LM | Any, strings: Any, *, window: int, advance: int = 1, steps: int = 100, most: int = 8,
                end: int | Sequence[int] | None = None, halt: Halt | None = None, system: Any = (), seed: int = 0,
                **sampling: Any) -> Run:
-    """Runs strings as queues: in each step the model reads the first `window` tokens of each, what it writes is
-    appended to the string's end, and the first `advance` tokens are dropped.
+    """Runs strings as queues.
 
-    The strings run side by side; a string's tokens depend on its place among the strings and `seed`, not on the others.
-    Rows that sample draw anew in each step.
+    In each step the model reads the first `window` tokens of each string, its output is appended to the string's end,
+    and the first `advance` tokens are removed. The strings run side by side; a string's tokens depend on its index and
+    `seed`, not on the others. Rows that sample draw new random numbers in each step.
 
     Args:
+        lm: the model.
         strings: one or several texts or lists of ids.
-        window: tokens that are read, `N`.
-        advance: tokens that are dropped behind each step.
-        steps: at most.
-        most: tokens that a step appends at most.
-        end: the token or tokens with which a step ends; they are not appended. None: the model's own.
-        halt: from what is left of a string whether it ends. A string shorter than the window ends in any case.
-        system: a text or ids that stand in front of each window, such as a list of rules. Strings that are texts go on
-            from it.
-        sampling: arguments of `generate`; greedy unless they say otherwise.
+        window: number of tokens that are read, `N`.
+        advance: number of tokens that are removed after each step.
+        steps: largest number of steps.
+        most: largest number of tokens that a step appends.
+        end: the token or tokens that end a step; they are not appended. None: the model's own.
+        halt: returns True if a string ends, from what is left of it. A string shorter than the window always ends.
+        system: a text or ids before each window, such as a list of rules. Strings that are texts continue it.
+        seed: seed of the random numbers.
+        sampling: arguments of `generate`; greedy by default.
 
     Raises:
-        ValueError: a number out of its range, a string shorter than the window, or as `generate`.
+        ValueError: a number out of its range, a string shorter than the window, or as in `generate`.
 
     >>> import decodax as dx
     >>> run = dx.search.lag_decode(dx.load("pycode"), [list(range(40, 60))], window=8, steps=3, most=2)
@@ -70,7 +73,7 @@ def lag_decode(lm: LM | Any, strings: Any, *, window: int, advance: int = 1, ste
     lm = model(lm)
     window, advance, most = whole("window", window, 1), whole("advance", advance, 1), whole("most", most, 1)
     if advance > window:
-        raise ValueError(f"advance: got {advance} with a window of {window}, takes at most that")
+        raise ValueError(f"advance: got {advance} with a window of {window}, takes at most the window")
     for name in ("num_samples", "num_return_sequences", "request_ids", "max_new_tokens", "eos_token_id"):
         if name in sampling:
             raise TypeError(f"{name}: lag_decode takes no such argument")
@@ -87,7 +90,7 @@ def lag_decode(lm: LM | Any, strings: Any, *, window: int, advance: int = 1, ste
             halted[i] = halted[i] or len(ids) < window or (halt is not None and bool(halt(ids)))
         if all(halted):
             break
-        # strings that have ended are read along, so that a step has one shape
+        # Strings that have ended are read too, so that a step has a fixed shape.
         heads = [front + (ids[:window] if not halted[i] else [0] * window) for i, ids in enumerate(queue)]
         out = generate(lm, heads, max_new_tokens=[1 if done else most for done in halted], eos_token_id=sorted(ends),
                        seed=seed + (step << 32), request_ids=list(range(len(queue))), **sampling)

@@ -1,6 +1,6 @@
-"""Lattice decoding: best-first search whose texts share nodes, so that few model calls stand for very many texts.
+"""Lattice decoding: best-first search whose texts share nodes, so that few model calls represent very many texts.
 
-Xu, Jonnalagadda and Durrett, 2022, "Massive-scale Decoding for Text Generation using Lattices".
+Source: Xu, Jonnalagadda and Durrett, 2022, "Massive-scale Decoding for Text Generation using Lattices".
 """
 
 from __future__ import annotations
@@ -19,17 +19,21 @@ from decodax.search.recombination import Following, Growing, Path, Recombination
 
 
 class _Rows:
-    """Reads texts of each prompt on its rows: the row that has most of a text already is forked over the one that was
-    used longest ago, cut back to what they have in common, fed the rest, and written on greedily."""
+    """Evaluates texts of each prompt on its rows.
+
+    The row with the longest common prefix is forked over the least recently used one, truncated to that prefix, fed the
+    rest, and continued greedily.
+    """
 
     def __init__(self, forks: Forks, k: int) -> None:
         self.forks, self.k = forks, k
         self.held: list[list[list[int]]] = [[[] for _ in range(forks.n)] for _ in range(len(forks))]
-        self.used = [list(range(forks.n)) for _ in range(len(forks))]       # the longest ago first
+        self.used = [list(range(forks.n)) for _ in range(len(forks))]       # least recently used first
         self.read = [0] * len(forks)
 
     def __call__(self, wanted: dict[int, Path]) -> dict[int, dict[Path, Following]]:
-        """What follows the wanted text of each prompt, and the texts that the row has written on to from there."""
+        """Returns the likely next tokens after the wanted text of each prompt, and after the texts to which the row
+        continued it."""
         forks = self.forks
         shape = len(forks), forks.n
         parents, back = np.tile(np.arange(forks.n), (len(forks), 1)), np.full(shape, -1)
@@ -49,7 +53,7 @@ class _Rows:
         forks.extend(active)
         record = forks.job.state.record
         assert record is not None
-        # a record may hold more than was asked for
+        # A record may hold more than was asked for.
         ids, log_p = np.asarray(record.top_ids)[..., :self.k], np.asarray(record.top, np.float64)[..., :self.k]
         out: dict[int, dict[Path, Following]] = {}
         for p, path in wanted.items():
@@ -74,40 +78,48 @@ def lattice_decode(lm: LM | Any, prompts: Any, *, calls: int = 256, k: int = 5, 
                    gap: int = 5, length_penalty: float = 0.0, max_new_tokens: int = 32, rows: int = 4,
                    step_tokens: int = 8, eos_token_id: int | Sequence[int] | None = None, cache: Any = None,
                    reads: Callable[[int], Hashable] | None = None) -> list[TextLattice]:
-    """Lattice decoding (Xu, Jonnalagadda and Durrett, 2022): best-first search with depth-first completion, in which
-    texts that end alike become one.
+    """Lattice decoding (Xu, Jonnalagadda and Durrett, 2022): best-first search with depth-first completion and
+    recombination.
 
-    The best unfinished text is taken from a queue and written on greedily to its end. At each token the other ones of
-    the `k` likeliest go into the queue, with their text's log-probability over its length to the power of
+    The best unfinished text is taken from a queue and continued greedily to its end. At each token the others of the
+    `k` most likely tokens enter the queue, with their text's log-probability divided by its length to the power of
     `length_penalty`. A greedy token is merged with an earlier one if both texts are longer than `suffix` tokens, end
-    with the same `suffix` of them, and differ in length by less than `gap`, unless a loop would come of it; its text
-    then goes no further. With "rcb" the earlier node gets one more parent. With "zip" the two nodes become one, and so
-    do those in front of them, as far as the suffix reaches; what is queued behind a node that is merged away is
-    dropped. The search ends when the model has been called `calls` times; a text that is begun is completed.
+    with the same `suffix` of them, and differ in length by less than `gap`, unless this would create a loop; its text
+    then ends there. With "rcb" the earlier node gets another parent. With "zip" the two nodes become one, and so do
+    those before them, as far as the suffix reaches; queued texts after a node that is merged away are dropped. The
+    search ends when the model has been called `calls` times; a text that has begun is completed.
 
-    What follows a merged node is what the model says behind the first text that reached it. So most paths of a lattice
-    have never been read as a whole: that is the paper's approximation, and what makes them so many.
+    The distribution after a merged node is the model's after the first text that reached it. So most paths of a lattice
+    have never been read as a whole: this is the paper's approximation, and the reason for their large number.
 
-    Lengths count one token of the prompt, as those of the paper count a decoder's first token. This is the rule of the
-    paper where its code departs from it: the code adds `suffix` to the length of the earlier text, its "zip" leads from
-    the earlier node to the later one and loses the former's parents, it looks for loops 10 tokens back, gives up
-    a text that "zip" would make a loop of, and writes on beyond the longest text. There a full stop also ends a text;
-    here `eos_token_id` says so.
+    Lengths count one token of the prompt, as the paper's count a decoder's first token. This function follows the paper
+    where its code differs: the code adds `suffix` to the length of the earlier text, its "zip" leads from the earlier
+    node to the later one and loses the former's parents, it looks for loops 10 tokens back, gives up a text that "zip"
+    would make a loop of, and writes on beyond the longest text. There a full stop also ends a text; here `eos_token_id`
+    determines the ends.
 
-    Prompts are searched side by side and know nothing of one another. The model's own distribution counts.
+    Prompts are searched side by side and independently. Log-probabilities are the model's own.
 
     Args:
-        calls: model calls of a prompt. k: tokens that are looked at. merge: "zip" or "rcb".
-        suffix: `n`, 2 or more. gap: 1 or more. length_penalty: 0 or more.
-        rows: texts of a prompt whose cache is kept; the fewer, the more is read again.
-        step_tokens: tokens that a row writes between two looks for merges. What it writes behind a merge is dropped;
-            with 1 nothing is.
-        eos_token_id: of ends; None: the model's. cache: as of `generate`; one that can be cut back.
-        reads: what a token counts as beside its siblings, of which only the best is queued. None: its text without
-            case and white space around it, as in the paper's code; its id without a tokenizer.
+        lm: the model.
+        prompts: one or several.
+        calls: number of model calls of a prompt.
+        k: number of next tokens that are considered.
+        merge: "zip" or "rcb".
+        suffix: `n`, at least 2.
+        gap: at least 1.
+        length_penalty: at least 0.
+        max_new_tokens: largest number of new tokens of a text.
+        rows: number of texts of a prompt whose cache is kept; fewer rows read more tokens again.
+        step_tokens: number of tokens that a row writes between two checks for merges. Tokens after a merge are dropped;
+            with 1 there are none.
+        eos_token_id: tokens that end a text; None: the model's.
+        cache: as in `generate`; it must support truncation.
+        reads: returns a key of a token; of siblings with equal keys only the best is queued. None: its text without
+            case and surrounding white space, as in the paper's code; its id without a tokenizer.
 
     Raises:
-        ValueError: a number out of its range, an unknown merge, a cache that cannot be cut back; or as `generate`.
+        ValueError: a number out of its range, an unknown merge, a cache without truncation, or as in `generate`.
 
     >>> import decodax as dx
     >>> found, = dx.search.lattice_decode("pycode", "def area(", calls=40)                  # doctest: +SKIP
@@ -126,7 +138,7 @@ def lattice_decode(lm: LM | Any, prompts: Any, *, calls: int = 256, k: int = 5, 
     forks = Forks.begin(lm, prompts, whole("rows", rows, 1), step_tokens=whole("step_tokens", step_tokens, 1),
                         max_new_tokens=rule.longest, logprobs=rule.k, **given)
     if "truncation" not in forks.job.state.cache.supports:
-        raise ValueError(f"cache: {type(forks.job.state.cache).__name__} cannot be cut back to the beginning of a text")
+        raise ValueError(f"cache: got a {type(forks.job.state.cache).__name__}, takes one that supports truncation")
     ends = lm.eos if eos_token_id is None else [eos_token_id] if isinstance(eos_token_id, int) else eos_token_id
     tokenizer = lm.tokenizer
     plain: Callable[[int], Hashable] = int if tokenizer is None else lambda t: tokenizer.decode([t]).strip().lower()
@@ -135,7 +147,7 @@ def lattice_decode(lm: LM | Any, prompts: Any, *, calls: int = 256, k: int = 5, 
     why, wanted = [""] * len(forks), dict[int, Path]()
 
     def go_on(p: int, known: dict[Path, Following], sent: Following | None = None, first: bool = False) -> None:
-        """Lets a search go on as far as what is known reaches."""
+        """Lets a search continue as far as the known distributions reach."""
         try:
             path = next(searches[p]) if first else searches[p].send(sent)
             while path in known:

@@ -1,4 +1,4 @@
-"""Somebody who reads along: puts tool results into texts, or ends thoughts that lead nowhere."""
+"""Searches that monitor a text while it is written: they insert tool results, or end redundant thoughts."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from decodax.search.explorer import Explorer, Ranked, Score, scored
 from decodax.search.forks import Forks
 
 Act = Callable[[Any, str], str | None]
-"""From a prompt and the text so far what is put behind the text, or None."""
+"""A function from a prompt and the text so far to the text that is appended, or None."""
 
 
 def _likelihood(forks: Forks) -> np.ndarray:
-    """The mean log-probability of a token, of each row."""
+    """Returns the mean log-probability of a token in each row."""
     made = forks.lengths - np.array([[len(prompt)] for prompt in forks.prompts])
     return forks.log_probs() / np.maximum(made, 1)
 
@@ -27,20 +27,23 @@ def _likelihood(forks: Forks) -> np.ndarray:
                    "a text that stops at a call, and goes on after its result (IterDRAG); one call of a text at a time")
 @dataclasses.dataclass(frozen=True)
 class WithTools(Explorer):
-    """A text that stops at a call, and goes on with what it gave: interleaved retrieval (IterDRAG: Yue et al., 2024),
-    calls of tools.
+    """A text that pauses at a call and continues after its result: interleaved retrieval (IterDRAG: Yue et al., 2024)
+    or tools.
 
-    A text makes one call at a time, and one result is put after it. Calls of texts side by side are answered together.
-    In DTA-Llama (Zhu et al., 2025) a text makes several calls whose results come back together. That is left to `act`:
-    a step may name several calls, and `act` returns one text with all results.
+    A step ends where a call does (`until`). `act` then gets the text and returns the result, which is appended; it runs
+    for all rows side by side, in threads. Tokens are never processed twice. After `rounds` calls of a row, `last` is
+    appended if it is given ("So the answer is"), and `act` is not called any more.
 
-    A step ends where a call does (`until`). `act` then sees the text and says what is put behind it, the result; for
-    all rows side by side, in threads. Nothing that has been read is read again. Behind `rounds` calls of a row, `last`
-    is put there, if it is given ("So the answer is"), and `act` is asked no more.
+    A text makes one call at a time, and one result is appended. In DTA-Llama (Zhu et al., 2025) a text makes several
+    calls whose results come back together; to do this, let a step name several calls, and `act` return one text with
+    all results.
 
     Attributes:
-        act: see `Act`. n: chains of each prompt, of which the best one is taken. rounds: calls of a chain. last: text.
-        reward: of whole texts; None: the likeliest a token.
+        act: see `Act`.
+        n: number of chains of each prompt, from which the best is chosen.
+        rounds: largest number of calls of a chain.
+        last: text after the last call.
+        reward: scores whole texts; None: the mean log-probability of a token.
     """
 
     act: Act
@@ -82,20 +85,23 @@ class WithTools(Explorer):
                    "paper the trigger for overthinking alone")
 @dataclasses.dataclass(frozen=True)
 class TrimR(Explorer):
-    """Thinking that is cut short (Lin et al., 2025, TrimR): a verifier reads thoughts as they are written, and where it
-    finds that they only say again what is known, a guidance text has the model come to its answer.
+    """Thinking that is cut short (Lin et al., 2025, TrimR).
 
-    Of the paper this is the trigger for overthinking, with a callable of yours as the verifier, which the texts wait
-    for. The triggers for underthinking and repetition, and the second, forced end are not included.
+    A verifier reads thoughts as they are written. Where it finds that they only repeat what is known, a guidance text
+    makes the model come to its answer. Of the paper this is the trigger for overthinking, with your callable as the
+    verifier, for which the texts wait. The triggers for underthinking and repetition, and the second, forced end are
+    not included.
 
-    A thought is a step (`until`, such as "\\n\\n" or "Wait"). The verifier sees the thoughts of a text and says whether
-    the latest is redundant. After `patience` redundant ones in a row `guidance` is put behind the text, once, and the
-    text is written to its end.
+    A thought is a step (`until`, such as "\\n\\n" or "Wait"). The verifier gets the thoughts of a text and decides
+    whether the latest is redundant. After `patience` redundant ones in a row `guidance` is appended to the text, once,
+    and the text is written to its end.
 
     Attributes:
-        redundant: from a prompt and the thoughts so far, the latest last. guidance: such as "\\n</think>\\n".
-        patience: whole number. least: thoughts that are never cut. n: texts of each prompt, of which the likeliest a
-            token is taken.
+        redundant: returns True for a redundant thought, from a prompt and the thoughts so far, the latest last.
+        guidance: the appended text, such as "\\n</think>\\n".
+        patience: number of redundant thoughts in a row.
+        least: number of first thoughts that are never cut.
+        n: number of texts of each prompt; the one with the largest mean log-probability of a token is chosen.
     """
 
     redundant: Callable[[Any, Sequence[str]], bool]

@@ -1,4 +1,4 @@
-"""Particles: texts weighted as they grow, the heavy ones forked and the light ones dropped."""
+"""Particle methods: texts are weighted as they grow; heavy ones are forked and light ones dropped."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from decodax.search.forks import Forks
 
 Resampling = Literal["multinomial", "systematic"]
 EDGE = 1e-7
-"""How near to 0 and 1 a reward counts."""
+"""Rewards are clipped to this distance from 0 and 1."""
 
 
 def _odds(scores: np.ndarray) -> np.ndarray:
-    """The log odds of rewards between 0 and 1."""
+    """Returns the log odds of rewards between 0 and 1."""
     if (scores < 0).any() or (scores > 1).any():
         raise ValueError(f"reward: got {scores.min():g} to {scores.max():g}, takes probabilities from 0 to 1")
     p = np.clip(scores, EDGE, 1 - EDGE)
@@ -31,18 +31,21 @@ def _checked_how(how: str) -> None:
 
 
 def _written(forks: Forks, which: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Lets rows write a step. Returns which of them have written (`bool[P, n]`), and by how much that changed the log
-    of the weight that their method gives them (`f64[P, n]`)."""
+    """Lets rows write a step.
+
+    Returns:
+        `bool[P, n]`, rows that have written, and `f64[P, n]`, the change of the log-weight given by their algorithm.
+    """
     before = forks.log_weights()
     wrote = forks.extend(which)
     return wrote, np.subtract(forks.log_weights(), before, where=wrote, out=np.zeros(wrote.shape))
 
 
 def _potentials(potential: Score, forks: Forks, asked: Sequence[Any], which: np.ndarray, old: np.ndarray) -> np.ndarray:
-    """Potentials of the texts in `which`, of the others those of `old`.
+    """Returns potentials of the texts in `which`, and `old` ones of the others.
 
     Raises:
-        ValueError: one is a NaN or infinite, or there are not as many as texts.
+        ValueError: one is NaN or infinite, or their number differs from that of the texts.
     """
     value = scored(potential, forks, asked, which, old)
     if np.isposinf(value).any():
@@ -55,18 +58,21 @@ def _potentials(potential: Score, forks: Forks, asked: Sequence[Any], which: np.
                    "particles resampled by the odds of a process reward")
 @dataclasses.dataclass(frozen=True)
 class ParticleFilter(Explorer):
-    """Particle filtering against a process reward model (Puri et al., 2025, "Rollout Roulette").
+    """Particle filtering with a process reward model (Puri et al., 2025, "Rollout Roulette").
 
-    `n` particles each write a step. All are resampled by the odds of their rewards, those that have ended with the odds
-    of their last one, until all have ended. The answer is the particle with the largest odds, or one drawn by them.
+    `n` particles each write a step. All are resampled by the odds of their rewards, finished ones by those of their
+    last reward, until all have ended. The answer is the particle with the largest odds, or one drawn by them.
 
-    The rule is that of the authors' code, in which the weight of a step is the odds of the whole text so far: so the
-    law is the model's times the product of the odds behind all steps. `increment=True` weights a step by how the odds
-    changed, and the law is the model's times the odds of the whole text, as in `SMC`.
+    The rule is that of the authors' code, in which the weight of a step is the odds of the whole text so far, so the
+    distribution is the model's times the product of the odds after all steps. `increment=True` weights a step by the
+    change of the odds; the distribution is then the model's times the odds of the whole text, as in `SMC`.
 
     Attributes:
-        reward: of texts, probabilities that they are right so far. n: particles. choose: "largest" or "sample".
-        increment: as above. resampling: of "multinomial", the paper's, and "systematic".
+        reward: scores texts by the probability that they are right so far.
+        n: number of particles.
+        choose: "largest" or "sample".
+        increment: as above.
+        resampling: "multinomial", as in the paper, or "systematic".
     """
 
     reward: Score
@@ -111,23 +117,24 @@ class ParticleFilter(Explorer):
                    "weighted samples of the model times a potential, with an estimate of how much that is")
 @dataclasses.dataclass(frozen=True)
 class SMC(Explorer):
-    """Sequential Monte Carlo (Lew et al., 2023; twisted: Zhao et al., 2024): samples of the model's law times a
-    potential of the whole text, and how much that is in all.
+    """Sequential Monte Carlo (Lew et al., 2023; twisted: Zhao et al., 2024): samples of the model times a potential.
 
-    The model's law is that of the policy: a temperature, truncations and constraints are part of it. A method that
-    weighs its draws proposes, and its weights count: with
-    `algorithm=decodax.algorithms.contrastive.awrs.AWRS(check)` the law is that of the policy, held to what the
-    check allows, times the potential, and the evidence has the share that is allowed. Rows that weigh nothing are not
-    written on.
+    The potential is a function of the whole text; the normalising constant is estimated as well. The model's
+    distribution is that of the policy: temperature, truncations and constraints are part of it. If the algorithm
+    weights its draws, its weights count: with `algorithm=decodax.algorithms.contrastive.awrs.AWRS(check)` the
+    distribution is that of the policy restricted to what the check allows, times the potential, and the evidence
+    includes the allowed share. Rows of weight 0 are not continued.
 
     Attributes:
-        potential: the log of the potential of a text, at most finite; -inf rules it out. Where a text has not ended yet
-            it counts `twist` of it in its place, and until it ends `potential`, if there is none.
-        n: particles. twist: the log of what the potential will be, as far as somebody can guess; it changes how well
-            the particles do, and not their law.
-        least: share of `n` below which the effective sample size has particles resampled; 0: never.
-        resampling: "systematic" or "multinomial". ended: whether `potential` is asked of whole texts alone, if there is
-            no twist: a step is then weighted by nothing.
+        potential: the log of the potential of a text, below infinity; -inf excludes it. For an unfinished text `twist`
+            is used in its place, or `potential` if there is none.
+        n: number of particles.
+        twist: an estimate of the log of the final potential; it changes the quality of the particles, not their
+            distribution.
+        least: share of `n` below which the effective sample size triggers resampling; 0: never.
+        resampling: "systematic" or "multinomial".
+        ended: True evaluates `potential` on finished texts only if there is no twist; other steps do not change
+            weights.
     """
 
     potential: Score
@@ -180,15 +187,17 @@ class SMC(Explorer):
                    "several copies of each particle try a step, and none is kept twice")
 @dataclasses.dataclass(frozen=True)
 class Steering(Explorer):
-    """SMC steering (Lew et al., 2023): each of `n` particles has `factor` copies write the next step, and of all those
-    `n` are kept, none twice.
+    """SMC steering (Lew et al., 2023): `factor` copies of each of `n` particles write the next step, and `n` distinct
+    ones are kept.
 
-    Of the `n * factor` weights `w` those with `c w >= 1` stay as they are, where `c` is such that the sum of
-    `min(1, c w)` is `n`; of the others some are kept by one stratified draw, and weigh `1 / c` (Fearnhead and Clifford,
-    2003). So the weighted particles keep their law, which is that of `SMC`.
+    Of the `n * factor` weights `w`, those with `c w >= 1` are kept unchanged, where `c` is such that the sum of `min(1,
+    c w)` is `n`. Of the others some are kept by one stratified draw, with weight `1 / c` (Fearnhead and Clifford,
+    2003). So the weighted particles keep their distribution, which is that of `SMC`.
 
     Attributes:
-        potential: as in `SMC`. n: particles. factor: copies.
+        potential: as in `SMC`.
+        n: number of particles.
+        factor: number of copies.
     """
 
     potential: Score
@@ -201,10 +210,10 @@ class Steering(Explorer):
 
     def search(self, forks: Forks, asked: Sequence[Any]) -> Ranked:
         shape = len(forks), self.rows
-        # the first copies hold the particles; a particle that has ended has one copy, with all of its weight
+        # The first copies hold the particles; a finished particle has one copy, with all of its weight.
         weight, value = np.full(shape, -np.inf), np.zeros(shape)
         weight[:, :self.n] = -np.log(self.n)
-        # a row that has ended, or that weighs nothing, writes no more
+        # Rows that have ended, or have weight 0, write no more.
         while (alive := (forks.live & np.isfinite(weight))[:, :self.n]).any():
             active = np.zeros(shape, bool)
             parents = np.tile(np.arange(self.rows), (len(forks), 1))
@@ -236,7 +245,7 @@ class Steering(Explorer):
 
 
 def _first(chosen: np.ndarray, n: int) -> np.ndarray:
-    """`chosen` in an order in which those below `n` stay in their places."""
+    """Returns `chosen` in an order in which entries below `n` are at their own index."""
     out: list[int] = [-1] * n
     rest = []
     for c in chosen.tolist():
@@ -249,13 +258,15 @@ def _first(chosen: np.ndarray, n: int) -> np.ndarray:
 
 
 def kept(log_weights: np.ndarray, n: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Which `n` of some weighted rows stay, no row twice, and their new log-weights: `Steering`'s rule."""
+    """Returns `n` distinct rows that are kept of weighted rows, and their new log-weights, by the rule of
+    `Steering`."""
     if np.isfinite(log_weights).sum() <= n:
         order = np.argsort(~np.isfinite(log_weights), kind="stable")[:n]
         return np.sort(order), log_weights[np.sort(order)]
     order = np.argsort(-log_weights, kind="stable")[:np.isfinite(log_weights).sum()]
     logs = log_weights[order]
-    # log of c where the first k are sure and the others share what is left; in logs, so that no range is too wide
+    # The log of c if the first k are kept surely and the others share the rest; in logarithms, for any range of
+    # weights.
     tails = np.logaddexp.accumulate(logs[::-1])[::-1]
     log_c = np.log(n - np.arange(n)) - tails[:n]
     sure = int(np.argmax(log_c + logs[:n] <= 0))

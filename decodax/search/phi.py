@@ -1,4 +1,4 @@
-"""Foresight: steps chosen by how the texts that they lead to go on."""
+"""Foresight: steps are chosen by the continuations that they lead to."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from decodax.search.explorer import Explorer, Ranked
 from decodax.search.forks import Forks
 
 Vectors = Callable[[Sequence[str]], np.ndarray]
-"""`f64[n, d]`: a point for each text, near for texts that say the same."""
+"""A function that returns a point for each text, `f64[n, d]`, near for texts of similar content."""
 
 
 def tf_idf(texts: Sequence[str]) -> np.ndarray:
-    """Words by how often they stand in a text, and in how few texts, scaled to length 1."""
+    """Returns TF-IDF vectors of words, normalised to length 1."""
     counts = [Counter(w for w in "".join(c.lower() if c.isalnum() else " " for c in t).split() if len(w) > 1)
               for t in texts]
     words = sorted(set().union(*counts))
@@ -31,7 +31,8 @@ def tf_idf(texts: Sequence[str]) -> np.ndarray:
 
 
 def k_means(x: np.ndarray, k: int, rng: np.random.Generator, rounds: int = 100) -> np.ndarray:
-    """The cluster of each point, `i64[n]`, by Lloyd's rounds from k-means++ (Arthur and Vassilvitskii, 2007)."""
+    """Returns the cluster of each point, `i64[n]`, by Lloyd's algorithm from k-means++ (Arthur and Vassilvitskii,
+    2007)."""
     centres = [x[rng.integers(len(x))]]
     while len(centres) < min(k, len(x)):
         far = np.min([((x - c) ** 2).sum(1) for c in centres], 0)
@@ -51,7 +52,7 @@ def k_means(x: np.ndarray, k: int, rng: np.random.Generator, rounds: int = 100) 
 def _soft(x: np.ndarray, temperature: float = 1.0) -> np.ndarray:
     with np.errstate(over="ignore"):
         far = np.maximum((x - x.max()) / temperature, -700.0)
-    # draws without replacement want as many chances above 0 as they take
+    # Draws without replacement need as many probabilities above 0 as draws.
     e = np.where(x == -np.inf, 0.0, np.exp(far))
     return e / e.sum()
 
@@ -63,21 +64,28 @@ def _soft(x: np.ndarray, temperature: float = 1.0) -> np.ndarray:
 class PhiDecoding(Explorer):
     """phi-Decoding (Xu et al., 2025): adaptive foresight sampling.
 
-    Each of `beams` texts tries `samples` next steps. Those whose mean log-probability a token is not above the mean
-    less `sigma` standard deviations are given up. The others are written to their end, and judged by that foresight:
-    its advantage is its mean log-probability less that of its parent's; texts with alike foresights form `clusters`. Of
-    those with a positive advantage `beams` steps are drawn without replacement, by half the softmax of their advantage
-    over `temperature` and half the softmax of their cluster's share. It stops to look ahead when more than a share of
-    `agreement` of them has lain in one cluster, or all steps that were drawn are the same, from the step `first` on, or
-    behind `steps` steps; then each text is written to its end, and of those with a positive advantage one of the larger
-    of two clusters is drawn by it.
+    Each of `beams` texts tries `samples` next steps. Steps whose mean log-probability per token is not above the mean
+    minus `sigma` standard deviations are dropped. The others are written to their end, and judged by this foresight:
+    its advantage is its mean log-probability minus that of its parent's foresight; texts with similar foresights form
+    `clusters`. Of those with a positive advantage `beams` steps are drawn without replacement, by half the softmax of
+    their advantage divided by `temperature` and half the softmax of their cluster's share. Looking ahead stops when
+    more than a share of `agreement` of them is in one cluster, or all drawn steps are the same, from the step `first`
+    on, or after `steps` steps. Then each text is written to its end, and of those with a positive advantage one in the
+    larger of two clusters is drawn by it.
 
-    Rules and defaults are those of the authors' code, also where no text has a positive advantage in the end: it then
-    draws the least likely ones first. Steps that it strips of white space stay as they are here.
+    Rules and defaults are those of the authors' code, also if no text has a positive advantage in the end: it then
+    prefers the least likely ones. Steps keep their white space, which the authors' code strips.
 
     Attributes:
-        beams, samples, steps, first: whole numbers. sigma, agreement, temperature: numbers. clusters: at most.
-        vectors: of foresights, for the clusters; by default TF-IDF.
+        beams: number of texts.
+        samples: number of steps that each tries.
+        steps: largest number of steps.
+        first: first step after which looking ahead may stop.
+        sigma: width of the filter in standard deviations.
+        agreement: share of foresights in one cluster that stops looking ahead.
+        clusters: largest number of clusters.
+        temperature: temperature of the draws.
+        vectors: embeds foresights for the clusters; by default TF-IDF.
     """
 
     beams: int = 4
@@ -105,7 +113,7 @@ class PhiDecoding(Explorer):
             looks &= forks.live[:, :self.beams].any(1)
             if not looks.any():
                 break
-            # the texts of the beams stand in the first rows
+            # The texts of the beams are in the first rows.
             spread = np.where(looks[:, None], np.repeat(np.arange(self.beams), self.samples), own)
             forks.fork(spread)
             start_p, start_n = forks.log_probs(), forks.lengths.copy()
@@ -137,7 +145,7 @@ class PhiDecoding(Explorer):
         return self._finish(forks, value)
 
     def _choose(self, gain: np.ndarray, told: Sequence[str], rng: np.random.Generator) -> tuple[np.ndarray, bool]:
-        """Which steps are taken, and whether most foresights say the same."""
+        """Returns the steps that are taken, and True if most foresights agree."""
         good = np.flatnonzero((gain > 0) & np.array([bool(t.strip()) for t in told]))
         if len(good) < self.beams:
             return rng.choice(len(gain), self.beams, False, _soft(gain, self.temperature)), False
@@ -168,5 +176,3 @@ class PhiDecoding(Explorer):
             rows = good[label == np.bincount(label).argmax()]
             index[p] = rng.choice(rows, p=_soft(gain[rows], self.temperature))
         return Ranked(score, index)
-
-

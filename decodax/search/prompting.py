@@ -1,4 +1,4 @@
-"""Methods that are prompts: several ways to ask, and what the answers come to."""
+"""Methods made of prompts: several ways to ask, and the combination of their answers."""
 
 from __future__ import annotations
 
@@ -16,8 +16,13 @@ from decodax.front.generate import generate
 
 @dataclasses.dataclass(frozen=True)
 class Ensembled:
-    """What came of several ways to ask. Attributes: text of each prompt; answers: those that it goes by; tokens: made
-    in all."""
+    """The result of several ways to ask.
+
+    Attributes:
+        text: the text of each prompt.
+        answers: the answers that it is based on.
+        tokens: number of tokens generated in all.
+    """
 
     text: list[str]
     answers: list[list[str]]
@@ -25,7 +30,7 @@ class Ensembled:
 
 
 def summary(prompt: Any, answers: Sequence[str]) -> str:
-    """How a model is asked for one answer out of several."""
+    """Returns a prompt that asks for one answer out of several."""
     listed = "".join(f"{i + 1}. {answer.strip()}\n" for i, answer in enumerate(answers))
     return f"{prompt}\nSeveral people answered:\n{listed}The answer on which most agree: "
 
@@ -36,18 +41,24 @@ def summary(prompt: Any, answers: Sequence[str]) -> str:
 def pedal(lm: Any, prompts: Any, exemplars: Sequence[str], n: int = 3, shots: int = 3, *,
           join: Callable[[Sequence[str], Any], str] = lambda shots, prompt: "\n\n".join([*shots, str(prompt)]),
           aggregate: Callable[[Any, Sequence[str]], str] = summary, seed: int = 0, **options: Any) -> Ensembled:
-    """PEDAL (Prabhu, 2024): greedy answers after different exemplars, and one answer made from them by the model.
+    """PEDAL (Prabhu, 2024): greedy answers after different exemplars, combined to one answer by the model.
 
     Each of `n` prompts has `shots` exemplars, drawn without replacement; all are answered greedily in one batch. The
-    model then sees the answers and writes the one that it takes.
+    model then reads the answers and writes the final one.
 
     Args:
-        exemplars: solved examples, as texts. join: the prompt behind some of them. aggregate: the second prompt, from
-            the bare prompt and the answers.
-        options: of `generate`; greedy unless they say otherwise.
+        lm: the model.
+        prompts: one or several.
+        exemplars: solved examples, as texts.
+        n: number of answers.
+        shots: number of exemplars of an answer.
+        join: makes a prompt from exemplars and the bare prompt.
+        aggregate: makes the second prompt from the bare prompt and the answers.
+        seed: seed of the choice of exemplars.
+        options: options of `generate`; greedy by default.
 
     Raises:
-        ValueError: fewer exemplars than `shots`, or as `generate`.
+        ValueError: fewer exemplars than `shots`, or as in `generate`.
     """
     if shots > len(exemplars):
         raise ValueError(f"shots: got {shots} with {len(exemplars)} exemplars, takes at most as many")
@@ -68,8 +79,13 @@ def pedal(lm: Any, prompts: Any, exemplars: Sequence[str], n: int = 3, shots: in
 
 @dataclasses.dataclass(frozen=True)
 class Batched:
-    """What came of `batch_prompt`. Attributes: answers of each item, None where there is none; votes: of each item's
-    answer, and how often it was asked; prompts: how many were answered."""
+    """The result of `batch_prompt`.
+
+    Attributes:
+        answers: the answer of each item, or None.
+        votes: for each item the number of votes of its answer, and how often it was asked.
+        prompts: number of prompts that were answered.
+    """
 
     answers: list[Hashable | None]
     votes: list[tuple[int, int]]
@@ -81,19 +97,25 @@ class Batched:
 def batch_prompt(lm: Any, items: Sequence[str], ask: Callable[[Sequence[str]], str],
                  read: Callable[[str, int], Sequence[tuple[Hashable | None, bool]]], *, size: int = 16,
                  rounds: int = 5, seed: int = 0, **options: Any) -> Batched:
-    """BatchPrompt (Lin et al., 2024): many items in one prompt, asked again in other orders.
+    """BatchPrompt (Lin et al., 2024): many items in one prompt, asked repeatedly in different orders.
 
-    In each round the items are put into prompts of `size` in a random order, which is another one each time (batch
-    permutation and ensembling); an item's answer is what most rounds say. An item that two rounds in a row were sure
-    of, with the same answer, is asked no more (self-reflection-guided early stopping).
+    In each round the items are put into prompts of `size` in a new random order (batch permutation and ensembling); an
+    item's answer is that of most rounds. An item for which two rounds in a row gave the same answer with certainty is
+    not asked again (self-reflection-guided early stopping).
 
     Args:
-        ask: a prompt of some items. read: from a text, and how many items were asked for, the answer to each and
-            whether the model is sure of it; None: it gives none.
-        options: of `generate`.
+        lm: the model.
+        items: the items.
+        ask: makes a prompt of some items.
+        read: returns, from a text and the number of items, the answer to each (None if there is none) and True if the
+            model is sure of it.
+        size: number of items of a prompt.
+        rounds: largest number of rounds.
+        seed: seed of the orders.
+        options: options of `generate`.
 
     Raises:
-        ValueError: `read` gives another number of answers than there are items, or as `generate`.
+        ValueError: `read` returns another number of answers than there are items, or as in `generate`.
     """
     lm, rng = text_model(lm, "its answers are read as texts"), np.random.default_rng(seed)
     given: list[list[Hashable]] = [[] for _ in items]
@@ -110,7 +132,7 @@ def batch_prompt(lm: Any, items: Sequence[str], ask: Callable[[Sequence[str]], s
         for part, text in zip(parts, texts, strict=True):
             found = list(read(text, len(part)))
             if len(found) != len(part):
-                raise ValueError(f"read: gave {len(found)} answers for {len(part)} items")
+                raise ValueError(f"read: got {len(found)} answers for {len(part)} items, takes one for each")
             for i, (answer, certain) in zip(part, found, strict=True):
                 was[i] += 1
                 if answer is None:
@@ -126,7 +148,12 @@ def batch_prompt(lm: Any, items: Sequence[str], ask: Callable[[Sequence[str]], s
 
 @dataclasses.dataclass(frozen=True)
 class Sketched:
-    """What came of `sketch_guided`. Attributes: text, held to the constraint; sketches."""
+    """The result of `sketch_guided`.
+
+    Attributes:
+        text: the text of each prompt, which satisfies the constraint.
+        sketches: the sketches.
+    """
 
     text: list[str]
     sketches: list[str]
@@ -138,15 +165,20 @@ class Sketched:
 def sketch_guided(lm: Any, prompts: Any, sketch: Callable[[Any], str], *,
                   ask: Callable[[Any, str], str] = lambda prompt, sketch: f"{prompt}\nDraft: {sketch}\nFinal: ",
                   **constraint: Any) -> Sketched:
-    """Sketch-guided constrained decoding (Geng et al., 2024): a model whose logits nobody sees writes a sketch, and a
-    local model with the sketch in its prompt writes the text, held to a constraint.
+    """Sketch-guided constrained decoding (Geng et al., 2024).
+
+    A model without access to its logits writes a sketch, and a local model with the sketch in its prompt writes the
+    text under a constraint.
 
     Args:
-        sketch: from a prompt its sketch; any black box. ask: the local model's prompt.
+        lm: the local model.
+        prompts: one or several.
+        sketch: returns the sketch of a prompt; any black box.
+        ask: makes the local model's prompt from a prompt and its sketch.
         constraint: `regex`, `json_schema`, `grammar`, ... and other arguments of `generate`.
 
     Raises:
-        ValueError: as `generate`.
+        ValueError: as in `generate`.
     """
     lm = text_model(lm, "texts are held to a constraint")
     given = [prompts] if isinstance(prompts, str) else list(prompts)

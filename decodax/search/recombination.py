@@ -1,4 +1,4 @@
-"""The lattice of lattice decoding (Xu, Jonnalagadda and Durrett, 2022): its rule, without a model."""
+"""The algorithm of lattice decoding (Xu, Jonnalagadda and Durrett, 2022), without a model."""
 
 from __future__ import annotations
 
@@ -15,24 +15,27 @@ Path = tuple[int, ...]
 """The new tokens of a text."""
 
 Following = tuple[list[int], list[float]]
-"""The likeliest tokens behind a text, best first, and their log-probabilities."""
+"""The most likely tokens after a text, best first, and their log-probabilities."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TextLattice:
-    """What a search has found: a directed acyclic graph whose paths from node 0 to one of `ends` are texts.
+    """The result of a search: a directed acyclic graph whose paths from node 0 to one of `ends` are texts.
 
     Attributes:
-        tokens: `i32[N]`, of each node; parents stand before their children. Node 0 is the prompt, with its last token.
-        parents: `i32[N, M]`, nodes that a node may follow, -1 behind the last one. The first is the one that it was
-            read behind.
-        scores: `f64[N, M]`, the token's log-probability as it was found with that parent; 0 where there is none.
-        ends: `i32[E]`, nodes with which texts end.
-        texts: texts that the search itself has completed, in that order; ids without a tokenizer. ids: of these.
-        log_probs: `f64[len(texts)]` of these, with what the search read in front of each token.
-        calls: model calls by the published count. read: tokens that the rows have read, also again or in vain.
-        merges: how many nodes were merged. why: what ended the search: "calls", the budget; "queue", nothing was left;
-            "logits", the model gave a NaN.
+        tokens: `i32[N]`, the token of each node; parents come before their children. Node 0 is the prompt, with its
+            last token.
+        parents: `i32[N, M]`, nodes that a node may follow, padded with -1. The first is the one after which it was
+            found.
+        scores: `f64[N, M]`, the token's log-probability as found with that parent; 0 for padding.
+        ends: `i32[E]`, nodes that end texts.
+        texts: texts that the search itself has completed, in order; ids without a tokenizer.
+        ids: their tokens.
+        log_probs: `f64[len(texts)]`, their log-probabilities, with the text that the search read before each token.
+        calls: number of model calls, by the published count.
+        read: number of tokens that the rows have read, also again or in vain.
+        merges: number of merged nodes.
+        why: what ended the search: "calls", the budget; "queue", nothing was left; "logits", the model gave a NaN.
     """
 
     __repr__ = short
@@ -54,15 +57,18 @@ class TextLattice:
 
     @property
     def count(self) -> int:
-        """How many paths there are from node 0 to an end."""
+        """Number of paths from node 0 to an end."""
         ways = [1]
         for row in self.parents[1:]:
             ways.append(sum(ways[j] for j in row if j >= 0))
         return sum(ways[e] for e in self.ends)
 
     def paths(self) -> Iterator[tuple[list[int], float]]:
-        """Each path's tokens, and the sum of its scores. Behind a merge the scores are those of the text that was
-        there first, so the sum approximates the text's log-probability. There may be very many."""
+        """Yields each path's tokens, and the sum of its scores.
+
+        After a merge the scores are those of the first text, so the sum approximates the text's log-probability. There
+        may be very many paths.
+        """
         for end in self.ends.tolist():
             stack: list[tuple[int, Path, float]] = [(end, (), 0.0)]
             while stack:
@@ -77,7 +83,7 @@ class TextLattice:
 
 @dataclasses.dataclass(frozen=True)
 class Recombination:
-    """The search's rule; the fields are arguments of `lattice_decode`."""
+    """The parameters of the search; the fields are arguments of `lattice_decode`."""
 
     calls: int
     k: int
@@ -94,19 +100,19 @@ class _Node:
     score: float
     prev: list[int]
     prev_scores: list[float]
-    path: Path              # with the root's token in front
+    path: Path              # with the root's token first
     total: float
-    master: int             # the likeliest of its siblings
+    master: int             # the most likely of its siblings
 
 
 class Growing:
-    """A lattice while it grows. Nodes have numbers in the order in which they were made; 0 is the prompt."""
+    """A lattice while it grows. Nodes are numbered in the order in which they were made; 0 is the prompt."""
 
     def __init__(self, rule: Recombination, first: int, eos: frozenset[int], reads: Callable[[int], Hashable]) -> None:
         self.rule, self.eos, self.reads = rule, eos, reads
         self.nodes = [_Node(first, 0.0, [], [], (first,), 0.0, 0)]
-        self.into = [0]                                     # what a node was merged into, or itself
-        self.met: dict[int, int] = {}                       # by RCB: the node that has taken over a node's parent
+        self.into = [0]                                     # the node that each was merged into, or itself
+        self.met: dict[int, int] = {}                       # for "rcb": the node that took over a node's parent
         self.by_suffix: dict[Path, list[int]] = {}
         self.done: list[int] = []
         self.calls = self.merges = 0
@@ -120,7 +126,7 @@ class Growing:
         return list(dict.fromkeys(map(self.root, self.nodes[u].prev)))
 
     def add(self, token: int, score: float, parent: int, master: int | None = None) -> int:
-        """A new node. Its text is the one along first parents, as they are now."""
+        """Adds a node. Its text is the one along first parents, as they are now."""
         path, total, at = [token], score, [parent]
         while at:
             node = self.nodes[self.root(at[0])]
@@ -147,7 +153,7 @@ class Growing:
         return seen
 
     def note(self, pointer: int, new: int) -> None:
-        """Finds `new` from now on by each n-gram with which a path to it ends."""
+        """Makes `new` findable by each n-gram that ends a path to it."""
         def ending(u: int, n: int) -> list[Path]:
             if n == 1:
                 return [(self.nodes[u].token,)]
@@ -157,7 +163,8 @@ class Growing:
             self.by_suffix.setdefault((*front, self.nodes[new].token), []).append(new)
 
     def matched(self, u: int, ngram: Path) -> tuple[list[int], int] | None:
-        """The nodes that spell an n-gram from `u` backwards, on the first path that does, and that path's length."""
+        """Returns the nodes that spell an n-gram backwards from `u`, on the first path that does, and that path's
+        length."""
         paths = [[u]]
         for token in reversed(ngram):
             paths = [[*path, v] for path in paths if self.nodes[path[-1]].token == token
@@ -171,7 +178,7 @@ class Growing:
         return nodes, length
 
     def like(self, new: int) -> tuple[int, list[int]] | None:
-        """A node that `new` may be merged with, and what the two have in common backwards from there."""
+        """Returns a node that `new` may be merged with, and the nodes that both have in common backwards from there."""
         n, path = self.rule.suffix, self.nodes[new].path
         if len(path) <= n:
             return None
@@ -182,7 +189,7 @@ class Growing:
         return None
 
     def apart(self, a: int, b: int) -> bool:
-        """Whether neither of two nodes leads to the other, so that merging them closes no loop."""
+        """True if neither of two nodes leads to the other, so that merging them closes no loop."""
         return a != b and a not in self.ancestors(b) and b not in self.ancestors(a)
 
     def merge(self, kept: int, new: int, common: Sequence[int]) -> bool:
@@ -209,14 +216,14 @@ class Growing:
         return merged > 0
 
     def run(self) -> Generator[Path, Following | None, str]:
-        """Yields texts that are to be read, is sent what follows them (None: nothing does), and says why it ended."""
+        """Yields texts to be read, receives the tokens that follow them (None: none), and returns why it ended."""
         rule, heap, made = self.rule, [(-1.0, 0, 0)], 0
         while self.calls < rule.calls:
             if not heap:
                 return "queue"
             _, _, pointer = heapq.heappop(heap)
             node = self.nodes[pointer]
-            # what stood behind a node that was merged away is left to the node that was kept
+            # Texts after a node that was merged away are left to the node that was kept.
             if any(self.root(u) != u for u in (node.master, *node.prev[:1])):
                 continue
             while not self.ended(pointer):
@@ -250,7 +257,7 @@ class Growing:
         return "calls"
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """The nodes that lead to the end of a text, parents first."""
+        """Returns the nodes that lead to the end of a text, parents first."""
         last = {self.root(u) for u in self.done if u not in self.met}
         last |= {u for u in self.done if u in self.met and self.root(self.met[u]) not in last}
         order: dict[int, int] = {0: 0}

@@ -1,4 +1,4 @@
-"""Chains of retrieval: questions, what is found, and answers, over several of which the best chain is looked for."""
+"""Chains of retrieval: sequences of questions, documents and answers, among which the best chain is searched."""
 
 from __future__ import annotations
 
@@ -16,36 +16,41 @@ from decodax.search.explorer import Explorer, Ranked, Score
 from decodax.search.forks import Forks
 
 Retrieve = Callable[[Any, str], str | None]
-"""From a prompt and a text that ends with a question what was found, as it is put behind the text; None: there was no
-question."""
+"""A function from a prompt and a text that ends with a question to what was found, as it is appended to the text; None
+if there is no question."""
 
 NOTHING = "No relevant information found"
-"""What a chain that leads nowhere ends with, in the paper's data."""
+"""The ending of an unsuccessful chain, in the paper's data."""
 
 
 @SEARCHES.register("corag", "Chain-of-Retrieval Augmented Generation", "Wang et al. 2025",
                    "chains of questions and what a retriever finds, of which the best is looked for")
 @dataclasses.dataclass(frozen=True)
 class CoRAG(Explorer):
-    """Chain-of-retrieval generation (Wang et al., 2025, CoRAG): a chain asks a question, is given what a retriever
-    finds, answers it, and asks the next one; behind `rounds` of them, or where it asks none, it is finished.
+    """Chain-of-retrieval generation (Wang et al., 2025, CoRAG).
 
-    A step ends where a question or its answer does (`until`). Of chains the best is that behind which the answer
-    "No relevant information found" is the least likely, which asks for no reward. `way` says how it is looked for:
+    A chain asks a question, gets what a retriever finds, answers it, and asks the next one; after `rounds` of them, or
+    if it asks none, it is finished. A step ends where a question or its answer does (`until`). The best chain is the
+    one after which the answer "No relevant information found" is the least likely, which needs no reward. `way`
+    determines the search:
 
-    - "best-of-n": `n` chains are sampled whole. With `n = 1` and temperature 0 it is the paper's greedy decoding.
-    - "tree": in each round `n / rollouts` next questions are tried, and from each `rollouts` chains go `ahead` rounds
-      further; the one whose chains have the smallest mean penalty stands. What was rolled out is thrown away.
+    - "best-of-n": `n` complete chains are sampled. With `n = 1` and temperature 0 it is the paper's greedy decoding.
+    - "tree": in each round `n / rollouts` next questions are tried, and from each `rollouts` chains continue `ahead`
+      rounds further; the question whose chains have the smallest mean penalty is kept. The rollouts are discarded.
 
-    The text of a chain is one text, so that nothing in it is read twice: a model that was trained on separate prompts
-    for questions and answers is asked in another form. DRAG is a prompt with documents, and IterDRAG, chains without
-    a choice among them, is `WithTools`.
+    A chain is one text, so that nothing in it is read twice: a model that was trained on separate prompts for questions
+    and answers is asked in another form. DRAG is a prompt with documents; IterDRAG, chains without a choice among them,
+    is `WithTools`.
 
     Attributes:
-        retrieve: see `Retrieve`; asked for all rows side by side, in threads. n: rows of a prompt. rounds: questions
-            of a chain. way: as above. rollouts, ahead: of the tree. last: put behind a finished chain, such as "So the
-            answer is"; the text is then written to its end. nothing: the answer that speaks against a chain.
-        penalty: in place of its log-probability; the smaller the better.
+        retrieve: see `Retrieve`; called for all rows side by side, in threads.
+        n: number of rows of a prompt.
+        rounds: largest number of questions of a chain.
+        way: as above.
+        rollouts, ahead: parameters of the tree.
+        last: appended to a finished chain, such as "So the answer is"; the text is then written to its end.
+        nothing: the answer that counts against a chain.
+        penalty: replaces its log-probability; smaller is better.
     """
 
     retrieve: Retrieve
@@ -64,8 +69,8 @@ class CoRAG(Explorer):
         if self.way not in ("best-of-n", "tree"):
             raise ValueError(f"way: got {self.way!r}, takes 'best-of-n' or 'tree'")
         if self.n < 1 or self.rounds < 1 or self.ahead < 0:
-            raise ValueError(f"n, rounds and ahead: got {self.n}, {self.rounds} and {self.ahead}, take 1 or more, the "
-                             "last 0 or more")
+            raise ValueError(f"n, rounds and ahead: got {self.n}, {self.rounds} and {self.ahead}, take at least 1, the "
+                             "last at least 0")
         if self.way == "tree" and (self.rollouts < 1 or self.n % self.rollouts):
             raise ValueError(f"rollouts: got {self.rollouts} for {self.n} rows, takes a divisor of n")
 
@@ -74,7 +79,7 @@ class CoRAG(Explorer):
         return self.n
 
     def search(self, forks: Forks, asked: Sequence[Any]) -> Ranked:
-        # a row goes on while it lives and asks
+        # A row continues while it is live and asks questions.
         going = forks.live
         for done in range(self.rounds):
             if not going.any():
@@ -83,7 +88,7 @@ class CoRAG(Explorer):
                 going = self._round(forks, asked, going)
                 continue
             parents = np.tile(np.arange(self.n), (len(forks), 1))
-            # one text of each candidate writes the question, from which its others then go on
+            # One text of each candidate writes the question, and its others continue from it.
             first = going & (np.arange(self.n) % self.rollouts == 0)
             there = self._round(forks, asked, first)
             of = np.arange(self.n) // self.rollouts * self.rollouts
@@ -107,7 +112,7 @@ class CoRAG(Explorer):
         return Ranked(ranked)
 
     def _round(self, forks: Forks, asked: Sequence[Any], going: np.ndarray) -> np.ndarray:
-        """A question, what is found, and the answer; which rows go on."""
+        """Runs a question, the retrieval, and the answer; returns the rows that continue."""
         wrote = forks.extend(going) & forks.live
         waits = list(zip(*np.nonzero(wrote), strict=True))
         texts = forks.texts()
@@ -122,7 +127,7 @@ class CoRAG(Explorer):
         return asks & forks.live
 
     def _penalties(self, forks: Forks, asked: Sequence[Any], which: np.ndarray) -> np.ndarray:
-        """`f64[P, n]`: of the chains in `which`, the others have 0."""
+        """Returns the penalties of the chains in `which`, and 0 for the others: `f64[P, n]`."""
         out = np.zeros(which.shape)
         at = list(zip(*np.nonzero(which), strict=True))
         if self.penalty is not None:

@@ -1,4 +1,4 @@
-"""Self-infilling: where the model is uncertain it writes the end of a text first, and then what is missing."""
+"""Self-infilling: where the model is uncertain it writes the end of a text first, and then the missing middle."""
 
 from __future__ import annotations
 
@@ -26,19 +26,21 @@ from decodax.search.forks import Forks
 
 @struct
 class Phases(Transform):
-    """The automaton over the three tokens of a model that fills in the middle (`<PRE>`, `<SUF>`, `<MID>`), which reads
-    off the text in which phase it is:
+    """The automaton over the three tokens of an infilling model (`<PRE>`, `<SUF>`, `<MID>`), which infers its phase
+    from the text.
 
-    - in front of `<SUF>` the model writes; where its likeliest token is below `tau`, and the last line does not begin
-      the suffix already, `<SUF>` follows;
-    - behind it first the tokens `opening` follow, and then the model writes the suffix; it may write `<MID>`;
-    - behind `<MID>` it writes the middle.
+    - Before `<SUF>` the model writes; if the probability of its most likely token is below `tau`, and the last line
+      does not contain the beginning of the suffix already, `<SUF>` is forced.
+    - After it the tokens `opening` are forced first; then the model writes the suffix and may write `<MID>`.
+    - After `<MID>` it writes the middle.
 
-    No other of the three tokens is written.
+    The three tokens are forbidden otherwise.
 
     Attributes:
-        marks: `i32[B, 3]`. tau: `f32[B]`. opening: `i32[B, F]`, -1 behind the last. breaks: `i32[B, L]`, tokens that
-            end a line, -1 behind the last.
+        marks: `i32[B, 3]`, the three tokens.
+        tau: `f32[B]`.
+        opening: `i32[B, F]`, padded with -1.
+        breaks: `i32[B, L]`, tokens that end a line, padded with -1.
     """
 
     marks: Array
@@ -67,7 +69,7 @@ class Phases(Transform):
         return jnp.where(behind_suffix & ~behind_middle & (forced >= 0), only(forced), logits)
 
     def _begun(self, ctx: Context, place: Array, here: Array) -> Array:
-        """Whether the opening stands in the last line of what was written."""
+        """True if the opening occurs in the last line of what was written."""
         wanted = self.opening >= 0
         ahead = jnp.minimum(place[:, None] + jnp.arange(self.opening.shape[0]), place.shape[0] - 1)
         hit = ((ctx.tokens[ahead] == self.opening) | ~wanted).all(-1)
@@ -78,12 +80,13 @@ class Phases(Transform):
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """What an infilling wrote, in the order in which it is read.
+    """The parts that an infilling wrote, in reading order.
 
     Attributes:
-        before, middle, after: of a text that was not interrupted the last two are empty. An `after` that the middle did
-            not come to, by an end of the sequence, is left out.
-        interrupted: whether there was a `<SUF>`. complete: whether the middle came to its end.
+        before, middle, after: the last two are empty for a text that was not interrupted. An `after` that the middle
+            did not reach, by an end of sequence, is left out.
+        interrupted: True if there was a `<SUF>`.
+        complete: True if the middle reached its end.
     """
 
     before: str
@@ -97,18 +100,23 @@ class Parts:
         return self.before + self.middle + self.after
 
     def head(self, opening: str) -> str:
-        """What an end is written behind, from left to right."""
+        """Returns the text after which an end is written, from left to right."""
         written = self.before + self.middle
         if self.complete or (self.interrupted and not self.middle):
             return written
-        # a text that goes on by itself is cut where its end begins
+        # A text that was not interrupted is cut where its end begins.
         return written[:max(written.rfind(opening), 0)]
 
 
 @dataclasses.dataclass(frozen=True)
 class SelfInfilled:
-    """What came of `self_infill`. Attributes: text of each prompt, without the prompt; parts: of each of its
-    infillings, `[P][loops]`; tokens: made in all."""
+    """The result of `self_infill`.
+
+    Attributes:
+        text: the text of each prompt, without the prompt.
+        parts: the parts of each of its infillings, `[P][loops]`.
+        tokens: number of tokens generated in all.
+    """
 
     text: list[str]
     parts: list[list[Parts]]
@@ -120,29 +128,31 @@ class SelfInfilled:
 def self_infill(lm: LM | Any, prompts: Any, *, marks: Sequence[int | str], opening: str = "return",
                 stop: str | Sequence[str] = (), tau: float = 0.25, loops: int = 0, max_new_tokens: int = 128,
                 degenerate: Callable[[str], bool] | None = None, **sampling: Any) -> SelfInfilled:
-    """Self-infilling (Zheng et al., 2023): a model that fills in the middle interrupts itself where it is uncertain,
-    writes the end of the text, which begins with `opening`, and then fills in what is missing.
+    """Self-infilling (Zheng et al., 2023): an infilling model interrupts itself where it is uncertain.
 
-    Rules are those of the authors' code. With `loops` the parts are written anew in turn (its mode "vanilla"): the end,
-    from left to right behind beginning and middle; and in the next loop the beginning, in front of this end up to the
-    last `opening` in it. An end without `opening`, or one that makes the text degenerate (it repeats itself, so that it
-    shrinks below a tenth by zlib, or `degenerate` says so), is given up for the text before it. Whether the opening
-    stands in the last line is decided by tokens here, and there by text.
+    It then writes the end of the text, which begins with `opening`, and fills in what is missing. Rules are those of
+    the authors' code. With `loops` the parts are rewritten in turn (its mode "vanilla"): the end, from left to right
+    after beginning and middle; and in the next loop the beginning, before this end up to the last `opening` in it. An
+    end without `opening`, or one that makes the text degenerate (so repetitive that zlib compresses it below a tenth,
+    or as decided by `degenerate`), is dropped for the text before it. Here tokens decide whether the opening is in the
+    last line; in the authors' code the text does.
 
-    An infilling is one run: each phase goes on from the state of the one before it, and nothing is read twice.
+    An infilling is one run: each phase continues from the state of the one before it, and nothing is read twice.
 
     Args:
-        lm: a model with a tokenizer. prompts: one or several texts.
+        lm: a model with a tokenizer.
+        prompts: one or several texts.
         marks: the tokens `<PRE>`, `<SUF>` and `<MID>`, by id or by name.
-        opening: with which the end begins. stop: strings that end a text, and so each of its parts.
-        tau: the least probability of the likeliest token with which the model writes on.
-        loops: how often the end is written from left to right. max_new_tokens: of an infilling with its marks, and of
-            each end.
-        degenerate: of a text, without its prompt.
+        opening: the beginning of the end.
+        stop: strings that end a text, and so each of its parts.
+        tau: the model continues while its most likely token has at least this probability.
+        loops: number of times that the end is written from left to right.
+        max_new_tokens: largest number of tokens of an infilling with its marks, and of each end.
+        degenerate: returns True for a degenerate text, which is passed without its prompt.
         sampling: arguments of `generate`. The token that ends a middle is an `eos_token_id`.
 
     Raises:
-        ValueError: a model without a tokenizer, a mark that is no token, or as `generate`.
+        ValueError: a model without a tokenizer, a mark that is not a single token, or as in `generate`.
     """
     lm = text_model(lm, "self_infill puts texts together")
     tokenizer = lm.tokenizer
@@ -198,8 +208,10 @@ def _repeats(text: str) -> bool:
 
 def _infill(lm: LM, starts: list[list[int]], marks: list[int], opening: list[int], stop: tuple[str, ...], tau: float,
             options: dict[str, Any], begun: bool) -> tuple[list[Parts], int]:
-    """One infilling of prompts that begin with `<PRE>`; `begun`: they have the beginnings of their ends, too. And the
-    tokens that it took."""
+    """Runs one infilling of prompts that begin with `<PRE>`, and returns its parts and the number of tokens.
+
+    With `begun` the prompts also contain the beginnings of their ends.
+    """
     tokenizer = lm.tokenizer
     assert tokenizer is not None
     pieces = tokenizer.token_bytes(False)
@@ -210,7 +222,7 @@ def _infill(lm: LM, starts: list[list[int]], marks: list[int], opening: list[int
     forks = Forks.begin(lm, starts, 1, until=stop or None, transforms=(automaton,), **options)
     forks.extend()
     whole = lambda p: starts[p] + forks.tokens(p, 0)
-    # an end that is written is followed by the middle
+    # A finished end is followed by the middle.
     waits = np.array([[forks.live[p, 0] and marks[1] in whole(p) and marks[2] not in whole(p)]
                       for p in range(len(starts))])
     forks.feed([[[marks[2]] if row[0] else None] for row in waits])
@@ -223,7 +235,7 @@ def _infill(lm: LM, starts: list[list[int]], marks: list[int], opening: list[int
         suffix = ids.index(marks[1]) if marks[1] in ids else len(ids)
         middle = ids.index(marks[2]) if marks[2] in ids else len(ids)
         interrupted, complete = suffix < len(ids), bool(ended and middle < len(ids))
-        closed = middle < len(ids) or waits[p, 0]       # the budget may end with the mark
+        closed = middle < len(ids) or waits[p, 0]       # the budget may end before the mark
         before = "" if begun else read(ids, len(start), suffix, () if interrupted else stop)
         after = read(ids, len(start) if begun else suffix + 1, middle) if complete or not closed else ""
         parts.append(Parts(before, read(ids, middle + 1, len(ids)), after, interrupted, complete))

@@ -1,4 +1,4 @@
-"""Texts as a tree of segments."""
+"""A search that builds a tree of text segments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Branching = Literal["even", "likely", "unlikely"]
 
 
 def shares(weights: np.ndarray, budget: int) -> np.ndarray:
-    """How many of `budget` each gets, `i64[n]`: one each, and the rest by weight, by the largest remainder."""
+    """Divides `budget`: one each, and the rest in proportion to weights, by the largest remainder: `i64[n]`."""
     n = len(weights)
     left = budget - n
     exact = weights / weights.sum() * left
@@ -27,7 +27,7 @@ def shares(weights: np.ndarray, budget: int) -> np.ndarray:
 
 
 def repeats(text: str, length: int = 32, times: int = 8) -> bool:
-    """Whether a text ends with a part of it that stands in it so often."""
+    """True if the last `length` characters of a text occur at least `times` times in it."""
     return len(text) >= length and text.count(text[-length:]) >= times
 
 
@@ -36,20 +36,24 @@ def repeats(text: str, length: int = 32, times: int = 8) -> bool:
                    "a tree of segments that share their beginnings")
 @dataclasses.dataclass(frozen=True)
 class TreePO(Explorer):
-    """Trees of segments (Li et al., 2025, TreePO): several texts of a prompt that share what they begin with.
+    """Trees of segments (Li et al., 2025, TreePO): several texts of a prompt that share their beginnings.
 
-    All unfinished texts are written on by a segment, which is a step (`step_tokens`, `until`), and then branch: of the
-    places that are free each text gets one, and the rest is divided by weight, at most `divergence` for each text, and
-    at the first branching a number between `first`'s bounds. A text that repeats itself ends, where there is a
-    tokenizer that shows it. When all have ended and places are left, the tree branches again where a segment of it
-    begins, chosen at random ("fallback").
+    All unfinished texts are extended by a segment, which is a step (`step_tokens`, `until`), and then branch: of the
+    free rows each text gets one, and the rest is divided by weight, at most `divergence` for each text, and at the
+    first branching a random number within the bounds `first`. A text that repeats itself ends, if there is a tokenizer
+    to detect it. When all have ended and rows are left, the tree branches again at the beginning of a random segment
+    ("fallback").
 
     Rules and defaults are those of the authors' code, with their weights: "even", or by the log-probability of the last
     segment, "likely" or "unlikely".
 
     Attributes:
-        n: texts wanted. divergence: branches of a text. first: bounds of the first branching. depth: segments of a
-            text. weights: as above. reward: of whole texts, for the choice; None: the likeliest a token.
+        n: number of texts.
+        divergence: largest number of branches of a text.
+        first: bounds of the first branching.
+        depth: largest number of segments of a text.
+        weights: as above.
+        reward: scores whole texts for the choice; None: the mean log-probability of a token.
     """
 
     n: int = 16
@@ -61,8 +65,8 @@ class TreePO(Explorer):
 
     def __post_init__(self) -> None:
         if self.divergence < 1 or not 1 <= self.first[0] <= self.first[1]:
-            raise ValueError(f"divergence and first: got {self.divergence} and {self.first}, take 1 or more, and two "
-                             "bounds")
+            raise ValueError(f"divergence and first: got {self.divergence} and {self.first}, take at least 1, and two "
+                             "increasing bounds of at least 1")
         if self.weights not in ("even", "likely", "unlikely"):
             raise ValueError(f"weights: got {self.weights!r}, takes 'even', 'likely' or 'unlikely'")
 
@@ -72,7 +76,7 @@ class TreePO(Explorer):
 
     def search(self, forks: Forks, asked: Sequence[Any]) -> Ranked:
         P, own = len(forks), np.arange(self.n)
-        held = np.zeros((P, self.n), bool)          # rows in which a text of the tree stands
+        held = np.zeros((P, self.n), bool)          # rows that hold a text of the tree
         held[:, 0] = True
         segments = np.zeros((P, self.n), int)
         ends = np.zeros((P, self.n, self.depth + 1), int)           # new tokens of a text after each of its segments
@@ -109,7 +113,7 @@ class TreePO(Explorer):
 
     def _branch(self, p: int, held: np.ndarray, parents: np.ndarray, forks: Forks, weight: np.ndarray,
                 most: int) -> None:
-        """Gives free rows to the texts that live."""
+        """Gives free rows to live texts."""
         live, free = np.flatnonzero(held[p] & forks.live[p]), np.flatnonzero(~held[p])
         if not len(live) or not len(free):
             return
@@ -121,7 +125,7 @@ class TreePO(Explorer):
                 parents[p, j], held[p, j] = i, True
 
     def _fall_back(self, forks: Forks, held: np.ndarray, segments: np.ndarray, ends: np.ndarray) -> np.ndarray:
-        """Lets free rows begin again where a segment of a text begins. Returns the new `ends`."""
+        """Lets free rows restart at the beginning of a segment of a text. Returns the new `ends`."""
         parents = np.tile(np.arange(self.n), (len(held), 1))
         lengths = np.where(held, -1, 0)
         for p in range(len(forks)):

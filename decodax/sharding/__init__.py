@@ -1,33 +1,33 @@
-"""Running over meshes: placing batches, prompts read by several devices, replicas that leave their loops alone, halves
-of a batch whose communication overlaps."""
+"""Decoding on meshes: placement of batches, replicas with loops of their own, halves of a batch whose communication
+overlaps, and prompts that several devices read together."""
 
 from decodax.common.axes import CONTEXT, DATA, EXPERT, MODEL
 from decodax.sharding.lanes import lanes
 from decodax.sharding.place import place
 from decodax.sharding.sequence import (
-           LayerCost,
-           PartitionTable,
-           PrefillChain,
-           PrefillPipeline,
-           chain_time,
-           chunks,
-           partition,
+    LayerCost,
+    PartitionTable,
+    PrefillChain,
+    PrefillPipeline,
+    chain_time,
+    chunks,
+    partition,
 )
 from decodax.sharding.weave import weave
 
 __all__ = [
-           "CONTEXT",
-           "DATA",
-           "EXPERT",
-           "MODEL",
-           "LayerCost",
-           "PartitionTable",
-           "PrefillChain",
-           "PrefillPipeline",
-           "chain_time",
-           "chunks",
-           "lanes",
-           "partition",
-           "place",
-           "weave",
+    "CONTEXT",
+    "DATA",
+    "EXPERT",
+    "MODEL",
+    "LayerCost",
+    "PartitionTable",
+    "PrefillChain",
+    "PrefillPipeline",
+    "chain_time",
+    "chunks",
+    "lanes",
+    "partition",
+    "place",
+    "weave",
 ]

@@ -1,12 +1,13 @@
-"""Lanes: each replica of the data axis runs its own loop and leaves it when its own rows are done.
+"""Decoding in which each replica of the data axis runs its own loop and leaves it when its own rows are finished.
 
-Under GSPMD a batch-sharded loop asks all shards each round whether anyone still runs, and all run as long as the
-slowest. Under `shard_map` over the data axis there is no such question; collectives over the model axis, inside a
-replica, go on as before.
+Under GSPMD a loop over a sharded batch asks all shards in each round whether any row still runs, so all run as long as
+the slowest. Under `shard_map` over the data axis no shard asks the others; collectives over the model axis, within a
+replica, remain.
 
-On CPU devices a `collective-permute` waits for every device of the program and not only for those that it names (JAX
+On CPU devices a `collective-permute` waits for every device of the program, not only for the devices that it names (JAX
 0.10.2), so replicas that leave their loops at different rounds would hang. There the logits, whose slices and pads
-become such permutations, are gathered first; a model that permutes between devices itself has to use `run` on CPU.
+become such permutations, are gathered first. A model that itself permutes between devices needs
+`decodax.core.round.run` on CPUs.
 """
 
 from __future__ import annotations
@@ -32,10 +33,23 @@ from decodax.sharding.place import DATA, batch_specs
 
 def lanes(alg: Algorithm, model: Model, params: Params, policy: Any, s: State, max_rounds: Array | int,
           mesh: Mesh) -> State:
-    """`run`, replica by replica. Call it under `jax.jit` with everything placed on the mesh.
+    """Runs `decodax.core.round.run` on each replica separately. Call it under `jax.jit` with all arrays placed on the
+    mesh.
 
     Args:
-        mesh: with an axis "data" over which rows are divided; other axes shard the weights as their placement says.
+        alg: the decoding method.
+        model: the model.
+        params: the weights.
+        policy: the sampling policy, with a batch axis.
+        s: the state.
+        max_rounds: the maximum number of rounds, `i32[]`.
+        mesh: a mesh with an axis "data" over which rows are divided; other axes shard the weights as they are placed.
+
+    Returns:
+        The state after the rounds.
+
+    Raises:
+        ValueError: the rows of the cache share memory.
     """
     divisible(s)
     specs = batch_specs(s)
@@ -52,7 +66,11 @@ def lanes(alg: Algorithm, model: Model, params: Params, policy: Any, s: State, m
 
 
 def divisible(s: State) -> None:
-    """Raises ValueError where rows cannot be divided among replicas."""
+    """Checks that rows can be divided among replicas.
+
+    Raises:
+        ValueError: the rows of the cache share memory.
+    """
     if not s.cache.layout.by_row:
         raise ValueError(f"cache: got {type(s.cache).__name__}, whose rows share memory and cannot be divided; takes "
                          "one whose arrays have a batch axis")
@@ -60,7 +78,7 @@ def divisible(s: State) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class GatheredLogits(AroundModel):
-    """`base`, its logits whole on each device."""
+    """A model with the same outputs as `base`, whose logits are replicated on all devices."""
 
     def apply(self, params: Any, window: Window, cache: Cache) -> Out:
         out = self.base.apply(params, window, cache)

@@ -1,4 +1,4 @@
-"""Where a batch lies on a mesh: rows over the data axis; weights, by `Transformer.shardings`, over the model axis."""
+"""Placement of a batch on a mesh: rows are divided over the data axis; `Transformer.shardings` places the weights."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from decodax.sampling import Policy
 
 
 def batch_specs(tree: Any) -> Any:
-    """A `PartitionSpec` for each leaf of a state or policy: rows over the data axis.
+    """Returns a `PartitionSpec` for each leaf of a state or policy, with rows over the data axis.
 
-    What all rows of a policy share is replicated.
+    Arrays that all rows of a policy share are replicated.
     """
     specs = rows(tree)
     if not isinstance(tree, Policy):
@@ -25,7 +25,8 @@ def batch_specs(tree: Any) -> Any:
 
 
 def place(mesh: Mesh | None, tree: Any) -> Any:
-    """Puts a state, a policy or arrays with a leading batch axis on the mesh; None leaves them where they are.
+    """Places a state, a policy or arrays with a leading batch axis on the mesh; with None as mesh they stay where they
+    are.
 
     Raises:
         ValueError: the batch does not divide among the replicas.
@@ -34,6 +35,6 @@ def place(mesh: Mesh | None, tree: Any) -> Any:
         return tree
     for leaf in jax.tree.leaves(tree.own if isinstance(tree, Policy) else tree):
         if leaf.ndim and leaf.shape[0] % mesh.shape[DATA]:
-            raise ValueError(f"a batch of {leaf.shape[0]} rows does not divide over {mesh.shape[DATA]} replicas "
+            raise ValueError(f"batch: got {leaf.shape[0]} rows, takes a multiple of the {mesh.shape[DATA]} replicas "
                              f"(mesh axis {DATA!r})")
     return jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), tree, batch_specs(tree))

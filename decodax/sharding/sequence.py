@@ -1,17 +1,17 @@
-"""Long prompts read by several devices at once: a chain over slices of the text, and a pipeline over slices of the
-network. Both are exact, and go by the host's dispatch: a device has a queue of its own, and waits only for what it is
-sent. What comes of it is the state that `decodax.core.drivers.prefill` gives.
+"""Prefill of long prompts on several devices: a chain over slices of the text, and a pipeline over groups of layers.
+
+Both are exact and yield the state of `decodax.core.drivers.prefill`. They rely on the host's asynchronous dispatch:
+each device has its own queue and waits only for the arrays that are sent to it.
 
 *Chain* ("KV-Runahead: Scalable Causal LLM Inference by Parallel Key-Value Cache Generation", Cho et al., 2024): device
-`i` has slice `i` of the text. In each layer it is sent the keys and values of all slices before its own by device
-`i - 1`, attends, and sends them on with its own behind them; the last device ends up with the whole cache. Later slices
-see more, so they are shorter: `partition` finds the lengths with the least time to the first token.
+`i` reads slice `i` of the text. In each layer device `i - 1` sends it the keys and values of all earlier slices; it
+attends, appends its own and sends all of them on, so the last device ends up with the whole cache. Later slices attend
+to more tokens, so they are shorter: `partition` finds the lengths with the least time to the first token.
 
-*PrefillPipeline* ("Mnemosyne", Agrawal et al.,
-                   2024: sequence pipeline parallelism): device `s` has some of the layers. A
-chunk of the text enters the first stage as soon as that has passed on the chunk before. `chunks` cuts the text so that
-no chunk takes longer than a round may: the further, the shorter, since each sees more (adaptive chunking). The third of
-its axes, a cache divided by positions, is `decodax.caches.context.context_parallel`.
+*PrefillPipeline* ("Mnemosyne", Agrawal et al., 2024: sequence pipeline parallelism): each device has some of the
+layers. A chunk of the text enters the first stage as soon as that stage has passed on the chunk before. `chunks` cuts
+the text so that no chunk takes longer than a round may; later chunks are shorter, because they attend to more tokens
+(adaptive chunking). The paper's third axis, a cache divided by positions, is `decodax.caches.context.context_parallel`.
 """
 
 from __future__ import annotations
@@ -34,16 +34,21 @@ from decodax.models.transformer import Transformer
 from decodax.pallas_kernels.window_attention import window_attention
 
 Cost = Callable[[int, int], float]
-"""Seconds that a layer takes for so many new tokens behind so many cached ones."""
+"""A function from a number of new tokens and a number of cached tokens to the seconds that a layer takes for them."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerCost:
-    """The time of a layer by its operations: `linear` seconds for each token, `pair` for each token and each that it
-    sees, and `fixed`. Fit it to measured times, or take it from the shape of a model and the speed of a device.
+    """The time of a layer from the number of its operations. Fit it to measured times, or derive it from the shape of a
+    model and the speed of a device.
+
+    Attributes:
+        linear: seconds for each token.
+        pair: seconds for each pair of a token and a token that it attends to.
+        fixed: seconds for each call.
 
     >>> cost = LayerCost(linear=2.0, pair=1.0)
-    >>> cost(2, 10)     # 2 tokens, one of which sees 11, and one 12
+    >>> cost(2, 10)     # 2 tokens, which attend to 11 and 12 tokens
     27.0
     """
 
@@ -56,11 +61,13 @@ class LayerCost:
 
     @classmethod
     def fit(cls, times: Mapping[tuple[int, int], float]) -> LayerCost:
-        """That which is nearest to measured `times`, seconds by new and cached tokens, in the mean of squares; no part
-        of it is below 0.
+        """Fits the cost to measured times by least squares; no coefficient is negative.
+
+        Args:
+            times: seconds by the number of new tokens and of cached tokens.
 
         Raises:
-            ValueError: fewer than three times.
+            ValueError: there are fewer than three times.
 
         >>> true = LayerCost(linear=2.0, pair=0.5, fixed=3.0)
         >>> found = LayerCost.fit({at: true(*at) for at in ((1, 0), (8, 0), (8, 64), (16, 32))})
@@ -68,10 +75,10 @@ class LayerCost:
         (2.0, 0.5, 3.0)
         """
         if len(times) < 3:
-            raise ValueError(f"times: got {len(times)}, takes three or more")
+            raise ValueError(f"times: got {len(times)}, takes at least three")
         rows = np.array([(n, n * cached + n * (n + 1) / 2, 1.0) for n, cached in times])
         scale, wanted, kept = rows.max(0), np.array(list(times.values())), [0, 1, 2]
-        while True:         # what comes out below 0 is left out
+        while True:         # drop the most negative coefficient until none is negative
             found = np.linalg.lstsq(rows[:, kept] / scale[kept], wanted)[0]
             if len(kept) == 1 or (found > -1e-9 * abs(wanted).max()).all():
                 parts = dict(zip(kept, np.maximum(found, 0) / scale[kept], strict=True))
@@ -80,14 +87,27 @@ class LayerCost:
 
     @classmethod
     def of(cls, model: Transformer, batch: int, flops: float, fixed: float = 0.0) -> LayerCost:
-        """That of a model's layers on a device with so many operations a second."""
+        """Returns the cost of a model's layers on a device.
+
+        Args:
+            model: the model.
+            batch: the number of rows.
+            flops: the device's operations per second.
+            fixed: seconds for each call.
+        """
         c = model.config
         weights = c.width * c.head_dim * (2 * c.heads + 2 * c.kv_heads) + c.width * c.mlp * (3 if c.gated else 2)
         return cls(2 * batch * weights / flops, 4 * batch * c.heads * c.head_dim / flops, fixed)
 
 
 def chain_time(slices: Sequence[int], layers: int, cost: Cost, send: float = 0.0) -> float:
-    """When the last device of a chain has run its last layer; `send`: seconds to send one layer's entry of a token.
+    """Returns the seconds until the last device of a chain has finished its last layer.
+
+    Args:
+        slices: the number of tokens of each device.
+        layers: the number of layers.
+        cost: the cost of a layer.
+        send: seconds to send one token's keys and values of one layer.
 
     >>> chain_time([4, 4], 1, LayerCost(1.0, 0.0), send=0.5)
     10.0
@@ -97,15 +117,27 @@ def chain_time(slices: Sequence[int], layers: int, cost: Cost, send: float = 0.0
     for _ in range(layers):
         came = 0.0
         for i, size in enumerate(slices):
-            # its own keys and values are made while those before it travel
+            # A device computes its own keys and values while those of the devices before it are on their way.
             ready[i] = max(ready[i], came) + cost(size, starts[i])
             came = ready[i] + send * starts[i + 1]
     return ready[-1]
 
 
 def partition(tokens: int, devices: int, layers: int, cost: Cost, send: float = 0.0, unit: int = 1) -> list[int]:
-    """Lengths of the slices of a chain, multiples of `unit` but for the last, by the search of KV-Runahead: borders are
-    moved on a grid, and the grid is made finer around the best.
+    """Returns the lengths of the slices of a chain with the least time to the first token.
+
+    It uses the search of KV-Runahead: borders move on a grid, which becomes finer around the best borders found.
+
+    Args:
+        tokens: the number of tokens of the text.
+        devices: the number of slices.
+        layers: the number of layers.
+        cost: the cost of a layer.
+        send: seconds to send one token's keys and values of one layer.
+        unit: all lengths but the last are multiples of this.
+
+    Raises:
+        ValueError: there are fewer than `unit` tokens for each device.
 
     >>> partition(32, 2, 4, LayerCost(linear=1.0, pair=1.0))
     [22, 10]
@@ -118,7 +150,7 @@ def partition(tokens: int, devices: int, layers: int, cost: Cost, send: float = 
     step = max(tokens // (2 * devices) // unit, 1) * unit
     while True:
         found = best
-        # all borders from one of them on together, too: what the later ones lose the first one gains
+        # Also move all borders from one of them on together: the first slice then gains what later ones lose.
         for i, count, way in itertools.product(range(devices - 1), range(1, devices), (-step, step)):
             moved = [b + way if i <= j < i + count else b for j, b in enumerate(best)]
             if min(lengths(moved)) >= unit and time(moved) < time(found):
@@ -131,11 +163,12 @@ def partition(tokens: int, devices: int, layers: int, cost: Cost, send: float = 
 
 @dataclasses.dataclass(frozen=True)
 class PartitionTable:
-    """Partitions of texts of some lengths, and between them of any length: KV-Runahead's table, which is filled once,
-    from measured times or by `partition`, and asked for each prompt.
+    """Partitions of texts of some lengths, interpolated to other lengths.
+
+    This is KV-Runahead's table, which is filled once, from measured times or by `partition`, and used for each prompt.
 
     Attributes:
-        known: slices by the length of the text, as many for each.
+        known: the slices by the length of the text; all entries have the same number of slices.
 
     >>> table = PartitionTable({32: [20, 12], 64: [48, 16]})
     >>> table(48), table(64), table(10), table(128)
@@ -147,36 +180,44 @@ class PartitionTable:
     def __post_init__(self) -> None:
         if not self.known or len({len(slices) for slices in self.known.values()}) != 1 or any(
                 sum(slices) != tokens or min(slices) < 1 for tokens, slices in self.known.items()):
-            raise ValueError(f"known: got {dict(self.known)}, takes slices for each length that add up to it, as many "
-                             f"for each")
+            raise ValueError(f"known: got {dict(self.known)}, takes equally many slices for each length")
 
     def __call__(self, tokens: int) -> list[int]:
-        """The slices of a text, whose shares lie between those of the next shorter and the next longer known one; of
-        one beyond all of them they are the nearest one's.
+        """Returns the slices of a text.
+
+        Their shares of the text are interpolated between the next shorter and the next longer known text; outside the
+        known lengths the shares of the nearest one are used.
 
         Raises:
-            ValueError: fewer tokens than slices.
+            ValueError: there are fewer tokens than slices.
         """
         lengths = sorted(self.known)
         shares = np.array([np.cumsum(self.known[n]) / n for n in lengths])
         if tokens < shares.shape[1]:
             raise ValueError(f"tokens: got {tokens} for {shares.shape[1]} devices, takes at least one for each")
         borders = [round(float(np.interp(tokens, lengths, share)) * tokens) for share in shares.T[:-1]]
-        for i, border in enumerate(borders):        # each slice has a token
+        for i, border in enumerate(borders):        # every slice has at least one token
             before = borders[i - 1] if i else 0
             borders[i] = min(max(border, before + 1), tokens - (len(borders) - i))
         return [b - a for a, b in itertools.pairwise((0, *borders, tokens))]
 
 
 def chunks(tokens: int, budget: float, layers: int, cost: Cost, sizes: Sequence[int]) -> list[int]:
-    """Lengths of the chunks of a text, each the largest of `sizes` whose time in all layers is within the budget of a
-    round; the smallest where none is.
+    """Returns the lengths of the chunks of a text: each is the largest of `sizes` whose time in all layers is within
+    `budget`, or the smallest of `sizes` if none is.
+
+    Args:
+        tokens: the number of tokens of the text.
+        budget: the maximum seconds of a chunk.
+        layers: the number of layers.
+        cost: the cost of a layer.
+        sizes: the lengths that chunks may have; the last chunk may be shorter.
 
     >>> chunks(40, 60.0, 1, LayerCost(linear=1.0, pair=0.25), (4, 8, 16))
     [16, 8, 4, 4, 4, 4]
     """
     if tokens < 0 or not sizes or min(sizes) < 1:
-        raise ValueError(f"sizes: got {list(sizes)} for {tokens} tokens, takes numbers above 0")
+        raise ValueError(f"sizes: got {list(sizes)} for {tokens} tokens, takes positive numbers")
     found: list[int] = []
     while (left := tokens - sum(found)) > 0:
         fit = [n for n in sizes if layers * cost(n, sum(found)) <= budget]
@@ -186,10 +227,12 @@ def chunks(tokens: int, budget: float, layers: int, cost: Cost, sizes: Sequence[
 
 @dataclasses.dataclass(frozen=True)
 class PrefillChain:
-    """Devices that read slices of a prompt (KV-Runahead).
+    """Devices that each read one slice of a prompt (KV-Runahead).
 
     Attributes:
-        model: with a dense cache. devices: in the order of the slices. weights: those of the model on each device.
+        model: the model; its cache is dense.
+        devices: the devices in the order of their slices.
+        weights: the model's weights on each device.
     """
 
     model: Transformer
@@ -198,14 +241,18 @@ class PrefillChain:
 
     @classmethod
     def of(cls, model: Transformer, weights: Any, devices: Sequence[Any]) -> PrefillChain:
-        """With the weights copied to each device."""
+        """Returns a chain with the weights copied to each device."""
         return cls(model, tuple(devices), tuple(jax.device_put(weights, d) for d in devices))
 
     def prefill(self, s: State, slices: Sequence[int]) -> State:
-        """The state with its prompts in the cache, all but the newest token of each.
+        """Returns the state with its prompts in the cache, except the newest token of each prompt.
 
         Args:
-            s: a state before prefill. slices: of the longest prompt's tokens but the newest, one for each device.
+            s: a state before prefill.
+            slices: the number of tokens of each device; they add up to the longest prompt's tokens except the newest.
+
+        Raises:
+            ValueError: the cache is not a dense cache of tokens, or the slices do not fit.
         """
         _, total = _unread(s)
         if len(slices) != len(self.devices) or sum(slices) != total or min(slices, default=1) < 1:
@@ -227,11 +274,13 @@ class PrefillChain:
 
 @dataclasses.dataclass(frozen=True)
 class PrefillPipeline:
-    """Devices that have some of the layers each (sequence pipeline parallelism).
+    """Devices that each run some of the layers (sequence pipeline parallelism).
 
     Attributes:
-        model: with a dense cache. devices: of the stages. borders: the first layer of each stage, and the number of
-            layers. weights: those of each stage on its device; of other layers empty arrays.
+        model: the model; its cache is dense.
+        devices: the devices of the stages.
+        borders: the first layer of each stage, and at the end the number of layers.
+        weights: the weights of each stage on its device, with empty arrays in place of other layers' weights.
     """
 
     model: Transformer
@@ -241,10 +290,10 @@ class PrefillPipeline:
 
     @classmethod
     def of(cls, model: Transformer, weights: Any, devices: Sequence[Any]) -> PrefillPipeline:
-        """With as many layers on each device, or one more on the first ones."""
+        """Returns a pipeline with the layers divided evenly; the numbers of layers differ by at most one."""
         stages = len(devices)
         if not 1 <= stages <= model.depth:
-            raise ValueError(f"devices: got {stages}, takes 1 to {model.depth}, as many as layers")
+            raise ValueError(f"devices: got {stages}, takes 1 to {model.depth}, the number of layers")
         borders = tuple(model.depth * i // stages for i in range(stages + 1))
         placed = []
         for device, first, last in zip(devices, borders, borders[1:], strict=False):
@@ -258,7 +307,15 @@ class PrefillPipeline:
         return cls(model, tuple(devices), borders, tuple(placed))
 
     def prefill(self, s: State, sizes: Sequence[int]) -> State:
-        """As `PrefillChain.prefill`; `sizes`: of the chunks, in their order."""
+        """Returns the state with its prompts in the cache, as `PrefillChain.prefill` does.
+
+        Args:
+            s: a state before prefill.
+            sizes: the lengths of the chunks in order; they add up to the longest prompt's tokens except the newest.
+
+        Raises:
+            ValueError: the cache is not a dense cache of tokens, or the sizes do not fit.
+        """
         empty, total = _unread(s)
         if sum(sizes) != total or min(sizes, default=1) < 1:
             raise ValueError(f"sizes: got {list(sizes)}, takes numbers that add up to {total} tokens")
@@ -273,14 +330,15 @@ class PrefillPipeline:
 
 
 def _unread(s: State) -> tuple[Dense, int]:
-    """The cache, and how many tokens the longest prompt has to read."""
+    """Returns the cache, and the number of tokens of the longest prompt that must be read."""
     if not isinstance(s.cache, Dense) or s.cache.given is not None:
         raise ValueError(f"cache: got {type(s.cache).__name__}, takes a dense cache of tokens alone")
     return s.cache, max(int(s.prompt_length.max()) - 1, 0)
 
 
 def _filled(s: State, kept: Sequence[Any], total: int) -> State:
-    """With keys and values, `f[B, G, total or more, d + e]` of each layer, where the cache lies."""
+    """Returns the state with each layer's keys and values, `f[B, G, total or more, d + e]`, in its cache, where the
+    cache is placed."""
     cache, _ = _unread(s)
     kv = tuple(jax.device_put(_behind(jax.device_put(new[:, :, :total], old.sharding), old), old.sharding)
                for new, old in zip(kept, cache.kv, strict=True))
@@ -300,7 +358,8 @@ def _embed(model: Transformer, weights: Any, tokens: Array, start: Array) -> Arr
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _sliced(model: Transformer, layer: int, weights: Any, x: Array, before: Array | None) -> tuple[Array, Array]:
-    """A layer over a slice; `before`: what earlier slices made, `f[B, G, P, d + e]`. Returns that with its own."""
+    """Runs a layer on a slice. `before` holds the keys and values of earlier slices, `f[B, G, P, d + e]`; returns the
+    layer's output and `before` extended by the slice's own."""
     B, W, _ = x.shape
     P = 0 if before is None else before.shape[2]
     where = jnp.broadcast_to(jnp.arange(P + W, dtype=jnp.int32), (B, P + W))
@@ -321,7 +380,8 @@ def _sliced(model: Transformer, layer: int, weights: Any, x: Array, before: Arra
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=(4,))
 def _stage(model: Transformer, first: int, weights: Any, x: Array, kv: tuple[Array, ...],
            start: Array) -> tuple[Array, tuple[Array, ...]]:
-    """A chunk through the layers of a stage, which `kv` are of; `x`: its tokens in the first one."""
+    """Runs a chunk through the layers of a stage, whose cache is `kv`. `x` holds tokens in the first stage and hidden
+    states in the others."""
     B, W = x.shape[:2]
     at = jnp.broadcast_to(start, (B,))
     window = causal(x if first == 0 else jnp.zeros((B, W), jnp.int32), at).replace(is_prefill=True)

@@ -1,16 +1,17 @@
-"""Two halves of a batch in one loop, so that the collectives of one overlap with the products of the other.
+"""Decoding with two halves of a batch in one loop, so that the collectives of one half overlap with the matrix products
+of the other.
 
 Source: "TokenWeave: Efficient Compute-Communication Overlap for Distributed LLM Inference" (Gond, Kwatra, Ramjee,
-2025). With weights divided over the axis "model" a layer ends its attention and its MLP with a sum over devices, and in
-one batch nothing else can be computed meanwhile. Here each round steps two halves of the rows. Neither reads what the
-other one computes, so a scheduler that runs collectives asynchronously can send one half while it multiplies the other
-one, the halves a phase apart. Tokens are those of `run`, since rows do not depend on the rows beside them.
+2025). With weights divided over the axis "model", a layer ends its attention and its MLP with a sum over devices,
+during which a single batch has nothing else to compute. Here each round runs a step on two halves of the rows. Neither
+half reads what the other computes, so a scheduler that runs collectives asynchronously can send one half while it
+multiplies the other. Tokens equal those of `run`, since rows do not depend on each other.
 
-What of the paper is not here: its kernel, which joins the all-reduce with RMSNorm on a few multiprocessors of an NVIDIA
-GPU; and its sizes of the halves, which fill whole waves of thread blocks. The halves here are halves of the rows.
+Two parts of the paper are missing: its kernel, which joins the all-reduce with RMSNorm on a few multiprocessors of an
+NVIDIA GPU, and its sizes of the parts, which fill whole waves of thread blocks. Here the rows are halved.
 
-The order within a round is the compiler's. XLA also combines small all-reduces that are independent, and so makes the
-second half wait for the first one. Compile with that pass switched off: on CPU devices by the option
+The compiler decides the order within a round. XLA also combines small independent all-reduces, which makes the second
+half wait for the first. Compile with that pass switched off: on CPU devices by the option
 `xla_disable_hlo_passes="cpu-all-reduce-combiner"`, on GPUs by `xla_gpu_all_reduce_combine_threshold_bytes=0`.
 """
 
@@ -40,27 +41,37 @@ from decodax.sharding.place import DATA
                     "two halves of a batch, one of which computes while the other sends")
 def weave(alg: Algorithm, model: Model, params: Params, policy: Any, s: State, max_rounds: Array | int,
           mesh: Mesh) -> State:
-    """`run` with two halves of the rows in each round. Call it under `jax.jit` with everything placed on the mesh.
+    """Runs `decodax.core.round.run` with two halves of the rows in each round. Call it under `jax.jit` with all arrays
+    placed on the mesh.
 
-    A call divides the state, and its cache, at its beginning and puts it together at its end, so let it run many
-    rounds. Rounds go on until the rows of both halves have finished.
+    A call divides the state and its cache at the start and joins them at the end, so let one call run many rounds.
+    Rounds continue until the rows of both halves have finished.
 
     Args:
-        mesh: with an axis "model" that divides weights. Each replica of an axis "data" has its own halves, so that no
-            row moves; of an odd number of rows the second half has one more.
+        alg: the decoding method.
+        model: the model.
+        params: the weights.
+        policy: the sampling policy, with a batch axis.
+        s: the state.
+        max_rounds: the maximum number of rounds, `i32[]`.
+        mesh: a mesh with an axis "model" that divides weights. Each replica of an axis "data" has its own halves, so
+            that no row moves; if it has an odd number of rows, the second half has one more.
+
+    Returns:
+        The state after the rounds.
 
     Raises:
-        ValueError: fewer than two rows a replica, rows that the method works on together (beams, particles), or a cache
-            whose rows share memory.
+        ValueError: a replica has fewer than two rows, the method works on several rows together (beams, particles), or
+            the rows of the cache share memory.
     """
     divisible(s)
     if alg.traits.samples is not None:
         raise ValueError(f"alg: got {name_of(alg)}, which works on {alg.traits.samples} rows of a prompt together; "
-                         "takes methods whose rows know nothing of one another")
+                         "takes methods whose rows are independent")
     replicas = mesh.shape.get(DATA, 1)
     if s.batch % replicas or s.batch < 2 * replicas:
-        raise ValueError(f"s: got {s.batch} rows, takes two or more for each of {replicas} replicas, all the same "
-                         "number")
+        raise ValueError(f"s: got {s.batch} rows, takes a multiple of {replicas} replicas, with at least two rows for "
+                         "each")
     cut = s.batch // replicas // 2
 
     def region(params: Params, policy: Any, s: State, bound: Array) -> State:
@@ -82,7 +93,7 @@ def weave(alg: Algorithm, model: Model, params: Params, policy: Any, s: State, m
 
 
 def _halves(tree: Any, replicas: int, cut: int) -> tuple[Any, Any]:
-    """The first `cut` rows of each replica, and the others."""
+    """Returns the first `cut` rows of each replica, and the other rows."""
     own = tree.own if isinstance(tree, Policy) else tree
     lanes = jax.tree.map(lambda x: x.reshape(replicas, -1, *x.shape[1:]), own)
     flat = lambda x: x.reshape(-1, *x.shape[2:])

@@ -25,7 +25,7 @@ END_OF_TEXT = "<|endoftext|>"
 HELD_OUT_MODULUS = 50
 MAX_FILE_BYTES = 400_000
 
-# generated tables, bundled wheels and deliberately broken files, which nobody wants continued
+# generated tables, bundled wheels and deliberately broken files, which are useless as training text
 EXCLUDED_DIRECTORIES = frozenset(
     {"site-packages", "dist-packages", "__pycache__", "ensurepip", "encodings", "pydoc_data", "lib2to3", "__phello__",
      "data", "tokenizedata", "cjkencodings", "badsyntax", "lib-dynload"})
@@ -88,7 +88,7 @@ def load_corpus(root: Path | None = None) -> tuple[list[Document], list[Document
             seen.add(text)
             found.append(Document(path, text))
     if not found:
-        raise FileNotFoundError(f"root: {root} holds no usable .py file; it takes a Python standard library directory")
+        raise FileNotFoundError(f"root: {root} has no usable .py file, takes a Python standard library directory")
     found.sort(key=lambda d: hashlib.sha256(d.path.encode()).digest())
     return [d for d in found if not held_out(d.path)], [d for d in found if held_out(d.path)]
 
@@ -145,7 +145,8 @@ class Batches:
 
     def __post_init__(self) -> None:
         if self.per_epoch < 1:
-            raise ValueError(f"stream: {len(self.stream)} tokens; windows of {self.length} take {2 * self.length + 1}")
+            raise ValueError(f"stream: got {len(self.stream)} tokens, takes at least {2 * self.length + 1} for windows "
+                             f"of {self.length}")
 
     def _starts(self, epoch: int) -> np.ndarray:
         rng = np.random.default_rng([self.seed, epoch])

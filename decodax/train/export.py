@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from tokenizers import Tokenizer
 
-from decodax.io.checkpoint import save_model
+from decodax.io.saving import save_model
 from decodax.models import Transformer
 
 CARD = """---
@@ -39,7 +39,7 @@ The figures on this page are also in `training.json`.
 
 
 def hardware(count: int) -> str:
-    """Returns `count` devices of this process in words."""
+    """Returns a description of `count` devices of this process."""
     device = jax.devices()[0]
     if device.platform != "cpu":
         return f"{count} x {device.device_kind}"
@@ -55,9 +55,14 @@ def model_card(name: str, model: Transformer, facts: Mapping[str, Any], *, intro
     """Returns the text of a model card.
 
     Args:
+        name: the model's name.
+        model: the model.
         facts: figures of the run: parameters, steps, tokens, hardware, hours and command.
-        introduction: paragraph after the heading. rows: further lines of the table, by title; "training" says how.
-        figures: what was measured on held-out data, as Markdown.
+        introduction: the paragraph after the heading.
+        rows: further lines of the table, by title; "training" describes the method.
+        figures: measurements on held-out data, as Markdown.
+        tags: tags of the card.
+        language: code of the natural language, if any.
     """
     c = model.config
     table = {"parameters": f"{facts['parameters']:,}",
@@ -77,10 +82,14 @@ def export_model(directory: Path, model: Transformer, params: Any, tokenizer: To
     """Writes the directory that `decodax.load` and transformers read, with README.md and training.json.
 
     Args:
-        directory: made if it does not exist; files of an earlier export are replaced.
+        directory: created if it does not exist; files of an earlier export are replaced.
+        model: the model.
         params: weights of any floating dtype; they are stored in bfloat16.
+        tokenizer: the tokenizer.
         special: texts of the special tokens by name, such as `{"eos_token": "<|end|>"}`.
-        card: see `model_card`. facts: figures of the run. config: further entries of config.json.
+        card: the model card; see `model_card`.
+        facts: figures of the run.
+        config: further entries of config.json.
     """
     ids = {f"{name}_id": tokenizer.token_to_id(text) for name, text in special.items()}
     save_model(directory, model, params, config={**(config or {}), **ids}, dtype="bfloat16")

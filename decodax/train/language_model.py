@@ -115,16 +115,18 @@ def token_bytes(tokenizer: Any) -> np.ndarray:
 
 def bits_per_byte(losses: Callable[[np.ndarray], np.ndarray], stream: np.ndarray, byte_lengths: np.ndarray, length: int,
                   batch: int, limit: int | None = None) -> float:
-    """Returns the summed -log2 p of the tokens of a packed stream over the bytes of their text.
+    """Returns the summed -log2 p of the tokens of a packed stream, divided by the bytes of their text.
 
-    Windows of `length` tokens overlap by half and only the second half counts (in the first window all of it), so
-    every token but the first few is predicted from at least `length / 2` tokens before it.
+    Windows of `length` tokens overlap by half and only the second half counts (in the first window all of it), so every
+    token but the first few is predicted from at least `length / 2` tokens before it.
 
     Args:
         losses: `i32[batch, length + 1]` -> `f32[batch, length]`, nats; always called with this one shape.
         stream: `i32[N]`, as from `corpus.pack`.
         byte_lengths: `i32[V]`, as from `token_bytes`.
-        limit: number of windows at most, spread evenly over the stream; None takes all.
+        length: the number of tokens of a window.
+        batch: the number of windows in one call of `losses`.
+        limit: the maximum number of windows, spread evenly over the stream; None takes all.
     """
     half = length // 2
     starts = np.arange(0, max(len(stream) - length - 1, 0) + half, half)

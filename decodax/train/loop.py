@@ -1,7 +1,8 @@
 """A training loop that resumes after it was killed: learning-rate schedule, optimizer step, checkpoints, log.
 
-The caller brings an objective and the batches. The loop is deterministic: a batch is a function of the step, and a run
-that is resumed from a checkpoint has the weights of one that was never interrupted. Needs the extra `train` (optax).
+The caller supplies an objective and the batches. The loop is deterministic: a batch is a function of the step, and a
+run that is resumed from a checkpoint ends with the weights of one that was never interrupted. Needs the extra `train`
+(optax).
 """
 
 from __future__ import annotations
@@ -47,12 +48,15 @@ class Schedule:
     """The learning rate by step: linear warm-up, plateau, half-cosine down to `floor * peak`.
 
     Attributes:
-        peak: highest learning rate. warmup: steps of the warm-up.
-        steps: length of the run. decay_from: step at which the cosine begins; `warmup` gives the usual cosine schedule.
-            Both are None at the start of a run with a time budget: `TrainingRun.settle` fixes them from the measured
-            speed when the decay has to begin, and the same two numbers repeat the run.
-        horizon: step at which the cosine would end, if that is not `steps`.
-        cooldown: number of last steps in which the rate falls linearly to 0.
+        peak: the highest learning rate.
+        warmup: the number of steps of the warm-up.
+        steps: the length of the run. None at the start of a run with a time budget: `TrainingRun.settle` sets it and
+            `decay_from` from the measured speed when the decay has to begin. A run with the same two numbers has the
+            same result.
+        decay_from: the step at which the cosine begins; `warmup` gives the usual cosine schedule.
+        floor: the rate at the end of the cosine, relative to `peak`.
+        horizon: the step at which the cosine would end, if that is not `steps`.
+        cooldown: the number of steps at the end in which the rate falls linearly to 0.
     """
 
     peak: float
@@ -79,7 +83,7 @@ class Schedule:
 
 
 def _chain(direction: optax.GradientTransformation, weight_decay: float) -> optax.GradientTransformation:
-    """Clipping, a direction, and weight decay on matrices (norm scales are left alone)."""
+    """Returns gradient clipping, a direction, and weight decay on matrices (norm scales are left alone)."""
     return optax.chain(
         optax.clip_by_global_norm(1.0), direction,
         optax.add_decayed_weights(weight_decay, mask=lambda params: jax.tree.map(lambda x: x.ndim > 1, params)))
@@ -132,9 +136,9 @@ def make_mesh(model_parallel: int, count: int | None = None) -> Mesh:
     """
     count = jax.device_count() if count is None else count
     if not 1 <= count <= jax.device_count():
-        raise ValueError(f"devices: got {count}; it takes 1 to {jax.device_count()}")
+        raise ValueError(f"devices: got {count}, takes 1 to {jax.device_count()}")
     if model_parallel < 1 or count % model_parallel:
-        raise ValueError(f"model_parallel: got {model_parallel}; it takes a divisor of the {count} devices")
+        raise ValueError(f"model_parallel: got {model_parallel}, takes a divisor of the {count} devices")
     shape, kinds = (count // model_parallel, model_parallel), (AxisType.Auto, AxisType.Auto)
     return jax.make_mesh(shape, ("data", "model"), axis_types=kinds, devices=jax.devices()[:count])
 
@@ -147,16 +151,19 @@ def place_batch(batch: Tree, mesh: Mesh) -> Tree:
     """
     rows, ways = len(jax.tree.leaves(batch)[0]), mesh.shape["data"]
     if rows % ways:
-        raise ValueError(f"batch: got {rows} rows a step, not a multiple of the {ways} devices")
+        raise ValueError(f"batch: got {rows} rows in a step, takes a multiple of the {ways} devices")
     return jax.device_put(batch, NamedSharding(mesh, P("data")))
 
 
 def place_state(params: Tree, tx: optax.GradientTransformation, mesh: Mesh,
                 shardings: Tree | None) -> tuple[Tree, Tree]:
-    """Places copies of the weights and a fresh optimizer state on a mesh; moments lie as their parameters do.
+    """Places copies of the weights and a fresh optimizer state on a mesh; moments are placed like their parameters.
 
     Args:
-        shardings: of the parameters; None replicates everything.
+        params: the weights.
+        tx: the optimizer.
+        mesh: the mesh.
+        shardings: shardings of the parameters; None replicates everything.
     """
     everywhere = NamedSharding(mesh, P())
     params = jax.tree.map(np.array, params)         # copies, because a step donates them
@@ -175,13 +182,17 @@ class TrainingRun:
 
     Attributes:
         output: directory of checkpoints and metrics.jsonl.
-        identity: what decides the weights, as JSON values; a run is only resumed where it is equal.
-        params, opt: weights and optimizer state.
-        schedule: learning rate; with a time budget its end is settled on the way.
-        minutes: time budget, or None if the schedule has `steps`. decay_share: share of it that the decay takes.
-        decay_pace: duration of a step in the decay over that of a step before.
-        step: next step to do. seconds: training time over all sittings. tokens: tokens seen.
-        pace: pairs of (step, seconds) for the measured speed.
+        identity: the options that determine the weights, as JSON values; a run is only resumed if they are equal.
+        params: the weights.
+        opt: the optimizer state.
+        schedule: the learning rate; with a time budget its end is set during the run.
+        minutes: the time budget, or None if the schedule has `steps`.
+        decay_share: the share of the time budget for the decay.
+        decay_pace: the duration of a step in the decay relative to that of a step before.
+        step: the next step.
+        seconds: the training time over all sittings.
+        tokens: the number of tokens seen.
+        pace: pairs of step and seconds, from which the speed is measured.
     """
 
     output: Path
@@ -216,7 +227,7 @@ class TrainingRun:
 
     @property
     def metrics(self) -> Path:
-        """The log, one JSON object a line."""
+        """The path of the log, which has one JSON object in each line."""
         return self.output / "metrics.jsonl"
 
     def settle(self) -> None:
@@ -231,7 +242,7 @@ class TrainingRun:
         self.schedule = dataclasses.replace(self.schedule, decay_from=self.step, steps=self.step + steps)
 
     def save(self, manager: ocp.CheckpointManager) -> None:
-        """Writes a checkpoint of the weights, the optimizer and the place in the data."""
+        """Writes a checkpoint of the weights, the optimizer and the position in the data."""
         facts = {"identity": self.identity, "schedule": dataclasses.asdict(self.schedule), "seconds": self.seconds,
                  "tokens": self.tokens, "pace": self.pace}
         state = ocp.args.StandardSave({"params": self.params, "opt": self.opt})
@@ -254,7 +265,7 @@ class TrainingRun:
         changed = "; ".join(f"{k}: {a!r} then, {b!r} now" for k, (a, b) in pairs.items() if a != b)
         if changed:
             raise ValueError(f"output: {self.output} holds a run with other options ({changed}); "
-                             "give another --output, or --no-resume to begin anew")
+                             "use another --output, or --no-resume to start again")
         found = manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(shapes)))
         self.params, self.opt, self.step = found["state"]["params"], found["state"]["opt"], step
         self.schedule, self.seconds, self.tokens = Schedule(**facts["schedule"]), facts["seconds"], facts["tokens"]
@@ -267,11 +278,15 @@ class TrainingRun:
         """Trains to the end of the schedule, with a progress bar.
 
         Args:
-            advance: does the next step (sets `params` and `opt`); returns scalars to log, "loss" among them, and the
+            advance: runs the next step (sets `params` and `opt`); returns scalars to log, "loss" among them, and the
                 number of tokens seen.
-            evaluate: returns held-out figures of the present weights.
-            log_every, eval_every, save_every: steps between lines of metrics.jsonl, evaluations and checkpoints.
-            on_step: called with the number of steps done, after each of them.
+            evaluate: returns held-out figures of the current weights.
+            log_every: steps between lines of metrics.jsonl.
+            eval_every: steps between evaluations.
+            save_every: steps between checkpoints.
+            resume: whether to continue from the latest checkpoint.
+            console: where to print.
+            on_step: called after each step with the number of finished steps.
 
         Raises:
             FloatingPointError: the loss is not finite.
@@ -331,7 +346,7 @@ class TrainingRun:
             file.write(json.dumps(entry) + "\n")
 
     def _keep_metrics(self) -> None:
-        """Drops the entries that a killed sitting wrote after its last checkpoint."""
+        """Removes the log entries that a killed sitting wrote after its last checkpoint."""
         lines = self.metrics.read_text().splitlines() if self.metrics.is_file() else []
         self.metrics.write_text("".join(f"{line}\n" for line in lines if json.loads(line)["step"] <= self.step))
 

@@ -42,7 +42,8 @@ class Batch(Struct):
     """Clean sequences.
 
     Attributes:
-        tokens: `i32[B, T]`. answer: `bool[B, T]`, True where tokens are masked and learned; the prompt stays clean.
+        tokens: `i32[B, T]`.
+        answer: `bool[B, T]`, True where tokens are masked and learned; the prompt stays clean.
         live: `bool[B, T]`, True where the sequence has a token; it begins at position 0 and has no gaps.
     """
 
@@ -66,7 +67,7 @@ def check(kind: Diffusion) -> None:
     if kind.attention == "causal":
         raise ValueError("attention: got causal, takes full, block-causal or causal-prefix")
     if kind.attention != "full" and kind.shift:
-        raise ValueError("shift: got True with blocks, takes False: the token before a block does not see it")
+        raise ValueError("shift: got True with blocks, takes False: a block is not visible to the token before it")
 
 
 def blocks(kind: Diffusion, answer: Array) -> Array:
@@ -89,8 +90,9 @@ def visible(live: Array, at: Array, front: Array | None = None) -> Array:
     """Returns the attention mask at decoding time, `bool[B, T, T]`: live tokens that are not in a later block.
 
     Args:
-        live: `bool[B, T]`. at: `i32[B, T]`, block numbers.
-        front: `i32[B]`, number of first tokens that see causally; None: none.
+        live: `bool[B, T]`.
+        at: block numbers, `i32[B, T]`.
+        front: the number of tokens at the start that see causally, `i32[B]`; None for none.
 
     >>> visible(jnp.ones((1, 4), bool), jnp.array([[0, 0, 1, 1]]))[0].astype(int).tolist()
     [[1, 1, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1], [1, 1, 1, 1]]
@@ -108,8 +110,8 @@ def visible(live: Array, at: Array, front: Array | None = None) -> Array:
 def visible_twice(live: Array, at: Array, causal: bool = False) -> Array:
     """Returns the attention mask `bool[B, 2T, 2T]` of the noisy text followed by the clean text.
 
-    A noisy block sees itself and earlier clean blocks. A clean block sees itself and earlier clean blocks, or with
-    `causal` each clean token sees those before it. No clean token sees a noisy one. `at`: as in `visible`.
+    A noisy block sees itself and earlier clean blocks. A clean block sees itself and earlier clean blocks; with
+    `causal` each clean token instead sees those before it. No clean token sees a noisy one. `at` is as in `visible`.
     """
     T = live.shape[1]
     same, before = at[:, None, :] == at[:, :, None], at[:, None, :] < at[:, :, None]
@@ -149,12 +151,18 @@ def apart(mask: Array, answer: Array, rows: Array) -> Array:
 def predict(network: Transformer, params: Tree, tokens: Array, live: Array, kind: Diffusion,
             clean: Array | None = None, blind: tuple[Array, Array] | None = None,
             answer: Array | None = None) -> Array:
-    """Returns logits `f32[B, T, V]` aligned with the tokens they predict; the mask token has none.
+    """Returns logits `f32[B, T, V]` aligned with the tokens that they predict; the mask token has probability 0.
 
     Args:
-        tokens: `i32[B, T]`, noisy. clean: the tokens without noise, for a training step with blocks; None: blocks see
-            `tokens`, as at decoding time. blind: answers and rows for `apart`, only without blocks.
-        answer: `bool[B, T]`, where blocks begin after a causal prefix; None: the whole text.
+        network: the model.
+        params: its weights.
+        tokens: noisy tokens, `i32[B, T]`.
+        live: as in `Batch`.
+        kind: the kind of diffusion model.
+        clean: the tokens without noise, for a training step with blocks; with None blocks see `tokens`, as at decoding
+            time.
+        blind: answers and rows for `apart`, only without blocks.
+        answer: `bool[B, T]`, the answer, if blocks begin after a causal prefix; None for the whole text.
     """
     if clean is not None and kind.block is not None:
         return predict_twice(network, params, tokens, live, kind, clean, answer)[0]
@@ -189,12 +197,15 @@ def predict_twice(network: Transformer, params: Tree, tokens: Array, live: Array
 class Bound:
     """The loss of masked or block diffusion: cross-entropies over `t`, per answer token, averaged over rows.
 
-    This is the loss of LLaDA's fine-tuning, and with blocks that of BD3-LM. After a causal prefix the cross-entropy
-    of the clean text's next tokens is added with equal weight, as in set block decoding.
+    This is the loss of LLaDA's fine-tuning, and with blocks that of BD3-LM. After a causal prefix the cross-entropy of
+    the clean text's next tokens is added with equal weight, as in set block decoding.
 
     Attributes:
-        apart: share of rows whose prompt does not see the answer. A small model that uses the prompt's positions as
-            memory breaks when the prompt comes from a cache, unless it was trained with such rows.
+        network: the model.
+        kind: the kind of diffusion model.
+        dtype: dtype of the computation.
+        apart: the share of rows whose prompt does not see the answer. A small model that uses the prompt's positions as
+            memory fails when the prompt comes from a cache, unless it was trained with such rows.
     """
 
     network: Transformer
@@ -213,8 +224,9 @@ class Bound:
         return loss, {"loss": loss, "cross_entropy": nats.sum() / count, "accuracy": right.sum() / count}
 
     def parts(self, params: Tree, batch: Batch, key: Array) -> tuple[Array, Array, Array, Array, Array]:
-        """Returns for each position `[B, T]`: nats (0 unless masked), masked, noise level, masked and predicted right,
-        and nats of the clean text's prediction of the answer's token (0 without a causal prefix)."""
+        """Returns five arrays `[B, T]` for the positions: nats (0 unless masked), whether masked, the noise level,
+        whether masked and predicted correctly, and the nats of the clean text's prediction of the answer's token (0
+        without a causal prefix)."""
         noisy, masked, levels = corrupt(key, batch, self.kind)
         blind = None
         if self.apart:
@@ -236,13 +248,19 @@ class Bound:
 class CertaintyForcing:
     """dParallel's distillation (Chen et al., 2025): the model learns to be certain of its own answers in parallel.
 
-    One block of each row's answer is drawn. Tokens before it are clean, tokens after it masked, and each token in
-    it is masked with probability `ratio`. The loss is the cross-entropy at its masked tokens plus `weight` times
-    the entropy, at `temperature`, of those that are predicted right. The complement of the masked tokens is learned in
-    the same step, as in the authors' code.
+    One block of each row's answer is drawn. Tokens before it are clean, tokens after it masked, and each token in it is
+    masked with probability `ratio`. The loss is the cross-entropy at its masked tokens plus `weight` times the entropy,
+    at `temperature`, of those that are predicted correctly. The complement of the masked tokens is learned in the same
+    step, as in the authors' code.
 
     Attributes:
-        span: number of tokens of a block, counted from the beginning of the answer.
+        network: the model.
+        kind: the kind of diffusion model.
+        dtype: dtype of the computation.
+        span: the number of tokens of a block, counted from the beginning of the answer.
+        ratio: the probability that a token of the block is masked.
+        temperature: the temperature of the entropy.
+        weight: the factor of the entropy.
     """
 
     network: Transformer
@@ -275,7 +293,8 @@ class CertaintyForcing:
         return each(here & drawn), each(here & ~drawn)
 
     def terms(self, logits: Array, tokens: Array, masked: Array) -> dict[str, Array]:
-        """Returns the mean cross-entropy of masked tokens, the mean entropy of the right ones, and their share."""
+        """Returns the mean cross-entropy of masked tokens, the mean entropy of the correctly predicted ones, and their
+        share."""
         nats = jnp.where(masked, cross_entropy(logits, jnp.where(masked, tokens, 0)), 0.0)
         log_p = jax.nn.log_softmax(logits.astype(jnp.float32) / self.temperature)
         entropy = -jnp.where(jnp.isfinite(log_p), jnp.exp(log_p) * jnp.where(jnp.isfinite(log_p), log_p, 0.0), 0.0)
@@ -287,8 +306,8 @@ class CertaintyForcing:
 
 @partial(jax.jit, static_argnames=("network", "kind", "at_once"))
 def fill(network: Transformer, params: Tree, batch: Batch, kind: Diffusion, at_once: bool = False) -> Array:
-    """Returns rows with answers filled greedily, `i32[B, T]`, block by block: the most confident token of a forward,
-    or all of them."""
+    """Returns rows with answers filled greedily, `i32[B, T]`, block by block: in each forward pass the most confident
+    token, or with `at_once` all tokens of the block."""
     at = blocks(kind, batch.answer)
     last = at.max() + 1
 
@@ -319,8 +338,14 @@ def bound_per_byte(objective: Bound, params: Tree, stream: np.ndarray, byte_leng
     window of the stream and the rest after the last whole window do not count.
 
     Args:
-        stream: `i32[N]`. byte_lengths: `i32[V]`, as from `language_model.token_bytes`.
-        limit: number of windows at most, spread evenly; None: all.
+        objective: the loss.
+        params: the weights.
+        stream: `i32[N]`.
+        byte_lengths: `i32[V]`, as from `language_model.token_bytes`.
+        length: the number of tokens of a window.
+        batch: the number of windows in one call.
+        limit: the maximum number of windows, spread evenly; None for all.
+        draws: the number of noises for each window.
     """
     half = length // 2
     starts = np.arange(0, len(stream) - length + 1, half)

@@ -28,8 +28,12 @@ Tree = Any
 
 @struct
 class FilterExamples(Struct):
-    """Steps of greedy rollouts: confidences `f32[N, n]` of a block of `n`, and whether candidates are final
-    `bool[N, n]`."""
+    """Steps of greedy rollouts.
+
+    Attributes:
+        confidence: confidences at the `n` positions of a block, `f32[N, n]`.
+        final: whether the candidates are final, `bool[N, n]`.
+    """
 
     confidence: Array
     final: Array
@@ -74,13 +78,18 @@ def rollout(network: Transformer, params: Tree, batch: Batch, kind: Diffusion, s
     """Decodes towards `batch.tokens` block by block, by extremely greedy parallel decoding.
 
     Args:
-        span: number of tokens of a block.
-        longest: number of tokens of the longest answer; each takes two steps at most. None: the length of a row.
+        network: the model.
+        params: its weights.
+        batch: rows with their final texts.
+        kind: the kind of diffusion model.
+        span: the number of tokens of a block.
+        longest: the number of tokens of the longest answer, each of which takes at most two steps; None for the length
+            of a row.
 
     Returns:
-        For `S` steps: confidences `f32[B, S, span]`, final `bool[B, S, span]`, and whether the row took the step
-        `bool[B, S]`. A block ends when it is full; it is filled at once if no candidate has changed, as in the
-        authors' code.
+        Three arrays for `S` steps: confidences `f32[B, S, span]`, final `bool[B, S, span]`, and whether the row took
+            the step, `bool[B, S]`. A block ends when it is full; it is filled at once if no candidate has changed, as
+            in the authors' code.
     """
     place = jnp.cumsum(batch.answer, 1) - 1
     first = batch.answer.argmax(1)

@@ -1,4 +1,5 @@
-"""Formats of weights, by name: `decodax.load(..., weights="int8")`, and `decodax.quantize` for those that take data."""
+"""Formats of weights by name, for `decodax.load(..., weights="int8")` and, for those that need data,
+`decodax.quantize`."""
 
 from __future__ import annotations
 
@@ -45,21 +46,21 @@ for _name, _make, *_paper in (
 FORMATS: dict[str, Format] = {
     "int8": Int8(), "int4": Int4(), "fp8": Float8(), "bfloat16": Floats("bfloat16"), "float16": Floats("float16"),
     "float32": Floats("float32"), "qserve": QServe(), "squeezellm": SqueezeLLM(), "glvq": GLVQ(), "r-sparse": RSparse()}
-"""By the names that `decodax.load` and `decodax.quantize` take."""
+"""Formats by the names that `decodax.load` and `decodax.quantize` accept."""
 
 MODEL_FORMATS: dict[str, ModelFormat] = {"quamba2": Quamba2()}
-"""By the names that `decodax.quantize` takes, those that change a whole model."""
+"""Formats that change a whole model, by the names that `decodax.quantize` accepts."""
 
 KINDS: dict[str, type[Packed]] = {kind.__name__: kind for kind in (
     Scaled, W4A8, Nibbles, Lookup, DenseSparse, Lattice, RankSparse, Integers, Static, InputsRotated)}
-"""What `decodax.save` writes and `decodax.load` reads of packed kernels, by the names in files."""
+"""Classes of packed kernels, by the names that `decodax.save` writes to files."""
 
 
 def read_format(weights: str | Format | ModelFormat | None) -> Format | ModelFormat | None:
-    """A format by name, or as it is.
+    """Returns a format by name, or a format unchanged.
 
     Raises:
-        ValueError: an unknown name; lists near ones.
+        ValueError: an unknown name; the message lists similar ones.
 
     >>> read_format("int8")
     Int8()
@@ -75,27 +76,27 @@ def read_format(weights: str | Format | ModelFormat | None) -> Format | ModelFor
 
 
 def without_data(weights: str | Format | ModelFormat | None) -> Format | None:
-    """The same, where there is no data.
+    """Returns a format that needs no data, by name or unchanged.
 
     Raises:
-        ValueError: an unknown name, or a format that takes data or changes a whole model.
+        ValueError: an unknown name, or a format that needs data or changes a whole model.
     """
     own = read_format(weights)
     if isinstance(own, ModelFormat):
         raise ValueError(f"weights: {weights!r} changes a whole model: decodax.quantize(lm, {weights!r}, data) packs a "
                          "loaded one, decodax.save keeps it for decodax.load")
     if own is not None and own.statistic is not None:
-        raise ValueError(f"weights: {weights!r} looks at text before it packs: decodax.quantize(lm, {weights!r}, data) "
-                         "packs a loaded model, decodax.save keeps it for decodax.load")
+        raise ValueError(f"weights: {weights!r} needs calibration data: decodax.quantize(lm, {weights!r}, data) packs "
+                         "a loaded model, decodax.save keeps it for decodax.load")
     return own
 
 
 def pack(params: Any, weights: str | Format) -> Any:
-    """A decoder's weights with their kernels packed.
+    """Returns a decoder's weights with their kernels packed.
 
     Args:
-        params: as `Transformer.init_params` makes them.
-        weights: a name in `FORMATS`, or a format; one that takes no data, else see `decodax.quantize`.
+        params: weights as from `Transformer.init_params`.
+        weights: a name in `FORMATS`, or a format. It must not need data; for others see `decodax.quantize`.
     """
     own = without_data(weights)
     assert own is not None

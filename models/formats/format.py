@@ -1,4 +1,4 @@
-"""What a format of weights is."""
+"""The interface of a format of weights."""
 
 from __future__ import annotations
 
@@ -15,53 +15,59 @@ from decodax.models.packed import Packed
 
 
 class Format(abc.ABC):
-    """How kernels are packed."""
+    """Packs single kernels."""
 
     @property
     def statistic(self) -> Statistic | None:
-        """What `pack` is to know of the kernel's inputs and gradients; None: it takes no data."""
+        """The statistic of a kernel's inputs and gradients that `pack` needs; None: it needs no data."""
         return None
 
     def packs(self, path: str) -> bool:
-        """Whether the kernel at a dotted path, such as "layers.0.attn.q.kernel", is packed; the others stay arrays."""
+        """True if the kernel at a dotted path, such as "layers.0.attn.q.kernel", is packed; others stay arrays."""
         return True
 
     @abc.abstractmethod
     def pack(self, kernel: Array, seen: Any = None) -> Packed:
-        """The packed form of `f[K, N]`, or of `f[E, K, N]`, one for each expert.
+        """Returns the packed form of a kernel `f[K, N]`, or of `f[E, K, N]`, one for each expert.
 
-        Without a `statistic` it is called under jit, and else outside of it.
+        It is called under jit if `statistic` is None, and outside of jit otherwise.
 
         Args:
-            seen: what `calibration.observe` returns for this kernel and `statistic`.
+            kernel: the kernel.
+            seen: the result of `calibration.observe` for this kernel and `statistic`.
         """
 
 
 class ModelFormat(abc.ABC):
-    """How a whole model is packed, where a format changes more of it than single kernels."""
+    """Packs a whole model, for formats that change more than single kernels."""
 
     @property
     @abc.abstractmethod
     def data(self) -> bool:
-        """Whether it goes by data."""
+        """True if it needs calibration data."""
 
     @abc.abstractmethod
     def convert(self, model: Any, params: Any, tokens: np.ndarray | None,
                 report: Callable[[float], None] = lambda done: None) -> tuple[Any, Any]:
-        """The packed model and its weights.
+        """Returns the packed model and its weights.
 
         Args:
-            tokens: `i32[S, T]` of texts, one sequence a row; None: a format that does not go by data.
+            model: the network.
+            params: its weights.
+            tokens: `i32[S, T]` of texts, one sequence per row; None for a format that needs no data.
             report: called with the share of the work that is done.
 
         Raises:
-            ValueError: a model that it does not take.
+            ValueError: the model is not supported.
         """
 
 
 def kernels(weights: Any) -> list[str]:
-    """The dotted paths of what formats pack among a decoder's weights: kernels, but for the routers of experts, whose
-    choices turn on the last digits. An embedding table that is also the head is one."""
+    """Returns the dotted paths of the kernels that formats pack among a decoder's weights.
+
+    Routers of experts are left out, since their choices depend on the last digits. A tied embedding table counts as a
+    kernel.
+    """
     found = flatten(weights)
     inside = [path for path in found if path.endswith(".kernel") and ".router." not in path]
     return inside if "lm_head.kernel" in found else [*inside, "embed"]

@@ -1,26 +1,26 @@
-"""Grouped lattice vector quantisation (Zhang, Wu, Wang and Lin, 2025; arXiv:2510.20984).
+"""Grouped lattice vector quantization (Zhang, Wu, Wang and Lin, 2025; arXiv:2510.20984).
 
-The inputs of a kernel are divided into groups. Each group has a lattice of its own, a generation matrix `G` of `d x d`,
-and a curvature `mu`. `d` weights of an output that follow one another are a vector `w`, kept as `d` integers `z`:
+The inputs of a kernel are divided into groups. Each group has its own lattice, a generation matrix `G` of `d x d`, and
+a curvature `mu`. `d` consecutive weights of an output are a vector `w`, stored as `d` integers `z`:
 
     z = clip(round(G^-1 F(w))),   w' = F^-1(G z),   F(w) = sign(w) ln(1 + mu |w|) / ln(1 + mu)
 
-which is Babai's rounding (1986) behind a companding function. `G` starts as the Cholesky factor of the covariance of
-the group's companded vectors. Then the codes are rounded and a step of gradient descent for `G` and `mu` is taken in
-turn, on the squared error `|W X - W' X|^2` of the group's outputs on calibration data. The bits of a code, the same
-throughout a group, go by the group's salience ("SDBA", from SliM-LLM: Huang et al., 2024).
+which is Babai's rounding (1986) after a companding function. `G` starts as the Cholesky factor of the covariance of the
+group's companded vectors. Then the codes are rounded and a step of gradient descent for `G` and `mu` is taken in turn,
+on the squared error `|W X - W' X|^2` of the group's outputs on calibration data. The number of bits of a code, the same
+throughout a group, depends on the group's salience ("SDBA", from SliM-LLM: Huang et al., 2024).
 
-The authors have published no code. What the paper leaves open is decided here as follows.
+The authors have published no code. Details that the paper leaves open are decided here as follows.
 
-- Codes of `b` bits are the half-integers from `-(2^b - 1) / 2` to `(2^b - 1) / 2`, so that the points lie
-  symmetrically about zero with 1 and 2 bits too: the lattice is shifted by half the sum of its basis.
-- The Cholesky factor is scaled for the code's range: by that of `lattices.WIDTHS` with the least error.
+- Codes of `b` bits are the half-integers from `-(2^b - 1) / 2` to `(2^b - 1) / 2`, so that the points are symmetric
+  about zero with 1 and 2 bits too: the lattice is shifted by half the sum of its basis.
+- The Cholesky factor is scaled for the code's range by the one of `lattices.WIDTHS` with the smallest error.
 - The error is divided by `|W X|^2`, and the penalty on `G - G0` by `|G0|^2`, so that one rate and one penalty suit all
-  kernels. Steps are Adam's, of `ln mu` in place of `mu`. Singular values of `G` stay within those of `G0` widened by
-  `lattices.WIDER`. The iterate with the least loss is kept.
-- Salience is `w^2 / u^2` as in SliM-LLM's code, `u` the diagonal of the Cholesky factor of the inverse of `X X^T`. How
-  many groups have a bit more and as many a bit less is decided by the error of the lattices that learning starts with,
-  in place of the divergence of the outputs, for which `X X^T` is not enough.
+  kernels. Steps are Adam's, for `ln mu` in place of `mu`. Singular values of `G` stay within those of `G0` widened by
+  `lattices.WIDER`. The iterate with the smallest loss is kept.
+- Salience is `w^2 / u^2` as in SliM-LLM's code, with `u` the diagonal of the Cholesky factor of the inverse of `X X^T`.
+  The number of groups with one bit more, and of as many with one bit less, minimises the error of the initial lattices,
+  in place of the divergence of the outputs, which `X X^T` does not determine.
 """
 
 from __future__ import annotations
@@ -42,20 +42,22 @@ from decodax.models.formats.lattices import expand, learn, salience, start_error
 from decodax.models.packed import DECODED, Packed
 
 DAMPING = 0.01
-"""Of the mean of the diagonal of `X X^T`, added to it, as GPTQ does (Frantar et al., 2022)."""
+"""Share of the mean of the diagonal of `X X^T` that is added to it, as in GPTQ (Frantar et al., 2022)."""
 
 
 @struct
 class Lattice(Packed):
-    """A kernel as codes of the points of lattices.
+    """A kernel as codes of lattice points.
 
     Attributes:
-        codes: `u8[..., planes, N, size // 8]`, a plane for each bit of a group's codes. First come the lowest bits of
-            all groups, those with more bits first, then the next bits of the groups that have them. Bit `j` of byte `i`
-            belongs to input `j * size // 8 + i` of the group.
-        lattices: `f16[..., groups, d, d]`, of the groups in their order. curvatures: `f16[..., groups]`.
-        scales: `f16[..., N]`, of the outputs; None: all are 1.
-        bits: of each group's codes. inputs: `K`; those that the last group lacks are zeros.
+        codes: `u8[..., planes, N, size // 8]`, a plane for each bit of a group's codes. The lowest bits of all groups
+            come first, groups with more bits first, then the next bits of the groups that have them. Bit `j` of byte
+            `i` belongs to input `j * size // 8 + i` of the group.
+        lattices: `f16[..., groups, d, d]`, in the order of the groups.
+        curvatures: `f16[..., groups]`.
+        scales: `f16[..., N]`, one per output; None: all are 1.
+        bits: number of bits of each group's codes.
+        inputs: number of inputs `K`; the last group is padded with zeros.
     """
 
     codes: Array
@@ -77,7 +79,7 @@ class Lattice(Packed):
         return (whole if self.scales is None else whole * self.scales[..., None].astype(whole.dtype)).astype(dtype)
 
     def product(self, x: Array, dtype: Any) -> Array:
-        # XLA's CPU has no fast products of half precision
+        # XLA's CPU backend has no fast half-precision products.
         own = jnp.dtype(jnp.float32) if platform() == "cpu" else x.dtype
         kernel = self._groups(jnp.float32).astype(own)
         size = kernel.shape[-1]
@@ -87,7 +89,8 @@ class Lattice(Packed):
         return (y if self.scales is None else y * self.scales.astype(y.dtype)).astype(dtype)
 
     def times(self, x: Array, dtype: Any) -> Array:
-        # a weight takes longer to decode than to multiply: all rows at once, and no more weights than a cache holds
+        # Decoding a weight takes longer than multiplying it: all rows at once, and no more weights than fit in the
+        # cache.
         if free_axes() or self.shape[0] < 2:
             return self.product(x, dtype)
         return self.by_blocks(x, dtype, DECODED // self.inputs + 1)
@@ -108,7 +111,7 @@ class Lattice(Packed):
                             scales=None if self.scales is None else PartitionSpec(*above, outputs))
 
     def _groups(self, dtype: Any) -> Array:
-        """The weights `f[..., groups, N, size]`, groups with more bits first."""
+        """Returns the weights `f[..., groups, N, size]`, groups with more bits first."""
         order = np.array(_order(self.bits))
         bits = np.array(self.bits)[order]
         *above, _, _, eighth = self.codes.shape
@@ -132,12 +135,12 @@ class Lattice(Packed):
 
 
 def _order(bits: tuple[int, ...]) -> list[int]:
-    """The groups, those with more bits first."""
+    """Returns the indices of the groups, those with more bits first."""
     return sorted(range(len(bits)), key=lambda g: -bits[g])
 
 
 def _divided(x: Array, size: int) -> Array:
-    """Inputs `f[..., K]` as groups `f[..., groups, size]`, the last one filled up with zeros."""
+    """Divides inputs `f[..., K]` into groups `f[..., groups, size]`, the last one padded with zeros."""
     groups = -(-x.shape[-1] // size)
     padded = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, groups * size - x.shape[-1])])
     return padded.reshape(*x.shape[:-1], groups, size)
@@ -145,7 +148,7 @@ def _divided(x: Array, size: int) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class GroupInputs(Statistic):
-    """`X X^T` of the inputs of each group by themselves, `f32[groups, size, size]`.
+    """`X X^T` of the inputs of each group, `f32[groups, size, size]`.
 
     Attributes:
         group, multiple: see `group_size`.
@@ -161,7 +164,7 @@ class GroupInputs(Statistic):
 
 
 def group_size(K: int, group: int, multiple: int) -> int:
-    """Inputs of a group: all groups are as large, `group` at most, and multiples of `multiple`.
+    """Returns the number of inputs of a group: at most `group`, a multiple of `multiple`, and equal for all groups.
 
     >>> group_size(768, 128, 8), group_size(320, 128, 8), group_size(33, 128, 8)
     (128, 112, 40)
@@ -174,16 +177,18 @@ class GLVQ(Format):
     """Codes of points of lattices that are learned for each group of inputs.
 
     Attributes:
-        bits: of a weight's code on the average, 1 to 7.
-        group: inputs of a group at most, a multiple of 8 and of `dimension`. Groups of a kernel are equally large.
-        dimension: of the lattices, `d`.
-        spread: bits by which salient groups have more and others less, 1 or 0: 0 gives all groups the same ("GLVQ-u").
-        scales: divide each output's weights by their root mean square, over that of the kernel, and keep this as
-            float16. It is not the paper's, and helps where some outputs are much louder than others.
-        steps: of learning at most; 0 keeps the lattices that it starts with.
-        rate: of Adam's first step, over `2^(bits - 2)`, for `G` over its largest singular value and for `ln mu`. It
-            falls to 0 as a cosine does.
-        penalty: on leaving the lattice that learning starts with, lambda.
+        bits: average number of bits of a weight's code, 1 to 7.
+        group: largest number of inputs of a group, a multiple of 8 and of `dimension`. Groups of a kernel have equal
+            size.
+        dimension: dimension `d` of the lattices.
+        spread: number of bits by which salient groups have more and others less, 1 or 0; 0 gives all groups the same
+            ("GLVQ-u").
+        scales: divide each output's weights by their root mean square relative to that of the kernel, stored as
+            float16. This is not in the paper, and helps if some outputs are much larger than others.
+        steps: largest number of learning steps; 0 keeps the initial lattices.
+        rate: step size of Adam's first step, relative to `2^(bits - 2)`, for `G` divided by its largest singular value
+            and for `ln mu`. It falls to 0 as a cosine.
+        penalty: weight lambda of the distance from the initial lattice.
         tolerance: learning ends when the loss changes by a smaller share.
     """
 
@@ -203,9 +208,9 @@ class GLVQ(Format):
             if not isinstance(value, int) or value < least or (most is not None and value > most):
                 raise ValueError(f"{name}: got {value!r}, takes an int from {least}" + (f" to {most}" if most else ""))
         if self.bits <= self.spread:
-            raise ValueError(f"spread: got {self.spread} with {self.bits} bits, takes 0: a code has one bit at least")
+            raise ValueError(f"spread: got {self.spread} with {self.bits} bits, takes 0: a code has at least one bit")
         if self.group < 1 or self.group % self._multiple:
-            raise ValueError(f"group: got {self.group}, takes a multiple of {self._multiple}, which is one of 8 and of "
+            raise ValueError(f"group: got {self.group}, takes a multiple of {self._multiple}, that is, of 8 and of "
                              f"dimension {self.dimension}")
         for name in ("rate", "penalty", "tolerance"):
             if not getattr(self, name) >= 0:
@@ -242,7 +247,7 @@ class GLVQ(Format):
         return Lattice(codes=codes, lattices=lattices, curvatures=curvatures, scales=scales, bits=bits, inputs=K)
 
     def _allocated(self, w: Array, moments: Array) -> tuple[int, ...]:
-        """Bits of each group's codes; experts share them, for their codes lie in one array."""
+        """Returns the number of bits of each group's codes. Experts share them, since their codes are in one array."""
         groups = w.shape[1]
         if not self.spread or groups < 2:
             return (self.bits,) * groups
@@ -258,13 +263,13 @@ class GLVQ(Format):
 
 
 def _damped(moments: Array) -> Array:
-    """`X X^T` with something on its diagonal, also where a kernel has seen nothing."""
+    """Adds to the diagonal of `X X^T`, also for a kernel without data."""
     mean = jnp.trace(moments, axis1=-2, axis2=-1)[..., None, None] / moments.shape[-1]
     return moments + jnp.where(mean > 0, DAMPING * mean, 1) * jnp.eye(moments.shape[-1])
 
 
 def _planes(codes: Array, bits: tuple[int, ...]) -> Array:
-    """Codes `u8[E, groups, N, size]` as `Lattice` has them."""
+    """Returns codes `u8[E, groups, N, size]` in the layout of `Lattice`."""
     order = np.array(_order(bits))
     shifts = jnp.arange(8, dtype=jnp.uint8)[:, None]
     found = []

@@ -1,6 +1,4 @@
-"""Kernels of 8-bit integers whose rows are quantised with scales that are known beforehand, and rotations in front of
-them.
-"""
+"""Kernels of 8-bit integers whose rows are quantized with scales fixed beforehand, and rotations of their inputs."""
 
 from __future__ import annotations
 
@@ -20,17 +18,17 @@ from decodax.models.packed import Packed, dot, partial_sums, total
 from decodax.pallas_kernels.packed_matmul.reference import scaled
 
 GROUP = 128
-"""Inputs of an output that share a scale of 4-bit weights."""
+"""Number of inputs of an output that share a scale of 4-bit weights."""
 
 
 @struct
 class Integers(Packed):
-    """A kernel of 8-bit integers. Its products are of rows of integers from -128 to 127, and exact.
+    """A kernel of 8-bit integers. Products with rows of integers from -128 to 127 are exact.
 
     Attributes:
-        codes: `i8[N, K]`, the integers; or `u8[N, K // 2]`, 4-bit codes from -8 to 7 plus 8, of the first half of the
-            inputs in the low bits and of the second half in the high bits.
-        steps: `f16[N, groups]`: an integer is its code times the step of its group, rounded; None: the code.
+        codes: `i8[N, K]`, the integers; or `u8[N, K // 2]`, 4-bit codes from -8 to 7 plus 8, for the first half of the
+            inputs in the low bits and for the second half in the high bits.
+        steps: `f16[N, groups]`: an integer is its code times the step of its group, rounded; None: it is the code.
     """
 
     codes: Array
@@ -48,13 +46,13 @@ class Integers(Packed):
         return jnp.concatenate([self._integers(0, half), self._integers(half, 2 * half)], -1).astype(dtype)
 
     def product(self, x: Array, dtype: Any) -> Array:
-        """`[R, N]` from `f[R, K]`; `dtype` may be int32."""
+        """Returns `[R, N]` from `f[R, K]`; `dtype` may be int32."""
         if platform() != "cpu":
             return dot(x.astype(jnp.int8), self.values(jnp.int8), jnp.int32).astype(dtype)
         whole, K = self.shape[-1], self.codes.shape[-1]
         steps = self._steps
         group = None if steps is None else whole // steps.shape[-1]
-        size = max(EXACT // (group or 1), 1) * (group or 1)     # XLA has no fast products of integers there
+        size = max(EXACT // (group or 1), 1) * (group or 1)     # XLA has no fast integer products on CPU
         parts = []
         for half in range(0, whole, K):
             for first in range(half, half + K, size):
@@ -67,12 +65,12 @@ class Integers(Packed):
         return functools.reduce(jnp.add, [part.astype(jnp.int32) for part in parts]).astype(dtype)
 
     def _integers(self, start: int, stop: int) -> Array:
-        """`f32[N, stop - start]`, of inputs that belong to one half, and to whole groups or to one."""
+        """Returns `f32[N, stop - start]` for inputs that belong to one half, and to whole groups or a single one."""
         if self.codes.dtype != jnp.uint8:
             return self.codes[:, start:stop].astype(jnp.float32)
         half = self.codes.shape[-1]
         codes = self.codes[:, start % half:start % half + stop - start]
-        # by way of int32, which XLA's CPU converts in vectors
+        # Converted by way of int32, which XLA's CPU backend vectorises.
         codes = (codes >> 4 if start >= half else codes & 15).astype(jnp.int32).astype(jnp.float32) - 8
         steps = self._steps
         if steps is None:
@@ -89,12 +87,13 @@ class Integers(Packed):
 
 @struct
 class Static(Packed):
-    """A kernel of integers whose rows, and whose products where they go on in 8 bits, are quantised with scales that
-    are known beforehand.
+    """A kernel of integers whose rows, and products if they stay in 8 bits, are quantized with scales fixed beforehand.
 
     Attributes:
-        kernel: the integers. scales: `f32[N, 1]`, of an output's.
-        step: `f32[1, 1]`, of the rows. outs: `f32[N, 1]`, of the products; None: they stay as they are.
+        kernel: the integers.
+        scales: `f32[N, 1]`, scale of each output.
+        step: `f32[1, 1]`, scale of the rows.
+        outs: `f32[N, 1]`, scales of the products; None: they are not quantized.
     """
 
     kernel: Integers
@@ -128,7 +127,7 @@ class Static(Packed):
 
 @struct
 class InputsRotated(Packed):
-    """A kernel whose inputs are rotated before they are multiplied, see `rotate`."""
+    """A kernel whose inputs are rotated before they are multiplied; see `rotate`."""
 
     kernel: Packed
 
@@ -148,7 +147,7 @@ class InputsRotated(Packed):
 
 
 def rotate(x: Array) -> Array:
-    """`x @ rotation(K)` of rows `f[..., K]`, in float32, without the matrix.
+    """Computes `x @ rotation(K)` for rows `f[..., K]`, in float32, without the matrix.
 
     >>> rotate(jnp.array([[1.0, 3.0]])).round(3).tolist()
     [[2.828000068664551, -1.4140000343322754]]
@@ -165,11 +164,11 @@ def rotate(x: Array) -> Array:
 
 
 def rotation(n: int) -> np.ndarray:
-    """An orthogonal matrix `f64[n, n]`: Sylvester's Hadamard matrix, as far as `n` is a power of 2, times the smallest
-    one of what is left (`hadamard`).
+    """Returns an orthogonal matrix `f64[n, n]`: Sylvester's Hadamard matrix for the powers of 2 in `n`, times the
+    smallest one for the rest (`hadamard`).
 
     Raises:
-        ValueError: there is none here.
+        ValueError: no such matrix is known here.
     """
     core, many = _core(n)
     while many > 1:
@@ -179,7 +178,7 @@ def rotation(n: int) -> np.ndarray:
 
 @functools.lru_cache(maxsize=16)
 def _core(n: int) -> tuple[np.ndarray, int]:
-    """The smallest Hadamard matrix of which doubling makes one of `n`, and the power of 2 between them."""
+    """Returns the smallest Hadamard matrix that doubles up to size `n`, and the power of 2 between them."""
     size = n
     while size % 2 == 0:
         try:
@@ -191,18 +190,20 @@ def _core(n: int) -> tuple[np.ndarray, int]:
 
 
 def codes_of(x: Array, scale: Array) -> Array:
-    """The 8-bit integers, as floats, of numbers with a scale: the nearest ones, from -128 to 127."""
+    """Returns the nearest 8-bit integers, as floats from -128 to 127, of numbers with a scale."""
     return jnp.clip(jnp.round(x / scale), -128, 127)
 
 
 def quarter(w: np.ndarray, inner: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """4-bit weights `f16[N, K]`: codes from -8 to 7, a scale of each output `f32[N, 1]`, and steps `f16[N, groups]`.
+    """Quantizes weights `f16[N, K]` to 4 bits: codes from -8 to 7, a scale of each output `f32[N, 1]`, and steps
+    `f16[N, groups]`.
 
-    Up to 128 inputs an output has one scale, and codes from -7 to 7.
+    With up to 128 inputs an output has one scale, and codes from -7 to 7.
 
     Args:
-        inner: as W4A8 has it: codes times steps, rounded, are 8-bit integers, which the output's scale belongs to. Else
-            as W4A16: codes times steps are the weights, and the scales 1.
+        w: the weights.
+        inner: True for W4A8: codes times steps, rounded, are 8-bit integers, which the output's scale applies to. False
+            for W4A16: codes times steps are the weights, and the scales are 1.
     """
     w = w.astype(np.float16)
     N, K = w.shape

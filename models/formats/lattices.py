@@ -1,4 +1,4 @@
-"""Lattices for groups of weights, and how they are learned (Zhang, Wu, Wang and Lin, 2025), see `glvq`."""
+"""Lattices for groups of weights, and how they are learned (Zhang, Wu, Wang and Lin, 2025); see `glvq`."""
 
 from __future__ import annotations
 
@@ -10,31 +10,32 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 CURVATURE = (10.0, 255.0)
-"""The least and the largest `mu`, from the paper."""
+"""The smallest and the largest `mu`, from the paper."""
 
 WIDTHS = tuple(float(2 ** (i / 4)) for i in range(-6, 7))
-"""Steps of the starting lattice that are tried, over `4 / 2^b` standard deviations."""
+"""Scales of the initial lattice that are tried, relative to `4 / 2^b` standard deviations."""
 
 WIDER = 4.0
-"""How far the singular values of `G` may leave those of `G0`: the least over this to the largest times this."""
+"""Singular values of `G` stay between the smallest one of `G0` divided by this and the largest one times this."""
 
 
 def compand(w: Array, mu: Array) -> Array:
-    """`F(w)`."""
+    """Computes the companding function `F(w)`."""
     return jnp.sign(w) * jnp.log1p(mu * jnp.abs(w)) / jnp.log1p(mu)
 
 
 def expand(y: Array, mu: Array) -> Array:
-    """`F^-1(y)`."""
+    """Computes its inverse, `F^-1(y)`."""
     return jnp.sign(y) * jnp.expm1(jnp.abs(y) * jnp.log1p(mu)) / mu
 
 
 def babai(lattice: Array, y: Array, bits: Array | int) -> Array:
-    """The codes of vectors by Babai's rounding.
+    """Returns the codes of vectors by Babai's rounding.
 
     Args:
         lattice: `f[d, d]`, whose columns are the basis.
-        y: `f[..., d]`. bits: of a code, int or `f[]`.
+        y: `f[..., d]`.
+        bits: number of bits of a code, int or `f[]`.
 
     Returns:
         `f[..., d]`, integers from 0 to `2^bits - 1`. The point of codes `u` is `lattice @ (u - (2^bits - 1) / 2)`.
@@ -45,7 +46,8 @@ def babai(lattice: Array, y: Array, bits: Array | int) -> Array:
 
 @jax.jit
 def salience(w: Array, moments: Array) -> Array:
-    """`f32[E, groups]` from weights `f32[E, groups, N, size]` and `X X^T` of their inputs."""
+    """Returns the salience of groups, `f32[E, groups]`, from weights `f32[E, groups, N, size]` and `X X^T` of their
+    inputs."""
     factor = jnp.linalg.cholesky(jnp.linalg.inv(moments))
     u = jnp.diagonal(factor, axis1=-2, axis2=-1)
     return (w ** 2 / u[..., None, :] ** 2).sum((-2, -1))
@@ -53,7 +55,7 @@ def salience(w: Array, moments: Array) -> Array:
 
 @functools.partial(jax.jit, static_argnames="dimension")
 def start_errors(w: Array, moments: Array, bits: Array | int, dimension: int) -> Array:
-    """The squared error of the outputs by the lattices that learning starts with, `f32[E, groups]`."""
+    """Returns the squared error of the outputs with the initial lattices, `f32[E, groups]`."""
     flat = (w.reshape(-1, *w.shape[2:]), moments.reshape(-1, *moments.shape[2:]))
 
     def one(group: tuple[Array, Array]) -> Array:
@@ -66,11 +68,13 @@ def start_errors(w: Array, moments: Array, bits: Array | int, dimension: int) ->
 @functools.partial(jax.jit, static_argnames="dimension")
 def learn(w: Array, moments: Array, bits: Array, dimension: int, steps: Array | int, rate: Array | float,
           penalty: Array | float, tolerance: Array | float) -> tuple[Array, Array, Array]:
-    """The lattices of groups and the codes of their weights.
+    """Learns the lattices of groups and returns the codes of their weights.
 
     Args:
-        w: `f32[E, groups, N, size]`. moments: `f32[E, groups, size, size]`, `X X^T` of their inputs.
-        bits: `f32[groups]`. The others: see `GLVQ`.
+        w: `f32[E, groups, N, size]`.
+        moments: `f32[E, groups, size, size]`, `X X^T` of their inputs.
+        bits: `f32[groups]`.
+        dimension, steps, rate, penalty, tolerance: see `GLVQ`.
 
     Returns:
         `u8[E, groups, N, size]`, `f16[E, groups, d, d]` and `f16[E, groups]`: codes, lattices and curvatures.
@@ -90,13 +94,13 @@ def learn(w: Array, moments: Array, bits: Array, dimension: int, steps: Array | 
 
 def _learned(w: Array, moment: Array, bits: Array, d: int, steps: Array | int, rate: Array | float,
              penalty: Array | float, tolerance: Array | float) -> tuple[Array, Array]:
-    """`G` and `mu` of one group, as float16 has them."""
-    import optax  # only for those who convert
+    """Returns `G` and `mu` of one group, rounded to float16."""
+    import optax  # only needed for conversion
 
     lattice, mu = _start(w, moment, bits, d)
     singular = jnp.linalg.svd(lattice, compute_uv=False)
     least, most = singular[-1] / WIDER, singular[0] * WIDER
-    # a step moves the outermost points as far over the distance of neighbours, whatever the bits
+    # A step moves the outermost points by the same share of the distance between neighbours, whatever the bits.
     fine = 4 / 2 ** bits
     unit = singular[0] * fine
     whole = ((w @ moment) * w).sum()
@@ -139,7 +143,7 @@ def _learned(w: Array, moment: Array, bits: Array, d: int, steps: Array | int, r
 
 
 def _start(w: Array, moment: Array, bits: Array | int, d: int) -> tuple[Array, Array]:
-    """The lattice and the curvature that learning starts with."""
+    """Returns the initial lattice and curvature."""
     deviations = w - w.mean()
     kurtosis = (deviations ** 4).mean() / jnp.maximum((deviations ** 2).mean() ** 2, 1e-30)
     mu = _half(jnp.clip(100 * jnp.tanh(kurtosis / 10), *CURVATURE))
@@ -153,15 +157,15 @@ def _start(w: Array, moment: Array, bits: Array | int, d: int) -> tuple[Array, A
 
 
 def _error(w: Array, moment: Array, lattice: Array, mu: Array, bits: Array | int) -> tuple[Array, Array]:
-    """`|W X - W' X|^2` and the codes. The codes have no gradient."""
+    """Returns `|W X - W' X|^2` and the codes. The codes have no gradient."""
     d = len(lattice)
     codes = lax.stop_gradient(babai(lattice, compand(w, mu).reshape(-1, d), bits))
     points = (codes - (2.0 ** jnp.asarray(bits) - 1) / 2) @ lattice.T
     off = w - expand(points.reshape(w.shape), mu)
-    weighted = lax.stop_gradient(off @ moment)      # the gradient is twice this: no second product
+    weighted = lax.stop_gradient(off @ moment)      # the gradient is twice this, which saves a second product
     return 2 * (weighted * off).sum() - lax.stop_gradient((weighted * off).sum()), codes.reshape(w.shape)
 
 
 def _half(x: Array) -> Array:
-    """As float16 has it, with the gradient of `x`."""
+    """Rounds to float16, with the gradient of `x`."""
     return x + lax.stop_gradient(x.astype(jnp.float16).astype(x.dtype) - x)

@@ -1,17 +1,17 @@
-"""QoQ, the quantisation of QServe: 4-bit weights and 8-bit activations (W4A8; Lin, Tang, Yang, Zhang, Xiao, Gan and
-Han, 2024, "QServe: W4A8KV4 Quantization and System Co-design for Efficient LLM Serving").
+"""QoQ, the quantization of QServe: 4-bit weights and 8-bit activations (W4A8).
 
-Weights are quantised progressively. A scale of each output takes them to 8-bit integers; then each group of 128 inputs
-has a 4-bit code a weight, and an integer step and an integer zero that take its codes back to 8 bits. The first range
-is -119 to 119, so that what comes back fits 8 bits although it has been rounded (the protective range). In the other
-form an output's weights have 4-bit codes with one scale and one zero, and no groups.
+Source: Lin, Tang, Yang, Zhang, Xiao, Gan and Han, 2024, "QServe: W4A8KV4 Quantization and System Co-design for
+Efficient LLM Serving". Weights are quantized progressively. A scale per output maps them to 8-bit integers. Then each
+group of 128 inputs has 4-bit codes, and an integer step and an integer zero that map them back to 8 bits. The first
+range is -119 to 119, so that the result fits in 8 bits in spite of rounding (the protective range). In the other form
+an output's weights have 4-bit codes with one scale and one zero, and no groups.
 
-The rows that are multiplied are quantised too, when they are multiplied: to -127 to 127, by the largest of each row.
-So the product is one of integers, which is exact, and is scaled afterwards.
+Activations are quantized when they are multiplied: to -127 to 127, by the largest of each row. So the product is one of
+integers, which is exact, and is scaled afterwards.
 
-Scales and codes are those of the authors' quantiser, deepcompressor, where it rounds to nearest: between the two steps
-it does not round. `read` takes the tensors of their checkpoints. `rotated` spreads what stands out in a few of the
-inputs over all of them, before weights are packed.
+Scales and codes are those of the authors' quantizer, deepcompressor, with rounding to nearest; it does not round
+between the two steps. `read_tensors` reads the tensors of their checkpoints. `rotated` spreads outliers of a few inputs
+over all of them, before weights are packed.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ from decodax.models.packed import Packed, dot, partial_sums, total
 from decodax.models.transformer import Transformer, Weights
 
 PROTECTED = {"pre-scale": 119, "post-scale": 120}
-"""The largest 8-bit weight of the first step, by kind of zero. Steps are 16 at most, so what comes back is off by 8."""
+"""Largest 8-bit weight of the first step, by kind of zero. Steps are at most 16, so the result is off by at most 8."""
 
 EXACT = 1024
-"""Inputs that are multiplied at a time on CPU: their products add up exactly in float32, 1024 * 127 * 128 < 2 ** 24."""
+"""Number of inputs multiplied at a time on CPU: their sum is exact in float32, since 1024 * 127 * 128 < 2 ** 24."""
 
 
 @struct
 class Nibbles(Packed):
     """A kernel of 8-bit integers in 4 bits: each is its code, or its code times the step of its group plus the zero.
 
-    Its products are of rows of integers from -127 to 127, and exact.
+    Products with rows of integers from -127 to 127 are exact.
 
     Attributes:
-        codes: `u8[..., N, K // 2]`, a code of the first half of the inputs in the low bits and one of the second half
-            in the high bits.
-        steps: `i8[..., N, groups]`, 1 or more, each of `K // groups` inputs that follow one another; None: 1.
-        zeros: `i8[..., N, groups]`, what is added after the step: minus the zero point; None: 0.
+        codes: `u8[..., N, K // 2]`, codes of the first half of the inputs in the low bits and of the second half in the
+            high bits.
+        steps: `i8[..., N, groups]`, at least 1, one per `K // groups` consecutive inputs; None: 1.
+        zeros: `i8[..., N, groups]`, added after the step: minus the zero point; None: 0.
     """
 
     codes: Array
@@ -66,7 +66,7 @@ class Nibbles(Packed):
 
     @property
     def group(self) -> int:
-        """Inputs of a group."""
+        """Number of inputs of a group."""
         return 1 if self.steps is None else self.shape[-1] // self.steps.shape[-1]
 
     def values(self, dtype: Any) -> Array:
@@ -74,10 +74,10 @@ class Nibbles(Packed):
         return jnp.concatenate([self._integers(0, half, high, dtype) for high in (False, True)], -1)
 
     def product(self, x: Array, dtype: Any) -> Array:
-        """`[R, N]` from `f[R, K]`; `dtype` may be int32."""
+        """Returns `[R, N]` from `f[R, K]`; `dtype` may be int32."""
         half = size = self.codes.shape[-1]
         own, sums = jnp.int8, jnp.int32
-        if platform() == "cpu":     # XLA has no fast products of integers there
+        if platform() == "cpu":     # XLA has no fast integer products there
             size = min(EXACT // self.group * self.group, half)
             own = sums = jnp.float32
         parts = []
@@ -89,35 +89,36 @@ class Nibbles(Packed):
                                                                                   own)
                 parts.append(total(partial_sums(rows, part, group=None if self.steps is None else self.group))
                              if self.by_sums(x) else dot(rows, part(0, last - first), sums))
-        parts = lax.optimization_barrier(parts)     # fused, XLA would write converted kernels to memory
+        parts = lax.optimization_barrier(parts)     # if they were fused, XLA would write converted kernels to memory
         return functools.reduce(jnp.add, [part.astype(jnp.int32) for part in parts]).astype(dtype)
 
     def specs(self, outputs: str | None, inputs: str | None, sizes: dict[str, int]) -> Any:
-        # groups lie whole on a device
+        # A group must be on one device.
         divides = inputs is not None and (self.steps is None or self.steps.shape[-1] // 2 % sizes[inputs] == 0)
         return super().specs(outputs, inputs if divides else None, sizes)
 
     def _integers(self, start: int, stop: int, high: bool, dtype: Any) -> Array:
-        """The integers `[..., N, stop - start]` of bytes from `start` to `stop`, which have whole groups or one's."""
+        """Returns the integers `[..., N, stop - start]` of bytes from `start` to `stop`, which hold whole groups or a
+        part of one."""
         half, codes = self.codes.shape[-1], self.codes[..., start:stop]
-        # by way of int32, which XLA's CPU converts in vectors
+        # Converted by way of int32, which XLA's CPU backend vectorises.
         codes = (codes >> 4 if high else codes & 15).astype(jnp.int32).astype(dtype)
         if self.steps is None or self.zeros is None:
             return codes
         first, last = (start + high * half) // self.group, -(-(stop + high * half) // self.group)
         steps, zeros = (a[..., first:last, None].astype(dtype) for a in (self.steps, self.zeros))
-        # in int8 a code times its step wraps around, and with the zero back again
+        # In int8 a code times its step may overflow; adding the zero reverses this.
         return (codes.reshape(*steps.shape[:-1], -1) * steps + zeros).reshape(codes.shape)
 
 
 @struct
 class W4A8(Packed):
-    """A kernel of integers with a scale an output, whose rows are quantised to 8 bits as they are multiplied.
+    """A kernel of integers with a scale per output, whose rows are quantized to 8 bits when they are multiplied.
 
     Attributes:
         kernel: the integers.
-        scales: `f32[..., N, 1]`, numbers of float16.
-        zeros: `f32[..., N, 1]`, what is taken off after scaling, numbers of float16; None: nothing.
+        scales: `f32[..., N, 1]`, float16 numbers.
+        zeros: `f32[..., N, 1]`, subtracted after scaling, float16 numbers; None: nothing.
     """
 
     kernel: Nibbles
@@ -148,12 +149,12 @@ class W4A8(Packed):
         x = x.astype(jnp.float32)
         rows, scales = quantised(x)
         y = multiply(rows, jnp.int32).astype(jnp.float32) * (self.scales[:, 0] * scales)
-        # as the authors' kernel has it: of the row itself, not of its codes
+        # As in the authors' kernel the sum is that of the row itself, not of its codes.
         return (y if self.zeros is None else y - self.zeros[:, 0] * x.sum(-1, keepdims=True)).astype(dtype)
 
 
 def quantised(x: Array) -> tuple[Array, Array]:
-    """Rows as 8-bit integers: integers from -127 to 127, `f32[R, K]`, and their scales, `f32[R, 1]`.
+    """Quantizes rows to 8-bit integers: integers from -127 to 127, `f32[R, K]`, and their scales, `f32[R, 1]`.
 
     The authors' kernel rounds the scales to float16; here they stay float32.
 
@@ -162,20 +163,20 @@ def quantised(x: Array) -> tuple[Array, Array]:
     ([[32.0, -127.0, 17.0]], 2.0)
     """
     most = jnp.abs(x).max(-1, keepdims=True)
-    most = jnp.where(most < 1e-30, 1, most)     # nothing to quantise; a NaN stays one
+    most = jnp.where(most < 1e-30, 1, most)     # an empty row; a NaN stays one
     return jnp.round(x * (127 / most)), most / 127
 
 
 @dataclasses.dataclass(frozen=True)
 class QServe(Format):
-    """4-bit weights and 8-bit activations, rounded to nearest; embeddings and head stay as they are.
+    """4-bit weights and 8-bit activations, rounded to nearest; embeddings and head are not quantized.
 
     Attributes:
-        group: inputs of a group, where they divide the inputs, else the largest common divisor; -1: no groups, a scale
-            and a zero an output. The authors have 128 and -1.
-        zero: "pre-scale", as in the paper: the zero is a code from 0 to 15, taken off before scaling, and the range of
-            a group includes 0. "post-scale", of the authors' later configurations: it is taken off after scaling, an
-            8-bit integer, or a float16 where there are no groups, and ranges begin anywhere.
+        group: number of inputs of a group; if it does not divide the number of inputs, their greatest common divisor;
+            -1: no groups, with a scale and a zero per output. The authors use 128 and -1.
+        zero: "pre-scale", as in the paper: the zero is a code from 0 to 15, subtracted before scaling, and the range of
+            a group includes 0. "post-scale", as in the authors' later configurations: it is subtracted after scaling,
+            an 8-bit integer, or a float16 without groups, and ranges need not include 0.
     """
 
     group: int = 128
@@ -191,14 +192,15 @@ class QServe(Format):
         return path.startswith("layers.")
 
     def pack(self, kernel: Array, seen: Any = None) -> W4A8:
-        """
+        """Packs a kernel.
+
         Raises:
             ValueError: an odd number of inputs.
         """
         w = jnp.swapaxes(kernel, -1, -2).astype(jnp.float32)
         K = w.shape[-1]
         if K % 2:
-            raise ValueError(f"kernel: got {K} inputs, {self} takes an even number: two codes lie in a byte")
+            raise ValueError(f"kernel: got {K} inputs, {self} takes an even number, since two codes share a byte")
         if self.group == -1:
             low, high = self._range(w)
             scales = _or_one(_half((high - low) / 15))
@@ -213,12 +215,12 @@ class QServe(Format):
         return W4A8(kernel=_grouped(codes.reshape(w.shape), steps[..., 0], -zeros[..., 0]), scales=scales)
 
     def _range(self, w: Array) -> tuple[Array, Array]:
-        """The smallest and the largest along the last axis, which is kept."""
+        """Returns the smallest and the largest entry along the last axis, which is kept."""
         low, high = w.min(-1, keepdims=True), w.max(-1, keepdims=True)
         return (jnp.minimum(low, 0), jnp.maximum(high, 0)) if self.zero == "pre-scale" else (low, high)
 
     def _codes(self, w: Array, low: Array, scales: Array, number: Callable[[Array], Array]) -> tuple[Array, Array]:
-        """Codes `u8` of a range from `low`, and what is to be taken off after scaling, rounded to a `number`."""
+        """Returns codes `u8` of a range from `low`, and the amount to subtract after scaling, rounded by `number`."""
         if self.zero == "post-scale":
             zeros = number(-low)
             return _code((w + zeros) / scales), zeros
@@ -231,7 +233,7 @@ def _half(x: Array) -> Array:
 
 
 def _or_one(scales: Array) -> Array:
-    """Scales of ranges that are nothing but 0 are 1."""
+    """Replaces scales of 0, for ranges that contain only 0, by 1."""
     return jnp.where(scales == 0, 1, scales)
 
 
@@ -240,30 +242,30 @@ def _code(x: Array) -> Array:
 
 
 def _packed(codes: Array) -> Array:
-    """`u8[..., N, K // 2]` from codes `u8[..., N, K]`."""
+    """Returns `u8[..., N, K // 2]` from codes `u8[..., N, K]`."""
     low, high = jnp.split(codes, 2, -1)
     return low | (high << 4)
 
 
 def _grouped(codes: Array, steps: Array, zeros: Array) -> Nibbles:
-    """From codes `u8[..., N, K]`, and steps and what is added, integers `[..., N, groups]`."""
-    if steps.shape[-1] % 2:      # a group lies within the half whose codes share a byte's low or high bits
+    """Packs codes `u8[..., N, K]` with steps and zeros, integers `[..., N, groups]`."""
+    if steps.shape[-1] % 2:      # a group must lie within the half whose codes share a byte's low or high bits
         steps, zeros = (jnp.repeat(a, 2, -1) for a in (steps, zeros))
     return Nibbles(codes=_packed(codes), steps=steps.astype(jnp.int8), zeros=zeros.astype(jnp.int8))
 
 
 def read_tensors(tensors: Mapping[str, np.ndarray]) -> W4A8:
-    """A kernel from the tensors of the authors' checkpoints (OmniServe, `W4A8OF16LinearDynamicInputScale`).
+    """Reads a kernel from the tensors of the authors' checkpoints (OmniServe, `W4A8OF16LinearDynamicInputScale`).
 
     Args:
         tensors: by their names there. "qweight", `i8[N, K // 2]`: codes in the order in which a warp of their kernel
             reads them, tiles of 32 outputs and 32 inputs, whose bytes have outputs 0 to 15 in the low bits and 16 to 31
-            in the high ones. "s1_scales", `f16[N]`. "s2_scales", `i8[groups, N]`: steps, the outputs of each 32 as 0,
-            8, 16, 24, 1, 9, ... "s2_zeros", `i8[groups, N]` in the same order: what is added after the step. Of the
-            form without groups, in place of the last two, "s1_szeros", `f16[N]`.
+            in the high bits. "s1_scales", `f16[N]`. "s2_scales", `i8[groups, N]`: steps, with each 32 outputs in the
+            order 0, 8, 16, 24, 1, 9, ... "s2_zeros", `i8[groups, N]` in the same order, added after the step. The form
+            without groups has "s1_szeros", `f16[N]`, in place of the last two.
 
     Raises:
-        ValueError: shapes that do not belong together, tensors of both forms or of none, or integers beyond 8 bits.
+        ValueError: shapes do not belong together, tensors are of both forms or of none, or integers exceed 8 bits.
     """
     qweight, s1_scales = tensors["qweight"], tensors["s1_scales"]
     s2_scales, s2_zeros, s1_szeros = (tensors.get(name) for name in ("s2_scales", "s2_zeros", "s1_szeros"))
@@ -274,13 +276,13 @@ def read_tensors(tensors: Mapping[str, np.ndarray]) -> W4A8:
     if s1_scales.shape != (N,):
         raise ValueError(f"s1_scales: got shape {s1_scales.shape}, takes {(N,)}")
     scales = jnp.asarray(s1_scales, jnp.float32)[:, None]
-    # tiles of outputs and inputs, 8 outputs, 4 inputs, 2 inputs, 2 outputs, 4 inputs; then the halves of a byte
+    # Tiles of outputs and inputs, 8 outputs, 4 inputs, 2 inputs, 2 outputs, 4 inputs; then the halves of a byte.
     tiles = qweight.view(np.uint8).reshape(N // 32, K // 32, 8, 4, 2, 2, 4)
     both = np.stack([tiles & 15, tiles >> 4], -1)
     codes = both.transpose(0, 7, 5, 2, 1, 4, 3, 6).reshape(N, K)
     if s1_szeros is not None:
         if s2_scales is not None or s2_zeros is not None:
-            raise ValueError("s1_szeros: got some beside s2_scales or s2_zeros, takes one form or the other")
+            raise ValueError("s1_szeros: cannot be combined with s2_scales or s2_zeros; takes one form or the other")
         if s1_szeros.shape != (N,):
             raise ValueError(f"s1_szeros: got shape {s1_szeros.shape}, takes {(N,)}")
         return W4A8(kernel=Nibbles(codes=_packed(jnp.asarray(codes))), scales=scales,
@@ -301,22 +303,23 @@ def read_tensors(tensors: Mapping[str, np.ndarray]) -> W4A8:
 
 
 def rotated(model: Transformer, params: Weights) -> tuple[Transformer, Weights]:
-    """The same network with its residual stream rotated by a Hadamard matrix, and the values of each head by another.
+    """Returns an equivalent network with its residual stream rotated by a Hadamard matrix, and the values of each head
+    by another.
 
-    The scales of norms go into the kernels after them, so that norms and rotation can be exchanged; each kernel is
-    rotated on the side of the stream (QuaRot: Ashkboos et al., 2024). Logits are the same but for rounding. A head that
-    is the embedding table becomes one of its own, since the last norm's scale goes into it.
+    The scales of norms are merged into the kernels after them, so that norms and rotation commute; each kernel is
+    rotated on the side of the stream (QuaRot: Ashkboos et al., 2024). Logits are the same up to rounding. A tied head
+    becomes a separate one, since the last norm's scale is merged into it.
 
     Raises:
-        ValueError: packed weights, a network with other norms than RMS norms in front of attention and MLP, or a width
-            without a Hadamard matrix, see `hadamard`.
+        ValueError: packed weights, a network whose norms are not RMS norms before attention and MLP, or a width without
+            a Hadamard matrix, see `hadamard`.
     """
     c, found = model.config, flatten(params)
     if any(isinstance(leaf, Packed) for leaf in found.values()):
         raise ValueError("params: got packed weights, takes arrays")
     if c.norm.kind != "rms" or c.norm.bias or c.block not in ("pre", "parallel"):
-        raise ValueError(f"model: got {c.block} blocks with {c.norm.kind} norms, takes RMS norms in front of attention "
-                         "and MLP alone")
+        raise ValueError(f"model: got {c.block} blocks with {c.norm.kind} norms, takes RMS norms before attention and "
+                         "MLP alone")
     stream, head = hadamard(c.width), hadamard(c.head_dim)
     leaves = {path: np.asarray(jax.device_get(leaf), np.float64) for path, leaf in found.items()}
     if c.tied:
@@ -347,10 +350,10 @@ def rotated(model: Transformer, params: Weights) -> tuple[Transformer, Weights]:
 
 
 def hadamard(n: int) -> np.ndarray:
-    """An orthogonal matrix `f64[n, n]` of entries of one size: a Hadamard matrix, by Sylvester and Paley.
+    """Returns an orthogonal matrix `f64[n, n]` with entries of one size: a Hadamard matrix, by Sylvester and Paley.
 
     Raises:
-        ValueError: `n` is no power of 2, and not one times `q + 1` (or `2 (q + 1)`) of a prime `q` that is 3 (or 1)
+        ValueError: `n` is not a power of 2, nor one times `q + 1` (or `2 (q + 1)`) for a prime `q` that is 3 (or 1)
             modulo 4. Most models' widths are.
 
     >>> (hadamard(2) * 2 ** 0.5).round().tolist()
@@ -370,7 +373,7 @@ def hadamard(n: int) -> np.ndarray:
             core = np.kron(_paley(q, 1), [[1, 1], [1, -1]]) + np.kron(np.eye(q + 1), [[1, -1], [-1, -1]])
             break
         if m % 2:
-            raise ValueError(f"width: got {n}, which has no Hadamard matrix here")
+            raise ValueError(f"width: got {n}, takes a number with a known Hadamard matrix")
         m //= 2
     while len(core) < n:
         core = np.kron([[1, 1], [1, -1]], core)
@@ -378,8 +381,11 @@ def hadamard(n: int) -> np.ndarray:
 
 
 def _paley(q: int, sign: int) -> np.ndarray:
-    """`[q + 1, q + 1]`: 0 on the diagonal, and 1 or -1 where the difference of two indices is a square modulo `q` or
-    not; the first column is `sign` times the first row."""
+    """Returns a matrix `[q + 1, q + 1]`: 0 on the diagonal, 1 where the difference of two indices is a square modulo
+    `q`, else -1.
+
+    The first column is `sign` times the first row.
+    """
     squares = {i * i % q for i in range(1, q)}
     residue = np.array([0] + [1 if i in squares else -1 for i in range(1, q)])
     made = np.zeros((q + 1, q + 1))

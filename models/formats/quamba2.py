@@ -1,23 +1,23 @@
-"""Quamba2: a Mamba-2 in few bits (Chiang, Chang, Frumkin, Wu, Abdelfattah and Marculescu, 2025, "Quamba2: A Robust and
-Scalable Post-training Quantization Framework for Selective State Space Models").
+"""Quamba2: post-training quantization of Mamba-2.
 
-W8A8 and W4A8 quantise everything in a layer with scales that texts have shown beforehand: the inputs of its kernels,
-the gate, the inputs of the convolution, the time steps, the inputs `x`, `B` and `C` of the recurrence, and its state
-between two tokens. What makes 8 bits enough for the recurrence:
+Source: Chiang, Chang, Frumkin, Wu, Abdelfattah and Marculescu, 2025, "Quamba2: A Robust and Scalable Post-training
+Quantization Framework for Selective State Space Models". W8A8 and W4A8 quantize everything in a layer with scales
+calibrated on texts: the inputs of its kernels, the gate, the inputs of the convolution, the time steps, the inputs `x`,
+`B` and `C` of the recurrence, and its state between two tokens. Three methods make 8 bits enough for the recurrence:
 
 - *Sorted and clustered channels.* Which channels and heads of `x` are large does not depend on the text. The channels
-  of a head are sorted by their size on texts, heads of like profile are clustered, and then the channels of each
-  cluster of heads; a cluster has a scale of its own. The weights are rearranged to that order.
+  of a head are sorted by their calibrated size, heads of similar profile are clustered, and then the channels of each
+  cluster of heads; each cluster has its own scale. The weights are rearranged to that order.
 - *State groups.* `B` and `C` have a scale for each of the `G` groups. The state has one for each cluster of channels
   and each of its `N` entries.
-- *Rotation.* The residual stream and the input of the output projection are rotated by Hadamard matrices, which go into
-  the weights, but for the latter's, which is applied to activations.
+- *Rotation.* The residual stream and the input of the output projection are rotated by Hadamard matrices. They are
+  merged into the weights, except the latter's, which is applied to activations.
 
-Weights have 8 bits with one scale a projection (and one each for `z`, `x`, `B`, `C` and `dt`), or 4 with one for each
-128 inputs of an output. W4A16 is the 4-bit weights in the rotated network, and nothing else.
+Weights have 8 bits with one scale per projection (separate ones for `z`, `x`, `B`, `C` and `dt`), or 4 bits with one
+scale per 128 inputs of an output. W4A16 has 4-bit weights in the rotated network and quantizes nothing else.
 
-Scales, codes and rounding are those of the authors' code (enyac-group/Quamba), but for what docs/weights.md lists. The
-network with 8-bit states is `decodax.models.formats.rounded_mamba2`.
+Scales, codes and rounding are those of the authors' code (enyac-group/Quamba), except for the differences listed in
+docs/weights.md. The network with 8-bit states is `decodax.models.formats.rounded_mamba2`.
 """
 
 from __future__ import annotations
@@ -44,13 +44,14 @@ from decodax.models.transformer import Weights
 
 @dataclasses.dataclass(frozen=True)
 class Quamba2(ModelFormat):
-    """A Mamba-2 in few bits, as the authors' code makes it without GPTQ.
+    """A Mamba-2 in few bits, as made by the authors' code without GPTQ.
 
     Attributes:
-        weights: bits of the kernels, 8 or 4. activations: bits of all else, 8, or 16 (with 4-bit weights) for none.
-        heads, channels: clusters of heads in each of the `G` groups, and of channels in each of those; no more than
-            there are.
-        head, table: whether the output head and the embedding table are quantised, too.
+        weights: number of bits of the kernels, 8 or 4.
+        activations: number of bits of everything else, 8, or 16 (with 4-bit weights) to quantize nothing.
+        heads: largest number of clusters of heads in each of the `G` groups.
+        channels: largest number of clusters of channels in each of those.
+        head, table: True quantizes the output head and the embedding table too.
     """
 
     weights: Literal[4, 8] = 8
@@ -74,23 +75,25 @@ class Quamba2(ModelFormat):
 
     def convert(self, model: Any, params: Weights, tokens: np.ndarray | None,
                 report: Callable[[float], None] = lambda done: None) -> tuple[Mamba2, Weights]:
-        """The quantised model and its weights.
+        """Returns the quantized model and its weights.
 
         Args:
-            tokens: `i32[S, T]` of texts, one sequence a row; None without activations of 8 bits.
+            model: a `Mamba2`.
+            params: its weights.
+            tokens: `i32[S, T]` of texts, one sequence per row; None unless activations have 8 bits.
             report: called with the share of the sequences that are done.
 
         Raises:
-            ValueError: no Mamba-2, one with biases of its projections, or packed weights.
+            ValueError: the model is not a Mamba-2, has biases of its projections, or has packed weights.
         """
         if type(model) is not Mamba2:
             raise ValueError(f"lm: got a {type(model).__name__}, {self} takes a Mamba2")
         c = model.config
         if c.bias:
-            raise ValueError(f"lm: has biases of its projections, {self} takes a model without")
+            raise ValueError(f"lm: got projections with biases, {self} takes a model without")
         if self.weights == 4 and (c.width % 2 or c.inner % 2):
-            raise ValueError(f"lm: has {c.width} and {c.inner} inputs, {self} takes even numbers: two codes lie in a "
-                             "byte")
+            raise ValueError(f"lm: got {c.width} and {c.inner} inputs, {self} takes even numbers, since two codes "
+                             "share a byte")
         leaves = {path: np.asarray(jax.device_get(leaf), np.float64) for path, leaf in flatten(params).items()}
         leaves = fused(c, leaves)
         c = dataclasses.replace(c, tied=False)
@@ -124,7 +127,7 @@ class Quamba2(ModelFormat):
             elif name == "in.kernel":
                 made[path] = self._kernel(leaf.T, own.get("in"), _sections(c), own.get("outs"))
             elif name == "out.kernel":
-                # rows are rotated, and the weights were
+                # Rows are rotated when they are multiplied; the weights are rotated already.
                 made[path] = InputsRotated(kernel=self._kernel(leaf.T, own.get("out")))
             elif self.data and name in ("conv.taps", "conv.bias"):
                 parts = np.split(leaf, np.cumsum([c.inner, c.groups * c.state]), -1)
@@ -142,7 +145,7 @@ class Quamba2(ModelFormat):
 
     def _kernel(self, w: np.ndarray, step: np.ndarray | None, sections: list[int] | None = None,
                 outs: np.ndarray | None = None) -> Packed:
-        """Of weights `[N, K]`, whose outputs are in `sections` with scales of their own."""
+        """Returns the packed kernel of weights `[N, K]`, whose outputs are in `sections` with separate scales."""
         row = lambda a: jnp.asarray(a, jnp.float32).reshape(-1, 1)
         if self.weights == 4:
             codes, scales, groups = quarter(w, self.activations == 8)
@@ -159,19 +162,19 @@ class Quamba2(ModelFormat):
 
 
 def _sections(c: Mamba2Config) -> list[int]:
-    """The outputs of the input projection: `z`, `x`, `B`, `C` and `dt`."""
+    """Returns the numbers of outputs of the input projection: `z`, `x`, `B`, `C` and `dt`."""
     return [c.inner, c.inner, c.groups * c.state, c.groups * c.state, c.heads]
 
 
 def _eight(w: np.ndarray) -> np.ndarray:
-    """A tensor rounded to 8 bits with one scale."""
+    """Rounds a tensor to 8 bits with one scale."""
     w = w.astype(np.float32)
     scale = scale_of(np.abs(w).max())
     return np.clip(np.round(w / scale), -128, 127) * scale
 
 
 def _rows(w: np.ndarray, bits: int) -> Scaled:
-    """An embedding table with a scale a row."""
+    """Packs an embedding table with a scale per row."""
     most = np.abs(w).max(-1, keepdims=True)
     scales = np.where(most > 0, most, 1) / (127 if bits == 8 else 8)
     codes = np.clip(np.round(w / scales), -128 if bits == 8 else -8, 127 if bits == 8 else 7)
@@ -180,8 +183,11 @@ def _rows(w: np.ndarray, bits: int) -> Scaled:
 
 
 def fused(c: Mamba2Config, leaves: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The same network with the scales of its norms in the kernels behind them, an output head of its own, and the
-    residual stream rotated; the output projections take rotated inputs (`rotate`)."""
+    """Returns an equivalent network with rotated residual stream, norm scales merged into kernels, and a separate
+    output head.
+
+    The output projections take rotated inputs (`rotate`).
+    """
     stream, inner = rotation(c.width), rotation(c.inner)
     found = dict(leaves)
     if c.tied:
@@ -198,7 +204,11 @@ def fused(c: Mamba2Config, leaves: Mapping[str, np.ndarray]) -> dict[str, np.nda
 
 def reordered(c: Mamba2Config, leaves: Mapping[str, np.ndarray], layer: int, order: np.ndarray
               ) -> dict[str, np.ndarray]:
-    """A layer's weights with channels and heads in another order: `order`, `i64[G, H / G, P]`, has each place's."""
+    """Returns a layer's weights with channels and heads in another order.
+
+    Args:
+        order: `i64[G, H / G, P]`, the channel at each place.
+    """
     path, channels = f"layers.{layer}", order.reshape(-1)
     heads = channels.reshape(c.heads, c.head_dim)[:, 0] // c.head_dim
     rest = np.arange(c.inner, c.channels)
@@ -208,7 +218,7 @@ def reordered(c: Mamba2Config, leaves: Mapping[str, np.ndarray], layer: int, ord
     found = {"in.kernel": own("in.kernel")[:, np.concatenate([channels, c.inner + conv, into + heads])],
              "conv.taps": own("conv.taps")[..., conv], "gated_norm": own("gated_norm")[channels],
              **{name: own(name)[heads] for name in ("A_log", "D", "dt_bias")},
-             # rotated in the new order
+             # Rotated in the new order.
              "out.kernel": inner.T @ (inner @ own("out.kernel"))[channels]}
     if c.conv_bias:
         found["conv.bias"] = own("conv.bias")[conv]

@@ -1,4 +1,4 @@
-"""What Quamba2 measures on texts: which channels are large, their order and clusters, and the scales of activations."""
+"""Calibration of Quamba2 on texts: sizes of channels, their order and clusters, and the scales of activations."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from decodax.models.t5 import nested
 from decodax.models.transformer import Weights
 
 LEAST = 1e-5
-"""The smallest largest value that a scale is taken of."""
+"""Smallest maximum that a scale is computed for."""
 
 
 def arranged(mean: np.ndarray, heads: int, channels: int) -> tuple[np.ndarray, np.ndarray]:
     """Sorts and clusters the channels of a layer.
 
     Args:
-        mean: `f[G, H / G, P]`, the mean size of each channel. heads, channels: how many clusters at most.
+        mean: `f[G, H / G, P]`, the mean size of each channel.
+        heads, channels: largest numbers of clusters.
 
     Returns:
         The channel of each place, `i64[G, H / G, P]`, and the number of its cluster, `i64[G, H / G, P]`.
@@ -42,7 +43,7 @@ def arranged(mean: np.ndarray, heads: int, channels: int) -> tuple[np.ndarray, n
         order[g], size[g], label = order[g][place], size[g][place], label[place]
         for each in range(label.max() + 1):
             own = label == each
-            # sorted in each head, so clusters are intervals
+            # Channels are sorted in each head, so clusters are intervals.
             inside = np.maximum.accumulate(lloyd(size[g][own].T, min(channels, P)))
             found[g, own] = count + inside
             count += min(channels, P)
@@ -67,7 +68,7 @@ def ward(x: np.ndarray, count: int) -> np.ndarray:
 
 
 def lloyd(x: np.ndarray, count: int) -> np.ndarray:
-    """k-means of rows `f[n, d]` from evenly spaced ones: `i64[n]`."""
+    """Clusters rows `f[n, d]` by k-means that starts from evenly spaced rows: `i64[n]`."""
     x = x.astype(np.float64)
     centers = x[::max(1, len(x) // count)][:count].copy()
     label = np.full(len(x), -1)
@@ -86,7 +87,8 @@ def lloyd(x: np.ndarray, count: int) -> np.ndarray:
 
 
 def scales_of(c: Mamba2Config, seen: Mapping[str, np.ndarray], clusters: np.ndarray | None) -> dict[str, np.ndarray]:
-    """The scales of a layer's activations from what texts have shown (`watched`); of the head without `clusters`."""
+    """Returns the scales of a layer's activations from the statistics of `watched`; those of the head without
+    `clusters`."""
     if clusters is None:
         return {"head": scale_of(seen["head"])}
     wide = lambda names: np.concatenate([np.full(n, scale_of(seen[name]), np.float32) for name, n in names])
@@ -105,8 +107,11 @@ def scales_of(c: Mamba2Config, seen: Mapping[str, np.ndarray], clusters: np.ndar
 
 def watched(c: Mamba2Config, leaves: Mapping[str, np.ndarray], tokens: np.ndarray,
             report: Callable[[float], None] = lambda done: None) -> list[dict[str, np.ndarray]]:
-    """What texts show of the network that `fused` makes, a dict a layer and one for the head: the largest sizes, and
-    "mean", the largest of the sequences' mean sizes of each channel of `x`. Of states those behind a sequence."""
+    """Runs the network made by `fused` on texts and returns statistics: a dict per layer and one for the head.
+
+    They are largest absolute values, and "mean", the largest of the sequences' mean absolute values of each channel of
+    `x`. States are those after a sequence.
+    """
     params = nested({path: jnp.asarray(leaf, jnp.float32) for path, leaf in leaves.items()})
     model = _Watched(c)
 
@@ -130,7 +135,7 @@ def watched(c: Mamba2Config, leaves: Mapping[str, np.ndarray], tokens: np.ndarra
 
 
 class _Found:
-    """A list that is equal to nothing else."""
+    """A list that is compared by identity."""
 
     def __init__(self, found: list[dict[str, Array]]):
         self.found = found
@@ -138,7 +143,7 @@ class _Found:
 
 @dataclasses.dataclass(frozen=True)
 class _Watched(Mamba2):
-    """A model that notes what its layers see, within one trace."""
+    """A model that records statistics of its layers, within one trace."""
 
     found: Any = None
 
@@ -167,5 +172,5 @@ class _Watched(Mamba2):
 
 
 def scale_of(most: Any) -> Any:
-    """Steps of 8-bit integers for numbers up to `most`."""
+    """Returns the step size of 8-bit integers for numbers up to `most`."""
     return np.maximum(most, LEAST).astype(np.float32) / np.float32(127)

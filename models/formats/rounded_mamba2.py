@@ -1,8 +1,8 @@
-"""A Mamba-2 whose activations and states have 8 bits, as Quamba2 makes it (`decodax.models.formats.quamba2`).
+"""A Mamba-2 with 8-bit activations and states, as made by Quamba2 (`decodax.models.formats.quamba2`).
 
-A state is rounded once a token as text is written, and not while a prompt is read. That rounding is no linear step, so
-windows walk their nodes one by one; what a node's state is depends on its ancestors alone, and drafts leave the tokens
-as they are.
+A state is rounded once per token while text is generated, and not while a prompt is read. Rounding is not linear, so
+windows process their nodes one by one. A node's state depends on its ancestors alone, so drafts do not change the
+tokens.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ from decodax.models.transformer import Weights
 
 @struct
 class Rounded(Recurrent, PromptPhase):
-    """States in 8 bits: of each layer a dict of "ring", `i8[B, R, C]`, and "state", `i8[B, H, N, P]`. While a prompt is
-    read states are `f32[B, H, N, P]`: they are rounded behind it, wherever its chunks end."""
+    """States in 8 bits: for each layer a dict of "ring", `i8[B, R, C]`, and "state", `i8[B, H, N, P]`.
+
+    While a prompt is read, states are `f32[B, H, N, P]`. They are rounded after it, independent of its chunks.
+    """
 
     def prefill_cache(self) -> Rounded:
         wide = lambda own: {**own, "state": own["state"].astype(jnp.float32)}
@@ -46,8 +48,11 @@ class Rounded(Recurrent, PromptPhase):
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedMamba2(Mamba2):
-    """A Mamba-2 whose activations and states have 8 bits. Its layers' weights have a further dict "grid" of scales:
-    "into" and "conv", `f32[channels]`, before and behind the convolution, and "state", `f32[H, N, P]`."""
+    """A Mamba-2 with 8-bit activations and states.
+
+    Its layers' weights have an additional dict "grid" of scales: "into" and "conv", `f32[channels]`, before and after
+    the convolution, and "state", `f32[H, N, P]`.
+    """
 
     def init_cache(self, batch: int, capacity: int, *, params: Any = None, inputs: Any = None) -> Cache:
         no_inputs(self, inputs)
@@ -72,7 +77,7 @@ class QuantizedMamba2(Mamba2):
         return biased(multiply(y, p["out"]["kernel"]), p["out"]), entry
 
     def forward(self, params: Weights, tokens: Array) -> Array:
-        """As of `Mamba2`: as a prompt is read, with states that are not rounded."""
+        """Returns logits like `Mamba2.forward`: text is processed as a prompt, with states that are not rounded."""
         window = causal(tokens, jnp.zeros(len(tokens), jnp.int32)).replace(is_prefill=True)
         cache: Any = self.init_cache(len(tokens), 0)
         return self.apply(params, window, prefill_cache(cache)).logits()
@@ -80,11 +85,12 @@ class QuantizedMamba2(Mamba2):
 
 def scanned(c: Mamba2Config, p: Weights, layer: int, into: Array, dt: Array,
             convolve: Callable[[Array], tuple[Array, Array, Array]], window: Window, cache: Any) -> tuple[Array, Any]:
-    """Convolution and recurrence of a layer with rounded states: `f32[B, W, H, P]`, and the layer's entry.
+    """Computes convolution and recurrence of a layer with rounded states: `f32[B, W, H, P]`, and the layer's entry.
 
     Args:
-        into: `f[B, W, channels]`, multiples of the grid "into". dt: `f[B, W, H]`, before the bias.
-        convolve: `x`, `B` and `C` of the inputs `[B, W, conv, channels]` that each node sees.
+        into: `f[B, W, channels]`, multiples of the grid "into".
+        dt: `f[B, W, H]`, before the bias.
+        convolve: returns `x`, `B` and `C` from the inputs `[B, W, conv, channels]` that each node sees.
     """
     grid, D = p["grid"], p["D"][:, None]
 
@@ -106,7 +112,7 @@ def scanned(c: Mamba2Config, p: Weights, layer: int, into: Array, dt: Array,
         heads, B, C, dt, decay = (a[:, 0] for a in inner(whole[:, None], node[1][:, None]))
         B, C = (jnp.repeat(a, c.heads // c.groups, 1) for a in (B, C))                      # [B, H, N]
         state = wide(own) * jnp.exp(decay)[..., None, None] + B[..., None] * (heads * dt[..., None])[:, :, None]
-        # read before it is rounded
+        # The output is computed before the state is rounded.
         return kept(whole[:, 1:], state, own), jnp.einsum("bhn,bhnp->bhp", C, state) + heads * D
 
     def along(own: dict[str, Array], nodes: tuple[Array, Array], live: Array) -> tuple[dict[str, Array], Array]:

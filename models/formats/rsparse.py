@@ -1,16 +1,16 @@
 """R-Sparse: rank-aware activation sparsity (Zhang, Liu, Tian, Khaitan, Wang and Li, 2025).
 
-Inputs of a kernel that are large are multiplied with it, and the small ones with a few of its singular components:
+Large inputs of a kernel are multiplied with it, small ones with a few of its singular components:
 
     y = x_S W_S + (x_rest V_r) U_r
 
-An input is large where its magnitude times the norm of its weights is above a threshold, which keeps a given share of
-them on the data. Each row of a batch and each node of a window has a set `S` of its own, which is found from its own
+An input is large if its magnitude times the norm of its weights exceeds a threshold, which is calibrated to keep a
+given share of the inputs. Each row of a batch and each node of a window has its own set `S`, determined by its own
 inputs alone. So a result does not depend on what is computed beside it, and speculation gives the tokens of plain
 decoding.
 
-The memory that a token reads is the share `1 - sparsity` of the kernel; `ratio` is what of that share the large inputs
-take, and the singular components have the rest.
+The memory that a token reads is the share `1 - sparsity` of the kernel. `ratio` is the part of that share for large
+inputs; the singular components get the rest.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ from decodax.models.formats.format import Format
 from decodax.models.packed import Packed, dot
 
 LOWEST, HIGHEST = -24, 16
-"""Magnitudes are counted from `2**LOWEST` to `2**HIGHEST`, and what is beyond with the last of these."""
+"""Magnitudes are counted from `2**LOWEST` to `2**HIGHEST`; those beyond are counted in the last bin."""
 
 OCTAVE = 8
-"""Bins for a factor of two. Within a bin the logarithms of magnitudes are taken as spread evenly."""
+"""Number of bins per factor of two. Within a bin the logarithms of magnitudes are assumed to be uniform."""
 
 AT_ONCE = 16
-"""On CPU, inputs of a single row whose weights are read in one step of a loop. 8 to 64 take the same time; so do two
-loops over halves of the inputs."""
+"""On CPU, number of inputs of a single row whose weights are read in one step of a loop. 8 to 64 take the same time; so
+do two loops over halves of the inputs."""
 
 RATIOS = tuple(i / 20 for i in range(21))
-"""Among which `RSparse` chooses."""
+"""Ratios that `RSparse` chooses from."""
 
 
 @struct
 class RankSparse(Packed):
-    """A kernel, and what takes the place of its products with small inputs.
+    """A kernel, and an approximation of its products with small inputs.
 
     Attributes:
-        kernel: `f[..., K, N]`. An input's weights lie together, since they are read or skipped together.
-        limits: `f32[..., K]`. An input is large where its magnitude is above; NaNs are.
-        down, up: `f[..., r, K]` and `f[..., N, r]`. `up @ down` is the transposed kernel's best approximation of rank
-            `r`. None: small inputs are left out.
+        kernel: `f[..., K, N]`. An input's weights are adjacent, since they are read or skipped together.
+        limits: `f32[..., K]`. An input is large if its magnitude is above this; NaNs are large.
+        down: `f[..., r, K]`; None: small inputs are left out.
+        up: `f[..., N, r]`. `up @ down` is the best approximation of rank `r` of the transposed kernel.
     """
 
     kernel: Array
@@ -66,7 +66,7 @@ class RankSparse(Packed):
         return *above, N, K
 
     def values(self, dtype: Any) -> Array:
-        """The whole kernel. Products are those with it only for rows of large inputs."""
+        """Returns the whole kernel, which products use only for rows of large inputs."""
         return jnp.swapaxes(self.kernel, -1, -2).astype(dtype)
 
     @property
@@ -74,7 +74,7 @@ class RankSparse(Packed):
         return False
 
     def product(self, x: Array, dtype: Any) -> Array:
-        # XLA's CPU has no fast products of half precision
+        # XLA's CPU backend has no fast half-precision products.
         own = jnp.dtype(jnp.float32) if platform() == "cpu" else x.dtype
         wide = jnp.promote_types(own, dtype)
         large, x = self.large(x), x.astype(own)
@@ -88,7 +88,7 @@ class RankSparse(Packed):
         return y.astype(dtype)
 
     def large(self, x: Array) -> Array:
-        """`bool[R, K]`: the inputs of each row that are multiplied with the kernel."""
+        """Returns `bool[R, K]`: the inputs of each row that are multiplied with the kernel."""
         return ~(jnp.abs(x.astype(jnp.float32)) <= self.limits)
 
     def part(self, start: Array | int, size: int) -> Self:
@@ -110,8 +110,10 @@ class RankSparse(Packed):
 
 
 def skipping(x: Array, large: Array, kernel: Array) -> Array:
-    """The product `f[N]` of the large ones among the inputs `f[K]` with the kernel `f[K, N]`, which reads no weights of
-    the others but those that fill up the last `AT_ONCE`."""
+    """Returns the product `f[N]` of the large inputs among `x` (`f[K]`) with the kernel `f[K, N]`.
+
+    Weights of other inputs are not read, except those that pad the last `AT_ONCE`.
+    """
     K, N = kernel.shape
     slots = jnp.arange(-(-K // AT_ONCE) * AT_ONCE, dtype=jnp.int32)
     before = jnp.cumsum(large.astype(jnp.int32))
@@ -130,30 +132,31 @@ def skipping(x: Array, large: Array, kernel: Array) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class Magnitudes(Statistic):
-    """How many of an input's magnitudes lie in each bin: `f32[K, bins]`."""
+    """Histogram of each input's magnitudes: `f32[K, bins]`."""
 
     def of(self, x: Array, gradient: Array) -> Array:
         bins = (HIGHEST - LOWEST) * OCTAVE
         place = jnp.clip((jnp.log2(jnp.abs(x)) - LOWEST) * OCTAVE, 0, bins - 1).astype(jnp.int32)
-        used = (gradient != 0).any(-1).astype(jnp.float32)      # not the blocks' empty rows
+        used = (gradient != 0).any(-1).astype(jnp.float32)      # leaves out the blocks' padding rows
         counts = jnp.zeros((x.shape[1], bins), jnp.float32)
         return counts.at[jnp.arange(x.shape[1]), place].add(used[:, None])
 
 
 @dataclasses.dataclass(frozen=True)
 class RSparse(Format):
-    """R-Sparse with thresholds by the data.
+    """R-Sparse with calibrated thresholds.
 
-    The authors find the ratios of Llama 3 8B's kernels by an evolutionary search that runs the model again and again
-    (and most of them turn out to be 1). Here `ratio=None` takes for each kernel the one of `RATIOS` whose products have
-    the least expected squared error on the data if small inputs are uncorrelated with zero mean: the sum over inputs of
-    the mean square of the input where it is small times the squared norm of what its weights lack in `up @ down`.
+    The authors find the ratios of Llama 3 8B's kernels by an evolutionary search that runs the model repeatedly (and
+    most of them turn out to be 1). Here `ratio=None` takes for each kernel the one of `RATIOS` whose products have the
+    smallest expected squared error on the data, assuming that small inputs are uncorrelated with zero mean: the sum
+    over inputs of the mean square of the input where it is small times the squared norm of the part of its weights that
+    `up @ down` lacks.
 
     Attributes:
-        sparsity: the share of a kernel that a token does not read, of the paper 0.5.
-        ratio: what the large inputs take of the share that is read, from 0, none, to 1, all. With 1 inputs are large by
-            their magnitudes alone, as in the authors' code; else by their magnitudes times the norms of their weights.
-            None: each kernel has its own.
+        sparsity: share of a kernel that a token does not read; 0.5 in the paper.
+        ratio: part of the read share for large inputs, from 0, none, to 1, all. With 1 inputs are large by their
+            magnitudes alone, as in the authors' code; else by their magnitudes times the norms of their weights. None:
+            chosen for each kernel.
     """
 
     sparsity: float = 0.5
@@ -173,7 +176,7 @@ class RSparse(Format):
         return path.startswith("layers.")
 
     def rank(self, K: int, N: int, ratio: float) -> int:
-        """Of the singular components for a kernel of `K` inputs and `N` outputs."""
+        """Returns the number of singular components for a kernel of `K` inputs and `N` outputs."""
         if ratio == 1:
             return 0
         read = 1 - self.sparsity
@@ -182,12 +185,12 @@ class RSparse(Format):
     def pack(self, kernel: Array, seen: Any = None) -> RankSparse:
         K, N = kernel.shape[-2:]
         counts = np.asarray(seen, np.float64).reshape(-1, K, seen.shape[-1])
-        # an expert that the data does not reach has the limits of all
+        # An expert without data gets the limits of all experts.
         reached = np.where(counts.any((1, 2), keepdims=True), counts, counts.sum(0))
         squares = (np.asarray(kernel, np.float64)**2).sum(-1).reshape(-1, K)
         # kernel = left @ right
         left, right = _components(kernel) if self.ratio != 1 else (kernel[..., :0], kernel[..., :0, :])
-        held = (np.asarray(left, np.float64)**2).reshape(*squares.shape, -1).cumsum(-1)     # by the first components
+        held = (np.asarray(left, np.float64)**2).reshape(*squares.shape, -1).cumsum(-1)     # of the first components
         held = np.concatenate([np.zeros((*squares.shape, 1)), held], -1)
         ratios = RATIOS if self.ratio is None else (self.ratio,)
         small = {ratio: 1 - (1 - self.sparsity) * ratio for ratio in ratios}
@@ -206,25 +209,28 @@ class RSparse(Format):
 
 
 def _components(kernel: Array) -> tuple[Array, Array]:
-    """`f[..., K, c]` and `f[..., c, N]`, whose product is the kernel, the largest of its singular components first."""
+    """Returns `f[..., K, c]` and `f[..., c, N]`, whose product is the kernel, largest singular components first."""
     left, sizes, right = jnp.linalg.svd(kernel.astype(jnp.float32), full_matrices=False)
     return left * sizes[..., None, :], right
 
 
 def limits_of(counts: np.ndarray, weights: np.ndarray, shares: Sequence[float]) -> np.ndarray:
-    """`f[shares, E, K]`: magnitudes at which an expert's inputs, times their weights, are one threshold, below which
-    the given share of them lies.
+    """Returns magnitudes `f[shares, E, K]` at which inputs times their weights reach an expert's threshold.
+
+    The given share of these products is below the threshold.
 
     Args:
-        counts: `f[E, K, bins]`, see `Magnitudes`. weights: `f[E, K]`.
+        counts: `f[E, K, bins]`, see `Magnitudes`.
+        weights: `f[E, K]`.
+        shares: the shares.
     """
-    logs = np.log2(np.maximum(weights, 1e-30))      # an input without weights is small
+    logs = np.log2(np.maximum(weights, 1e-30))      # an input with zero weights is small
     starts = logs[..., None] + LOWEST + np.arange(counts.shape[-1]) / OCTAVE
     made = []
     for count, start in zip(counts, starts, strict=True):
         some = count > 0
         count, start = count[some], start[some]
-        # the density of all bins rises where one starts and falls where one ends
+        # The sum of the bins' densities rises where a bin begins and falls where one ends.
         at = np.concatenate([start, start + 1 / OCTAVE])
         order = np.argsort(at)
         at, density = at[order], np.concatenate([count, -count])[order].cumsum() * OCTAVE
@@ -234,7 +240,7 @@ def limits_of(counts: np.ndarray, weights: np.ndarray, shares: Sequence[float]) 
 
 
 def small_squares(counts: np.ndarray, limits: np.ndarray) -> np.ndarray:
-    """`f[E, K]`: the sums of squares of the magnitudes `f[E, K, bins]` up to the limits `f[E, K]`."""
+    """Returns the sums of squares of the magnitudes `f[E, K, bins]` up to the limits `f[E, K]`: `f[E, K]`."""
     bins = counts.shape[-1]
     squares = counts * 4**(LOWEST + (np.arange(bins) + 0.5) / OCTAVE)
     sums = np.concatenate([np.zeros((*limits.shape, 1)), squares.cumsum(-1)], -1)

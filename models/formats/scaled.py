@@ -1,4 +1,4 @@
-"""Formats that round each weight to the nearest code, without data."""
+"""Formats that round each weight to the nearest code, without calibration data."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from decodax.pallas_kernels.packed_matmul import Axes, packed_matmul
 from decodax.pallas_kernels.packed_matmul.reference import scaled
 
 Convert = Callable[[Array, Any], Array]
-"""Codes, and the numbers of a dtype that they stand for."""
+"""A function from codes and a dtype to the numbers that the codes stand for."""
 
 
 @struct
@@ -27,10 +27,10 @@ class Scaled(Packed):
     """A kernel as codes and scales: each weight is its code times the scale of its output, or of its group of inputs.
 
     Attributes:
-        codes: `[..., N, K]` of any dtype; or `u8[..., N, K // 2]` with a 4-bit code of the first half of the inputs in
-            the low bits and one of the second half in the high bits.
-        scales: `f32[..., N, groups]`, each of `K // groups` inputs that follow one another; None: codes are weights.
-        axes: the mesh axes over which outputs and inputs lie; None: not known.
+        codes: `[..., N, K]` of any dtype; or `u8[..., N, K // 2]` with 4-bit codes, for the first half of the inputs in
+            the low bits and for the second half in the high bits.
+        scales: `f32[..., N, groups]`, one per `K // groups` consecutive inputs; None: codes are weights.
+        axes: the mesh axes that outputs and inputs are sharded over; None: unknown.
     """
 
     codes: Array
@@ -72,17 +72,17 @@ class Scaled(Packed):
     def product(self, x: Array, dtype: Any) -> Array:
         if platform() != "cpu" and self.scales is not None and self.scales.shape[-1] > 1:
             return packed_matmul(x, self.codes, self.scales, dtype, axes=self.axes)
-        # XLA's CPU has no fast products of half precision
+        # XLA's CPU backend has no fast half-precision products.
         own = jnp.dtype(jnp.float32) if platform() == "cpu" else x.dtype
         halves = self._halves()
-        whole = self.scales is not None and self.scales.shape[-1] == 1      # one scale an output: after the product
+        whole = self.scales is not None and self.scales.shape[-1] == 1      # one scale per output: after the product
         multiply = self._sums if self.by_sums(x) else self._dot
         rows = jnp.split(x.astype(own), len(halves), -1)
         parts = [multiply(row, codes, convert, None if whole else s, jnp.promote_types(own, dtype))
                  for row, (codes, convert), s in zip(rows, halves, self._scales(len(halves)), strict=True)]
         if self.by_sums(x):
             y = total(functools.reduce(jnp.add, parts))
-        else:       # fused with what follows, XLA would write converted kernels to memory
+        else:       # if it fused this with what follows, XLA would write converted kernels to memory
             y = functools.reduce(jnp.add, lax.optimization_barrier(parts) if len(parts) > 1 else parts)
         return (y * self.scales[..., 0] if whole and self.scales is not None else y).astype(dtype)
 
@@ -98,7 +98,7 @@ class Scaled(Packed):
                             group=group)
 
     def _halves(self) -> tuple[tuple[Array, Convert], ...]:
-        """Codes that belong to inputs which follow one another, and how they are converted."""
+        """Returns codes of consecutive inputs, and the functions that convert them."""
         if self.codes.dtype == jnp.uint8:
             return (self.codes, _low), (self.codes, _high)
         if self.codes.dtype == jnp.float8_e4m3fn and platform() == "cpu":
@@ -121,16 +121,16 @@ def _high(codes: Array, dtype: Any) -> Array:
 
 
 def _float8(codes: Array, dtype: Any) -> Array:
-    """From the bits of 8-bit floats, which XLA's CPU converts one by one, and 16-bit floats in vectors."""
+    """Converts the bits of 8-bit floats. XLA's CPU backend converts these one by one, but vectorises 16-bit floats."""
     bits = codes.astype(jnp.uint16)
-    # sign, exponent and digits where float16 has them, whose exponents begin eight lower; NaN is all ones
+    # Sign, exponent and mantissa as in float16, whose exponent bias is larger by eight; NaN is all ones.
     half = lax.bitcast_convert_type(((bits & 0x80) << 8) | ((bits & 0x7F) << 7), jnp.float16)
     return jnp.where((bits & 0x7F) == 0x7F, jnp.nan, half.astype(dtype) * jnp.asarray(256, dtype))
 
 
 @dataclasses.dataclass(frozen=True)
 class Int8(Format):
-    """8-bit integers with one scale an output, the largest weight's."""
+    """8-bit integers with one scale per output, set by its largest weight."""
 
     def pack(self, kernel: Array, seen: Any = None) -> Scaled:
         w = _rows(kernel)
@@ -140,10 +140,10 @@ class Int8(Format):
 
 @dataclasses.dataclass(frozen=True)
 class Int4(Format):
-    """4-bit integers, -7 to 7, with one scale a group of inputs.
+    """4-bit integers from -7 to 7 with one scale per group of inputs.
 
     Attributes:
-        group: inputs of a group, where they divide the inputs, else the largest common divisor.
+        group: number of inputs of a group; if it does not divide the number of inputs, their greatest common divisor.
     """
 
     group: int = 128
@@ -155,18 +155,18 @@ class Int4(Format):
     def pack(self, kernel: Array, seen: Any = None) -> Scaled:
         w = _rows(kernel)
         K = w.shape[-1]
-        # a group lies within the half whose codes share a byte's low or high bits
+        # A group must lie within the half whose codes share a byte's low or high bits.
         group = math.gcd(self.group, K // 2 if K % 2 == 0 else K)
         groups = w.reshape(*w.shape[:-1], K // group, group)
         scales = _or_one(jnp.abs(groups).max(-1) / 7)
         codes = jnp.round(groups / scales[..., None]).astype(jnp.int8).reshape(w.shape)
         made = Scaled(codes=codes.astype(jnp.int4), scales=scales)
-        return made if platform() != "cpu" else made.stored()       # XLA's CPU unpacks 4 bits slowly
+        return made if platform() != "cpu" else made.stored()       # XLA's CPU backend unpacks 4 bits slowly
 
 
 @dataclasses.dataclass(frozen=True)
 class Float8(Format):
-    """8-bit floats (4 bits of exponent, 3 of digits: "e4m3fn") with one scale an output, the largest weight's."""
+    """8-bit floats (4 exponent and 3 mantissa bits: "e4m3fn") with one scale per output, set by its largest weight."""
 
     def pack(self, kernel: Array, seen: Any = None) -> Scaled:
         w = _rows(kernel)
@@ -179,8 +179,8 @@ class Floats(Format):
     """Floats without scales, with activations of any dtype.
 
     Attributes:
-        dtype: "bfloat16", "float16" or "float32". The last only exchanges inputs and outputs: on CPU one row is
-            multiplied faster so, and several slower.
+        dtype: "bfloat16", "float16" or "float32". The last only transposes the kernel: on CPU one row is multiplied
+            faster this way, and several rows slower.
     """
 
     dtype: str
@@ -198,5 +198,5 @@ def _rows(kernel: Array) -> Array:
 
 
 def _or_one(scales: Array) -> Array:
-    """Scales of rows that are all zeros are 1."""
+    """Replaces scales of 0, for rows of zeros, by 1."""
     return jnp.where(scales == 0, 1, scales)

@@ -1,12 +1,13 @@
-"""SqueezeLLM (Kim et al., 2023, "SqueezeLLM: Dense-and-Sparse Quantization"): each output has a table of 8 or 16 values
-of its own, and a few weights of a kernel are kept whole beside it.
+"""SqueezeLLM (Kim et al., 2023, "SqueezeLLM: Dense-and-Sparse Quantization"): tables of values, and a few exact
+weights.
 
-The values are the means of clusters of the output's weights, where a weight counts as much as the loss is sensitive to
-it: by the diagonal of the Fisher information, the sum over sequences of the squared gradient of the sequence's loss.
-Whole stay the weights that the loss is most sensitive to, and outliers, whose size would take values from the others.
+Each output has a table of 8 or 16 values. They are the means of clusters of the output's weights, where the importance
+of a weight is the sensitivity of the loss to it: the diagonal of the Fisher information, which is the sum over
+sequences of the squared gradient of the sequence's loss. The weights that the loss is most sensitive to stay exact, and
+so do outliers, which would take table entries from the others.
 
 The authors cluster with k-means from a random start. Here the start is the best division of the sorted weights between
-256 cuts, which dynamic programming finds, and the weighted error is lower (see `means`).
+256 cuts, found by dynamic programming, and the weighted error is lower (see `means`).
 """
 
 from __future__ import annotations
@@ -30,26 +31,24 @@ from decodax.models.formats.format import Format
 from decodax.models.packed import DECODED, Packed, dot, partial_sums, total
 
 SLICES = 8
-"""Slices of the inputs: a byte has a bit of the code of one weight of each."""
+"""Number of slices of the inputs: a byte holds one bit of the codes of 8 weights, one per slice."""
 
 ENTRIES = 16
-"""Lists of whole weights have a multiple of this many entries, so that they divide over devices."""
+"""Lists of exact weights are padded to a multiple of this many entries, so that they divide over devices."""
 
 
 @struct
 class Lookup(Packed):
-    """A kernel as codes, and a table for each output that says which value a code stands for.
+    """A kernel as codes, and a table of the codes' values for each output.
 
-    A product takes the inputs in 8 slices. The weights of a slice are chosen by selects, of the table's values by the
-    first bit, of what remains by the second and so on, which a CPU does for many weights at once; a gather takes them
-    one by one.
+    A product takes the inputs in 8 slices. The weights of a slice are chosen by selects: from the table's values by the
+    first bit, from the rest by the second and so on. A CPU vectorises selects, while a gather takes weights one by one.
 
     Attributes:
-        codes: `u8[..., N, bits * ceil(K / 8)]`. Bit `s` of byte `j` of plane `p` is bit `p` of the code of input
-            `s * ceil(K / 8) + j`; the planes lie one after the other. Or `u4[..., N, K]`, which a TPU reads as it
-            multiplies.
+        codes: `u8[..., N, bits * ceil(K / 8)]`. Bit `s` of byte `j` of plane `p` is bit `p` of the code of input `s *
+            ceil(K / 8) + j`; the planes are concatenated. Or `u4[..., N, K]`, which a TPU reads within a product.
         table: `f[..., N, 2**bits]`.
-        inputs: `K`.
+        inputs: number of inputs `K`.
     """
 
     codes: Array
@@ -73,7 +72,7 @@ class Lookup(Packed):
     def times(self, x: Array, dtype: Any) -> Array:
         if platform() != "cpu" or free_axes() or len(x) == 1:
             return super().times(x, dtype)
-        # choosing takes longer than multiplying: once for all rows, and a slice of the inputs at a time
+        # Choosing takes longer than multiplying: once for all rows, and a slice of the inputs at a time.
         block = DECODED // self._width
         return self.product(x, dtype) if self.shape[0] <= block else self.by_blocks(x, dtype, block)
 
@@ -84,12 +83,12 @@ class Lookup(Packed):
         (R, K), N, width = x.shape, self.shape[0], self._width
         if self.codes.dtype == jnp.uint4:
             return dot(x.astype(jnp.float32), self.values(jnp.float32), dtype)
-        # XLA's CPU has no fast products of half precision
+        # XLA's CPU backend has no fast half-precision products.
         slices = jnp.pad(x.astype(jnp.float32), ((0, 0), (0, SLICES * width - K))).reshape(R, SLICES, width)
 
         def add(s: Array, y: Array) -> Array:
             part = lambda start, stop: self._slice(jnp.uint8(1) << s.astype(jnp.uint8), jnp.float32, start, stop)
-            # not fused: XLA would write converted kernels to memory
+            # Not fused: XLA would write converted kernels to memory.
             return y + lax.optimization_barrier(total(partial_sums(slices[:, s], part)) if R == 1 else
                                                 dot(slices[:, s], part(0, width), jnp.float32))
 
@@ -100,7 +99,7 @@ class Lookup(Packed):
             if self.codes.dtype == jnp.uint4 else self
 
     def here(self) -> Self:
-        """XLA's TPU reads 4-bit codes of either width within the product, and planes eight times."""
+        """Returns the form for this platform. XLA on TPU reads 4-bit codes within a product, but planes eight times."""
         if platform() == "cpu" or self.codes.dtype == jnp.uint4:
             return self
         ones = [jnp.concatenate([(plane >> s) & 1 for s in range(SLICES)], -1) for plane in self._planes()]
@@ -108,8 +107,8 @@ class Lookup(Packed):
         return self.replace(codes=codes[..., :self.inputs].astype(jnp.uint4))
 
     def specs(self, outputs: str | None, inputs: str | None, sizes: dict[str, int]) -> Any:
-        """An output lies whole on a device: what would be cut along its inputs is cut along its outputs, and its
-        products are gathered, not added up."""
+        """Returns the partition of each array. An output must be on one device, so a kernel sharded along inputs is
+        sharded along outputs instead, and its products are gathered, not added up."""
         axis = outputs or inputs
         if axis is not None and self.shape[-2] % sizes[axis]:
             axis = None
@@ -124,19 +123,20 @@ class Lookup(Packed):
         return [self.codes[..., first + start:first + stop] for first in range(0, self.codes.shape[-1], self._width)]
 
     def _slice(self, bit: Array, dtype: Any, start: int = 0, stop: int | None = None) -> Array:
-        """The weights `f[..., N, stop - start]` of the slice that has this bit of the planes' bytes, which has
-        `ceil(K / 8)`, from one to another."""
+        """Returns the weights `f[..., N, stop - start]` of the slice with this bit in the planes' bytes, from `start`
+        to `stop`."""
         return _chosen([(plane & bit) != 0 for plane in self._planes(start, stop)], self.table.astype(dtype))
 
 
 @struct
 class DenseSparse(Packed):
-    """The sum of a packed kernel and of a sparse one.
+    """The sum of a packed kernel and a sparse one.
 
     Attributes:
         dense: the packed kernel.
-        outputs, inputs: `u16[..., P]`, or `i32[..., P]` of larger kernels: where the weights of the sparse one lie, in
-            the order of outputs. Entries that only fill up the list have output `N`.
+        outputs: `u16[..., P]`, or `i32[..., P]` for larger kernels: outputs of the sparse weights, sorted. Padding
+            entries have output `N`.
+        inputs: the same for their inputs.
         weights: `f32[..., P]`.
     """
 
@@ -162,7 +162,7 @@ class DenseSparse(Packed):
         return self._added(self.dense.product(x, jnp.promote_types(dtype, jnp.float32)), x, dtype)
 
     def _added(self, y: Array, x: Array, dtype: Any) -> Array:
-        # one entry after the other, in the list's order: the same whatever the number of rows
+        # One entry after the other, in the list's order: the same for any number of rows.
         parts = x.T[self.inputs].astype(jnp.float32) * self.weights[:, None]
         added = jnp.zeros(y.shape[::-1], jnp.float32).at[self.outputs].add(parts, mode="drop", indices_are_sorted=True)
         return (y + added.T).astype(dtype)
@@ -185,7 +185,8 @@ class DenseSparse(Packed):
         return self.replace(dense=self.dense.here())
 
     def specs(self, outputs: str | None, inputs: str | None, sizes: dict[str, int]) -> Any:
-        """The list is cut anywhere: each device adds up what its entries are a part of."""
+        """Returns the partition of each array. The list may be cut anywhere: each device adds the contribution of its
+        entries."""
         axis = outputs or inputs
         cut = PartitionSpec(*[None] * (self.weights.ndim - 1),
                             axis if axis is not None and self.weights.shape[-1] % sizes[axis] == 0 else None)
@@ -206,17 +207,17 @@ class Fisher(Statistic):
 
 @dataclasses.dataclass(frozen=True)
 class SqueezeLLM(Format):
-    """Tables of values for the kernels of the layers, and a few of their weights whole; the head and the embeddings
-    stay as they are, as in the authors' code.
+    """Tables of values for the kernels of the layers, with a few exact weights. As in the authors' code, the head and
+    the embeddings are not quantized.
 
     Attributes:
         bits: 3 or 4, for tables of 8 or 16 values.
-        sensitive: the share of a kernel's weights with the largest Fisher information, which stay whole.
-        outliers: the share of a kernel's weights that stay whole for their size.
-        spread: outliers are instead, as in the authors' code, the weights whose size is at least that of
-            `q3 + spread * (q3 - q1)` or `q1 - spread * (q3 - q1)`, whichever is larger, where `q1` and `q3` are the
-            kernel's quartiles. They take one number for the whole model, between 1.5 and 2, so that kernels with
-            heavy tails keep more; try a few with `whole` until the share is as wanted. None: `outliers`.
+        sensitive: share of a kernel's weights with the largest Fisher information, which stay exact.
+        outliers: share of a kernel's weights that stay exact for their size.
+        spread: defines outliers as in the authors' code instead: weights whose absolute value is at least that of `q3 +
+            spread * (q3 - q1)` or `q1 - spread * (q3 - q1)`, whichever is larger, where `q1` and `q3` are the kernel's
+            quartiles. They use one number for the whole model, between 1.5 and 2, so that kernels with heavy tails keep
+            more; try a few with `whole` until the share is as wanted. None: `outliers`.
     """
 
     bits: int = 3
@@ -251,7 +252,7 @@ class SqueezeLLM(Format):
         whole = np.stack([self.whole(*one) for one in zip(w.reshape(-1, N, K), fisher.reshape(-1, N, K), strict=True)])
         dense, weight = (np.where(whole, 0, a.reshape(whole.shape)).reshape(-1, K) for a in (w, fisher))
         table = means(dense, np.where(weight.any(-1, keepdims=True), weight, ~whole.reshape(-1, K)), 2**self.bits)
-        # 16 bits a value, as the paper counts, unless numbers are too small or too large for them
+        # 16 bits per value, as the paper counts, unless numbers are too small or too large for them.
         with np.errstate(over="ignore"):
             half = table.astype(np.float16)
         if (np.abs(half - table) <= 2**-11 * np.abs(table).max(-1, keepdims=True)).all():
@@ -262,10 +263,10 @@ class SqueezeLLM(Format):
                          rest.reshape(w.shape))
 
     def whole(self, w: np.ndarray, fisher: np.ndarray) -> np.ndarray:
-        """Which weights `f32[N, K]` stay whole, `bool[N, K]`."""
+        """Returns which of the weights `f32[N, K]` stay exact, `bool[N, K]`."""
         found = np.zeros(w.shape, bool)
         if count := int(w.size * self.sensitive):
-            # above the last of the count, as in the authors' code
+            # Strictly above the last of the count, as in the authors' code.
             found |= fisher > np.partition(fisher, w.size - count, axis=None)[w.size - count]
         if self.spread is not None:
             q1, q3 = np.quantile(w, (0.25, 0.75))
@@ -276,7 +277,8 @@ class SqueezeLLM(Format):
 
 
 def assembled(codes: np.ndarray, table: np.ndarray, whole: np.ndarray, weights: np.ndarray) -> Packed:
-    """The packed kernel of codes `u8[..., N, K]`, tables `[..., N, 2**bits]`, and what is added where `whole`."""
+    """Returns the packed kernel of codes `u8[..., N, K]`, tables `[..., N, 2**bits]`, and `weights` to add where
+    `whole`."""
     bits, (*above, N, K) = table.shape[-1].bit_length() - 1, codes.shape
     dense = Lookup(codes=jnp.asarray(planes(codes, bits, np)), table=jnp.asarray(table), inputs=K)
     dense = dense if platform() == "cpu" else jax.jit(lambda p: p.here())(dense)
@@ -294,9 +296,9 @@ def assembled(codes: np.ndarray, table: np.ndarray, whole: np.ndarray, weights: 
 
 
 def planes(codes: Any, bits: int, np: Any = jnp) -> Any:
-    """Codes `u8[..., K]` as `Lookup` has them, `u8[..., bits * ceil(K / 8)]`.
+    """Returns codes `u8[..., K]` in the layout of `Lookup`, `u8[..., bits * ceil(K / 8)]`.
 
-    >>> planes(jnp.array([5, 0, 0, 0, 0, 0, 0, 1, 3], jnp.uint8), 3).tolist()    # two bytes a plane
+    >>> planes(jnp.array([5, 0, 0, 0, 0, 0, 0, 1, 3], jnp.uint8), 3).tolist()    # two bytes per plane
     [17, 8, 16, 0, 1, 0]
     """
     width = -(-codes.shape[-1] // SLICES)
@@ -311,7 +313,8 @@ def _bits(codes: Array, bits: int) -> list[Array]:
 
 
 def _chosen(bits: list[Array], table: Array) -> Array:
-    """Values `f[..., N, K]` of a table `f[..., N, 2**bits]` by the bits `bool[..., N, K]` of codes, low ones first."""
+    """Returns values `f[..., N, K]` of a table `f[..., N, 2**bits]` by the bits `bool[..., N, K]` of codes, low bits
+    first."""
     level = [table[..., i:i + 1] for i in range(table.shape[-1])]
     for bit in bits:
         level = [jnp.where(bit, one, zero) for zero, one in zip(level[::2], level[1::2], strict=True)]
@@ -319,16 +322,16 @@ def _chosen(bits: list[Array], table: Array) -> Array:
 
 
 def read_tensors(tensors: Mapping[str, np.ndarray]) -> Packed:
-    """A kernel of the authors' checkpoints, from its tensors by their names there.
+    """Reads a kernel of the authors' checkpoints.
 
     Args:
-        tensors: "qweight", `i32[K / 32 * bits, N]`: the codes of an output as one string of bits, low ones first.
-            "lookup_table", `f[N, 2**bits]`. Of a kernel with a sparse part "rows", "cols" and "vals", `i32[N + 1]`,
-            `i32[P]` and `f[P]`, by rows (CSR), and, as their fastest kernel has it, some of its rows as dense ones:
-            "full_rows" and "full_row_indices", `f[K, n]` and `i32[n]`.
+        tensors: by their names there. "qweight", `i32[K / 32 * bits, N]`: the codes of an output as one string of bits,
+            low ones first. "lookup_table", `f[N, 2**bits]`. A kernel with a sparse part has "rows", "cols" and "vals",
+            `i32[N + 1]`, `i32[P]` and `f[P]`, by rows (CSR), and, as in their fastest kernel, some of its rows as dense
+            ones: "full_rows" and "full_row_indices", `f[K, n]` and `i32[n]`.
 
     Raises:
-        ValueError: a tensor of another shape than the others ask for.
+        ValueError: the shapes of the tensors do not fit together.
     """
     qweight, table = tensors["qweight"], tensors["lookup_table"]
     (words, N), bits = qweight.shape, table.shape[-1].bit_length() - 1

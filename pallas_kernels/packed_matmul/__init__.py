@@ -1,4 +1,4 @@
-"""Products with kernels that are kept as codes and scales."""
+"""Matrix products with kernels that are stored as codes and scales."""
 
 from decodax.pallas_kernels.packed_matmul.matmul import Axes, Implementation, packed_matmul
 

@@ -1,4 +1,4 @@
-"""Products with kernels that are kept as codes and scales."""
+"""Matrix products with kernels that are stored as codes and scales."""
 
 from __future__ import annotations
 
@@ -17,23 +17,25 @@ from decodax.pallas_kernels.packed_matmul import reference
 Implementation = Literal["xla", "mosaic_tpu"]
 
 Axes = tuple[str | None, str | None]
-"""The mesh axes over which a kernel's outputs and its inputs lie."""
+"""The mesh axes over which a kernel's outputs and inputs are divided."""
 
 
 def packed_matmul(x: Array, codes: Array, scales: Array, dtype: jax.typing.DTypeLike | None = None, *,
                   axes: Axes | None = None, implementation: Implementation | None = None) -> Array:
-    """`x @ w.T`, where a weight `w[n, k]` is its code times the scale of its group of inputs.
+    """Returns `x @ w.T`, where each weight `w[n, k]` is its code times the scale of its group of inputs.
 
     Args:
-        x: `f[R, K]`. codes: `i8[N, K]` or `i4[N, K]`.
-        scales: `f32[N, groups]`, each of `K // groups` inputs that follow one another.
-        dtype: of the result; default that of `x`.
-        axes: where the weights lie on the context's mesh. None: not known, then the compiler divides the product.
-        implementation: "xla", or the kernel "mosaic_tpu", which runs interpreted on a CPU; None: the fastest that can
-            be had (see `choose`).
+        x: `f[R, K]`.
+        codes: `i8[N, K]` or `i4[N, K]`.
+        scales: `f32[N, groups]`; a group is `K // groups` consecutive inputs.
+        dtype: dtype of the result; default that of `x`.
+        axes: the axes of the context's mesh over which the weights are divided; with None, if unknown, the compiler
+            divides the product.
+        implementation: "xla", or the kernel "mosaic_tpu", which runs in interpreter mode on a CPU; default the fastest
+            available (see `choose`).
 
     Returns:
-        `f[R, N]`. Sums are float32; over the devices that share the inputs they are added up in `dtype`.
+        `f[R, N]`. Sums are float32; sums over devices that share the inputs are in `dtype`.
     """
     if implementation not in (None, "xla", "mosaic_tpu"):
         raise ValueError(f"implementation: got {implementation!r}, takes 'xla' or 'mosaic_tpu'")
@@ -42,7 +44,7 @@ def packed_matmul(x: Array, codes: Array, scales: Array, dtype: jax.typing.DType
     implementation = implementation or choose(x, codes, scales, axes)
     if implementation == "xla":
         return plain(x, codes, scales)
-    from decodax.pallas_kernels.packed_matmul import tpu  # imports what the others do without
+    from decodax.pallas_kernels.packed_matmul import tpu  # imports modules that other platforms do not need
 
     kernel: Callable[..., Array] = functools.partial(tpu.packed_matmul, dtype=dtype)
     outputs, inputs = axes or (None, None)
@@ -60,10 +62,12 @@ def packed_matmul(x: Array, codes: Array, scales: Array, dtype: jax.typing.DType
 
 
 def choose(x: Array, codes: Array, scales: Array, axes: Axes | None) -> Implementation | None:
-    """The implementation for such arrays: "xla", or None for the kernel wherever the program is lowered for a TPU.
+    """Returns the implementation for some arrays: "xla", or None for the kernel wherever the program is lowered for a
+    TPU.
 
-    XLA converts a kernel with one scale an output within its product. The kernel wants groups of a multiple of 128
-    inputs that no devices share, and to know the mesh: the compiler cannot divide it over devices by itself.
+    XLA converts a kernel with one scale for each output within its product. The TPU kernel needs groups of a multiple
+    of 128 inputs that are not divided over devices, and it needs the mesh, because the compiler cannot divide it over
+    devices by itself.
     """
     (N, groups), sizes = scales.shape, free_axes()
     if platform() != "tpu" or x.dtype != jnp.bfloat16 or groups == 1 or x.shape[1] % (groups * 128):

@@ -1,4 +1,4 @@
-"""Products with packed kernels by XLA."""
+"""Matrix products with packed kernels in plain XLA."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from jax import Array
 
 
 def scaled(codes: Array, scales: Array) -> Array:
-    """Codes `f[..., N, K]` times the scales `f32[..., N, groups]` of their groups, in the dtype of the codes."""
+    """Returns codes `f[..., N, K]` times the scales `f32[..., N, groups]` of their groups, in the dtype of the
+    codes."""
     groups = codes.reshape(*scales.shape, -1)
     return (groups * scales[..., None].astype(codes.dtype)).reshape(codes.shape)
 
 
 def packed_matmul(x: Array, codes: Array, scales: Array, dtype: Any) -> Array:
-    """See `packed_matmul` of the package. The kernel is rounded to the dtype of `x`."""
+    """See `packed_matmul` of the package. The weights are rounded to the dtype of `x`."""
     kernel = scaled(codes.astype(x.dtype), scales)
     return jnp.matmul(x, kernel.T, preferred_element_type=jnp.promote_types(x.dtype, dtype)).astype(dtype)

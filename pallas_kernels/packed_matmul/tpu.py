@@ -1,8 +1,8 @@
-"""Products with packed kernels as a kernel for TPUs (Mosaic).
+"""Matrix products with packed kernels on TPUs (Mosaic).
 
-XLA writes the converted kernel to memory when scales belong to groups of inputs. Here a program instance takes a block
+If scales belong to groups of inputs, XLA writes the converted kernel to memory. Here a program instance takes a block
 of outputs with all of their inputs. It multiplies the rows with the codes of one group after the other and adds up the
-products times their scales: `R` products an output and group are scaled, not `K` weights.
+products times their scales, so it scales `R` products for each output and group rather than `K` weights.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from jax.experimental.pallas import tpu as pltpu
 
 LANES = 128
 ROWS = 16
-"""Rows of a tile of bfloat16."""
+"""Rows of a bfloat16 tile."""
 
 OUTPUTS = 512
-"""The most outputs of an instance."""
+"""Maximum number of outputs of an instance."""
 
 CODES = 4 << 20
-"""Bytes of an instance's codes, of which two blocks are held."""
+"""Maximum bytes of an instance's codes; two such blocks are in memory at a time."""
 
 INPUTS = 2 << 20
-"""Bytes of a tile of rows, of which two are held."""
+"""Maximum bytes of a tile of rows; two such tiles are in memory at a time."""
 
 SEVERAL = 8
-"""The most groups that are multiplied at once, so that the matrix unit need not wait for one after the other."""
+"""Maximum number of groups in one unrolled step, so that the matrix unit need not wait between groups."""
 
 
 def block_of(N: int, K: int, bits: int) -> int:
-    """Outputs of an instance.
+    """Returns the number of outputs of an instance.
 
     >>> block_of(8192, 2048, 4), block_of(4096, 14336, 8), block_of(4096, 14336, 4), block_of(200, 2048, 4)
     (512, 256, 512, 200)
@@ -46,11 +46,14 @@ def block_of(N: int, K: int, bits: int) -> int:
 
 def packed_matmul(x: Array, codes: Array, scales: Array, dtype: Any, *, block: int | None = None,
                   interpret: Any = False) -> Array:
-    """As `reference.packed_matmul`, with products of bfloat16 that are added up in float32.
+    """Returns the result of `reference.packed_matmul`, from products of bfloat16 that are summed in float32.
 
     Args:
-        x: `bf16[R, K]`. codes: `i8[N, K]` or `i4[N, K]`. scales: `f32[N, groups]`, of a multiple of 128 inputs each.
-        block: outputs of an instance, a multiple of 128 or all of them; default `block_of`.
+        x: `bf16[R, K]`.
+        codes: `i8[N, K]` or `i4[N, K]`.
+        scales: `f32[N, groups]`; each group is a multiple of 128 inputs.
+        dtype: dtype of the result.
+        block: the number of outputs of an instance, a multiple of 128 or all of them; default `block_of`.
         interpret: run without a TPU; True, or `pltpu.InterpretParams`.
     """
     (R, K), (N, groups) = x.shape, scales.shape
@@ -60,10 +63,10 @@ def packed_matmul(x: Array, codes: Array, scales: Array, dtype: Any, *, block: i
         raise ValueError(f"x: got {x.dtype}, takes bfloat16")
     block = block or block_of(N, K, itemsize_bits(codes.dtype))
     tile = min(max(INPUTS // (2 * K) // ROWS, 1), -(-R // ROWS)) * ROWS
-    # what fills up the last blocks, of rows or of outputs, is multiplied too and not written
+    # The padding of the last blocks, of rows or outputs, is multiplied too but not written.
     return pl.pallas_call(
         functools.partial(_kernel, group=K // groups),
-        grid=(pl.cdiv(N, block), pl.cdiv(R, tile)),       # tiles inside: codes are transferred once
+        grid=(pl.cdiv(N, block), pl.cdiv(R, tile)),       # rows are the inner axis, so codes are transferred once
         in_specs=[pl.BlockSpec((tile, K), lambda n, r: (r, 0)), pl.BlockSpec((block, K), lambda n, r: (n, 0)),
                   pl.BlockSpec((groups, block), lambda n, r: (0, n))],
         out_specs=pl.BlockSpec((tile, block), lambda n, r: (r, n)),
@@ -73,7 +76,7 @@ def packed_matmul(x: Array, codes: Array, scales: Array, dtype: Any, *, block: i
         cost_estimate=pl.CostEstimate(flops=2 * R * K * N, transcendentals=0,
                                       bytes_accessed=N * K * itemsize_bits(codes.dtype) // 8 + 4 * N * groups),
         name="packed_matmul",
-        # XLA lays scales out with outputs in lanes by itself, since few groups would be filled up to 128
+        # XLA itself lays scales out with outputs in lanes, because few groups would be padded to 128.
     )(x, codes, scales.T)
 
 

@@ -1,4 +1,4 @@
-"""What is computed over a whole vocabulary, which may lie over several devices."""
+"""Computations over a whole vocabulary, which may be divided over devices."""
 
 from decodax.pallas_kernels.vocabulary.nodes import by_nodes
 from decodax.pallas_kernels.vocabulary.race import Implementation, choose, draw

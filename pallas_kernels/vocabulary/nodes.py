@@ -1,4 +1,4 @@
-"""Work on the logits of many nodes, a few of them at a time."""
+"""Computations on the logits of many nodes, some nodes at a time."""
 
 from __future__ import annotations
 
@@ -14,30 +14,32 @@ from decodax.common.axes import DATA, MODEL, free_axes, platform
 T = TypeVar("T")
 
 FAST = 64 << 20
-"""Bytes of logits that a TPU keeps in fast memory beside what else is there: a v5e has 128 MiB, and XLA puts the 66 MB
-of `f32[16, 8, 128256]` there by itself."""
+"""Bytes of logits that fit into a TPU's fast memory together with everything else: a v5e has 128 MiB, and XLA itself
+puts the 66 MB of `f32[16, 8, 128256]` there."""
 
 TILE = 8
-"""Nodes that fill a tile of f32."""
+"""Number of nodes in a float32 tile."""
 
 READS = 4
-"""How often the head is read at most, in place of writing logits to main memory and holding them."""
+"""Maximum number of times that the head is read to avoid writing logits to main memory."""
 
 
 def by_nodes(fn: Callable[[Array, Array | None], T], head: Callable[[Array], Array], hidden: Array,
              nodes: Array | None = None, once: bool = False) -> T:
-    """`fn(head(hidden), nodes)`, arrays `[B, W, ...]` in which each node's part comes from its own logits.
+    """Returns `fn(head(hidden), nodes)`, computed in parts where the logits are large.
 
-    The logits of a large tree do not fit in a TPU's fast memory. If at most `READS` parts do, the head is applied to
-    one after the other, and no logits are written to main memory or held there. Two calls with the same `hidden` share
-    their logits, as the compiler sees that they are the same. Logits of more nodes are written to main memory, and
-    brought in part by part for `fn`, which usually reads them several times.
+    The result holds arrays `[B, W, ...]`, in which each node's part depends on its own logits only. The logits of a
+    large tree do not fit into a TPU's fast memory. If they fit in at most `READS` parts, the head is applied to one
+    part after the other, and no logits are written to main memory. Two calls with the same `hidden` share their logits,
+    because the compiler recognizes equal computations. Logits of more nodes are written to main memory and read part by
+    part for `fn`, which usually reads them several times.
 
     Args:
-        fn: takes logits `f32[B, w, V]` and the places `i32[B, w]` of their nodes.
-        head: maps hidden states `f[B, w, D]` to logits. hidden: `f[B, W, D]`.
+        fn: takes logits `f32[B, w, V]` and the indices `i32[B, w]` of their nodes.
+        head: maps hidden states `f[B, w, D]` to logits.
+        hidden: `f[B, W, D]`.
         nodes: `i32[B, W]`, or None for 0 to W - 1.
-        once: `fn` reads logits once, wherever they lie.
+        once: `fn` reads the logits only once, so it may read them from main memory.
     """
     B, W, _ = hidden.shape
     width = fitting(jax.eval_shape(head, hidden))
@@ -55,7 +57,8 @@ def by_nodes(fn: Callable[[Array, Array | None], T], head: Callable[[Array], Arr
 
 
 def fitting(logits: Array | jax.ShapeDtypeStruct) -> int:
-    """How many nodes of logits `f32[B, W, V]` fit in fast memory; all, where it is no TPU."""
+    """Returns how many nodes of logits `f32[B, W, V]` fit into fast memory; all of them on other platforms than
+    TPUs."""
     B, W, V = logits.shape
     free = free_axes()
     divided = lambda size, axis: size // free.get(axis, 1) if size % free.get(axis, 1) == 0 else size
@@ -66,12 +69,12 @@ def fitting(logits: Array | jax.ShapeDtypeStruct) -> int:
 
 
 def in_parts(fn: Callable[..., T], width: int, *arrays: Array) -> T:
-    """`fn(*arrays)`, arrays `[B, W, ...]`, by a loop over parts `[B, width, ...]` of the arrays `[B, W, ...]`."""
+    """Returns `fn(*arrays)`, computed by a loop over parts `[B, width, ...]` of the arrays `[B, W, ...]`."""
     B, W = arrays[0].shape[:2]
-    whole = lax.optimization_barrier(arrays)        # the barriers keep XLA from cutting out anew for each operation
+    whole = lax.optimization_barrier(arrays)        # keeps XLA from slicing again for each operation
 
     def part(i: Array) -> T:
-        start = jnp.minimum(i * width, W - width)       # the last part overlaps the one before where it is not full
+        start = jnp.minimum(i * width, W - width)       # the last part overlaps the one before to be full
         return fn(*lax.optimization_barrier(tuple(lax.dynamic_slice_in_dim(x, start, width, 1) for x in whole)))
 
     def join(parts: Array) -> Array:

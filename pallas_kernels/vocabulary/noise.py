@@ -1,6 +1,6 @@
-"""Exponential noise from a hash: a few integer operations a token, alike in XLA and in kernels.
+"""Exponential noise from a hash: a few integer operations for each token, with the same result in XLA and in kernels.
 
-`decodax.sampling.draw` says what it is for.
+`decodax.sampling.draw` explains its use.
 """
 
 from __future__ import annotations
@@ -13,29 +13,31 @@ LOG = (7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4
 
 
 def exponentials(address: Array, size: int) -> Array:
-    """Independent draws from the exponential distribution, one for each of `size` ids: `f32[..., size]`.
+    """Returns independent draws from the exponential distribution, one for each of `size` token ids: `f32[..., size]`.
 
-    They are taken from the side of small values, -log(1 - v) with v in steps of 2^-32, since it is a small time that
-    lets an unlikely token win: tokens down to a probability of 1e-9 keep their chance.
+    They are `-log(1 - v)` with `v` in steps of 2^-32, which is fine near 0, because an unlikely token wins by a small
+    value: tokens keep their chance down to a probability of 1e-9.
 
     Args:
-        address: `u32[..., 2]`.
+        address: two words for each distribution, `u32[..., 2]`.
+        size: the number of token ids.
     """
     return exponential(jnp.arange(size, dtype=jnp.uint32), address[..., :1], address[..., 1:])
 
 
 def exponential(ids: Array, first: Array, second: Array) -> Array:
-    """The draw of each id (`u32[...]`) at an address of two words (`u32[...]`): `f32[...]`."""
+    """Returns the draw of each token id (`u32[...]`) for an address of two words (`u32[...]` each): `f32[...]`."""
     bits = _mix((ids * jnp.uint32(0x9E3779B1) ^ first) * jnp.uint32(0x85EBCA6B) + second)
-    # v must stay below 1, whose time is infinite: as slow as a token of probability 0
+    # v must stay below 1, at which the draw is infinite, as for a token of probability 0.
     return _minus_log1m(jnp.minimum((bits.astype(jnp.float32) + 0.5) * jnp.float32(2**-32), jnp.float32(1 - 2**-24)))
 
 
 def _minus_log1m(v: Array) -> Array:
-    """`-log(1 - v)` for `v` in [0, 1 - 2^-24], to 2e-7 of itself, in two thirds of the time of XLA's `log1p` on CPU.
+    """Returns `-log(1 - v)` for `v` in [0, 1 - 2^-24], with a relative error of 2e-7, in two thirds of the time of
+    XLA's `log1p` on CPU.
 
-    The polynomial is that of `logf` in S. Moshier's Cephes library. It takes `1 - v` as `2^k (1 + f)` with `f` around
-    0: `-v` itself where `k` is 0, for `1 - v` has lost a small one's digits.
+    The polynomial is that of `logf` in S. Moshier's Cephes library. It writes `1 - v` as `2^k (1 + f)` with `f` near 0;
+    if `k` is 0, `f` is `-v` itself, because `1 - v` has lost the digits of a small `v`.
     """
     i = lax.bitcast_convert_type(1 - v, jnp.int32)
     k = (i - jnp.int32(0x3F3504F3)) >> 23           # the bits of the square root of 1/2
@@ -47,7 +49,7 @@ def _minus_log1m(v: Array) -> Array:
 
 
 def _mix(x: Array) -> Array:
-    """A permutation of `u32` in which each bit of the result depends on each of the argument (C. Wellons' "lowbias32",
+    """Permutes `u32` so that each bit of the result depends on each bit of the argument (C. Wellons' "lowbias32",
     2018)."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
     x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)

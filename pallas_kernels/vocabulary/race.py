@@ -1,4 +1,4 @@
-"""The draw of a token from logits: temperature, truncation and race at once."""
+"""Draws a token from logits, with temperature, truncation and race in one pass."""
 
 from __future__ import annotations
 
@@ -15,23 +15,27 @@ from decodax.pallas_kernels.vocabulary import reference
 Implementation = Literal["xla", "mosaic_tpu"]
 
 FAST = 64 << 20
-"""Bytes of fast memory that the kernel may take: half of a v5e's or v6e's, all of a v5p's."""
+"""Bytes of fast memory that the kernel may use: half of a v5e's or v6e's, all of a v5p's."""
 
 
 def draw(logits: Array, address: Array, temperature: Array, k: Array | None = None, p: Array | None = None,
          min_p: Array | None = None, *, implementation: Implementation | None = None) -> tuple[Array, Array]:
-    """One token a node by the exponential race of `decodax.sampling.draw`, from what temperature, top-k, top-p and
-    min-p leave, in this order.
+    """Draws one token for each node by the exponential race of `decodax.sampling.draw`, after temperature, top-k, top-p
+    and min-p in this order.
 
     Args:
-        logits: `f32[B, W, V]`. address: `u32[B, W, 2]`.
+        logits: `f32[B, W, V]`.
+        address: address of the noise, `u32[B, W, 2]`.
         temperature: `f32[B]`; 0 takes the largest logit, the first of equal ones.
-        k: `i32[B]`, below 1 for all. p: `f32[B]`, 1 for all. min_p: `f32[B]`, 0 for all. None: no row is truncated so.
-        implementation: "xla", or the kernel "mosaic_tpu", which runs interpreted on a CPU; None: see `choose`.
+        k: `i32[B]`; below 1 for no truncation. None for no truncation in any row.
+        p: `f32[B]`; 1 for no truncation. None as for `k`.
+        min_p: `f32[B]`; 0 for no truncation. None as for `k`.
+        implementation: "xla", or the kernel "mosaic_tpu", which runs in interpreter mode on a CPU; default see
+            `choose`.
 
     Returns:
-        Tokens `i32[B, W]` and what they won with, `f32[B, W]`: +inf where a logit is a NaN or +inf, -inf where all are
-        -inf.
+        Tokens `i32[B, W]` and their scores in the race, `f32[B, W]`: +inf if a logit is NaN or +inf, -inf if all are
+            -inf.
     """
     if implementation not in (None, "xla", "mosaic_tpu"):
         raise ValueError(f"implementation: got {implementation!r}, takes 'xla' or 'mosaic_tpu'")
@@ -46,7 +50,7 @@ def draw(logits: Array, address: Array, temperature: Array, k: Array | None = No
         flat: Any = logits.reshape(-1, V), address.reshape(-1, 2), *each
         if implementation == "xla":
             return reference.draw(*flat)
-        from decodax.pallas_kernels.vocabulary import tpu  # imports what the others do without
+        from decodax.pallas_kernels.vocabulary import tpu  # imports modules that other platforms do not need
 
         if implementation is None:
             return lax.platform_dependent(*flat, tpu=tpu.draw, default=reference.draw)
@@ -57,7 +61,7 @@ def draw(logits: Array, address: Array, temperature: Array, k: Array | None = No
         if not divided or implementation == "xla":
             token, first = rows(logits, address, *numbers)
             return token.reshape(shape), first.reshape(shape)
-        # each device gets some of the rows whole in place of its part of the vocabulary of all
+        # Exchange: each device gets the whole vocabulary of some rows for its part of the vocabulary of all rows.
         each = -(-shape[0] * W // size)
         fill = lambda x: jnp.pad(x, [(0, each * size - shape[0] * W)] + [(0, 0)] * (x.ndim - 1), mode="edge")
         own: Any = lambda x: None if x is None else lax.dynamic_slice_in_dim(
@@ -75,10 +79,10 @@ def draw(logits: Array, address: Array, temperature: Array, k: Array | None = No
 
 
 def choose(logits: Array | jax.ShapeDtypeStruct) -> Implementation | None:
-    """The implementation for logits `f32[B, W, V]`: "xla", or None for the kernel wherever the program is lowered for
-    a TPU.
+    """Returns the implementation for logits `f32[B, W, V]`: "xla", or None for the kernel wherever the program is
+    lowered for a TPU.
 
-    That wants float32, fast memory for 8 rows of the vocabulary, which TPUs before v5 lack, and to know the mesh.
+    The kernel needs float32, fast memory for 8 rows of the vocabulary, which TPUs before v5 lack, and the mesh.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if platform() != "tpu" or logits.dtype != jnp.float32 or (mesh.empty and jax.device_count() > 1):

@@ -1,4 +1,4 @@
-"""The largest entries of a vocabulary."""
+"""Selects the largest entries of a vocabulary."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ BLOCK = 128
 
 
 def top_k(x: Array, k: int) -> tuple[Array, Array]:
-    """`lax.top_k`: the `k` largest entries along the last axis, of equal ones the first, and their places.
+    """Returns the `k` largest entries along the last axis (the first of equal ones) and their indices, as `lax.top_k`
+    does.
 
-    A TPU sorts for `lax.top_k` all that there is. The `k` largest entries lie in the `k` blocks with the largest
-    maxima, so there only these are sorted. Where the vocabulary is divided over devices, each looks at its own part.
+    A TPU sorts all entries for `lax.top_k`. The `k` largest entries are in the `k` blocks with the largest maxima, so
+    here it sorts only these blocks. If the vocabulary is divided over devices, each first selects from its own part.
 
     Args:
-        x: `f32[..., V]`. k: at most `V`.
+        x: `f32[..., V]`.
+        k: at most `V`.
 
     >>> [y.tolist() for y in top_k(jnp.array([[1.0, 4.0, 2.0, 4.0]]), 3)]
     [[[4.0, 4.0, 2.0]], [[1, 3, 2]]]
@@ -38,7 +40,7 @@ def _somewhere(x: Array, k: int) -> tuple[Array, Array]:
                                    jnp.arange(x.shape[-1], dtype=jnp.int32))
         values, best = lax.top_k(values, k)
         places = jnp.take_along_axis(places, best, -1)
-        # else the compiler divides what is kept of them over the axis, from round to round
+        # Without this the compiler divides results that a loop carries over the axis.
         values, places = constrain((values, places), (P(DATA), P(DATA)))
     else:
         values, places = _top_k(rows, k)
@@ -46,7 +48,7 @@ def _somewhere(x: Array, k: int) -> tuple[Array, Array]:
 
 
 def _offset(x: Array, ids: Array, k: int) -> tuple[Array, Array]:
-    # by blocks everywhere: XLA's CPU gathers the rows of a `lax.top_k`, here those of a few blocks
+    # Use blocks on every platform: XLA's CPU gathers the whole rows of `lax.top_k`, here only those of a few blocks.
     values, places = lax.top_k(x, k) if x.shape[-1] < 4 * BLOCK * k else by_blocks(x, k)
     return values, places + ids[0]
 
@@ -58,19 +60,19 @@ def _top_k(x: Array, k: int) -> tuple[Array, Array]:
 
 
 def by_blocks(x: Array, k: int) -> tuple[Array, Array]:
-    """`lax.top_k` by the maxima of blocks.
+    """Returns `lax.top_k(x, k)`, found by the maxima of blocks.
 
-    An entry that is among the first `k` (by size, then by place) lies in a block that is among the first `k` by its
-    maximum: else each of `k` blocks had an entry before it.
+    An entry among the first `k` (by size, then by index) is in a block that is among the first `k` by maximum;
+    otherwise each of `k` blocks would have an entry before it.
     """
     V = x.shape[-1]
     count = -(-V // BLOCK)
     if count * BLOCK != V:
-        if x.ndim == 3 and x.shape[1] > TILE:     # the padded copies of a large tree do not fit in fast memory
+        if x.ndim == 3 and x.shape[1] > TILE:     # the padded copy of a large tree would not fit into fast memory
             return in_parts(lambda x: by_blocks(x, k), TILE, x)
         x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, count * BLOCK - V)], constant_values=-jnp.inf)
     blocks = x.reshape(*x.shape[:-1], count, BLOCK)
-    which = jnp.sort(lax.top_k(blocks.max(-1), k)[1], -1)       # in order, so that of equal entries the first is taken
+    which = jnp.sort(lax.top_k(blocks.max(-1), k)[1], -1)       # in order, so that the first of equal entries is taken
     inside = jnp.take_along_axis(blocks, which[..., None], -2)
     values, at = lax.top_k(inside.reshape(*x.shape[:-1], k * BLOCK), k)
     return values, jnp.take_along_axis(which, at // BLOCK, -1) * BLOCK + at % BLOCK

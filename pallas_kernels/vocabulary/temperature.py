@@ -1,4 +1,4 @@
-"""Logits over a temperature, whichever it is."""
+"""Division of logits by temperatures of any size."""
 
 from __future__ import annotations
 
@@ -8,23 +8,24 @@ from jax import Array, lax
 from decodax.common.axes import platform
 
 FAR = 4096.0
-"""From here on the largest logit over the temperature is taken off first. A float32 is within 2.5e-4 below it, so that
-sums and differences of logits mean something."""
+"""Above this value of the largest logit divided by the temperature, the largest logit is subtracted first. Below it the
+spacing of float32 is at most 2.5e-4, so that sums and differences of logits are accurate."""
 
 LEAST = float(jnp.finfo(jnp.float32).tiny)
 MOST = 1 / LEAST
-"""Temperatures beyond count as these. On many chips a smaller float32 is 0, and so is one over a larger one, by which
--inf would become a NaN."""
+"""Temperatures are clipped to this range. Many chips round a smaller float32 to 0, as well as the reciprocal of a
+larger one, which would turn -inf into NaN."""
 
 
 def cooled(logits: Array, temperature: Array) -> Array:
-    """`logits / temperature`, up to a constant for each distribution where that would be large.
+    """Returns `logits / temperature`, shifted by a constant for each distribution where the result would be large.
 
-    Where the largest quotient is beyond `FAR`, the largest logit is subtracted first. Then it becomes 0, exactly, and
-    nothing else overflows to more than that. A NaN or +inf among the logits stays.
+    If the largest quotient exceeds `FAR`, the largest logit is subtracted first. The maximum is then exactly 0, and no
+    other entry overflows above it. A NaN or +inf among the logits remains.
 
     Args:
-        logits: `f32[..., V]`. temperature: `f32[...]`, above 0.
+        logits: `f32[..., V]`.
+        temperature: `f32[...]`, above 0.
 
     >>> cooled(jnp.array([1.0, 2.0]), jnp.float32(0.5)).tolist()
     [2.0, 4.0]
@@ -38,7 +39,8 @@ def cooled(logits: Array, temperature: Array) -> Array:
     shifted = lambda: (logits - logits.max(-1, keepdims=True)) / t
     if platform() != "cpu":
         return jnp.where(far, shifted(), plain)
-    # XLA's CPU may compute what it is given again for each use, and round it differently: then the largest logit minus
-    # the largest logit is not 0. What enters a loop, of one trip here, or none where nothing is far, is there once
+    # XLA's CPU may compute an operand again for each use and round it differently, so that the largest logit minus the
+    # largest logit is not 0. The operand of a loop is computed once; this loop runs once, or not at all if nothing is
+    # far.
     once = lambda c: (jnp.zeros((), bool), jnp.where(far, shifted(), c[1]))
     return lax.while_loop(lambda c: c[0], once, (far.any(), plain))[1]

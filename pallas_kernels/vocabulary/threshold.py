@@ -1,7 +1,8 @@
-"""Selection without a sort: the largest threshold that leaves enough, by a search on the float's bit pattern.
+"""Selection without sorting: finds the largest threshold that keeps enough entries, by a search over float bit
+patterns.
 
-Read as integers, floats of one sign are ordered as their values are, so 32 bits find a threshold exactly, whatever the
-values. CPUs and GPUs find them one by one, TPUs three or four at a time.
+As integers, floats of one sign have the order of their values, so 32 bits determine a threshold exactly for any values.
+CPUs and GPUs find the bits one by one, TPUs three or four at a time.
 
 On CPU (32,000 logits; 1 and 8 positions) top-k takes 0.15 and 1.2 ms and top-p 0.16 and 1.4 ms this way; `lax.top_k` of
 128 takes 0.08 and 0.75 ms, a full sort 6 and 48 ms. Searching 4 ways in half the passes was slower there.
@@ -20,32 +21,35 @@ from decodax.common.axes import MODEL, free_axes, platform, shardwise
 
 
 def largest_threshold(order: Array, weights: Array, share: Array) -> Array:
-    """The largest `t` (`f32[]`) such that what is at or above it in `order` weighs `share` of the whole or more, and
-    something.
+    """Returns the largest `t` (`f32[]`) such that the entries with `order >= t` have at least `share` of the total
+    weight, and a positive weight.
 
-    It is NaN where there is none. Comparisons with it are then false, so `where(x < t, -inf, x)` removes nothing.
+    The result is NaN if there is none. Comparisons with it are then false, so `where(x < t, -inf, x)` removes nothing.
 
     Args:
-        order: `f32[V]`. weights: `f32[V]` or one `f32[]` for all, not negative. share: `f32[]`.
+        order: `f32[V]`.
+        weights: `f32[V]`, or one `f32[]` for all; not negative.
+        share: `f32[]`.
 
     >>> x, one = jnp.array([3.0, -jnp.inf, 7.5, -2.0]), jnp.float32(1)
     >>> [largest_threshold(x, one, jnp.float32(share)).item() for share in (0.2, 0.5, 0.7)]
     [7.5, 3.0, -2.0]
     """
-    # either is right wherever it runs; they find the same up to the rounding of sums
+    # Both are correct on every platform and find the same threshold up to the rounding of sums.
     return (by_digits if platform() == "tpu" else by_halves)(order, weights, share)
 
 
 def once(x: Array) -> Array:
-    """`x`, for `less` and for what finds the threshold: computed once for both."""
+    """Returns `x` behind a barrier, so that `less` and the search for the threshold use one computation of it."""
     return lax.optimization_barrier(x)
 
 
 def less(x: Array, threshold: Array) -> Array:
-    """`x < threshold` (`bool[V]`), of the very numbers among which the threshold was found.
+    """Returns `x < threshold` (`bool[V]`) for exactly the numbers among which the threshold was found.
 
-    XLA's CPU else computes `x` again where it is compared, barrier or not, and rounds it differently there: then the
-    last token that was to stay goes. Nothing is fused into a loop, of one trip here, or none if there is no threshold.
+    Otherwise XLA's CPU computes `x` again for the comparison, barrier or not, and rounds it differently, so that the
+    last token to keep is removed. Nothing is fused into a loop; this loop runs once, or not at all if there is no
+    threshold.
     """
     if platform() != "cpu":
         return x < threshold
@@ -54,7 +58,7 @@ def less(x: Array, threshold: Array) -> Array:
 
 
 def by_halves(order: Array, weights: Array, share: Array) -> Array:
-    """`largest_threshold` in 32 passes of one sum each."""
+    """Returns `largest_threshold`, found in 32 passes of one sum each."""
     least = share * jnp.broadcast_to(weights, order.shape).sum()
 
     def halve(i: Array, best: Array) -> Array:
@@ -66,10 +70,10 @@ def by_halves(order: Array, weights: Array, share: Array) -> Array:
 
 
 def by_digits(order: Array, weights: Array, share: Array) -> Array:
-    """`largest_threshold` in 11 passes of 7 sums each, or 8 passes of 15.
+    """Returns `largest_threshold`, found in 11 passes of 7 sums each, or 8 passes of 15.
 
-    A TPU needs little longer for a pass over a vocabulary with several sums than with one. Where the vocabulary is
-    divided over devices, they exchange their sums in each pass, so there are fewer passes.
+    On a TPU a pass over a vocabulary takes little longer with several sums than with one. If the vocabulary is divided
+    over devices, they exchange their sums in each pass, so fewer passes are used.
     """
     size = free_axes().get(MODEL, 1)
     if size > 1 and order.shape[0] % size == 0:
@@ -84,11 +88,11 @@ def _by_digits(order: Array, weights: Array, share: Array, bits: int,
     weights = jnp.broadcast_to(weights, order.shape)
 
     def sums(*arrays: Array) -> tuple[Array, ...]:
-        # one reduction of many operands reads the vocabulary once
+        # One reduction of many operands reads the vocabulary once.
         return total(tuple(lax.reduce(arrays, (jnp.zeros((), weights.dtype),) * len(arrays), add, (0,))))
 
     def trials(best: Array, i: Array) -> list[Array]:
-        # one by one and not as an array of all: XLA then makes one operation of what is done with them
+        # Separate arrays rather than one array of all: XLA then fuses the operations on them into one.
         place = jnp.maximum(32 - bits * (i + 1), 0).astype(jnp.uint32)      # the last digit may overlap the one before
         return [best | lax.shift_left(jnp.uint32(d), place) for d in range(1, 1 << bits)]
 
@@ -112,12 +116,12 @@ def _by_digits(order: Array, weights: Array, share: Array, bits: int,
 
 
 def kth_largest(x: Array, k: Array) -> Array:
-    """The `k`-th largest of `f32[V]` (`k` is traced), NaN where there are fewer."""
-    # counting in float32 is exact up to 2^24 and faster than in integers on CPU; the half keeps rounding away
+    """Returns the `k`-th largest entry of `f32[V]` (`k` is traced), or NaN if there are fewer."""
+    # Counting in float32 is exact up to 2^24 and faster than in integers on CPU; subtracting a half absorbs rounding.
     return largest_threshold(x, jnp.float32(1), (k.astype(jnp.float32) - 0.5) / x.shape[-1])
 
 
 def of_order(ordered: Array) -> Array:
-    """The float whose place among all floats is `ordered` (`u32[]`): NaNs stand at both ends."""
+    """Returns the float whose rank among all floats is `ordered` (`u32[]`); NaNs are at both ends."""
     bits = lax.bitcast_convert_type(ordered ^ jnp.uint32(1 << 31), jnp.int32)
     return lax.bitcast_convert_type(jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits), jnp.float32)

@@ -1,9 +1,9 @@
-"""The draw of a token as a kernel for TPUs (Mosaic).
+"""Draws a token on TPUs (Mosaic).
 
-A program instance has the whole vocabulary of 8 rows in fast memory: it is brought in once, while the rows before are
-drawn, and every pass of truncation, weights and race runs there. A threshold is found bit by bit. In XLA a pass costs
-the more the fewer operations it has, since it is dispatched and reads memory; here it costs its operations, and 32
-passes of three each are less than 11 passes of 21.
+A program instance has the whole vocabulary of 8 rows in fast memory: it is transferred once, while the rows before are
+drawn, and every pass of truncation, weights and race runs there. A threshold is found bit by bit. In XLA the cost of a
+pass is mostly its dispatch and its memory reads; here it is its operations, and 32 passes of three operations each cost
+less than 11 passes of 21.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ from decodax.pallas_kernels.vocabulary.threshold import of_order
 ROWS, LANES = 8, 128
 
 CHUNK = 64 * LANES
-"""Entries of a row that a step of a pass looks at. In the search a v5e takes 21 cycles for 16 times the lanes, and 79
-for 64 times."""
+"""Entries of a row that one step of a pass handles. In the search a v5e takes 21 cycles for 16 lane widths, and 79 for
+64."""
 
 SPARE = 4 << 20
-"""Bytes of fast memory beside the vocabulary."""
+"""Bytes of fast memory that are reserved in addition to the vocabulary."""
 
 
 def bytes_of(V: int) -> int:
-    """Fast memory that the kernel takes: two blocks of logits on their way, the logits over the temperature, weights.
+    """Returns the bytes of fast memory that the kernel uses: two blocks of logits in transfer, the logits divided by
+    the temperature, and the weights.
 
     >>> bytes_of(128_256) >> 20
     20
@@ -43,7 +44,7 @@ def bytes_of(V: int) -> int:
 
 def draw(logits: Array, address: Array, temperature: Array, k: Array | None = None, p: Array | None = None,
          min_p: Array | None = None, *, interpret: Any = False) -> tuple[Array, Array]:
-    """As `reference.draw`.
+    """Returns the result of `reference.draw`.
 
     Args:
         interpret: run without a TPU; True, or `pltpu.InterpretParams`.
@@ -74,7 +75,7 @@ def _kernel(logits: Any, address: Any, numbers: Any, token: Any, first: Any, sca
             names: tuple[str, ...]) -> None:
     rows, V = logits.shape
     chunks, begun = scaled.shape[1] // CHUNK, V // CHUNK * CHUNK
-    # what a row has one of is spread over the lanes once, and not in each step of each pass
+    # Values with one entry for each row are broadcast over the lanes once rather than in each step of each pass.
     lanes = lambda value: jnp.broadcast_to(jnp.asarray(value), (rows, LANES))
     given = {name: lanes(numbers[:, i:i + 1]) for i, name in enumerate(names)}
     words = lanes(address[:, :1]), lanes(address[:, 1:])
@@ -82,17 +83,17 @@ def _kernel(logits: Any, address: Any, numbers: Any, token: Any, first: Any, sca
     temperature = jnp.where(cold, 1, jnp.clip(given["temperature"], LEAST, MOST))
 
     def over(step: Callable[[Any, Any], Any], start: Any, count: int = chunks) -> Any:
-        """`step(at, carry)` for each chunk."""
+        """Returns the result of `step(at, carry)` over all chunks."""
         if not count:
             return start
         return lax.fori_loop(0, count, lambda c, carry: step(pl.ds(pl.multiple_of(c * CHUNK, CHUNK), CHUNK), carry),
                              start)
 
     def largest_of(parts: list[Array], so_far: Array) -> Array:
-        # a NaN counts as +inf: both are errors, and whatever comes of them is dropped in the end
+        # A NaN counts as +inf: both are errors, and the result is dropped in the end.
         return jnp.maximum(so_far, _fold(jnp.maximum, [jnp.where(jnp.isnan(x), jnp.inf, x) for x in parts]))
 
-    # as `cooled` has it
+    # As in `cooled`.
     top = over(lambda at, so_far: largest_of(_parts(logits[:, at]), so_far), lanes(-jnp.inf), V // CHUNK)
     if begun < V:
         top = largest_of([logits[:, begun:].max(1, keepdims=True)], top)
@@ -105,7 +106,7 @@ def _kernel(logits: Any, address: Any, numbers: Any, token: Any, first: Any, sca
         return largest_of(found, so_far)
 
     top = over(scale, lanes(-jnp.inf), V // CHUNK)
-    if begun < V:       # what fills up the last chunk is forbidden
+    if begun < V:       # the padding of the last chunk is -inf
         scaled[:, begun:] = jnp.full((rows, CHUNK), -jnp.inf, jnp.float32)
         scaled[:, begun:V] = (logits[:, begun:] - shift[:, :1]) / temperature[:, :1]
         top = largest_of(_parts(scaled[:, begun:]), top)
@@ -114,8 +115,7 @@ def _kernel(logits: Any, address: Any, numbers: Any, token: Any, first: Any, sca
     top = jnp.where(dead | broken, 0, top)
 
     def largest(weigh: Callable[[Any], list[Any]], least: Array) -> Array:
-        """The largest threshold at or above which there is something, of weight `least` or more: see
-        `largest_threshold`."""
+        """Returns `largest_threshold` of the rows, with `least` as the weight to reach."""
 
         def halve(i: Array, best: Array) -> Array:
             trial = best | lax.shift_left(jnp.uint32(1), (31 - i).astype(jnp.uint32))
@@ -168,12 +168,12 @@ def _kernel(logits: Any, address: Any, numbers: Any, token: Any, first: Any, sca
 
 
 def _parts(x: Array) -> list[Array]:
-    """A chunk in parts as wide as the lanes."""
+    """Splits a chunk into parts that are as wide as the lanes."""
     return [x[:, i:i + LANES] for i in range(0, x.shape[1], LANES)]
 
 
 def _fold(combine: Callable[[Array, Array], Array], parts: list[Array]) -> Array:
-    """The parts of a chunk as one: in pairs, so that one does not wait for the other."""
+    """Combines the parts of a chunk in pairs, so that the operations of a level are independent."""
     while len(parts) > 1:
         parts = [combine(a, b) for a, b in zip(parts[::2], parts[1::2], strict=True)]
     return parts[0]

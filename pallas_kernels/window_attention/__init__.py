@@ -1,4 +1,4 @@
-"""Attention of a window to a cache and to itself."""
+"""Attention of a window to a cache and to the window itself."""
 
 from decodax.pallas_kernels.window_attention.attention import (
     Added,

@@ -1,4 +1,4 @@
-"""Window attention: to the window's own keys and to what the cache holds, merged by their softmax sums."""
+"""Window attention: to the window's own keys and to the cache, merged by their softmax sums."""
 
 from __future__ import annotations
 
@@ -21,26 +21,24 @@ from decodax.pallas_kernels.window_attention.reference import MASKED
 Implementation = Literal["xla", "mosaic_tpu", "triton"]
 
 Added = Callable[[Array, Array], Array]
-"""What is added to the scores of some keys `f[B, G, K, d]` at positions `i32[B or 1, G or 1, 1, K]` (apart for each
-key/value head where a cache keeps other tokens in each): `f32[B or 1, H or 1, W, K]`."""
+"""A function from keys `f[B, G, K, d]` and their positions `i32[B or 1, G or 1, 1, K]` (separate for each key/value
+head if a cache keeps different tokens in each) to what is added to their scores, `f32[B or 1, H or 1, W, K]`."""
 
 Bias = Callable[[Array, Array], Added]
-"""Makes `Added` for the queries `f[B, H, W, d]` of a window, once, from them and their positions `i32[B, 1, W, 1]`."""
+"""A function from the queries `f[B, H, W, d]` of a window and their positions `i32[B, 1, W, 1]` to an `Added`."""
 
 
 class FixedBias(abc.ABC):
-    """A `Bias` that has no arrays of its own. A subclass is a frozen dataclass: compared by value, it is traced once
-    for all layers, and each device of a mesh adds it to the scores of its own heads."""
+    """A `Bias` that holds no arrays. Subclasses are frozen dataclasses: they are compared by value, so the attention is
+    traced once for all layers, and each device of a mesh adds the bias to the scores of its own heads."""
 
     @abc.abstractmethod
     def __call__(self, q: Array, positions: Array) -> Added: ...
 
 
 def by_position(scores: Callable[[Array, Array], Array]) -> Bias:
-    """A bias from positions alone: `scores(positions of queries, positions of keys)`."""
+    """Returns a bias that depends on positions only: `scores(positions of queries, positions of keys)`."""
     return lambda q, positions: lambda k, where: scores(positions, where)
-
-
 
 def window_attention(q: Array, k: Array, v: Array, mask: Array, positions: Array, cache: Array | None = None,
                      length: Array | None = None, *, scale: float,
@@ -49,35 +47,40 @@ def window_attention(q: Array, k: Array, v: Array, mask: Array, positions: Array
                      slot_positions: Array | None = None, bias: Bias | None = None, sinks: Array | None = None,
                      scales: Array | None = None, table: Array | None = None,
                      implementation: Implementation | None = None) -> Array:
-    """Attention of window queries to verified cache entries and to the window.
+    """Returns the attention of window queries to the verified cache entries and to the window.
 
     Args:
-        q: `f[B, W, H, d]` queries. k, v: `f[B, K, G, d]` and `f[B, K, G, e]` keys and values of the window, `H` a
-            multiple of `G`; `K` is `W` unless nodes of earlier windows stand before its own.
-        mask: `bool[B or 1, W, K]`, who sees whom inside the window; each node sees at least one.
+        q: queries, `f[B, W, H, d]`.
+        k: keys of the window, `f[B, K, G, d]`; `H` is a multiple of `G`, and `K` is `W` unless nodes of earlier windows
+            precede the window's own.
+        v: values of the window, `f[B, K, G, e]`.
+        mask: which keys each query sees within the window, `bool[B or 1, W, K]`; each query sees at least one.
         positions: `i32[B, W]`.
-        cache: `f[B, G, S, d + e]`, each entry's key and behind it its value; None without a cache (training, scoring).
-        length: `i32[B]` verified entries of a cache whose slots are positions.
+        cache: `f[B, G, S, d + e]`, the key and then the value of each entry; None without a cache (training, scoring).
+        length: the number of verified entries, `i32[B]`, of a cache whose slots are positions.
         scale: factor of the scores before softcap and softmax.
-        sliding: a query sees positions above its own minus this.
+        sliding: a query sees only positions above its own minus this.
         softcap: scores become `softcap * tanh(scores / softcap)` (Gemma 2).
-        key_positions: `i32[B, K]` of `k`; default `positions`.
-        cached: `bool[B, S]` the verified entries that a row sees; None: all of them; `bool[B, 0]`: none.
-        slot_positions: `i32[B, G or 1, S]` the position of the token in each slot, -1 where there is none, of a cache
-            whose slots are not positions; in place of `length` and `cached`.
-        bias: what is added to the scores, after softcap: relative position biases (T5), slopes (ALiBi), the difference
-            that another position would make (dual chunk attention).
-        sinks: `f[H]`, a learned score of each head that takes part in the softmax and has no value (GPT-OSS): weights
-            add up to less than one. Where parts are merged it belongs to one of them.
-        scales: `f[B, G, 2, S]`, by which each slot's key and value are to be multiplied: of a cache of `i8`, which
-            `quantized` makes.
-        table: `i32[B, N]`, the pages that hold a row's slots, of a cache `f[P, G, page, d + e]` of pages for all rows,
-            and of scales `f[P, G, 2, page]`; `S` is `N * page`. What it says of pages behind `length` does not matter.
-        implementation: how the cache is read: "xla", or by a kernel, "mosaic_tpu" for TPUs or "triton" for GPUs, which
-            run interpreted on a CPU; None: the fastest that can be had (see `choose`).
+        key_positions: positions of `k`, `i32[B, K]`; default `positions`.
+        cached: the verified entries that a row sees, `bool[B, S]`; None for all, `bool[B, 0]` for none.
+        slot_positions: the position of the token in each slot, `i32[B, G or 1, S]`, -1 for an empty slot, of a cache
+            whose slots are not positions; replaces `length` and `cached`.
+        bias: what is added to the scores after softcap: relative position biases (T5), slopes (ALiBi), the effect of
+            another position (dual chunk attention).
+        sinks: `f[H]`, a learned score for each head that takes part in the softmax without a value (GPT-OSS), so that
+            weights sum to less than one. When parts are merged, only one of them gets the sinks.
+        scales: `f[B, G, 2, S]`, factors of each slot's key and value, of an `i8` cache from `quantized`.
+        table: `i32[B, N]`, the pages of each row, of a cache `f[P, G, page, d + e]` of pages for all rows, with scales
+            `f[P, G, 2, page]`; `S` is `N * page`. Entries for pages at or beyond `length` may be any number.
+        implementation: how the cache is read: "xla", or a kernel, "mosaic_tpu" for TPUs or "triton" for GPUs, which
+            runs in interpreter mode on a CPU; default the fastest available (see `choose`).
 
     Returns:
         `f[B, W, H, e]` in the dtype of `q`. Scores and sums are float32.
+
+    Raises:
+        ValueError: the implementation is unknown or does not support `bias`, or `scales` do not match the cache's
+            dtype.
     """
     return window_attention_lse(q, k, v, mask, positions, cache, length, scale=scale, sliding=sliding,
                                 softcap=softcap, key_positions=key_positions, cached=cached,
@@ -86,8 +89,8 @@ def window_attention(q: Array, k: Array, v: Array, mask: Array, positions: Array
 
 
 def merge(*parts: tuple[Array, Array]) -> tuple[Array, Array]:
-    """Attention to several sets of keys as attention to all of them. Each part, and the result, is what
-    `window_attention_lse` gives."""
+    """Combines attention to several sets of keys into attention to all of them. The parts and the result are as
+    `window_attention_lse` returns them."""
     return functools.reduce(_merge, parts)
 
 
@@ -106,16 +109,19 @@ def window_attention_lse(q: Array, k: Array, v: Array, mask: Array, positions: A
                          slot_positions: Array | None = None, bias: Bias | None = None, sinks: Array | None = None,
                          scales: Array | None = None, table: Array | None = None,
                          implementation: Implementation | None = None) -> tuple[Array, Array]:
-    """As `window_attention`, with the logarithm of each query's softmax sum, `f32[B, W, H]`: the weight of a key with
-    score `s` is `exp(s - lse)`, and `merge` adds attention to other keys. About -1e30 where a query sees nothing."""
+    """Returns `window_attention` and the logarithm of each query's softmax sum, `f32[B, W, H]`.
+
+    The weight of a key with score `s` is `exp(s - lse)`, and `merge` adds attention to other keys. The logarithm is
+    about -1e30 for a query that sees nothing.
+    """
     _check(implementation, cache, scales)
     if bias is not None and implementation not in (None, "xla"):
-        raise ValueError(f"implementation: got {implementation!r}, which takes no bias")
+        raise ValueError(f"implementation: got {implementation!r}, which does not support a bias")
     arrays = q, k, v, mask, positions, cache, length, key_positions, cached, slot_positions, sinks, scales, table
     options: dict[str, Any] = dict(scale=scale, sliding=sliding, softcap=softcap, bias=bias)
     if bias is None:
         return _attention_once(*arrays, **options, implementation=implementation or choose(cache))
-    # a bias that closes over weights is no static value, and made for all heads
+    # A bias that closes over weights is not a static value, and it covers all heads.
     attention = _attention_once if isinstance(bias, FixedBias) else _attention
     return attention(*arrays, **options, implementation="xla")
 
@@ -123,20 +129,24 @@ def window_attention_lse(q: Array, k: Array, v: Array, mask: Array, positions: A
 def prefix_attention(q: Array, positions: Array, cache: Array, length: Array, *, scale: float,
                      sliding: int | None = None, softcap: float | None = None, scales: Array | None = None,
                      table: Array | None = None, implementation: Implementation | None = None) -> tuple[Array, Array]:
-    """Attention of many rows to what they have in common: a prefix that is read once for all of them (Hydragen,
-    Juravsky et al. 2024). Their queries are to it those of one row.
+    """Returns the attention of many rows to their common prefix, which is read once for all of them (Hydragen, Juravsky
+    et al., 2024). The queries of these rows are treated as those of one row.
 
-    `merge` adds the rest, a row's own cache and its window, as `window_attention_lse` gives it. Where a layer is
-    `sliding`, that has to know where the own cache begins: by `slot_positions`.
+    `merge` adds the rest, a row's own cache and its window, as `window_attention_lse` returns it. In a layer with
+    `sliding` that call needs to know where the own cache begins, by `slot_positions`.
 
     Args:
-        q: `f[B, W, H, d]`. positions: `i32[B, W]`.
-        cache: `f[N, G, S, d + e]`, prefixes of `B / N` rows each, which follow each other; or pages, with `table`.
+        q: `f[B, W, H, d]`.
+        positions: `i32[B, W]`.
+        cache: prefixes of `B / N` consecutive rows each, `f[N, G, S, d + e]`; or pages, with `table`.
         length: `i32[N]`.
         scale, sliding, softcap, scales, table, implementation: as in `window_attention`.
 
     Returns:
         As `window_attention_lse`.
+
+    Raises:
+        ValueError: as `window_attention`, or the number of rows is not a multiple of the number of prefixes.
     """
     _check(implementation, cache, scales)
     if q.shape[0] % length.shape[0]:
@@ -149,23 +159,21 @@ def slot_weights(q: Array, lse: Array, positions: Array, cache: Array, length: A
                  sliding: int | None = None, softcap: float | None = None, cached: Array | None = None,
                  slot_positions: Array | None = None, scales: Array | None = None, table: Array | None = None,
                  causal: bool = False, implementation: Implementation | None = None) -> Array:
-    """How much attention each cache slot receives: its softmax weights, summed over queries and over the heads of a
-    group. This is the statistic of caches that forget by attention (H2O, SnapKV).
+    """Returns how much attention each cache slot receives: its softmax weights, summed over the queries and over the
+    heads of a group, `f32[B, G, S]`; 0 if no query sees the slot.
 
-    It is a second pass over the keys, for which `window_attention_lse` and an entry of the cache keep what it needs:
-    queries, and the logarithms of their softmax sums over window and cache. So it costs nothing where it is not asked
-    for, and can wait for a decision: only nodes that are committed should count.
+    Caches that evict by attention (H2O, SnapKV) use this statistic. It takes a second pass over the keys, for which
+    `window_attention_lse` and an entry of the cache keep what it needs: queries, and the logarithms of their softmax
+    sums over window and cache. So it costs nothing unless requested, and it can wait until it is known which nodes are
+    committed, because only these should count.
 
     Args:
-        q: `f[B, W, H, d]`. lse: `f32[B, W, H]`, as `window_attention_lse` or `merge` gives it; inf for a query that
-            does not count.
-        causal: a query sees no slot whose token is behind its own position: for queries whose own keys have been
-            written.
-        positions, cache, length, scale, sliding, softcap, cached, slot_positions, scales, table, implementation: as
-            in `window_attention`.
-
-    Returns:
-        `f32[B, G, S]`, 0 where nothing is seen.
+        q: `f[B, W, H, d]`.
+        lse: `f32[B, W, H]`, as `window_attention_lse` or `merge` returns it; inf for a query that does not count.
+        causal: a query does not see slots whose tokens are after its own position; for queries whose own keys are
+            already in the cache.
+        positions, cache, length, scale, sliding, softcap, cached, slot_positions, scales, table, implementation: as in
+            `window_attention`.
     """
     _check(implementation, cache, scales)
     arrays = q, lse, positions, cache, length, cached, slot_positions, scales, table
@@ -174,12 +182,14 @@ def slot_weights(q: Array, lse: Array, positions: Array, cache: Array, length: A
 
 
 def quantized(cache: Array, width: int) -> tuple[Array, Array]:
-    """A cache of integers, `i8[..., S, d + e]`, and its scales `f32[..., 2, S]`: keys and values are rounded to
-    multiples of a 127th of their largest entry, apart for each slot and head. Slots are the last axis, which a TPU pads
-    to 128: scales `[S, 2]` would take 64 times their bytes.
+    """Rounds keys and values to integers and returns the cache `i8[..., S, d + e]` and its scales `f32[..., 2, S]`.
+
+    A key or value is rounded to multiples of a 127th of its largest entry, separately for each slot and head. Slots are
+    the last axis of the scales, which a TPU pads to 128: scales `[S, 2]` would take 64 times their bytes.
 
     Args:
-        cache: `f[..., S, d + e]`. width: `d`.
+        cache: `f[..., S, d + e]`.
+        width: `d`.
     """
     parts = [x.astype(jnp.float32) for x in (cache[..., :width], cache[..., width:])]
     scales = [jnp.abs(x).max(-1) / 127 for x in parts]
@@ -192,15 +202,15 @@ def _check(implementation: str | None, cache: Array | None, scales: Array | None
         raise ValueError(f"implementation: got {implementation!r}, takes 'xla', 'mosaic_tpu' or 'triton'")
     if cache is not None and jnp.issubdtype(cache.dtype, jnp.integer) != (scales is not None):
         raise ValueError(f"scales: got {'none' if scales is None else 'some'} for a cache of {cache.dtype}, takes them "
-                         "where it is of integers")
+                         "with a cache of integers only")
 
 
 def choose(cache: Array | None) -> Implementation | None:
-    """The implementation for a cache `f[B, G, S, D]`, or its pages: "xla", or None for the kernel of the accelerator
+    """Returns the implementation for a cache `f[B, G, S, D]`, or its pages: "xla", or None for the accelerator's kernel
     wherever the program is lowered for it.
 
-    A kernel wants to know the mesh: the compiler cannot divide it over devices by itself. That for TPUs wants slots in
-    blocks of 128, that for GPUs a JAX that has Triton and a chip from Ampere on, which multiplies bfloat16.
+    A kernel needs the mesh, because the compiler cannot divide it over devices by itself. The TPU kernel needs slots in
+    blocks of 128; the GPU kernel needs a JAX with Triton and a chip that multiplies bfloat16 (Ampere or later).
     """
     where = platform()
     if where == "cpu" or cache is None or (jax.sharding.get_abstract_mesh().empty and jax.device_count() > 1):
@@ -213,7 +223,7 @@ def _runs_triton() -> bool:
     return compute_capability() >= 8 and importlib.util.find_spec("jax.experimental.pallas.triton") is not None
 
 
-# traced and lowered once for all layers of a kind
+# Traced and lowered once for all layers of a kind.
 @functools.partial(jax.jit, static_argnames=("scale", "sliding", "softcap", "bias", "implementation"))
 def _attention_once(*arrays: Any, implementation: Implementation | None, **options: Any) -> tuple[Array, Array]:
     q, mask, slot_positions, table = arrays[0], arrays[3], arrays[9], arrays[12]
@@ -227,7 +237,7 @@ def _attention_once(*arrays: Any, implementation: Implementation | None, **optio
 @functools.partial(jax.jit, static_argnames=("scale", "sliding", "softcap", "implementation"))
 def _prefix_once(*arrays: Any, implementation: Implementation | None, **options: Any) -> tuple[Array, Array]:
     length, table = arrays[3], arrays[5]
-    prefixes = DATA if length.shape[0] > 1 else None     # a single one is every device's
+    prefixes = DATA if length.shape[0] > 1 else None     # a single prefix is replicated
     heads, cache = P(DATA, None, MODEL), P(prefixes if table is None else None, MODEL)
     specs = heads, P(DATA), cache, P(prefixes), cache, P(prefixes)
     local = functools.partial(_prefix, implementation=implementation, **options)
@@ -258,7 +268,7 @@ def _attention(q: Array, k: Array, v: Array, mask: Array, positions: Array, cach
     dtype, q = q.dtype, _folded(q, G)
     k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
 
-    def biases(keys: Array, where: Array) -> Array:       # of keys at `where` [B or 1, G or 1, K]
+    def biases(keys: Array, where: Array) -> Array:       # where: positions of keys, [B or 1, G or 1, K]
         assert added is not None
         more = added(keys, where[:, :, None])
         return jnp.broadcast_to(more, (B, H, W, where.shape[2])).reshape(B, G, -1, where.shape[2])
@@ -312,33 +322,33 @@ def _weights(q: Array, lse: Array, positions: Array, cache: Array, length: Array
 
 
 def _folded(x: Array, heads: int) -> Array:
-    """`[B, W, H, ...]` as `[B, G, H / G * W, ...]`: the queries of each head of keys and values."""
+    """Reshapes `[B, W, H, ...]` to `[B, G, H / G * W, ...]`, the queries of each key/value head."""
     B, W, H, *rest = x.shape
     return jnp.moveaxis(x.reshape(B, W, heads, H // heads, *rest), 1, 3).reshape(B, heads, H // heads * W, *rest)
 
 
 def _unfolded(x: Array, width: int) -> Array:
-    """`[B, G, H / G * W, ...]` as `[B, W, H, ...]`."""
+    """Reshapes `[B, G, H / G * W, ...]` to `[B, W, H, ...]`."""
     B, G, R, *rest = x.shape
     return jnp.moveaxis(x.reshape(B, G, R // width, width, *rest), 3, 1).reshape(B, width, G * R // width, *rest)
 
 
 def _repeated(positions: Array, times: int) -> Array:
-    """`[B, W]` as `[B, H / G * W]`."""
+    """Repeats `[B, W]` to `[B, H / G * W]`."""
     B, W = positions.shape
     return jnp.broadcast_to(positions[:, None], (B, times, W)).reshape(B, -1)
 
 
 def _held(cache: Array, table: Array | None, length: Array | None, cached: Array | None,
           held: Array | None) -> tuple[Array, Array | None]:
-    """What an implementation is told of a cache: where what is read ends and, unless slots are positions, the positions
-    of what is seen."""
+    """Returns how far a cache is read, and the positions of the tokens in visible slots, or None if slots are
+    positions."""
     slots = cache.shape[2] * (1 if table is None else table.shape[1])
     place = jnp.arange(slots, dtype=jnp.int32)
     if held is not None:
         length = jnp.where((held >= 0).any(1), place + 1, 0).max(1)
     assert length is not None
-    if cached is not None:      # what is read ends behind the last entry that a row sees
+    if cached is not None:      # reading ends after the last entry that a row sees
         held = jnp.where(cached & (place < length[:, None]), place, -1)[:, None]
         length = jnp.where(held >= 0, place + 1, 0).max((1, 2))
     return length, held
@@ -346,11 +356,11 @@ def _held(cache: Array, table: Array | None, length: Array | None, cached: Array
 
 def _read(name: str, implementation: Implementation | None, given: tuple[Array | None, ...], plain: dict[str, Any],
           **options: Any) -> Any:
-    """The function `name` of an implementation; `plain` are options of the reference alone."""
+    """Calls the function `name` of an implementation; `plain` holds options of the reference only."""
     walk: Callable[..., Any] = functools.partial(getattr(reference, name), **options, **plain)
     if implementation == "xla":
         return walk(*given)
-    # imports what the others do without
+    # Import a kernel's module only if it is needed.
     kind = "gpu" if implementation == "triton" or (implementation is None and platform() == "gpu") else "tpu"
     module = importlib.import_module(f"decodax.pallas_kernels.window_attention.{kind}")
     kernel: Callable[..., Any] = functools.partial(getattr(module, name), **options)

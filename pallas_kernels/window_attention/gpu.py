@@ -1,8 +1,8 @@
-"""Attention of a window to what a cache holds, as a kernel for GPUs (Triton).
+"""Attention of a window to a cache on GPUs (Triton).
 
-A program is a row, one of its heads of keys and values, a tile of that head's queries and a share of the row's live
-slots. Decoding has few rows, so the slots are shared out until every multiprocessor has work (Dao et al., 2023,
-"Flash-Decoding"), and the shares are merged by their softmax sums. A program ends at what is live.
+A program handles a row, one of its key/value heads, a tile of that head's queries and a share of the row's live slots.
+Decoding has few rows, so the slots are divided into shares until every multiprocessor has work (Dao et al., 2023,
+"Flash-Decoding"), and the shares are merged by their softmax sums. A program ends at the last live slot.
 
 Sizes were chosen by timing on an H200 (`docs/gpu.md`).
 """
@@ -24,10 +24,10 @@ from decodax.common.axes import compute_capability
 MASKED = -1e30
 
 BLOCK = 64
-"""Slots that a program looks at in a step."""
+"""Slots that a program handles in a step."""
 
 TILE = 64
-"""Queries of a head that a program takes at most: what a group of warps multiplies at once on Hopper."""
+"""Maximum number of queries of a head for a program: what a group of warps multiplies at once on Hopper."""
 
 CORES = 2 * 132
 """Programs that an H100 or H200 runs at once: two on each multiprocessor, so that one reads while the other waits."""
@@ -35,15 +35,18 @@ CORES = 2 * 132
 MOST_SHARES = 128
 
 SHARED = {8.0: 163, 8.7: 163, 9.0: 227, 10.0: 227, 10.3: 227, 11.0: 227}
-"""KiB of shared memory that a program may take, by compute capability; 99 on others from 8.0 on (NVIDIA, "CUDA C++
+"""KiB of shared memory that a program may use, by compute capability; 99 for others from 8.0 on (NVIDIA, "CUDA C++
 Programming Guide", technical specifications)."""
 
 
 def shares_of(programs: int, steps: int, cores: int = CORES) -> int:
-    """Shares of a row's slots: the fewest of those that keep the GPU nearly as busy as any number does.
+    """Returns into how many shares to divide a row's slots: the fewest that keep the GPU nearly as busy as any number
+    does.
 
     Args:
-        programs: those of one share. steps: blocks of slots there are to share. cores: programs that run at once.
+        programs: the number of programs with one share.
+        steps: the number of blocks of slots to divide.
+        cores: the number of programs that run at once.
 
     >>> shares_of(8, 128), shares_of(64, 32), shares_of(256, 256), shares_of(1, 2)
     (29, 4, 1, 2)
@@ -60,15 +63,19 @@ def shares_of(programs: int, steps: int, cores: int = CORES) -> int:
 
 
 def depth_of(block: int, slot: int, most: int, shared: int) -> tuple[int, int]:
-    """How many slots a step reads, and how many steps are read ahead of their use, so that they fit into shared memory.
+    """Returns how many slots a step reads, and how many steps are read ahead of their use, so that they fit into shared
+    memory.
 
     Args:
-        block: slots, at most. slot: bytes of one that are read. most: steps, at most. shared: KiB.
+        block: the maximum number of slots.
+        slot: the bytes that are read of one slot.
+        most: the maximum number of steps.
+        shared: the shared memory in KiB.
 
     >>> depth_of(64, 512, 3, 227), depth_of(64, 1024, 3, 163), depth_of(64, 2048, 3, 99)
     ((64, 3), (64, 2), (32, 1))
     """
-    room = (shared - 16) << 10      # 16 for queries and what lies between operations
+    room = (shared - 16) << 10      # 16 KiB for queries and intermediate results
     while block > 16 and block * slot > room:
         block //= 2
     return block, max(1, min(most, room // (block * slot)))
@@ -82,11 +89,11 @@ def cache_attention(q: Array, cache: Array, length: Array, positions: Array, hel
                     scales: Array | None = None, table: Array | None = None, *, scale: float, value_width: int,
                     sliding: int | None = None, softcap: float | None = None, block: int = BLOCK,
                     shares: int | None = None, interpret: bool = False) -> tuple[Array, Array]:
-    """As `reference.cache_attention`.
+    """Returns the result of `reference.cache_attention`.
 
     Args:
-        block: slots of a step, a power of two from 16.
-        shares: shares of a row's slots; default `shares_of`.
+        block: the number of slots in a step, a power of two from 16 on.
+        shares: the number of shares of a row's slots; default `shares_of`.
         interpret: run without a GPU.
     """
     B, G, R, _ = q.shape
@@ -96,7 +103,7 @@ def cache_attention(q: Array, cache: Array, length: Array, positions: Array, hel
     block, stages = depth_of(block, cache.shape[3] * cache.dtype.itemsize, 3, _shared())
     tiles, steps = -(-R // tile), -(-S // block)
     n = shares or shares_of(B * G * tiles, steps)
-    # what a sliding layer no longer sees is left out from the front
+    # Skip blocks at the front that a sliding layer no longer sees.
     first = jnp.zeros_like(length) if sliding is None or held is not None else jnp.maximum(
         positions.min(1) - sliding + 1, 0) // block
     q = q if scales is not None else q.astype(cache.dtype)
@@ -106,7 +113,7 @@ def cache_attention(q: Array, cache: Array, length: Array, positions: Array, hel
                                scale=scale, sliding=sliding, softcap=softcap)
     out, lse = pl.pallas_call(
         kernel, grid=(B * G, tiles, n), interpret=interpret, name="cache_attention",
-        # with what fills up tiles
+        # Shapes include the padding of tiles.
         out_shape=[jax.ShapeDtypeStruct((B, G, n, tiles * tile, _power(e)), jnp.float32),
                    jax.ShapeDtypeStruct((B, G, n, tiles * tile), jnp.float32)],
         compiler_params=plgpu.CompilerParams(num_warps=2 if tile <= 32 else 4, num_stages=stages),
@@ -125,7 +132,7 @@ def slot_weights(q: Array, lse: Array, cache: Array, length: Array, positions: A
                  scales: Array | None = None, table: Array | None = None, *, scale: float, sliding: int | None = None,
                  softcap: float | None = None, causal: bool = False, block: int = BLOCK,
                  interpret: bool = False) -> Array:
-    """As `reference.slot_weights`. `block` and `interpret` as in `cache_attention`."""
+    """Returns the result of `reference.slot_weights`. `block` and `interpret` are as in `cache_attention`."""
     B, G, R, _ = q.shape
     page = cache.shape[2]
     S = page * (1 if table is None else table.shape[1])
@@ -144,19 +151,19 @@ def slot_weights(q: Array, lse: Array, cache: Array, length: Array, positions: A
 
 
 def _given(**arrays: Array | None) -> tuple[tuple[str, ...], list[Array]]:
-    """The names and arrays of those that there are."""
+    """Returns the names and arrays of those that are not None."""
     found = {name: array for name, array in arrays.items() if array is not None}
     return tuple(found), list(found.values())
 
 
 def _power(n: int) -> int:
-    """The power of two from 16 that holds `n`: what Triton multiplies."""
+    """Returns the smallest power of two that is at least 16 and `n`; Triton multiplies only such sizes."""
     return max(16, 1 << (n - 1).bit_length())
 
 
 def _both(rows: Array, col: Array, width: int) -> Array:
-    """Which entries of some rows there are. Columns are compared only where some are missing: Triton reads several
-    entries at once where it can tell that neighbours are all read."""
+    """Returns which entries of some rows exist. Columns are compared only if some are missing: Triton reads several
+    entries at once if it can tell that neighbours are all read."""
     all_of_them = jnp.broadcast_to(rows[:, None], (len(rows), len(col)))
     return all_of_them if len(col) == width else all_of_them & (col < width)[None, :]
 
@@ -166,10 +173,12 @@ def _load(ref: Any, *index: Any, mask: Array) -> Array:
 
 
 class _Row:
-    """A row and a head as programs read them.
+    """A row and a key/value head as programs read them.
 
     Attributes:
-        b, g: row and head. length: slots that are live.
+        b: the row.
+        g: the head.
+        length: the number of live slots.
     """
 
     def __init__(self, given: dict[str, Any], heads: int, rows: int, block: int):
@@ -180,7 +189,7 @@ class _Row:
         self.d = given["q"].shape[3]
 
     def queries(self, start: Array, tile: int) -> tuple[Array, Array, Array, Array]:
-        """Which queries these are, which of them there are, their vectors and positions."""
+        """Returns the indices of a tile's queries, which of them exist, their vectors and their positions."""
         row = start + jnp.arange(tile)
         there = row < self.rows
         col = jnp.arange(_power(self.d))
@@ -189,7 +198,7 @@ class _Row:
         return row, there, q, _load(self.given["positions"], self.b, jnp.where(there, row, 0), mask=there)
 
     def slots(self, start: Array) -> tuple[Array, Array, Array, Array]:
-        """The slots of a block: which of them are live, and where in the cache they lie."""
+        """Returns the slots of a block, which of them are live, and their rows and slots in the cache."""
         slot = start + jnp.arange(self.block)
         live = slot < self.length
         slot = jnp.where(live, slot, 0)
@@ -199,18 +208,19 @@ class _Row:
         return slot, live, jnp.where(live, row, 0), slot % self.page
 
     def part(self, row: Array, place: Array, live: Array, begin: int, width: int) -> Array:
-        """Keys or values `[block, power of two]` of a block, zeros where there are none."""
+        """Returns keys or values of a block, `[block, power of two]`, with zeros where there are none."""
         col = jnp.arange(_power(width))
         return _load(self.given["cache"], row[:, None], self.g, place[:, None], (begin + col)[None, :],
                      mask=_both(live, col, width))
 
     def factor(self, which: int, row: Array, place: Array, live: Array) -> Array:
-        """Of keys (0) or values (1), `f32[block]`."""
+        """Returns the scales of keys (0) or values (1), `f32[block]`."""
         return _load(self.given["scales"], row, self.g, which, place, mask=live).astype(jnp.float32)
 
     def scores(self, q: Array, positions: Array, start: Array, *, scale: float, sliding: int | None,
                softcap: float | None, causal: bool) -> tuple[Array, Array, tuple[Array, Array, Array]]:
-        """Scores of a block and which are seen, `[tile, block]`; and where its values lie."""
+        """Returns the scores of a block and which of them are visible, `[tile, block]`, and where its values are in the
+        cache."""
         slot, live, row, place = self.slots(start)
         s = _dot(q, self.part(row, place, live, 0, self.d).astype(q.dtype).T)
         if "scales" in self.given:
@@ -230,7 +240,8 @@ class _Row:
 
 
 def _dot(a: Array, b: Array) -> Array:
-    """In float32; without the rounding of float32 operands to 10 digits that tensor cores do by default."""
+    """Returns the product in float32, without the rounding of float32 operands to 10 bits that tensor cores do by
+    default."""
     return lax.dot(a, b, preferred_element_type=jnp.float32,
                    precision=lax.Precision.HIGHEST if a.dtype == jnp.float32 else None)
 
@@ -261,7 +272,7 @@ def _attend(*refs: Any, names: tuple[str, ...], heads: int, rows: int, tile: int
     width = _power(values)
     nothing = (jnp.full(tile, MASKED, jnp.float32), jnp.zeros(tile, jnp.float32), jnp.zeros((tile, width), jnp.float32))
     top, total, acc = lax.fori_loop(begin, jnp.minimum(begin + each, end), step, nothing)
-    some = total != 0           # true of a NaN, which must stay one
+    some = total != 0           # true for NaN, which must remain
     whole = jnp.where(some, total, 1)
     out[here.b, here.g, p, pl.ds(start, tile)] = jnp.where(some[:, None], acc / whole[:, None], 0)
     lse[here.b, here.g, p, pl.ds(start, tile)] = jnp.where(some, top + jnp.log(whole), MASKED)
@@ -278,6 +289,6 @@ def _weigh(*refs: Any, names: tuple[str, ...], heads: int, rows: int, tile: int,
         s, seen, _ = here.scores(q, positions, start, **options)
         return total + jnp.where(seen & there[:, None], jnp.exp(s - sums[:, None]), 0).sum(0)
 
-    tiles = (start < here.length).astype(jnp.int32) * -(-rows // tile)      # a select of two numbers is not lowered
+    tiles = (start < here.length).astype(jnp.int32) * -(-rows // tile)      # `where` of two scalars does not lower
     total = lax.fori_loop(0, tiles, step, jnp.zeros(block, jnp.float32))
     weights[here.b, here.g, pl.ds(start, block)] = total

@@ -1,6 +1,6 @@
-"""Attention to a cache in plain XLA: a walk over its blocks of slots with a running softmax.
+"""Attention to a cache in plain XLA: a loop over blocks of slots with a running softmax.
 
-The walk ends at the longest live row, so a step costs what is in the cache, not what would fit (125M Llama shape, CPU:
+The loop ends at the longest live row, so a step costs what the cache holds, not its capacity (125M Llama shape, CPU:
 the same time at capacity 256 and 4,096; one einsum over the capacity takes four times as long at 1,024). The running
 softmax is that of Milakov and Gimelshein (2018).
 """
@@ -18,19 +18,20 @@ from jax import Array, lax
 Carry = TypeVar("Carry")
 
 BLOCK = 128
-"""Cache entries a step of the walk. On CPU 128 to 512 measure alike for long rows; short ones read a whole step: with
-56 live entries in a cache of 256, 8 rows of the 125M shape take 15% longer a step with 256 than with 128."""
+"""Cache entries in a step of the loop. On CPU 128 to 512 take the same time for long rows, but short rows read a whole
+step: with 56 live entries in a cache of 256, a step of 8 rows of the 125M shape takes 15% longer with 256 than with
+128."""
 
 WIDE_BLOCK = 1024
 """The same on accelerators, where a step is a dozen operations of a microsecond each: with 2,048 live entries XLA
-estimates a third of the cycles that blocks of 256 take on a v5e (`docs/tpu.md`)."""
+estimates a third of the cycles of blocks of 256 on a v5e (`docs/tpu.md`)."""
 
 MASKED = -1e30
-"""The score of what is not seen: finite, so that a fully masked block gives weights that the merge scales to zero."""
+"""The score of an invisible entry: finite, so that a fully masked block gives weights that the merge scales to zero."""
 
 
 def block_of(slots: int, most: int) -> int:
-    """The block of at most `most` entries in which a cache of `slots` is walked.
+    """Returns the size of the blocks, at most `most` entries, in which a cache with `slots` entries is read.
 
     >>> block_of(64, BLOCK), block_of(768, BLOCK), block_of(768, WIDE_BLOCK), block_of(3072, WIDE_BLOCK)
     (64, 128, 768, 1024)
@@ -39,12 +40,14 @@ def block_of(slots: int, most: int) -> int:
 
 
 class AttentionBlock(NamedTuple):
-    """What a step of the walk looks at.
+    """The data of one step of the loop.
 
     Attributes:
-        at: the slot at which it begins.
-        scores: `f32[B, G, R, block]`, and which of them are `seen`.
-        values: `f[B, G, block, e]`. worth: `f32[B, G, 1, block]`, by which they are to be multiplied; None: by 1.
+        at: the first slot of the block.
+        scores: `f32[B, G, R, block]`.
+        seen: which scores are visible, in the shape of `scores` or broadcastable to it.
+        values: `f[B, G, block, e]`.
+        worth: factors of the values, `f32[B, G, 1, block]`; None for 1.
     """
 
     at: Array
@@ -58,24 +61,25 @@ def cache_attention(q: Array, cache: Array, length: Array, positions: Array, hel
                     scales: Array | None = None, table: Array | None = None, *, scale: float, value_width: int,
                     sliding: int | None = None, softcap: float | None = None,
                     bias: Callable[[Array, Array], Array] | None = None) -> tuple[Array, Array]:
-    """Attention to a cache, and the logarithm of each query's softmax sum.
+    """Returns the attention to a cache, and the logarithm of each query's softmax sum.
 
     Args:
-        q: `f[B, G, R, d]`, the queries of each head of keys and values.
-        cache: `f[B, G, S, d + e]`, each slot's key and behind it its value.
-        length: `i32[B]`: slots at and beyond it are not seen.
-        positions: `i32[B, R]` of the queries, for `sliding`.
-        held: `i32[B, G or 1, S]`, the position of each slot's token, -1 where none is seen; None: slots are positions.
-        scales: `f[B, G, 2, S]`, by which each slot's key and value are to be multiplied: of a cache of integers.
-        table: `i32[B, N]`, the pages of a row, of a cache `f[P, G, page, d + e]` and scales `f[P, G, 2, page]` that
-            all rows share; `S` is `N * page`. Pages behind `length` may be any number.
+        q: the queries of each key/value head, `f[B, G, R, d]`.
+        cache: the key and then the value of each slot, `f[B, G, S, d + e]`.
+        length: slots from this index on are invisible, `i32[B]`.
+        positions: positions of the queries, `i32[B, R]`; used by `sliding`.
+        held: the position of each slot's token, `i32[B, G or 1, S]`, -1 for an invisible slot; None if slots are
+            positions.
+        scales: factors of each slot's key and value, `f[B, G, 2, S]`, of a cache of integers.
+        table: the pages of each row, `i32[B, N]`, of a cache `f[P, G, page, d + e]` and scales `f[P, G, 2, page]` that
+            all rows share; `S` is `N * page`. Entries for pages beyond `length` may be any number.
         scale, sliding, softcap: as in `window_attention`.
         value_width: `e`.
-        bias: from keys `f[B, G, K, d]` and their positions, `i32[B or 1, G or 1, K]`, what is added to their scores,
-            `f32[B, G, R, K]`.
+        bias: a function from keys `f[B, G, K, d]` and their positions, `i32[B or 1, G or 1, K]`, to what is added to
+            their scores, `f32[B, G, R, K]`.
 
     Returns:
-        `f32[B, G, R, e]` and `f32[B, G, R]`; zeros and about -1e30 where a query sees nothing.
+        `f32[B, G, R, e]` and `f32[B, G, R]`; zeros and about -1e30 for a query that sees nothing.
     """
     B, G, R, _ = q.shape
 
@@ -92,7 +96,7 @@ def cache_attention(q: Array, cache: Array, length: Array, positions: Array, hel
     start = none + MASKED, none, jnp.zeros((B, G, R, value_width), jnp.float32)
     top, total, out = _walk(visit, start, q, cache, length, positions, held, scales, table, scale=scale,
                             sliding=sliding, softcap=softcap, bias=bias)
-    some = total != 0       # true of a NaN, which must stay one
+    some = total != 0       # true for NaN, which must remain
     total = jnp.where(some, total, 1)
     return jnp.where(some, out / total, 0), jnp.where(some, top + jnp.log(total), MASKED)[..., 0]
 
@@ -100,14 +104,13 @@ def cache_attention(q: Array, cache: Array, length: Array, positions: Array, hel
 def slot_weights(q: Array, lse: Array, cache: Array, length: Array, positions: Array, held: Array | None = None,
                  scales: Array | None = None, table: Array | None = None, *, scale: float, sliding: int | None = None,
                  softcap: float | None = None, causal: bool = False) -> Array:
-    """The weight `exp(score - lse)` that each slot receives, summed over the queries of a head: `f32[B, G, S]`.
+    """Returns the weight `exp(score - lse)` that each slot receives, summed over the queries of a head: `f32[B, G, S]`.
 
     Args:
-        lse: `f32[B, G, R]`, the logarithm of each query's softmax sum, over all that it sees; inf for a query that does
-            not count.
-        causal: a query sees no token behind its own position.
-        q, cache, length, positions, held, scales, table, scale, sliding, softcap: as in
-            `cache_attention`.
+        lse: the logarithm of each query's softmax sum over everything that it sees, `f32[B, G, R]`; inf for a query
+            that does not count.
+        causal: a query does not see tokens after its own position.
+        q, cache, length, positions, held, scales, table, scale, sliding, softcap: as in `cache_attention`.
     """
 
     def visit(x: AttentionBlock, sums: Array) -> Array:
@@ -122,7 +125,7 @@ def slot_weights(q: Array, lse: Array, cache: Array, length: Array, positions: A
 
 
 def _unit(cache: Array, table: Array | None) -> int:
-    """Slots of which a block holds a multiple: of pages, as many as make up a block on CPU."""
+    """Returns the number of slots of which a block is a multiple; with pages, those that make up a block on CPU."""
     page = cache.shape[2]
     return 1 if table is None else page * max(BLOCK // page, 1)
 
@@ -131,12 +134,12 @@ def _walk(visit: Callable[[AttentionBlock, Carry], Carry], start: Carry, q: Arra
           positions: Array, held: Array | None, scales: Array | None, table: Array | None, *, scale: float,
           sliding: int | None, softcap: float | None, causal: bool = False,
           bias: Callable[[Array, Array], Array] | None = None) -> Carry:
-    """Scores block after block: `carry = visit(block, carry)`."""
+    """Visits the scores of block after block: `carry = visit(block, carry)`."""
     d, page, unit = q.shape[3], cache.shape[2], _unit(cache, table)
     if table is None:
         slots = page
         if slots > BLOCK and slots % BLOCK:
-            raise ValueError(f"a cache of {slots} slots is not a multiple of the block of {BLOCK}")
+            raise ValueError(f"cache: got {slots} slots, takes at most {BLOCK} or a multiple of {BLOCK}")
     else:
         more = -table.shape[1] % (unit // page)
         table = jnp.pad(jnp.maximum(table, 0), ((0, 0), (0, more)))
@@ -144,7 +147,7 @@ def _walk(visit: Callable[[AttentionBlock, Carry], Carry], start: Carry, q: Arra
         slots = table.shape[1] * page
 
     def read(x: Array, i: Array, block: int, axis: int) -> Array:
-        """AttentionBlock `i` of an array whose axis of slots is `axis`."""
+        """Returns block `i` of an array whose axis of slots is `axis`."""
         if table is None:
             return lax.dynamic_slice_in_dim(x, i * block, block, axis)
         numbers = lax.dynamic_slice_in_dim(table, i * (block // page), block // page, 1)

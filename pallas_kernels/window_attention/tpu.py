@@ -1,12 +1,12 @@
-"""Attention of a window to what a cache holds, as a kernel for TPUs (Mosaic).
+"""Attention of a window to a cache on TPUs (Mosaic).
 
-A program instance is a row, a tile of its queries and a block of its slots, with all heads: one transfer of `G x block`
-entries, keys and values side by side, while the block before it is computed. A row's instances outside of its live
-blocks ask for a block that is already there, so that nothing is transferred for them: each row reads what it holds, and
-no more. Nearly always there is one tile; the queries of a wide chunk of a prompt are cut into several, each of which
-reads the cache.
+A program instance handles a row, a tile of its queries and a block of its slots, with all heads: one transfer of `G x
+block` entries, keys and values side by side, runs while the block before is computed. A row's instances outside of its
+live blocks ask for a block that is already in fast memory, so nothing is transferred for them: each row reads only what
+it holds. There is nearly always one tile; the queries of a wide chunk of a prompt are divided into several tiles, each
+of which reads the cache.
 
-`slot_weights` is the same walk in the other order, tiles inside of blocks: keys are read once.
+`slot_weights` loops in the other order, with tiles inside of blocks, so that keys are read once.
 """
 
 from __future__ import annotations
@@ -23,22 +23,23 @@ from jax.experimental.pallas import tpu as pltpu
 
 LANES = 128
 BLOCK_BYTES = 2 << 20
-"""Of one transfer: large enough to hide its start, small enough that two and the scores fit the 16 MiB of a v4."""
+"""Bytes of one transfer: large enough to hide its start, small enough that two and the scores fit a v4's 16 MiB."""
 
 TILE_BYTES = 8 << 20
-"""Of a tile's queries, sums and results, of which two of what is transferred are held."""
+"""Bytes of a tile's queries, sums and results; arrays that are transferred are counted twice."""
 
 SCORES = 512 << 10
-"""Of a head, tile and block at once: two to three float32 arrays."""
+"""Maximum number of scores of a head, tile and block at once: two to three float32 arrays of them."""
 
 TABLE_BYTES = 512 << 10
-"""Of a table of pages: half of the scalar memory. A larger one is read by several launches, each with some rows."""
+"""Maximum bytes of a table of pages: half of the scalar memory. A larger table takes several launches."""
 
 MASKED = -1e30
 
 
 def block_of(heads: int, slots: int, width: int, itemsize: int) -> int | None:
-    """Slots that an instance reads: a divisor of `slots` and a multiple of the lanes; None if there is none.
+    """Returns the number of slots that an instance reads: a divisor of `slots` and a multiple of the lanes, or None if
+    there is none.
 
     >>> block_of(8, 2048, 256, 2), block_of(1, 2048, 256, 2), block_of(8, 2000, 256, 2), block_of(8, 64, 256, 2)
     (512, 2048, None, None)
@@ -50,7 +51,7 @@ def block_of(heads: int, slots: int, width: int, itemsize: int) -> int | None:
 
 
 def tile_of(heads: int, rows: int, width: int, itemsize: int, block: int) -> int:
-    """Queries of a head that an instance takes: about equal shares of all, in steps of 16.
+    """Returns the number of queries of a head for an instance: about equal shares of all, in steps of 16.
 
     >>> tile_of(8, 5, 128, 2, 512), tile_of(8, 128, 128, 2, 512), tile_of(8, 1024, 128, 2, 512)
     (16, 128, 256)
@@ -68,11 +69,11 @@ def cache_attention(q: Array, cache: Array, length: Array, positions: Array, hel
                     scales: Array | None = None, table: Array | None = None, *, scale: float, value_width: int,
                     sliding: int | None = None, softcap: float | None = None, block: int | None = None,
                     tile: int | None = None, interpret: Any = False) -> tuple[Array, Array]:
-    """As `reference.cache_attention`.
+    """Returns the result of `reference.cache_attention`.
 
     Args:
-        block: slots that an instance reads; default `block_of`.
-        tile: queries of a head that an instance takes, a multiple of 16; default `tile_of`.
+        block: the number of slots that an instance reads; default `block_of`.
+        tile: the number of queries of a head for an instance, a multiple of 16; default `tile_of`.
         interpret: run without a TPU; True, or `pltpu.InterpretParams`.
     """
     R = q.shape[2]
@@ -85,8 +86,10 @@ def slot_weights(q: Array, lse: Array, cache: Array, length: Array, positions: A
                  scales: Array | None = None, table: Array | None = None, *, scale: float, sliding: int | None = None,
                  softcap: float | None = None, causal: bool = False, block: int | None = None,
                  tile: int | None = None, interpret: Any = False) -> Array:
-    """As `reference.slot_weights`. It reads the keys that attention read, once more: half of the cache's bytes where
-    widths are multiples of 128, else, since keys and values share a line of lanes, all of them.
+    """Returns the result of `reference.slot_weights`.
+
+    It reads the keys once more: half of the cache's bytes if widths are multiples of 128, otherwise all of them,
+    because keys and values share lanes.
 
     Args:
         block, tile, interpret: as in `cache_attention`.
@@ -96,8 +99,16 @@ def slot_weights(q: Array, lse: Array, cache: Array, length: Array, positions: A
 
 
 class _Place(NamedTuple):
-    """Where an instance is: row `b`, tile `t` of its queries, step `i` of its walk, which looks at block `n` of its
-    slots. That lies in row (or page) `row` of the cache as block `part`."""
+    """The place of an instance in the grid.
+
+    Attributes:
+        b: the row.
+        t: the tile of its queries.
+        i: the step over its blocks.
+        n: the block of its slots that the step reads.
+        row: the row (or page) of the cache that holds the block.
+        part: the index of the block within that row or page.
+    """
 
     b: Any
     t: Any
@@ -110,7 +121,7 @@ class _Place(NamedTuple):
 def _call(q: Array, lse: Array | None, cache: Array, length: Array, positions: Array, held: Array | None,
           scales: Array | None, table: Array | None, *, scale: float, sliding: int | None, softcap: float | None,
           causal: bool, block: int | None, tile: int | None, interpret: Any) -> tuple[Array, ...]:
-    """Attention without `lse`: its output and sums, with rows and lanes that fill up tiles. With it the weights."""
+    """Returns the attention's output and sums, with the padding of tiles; with `lse` the slot weights."""
     B, G, R, d = q.shape
     page, D = cache.shape[2:]
     block = block or block_of(G, page, D, cache.dtype.itemsize)
@@ -126,7 +137,7 @@ def _call(q: Array, lse: Array | None, cache: Array, length: Array, positions: A
         return tuple(map(jnp.concatenate, zip(*some, strict=True)))
     S = pages * page
     split = d % LANES == 0 and D % LANES == 0       # keys and values begin at whole lanes
-    # else queries are widened by zeros, which meet the values; the transfers and the passes of the matrix unit stay
+    # otherwise zeros are appended to queries, which meet the values; transfers and matrix passes cost the same
     width, out_width = (d, D - d) if split else (D, D)
     q = q if scales is not None else q.astype(cache.dtype)
     tile = tile or tile_of(G, R, max(width, out_width), q.dtype.itemsize, block)
@@ -154,7 +165,7 @@ def _call(q: Array, lse: Array | None, cache: Array, length: Array, positions: A
               spec((1, G, tile, width), lambda at: (at.b, 0, at.t, 0))),
         "positions": (jnp.pad(positions, ((0, 0), (0, more)))[..., None],
                       spec((1, tile, 1), lambda at: (at.b, at.t, 0))),
-        # else the compiler may move it to fast memory and back, as a whole, whatever is live
+        # Without the constraint the compiler may move the whole cache to fast memory and back, whatever is live.
         "cache": (cache if interpret else pltpu.with_memory_space_constraint(cache, pltpu.HBM),
                   spec((1, G, block, D if lse is None else width), lambda at: (at.row, 0, at.part, 0))),
     }
@@ -173,7 +184,7 @@ def _call(q: Array, lse: Array | None, cache: Array, length: Array, positions: A
                          spec((1, G, tile, 1), lambda at: (at.b, 0, at.t, 0)))
         results = [((B, G, S), spec((1, G, block), lambda at: (at.b, 0, at.i)))]
         scratch = []
-    # in scalar memory; flat, since two axes would be padded there
+    # These are in scalar memory, and flat, because two axes would be padded there.
     scalars = [first, last, length, *(() if table is None else (jnp.maximum(table, 0).reshape(-1),))]
     arrays, in_specs = zip(*inputs.values(), strict=True)
     kernel = functools.partial(_kernel, scalars=len(scalars), inputs=tuple(inputs), scale=scale, sliding=sliding,
@@ -195,12 +206,13 @@ def _call(q: Array, lse: Array | None, cache: Array, length: Array, positions: A
 
 def _kernel(*refs: Array, scalars: int, inputs: tuple[str, ...], scale: float, sliding: int | None,
             softcap: float | None, causal: bool, block: int, width: int | None) -> None:
-    """One instance. `inputs` names the refs behind the scalars; `width` is that of keys where values are apart."""
+    """Runs one instance. `inputs` names the refs after the scalars; `width` is that of keys if values are read
+    separately."""
     (first, _, length), refs = refs[:3], refs[scalars:]
     given, rest = dict(zip(inputs, refs, strict=False)), refs[len(inputs):]
     q, positions, cache = given["q"], given["positions"], given["cache"]
     held, scales = given.get("held"), given.get("scales")
-    weighs = "lse" in given         # the order of the grid, and what becomes of the scores
+    weighs = "lse" in given         # decides the order of the grid and the use of the scores
     b, i = pl.program_id(0), pl.program_id(1 if weighs else 2)
     heads, rows = q.shape[1:3]
     start = i * block
@@ -268,7 +280,7 @@ def _kernel(*refs: Array, scalars: int, inputs: tuple[str, ...], scale: float, s
     def finish() -> None:
         for g in range(heads):
             divisor = total[g][:, :1]
-            some = divisor != 0        # true of a NaN, which must stay one
+            some = divisor != 0        # true for NaN, which must remain
             out[0, g] = jnp.where(some, acc[g] / jnp.where(some, divisor, 1), 0)
             whole = jnp.where(total[g] != 0, total[g], 1)
             lse[0, g] = jnp.where(total[g] != 0, top[g] + jnp.log(whole), MASKED)

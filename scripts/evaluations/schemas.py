@@ -87,13 +87,13 @@ def with_type(case: Any) -> Any:
 def reason(message: str) -> str:
     """Returns the keyword that a schema was refused for, or the text if it is no keyword.
 
-    >>> reason("json_schema: #/properties/a/not: this keyword is not honoured")
+    >>> reason("json_schema: #/properties/a/not: this keyword is not supported")
     'not'
     >>> reason("json_schema: #: without a type any value of the others is valid")
     'without a type any value of the others is valid'
     """
     at, _, text = message.removeprefix("json_schema: ").partition(": ")
-    return at.rpartition("/")[2] if "keyword is not honoured" in text else re.split("[;,] ", text)[0]
+    return at.rpartition("/")[2] if "keyword is not supported" in text else re.split("[;,] ", text)[0]
 
 
 def texts(value: Any, orders: int = 120) -> Iterator[bytes]:

@@ -33,7 +33,7 @@ def test_the_fastest_setting_comes_first_and_those_that_fail_last(monkeypatch: p
     assert found[0].options == dict(batch_size=8, chunk=1) and len(found[0].seconds) == 3
     assert [t.tokens_per_second for t in found] == sorted((t.tokens_per_second for t in found), reverse=True)
     assert [t.error for t in found[-2:]] == ["MemoryError: a batch of 32"] * 2
-    with pytest.raises(ValueError, match="'chunk' stands among the options of all settings"):
+    with pytest.raises(ValueError, match="'chunk' is also given as an option of all settings"):
         tune(lm, [1], dict(chunk=[1]), run=asleep, chunk=2)
     with pytest.raises(ValueError, match="takes options with values"):
         tune(lm, [1], dict(chunk=[]), run=asleep)
@@ -70,7 +70,7 @@ def test_the_runtime_is_found_again_from_its_runs() -> None:
     for p, o in ((300, 30), (2000, 120)):
         assert abs(fit(p, o) / true(p, o) - 1) < 0.02
     assert fit.cost(300, 30, 0.002, 4) == pytest.approx(0.008 * fit(300, 30))
-    with pytest.raises(ValueError, match="three lengths of prompts"):
+    with pytest.raises(ValueError, match="three prompt lengths"):
         Runtime.fit(runs[:3])
 
 

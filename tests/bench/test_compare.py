@@ -47,7 +47,7 @@ def test_functions_come_from_each_file_in_turn() -> None:
 
 
 def test_a_task_that_does_not_fit_the_model_says_what_does(pycode: dx.LM) -> None:
-    with pytest.raises(ValueError, match="new_tokens: got 300, the task takes at most 224"):
+    with pytest.raises(ValueError, match="new_tokens: got 300, takes at most 224"):
         tasks.copy_edit(pycode, 1, 300, 0)
     with pytest.raises(ValueError, match="prompts: got 10000, the held-out files"):
         tasks.completion(pycode, 10000, 64, 0)

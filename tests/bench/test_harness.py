@@ -104,7 +104,7 @@ def test_continuations_that_merge_into_the_context_are_scored(both):
         head, tail = ours._encode_pair(context, end)
         logits = theirs.model(torch.tensor([head + tail])).logits[0, len(head) - 1:-1].log_softmax(-1)
         np.testing.assert_allclose(total, logits.gather(1, torch.tensor(tail)[:, None]).sum().item(), atol=1e-4)
-    with pytest.raises(ValueError, match="a continuation without a token"):
+    with pytest.raises(ValueError, match="a continuation without tokens"):
         ours.loglikelihood(requests("loglikelihood", [("def", "")]), disable_tqdm=True)
 
 
@@ -195,7 +195,7 @@ def test_tasks_from_their_files(both, tmp_path, capsys, monkeypatch):
     assert said["decodax"]["texts"] == 4 and said["decodax"]["tokens"] <= 12 and "decodax_words" in said["results"]
     assert json.loads((tmp_path / "out.json").read_text())["results"] == said["results"]
     assert main(["eval", "--tasks", "gsm8", "--gen-kwargs", "{"]) == 2 and "not JSON" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="decodax_choice, which the harness does not have; near are decodax_choices"):
+    with pytest.raises(ValueError, match=r"decodax_choice, which .* does not have; similar names are decodax_choices"):
         evaluate(ours, "decodax_choice", options={"task_manager": manager})
 
 
@@ -217,9 +217,9 @@ def test_what_does_not_fit_says_so(both, tmp_path: Path):
                                (dict(max_length="x"), "max_length: got 'x'")):
         with pytest.raises(ValueError, match=message):
             HarnessLM(ours.lm, **arguments)
-    with pytest.raises(TypeError, match="dtype: the model is loaded already"):
+    with pytest.raises(TypeError, match=r"dtype: got arguments of decodax.load"):
         HarnessLM(ours.lm, dtype="bfloat16")
-    with pytest.raises(ValueError, match="max_gen_toks: got 48, max_length is 48"):
+    with pytest.raises(ValueError, match="max_gen_toks: got 48, takes less than max_length = 48"):
         ours.generate_until(requests("generate_until", [("n", {"until": [], "max_gen_toks": 48})]))
     with pytest.raises(TypeError, match="temperatur"):
         ours.generate_until(requests("generate_until", [("n", {"do_sample": True, "temperatur": 2, "max_gen_toks": 4,

@@ -46,7 +46,7 @@ def test_each_turn_is_a_prompt_behind_what_plain_decoding_says(file: Path, tiny_
     assert tasks[0].prompts(plain, 3, 5, 0)[2] == plain.tokenizer.encode("play a part")
     answer = dx.generate(plain, "write a text", max_new_tokens=5, temperature=0.0).text
     assert tasks[0].prompts(plain, 2, 5, 0)[1] == plain.tokenizer.encode(both.format(answer[0]))
-    for call, message in ((lambda: tasks[1].prompts(lm, 2, 5, 0), "prompts: got 2, translation has 1"),
+    for call, message in ((lambda: tasks[1].prompts(lm, 2, 5, 0), "prompts: got 2, takes at most 1 for translation"),
                           (lambda: tasks[1].prompts(lm, 1, 600, 0), r"question 161: has \d+ tokens and 600 new ones"),
                           (lambda: tasks[1].prompts(dataclasses.replace(lm, tokenizer=None), 1, 5, 0), "no tokenizer")):
         with pytest.raises(ValueError, match=message):
@@ -54,7 +54,7 @@ def test_each_turn_is_a_prompt_behind_what_plain_decoding_says(file: Path, tiny_
 
 
 @pytest.mark.parametrize(("text", "message"), [
-    ("", "there are no questions"), ('{"turns": ["a"]}\nnone\n', "line 2: Expecting value"),
+    ("", "has no questions"), ('{"turns": ["a"]}\nnone\n', "line 2: Expecting value"),
     ('{"turns": []}\n', "line 1: takes an object with turns"), ('["a"]\n', "line 1: takes an object")])
 def test_a_line_that_is_no_question_is_named(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "own.jsonl").write_text(text)

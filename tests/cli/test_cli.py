@@ -245,7 +245,7 @@ def test_every_line_of_an_error_has_the_prefix(tmp_path: Path, capsys: pytest.Ca
     assert main(["generate", "x", "--model", str(tmp_path)]) == 1
     err = capsys.readouterr().err.splitlines()
     assert len(err) == 1
-    assert err[0].startswith(f"decodax: error: {tmp_path}: has no config.json, so it is no Hugging Face model")
+    assert err[0].startswith(f"decodax: error: {tmp_path}: has no config.json, which a Hugging Face model")
     (tmp_path / "adapter_config.json").write_text("{}")
     assert main(["generate", "x", "--model", str(tmp_path)]) == 1
     assert all(line.startswith("decodax: error: ") for line in capsys.readouterr().err.splitlines())

@@ -19,7 +19,8 @@ from decodax.engine.names import ELSEWHERE, NAMED, SLOT_OF, WITHOUT, by_name, ta
 from decodax.engine.request import Request
 from decodax.front.infill import infill
 from decodax.front.options import SamplingOptions
-from decodax.sampling.build import COMPANIONS, SAMPLING
+from decodax.sampling.build import COMPANIONS
+from decodax.sampling.parts import SAMPLING
 
 ARGUMENTS = sorted({*takes("generate"), *NAMED} - {"progress", "search", "select", "sampling", "draft"})
 TOOLS = [{"name": "f", "parameters": {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"],

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from decodax.io.checkpoint import save_model
+from decodax.io.saving import save_model
 from decodax.models.families import read_config
 from decodax.models.names import flatten
 from decodax.models.transformer import Transformer

@@ -21,7 +21,8 @@ from decodax.algorithms.speculative.grown import Grown
 from decodax.constraints.transform import Constrained, TokenTable
 from decodax.core.window import causal
 from decodax.io.load import LM
-from decodax.sampling.base import Policy, Temperature
+from decodax.sampling.base import Temperature
+from decodax.sampling.distribution import Policy
 from tests.constraints.test_generate import PERSON
 from tests.matrix import often
 

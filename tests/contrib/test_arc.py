@@ -211,15 +211,15 @@ def test_files_that_do_not_fit_are_refused_by_name(released: Path, part: str, ch
 
 def test_prompts_that_do_not_fit_are_refused_by_name(released: Path) -> None:
     lm, found = decoder(), arc.load(released)
-    with pytest.raises(ValueError, match=r"prompts\[0\]: ends in no text"):
+    with pytest.raises(ValueError, match=r"prompts\[0\]: takes as its last part a text"):
         found.read(lm, [[CompressedContext([1, 2])]])
     with pytest.raises(ValueError, match="context 0: is empty"):
         found.read(lm, [[CompressedContext([]), [1]]])
-    with pytest.raises(ValueError, match="context 0: got token id 32, the encoder knows 0 to 31"):
+    with pytest.raises(ValueError, match="context 0: got token id 32, takes 0 to 31"):
         found.read(lm, [[CompressedContext([32]), [1]]])
     with pytest.raises(ValueError, match="chunk: got 0"):
         found.read(lm, [[CompressedContext([3]), [1]]], chunk=0)
-    with pytest.raises(ValueError, match="lm: got a Transformer of width 64, the encoder is for"):
+    with pytest.raises(ValueError, match="lm: got a Transformer of width 64, takes a Transformer of width"):
         found.read(dx.load("pycode-draft"), [[CompressedContext([3]), [1]]])
-    with pytest.raises(ValueError, match="texts: got none of 256 tokens"):
+    with pytest.raises(ValueError, match="texts: takes at least one with 256 tokens"):
         arc.fit(arc.begin(lm), lm, [[1, 2, 3]])

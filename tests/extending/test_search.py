@@ -19,7 +19,7 @@ import decodax as dx
 from decodax.core import keys
 from decodax.core.keys import Purpose, addresses
 from decodax.core.window import causal
-from decodax.io.checkpoint import save_model
+from decodax.io.saving import save_model
 from decodax.sampling.draw import draw
 from tests.algorithms.speculative.drafting import toys_logits
 from tests.extending.pages import run_page

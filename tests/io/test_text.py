@@ -281,7 +281,7 @@ def test_tokens_of_other_files_are_those_of_transformers(kind: str, place: str, 
 def test_tokens_that_cannot_be_added_are_errors_that_name_the_file(tmp_path: Path) -> None:
     byte_level().save(str(tmp_path / "tokenizer.json"))
     for config, message in (
-            ({"added_tokens_decoder": {"900": ADDED}}, r"tokenizer_config.json: token '<\|end\|>': has id 900, and"),
+            ({"added_tokens_decoder": {"900": ADDED}}, r"tokenizer_config.json: token '<\|end\|>': has id 900, but"),
             ({"added_tokens_decoder": {"x": ADDED}}, "tokenizer_config.json: added_tokens_decoder: takes"),
             ({"added_tokens_decoder": {"900": {"text": "a"}}}, "tokenizer_config.json: added_tokens_decoder: takes"),
             ({"additional_special_tokens": [3]}, "additional_special_tokens: got"),

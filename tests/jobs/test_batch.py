@@ -94,7 +94,7 @@ def test_bad_lines_go_to_a_file_and_the_job_goes_on(lm: LM, tmp_path: Path) -> N
     found = jobs.run(lm, source, tmp_path / "out", max_new_tokens=2)
     assert {row["id"] for row in results(tmp_path / "out")} == {"q-0", "line-8", "line-12"}
     said = {row["line"]: row["error"] for row in errors(tmp_path / "out")}
-    for line, message in ((1, "is no JSON in UTF-8"), (4, "id 'q-0' stands there more than once"),
+    for line, message in ((1, "not JSON in UTF-8"), (4, "id 'q-0' occurs more than once"),
                           (5, "has no 'messages' or 'prompt' or 'text'"), (6, "prompt: got {'a': 1}, takes a text"),
                           (7, "got list, takes an object with a prompt, or a text"), (9, "temperature: got -1"),
                           (10, "options: got int, takes an object"), (11, "temprature: unknown argument")):
@@ -133,7 +133,7 @@ def test_requests_to_openais_api_are_answered_in_its_form(lm: LM, tmp_path: Path
     said = {row["id"]: row["error"] for row in errors(tmp_path / "out")}
     assert said["b"] == ("response_format: got {}, takes {'type': 'json_schema', 'json_schema': {'schema': ...}} or "
                          "{'type': 'text'}")
-    assert "#/not: this keyword is not honoured" in said["h"]
+    assert "#/not: this keyword is not supported" in said["h"]
     text = lambda name: by_id[name]["response"]["body"]["choices"][0]["text"]
     assert text("f") in ("true", "false") and text("g") in ("on", "off")
     assert said["c"].startswith("url: got '/v1/embeddings', takes /v1/chat/completions or /v1/completions")
@@ -142,7 +142,7 @@ def test_requests_to_openais_api_are_answered_in_its_form(lm: LM, tmp_path: Path
     assert chat["object"] == "chat.completion" and chat["choices"][0]["message"]["role"] == "assistant"
     noted = chat["choices"][0]["logprobs"]["content"]
     assert len(noted) == 3 == chat["usage"]["completion_tokens"] and len(noted[0]["top_logprobs"]) == 1
-    with pytest.raises(ValueError, match="keep: got 'status', which results have of their own"):
+    with pytest.raises(ValueError, match="keep: got 'status', which is a field of results"):
         jobs.Fields(keep=["label", "status"])
 
 
@@ -246,7 +246,7 @@ def test_results_of_another_job_are_left_alone(lm: LM, source: Path, tmp_path: P
                  lambda: jobs.run(lm, source, tmp_path / "out", max_new_tokens=2, form="parquet")):
         with pytest.raises(ValueError, match=r"out: holds results of another job \("):
             call()
-    with pytest.raises(ValueError, match=r"holds 'in.jsonl' and no _manifest.json, so it is no job's"):
+    with pytest.raises(ValueError, match=r"holds 'in.jsonl' and no _manifest.json, so it is not a job's"):
         jobs.run(lm, source, tmp_path)
     assert results(tmp_path / "out") == before
 

@@ -57,7 +57,7 @@ def test_what_asks_for_nothing_is_let_through(chat: bool) -> None:
 @pytest.mark.parametrize("key", SOMETHING)
 def test_what_asks_for_something_that_is_not_here_is_refused_by_name(key: str) -> None:
     for value in SOMETHING[key]:
-        with pytest.raises(LineError, match=f"^body: asks for '{key}', which is not here"):
+        with pytest.raises(LineError, match=f"^body: asks for '{key}', which is not supported"):
             line({key: value})
 
 
@@ -68,20 +68,20 @@ def test_bodies_say_what_they_ask_for() -> None:
     assert line(body).options == {"skip_special_tokens": True, "include_stop": True, "min_new_tokens": 2, "stop": ["a"],
                                   "logprobs": 2, "max_new_tokens": 3}
     assert line({"add_special_tokens": True, "best_of": 3, "n": 3}, chat=False).options == {"num_samples": 3}
-    for wrong, message in (({"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens: got 4 beside"),
+    for wrong, message in (({"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens: got 4 with another"),
                            ({"top_logprobs": 2}, "top_logprobs: got 2 without logprobs"),
                            ({"add_special_tokens": True}, "body: asks for 'add_special_tokens'"),
                            ({"prompt": "y"}, "body: asks for 'prompt'"),
                            ({"guided_json": {}, "response_format": {"type": "json_schema", "json_schema": {
-                               "schema": {"type": "null"}}}}, "response_format: got {'type': 'null'} beside another")):
+                               "schema": {"type": "null"}}}}, "response_format: got {'type': 'null'} with another")):
         with pytest.raises(LineError, match=message):
             line(wrong)
-    with pytest.raises(LineError, match=r"^options: got some beside a body"):
+    with pytest.raises(LineError, match=r"^options: got some with a body"):
         line({}, options={"temperature": 1})
 
 
 def test_an_option_beside_the_prompt_is_not_dropped_in_silence() -> None:
-    with pytest.warns(UserWarning, match="max_new_tokens: stands beside the prompt of a line"):
+    with pytest.warns(UserWarning, match="max_new_tokens: has no effect outside of a line"):
         Fields().read(1, {"prompt": "x", "max_new_tokens": 3})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -103,7 +103,7 @@ def test_every_line_has_one_name() -> None:
     fields = Fields(id="key")
     for row, name in (({"key": 7}, ("id", 7)), ({"key": "a"}, ("id", "a")), ({"key": 7.5, "prompt": {}}, ("id", 7.5)),
                       ({}, ("id", "line-3")), ({"key": None}, ("id", "line-3")), ({"key": []}, ("id", "line-3")),
-                      ("text", ("id", "line-3")), (LineError("is no JSON"), ("id", "line-3")), ([1], ("id", "line-3")),
+                      ("text", ("id", "line-3")), (LineError("not JSON"), ("id", "line-3")), ([1], ("id", "line-3")),
                       ({"key": "\ud800"}, ("id", "line-3")), ({"custom_id": "b", "body": 3}, ("custom_id", "b")),
                       ({"custom_id": None, "body": None, "key": 7}, ("id", 7))):
         assert fields.name(3, row) == name

@@ -44,7 +44,7 @@ def test_rows_that_cannot_be_answered_say_why(lm: LM) -> None:
     found = worker({"id": ["a", "b", None], "prompt": ids}).to_pylist()
     assert found[0]["status"] == ["length"] * 2 and found[1]["status"] is None
     assert found[0]["error"] is None and found[1]["error"].startswith("has no 'messages' or 'prompt' or 'text'")
-    assert found[2]["error"] == "has no 'id', by which its randomness is addressed" and found[2]["id"] is None
+    assert found[2]["error"] == "has no 'id', which addresses its randomness" and found[2]["id"] is None
     with pytest.raises(ValueError, match="temperature: got -1"):
         jobs.Worker(lm, temperature=-1)
 

@@ -84,5 +84,5 @@ def test_a_mesh_gives_the_tokens_of_one_device(kind, algorithm, policy):
 
 def test_a_batch_that_does_not_divide_is_named():
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    with pytest.raises(ValueError, match="batch of 3 rows does not divide over 2 replicas"):
+    with pytest.raises(ValueError, match="batch: got 3 rows, takes a multiple of the 2 replicas"):
         place(mesh, jnp.zeros((3, 4)))

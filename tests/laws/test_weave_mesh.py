@@ -164,7 +164,7 @@ def test_halves_give_the_tokens_of_one_batch(kind: str, algorithm: str, policy: 
 def test_what_cannot_be_halved_is_named() -> None:
     mesh = mesh_of(AxisType.Auto)
     alg, params, chain, s = begun("autoregressive", "greedy")
-    with pytest.raises(ValueError, match="s: got 3 rows, takes two or more for each of 2 replicas"):
+    with pytest.raises(ValueError, match="s: got 3 rows, takes a multiple of 2 replicas"):
         weave(alg, NETWORK, params, chain, s.select(jnp.arange(3)), 1, mesh)
     with pytest.raises(ValueError, match=r"alg: got .*, which works on 2 rows of a prompt together"):
         weave(BeamSearch(2), NETWORK, params, chain, s, 1, mesh)

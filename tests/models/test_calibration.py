@@ -128,15 +128,15 @@ def test_a_format_without_data_is_packed_as_load_packs_it() -> None:
 
 
 @pytest.mark.parametrize(("options", "message"), [
-    (dict(data=None), r"^data: got None, and Loudest\(keep=4\) goes by data"),
+    (dict(data=None), r"^data: got None, but Loudest\(keep=4\) needs calibration data"),
     (dict(data=[]), r"^data: got \[\]"),
     (dict(data="text"), r"^data: got a string"),
     (dict(data=["text"]), r"^data\[0\]: got a text for 'model', which has no tokenizer"),
     (dict(data=[[1, 2], [3, 61]]), r"^data\[1\]: got id 61, takes 0 to 60$"),
-    (dict(data=[[1]]), r"^data: got 1 tokens, takes 2 or more$"),
-    (dict(data=[[1, 2]], length=1), r"^length: got 1, takes an int from 2$"),
-    (dict(data=[[1, 2]], sequences=0), r"^sequences: got 0, takes an int from 1$"),
-    (dict(data=[[1, 2]], memory=0.5), r"^memory: got 0.5, takes an int from 1$"),
+    (dict(data=[[1]]), r"^data: got 1 tokens, takes at least 2$"),
+    (dict(data=[[1, 2]], length=1), r"^length: got 1, takes an int of at least 2$"),
+    (dict(data=[[1, 2]], sequences=0), r"^sequences: got 0, takes an int of at least 1$"),
+    (dict(data=[[1, 2]], memory=0.5), r"^memory: got 0.5, takes an int of at least 1$"),
 ])
 def test_bad_arguments_are_named(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -146,12 +146,12 @@ def test_bad_arguments_are_named(options: dict[str, Any], message: str) -> None:
 def test_bad_models_and_formats_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^weights: got 'int9', takes 'int8'"):
         dx.quantize(lm(), "int9")
-    with pytest.raises(ValueError, match=r"^lm: the weights of 'model' are packed"):
+    with pytest.raises(ValueError, match=r"^lm: got 'model' with packed weights"):
         dx.quantize(dx.quantize(lm(), "int8"), "int8")
     blind = dataclasses.replace(lm(), diffusion=Diffusion(mask=60, attention="causal", block=2))
     with pytest.raises(ValueError, match=r"^lm: has causal attention"):
         dx.quantize(blind, Loudest(), [[1, 2]])
-    with pytest.raises(ValueError, match=r"^weights: Loudest\(keep=4\) looks at text before it packs: decodax.quan"):
+    with pytest.raises(ValueError, match=r"^weights: Loudest\(keep=4\) needs calibration data: decodax.quan"):
         pack(lm().params, Loudest())
 
 
@@ -199,7 +199,7 @@ def test_what_is_saved_is_the_whole_model(tmp_path: Path) -> None:
 def test_broken_packed_weights_are_named(tmp_path: Path) -> None:
     saved("qwen2", tmp_path / "whole")
     dx.save(dx.load(tmp_path / "whole", weights="int8"), tmp_path)
-    with pytest.raises(ValueError, match=r"^weights: got 'int4', and those of .* are packed; takes None"):
+    with pytest.raises(ValueError, match=r"^weights: got 'int4', but the weights of .* are packed already; takes None"):
         dx.load(tmp_path, weights="int4")
     config = json.loads((tmp_path / "config.json").read_text())
     path = "layers.1.mlp.up.kernel"

@@ -14,8 +14,8 @@ import decodax as dx
 from decodax import caches
 from decodax.engine.batch import Job
 from decodax.engine.request import Request
-from decodax.io.checkpoint import save_model
 from decodax.io.load import LM
+from decodax.io.saving import save_model
 from decodax.models import DecoderConfig, Transformer, cla, llama, yoco
 from tests.matrix import often
 

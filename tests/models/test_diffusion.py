@@ -18,7 +18,8 @@ from safetensors.numpy import load_file, save_file
 import decodax as dx
 from decodax.algorithms.diffusion import Adapter, MaskedDiffusion
 from decodax.core.window import Window, bidirectional, block_causal, causal_prefix
-from decodax.io.checkpoint import CheckpointError, save_model
+from decodax.io.checkpoint import CheckpointError
+from decodax.io.saving import save_model
 from decodax.models.diffusion import Diffusion, read_diffusion
 from decodax.models.families import read_config
 from tests.models.tiny_diffusion import CASES, MASK, saved
@@ -140,7 +141,7 @@ def test_saved_models_hold_the_tensors_that_were_loaded(name: str, tmp_path: Pat
 @pytest.mark.parametrize(("changes", "message"), [
     ({"model.transformer.blocks.1.ff_proj.weight": None}, r"lacks tensor model\.transformer\.blocks\.1\.ff_proj\."),
     ({"model.transformer.ff_out.weight": np.ones((97, 32), np.float32)},
-     r"transformer\.ff_out\.weight has shape \(97, 32\), the configuration asks for \(112, 32\)"),
+     r"transformer\.ff_out\.weight has shape \(97, 32\), the configuration requires \(112, 32\)"),
     ({"model.transformer.wpe.weight": np.ones((64, 32), np.float32)}, r"holds tensor model\.transformer\.wpe\.weight"),
 ])
 def test_a_wrong_tensor_is_named(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -158,10 +159,10 @@ def test_a_wrong_tensor_is_named(changes: dict[str, Any], message: str, tmp_path
     ("llada", {"block_type": None}, "block_type: got 'sequential', supported is 'llama'"),
     ("llada", {"include_bias": True}, "include_bias: got True"),
     ("llada", {"activation_type": "swiglu"}, "activation_type: got 'swiglu'"),
-    ("llada", {"mask_token_id": 126336}, "mask token: got 126336, the vocabulary has 97 entries"),
+    ("llada", {"mask_token_id": 126336}, "mask token: got 126336, takes an id below the vocabulary size, 97"),
     ("dream", {"use_sliding_window": True, "sliding_window": 5}, "use_sliding_window: got True"),
     ("sdar", {"use_sliding_window": True, "sliding_window": 5}, "use_sliding_window: got True"),
-    ("sdar", {"block_size": 0}, "block: got 0, block-causal attention takes 1 or more"),
+    ("sdar", {"block_size": 0}, "block: got 0, takes 1 or more with block-causal attention"),
     ("sdlm", {"use_sliding_window": True, "sliding_window": 5}, "use_sliding_window: got True"),
     ("dream", {"diffusion": {"attention": "sparse"}}, "attention: got 'sparse', takes full, block-causal"),
     ("dream", {"diffusion": {"window": 4}}, r"diffusion: got {'window': 4} .*window"),

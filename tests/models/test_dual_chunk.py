@@ -15,8 +15,8 @@ import pytest
 
 import decodax as dx
 from decodax.algorithms.speculative import Rejection, Speculative, drafts, trees
-from decodax.io.checkpoint import save_model
 from decodax.io.load import LM
+from decodax.io.saving import save_model
 from decodax.models import Chunks, Rope, Transformer, dual_chunk, llama
 from decodax.models.families import read_config
 from decodax.models.names import flatten
@@ -153,9 +153,9 @@ def test_no_length_is_beyond_its_training(recwarn: pytest.WarningsRecorder) -> N
 def test_what_it_does_not_take() -> None:
     with pytest.raises(ValueError, match=r"^chunks: got a size of 4 and a local size of 4"):
         lm(False).with_dual_chunk(4, 4)
-    with pytest.raises(ValueError, match=r"^chunks: got dual chunk attention beside a sliding window"):
+    with pytest.raises(ValueError, match=r"^chunks: dual chunk attention cannot be combined with a sliding window"):
         dual_chunk(dataclasses.replace(BASE, layers=tuple(dataclasses.replace(x, sliding=5) for x in BASE.layers)))
-    with pytest.raises(ValueError, match=r"^config: got no layer with a rotary embedding"):
+    with pytest.raises(ValueError, match=r"^config: takes at least one layer with a rotary embedding"):
         dual_chunk(dataclasses.replace(BASE, layers=tuple(dataclasses.replace(x, rope=None) for x in BASE.layers)))
     with pytest.raises(ValueError, match=r"^model: got a Transformer that fills masks"):
         dx.load("tasks-diffusion").with_dual_chunk()
@@ -163,7 +163,7 @@ def test_what_it_does_not_take() -> None:
         read_config({**CHECKPOINTS["sdar"].config, "dual_chunk_attention_config": {"chunk_size": 12}})
     with pytest.raises(ValueError, match=r"^dual_chunk_attention_config.chunk_size: got 'x', takes a whole number"):
         read_config({**CHECKPOINTS["dream-causal"].config, "dual_chunk_attention_config": {"chunk_size": "x"}})
-    with pytest.raises(ValueError, match=r"^config: a model with dual chunk attention is no Llama"):
+    with pytest.raises(ValueError, match=r"^config: a model with dual chunk attention is not a Llama"):
         save_model("nowhere", lm().model, lm().params)
 
 

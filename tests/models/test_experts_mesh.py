@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import decodax as dx
-from decodax.io.checkpoint import save_model
+from decodax.io.saving import save_model
 from decodax.models import Transformer
 from decodax.models.families import read_config
 

@@ -203,7 +203,7 @@ def test_wrong_parameters_are_refused() -> None:
                              (dict(rate=-1.0), "rate: got -1.0, takes 0 or more")):
         with pytest.raises(ValueError, match=f"^{message}"):
             GLVQ(**options)
-    with pytest.raises(ValueError, match="looks at text before it packs"):
+    with pytest.raises(ValueError, match="needs calibration data"):
         dx.load("pycode-draft", weights="glvq")
 
 

@@ -14,7 +14,8 @@ import transformers
 from safetensors.numpy import load_file, save_file
 
 import decodax as dx
-from decodax.io.checkpoint import CheckpointError, save_model
+from decodax.io.checkpoint import CheckpointError
+from decodax.io.saving import save_model
 from decodax.models.families import read_config
 from tests.models.tiny import COMMON, SMALL_WINDOW
 

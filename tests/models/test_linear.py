@@ -22,8 +22,8 @@ from decodax.core import drivers
 from decodax.core.start import init_state
 from decodax.core.types import Params
 from decodax.core.window import Window, causal
-from decodax.io.checkpoint import save_model
 from decodax.io.load import LM
+from decodax.io.saving import save_model
 from decodax.models import (
     DecoderConfig,
     Embeddings,
@@ -364,7 +364,7 @@ def test_what_a_state_cannot_do_is_refused_by_name(tmp_path: Any) -> None:
     with pytest.raises(ValueError, match=r"cache: Speculative\(CLaSp\) needs one that supports truncation"):
         tokens(name, algorithm=dx.Speculative(dx.drafts.CLaSp(dataclasses.replace(
             lm(name), model=Transformer(BASE), params=Transformer(BASE).init_params(jax.random.key(0))), skips=1)))
-    with pytest.raises(ValueError, match="no layer of the model has keys and values to keep"):
+    with pytest.raises(ValueError, match="no layer of the model caches keys and values"):
         tokens("elu", cache="snapkv:budget=14,window_size=4")
     with pytest.raises(ValueError, match="runs the model once more for its choice"):
         tokens(name, cache="laq:budget=40")
@@ -387,9 +387,9 @@ def test_wrong_configurations_are_refused_by_name() -> None:
         linearized(BASE, group=8, kernel=4)
     with pytest.raises(ValueError, match=r"^features: got 'exp', takes one of identity, elu, taylor"):
         LinearRule(features="exp")      # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"^linear: got a rule beside a soft cap"):
+    with pytest.raises(ValueError, match=r"^linear: cannot be combined with a soft cap"):
         linear(dataclasses.replace(BASE, attention_softcap=30.0))
-    with pytest.raises(ValueError, match=r"^linear: got a rule beside a sliding window"):
+    with pytest.raises(ValueError, match=r"^linear: cannot be combined with a sliding window"):
         dataclasses.replace(CONFIGS["elu"].layers[0], sliding=4)
     own = lm("jrt")
     with pytest.raises(ValueError, match=r"^inputs: got none, a Transformer with prefix linear attention takes an Enc"):

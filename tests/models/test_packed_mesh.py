@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import decodax as dx
-from decodax.io.checkpoint import save_model
+from decodax.io.saving import save_model
 from decodax.models import Transformer, llama
 from decodax.models.calibration import Statistic
 from decodax.models.formats import (

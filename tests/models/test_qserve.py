@@ -18,8 +18,8 @@ import decodax as dx
 from decodax.algorithms.autoregressive import Autoregressive
 from decodax.core import drivers
 from decodax.core.types import Params
-from decodax.io.checkpoint import save_model
 from decodax.io.files import ONE
+from decodax.io.saving import save_model
 from decodax.models import Transformer, llama
 from decodax.models.config import Experts, Layer, NormConfig
 from decodax.models.experts import mix

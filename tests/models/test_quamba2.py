@@ -255,7 +255,7 @@ def test_saved_it_is_loaded_as_it_was(kind: str, tmp_path: Path) -> None:
     assert again.model == lm.model
     for one, other in zip(jax.tree.leaves(lm.params), jax.tree.leaves(again.params), strict=True):
         np.testing.assert_array_equal(one, other)
-    with pytest.raises(ValueError, match=r"weights: got 'int8', and those of .* are packed"):
+    with pytest.raises(ValueError, match=r"weights: got 'int8', but the weights of .* are packed"):
         dx.load(tmp_path, weights="int8")
 
 
@@ -281,7 +281,7 @@ def test_what_it_cannot_do_is_refused_by_name(tmp_path: Path) -> None:
         Quamba2(8, 16)
     with pytest.raises(ValueError, match="heads: got 0, takes 1 or more"):
         Quamba2(heads=0)
-    with pytest.raises(ValueError, match="data: got None, and 'quamba2' goes by data"):
+    with pytest.raises(ValueError, match="data: got None, but 'quamba2' needs calibration data"):
         dx.quantize(whole(), "quamba2")
     network = Transformer(llama(vocab=97, width=8, layers=1, heads=2, mlp=8))
     llm = dx.LM(model=network, params=network.init_params(jax.random.key(0)), vocab_size=97)
@@ -289,7 +289,7 @@ def test_what_it_cannot_do_is_refused_by_name(tmp_path: Path) -> None:
         dx.quantize(llm, "quamba2", TEXTS)
     with pytest.raises(ValueError, match="lm: got 'model', a Mamba2; takes a decoder"):
         dx.quantize(whole(), "squeezellm", TEXTS)
-    with pytest.raises(ValueError, match="are packed; takes arrays"):
+    with pytest.raises(ValueError, match="with packed weights, takes arrays"):
         dx.quantize(packed("w8a8"), "quamba2", TEXTS)
     with pytest.raises(ValueError, match=r"weights: 'quamba2' changes a whole model: decodax\.quantize"):
         dx.load("pycode-draft", weights="quamba2")

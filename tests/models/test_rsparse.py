@@ -179,7 +179,7 @@ def test_what_is_out_of_range_is_refused() -> None:
         RSparse(sparsity=1)
     with pytest.raises(ValueError, match=r"^ratio: got 1\.5, takes 0 to 1, or None$"):
         RSparse(ratio=1.5)
-    with pytest.raises(ValueError, match=r"^weights: 'r-sparse' looks at text before it packs"):
+    with pytest.raises(ValueError, match=r"^weights: 'r-sparse' needs calibration data"):
         dx.load("pycode-draft", weights="r-sparse")
 
 

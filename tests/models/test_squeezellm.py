@@ -327,7 +327,7 @@ def test_parameters_and_data_out_of_range_are_refused() -> None:
         SqueezeLLM().pack(jnp.ones((8, 8)))
     with pytest.raises(ValueError, match=r"^kernel: got numbers that are not finite"):
         SqueezeLLM().pack(jnp.full((8, 8), jnp.nan), jnp.ones((8, 8)))
-    with pytest.raises(ValueError, match=r"^weights: 'squeezellm' looks at text"):
+    with pytest.raises(ValueError, match=r"^weights: 'squeezellm' needs calibration data"):
         dx.load("pycode-draft", weights="squeezellm")
 
 

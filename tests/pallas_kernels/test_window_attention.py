@@ -163,5 +163,5 @@ def test_what_cannot_be_had_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="implementation: got 'cudnn', takes 'xla', 'mosaic_tpu' or 'triton'"):
         window_attention(q.swapaxes(1, 2), cache[..., :64], cache[..., 64:], cache, positions, scale=1.0,
                          implementation="cudnn")       # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="scales: got none for a cache of int8, takes them where it is of integers"):
+    with pytest.raises(ValueError, match="scales: got none for a cache of int8, takes them with a cache of"):
         slot_weights(q.swapaxes(1, 2), q[..., 0].swapaxes(1, 2), positions, cache.astype(np.int8), length, scale=1.0)

@@ -16,8 +16,9 @@ from decodax.core.algorithm import name_of
 from decodax.engine.names import NAMED, by_name
 from decodax.engine.request import Request
 from decodax.sampling import build, from_generation_config
-from decodax.sampling.build import COMPANIONS, DEFAULTS, SAMPLING
+from decodax.sampling.build import COMPANIONS, DEFAULTS
 from decodax.sampling.neutral import NEUTRAL, asks_nothing
+from decodax.sampling.parts import SAMPLING
 
 ONE = [(name, value) for name, values in NEUTRAL.items() for value in (None, *values)]
 GREEDY = ["Temperature"]

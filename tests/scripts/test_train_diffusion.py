@@ -346,7 +346,7 @@ def test_a_card_tells_of_all_training(run, options, tmp_path):
 def test_text_starts_from_an_autoregressive_model_with_a_mask_added(corpus, tmp_path):
     model = Transformer(llama(vocab=4096, width=16, layers=1, heads=2, mlp=16, context=32, tied=True))
     source = tmp_path / "source"
-    dx.io.checkpoint.save_model(source, model, model.init_params(jax.random.key(0)))
+    dx.io.saving.save_model(source, model, model.init_params(jax.random.key(0)))
     shutil.copy(dx.io.load.ZOO / "pycode" / "tokenizer.json", source)
     given = made(preset="tiny-text", init=str(source), corpus=corpus, output=tmp_path / "run", steps=6, warmup=1,
                     log_every=2, eval_every=100, batch=8, devices=1)
@@ -357,7 +357,7 @@ def test_text_starts_from_an_autoregressive_model_with_a_mask_added(corpus, tmp_
     assert 0 < held["bits_per_byte"] < 20
     assert "upper bound" in (tmp_path / "run" / "model" / "README.md").read_text()
     wrong = Transformer(llama(vocab=100, width=16, layers=1, heads=2, mlp=16, context=32, tied=True))
-    dx.io.checkpoint.save_model(source, wrong, wrong.init_params(jax.random.key(0)))
+    dx.io.saving.save_model(source, wrong, wrong.init_params(jax.random.key(0)))
     with pytest.raises(ValueError, match=r"init: .* has a vocabulary of 100"):
         program.train(replace(given, output=tmp_path / "other"), console=QUIET)
 

@@ -193,7 +193,7 @@ def test_line_ends_are_repaired() -> None:
 
 
 @pytest.mark.parametrize(("options", "message"), [
-    (dict(fork="F", child=23), "fork: got 'F', and the model has no tokenizer"),
+    (dict(fork="F", child=23), "fork: got 'F', but the model has no tokenizer"),
     (dict(fork=24, child=23), "fork: got 24, takes a token from 0 to 23"),
     (dict(fork=3, child=3), "fork and child: got token 3 for both"),
     (dict(fork=3), "'apar' needs child="), (dict(fork=3, child=2, threads=0), "threads: got 0"),
@@ -249,7 +249,7 @@ def test_texts_without_structure_make_no_examples(text: str) -> None:
 
 
 def test_examples_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"text: has '\[Fork\]' in it"):
+    with pytest.raises(ValueError, match=r"text: got one with the control token '\[Fork\]'"):
         search.to_apar("?", LIST + "[Fork]")
     with pytest.raises(ValueError, match="examples: got 2 details for 3 places"):
         search.from_apar(search.to_apar("?", LIST)[:3])

@@ -166,7 +166,7 @@ def test_any_sampler_denoises_and_no_prompt_depends_on_another(algorithm: str) -
 
 
 @pytest.mark.parametrize(("by", "options", "more", "message"), [
-    ("dts", dict(reward=reward), dict(until="x"), "until, step_tokens: a canvas is denoised"),
+    ("dts", dict(reward=reward), dict(until="x"), "until, step_tokens: take None"),
     ("dts", dict(reward=reward), dict(algorithm="autoregressive"), "fills no canvas|takes a"),
     ("dts", dict(reward=reward, lam=0.0), {}, "lam, children and widening: got 0"),
     ("dts", dict(reward=reward, simulations=0), {}, "simulations: got 0, takes at least 1"),

@@ -107,7 +107,7 @@ def test_what_is_fed_counts_as_text() -> None:
     forks.feed([[[3] * 9], [None], [None]])         # no room for it
     assert forks.status[0, 0] == Status.LENGTH and forks.live[1, 0]
     held = Forks.begin(net(), PROMPTS, 1, step_tokens=4, temperature=1.0, mirostat_tau=2.0)
-    with pytest.raises(ValueError, match="feed: a link of the policy"):
+    with pytest.raises(ValueError, match="feed: takes a policy without transforms"):
         held.feed([[[1]], [None], [None]])
 
 

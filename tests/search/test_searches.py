@@ -279,7 +279,7 @@ def test_searches_over_texts_ask_for_a_tokenizer_first(method: str) -> None:
     options = {"with-tools": dict(act=say), "trimr": dict(redundant=say, guidance="x"), "corag": dict(retrieve=say)}
     with pytest.raises(ValueError, match="lm: has no tokenizer, and"):
         search.explore(tiny(), [[1, 3]], method, options=options.get(method, {}), **OPTIONS)
-    with pytest.raises(ValueError, match="until: got 'x', and the model has no tokenizer"):
+    with pytest.raises(ValueError, match="until: got 'x', but the model has no tokenizer"):
         search.explore(tiny(), [[1, 3]], "treepo", until="x", max_new_tokens=4)
 
 

@@ -20,7 +20,7 @@ from decodax.core.state import State
 from decodax.core.types import INVALID, Out, Params
 from decodax.core.window import Window, take
 from decodax.pallas_kernels.vocabulary import top_k
-from decodax.sampling.base import Distribution
+from decodax.sampling.distribution import Distribution
 
 
 @struct

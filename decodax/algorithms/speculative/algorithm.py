@@ -25,7 +25,7 @@ from decodax.core.packing import Packing
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
 from decodax.core.window import Window, take
-from decodax.sampling.base import Distribution
+from decodax.sampling.distribution import Distribution
 
 
 @dataclasses.dataclass(frozen=True)

@@ -36,7 +36,7 @@ from decodax.core.round import run
 from decodax.core.state import State
 from decodax.core.types import Decision, Model, Out, Params
 from decodax.core.window import Window
-from decodax.sampling.base import Distribution
+from decodax.sampling.distribution import Distribution
 from decodax.sharding.lanes import GatheredLogits, divisible
 from decodax.sharding.place import DATA, batch_specs
 

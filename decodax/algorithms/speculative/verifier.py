@@ -11,7 +11,7 @@ from jax import Array
 from decodax.algorithms.speculative.tree import Drawn, Tree, at_end, at_parents, deepest
 from decodax.common.registry import Guarantee
 from decodax.core.state import State
-from decodax.sampling.base import Distribution
+from decodax.sampling.distribution import Distribution
 
 
 class Verifier(abc.ABC):

@@ -1,4 +1,5 @@
-"""Before anything is rented: whether a job fits a slice of devices, and how fast it can be there at best."""
+"""Plans a job before any machine is rented: whether it fits a slice of devices, and how fast it can be there at
+best."""
 
 from decodax.bench.plan.front import COLUMNS, Plan, abstract, meshes, plan
 from decodax.bench.plan.hardware import DEVICES, Device, Slice, slice_of

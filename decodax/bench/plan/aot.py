@@ -1,4 +1,4 @@
-"""The real TPU compiler on a machine without a TPU: what XLA makes of a round, before anything runs."""
+"""Compiles programs with the real TPU compiler on a machine without a TPU."""
 
 from __future__ import annotations
 
@@ -15,27 +15,28 @@ from decodax.bench.tpu import environment
 
 
 def devices(topology: str) -> list[Any]:
-    """The devices of a topology such as "v5e:2x4", which are not there.
+    """Returns the devices of a topology such as "v5e:2x4"; they need not exist.
 
     Raises:
-        ValueError: libtpu does not know it.
+        ValueError: libtpu does not know the topology.
     """
     import jax
     from jax.experimental import topologies
 
     for name, value in environment(topology).items():
         os.environ.setdefault(name, value)
-    jax.devices()       # has read XLA_FLAGS
+    jax.devices()       # reads XLA_FLAGS before they are removed below
     try:
         with _no_flags():
             return list(topologies.get_topology_desc(platform="tpu", topology_name=topology).devices)
-    except Exception as error:      # XLA's own kinds
-        raise ValueError(f"topology: got {topology!r}, which libtpu does not take ({_first(error)})") from error
+    except Exception as error:      # XLA raises types of its own
+        raise ValueError(f"topology: got {topology!r}, which libtpu does not support ({_first(error)})") from error
 
 
 @contextlib.contextmanager
 def _no_flags() -> Iterator[None]:
-    """Without XLA_FLAGS: libtpu reads them when it is first used, and ends the process over one it does not know."""
+    """Removes XLA_FLAGS within the context: libtpu reads them at its first use and ends the process if one is unknown
+    to it."""
     flags = os.environ.pop("XLA_FLAGS", None)
     try:
         yield
@@ -46,13 +47,16 @@ def _no_flags() -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """What XLA said of one device's program. Bytes; with what fills up tiles.
+    """What XLA reports about one device's program. Sizes are in bytes and include the padding of tiles.
 
     Attributes:
-        arguments, temporaries: in memory.
-        moved: to and from main memory in a call of one round. collectives: operations of a round that wait for other
-            devices. None where XLA cannot print the program.
-        fits: whether it compiles for the memory there is. error: what XLA says if not.
+        arguments: memory of the arguments.
+        temporaries: memory of temporary arrays.
+        moved: bytes moved to and from main memory in a call of one round; None if XLA cannot print the program.
+        collectives: the number of operations of a round that wait for other devices; None if XLA cannot print the
+            program.
+        fits: whether the program fits into the device's memory.
+        error: XLA's message if the program does not fit or cannot be printed.
         text: the optimised program.
     """
 
@@ -66,7 +70,7 @@ class Compiled:
 
 
 def compile_round(s: Setup) -> Compiled:
-    """Compiles the loop that `generate` runs, for devices that need not be there."""
+    """Compiles the decoding loop of `generate` for devices that need not exist."""
     import jax
 
     from decodax.bench.report import Instruction, collectives, parse, rounds, traffic
@@ -94,7 +98,7 @@ def compile_round(s: Setup) -> Compiled:
     def trips(loop: Instruction) -> int:
         if loop is outer:
             return 1
-        # a walk over the cache carries it; other loops go over rows
+        # A loop over the blocks of the cache carries the cache; other loops go over rows.
         if any(math.prod(b.dims) in sizes for b in loop.result):
             return blocks
         return rounds(program, loop) or s.rows

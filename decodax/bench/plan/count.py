@@ -1,4 +1,4 @@
-"""What a round of decoding holds, moves and computes on one device, counted from shapes: nothing is allocated."""
+"""Counts from shapes what a round of decoding stores, moves and computes on one device; nothing is allocated."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ BEST = ("bfloat16", "float16")
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """A program on a mesh: what `decodax.core.drivers.advance` is lowered with. Arrays are shapes with shardings."""
+    """A program on a mesh: the arguments with which `decodax.core.drivers.advance` is lowered. Arrays are shapes with
+    shardings."""
 
     lm: LM
     algorithm: Any
@@ -56,15 +57,22 @@ class Setup:
 
 @dataclasses.dataclass(frozen=True)
 class DeviceCounts:
-    """One device's share of a round. Bytes.
+    """One device's share of a round. Sizes are in bytes.
 
     Attributes:
-        weights, draft, cache: what lies in memory for as long as the batch runs. `draft`: weights beside the model's.
-        host: what of the cache lies in the host's memory, beside `cache`, which is the device's.
-        weights_read, cache_read, cache_written: what a round cannot avoid moving.
-        prompt_flops: of the products of one row's prompt of `live` tokens. row_cache: what its entries take. Both are
-            0 where nothing is cached.
-        flops: of its products. sent: what it sends in collectives. hops: how many neighbours in turn that goes by.
+        weights: the model's weights.
+        draft: weights other than the model's, such as those of a draft model.
+        cache: the part of the cache in the device's memory.
+        host: the part of the cache in the host's memory.
+        weights_read: weights that a round must read.
+        cache_read: entries of the cache that a round must read.
+        cache_written: entries of the cache that a round must write.
+        prompt_flops: floating-point operations of the matrix products of one row's prompt of `live` tokens; 0 without a
+            cache.
+        row_cache: the cache entries of that prompt; 0 without a cache.
+        flops: floating-point operations of a round's matrix products.
+        sent: what the device sends in collectives.
+        hops: the number of sequential steps from neighbour to neighbour in those collectives.
     """
 
     weights: int
@@ -85,7 +93,12 @@ class DeviceCounts:
         return self.weights_read + self.cache_read + self.cache_written
 
     def seconds(self, device: Device, moved: float | None = None) -> tuple[float, float, float]:
-        """The least that memory, arithmetic and interconnect take."""
+        """Returns the minimum seconds that memory, arithmetic and interconnect each take.
+
+        Args:
+            device: the device.
+            moved: the bytes moved; default `self.moved`.
+        """
         return ((self.moved if moved is None else moved) / device.bandwidth, self.flops / device.flops,
                 self.sent / device.link + self.hops * device.hop)
 
@@ -93,13 +106,24 @@ class DeviceCounts:
 def setup(lm: LM, devices: Any, mesh: tuple[int, int], *, batch: int, capacity: int, live: int | None = None,
           new: int | None = None, algorithm: Any = None, cache: Any = None, weights: Any = None, sampling: Any = None
           ) -> Setup:
-    """A round of a model whose weights are shapes.
+    """Returns the setup of a round of a model whose weights are shapes.
 
     Args:
-        devices: an array of them, or None: a mesh of none, which is enough to count.
-        mesh: devices along the data axis, and along the model axis.
-        live: entries that each row holds; default all that fit. new: how many of the capacity come behind the prompt,
-            which a cache's policy goes by; default a quarter, at most 256.
+        lm: the model.
+        devices: an array of devices, or None for a mesh without devices, which is enough to count.
+        mesh: the number of devices along the data axis and along the model axis.
+        batch: the number of rows over all replicas.
+        capacity: the number of slots of a row.
+        live: the number of cache entries of each row; default `capacity`.
+        new: how much of the capacity is for new tokens, on which a cache's policy depends; default a quarter, at most
+            256.
+        algorithm: the algorithm, as in `decodax.generate`.
+        cache: the cache, as in `decodax.generate`.
+        weights: a format of `decodax.models.formats`, or None.
+        sampling: arguments of `decodax.sampling.build`.
+
+    Raises:
+        ValueError: the batch does not divide among the replicas.
     """
     if batch % mesh[0]:
         raise ValueError(f"batch: got {batch}, takes a multiple of the {mesh[0]} replicas of the mesh "
@@ -111,7 +135,7 @@ def setup(lm: LM, devices: Any, mesh: tuple[int, int], *, batch: int, capacity: 
         lm = with_cache(lm, cache)
         lm = dataclasses.replace(lm, model=fit_cache(lm.model, new))
     plain = lm.params
-    # methods are chosen on the model as it is: one that splits weights reads their shapes
+    # Choose the method on unpacked, unsharded weights, because a method that splits weights reads their shapes.
     method = chosen(lm, algorithm, batch).fit(new)
     lm = dataclasses.replace(lm, params=_laid_out(lm.model, plain, place, weights))
     where = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(place, PartitionSpec()))
@@ -124,7 +148,7 @@ def setup(lm: LM, devices: Any, mesh: tuple[int, int], *, batch: int, capacity: 
         return init_state(method, lm.model, params, policy, tokens, length, size=capacity, max_new=jnp.int32(1))
 
     state = jax.eval_shape(begin, params, policy, row(jnp.int32, capacity), row(jnp.int32))
-    if cache is not None and method.traits.caches:     # as the prompts leave it
+    if cache is not None and method.traits.caches:     # take the cache in the form that it has after the prompts
         seen = jax.ShapeDtypeStruct((batch, capacity), jnp.int32)
         bare = state.replace(tokens=seen, cache=None, algo=None, policy=None, record=None, stats=None)
         held, _ = jax.eval_shape(lambda p, held, s: commit_prompts(None, lm.model, p, held, s, width=256, rows=batch),
@@ -149,7 +173,8 @@ def setup(lm: LM, devices: Any, mesh: tuple[int, int], *, batch: int, capacity: 
 
 
 def there(cache: Cache, mesh: Any) -> Cache:
-    """A cache by its shapes, where those of its arrays that lie in the host's memory say so: shapes as such do not."""
+    """Returns a cache of shapes in which arrays that belong to the host's memory have that memory kind, which plain
+    shapes lose."""
     on_host = {id(x) for x in jax.tree.leaves(cache.layout.hosted)}
 
     def one(x: Any) -> Any:
@@ -160,7 +185,7 @@ def there(cache: Cache, mesh: Any) -> Cache:
 
 
 def _laid_out(model: Any, weights: Any, mesh: Any, form: Any) -> Any:
-    """Weights as they lie on a mesh, packed in a format if one is given."""
+    """Returns weights as shapes with their shardings on a mesh, packed in the format `form` if one is given."""
     shaped = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
     def laid(path: Any, x: Any, sharding: NamedSharding) -> Any:
@@ -178,7 +203,7 @@ def _laid_out(model: Any, weights: Any, mesh: Any, form: Any) -> Any:
 
 
 def local(tree: Any) -> int:
-    """Bytes of one device's part of the arrays."""
+    """Returns the bytes of one device's part of all arrays in a tree."""
     return sum(_bytes(x) for x in jax.tree.leaves(tree))
 
 
@@ -187,7 +212,7 @@ def _bytes(x: Any) -> int:
 
 
 def count(s: Setup) -> DeviceCounts:
-    """What a round of the setup comes to on each device."""
+    """Counts what a round of the setup stores, moves and computes on each device."""
     model: Any = s.lm.model
     c = model.config
     across = s.mesh.shape[MODEL]
@@ -195,7 +220,7 @@ def count(s: Setup) -> DeviceCounts:
     weights, beside = local(s.params.target), local(s.params.draft)
     table = 0 if c.tied else local(s.params.target["embed"])
     item = jnp.dtype(model.dtype).itemsize
-    # experts that no token chose are not read
+    # Experts that no token chose are not read.
     experts, share = 0, 0.0
     for i, layer in _layers(model):
         if layer.experts is not None:
@@ -211,7 +236,7 @@ def count(s: Setup) -> DeviceCounts:
     entry = (1 + c.values_of_key) * c.head_dim * item * s.rows * heads
     held = [min(s.live, layer.sliding or s.live) for _, layer in _layers(model)]
     dense = sum(entry * s.capacity for _ in held)
-    # a cache of another kind holds what it holds
+    # A cache of another kind than dense is counted by its own size.
     cache_read = 0.0 if not cached else sum(entry * n for n in held) if cached >= 0.95 * dense and not host \
         else (cached - host) * min(1.0, s.live / s.capacity)
     written = float(entry * s.width * len(held)) if cached else 0.0
@@ -219,15 +244,14 @@ def count(s: Setup) -> DeviceCounts:
     per_token = 2 * _active(model)
     attended = sum(4 * c.heads * c.head_dim * (n if cached else s.width) for n in held)
     flops = tokens * (per_token + attended) / across
-    # a prompt's tokens attend to what is in front of them, and its last one alone has logits
+    # A token of the prompt attends to the tokens before it; only the last token needs logits.
     seen = sum(w * (w + 1) // 2 + (s.live - w) * w for w in held)
     prompt = s.live * (per_token - 2 * c.width * c.vocab) + 2 * c.width * c.vocab + 4 * c.heads * c.head_dim * seen
     reductions = 2 * len(held) + 1
     sent = 0.0 if across == 1 else reductions * 2 * (across - 1) / across * tokens * c.width * item / 2
     return DeviceCounts(weights, beside, cached - host, host, read, cache_read, written,
-                        prompt / across if cached else 0.0,
-                  cache_read / s.rows, flops, sent,
-                  reductions * 2 * (across - 1) if across > 1 else 0)
+                        prompt / across if cached else 0.0, cache_read / s.rows, flops, sent,
+                        reductions * 2 * (across - 1) if across > 1 else 0)
 
 
 def _layers(model: Transformer) -> Iterator[tuple[int, Layer]]:
@@ -235,14 +259,14 @@ def _layers(model: Transformer) -> Iterator[tuple[int, Layer]]:
 
 
 def _experts(weights: Any, i: int, count: int) -> list[Any]:
-    """The leaves of a layer that have one entry an expert first."""
+    """Returns the weights of a layer whose first axis has one entry for each expert."""
     layer = weights["layers"][str(i)]["mlp"]
     return [x for x in jax.tree.leaves(layer) if x.ndim >= 2 and x.shape[0] == count]
 
 
 @functools.lru_cache(maxsize=32)
 def _active(model: Transformer) -> int:
-    """Weights that a token is multiplied with."""
+    """Returns the number of weights that each token is multiplied with."""
     shapes, c = model.abstract_params(), model.config
     table = 0 if c.tied else math.prod(shapes["embed"].shape)
     whole = sum(math.prod(x.shape) for x in jax.tree.leaves(shapes)) - table

@@ -1,4 +1,4 @@
-"""Whether a job fits a slice, and how fast it can be at best."""
+"""Plans whether a job fits a slice, and how fast it can be at best."""
 
 from __future__ import annotations
 
@@ -25,27 +25,35 @@ COLUMNS = ("slice", "mesh", "weights", "cache", "temporaries", "free", "largest 
            "memory", "arithmetic", "network", "round", "tokens/s", "device-s/Mtoken")
 
 SLACK = 0.02
-"""Of a device's memory that a batch is not planned into: programs, fragments."""
+"""The share of a device's memory that is left free, for programs and fragmentation, when `Plan.largest` is computed."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A job on one mesh of one slice. Bytes and seconds are those of one device and one round.
+    """A job on one mesh of one slice. Sizes are in bytes and times in seconds, for one device and one round.
 
     Attributes:
-        slice, mesh: where: devices along the data axis and along the model axis.
-        batch, capacity, live: rows of all replicas, slots of a row, and how many of them are taken.
-        width: tokens that a round scores for a row.
-        counts: what was counted from shapes. compiled: what XLA's compiler says; None where it was not asked.
-        temporaries: of the compiled program, or an estimate: logits and activations of all tokens.
-        free: memory of the device that is left; below 0 it does not fit. What lies in the host's memory
-            (`counts.host`) is not in it, since how much the host has is not known here.
-        largest: the most rows that fit; 0 if none does.
-        memory, arithmetic, network: the least that each takes. `seconds` is the greater of the first two and the third.
-        prompt: the least that a row's prompt of `live` tokens takes. swap: the least that its cache takes to the host's
-            memory, and as long back; None where the maker does not say how fast that is.
-        tokens: new tokens a row and round that `tokens_per_second` counts with.
-        price: of a device and hour; None if it was not said.
+        slice: the slice.
+        mesh: the number of devices along the data axis and along the model axis.
+        batch: the number of rows over all replicas.
+        capacity: the number of slots of a row.
+        live: the number of slots of a row that are in use.
+        width: the number of tokens that a round scores for a row.
+        counts: what was counted from shapes.
+        compiled: what XLA's compiler reports; None if it was not used.
+        temporaries: memory for temporary arrays, from the compiled program, or an estimate from the logits and
+            activations of all tokens.
+        free: the device's remaining memory; negative if the job does not fit. It ignores what is in the host's memory
+            (`counts.host`), whose size is unknown here.
+        largest: the maximum number of rows that fit; 0 if not even one fits.
+        memory: the minimum time for memory traffic.
+        arithmetic: the minimum time for arithmetic.
+        network: the minimum time for collectives. `seconds` is the larger of `memory` and `arithmetic`, plus this.
+        prompt: the minimum time for a row's prompt of `live` tokens.
+        swap: the minimum time to move the cache of that prompt to the host's memory, or back; None if the maker does
+            not publish the speed.
+        tokens: new tokens for each row and round, from which `tokens_per_second` is computed.
+        price: the price of a device for an hour; None if not given.
     """
 
     slice: Slice
@@ -73,32 +81,33 @@ class Plan:
 
     @property
     def padded(self) -> float | None:
-        """Arguments as they lie in memory, tiles filled up, over what weights and cache count; None if not compiled."""
+        """Memory of the arguments, with the padding of tiles, relative to the counted weights and cache; None if not
+        compiled."""
         held = self.counts.weights + self.counts.draft + self.counts.cache
         return self.compiled.arguments / held if self.compiled is not None and self.compiled.fits else None
 
     @property
     def seconds(self) -> float:
-        """The least that a round takes: products and memory at once, collectives behind them."""
+        """The minimum time of a round: arithmetic and memory traffic overlap, collectives follow."""
         return max(self.memory, self.arithmetic) + self.network
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all rows, at most."""
+        """The maximum number of tokens per second over all rows."""
         return self.batch * self.tokens / self.seconds
 
     @property
     def device_seconds(self) -> float:
-        """Of all devices, for a million tokens, at least."""
+        """The minimum device time for a million tokens, summed over all devices."""
         return 1e6 * self.mesh[0] * self.mesh[1] / self.tokens_per_second
 
     @property
     def cost(self) -> float | None:
-        """Of a million tokens, at least."""
+        """The minimum cost of a million tokens; None without a price."""
         return None if self.price is None else self.device_seconds * self.price / 3600
 
     def cells(self) -> tuple[str, ...]:
-        """In words, one entry for each of `COLUMNS`."""
+        """Returns the plan as texts, one for each of `COLUMNS`."""
         estimated = "" if self.compiled is not None else "~"
         gb = lambda n: f"{n / 1e9:.2f} GB"
         ms = lambda x: f"{1e3 * x:.2f} ms"
@@ -110,7 +119,7 @@ class Plan:
                 ms(self.seconds), f"{self.tokens_per_second:,.0f}" if self.fits else "-", cost if self.fits else "-")
 
     def json(self) -> dict[str, Any]:
-        """As plain data."""
+        """Returns the plan as plain data for JSON."""
         own = dataclasses.asdict(self)
         own["slice"] = {"name": self.slice.name, "devices": self.slice.count, "device": own["slice"]["device"]}
         if own["compiled"]:
@@ -120,11 +129,15 @@ class Plan:
 
 
 def abstract(name: str | Path | Mapping[str, Any], dtype: str = "bfloat16") -> LM:
-    """A model without weights: a preset of `PRESETS`, a directory with a config.json (the weights need not be there),
-    or what such a file holds.
+    """Returns a model without weights.
+
+    Args:
+        name: a preset of `PRESETS`, a shipped model, a directory with a config.json (the weights need not be there), or
+            the contents of such a file.
+        dtype: the dtype of the model.
 
     Raises:
-        ValueError: neither; or an architecture that is not here.
+        ValueError: the name is none of these, or the architecture is not supported.
     """
     if isinstance(name, Mapping):
         config: Mapping[str, Any] = name
@@ -136,8 +149,8 @@ def abstract(name: str | Path | Mapping[str, Any], dtype: str = "bfloat16") -> L
             try:
                 file = find(name) / "config.json"
             except (ValueError, FileNotFoundError) as error:
-                raise ValueError(f"model: got {str(name)!r}, which is no directory with a config.json, no shipped "
-                                 f"model, and none of the presets ({near(str(name), PRESETS)})") from error
+                raise ValueError(f"model: got {str(name)!r}, takes a directory with a config.json, a shipped model, or "
+                                 f"a preset ({near(str(name), PRESETS)})") from error
         config = json.loads(file.read_text(encoding="utf-8"))
     model: Any = Transformer(read_config(dict(config)), dtype=dtype)
     return LM(model=model, params=model.abstract_params(dtype), vocab_size=model.config.vocab,
@@ -145,7 +158,8 @@ def abstract(name: str | Path | Mapping[str, Any], dtype: str = "bfloat16") -> L
 
 
 def meshes(count: int, batch: int) -> list[tuple[int, int]]:
-    """The meshes of so many devices over which so many rows divide, replicas by devices each.
+    """Returns the meshes of `count` devices whose replicas divide `batch` rows evenly, as pairs of replicas and devices
+    for each replica.
 
     >>> meshes(8, 4)
     [(1, 8), (2, 4), (4, 2)]
@@ -158,61 +172,67 @@ def plan(model: str | Path | LM, topology: str | Sequence[str], *, batch: int = 
          algorithm: Any = None, draft: str | Path | LM | None = None, cache: Any = None, weights: str | None = None,
          dtype: str = "bfloat16", tokens_per_round: float = 1.0, price: Mapping[str, float] | None = None,
          compile: bool | None = None, progress: bool = False, **sampling: Any) -> list[Plan]:
-    """Plans a job: memory, and the least time of a round, on each mesh of each slice. No array is allocated.
+    """Plans a job on each mesh of each slice: its memory, and the minimum time of a round. No array is allocated.
 
-    Counted are the bytes and products of a round (`advance`, the program of `generate`) from its shapes. For TPUs,
-    XLA's own compiler then compiles it, where `pip install decodax[tpu-aot]` has brought it: arguments and temporaries
-    as they will lie in memory, bytes moved, collectives, and whether it fits, are its own.
+    The bytes and matrix products of a round (`advance`, the program of `generate`) are counted from its shapes. For
+    TPUs XLA's own compiler then compiles the round, if `pip install decodax[tpu-aot]` has installed it, and reports the
+    memory of arguments and temporaries, bytes moved, collectives, and whether the program fits.
 
-    Times are bounds: bytes over bandwidth, products over the rate of 16-bit numbers, and rings of all-reduces over the
-    model axis. No program is faster; plain decoding of a large model comes near.
+    Times are lower bounds: bytes divided by bandwidth, matrix products divided by the peak rate for 16-bit numbers, and
+    ring all-reduces over the model axis. No program is faster; plain decoding of a large model comes close.
 
     Args:
         model: a preset such as "llama-3-8b", a directory with a config.json, or a model.
         topology: slices such as "v5e:2x4", "v6e:2x2", "h100:8"; "here" is this machine, measured.
-        batch: rows, over all replicas. capacity: slots of a row, prompt and answer. live: how many of them are taken in
-            the round that is timed; default all. max_new_tokens: how much of it is answer, which cache policies go by;
-            default a quarter, at most 256.
-        mesh: devices along the data and the model axis; default all meshes of all devices.
-        algorithm, cache: as in `decodax.generate`. draft: the model that the algorithm drafts with.
+        batch: the number of rows over all replicas.
+        capacity: the number of slots of a row, for prompt and answer.
+        live: the number of slots that are in use in the timed round; default all.
+        max_new_tokens: how much of the capacity is for the answer, on which cache policies depend; default a quarter,
+            at most 256.
+        mesh: pairs of the number of devices along the data axis and along the model axis; default all meshes of all
+            devices.
+        algorithm: as in `decodax.generate`.
+        draft: the algorithm's draft model.
+        cache: as in `decodax.generate`.
         weights: a format of `decodax.models.formats`, such as "int8"; default `dtype`.
-        tokens_per_round: new tokens a row and round, as measured with `decodax compare`; 1 for plain decoding.
-        price: of a device and hour by device, as `{"v5e": 1.2}`.
-        compile: asks XLA's compiler; default for TPUs if libtpu is there.
-        progress: shows a progress bar.
+        dtype: the dtype of the model.
+        tokens_per_round: new tokens for each row and round, as measured with `decodax compare`; 1 for plain decoding.
+        price: price of a device for an hour, by device, such as `{"v5e": 1.2}`.
+        compile: whether to use XLA's compiler; by default for TPUs if libtpu is installed.
+        progress: whether to show a progress bar.
         sampling: as in `decodax.generate`: temperature, top_p, ...
 
     Returns:
-        The plans: those that fit first, the cheapest in front (by price, or by device time where one is not known).
+        The plans: first those that fit, ordered by cost, or by device time if a price is missing.
 
     Raises:
-        ValueError: an unknown name, or an argument out of its range.
+        ValueError: a name is unknown, or an argument is out of range.
     """
     lm = model if isinstance(model, LM) else abstract(model, dtype)
     if not isinstance(lm.model, Transformer):
-        raise ValueError(f"model: got a {type(lm.model).__name__}, a Transformer can be counted")
+        raise ValueError(f"model: got a {type(lm.model).__name__}, takes a Transformer")
     for name, value in (("batch", batch), ("capacity", capacity), ("live", live), ("max_new_tokens", max_new_tokens)):
         if value is not None and value < 1:
-            raise ValueError(f"{name}: got {value}, takes 1 or more")
+            raise ValueError(f"{name}: got {value}, takes at least 1")
     for name, value in (("live", live), ("max_new_tokens", max_new_tokens)):
         if value is not None and value > capacity:
-            raise ValueError(f"{name}: got {value}, the capacity is {capacity}")
+            raise ValueError(f"{name}: got {value}, takes at most the capacity {capacity}")
     if not tokens_per_round > 0:
         raise ValueError(f"tokens_per_round: got {tokens_per_round}, takes more than 0")
     if draft is not None:
         from decodax import algorithms
         if not isinstance(algorithm, str):
-            raise ValueError("draft: takes an algorithm by name")
+            raise ValueError("draft: can only be given with an algorithm by name")
         name, options = algorithms.parse(algorithm)
         algorithm = algorithms.make(name, lm, draft if isinstance(draft, LM) else abstract(draft, dtype), **options)
     slices = [slice_of(name) for name in ([topology] if isinstance(topology, str) else topology)]
     chosen = [(s, m) for s in slices for m in (meshes(s.count, batch) if mesh is None else mesh)]
     for s, m in chosen:
         if math.prod(m) > s.count:
-            raise ValueError(f"mesh: got {m[0]}x{m[1]}, {s.name} has {s.count} devices")
+            raise ValueError(f"mesh: got {m[0]}x{m[1]}, takes at most the {s.count} devices of {s.name}")
     present = importlib.util.find_spec("libtpu") is not None
     if compile and not present:
-        raise ValueError("compile: takes libtpu; pip install 'decodax[tpu-aot]'")
+        raise ValueError("compile: needs libtpu; pip install 'decodax[tpu-aot]'")
     done = []
     with bar(progress, "planning", len(chosen)) as report:
         for i, (s, m) in enumerate(chosen):
@@ -239,7 +259,7 @@ def _plan(s: Any, where: Slice, mesh: tuple[int, int], batch: int, compiled: Com
     fixed = c.weights + c.draft
     row = (held - fixed + temporaries) / s.rows
     largest = max(0, int((memory * (1 - SLACK) - fixed) / row)) * mesh[0] if row > 0 else batch
-    # a program's text has all experts read that may be; counted are those that are chosen as often as others
+    # A compiled program reads all experts that might be chosen; the counts hold only those likely to be chosen.
     sure = known and compiled is not None and all(layer.experts is None for layer in config.layers)
     times = c.seconds(where.device, compiled.moved if sure and compiled is not None else None)
     device = where.device

@@ -1,4 +1,4 @@
-"""What devices can do, and slices of them by name."""
+"""Figures of devices, and slices of devices by name."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ GIB = 2 ** 30
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """One device as JAX counts them. Figures are the makers', of dense products.
+    """One device as JAX counts devices. Figures come from the maker and are for dense matrix products.
 
     Attributes:
-        name: such as "v5e".
-        memory: bytes that a program may take.
-        bandwidth: of that memory, bytes a second.
-        flops: a second with 16-bit numbers. flops8: with 8-bit ones.
-        link: bytes a second that it sends to its neighbour in a ring of devices, in one direction.
-        hop: seconds until a neighbour has what was sent.
-        host: bytes a second between it and its host's memory, in one direction; None where the maker does not say.
-        source: where the figures are from.
+        name: the name, such as "v5e".
+        memory: bytes that a program may use.
+        bandwidth: bytes per second of that memory.
+        flops: operations per second with 16-bit numbers.
+        flops8: operations per second with 8-bit numbers.
+        link: bytes per second that it sends to its neighbour in a ring of devices, in one direction.
+        hop: latency of sending to a neighbour, in seconds.
+        host: bytes per second between the device and its host's memory, in one direction; None if the maker does not
+            publish it.
+        source: where the figures come from.
     """
 
     name: str
@@ -40,7 +42,7 @@ _CLOUD = "Google's pages on the chip; memory as XLA's TPU compiler allows it (li
 _NVIDIA = "NVIDIA's data sheet; 5% of the memory is left to the driver and to JAX"
 
 DEVICES = {d.name: d for d in (
-    # JAX has two devices a v4 chip when it compiles without one
+    # When JAX compiles without a v4, it counts two devices for each chip.
     Device("v4", 15.25 * GIB, 614e9, 137.5e12, 137.5e12, 45e9, 1e-6, None, _CLOUD + ", one of a chip's two cores"),
     Device("v5e", 15.75 * GIB, 819e9, 197e12, 394e12, 45e9, 1e-6, None, _CLOUD),
     Device("v5p", 95.74 * GIB, 2765e9, 459e12, 918e12, 90e9, 1e-6, None, _CLOUD),
@@ -50,7 +52,7 @@ DEVICES = {d.name: d for d in (
     Device("h200", 0.95 * 141e9, 4800e9, 989e12, 1979e12, 450e9, 2e-6, 64e9, _NVIDIA + "; SXM"),
     Device("l4", 0.95 * 24e9, 300e9, 121e12, 242e12, 32e9, 5e-6, 32e9, _NVIDIA + "; PCIe"),
 )}
-"""By name."""
+"""The devices by name."""
 
 TPUS = ("v4", "v5e", "v5p", "v6e")
 
@@ -60,8 +62,9 @@ class Slice:
     """Devices that work together.
 
     Attributes:
-        name: as it was asked for, such as "v5e:2x4".
-        device: what each is. count: how many there are.
+        name: the requested name, such as "v5e:2x4".
+        device: the kind of all devices.
+        count: the number of devices.
     """
 
     name: str
@@ -74,10 +77,11 @@ class Slice:
 
 
 def slice_of(name: str) -> Slice:
-    """The slice of a name: "v5e:2x4" (its topology), "h100:8" (how many), "here" (this machine, measured).
+    """Returns the slice with a name such as "v5e:2x4" (a topology), "h100:8" (a number of devices), or "here" (this
+    machine, measured).
 
     Raises:
-        ValueError: an unknown device, or no such form.
+        ValueError: the device is unknown, or the name has another form.
 
     >>> slice_of("v5e:2x4").count, slice_of("h100").device.bandwidth
     (8, 3350000000000.0)
@@ -87,7 +91,7 @@ def slice_of(name: str) -> Slice:
     kind, _, shape = name.partition(":")
     if kind not in DEVICES:
         close = difflib.get_close_matches(kind, (*DEVICES, "here"), n=3, cutoff=0.5)
-        raise ValueError(f"topology: got {name!r}; devices are {', '.join(DEVICES)}, and here"
+        raise ValueError(f"topology: got {name!r}, takes {', '.join(DEVICES)} or here"
                          + (f"; did you mean {' or '.join(close)}?" if close else ""))
     if not re.fullmatch(r"(\d+(x\d+)*)?", shape) or "0" in shape.split("x"):
         raise ValueError(f"topology: got {name!r}, takes a device and its topology, such as v5e:2x4 or h100:8")
@@ -98,8 +102,11 @@ def slice_of(name: str) -> Slice:
 
 
 def here() -> Slice:
-    """This machine's devices, with what was measured of the first: a copy for the bandwidth, a product for the rate.
-    What they send each other is not measured: it is taken to be as fast as memory."""
+    """Returns this machine's devices as a slice, with the first device's measured bandwidth (of a copy) and rate (of a
+    matrix product).
+
+    The link between devices is not measured; it is assumed to be as fast as the memory.
+    """
     import time
 
     import jax

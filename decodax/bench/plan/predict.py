@@ -1,4 +1,4 @@
-"""What a method that was measured here would give with a large model on a slice."""
+"""Predicts the speedup of a locally measured method for a large model on a slice."""
 
 from __future__ import annotations
 
@@ -20,12 +20,18 @@ COLUMNS = ("system", "tokens/forward here", "window", "plain round", "round", "d
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """One system on one task and batch size, as it would run there.
+    """The prediction for one system on one task and batch size.
 
     Attributes:
-        tokens: a row and round, measured here. width: tokens that its round scores.
-        plain, round, drafting: seconds at least, of a plain round, of the window, and of a draft model's steps.
-        reason: why nothing is predicted; None where it is.
+        task: the task.
+        batch: the batch size.
+        system: the name of the system.
+        tokens: new tokens for each row and round, measured here.
+        width: the number of tokens that a round scores.
+        plain: minimum seconds of a round of plain decoding.
+        round: minimum seconds of a round of the system.
+        drafting: minimum seconds of a draft model's steps in a round.
+        reason: why nothing is predicted, or None.
     """
 
     task: str
@@ -45,7 +51,7 @@ class Prediction:
         return self.tokens * self.plain / (self.round + self.drafting)
 
     def cells(self) -> tuple[str, ...]:
-        """In words, one entry for each of `COLUMNS`."""
+        """Returns the prediction as texts, one for each of `COLUMNS`."""
         if self.reason is not None:
             return self.system, self.reason, *[""] * (len(COLUMNS) - 2)
         ms = lambda x: f"{1e3 * x:.2f} ms"
@@ -56,19 +62,24 @@ class Prediction:
 def predict(found: Comparison, chosen: Mapping[str, tuple[str, dict[str, Any]]], topology: str, model: str | LM,
             *, capacity: int = 4096, draft_share: float | None = None, **options: Any
             ) -> tuple[list[Prediction], list[str]]:
-    """Speedups over plain decoding of a large model on a slice, from tokens a forward that were measured here.
+    """Predicts speedups over plain decoding of a large model on a slice, from tokens per forward pass that were
+    measured here with a small model.
 
-    The tokens a forward are taken over from the small model, as they are. A round there costs the bound of
-    `decodax.bench.plan.plan` for its window, on the mesh on which plain decoding costs least; a draft model costs
-    `draft_share` of a plain round for each further token of the window.
+    The tokens per forward pass are assumed to be the same. A round costs the lower bound of `decodax.bench.plan.plan`
+    for its number of tokens, on the mesh on which plain decoding costs least. A draft model costs `draft_share` of a
+    plain round for each token of the window after the first.
 
     Args:
-        found: what was measured. chosen: of each contender, the system's name and options.
-        draft_share: bytes of the draft model over those of the model.
+        found: what was measured.
+        chosen: the system's name and options for each contender of `found`.
+        topology: the slice, as `decodax.bench.plan.plan` takes it.
+        model: the large model, as `decodax.bench.plan.plan` takes it.
+        capacity: the number of tokens of each row.
+        draft_share: bytes of the draft model relative to those of the model.
         options: further arguments of `plan`: weights, dtype, cache.
 
     Returns:
-        The predictions, in the order of `found.rows`, and the assumptions in words.
+        The predictions in the order of `found.rows`, and the assumptions as sentences.
     """
     from decodax.bench.plan.front import abstract
 
@@ -91,10 +102,10 @@ def predict(found: Comparison, chosen: Mapping[str, tuple[str, dict[str, Any]]],
             out.append(dataclasses.replace(own, reason=f"{row.batch} rows do not fit"))
             continue
         if not entry.takes_draft and entry.needs != "nothing":
-            out.append(dataclasses.replace(own, reason=f"needs {entry.needs}: its drafts' cost there is not known"))
+            out.append(dataclasses.replace(own, reason=f"needs {entry.needs}, so the cost of its drafts is unknown"))
             continue
         if entry.takes_draft and draft_share is None:
-            out.append(dataclasses.replace(own, reason="the share of the draft model's bytes is not known"))
+            out.append(dataclasses.replace(own, reason="the draft model's share of the bytes is unknown"))
             continue
         try:
             alg = algorithms.make(name, lm, lm if entry.takes_draft else None,
@@ -109,12 +120,12 @@ def predict(found: Comparison, chosen: Mapping[str, tuple[str, dict[str, Any]]],
                                        round=there.seconds, drafting=drafting))
     device = next(iter(bases.values())).slice.device if bases else None
     small = found.facts.get("model", "the small model")
-    said = [f"tokens a forward are those of {small} here: another model's are others",
-            f"{capacity:,} tokens of each row are taken",
-            "rounds take the greater of memory and arithmetic at their peaks, and collectives; nothing else"]
+    said = [f"tokens per forward pass are those of {small} here; another model's differ",
+            f"each row holds {capacity:,} tokens",
+            "rounds take the larger of memory and arithmetic time at peak speed, plus collectives, and nothing else"]
     if draft_share is not None:
-        said.append(f"a draft model's step costs {draft_share:.3f} of a plain round, the share that its weights have "
-                    "of the model's bytes here, and there is one for each token of the window but the first")
+        said.append(f"a draft model's step costs {draft_share:.3f} of a plain round, which is the draft's share of the "
+                    "model's bytes here, and each token of the window but the first takes one step")
     if device is not None:
         said.append(f"{device.name}: {device.bandwidth / 1e9:,.0f} GB/s, {device.flops / 1e12:,.0f} TFLOP/s "
                     f"({device.source})")
@@ -123,7 +134,7 @@ def predict(found: Comparison, chosen: Mapping[str, tuple[str, dict[str, Any]]],
 
 
 def share(lm: LM, draft: LM | None) -> float | None:
-    """Bytes of a draft model's weights over those of the model's."""
+    """Returns the bytes of a draft model's weights relative to those of the model, or None without a draft model."""
     if draft is None:
         return None
     size = lambda params: sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(params))

@@ -1,4 +1,4 @@
-"""Shapes of published models by name, as the `config.json` of each has them."""
+"""Shapes of published models by name, as in their `config.json`."""
 
 from __future__ import annotations
 
@@ -36,5 +36,5 @@ PRESETS: dict[str, dict[str, Any]] = {
                  "block_type": "llama", "mask_token_id": 126_336, "eos_token_id": 126_081, "rope": True,
                  "layer_norm_type": "rms", "include_bias": False, "include_qkv_bias": False},
 }
-"""By name: Llama 3 (Grattafiori et al., 2024), Qwen3 (Yang et al., 2025), Gemma 3 (Gemma Team, 2025), LLaDA (Nie et
-al., 2025)."""
+"""The presets by name: Llama 3 (Grattafiori et al., 2024), Qwen3 (Yang et al., 2025), Gemma 3 (Gemma Team, 2025), LLaDA
+(Nie et al., 2025)."""

@@ -21,7 +21,7 @@ import decodax as dx
 from decodax.algorithms.beams import UID, BeamSearch
 from decodax.algorithms.speculative import drafts
 from decodax.engine.names import by_name
-from decodax.io.checkpoint import save_model
+from decodax.io.saving import save_model
 from decodax.models import Transformer, llama
 from tests.laws.toy import Toy
 from tests.matrix import often

@@ -28,7 +28,8 @@ from decodax.common.struct import Struct, struct
 from decodax.core import keys
 from decodax.core.keys import Purpose
 from decodax.core.types import DEAD_END, INVALID
-from decodax.sampling.base import Policy, Temperature
+from decodax.sampling.base import Temperature
+from decodax.sampling.distribution import Policy
 from tests.laws.test_distribution import ALARM, chi_square
 from tests.matrix import often
 

@@ -105,15 +105,15 @@ def test_prices_and_slices():
 def test_errors_name_what_is_wrong():
     for given, message in (
             (dict(model="llama-3-8"), "model: got 'llama-3-8', .*near ones: llama-3-8b"),
-            (dict(topology="v5x:2x4"), "topology: got 'v5x:2x4'; devices are v4, .*, and here; did you mean v5"),
-            (dict(topology="zz:2x2"), "topology: got 'zz:2x2'; devices are v4, .* l4, and here$"),
+            (dict(topology="v5x:2x4"), "topology: got 'v5x:2x4', takes v4, .* or here; did you mean v5"),
+            (dict(topology="zz:2x2"), "topology: got 'zz:2x2', takes v4, .* l4 or here$"),
             (dict(topology="v5e:2by4"), "takes a device and its topology"),
-            (dict(mesh=[(4, 4)]), "mesh: got 4x4, v5e:2x4 has 8 devices"),
+            (dict(mesh=[(4, 4)]), "mesh: got 4x4, takes at most the 8 devices of v5e:2x4"),
             (dict(batch=3, mesh=[(2, 4)]), "batch: got 3, takes a multiple of the 2 replicas"),
-            (dict(live=9000), "live: got 9000, the capacity is 8192"),
+            (dict(live=9000), "live: got 9000, takes at most the capacity 8192"),
             (dict(batch=0), "batch: got 0"), (dict(tokens_per_round=0), "tokens_per_round: got 0"),
             (dict(algorithm="prompt-lokup"), "near ones: prompt-lookup"), (dict(weights="int3"), "int3"),
-            (dict(draft="llama-3-8b"), "draft: takes an algorithm by name")):
+            (dict(draft="llama-3-8b"), "draft: can only be given with an algorithm by name")):
         with pytest.raises(ValueError, match=message):
             plan(**{"model": "llama-3-8b", "topology": "v5e:2x4", "compile": False, **given})
 

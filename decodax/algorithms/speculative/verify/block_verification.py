@@ -33,7 +33,7 @@ from decodax.core import keys
 from decodax.core.keys import Purpose
 from decodax.core.state import State
 from decodax.core.window import take
-from decodax.sampling.base import Distribution
+from decodax.sampling.distribution import Distribution
 from decodax.sampling.draw import draw
 
 

@@ -20,7 +20,7 @@ from decodax.algorithms.speculative.verify.relaxed import among, before_temperat
 from decodax.common.options import Count, Whole
 from decodax.common.registry import ALGORITHMS
 from decodax.core.state import State
-from decodax.sampling.base import Distribution
+from decodax.sampling.distribution import Distribution
 from decodax.sampling.draw import winner
 
 

@@ -12,7 +12,7 @@ from decodax.algorithms.speculative.tree import Drawn, Tree, at_end, at_parents,
 from decodax.algorithms.speculative.verifier import Guarantee, Verifier
 from decodax.algorithms.speculative.verify.rejection import is_chain
 from decodax.core.state import State
-from decodax.sampling.base import Distribution
+from decodax.sampling.distribution import Distribution
 
 
 @dataclasses.dataclass(frozen=True)

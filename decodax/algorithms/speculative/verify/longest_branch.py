@@ -13,7 +13,7 @@ from decodax.algorithms.speculative.verifier import Guarantee, Verifier
 from decodax.algorithms.speculative.verify.relaxed import before_temperature
 from decodax.core.state import State
 from decodax.pallas_kernels.vocabulary import top_k
-from decodax.sampling.base import Distribution
+from decodax.sampling.distribution import Distribution
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,7 +24,7 @@ from decodax.algorithms.speculative.verifier import Guarantee, Verifier
 from decodax.algorithms.speculative.verify.walk import certain, residual, walk
 from decodax.common.registry import ALGORITHMS
 from decodax.core.state import State
-from decodax.sampling.base import Distribution
+from decodax.sampling.distribution import Distribution
 
 
 @dataclasses.dataclass(frozen=True)

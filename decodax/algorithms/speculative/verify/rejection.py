@@ -16,7 +16,7 @@ from decodax.algorithms.speculative.verify.walk import residual
 from decodax.core import keys
 from decodax.core.keys import Purpose
 from decodax.core.state import State
-from decodax.sampling.base import Distribution
+from decodax.sampling.distribution import Distribution
 from decodax.sampling.draw import draw
 
 

@@ -7,7 +7,8 @@ from jax import Array
 
 from decodax.algorithms.speculative.tree import Tree, at_end, at_parents, path_to
 from decodax.pallas_kernels.vocabulary import top_k
-from decodax.sampling.base import Distribution, Temperature
+from decodax.sampling.base import Temperature
+from decodax.sampling.distribution import Distribution
 from decodax.sampling.draw import winner
 
 

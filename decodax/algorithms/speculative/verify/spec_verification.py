@@ -13,7 +13,7 @@ from decodax.algorithms.speculative.tree import Drawn, Tree
 from decodax.algorithms.speculative.verifier import Guarantee, Verifier
 from decodax.algorithms.speculative.verify.relaxed import among
 from decodax.core.state import State
-from decodax.sampling.base import Distribution
+from decodax.sampling.distribution import Distribution
 
 
 @dataclasses.dataclass(frozen=True)

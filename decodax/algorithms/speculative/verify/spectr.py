@@ -30,7 +30,7 @@ from decodax.algorithms.speculative.verify.walk import certain, residual, walk
 from decodax.common.options import Count
 from decodax.common.registry import ALGORITHMS
 from decodax.core.state import State
-from decodax.sampling.base import Distribution
+from decodax.sampling.distribution import Distribution
 
 HALVINGS = 12
 

@@ -19,7 +19,7 @@ from decodax.algorithms.speculative.verify.relaxed import likeliest
 from decodax.common.options import Positive, Range
 from decodax.common.registry import ALGORITHMS
 from decodax.core.state import State
-from decodax.sampling.base import Distribution
+from decodax.sampling.distribution import Distribution
 from decodax.sampling.draw import winner
 
 

@@ -13,7 +13,7 @@ from decodax.algorithms.speculative.tree import Tree, at_parents, path_to
 from decodax.core import keys
 from decodax.core.keys import Purpose
 from decodax.core.state import State
-from decodax.sampling.base import Distribution
+from decodax.sampling.distribution import Distribution
 from decodax.sampling.draw import draw
 
 Siblings = Callable[[Array, Any, Array, Array, Array, Array], tuple[Array, Array, Array]]

@@ -44,7 +44,8 @@ from decodax.core.state import State, Stats, Status
 from decodax.core.types import Decision, Model, Out, Params
 from decodax.core.window import Window
 from decodax.pallas_kernels.window_attention.reference import BLOCK
-from decodax.sampling.base import Policy, Temperature
+from decodax.sampling.base import Temperature
+from decodax.sampling.distribution import Policy
 
 WIDTH = 32
 """Number of target tokens that are read at once."""

@@ -1,0 +1,129 @@
+"""Writes models in Hugging Face layout: `config.json` and one safetensors file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from decodax.io import packed as packed_files
+from decodax.io.checkpoint import ROUNDED, dtype_name
+from decodax.io.files import write_files
+from decodax.models.config import DecoderConfig
+from decodax.models.families import read_config, text_part
+from decodax.models.formats.rounded_mamba2 import QuantizedMamba2
+from decodax.models.mamba2 import Mamba2, entries_of
+from decodax.models.mamba2 import sources as mamba2_sources
+from decodax.models.names import flatten, sources
+from decodax.models.packed import Packed
+from decodax.models.rope import Dynamic, LinearScaling, Llama3, LongRope, Yarn
+from decodax.models.transformer import Transformer, Weights
+
+
+def save_model(directory: str | os.PathLike[str], model: Transformer, params: Weights,
+               config: Mapping[str, Any] | None = None, dtype: jax.typing.DTypeLike | None = None) -> None:
+    """Writes `config.json` and `model.safetensors`, which `load_model` and transformers can load.
+
+    A model with packed weights can only be loaded by `load_model`.
+
+    Args:
+        directory: path to write to; it is created if necessary.
+        model: the network.
+        params: its weights.
+        config: entries for `config.json`. With a `model_type` they are that family's whole configuration, such as the
+            one that the model was loaded from; of a model that also sees images, the language model's part is written.
+            Without a `model_type` the model is written as a Llama and the entries, such as `eos_token_id`, are added.
+        dtype: dtype of the stored weights that are not packed ("float32", "bfloat16", "float16"); None keeps theirs.
+
+    Raises:
+        ValueError: `config` does not describe this model, or the model is not a Llama and `config` has no `model_type`.
+    """
+    entries = dict(text_part(config or {}))
+    if "model_type" not in entries:
+        entries = {**_llama_config(model.config), **entries}
+    if read_config(entries) != model.config:
+        raise ValueError(f"config: as a {entries['model_type']} configuration it describes another model than "
+                         f"{model.config}")
+    leaves = flatten(params)
+    if any(isinstance(leaf, Packed) for leaf in leaves.values()):
+        whole = next(leaf for leaf in leaves.values() if not isinstance(leaf, Packed))
+        name = dtype_name(dtype or whole.dtype)
+        own = {path: leaf if isinstance(leaf, Packed) else leaf.astype(name) for path, leaf in leaves.items()}
+        packed_files.write(Path(directory), own, entries | {"dtype": name})
+        return
+    name = dtype_name(dtype or leaves["embed"].dtype)
+    entries |= {"dtype": name, "torch_dtype": name}
+    tensors: dict[str, np.ndarray] = {}
+    for path, source in sources(entries["model_type"], model.config, model.abstract_params()).items():
+        value = np.asarray(jax.device_get(leaves[path])).astype(jnp.dtype(name))
+        if value.ndim > len(source.full):
+            tensors |= {tensor: np.ascontiguousarray(row.T if source.transpose else row)
+                        for tensor, row in zip(source.tensors, value, strict=True)}
+            continue
+        if source.part is not None:
+            whole = tensors.setdefault(source.tensors[0], np.empty(source.full, value.dtype))
+            (whole.T if source.transpose else whole)[..., slice(*source.part)] = value
+            continue
+        tensors[source.tensors[0]] = np.ascontiguousarray(value.T if source.transpose else value)
+    write_files(Path(directory), tensors, entries, "pt")
+
+
+def save_mamba2(directory: str | os.PathLike[str], model: Mamba2, params: Weights,
+                config: Mapping[str, Any] | None = None, dtype: jax.typing.DTypeLike | None = None) -> None:
+    """Writes a Mamba-2 as `save_model` does. Only the special token ids of `config` are kept."""
+    entries = {**{key: value for key, value in (config or {}).items() if key in ("eos_token_id", "bos_token_id",
+                                                                                 "pad_token_id")},
+               **entries_of(model.config)}
+    root, leaves = Path(directory), flatten(params)
+    name = dtype_name(dtype or next((x.dtype for x in leaves.values() if not isinstance(x, Packed)), model.dtype))
+    entries |= {"dtype": name}
+    if any(isinstance(leaf, Packed) for leaf in leaves.values()):
+        if isinstance(model, QuantizedMamba2):
+            packed_files.write(root, leaves, entries | {ROUNDED: True})
+        else:
+            packed_files.write(root, {path: leaf if isinstance(leaf, Packed) else leaf.astype(name)
+                                      for path, leaf in leaves.items()}, entries)
+        return
+    tensors = {}
+    for path, source in mamba2_sources(model.config).items():
+        value = np.asarray(jax.device_get(leaves[path])).astype(jnp.dtype(name))
+        tensors[source.tensors[0]] = np.ascontiguousarray(value.T if source.transpose else value)
+    write_files(root, tensors, entries, "pt")
+
+
+def _llama_config(c: DecoderConfig) -> dict[str, Any]:
+    rope = c.layers[0].rope
+    if rope is None:
+        raise ValueError("config: a model without rotary embedding is not a Llama; takes its config.json")
+    if rope.chunks is not None:
+        raise ValueError("config: a model with dual chunk attention is not a Llama; takes its config.json")
+    scaling: dict[str, Any] = {"rope_type": "default"}
+    match rope.scaling:
+        case LinearScaling(factor):
+            scaling = {"rope_type": "linear", "factor": factor}
+        case Dynamic(factor, _):
+            scaling = {"rope_type": "dynamic", "factor": factor}
+        case Llama3(factor, low, high, trained):
+            scaling = {"rope_type": "llama3", "factor": factor, "low_freq_factor": low, "high_freq_factor": high,
+                       "original_max_position_embeddings": trained}
+        case Yarn(factor, trained, fast, slow, attention, truncate):
+            scaling = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": trained,
+                       "beta_fast": fast, "beta_slow": slow, "attention_factor": attention, "truncate": truncate}
+        case LongRope(short, long, trained, attention):
+            scaling = {"rope_type": "longrope", "short_factor": list(short), "long_factor": list(long),
+                       "original_max_position_embeddings": trained, "attention_factor": attention}
+    return {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": c.vocab, "hidden_size": c.width,
+        "intermediate_size": c.mlp, "num_hidden_layers": len(c.layers), "num_attention_heads": c.heads,
+        "num_key_value_heads": c.kv_heads, "head_dim": c.head_dim, "hidden_act": "silu",
+        "max_position_embeddings": c.context, "rms_norm_eps": c.norm.eps, "tie_word_embeddings": c.tied,
+        "attention_bias": c.qkv_bias, "mlp_bias": c.mlp_bias, "rope_theta": rope.theta,
+        # Both spellings: older readers know rope_theta and rope_scaling, newer ones rope_parameters.
+        "rope_parameters": {**scaling, "rope_theta": rope.theta},
+        "rope_scaling": None if rope.scaling is None else scaling,
+    }

@@ -1,0 +1,63 @@
+"""Per-row inputs of models beside tokens: embeddings, the text of an encoder, adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jax import Array
+
+from decodax.common.struct import Struct, struct
+
+
+@struct
+class Embeddings(Struct):
+    """Inputs of a `Transformer`: embeddings that replace those of tokens at the first positions of each row.
+
+    They may be a soft prompt or an image. The tokens at these positions are read by the policy only.
+
+    Attributes:
+        values: `f[B, T, D]`, on the scale of the embedding table's rows.
+        given: `bool[B, T]`, True where an embedding replaces the token's.
+    """
+
+    values: Array
+    given: Array
+
+
+@struct
+class EncoderText(Struct):
+    """Inputs of a `T5`, and of a `Transformer` with prefix linear attention: the text that the encoder reads for each
+    row.
+
+    Attributes:
+        tokens: `i32[B, T]`, left-aligned.
+        length: `i32[B]`, at least 1.
+    """
+
+    tokens: Array
+    length: Array
+
+    @classmethod
+    def of(cls, rows: Sequence[Sequence[int]]) -> EncoderText:
+        """Makes the inputs from lists of token ids."""
+        most = max(map(len, rows))
+        return cls(tokens=np.array([[*row, *[0] * (most - len(row))] for row in rows], np.int32),       # type: ignore[arg-type]
+                   length=np.array([len(row) for row in rows], np.int32))       # type: ignore[arg-type]
+
+
+@struct
+class AdapterRows(Struct):
+    """Inputs of a `Transformer` with several adapters: the adapter of each row; see `decodax.adapters`.
+
+    Attributes:
+        which: `i32[B]`, the adapter's number; 0 is none.
+    """
+
+    which: Array
+
+
+def named(inputs: Any) -> str:
+    """Describes inputs of a wrong type for errors; during tracing an array's type means nothing to a user."""
+    return "an array" if isinstance(inputs, (Array, np.ndarray)) else f"a {type(inputs).__name__}"

@@ -1,0 +1,65 @@
+"""Building blocks of the decoder: weights, linear layers, norms, activations."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from decodax.models.config import NormConfig
+from decodax.models.packed import multiply
+
+ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+    "relu": jax.nn.relu,
+}
+
+STD = 0.02
+"""Standard deviation of a random kernel or embedding."""
+
+
+def weight(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str | None, ...], std: float = STD) -> nnx.Param[Array]:
+    """Declares a weight: its shape, initial standard deviation and the logical axes for sharding."""
+    return nnx.Param(jax.random.normal(rngs.params(), shape) * std, axes=axes)
+
+
+class Linear(nnx.Module):
+    """A linear layer, `x @ kernel (+ bias)`."""
+
+    def __init__(self, rngs: nnx.Rngs, shape: tuple[int, int], axes: tuple[str | None, ...], bias: bool,
+                 std: float = STD):
+        self.kernel = weight(rngs, shape, axes, std)
+        self.bias = nnx.Param(jnp.zeros(shape[1]), axes=axes[1:]) if bias else None
+
+    def __call__(self, x: Array) -> Array:
+        y = multiply(x, self.kernel.get_value())
+        return y if self.bias is None else y + self.bias[...]
+
+
+class Norm(nnx.Module):
+    """A norm over the last axis; `shape` may have leading axes with separate scales."""
+
+    def __init__(self, config: NormConfig, shape: tuple[int, ...], axes: tuple[str | None, ...]):
+        self.config = config
+        self.scale = nnx.Param(jnp.full(shape, 0.0 if config.unit_offset else 1.0), axes=axes)
+        self.bias = nnx.Param(jnp.zeros(shape), axes=axes) if config.bias else None
+
+    def __call__(self, x: Array) -> Array:
+        y = x.astype(jnp.float32)
+        if self.config.kind == "layer":
+            y = y - y.mean(-1, keepdims=True)
+        y = y * jax.lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + self.config.eps)
+        y = y * (self.scale[...].astype(jnp.float32) + (1.0 if self.config.unit_offset else 0.0))
+        if self.bias is not None:
+            y = y + self.bias[...].astype(jnp.float32)
+        return y.astype(x.dtype)
+
+
+class Kernels(nnx.Module):
+    """The stacked kernels of one projection of all experts."""
+
+    def __init__(self, rngs: nnx.Rngs, shape: tuple[int, int, int], axes: tuple[str | None, ...], std: float):
+        self.kernel = weight(rngs, shape, axes, std)
