@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from decodax.algorithms.autoregressive import Autoregressive
+from decodax.algorithms.plain import Autoregressive
 from decodax.bench.tasks import TASKS, Task, copied
 from decodax.core.types import Algorithm
 from decodax.engine.compilation import crowded, drop_programs

@@ -95,7 +95,7 @@ def as_json(entry: Entry) -> dict[str, Any]:
 
 
 def _show(entry: Entry, as_object: bool) -> None:
-    from decodax.common.registry import described
+    from decodax.common.entries import described
 
     if as_object:
         print(json.dumps(as_json(entry), indent=2))

@@ -8,8 +8,8 @@ import inspect
 import os
 from typing import Any
 
-from decodax.algorithms.autoregressive import Autoregressive
 from decodax.algorithms.diffusion.samplers.llada import llada
+from decodax.algorithms.plain import Autoregressive
 from decodax.common.arguments import shown
 from decodax.common.registry import ALGORITHMS, CACHES, Configured, Entry
 from decodax.core.cache import CacheConfig
@@ -146,6 +146,8 @@ def _built(given: Configured, lm: LM, draft: Any, rows: int) -> Algorithm:
     draft = model(draft) if isinstance(draft, (str, os.PathLike)) else draft
     if draft is not None and not given.entry.may_draft:
         raise ValueError(f"draft: got {shown(draft)}, and {given.entry.name!r} takes no draft model")
+    if draft is None and given.entry.takes_draft:
+        raise ValueError(f"draft: {given.entry.name!r} needs a draft model: generate(draft=decodax.load(...))")
     options = tuple(given.options.items())
     try:
         hash((given.entry, options))

@@ -185,7 +185,8 @@ def test_a_chat_goes_through_the_template(generate: Run) -> None:
     (["x", "--file", "y"], "give one of them"),
     (["x", "--system", "y"], "--system goes with --chat"),
     (["x", "--logprobs", "1"], "--logprobs goes with --json"),
-    (["x", "--algorithm", "prompt-lookup:width=3"], "takes no option width; takes length, max_ngram, min_ngram"),
+    (["x", "--algorithm", "prompt-lookup:width=3"],
+     "algorithm: 'prompt-lookup' takes no option 'width'; takes length=10, max_ngram=3"),
     (["x", "--algorithm", "prompt-lookup:length=0"], "length: got 0"),
     (["x", "--cache", "snapvk"], "cache: unknown name 'snapvk'; near ones: snapkv"),
     (["x", "--cache", "snapkv:budget=8"], "budget: got 8, takes more than the 32 tokens"),
@@ -346,7 +347,8 @@ def test_a_model_is_packed_and_written(tiny_model: Path, tmp_path: Path, capsys:
 
 
 @pytest.mark.parametrize(("weights", "message"), [
-    ("int9", "weights: got 'int9', takes 'int8'"), ("int4:groups=8", "int4:groups=8: takes no option groups"),
+    ("int9", "weights: got 'int9', takes 'int8'"),
+    ("int4:groups=8", "weights: 'int4' takes no option 'groups'; takes "),
     ("int4:group=1", "group: got 1, takes 2 or more"), ("int4:8", "int4:8: takes NAME:OPTION=VALUE")])
 def test_a_wrong_format_is_wrong_usage(tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
                                        weights: str, message: str) -> None:
