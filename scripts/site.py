@@ -214,8 +214,8 @@ STANDINS = {
     "redundant": ("a small verifier", "lambda prompt, thoughts: len(thoughts) > 2"),
     "fork": ("a token that the model was tuned to write", "4094"), "child": ("", "4095"),
     "retrieve": ("what is found for the question that ends the text", 'lambda prompt, text: "# found: os.path\\n"'),
-    "evidence": ("texts in another language", "dx.select.Sampled(lm, n=4, sampling=SAMPLING)"),
-    "references": ("samples of the reference policy", "dx.select.Sampled(lm, n=4, sampling=SAMPLING)"),
+    "evidence": ("texts in another language", "dx.select.Sampled(lm, num_samples=4, sampling=SAMPLING)"),
+    "references": ("samples of the reference policy", "dx.select.Sampled(lm, num_samples=4, sampling=SAMPLING)"),
     "guidance": ("", '"\\n# so\\n"'), "rule": ("", "dx.select.mbr()")}
 """What examples put for options without a default."""
 

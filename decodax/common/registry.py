@@ -195,6 +195,20 @@ class Shelf(MutableMapping[str, Entry]):
         name, options = self.parse(text)
         return self.configure(name, draft, **options)
 
+    def object(self, given: Any, lm: Any = None, draft: Any = None) -> Any:
+        """Returns the object that a slot was given, which may be said by a string or made for a model (`Configured`);
+        anything else as it is.
+
+        Raises:
+            ValueError: as `read` and `Configured.build`. TypeError: an entry of another shelf.
+        """
+        given = self.read(given, draft) if isinstance(given, str) else given
+        if not isinstance(given, Configured):
+            return given
+        if given.entry.shelf != self.kind:
+            raise TypeError(f"{self.slot}: got {given!r}, takes a function of decodax.{self.kind}")
+        return given.build(lm, draft)
+
     def attribute(self, identifier: str) -> Callable[..., Any]:
         """Returns the function that makes an entry, for `decodax.<shelf>.<identifier>`.
 

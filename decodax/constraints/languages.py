@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from decodax.common.arguments import shown, text, unicode, wrong
-from decodax.common.registry import CONSTRAINTS, Configured
+from decodax.common.registry import CONSTRAINTS
 from decodax.constraints import automata, expressions, schema
 from decodax.constraints.automata import TAGS, anything, frozen_tools
 from decodax.constraints.dfa import Dfa, TooLarge, literals
@@ -186,8 +186,7 @@ def read(given: Any, prompts: int) -> list[Key | None] | None:
         raise ValueError(f"constraint: got {len(rows)} for {prompts} prompts, takes one, or one for each")
     found = []
     for row in rows:
-        row = CONSTRAINTS.read(row).build() if isinstance(row, str) else row
-        row = row.build() if isinstance(row, Configured) else row
+        row = CONSTRAINTS.object(row)
         if row is not None and not isinstance(row, Constraint):
             raise TypeError(f"constraint: got {shown(given)}, takes {TAKES}")
         found.append(None if row is None else row.key)

@@ -57,9 +57,7 @@ def with_cache(lm: LM, cache: Any) -> LM:
         ValueError: there is no such policy, it does not take such options, or the model has a cache of its own.
         TypeError: it is no kind of cache, or cannot be hashed.
     """
-    kind = CACHES.read(cache) if isinstance(cache, str) else cache
-    if isinstance(kind, Configured):
-        kind = kind.build(lm)
+    kind = CACHES.object(cache, lm)
     if not isinstance(kind, CacheConfig) and not _is_kind(kind):
         raise TypeError(f"cache: got {shown(cache)}, takes the name of a policy, such as 'snapkv:budget=512', a "
                         "function of decodax.caches, or a kind of cache of your own (decodax.core.cache.CacheConfig)")
@@ -102,7 +100,7 @@ def chosen(lm: LM, given: Any, rows: int, draft: Any = None) -> Algorithm:
         given = ALGORITHMS.read(given, draft)
     elif draft is not None and not isinstance(given, Configured):
         raise ValueError("draft: takes an algorithm by name beside it, such as algorithm='speculative-decoding'")
-    if isinstance(given, Configured):
+    if isinstance(given, Configured) and given.entry.shelf == ALGORITHMS.kind:
         method = _built(given, lm, draft, rows)
     elif given is None:
         method = Autoregressive() if lm.diffusion is None else llada(lm)

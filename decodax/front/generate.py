@@ -139,8 +139,7 @@ def _answered(lm: Any, prompts: Any, search: Any, select: Any, num_samples: int 
     for slot, found, shelf, kind in (("search", search, SEARCHES, Search), ("select", select, SELECTS, Select)):
         if found is None:
             continue
-        found = shelf.read(found) if isinstance(found, str) else found
-        found = found.build(model(lm)) if isinstance(found, Configured) else found
+        found = shelf.object(found, model(lm))
         if not isinstance(found, kind):
             raise TypeError(f"{slot}: got {shown(found)}, takes a function of decodax.{slot}, or the name of one")
         if isinstance(found, Search):

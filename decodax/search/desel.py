@@ -63,7 +63,8 @@ class Selected:
 @FUNCTIONS.register("search.desel", "Rethinking Model Selection and Decoding for Keyphrase Generation with "
                     "Pre-trained Sequence-to-Sequence Models", "Wu, Ahmad and Chang 2023",
                     "a list as greedy decoding writes it, and likely items of samples")
-def desel(lm: LM | Any, prompts: Any, n: int = 10, *, items: Spans | None = None, threshold: Threshold = "mean",
+def desel(lm: LM | Any, prompts: Any, num_samples: int = 10, *, items: Spans | None = None,
+          threshold: Threshold = "mean",
           same: Callable[[str], Any] = str.lower, temperature: float = 1.0, **sampling: Any) -> Selected:
     """DeSel (Wu, Ahmad and Chang, 2023): a list as greedy decoding writes it, and what samples find beside it and the
     model holds for likely enough.
@@ -73,7 +74,7 @@ def desel(lm: LM | Any, prompts: Any, n: int = 10, *, items: Spans | None = None
     the greedy items give. Which one the paper takes is not public as code: here it is an option, by default the mean.
 
     Args:
-        prompts: one or several. n: samples of each.
+        prompts: one or several. num_samples: samples of each.
         items: where the items of a text are; default `separated(";")`.
         threshold: "mean" or "least" of the greedy items' scores, or a log-probability. Without a greedy item all are
             taken, but for a number.
@@ -96,10 +97,10 @@ def desel(lm: LM | Any, prompts: Any, n: int = 10, *, items: Spans | None = None
     warm = ("top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
     ids = read_prompts(lm, given)
     first = generate(lm, given, **{k: v for k, v in sampling.items() if k not in warm}, temperature=0.0, logprobs=0)
-    more = generate(lm, given, num_samples=n, temperature=temperature, logprobs=0, **sampling)
+    more = generate(lm, given, num_samples=num_samples, temperature=temperature, logprobs=0, **sampling)
     out = Selected([], [], [], [], [])
     for p in range(len(given)):
-        rows = [(first, p), *((more, p * n + i) for i in range(n))]
+        rows = [(first, p), *((more, p * num_samples + i) for i in range(num_samples))]
         texts: list[str] = []
         best: dict[Any, float] = {}
         shown: dict[Any, str] = {}

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from decodax.common.arguments import whole
 from decodax.common.registry import FUNCTIONS
 from decodax.core.state import State
 from decodax.core.types import Algorithm, Decision, Out, Params
@@ -69,17 +70,17 @@ class Integrated:
 
 @FUNCTIONS.register("search.integrate", "Integrative Decoding: Improve Factuality via Implicit Self-consistency",
                     "Cheng et al. 2024", "one answer by the mean of rows, each with another sampled answer in front")
-def integrate(lm: LM | Any, prompts: Any, n: int = 8, *, template: Callable[[Any, str], Any] = behind_answer,
+def integrate(lm: LM | Any, prompts: Any, num_samples: int = 8, *, template: Callable[[Any, str], Any] = behind_answer,
               samples: list[list[str]] | None = None, max_new_tokens: int = 64, temperature: float = 0.7,
               stop: Any = None, seed: int = 0, **options: Any) -> Integrated:
     """Integrative decoding (Cheng et al., 2024): the answer that a model gives with one of its own answers in front of
     it, on average over several of these.
 
-    Each prompt is answered `n` times. With each answer in front the prompt is put again, and the `n` rows write one
-    text in lock-step, by the largest mean of their logits. What the answers agree on is likely in all rows.
+    Each prompt is answered `num_samples` times. With each answer in front the prompt is put again, and these rows write
+    one text in lock-step, by the largest mean of their logits. What the answers agree on is likely in all rows.
 
     Args:
-        template: from a prompt and an answer the second prompt. samples: answers known already, `[P][n]`.
+        template: from a prompt and an answer the second prompt. samples: answers known already, `[P][num_samples]`.
         temperature: of the first answers; the last one is greedy.
         options: further ones of `generate`, for both.
 
@@ -88,8 +89,7 @@ def integrate(lm: LM | Any, prompts: Any, n: int = 8, *, template: Callable[[Any
     """
     lm = text_model(lm, "answers are put in front of prompts as texts")
     given = [prompts] if isinstance(prompts, str) else list(prompts)
-    if n < 1:
-        raise ValueError(f"n: got {n}, takes at least 1")
+    n = whole("num_samples", num_samples, 1)
     common: dict[str, Any] = dict(max_new_tokens=max_new_tokens, stop=stop, **options)
     if samples is None:
         drawn = generate(lm, given, num_samples=n, temperature=temperature, seed=seed, **common)

@@ -240,6 +240,6 @@ class Search(Explorer):
 @pytest.mark.wide
 def test_what_a_rule_and_a_search_return_is_checked() -> None:
     with pytest.raises(TypeError, match=r"^Chooser.choose: returned an int, takes a Choice"):
-        dx.select.choose("pycode", "x", Chooser(), n=2, max_new_tokens=2)
+        dx.select.choose("pycode", "x", Chooser(), num_samples=2, max_new_tokens=2)
     with pytest.raises(TypeError, match=r"^Search.search: returned an int, takes a Ranked"):
         dx.search.explore("pycode", "x", Search(), max_new_tokens=2)
