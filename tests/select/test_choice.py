@@ -165,8 +165,8 @@ def test_choose_samples_and_chooses(lm: LM) -> None:
             (lambda: dx.select.choose(lm, PROMPTS, num_samples=0), "num_samples: got 0")):
         with pytest.raises(ValueError, match=message):
             call()
-    with pytest.raises(TypeError, match="num_samples: choose takes no such argument; give n"):
-        dx.select.choose(lm, PROMPTS, num_samples=3)
+    with pytest.raises(TypeError, match="num_return_sequences: choose takes no such argument; give num_s"):
+        dx.select.choose(lm, PROMPTS, num_return_sequences=3)
 
 
 @pytest.mark.wide
