@@ -23,7 +23,7 @@ from decodax.algorithms.plain import Autoregressive
 from decodax.bench.tasks import TASKS, Task, copied
 from decodax.core.types import Algorithm
 from decodax.engine.compilation import crowded, drop_programs
-from decodax.engine.result import Result
+from decodax.engine.result import Result, json_ready
 from decodax.front.generate import generate
 from decodax.io.load import LM
 
@@ -82,6 +82,10 @@ class Row:
     repeated: float | None = None
     error: str | None = None
 
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the row as JSON has it."""
+        return json_ready(self)
+
     def cells(self) -> tuple[str, ...]:
         """The row in words, one entry for each of `COLUMNS`."""
         if self.error is not None:
@@ -125,7 +129,7 @@ class Comparison:
 
     def json(self) -> dict[str, Any]:
         """As plain data."""
-        return {**self.facts, "interrupted": self.interrupted, "rows": [dataclasses.asdict(row) for row in self.rows]}
+        return {**self.facts, "interrupted": self.interrupted, "rows": [row.to_dict() for row in self.rows]}
 
     def title(self, task: str, batch: int) -> str:
         """The heading of the table of a task and batch size."""

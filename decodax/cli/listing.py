@@ -19,6 +19,11 @@ KINDS = {"algorithms": "algorithm=", "caches": "cache=", "searches": "search=", 
          "models": "dx.load"}
 """Listings, and where their names are taken."""
 
+SLOTS = {"algorithm": "algorithms", "cache": "caches", "search": "searches", "select": "selects",
+         "constraint": "constraints", "function": "functions", "format": "formats", "weights": "formats",
+         "model": "models"}
+"""Listings by the slots that take their names, and by single words."""
+
 EXAMPLES = """\
 examples:
   decodax list                        every listing
@@ -46,6 +51,7 @@ def add(commands: Any, parents: list[argparse.ArgumentParser], run: Callable[[ar
 
 def run(args: argparse.Namespace) -> None:
     """Prints the listings, one of them, or one entry."""
+    args.what = SLOTS.get(args.what, args.what)
     tables = entries()
     found = [entry for table in tables.values() for entry in table if entry.name == args.what]
     if found and args.what not in KINDS:

@@ -99,7 +99,8 @@ def chosen(lm: LM, given: Any, rows: int, draft: Any = None) -> Algorithm:
     if isinstance(given, str):
         given = ALGORITHMS.read(given, draft)
     elif draft is not None and not isinstance(given, Configured):
-        raise ValueError("draft: takes an algorithm by name beside it, such as algorithm='speculative-decoding'")
+        raise ValueError("draft: takes a method that misses a draft model beside it, such as "
+                         f"algorithm='speculative-decoding'; got {shown(given)}")
     if isinstance(given, Configured) and given.entry.shelf == ALGORITHMS.kind:
         method = _built(given, lm, draft, rows)
     elif given is None:

@@ -86,6 +86,13 @@ def test_a_cache_policy_is_chosen_by_name(generate: Run) -> None:
     assert as_json(generate, *args, "--cache", "sink-window:budget=6")["tokens"] != everything["tokens"]
 
 
+def test_constraints_and_rules_are_given_as_strings(generate: Run) -> None:
+    args = ["a", "--temperature", "1", "--max-new-tokens", "6", "--constraint", "regex:[0-9]{2}"]
+    out = as_json(generate, *args, "--select", "mbr:greedy=true", "--num-samples", "2")
+    assert len(out["text"]) == 1 and re.fullmatch("[0-9]{2}", out["text"][0])
+    assert len(out["findings"]["texts"][0]) == 2
+
+
 @pytest.mark.matrix
 def test_a_context_stands_in_front_of_the_prompt(generate: Run, tmp_path: Path) -> None:
     (tmp_path / "text").write_text("a b a b a b a b a b ")
@@ -103,6 +110,7 @@ def test_everything_that_has_a_name_is_listed(capsys: pytest.CaptureFixture[str]
                                               monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     shown = listed(capsys)
+    assert listed(capsys, "select") == listed(capsys, "selects") and listed(capsys, "search") != shown
     for name, shelf in SHELVES.items():
         assert set(re.findall(r"\S+", shown)) >= set(shelf), name
     assert {"pycode", "sums"} < set(shown.split())
