@@ -15,13 +15,17 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from decodax.core.cache import ReadPrompt
-from decodax.core.checks import array, instance, pair, same_form
+from decodax.core.checks import arrays, instance, pair, same_form
 from decodax.core.clip import clip
 from decodax.core.mesh import auto_region
 from decodax.core.record import record
 from decodax.core.state import State, Stats, Status
 from decodax.core.types import Algorithm, Decision, Model, Out, Params
 from decodax.core.window import Window, take
+
+WINDOW = {"tokens": "i[B, W]", "positions": "i[B, W]", "mask": "b[B or 1, W, W]", "live": "b[B, W]"}
+DECISION = {"tokens": "i[B, M]", "count": "i[B]", "slots": "i[B, W]", "source": "i[B, M]"}
+"""Forms of the arrays that a method returns."""
 
 
 def step(alg: Algorithm, model: Model, params: Params, policy: Any, s: State) -> State:
@@ -36,7 +40,7 @@ def step(alg: Algorithm, model: Model, params: Params, policy: Any, s: State) ->
         return s
     s = _renew(model, params, s)
     window, algo = pair(f"{alg.name}.propose", alg.propose(params, policy, s), "a Window and the method's state")
-    instance(f"{alg.name}.propose", window, Window, "a Window first")
+    arrays(f"{alg.name}.propose", window, Window, "a Window first", WINDOW, {"B": s.batch})
     network = alg.through(model)
     out = instance(f"{type(network).__name__}.apply", network.apply(params.target, window, s.cache), Out, "an Out")
     dist = policy.over(s, window, out)
@@ -66,10 +70,7 @@ def step(alg: Algorithm, model: Model, params: Params, policy: Any, s: State) ->
 
 def _check(alg: Algorithm, d: Decision, s: State, window: Window) -> None:
     """Raises TypeError for a decision that is none, by the name of the method."""
-    who, sizes = f"{alg.name}.decide", {"B": s.batch, "W": window.width}
-    instance(who, d, Decision, "a Decision")
-    for name, form in (("tokens", "i[B, M]"), ("count", "i[B]"), ("slots", "i[B, W]"), ("source", "i[B, M]")):
-        array(who, name, getattr(d, name), form, sizes)
+    arrays(f"{alg.name}.decide", d, Decision, "a Decision", DECISION, {"B": s.batch, "W": window.width})
 
 
 def _kept(entries: Any, slots: Array, most: int) -> tuple[Any, Array]:
