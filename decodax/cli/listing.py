@@ -101,12 +101,10 @@ def as_json(entry: Entry) -> dict[str, Any]:
 
 
 def _show(entry: Entry, as_object: bool) -> None:
-    from decodax.common.entries import described
-
     if as_object:
         print(json.dumps(as_json(entry), indent=2))
         return
-    print(f"{entry.name} ({entry.shelf})\n\n{described(entry)}")
+    print(f"{entry.name} ({entry.shelf})\n\n{entry.description}")
 
 
 def _print(title: str, table: Iterable[Entry]) -> None:

@@ -7,6 +7,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import re
+import textwrap
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -17,7 +19,7 @@ from decodax.common.strings import listed, unknown_option
 Guarantee = Literal["seed-exact", "distribution-exact", "exact", "approximate"]
 """What holds of the output. "seed-exact": with one seed the tokens are those of plain decoding. "distribution-exact":
 the texts have the distribution of plain decoding. "exact", of a cache: the model computes what it does with a dense
-one. "approximate": the output may differ."""
+one; of a constraint: every text belongs to its language. "approximate": the output may differ."""
 
 Needs = Literal["nothing", "a model", "a draft model", "a model and a draft model", "samples",
                 "a draft model and samples", "a diffusion model", "a diffusion model and a draft model"]
@@ -27,6 +29,11 @@ alone or with an autoregressive model."""
 
 BESIDE = ("lm", "draft")
 """Parameters of an entry that are no options: the target, and the draft model."""
+
+
+EXAMPLES = {"algorithm": "", "cache": "", "constraint": "", "search": ", temperature=0.8",
+            "select": ", num_samples=4, temperature=0.8"}
+"""Slots whose entries have an example, and what the call says beside them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +48,7 @@ class Entry:
         alias_of: name of the entry that this is another name for, or None. An alias makes what that entry makes; its
             summary says what its own paper adds.
         module: name of the module that registered it. slot: argument of `decodax.generate` that takes the entry, which
-            begins the messages of errors.
+            begins the messages of errors. model: shipped model of its example; default one that `needs` asks for.
     """
 
     shelf: str
@@ -56,6 +63,7 @@ class Entry:
     alias_of: str | None = None
     module: str = ""
     slot: str = ""
+    model: str = ""
 
     @property
     def paper(self) -> str:
@@ -97,6 +105,37 @@ class Entry:
         name = self.name.replace("+", "_plus").replace("-", "_").replace(".", "_")
         return f"_{name}" if name[0].isdigit() else name
 
+    @property
+    def description(self) -> str:
+        """Everything that is known of it: what it does, its options with their ranges, the paper, the guarantee, what
+        it needs, and a call."""
+        text = (inspect.getdoc(self.make) or "") if not self.alias_of else ""
+        parts = [text or self.summary]
+        if self.options:
+            more = {name: "" if re.search(rf"\b{name}\b", text) else _inherited(self.make, name)
+                    for name in self.options}
+            lines = [textwrap.fill(f"{name}: {option}{more[name]}", 100, initial_indent=" " * 4,
+                                   subsequent_indent=" " * 8, break_long_words=False, break_on_hyphens=False)
+                     for name, option in self.options.items()]
+            parts.append("\n".join(["Options:", *lines]))
+        facts = [("Paper", self.paper), ("Another name for", self.alias_of), ("Guarantee", self.guarantee),
+                 ("Needs", self.needs if self.needs != "nothing" else ""), ("Example", self.example)]
+        parts.append("\n".join(f"{word}: {value}" for word, value in facts if value))
+        return "\n\n".join(parts)
+
+    @property
+    def example(self) -> str:
+        """A call with it; "..." where an option has to be given. Empty of what no slot takes."""
+        needed = [f"{name}=..." for name, option in self.options.items() if not option.optional]
+        if self.slot == "weights":
+            return f'dx.load("pycode", weights="{self.name}")'
+        if self.slot not in EXAMPLES:
+            return ""
+        beside = EXAMPLES[self.slot] + (', draft="pycode-draft"' if self.takes_draft else "")
+        model = self.model or ("pycode-diffusion" if "diffusion" in self.needs else "pycode")
+        made = f"dx.{self.shelf}.{self.identifier}({', '.join(needed)})"
+        return f'dx.generate("{model}", "def area(r):", {self.slot}={made}{beside})'
+
     def configured(self, options: Mapping[str, Any], draft: Any = None) -> Configured:
         """Returns the entry with options, for a model that is given later (`Configured.build`).
 
@@ -137,7 +176,7 @@ class Entry:
         parameters.sort(key=lambda p: p.kind)
         signature = inspect.Signature(parameters)
         make.__name__, make.__qualname__, make.__module__ = self.identifier, self.identifier, self.module
-        make.__doc__ = described(self)
+        make.__doc__ = self.description
         make.__signature__ = signature      # type: ignore[attr-defined]
         return make
 
@@ -181,14 +220,11 @@ class Configured:
         return built(found.make, given, **{k: v for k, v in (("lm", lm), ("draft", draft)) if k in takes})
 
 
-def described(entry: Entry) -> str:
-    """Returns what there is to know of an entry: what it does, its options with their ranges, paper, guarantee, what it
-    needs, and how it is called."""
-    text = inspect.getdoc(entry.make) if not entry.alias_of else None
-    parts = [text or entry.summary]
-    if entry.options:
-        parts.append("Options:\n" + "\n".join(f"    {name}: {option}" for name, option in entry.options.items()))
-    facts = [("Paper", entry.paper), ("Another name for", entry.alias_of), ("Guarantee", entry.guarantee),
-             ("Needs", entry.needs if entry.needs != "nothing" else "")]
-    parts.append("\n".join(f"{word}: {value}" for word, value in facts if value))
-    return "\n\n".join(parts)
+def _inherited(make: Callable[..., Any], name: str) -> str:
+    """What a base class says of an option that the docstring of `make` leaves out."""
+    for base in getattr(make, "__mro__", ())[1:]:
+        if name in inspect.get_annotations(base):
+            text = re.sub(r"\s+", " ", inspect.getdoc(base) or "")
+            told = re.search(rf"\b{name}(?:, \w+)*(?: and \w+)?: (.+?)(?=[.;] \w+(?:, \w+)*(?: and \w+)?: |\Z)", text)
+            return "" if told is None else f". {told[1][:1].upper()}{told[1][1:].rstrip('.')}."
+    return ""

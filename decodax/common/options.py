@@ -82,7 +82,8 @@ class Option:
 
     def __str__(self) -> str:
         takes = " or ".join(word for word in dict.fromkeys(_words(self.hint)) if word)
-        default = f"default {shown(self.default)}" if self.optional else "has to be given"
+        said = getattr(self.default, "__name__", None) or shown(self.default)
+        default = f"default {said}" if self.optional else "has to be given"
         return f"{takes}; {default}" if takes else default
 
 

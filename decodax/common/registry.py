@@ -67,12 +67,13 @@ class Shelf(MutableMapping[str, Entry]):
         return len(self._filled())
 
     def register(self, name: str, title: str = "", authors: str = "", summary: str = "", *, family: str = "user",
-                 guarantee: Guarantee = "approximate", needs: Needs = "nothing") -> Callable[[Made], Made]:
+                 guarantee: Guarantee = "approximate", needs: Needs = "nothing", model: str = ""
+                 ) -> Callable[[Made], Made]:
         """Registers the function or class below it.
 
         Args:
-            name: without ":", after which the command line writes options. title, authors, family, guarantee, needs: as
-                in `Entry`. summary: one sentence; default the first of the docstring.
+            name: without ":", after which the command line writes options. title, authors, family, guarantee, needs,
+                model: as in `Entry`. summary: one sentence; default the first of the docstring.
 
         Raises:
             ValueError: a name that is taken, or a `needs` or `guarantee` of an unknown kind.
@@ -94,7 +95,7 @@ class Shelf(MutableMapping[str, Entry]):
         def add(make: Made) -> Made:
             text = summary or (inspect.getdoc(make) or "").partition("\n\n")[0].replace("\n", " ")
             self._put(Entry(self.kind, name, make, title, authors, text, family, guarantee, needs,
-                            module=make.__module__, slot=self.slot))
+                            module=make.__module__, slot=self.slot, model=model))
             return make
 
         return add

@@ -49,7 +49,8 @@ class Constraint:
 InAFile = Annotated[Any, InFile()]
 
 
-@CONSTRAINTS.register("regex", family="text")
+@CONSTRAINTS.register("regex", "Efficient Guided Generation for Large Language Models", "Willard and Louf 2023",
+                      family="text", guarantee="exact")
 def regex(pattern: str) -> Constraint:
     """Text that matches a regular expression as a whole.
 
@@ -66,7 +67,7 @@ def regex(pattern: str) -> Constraint:
     return Constraint(("regex", pattern))
 
 
-@CONSTRAINTS.register("json-schema", family="text")
+@CONSTRAINTS.register("json-schema", family="text", guarantee="exact")
 def json_schema(schema: InAFile) -> Constraint:
     """JSON that is valid under a schema.
 
@@ -85,7 +86,7 @@ def json_schema(schema: InAFile) -> Constraint:
     return Constraint(("json_schema", text))
 
 
-@CONSTRAINTS.register("choices", family="text")
+@CONSTRAINTS.register("choices", family="text", guarantee="exact")
 def choices(texts: Sequence[str]) -> Constraint:
     """Text that is one of several.
 
@@ -100,7 +101,8 @@ def choices(texts: Sequence[str]) -> Constraint:
     return Constraint(("choices", tuple(unicode("choices", t) for t in texts)))
 
 
-@CONSTRAINTS.register("grammar", family="text")
+@CONSTRAINTS.register("grammar", "Grammar-Constrained Decoding for Structured NLP Tasks without Finetuning",
+                      "Geng et al. 2023", family="text", guarantee="exact")
 def grammar(rules: Annotated[str, InFile()]) -> Constraint:
     """Text that a context-free grammar makes.
 
@@ -117,7 +119,8 @@ def grammar(rules: Annotated[str, InFile()]) -> Constraint:
     return Constraint(("grammar", rules))
 
 
-@CONSTRAINTS.register("tools", family="text")
+@CONSTRAINTS.register("tools", "Don't Fine-Tune, Decode: Syntax Error-Free Tool Use via Constrained Decoding",
+                      "Zhang et al. 2023", family="text", guarantee="exact")
 def tools(functions: InAFile, choice: Any = "auto", tags: Sequence[str] | None = None) -> Constraint:
     """Text with calls of tools whose arguments are valid JSON under the tools' schemas.
 
@@ -136,7 +139,7 @@ def tools(functions: InAFile, choice: Any = "auto", tags: Sequence[str] | None =
     return Constraint(("tools", (frozen_tools(functions), *_calls(choice, tags))))
 
 
-@CONSTRAINTS.register("phrases", family="text")
+@CONSTRAINTS.register("phrases", family="text", guarantee="exact")
 def phrases(required: Sequence[str] = (), banned: Sequence[str] = (), within: Constraint | None = None) -> Constraint:
     """Text that has some phrases and does not have others.
 
