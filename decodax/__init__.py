@@ -26,8 +26,8 @@ if TYPE_CHECKING:
         sharding,
         train,
     )
-    from decodax.algorithms.autoregressive import Autoregressive
     from decodax.algorithms.diffusion import MaskedDiffusion
+    from decodax.algorithms.plain import Autoregressive
     from decodax.algorithms.speculative import Speculative, drafts, trees, verify
     from decodax.core.algorithm import Algorithm, Traits
     from decodax.core.cache import Cache
@@ -56,7 +56,7 @@ _HOMES = {
     "decodax": ["algorithms", "bench", "caches", "constraints", "contrib", "jobs", "models", "sampling", "search",
                 "select", "sharding", "train"],
     "decodax.models": ["adapters"],
-    "decodax.algorithms.autoregressive": ["Autoregressive"],
+    "decodax.algorithms.plain": ["Autoregressive"],
     "decodax.algorithms.diffusion": ["MaskedDiffusion"],
     "decodax.algorithms.speculative": ["Speculative", "drafts", "trees", "verify"],
     "decodax.core.cache": ["Cache"],

@@ -214,8 +214,8 @@ STANDINS = {
     "redundant": ("a small verifier", "lambda prompt, thoughts: len(thoughts) > 2"),
     "fork": ("a token that the model was tuned to write", "4094"), "child": ("", "4095"),
     "retrieve": ("what is found for the question that ends the text", 'lambda prompt, text: "# found: os.path\\n"'),
-    "evidence": ("texts in another language", "dx.select.Sampled(lm, n=4, sampling=SAMPLING)"),
-    "references": ("samples of the reference policy", "dx.select.Sampled(lm, n=4, sampling=SAMPLING)"),
+    "evidence": ("texts in another language", "dx.select.Sampled(lm, num_samples=4, sampling=SAMPLING)"),
+    "references": ("samples of the reference policy", "dx.select.Sampled(lm, num_samples=4, sampling=SAMPLING)"),
     "guidance": ("", '"\\n# so\\n"'), "rule": ("", "dx.select.mbr()")}
 """What examples put for options without a default."""
 
@@ -260,8 +260,7 @@ def search_example(slot: str, e: Any) -> str:
         lines.append("SAMPLING = dict(temperature=1.0, max_new_tokens=16)")
     for name, said, value in given:
         lines += [*([f"# yours: {said}"] if said else []), *([f"{name} = {value}"] if value else [])]
-    asks = ["lm"] if "lm" in inspect.signature(e.make).parameters else []
-    options = asks + [f"{name}={name}" for name in needed]
+    options = [f"{name}={name}" for name in needed]
     options += ["n=2", "simulations=4", "every=4"] if fills else \
         ['until="\\n"', "step_tokens=12"] if slot == "search" else []
     lines.append(f"{slot} = dx.{slot}.{e.identifier}({', '.join(options)})")

@@ -15,7 +15,6 @@ import decodax as dx
 from decodax.common.struct import short
 from decodax.engine.batch import Job
 from decodax.engine.request import Request
-from decodax.front.infill import Infilled
 from decodax.front.serve import Served
 from decodax.jobs.batch import _said
 from decodax.models import adapters
@@ -44,8 +43,7 @@ def objects(lm: dx.LM, job: Job) -> dict[str, Any]:
         "scores": dx.score(lm, [[1, 2, 3]] * 30), "prefix": dx.caches.Prefix(tuple(range(900)), (big,) * 40),
         "adapter": lm.with_adapters({"a": adapters.init(lm.params, jax.random.key(0), rank=2)}),
         "draft": dx.drafts.DraftModel(lm), "speculative": dx.Speculative(dx.drafts.DraftModel(lm)),
-        "temperature": Temperature(jnp.zeros(2000)), "model": lm.model,
-        "infilled": Infilled(["x" * 9000], [["y" * 9000]], [[list(range(900))]], result)}
+        "temperature": Temperature(jnp.zeros(2000)), "model": lm.model,}
 
 
 def test_every_object_is_a_line(lm: dx.LM, job: Job) -> None:

@@ -19,11 +19,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from decodax.algorithms.autoregressive import Autoregressive
+from decodax.algorithms.plain import Autoregressive
 from decodax.bench.tasks import TASKS, Task, copied
 from decodax.core.algorithm import Algorithm
 from decodax.engine.compilation import crowded, drop_programs
-from decodax.engine.result import Result
+from decodax.engine.result import Result, json_ready
 from decodax.front.generate import generate
 from decodax.io.load import LM
 
@@ -90,6 +90,10 @@ class Row:
     repeated: float | None = None
     error: str | None = None
 
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the row as JSON has it."""
+        return json_ready(self)
+
     def cells(self) -> tuple[str, ...]:
         """Returns the row as texts, one for each of `COLUMNS`."""
         if self.error is not None:
@@ -133,7 +137,7 @@ class Comparison:
 
     def json(self) -> dict[str, Any]:
         """Returns the comparison as plain data for JSON."""
-        return {**self.facts, "interrupted": self.interrupted, "rows": [dataclasses.asdict(row) for row in self.rows]}
+        return {**self.facts, "interrupted": self.interrupted, "rows": [row.to_dict() for row in self.rows]}
 
     def title(self, task: str, batch: int) -> str:
         """Returns the heading of the table of a task and batch size."""

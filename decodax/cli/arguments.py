@@ -67,6 +67,9 @@ def parser(generate: Command, compare: Command, info: Command) -> argparse.Argum
     p.add_argument("--quiet", action="store_true", help="no line with figures")
 
     generation.add(p)
+    p.add_argument("--search", metavar="NAME[:OPTION=VALUE,...]", help="a search of `decodax list searches`")
+    p.add_argument("--select", metavar="NAME[:OPTION=VALUE,...]",
+                   help="the rule that takes one of --num-samples texts, from `decodax list selects`")
     p.add_argument("--context", metavar="PATH",
                    help="a file with the text in front of the prompt, from which the policy chooses before it sees the "
                         "prompt")

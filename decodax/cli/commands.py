@@ -78,13 +78,16 @@ def generate(args: argparse.Namespace) -> None:
                 "min_new_tokens": args.min_new_tokens, "logprobs": args.logprobs, "max_time": args.max_time,
                 "include_stop": args.include_stop, "skip_special_tokens": not args.special_tokens}
     samples = lm.generation_config.get("num_return_sequences") or 1 if args.num_samples is None else args.num_samples
+    answered = {name: getattr(args, name) for name in ("search", "select") if getattr(args, name) is not None}
     with naming_the_argument():
-        if args.json or samples != 1:
-            result = dx.generate(lm, given, num_samples=args.num_samples, **options)
+        if args.json or samples != 1 or answered:
+            result = dx.generate(lm, given, num_samples=args.num_samples, **answered, **options)
         else:
             result = _stream(dx.stream(lm, given, **options), prompt if args.echo else "")
     if args.json:
         print(json.dumps(_as_json(result, args, prompt)))
+    elif answered:
+        print((prompt if args.echo else "") + (result.text or [""])[0])
     elif len(result) > 1:
         for i, text in enumerate(result.text or ()):
             print(f"=== sample {i + 1}: {result.status[i].name.lower()} ===\n{prompt if args.echo else ''}{text}")
@@ -291,6 +294,8 @@ def _stream(pieces: Any, prefix: str) -> Result:
 
 def _as_json(result: Result, args: argparse.Namespace, prompt: str) -> dict[str, Any]:
     """The result as plain data; lists have one entry for each sample."""
+    from decodax.engine.result import json_ready
+
     stats = result.stats
     report: dict[str, Any] = {
         "model": args.model, "algorithm": args.algorithm, "seed": args.seed, "prompt": prompt, "text": result.text,
@@ -304,6 +309,8 @@ def _as_json(result: Result, args: argparse.Namespace, prompt: str) -> dict[str,
             "seconds": stats.seconds, "prefill_seconds": stats.prefill_seconds,
         },
     }
+    if result.findings:
+        report["findings"] = json_ready(result.findings)
     if result.logprobs is not None:
         noted, lengths = result.logprobs, result.lengths
         report["logprobs"] = {name: [x[:n].tolist() for x, n in zip(getattr(noted, name), lengths, strict=True)]

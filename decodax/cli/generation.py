@@ -72,6 +72,9 @@ def add(p: argparse.ArgumentParser) -> None:
                         "none can be better at any length (default: false)")
 
     g = p.add_argument_group("constraints", "The text is held to a language; one of them.")
+    g.add_argument("--constraint", metavar="NAME:VALUE",
+                   help="a constraint of `decodax list constraints`, such as regex:[0-9]+, choices:yes,no or\n"
+                        "json-schema:schema.json")
     g.add_argument("--regex", metavar="PATTERN", help="a regular expression that the whole text matches")
     g.add_argument("--json-schema", metavar="FILE_OR_JSON", help="a JSON Schema under which the text is valid")
     g.add_argument("--grammar", metavar="FILE_OR_TEXT", help="a grammar in the notation of Lark, with a rule start")
@@ -92,6 +95,8 @@ def sampling(args: argparse.Namespace) -> dict[str, Any]:
     """The keyword arguments of the policy that were given."""
     named = [name for name, *_ in SAMPLING] + ["num_beams", "length_penalty", "regex"]
     options = {name: getattr(args, name) for name in named if getattr(args, name) is not None}
+    if args.constraint is not None:
+        options["constraint"] = args.constraint
     if args.early_stopping is not None:
         options["early_stopping"] = {"true": True, "false": False}.get(args.early_stopping, args.early_stopping)
     if args.choice is not None:

@@ -19,6 +19,11 @@ KINDS = {"algorithms": "algorithm=", "caches": "cache=", "searches": "search=", 
          "models": "dx.load"}
 """Listings, and where their names are taken."""
 
+SLOTS = {"algorithm": "algorithms", "cache": "caches", "search": "searches", "select": "selects",
+         "constraint": "constraints", "function": "functions", "format": "formats", "weights": "formats",
+         "model": "models"}
+"""Listings by the slots that take their names, and by single words."""
+
 EXAMPLES = """\
 examples:
   decodax list                        every listing
@@ -46,6 +51,7 @@ def add(commands: Any, parents: list[argparse.ArgumentParser], run: Callable[[ar
 
 def run(args: argparse.Namespace) -> None:
     """Prints the listings, one of them, or one entry."""
+    args.what = SLOTS.get(args.what, args.what)
     tables = entries()
     found = [entry for table in tables.values() for entry in table if entry.name == args.what]
     if found and args.what not in KINDS:
@@ -95,12 +101,10 @@ def as_json(entry: Entry) -> dict[str, Any]:
 
 
 def _show(entry: Entry, as_object: bool) -> None:
-    from decodax.common.registry import described
-
     if as_object:
         print(json.dumps(as_json(entry), indent=2))
         return
-    print(f"{entry.name} ({entry.shelf})\n\n{described(entry)}")
+    print(f"{entry.name} ({entry.shelf})\n\n{entry.description}")
 
 
 def _print(title: str, table: Iterable[Entry]) -> None:

@@ -80,8 +80,9 @@ def _dtype(directory: Path | None) -> str:
 
 def _format(text: str) -> Any:
     """A format of `NAME[:OPTION=VALUE,...]`."""
-    from decodax.common.registry import parse_options
+    from decodax.common.options import options_of
+    from decodax.common.strings import parse_options
     from decodax.models.formats import read_format
 
     own: Any = read_format(text.partition(":")[0])
-    return dataclasses.replace(own, **parse_options(text, [field.name for field in dataclasses.fields(own)]))
+    return dataclasses.replace(own, **parse_options(text, options_of(type(own)), "weights"))

@@ -60,6 +60,11 @@ Positive = Annotated[float, Range(0, above=True)]
 
 
 @dataclasses.dataclass(frozen=True)
+class InFile:
+    """Says of an option that its value may be in a file: in a string it may be the path of one."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Option:
     """What an entry takes under one name.
 
@@ -72,12 +77,13 @@ class Option:
 
     @property
     def optional(self) -> bool:
-        """Whether it has a default."""
+        """True if it has a default."""
         return self.default is not REQUIRED
 
     def __str__(self) -> str:
-        takes = " or ".join(dict.fromkeys(_words(self.hint))) if self.hint not in (None, Any) else ""
-        default = f"default {shown(self.default)}" if self.optional else "has to be given"
+        takes = " or ".join(word for word in dict.fromkeys(_words(self.hint)) if word)
+        said = getattr(self.default, "__name__", None) or shown(self.default)
+        default = f"default {said}" if self.optional else "has to be given"
         return f"{takes}; {default}" if takes else default
 
 
@@ -172,16 +178,29 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def _words(hint: Any) -> list[str]:
+    """The kinds of values that an annotation allows, in words; none if it allows all."""
+    if hint in (None, Any):
+        return []
     origin, parts = get_origin(hint), get_args(hint)
     if origin is Annotated:
         bounds = [str(part) for part in parts[1:] if isinstance(part, Range)]
+        bounds += ["(in a string, or its file)" for part in parts[1:] if isinstance(part, InFile)]
         return [" ".join([word, *bounds]) for word in _words(parts[0])]
     if origin in (Union, types.UnionType):
         return [word for part in parts for word in _words(part)]
     if origin is Literal:
         return list(map(repr, parts))
     if origin in (tuple, list, Sequence):
-        inner = [word for part in parts for word in _words(part) if part is not Ellipsis]
+        inner = [_plural(word) for part in parts if part is not Ellipsis for word in _words(part)]
         return ["a tuple" + (f" of {' or '.join(dict.fromkeys(inner))}" if inner else "")]
     return [WORDS.get(hint, "a function" if origin is Callable or hint is Callable else getattr(hint, "__name__",
                                                                                                 str(hint)))]
+
+
+def _plural(word: str) -> str:
+    """Words for several values of a kind.
+
+    >>> _plural("a whole number from 1"), _plural("'mean'")
+    ('whole numbers from 1', "'mean'")
+    """
+    return re.sub(r"^an? (whole number|number|text|tuple|function)\b", r"\1s", word)

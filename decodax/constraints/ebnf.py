@@ -69,6 +69,20 @@ def ebnf(grammar: str) -> Dfa:
     return found
 
 
+def check_rules(grammar: str) -> None:
+    """Checks the notation of a grammar, without its automaton. What is read on the host alone passes.
+
+    Raises:
+        ValueError: it is no grammar, or has no rule `start`.
+    """
+    try:
+        rules = _Parser(grammar).rules()
+    except Elsewhere:
+        return
+    if "start" not in rules:
+        raise ValueError("grammar: has no rule start")
+
+
 class _Parser:
     """Reads rules as trees: tuples of a node's kind and its contents."""
 

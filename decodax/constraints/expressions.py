@@ -50,6 +50,17 @@ def regex(pattern: str) -> Dfa:
     return found
 
 
+def check(pattern: str) -> None:
+    """Checks that an expression can be a constraint, without its automaton.
+
+    Raises:
+        ValueError: it is none, it has what an automaton cannot do, or it is too long when its repetitions are written
+            out.
+    """
+    with _named(pattern):
+        ExpressionReader(Builder(), pattern).matched()
+
+
 @functools.lru_cache(maxsize=256)
 def whole(pattern: str) -> Dfa:
     """Returns the automaton of `regex`, also for an expression that matches nothing."""

@@ -51,6 +51,16 @@ def json_schema(schema: Any, whitespace: str = "[ ]?") -> Dfa:
     return _compiled(canonical(schema), whitespace)
 
 
+@functools.lru_cache(maxsize=256)
+def checked(schema: str) -> None:
+    """Checks that a schema, as JSON, can be a constraint, without its automaton.
+
+    Raises:
+        ValueError: as `json_schema`, but for a schema under which nothing is valid.
+    """
+    Compiler(json.loads(schema), "[ ]?").check()
+
+
 @functools.lru_cache(maxsize=64)
 def _compiled(schema: str, whitespace: str) -> Dfa:
     found = Compiler(json.loads(schema), whitespace).language()
@@ -68,8 +78,16 @@ class Compiler:
         self.space = regex(whitespace) if whitespace else literals([b""])
 
     def language(self) -> Dfa:
+        return self._named(lambda: self.b.build(self.value(self.root, "#", ())))
+
+    def check(self) -> None:
+        """Reads the whole schema, without its automaton."""
+        self._named(lambda: self.value(self.root, "#", ()))
+
+    @staticmethod
+    def _named(build: Callable[[], Any]) -> Any:
         try:
-            return self.b.build(self.value(self.root, "#", ()))
+            return build()
         except TooLarge as error:
             raise ValueError(f"json_schema: {error}; long bounds (maxLength, maxItems) make it large") from None
         except RecursionError:

@@ -98,6 +98,33 @@ def array(who: str, name: str, given: Any, form: str, sizes: dict[str, int]) -> 
         raise TypeError(f"{who}: got {name} of {kind(given)}, takes {form}" + (f" with {known}" if known else ""))
 
 
+def arrays(who: str, given: Any, of: type, takes: str, forms: dict[str, str], sizes: dict[str, int]) -> Any:
+    """Returns `given`, which `who` returned, if it is an instance of a class whose fields are arrays of some forms.
+
+    Args:
+        takes: words for the class, such as "a Window". forms: form of each array by the name of its field, and
+            sizes: sizes by letter, as in `array`.
+
+    Raises:
+        TypeError: it is none, or a field is no such array.
+    """
+    instance(who, given, of, takes)
+    for name, form in forms.items():
+        array(who, name, getattr(given, name), form, sizes)
+    return given
+
+
+def statics(name: str, given: Any) -> None:
+    """Checks the static fields of a struct, which are part of its type under jit.
+
+    Raises:
+        TypeError: one cannot be compared by value, as an array.
+    """
+    for field in dataclasses.fields(given):
+        if field.metadata.get("static"):
+            hashable(name, getattr(given, field.name), f"{type(given).__name__}.{field.name}, a static field,")
+
+
 def same_form(who: str, what: str, new: Any, old: Any) -> None:
     """Checks that a round returns the carry of a loop in the form in which it took it.
 

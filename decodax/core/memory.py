@@ -14,7 +14,7 @@ from decodax.common.axes import DATA
 from decodax.core.algorithm import Algorithm
 from decodax.core.cache import Cache
 from decodax.core.capabilities import PromptPhase
-from decodax.core.checks import instance
+from decodax.core.checks import instance, statics
 from decodax.core.types import Model
 
 BESIDE = 16
@@ -129,7 +129,12 @@ def _bytes(algorithm: Any, model: Any, rows: int, capacity: int, hosted: bool = 
 def _cache(algorithm: Any, model: Any, rows: int, capacity: int) -> Cache:
     """The cache of a batch, by its shapes."""
     network = algorithm.through(model)
-    make = lambda: instance("cache: the kind that was given", network.init_cache(rows, capacity), Cache, "a Cache")
+
+    def make() -> Cache:
+        made = instance("cache: the kind that was given", network.init_cache(rows, capacity), Cache, "a Cache")
+        statics("cache", made)
+        return made
+
     return jax.eval_shape(make)
 
 

@@ -16,13 +16,17 @@ from jax import Array, lax
 
 from decodax.core.algorithm import Algorithm, name_of, variants
 from decodax.core.capabilities import ReadPrompt, Refreshes
-from decodax.core.checks import array, instance, pair, same_form
+from decodax.core.checks import arrays, instance, pair, same_form
 from decodax.core.clip import clip
 from decodax.core.mesh import auto_region
 from decodax.core.record import record
 from decodax.core.state import State, Stats, Status
 from decodax.core.types import Decision, Model, Out, Params
 from decodax.core.window import Window, take
+
+WINDOW = {"tokens": "i[B, W]", "positions": "i[B, W]", "mask": "b[B or 1, W, W]", "live": "b[B, W]"}
+DECISION = {"tokens": "i[B, M]", "count": "i[B]", "slots": "i[B, W]", "source": "i[B, M]"}
+"""Forms of the arrays that a method returns."""
 
 
 def step(alg: Algorithm, model: Model, params: Params, policy: Any, s: State) -> State:
@@ -37,7 +41,7 @@ def step(alg: Algorithm, model: Model, params: Params, policy: Any, s: State) ->
         return s
     s = _renew(model, params, s)
     window, algo = pair(f"{name_of(alg)}.propose", alg.propose(params, policy, s), "a Window and the method's state")
-    instance(f"{name_of(alg)}.propose", window, Window, "a Window first")
+    arrays(f"{name_of(alg)}.propose", window, Window, "a Window first", WINDOW, {"B": s.batch})
     network = alg.through(model)
     out = instance(f"{type(network).__name__}.apply", network.apply(params.target, window, s.cache), Out, "an Out")
     dist = policy.over(s, window, out)
@@ -68,9 +72,7 @@ def step(alg: Algorithm, model: Model, params: Params, policy: Any, s: State) ->
 def _check(alg: Algorithm, d: Decision, s: State, window: Window) -> None:
     """Raises TypeError for a decision that is none, by the name of the method."""
     who, sizes = f"{name_of(alg)}.decide", {"B": s.batch, "W": window.width}
-    instance(who, d, Decision, "a Decision")
-    for name, form in (("tokens", "i[B, M]"), ("count", "i[B]"), ("slots", "i[B, W]"), ("source", "i[B, M]")):
-        array(who, name, getattr(d, name), form, sizes)
+    arrays(who, d, Decision, "a Decision", DECISION, sizes)
     if sizes["M"] > alg.traits.emits:
         raise TypeError(f"{who}: got {sizes['M']} tokens a row, and its traits say that a round emits at most "
                         f"{alg.traits.emits}")

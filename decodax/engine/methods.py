@@ -8,8 +8,8 @@ import inspect
 import os
 from typing import Any
 
-from decodax.algorithms.autoregressive import Autoregressive
 from decodax.algorithms.diffusion.samplers.llada import llada
+from decodax.algorithms.plain import Autoregressive
 from decodax.common.arguments import shown
 from decodax.common.registry import ALGORITHMS, CACHES, Configured, Entry
 from decodax.core.algorithm import Algorithm
@@ -57,9 +57,7 @@ def with_cache(lm: LM, cache: Any) -> LM:
         ValueError: there is no such policy, it does not take such options, or the model has a cache of its own.
         TypeError: it is no kind of cache, or cannot be hashed.
     """
-    kind = CACHES.read(cache) if isinstance(cache, str) else cache
-    if isinstance(kind, Configured):
-        kind = kind.build(lm)
+    kind = CACHES.object(cache, lm)
     if not isinstance(kind, CacheConfig) and not _is_kind(kind):
         raise TypeError(f"cache: got {shown(cache)}, takes the name of a policy, such as 'snapkv:budget=512', a "
                         "function of decodax.caches, or a kind of cache of your own (decodax.core.cache.CacheConfig)")
@@ -101,8 +99,9 @@ def chosen(lm: LM, given: Any, rows: int, draft: Any = None) -> Algorithm:
     if isinstance(given, str):
         given = ALGORITHMS.read(given, draft)
     elif draft is not None and not isinstance(given, Configured):
-        raise ValueError("draft: takes an algorithm by name beside it, such as algorithm='speculative-decoding'")
-    if isinstance(given, Configured):
+        raise ValueError("draft: takes a method that misses a draft model beside it, such as "
+                         f"algorithm='speculative-decoding'; got {shown(given)}")
+    if isinstance(given, Configured) and given.entry.shelf == ALGORITHMS.kind:
         method = _built(given, lm, draft, rows)
     elif given is None:
         method = Autoregressive() if lm.diffusion is None else llada(lm)
@@ -146,6 +145,8 @@ def _built(given: Configured, lm: LM, draft: Any, rows: int) -> Algorithm:
     draft = model(draft) if isinstance(draft, (str, os.PathLike)) else draft
     if draft is not None and not given.entry.may_draft:
         raise ValueError(f"draft: got {shown(draft)}, and {given.entry.name!r} takes no draft model")
+    if draft is None and given.entry.takes_draft:
+        raise ValueError(f"draft: {given.entry.name!r} needs a draft model: generate(draft=decodax.load(...))")
     options = tuple(given.options.items())
     try:
         hash((given.entry, options))

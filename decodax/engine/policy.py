@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from decodax.common.arguments import MOST, id_rows, per_row, shown, wrong
-from decodax.constraints import languages as constraints
+from decodax.constraints import matching as constraints
 from decodax.constraints.canvas import OnCanvas
 from decodax.constraints.transform import Closing, Constrained
 from decodax.core.algorithm import Algorithm, name_of

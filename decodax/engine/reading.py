@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from decodax.algorithms.autoregressive import Autoregressive
+from decodax.algorithms.plain import Autoregressive
 from decodax.cache.dense import Dense
 from decodax.cache.shared_prefix import SharedPrefixCache, sharing
 from decodax.caches.prefix.prefix import Prefix

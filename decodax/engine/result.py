@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -86,7 +87,8 @@ class Result:
 
     Attributes:
         tokens: `i32[B, N]` new tokens, padded with `pad` beyond `lengths`. lengths: `i32[B]`.
-        status: why each row ended. text: the new text of each row without the stop string; None without a tokenizer.
+        status: why each row ended. text: the new text of each row without the stop string, of `infill` the whole text;
+            None without a tokenizer.
         logprobs: if they were asked for.
         stats: counts and times.
         findings: what the method has found of each row beside the tokens (scores of beams, weights of particles), by
@@ -142,14 +144,37 @@ class Result:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the result as lists, numbers and texts, for JSON: tokens and log-probabilities without padding,
-        statuses by name."""
-        plain = lambda x: x.tolist() if isinstance(x, np.ndarray) else x
-        noted = self.logprobs and {f.name: [plain(row[:n]) for row, n in zip(
+        statuses by name, None for a number that is not finite."""
+        noted = self.logprobs and {f.name: [json_ready(row[:n]) for row, n in zip(
             getattr(self.logprobs, f.name), self.lengths, strict=True)] for f in dataclasses.fields(LogProbs)}
         return {"text": self.text, "tokens": [self.row(i).tolist() for i in range(len(self))],
                 "status": [status.name.lower() for status in self.status], "logprobs": noted,
-                "stats": {f.name: plain(getattr(self.stats, f.name)) for f in dataclasses.fields(Statistics)},
-                "findings": {name: plain(x) for name, x in self.findings.items()}}
+                "stats": {f.name: json_ready(getattr(self.stats, f.name)) for f in dataclasses.fields(Statistics)},
+                "findings": {name: json_ready(x) for name, x in self.findings.items()}}
+
+
+def json_ready(value: Any) -> Any:
+    """Returns a value as JSON has it: lists, dictionaries with texts as names, numbers, texts, True, False and None.
+
+    >>> json_ready({"scores": np.array([1.0, -np.inf]), "status": Status.EOS})
+    {'scores': [1.0, None], 'status': 'eos'}
+    """
+    if isinstance(value, Status):
+        return value.name.lower()
+    if isinstance(value, np.ndarray | np.generic) or hasattr(value, "__array__"):
+        return json_ready(np.asarray(value).tolist())
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: json_ready(getattr(value, f.name)) for f in dataclasses.fields(value)
+                if not f.name.startswith("_")}
+    if isinstance(value, Mapping):
+        return {str(name): json_ready(x) for name, x in value.items()}
+    if isinstance(value, list | tuple | set | frozenset | range):
+        return [json_ready(x) for x in value]
+    return str(value)
 
 
 def new_tokens(s: State, pad: int) -> tuple[np.ndarray, np.ndarray]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Unpack
 
 import numpy as np
 
 from decodax.caches.prefix.prefix import Prefix
-from decodax.common.arguments import flag, scalar, shown, whole
+from decodax.common.arguments import flag, shown, whole
 from decodax.common.progress import bar
 from decodax.common.registry import SEARCHES, SELECTS, Configured
 from decodax.constraints import Constraint
@@ -25,6 +25,7 @@ from decodax.engine.queue import Ticket, schedule, unstarted
 from decodax.engine.request import OutOfTime, Request
 from decodax.engine.result import Result, Statistics
 from decodax.engine.slots import Use, possible
+from decodax.front.live import Live, one_row
 from decodax.front.options import Sampling, SamplingOptions, merged
 from decodax.io.load import LM
 from decodax.io.prompts import Prompt
@@ -140,8 +141,7 @@ def _answered(lm: Any, prompts: Any, search: Any, select: Any, num_samples: int 
     for slot, found, shelf, kind in (("search", search, SEARCHES, Search), ("select", select, SELECTS, Select)):
         if found is None:
             continue
-        found = shelf.read(found) if isinstance(found, str) else found
-        found = found.build(model(lm)) if isinstance(found, Configured) else found
+        found = shelf.object(found, model(lm))
         if not isinstance(found, kind):
             raise TypeError(f"{slot}: got {shown(found)}, takes a function of decodax.{slot}, or the name of one")
         if isinstance(found, Search):
@@ -203,12 +203,20 @@ def through_slots(request: Request, end: float | None = None, progress: bool = F
 
 
 def stream(lm: LM | str | os.PathLike[str], prompt: Prompt, **options: Any) -> Stream:
-    """Continues one prompt piece by piece. Takes the arguments of `generate` but for those that need many rows:
-    `num_samples`, `batch_size` and `progress`.
+    """Continues one prompt piece by piece.
+
+    Takes the arguments of `generate` but for those that need many rows: `search`, `select`, `num_samples`,
+    `batch_size` and `progress`. The slots are `algorithm`, `draft`, `cache`, `constraint` and `sampling`.
 
     Pieces never hold half a character, nor the beginning of what may turn out to be a stop string; together they are
     the text that `generate` returns, and the tokens are the same. After the last piece `.result` holds the result.
-    `max_time` counts from this call, with the time that the reader takes.
+    `max_time` counts from this call, with the time that the reader takes. A stream that is not read to its end keeps
+    the memory of its cache until it is closed: by `close`, or as a context manager.
+
+    >>> import decodax as dx
+    >>> with dx.stream("pycode", "def fib(n):") as pieces:                                # doctest: +SKIP
+    ...     for piece in pieces:
+    ...         print(piece, end="")
 
     Raises:
         TimeoutError: `max_time` was out before the constraints had been built. Others as `generate`.
@@ -216,32 +224,30 @@ def stream(lm: LM | str | os.PathLike[str], prompt: Prompt, **options: Any) -> S
     return Stream(lm, prompt, **options)
 
 
-class Stream(Iterator[str]):
-    """Pieces of text as they come; `.result` after the last."""
+class Stream(Live[str]):
+    """Pieces of text as they come; `.result` after the last. A context manager with `close`."""
 
     def __init__(self, lm: LM | str | os.PathLike[str], prompt: Prompt, **options: Any):
         clock = time.monotonic()
         request = one_row("stream", lm, prompt, options)
         if request.lm.tokenizer is None:
             raise ValueError("stream: this model has no tokenizer, so it makes no text; use generate")
-        self.result: Result | None = None
-        self._end = None if request.max_time is None else clock + request.max_time
-        self._job = Job.begin(request)
+        super().__init__(request, clock)
         self._text = request.lm.tokenizer.detokenizer(
             request.prompts[0], stop=request.stop, min_new=int(request.min_new[0]), include_stop=request.include_stop,
             skip_special_tokens=request.skip_special_tokens)
         self._read = 0
 
     def __repr__(self) -> str:
-        made = int(self._job.state.length[0] - self._job.state.prompt_length[0])
         status = "running" if self.result is None else self.result.status[0].name.lower()
-        return f"<Stream of {self._job.request.lm.name!r}: {made} tokens, {status}>"
+        status = "closed" if self._closed and self.result is None else status
+        return f"<Stream of {self._request.lm.name!r}: {self._read} tokens, {status}>"
 
     def __next__(self) -> str:
+        if self._closed:
+            raise StopIteration
         while self._job.running:
-            self._job.advance(BURST_SECONDS)
-            if self._end is not None and time.monotonic() > self._end:
-                self._job.expire()
+            self._advance(BURST_SECONDS)
             if piece := self._text.feed(self._fresh()):
                 return piece
         if self.result is None:
@@ -255,20 +261,6 @@ class Stream(Iterator[str]):
         start, end = int(s.prompt_length[0]) + self._read, int(s.length[0])
         self._read += end - start
         return np.asarray(s.tokens)[0, start:end].tolist()
-
-
-def one_row(where: str, lm: Any, prompt: Any, options: dict[str, Any]) -> Request:
-    """The request of a front end that takes one prompt.
-
-    Raises:
-        TypeError, ValueError: as `Request.read`; also for arguments that need many rows.
-    """
-    for name, none in (("num_samples", 1), ("batch_size", 1), ("progress", False)):
-        given = options.pop(name, None)
-        plain = scalar(name, given, repr(none))
-        if given is not None and (type(plain) is not type(none) or plain != none):
-            raise ValueError(f"{name}: got {given!r}; for generate only, a {where} is one row")
-    return Request.read(lm, prompt, where, **options)
 
 
 def merge(parts: list[Result], order: list[int], samples: int, pad: int) -> Result:

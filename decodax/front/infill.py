@@ -6,22 +6,24 @@ import dataclasses
 import itertools
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from decodax.algorithms.diffusion import MaskedDiffusion, Template
 from decodax.common.arguments import flag, id_rows, is_whole, whole
+from decodax.common.registry import Configured
 from decodax.common.struct import short
 from decodax.constraints import Constraint
 from decodax.core.algorithm import Algorithm
-from decodax.engine.batch import Job
 from decodax.engine.methods import chosen, model
 from decodax.engine.names import check_names
 from decodax.engine.request import CHUNK, Request
 from decodax.engine.result import Result
-from decodax.front.generate import one_row, run
+from decodax.front.generate import run
+from decodax.front.live import Live, one_row
+from decodax.front.options import Sampling, merged
 from decodax.io.load import LM
 from decodax.io.prompts import Prompt, collected, read_prompt, spell
 
@@ -31,34 +33,14 @@ Piece = str | int | Sequence[int]
 """Given text, a gap of so many tokens, or given token ids."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Infilled:
-    """Texts with their gaps filled.
-
-    Attributes:
-        text: of each row, pieces and gaps; None without a tokenizer.
-        gaps: text of each row's gaps; None without a tokenizer. tokens: their ids.
-        result: of the decoding; its tokens and text begin with the row's first gap.
-    """
-
-    __repr__ = short
-
-    text: list[str] | None
-    gaps: list[list[str]] | None
-    tokens: list[list[list[int]]]
-    result: Result
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-
 def infill(lm: LM | str | os.PathLike[str], pieces: Sequence[Piece] | Sequence[Sequence[Piece]], *,
-           algorithm: Algorithm | str | None = None, seed: int | Sequence[int] = 0, ends: bool = False,
+           algorithm: Algorithm | Configured | str | None = None,
+           draft: LM | str | os.PathLike[str] | None = None, seed: int | Sequence[int] = 0, ends: bool = False,
            logprobs: int | None = None, request_ids: Sequence[int] | None = None,
            guidance_scale: float | Sequence[float] | None = None, skip_special_tokens: bool = True,
            max_time: float | None = None, chunk: int = CHUNK, batch_size: int | None = None,
            constraint: Constraint | str | Sequence[Constraint | str | None] | None = None,
-           **sampling: Any) -> Infilled:
+           sampling: Sampling | None = None, **options: Any) -> Result:
     """Fills gaps between pieces of text that stay as they are.
 
     >>> dx.infill(lm, ["def add(a, b):", 12, "return c"]).text[0]                 # doctest: +SKIP
@@ -72,52 +54,67 @@ def infill(lm: LM | str | os.PathLike[str], pieces: Sequence[Piece] | Sequence[S
             may hold the mask token itself, as an id or in its text: a gap as well. Gaps side by side are one. Each of
             the pieces is encoded by itself.
         algorithm: a sampler of masked diffusion; default one position a step in blocks as the model has them.
+        draft: draft model, for a sampler that needs one.
         seed: addresses every draw; one or one a text.
         ends: whether a gap may hold an end of sequence (`eos_token_id`, default the model's), which cuts it short
             there. Without it none is drawn.
         constraint: as in `generate`, on the text from the first gap to the end.
-        logprobs, request_ids, guidance_scale, skip_special_tokens, max_time, chunk, batch_size, sampling: as in
-            `generate`.
+        logprobs, request_ids, guidance_scale, skip_special_tokens, max_time, chunk, batch_size, sampling, options: as
+            in `generate`.
+
+    Returns:
+        The result of `generate`, of which `text` has each whole text, pieces and gaps, and `tokens` begin with the
+        row's first gap. `findings["gaps"]` has a list of the texts of each row's gaps (None without a tokenizer), and
+        `findings["gap_tokens"]` a list of their ids.
 
     Raises:
         ValueError: a model or an algorithm that does not fill masks, a text without a gap, or without anything before
             its first gap where the model has no BOS token.
     """
-    clock, lm = time.monotonic(), model(lm)
-    check_names("infill", sampling)
-    method = filling(lm, algorithm)
+    clock, lm, given = time.monotonic(), model(lm), merged(sampling, options)
+    check_names("infill", given)
+    method = filling(lm, algorithm, draft)
     mask = method.adapter.mask
     if mask is None:
         raise ValueError(f"algorithm: got {method}, which has no mask token to put into gaps")
     method = dataclasses.replace(method, adapter=dataclasses.replace(method.adapter, canvas=Template()))
     ids = [_template(lm, mask, row, i) for i, row in enumerate(_texts(pieces))]
-    named = [sampling.pop(name) for name in ("eos", "eos_token_id") if name in sampling]
+    named = [given.pop(name) for name in ("eos", "eos_token_id") if name in given]
     eos = id_rows("eos_token_id", next((e for e in named if e is not None), []) if named else lm.eos, len(ids),
                   lm.vocab_size)
     if flag("ends", ends) and constraint is not None:
         raise ValueError("ends=True cannot be combined with a constraint: the text after a gap is part of the "
                          "constrained text")
     if not ends:
-        given = sampling.get("suppress_tokens")
-        banned = id_rows("suppress_tokens", [] if given is None else given, len(ids))
+        own = given.get("suppress_tokens")
+        banned = id_rows("suppress_tokens", [] if own is None else own, len(ids))
         rows = [[t for t in (*a, *b) if t >= 0] for a, b in zip(banned.tolist(), eos.tolist(), strict=True)]
-        sampling = {**sampling, "suppress_tokens": rows} if any(rows) else sampling
+        given = {**given, "suppress_tokens": rows} if any(rows) else given
     before = [row[:row.index(mask)] for row in ids]
     behind = [row[len(start):] for row, start in zip(ids, before, strict=True)]
     request = Request.read(
         lm, before, "infill", behind, max_new_tokens=[len(row) for row in behind], min_new_tokens=0, algorithm=method,
         seed=seed, stop=(), logprobs=logprobs, request_ids=request_ids, guidance_scale=guidance_scale,
         skip_special_tokens=skip_special_tokens, max_time=max_time, chunk=chunk, batch_size=batch_size,
-        constraint=constraint, **{**sampling, "eos_token_id": None})
+        constraint=constraint, **{**given, "eos_token_id": None})
     result = run(request, clock)
     read = [_read(request, row, [*start, *result.row(i).tolist()], mask, frozenset(eos[i].tolist()))
             for i, (row, start) in enumerate(zip(ids, before, strict=True))]
     text, gaps, tokens = (list(x) for x in zip(*read, strict=True))
     written = lm.tokenizer is not None
-    return Infilled(text=text if written else None, gaps=gaps if written else None, tokens=tokens, result=result)
+    return dataclasses.replace(result, text=text if written else None, findings={
+        **result.findings, "gaps": _lists(gaps if written else [None] * len(gaps)), "gap_tokens": _lists(tokens)})
 
 
-def filling(lm: LM, algorithm: Any) -> MaskedDiffusion:
+def _lists(rows: list[Any]) -> np.ndarray:
+    """An array of objects with one list for each row."""
+    out = np.empty(len(rows), object)
+    for i, row in enumerate(rows):
+        out[i] = row
+    return out
+
+
+def filling(lm: LM, algorithm: Any, draft: Any = None) -> MaskedDiffusion:
     """The sampler of masked diffusion that is given, or the model's default.
 
     Raises:
@@ -125,7 +122,7 @@ def filling(lm: LM, algorithm: Any) -> MaskedDiffusion:
     """
     if lm.diffusion is None:
         raise ValueError(f"lm: got {lm.name}, which is autoregressive, takes a diffusion model")
-    method = chosen(lm, algorithm, 1)
+    method = chosen(lm, algorithm, 1, draft)
     if not isinstance(method, MaskedDiffusion):
         raise ValueError(f"algorithm: got {method}, takes a sampler of masked diffusion")
     return method
@@ -206,39 +203,37 @@ class Frame:
         return "".join(parts) + pieces.finish()
 
 
-def watch(lm: LM | str | os.PathLike[str], prompt: Prompt, *, algorithm: MaskedDiffusion | str | None = None,
-          every: int = 1, **options: Any) -> Watch:
+def watch(lm: LM | str | os.PathLike[str], prompt: Prompt, *,
+          algorithm: MaskedDiffusion | Configured | str | None = None, every: int = 1, **options: Any) -> Watch:
     """A text as it clears up: the canvas before the first round and after each `every` rounds (`Frame`).
 
     >>> for frame in dx.watch(lm, "def fib(n):"): print(frame.text())             # doctest: +SKIP
 
-    Takes the arguments of `stream`; the last frame is the text of `generate`, and `.result` its result.
+    Takes the arguments of `stream`, and is closed like one; the last frame is the text of `generate`, and `.result` its
+    result.
     """
     return Watch(lm, prompt, algorithm=algorithm, every=every, **options)
 
 
-class Watch(Iterator[Frame]):
-    """Frames as they come; `.result` after the last."""
+class Watch(Live[Frame]):
+    """Frames as they come; `.result` after the last. A context manager with `close`."""
 
     def __init__(self, lm: LM | str | os.PathLike[str], prompt: Prompt, *,
-                 algorithm: MaskedDiffusion | str | None = None, every: int = 1, **options: Any):
+                 algorithm: MaskedDiffusion | Configured | str | None = None, every: int = 1, **options: Any):
         clock, lm = time.monotonic(), model(lm)
-        self._every = whole("every", every, 1)
-        request = one_row("watch", lm, prompt, {**options, "algorithm": filling(lm, algorithm)})
-        self.result: Result | None = None
-        self._begun, self._job = False, Job.begin(request)
-        self._end = None if request.max_time is None else clock + request.max_time
+        self._every, self._begun = whole("every", every, 1), False
+        method = filling(lm, algorithm, options.pop("draft", None))
+        super().__init__(one_row("watch", lm, prompt, {**options, "algorithm": method}), clock)
 
     def __repr__(self) -> str:
-        return f"<Watch of {self._job.request.lm.name!r}: round {self._job.forwards}>"
+        at = "closed" if self._closed else f"round {self._job.forwards}"
+        return f"<Watch of {self._request.lm.name!r}: {at}>"
 
     def __next__(self) -> Frame:
+        if self._closed or (self._begun and not self._job.running):
+            raise StopIteration
         if self._begun:
-            if not self._job.running:
-                raise StopIteration
-            self._job.advance(None, self._every)
-            if self._end is not None and time.monotonic() > self._end:
-                self._job.expire()
+            self._advance(None, self._every)
         self._begun = True
         if not self._job.running:
             self.result = self._job.result()
@@ -251,4 +246,4 @@ class Watch(Iterator[Frame]):
         end = min(int(canvas.end[0]), int(s.max_length[0])) if self._job.running else int(s.length[0])
         tokens, open = np.asarray(canvas.tokens)[0, begin:end], np.asarray(canvas.open)[0, begin:end]
         return Frame(tokens=tokens.copy(), open=open.copy(), round=self._job.forwards,
-                     _request=self._job.request)
+                     _request=self._request)

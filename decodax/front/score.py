@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import os
 import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -26,6 +27,7 @@ from decodax.core.cache import Cache
 from decodax.core.mesh import auto_region, heads, on_mesh
 from decodax.core.types import Model, Out
 from decodax.core.window import causal
+from decodax.engine.methods import model
 from decodax.io.load import LM
 from decodax.io.spans import Text, TextSpan, spans
 from decodax.pallas_kernels.vocabulary import top_k
@@ -107,12 +109,12 @@ class Scores:
         return -self.sum / math.log(2) / np.where(self.bytes > 0, self.bytes, np.nan)
 
 
-def score(lm: LM, texts: Text | Iterable[Text], *, top_logprobs: int | None = None, window: int | None = None,
-          batch_size: int | None = None, chunk: int = 256, progress: bool = False) -> Scores:
+def score(lm: LM | str | os.PathLike[str], texts: Text | Iterable[Text], *, top_logprobs: int | None = None,
+          window: int | None = None, batch_size: int | None = None, chunk: int = 256, progress: bool = False) -> Scores:
     """Scores given texts by the model, without any sampling policy.
 
     Args:
-        lm: what `load` gave.
+        lm: what `load` returned; or what `load` takes, and then the model is loaded once and kept.
         texts: one or several texts, lists of token ids, or chats: every token after the first is scored. A tuple
             `(prompt, continuation)` scores the continuation alone; `decodax.io.spans.spans` says how it is encoded.
         top_logprobs: also gives so many of the most likely tokens at each position.
@@ -137,6 +139,7 @@ def score(lm: LM, texts: Text | Iterable[Text], *, top_logprobs: int | None = No
     >>> s.tokens[0].shape == s.logprobs[0].shape, bool(s.sum[1] > s.sum[2])
     (True, True)
     """
+    lm = model(lm)
     if lm.diffusion is not None:
         raise ValueError(f"lm: got {lm.name!r}, which fills masks in any order and gives no probability of a token "
                          "given those before it; takes an autoregressive model")

@@ -19,12 +19,14 @@ from decodax.engine.methods import chosen, model, with_cache
 from decodax.engine.names import by_name, without
 from decodax.engine.queue import Refused, Ticket, ahead_of, schedule
 from decodax.engine.request import Request
-from decodax.engine.result import Result
+from decodax.engine.result import Result, json_ready
 from decodax.engine.slots import Use, possible
+from decodax.front.options import merged
 from decodax.io.load import LM
 from decodax.io.prompts import TAKES
 
-NOT_HERE = {"batch_size": "slots= says how many prompts run at once", "progress": "results come as they finish",
+NOT_HERE = {**dict.fromkeys(("search", "select"), "decodax.generate searches and selects"),
+            "batch_size": "slots= says how many prompts run at once", "progress": "results come as they finish",
             "request_ids": "give each prompt an id", "guidance_scale": "decodax.generate guides",
             "negative_prompts": "decodax.generate guides"}
 
@@ -52,6 +54,12 @@ class Served:
     id: Any
     result: Result | None
     error: Exception | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns it as JSON has it: the entries of `Result.to_dict`, with `index`, `id` and the error's text."""
+        found = {} if self.result is None else self.result.to_dict()
+        return {"index": self.index, "id": json_ready(self.id), **found,
+                "error": None if self.error is None else str(self.error)}
 
 
 def serve(lm: LM | str | os.PathLike[str], prompts: Iterable[Any], *, slots: int = 16, ahead: int | None = None,
@@ -166,9 +174,10 @@ def settled(lm: Any, options: Mapping[str, Any], slots: int) -> tuple[LM, dict[s
 
 
 def given(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that say something: None says nothing, as in a column of options that some rows lack, but for an end
-    of sequence, of which it says that there is none."""
-    return {name: x for name, x in options.items() if x is not None or name in ("eos", "eos_token_id")}
+    """The options that say something, with those of `sampling`: None says nothing, as in a column of options that some
+    rows lack, but for an end of sequence, of which it says that there is none."""
+    said = {name: x for name, x in options.items() if x is not None or name in ("eos", "eos_token_id")}
+    return merged(said.pop("sampling", None), said)
 
 
 def read(lm: LM, prompt: Any, where: int, own: Mapping[str, Any], options: Mapping[str, Any]) -> Request:

@@ -65,7 +65,8 @@ class Selected:
 @FUNCTIONS.register("search.desel", "Rethinking Model Selection and Decoding for Keyphrase Generation with "
                     "Pre-trained Sequence-to-Sequence Models", "Wu, Ahmad and Chang 2023",
                     "a list as greedy decoding writes it, and likely items of samples")
-def desel(lm: LM | Any, prompts: Any, n: int = 10, *, items: Spans | None = None, threshold: Threshold = "mean",
+def desel(lm: LM | Any, prompts: Any, num_samples: int = 10, *, items: Spans | None = None,
+          threshold: Threshold = "mean",
           same: Callable[[str], Any] = str.lower, temperature: float = 1.0, **sampling: Any) -> Selected:
     """DeSel (Wu, Ahmad and Chang, 2023): the list of greedy decoding, extended by likely items of samples.
 
@@ -77,7 +78,7 @@ def desel(lm: LM | Any, prompts: Any, n: int = 10, *, items: Spans | None = None
     Args:
         lm: the model.
         prompts: one or several.
-        n: number of samples of each prompt.
+        num_samples: number of samples of each prompt.
         items: finds the items of a text; default `separated(";")`.
         threshold: "mean" or "least" of the greedy items' scores, or a log-probability. Without greedy items all are
             added, unless it is a number.
@@ -101,10 +102,10 @@ def desel(lm: LM | Any, prompts: Any, n: int = 10, *, items: Spans | None = None
     warm = ("top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
     ids = read_prompts(lm, given)
     first = generate(lm, given, **{k: v for k, v in sampling.items() if k not in warm}, temperature=0.0, logprobs=0)
-    more = generate(lm, given, num_samples=n, temperature=temperature, logprobs=0, **sampling)
+    more = generate(lm, given, num_samples=num_samples, temperature=temperature, logprobs=0, **sampling)
     out = Selected([], [], [], [], [])
     for p in range(len(given)):
-        rows = [(first, p), *((more, p * n + i) for i in range(n))]
+        rows = [(first, p), *((more, p * num_samples + i) for i in range(num_samples))]
         texts: list[str] = []
         best: dict[Any, float] = {}
         shown: dict[Any, str] = {}

@@ -63,9 +63,10 @@ class CanvasTree:
         return children[int(rng.choice(len(children), p=normal(lam * np.array([self.value[c] for c in children]))))]
 
 
-@SEARCHES.register("dts", "Diffusion CanvasTree Sampling: Scalable inference-time alignment of diffusion models",
+@SEARCHES.register("dts", "Diffusion Tree Sampling: Scalable inference-time alignment of diffusion models",
                    "Jain et al. 2025",
-                   "a tree of canvases, whose leaves are samples of the model times the exponential of a reward")
+                   "a tree of canvases, whose leaves are samples of the model times the exponential of a reward",
+                   model="pycode-diffusion")
 @dataclasses.dataclass(frozen=True)
 class DTS(CanvasExplorer):
     """Diffusion tree sampling (Jain et al., 2025, DTS).
@@ -205,8 +206,9 @@ class DTS(CanvasExplorer):
                 tree.back_up(leaf, self.lam)
 
 
-@SEARCHES.register("dts-star", "Diffusion CanvasTree Sampling: Scalable inference-time alignment of diffusion models",
-                   "Jain et al. 2025", "a tree of canvases, searched for the text with the largest reward")
+@SEARCHES.register("dts-star", "Diffusion Tree Sampling: Scalable inference-time alignment of diffusion models",
+                   "Jain et al. 2025", "a tree of canvases, searched for the text with the largest reward",
+                   model="pycode-diffusion")
 @dataclasses.dataclass(frozen=True)
 class DTSStar(DTS):
     """Diffusion tree search (Jain et al., 2025, DTS*): `DTS` for the text with the largest reward.

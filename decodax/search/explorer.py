@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from decodax.common.arguments import options_of
+from decodax.common.arguments import shown
 from decodax.common.registry import SEARCHES
 from decodax.common.struct import short
 from decodax.core.checks import instance
@@ -19,6 +19,7 @@ from decodax.engine.answers import Search
 from decodax.engine.methods import model, text_model
 from decodax.engine.names import without
 from decodax.engine.result import Result
+from decodax.front.options import merged
 from decodax.io.load import LM
 from decodax.search.canvases import Canvases
 from decodax.search.forks import Forks
@@ -235,21 +236,19 @@ NOT_HERE = {**dict.fromkeys(("num_samples", "num_return_sequences"), "the search
 
 
 def explore(lm: LM | str | os.PathLike[str], prompts: Any, by: str | Explorer | CanvasExplorer, *,
-            until: str | Sequence[str] | None = None, step_tokens: int | None = None,
-            options: dict[str, Any] | None = None, **sampling: Any) -> Explored:
+            until: str | Sequence[str] | None = None, step_tokens: int | None = None, **sampling: Any) -> Explored:
     """Answers each prompt by a search over steps, on forks of one compiled state.
 
     >>> import decodax as dx
-    >>> dx.search.explore("pycode", "def area(", "particle-filter", options={"reward": judge},
-    ...            until="\\n", temperature=0.8).text                                     # doctest: +SKIP
+    >>> dx.search.explore("pycode", "def area(", dx.search.particle_filter(reward=judge),
+    ...                   until="\\n", temperature=0.8).text                                # doctest: +SKIP
 
     Args:
         lm, prompts: as for `generate`.
-        by: a search, or the name of one (`decodax.search.names()`).
+        by: a search (`decodax.search.particle_filter(n=16, reward=judge)`), or the string of one (`"treepo:n=8"`).
         until: strings that end a step.
         step_tokens: largest number of tokens of a step. Without either, a step is the whole text. Searches over
             canvases take neither: their steps are those of the sampler.
-        options: options of a search that is given by name: `options={"reward": judge, "n": 16}`.
         sampling: arguments of `generate`: `temperature`, `max_new_tokens`, `algorithm`, `cache`, `stop`, ... Any
             left-to-right algorithm can write the steps; searches over canvases take any masked diffusion sampler.
 
@@ -257,13 +256,11 @@ def explore(lm: LM | str | os.PathLike[str], prompts: Any, by: str | Explorer | 
         ValueError: an unknown search or option, or one that is missing; or as in `generate`.
         TypeError: as in `generate`.
     """
-    lm, options = model(lm), options_of(options)
-    chosen = SEARCHES.make(by, **options) if isinstance(by, str) else by
+    lm = model(lm)
+    chosen = SEARCHES.object(by, lm)
     if not isinstance(chosen, (Explorer, CanvasExplorer)):
-        raise TypeError(f"by: got {type(chosen).__name__}, takes a search or the name of one")
-    if not isinstance(by, str) and options:
-        raise ValueError("options: got some with a search object, takes them with the name of a search only")
-    sampling = without("explore", sampling, NOT_HERE)
+        raise TypeError(f"by: got {shown(by)}, takes a function of decodax.search or the name of one")
+    sampling = without("explore", merged(sampling.pop("sampling", None), sampling), NOT_HERE)
     if (limit := (lm.generation_config or {}).get("max_time")) is not None:
         warnings.warn(f"generation config of {lm.name!r}: max_time: got {limit}, which ends no search", stacklevel=2)
     forks: Forks | Canvases

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from decodax.common.arguments import whole
 from decodax.common.registry import FUNCTIONS
 from decodax.core.algorithm import Algorithm, Traits
 from decodax.core.state import State
@@ -68,7 +69,7 @@ class Integrated:
 
     Attributes:
         text: the text of each prompt.
-        samples: the sampled answers, `[P][n]`.
+        samples: the sampled answers, `[P][num_samples]`.
     """
 
     text: list[str]
@@ -77,21 +78,22 @@ class Integrated:
 
 @FUNCTIONS.register("search.integrate", "Integrative Decoding: Improve Factuality via Implicit Self-consistency",
                     "Cheng et al. 2024", "one answer by the mean of rows, each with another sampled answer in front")
-def integrate(lm: LM | Any, prompts: Any, n: int = 8, *, template: Callable[[Any, str], Any] = behind_answer,
+def integrate(lm: LM | Any, prompts: Any, num_samples: int = 8, *, template: Callable[[Any, str], Any] = behind_answer,
               samples: list[list[str]] | None = None, max_new_tokens: int = 64, temperature: float = 0.7,
               stop: Any = None, seed: int = 0, **options: Any) -> Integrated:
     """Integrative decoding (Cheng et al., 2024): answers with one of the model's own answers in the prompt, averaged
     over several.
 
-    Each prompt is answered `n` times. Then the prompt is asked again after each answer, and the `n` rows write one text
-    in lock-step, by the largest mean of their logits. What the answers agree on is likely in all rows.
+    Each prompt is answered `num_samples` times. Then the prompt is asked again after each answer, and these
+    rows write one text in lock-step, by the largest mean of their logits. What the answers agree on is likely in all
+    rows.
 
     Args:
         lm: the model.
         prompts: one or several.
-        n: number of sampled answers.
+        num_samples: number of sampled answers.
         template: makes the second prompt from a prompt and an answer.
-        samples: known answers, `[P][n]`; None: they are sampled.
+        samples: known answers, `[P][num_samples]`; None: they are sampled.
         max_new_tokens: largest number of tokens of an answer.
         temperature: temperature of the sampled answers; the last one is greedy.
         stop: strings that end an answer.
@@ -103,8 +105,7 @@ def integrate(lm: LM | Any, prompts: Any, n: int = 8, *, template: Callable[[Any
     """
     lm = text_model(lm, "answers are put in front of prompts as texts")
     given = [prompts] if isinstance(prompts, str) else list(prompts)
-    if n < 1:
-        raise ValueError(f"n: got {n}, takes at least 1")
+    n = whole("num_samples", num_samples, 1)
     common: dict[str, Any] = dict(max_new_tokens=max_new_tokens, stop=stop, **options)
     if samples is None:
         drawn = generate(lm, given, num_samples=n, temperature=temperature, seed=seed, **common)

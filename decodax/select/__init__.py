@@ -5,7 +5,7 @@ from typing import Any
 from decodax.common.registry import SELECTS
 from decodax.select.bayes_risk import MBR, AggregateMBR, LowRankMBR, PruningMBR
 from decodax.select.best import BestOfN, Likelihood, QualityAware, allocate
-from decodax.select.candidates import Candidates, Choice, Chosen, SelectionRule, choose
+from decodax.select.candidates import Candidates, Choice, Chosen, ModelRule, SelectionRule, choose
 from decodax.select.consensus import Asked, Corrected, EquilibriumRanking, equilibrium
 from decodax.select.edits import coverage, insert, pass_at_k, resolve_edits
 from decodax.select.evidence import XMBR, CalibratedBestOfN, Sampled, calibrated
@@ -34,6 +34,7 @@ __all__ = [
     "Hierarchy",
     "Likelihood",
     "LowRankMBR",
+    "ModelRule",
     "PairRanker",
     "PruningMBR",
     "QualityAware",

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from decodax.common.arguments import options_of, whole
+from decodax.common.arguments import shown, whole
 from decodax.common.registry import SELECTS
 from decodax.common.struct import short
 from decodax.core.checks import instance
@@ -22,6 +22,7 @@ from decodax.engine.names import without
 from decodax.engine.request import Request
 from decodax.engine.result import Result
 from decodax.front.generate import generate, merge
+from decodax.front.options import merged
 from decodax.io.load import LM
 
 
@@ -104,6 +105,11 @@ class SelectionRule(Select):
 
     greedy: bool = dataclasses.field(default=False, kw_only=True)
 
+    def with_model(self, lm: LM) -> SelectionRule:
+        """Returns the rule for candidates that `lm` writes; a rule that asks a model of its own asks `lm` if it was
+        given none."""
+        return self
+
     @abc.abstractmethod
     def scores(self, candidates: Candidates) -> np.ndarray:
         """`f64[n]`: how good each candidate is; the larger the better."""
@@ -147,7 +153,33 @@ class SelectionRule(Select):
                       merge(rows, list(range(len(rows))), 1, lm.pad))
 
     def run(self, lm: Any, prompts: Any, num_samples: int, options: Mapping[str, Any]) -> Result:
-        return choose(lm, prompts, self, n=num_samples, **options).answers()
+        return choose(lm, prompts, self, num_samples=num_samples, **options).answers()
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelRule(SelectionRule):
+    """A rule that asks a model about the candidates.
+
+    Attributes:
+        lm: the model that is asked, from `decodax.load`; default the one that writes the candidates.
+    """
+
+    lm: LM | None = None
+
+    def with_model(self, lm: LM) -> SelectionRule:
+        return dataclasses.replace(self, lm=lm) if self.lm is None else self
+
+    @property
+    def model(self) -> LM:
+        """The model that is asked.
+
+        Raises:
+            ValueError: there is none yet.
+        """
+        if self.lm is None:
+            raise ValueError(f"lm: {type(self).__name__} asks a model, and got none; takes lm=decodax.load(...), or a "
+                             "call of generate(select=...)")
+        return self.lm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,18 +237,17 @@ def candidates_of(result: Result, prompts: Sequence[Any], samples: int, request:
     return out
 
 
-def choose(lm: LM | str | os.PathLike[str], prompts: Any, by: str | SelectionRule = "self-consistency", *, n: int = 8,
-           options: dict[str, Any] | None = None, **sampling: Any) -> Chosen:
-    """Answers each prompt `n` times and takes one answer by a rule.
+def choose(lm: LM | str | os.PathLike[str], prompts: Any, by: str | SelectionRule = "self-consistency", *,
+           num_samples: int = 8, **sampling: Any) -> Chosen:
+    """Answers each prompt `num_samples` times and takes one answer by a rule.
 
     >>> import decodax as dx
-    >>> dx.select.choose("pycode", "def area(", "mbr", n=8, temperature=0.8).text           # doctest: +SKIP
+    >>> dx.select.choose("pycode", "def area(", "mbr", num_samples=8, temperature=0.8).text           # doctest: +SKIP
 
     Args:
         lm, prompts: as of `generate`.
-        by: a rule, or the name of one (`decodax.select.names()`).
-        n: samples of each prompt.
-        options: of the rule, where it is given by name: `options={"reward": judge}`.
+        by: a rule (`decodax.select.best_of_n(reward=judge)`), or the string of one (`"mbr:greedy=true"`).
+        num_samples: samples of each prompt.
         sampling: arguments of `generate`: `temperature`, `min_p`, `algorithm`, `stop`, ... With `algorithm` any
             system draws the samples.
 
@@ -225,14 +256,13 @@ def choose(lm: LM | str | os.PathLike[str], prompts: Any, by: str | SelectionRul
         TypeError: as `generate`.
         TimeoutError: `max_time` was out before the constraints had been built.
     """
-    lm, n, options = text_model(lm, "rules choose among texts"), whole("n", n, 1), options_of(options)
-    sampling = without("choose", sampling, dict.fromkeys(("num_samples", "num_return_sequences"), "give n"))
-    rule = SELECTS.make(by, lm, **options) if isinstance(by, str) else by
+    lm, num_samples = text_model(lm, "rules choose among texts"), whole("num_samples", num_samples, 1)
+    sampling = without("choose", merged(sampling.pop("sampling", None), sampling),
+                       {"num_return_sequences": "give num_samples"})
+    rule = SELECTS.object(by, lm)
     if not isinstance(rule, SelectionRule):
-        raise TypeError(f"by: got {type(rule).__name__}, takes a rule or the name of one")
-    if not isinstance(by, str) and options:
-        raise ValueError("options: got some beside a rule that is made already")
-    return rule.drawn(lm, prompts, n, sampling)
+        raise TypeError(f"by: got {shown(by)}, takes a function of decodax.select or the name of one")
+    return rule.with_model(lm).drawn(lm, prompts, num_samples, sampling)
 
 
 def _asked(prompts: Any, ids: Any) -> list[Any]:

@@ -11,8 +11,7 @@ import numpy as np
 
 from decodax.common.registry import SELECTS
 from decodax.front.score import score
-from decodax.io.load import LM
-from decodax.select.candidates import Candidates, SelectionRule
+from decodax.select.candidates import Candidates, ModelRule, SelectionRule
 
 
 def _log_softmax(x: np.ndarray, axis: int) -> np.ndarray:
@@ -61,18 +60,18 @@ def ask_discriminator(prompt: Any, text: str) -> str:
 @SELECTS.register("equilibrium-ranking", "The Consensus Game: Language Model Generation via Equilibrium Search",
                   "Jacob et al. 2024", "what the model as a generator and as a judge of texts agree on")
 @dataclasses.dataclass(frozen=True)
-class EquilibriumRanking(SelectionRule):
+class EquilibriumRanking(ModelRule):
     """The candidate on which generator and discriminator agree (Jacob et al., 2024); see `equilibrium`.
 
-    Both are `lm`, asked in two ways. The same text counts once.
+    Both are one model, asked in two ways. The same text counts once.
 
     Attributes:
-        lm: what `decodax.load` gave. generator: from a prompt and "correct" or "incorrect" the text behind which an
-            answer is scored. discriminator: from a prompt and a candidate the text behind which those two words are.
+        lm: the model that is asked; default the one that writes the candidates.
+        generator: from a prompt and "correct" or "incorrect" the text after which an answer is scored.
+        discriminator: from a prompt and a candidate the text after which those two words are scored.
         by: "discriminator" or "generator": whose strategy ranks. rounds, rate, regularization: as of `equilibrium`.
     """
 
-    lm: LM
     generator: Callable[[Any, str], str] = ask_generator
     discriminator: Callable[[Any, str], str] = ask_discriminator
     by: str = "discriminator"
@@ -87,8 +86,8 @@ class EquilibriumRanking(SelectionRule):
     def scores(self, candidates: Candidates) -> np.ndarray:
         texts, values = list(dict.fromkeys(candidates.texts)), ("correct", "incorrect")
         asked = [self.generator(candidates.prompt, v) for v in values]
-        made = score(self.lm, [(a, t) for a in asked for t in texts]).sum.reshape(2, -1)
-        told = score(self.lm, [(self.discriminator(candidates.prompt, t), v) for t in texts for v in values])
+        made = score(self.model, [(a, t) for a in asked for t in texts]).sum.reshape(2, -1)
+        told = score(self.model, [(self.discriminator(candidates.prompt, t), v) for t in texts for v in values])
         g, d = equilibrium(made, told.sum.reshape(-1, 2), self.rounds, self.rate, self.regularization)
         best = g[0] if self.by == "generator" else d[:, 0]
         return best[[texts.index(t) for t in candidates.texts]]
@@ -121,7 +120,7 @@ def ask_which(prompt: Any, texts: Sequence[str]) -> str:
 @SELECTS.register("universal-self-consistency", "Universal Self-Consistency for Large Language Models",
                   "Chen et al. 2023", "what a model names that sees all candidates")
 @dataclasses.dataclass(frozen=True)
-class Asked(SelectionRule):
+class Asked(ModelRule):
     """The candidate that a model names when it sees them all in one prompt (universal self-consistency: Chen et al.,
     2023). CHOPS (Khairi et al., 2025), which has the model write a checklist first, is not included.
 
@@ -129,15 +128,15 @@ class Asked(SelectionRule):
     number that begins a longer one ("1" of "10") counts without the longer ones' share.
 
     Attributes:
-        lm: what `decodax.load` gave. ask: from a prompt and the candidates the text after which a number stands.
+        lm: the model that is asked; default the one that writes the candidates. ask: from a prompt and the candidates
+            the text after which a number is scored.
     """
 
-    lm: LM
     ask: Callable[[Any, Sequence[str]], str] = ask_which
 
     def scores(self, candidates: Candidates) -> np.ndarray:
         asked = self.ask(candidates.prompt, candidates.texts)
-        found = score(self.lm, [(asked, str(i + 1)) for i in range(len(candidates))])
+        found = score(self.model, [(asked, str(i + 1)) for i in range(len(candidates))])
         return apart(found.sum, found.tokens)
 
 

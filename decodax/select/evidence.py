@@ -11,6 +11,7 @@ import numpy as np
 from decodax.common.registry import SELECTS
 from decodax.engine.methods import text_model
 from decodax.front.generate import generate
+from decodax.io.load import LM
 from decodax.select.bayes_risk import Utility, pair_utilities
 from decodax.select.best import Reward
 from decodax.select.candidates import Candidates, SelectionRule
@@ -25,20 +26,30 @@ class Sampled:
     """Samples of a model, as evidence or as references.
 
     Attributes:
-        lm: what `load` gave or takes. n: of each prompt. ask: from the prompt those that are answered, such as the same
+        lm: what `load` gave or takes; default the model that writes the candidates. num_samples: samples of each
+            prompt. ask: from the prompt those that are answered, such as the same
             question in other languages; None: the prompt itself. sampling: arguments of `generate`.
     """
 
-    lm: Any
-    n: int = 8
+    lm: Any = None
+    num_samples: int = 8
     ask: Callable[[Any], Sequence[Any]] | None = None
     sampling: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def __call__(self, prompt: Any) -> list[str]:
         asked = [prompt] if self.ask is None else list(self.ask(prompt))
-        out = generate(text_model(self.lm, "samples are compared as texts"), asked, num_samples=self.n, **self.sampling)
+        if self.lm is None:
+            raise ValueError("lm: Sampled asks a model, and got none; takes lm=decodax.load(...), or a call of "
+                             "generate(select=...)")
+        lm = text_model(self.lm, "samples are compared as texts")
+        out = generate(lm, asked, num_samples=self.num_samples, **self.sampling)
         assert out.text is not None
         return out.text
+
+
+def _with_model(texts: Texts, lm: LM) -> Texts:
+    """The texts, sampled from `lm` where no other model was given."""
+    return dataclasses.replace(texts, lm=lm) if isinstance(texts, Sampled) and texts.lm is None else texts
 
 
 @SELECTS.register("x-mbr",
@@ -55,6 +66,9 @@ class XMBR(SelectionRule):
 
     evidence: Texts
     utility: Utility = chrf
+
+    def with_model(self, lm: LM) -> SelectionRule:
+        return dataclasses.replace(self, evidence=_with_model(self.evidence, lm))
 
     def scores(self, candidates: Candidates) -> np.ndarray:
         more = list(self.evidence(candidates.prompt))
@@ -97,6 +111,9 @@ class CalibratedBestOfN(SelectionRule):
     reward: Reward
     references: Texts
     t: float = 0.0
+
+    def with_model(self, lm: LM) -> SelectionRule:
+        return dataclasses.replace(self, references=_with_model(self.references, lm))
 
     def scores(self, candidates: Candidates) -> np.ndarray:
         c = np.asarray(calibrated(self.reward, self.references)(candidates.prompt, candidates.texts), np.float64)

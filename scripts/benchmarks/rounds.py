@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from decodax.algorithms.autoregressive import Autoregressive
+from decodax.algorithms.plain import Autoregressive
 from decodax.algorithms.speculative import NOTHING, Adaptive, Automatic, Speculative, drafts, measure, trees
 from decodax.algorithms.speculative.drafts import PromptLookup
 from decodax.bench.figures import show_table

@@ -39,7 +39,7 @@ def compiled(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
     from jax.experimental import topologies
     from jax.sharding import AxisType, Mesh, NamedSharding
 
-    from decodax.algorithms.autoregressive import Autoregressive
+    from decodax.algorithms.plain import Autoregressive
     from decodax.algorithms.speculative import Speculative
     from decodax.algorithms.speculative.drafts import PromptLookup
     from decodax.algorithms.speculative.drafts.text.token_recycling import TokenRecycling, template

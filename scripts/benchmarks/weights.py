@@ -23,7 +23,7 @@ import jax
 import numpy as np
 
 from benchmarks.rounds import PROMPT, Rounds, must_read, of_machine, read_speed
-from decodax.algorithms.autoregressive import Autoregressive
+from decodax.algorithms.plain import Autoregressive
 from decodax.bench.figures import show_table
 from decodax.bench.timing import in_turn, median, ratio
 from decodax.core.types import Params

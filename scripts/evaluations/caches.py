@@ -35,7 +35,8 @@ from decodax.caches.quantize.qaq import QAQCache
 from decodax.caches.quantize.quantized import QuantizedCache
 from decodax.caches.quantize.zipcache import ZipCacheCache
 from decodax.caches.sparse.shadowkv import ShadowKVCache
-from decodax.common.registry import CACHES, parse_options
+from decodax.common.registry import CACHES
+from decodax.common.strings import parse_options
 from decodax.engine.batch import Job
 from decodax.engine.request import Request
 from decodax.train import (

@@ -11,7 +11,8 @@ import decodax as dx
 from decodax.algorithms.speculative.drafts import OwnCache
 from decodax.bench.figures import reporting, show_table
 from decodax.cache import dense
-from decodax.common.registry import ALGORITHMS, parse_options
+from decodax.common.registry import ALGORITHMS
+from decodax.common.strings import parse_options
 from recipes import recall
 
 DRAFTS = ("full", "magicdec:budget=128", "magicdec:budget=256", "magicdec:budget=512",

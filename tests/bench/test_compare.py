@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import decodax as dx
-from decodax.algorithms.autoregressive import Autoregressive
+from decodax.algorithms.plain import Autoregressive
 from decodax.bench import compare, tasks
 from decodax.cli import commands as cli
 from decodax.common.registry import ALGORITHMS, Entry
@@ -204,7 +204,7 @@ def test_the_plot_has_both_panels_and_a_mark_for_each_cell(calls: list[Any], tmp
 @pytest.mark.parametrize(("args", "message"), [
     (["list", "--family", "trees"], "--family: got 'trees', takes one of"),
     (["compare", "promt-lookup"], "prompt-lookup"),
-    (["compare", "prompt-lookup:lenth=3"], "takes no option lenth; takes length"),
+    (["compare", "prompt-lookup:lenth=3"], "'prompt-lookup' takes no option 'lenth'; takes length="),
     (["compare", "prompt-lookup:3"], "takes NAME:OPTION=VALUE"),
     (["compare", "prompt-lookup:length=0"], "length: got 0"),
     (["compare", "prompt-lookup", "--batch", "0"], "batch: got 0"),

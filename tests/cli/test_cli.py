@@ -86,6 +86,13 @@ def test_a_cache_policy_is_chosen_by_name(generate: Run) -> None:
     assert as_json(generate, *args, "--cache", "sink-window:budget=6")["tokens"] != everything["tokens"]
 
 
+def test_constraints_and_rules_are_given_as_strings(generate: Run) -> None:
+    args = ["a", "--temperature", "1", "--max-new-tokens", "6", "--constraint", "regex:[0-9]{2}"]
+    out = as_json(generate, *args, "--select", "mbr:greedy=true", "--num-samples", "2")
+    assert len(out["text"]) == 1 and re.fullmatch("[0-9]{2}", out["text"][0])
+    assert len(out["findings"]["texts"][0]) == 2
+
+
 @pytest.mark.matrix
 def test_a_context_stands_in_front_of_the_prompt(generate: Run, tmp_path: Path) -> None:
     (tmp_path / "text").write_text("a b a b a b a b a b ")
@@ -103,6 +110,7 @@ def test_everything_that_has_a_name_is_listed(capsys: pytest.CaptureFixture[str]
                                               monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     shown = listed(capsys)
+    assert listed(capsys, "select") == listed(capsys, "selects") and listed(capsys, "search") != shown
     for name, shelf in SHELVES.items():
         assert set(re.findall(r"\S+", shown)) >= set(shelf), name
     assert {"pycode", "sums"} < set(shown.split())
@@ -185,7 +193,8 @@ def test_a_chat_goes_through_the_template(generate: Run) -> None:
     (["x", "--file", "y"], "give one of them"),
     (["x", "--system", "y"], "--system goes with --chat"),
     (["x", "--logprobs", "1"], "--logprobs goes with --json"),
-    (["x", "--algorithm", "prompt-lookup:width=3"], "takes no option width; takes length, max_ngram, min_ngram"),
+    (["x", "--algorithm", "prompt-lookup:width=3"],
+     "algorithm: 'prompt-lookup' takes no option 'width'; takes length=10, max_ngram=3"),
     (["x", "--algorithm", "prompt-lookup:length=0"], "length: got 0"),
     (["x", "--cache", "snapvk"], "cache: unknown name 'snapvk'; near ones: snapkv"),
     (["x", "--cache", "snapkv:budget=8"], "budget: got 8, takes more than the 32 tokens"),
@@ -346,7 +355,8 @@ def test_a_model_is_packed_and_written(tiny_model: Path, tmp_path: Path, capsys:
 
 
 @pytest.mark.parametrize(("weights", "message"), [
-    ("int9", "weights: got 'int9', takes 'int8'"), ("int4:groups=8", "int4:groups=8: takes no option groups"),
+    ("int9", "weights: got 'int9', takes 'int8'"),
+    ("int4:groups=8", "weights: 'int4' takes no option 'groups'; takes "),
     ("int4:group=1", "group: got 1, takes 2 or more"), ("int4:8", "int4:8: takes NAME:OPTION=VALUE")])
 def test_a_wrong_format_is_wrong_usage(tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
                                        weights: str, message: str) -> None:

@@ -27,8 +27,8 @@ def make(length: int = 3, share: float = 0.5, pick: Literal["first", "last"] = "
 @pytest.mark.parametrize(("given", "takes"), [
     (dict(length="abc"), "a whole number"), (dict(length=True), "a whole number"), (dict(length=1.5), "a whole number"),
     (dict(share="a"), "a number"), (dict(share=False), "a number"), (dict(pick="best"), "'first' or 'last'"),
-    (dict(on=1), "True or False"), (dict(name=3), "a text or None"), (dict(sizes=3), "a tuple of a whole number"),
-    (dict(sizes="ab"), "a tuple of a whole number"), (dict(reward=3), "a function or None"),
+    (dict(on=1), "True or False"), (dict(name=3), "a text or None"), (dict(sizes=3), "a tuple of whole numbers"),
+    (dict(sizes="ab"), "a tuple of whole numbers"), (dict(reward=3), "a function or None"),
     (dict(keep=2.5), "a whole number or a text")])
 def test_a_value_of_another_kind_is_refused(given: dict[str, Any], takes: str) -> None:
     (name, value), = given.items()

@@ -12,7 +12,7 @@ import pytest
 
 import decodax as dx
 from decodax import cli
-from decodax.common.registry import ALGORITHMS
+from decodax.common.registry import ALGORITHMS, SHELVES
 from decodax.io.load import LM
 from tests.algorithms.diffusion import toy
 from tests.laws.cases import VOCABULARY, model, prompts
@@ -121,7 +121,7 @@ def test_an_alias_may_come_before_its_entry() -> None:
 
 def test_the_order_of_the_table_does_not_depend_on_what_was_imported_first() -> None:
     code = """if True:
-        from decodax.common.registry import ALGORITHMS
+        from decodax.common.registry import ALGORITHMS, SHELVES
         ALGORITHMS.register("early")(lambda: None)
         import decodax.algorithms.diffusion
         print(*ALGORITHMS)
@@ -150,3 +150,22 @@ def test_an_entry_that_looks_at_the_target_is_made_when_it_is_known() -> None:
     assert np.array_equal(by_object.tokens, by_name.tokens) and by_name.stats.drafted.sum() > 0
     with pytest.raises(ValueError, match=r"draft: got .*, and 'prompt-lookup' takes no draft model"):
         dx.generate(lm(), ids, algorithm="prompt-lookup", draft=small)
+
+
+@pytest.mark.parametrize("shelf", ["algorithms", "caches", "search", "select", "constraints"])
+def test_help_says_what_an_entry_does_its_options_its_paper_and_a_call(shelf: str) -> None:
+    for entry in SHELVES[shelf].values():
+        text = entry.description
+        assert len(text.split("Options:")[0].split()) > 4 and f"Guarantee: {entry.guarantee}" in text, entry.name
+        assert all(f"    {name}: " in text for name in entry.options), entry.name
+        assert f"=dx.{shelf}.{entry.identifier}(" in text, entry.name
+        assert " at 0x" not in text, entry.name
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(("shelf", "name"), [
+    ("algorithms", "sequoia"), ("algorithms", "fast-dllm"), ("algorithms", "beam-search"), ("caches", "snapkv"),
+    ("caches", "kivi"), ("select", "mbr"), ("search", "treepo")])
+def test_the_call_that_help_shows_runs(shelf: str, name: str) -> None:
+    call = SHELVES[shelf][name].example
+    assert eval(call[:-1] + ", max_new_tokens=4)", {"dx": dx}).text

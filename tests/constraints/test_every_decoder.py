@@ -22,7 +22,8 @@ import tests.scripts  # noqa: F401, which says where the programs are
 from decodax.algorithms.beams import BeamSearch
 from decodax.algorithms.speculative import Rejection, Speculative, drafts, trees
 from decodax.common.registry import ALGORITHMS
-from decodax.constraints.languages import constrain, read
+from decodax.constraints.languages import read
+from decodax.constraints.matching import constrain
 from decodax.io.load import LM
 from decodax.models.diffusion import Diffusion
 from tests.constraints.test_regex import simple, valid

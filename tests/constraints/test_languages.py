@@ -18,7 +18,7 @@ from decodax.constraints.automata import anything, phrases, tools, up_to, withou
 from decodax.constraints.dfa import Dfa
 from decodax.constraints.ebnf import Elsewhere, Recursive, ebnf
 from decodax.constraints.hosted import Matcher
-from decodax.constraints.languages import _Bytes, hosted, language
+from decodax.constraints.matching import _Bytes, hosted, language
 from decodax.constraints.tokens import TokenDfa, trie_of
 from decodax.io.load import LM
 from tests.matrix import often

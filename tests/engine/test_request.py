@@ -255,7 +255,7 @@ def test_algorithms_and_models_are_taken_by_name(lm, tiny_model):
     assert model(tiny_model) is model(str(tiny_model))       # loaded once
     with pytest.raises(ValueError, match=r"algorithm: .*unknown name 'prompt-lokup'; near ones: prompt-lookup"):
         dx.generate(lm, IDS, algorithm="prompt-lokup")
-    with pytest.raises(ValueError, match=r"algorithm: 'seed-exact' needs a draft model; give draft=decodax\.load"):
+    with pytest.raises(ValueError, match=r"^draft: 'seed-exact' needs a draft model: generate\(draft=decodax\.load"):
         dx.generate(lm, IDS, algorithm="seed-exact")
     with pytest.raises(ValueError, match="did you mean pycode"):
         dx.generate("pycod", "x")

@@ -15,6 +15,8 @@ from decodax.algorithms.speculative.source import Draft, Shape, Source
 from decodax.algorithms.speculative.tree import Proposal, chain
 from decodax.algorithms.speculative.trees import Chain
 from decodax.algorithms.speculative.verify import SeedExact, Verifier
+from decodax.cache.dense import Dense, dense
+from decodax.common.struct import fields, static, struct
 from decodax.core.cache import Cache, CacheConfig
 from decodax.core.types import Model, ShowsWeights
 from decodax.sampling import Custom
@@ -191,6 +193,42 @@ def test_what_a_method_returns_is_checked(algorithm: Any, message: str) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
+class Windows(Method):
+    """A method whose window has other fields than it should: `says` gives them."""
+
+    def propose(self, params: Any, policy: Any, s: Any) -> Any:
+        window, algo = dx.Autoregressive().propose(params, policy, s)
+        return window.replace(**self.says(s)), algo
+
+
+@pytest.mark.parametrize(("fields", "message"), [
+    (lambda s: dict(tokens=s.newest), r"got tokens of int32\[8\], takes i\[B, W\] with B=8"),
+    (lambda s: dict(tokens=[1]), r"got tokens of a list, takes i\[B, W\]"),
+    (lambda s: dict(mask=None), r"got mask of None, takes b\[B or 1, W, W\]"),
+    (lambda s: dict(live=jnp.ones((8, 1), jnp.int32)), r"got live of int32\[8, 1\], takes b\[B, W\] with B=8, W=1"),
+    (lambda s: dict(positions=jnp.ones((8, 2), jnp.int32)), r"got positions of int32\[8, 2\], takes i\[B, W\]")])
+def test_the_arrays_of_a_window_are_checked(fields: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=rf"^Windows.propose: {message}"):
+        dx.generate(SMALL, IDS, max_new_tokens=4, algorithm=Windows(fields))
+
+
+@struct
+class Held(Dense):
+    """A cache with a static field."""
+
+    table: Any = static(default=None)
+
+
+def test_a_cache_with_an_array_as_a_static_field_is_refused() -> None:
+    def kind(layers: Any, batch: int, capacity: int, dtype: Any, inputs: Any = None) -> Any:
+        made = dense(layers, batch, capacity, dtype, inputs)
+        return Held(**{f.name: getattr(made, f.name) for f in fields(made)}, table=np.zeros(3))
+
+    with pytest.raises(TypeError, match=r"^cache: Held\.table, a static field, is of type ndarray, which"):
+        dx.generate(SMALL, IDS, max_new_tokens=4, cache=kind)
+
+
+@dataclasses.dataclass(frozen=True)
 class Kind(CacheConfig):
     says: Any
 
@@ -240,7 +278,7 @@ class Search(Explorer):
 @pytest.mark.wide
 def test_what_a_rule_and_a_search_return_is_checked() -> None:
     with pytest.raises(TypeError, match=r"^Chooser.choose: returned an int, takes a Choice"):
-        dx.select.choose("pycode", "x", Chooser(), n=2, max_new_tokens=2)
+        dx.select.choose("pycode", "x", Chooser(), num_samples=2, max_new_tokens=2)
     with pytest.raises(TypeError, match=r"^Search.search: returned an int, takes a Ranked"):
         dx.search.explore("pycode", "x", Search(), max_new_tokens=2)
 

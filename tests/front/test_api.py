@@ -10,7 +10,7 @@ from jax.sharding import AxisType
 
 import decodax as dx
 from decodax.common.progress import compiling
-from decodax.constraints import languages
+from decodax.constraints import matching
 from decodax.core.state import Status
 from decodax.models.diffusion import Diffusion
 
@@ -73,14 +73,14 @@ def test_a_stop_string_ends_text_and_stream(lm):
 def test_the_time_is_looked_at_while_constraints_are_built(lm, monkeypatch):
     """What is left of them is not built, and no text is written without them."""
     built, clock = [], [0.0]
-    language = languages.language
+    language = matching.language
 
     def slow(key):
         built.append(key)
         clock[0] += 10
         return language(key)
 
-    monkeypatch.setattr(languages, "language", slow)
+    monkeypatch.setattr(matching, "language", slow)
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     options = dict(constraint=[dx.constraints.regex("[ab]{3}"), dx.constraints.regex("[cd]{3}"),
                                dx.constraints.regex("[ef]{3}")], max_time=15, logprobs=1, num_samples=2)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import decodax as dx
-from decodax.algorithms.autoregressive import Autoregressive
+from decodax.algorithms.plain import Autoregressive
 from decodax.core.state import State, Status
 from decodax.engine.batch import BatchShape
 from decodax.engine.queue import Ticket, schedule, unstarted

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from decodax.algorithms.autoregressive import Autoregressive
 from decodax.algorithms.diffusion import Adapter, Blocks, MaskedDiffusion, Quota, Random
+from decodax.algorithms.plain import Autoregressive
 from decodax.algorithms.speculative import Proposal, Rejection, Speculative, chain
 from decodax.algorithms.speculative.drafts import PromptLookup
 from decodax.algorithms.speculative.source import Answer, Draft, Source

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from decodax.algorithms.autoregressive import Autoregressive
+from decodax.algorithms.plain import Autoregressive
 from decodax.cache import Slotted, dense, empty_slots
 from decodax.common.struct import struct
 from decodax.core import drivers

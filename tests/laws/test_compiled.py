@@ -13,7 +13,7 @@ from jax.sharding import AxisType
 
 import decodax as dx
 from decodax.algorithms import diffusion
-from decodax.algorithms.autoregressive import Autoregressive
+from decodax.algorithms.plain import Autoregressive
 from decodax.algorithms.speculative import NOTHING, Adaptive, Automatic, Rejection, Speculative
 from decodax.algorithms.speculative.drafts import (
     DraftModel,

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import decodax as dx
-from decodax.algorithms.autoregressive import Autoregressive
+from decodax.algorithms.plain import Autoregressive
 from decodax.algorithms.speculative import Rejection, Speculative
 from decodax.algorithms.speculative.drafts import PromptLookup, TokenRecycling
 from decodax.algorithms.speculative.trees import Fixed

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from decodax.algorithms.autoregressive import Autoregressive
+from decodax.algorithms.plain import Autoregressive
 from decodax.algorithms.speculative import Proposal, Speculative
 from decodax.algorithms.speculative.drafts import SJD, NGramModel, PromptLookup, Stand
 from decodax.algorithms.speculative.source import Draft

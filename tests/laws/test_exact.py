@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from decodax.algorithms.autoregressive import Autoregressive
+from decodax.algorithms.plain import Autoregressive
 from decodax.algorithms.speculative import Rejection, Speculative
 from tests.laws.cases import LEFT_TO_RIGHT, MODELS, POLICIES, Sampled, Scripted, decode, prompts, texts
 from tests.matrix import often

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from decodax.algorithms.autoregressive import Autoregressive
+from decodax.algorithms.plain import Autoregressive
 from decodax.core import drivers
 from decodax.core.types import Params
 from decodax.models.config import llama

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from decodax.algorithms.autoregressive import Autoregressive
 from decodax.algorithms.beams import BeamSearch, DynamicBeams, StochasticBeams
 from decodax.algorithms.contrastive.adadec import AdaDec
 from decodax.algorithms.contrastive.contrastive_search import ContrastiveSearch
 from decodax.algorithms.parallel.superposed import Superposed
+from decodax.algorithms.plain import Autoregressive
 from decodax.bench.report import collectives, parse
 from decodax.core import drivers
 from decodax.core.types import Params

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import decodax as dx
-from decodax.algorithms.autoregressive import Autoregressive
+from decodax.algorithms.plain import Autoregressive
 from decodax.core import drivers
 from decodax.core.types import Params
 from decodax.io.load import LM

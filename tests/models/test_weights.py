@@ -17,7 +17,7 @@ import pytest
 from jax import lax
 
 import decodax as dx
-from decodax.algorithms.autoregressive import Autoregressive
+from decodax.algorithms.plain import Autoregressive
 from decodax.core import drivers
 from decodax.core.types import Params
 from decodax.core.window import causal

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from decodax.algorithms.autoregressive import Autoregressive
 from decodax.algorithms.beams import BeamSearch
+from decodax.algorithms.plain import Autoregressive
 from decodax.algorithms.speculative import Speculative
 from decodax.algorithms.speculative.verify import (
     BlockVerification,

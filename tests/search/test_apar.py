@@ -76,7 +76,7 @@ def test_threads_are_plain_decoding_of_their_paths(kind: str, depth: int) -> Non
     options = {**TUNED, **KINDS[kind]}
     new = options.pop("max_new_tokens")
     enough = 48 if depth > 2 else 16        # while all are in use nothing forks
-    out = dx.search.explore(net(), PROMPTS, "apar", options=dict(CONTROL, threads=enough, depth=depth),
+    out = dx.search.explore(net(), PROMPTS, dx.search.apar(**CONTROL, threads=enough, depth=depth),
                             max_new_tokens=new,
                      **options)
     assert out.details is not None
@@ -106,24 +106,25 @@ def test_threads_are_plain_decoding_of_their_paths(kind: str, depth: int) -> Non
 @pytest.mark.parametrize("way", often([], ["prompt-lookup", "paged", "alone"]))
 def test_answers_do_not_depend_on_rounds_rows_or_neighbours(way: str) -> None:
     options = {**TUNED, **KINDS["sampled"]}
-    want = dx.search.explore(net(), PROMPTS, "apar", options=dict(CONTROL, threads=16), **options)
+    want = dx.search.explore(net(), PROMPTS, dx.search.apar(**CONTROL, threads=16), **options)
     given = dict(CONTROL, threads=16)
     if way == "alone":
-        out = [dx.search.explore(net(), [PROMPTS[i]], "apar", options=given, request_ids=[i], **options).text[0]
+        out = [dx.search.explore(net(), [PROMPTS[i]], dx.search.apar(**given), request_ids=[i], **options).text[0]
                for i in range(3)]
     elif way == "prompt-lookup":
-        found = dx.search.explore(net(), PROMPTS, "apar", options=given, algorithm="prompt-lookup:length=3", **options)
+        found = dx.search.explore(net(), PROMPTS, dx.search.apar(**given), algorithm="prompt-lookup:length=3",
+                                  **options)
         out = found.text
         assert found.result.stats.forwards <= want.result.stats.forwards
     else:
-        out = dx.search.explore(net(), PROMPTS, "apar", options=given, cache=way, **options).text
+        out = dx.search.explore(net(), PROMPTS, dx.search.apar(**given), cache=way, **options).text
     assert out == want.text
 
 
 @pytest.mark.parametrize("threads", often([], [1, 2, 3]))
 def test_threads_have_a_limit(threads: int) -> None:
     options = {**TUNED, **KINDS["sampled"]}
-    out = dx.search.explore(net(), PROMPTS, "apar", options=dict(CONTROL, threads=threads, depth=4), **options)
+    out = dx.search.explore(net(), PROMPTS, dx.search.apar(**CONTROL, threads=threads, depth=4), **options)
     assert out.details is not None
     for prompt, tree in zip(PROMPTS, out.details, strict=True):
         # when each thread was there, in rounds; those that wait at a fork end later
@@ -140,9 +141,9 @@ def test_threads_have_a_limit(threads: int) -> None:
 @pytest.mark.parametrize(("bias", "depth"), often([], [(4, 2), (6, 2), (8, 2), (5, 3), (6, 3)]))
 def test_threads_and_texts_are_those_of_the_authors(bias: int, depth: int) -> None:
     cases = [c for c in EXPECTED if c[1:3] == [bias, depth]]
-    out = dx.search.explore(net(), [c[0] for c in cases], "apar", logit_bias={FORK: bias}, eos_token_id=2,
-                            max_new_tokens=16,
-                     options=dict(CONTROL, depth=depth, threads=16 if depth == 2 else 40))
+    method = dx.search.apar(**CONTROL, depth=depth, threads=16 if depth == 2 else 40)
+    out = dx.search.explore(net(), [c[0] for c in cases], method, logit_bias={FORK: bias}, eos_token_id=2,
+                            max_new_tokens=16)
     assert out.details is not None and len(cases) == 6
     for case, tree in zip(cases, out.details, strict=True):
         # in their last round a row may have been copied without a token of its own
@@ -160,10 +161,10 @@ def worded() -> dx.LM:
 def test_texts_are_put_together_in_the_order_of_the_tree() -> None:
     lm, options = worded(), {**TUNED, **KINDS["sampled"]}
     prompts: list[Any] = ["abc", "jd", "egg"]
-    out = dx.search.explore(lm, prompts, "apar", options=dict(fork="F", child="C", threads=16), **options)
+    out = dx.search.explore(lm, prompts, dx.search.apar(fork="F", child="C", threads=16), **options)
     tokenizer = lm.tokenizer
     assert tokenizer is not None and out.details is not None and max(map(len, out.details)) > 2
-    bare = dx.search.explore(net(), [tokenizer.encode(x) for x in prompts], "apar", options=dict(CONTROL, threads=16),
+    bare = dx.search.explore(net(), [tokenizer.encode(x) for x in prompts], dx.search.apar(**CONTROL, threads=16),
                       **options)
     assert out.text == [tokenizer.decode(x) for x in bare.text] and out.texts == [[x] for x in out.text]
     assert not set("FC") & set("".join(out.text))
@@ -173,11 +174,11 @@ def test_texts_are_put_together_in_the_order_of_the_tree() -> None:
 def test_threads_end_at_stop_strings_and_steps_change_nothing() -> None:
     lm, options = worded(), {**TUNED, **KINDS["sampled"]}
     given = dict(fork="F", child="C", threads=16)
-    whole = dx.search.explore(lm, ["abc", "jd"], "apar", options=given, **options)
-    steps_of_two = dx.search.explore(lm, ["abc", "jd"], "apar", options=given, step_tokens=2, until="g", **options)
+    whole = dx.search.explore(lm, ["abc", "jd"], dx.search.apar(**given), **options)
+    steps_of_two = dx.search.explore(lm, ["abc", "jd"], dx.search.apar(**given), step_tokens=2, until="g", **options)
     assert steps_of_two.text == whole.text
     stop = whole.text[0][len(whole.text[0]) // 2]
-    cut = dx.search.explore(lm, ["abc", "jd"], "apar", options=given, stop=stop, **options)
+    cut = dx.search.explore(lm, ["abc", "jd"], dx.search.apar(**given), stop=stop, **options)
     assert cut.details is not None and stop not in cut.text[0]
     assert any(t.status == Status.STOP for t in cut.details[0])
 
@@ -200,9 +201,9 @@ def test_line_ends_are_repaired() -> None:
     (dict(fork=3, child=2, depth=True), "depth: got True")])
 def test_what_makes_no_sense_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        dx.search.explore(net(), PROMPTS, "apar", options=options)
+        dx.search.explore(net(), PROMPTS, dx.search.apar(**options))
     with pytest.raises(ValueError, match="child: got 'ab', which is 2 tokens"):
-        dx.search.explore(worded(), "a", "apar", options=dict(fork="F", child="ab"))
+        dx.search.explore(worded(), "a", dx.search.apar(fork="F", child="ab"))
 
 
 LIST = """Some ways:

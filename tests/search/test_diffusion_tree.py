@@ -139,7 +139,7 @@ def test_values_are_the_soft_means_of_the_children() -> None:
 
 def test_the_search_finds_the_best_text_with_few_canvases() -> None:
     best = max(reward(None, list(law())))
-    out = search.explore(lm(), [PROMPT, [4]], "dts-star", options=dict(reward=reward, n=8, simulations=96), **OPTIONS)
+    out = search.explore(lm(), [PROMPT, [4]], search.dts_star(reward=reward, n=8, simulations=96), **OPTIONS)
     assert out.scores[:, 0].tolist() == [best, best] and out.tokens < 2 * 96 * NEW
     assert reward(None, out.text) == [best, best]
     explores = search.DTSStar(reward, n=8, simulations=96, exploration=1.0)
@@ -173,4 +173,4 @@ def test_any_sampler_denoises_and_no_prompt_depends_on_another(algorithm: str) -
     ("dts", {}, {}, "'dts' needs reward=")])
 def test_what_makes_no_sense_is_refused(by: str, options: Any, more: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        search.explore(lm(), [PROMPT], by, options=options, **{**OPTIONS, **more})
+        search.explore(lm(), [PROMPT], search.make(by, **options), **{**OPTIONS, **more})

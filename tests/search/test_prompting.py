@@ -155,12 +155,13 @@ def test_draws_among_candidates_are_the_prompts_own() -> None:
     assert abs(sum(places) - 200) < 80          # false alarms: 1 in 10^15
     named = [select.Corrected().choose(Candidates(prompt=f"p{i}", **shares)).index for i in range(400)]
     assert abs(sum(named) - 200) < 80
-    together = dx.select.choose(lm, ["ab"] * count, "local-normalization", n=2, **options)
+    together = dx.select.choose(lm, ["ab"] * count, "local-normalization", num_samples=2, **options)
     addresses = [each.address for each in together.candidates]
     assert len(set(addresses)) == count
-    alone = dx.select.choose(lm, ["ab"], "local-normalization", n=2, request_ids=[7], **options)
+    alone = dx.select.choose(lm, ["ab"], "local-normalization", num_samples=2, request_ids=[7], **options)
     assert alone.candidates[0].address == addresses[7] and alone.index == together.index[7:8]
-    other = dx.select.choose(lm, ["ab"], "local-normalization", n=2, greedy=True, request_ids=[7], seed=1, **options)
+    other = dx.select.choose(lm, ["ab"], "local-normalization", num_samples=2, greedy=True, request_ids=[7], seed=1,
+                             **options)
     assert other.candidates[0].address not in addresses
 
 

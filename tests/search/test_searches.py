@@ -278,7 +278,7 @@ def test_searches_over_texts_ask_for_a_tokenizer_first(method: str) -> None:
     say = lambda *args: "x"
     options = {"with-tools": dict(act=say), "trimr": dict(redundant=say, guidance="x"), "corag": dict(retrieve=say)}
     with pytest.raises(ValueError, match="lm: has no tokenizer, and"):
-        search.explore(tiny(), [[1, 3]], method, options=options.get(method, {}), **OPTIONS)
+        search.explore(tiny(), [[1, 3]], search.make(method, **options.get(method, {})), **OPTIONS)
     with pytest.raises(ValueError, match="until: got 'x', but the model has no tokenizer"):
         search.explore(tiny(), [[1, 3]], "treepo", until="x", max_new_tokens=4)
 
@@ -297,7 +297,8 @@ def test_what_reads_answers_asks_for_a_tokenizer_first(call: Any) -> None:
 @pytest.mark.parametrize("name", ["particle-filter", "step-beams", "a-star", "treepo", "smc", "smc-steering"])
 def test_searches_without_steps_take_a_text_for_a_step(name: str) -> None:
     options = {"smc": dict(potential=potential), "smc-steering": dict(potential=potential), "treepo": dict(n=4)}
-    out = search.explore(tiny(), [[1, 3]], name, options=options.get(name, dict(reward=reward)), max_new_tokens=NEW,
+    method = search.make(name, **options.get(name, dict(reward=reward)))
+    out = search.explore(tiny(), [[1, 3]], method, max_new_tokens=NEW,
                         temperature=1.0)
     assert len(out.text[0]) == NEW or out.text[0][-1] == EOS
 
@@ -359,16 +360,17 @@ def test_parts() -> None:
     ("step-beams", dict(reward=lambda p, t: [np.nan] * len(t)), "score: got array"),
     ("smc", dict(potential=lambda p, t: [np.inf] * len(t)), "potential: got inf"),
     ("smc-steering", dict(potential=lambda p, t: [np.inf] * len(t), n=4, factor=2), "potential: got inf"),
-    (5, {}, "by: got int")])
+    (5, {}, "by: got 5, takes a function of decodax.search")])
 def test_what_makes_no_sense_is_refused(given: Any, options: dict[str, Any], message: str) -> None:
+    method = lambda: search.make(given, **options) if isinstance(given, str) else given
     with pytest.raises((ValueError, TypeError), match=message):
-        search.explore(tiny(), [[1, 3]], given, options=options, **OPTIONS)
+        search.explore(tiny(), [[1, 3]], method(), **OPTIONS)
 
 
 @pytest.mark.parametrize(("name", "value"), [("max_time", 1.0), ("batch_size", 2), ("num_samples", 3)])
 def test_what_a_search_does_not_honour_is_refused(name: str, value: Any) -> None:
     with pytest.raises(TypeError, match=f"^{name}: explore takes no such argument; "):
-        search.explore(tiny(), [[1, 3]], "particle-filter", options=dict(reward=reward, n=2), **{name: value})
+        search.explore(tiny(), [[1, 3]], search.particle_filter(reward=reward, n=2), **{name: value})
 
 
 def test_the_guide_has_every_search() -> None:

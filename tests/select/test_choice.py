@@ -143,29 +143,30 @@ PROMPTS = ["def area(", "x ="]
 
 def test_choose_samples_and_chooses(lm: LM) -> None:
     options: dict[str, Any] = dict(temperature=0.9, max_new_tokens=6, seed=3)
-    found = dx.select.choose(lm, PROMPTS, "likelihood", n=4, **options)
+    found = dx.select.choose(lm, PROMPTS, "likelihood", num_samples=4, **options)
     drawn = dx.generate(lm, PROMPTS, num_samples=4, logprobs=0, **options)
     assert drawn.text is not None and drawn.logprobs is not None
     means = drawn.logprobs.raw.sum(1).reshape(2, 4) / drawn.lengths.reshape(2, 4)
     assert found.index == means.argmax(1).tolist()
     assert found.text == [drawn.text[i * 4 + j] for i, j in enumerate(found.index)]
-    hedged = dx.select.choose(lm, PROMPTS, "likelihood", n=4, options=dict(length_penalty=0, greedy=True), **options)
+    hedged = dx.select.choose(lm, PROMPTS, dx.select.likelihood(length_penalty=0, greedy=True), num_samples=4,
+                              **options)
     assert hedged.candidates[1].texts[0] == dx.generate(lm, PROMPTS[1], max_new_tokens=6).text[0]      # type: ignore[index]
     asked = []
-    rewarded = dx.select.choose(lm, PROMPTS, "best-of-n", n=2, options=dict(
-        reward=lambda prompt, texts: asked.append(prompt) or [0, 1]), **options)
+    rewarded = dx.select.choose(lm, PROMPTS, dx.select.best_of_n(
+        reward=lambda prompt, texts: asked.append(prompt) or [0, 1]), num_samples=2, **options)
     assert asked == PROMPTS and rewarded.index == [1, 1]
-    assert len(dx.select.choose(lm, PROMPTS[0], select.MBR(greedy=True), n=1, **options)) == 1
+    assert len(dx.select.choose(lm, PROMPTS[0], select.MBR(greedy=True), num_samples=1, **options)) == 1
     for call, message in (
             (lambda: dx.select.choose(lm, PROMPTS, "mrb"), "select: unknown name 'mrb'; near ones: mbr"),
-            (lambda: dx.select.choose(lm, PROMPTS, "mbr", options=dict(utilty=3)),
+            (lambda: dx.select.choose(lm, PROMPTS, dx.select.make("mbr", utilty=3)),
              "takes no option 'utilty'; takes utility"),
             (lambda: dx.select.choose(lm, PROMPTS, "best-of-n"), "'best-of-n' needs reward="),
-            (lambda: dx.select.choose(lm, PROMPTS, n=0), "n: got 0")):
+            (lambda: dx.select.choose(lm, PROMPTS, num_samples=0), "num_samples: got 0")):
         with pytest.raises(ValueError, match=message):
             call()
-    with pytest.raises(TypeError, match="num_samples: choose takes no such argument; give n"):
-        dx.select.choose(lm, PROMPTS, num_samples=3)
+    with pytest.raises(TypeError, match="num_return_sequences: choose takes no such argument; give num_s"):
+        dx.select.choose(lm, PROMPTS, num_return_sequences=3)
 
 
 @pytest.mark.wide
@@ -177,14 +178,16 @@ def test_the_first_that_ends_is_taken(lm: LM, monkeypatch: pytest.MonkeyPatch) -
     assert (ends.min(1) < 60).all() and (ends.max(1) > 2 * ends.min(1)).all()
     for burst in (1, 32):
         monkeypatch.setattr("decodax.select.finish.BURST", burst)
-        found = dx.select.choose(lm, PROMPTS, "first-finish", n=5, **options)
+        found = dx.select.choose(lm, PROMPTS, "first-finish", num_samples=5, **options)
         assert found.index == ends.argmin(1).tolist()
         assert whole.text is not None
         assert found.text == [whole.text[i * 5 + j] for i, j in enumerate(found.index)]
-    found = dx.select.choose(lm, PROMPTS, "first-finish", n=5, **{**options, "max_new_tokens": 1, "stop": None})
+    found = dx.select.choose(lm, PROMPTS, "first-finish", num_samples=5,
+                             **{**options, "max_new_tokens": 1, "stop": None})
     assert found.index == [0, 0]        # nobody ends
     # the time is out at the first look
-    found = dx.select.choose(lm, PROMPTS, "first-finish", n=5, **{**options, "stop": None, "eos_token_id": []},
+    found = dx.select.choose(lm, PROMPTS, "first-finish", num_samples=5,
+                             **{**options, "stop": None, "eos_token_id": []},
                              max_time=1e-9)
     assert all(each.lengths is not None and (each.lengths <= 32).all() for each in found.candidates)
     with pytest.raises(TypeError, match="batch_size: first-finish takes no such argument"):

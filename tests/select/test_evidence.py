@@ -69,7 +69,7 @@ def test_evidence_counts_and_is_not_chosen(tiny_model: Path) -> None:
     lm = dx.load(tiny_model)
     sampled = select.Sampled(lm, 3, lambda prompt: [prompt, f"{prompt}!"], dict(max_new_tokens=4, temperature=1.0))
     assert len(sampled("x")) == 6 and sampled("x") == sampled("x")
-    out = dx.select.choose(lm, ["a", "b"], "x-mbr", n=4, options={"evidence": sampled}, temperature=1.0,
+    out = dx.select.choose(lm, ["a", "b"], dx.select.x_mbr(evidence=sampled), num_samples=4, temperature=1.0,
                            max_new_tokens=4)
     assert out.text[0] in out.candidates[0].texts
 

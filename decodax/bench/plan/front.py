@@ -15,7 +15,7 @@ from decodax.bench.plan.count import DeviceCounts, count, setup
 from decodax.bench.plan.hardware import Slice, slice_of
 from decodax.bench.plan.presets import PRESETS
 from decodax.common.progress import bar
-from decodax.common.registry import near
+from decodax.common.strings import near
 from decodax.io.load import LM, find
 from decodax.models.diffusion import read_diffusion
 from decodax.models.families import read_config

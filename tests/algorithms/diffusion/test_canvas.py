@@ -61,12 +61,17 @@ def test_guidance_of_a_canvas_knows_no_negative_prompt():
         run(none, 4, "canvas", guidance_scale=2.0)
 
 
+def ids_of(out):
+    """The ids of each row's gaps."""
+    return out.findings["gap_tokens"].tolist()
+
+
 @pytest.mark.wide
 def test_infilling_keeps_the_pieces_and_fills_the_gaps():
     rows = [["ab", 3, "cd", 2, "a"], ["fa", 2, [4, 5]]]
     model = lm(tokenizer=WORDS)
     out = dx.infill(model, rows, algorithm=LLADA)
-    for row, text, gaps, ids in zip(rows, out.text, out.gaps, out.tokens, strict=True):
+    for row, text, gaps, ids in zip(rows, out.text, out.findings["gaps"], ids_of(out), strict=True):
         given = [WORDS.decode(p) if isinstance(p, list) else p for p in row]
         fill = iter(gaps)
         assert text == "".join(next(fill) if isinstance(p, int) else p for p in given)
@@ -75,7 +80,7 @@ def test_infilling_keeps_the_pieces_and_fills_the_gaps():
     # the same from ids with the mask token in their gaps
     flat = [t for p in rows[0] for t in ([MASK] * p if isinstance(p, int) else WORDS.encode(p))]
     again = dx.infill(lm(), [[flat]], algorithm=LLADA)
-    assert again.text is None and again.tokens == [out.tokens[0]] and len(again) == 1
+    assert again.text is None and ids_of(again) == [ids_of(out)[0]] and len(again) == 1
     assert dx.infill(model, rows[0], algorithm=LLADA).text == out.text[:1]
 
 
@@ -84,20 +89,20 @@ def test_infilling_sees_both_sides():
     left, right = [PROMPTS[0], 3, [2, 2, 2]], [PROMPTS[0], 3, [9, 9, 9]]
     out = dx.infill(lm(), [left, right], temperature=1.0, seed=[5, 5])
     same = dx.infill(lm(), [left, left], temperature=1.0, seed=[5, 5])
-    assert same.tokens[0] == out.tokens[0]
+    assert ids_of(same)[0] == ids_of(out)[0]
     x = np.array([*PROMPTS[0], MASK, MASK, MASK, 2, 2, 2])
     first = normal(raw(x))[len(PROMPTS[0]):len(PROMPTS[0]) + 3]
-    greedy = dx.infill(lm(), left).tokens[0][0]
+    greedy = ids_of(dx.infill(lm(), left))[0][0]
     assert greedy[int(first.max(-1).argmax())] == first.argmax(-1)[first.max(-1).argmax()]
 
 
 @pytest.mark.wide
 def test_an_end_of_sequence_cuts_a_gap_only_if_it_may():
-    out = dx.infill(lm(), [PROMPTS[0], 5, [2]], algorithm=LLADA).tokens[0][0]
+    out = ids_of(dx.infill(lm(), [PROMPTS[0], 5, [2]], algorithm=LLADA))[0][0]
     end = out[1]
     model = lm(eos=end, tokenizer=None)
-    assert dx.infill(model, [PROMPTS[0], 5, [2]], algorithm=LLADA, ends=True).tokens[0][0] == out[:out.index(end) + 1]
-    assert end not in dx.infill(model, [PROMPTS[0], 5, [2]], algorithm=LLADA).tokens[0][0]
+    assert ids_of(dx.infill(model, [PROMPTS[0], 5, [2]], algorithm=LLADA, ends=True))[0][0] == out[:out.index(end) + 1]
+    assert end not in ids_of(dx.infill(model, [PROMPTS[0], 5, [2]], algorithm=LLADA))[0][0]
 
 
 @pytest.mark.wide
@@ -105,11 +110,11 @@ def test_an_infilling_takes_its_arguments_text_by_text():
     rows = [[PROMPTS[0], 4, [2]], [PROMPTS[1], 2, [3]]]
     options = dict(temperature=[0.0, 1.0], seed=[1, 2], suppress_tokens=[[5, 6], None])
     whole = dx.infill(lm(), rows, **options)
-    assert dx.infill(lm(), rows, batch_size=1, **options).tokens == whole.tokens
-    free = dx.infill(lm(), rows, ends=True).tokens[0][0]
-    cut = dx.infill(lm(), rows, ends=True, eos_token_id=[free[1]]).tokens[0][0]      # in place of the model's
+    assert ids_of(dx.infill(lm(), rows, batch_size=1, **options)) == ids_of(whole)
+    free = ids_of(dx.infill(lm(), rows, ends=True))[0][0]
+    cut = ids_of(dx.infill(lm(), rows, ends=True, eos_token_id=[free[1]]))[0][0]      # in place of the model's
     assert cut == free[:free.index(free[1]) + 1]
-    assert free[1] not in dx.infill(lm(), rows, eos_token_id=[free[1]]).tokens[0][0]
+    assert free[1] not in ids_of(dx.infill(lm(), rows, eos_token_id=[free[1]]))[0][0]
 
 
 def test_what_cannot_be_infilled_is_named():

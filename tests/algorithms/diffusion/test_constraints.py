@@ -74,13 +74,13 @@ def test_gaps_are_filled_so_that_the_whole_is_of_the_language() -> None:
         out = dx.infill(lm("full"), [["ab", 4, "f", 2, "gh"], ["h", 3, "cdf", 3]],
                         constraint=dx.constraints.regex(PATTERN),
                         temperature=1.0, seed=seed)
-        assert out.gaps is not None and out.text is not None
+        assert out.text is not None
         assert re.fullmatch(PATTERN, out.text[0][2:]) and re.fullmatch(PATTERN, out.text[1][1:]), out.text
         assert "f" in out.text[0] and out.text[0].endswith("gh")
     with pytest.raises(ValueError, match="ends=True cannot be combined with a constraint"):
         dx.infill(lm("full"), ["ab", 4], constraint=dx.constraints.regex("a*"), ends=True)
     impossible = dx.infill(lm("full"), ["ab", 2, "h"], constraint=dx.constraints.regex("(ab)*"))
-    assert impossible.result.status == [dx.Status.DEAD_END]
+    assert impossible.status == [dx.Status.DEAD_END]
 
 
 def test_what_a_canvas_cannot_do_is_refused() -> None:

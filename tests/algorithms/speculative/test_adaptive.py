@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from decodax.algorithms.autoregressive import Autoregressive
+from decodax.algorithms.plain import Autoregressive
 from decodax.algorithms.speculative import NOTHING, Adaptive, Automatic, Bandit, Bass, Speculative, drafts, trees
 from decodax.algorithms.speculative.adaptive.controllers import Controller, RoundOutcome
 from decodax.algorithms.speculative.source import Grower, Growth

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from decodax.algorithms.autoregressive import Autoregressive
+from decodax.algorithms.plain import Autoregressive
 from decodax.algorithms.speculative import Lengths, Speculative
 from decodax.algorithms.speculative.adaptive.lengths import always
 from decodax.algorithms.speculative.drafts import DraftModel, PromptLookup, SpecBranch

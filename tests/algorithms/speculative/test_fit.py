@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from decodax.algorithms.autoregressive import Autoregressive
+from decodax.algorithms.plain import Autoregressive
 from decodax.algorithms.speculative import Speculative, fit_lengths, fit_predictor, fit_skipped_layers, fit_tree
 from decodax.algorithms.speculative.adaptive.fit_trees import continued
 from decodax.algorithms.speculative.adaptive.measure import measure

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from decodax.algorithms.autoregressive import Autoregressive
+from decodax.algorithms.plain import Autoregressive
 from decodax.algorithms.speculative import Cut, Rejection, Speculative
 from decodax.algorithms.speculative.drafts.jacobi.fastcot import FastCoT
 from decodax.algorithms.speculative.drafts.jacobi.jacobi import PGJ, Jacobi

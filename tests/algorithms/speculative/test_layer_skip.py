@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from decodax.algorithms.autoregressive import Autoregressive
+from decodax.algorithms.plain import Autoregressive
 from decodax.algorithms.speculative import Speculative
 from decodax.algorithms.speculative.drafts.self.clasp import CLaSp, skip_set
 from decodax.algorithms.speculative.drafts.self.dynamic_exit import DynamicExit, tokens_per_layer

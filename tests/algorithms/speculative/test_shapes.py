@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from decodax.algorithms.autoregressive import Autoregressive
+from decodax.algorithms.plain import Autoregressive
 from decodax.algorithms.speculative import MultiRound, Rejection, Speculative, fit_tree
 from decodax.algorithms.speculative.source import Answer, Grower, Shape
 from decodax.algorithms.speculative.trees import (

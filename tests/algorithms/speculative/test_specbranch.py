@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from decodax.algorithms.autoregressive import Autoregressive
+from decodax.algorithms.plain import Autoregressive
 from decodax.algorithms.speculative import Lengths, Speculative, fit_lengths
 from decodax.algorithms.speculative.adaptive.fit_lengths import embeddings, examples, fitted_to
 from decodax.algorithms.speculative.adaptive.lengths import always

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from decodax.algorithms.autoregressive import Autoregressive
+from decodax.algorithms.plain import Autoregressive
 from decodax.algorithms.speculative import Rejection, Speculative
 from decodax.algorithms.speculative.drafts import DraftModel, PromptLookup
 from decodax.algorithms.speculative.split import Costs, Split

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from decodax import algorithms
-from decodax.algorithms.autoregressive import Autoregressive
+from decodax.algorithms.plain import Autoregressive
 from decodax.algorithms.speculative import MultiRound, Proposal, Rejection, Speculative
 from decodax.algorithms.speculative.drafts.model.callable import UserDraft
 from decodax.algorithms.speculative.drafts.text.aded import ADED

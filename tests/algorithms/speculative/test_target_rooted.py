@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from decodax.algorithms.autoregressive import Autoregressive
+from decodax.algorithms.plain import Autoregressive
 from decodax.algorithms.speculative import LongestBranch, SeedExact, Speculative
 from decodax.algorithms.speculative.drafts import PromptLookup, TargetRooted
 from decodax.algorithms.speculative.trees import Fixed, Sliced

@@ -113,7 +113,7 @@ def test_errors_name_what_is_wrong():
             (dict(live=9000), "live: got 9000, takes at most the capacity 8192"),
             (dict(batch=0), "batch: got 0"), (dict(tokens_per_round=0), "tokens_per_round: got 0"),
             (dict(algorithm="prompt-lokup"), "near ones: prompt-lookup"), (dict(weights="int3"), "int3"),
-            (dict(draft="llama-3-8b"), "draft: can only be given with an algorithm by name")):
+            (dict(draft="llama-3-8b"), "draft: takes a method that misses a draft model")):
         with pytest.raises(ValueError, match=message):
             plan(**{"model": "llama-3-8b", "topology": "v5e:2x4", "compile": False, **given})
 

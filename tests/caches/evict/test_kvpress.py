@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import decodax as dx
-from decodax.algorithms.autoregressive import Autoregressive
+from decodax.algorithms.plain import Autoregressive
 from decodax.caches.evict.capkv import Capacity
 from decodax.caches.evict.chunkkv import TokenChunks
 from decodax.caches.evict.cur import Leverage

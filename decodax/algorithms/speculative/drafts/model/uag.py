@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from decodax.algorithms.autoregressive import Autoregressive
+from decodax.algorithms.plain import Autoregressive
 from decodax.algorithms.speculative.algorithm import Speculative
 from decodax.algorithms.speculative.drafter import CHAINS
 from decodax.algorithms.speculative.drafts.model.draft_model import catch_up

@@ -1,0 +1,66 @@
+"""What `stream` and `watch` have in common: a text that is made while its pieces are read."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from decodax.common.arguments import scalar
+from decodax.engine.batch import Job
+from decodax.engine.request import Request
+from decodax.engine.result import Result
+from decodax.front.options import merged
+
+Piece = TypeVar("Piece")
+
+
+class Live(Iterator[Piece]):
+    """Pieces as they are made. A context manager: leaving it early ends the work.
+
+    Attributes:
+        result: of the whole text, after the last piece; None before it, and if it was closed early.
+    """
+
+    def __init__(self, request: Request, clock: float):
+        self.result: Result | None = None
+        self._request, self._job = request, Job.begin(request)
+        self._end = None if request.max_time is None else clock + request.max_time
+        self._closed = False
+
+    def close(self) -> None:
+        """Ends it: no further piece comes, and the memory of its cache is free. May be called again."""
+        self._closed = True
+        self.__dict__.pop("_job", None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        self.close()
+
+    def _advance(self, seconds: float | None, rounds: int | None = None) -> None:
+        self._job.advance(seconds, rounds)
+        if self._end is not None and time.monotonic() > self._end:
+            self._job.expire()
+
+
+def one_row(where: str, lm: Any, prompt: Any, options: dict[str, Any]) -> Request:
+    """The request of a front end that takes one prompt.
+
+    Raises:
+        TypeError, ValueError: as `Request.read`; also for arguments that need many rows.
+    """
+    options = merged(options.pop("sampling", None), options)
+    for name in ("search", "select"):
+        if options.pop(name, None) is not None:
+            raise TypeError(f"{name}: {where} takes no such argument; it is known which text is taken when all rows "
+                            "have ended, so use generate")
+    for name, none in (("num_samples", 1), ("batch_size", 1), ("progress", False)):
+        given = options.pop(name, None)
+        plain = scalar(name, given, repr(none))
+        if given is not None and (type(plain) is not type(none) or plain != none):
+            raise ValueError(f"{name}: got {given!r}; for generate only, a {where} is one row")
+    return Request.read(lm, prompt, where, **options)
