@@ -7,7 +7,7 @@
   2024): Taylor features and sliding windows, and a prefix that is read in both directions.
 
 Each gives the configuration of another network. `linearized` keeps a decoder's weights and adds to them
-(`linear_weights`); how much it loses without training is in `docs/models.md`.
+(`linear_weights`); how much it loses without training is in `docs/usage/models.md`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Writes docs/conformance.md: for every registry entry, how it compares with its authors' code.
+"""Writes docs/results/conformance.md: for every registry entry, how it compares with its authors' code.
 
     python scripts/conformance_report.py
 
@@ -18,7 +18,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 CASES = ROOT / "tests" / "conformance"
-PAGE = ROOT / "docs" / "conformance.md"
+PAGE = ROOT / "docs" / "results" / "conformance.md"
 
 RESULTS = ("equal", "deviates", "reference at fault", "not compared", "no public code")
 """What a remark may say of an entry. "equal" is for what other tests compare; of cases it is known from themselves."""
@@ -53,7 +53,7 @@ An entry that is another name of the same algorithm is listed with it. `scripts/
 
 
 def page(root: Path = CASES) -> str:
-    """The text of docs/conformance.md."""
+    """The text of docs/results/conformance.md."""
     from decodax.common.registry import ALGORITHMS
 
     remarks = tomllib.loads((root / "remarks.toml").read_text())

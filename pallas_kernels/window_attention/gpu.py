@@ -4,7 +4,7 @@ A program is a row, one of its heads of keys and values, a tile of that head's q
 slots. Decoding has few rows, so the slots are shared out until every multiprocessor has work (Dao et al., 2023,
 "Flash-Decoding"), and the shares are merged by their softmax sums. A program ends at what is live.
 
-Sizes were chosen by timing on an H200 (`docs/gpu.md`).
+Sizes were chosen by timing on an H200 (`docs/results/gpu.md`).
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ BLOCK = 128
 
 WIDE_BLOCK = 1024
 """The same on accelerators, where a step is a dozen operations of a microsecond each: with 2,048 live entries XLA
-estimates a third of the cycles that blocks of 256 take on a v5e (`docs/tpu.md`)."""
+estimates a third of the cycles that blocks of 256 take on a v5e (`docs/results/tpu.md`)."""
 
 MASKED = -1e30
 """The score of what is not seen: finite, so that a fully masked block gives weights that the merge scales to zero."""

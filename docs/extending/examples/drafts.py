@@ -1,13 +1,9 @@
-# Drafts, sources and diffusion rules
+"""Drafts, sources and diffusion rules: REST (a draft with weights), Cacheback (a draft with state), pairs of tokens (a
+source of distributions), a draft around another one, and a rule of masked diffusion.
 
-A *draft* guesses what follows each row's text; `dx.Speculative` scores the guesses in one forward, and a *verifier*
-decides which of them hold. With `SeedExact`, the default, the output is that of plain decoding token for token, whatever
-the draft says. So a wrong draft costs time and never quality, and the first test of a new one is an equality.
+All of it runs as one program, `tests/extending` runs it, and the pages of docs/extending explain the contracts.
+"""
 
-The page writes two published drafts, REST and Cacheback, a source of distributions, and a rule of masked diffusion, and
-enters them in the table of systems. It uses a network of two layers with random weights:
-
-```python
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 
 import decodax as dx
+from decodax import algorithms
+from decodax.algorithms.diffusion import Adapter, Blocks, MaskedDiffusion, Unmask
+from decodax.algorithms.speculative.drafter import AroundSource
+from decodax.algorithms.speculative.drafts.text.history import prefix_tree, tail
+from decodax.algorithms.speculative.drafts.text.sam_decoding import suffix_array
+from decodax.algorithms.speculative.source import Answer, Draft, Source
+from decodax.common.struct import Struct, struct
 from decodax.models import Transformer, llama
+from decodax.models.diffusion import Diffusion
 
 network = Transformer(llama(vocab=16, width=16, layers=2, heads=4, kv_heads=2, mlp=24, context=256))
 weights = jax.tree.map(lambda x: 8 * x if x.ndim > 1 else x, network.init_params(jax.random.key(1)))
@@ -26,38 +30,7 @@ lm = dx.LM(model=network, params=weights, vocab_size=16)
 prompts = [[1, 2, 3, 4], [9, 3], [5, 5, 5, 2, 7, 1]]
 plain = dx.generate(lm, prompts, max_new_tokens=24)
 sampled = dx.generate(lm, prompts, max_new_tokens=24, temperature=0.7, seed=3)
-```
 
-## What a draft is
-
-Derive a frozen dataclass from `decodax.algorithms.speculative.source.Draft`. It is static under `jit`: its fields are settings, and
-arrays go into weights or into state.
-
-| member | what it gives |
-|---|---|
-| `length` | the most drafts on one path; a field or a property |
-| `propose(params, policy, s, state, drawn)` | a `Proposal` for each row, and the state |
-| `cache_needs` | `CHAINS` if it proposes chains alone; by default `TREES` |
-| `init(params, s)` | its state for the prompts, a pytree whose leaves have a leading batch axis; by default None |
-| `observe(s, window, out, decision, state)` | its state after a scored window, for drafts that read hidden states or logits |
-| `weights`, `bare()` | its arrays, and the draft without them; by default none, or those of [the drafts that it holds](#a-draft-around-another-one) |
-
-`s` is the decoding state: `s.tokens` is `i32[B, N]`, of which the first `s.length[b]` of row `b` are text, and
-`s.newest` is the last of them. A `Proposal` has `tokens` and `live`, both `[B, N]`, and `parents`: the window node above
-each draft, where 0 is the newest token and `i` is draft `i - 1`. Without `parents` the drafts are a chain.
-
-## REST: a draft with weights
-
-REST (He et al. 2023) keeps a datastore of texts. It looks up the longest suffix of the context that occurs there, from
-`longest` tokens down to 2, gathers what followed each occurrence, and drafts the most frequent prefixes of those
-continuations as a tree. The search needs the suffixes of the datastore in sorted order, which the host prepares once.
-Both arrays are the draft's `weights`: `generate` places them on the device and hands them to the compiled program as
-data, as `params.draft`. The program is compiled for `bare()`, so another datastore of the same size compiles nothing.
-
-```python
-from decodax.algorithms.speculative.drafts.text.sam_decoding import suffix_array
-from decodax.algorithms.speculative.drafts.text.history import prefix_tree, tail
-from decodax.algorithms.speculative.source import Draft
 
 LAST = np.iinfo(np.int32).max
 
@@ -140,14 +113,8 @@ def bisect(store, query, size):
 
     bounds = (jnp.int32(0), jnp.int32(order.shape[0]))
     return jax.lax.fori_loop(0, order.shape[0].bit_length() + 1, halve, bounds)[0]
-```
 
-`prefix_tree` and `tail` are helpers of the drafts that ship. The first makes a tree of the heaviest prefixes of some
-paths. A continuation ends with its document; in the authors' code documents run into each other.
 
-Here the datastore is what the model wrote before:
-
-```python
 store = datastore([[*prompt, *plain.row(i).tolist()] for i, prompt in enumerate(prompts)])
 rest = dx.Speculative(Rest(store))
 
@@ -158,20 +125,6 @@ print(fast.stats.tokens_per_forward)                                     # plain
 
 again = dx.generate(lm, prompts, max_new_tokens=24, temperature=0.7, seed=3, algorithm=rest)
 assert [again.row(i).tolist() for i in range(3)] == [sampled.row(i).tolist() for i in range(3)]
-```
-
-## Cacheback: a draft with state
-
-Cacheback (Ma, Gim, Zhong 2025) learns from the text alone. A table maps *leaders*, the last `leader` tokens, to
-*followers*, the `follower` tokens after them. Both levels forget what was put in least recently. The draft is the tree of
-the followers of the newest tokens, the followers of those, and so on, `levels` times.
-
-Its state has fixed shapes, one table a row of the batch. A time stamp for each leader takes the place of a linked list,
-and followers lie in order, the most recent first. The draft learns when it is asked: it puts in all n-grams of the text
-that are new since the last round, which in the first round is the whole prompt. So it needs no `observe`.
-
-```python
-from decodax.common.struct import Struct, struct
 
 
 @struct
@@ -248,29 +201,15 @@ class Cacheback(Draft):
         ends, paths = context[None], jnp.zeros((1, 0), jnp.int32)
         for _ in range(self.levels):
             new = jax.vmap(followers)(ends).reshape(-1, self.follower)
-            join = lambda x: jnp.concatenate([jnp.repeat(x, self.followers, 0), new], 1)
+            join = lambda x, new=new: jnp.concatenate([jnp.repeat(x, self.followers, 0), new], 1)
             ends, paths = join(ends)[:, -self.leader:], join(paths)
         return paths
-```
 
-A leader that stands before the beginning of the text holds -1, and an empty place of the table does too: hence the check
-of `used`.
 
-```python
 cacheback = dx.Speculative(Cacheback(leaders=32, followers=3, levels=2))
 fast = dx.generate(lm, prompts, max_new_tokens=24, algorithm=cacheback)
 assert [fast.row(i).tolist() for i in range(3)] == [plain.row(i).tolist() for i in range(3)]
 assert fast.stats.accepted.sum() > 0
-```
-
-## A source of distributions
-
-A draft that has probabilities is better written as a `Source`: it gives logits after the newest token (`start`) and after
-any nodes of a growing tree (`extend`). A `Shape` then grows chains, fixed trees or trees of any published rule from it,
-and verifiers that need the draft's distribution, such as `Rejection`, get it. This one counts pairs of tokens:
-
-```python
-from decodax.algorithms.speculative.source import Answer, Source
 
 
 @dataclasses.dataclass(frozen=True)
@@ -304,16 +243,6 @@ assert [fast.row(i).tolist() for i in range(3)] == [plain.row(i).tolist() for i 
 others = dx.Speculative(Pairs(counts), verify=dx.verify.Rejection(), shape=dx.trees.Chain(3))
 fast = dx.generate(lm, prompts, max_new_tokens=24, temperature=0.7, algorithm=others)
 print(others.guarantee, fast.stats.draft_acceptance_rate)
-```
-
-## A draft around another one
-
-A draft or source that changes what another one proposes derives from `AroundSource`, named before `Draft` or `Source`,
-and holds the other one in its field `source`. Whatever it does not override is forwarded: weights, sizes, the cache that
-the other one reads, and its state. This one keeps the drafts of another one, trees included, except after one token:
-
-```python
-from decodax.algorithms.speculative.drafter import AroundSource
 
 
 @dataclasses.dataclass(frozen=True)
@@ -335,26 +264,6 @@ class ExceptAfter(AroundSource, Draft):
 some = dx.Speculative(ExceptAfter(Rest(datastore([plain.row(0).tolist()])), token=3))
 fast = dx.generate(lm, prompts, max_new_tokens=24, algorithm=some)
 assert [fast.row(i).tolist() for i in range(3)] == [plain.row(i).tolist() for i in range(3)]
-```
-
-A draft that is made of several holds them in fields, or in a field that is a tuple. `bare`, `fit`, `through`,
-`for_vocabulary`, `exact` and `reader` then ask all of them by default. `weights` is a tuple with an entry for each in the
-order of the fields, and the draft gives each its own: `params.replace(draft=params.draft[i])`. It writes `init`, `propose`,
-`observe` and `cache_needs` itself; `decodax.algorithms.speculative.drafts.Fallback` is an example of two drafts.
-
-## A rule of masked diffusion
-
-A sampler of masked diffusion is `dx.MaskedDiffusion` with nine policies, and each of them has a base class in
-`dx.algorithms.diffusion`. An `Unmask` rule chooses the candidates that are decided in a step. It gets the window (`view`: the
-block, for samplers that fill block by block) and the model's predictions at its positions (`seen`), `[R, W]` each, and
-returns `bool[R, W]`. Only open positions that are active count. If it chooses none, the best one by score is unmasked, so
-a rule cannot stall.
-
-This one decides the candidates whose *margin*, the probability of the best token less that of the second, reaches a bar.
-The bar falls from step to step, so that a block is finished sooner the longer it takes:
-
-```python
-from decodax.algorithms.diffusion import MaskedDiffusion, Unmask
 
 
 @dataclasses.dataclass(frozen=True)
@@ -367,28 +276,12 @@ class FallingMargin(Unmask):
     def __call__(self, view, seen, score, memory):
         bar = self.high * self.decay ** view.step.astype(jnp.float32)
         return seen.model.margin >= bar[:, None]
-```
 
-The sampler reads from the model how it was trained to fill masks: `LM.diffusion` says so.
-
-```python
-from decodax.algorithms.diffusion import Adapter, Blocks
-from decodax.models.diffusion import Diffusion
 
 filler = dx.LM(model=network, params=weights, vocab_size=16, diffusion=Diffusion(mask=15))
 sampler = MaskedDiffusion(Adapter.of(filler), Blocks(8), unmask=FallingMargin(high=0.3, decay=0.5))
 out = dx.generate(filler, prompts, max_new_tokens=16, algorithm=sampler)
 print(out.stats.tokens_per_forward)
-```
-
-## An entry in the table of systems
-
-`decodax.algorithms.register` enters a function or a dataclass under a name, with its paper and the guarantee that holds
-of its output. Its parameters are the options, `lm` and `draft` aside, which are the models; the first sentence of its
-docstring is what `decodax list` shows. A name is taken once in a process.
-
-```python
-from decodax import algorithms
 
 
 @algorithms.register("rest", "REST: Retrieval-Based Speculative Decoding", "He et al. 2023", family="speculative-tree",
@@ -414,4 +307,3 @@ def make_falling_margin(lm, block: int = 8, high: float = 0.9, decay: float = 0.
 
 fast = dx.generate(lm, prompts, max_new_tokens=24, algorithm="cacheback:leaders=32,followers=3,levels=2")
 out = dx.generate(filler, prompts, max_new_tokens=16, algorithm="falling-margin:high=0.3,decay=0.5")
-```

@@ -1,86 +1,29 @@
-# A cache of your own
+"""Caches written from the contract: attention sinks (StreamingLLM), eviction by accumulated attention (H2O), a pool of
+pages (PagedAttention) and a wrapper that counts.
 
-A cache keeps what the model has computed for the tokens of each row. It decides four things: what an entry is, what a
-query sees, where a committed entry goes, and what is forgotten. A model asks it for attention once a layer, the round
-hands it the entries that a decision accepted, and nothing else knows what is inside. So a new kind works at once with
-plain decoding, sampling, drafts, draft trees and several samples of a prompt.
+All of it runs as one program, `tests/extending` runs it, and the pages of docs/extending explain the contracts.
+"""
 
-[../caches.md](../caches.md) lists the policies that are here by name. This page writes three kinds from the literature:
-attention sinks (StreamingLLM), eviction by accumulated attention (H2O), and a pool of pages. All of its code runs as one
-program.
-
-## The contract
-
-Derive a `@struct` (a frozen dataclass that JAX walks as a pytree) from `decodax.core.cache.Cache`.
-
-| | What it does |
-|---|---|
-| `attend(layer, q, k, v, window, scale=...)` | attention of the window's queries to the cache and to the window; returns the output and the layer's *entry*, a pytree of arrays `[B, W, ...]` |
-| `commit(entries, slots)` | takes in the entries whose `slots[b, w]`, the position of their token, is not negative |
-| `select(rows)` | the cache whose row `i` is row `rows[i]`: samples of a prompt, beams |
-| `length`, `capacity` | positions taken in, `i32[B]`, and the most of them |
-| `inputs` | what the model was given beside the tokens; keep the `inputs` that the kind is made with |
-| `room(running)` | how many more positions fit, `i32[B]`; a row that needs more ends with `Status.CAPACITY` |
-| `horizon()` | how many tokens may be committed before the cache forgets something, `i32[B]` |
-| `stale()`, `renewed(text, rows)` | which rows have entries that are to be computed anew before the next round, `bool[B]`, and the cache with those: `text` has the model, its weights and the tokens so far |
-| `scratch(entries, room)` | room for draft nodes beside it, for drafts of the model's own layers and for draft models: `Scratch.empty` |
-| `truncate(length)` | forgets the entries from a position on |
-| `prefill_cache()`, `settled(prompt)` | the empty cache that a prompt is read into, and what the rounds go on with when it has been read; by default both are the cache itself. A policy that chooses among the tokens of a prompt needs them: see [../caches.md](../caches.md) |
-| `reads` | how many of the first layers a prompt runs through, for kinds that let a part of it go on themselves; by default all |
-| `view`, `view_of(kind)` | what drafts of the model itself read, where that is less than the whole: fewer bits of it, or a smaller cache of that kind beside it (`decodax.cache.views`); by default there is none, which is an error |
-| `adopt(prefix)` | takes over the beginning that all rows have in common, from a dense cache of one row: for kinds whose `CacheConfig.share` says that they can |
-| `supports` | which of the features "trees", "subsets", "rewrites" and "truncation" it has |
-
-Only `attend`, `commit`, `length` and `capacity` must be written. An algorithm that needs a feature which is not in
-`supports` is refused by name before anything is compiled.
-
-Nothing that is not verified is ever committed, so there is nothing to roll back. What must hold for the guarantees of
-speculative decoding to carry over to a cache that forgets is one sentence: **what a cache holds depends on the committed
-tokens alone**, not on how rounds, drafts or prefill chunks cut them up. There are two ways to keep to it.
-
-- A query masks what it may not see by its own position. Then every node of a window sees what plain decoding would see
-  there. This costs nothing; the sinks below do it.
-- The cache forgets only now and then, and `horizon()` says how many tokens may be committed until it does. The round
-  commits no more than that and drafts the rest again. H2O below does this.
-
-The examples use a small Llama with random weights.
-
-```python
 import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 import decodax as dx
+from decodax.cache import Scratch, Slotted, Wrapper, empty_kv, empty_slots
+from decodax.common.struct import static, struct
+from decodax.core.cache import Cache
 from decodax.models.config import llama
+from decodax.models.rope import Rope, rotate
 from decodax.models.transformer import Transformer
+from decodax.pallas_kernels.window_attention import merge, slot_weights, window_attention, window_attention_lse
 
 config = llama(vocab=16, width=16, layers=2, heads=4, kv_heads=2, mlp=24, context=256)
 network = Transformer(config)
 weights = jax.tree.map(lambda x: 8 * x if x.ndim > 1 else x, network.init_params(jax.random.key(5)))
 lm = dx.LM(model=network, params=weights, vocab_size=16)
 prompts = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4], [2, 7, 1, 8, 2, 8]]
-```
-
-## Sinks and a ring
-
-StreamingLLM (Xiao et al. 2023) keeps the first few tokens, which attract attention whatever they say, and the most
-recent ones. Positions are counted inside the cache: once tokens have been dropped, the sinks move up to the ring.
-
-`decodax.cache.Slotted` keeps keys and values in slots apart from positions. It has the fields `keys`, `values`,
-`positions` (what lies in each slot, `i32[B, G, C]` a layer), `length`, `given` and `size`. A kind of it says with `place`
-which slot each committed token goes to.
-
-A model hands over keys that are rotated by their true positions. Distances within the ring are the true ones, so its
-keys stay as they are. Only the distance from a query to the sinks changes, by the same amount for all of them, so it is
-the query that is turned back: rotations add up. The two softmax parts are then merged.
-
-```python
-from decodax.cache import Slotted, empty_slots
-from decodax.models.rope import Rope, rotate
-from decodax.pallas_kernels.window_attention import merge, window_attention_lse
-from decodax.common.struct import static, struct
 
 
 @struct
@@ -115,21 +58,8 @@ class SinkCache(Slotted):
         ring = part(q, lambda at: at >= self.sinks, self.recent)
         out, _ = merge(ring, part(turned, lambda at: at < self.sinks, None))
         return out, (k[:, -own:], v[:, -own:])
-```
 
-`sliding` hides what is `recent` or more positions behind *each query*. A round over six drafts therefore needs no more
-slots than plain decoding: the cache is read before anything is written, and a query further down sees less of it. The
-same holds for a chunk of a prompt. So there is no `max_commit`.
 
-`k` and `v` may begin with nodes of earlier windows (a draft tree that grows level by level), so an entry takes the last
-`W` of them, and `key_positions` says where they all stand.
-
-A *kind* makes empty caches. It is compared by value, like everything that is static under `jit`. `layers` has a
-`decodax.cache.KVLayer` for each layer: heads, widths, rotary embedding, sliding window. A kind whose size depends on the
-number of new tokens derives from `decodax.core.cache.CacheConfig` and defines `fit`. One that needs the tokenizer or the ids
-that end a text defines `of_model(lm)`, and one that lets the model read more behind a prompt says how much (`beyond`).
-
-```python
 @dataclasses.dataclass(frozen=True)
 class Sinks:
     sinks: int
@@ -147,29 +77,6 @@ lookup = dx.Speculative(dx.drafts.PromptLookup(length=4))
 plain = dx.generate(lm, prompts, cache=sinks, max_new_tokens=20)
 drafted = dx.generate(lm, prompts, cache=sinks, max_new_tokens=20, algorithm=lookup)
 assert (plain.tokens == drafted.tokens).all() and drafted.stats.accepted.sum() > 0
-```
-
-## Eviction by accumulated attention
-
-H2O (Zhang et al. 2023) adds up the attention that every cached token has received and evicts those that received least;
-the most recent tokens stay in any case. It does so for every head of keys and values by itself.
-
-This version evicts `every` tokens at once, when the cache holds `heavy + recent + every`. That is `1 / every` of the
-work, and `horizon()` can say how far the next eviction is. A round of drafts that reaches it is cut short there, so every
-accepted node has seen what plain decoding would have shown it.
-
-The statistics are those of accepted nodes alone, and which nodes are accepted is known only at the commit. So the entry
-carries what the weights are computed from, the scaled query and the logarithm of its softmax sum, and `commit` computes
-them: the weight of a key is `exp(q @ k - lse)`. `slot_weights` adds that up for each slot, by a kernel on TPUs. Entries
-may hold any arrays `[B, W, ...]`, as long as keys and values come first.
-
-A prefill commits chunks of many tokens. `window.is_prefill` says that all live nodes of a window will be committed. Such a
-window is walked from eviction to eviction, so that a prompt is read as if it had come token by token.
-
-```python
-from jax import lax
-
-from decodax.pallas_kernels.window_attention import slot_weights, window_attention_lse
 
 
 @struct
@@ -253,8 +160,9 @@ class HeavyHitterCache(Slotted):
         mass = [old + paid(entry, positions, kv, held) for old, entry, kv, held in
                 zip(new.mass, entries, new.kv, new.positions, strict=True)]
         kept = [new.stays(*layer) for layer in zip(mass, new.positions, strict=True)]
-        return new.replace(positions=tuple(jnp.where(stays, at, -1) for stays, at in zip(kept, new.positions)),
-                           mass=tuple(jnp.where(stays, x, 0) for stays, x in zip(kept, mass)))
+        held = tuple(jnp.where(stays, at, -1) for stays, at in zip(kept, new.positions, strict=True))
+        return new.replace(positions=held, mass=tuple(jnp.where(stays, x, 0) for stays, x in
+                                                      zip(kept, mass, strict=True)))
 
     def stays(self, mass, held):
         """Which slots are kept: all, or at an eviction `heavy + recent` of each head."""
@@ -287,26 +195,6 @@ h2o = HeavyHitters(4, 4, 4)
 plain = dx.generate(lm, prompts, cache=h2o, max_new_tokens=20)
 drafted = dx.generate(lm, prompts, cache=h2o, max_new_tokens=20, algorithm=lookup)
 assert (plain.tokens == drafted.tokens).all() and drafted.stats.accepted.sum() > 0
-```
-
-Equal tokens need equal decisions. Weights that differ in their last digit, because a wide window adds in another order
-than a narrow one, can in principle turn an eviction that is a near tie, just as they can turn an argmax.
-
-## A pool of pages
-
-Here the keys of all rows lie in one pool of pages, and each row has a table that says which pages are its own. A short
-row takes few pages, and samples of one prompt share the pages that are full. This is the layout of PagedAttention (Kwon
-et al. 2023).
-
-Two things are new. The pool has no batch axis, so `by_row = False`, and the cache has a `select` of its own: the tables
-are copied, and a page that is still being filled is copied for all rows but the first that hold it. And the pool may run
-out, which `room(running)` tells the round: a row takes what is left in its last page and its part of the free pages, and ends
-with `Status.CAPACITY` when that is used up. A page is free when no table names it.
-
-```python
-from decodax.core.cache import Cache
-from decodax.cache import Scratch, empty_kv
-from decodax.pallas_kernels.window_attention import window_attention
 
 
 @struct
@@ -410,15 +298,7 @@ options = dict(max_new_tokens=20, temperature=0.8, num_samples=2, seed=3)
 assert (dx.generate(lm, prompts, cache=paged, **options).tokens == dx.generate(lm, prompts, **options).tokens).all()
 
 few = dx.generate(lm, prompts, cache=Paged(pages=10, page=4), max_new_tokens=20)
-print([(status.name, int(n)) for status, n in zip(few.status, few.lengths)])
-```
-
-## Around another cache
-
-`decodax.cache.Wrapper` forwards everything to a cache `base`. Override what you want to change, most often `commit`.
-
-```python
-from decodax.cache import Wrapper
+print([(status.name, int(n)) for status, n in zip(few.status, few.lengths, strict=False)])
 
 
 @struct
@@ -443,13 +323,3 @@ class Counted:
 
 out = dx.generate(lm, prompts, cache=Counted(h2o), max_new_tokens=20, algorithm=lookup)
 assert (out.tokens == plain.tokens).all()
-```
-
-`Counted` holds any function that makes a cache. If the other kind is a `CacheConfig`, derive yours from `CacheConfig` too,
-and forward `fit`, `of_model` and `beyond`: they are asked of the outer kind alone.
-
-## Check it
-
-Run your kind through the claims of `tests/extending/test_caches.py`: with a budget that holds everything it equals
-`decodax.cache.dense`; drafts, trees and samples give the tokens of plain decoding; a row does not depend on its batch
-mates; a prompt may be read in chunks of any width.
