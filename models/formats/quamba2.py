@@ -16,7 +16,8 @@ between two tokens. What makes 8 bits enough for the recurrence:
 Weights have 8 bits with one scale a projection (and one each for `z`, `x`, `B`, `C` and `dt`), or 4 with one for each
 128 inputs of an output. W4A16 is the 4-bit weights in the rotated network, and nothing else.
 
-Scales, codes and rounding are those of the authors' code (enyac-group/Quamba), but for what docs/choose/weights.md lists. The
+Scales, codes and rounding are those of the authors' code (enyac-group/Quamba), except for what
+docs/choose/weights.md lists. The
 network with 8-bit states is `decodax.models.formats.rounded_mamba2`.
 """
 

@@ -13,7 +13,8 @@ from jax import Array, lax
 import decodax as dx
 from decodax.cache import Scratch, Slotted, Wrapper, empty_kv, empty_slots
 from decodax.common.struct import static, struct
-from decodax.core.cache import Cache
+from decodax.core.cache import Layout
+from decodax.core.capabilities import DraftBase
 from decodax.models.config import llama
 from decodax.models.rope import Rope, rotate
 from decodax.models.transformer import Transformer
@@ -198,7 +199,7 @@ assert (plain.tokens == drafted.tokens).all() and drafted.stats.accepted.sum() >
 
 
 @struct
-class PagedCache(Cache):
+class PagedCache(DraftBase):
     """Keys and values in pages of a common pool.
 
     Attributes:
@@ -213,7 +214,7 @@ class PagedCache(Cache):
     given: object
 
     supports = frozenset({"trees", "subsets"})
-    by_row = False
+    layout = Layout(by_row=False)           # the pool has no batch axis
 
     @property
     def pages(self):
