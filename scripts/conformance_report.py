@@ -39,7 +39,7 @@ Where the authors' code was at hand and runs on a CPU, it was run on tiny checkp
 committed as numbers under `tests/conformance`, with repository, commit and settings. The tests decode the same prompts
 here and compare the tokens and the number of model calls; of draft trees, lookups and verifiers they compare proposals
 and verdicts. Links lead to the commit. "forwards (7)" were compared in 7 cases; the others end with their budget inside
-a block. Three cases are in the default suite; `pytest -m "" tests/conformance` runs all. A line without counts has no
+a block; most cases have three texts. Three cases are in the default suite; `pytest -m "" tests/conformance` runs all. A line without counts has no
 cases: where it says "by reading", the code was read and not run.
 
 - **equal**: the same tokens in every case, in as many forwards unless the line says otherwise.
@@ -108,9 +108,8 @@ def loops(data: dict[str, Any]) -> tuple[str, list[str]]:
         if "forwards_here" in case:
             other[case["why"]] += 1
     notes = [f"other forwards in {n} of {len(cases)}: {sentence(why)}" for why, n in other.items()]
-    texts = sum(len(case["prompts"]) for case in cases)
     forwards = " and forwards" * bool(counted) + f" ({len(counted)})" * (0 < len(counted) < len(cases))
-    return f"tokens{forwards}, {len(cases)} cases, {texts} texts", notes
+    return f"tokens{forwards}, {len(cases)} cases", notes
 
 
 def proposals(data: dict[str, Any]) -> tuple[str, list[str]]:

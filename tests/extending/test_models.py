@@ -193,10 +193,10 @@ def test_a_prefill_holds_one_state_a_layer(recurrent: Any) -> None:
     model = recurrent.model
     state = (model.heads, model.width, model.width)
 
-    def largest(certain: bool) -> int:
+    def largest(is_prefill: bool) -> int:
         """The most states of a layer that any array of the program holds for a row."""
         def prefill(tokens: Any) -> Any:
-            window = causal(tokens, jnp.zeros(2, jnp.int32)).replace(certain=certain)
+            window = causal(tokens, jnp.zeros(2, jnp.int32)).replace(is_prefill=is_prefill)
             cache = model.init_cache(2, 512)
             out = model.apply(recurrent.params, window, cache)
             return cache.commit(out.entries, window.positions)
