@@ -39,8 +39,8 @@ Where the authors' code was at hand and runs on a CPU, it was run on tiny checkp
 committed as numbers under `tests/conformance`, with repository, commit and settings. The tests decode the same prompts
 here and compare the tokens and the number of model calls; of draft trees, lookups and verifiers they compare proposals
 and verdicts. Links lead to the commit. "forwards (7)" were compared in 7 cases; the others end with their budget inside
-a block; most cases have three texts. Three cases are in the default suite; `pytest -m "" tests/conformance` runs all. A line without counts has no
-cases: where it says "by reading", the code was read and not run.
+a block; most cases have three texts. Three cases are in the default suite; `pytest -m "" tests/conformance` runs all. A
+line without counts has no cases: where it says "by reading", the code was read and not run.
 
 - **equal**: the same tokens in every case, in as many forwards unless the line says otherwise.
 - **deviates**: differs in the way that the line says, and why.

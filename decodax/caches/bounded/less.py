@@ -11,8 +11,8 @@ kernels, whether they have left the window yet or not. So what a query sees depe
 prompts are read in the same way in chunks of any width, and no more than the window is ever kept.
 
 With grouped queries each query head has a `phi` of its own and shares the state of its key head, as in the authors'
-code for Falcon. Their code for generation reads a prompt with full attention. Kernels are constants of the programs that
-use them.
+code for Falcon. Their code for generation reads a prompt with full attention. Kernels are constants of the programs
+that use them.
 """
 
 from __future__ import annotations
