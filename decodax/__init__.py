@@ -29,11 +29,12 @@ if TYPE_CHECKING:
     from decodax.algorithms.autoregressive import Autoregressive
     from decodax.algorithms.diffusion import MaskedDiffusion
     from decodax.algorithms.speculative import Speculative, drafts, trees, verify
+    from decodax.core.algorithm import Algorithm, Traits
     from decodax.core.cache import Cache
     from decodax.core.round import run, step
     from decodax.core.start import init_state
     from decodax.core.state import State, Status
-    from decodax.core.types import Algorithm, Decision, Model, Out, Params
+    from decodax.core.types import Decision, Model, Out, Params
     from decodax.core.window import Window
     from decodax.engine.compilation import cache_programs
     from decodax.engine.result import LogProbs, Result, Statistics
@@ -62,7 +63,8 @@ _HOMES = {
     "decodax.core.round": ["run", "step"],
     "decodax.core.start": ["init_state"],
     "decodax.core.state": ["State", "Status"],
-    "decodax.core.types": ["Algorithm", "Decision", "Model", "Out", "Params"],
+    "decodax.core.algorithm": ["Algorithm", "Traits"],
+    "decodax.core.types": ["Decision", "Model", "Out", "Params"],
     "decodax.core.window": ["Window"],
     "decodax.engine.compilation": ["cache_programs"],
     "decodax.engine.result": ["LogProbs", "Result", "Statistics"],
@@ -81,7 +83,7 @@ _HOME = {name: module for module, names in _HOMES.items() for name in names}
 __all__ = [
     "LM", "Algorithm", "Autoregressive", "Cache", "Decision", "LogProbs", "MaskedDiffusion", "Model", "Out", "Params",
     "Policy", "Result", "Sampling", "SamplingOptions", "Speculative", "State", "Statistics", "Status", "Stream",
-    "Window", "adapters", "algorithms", "bench", "cache_programs", "caches", "constraints", "contrib",
+    "Traits", "Window", "adapters", "algorithms", "bench", "cache_programs", "caches", "constraints", "contrib",
     "detect_watermark", "drafts", "generate", "infill", "init_state", "jobs", "load", "models", "quantize", "run",
     "sampling", "save", "score", "search", "select", "serve", "sharding", "step", "stream", "train", "trees", "verify",
     "watch", "zoo",

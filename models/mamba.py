@@ -25,6 +25,7 @@ from jax import Array
 
 from decodax.cache import Recurrent
 from decodax.core.cache import Cache
+from decodax.core.types import no_inputs
 from decodax.core.window import Window
 from decodax.models.names import WeightSource
 from decodax.models.packed import multiply
@@ -75,7 +76,7 @@ class Mamba(StateSpace):
     dtype: str = "float32"
 
     def init_cache(self, batch: int, capacity: int, *, params: Any = None, inputs: Any = None) -> Cache:
-        self.no_inputs(inputs)
+        no_inputs(self, inputs)
         c = self.config
         empty = lambda: {"ring": jnp.zeros((batch, c.conv - 1, c.inner), self.dtype),
                          "state": jnp.zeros((batch, c.inner, c.state), jnp.float32)}

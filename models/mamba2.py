@@ -26,6 +26,7 @@ from jax import Array
 
 from decodax.cache import LinearRecurrent
 from decodax.core.cache import Cache
+from decodax.core.types import no_inputs
 from decodax.core.window import Window
 from decodax.models.names import WeightSource
 from decodax.models.packed import multiply
@@ -97,7 +98,7 @@ class Mamba2(StateSpace):
     dtype: str = "float32"
 
     def init_cache(self, batch: int, capacity: int, *, params: Any = None, inputs: Any = None) -> Cache:
-        self.no_inputs(inputs)
+        no_inputs(self, inputs)
         c = self.config
         return LinearRecurrent(
             rings=tuple(jnp.zeros((batch, c.conv - 1, c.channels), self.dtype) for _ in range(c.layers)),

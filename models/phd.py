@@ -13,7 +13,6 @@ Weights are those of a `Transformer`, and one that was not trained so loses by i
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
@@ -25,7 +24,7 @@ from decodax.cache.wrapper import Wrapper
 from decodax.common.struct import static, struct
 from decodax.core.cache import Cache, Entries, Feature, PyTree
 from decodax.core.capabilities import Draftable
-from decodax.core.types import CacheKind, Model, Out
+from decodax.core.types import CacheKind, Out, ShowsWeights
 from decodax.core.window import Window
 from decodax.models.config import DecoderConfig
 from decodax.models.transformer import Transformer, Weights
@@ -86,7 +85,7 @@ class Copies:
 
 
 @dataclasses.dataclass(frozen=True)
-class Phd(Model):
+class Phd(ShowsWeights):
     """A transformer that reads each token several times.
 
     Attributes:
@@ -118,18 +117,9 @@ class Phd(Model):
     def with_cache(self, kind: CacheKind) -> Phd:
         return self._with(self.inner.with_cache(kind))
 
-    def wrap_cache(self, wrap: Callable[[CacheKind], CacheKind]) -> Phd:
-        return self._with(self.inner.with_cache(wrap(self.inner.cache)))
-
-    def fit(self, new: int) -> Phd:
-        return self._with(self.inner.fit(new))
-
-    def beyond(self, longest: int) -> int:
-        return self.inner.beyond(longest)
-
-    def share(self, prefix: int, more: int) -> tuple[Phd, Phd] | None:
-        found = None if self.copies.local else self.inner.share(prefix, more)
-        return None if found is None else (self._with(found[0]), self._with(found[1]))
+    @property
+    def cache_kind(self) -> CacheKind | None:
+        return self.inner.cache_kind
 
     def init_cache(self, batch: int, capacity: int, *, params: Any = None, inputs: Any = None) -> Cache:
         base, c = self.inner.init_cache(batch, capacity, params=params, inputs=inputs), self.config

@@ -29,7 +29,7 @@ from jax import Array, lax
 
 from decodax.cache import Recurrent
 from decodax.core.cache import Cache
-from decodax.core.types import Out
+from decodax.core.types import Out, no_inputs
 from decodax.core.window import Window, take
 from decodax.models.names import WeightSource
 from decodax.models.packed import embedded, multiply
@@ -99,7 +99,7 @@ class Rwkv7(RecurrentNetwork):
     dtype: str = "float32"
 
     def init_cache(self, batch: int, capacity: int, *, params: Any = None, inputs: Any = None) -> Cache:
-        self.no_inputs(inputs)
+        no_inputs(self, inputs)
         c = self.config
         last = lambda: jnp.zeros((batch, c.width), self.dtype)
         state = lambda: jnp.zeros((batch, c.heads, c.head_dim, c.head_dim), jnp.float32)

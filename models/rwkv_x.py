@@ -29,7 +29,7 @@ from decodax.cache.dense import write
 from decodax.common.struct import static, struct
 from decodax.core.cache import Cache, Entries, PyTree
 from decodax.core.capabilities import Draftable, PromptPhase, ReadPrompt, Refreshes
-from decodax.core.types import Out
+from decodax.core.types import Out, no_inputs
 from decodax.core.window import Window, causal, take
 from decodax.models.names import WeightSource
 from decodax.models.packed import multiply
@@ -257,7 +257,7 @@ class RwkvX(Rwkv7):
     config: RwkvXConfig
 
     def init_cache(self, batch: int, capacity: int, *, params: Any = None, inputs: Any = None) -> Cache:
-        self.no_inputs(inputs)
+        no_inputs(self, inputs)
         c = self.config
         last = lambda: jnp.zeros((batch, c.width), self.dtype)
         state = lambda: jnp.zeros((batch, c.heads, c.head_dim, c.head_dim), jnp.float32)

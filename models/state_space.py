@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from decodax.core.cache import Cache
-from decodax.core.types import Model, Out
+from decodax.core.types import Out, ShowsWeights
 from decodax.core.window import Window, causal
 from decodax.models.names import WeightSource
 from decodax.models.packed import embedded, head, multiply
@@ -25,7 +25,7 @@ from decodax.models.transformer import Weights
 
 
 @dataclasses.dataclass(frozen=True)
-class RecurrentNetwork(Model):
+class RecurrentNetwork(ShowsWeights):
     """A network with recurrent states: derive a frozen dataclass from this.
 
     Attributes:

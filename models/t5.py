@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -25,7 +25,7 @@ from jax import Array
 
 from decodax.cache import dense
 from decodax.common.struct import Struct, struct
-from decodax.core.cache import Cache, CacheConfig
+from decodax.core.cache import Cache
 from decodax.core.types import CacheKind, Model, Out
 from decodax.core.window import Window
 from decodax.models.config import Activation
@@ -96,14 +96,9 @@ class T5(Model):
     def with_cache(self, kind: CacheKind) -> T5:
         return dataclasses.replace(self, cache=kind)
 
-    def wrap_cache(self, wrap: Callable[[CacheKind], CacheKind]) -> T5:
-        return self.with_cache(wrap(self.cache))
-
-    def fit(self, new: int) -> T5:
-        return dataclasses.replace(self, cache=self.cache.fit(new)) if isinstance(self.cache, CacheConfig) else self
-
-    def beyond(self, longest: int) -> int:
-        return self.cache.beyond(longest) if isinstance(self.cache, CacheConfig) else 0
+    @property
+    def cache_kind(self) -> CacheKind:
+        return self.cache
 
     def init_cache(self, batch: int, capacity: int, *, params: Any = None, inputs: Any = None) -> Cache:
         c, memory = self.config, None

@@ -23,7 +23,7 @@ from decodax.cache import Dense, KVLayer, LinearStates, LinearTerms, PerLayer, d
 from decodax.cache.linear import over_text
 from decodax.common.axes import EXPERT, MODEL
 from decodax.common.struct import Struct, short, struct
-from decodax.core.cache import Cache, CacheConfig
+from decodax.core.cache import Cache
 from decodax.core.capabilities import layers_read
 from decodax.core.packing import PackedWindow, Packing
 from decodax.core.types import CacheKind, LayeredModel, Out, PartialForward
@@ -126,20 +126,9 @@ class Transformer(LayeredModel):
     def with_cache(self, kind: CacheKind) -> Transformer:
         return dataclasses.replace(self, cache=kind)
 
-    def wrap_cache(self, wrap: Callable[[CacheKind], CacheKind]) -> Transformer:
-        return self.with_cache(wrap(self.cache))
-
-    def share(self, prefix: int, more: int) -> tuple[Transformer, Transformer] | None:
-        if self.config.summing:     # states are not made of two parts
-            return None
-        kind = self.cache.share(prefix, more) if isinstance(self.cache, CacheConfig) else None
-        return None if kind is None else (self.with_cache(kind), self.with_cache(dense))
-
-    def fit(self, new: int) -> Transformer:
-        return dataclasses.replace(self, cache=self.cache.fit(new)) if isinstance(self.cache, CacheConfig) else self
-
-    def beyond(self, longest: int) -> int:
-        return self.cache.beyond(longest) if isinstance(self.cache, CacheConfig) else 0
+    @property
+    def cache_kind(self) -> CacheKind:
+        return self.cache
 
     def init_cache(self, batch: int, capacity: int, *, params: Any = None, inputs: Any = None) -> Cache:
         c = self.config

@@ -14,6 +14,7 @@ import pytest
 
 import decodax as dx
 from decodax.common.registry import ALGORITHMS, SELECTS
+from decodax.core.algorithm import name_of
 from decodax.engine.request import Request
 from tests.extending.pages import DOCS, blocks_of, run_file
 from tests.matrix import often
@@ -89,7 +90,7 @@ def test_the_readme_names_what_there_is(elsewhere, monkeypatch):
     monkeypatch.setattr(dx, "generate", read)
     monkeypatch.setattr(dx, "stream", lambda *given, **options: iter(read(*given, **options).status))
     run_file(README)
-    found = [request.algorithm.name for request in asked]
+    found = [name_of(request.algorithm) for request in asked]
     assert len(found) > 6 and found[-1] == "MaskedDiffusion"
 
 
@@ -120,11 +121,6 @@ def test_the_page_of_speculative_systems_has_each_under_one_name():
     assert not rows[0] & left_out and rows[0] | left_out == own
     others = {(e.name, e.alias_of) for e in ALGORITHMS.values() if e.alias_of and "diffusion" not in e.needs}
     assert all(re.search(rf"`{name}`[\w ]+`{of}`|`{name}` for `{of}`", front.replace("\n", " ")) for name, of in others)
-
-
-def test_a_role_without_weights_is_named():
-    with pytest.raises(ValueError, match="no weights for 'judge'; there are some for target, guide"):
-        dx.Params(target=1, others={"guide": 2}).role("judge")
 
 
 MADE = ("systems", "caches", "searches", "rules", "constraints", "formats", "api")

@@ -8,8 +8,9 @@ from typing import Any
 import jax.numpy as jnp
 
 from decodax.common.registry import ALGORITHMS
+from decodax.core.algorithm import Algorithm, Traits
 from decodax.core.state import State
-from decodax.core.types import Algorithm, Decision, Out, Params
+from decodax.core.types import Decision, Out, Params
 from decodax.core.window import Window, causal
 
 
@@ -22,8 +23,9 @@ class Autoregressive(Algorithm):
     This is what `decodax.generate` does without `algorithm=`.
     """
 
-    emits = 1
-    guarantee = "seed-exact"
+    @property
+    def traits(self) -> Traits:
+        return Traits(guarantee="seed-exact")
 
     def init(self, params: Params, s: State) -> Any:
         return None

@@ -21,7 +21,7 @@ import numpy as np
 
 from decodax.algorithms.autoregressive import Autoregressive
 from decodax.bench.tasks import TASKS, Task, copied
-from decodax.core.types import Algorithm
+from decodax.core.algorithm import Algorithm
 from decodax.engine.compilation import crowded, drop_programs
 from decodax.engine.result import Result
 from decodax.front.generate import generate
@@ -343,7 +343,7 @@ class _Cell:
 
     def row(self, name: str) -> Row:
         made = self.made.get(name)
-        guarantee = None if made is None else "approximate" if isinstance(made, str) else made.guarantee
+        guarantee = None if made is None else "approximate" if isinstance(made, str) else made.traits.guarantee
         row = Row(self.task.name, self.batch, name, guarantee, len(self.prompts), error=self.errors.get(name))
         if name not in self.first or name in self.errors:
             return row

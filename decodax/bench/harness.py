@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from decodax.common.progress import bar
-from decodax.core.types import Algorithm
+from decodax.core.algorithm import Algorithm
 from decodax.front.generate import generate
 from decodax.front.score import score
 from decodax.io.load import LM, load

@@ -21,8 +21,10 @@ from decodax.cache.tail import Tail, TailConfig
 from decodax.cache.wrapper import Wrapper
 from decodax.common.registry import CACHES
 from decodax.common.struct import static, struct
-from decodax.core.cache import Cache, Layout, PyTree
+from decodax.core.cache import Cache, CacheConfig, Layout, PyTree
 from decodax.core.capabilities import PromptPhase, ReadPrompt
+from decodax.core.memory import bucket
+from decodax.core.types import Model
 from decodax.pallas_kernels.window_attention import Bias, merge, prefix_attention
 
 
@@ -141,6 +143,20 @@ class SharedPrefixConfig(TailConfig):
             of=jnp.zeros(batch, jnp.int32) if self.prefix else jnp.arange(batch, dtype=jnp.int32),
             kv=empty_kv(shapes, batch, self.slots(size), dtype), length=jnp.zeros(batch, jnp.int32), given=inputs,
             size=size, shapes=shapes, kind=self)
+
+
+def sharing(model: Model, prefix: int, more: int) -> tuple[Model, Model] | None:
+    """Returns a model for rows that have a beginning of up to `prefix` positions in common and at most `more` of their
+    prompts after it (`CacheConfig.share`), and the one with dense caches that reads the beginning. None: its caches
+    cannot share one."""
+    kind = model.cache_kind
+    shared = kind.share(prefix, more) if isinstance(kind, CacheConfig) else None
+    if shared is None:
+        return None
+    made = model.with_cache(shared)
+    if not isinstance(jax.eval_shape(lambda: made.init_cache(1, bucket(prefix + more))), SharedPrefixCache):
+        return None     # of which more is kept than keys and values
+    return made, model.with_cache(dense)
 
 
 @CACHES.register("hydragen", "Hydragen: High-Throughput LLM Inference with Shared Prefixes", "Juravsky et al. 2024",

@@ -13,7 +13,7 @@ from decodax.cli.common import UsageError, naming_the_argument
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-    from decodax.core.types import Algorithm
+    from decodax.core.algorithm import Algorithm
     from decodax.io.load import LM
 
 # name of the GenerationConfig field, its type, what it does

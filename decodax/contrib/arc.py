@@ -1,10 +1,10 @@
 """Compressed texts in front of a decoder: an ARC-Encoder with its weights and tokenizer (Pilchen et al., 2025).
 
 >>> encoder = load(path)                                                                       # doctest: +SKIP
->>> dx.generate(lm, **encoder.read(lm,
-                                   [[CompressedContext(document), question]]))                       # doctest: +SKIP
+>>> given = encoder.read(lm, [[CompressedContext(document), question]])                        # doctest: +SKIP
+>>> dx.generate(lm, **given)                                                                   # doctest: +SKIP
 
-The decoder stays as it is. It reads the vectors of a context as the embeddings of so many tokens, so every algorithm,
+The decoder stays as it is. It reads the vectors of a context as the embeddings of that many tokens, so every algorithm,
 policy and cache goes with them.
 """
 
@@ -27,6 +27,7 @@ from decodax.common.registry import FUNCTIONS
 from decodax.common.struct import short
 from decodax.contrib.arc_files import read_arc, write_arc
 from decodax.core.memory import power
+from decodax.core.types import embeddings
 from decodax.io.load import LM
 from decodax.io.prompts import spell
 from decodax.io.text import Tokenizer
@@ -206,7 +207,7 @@ def begin(lm: LM, decoder: LM | None = None, *, layers: int | None = None, pool:
     assert rope is not None
     layer = dataclasses.replace(config.layers[0], rope=dataclasses.replace(rope, interleaved=True))
     target = lm if decoder is None else decoder
-    width = target.model.embeddings(target.params, jnp.zeros((1, 1), jnp.int32)).shape[-1]
+    width = embeddings(target.model, target.params, jnp.zeros((1, 1), jnp.int32)).shape[-1]
     model = ArcEncoder(dataclasses.replace(config, layers=(layer,) * count), out=width, pool=pool, hidden=hidden)
     params = model.of_decoder(lm.params, jax.random.key(seed))
     if not rope.interleaved:

@@ -4,22 +4,34 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable
 from typing import Any, Self
 
 from jax import Array
 
-from decodax.core.cache import Cache, Feature
+from decodax.core import algorithm
+from decodax.core.algorithm import (
+    Algorithm,
+    Concludes,
+    Grouped,
+    GuidesItself,
+    LearnsFromPrompt,
+    Observer,
+    Paced,
+    Traits,
+    Varies,
+    name_of,
+)
+from decodax.core.cache import Cache
 from decodax.core.state import State
-from decodax.core.types import Algorithm, CacheKind, Decision, Model, Observer, Out, Params
+from decodax.core.types import CacheKind, Decision, Model, Out, Params, ShowsWeights, embeddings, outputs
 from decodax.core.window import Window
 
 
-class Around(Algorithm):
+class Around(LearnsFromPrompt, Varies, Grouped, Concludes, Paced, GuidesItself):
     """A method around another one, which it holds in a field.
 
     Derive a frozen dataclass, return that field from `inner`, and override what differs: every other member of
-    `Algorithm` is forwarded to `inner`.
+    `Algorithm` and of its capabilities is forwarded to `inner`.
     """
 
     @property
@@ -28,75 +40,35 @@ class Around(Algorithm):
         """The method, a field of this one."""
 
     @property
-    def emits(self) -> int:
-        return self.inner.emits
+    def traits(self) -> Traits:
+        return dataclasses.replace(self.inner.traits, name=name_of(self.inner))
 
     @property
-    def commits(self) -> int | None:
-        return self.inner.commits
-
-    @property
-    def name(self) -> str:
-        return self.inner.name
-
-    @property
-    def guarantee(self) -> str:
-        return self.inner.guarantee
-
-    @property
-    def canvas(self) -> bool:
-        return self.inner.canvas
-
-    @property
-    def caches(self) -> bool:
-        return self.inner.caches
-
-    @property
-    def prefills(self) -> bool:
-        return self.inner.prefills
-
-    @property
-    def cache_needs(self) -> frozenset[Feature]:
-        return self.inner.cache_needs
-
-    @property
-    def roles(self) -> dict[str, Any]:
-        return self.inner.roles
-
-    @property
-    def samples(self) -> int | None:
-        return self.inner.samples
-
-    @property
-    def answers(self) -> int | None:
-        return self.inner.answers
-
-    def answering(self, count: int) -> Self:
-        return self._around(self.inner.answering(count))
-
-    def outcome(self, s: State) -> State:
-        return self.inner.outcome(s)
-
-    def findings(self, s: State) -> dict[str, Array]:
-        return self.inner.findings(s)
-
-    def most_rounds(self, budget: int, rows: int) -> int:
-        return self.inner.most_rounds(budget, rows)
+    def observer(self) -> Observer | None:
+        return algorithm.observer(self.inner)
 
     @property
     def variants(self) -> tuple[Algorithm, ...]:
         """The rounds of each shape, with this around them."""
-        return tuple(map(self._around, self.inner.variants))
+        return tuple(map(self._around, algorithm.variants(self.inner)))
 
     def choose(self, params: Params, policy: Any, s: State) -> Array:
         return self.inner.choose(params, policy, s)
 
-    @property
-    def observer(self) -> Observer | None:
-        return self.inner.observer
+    def answering(self, count: int) -> Self:
+        return self._around(algorithm.answering(self.inner, count))
+
+    def outcome(self, s: State) -> State:
+        return algorithm.outcome(self.inner, s)
+
+    def findings(self, s: State) -> dict[str, Array]:
+        return algorithm.findings(self.inner, s)
+
+    def most_rounds(self, budget: int, rows: int) -> int:
+        return algorithm.most_rounds(self.inner, budget, rows)
 
     def guide(self, model: Model, params: Params, policy: Any, s: State, scale: Any) -> tuple[Model, State] | None:
-        return self.inner.guide(model, params, policy, s, scale)
+        return algorithm.guide(self.inner, model, params, policy, s, scale)
 
     def init(self, params: Params, s: State) -> Any:
         return self.inner.init(params, s)
@@ -114,10 +86,11 @@ class Around(Algorithm):
 
 
 @dataclasses.dataclass(frozen=True)
-class AroundModel(Model):
+class AroundModel(ShowsWeights):
     """A model around `base`.
 
-    Derive a frozen dataclass and override what differs: every other member of `Model` is forwarded to `base`.
+    Derive a frozen dataclass and override what differs: every other member of `Model` and `ShowsWeights` is forwarded
+    to `base`.
     """
 
     base: Model
@@ -134,22 +107,12 @@ class AroundModel(Model):
         """The same on another network."""
         return dataclasses.replace(self, base=base)
 
+    @property
+    def cache_kind(self) -> CacheKind | None:
+        return self.base.cache_kind
+
     def with_cache(self, kind: CacheKind) -> Self:
         return self.over(self.base.with_cache(kind))
-
-    def wrap_cache(self, wrap: Callable[[CacheKind], CacheKind]) -> Self:
-        return self.over(self.base.wrap_cache(wrap))
-
-    def fit(self, new: int) -> Self:
-        fitted = self.base.fit(new)
-        return self if fitted is self.base else self.over(fitted)
-
-    def beyond(self, longest: int) -> int:
-        return self.base.beyond(longest)
-
-    def share(self, prefix: int, more: int) -> tuple[Model, Model] | None:
-        pair = self.base.share(prefix, more)
-        return None if pair is None else (self.over(pair[0]), self.over(pair[1]))
 
     def init_cache(self, batch: int, capacity: int, *, params: Any = None, inputs: Any = None) -> Cache:
         return self.base.init_cache(batch, capacity, params=params, inputs=inputs)
@@ -158,13 +121,10 @@ class AroundModel(Model):
         return self.base.apply(params, window, cache)
 
     def outputs(self, params: Any, layer: int) -> Array:
-        return self.base.outputs(params, layer)
+        return outputs(self.base, params, layer)
 
     def embeddings(self, params: Any, tokens: Array) -> Array:
-        return self.base.embeddings(params, tokens)
-
-    def no_inputs(self, inputs: Any) -> None:
-        self.base.no_inputs(inputs)
+        return embeddings(self.base, params, tokens)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,23 +7,17 @@ from typing import Any, Self
 
 
 class Composed:
-    """A method or a draft that may be made of others, its `parts`: fields of it, or members of a field that is a tuple.
+    """A method or a draft that may be made of others, its parts: fields of it, or members of a field that is a tuple.
 
     Each member of this class is by default answered from the parts. So a wrapper that overrides nothing keeps the
     weights, the sizes and the cache of what it wraps.
     """
 
     @property
-    def parts(self) -> tuple[Any, ...]:
-        """The methods and drafts that it is made of, in the order of its fields."""
-        return tuple(x for value in _fields(self).values() for x in (value if isinstance(value, tuple) else (value,))
-                     if isinstance(x, Composed))
-
-    @property
     def weights(self) -> Any:
         """Weights that it was made with, a pytree, which becomes `Params.draft`. By default those of its part; of
         several parts a tuple of the weights of each; None without parts."""
-        each = tuple(part.weights for part in self.parts)
+        each = tuple(part.weights for part in parts_of(self))
         return each[0] if len(each) == 1 else each or None
 
     def bare(self) -> Self:
@@ -37,7 +31,7 @@ class Composed:
     def through(self, model: Any) -> Any:
         """The target's model as it is run: a model that wraps the given one may run its layers in another way, and keep
         more than keys and values in its cache. By default the parts wrap it one after another."""
-        for part in self.parts:
+        for part in parts_of(self):
             model = part.through(model)
         return model
 
@@ -56,3 +50,9 @@ def _composed(value: Any) -> bool:
 def _fields(whole: Any) -> dict[str, Any]:
     fields = dataclasses.fields(whole) if dataclasses.is_dataclass(whole) else ()
     return {field.name: getattr(whole, field.name) for field in fields}
+
+
+def parts_of(whole: Composed) -> tuple[Any, ...]:
+    """Returns the methods and drafts that a method is made of, in the order of its fields."""
+    return tuple(x for value in _fields(whole).values() for x in (value if isinstance(value, tuple) else (value,))
+                 if isinstance(x, Composed))

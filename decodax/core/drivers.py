@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from decodax.core import capabilities, keys
+from decodax.core import algorithm, capabilities, keys
+from decodax.core.algorithm import Algorithm, Concludes, Observer
 from decodax.core.cache import Cache
 from decodax.core.capabilities import ReadPrompt, finish_prefill, prefill_cache
 from decodax.core.host_memory import choose_rows, put_rows
@@ -26,7 +27,7 @@ from decodax.core.prefill import Extend, Prefill, Silent, prefill_rounds
 from decodax.core.round import run
 from decodax.core.start import init_state
 from decodax.core.state import State, Stats, Status
-from decodax.core.types import Algorithm, Model, Observer, Params
+from decodax.core.types import Model, Params
 
 begin = jax.jit(init_state, static_argnums=(0, 1), static_argnames=("size", "top_logprobs"), keep_unused=True)
 """`init_state`, compiled. Weights that it does not read are kept as arguments: where they are committed to a device, so
@@ -43,12 +44,12 @@ def compiled() -> int:
 def prefill(alg: Algorithm, model: Model, params: Params, s: State, *, width: int) -> State:
     """Commits all but the newest prompt token to the cache, in chunks of `width` (at most the buffer's size).
 
-    The program sees neither the policy nor, unless it learns from the prompt (`Algorithm.observer`), the algorithm: it
+    The program sees neither the policy nor, unless it learns from the prompt (`LearnsFromPrompt`), the algorithm: it
     is shared by all of them.
     """
-    if not alg.prefills:
+    if not alg.traits.prefills:
         return s
-    observer = alg.observer
+    observer = algorithm.observer(alg)
     seen = s.replace(cache=None, algo=None, policy=None, record=None, stats=None)
     if observer is None:        # neither its weights nor the room that its rounds want behind the text
         seen, params = seen.replace(tokens=s.tokens[:, :s.cache.capacity]), params.replace(draft=None)
@@ -176,14 +177,16 @@ def advance(alg: Algorithm, model: Model, params: Params, policy: Any, s: State,
 
 
 def outcome(alg: Algorithm, s: State) -> State:
-    """`alg.outcome(s)` without the cache, compiled."""
+    """Returns the state whose rows are the results, without the cache; compiled."""
     s = s.replace(cache=None)
-    return s if type(alg).outcome is Algorithm.outcome else _outcome(alg, s)
+    if not isinstance(alg, Concludes) or type(alg).outcome is Concludes.outcome:
+        return s
+    return _outcome(alg, s)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _outcome(alg: Algorithm, s: State) -> State:
-    return auto_region(alg.outcome, s, like=s)
+    return auto_region(functools.partial(algorithm.outcome, alg), s, like=s)
 
 
 def refill(s: State, policy: Any, new: State, new_policy: Any, rows: Array) -> tuple[State, Any]:

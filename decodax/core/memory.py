@@ -11,10 +11,11 @@ import jax
 from jax.sharding import Mesh
 
 from decodax.common.axes import DATA
+from decodax.core.algorithm import Algorithm
 from decodax.core.cache import Cache
 from decodax.core.capabilities import PromptPhase
 from decodax.core.checks import instance
-from decodax.core.types import Algorithm, Model
+from decodax.core.types import Model
 
 BESIDE = 16
 """Bytes of a position beside its keys and values: token, log-probabilities, what a canvas keeps."""
@@ -59,12 +60,12 @@ def batch(algorithm: Algorithm, model: Model, mesh: Mesh | None, rows: int, size
     """
     bare: Any = algorithm.bare()
     network: Any = model
-    row = _bytes(bare, network, 1, size if algorithm.caches else 0)
+    row = _bytes(bare, network, 1, size if algorithm.traits.caches else 0)
     narrow = NARROW["cpu" if jax.default_backend() == "cpu" else "other"]
     octave, many = power(rows) // 8, rows
-    if rows > 1 and _cache(bare, network, 1, size if algorithm.caches else 0).layout.by_row:
+    if rows > 1 and _cache(bare, network, 1, size if algorithm.traits.caches else 0).layout.by_row:
         coarse, fine = (-(-rows // step) * step for step in (max(octave, 8), max(octave, 1)))
-        cheap = coarse * algorithm.emits <= narrow or 4 * coarse <= 5 * rows
+        cheap = coarse * algorithm.traits.emits <= narrow or 4 * coarse <= 5 * rows
         many = coarse if cheap and (coarse - rows) * row <= SPARE else fine if (fine - rows) * row <= SPARE else rows
     parts = 1 if mesh is None else mesh.shape.get(DATA, 1)
     return -(-many // parts) * parts
@@ -74,7 +75,7 @@ def by_row(algorithm: Algorithm, model: Model) -> bool:
     """Whether rows of the method's cache can stand in for one another; see `Layout.by_row`."""
     bare: Any = algorithm.bare()
     network: Any = model
-    return not algorithm.caches or _cache(bare, network, 1, 256).layout.by_row
+    return not algorithm.traits.caches or _cache(bare, network, 1, 256).layout.by_row
 
 
 def grows(algorithm: Algorithm, model: Model) -> bool:
@@ -101,7 +102,7 @@ def afford(algorithm: Algorithm, model: Model, mesh: Mesh | None, rows: int, lon
     size = bucket(longest)
     bare: Any = algorithm.bare()
     network: Any = model
-    capacity = size if algorithm.caches else 0
+    capacity = size if algorithm.traits.caches else 0
     needs, has = _bytes(bare, network, rows, capacity) + rows * size * BESIDE, _machine(mesh)
     where = ""
     if jax.default_backend() != "cpu" and (there := _bytes(bare, network, rows, capacity, hosted=True)):

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from decodax.common.struct import Struct, struct
+from decodax.core.algorithm import Algorithm, Observer
 from decodax.core.state import State
-from decodax.core.types import Algorithm, Decision, Observer, Out, Params
+from decodax.core.types import Decision, Out, Params
 from decodax.core.window import Window, causal
 
 
@@ -24,8 +25,6 @@ class Prefill(Algorithm):
 
     reader: Observer | None
     width: int
-
-    emits = 1
 
     def init(self, params: Params, s: State) -> Any:
         return s.algo, begun(s)
@@ -62,8 +61,6 @@ class Extend(Algorithm):
     the rounds that emit tokens do it, which a cache may cut short (`Cache.max_commit`)."""
 
     width: int
-
-    emits = 1
 
     def init(self, params: Params, s: State) -> Any:
         return None

@@ -14,13 +14,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from decodax.core.algorithm import Algorithm, name_of, variants
 from decodax.core.capabilities import ReadPrompt, Refreshes
 from decodax.core.checks import array, instance, pair, same_form
 from decodax.core.clip import clip
 from decodax.core.mesh import auto_region
 from decodax.core.record import record
 from decodax.core.state import State, Stats, Status
-from decodax.core.types import Algorithm, Decision, Model, Out, Params
+from decodax.core.types import Decision, Model, Out, Params
 from decodax.core.window import Window, take
 
 
@@ -29,14 +30,14 @@ def step(alg: Algorithm, model: Model, params: Params, policy: Any, s: State) ->
 
     An algorithm with `variants` has rounds of several shapes; `alg.choose` picks one of them for the whole batch.
     """
-    if variants := alg.variants:
-        index = alg.choose(params, policy, s)
-        for i, variant in enumerate(variants):
+    if kinds := variants(alg):
+        index = alg.choose(params, policy, s)       # type: ignore[attr-defined]
+        for i, variant in enumerate(kinds):
             s = _if(index == i, functools.partial(step, variant, model, params, policy), s)
         return s
     s = _renew(model, params, s)
-    window, algo = pair(f"{alg.name}.propose", alg.propose(params, policy, s), "a Window and the method's state")
-    instance(f"{alg.name}.propose", window, Window, "a Window first")
+    window, algo = pair(f"{name_of(alg)}.propose", alg.propose(params, policy, s), "a Window and the method's state")
+    instance(f"{name_of(alg)}.propose", window, Window, "a Window first")
     network = alg.through(model)
     out = instance(f"{type(network).__name__}.apply", network.apply(params.target, window, s.cache), Out, "an Out")
     dist = policy.over(s, window, out)
@@ -54,9 +55,9 @@ def step(alg: Algorithm, model: Model, params: Params, policy: Any, s: State) ->
     length = s.length + count
     works = s.running & ((count > 0) | (status == Status.RUNNING))
     end = length - (status != Status.RUNNING)
-    keep = works[:, None] & ("rewrites" in alg.cache_needs or d.slots < end[:, None])
+    keep = works[:, None] & ("rewrites" in alg.traits.needs or d.slots < end[:, None])
     entries, slots = out.entries, jnp.where(keep, d.slots, -1)
-    if (most := alg.commits) is not None and most < slots.shape[1]:
+    if (most := alg.traits.commits) is not None and most < slots.shape[1]:
         entries, slots = _kept(entries, slots, most)
     return s.replace(
         tokens=_append(s.tokens, d.tokens, s.length, count), length=length, cache=s.cache.commit(entries, slots),
@@ -66,10 +67,13 @@ def step(alg: Algorithm, model: Model, params: Params, policy: Any, s: State) ->
 
 def _check(alg: Algorithm, d: Decision, s: State, window: Window) -> None:
     """Raises TypeError for a decision that is none, by the name of the method."""
-    who, sizes = f"{alg.name}.decide", {"B": s.batch, "W": window.width}
+    who, sizes = f"{name_of(alg)}.decide", {"B": s.batch, "W": window.width}
     instance(who, d, Decision, "a Decision")
     for name, form in (("tokens", "i[B, M]"), ("count", "i[B]"), ("slots", "i[B, W]"), ("source", "i[B, M]")):
         array(who, name, getattr(d, name), form, sizes)
+    if sizes["M"] > alg.traits.emits:
+        raise TypeError(f"{who}: got {sizes['M']} tokens a row, and its traits say that a round emits at most "
+                        f"{alg.traits.emits}")
 
 
 def _kept(entries: Any, slots: Array, most: int) -> tuple[Any, Array]:
@@ -122,7 +126,7 @@ def run(alg: Algorithm, model: Model, params: Params, policy: Any, s: State, max
     def region(params: Params, policy: Any, s: State, bounds: Array) -> State:
         def body(carry: tuple[Array, State, Array]) -> tuple[Array, State, Array]:
             before, after = carry[1], step(alg, model, params, policy, carry[1])
-            for who, name in ((alg.name, "algo"), (type(before.cache).__name__, "cache"), ("transforms", "policy")):
+            for who, name in ((name_of(alg), "algo"), (type(before.cache).__name__, "cache"), ("transforms", "policy")):
                 same_form(who, f"its state (s.{name})", getattr(after, name), getattr(before, name))
             return carry[0] + 1, after, carry[2]
 

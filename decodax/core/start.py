@@ -9,11 +9,12 @@ from jax import Array
 
 from decodax.common.axes import constrain
 from decodax.core import keys
+from decodax.core.algorithm import Algorithm, name_of
 from decodax.core.cache import require
 from decodax.core.mesh import auto_region, heads
 from decodax.core.record import empty_record
 from decodax.core.state import State, Stats, Status
-from decodax.core.types import Algorithm, Model, Params
+from decodax.core.types import Model, Params
 
 
 def init_state(alg: Algorithm, model: Model, params: Params, policy: Any, tokens: Array, prompt_length: Array, *,
@@ -49,19 +50,19 @@ def init_state(alg: Algorithm, model: Model, params: Params, policy: Any, tokens
 
     def build(params: Params, policy: Any, tokens: Array, prompt_length: Array, max_new: Array, min_new: Array,
               inputs: Any, *address: Array) -> State:
-        buffer = jnp.pad(tokens.astype(jnp.int32), ((0, 0), (0, size + alg.emits - T)))
+        buffer = jnp.pad(tokens.astype(jnp.int32), ((0, 0), (0, size + alg.traits.emits - T)))
         key = keys.row_keys(*address)
         zero = lambda: jnp.zeros(B, jnp.int32)      # a fresh array each: a donated buffer must not stand twice
-        cache = alg.through(model).init_cache(B, size if alg.caches else 0, params=params.target, inputs=inputs)
-        if alg.caches:
-            require(cache, alg.cache_needs, alg.name)
+        cache = alg.through(model).init_cache(B, size if alg.traits.caches else 0, params=params.target, inputs=inputs)
+        if alg.traits.caches:
+            require(cache, alg.traits.needs, name_of(alg))
         s = State(
             tokens=buffer, length=prompt_length + 0, cache=constrain(cache, heads(cache)),
             algo=None, policy=policy.init(buffer, prompt_length, prompt_length, key),
             stop=zero() if policy.stops is None else policy.stops.begin(buffer[:, :T], prompt_length, policy),
-            record=None if top_logprobs is None else empty_record((B, size + alg.emits), top_logprobs),
+            record=None if top_logprobs is None else empty_record((B, size + alg.traits.emits), top_logprobs),
             status=jnp.where(max_new > 0, jnp.int32(Status.RUNNING), jnp.int32(Status.LENGTH)),
-            stats=Stats(zero(), zero(), zero(), jnp.zeros((B, alg.emits + 1), jnp.int32), zero()),
+            stats=Stats(zero(), zero(), zero(), jnp.zeros((B, alg.traits.emits + 1), jnp.int32), zero()),
             prompt_length=prompt_length, min_new=min_new, max_length=prompt_length + max_new, key=key)
         return s.replace(algo=alg.init(params, s))
 

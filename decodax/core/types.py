@@ -14,10 +14,8 @@ import jax
 from jax import Array
 
 from decodax.common.struct import Struct, struct
-from decodax.core.cache import Cache, Entries, Feature
-from decodax.core.composed import Composed
+from decodax.core.cache import Cache, CacheConfig, Entries
 from decodax.core.record import Record
-from decodax.core.state import State
 from decodax.core.window import Window, take
 
 PyTree = Any
@@ -81,34 +79,18 @@ class Model(abc.ABC):
         """Positions that the model was trained on; None: not known."""
         return None
 
+    @property
+    def cache_kind(self) -> CacheKind | None:
+        """The kind of its caches of keys and values; None: it has a cache of its own."""
+        return None
+
     def with_cache(self, kind: CacheKind) -> Model:
-        """This model with caches of another kind.
+        """Returns this model with caches of another kind.
 
         Raises:
             ValueError: it has a cache of its own.
         """
         raise ValueError(f"cache: got {kind}, but {type(self).__name__} has a cache of its own")
-
-    def wrap_cache(self, wrap: Callable[[CacheKind], CacheKind]) -> Model:
-        """This model with caches of the kind that `wrap` makes of its own.
-
-        Raises:
-            ValueError: as `with_cache`.
-        """
-        raise ValueError(f"cache: {type(self).__name__} has a cache of its own, which no other kind can stand beside")
-
-    def fit(self, new: int) -> Model:
-        """This model with caches for texts with at most `new` tokens behind their prompts (`CacheConfig.fit`)."""
-        return self
-
-    def beyond(self, longest: int) -> int:
-        """How many positions behind a prompt of so many tokens its caches have it read (`CacheConfig.beyond`)."""
-        return 0
-
-    def share(self, prefix: int, more: int) -> tuple[Model, Model] | None:
-        """This model with caches whose rows share a beginning (`CacheConfig.share`), and the one with dense caches that
-        reads it; None: its caches cannot."""
-        return None
 
     @abc.abstractmethod
     def init_cache(self, batch: int, capacity: int, *, params: PyTree = None, inputs: PyTree = None) -> Cache:
@@ -122,29 +104,30 @@ class Model(abc.ABC):
                 (`Cache.inputs`), and so goes with its row.
 
         Raises:
-            ValueError: inputs that the model does not take, or none where it needs them; see `no_inputs`.
+            ValueError: inputs that the model does not take, or none where it needs them; see
+            `decodax.core.types.no_inputs`.
         """
 
     @abc.abstractmethod
     def apply(self, params: PyTree, window: Window, cache: Cache) -> Out:
         """Scores the window. The logits of node `w` predict what follows it."""
 
+
+class ShowsWeights(Model):
+    """A model that shows parts of its weights, for methods and cache policies that compute with them."""
+
     def outputs(self, params: PyTree, layer: int) -> Array:
-        """`f32[H, e, D]`: how the heads of a layer's attention are projected to the residual stream. Some cache
+        """Returns how the heads of a layer's attention are projected to the residual stream, `f32[H, e, D]`. Some cache
         policies weigh values by it."""
         raise ValueError(f"cache: takes a model that gives its output projections; {type(self).__name__} does not")
 
     def embeddings(self, params: PyTree, tokens: Array) -> Array:
-        """`f[B, W, D]`: rows of the embedding table, on the scale of `Window.embeddings`, of tokens `i32[B, W]`."""
+        """Returns rows of the embedding table of tokens `i32[B, W]`, on the scale of `Window.embeddings`:
+        `f[B, W, D]`."""
         raise ValueError(f"embeddings: takes a model that gives those of its tokens; {type(self).__name__} does not")
 
-    def no_inputs(self, inputs: PyTree) -> None:
-        """Raises ValueError where a model that takes no inputs is given some."""
-        if inputs is not None:
-            raise ValueError(f"inputs: {type(self).__name__} takes none")
 
-
-class LayeredModel(Model):
+class LayeredModel(ShowsWeights):
     """A model whose layers can be run one by one, or without some of them: what methods need that draft with the
     target's own layers, or recompute some of its nodes."""
 
@@ -204,28 +187,15 @@ jax.tree_util.register_dataclass(PartialForward, ["layers", "entries"], ["model"
 
 @struct
 class Params(Struct):
-    """Weights by role.
+    """Weights of the model and of the method.
 
     Attributes:
-        target: the model's. draft: whatever the algorithm's drafts need, or None.
-        others: those of further models that an algorithm asks by name (a reward model, a judge, a guide).
+        target: the model's. draft: what the method brings (`Composed.weights`): those of a draft model, of heads, of a
+            judge; None: nothing.
     """
 
     target: PyTree
     draft: PyTree = None
-    others: dict[str, PyTree] = dataclasses.field(default_factory=dict)
-
-    def role(self, name: str) -> PyTree:
-        """The weights of a role.
-
-        Raises:
-            ValueError: there are none; lists the roles that have some.
-        """
-        found = {"target": self.target, "draft": self.draft, **self.others}
-        if found.get(name) is None:
-            there = ", ".join(role for role, weights in found.items() if weights is not None)
-            raise ValueError(f"params: no weights for {name!r}; there are some for {there}")
-        return found[name]
 
 
 @struct
@@ -268,144 +238,54 @@ class Decision(Struct):
     status: Array | None = None
 
 
-class Observer(Protocol):
-    """What learns from the prompt while it is prefilled. It is compared by value, and static under jit."""
+def outputs(model: Any, params: PyTree, layer: int) -> Array:
+    """`ShowsWeights.outputs`.
 
-    def observe(self, s: State, window: Window, out: Out, algo: PyTree) -> PyTree:
-        """The algorithm's state after a prefill chunk (`window`), whose hidden states and logits are in `out`.
-
-        `s.policy` and `s.record` are None: prefill does not see the policy.
-        """
-
-
-class Algorithm(Composed, abc.ABC):
-    """A decoding method: derive a frozen dataclass from this. It is compared by value, and static under jit.
-
-    Only `emits`, `init`, `propose` and `decide` must be defined; the rest has defaults that suit a method which reads
-    the cache, has rounds of one shape, and no weights but those of the drafts that it holds (`Composed`). One around
-    another method derives from `decodax.core.around.Around`.
-
-    Numbers that a user may change between calls without a retrace belong in the policy or the state, not here.
+    Raises:
+        ValueError: the model does not give them.
     """
+    if not hasattr(model, "outputs"):
+        raise ValueError(f"cache: takes a model that gives its output projections; {type(model).__name__} does not")
+    return model.outputs(params, layer)
 
-    @property
-    @abc.abstractmethod
-    def emits(self) -> int:
-        """`M`, the most tokens that a round can append."""
 
-    @property
-    def commits(self) -> int | None:
-        """The most entries of a row that a round keeps, where these are fewer than its window has nodes, as of a tree
-        whose longest path is accepted. None: any number."""
-        return None
+def embeddings(model: Any, params: PyTree, tokens: Array) -> Array:
+    """`ShowsWeights.embeddings`.
 
-    @property
-    def name(self) -> str:
-        """What errors call it."""
-        return type(self).__name__
+    Raises:
+        ValueError: the model does not give them.
+    """
+    if not isinstance(model, ShowsWeights):
+        raise ValueError(f"embeddings: takes a model that gives those of its tokens; {type(model).__name__} does not")
+    return model.embeddings(params, tokens)
 
-    @property
-    def guarantee(self) -> str:
-        """What holds of the output: "seed-exact" (the tokens of plain decoding with the same seed),
-        "distribution-exact" (others of the same distribution) or "approximate"."""
-        return "approximate"
 
-    @property
-    def canvas(self) -> bool:
-        """Whether it fills masks, in any order, with a model that was trained for it."""
-        return False
+def no_inputs(model: Model, inputs: PyTree) -> None:
+    """Raises ValueError where a model that takes no inputs is given some."""
+    if inputs is not None:
+        raise ValueError(f"inputs: {type(model).__name__} takes none")
 
-    @property
-    def caches(self) -> bool:
-        """Whether it reads a cache; without one the prompt is not prefilled and the cache has capacity 0."""
-        return True
 
-    @property
-    def prefills(self) -> bool:
-        """Whether the core writes the prompt into the cache before the first round. A method that caches and does this
-        by its own rounds says False."""
-        return self.caches
+def wrap_cache(model: Model, wrap: Callable[[CacheKind], CacheKind]) -> Model:
+    """Returns the model with caches of the kind that `wrap` makes of its own.
 
-    @property
-    def cache_needs(self) -> frozenset[Feature]:
-        """What it asks of the cache beyond chains that grow at the end. With "rewrites" it writes entries of tokens
-        that are not emitted yet; else the core holds back what has not been emitted. By default what its parts ask
-        for."""
-        return frozenset().union(*(part.cache_needs for part in self.parts))
+    Raises:
+        ValueError: it has a cache of its own.
+    """
+    if (kind := model.cache_kind) is None:
+        raise ValueError(f"cache: {type(model).__name__} has a cache of its own, beside which no other kind can be")
+    return model.with_cache(wrap(kind))
 
-    @property
-    def roles(self) -> dict[str, PyTree]:
-        """Weights of further models that it was made with, for `Params.others`."""
-        return {}
 
-    @property
-    def samples(self) -> int | None:
-        """Rows of one prompt that it works on together, side by side (beams, particles); None: rows know nothing of one
-        another. `generate` then makes so many rows of each prompt, after `init`."""
-        return None
+def fit_cache(model: Model, new: int) -> Model:
+    """Returns the model with caches for texts of at most `new` tokens after their prompts (`CacheConfig.fit`); the
+    model itself where that changes nothing."""
+    kind = model.cache_kind
+    if not isinstance(kind, CacheConfig) or (fitted := kind.fit(new)) == kind:
+        return model
+    return model.with_cache(fitted)
 
-    @property
-    def answers(self) -> int | None:
-        """How many of those rows, the first ones, are the answers to a prompt; None: all."""
-        return None
 
-    def answering(self, count: int) -> Algorithm:
-        """This method with so many answers to a prompt, if it works on rows together.
-
-        Raises:
-            ValueError: it cannot.
-        """
-        if count != (self.answers or self.samples):
-            raise ValueError(f"num_samples: got {count}, {self.name} works on {self.samples} rows a prompt")
-        return self
-
-    def outcome(self, s: State) -> State:
-        """The state whose rows are what has been found, behind the last round or where somebody stops earlier: of a
-        method that keeps finished texts beside its rows. A row that is still running has not been ended."""
-        return s
-
-    def findings(self, s: State) -> dict[str, Array]:
-        """What it has found of each row beside the tokens (scores, weights): arrays `[B, ...]` for
-        `Result.findings`."""
-        return {}
-
-    def most_rounds(self, budget: int, rows: int) -> int:
-        """More rounds than a batch of `rows` can take for `budget` new tokens a row."""
-        # each round of a running row makes progress, at least one position in `emits` of a canvas
-        return 2 * (budget + self.emits) + 8
-
-    @property
-    def variants(self) -> tuple[Algorithm, ...]:
-        """Of a method whose rounds have several shapes (a draft length that adapts, a refresh now and then): one for
-        each, on the same state. Only `emits`, `caches`, `init`, `choose` and `observer` of the method itself are then
-        used. Empty: its rounds are of one shape."""
-        return ()
-
-    def choose(self, params: Params, policy: Any, s: State) -> Array:
-        """Which of the `variants` runs the next round, for the whole batch: `i32[]`."""
-        raise NotImplementedError(f"{type(self).__name__} has variants and no `choose`")
-
-    @property
-    def observer(self) -> Observer | None:
-        """What learns from the prompt while it is prefilled; None: nothing does. Prefill is compiled once for each
-        observer and model, so methods with equal observers share it."""
-        return None
-
-    def guide(self, model: Model, params: Params, policy: Any, s: State, scale: Any) -> tuple[Model, State] | None:
-        """The model and a prefilled state under classifier-free guidance of `scale` by a rule of the method's own; None
-        if it has none, and the usual one holds."""
-        return None
-
-    @abc.abstractmethod
-    def init(self, params: Params, s: State) -> PyTree:
-        """The algorithm's state for the prompts; every leaf with an explicit dtype and a leading batch axis. The
-        samples of a prompt are made of it later."""
-
-    @abc.abstractmethod
-    def propose(self, params: Params, policy: Any, s: State) -> tuple[Window, PyTree]:
-        """The window to score next, and what `decide` gets as `algo`."""
-
-    @abc.abstractmethod
-    def decide(self, params: Params, dist: Any, s: State, window: Window, out: Out, algo: PyTree) -> Decision:
-        """What of it is true. `dist` is the policy at each node of the window: a `decodax.sampling.Distribution`.
-        Weights of a further model (a judge, a reward model) are `params.role(name)`."""
+def read_beyond(model: Model, longest: int) -> int:
+    """Returns the number of positions that the model's caches have it read after a prompt (`CacheConfig.beyond`)."""
+    return kind.beyond(longest) if isinstance(kind := model.cache_kind, CacheConfig) else 0

@@ -14,12 +14,13 @@ from jax.sharding import Mesh
 
 from decodax.common.struct import short
 from decodax.core import drivers
+from decodax.core.algorithm import Algorithm, findings, most_rounds
 from decodax.core.cache import Cache
 from decodax.core.memory import batch, bucket, power
 from decodax.core.mesh import on_mesh
 from decodax.core.start import init_state
 from decodax.core.state import State, Status
-from decodax.core.types import Algorithm, Params
+from decodax.core.types import Params
 from decodax.engine.compilation import keep_room
 from decodax.engine.reading import Reader
 from decodax.engine.request import Request
@@ -53,7 +54,7 @@ class BatchShape:
     def of(cls, request: Request, longest: int, more: int) -> BatchShape:
         """That of requests for rows of up to `longest` tokens, of which `more` come when the cache has settled."""
         lm, algorithm = request.lm, request.algorithm.fit(more)
-        params = Params(target=lm.params, draft=algorithm.weights, others=algorithm.roles)
+        params = Params(target=lm.params, draft=algorithm.weights)
         return cls(algorithm.bare(), lm.model, params, bucket(longest), request.samples, lm.mesh, _rounded(request))
 
     def row_bytes(self, request: Request) -> int:
@@ -66,7 +67,7 @@ class BatchShape:
             top_logprobs=self.top_logprobs, inputs=inputs)
         state = jax.eval_shape(blank, self.params, one.firsts, one.inputs)
         held = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(state.replace(key=None)))
-        return held + 4 * self.algorithm.emits * request.lm.vocab_size
+        return held + 4 * self.algorithm.traits.emits * request.lm.vocab_size
 
     def fill(self, rows: int) -> int:
         """How many rows the programs for so many have."""
@@ -133,7 +134,7 @@ class Job:
         keep_room(drivers.compiled())
         of = of or request
         shape, most = BatchShape.of(of, of.longest, of.more), min(of.batch_size or len(of), len(of))
-        group = shape.algorithm.samples or 1        # whole groups, of a method that works on rows together
+        group = shape.algorithm.traits.samples or 1        # whole groups, of a method that works on rows together
         rows = None if request.samples == 1 else -(-shape.fill(most * request.samples) // group) * group
         clock = time.perf_counter()
         with on_mesh(shape.mesh):
@@ -166,7 +167,7 @@ class Job:
         are running."""
         clock = time.perf_counter()
         budget = int((np.asarray(self.state.max_length) - np.asarray(self.state.length)).max())
-        bound = self.algorithm.most_rounds(budget, self.state.batch)
+        bound = most_rounds(self.algorithm, budget, self.state.batch)
         whole = seconds is None and rounds is None
         rounds = bound if whole else min(self.burst if rounds is None else rounds, bound)
         with on_mesh(self.request.lm.mesh):
@@ -201,7 +202,7 @@ class Job:
         """What came out."""
         with on_mesh(self.request.lm.mesh):
             s = drivers.outcome(self.algorithm, self.state)
-            found = self.algorithm.findings(s)
+            found = findings(self.algorithm, s)
         # without the rows that fill up the batch
         result = collect(self.request, host_rows(s, np.arange(len(self.status))), self.status,
                          {name: np.asarray(x)[:len(self.status)] for name, x in found.items()})

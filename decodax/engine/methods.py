@@ -12,10 +12,10 @@ from decodax.algorithms.autoregressive import Autoregressive
 from decodax.algorithms.diffusion.samplers.llada import llada
 from decodax.common.arguments import shown
 from decodax.common.registry import ALGORITHMS, CACHES, Configured, Entry
+from decodax.core.algorithm import Algorithm
 from decodax.core.cache import CacheConfig
 from decodax.core.checks import hashable
 from decodax.core.stops import StopTable
-from decodax.core.types import Algorithm
 from decodax.io.load import LM, find, load
 from decodax.io.text import Tokenizer
 
@@ -114,7 +114,7 @@ def chosen(lm: LM, given: Any, rows: int, draft: Any = None) -> Algorithm:
     else:
         method = given
     hashable("algorithm", method.bare())
-    canvas, what = method.canvas, type(method).__name__
+    canvas, what = method.traits.canvas, type(method).__name__
     if canvas and lm.diffusion is None:
         raise ValueError(f"algorithm: got {what}, a sampler of masked diffusion, for {lm.name!r}, which is "
                          "autoregressive; takes a sampler of autoregressive models. A model of your own that fills "

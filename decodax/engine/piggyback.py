@@ -19,11 +19,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from decodax.core.algorithm import Algorithm, Traits, name_of
 from decodax.core.around import Around
 from decodax.core.packing import Packing
 from decodax.core.prefill import Extend
 from decodax.core.state import State, Status
-from decodax.core.types import Algorithm, Decision, Out, Params
+from decodax.core.types import Decision, Out, Params
 from decodax.core.window import Window, causal
 
 
@@ -63,18 +64,20 @@ class Mixed(Around):
     chunk: int
     readers: int
 
-    commits = None      # of a row that reads it keeps a chunk
-
     @property
     def inner(self) -> Algorithm:
         return self.method
+
+    @property
+    def traits(self) -> Traits:
+        return dataclasses.replace(super().traits, commits=None)      # it keeps a chunk of a row that reads
 
     def propose(self, params: Params, policy: Any, s: State) -> tuple[Window, Any]:
         reads = Extend.left(s)
         own, algo = self.method.propose(params, policy, self._decoding(s, reads))
         if own.cached is not None or own.embeddings is not None:
-            raise ValueError(f"token_budget: {self.method.name} has windows of its own kind, beside which no prompt "
-                             "can be read")
+            raise ValueError(f"token_budget: {name_of(self.method)} has windows of its own kind, beside which no "
+                             "prompt can be read")
         count, start = own.width, s.cache.length
         if self.budget <= s.batch * count:
             raise ValueError(f"token_budget: got {self.budget}; {s.batch} rows with windows of {count} take "

@@ -12,7 +12,7 @@ from decodax.common.arguments import MOST, id_rows, per_row, shown, wrong
 from decodax.constraints import languages as constraints
 from decodax.constraints.canvas import OnCanvas
 from decodax.constraints.transform import Closing, Constrained
-from decodax.core.types import Algorithm
+from decodax.core.algorithm import Algorithm, name_of
 from decodax.engine.config import Config
 from decodax.engine.lengths import check_room
 from decodax.io.load import LM
@@ -58,9 +58,9 @@ def policy_of(lm: LM, samples: int, lengths: np.ndarray, least: np.ndarray, samp
 
 def evenly_spaced(method: Algorithm, policy: Policy, link: Arithmetic) -> Policy:
     """The policy whose samples have evenly spaced codes."""
-    if method.canvas or method.samples is not None:
-        raise ValueError(f"arithmetic_sampling: {method.name} draws its samples in a way of its own; takes a method "
-                         "that draws them token by token")
+    if method.traits.canvas or method.traits.samples is not None:
+        raise ValueError(f"arithmetic_sampling: {name_of(method)} draws its samples in a way of its own; takes a "
+                         "method that draws them token by token")
     return policy.replace(transforms=(*policy.transforms, link))
 
 
@@ -76,10 +76,10 @@ def constrained(asked: list[Any], lm: LM, method: Algorithm, policy: Policy, end
         budget = np.full_like(budget, MOST)
     chain, eos = list(policy.transforms), np.asarray(policy.eos)
     at = next(i for i, t in enumerate(chain) if isinstance(t, Temperature))
-    if method.canvas and any(x is not None and x[0] == "grammar" and constraints.hosted(x[1]) for x in asked):
-        raise ValueError(f"grammar: {method.name} fills positions in any order; takes a grammar whose rules do not "
+    if method.traits.canvas and any(x is not None and x[0] == "grammar" and constraints.hosted(x[1]) for x in asked):
+        raise ValueError(f"grammar: {name_of(method)} fills positions in any order; takes a grammar whose rules do not "
                          "refer to themselves")
-    if method.canvas and not given and not (eos >= 0).any(1).all():
+    if method.traits.canvas and not given and not (eos >= 0).any(1).all():
         name = next(x[0] for x in asked if x is not None)
         raise ValueError(f"{name}: on a canvas takes a model with an end of sequence, behind which the text may stop")
     constraints.in_time(until, 0, len(asked))
@@ -90,9 +90,10 @@ def constrained(asked: list[Any], lm: LM, method: Algorithm, policy: Policy, end
         if all(x is None for x in asked):
             return policy.replace(transforms=tuple(chain))
     link, table = constraints.constrain(asked, lm.tokenizer, lm.vocab_size, eos, np.repeat(ends, samples), budget,
-                                        samples, _masks(lm) if method.canvas else (), () if given else least, until)
+                                        samples, _masks(lm) if method.traits.canvas else (), () if given else least,
+                                        until)
     link = link.replace(place=len(policy.tables))
-    chain.insert(at, OnCanvas(link.start, link.end, link.place, whole=given) if method.canvas else link)
+    chain.insert(at, OnCanvas(link.start, link.end, link.place, whole=given) if method.traits.canvas else link)
     return policy.replace(transforms=tuple(chain), tables=(*policy.tables, table))
 
 
@@ -151,7 +152,7 @@ def guidance_of(lm: LM, method: Algorithm, budget: np.ndarray, scale: Any, negat
         scales = None
     if negative is None:
         return scales, None
-    if method.canvas:
+    if method.traits.canvas:
         raise ValueError("negative_prompts: a canvas is guided against masks in the prompt's place, without them")
     if scales is None:
         raise ValueError("negative_prompts: got some without a guidance_scale other than 1")

@@ -229,7 +229,7 @@ def unstarted(request: Request) -> Result:
     empty = lambda *more, dtype=np.float32: np.zeros((rows, 0, *more), dtype)
     noted = None if width is None else LogProbs(empty(), empty(), empty(width, dtype=np.int32), empty(width))
     stats = Statistics(forwards=0, prefill_forwards=0, rounds=none, tokens=none, drafted=none, accepted=none,
-                       histogram=np.zeros((rows, request.algorithm.emits + 1), np.int64), seconds=0.0,
+                       histogram=np.zeros((rows, request.algorithm.traits.emits + 1), np.int64), seconds=0.0,
                        prefill_seconds=0.0)
     return Result(tokens=np.zeros((rows, 0), np.int32), lengths=np.zeros(rows, np.int32),
                   status=[Status.TIME] * rows, text=None if request.lm.tokenizer is None else [""] * rows,

@@ -13,14 +13,15 @@ from jax.sharding import Mesh
 
 from decodax.algorithms.autoregressive import Autoregressive
 from decodax.cache.dense import Dense
-from decodax.cache.shared_prefix import SharedPrefixCache
+from decodax.cache.shared_prefix import SharedPrefixCache, sharing
 from decodax.caches.prefix.prefix import Prefix
 from decodax.common.struct import short
 from decodax.core import drivers
+from decodax.core.algorithm import Algorithm, observer
 from decodax.core.cache import Cache
 from decodax.core.memory import bucket, power
 from decodax.core.state import State
-from decodax.core.types import Algorithm, Model, Params
+from decodax.core.types import Model, Params
 from decodax.engine.request import Request
 from decodax.sampling import Policy
 from decodax.sharding import place
@@ -90,7 +91,7 @@ class Reader:
         if self.later:
             return self.model, self._begin(self.model, lengths), 0
         if common := self._common():
-            shared = self.model.share(bucket(common + 1), power(int(lengths.max()) - common))
+            shared = sharing(self.model, bucket(common + 1), power(int(lengths.max()) - common))
             if shared is not None:
                 return shared[0], *self._behind_prefix(lengths, common, *shared)
         return self.model, *self._prefilled(self._begin(self.model, lengths), 0, int(lengths.max()) - 1)
@@ -108,7 +109,7 @@ class Reader:
 
     def _prefilled(self, s: State, before: int, left: int, model: Model | None = None) -> tuple[State, int]:
         """With the prompts in the cache, of which the longest has so many tokens left; and the forwards in all."""
-        if not self.algorithm.prefills or left <= 0:
+        if not self.algorithm.traits.prefills or left <= 0:
             return s, before
         width = chunk_width(left, self.request.chunk, self.size)
         s = drivers.prefill(self.algorithm, model or self.model, self.params, s, width=width)
@@ -118,7 +119,7 @@ class Reader:
         """How many tokens all prompts begin with and nobody needs to see again; 0: too few, or not alone."""
         each = self.request
         alone = each.behind is None and each.inputs is None and each.guidance is None
-        if not alone or not self.algorithm.prefills or self.algorithm.observer is not None:
+        if not alone or not self.algorithm.traits.prefills or observer(self.algorithm) is not None:
             return 0
         least, most = min(each.prompts), max(each.prompts)      # in the order of lists, whose ends differ earliest
         if least is most:

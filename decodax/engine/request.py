@@ -23,9 +23,10 @@ from decodax.caches.prefix.prefix import Prefix
 from decodax.common.arguments import flag, is_whole, outside, positive, shown, whole, whole_rows, wrong
 from decodax.common.struct import short
 from decodax.constraints import languages as constraints
+from decodax.core.algorithm import Algorithm, answering, name_of, observer
 from decodax.core.memory import afford, power
 from decodax.core.stops import stop_strings
-from decodax.core.types import Algorithm
+from decodax.core.types import fit_cache, read_beyond
 from decodax.engine.config import Config
 from decodax.engine.lengths import (
     after_contexts,
@@ -158,18 +159,18 @@ class Request:
         if cache is not None:
             lm = with_cache(lm, cache)
         method = chosen(lm, algorithm, (batch_size or count) * (wanted or 1), draft)
-        if method.samples is not None and wanted is not None:
-            method = method.answering(wanted)
+        if method.traits.samples is not None and wanted is not None:
+            method = answering(method, wanted)
         samples = _samples(method, wanted, where)
         at_once = (batch_size or count) * samples
         lengths = np.array([len(row) for row in ids], np.int64)
         budget, counted = new_tokens(lengths, max_new_tokens, max_length, said)
         behind_settled = 0 if settle is None else int((lengths - settle).max())
-        if (fitted := lm.model.fit(power(int(np.max(budget)) + behind_settled))) is not lm.model:
+        if (fitted := fit_cache(lm.model, power(int(np.max(budget)) + behind_settled))) is not lm.model:
             lm = dataclasses.replace(lm, model=fitted)
         afford(method, lm.model, lm.mesh, at_once, int((lengths + budget).max()), counted)
         check_reach(lm, lengths, budget, counted)
-        if (more := method.through(lm.model).beyond(int(lengths.max()))):
+        if (more := read_beyond(method.through(lm.model), int(lengths.max()))):
             check_room(lm, int(lengths.max()) + more, "cache", "prompt and what the policy reads behind it")
 
         least = said.or_given("min_new_tokens", min_new_tokens, lambda name, x: whole_rows(name, x, count), [0] * count)
@@ -187,8 +188,8 @@ class Request:
         if strings and lm.tokenizer is None:
             raise ValueError("stop: stop strings need a tokenizer, and this model has none")
         if settle is not None and (inputs is not None or adapter is not None or guidance_scale is not None
-                                   or behind is not None or not method.prefills or method.observer is not None):
-            raise ValueError(f"context: {method.name} learns from whole prompts, or there are inputs or a "
+                                   or behind is not None or not method.traits.prefills or observer(method) is not None):
+            raise ValueError(f"context: {name_of(method)} learns from whole prompts, or there are inputs or a "
                              "guidance_scale; takes a method that reads the cache alone, without those")
         guidance, negative = guidance_of(lm, method, budget, guidance_scale, negative_prompts, said)
         skip = flag("skip_special_tokens", skip_special_tokens)
@@ -240,7 +241,7 @@ class Request:
     @property
     def answers(self) -> int:
         """Rows of the result that a prompt has."""
-        return self.algorithm.answers or self.samples
+        return self.algorithm.traits.answers or self.samples
 
     @property
     def firsts(self) -> Policy:
@@ -329,10 +330,10 @@ def _searching(search: Algorithm | None, algorithm: Any, named: Mapping[str, Any
 
 def _samples(method: Algorithm, wanted: int | None, where: str) -> int:
     """Rows of a prompt: as many as asked for, or as the method works on together."""
-    together = method.samples
+    together = method.traits.samples
     if together is None:
         return wanted or 1
     if where != "generate":
-        raise ValueError(f"algorithm: {method.name} works on {together} rows a prompt, and {where} has one; use "
+        raise ValueError(f"algorithm: {name_of(method)} works on {together} rows a prompt, and {where} has one; use "
                          "generate")
     return together

@@ -19,8 +19,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from decodax.cache.shared_prefix import sharing
 from decodax.common.axes import DATA
 from decodax.core import drivers
+from decodax.core.algorithm import findings, most_rounds, observer
 from decodax.core.memory import afford, by_row, grows, power
 from decodax.core.mesh import on_mesh
 from decodax.core.state import State, Status
@@ -88,7 +90,7 @@ class Slots:
                  memory: int | None = None, token_budget: int | None = None):
         self.first, self.more = first, power(more)
         self.shape = shape = BatchShape.of(first, longest, self.more)
-        group, each = shape.algorithm.samples or 1, first.samples
+        group, each = shape.algorithm.traits.samples or 1, first.samples
         rows = -(-shape.fill(seats * each) // group) * group
         if memory is not None:
             row = shape.row_bytes(first)
@@ -109,7 +111,8 @@ class Slots:
         self.use = Use() if use is None else use
         self.splits = shape.mesh is None and _splits(first)
         """Whether a prompt may be read in two parts, of which others share the first."""
-        self.rides = token_budget is not None and self.splits and first.samples == 1 and not first.algorithm.canvas
+        self.rides = (token_budget is not None and self.splits and first.samples == 1
+                      and not first.algorithm.traits.canvas)
         """Whether prompts are read in the rounds of others."""
         if self.rides:
             assert token_budget is not None
@@ -216,7 +219,7 @@ class Slots:
         assert s is not None
         running = self.running
         left = int((np.asarray(s.max_length) - np.asarray(s.length)).max())
-        bound = self.shape.algorithm.most_rounds(left, self.rows)
+        bound = most_rounds(self.shape.algorithm, left, self.rows)
         if self.rides:      # a round reads one token at least
             bound += sum(len(request.prompts[0]) for request, _ in filter(None, self.seats))
         if self._barren == 0:
@@ -250,13 +253,13 @@ class Slots:
         if not done or s is None:
             return []
         s = drivers.outcome(self.shape.algorithm, s)
-        findings = {name: np.asarray(x) for name, x in self.shape.algorithm.findings(s).items()}
+        found = {name: np.asarray(x) for name, x in findings(self.shape.algorithm, s).items()}
         host, out = host_rows(s, np.arange(self.rows)), []
         for seat in done:
             request, tag = self.seats[seat]
             rows = slice(seat * each, (seat + 1) * each)
             result = collect(request, jax.tree.map(lambda x, rows=rows: x[rows], host), self._status[rows],
-                             {name: x[rows] for name, x in findings.items()})
+                             {name: x[rows] for name, x in found.items()})
             forwards = int(self._counts[rows].max())
             out.append((tag, dataclasses.replace(result, stats=dataclasses.replace(result.stats, forwards=forwards))))
             self.seats[seat] = None
@@ -277,13 +280,14 @@ def _splits(request: Request) -> bool:
     if request.context is not None or request.inputs is not None or request.behind is not None:
         return False
     method = request.algorithm
-    return method.caches and method.prefills and method.observer is None and grows(method, request.lm.model)
+    traits = method.traits
+    return bool(traits.caches and traits.prefills and observer(method) is None and grows(method, request.lm.model))
 
 
 def possible(request: Request) -> bool:
     """Whether prompts of a request can take one another's places: not where rows share memory, and not under guidance,
     whose second branch is as long as its prompts."""
-    if request.guidance is not None or request.lm.model.share(1, 1) is not None:
+    if request.guidance is not None or sharing(request.lm.model, 1, 1) is not None:
         return False
     return by_row(request.algorithm, request.lm.model)
 
@@ -293,7 +297,7 @@ def kin(request: Request) -> Any:
     lm, policy = request.lm, request.policy
     leaves, structure = jax.tree.flatten(policy.own)
     of = lambda tree: jax.tree.map(lambda x: (x.shape[1:], str(x.dtype)), tree)
-    weights = tuple(map(id, jax.tree.leaves((lm.params, request.algorithm.weights, request.algorithm.roles))))
+    weights = tuple(map(id, jax.tree.leaves((lm.params, request.algorithm.weights))))
     inputs = jax.tree.flatten(request.inputs)
     return (request.algorithm, weights, lm.model, lm.mesh, lm.vocab_size, request.samples, request.stop,
             request.logprobs, request.chunk, request.skip_special_tokens, request.include_stop, structure,

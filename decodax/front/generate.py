@@ -15,8 +15,9 @@ from decodax.common.arguments import flag, scalar, shown, whole
 from decodax.common.progress import bar
 from decodax.common.registry import SEARCHES, SELECTS, Configured
 from decodax.constraints import Constraint
+from decodax.core.algorithm import Algorithm
 from decodax.core.memory import power
-from decodax.core.types import Algorithm, CacheKind
+from decodax.core.types import CacheKind
 from decodax.engine.answers import Search, Select
 from decodax.engine.batch import Job
 from decodax.engine.methods import model

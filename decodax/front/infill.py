@@ -15,7 +15,7 @@ from decodax.algorithms.diffusion import MaskedDiffusion, Template
 from decodax.common.arguments import flag, id_rows, is_whole, whole
 from decodax.common.struct import short
 from decodax.constraints import Constraint
-from decodax.core.types import Algorithm
+from decodax.core.algorithm import Algorithm
 from decodax.engine.batch import Job
 from decodax.engine.methods import chosen, model
 from decodax.engine.names import check_names

@@ -18,13 +18,14 @@ from jax import Array
 
 from decodax.cache.wrapper import Combined
 from decodax.common.struct import Struct, struct
-from decodax.core import drivers
+from decodax.core import algorithm, drivers
+from decodax.core.algorithm import Algorithm
 from decodax.core.around import AroundModel
 from decodax.core.cache import Cache, Entries
 from decodax.core.capabilities import needs_refresh
 from decodax.core.memory import bucket
 from decodax.core.state import State
-from decodax.core.types import Algorithm, Model, Out, Params
+from decodax.core.types import Model, Out, Params
 from decodax.core.window import Window
 
 
@@ -119,13 +120,13 @@ def guide(alg: Algorithm, model: Model, params: Params, policy: Any, s: State, s
         ValueError: the algorithm keeps no cache, or one that reads its text again (`Refreshes`), or the
             model was given inputs.
     """
-    if (own := alg.guide(model, params, policy, s, scale)) is not None:
+    if (own := algorithm.guide(alg, model, params, policy, s, scale)) is not None:
         if negative is not None:
             raise ValueError("negative_prompts: a canvas is guided against masks in the prompt's place, without them")
         return own
     if s.cache.inputs is not None:
         raise ValueError("guidance_scale: got one with inputs; it is not settled what the other branch is given")
-    if not alg.caches:
+    if not alg.traits.caches:
         raise ValueError(f"guidance_scale: {type(alg).__name__} keeps no cache to guide")
     if needs_refresh(s.cache) is not None:
         raise ValueError(f"guidance_scale: got one with {type(s.cache).__name__}, which reads its text again while "

@@ -10,6 +10,7 @@ import numpy as np
 
 from decodax.common.struct import short
 from decodax.core import drivers
+from decodax.core.algorithm import name_of
 from decodax.core.mesh import on_mesh
 from decodax.core.state import State, Status
 from decodax.engine.batch import Job, collect, host_rows
@@ -51,8 +52,9 @@ class Canvases:
             ValueError, TypeError: as `decodax.generate`; or a method that fills no canvas.
         """
         request = Request.read(lm, prompts, num_samples=n, **options)
-        if not request.algorithm.canvas:
-            raise ValueError(f"algorithm: {request.algorithm.name} fills no canvas; takes a masked diffusion sampler")
+        if not request.algorithm.traits.canvas:
+            raise ValueError(f"algorithm: {name_of(request.algorithm)} fills no canvas; takes a masked "
+                             "diffusion sampler")
         job = Job.begin(request)
         first: Any = np.repeat(np.arange(len(request), dtype=np.int32) * n, SIZE)
         with on_mesh(request.lm.mesh):

@@ -17,6 +17,7 @@ import numpy as np
 from decodax.common.arguments import whole
 from decodax.common.struct import short
 from decodax.core import drivers
+from decodax.core.algorithm import findings, name_of
 from decodax.core.mesh import on_mesh
 from decodax.core.state import State, Status
 from decodax.core.stops import StopTable, stop_strings
@@ -86,9 +87,9 @@ class Forks:
         if both := sorted(set(ends) & set(stop)):
             raise ValueError(f"until and stop: got {both[0]!r} in both")
         request = Request.read(lm, prompts, num_samples=n, **{"logprobs": 0, **options, "stop": [*stop, *ends] or None})
-        if request.algorithm.samples is not None or request.algorithm.canvas:
-            raise ValueError(f"algorithm: {request.algorithm.name} keeps rows of its own; takes a method that writes "
-                             "each text from left to right")
+        if request.algorithm.traits.samples is not None or request.algorithm.traits.canvas:
+            raise ValueError(f"algorithm: {name_of(request.algorithm)} keeps rows of its own; takes a method that "
+                             "writes each text from left to right")
         if amend is not None:
             request = amend(request)
         if marks:
@@ -362,7 +363,7 @@ class Forks:
         """`f64[P, n]`: the log of the weight that a method gives to each row so far, where it does not draw by the
         policy (`decodax.algorithms.contrastive.awrs.AWRS`): weighted by it, its rows are draws by the policy. 0 of
         most methods."""
-        found = self.job.algorithm.findings(self.job.state).get("log_weight")
+        found = findings(self.job.algorithm, self.job.state).get("log_weight")
         if found is None:
             return np.zeros(self.status.shape)
         return np.asarray(found)[:self.rows].astype(np.float64).reshape(self.status.shape)

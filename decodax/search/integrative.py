@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from decodax.common.registry import FUNCTIONS
+from decodax.core.algorithm import Algorithm, Traits
 from decodax.core.state import State
-from decodax.core.types import Algorithm, Decision, Out, Params
+from decodax.core.types import Decision, Out, Params
 from decodax.core.window import Window, causal
 from decodax.engine.batch import Job
 from decodax.engine.methods import text_model
@@ -32,8 +33,10 @@ class Together(Algorithm):
     """
 
     group: int
-    emits = 1
-    commits = 1
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(commits=1)
 
     def init(self, params: Params, s: State) -> Any:
         return None

@@ -20,11 +20,12 @@ from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
 from decodax.common.axes import constrain
+from decodax.core.algorithm import Algorithm
 from decodax.core.around import AroundModel
 from decodax.core.cache import Cache
 from decodax.core.round import run
 from decodax.core.state import State
-from decodax.core.types import Algorithm, Model, Out, Params
+from decodax.core.types import Model, Out, Params
 from decodax.core.window import Window
 from decodax.sharding.place import DATA, batch_specs
 

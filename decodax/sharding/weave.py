@@ -24,10 +24,11 @@ from jax import Array, lax
 from jax.sharding import Mesh
 
 from decodax.common.registry import FUNCTIONS
+from decodax.core.algorithm import Algorithm, name_of
 from decodax.core.mesh import auto_region
 from decodax.core.round import step
 from decodax.core.state import State
-from decodax.core.types import Algorithm, Model, Params
+from decodax.core.types import Model, Params
 from decodax.sampling import Policy
 from decodax.sharding.lanes import divisible
 from decodax.sharding.place import DATA
@@ -53,9 +54,9 @@ def weave(alg: Algorithm, model: Model, params: Params, policy: Any, s: State, m
             whose rows share memory.
     """
     divisible(s)
-    if alg.samples is not None:
-        raise ValueError(f"alg: got {alg.name}, which works on {alg.samples} rows of a prompt together; takes methods "
-                         "whose rows know nothing of one another")
+    if alg.traits.samples is not None:
+        raise ValueError(f"alg: got {name_of(alg)}, which works on {alg.traits.samples} rows of a prompt together; "
+                         "takes methods whose rows know nothing of one another")
     replicas = mesh.shape.get(DATA, 1)
     if s.batch % replicas or s.batch < 2 * replicas:
         raise ValueError(f"s: got {s.batch} rows, takes two or more for each of {replicas} replicas, all the same "

@@ -18,7 +18,7 @@ from decodax.common.progress import bar
 from decodax.common.struct import Struct, static, struct
 from decodax.core.cache import PyTree
 from decodax.core.loaded import network_of
-from decodax.core.types import Model
+from decodax.core.types import Model, outputs
 from decodax.core.window import causal
 from decodax.pallas_kernels.window_attention import Bias, window_attention_lse
 from decodax.train.fitting import padded
@@ -188,15 +188,16 @@ def fit_less(lm: Any, texts: Sequence[Sequence[int]], start_size: int = 4, recen
     with bar(progress, "training kernels", len(shapes) * epochs) as report:
         for layer, shape in enumerate(shapes):
             lessons = _lessons(model, *sizes, weights, tokens, lengths, layer)
-            outputs = model.outputs(weights, layer)
+            projections = outputs(model, weights, layer)
             key = jax.random.fold_in(jax.random.key(seed), layer)
             assert shape.queries is not None
             kernels = best = first_kernels(shape.heads, shape.queries, shape.width, rank, hidden, key)
             state, least = adam.init(kernels), np.inf
             for i in range(epochs):
                 some = random.permutation(train)[:steps * batch].reshape(steps, batch)
-                kernels, state = epoch(kernels, state, lessons, outputs, jnp.asarray(some), jax.random.fold_in(key, i))
-                error = float(test(kernels, lessons, outputs)) if held else 0.0
+                kernels, state = epoch(kernels, state, lessons, projections, jnp.asarray(some),
+                                       jax.random.fold_in(key, i))
+                error = float(test(kernels, lessons, projections)) if held else 0.0
                 if not held or error < least:
                     best, least = kernels, error
                 report(layer * epochs + i + 1)

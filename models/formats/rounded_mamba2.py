@@ -20,6 +20,7 @@ from decodax.cache.recurrence import chained
 from decodax.common.struct import struct
 from decodax.core.cache import Cache
 from decodax.core.capabilities import PromptPhase, ReadPrompt, prefill_cache
+from decodax.core.types import no_inputs
 from decodax.core.window import Window, causal, take
 from decodax.models.formats.integers import codes_of
 from decodax.models.mamba2 import Mamba2, Mamba2Config, convolved, gated, projected, steps
@@ -49,7 +50,7 @@ class QuantizedMamba2(Mamba2):
     "into" and "conv", `f32[channels]`, before and behind the convolution, and "state", `f32[H, N, P]`."""
 
     def init_cache(self, batch: int, capacity: int, *, params: Any = None, inputs: Any = None) -> Cache:
-        self.no_inputs(inputs)
+        no_inputs(self, inputs)
         c = self.config
         empty = lambda: {"ring": jnp.zeros((batch, c.conv - 1, c.channels), jnp.int8),
                          "state": jnp.zeros((batch, c.heads, c.state, c.head_dim), jnp.int8)}

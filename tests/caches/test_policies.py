@@ -38,6 +38,7 @@ from decodax.caches.evict.selection import Top
 from decodax.caches.evict.snapkv import WindowAttention
 from decodax.caches.prefill.propagation import Decoupled
 from decodax.common.registry import CACHES
+from decodax.core.types import fit_cache
 from decodax.engine.batch import Job
 from decodax.engine.request import Request
 from decodax.io.load import LM
@@ -278,7 +279,7 @@ def test_a_row_does_not_depend_on_its_batch_mates_or_on_chunks(name: str) -> Non
 
 
 def arrays(kind: Eviction, new: int = 20) -> Evicting:
-    made = DEEP.model.with_cache(kind).fit(new).init_cache(3, 256)
+    made = fit_cache(DEEP.model.with_cache(kind), new).init_cache(3, 256)
     assert isinstance(made, Evicting)
     return made
 

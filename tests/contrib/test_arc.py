@@ -15,6 +15,7 @@ from safetensors.numpy import save_file
 
 import decodax as dx
 from decodax.contrib import arc
+from decodax.contrib.arc import CompressedContext
 from decodax.io.load import LM
 from decodax.models import ArcEncoder, Transformer, llama
 from decodax.models.arc_encoder import runs
@@ -129,15 +130,16 @@ def test_a_text_does_not_depend_on_its_batch(released: Path) -> None:
 def test_the_decoder_reads_vectors_where_the_context_stands(released: Path) -> None:
     """Greedy tokens are those of a forward over embeddings; with drafts and a cache policy the same, row for row."""
     lm, found = decoder(), arc.load(released)
-    rows: list[list[Any]] = [[arc.Context(TEXTS[0]), [3, 4]], [[7], arc.Context(TEXTS[2]), [1], arc.Context(TEXTS[4]),
-                                                               [5, 6]], [[2, 9, 2]]]
+    rows: list[list[Any]] = [[CompressedContext(TEXTS[0]), [3, 4]], [
+        [7], CompressedContext(TEXTS[2]), [1], CompressedContext(TEXTS[4]), [5, 6]], [[2, 9, 2]]]
     read = found.read(lm, rows)
     plain = dx.generate(lm, **read, max_new_tokens=9).tokens
-    vectors = [iter(found.vectors([part.text for part in row if isinstance(part, arc.Context)])) for row in rows
-               if any(isinstance(part, arc.Context) for part in row)]
+    vectors = [iter(found.vectors([part.text for part in row if isinstance(part, CompressedContext)])) for row in rows
+               if any(isinstance(part, CompressedContext) for part in row)]
     table = np.asarray(lm.params["embed"])
     for i, row in enumerate(rows):
-        front = np.concatenate([next(vectors[i]) if isinstance(part, arc.Context) else table[part] for part in row])
+        front = np.concatenate([next(vectors[i]) if isinstance(part, CompressedContext) else table[part]
+                                for part in row])
         whole = np.concatenate([front, table[plain[i]]])
         given = dx.models.Embeddings(jnp.asarray(whole)[None], jnp.ones((1, len(whole)), bool))
         hidden, head = lm.model.features(lm.params, jnp.zeros((1, len(whole)), jnp.int32), inputs=given)
@@ -183,7 +185,7 @@ def test_texts_need_the_encoders_own_tokenizer(released: Path) -> None:
         arc.load(released).vectors(["a"])
     lm = dx.load("pycode-draft")
     encoder = arc.begin(lm, layers=1, hidden=None)
-    read = encoder.read(lm, [["x = 1\n", arc.Context("def area(width, height):\n"), "    return"]])
+    read = encoder.read(lm, [["x = 1\n", CompressedContext("def area(width, height):\n"), "    return"]])
     count = len(lm.tokenizer.encode("def area(width, height):\n", add_special_tokens=False))     # type: ignore[union-attr]
     assert read["inputs"].given.sum() == -(-count // 8) + 1
 
@@ -210,14 +212,14 @@ def test_files_that_do_not_fit_are_refused_by_name(released: Path, part: str, ch
 def test_prompts_that_do_not_fit_are_refused_by_name(released: Path) -> None:
     lm, found = decoder(), arc.load(released)
     with pytest.raises(ValueError, match=r"prompts\[0\]: ends in no text"):
-        found.read(lm, [[arc.Context([1, 2])]])
+        found.read(lm, [[CompressedContext([1, 2])]])
     with pytest.raises(ValueError, match="context 0: is empty"):
-        found.read(lm, [[arc.Context([]), [1]]])
+        found.read(lm, [[CompressedContext([]), [1]]])
     with pytest.raises(ValueError, match="context 0: got token id 32, the encoder knows 0 to 31"):
-        found.read(lm, [[arc.Context([32]), [1]]])
+        found.read(lm, [[CompressedContext([32]), [1]]])
     with pytest.raises(ValueError, match="chunk: got 0"):
-        found.read(lm, [[arc.Context([3]), [1]]], chunk=0)
+        found.read(lm, [[CompressedContext([3]), [1]]], chunk=0)
     with pytest.raises(ValueError, match="lm: got a Transformer of width 64, the encoder is for"):
-        found.read(dx.load("pycode-draft"), [[arc.Context([3]), [1]]])
+        found.read(dx.load("pycode-draft"), [[CompressedContext([3]), [1]]])
     with pytest.raises(ValueError, match="texts: got none of 256 tokens"):
         arc.fit(arc.begin(lm), lm, [[1, 2, 3]])

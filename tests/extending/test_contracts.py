@@ -15,7 +15,8 @@ from decodax.algorithms.speculative.source import Draft, Shape, Source
 from decodax.algorithms.speculative.tree import Proposal, chain
 from decodax.algorithms.speculative.trees import Chain
 from decodax.algorithms.speculative.verify import SeedExact, Verifier
-from decodax.core.cache import CacheConfig
+from decodax.core.cache import Cache, CacheConfig
+from decodax.core.types import Model, ShowsWeights
 from decodax.sampling import Custom
 from decodax.search.explorer import Explorer
 from decodax.select.candidates import SelectionRule
@@ -160,7 +161,6 @@ class Bent(Shape):
 @dataclasses.dataclass(frozen=True)
 class Method(dx.Algorithm):
     says: Any
-    emits = 1
 
     def init(self, params: Any, s: Any) -> Any:
         return None
@@ -243,3 +243,15 @@ def test_what_a_rule_and_a_search_return_is_checked() -> None:
         dx.select.choose("pycode", "x", Chooser(), n=2, max_new_tokens=2)
     with pytest.raises(TypeError, match=r"^Search.search: returned an int, takes a Ranked"):
         dx.search.explore("pycode", "x", Search(), max_new_tokens=2)
+
+
+def test_contracts_fit_on_a_page() -> None:
+    """Public members, inherited ones included; what a user has to write of them is less."""
+    members = lambda cls: {name for name in dir(cls) if not name.startswith("_")} - {"replace"}
+    assert len(members(Cache) | {"length"}) <= 10
+    assert len(members(Model)) <= 8
+    assert len(members(dx.Algorithm)) <= 8
+    for capability in (*Cache.__subclasses__(), *dx.Algorithm.__subclasses__(), ShowsWeights):
+        base = next(cls for cls in (Cache, dx.Algorithm, Model) if issubclass(capability, cls))
+        if capability.__module__.startswith("decodax.core"):
+            assert len(members(capability) - members(base)) <= 3, capability

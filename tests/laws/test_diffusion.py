@@ -15,6 +15,7 @@ import decodax.algorithms.diffusion as d
 from decodax.algorithms.diffusion import MaskedDiffusion
 from decodax.common.registry import ALGORITHMS
 from decodax.core import drivers
+from decodax.core.algorithm import most_rounds
 from decodax.core.round import python_loop, run
 from decodax.core.state import Status
 from decodax.core.types import LayeredModel, Params
@@ -143,7 +144,7 @@ def begun(alg, ids, *, policy=None, lean=0.0, eos=None, request=None, new=NEW, s
 
 def sample(alg, ids, **options):
     network, params, chain, s = begun(alg, ids, **options)
-    return drivers.advance(alg, network, params, chain, s, jnp.int32(alg.most_rounds(NEW, len(ids))))
+    return drivers.advance(alg, network, params, chain, s, jnp.int32(most_rounds(alg, NEW, len(ids))))
 
 
 @functools.cache

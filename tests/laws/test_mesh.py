@@ -77,7 +77,7 @@ def test_a_mesh_gives_the_tokens_of_one_device(kind, algorithm, policy):
     assert one.stats.rounds[:4].max() < one.stats.rounds[4:].max()
     assert np.array_equal(many.status, one.status)
     assert many.tokens.sharding.spec[0] == "data"
-    if alg.caches:
+    if alg.traits.caches:
         assert many.cache.kv[0].sharding.spec[:2] == ("data", "model")
     assert all(MASK not in row for row in texts(many)) or algorithm != "llada"
 

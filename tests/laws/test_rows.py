@@ -27,7 +27,6 @@ class Beams(Algorithm):
     """Each `size` rows side by side are the beams of one prompt; its state is their scores."""
 
     size: int
-    emits = 1
 
     def init(self, params: Params, s: State) -> Any:
         # at first all beams of a prompt are the same text: one of them counts
@@ -49,8 +48,6 @@ class Beams(Algorithm):
 @dataclasses.dataclass(frozen=True)
 class Copies(Algorithm):
     """Plain sampling whose rows all go on from the first one's text."""
-
-    emits = 1
 
     def init(self, params: Params, s: State) -> Any:
         return None

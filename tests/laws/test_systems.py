@@ -56,7 +56,7 @@ SAMPLES = [[[1, 2, 3, 4, 5], [2, 3, 4, 5, 6]], [[9, 9, 8, 8, 9], [8, 8, 9, 9]]]
 OPTIONS = {"awrs": dict(check=bool), "cascade": dict(barrier=0), "dynamic-beam-allocation": dict(phrases=[[3]]),
            "grid-beam-search": dict(phrases=[[3]]), "seal": dict(corpus=[list(range(1, 8)) * 6]),
            "magicdec": dict(budget=6), "quantspec": dict(group=8, weights=None),
-           "specache": dict(top=4, group=8, residual=8),
+           "specache": dict(top=4, group_size=8, residual_length=8),
            "triforce": dict(budget=8, chunk=2, length=4, sinks=2, recent=6),
            "automatic": dict(lengths=(3,)), "bass": dict(lengths=(1, 3)), "tetris": dict(capacity=9, length=3),
            "ucbspec": dict(lengths=(0, 2)), "exp3spec": dict(lengths=(0, 2)),
@@ -107,13 +107,13 @@ UNVERIFIED = ("autoregressive", "specache")
 def test_a_system_keeps_its_guarantee(name, policy):
     """With its default options; what others change is said by the algorithm that they make."""
     alg, (which, _) = made(name, policy), pair(name, policy)
-    assert alg.guarantee == ALGORITHMS[name].guarantee
+    assert alg.traits.guarantee == ALGORITHMS[name].guarantee
     s, (wanted, status) = decode(alg, which, policy=policy), plain(which, policy=policy)
     same = [a == b for a, b in zip(texts(s), wanted, strict=True)]
-    if alg.guarantee == "seed-exact":
+    if alg.traits.guarantee == "seed-exact":
         assert all(same)
         assert np.array_equal(s.status, status)
-    elif alg.guarantee == "distribution-exact":
+    elif alg.traits.guarantee == "distribution-exact":
         assert all(same[::2])           # a greedy row has one result
     for row, ended in zip(texts(s), np.asarray(s.status), strict=True):
         assert BANNED not in row and END not in row[:-1] and len(row) <= NEW
@@ -123,7 +123,7 @@ def test_a_system_keeps_its_guarantee(name, policy):
     assert (accepted <= drafted).all()
     if name != "automatic":             # which drafts where it measured that drafts pay
         assert (drafted.sum() > 0) == (name not in UNVERIFIED)
-    if alg.guarantee != "seed-exact":
+    if alg.traits.guarantee != "seed-exact":
         seats = list(reversed(range(ROWS)))
         assert texts(decode(alg, which, policy=policy, order=seats)) == texts(s)[::-1]
 
@@ -133,7 +133,7 @@ DEGENERATE = {
     "greedy-verification": dict(), "blockwise-top-k": dict(k=1), "blockwise-distance": dict(epsilon=0),
     "aggressive-decoding": dict(beta=1), "typical-acceptance": dict(epsilon=1 - 1e-6, delta=1e6),
     "reflective-verification": dict(alpha=0.0), "improved-mcsd": dict(verify=EXACT),
-    "quantspec": dict(group=64), "specache": dict(residual=64), "fastcot": dict(cut=500)}
+    "quantspec": dict(group=64), "specache": dict(residual_length=64), "fastcot": dict(cut=500)}
 """Options with which an approximate rule comes to plain decoding, or of those in `LIKELIEST` to greedy decoding."""
 LIKELIEST = ("greedy-verification", "blockwise-top-k", "blockwise-distance", "aggressive-decoding",
              "typical-acceptance")

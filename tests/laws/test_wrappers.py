@@ -42,10 +42,22 @@ from decodax.algorithms.speculative.reflective import Reflective
 from decodax.algorithms.speculative.source import Draft, Source
 from decodax.algorithms.speculative.trees import Fixed
 from decodax.algorithms.speculative.verify import Verifier
+from decodax.cache.wrapper import Combined, Wrapper
+from decodax.core.algorithm import (
+    Algorithm,
+    Concludes,
+    Grouped,
+    GuidesItself,
+    LearnsFromPrompt,
+    Paced,
+    Varies,
+    observer,
+)
 from decodax.core.around import Around, AroundModel
-from decodax.core.cache import CacheConfig, Feature
-from decodax.core.composed import Composed
-from decodax.core.types import Algorithm, Model
+from decodax.core.cache import Cache, CacheConfig, Feature
+from decodax.core.capabilities import DraftBase, PromptPhase, Refreshes, Truncates
+from decodax.core.composed import Composed, parts_of
+from decodax.core.types import Model
 from decodax.engine.piggyback import Mixed, Piggyback
 
 for module in pkgutil.walk_packages(decodax.__path__, "decodax."):
@@ -145,7 +157,7 @@ HOLDERS = [cls for base in (Drafter, Algorithm) for cls in below(base) if holdin
 
 def told(whole: Any) -> list[Told]:
     """The innermost drafts that it is made of."""
-    return [x for part in whole.parts for x in ([part] if isinstance(part, Told) else told(part))]
+    return [x for part in parts_of(whole) for x in ([part] if isinstance(part, Told) else told(part))]
 
 
 def markers(weights: Any) -> set[float]:
@@ -181,15 +193,16 @@ def test_a_wrapper_of_drafts_forwards_what_is_asked_of_it(cls: type) -> None:
         assert not any(x.weighed for x in told(whole.bare())) and len(told(whole.bare())) == len(inner)
     assert {x.budget for x in told(whole.fit(8))} == {8}
     assert set(whole.through(())) == {int(x) for x in numbers}
-    assert (cls, "cache_needs") in OWN or whole.cache_needs >= {"truncation"}
+    needs = whole.traits.needs if isinstance(whole, Algorithm) else whole.cache_needs
+    assert (cls, "cache_needs") in OWN or needs >= {"truncation"}
     if isinstance(whole, Drafter):
         assert whole.reader is not None
         assert not whole.exact
         if (cls, "for_vocabulary") not in OWN:
             assert {x.size for x in told(whole.for_vocabulary(5))} == {5}
     else:
-        assert whole.observer is not None
-        assert whole.guarantee == "approximate"
+        assert observer(whole) is not None
+        assert whole.traits.guarantee == "approximate"
 
 
 def test_a_method_around_another_one_is_a_wrapper() -> None:
@@ -220,10 +233,17 @@ def test_a_wrapper_with_a_draft_of_its_own_keeps_it() -> None:
 
 def test_wrappers_answer_for_all_of_the_contract() -> None:
     """A member that is added to a contract is added to its wrapper, or this fails."""
-    assert public(Algorithm) | public(Composed) <= public(Around) | public(Composed)
+    can = set().union(*map(public, (LearnsFromPrompt, Varies, Grouped, Concludes, Paced, GuidesItself)))
+    assert public(Algorithm) | can | public(Composed) <= public(Around) | public(Composed)
     assert public(Algorithm) & public(Composed) == set()
     assert public(Model) <= public(AroundModel)
     assert public(Verifier) - {"length"} <= public(_There) | {"drawn"}
+
+
+def test_a_cache_of_caches_answers_for_all_of_the_contract() -> None:
+    can = public(PromptPhase) | public(Refreshes) | public(Truncates) | public(DraftBase)
+    assert (public(Cache) | can) - {"commit", "draft_view"} <= public(Combined)      # what is not one for all members
+    assert {"commit", "draft_view"} <= public(Wrapper)
 
 
 def test_kinds_of_caches_around_others_forward_what_they_are_asked() -> None:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from decodax.cache import dense
 from decodax.core.cache import Cache
-from decodax.core.types import Model, Out
+from decodax.core.types import Model, Out, no_inputs
 from decodax.core.window import Window
 
 
@@ -34,7 +34,7 @@ class Toy(Model):
                     head=normal(h, (self.width, self.vocabulary)) * self.spread / self.width**0.5)
 
     def init_cache(self, batch: int, capacity: int, *, params: Any = None, inputs: Any = None) -> Cache:
-        self.no_inputs(inputs)
+        no_inputs(self, inputs)
         return dense([(1, self.width)], batch, capacity, jnp.float32)
 
     def apply(self, params: dict, window: Window, cache: Cache) -> Out:

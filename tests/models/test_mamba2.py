@@ -119,7 +119,7 @@ def test_a_left_padded_batch_equals_transformers() -> None:
         want = reference(torch.tensor(text), attention_mask=torch.tensor(live).long(), use_cache=False).logits.numpy()
     window = causal(jnp.asarray(text), -jnp.array([0, 5]), jnp.asarray(live))
     for certain in (False, True):
-        got, _ = scored(lm.model, lm.params, window.replace(certain=certain), lm.model.init_cache(2, 32))
+        got, _ = scored(lm.model, lm.params, window.replace(is_prefill=certain), lm.model.init_cache(2, 32))
         np.testing.assert_allclose(np.asarray(got)[live], want[live], atol=1e-4)
 
 
@@ -191,7 +191,7 @@ def test_products_equal_the_recurrence_however_fast_it_forgets(scale: float, cer
     cache = LinearRecurrent(rings=(jnp.zeros((1, 0, 1)),), states=(jnp.zeros((1, 4, 5, 3)),),
                             length=jnp.zeros(1, jnp.int32), size=64)
     window = causal(jnp.zeros((1, T), jnp.int32), jnp.zeros(1, jnp.int32), jnp.asarray(live)[None])
-    y, entry = cache.recur(0, q, k, v, decay, jnp.zeros((1, T, 1)), window.replace(certain=certain), chunk=16)
+    y, entry = cache.recur(0, q, k, v, decay, jnp.zeros((1, T, 1)), window.replace(is_prefill=certain), chunk=16)
     slots = jnp.where(live, jnp.cumsum(live) - 1, -1)[None]
     want, state = recurrence(*(np.asarray(a[0])[live] for a in (q, k, v, decay)))
     np.testing.assert_allclose(np.asarray(y)[0, live], want, atol=2e-5)
@@ -239,7 +239,7 @@ def test_no_node_has_a_state_of_its_own(certain: bool) -> None:
     model = Mamba2(Mamba2Config(vocab=16, width=32, layers=1, heads=2, head_dim=32, state=32, chunk=16))
 
     def read(tokens: Any) -> Any:
-        window = causal(tokens, jnp.zeros(1, jnp.int32)).replace(certain=certain)
+        window = causal(tokens, jnp.zeros(1, jnp.int32)).replace(is_prefill=certain)
         cache = model.init_cache(1, 64)
         return cache.commit(model.apply(model.init_params(jax.random.key(0)), window, cache).entries, window.positions)
 

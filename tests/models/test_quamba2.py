@@ -123,7 +123,7 @@ def test_the_recurrence_is_theirs() -> None:
 
     def run(into: Any, dt: Any, certain: bool, cache: Any) -> tuple[np.ndarray, Any]:
         T = into.shape[1]
-        window = causal(jnp.zeros((rows, T), jnp.int32), jnp.zeros(rows, jnp.int32)).replace(certain=certain)
+        window = causal(jnp.zeros((rows, T), jnp.int32), jnp.zeros(rows, jnp.int32)).replace(is_prefill=certain)
         y, entry = rounded_mamba2.scanned(c, p, 0, into, dt, lambda taps: divided(c, taps[:, :, -1]), window, cache)
         return np.asarray(y).mean(-1), cache.commit([entry], window.positions).states[0]["state"]
 

@@ -12,6 +12,7 @@ import pytest
 
 import decodax as dx
 from decodax.cli import main
+from decodax.core.algorithm import name_of
 from decodax.engine.names import NAMED, by_name
 from decodax.engine.request import Request
 from decodax.sampling import build, from_generation_config
@@ -121,7 +122,7 @@ def test_beams_take_neutral_values_and_refuse_others(lm: dx.LM) -> None:
     neutral = {name: value for name, value in ONE if name in NAMED and value is not None and name != "num_beams"
                and name != "num_return_sequences"}
     beams = Request.read(lm, [[40]], top_p=1.0, top_k=0, **by_name({"num_beams": 2, **neutral}))
-    assert beams.algorithm.name == "BeamSearch(2)"
+    assert name_of(beams.algorithm) == "BeamSearch(2)"
     assert Request.read(lm, [[40]], algorithm=dx.Autoregressive(), **by_name({"num_beams": 1, **neutral})).samples == 1
     for name, value in (("length_penalty", 0), ("diversity_penalty", 1), ("num_beam_groups", 2), ("patience", 2),
                         ("early_stopping", True)):

@@ -8,8 +8,8 @@ from typing import Any
 from decodax.algorithms.beams.beam_search import BeamSearch
 from decodax.algorithms.contrastive.contrastive_search import ContrastiveSearch, hidden_width
 from decodax.common.arguments import flag, number, positive, shown, whole, wrong
+from decodax.core.algorithm import Algorithm
 from decodax.core.loaded import Loaded
-from decodax.core.types import Algorithm
 from decodax.sampling.neutral import is_neutral, is_zero
 
 ARGUMENTS = ("num_beams", "length_penalty", "early_stopping", "num_beam_groups", "diversity_penalty", "patience",

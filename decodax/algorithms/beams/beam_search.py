@@ -25,10 +25,11 @@ from decodax.algorithms.speculative.source import Draft, Shape, Source
 from decodax.algorithms.speculative.tree import tree, window
 from decodax.common.options import Count, Positive
 from decodax.common.registry import ALGORITHMS
-from decodax.core.cache import Feature
+from decodax.core.algorithm import Concludes, Grouped, LearnsFromPrompt, Traits
+from decodax.core.cache import NONE
 from decodax.core.record import Record, record
 from decodax.core.state import State, Status
-from decodax.core.types import Algorithm, Decision, Out, Params
+from decodax.core.types import Decision, Out, Params
 from decodax.core.window import Window, causal, take
 
 EarlyStopping = bool | Literal["never"]
@@ -40,7 +41,7 @@ TWO_CHAINS = Fixed.of([[0], [1], [0, 0], [1, 0], [0, 0, 0], [1, 0, 0]])
 
 
 @dataclasses.dataclass(frozen=True)
-class BeamSearch(Algorithm):
+class BeamSearch(LearnsFromPrompt, Grouped, Concludes):
     """Beam search, and beam sampling where the policy samples.
 
     Each step takes the best candidates of all live beams of a prompt. Those that end and are among the best `width` go
@@ -113,39 +114,21 @@ class BeamSearch(Algorithm):
             raise ValueError(f"strength: got {self.strength!r} without uid")
 
     @property
+    def traits(self) -> Traits:
+        emits = 1 if self.drafter is None else self.drafter.length + 1
+        return Traits(f"BeamSearch({self.width})", emits, commits=emits, samples=self.width, answers=self.returns,
+                      needs=NONE if self.drafter is None else self.drafter.cache_needs)
+
+    @property
     def drafter(self) -> Draft | None:
         if isinstance(self.draft, Source):
             return Grown(self.draft, self.shape or self.draft.shape or TWO_CHAINS)
         return self.draft
 
-    @property
-    def emits(self) -> int:
-        return 1 if self.drafter is None else self.drafter.length + 1
-
-    @property
-    def commits(self) -> int:
-        return self.emits
-
-    @property
-    def samples(self) -> int:
-        return self.width
-
-    @property
-    def answers(self) -> int:
-        return self.returns
-
     def answering(self, count: int) -> BeamSearch:
         if count > self.width:
             raise ValueError(f"num_samples: got {count} for {self.width} beams, takes at most as many")
         return dataclasses.replace(self, returns=count)
-
-    @property
-    def name(self) -> str:
-        return f"BeamSearch({self.width})"
-
-    @property
-    def cache_needs(self) -> frozenset[Feature]:
-        return frozenset() if self.drafter is None else self.drafter.cache_needs
 
     @property
     def weights(self) -> Any:
@@ -206,7 +189,7 @@ class BeamSearch(Algorithm):
             processed = jax.nn.log_softmax(processed, -1)
         step = self.stepper(params, dist.policy, s, processed, t)
         groups = step.begin(algo)
-        if self.emits == 1:
+        if self.traits.emits == 1:
             groups = step(groups)
         else:
             groups = lax.while_loop(lambda groups: functools.reduce(jnp.logical_or, [g.goes.any() for g in groups]),
@@ -242,7 +225,7 @@ class BeamSearch(Algorithm):
         # the live beams
         rows, count = where(first + live.origin, own), jnp.where(works & ~over, steps, 0)
         on = (live.nodes[:, :, None] == jnp.arange(window.width)) & (
-            jnp.arange(self.emits, dtype=jnp.int32) < count[:, None])[:, :, None]
+            jnp.arange(self.traits.emits, dtype=jnp.int32) < count[:, None])[:, :, None]
         slots = jnp.where(on.any(1), window.positions[rows], -1)
         status = jnp.where(broken, jnp.int32(Status.INVALID), jnp.where(works & over, jnp.int32(Status.LENGTH),
                                                                         jnp.int32(Status.RUNNING)))

@@ -15,10 +15,11 @@ from decodax.algorithms.beams.pool import Finished
 from decodax.common.options import Count
 from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
+from decodax.core.algorithm import Concludes, Grouped, Paced, Traits
 from decodax.core.packing import Packing
 from decodax.core.record import record
 from decodax.core.state import State, Status
-from decodax.core.types import Algorithm, Decision, Out, Params
+from decodax.core.types import Decision, Out, Params
 from decodax.core.window import Window, causal, take
 from decodax.pallas_kernels.vocabulary import top_k
 
@@ -67,7 +68,7 @@ class Taking(Struct):
 
 
 @dataclasses.dataclass(frozen=True)
-class BestFirst(Algorithm):
+class BestFirst(Grouped, Concludes, Paced):
     """Best-first beam search.
 
     All texts that could be continued are in one queue, whatever their length. The best one is taken and, if it has not
@@ -103,9 +104,6 @@ class BestFirst(Algorithm):
     length_penalty: float = 0.0
     at_once: int = 1
 
-    emits = 1
-    commits = 1
-
     def __post_init__(self) -> None:
         for name, low in (("width", 1), ("returns", 1), ("longest", 1), ("length_penalty", 0), ("at_once", 1)):
             if not getattr(self, name) >= low:
@@ -114,16 +112,13 @@ class BestFirst(Algorithm):
             raise ValueError(f"returns: got {self.returns} for a width of {self.width}, takes at most that")
 
     @property
-    def samples(self) -> int:
+    def group(self) -> int:
+        """Number of rows of a prompt."""
         return max(1 + self.width * (self.longest - 1), self.width)
 
     @property
-    def answers(self) -> int:
-        return self.returns
-
-    @property
-    def name(self) -> str:
-        return f"BestFirst({self.width})"
+    def traits(self) -> Traits:
+        return Traits(f"BestFirst({self.width})", commits=1, samples=self.group, answers=self.returns)
 
     @property
     def weights(self) -> Any:
@@ -168,7 +163,7 @@ class BestFirst(Algorithm):
         return 2 * self.width + 2
 
     def propose(self, params: Params, policy: Any, s: State) -> tuple[Window, Any]:
-        R, q = self.samples, s.algo
+        R, q = self.group, s.algo
         # the rows of a prompt begin as one and the same text, which is read once
         fresh = q.fresh & s.running & ((s.length > s.prompt_length) | (jnp.arange(s.batch) % R == 0))
         w = causal(s.newest[:, None], s.length - 1, fresh[:, None])
@@ -176,7 +171,7 @@ class BestFirst(Algorithm):
         return w.replace(hints=(*w.hints, Packing((size,), bounded=True))), q.replace(fresh=fresh)
 
     def decide(self, params: Params, dist: Any, s: State, window: Window, out: Out, algo: Any) -> Decision:
-        R = self.samples
+        R = self.group
         P, m = s.batch // R, min(self.at_once, self.width)
         group = lambda x: x.reshape(P, R, *x.shape[1:])
         flat = lambda x: x.reshape(s.batch, *x.shape[2:])
@@ -223,7 +218,7 @@ class BestFirst(Algorithm):
     def _read(self, dist: Any, s: State, q: Queue, m: int) -> tuple[Queue, Array]:
         """Returns the queue with the continuations of the texts that have been read, and prompts with broken logits,
         `bool[P]`."""
-        R, C = self.samples, q.scores.shape[1]
+        R, C = self.group, q.scores.shape[1]
         P = s.batch // R
         which = jnp.argsort(~q.fresh.reshape(P, R), axis=1, stable=True)[:, :m].astype(jnp.int32)
         rows = (which + R * jnp.arange(P, dtype=jnp.int32)[:, None]).reshape(-1)
@@ -279,7 +274,7 @@ class BestFirst(Algorithm):
         finished = q.finished
         norm = score / length.astype(jnp.float32) ** length_penalty
         worst = jnp.argmin(finished.score[:self.width])
-        place = jnp.where(there & ~lives & (norm > finished.score[worst]), worst, self.samples)
+        place = jnp.where(there & ~lives & (norm > finished.score[worst]), worst, self.group)
         put = lambda x, new: x.at[place].set(jnp.asarray(new, x.dtype), mode="drop")
         tokens, lengths, noted = state
         finished = finished.replace(
@@ -290,7 +285,7 @@ class BestFirst(Algorithm):
                                 noted, q.noted))
 
         # a text that has not ended gets a row, which continues that of the text
-        new = jnp.where(lives, q.used[0], self.samples)
+        new = jnp.where(lives, q.used[0], self.group)
         give = lambda x, value: x.at[new].set(jnp.asarray(value, x.dtype), mode="drop")
         q = q.replace(scores=q.scores.at[row, at].set(jnp.where(there, -jnp.inf, q.scores[row, at])),
                       score=give(q.score, score), finished=finished, used=q.used + lives,
@@ -300,7 +295,7 @@ class BestFirst(Algorithm):
 
     def outcome(self, s: State) -> State:
         """Returns the best texts of each prompt."""
-        R, q = self.samples, s.algo
+        R, q = self.group, s.algo
         held = q.finished
         filled = held.score > -jnp.inf
         ended = jnp.where(s.status == Status.INVALID, s.status, jnp.where(

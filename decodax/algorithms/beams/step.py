@@ -126,7 +126,7 @@ class Step:
 
     def begin(self, algo: Beams) -> tuple[Group, ...]:
         """Returns the groups before the first step."""
-        s, k, M = self.s, self.k, self.alg.emits
+        s, k, M = self.s, self.k, self.alg.traits.emits
         started = s.length > s.prompt_length
         alone = jnp.arange(s.batch) % k == 0            # at first all live beams are the same text, which counts once
         score = jnp.where(started, algo.score, jnp.where(alone, 0, -jnp.inf))
@@ -235,7 +235,7 @@ class Step:
 
         steps = g.steps + 1
         goes, node = self.next_nodes(i, g, live)
-        goes = goes & ~over & (steps < alg.emits)
+        goes = goes & ~over & (steps < alg.traits.emits)
         if self.most is not None:
             goes = goes & (steps < self.most)
         return Group(live=live, finished=done, node=node, stop=take(stop, going), ended=ended, over=over, goes=goes,
@@ -277,7 +277,7 @@ class Step:
             stop, hit = self.stops.advance(stop, token, budget - made)
         why = jnp.where(eos, Status.EOS, jnp.where(hit & ripe, Status.STOP, Status.LENGTH)).astype(jnp.int32)
         text = g.live.pick(beam)
-        here = jnp.arange(self.alg.emits) == g.steps[:, None, None]
+        here = jnp.arange(self.alg.traits.emits) == g.steps[:, None, None]
         put = lambda new, old: jnp.where(here, new[..., None], old)
         text = text.replace(
             count=text.count + 1, tokens=put(token, text.tokens), nodes=put(take(g.node, beam), text.nodes),

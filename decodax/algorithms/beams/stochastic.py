@@ -15,9 +15,10 @@ from decodax.common.options import Count
 from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
 from decodax.core import keys
+from decodax.core.algorithm import Concludes, Grouped, Traits
 from decodax.core.keys import Purpose
 from decodax.core.state import State
-from decodax.core.types import DEAD_END, INVALID, Algorithm, Decision, Out, Params
+from decodax.core.types import DEAD_END, INVALID, Decision, Out, Params
 from decodax.core.window import Window, causal
 from decodax.sampling.draw import exponentials
 
@@ -39,7 +40,7 @@ class Perturbed(Struct):
 @ALGORITHMS.register("stochastic-beam-search", "Stochastic Beams and Where to Find Them: The Gumbel-Top-k Trick for "
                      "Sampling Sequences Without Replacement", "Kool et al. 2019", family="search")
 @dataclasses.dataclass(frozen=True)
-class StochasticBeams(Algorithm):
+class StochasticBeams(Grouped, Concludes):
     """Draws `k` different texts of each prompt, without replacement.
 
     For diverse samples, and for estimates of low variance. It is a beam search on log-probabilities with Gumbel noise.
@@ -57,24 +58,18 @@ class StochasticBeams(Algorithm):
 
     k: Count = 4
 
-    emits = 1
-    commits = 1
-
     def __post_init__(self) -> None:
         if self.k < 1:
             raise ValueError(f"k: got {self.k!r}, takes at least 1")
 
     @property
-    def samples(self) -> int:
+    def group(self) -> int:
+        """Number of rows of a prompt."""
         return self.k + 1
 
     @property
-    def answers(self) -> int:
-        return self.k
-
-    @property
-    def name(self) -> str:
-        return f"StochasticBeams({self.k})"
+    def traits(self) -> Traits:
+        return Traits(f"StochasticBeams({self.k})", commits=1, samples=self.group, answers=self.k)
 
     def answering(self, count: int) -> StochasticBeams:
         return dataclasses.replace(self, k=count)
@@ -94,7 +89,7 @@ class StochasticBeams(Algorithm):
         return causal(s.newest[:, None], s.length - 1, s.running[:, None]), s.algo
 
     def decide(self, params: Params, dist: Any, s: State, window: Window, out: Out, algo: Any) -> Decision:
-        K = self.samples
+        K = self.group
         group = lambda x: x.reshape(-1, K, *x.shape[1:])
         log_p = dist.warm.log_probs()[:, 0]
         V = log_p.shape[-1]

@@ -14,9 +14,9 @@ from jax import Array
 from decodax.common.options import Count, Range
 from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
-from decodax.core.cache import Feature
+from decodax.core.algorithm import Algorithm, Concludes, Paced, Traits, Varies
 from decodax.core.state import State
-from decodax.core.types import Algorithm, Decision, Out, Params
+from decodax.core.types import Decision, Out, Params
 from decodax.core.window import Window, causal, take
 from decodax.pallas_kernels.vocabulary import top_k
 
@@ -45,7 +45,7 @@ class LookAhead(Struct):
 
 
 @dataclasses.dataclass(frozen=True)
-class AdaDec(Algorithm):
+class AdaDec(Varies, Concludes, Paced):
     """Adaptive decoding by uncertainty.
 
     A token is chosen as plain decoding would choose it while the entropy of the distribution is below `threshold`.
@@ -90,16 +90,9 @@ class AdaDec(Algorithm):
             raise ValueError(f"counting: got {self.counting!r}, takes 'ended' or 'running'")
 
     @property
-    def emits(self) -> int:
-        return self.length + 2      # the chosen token, its continuation, and one token more
-
-    @property
-    def commits(self) -> int:
-        return self.emits
-
-    @property
-    def cache_needs(self) -> frozenset[Feature]:
-        return frozenset(("trees",))
+    def traits(self) -> Traits:
+        emits = self.length + 2     # the chosen token, its continuation, and one token more
+        return Traits(emits=emits, commits=emits, needs=frozenset(("trees",)))
 
     @property
     def weights(self) -> Any:
@@ -155,8 +148,8 @@ class AdaDec(Algorithm):
             score=jnp.zeros_like(a.score), length=jnp.zeros_like(a.length), ended=jnp.zeros_like(a.ended),
             stop=jnp.broadcast_to(s.stop[:, None], a.stop.shape)), first.astype(jnp.int32), best, 0)
         plain = jnp.where((a.depth == 0) & ~begins, 1, 0)
-        tokens = jnp.zeros((s.batch, self.emits), jnp.int32).at[:, 0].set(drawn[:, 0])
-        source = jnp.zeros((s.batch, self.emits), jnp.int32)
+        tokens = jnp.zeros((s.batch, self.traits.emits), jnp.int32).at[:, 0].set(drawn[:, 0])
+        source = jnp.zeros((s.batch, self.traits.emits), jnp.int32)
         path = jnp.where(jnp.arange(window.width) == 0, window.positions, -1)
         if not self.wide:
             a = _where(begins, new.replace(depth=jnp.ones_like(a.depth), looks=a.looks + 1), a)
@@ -187,7 +180,8 @@ class AdaDec(Algorithm):
         source = jnp.where(ready[:, None], node, source)
         if (horizon := s.cache.max_commit()) is not None:
             count = jnp.minimum(count, horizon)
-        on = (source[:, :, None] == jnp.arange(window.width)) & (jnp.arange(self.emits) < count[:, None])[:, :, None]
+        on = (source[:, :, None] == jnp.arange(window.width)) & (
+            jnp.arange(tokens.shape[1]) < count[:, None])[:, :, None]
         slots = jnp.where(on.any(1) & (tokens[:, :1] >= 0), window.positions, -1)
         a = _where(begins, new.replace(depth=jnp.ones_like(a.depth), looks=a.looks + 1),
                    moved.replace(depth=jnp.where(ready, 0, moved.depth)))

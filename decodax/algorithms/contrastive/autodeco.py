@@ -18,7 +18,7 @@ from decodax.common.struct import Struct, struct
 from decodax.core.around import Readout
 from decodax.core.cache import Cache
 from decodax.core.loaded import Loaded
-from decodax.core.types import Out
+from decodax.core.types import Out, embeddings, outputs
 from decodax.core.window import Window
 from decodax.sampling.warpers import TopP
 
@@ -125,10 +125,10 @@ class AutoDeco(Readout):
         return self.base.init_cache(batch, capacity, params=own, inputs=inputs)
 
     def embeddings(self, params: Any, tokens: Array) -> Array:
-        return self.base.embeddings(params[0], tokens)
+        return embeddings(self.base, params[0], tokens)
 
     def outputs(self, params: Any, layer: int) -> Array:
-        return self.base.outputs(params[0], layer)
+        return outputs(self.base, params[0], layer)
 
 
 @FUNCTIONS.register("algorithms.contrastive.autodeco",

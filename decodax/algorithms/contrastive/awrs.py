@@ -16,9 +16,10 @@ from decodax.common.options import Count
 from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
 from decodax.core import keys
+from decodax.core.algorithm import Concludes, Traits
 from decodax.core.keys import Purpose
 from decodax.core.state import State
-from decodax.core.types import DEAD_END, INVALID, Algorithm, Decision, Out, Params
+from decodax.core.types import DEAD_END, INVALID, Decision, Out, Params
 from decodax.core.window import Window, causal
 from decodax.sampling.draw import race
 
@@ -38,7 +39,7 @@ class Weighed(Struct):
 @ALGORITHMS.register("awrs", "Fast Controlled Generation from Language Models with Adaptive Weighted Rejection "
                      "Sampling", "Lipkin et al. 2025", family="search")
 @dataclasses.dataclass(frozen=True)
-class AWRS(Algorithm):
+class AWRS(Concludes):
     """Draws tokens until a check accepts one, and returns the weight of the text.
 
     For constraints that are a program instead of a grammar: the check is not called for the whole vocabulary. Tokens
@@ -61,8 +62,9 @@ class AWRS(Algorithm):
     proper: bool = True
     most: Count | None = None
 
-    emits = 1
-    commits = 1
+    @property
+    def traits(self) -> Traits:
+        return Traits(commits=1)
 
     def findings(self, s: State) -> dict[str, Array]:
         """Returns `log_weight`, and `calls` of the check."""

@@ -4,20 +4,21 @@ Optimization", Li et al., 2023)."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
+from decodax.cache.dense import dense
+from decodax.cache.views import WithView
 from decodax.cache.wrapper import Combined
 from decodax.common.registry import FUNCTIONS
 from decodax.common.struct import struct
 from decodax.core.around import Readout
 from decodax.core.cache import Cache, Entries
 from decodax.core.loaded import Loaded
-from decodax.core.types import CacheKind, Model, Out
+from decodax.core.types import CacheKind, Model, Out, no_inputs
 from decodax.core.window import Window
 from decodax.pallas_kernels.vocabulary import cooled
 
@@ -64,19 +65,15 @@ class Contrastive(Readout):
                    default=None)
 
     def with_cache(self, kind: CacheKind) -> Contrastive:
-        raise ValueError(f"cache: got {kind}, but two models against one another keep dense caches")
-
-    def wrap_cache(self, wrap: Callable[[CacheKind], CacheKind]) -> Contrastive:
-        return dataclasses.replace(self, base=self.base.wrap_cache(wrap), amateur=self.amateur.wrap_cache(wrap))
-
-    def share(self, prefix: int, more: int) -> None:
-        return None
-
-    def fit(self, new: int) -> Contrastive:
-        return self
+        whole = kind
+        while isinstance(whole, WithView):      # drafts may read another cache
+            whole = whole.base
+        if whole is not dense:
+            raise ValueError(f"cache: got {kind}, but two models against one another keep dense caches")
+        return dataclasses.replace(self, base=self.base.with_cache(kind), amateur=self.amateur.with_cache(kind))
 
     def init_cache(self, batch: int, capacity: int, *, params: Any = None, inputs: Any = None) -> Cache:
-        self.no_inputs(inputs)
+        no_inputs(self, inputs)
         one, other = (None, None) if params is None else params
         return TwoCaches(self.base.init_cache(batch, capacity, params=one),
                          self.amateur.init_cache(batch, capacity, params=other))

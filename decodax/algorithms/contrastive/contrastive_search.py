@@ -14,10 +14,10 @@ from jax import Array
 from decodax.common.options import Count, Share
 from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
-from decodax.core.cache import Feature
+from decodax.core.algorithm import LearnsFromPrompt, Observer, Traits
 from decodax.core.loaded import Loaded
 from decodax.core.state import State
-from decodax.core.types import Algorithm, Decision, Observer, Out, Params
+from decodax.core.types import Decision, Out, Params
 from decodax.core.window import Window, causal
 from decodax.pallas_kernels.vocabulary import top_k
 from decodax.sampling.draw import winner
@@ -65,7 +65,7 @@ def _direction(x: Array) -> Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class ContrastiveSearch(Algorithm):
+class ContrastiveSearch(LearnsFromPrompt):
     """Takes, of the `k` likeliest tokens, the one with the largest `(1 - alpha) p - alpha c`, where `c` is the largest
     cosine of its hidden state to that of an earlier token.
 
@@ -80,9 +80,6 @@ class ContrastiveSearch(Algorithm):
     alpha: float = 0.6
     k: int = 4
 
-    emits = 1
-    commits = 1
-
     def __post_init__(self) -> None:
         if not 0 <= self.alpha <= 1:
             raise ValueError(f"penalty_alpha: got {self.alpha!r}, takes a number from 0 to 1")
@@ -90,8 +87,8 @@ class ContrastiveSearch(Algorithm):
             raise ValueError(f"top_k: got {self.k!r}, takes at least 1")
 
     @property
-    def cache_needs(self) -> frozenset[Feature]:
-        return frozenset(("trees",))
+    def traits(self) -> Traits:
+        return Traits(commits=1, needs=frozenset(("trees",)))
 
     @property
     def weights(self) -> Any:

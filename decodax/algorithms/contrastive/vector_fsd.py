@@ -14,8 +14,9 @@ from jax import Array
 from decodax.algorithms.contrastive.contrastive_search import hidden_width
 from decodax.common.options import Count, Range, Share
 from decodax.common.registry import ALGORITHMS
+from decodax.core.algorithm import LearnsFromPrompt, Observer, Traits
 from decodax.core.state import State
-from decodax.core.types import Algorithm, Decision, Observer, Out, Params
+from decodax.core.types import Decision, Out, Params
 from decodax.core.window import Window, causal
 from decodax.pallas_kernels.vocabulary import top_k
 from decodax.sampling.draw import winner
@@ -31,7 +32,7 @@ class _StateReader(Observer):
 
 
 @dataclasses.dataclass(frozen=True)
-class VectorFSD(Algorithm):
+class VectorFSD(LearnsFromPrompt):
     """Takes, of the `k` likeliest tokens, the one with the largest `(1 - alpha) p - alpha g`.
 
     `g` is the largest cosine, at least 0, of the states of the last `n - 1` tokens to those before an earlier
@@ -52,9 +53,6 @@ class VectorFSD(Algorithm):
     stop_words: tuple[int, ...] = ()
     stop_weight: float = 0.0
 
-    emits = 1
-    commits = 1
-
     def __post_init__(self) -> None:
         if not 0 <= self.alpha <= 1:
             raise ValueError(f"alpha: got {self.alpha!r}, takes a number from 0 to 1")
@@ -62,6 +60,10 @@ class VectorFSD(Algorithm):
             raise ValueError(f"k and n: got {self.k} and {self.n}, take at least 1 and 2")
         if not self.stop_weight >= 0:
             raise ValueError(f"stop_weight: got {self.stop_weight!r}, takes a number from 0 on")
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(commits=1)
 
     @property
     def weights(self) -> Any:

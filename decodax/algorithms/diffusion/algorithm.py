@@ -37,15 +37,16 @@ from decodax.algorithms.diffusion.rules.stops import EndOfText
 from decodax.algorithms.diffusion.rules.unmasking import Quota, best
 from decodax.algorithms.diffusion.rules.windows import Blocks
 from decodax.algorithms.diffusion.view import Seen, View
-from decodax.core.cache import Feature
+from decodax.core.algorithm import GuidesItself, Paced, Traits, Varies
+from decodax.core.cache import NONE, Feature
 from decodax.core.record import empty_record
 from decodax.core.state import State
-from decodax.core.types import Algorithm, Decision, Model, Out, Params
+from decodax.core.types import Decision, Model, Out, Params
 from decodax.core.window import Window
 
 
 @dataclasses.dataclass(frozen=True)
-class MaskedDiffusion(Algorithm):
+class MaskedDiffusion(Varies, Paced, GuidesItself):
     """A sampler made of nine policies.
 
     Attributes:
@@ -71,6 +72,13 @@ class MaskedDiffusion(Algorithm):
         if self.caching.approximate and self.adapter.attention.causal:
             raise ValueError(f"caching: got {self.caching} for causal attention, takes one that persists, or NoCache")
 
+    @property
+    def traits(self) -> Traits:
+        caches, approximate = self.caching.narrow, self.caching.approximate
+        needs: tuple[Feature, ...] = ("trees", "subsets", "rewrites") if approximate else ("trees", "subsets")
+        return Traits(emits=self.windows.width, canvas=True, caches=caches, needs=frozenset(needs) if caches else NONE,
+                      prefills=self.caching.persists and self.adapter.attention.causal)
+
     def fit(self, budget: int) -> MaskedDiffusion:
         """Returns the sampler for texts of `budget` new tokens, with the sizes of windows and cache filled in that were
         None."""
@@ -94,34 +102,11 @@ class MaskedDiffusion(Algorithm):
         return dataclasses.replace(self, verify=self.verify.bare())
 
     @property
-    def canvas(self) -> bool:
-        return True
-
-    @property
-    def emits(self) -> int:
-        return self.windows.width
-
-    @property
-    def caches(self) -> bool:
-        return self.caching.narrow
-
-    @property
-    def prefills(self) -> bool:
-        """True if the causal prefill writes the prompt's entries."""
-        return self.caching.persists and self.adapter.attention.causal
-
-    @property
-    def cache_needs(self) -> frozenset[Feature]:
-        if not self.caches:
-            return frozenset()
-        return frozenset(("trees", "subsets", "rewrites") if self.caching.approximate else ("trees", "subsets"))
-
-    @property
     def kinds(self) -> tuple[Round, ...]:
         """Kinds of rounds: wide ones and narrow ones of each size, as far as they occur."""
         if self.caching.phases:
             return tuple(Round(self, wide, phase=i) for i, wide in enumerate(self.caching.phases))
-        wide = (Round(self, True),) if self.caching.wide and not self.prefills else ()
+        wide = (Round(self, True),) if self.caching.wide and not self.traits.prefills else ()
         return wide + (tuple(Round(self, False, n) for n in self.caching.sizes) if self.caching.narrow else ())
 
     @property
@@ -151,8 +136,8 @@ class MaskedDiffusion(Algorithm):
         start = s.prompt_length + 0 if align is None else s.prompt_length // align * align
         end = self.whole(s)
         tokens, open = self.adapter.canvas.fill(self.adapter, s.tokens, s.prompt_length, s.key)
-        kept = s.prompt_length - 1 if self.prefills else zero()
-        slots = jnp.arange(N - W if self.caches else 0, dtype=jnp.int32)
+        kept = s.prompt_length - 1 if self.traits.prefills else zero()
+        slots = jnp.arange(N - W if self.traits.caches else 0, dtype=jnp.int32)
         c = Canvas(
             tokens=tokens, open=open, editable=open & True, when=jnp.full((s.batch, N), -1, jnp.int32),
             confidence=jnp.zeros((s.batch, N), jnp.float32), start=start, end=end, step=zero(), round=zero(),
@@ -186,7 +171,8 @@ class MaskedDiffusion(Algorithm):
         """
         if self.adapter.mask is None:
             raise ValueError("guidance_scale: the model has no mask token, which replaces the prompt")
-        return guide(self, model, params, policy, s, scale, self.adapter.mask, self.prefills)
+        return guide(self, model, params, policy, s, scale, self.adapter.mask,
+                     bool(self.traits.prefills))
 
     def propose(self, params: Params, policy: Any, s: State) -> tuple[Window, Canvas]:
         return self.kinds[0].propose(params, policy, s)

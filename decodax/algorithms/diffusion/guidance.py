@@ -14,8 +14,9 @@ from jax import Array
 
 from decodax.common.struct import static, struct
 from decodax.core import drivers
+from decodax.core.algorithm import Algorithm
 from decodax.core.state import State
-from decodax.core.types import Algorithm, Model, Params
+from decodax.core.types import Model, Params
 from decodax.core.window import Window
 from decodax.sampling.guidance import Guided, GuidedCache, Unconditional
 

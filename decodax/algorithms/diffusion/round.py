@@ -13,9 +13,10 @@ from decodax.algorithms.diffusion.adapter import Nodes
 from decodax.algorithms.diffusion.canvas import Canvas, cut, look, paste, survey
 from decodax.algorithms.diffusion.predict import predictions, side_by_side
 from decodax.algorithms.diffusion.view import Seen, View
+from decodax.core.algorithm import Algorithm, variants
 from decodax.core.around import Around
 from decodax.core.state import State
-from decodax.core.types import Algorithm, Decision, Out, Params
+from decodax.core.types import Decision, Out, Params
 from decodax.core.window import Window, take
 
 
@@ -47,7 +48,7 @@ class Round(Around):
 
     def _turn(self, s: State) -> Array:
         """Returns `bool[B]`: rows that take part."""
-        if not self.inner.variants:
+        if not variants(self.inner):
             return s.running
         mine = self.inner.needs_refresh(s) == self.wide if self.phase is None else self.inner.phase(s) == self.phase
         return s.running & mine
@@ -73,7 +74,7 @@ class Round(Around):
         if (K := self.branches) > 1:
             tokens = self._branch_tokens(of.drafts(look(s, c, of.windows.width), c).tokens, positions, tokens, c)
             positions, live = jnp.tile(positions, (1, K)), jnp.tile(live, (1, K))
-            if of.caches:       # canvases share the row's cache, so they stand in one window
+            if of.traits.caches:       # canvases share the row's cache, so they stand in one window
                 mask = side_by_side(mask, K)
             else:               # and are rows of their own where they share nothing
                 split = lambda x: x.reshape(s.batch * K, -1)
@@ -97,7 +98,7 @@ class Round(Around):
         """Returns the nodes that this round scores."""
         of, attention, N, W = self.inner, self.inner.adapter.attention, c.tokens.shape[1], self.inner.windows.width
         # before the first round the entry of a prefilled prompt's last token is missing
-        left = int(of.adapter.shift or of.prefills)
+        left = int(of.adapter.shift or of.traits.prefills)
         waits = c.final > c.start
         front = jnp.where(waits, c.final, c.start)
         if self.wide:
@@ -215,7 +216,7 @@ class Round(Around):
     def _writes(self, view: View, c: Canvas, positions: Array, live: Array, front: Array) -> tuple[Array, Array]:
         """Returns `bool[B, n]`, nodes whose entries are written, and `bool[B, S]`, cache slots that hold an entry
         afterwards."""
-        if not self.inner.caches:
+        if not self.inner.traits.caches:
             return jnp.zeros(positions.shape, bool), c.valid
         S = c.valid.shape[1]
         held = take(c.valid, jnp.minimum(positions, S - 1)) & (not self.wide)

@@ -14,11 +14,11 @@ from decodax.algorithms.parallel.survivors import EPSILON, Bounds, best_text, ed
 from decodax.common.options import Count, Whole
 from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
+from decodax.core.algorithm import Algorithm, Concludes, Paced, Traits, Varies
 from decodax.core.around import Around
-from decodax.core.cache import Feature
 from decodax.core.record import record
 from decodax.core.state import State, Status
-from decodax.core.types import DEAD_END, INVALID, Algorithm, Decision, Out, Params
+from decodax.core.types import DEAD_END, INVALID, Decision, Out, Params
 from decodax.core.window import Window
 
 
@@ -50,7 +50,7 @@ class TargetLengths:
 
 
 @dataclasses.dataclass(frozen=True)
-class Cascade(Algorithm):
+class Cascade(Varies, Concludes, Paced):
     """Cascaded decoding with a Markov transformer.
 
     Such a model was trained with barriers: a token in place of one of the text; tokens after it see only the prompt and
@@ -86,28 +86,14 @@ class Cascade(Algorithm):
     longest: int = 32
     lengths: TargetLengths | None = None
 
-    commits = 1
-
     def __post_init__(self) -> None:
         for name, low in (("barrier", 0), ("orders", 0), ("keep", 1), ("longest", 2)):
             if not getattr(self, name) >= low:
                 raise ValueError(f"{name}: got {getattr(self, name)!r}, takes {low} or more")
 
     @property
-    def emits(self) -> int:
-        return self.longest
-
-    @property
-    def samples(self) -> int:
-        return self.longest
-
-    @property
-    def answers(self) -> int:
-        return 1
-
-    @property
-    def cache_needs(self) -> frozenset[Feature]:
-        return frozenset(("trees",))
+    def traits(self) -> Traits:
+        return Traits(emits=self.longest, commits=1, samples=self.longest, answers=1, needs=frozenset(("trees",)))
 
     @property
     def last(self) -> int:

@@ -14,9 +14,9 @@ from jax import Array
 from decodax.common.options import Count
 from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
-from decodax.core.cache import Feature
+from decodax.core.algorithm import Concludes, Paced, Traits
 from decodax.core.state import State, Status
-from decodax.core.types import Algorithm, Decision, Out, Params
+from decodax.core.types import Decision, Out, Params
 from decodax.core.window import Window
 from decodax.models.transformer import Transformer
 
@@ -42,7 +42,7 @@ class Threads(Struct):
 
 
 @dataclasses.dataclass(frozen=True)
-class GroupThink(Algorithm):
+class GroupThink(Concludes, Paced):
     """Threads that think together: in a round each of `threads` writes its next token, given the prompt and the tokens
     that all of them have written so far.
 
@@ -73,12 +73,8 @@ class GroupThink(Algorithm):
             raise ValueError(f"starts: got {len(self.starts)} for {self.threads} threads")
 
     @property
-    def emits(self) -> int:
-        return self.threads
-
-    @property
-    def cache_needs(self) -> frozenset[Feature]:
-        return frozenset(("trees",))
+    def traits(self) -> Traits:
+        return Traits(emits=self.threads, needs=frozenset(("trees",)))
 
     def most_rounds(self, budget: int, rows: int) -> int:
         return budget + 8

@@ -17,11 +17,12 @@ from decodax.algorithms.beams.step import largest
 from decodax.common.options import Count, Positive, Range
 from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
+from decodax.core.algorithm import Concludes, Traits
 from decodax.core.around import Readout
 from decodax.core.cache import Cache
 from decodax.core.record import record
 from decodax.core.state import State, Status
-from decodax.core.types import DEAD_END, INVALID, Algorithm, Decision, Model, Out, Params
+from decodax.core.types import DEAD_END, INVALID, Decision, Model, Out, Params, embeddings
 from decodax.core.window import Window, causal, take
 from decodax.pallas_kernels.vocabulary import cooled, top_k
 
@@ -54,7 +55,7 @@ class Superposition(Readout):
             return self.base.apply(params, window, cache)
         each = jnp.arange(window.tokens.shape[0], dtype=jnp.int32)
         first = each[::self.k]
-        rows = self.base.embeddings(params, window.tokens)
+        rows = embeddings(self.base, params, window.tokens)
         mixed = (rows * shares.values[:, None, None].astype(rows.dtype)).reshape(len(first), self.k, *rows.shape[1:])
         one = window.replace(hints=()).select(first).replace(embeddings=mixed.sum(1),
                                                              embedded=jnp.ones((len(first), 1), bool))
@@ -65,7 +66,7 @@ class Superposition(Readout):
                      "Superposed Decoding: Multiple Generations from a Single Autoregressive Inference Pass",
                      "Shen et al. 2024", family="search")
 @dataclasses.dataclass(frozen=True)
-class Superposed(Algorithm):
+class Superposed(Concludes):
     """Writes `k` drafts with one forward a token, and tells them apart by an n-gram model.
 
     For several suggestions at the cost of one, such as completions in an editor. The model reads the mean of the
@@ -104,9 +105,6 @@ class Superposed(Algorithm):
     weights_of: tuple[float, ...] = (0.01, 0.04, 0.15, 0.18, 0.12)
     penalty: float = 200.0
 
-    emits = 1
-    commits = 1
-
     def __post_init__(self) -> None:
         if self.k < 1 or self.candidates < 1:
             raise ValueError(f"k and candidates: got {self.k} and {self.candidates}, take at least 1")
@@ -116,12 +114,8 @@ class Superposed(Algorithm):
             raise ValueError(f"temperature: got {self.temperature!r}, takes a number above 0")
 
     @property
-    def samples(self) -> int:
-        return self.k
-
-    @property
-    def name(self) -> str:
-        return f"Superposed({self.k})"
+    def traits(self) -> Traits:
+        return Traits(f"Superposed({self.k})", commits=1, samples=self.k)
 
     @property
     def weights(self) -> Any:

@@ -20,16 +20,16 @@ from decodax.algorithms.speculative.tree import Proposal, Tree, tree, window
 from decodax.algorithms.speculative.verifier import SeedExact, Verifier
 from decodax.common.arguments import shown
 from decodax.common.struct import short
-from decodax.core.cache import Feature
+from decodax.core.algorithm import LearnsFromPrompt, Traits
 from decodax.core.packing import Packing
 from decodax.core.state import State
-from decodax.core.types import Algorithm, Decision, Out, Params
+from decodax.core.types import Decision, Out, Params
 from decodax.core.window import Window, take
 from decodax.sampling.base import Distribution
 
 
 @dataclasses.dataclass(frozen=True)
-class Speculative(Algorithm):
+class Speculative(LearnsFromPrompt):
     """Decoding with drafts, which the target scores in one forward and a verifier accepts.
 
     The guarantee is the verifier's: `SeedExact`, the default, gives the tokens of plain sampling with the same seed.
@@ -66,34 +66,18 @@ class Speculative(Algorithm):
                              f"{type(self.shape).__name__}")
 
     @property
+    def traits(self) -> Traits:
+        emits = self.drafter.length + 1     # the newest token, and the drafts that hold
+        return Traits(f"Speculative({type(self.draft).__name__})", emits, commits=emits, needs=self.drafter.cache_needs,
+                      guarantee=self.verify.guarantee if self.draft.exact else "approximate")
+
+    @property
     def drafter(self) -> Draft:
         """The draft, grown into trees if it is a `Source`."""
         draft = self.draft
         if isinstance(draft, Source):
             return Grown(draft, self.shape)
         return draft if self.shape is None else Trimmed(draft, min(self.shape.length, draft.length))
-
-    @property
-    def emits(self) -> int:
-        return self.drafter.length + 1
-
-    @property
-    def commits(self) -> int:
-        return self.emits       # the newest token, and the drafts that hold
-
-    @property
-    def name(self) -> str:
-        return f"Speculative({type(self.draft).__name__})"
-
-    @property
-    def guarantee(self) -> str:
-        """The verifier's guarantee: "seed-exact", "distribution-exact" or "approximate"; "approximate" also if the
-        draft gives the target a lossy cache."""
-        return self.verify.guarantee if self.draft.exact else "approximate"
-
-    @property
-    def cache_needs(self) -> frozenset[Feature]:
-        return self.drafter.cache_needs
 
     def init(self, params: Params, s: State) -> Any:
         return self.drafter.init(params, s), None

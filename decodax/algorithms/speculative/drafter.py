@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from decodax.core.cache import Feature
-from decodax.core.composed import Composed
+from decodax.core.composed import Composed, parts_of
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
 from decodax.core.window import Window
@@ -34,7 +34,7 @@ class Drafter(Composed):
     def exact(self) -> bool:
         """True if the drafter leaves the target's output as it is; False if `through` replaces the target's cache by a
         lossy one."""
-        return all(part.exact for part in self.parts)
+        return all(part.exact for part in parts_of(self))
 
     @property
     def reader(self) -> Drafter | None:
@@ -44,7 +44,7 @@ class Drafter(Composed):
         A drafter that learns from prompts returns itself; by default, so does one with a part that learns. Prefill is
         compiled once for each reader, so a smaller reader is shared by more methods.
         """
-        return None if all(part.reader is None for part in self.parts) else self
+        return None if all(part.reader is None for part in parts_of(self)) else self
 
     def init(self, params: Params, s: State) -> Any:
         """Returns its state for a prompt. Every leaf has an explicit dtype and a leading batch axis."""

@@ -29,11 +29,12 @@ from decodax.algorithms.speculative.drafts.model.specbranch import SpecBranch
 from decodax.algorithms.speculative.source import Draft
 from decodax.algorithms.speculative.tree import Drawn, Proposal, Tree
 from decodax.algorithms.speculative.verifier import Verifier
+from decodax.core.algorithm import Algorithm, name_of
 from decodax.core.around import AroundModel
 from decodax.core.cache import Cache
 from decodax.core.round import run
 from decodax.core.state import State
-from decodax.core.types import Algorithm, Decision, Model, Out, Params
+from decodax.core.types import Decision, Model, Out, Params
 from decodax.core.window import Window
 from decodax.sampling.base import Distribution
 from decodax.sharding.lanes import GatheredLogits, divisible
@@ -66,8 +67,8 @@ def apart(alg: Algorithm, model: Model, params: Params, policy: Any, s: State, m
     """
     draft = alg.draft if isinstance(alg, Speculative) else None
     if not (isinstance(alg, Speculative) and isinstance(draft, SpecBranch) and isinstance(draft.source, DraftModel)):
-        raise ValueError(f"alg: got {alg.name}, takes Speculative with drafts that a draft model writes ahead: Pearl "
-                         "or SpecBranch")
+        raise ValueError(f"alg: got {name_of(alg)}, takes Speculative with drafts that a draft model writes ahead: "
+                         "Pearl or SpecBranch")
     if mesh.shape.get(ROLE) != 2:
         raise ValueError(f"mesh: got axes {dict(mesh.shape)}, takes one with an axis {ROLE!r} of size 2")
     divisible(s)

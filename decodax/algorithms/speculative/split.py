@@ -275,7 +275,7 @@ def _verified(alg: Speculative, model: Model, params: Params, policy: Any, s: St
     new = run(alg, model, params, policy, s, 1)
 
     def tell(new: State, s: State) -> Told:
-        at = jnp.minimum(s.length[:, None] + jnp.arange(alg.emits, dtype=jnp.int32), s.tokens.shape[1] - 1)
+        at = jnp.minimum(s.length[:, None] + jnp.arange(alg.traits.emits, dtype=jnp.int32), s.tokens.shape[1] - 1)
         return Told(tokens=jnp.take_along_axis(new.tokens, at, 1), count=new.length - s.length,
                     accepted=new.stats.accepted - s.stats.accepted, running=s.running, status=new.status)
 

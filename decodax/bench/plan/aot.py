@@ -86,7 +86,7 @@ def compile_round(s: Setup) -> Compiled:
         return Compiled(memory.argument_size_in_bytes, memory.temp_size_in_bytes, None, None, True, _first(error))
     program = parse(text)
     sizes = {math.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(s.state.cache) if x.ndim >= 3} \
-        if s.algorithm.caches else set()
+        if s.algorithm.traits.caches else set()
     blocks = -(-s.live // block_of(s.capacity, WIDE_BLOCK))
     loops = [x for x in program.computations[program.entry].values() if x.opcode == "while"]
     outer = max(loops, key=lambda x: sum(b.bytes for b in x.result), default=None)

@@ -16,11 +16,12 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from decodax.bench.plan.hardware import Device
 from decodax.common.axes import DATA, MODEL
+from decodax.core.algorithm import variants
 from decodax.core.cache import Cache
 from decodax.core.drivers import advance, commit_prompts
 from decodax.core.mesh import heads
 from decodax.core.start import init_state
-from decodax.core.types import Params
+from decodax.core.types import Params, fit_cache
 from decodax.engine.methods import chosen, with_cache
 from decodax.io.load import LM
 from decodax.models.config import Layer
@@ -108,14 +109,13 @@ def setup(lm: LM, devices: Any, mesh: tuple[int, int], *, batch: int, capacity: 
     new = max(1, min(256, capacity // 4)) if new is None else new
     if cache is not None:
         lm = with_cache(lm, cache)
-        lm = dataclasses.replace(lm, model=lm.model.fit(new))
+        lm = dataclasses.replace(lm, model=fit_cache(lm.model, new))
     plain = lm.params
     # methods are chosen on the model as it is: one that splits weights reads their shapes
     method = chosen(lm, algorithm, batch).fit(new)
     lm = dataclasses.replace(lm, params=_laid_out(lm.model, plain, place, weights))
     where = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(place, PartitionSpec()))
-    params = Params(target=lm.params, draft=jax.tree.map(where, method.weights),
-                    others=jax.tree.map(where, method.roles))
+    params = Params(target=lm.params, draft=jax.tree.map(where, method.weights))
     method = method.bare()
     row: Any = lambda dtype, *more: jax.ShapeDtypeStruct((batch, *more), dtype)
     policy = jax.eval_shape(lambda: build(batch, vocab_size=lm.vocab_size, eos_token_id=[1, 2], **(sampling or {})))
@@ -124,7 +124,7 @@ def setup(lm: LM, devices: Any, mesh: tuple[int, int], *, batch: int, capacity: 
         return init_state(method, lm.model, params, policy, tokens, length, size=capacity, max_new=jnp.int32(1))
 
     state = jax.eval_shape(begin, params, policy, row(jnp.int32, capacity), row(jnp.int32))
-    if cache is not None and method.caches:     # as the prompts leave it
+    if cache is not None and method.traits.caches:     # as the prompts leave it
         seen = jax.ShapeDtypeStruct((batch, capacity), jnp.int32)
         bare = state.replace(tokens=seen, cache=None, algo=None, policy=None, record=None, stats=None)
         held, _ = jax.eval_shape(lambda p, held, s: commit_prompts(None, lm.model, p, held, s, width=256, rows=batch),
@@ -139,11 +139,11 @@ def setup(lm: LM, devices: Any, mesh: tuple[int, int], *, batch: int, capacity: 
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(place, fits))
         return jax.tree.map(spec, tree, heads(tree))
 
-    some = method.variants or (method,)
+    some = variants(method) or (method,)
     width = max(jax.eval_shape(lambda p, q, s, m=m: m.propose(p, q, s)[0].tokens, params, policy, state).shape[1]
                 for m in some)
     state = spread(state)
-    state = state.replace(cache=there(state.cache, place)) if method.caches else state
+    state = state.replace(cache=there(state.cache, place)) if method.traits.caches else state
     return Setup(lm, method, place, params, spread(policy), state, width, batch // mesh[0],
                  capacity if live is None else live, capacity)
 
@@ -192,7 +192,7 @@ def count(s: Setup) -> DeviceCounts:
     c = model.config
     across = s.mesh.shape[MODEL]
     tokens = s.rows * s.width
-    weights, beside = local(s.params.target), local((s.params.draft, s.params.others))
+    weights, beside = local(s.params.target), local(s.params.draft)
     table = 0 if c.tied else local(s.params.target["embed"])
     item = jnp.dtype(model.dtype).itemsize
     # experts that no token chose are not read
@@ -205,8 +205,8 @@ def count(s: Setup) -> DeviceCounts:
             share += own * (1 - (1 - e.chosen / e.count) ** tokens)
     read = weights - table - experts + share + tokens * c.width * item * (not c.tied)
 
-    cached = local(s.state.cache) if s.algorithm.caches else 0
-    host = local(s.state.cache.layout.hosted) if s.algorithm.caches else 0
+    cached = local(s.state.cache) if s.algorithm.traits.caches else 0
+    host = local(s.state.cache.layout.hosted) if s.algorithm.traits.caches else 0
     heads = c.kv_heads // across if c.kv_heads % across == 0 else c.kv_heads
     entry = (1 + c.values_of_key) * c.head_dim * item * s.rows * heads
     held = [min(s.live, layer.sliding or s.live) for _, layer in _layers(model)]

@@ -20,7 +20,7 @@ from decodax.core.cache import Cache, CacheConfig, PyTree
 from decodax.core.capabilities import ReadPrompt
 from decodax.core.loaded import Loaded, network_of
 from decodax.core.resized import Resized
-from decodax.core.types import Model, Out
+from decodax.core.types import Model, Out, embeddings, outputs
 from decodax.core.window import Window, causal
 from decodax.pallas_kernels.window_attention import BLOCK
 
@@ -46,10 +46,10 @@ class Paired(Readout):
         return self.base.apply(params[0], window, cache)
 
     def embeddings(self, params: Any, tokens: Array) -> Array:
-        return self.base.embeddings(params[0], tokens)
+        return embeddings(self.base, params[0], tokens)
 
     def outputs(self, params: Any, layer: int) -> Array:
-        return self.base.outputs(params[0], layer)
+        return outputs(self.base, params[0], layer)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -31,6 +31,7 @@ from decodax.common.sizes import in_bytes
 from decodax.common.struct import static, struct
 from decodax.core.cache import Cache, CacheConfig, Entries, PyTree
 from decodax.core.capabilities import Draftable, PromptPhase, ReadPrompt
+from decodax.core.types import outputs
 from decodax.pallas_kernels.window_attention import BLOCK, Bias, merge, window_attention, window_attention_lse
 
 TAKES = "a number of tokens from 1, a share of the text between 0 and 1, or bytes as '64MB'; or one of the first two " \
@@ -212,11 +213,11 @@ class Evicting(KeyValues, PromptPhase):
         gathered = self.gathered if prompt is None else selection.score.consult(self, prompt)
         layers, parts = [], []
         for layer, table in enumerate(self.kind.tables(self.size, depth, self.shapes)):
-            outputs = None
+            projections = None
             if selection.projects:
                 assert prompt is not None
-                outputs = prompt.model.outputs(prompt.params, layer)
-            parts.append(functools.partial(held_of, selection.score, layer, depth, self.shapes[layer], outputs))
+                projections = outputs(prompt.model, prompt.params, layer)
+            parts.append(functools.partial(held_of, selection.score, layer, depth, self.shapes[layer], projections))
             own: tuple[Any, ...] = (self.kv[layer], self.positions[layer], self.starts[layer], self.count[layer],
                                     self.queries[layer], gathered[layer])
             number = jnp.asarray(table)[jnp.minimum(self.length, self.size)]

@@ -33,11 +33,12 @@ from decodax.caches.quantize.kivi import KIVICodec, OneBitCodec
 from decodax.caches.quantize.quantized import PromptToQuantize, QuantizedCache, QuantizedConfig
 from decodax.common.options import Count, Range
 from decodax.common.struct import Struct, static, struct
+from decodax.core.algorithm import Algorithm, Traits
 from decodax.core.cache import Cache, Entries, Layout, PyTree
 from decodax.core.capabilities import ReadPrompt
 from decodax.core.host_memory import PAGES, empty_pages, fetch, store, to_host
 from decodax.core.state import State
-from decodax.core.types import Algorithm, Decision, Model, Out, Params
+from decodax.core.types import Decision, Model, Out, Params, wrap_cache
 from decodax.core.window import Window, causal, take
 from decodax.pallas_kernels.window_attention import BLOCK as WALK
 from decodax.pallas_kernels.window_attention import merge, prefix_attention, slot_weights, window_attention_lse
@@ -187,14 +188,14 @@ class SpeCacheConfig(PaperConfig):
     Attributes:
         bits: 1 or 2, of the cache on the device.
         top: number of positions of each head that are fetched for a round.
-        group: number of numbers that share a quantization step.
-        residual: number of tokens that are quantized together; fewer than that are kept in full.
+        group_size: number of numbers that share a quantization step.
+        residual_length: number of tokens that are quantized together; fewer than that are kept in full.
     """
 
     bits: Annotated[int, Range(1, 2)] = 2
     top: Count = 64
-    group: Count = 32
-    residual: Count = 32
+    group_size: Count = 32
+    residual_length: Count = 32
 
     name: ClassVar[str] = "specache"
 
@@ -205,8 +206,8 @@ class SpeCacheConfig(PaperConfig):
     @property
     def low(self) -> QuantizedConfig:
         """Config of the low-bit cache."""
-        codec = OneBitCodec(group_size=self.group) if self.bits == 1 else KIVICodec(2, 2, self.group)
-        return QuantizedConfig(codec, self.residual, "specache")
+        codec = OneBitCodec(group_size=self.group_size) if self.bits == 1 else KIVICodec(2, 2, self.group_size)
+        return QuantizedConfig(codec, self.residual_length, "specache")
 
     def around(self, base: QuantizedCache, dtype: Any) -> SpeCacheCache:
         """Returns a low-bit cache with an empty memory of the host beside it."""
@@ -235,12 +236,9 @@ class SpeCache(Algorithm):
 
     cache: SpeCacheConfig = SpeCacheConfig()
 
-    emits = 1
-    guarantee = "approximate"
-
     @property
-    def name(self) -> str:
-        return "specache"
+    def traits(self) -> Traits:
+        return Traits("specache")
 
     def through(self, model: Model) -> Model:
         def kind(base: Any) -> Any:
@@ -248,7 +246,7 @@ class SpeCache(Algorithm):
                 raise ValueError(f"cache: specache has a cache of its own, got {base}; takes a model with a dense one")
             return self.cache
 
-        return model.wrap_cache(kind)
+        return wrap_cache(model, kind)
 
     def init(self, params: Params, s: State) -> Array:
         return jnp.full(s.batch, -1, jnp.int32)     # the guess; -1 for none

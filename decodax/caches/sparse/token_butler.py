@@ -39,7 +39,7 @@ from decodax.common.struct import Struct, fields, static, struct
 from decodax.core.around import Readout
 from decodax.core.cache import Cache, Entries, PyTree
 from decodax.core.packing import Packing
-from decodax.core.types import LayeredModel, Out
+from decodax.core.types import LayeredModel, Out, embeddings, outputs
 from decodax.core.window import Window, each_node
 from decodax.models.rope import Llama3, Rope, rotate
 from decodax.pallas_kernels.window_attention import Bias
@@ -193,10 +193,10 @@ class Butlered(Readout):
         return dataclasses.replace(out, entries=(*out.entries, entry))
 
     def embeddings(self, params: Any, tokens: Array) -> Array:
-        return self.base.embeddings(params[0], tokens)
+        return embeddings(self.base, params[0], tokens)
 
     def outputs(self, params: Any, layer: int) -> Array:
-        return self.base.outputs(params[0], layer)
+        return outputs(self.base, params[0], layer)
 
 
 @struct

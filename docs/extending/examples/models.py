@@ -12,6 +12,7 @@ import numpy as np
 import decodax as dx
 from decodax.cache import Recurrent
 from decodax.core.around import AroundModel
+from decodax.core.types import no_inputs
 from decodax.models import T5, Embeddings, EncoderText, Experts, T5Config, Transformer, llama
 
 
@@ -40,7 +41,7 @@ class DeltaNet(dx.Model):
                             zip(jax.random.split(key, 5), shapes.items(), strict=True)} for key in rest]}
 
     def init_cache(self, batch, capacity, *, params=None, inputs=None):
-        self.no_inputs(inputs)
+        no_inputs(self, inputs)
         empty = lambda: jnp.zeros((batch, self.heads, self.width, self.width))
         return Recurrent(states=tuple(empty() for _ in range(self.layers)), length=jnp.zeros(batch, jnp.int32),
                          size=capacity)

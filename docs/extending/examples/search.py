@@ -15,6 +15,7 @@ import numpy as np
 import decodax as dx
 from decodax.common.struct import Struct, struct
 from decodax.core import keys
+from decodax.core.algorithm import Concludes
 from decodax.core.around import Around
 from decodax.core.keys import Purpose
 from decodax.core.types import DEAD_END, INVALID
@@ -29,7 +30,7 @@ prompts = [[1, 2, 3, 4], [9, 3], [5, 5, 5, 2, 7, 1]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Beams(dx.Algorithm):
+class Beams(Concludes):
     """Beam search. Each `2 * width` rows are one prompt's: its pool, then its live beams.
 
     Attributes:
@@ -42,11 +43,10 @@ class Beams(dx.Algorithm):
     width: int
     length_penalty: float = 1.0
     early_stopping: bool | Literal["never"] = False
-    emits = 1
 
     @property
-    def samples(self):
-        return 2 * self.width
+    def traits(self):
+        return dx.Traits(samples=2 * self.width)
 
     def findings(self, s):
         return {"score": s.algo}
@@ -145,7 +145,7 @@ class Weights(Struct):
 
 
 @dataclasses.dataclass(frozen=True)
-class Particles(dx.Algorithm):
+class Particles(Concludes):
     """Sequential Monte Carlo. Each `size` rows are the particles of one prompt.
 
     Attributes:
@@ -158,11 +158,10 @@ class Particles(dx.Algorithm):
     potential: Callable[[jax.Array, jax.Array], jax.Array]
     size: int
     least: float = 0.5
-    emits = 1
 
     @property
-    def samples(self):
-        return self.size
+    def traits(self):
+        return dx.Traits(samples=self.size)
 
     def findings(self, s):
         """The mean of `exp(log_weight)` over a prompt's particles is the estimate."""

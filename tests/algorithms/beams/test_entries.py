@@ -36,7 +36,7 @@ def allowed(ids: list[int]) -> bool:
 def test_a_search_by_name_knows_nothing_of_batch_mates(name: str) -> None:
     options = OPTIONS.get(name, {})
     alg = dx.algorithms.make(name, net(), **options)
-    assert alg.guarantee == ALGORITHMS[name].guarantee == "approximate"
+    assert alg.traits.guarantee == ALGORITHMS[name].guarantee == "approximate"
     penalty = {} if name in ("cascade", "group-think") else dict(repetition_penalty=1.2)     # they take none
     given: dict[str, Any] = dict(algorithm=alg, max_new_tokens=10, **penalty)
     together = dx.generate(net(), PROMPTS, **given)

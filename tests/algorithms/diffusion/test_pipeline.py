@@ -13,6 +13,7 @@ from decodax.algorithms.diffusion.samplers.apd import LimitedLookahead, Product,
 from decodax.algorithms.diffusion.samplers.d2f import BlockPipeline, Pipelined
 from decodax.algorithms.diffusion.samplers.d3llm import Delayed, InTurn, WithBest
 from decodax.core import drivers, keys
+from decodax.core.algorithm import most_rounds
 from decodax.core.keys import Purpose
 from decodax.core.types import Params
 from decodax.models.transformer import _network
@@ -35,7 +36,7 @@ def decode(alg, params, temperature=0.0, draft=None, eos=None, seed=2):
     s = drivers.begin(alg, NETWORK, params, chain, jnp.asarray(tokens), np.full(3, START, np.int32), size=SIZE,
                       max_new=np.full(3, NEW, np.int32), seed=np.uint32(seed))
     s = drivers.prefill(alg, NETWORK, params, s, width=8)
-    return drivers.advance(alg, NETWORK, params, chain, s, jnp.int32(alg.most_rounds(NEW, 3)))
+    return drivers.advance(alg, NETWORK, params, chain, s, jnp.int32(most_rounds(alg, NEW, 3)))
 
 
 @functools.cache

@@ -13,6 +13,7 @@ from decodax.algorithms.diffusion.samplers.freedave import BranchExact, BranchLa
 from decodax.algorithms.diffusion.samplers.ssd import BranchTree
 from decodax.bench.report import parse
 from decodax.core import drivers
+from decodax.core.algorithm import most_rounds
 from decodax.core.round import run
 from decodax.core.types import Params
 from decodax.core.window import bidirectional
@@ -43,7 +44,7 @@ def decode(alg, params, temperature):
     s = drivers.begin(alg, NETWORK, Params(params), chain, jnp.asarray(tokens), np.full(3, 5, np.int32), size=SIZE,
                       max_new=np.full(3, NEW, np.int32), seed=np.uint32(2))
     s = drivers.prefill(alg, NETWORK, Params(params), s, width=8)
-    return drivers.advance(alg, NETWORK, Params(params), chain, s, jnp.int32(alg.most_rounds(NEW, 3)))
+    return drivers.advance(alg, NETWORK, Params(params), chain, s, jnp.int32(most_rounds(alg, NEW, 3)))
 
 
 BLOCKS = dict(adapter=d.Adapter(MASK, shift=True, attention=d.BlockCausal(4)), windows=d.Blocks(4, aligned=True),

@@ -111,7 +111,7 @@ def test_a_rationale_is_cut_where_it_is_and_the_answer_goes_on_behind_the_trigge
     s = drivers.advance(alg, network, params, chain, s, jnp.int32(3))
     exact, held, length = texts(s), np.asarray(s.algo[0].tokens), np.asarray(s.length)
     s = drivers.advance(alg, network, params, chain, s, jnp.int32(100))
-    assert alg.guarantee == "approximate" and set(np.asarray(s.length - s.prompt_length)) == {20}
+    assert alg.traits.guarantee == "approximate" and set(np.asarray(s.length - s.prompt_length)) == {20}
     cuts, long = [], texts(decode(Autoregressive(), "toy", IDS, POLICIES["sampled"], new=20))
     for row, text in enumerate(texts(s)):
         assert exact[row] == long[row][:len(exact[row])]

@@ -81,7 +81,7 @@ def test_by_name_and_with_what_it_takes() -> None:
     alg = dx.algorithms.make("reflective-verification", lm, small, probe=PROBE, length=2)
     alone = dx.generate(lm, [PROMPTS[1]], algorithm=alg, max_new_tokens=NEW, request_ids=[1], temperature=1.0)
     both = dx.generate(lm, PROMPTS, algorithm=alg, max_new_tokens=NEW, temperature=1.0)
-    assert alone.row(0).tolist() == both.row(1).tolist() and alg.guarantee == "approximate"
+    assert alone.row(0).tolist() == both.row(1).tolist() and alg.traits.guarantee == "approximate"
     with pytest.raises(ValueError, match="probe: got none"):
         Reflective(Counting())
     with pytest.raises(ValueError, match="alpha: got 2"):

@@ -112,7 +112,7 @@ def asked(cache: Any, certain: bool, width: int) -> np.ndarray:
     q, k, v = (np.random.default_rng(i).standard_normal((3, width, n, 8)).astype(np.float32) for i, n in
                enumerate((4, 2, 2)))
     window = causal(jnp.zeros((3, width), jnp.int32), cache.length)
-    out, _ = cache.attend(0, *map(jnp.asarray, (q, k, v)), window.replace(certain=certain), scale=0.4)
+    out, _ = cache.attend(0, *map(jnp.asarray, (q, k, v)), window.replace(is_prefill=certain), scale=0.4)
     return np.asarray(out)
 
 
@@ -193,7 +193,7 @@ def test_what_cannot_be_had_is_refused() -> None:
     for certain in (False, True):
         with pytest.raises(ValueError, match=r"^cache: quest scores pages by queries and keys alone"):
             cache.attend(0, jnp.ones((3, 2, 4, 8)), jnp.ones((3, 2, 2, 8)), jnp.ones((3, 2, 2, 8)),
-                         window.replace(certain=certain), scale=1.0, softcap=2.0)
+                         window.replace(is_prefill=certain), scale=1.0, softcap=2.0)
 
 
 def test_layers_that_read_everything_stay_on_the_device() -> None:

@@ -113,7 +113,8 @@ def test_a_round_is_that_of_the_paper(bits: int) -> None:
 def test_what_cannot_be_had_is_refused() -> None:
     for message, make in ((r"^bits: got 4, takes a whole number from 1 to 2", dict(bits=4)),
                           (r"^top: got 0, takes a whole number", dict(top=0)),
-                          (r"^residual: got 30, takes a multiple of the group of 4", dict(group=4, residual=30))):
+                          (r"^residual_length: got 30, takes a multiple of the group size of 4",
+                           dict(group_size=4, residual_length=30))):
         with pytest.raises(ValueError, match=message):
             dx.algorithms.make("specache", SMALL, **make)
     with pytest.raises(ValueError, match=r"^key_bits, value_bits, group: got 2, 1 and 32, takes 1, 1"):
@@ -121,8 +122,8 @@ def test_what_cannot_be_had_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^cache: specache has a cache of its own"):
         run(dx.algorithms.make("specache", SMALL, **FEW), cache="quest")
     with pytest.raises(ValueError, match=r"^cache: specache got keys of 8 numbers and values of 4"):
-        SpeCacheConfig(group=4, residual=8)([(2, 8, 4)], 1, 16, jnp.float32)
-    cache: Any = SpeCacheConfig(group=8, residual=8)([(2, 8)], 1, 16, jnp.float32)
+        SpeCacheConfig(group_size=4, residual_length=8)([(2, 8, 4)], 1, 16, jnp.float32)
+    cache: Any = SpeCacheConfig(group_size=8, residual_length=8)([(2, 8)], 1, 16, jnp.float32)
     with pytest.raises(ValueError, match=r"^cache: specache is read by its own method"):
         cache.attend(0, *(jnp.ones((1, 1, 2, 8)),) * 3, causal(jnp.zeros((1, 1), jnp.int32), cache.length), scale=1.0)
 

@@ -29,10 +29,11 @@ from decodax.algorithms.speculative.fixed_trees import Chain
 from decodax.algorithms.speculative.source import Draft, Drawn
 from decodax.algorithms.speculative.tree import Proposal
 from decodax.common.struct import Struct, struct
+from decodax.core.algorithm import Algorithm, LearnsFromPrompt, Traits, Varies, observer
 from decodax.core.around import Around
-from decodax.core.cache import Feature
+from decodax.core.cache import NONE, Feature
 from decodax.core.state import State
-from decodax.core.types import Algorithm, Decision, Out, Params
+from decodax.core.types import Decision, Out, Params
 from decodax.core.window import Window, take
 
 
@@ -77,7 +78,7 @@ EVERY = 8
 
 
 @dataclasses.dataclass(frozen=True)
-class Adaptive(Algorithm):
+class Adaptive(LearnsFromPrompt, Varies):
     """Speculation with several arms, of which a controller picks one for each round.
 
     Attributes:
@@ -95,7 +96,7 @@ class Adaptive(Algorithm):
     def __post_init__(self) -> None:
         if not self.arms:
             raise ValueError("arms: got none, takes one or more")
-        if len(kinds := {arm.guarantee for arm in self.arms if arm != NOTHING}) > 1:
+        if len(kinds := {arm.traits.guarantee for arm in self.arms if arm != NOTHING}) > 1:
             raise ValueError(f"arms: keep different guarantees ({', '.join(sorted(kinds))}), takes one")
         told: dict[Any, Any] = {}
         for draft in (arm.draft for arm in self.arms):
@@ -104,13 +105,11 @@ class Adaptive(Algorithm):
                                  "that differ in another option too, or share the weights")
 
     @property
-    def emits(self) -> int:
-        return max(arm.emits for arm in self.arms)
-
-    @property
-    def guarantee(self) -> str:
-        """The guarantee of the arms."""
-        return next((arm.guarantee for arm in self.arms if arm != NOTHING), NOTHING.guarantee)
+    def traits(self) -> Traits:
+        arms = [arm.traits for arm in self.arms]
+        guarantee = next((arm.traits.guarantee for arm in self.arms if arm != NOTHING), NOTHING.traits.guarantee)
+        return Traits(emits=max(arm.emits for arm in arms), guarantee=guarantee,
+                      needs=NONE.union(*(arm.needs for arm in arms)))
 
     @functools.cached_property
     def drafts(self) -> tuple[Any, ...]:
@@ -130,7 +129,7 @@ class Adaptive(Algorithm):
     def known(self) -> Arms:
         """The description of the arms for the controller."""
         free = {self.arms[i].draft for i in self.free}
-        return Arms(lengths=tuple(arm.emits - 1 for arm in self.arms),
+        return Arms(lengths=tuple(arm.traits.emits - 1 for arm in self.arms),
                     families=tuple(self.drafts.index(arm.draft) for arm in self.arms),
                     on_paper=tuple(arm.draft in free for arm in self.arms))
 
@@ -150,7 +149,7 @@ class Adaptive(Algorithm):
 
     @property
     def observer(self) -> Adaptive | None:
-        return None if all(arm.observer is None for arm in self.arms) else self
+        return None if all(observer(arm) is None for arm in self.arms) else self
 
     def observe(self, s: State, window: Window, out: Out, algo: Any) -> Any:
         """Returns the state after a prefill chunk."""
@@ -161,13 +160,13 @@ class Adaptive(Algorithm):
         """Arms whose drafts are tried on paper: the longest of each draft."""
         if NOTHING not in self.arms or not self.controller.notes:
             return ()
-        longest = {arm.draft: i for i, arm in sorted(enumerate(self.arms), key=lambda x: x[1].emits)
+        longest = {arm.draft: i for i, arm in sorted(enumerate(self.arms), key=lambda x: x[1].traits.emits)
                    if arm.draft.free}
         return tuple(longest.values())
 
     def _papers(self, batch: int) -> list[Paper]:
-        return [Paper(tokens=jnp.full((batch, self.arms[i].emits - 1), -1, jnp.int32), next=jnp.zeros(batch, jnp.int32),
-                      held=jnp.zeros(batch, bool)) for i in self.free]
+        return [Paper(tokens=jnp.full((batch, self.arms[i].traits.emits - 1), -1, jnp.int32),
+                      next=jnp.zeros(batch, jnp.int32), held=jnp.zeros(batch, bool)) for i in self.free]
 
     def _tell(self, s: State, window: Window, out: Out, decision: Decision | None, states: Any) -> Any:
         return tuple(next(arm for arm in self.arms if arm.draft == draft).drafter.observe(s, window, out, decision, x)
@@ -194,8 +193,8 @@ class _Arm(Around):
         return self.adaptive.arms[self.index]
 
     @property
-    def commits(self) -> int:
-        return self.arm.commits
+    def traits(self) -> Traits:
+        return dataclasses.replace(super().traits, commits=self.arm.traits.commits)
 
     @property
     def variants(self) -> tuple[Algorithm, ...]:
@@ -234,7 +233,7 @@ class _Arm(Around):
             K = paper.tokens.shape[1]
             tried = paper.held & (paper.next < K) & s.running
             held = tried & (take(paper.tokens, jnp.minimum(paper.next, K - 1)[:, None])[:, 0] == d.tokens[:, 0])
-            at = paper.next[:, None] == jnp.arange(self.emits - 1)
+            at = paper.next[:, None] == jnp.arange(self.traits.emits - 1)
             control = self.adaptive.controller.note(
                 self.adaptive.known, control, seen.replace(arm=jnp.asarray(index, jnp.int32), tried=tried[:, None] & at,
                                                      held=held[:, None] & at))
@@ -245,12 +244,12 @@ class _Arm(Around):
         (control, states, papers), tree = algo
         d = self.arm.judge(dist, s, window, out, tree)
         assert d.accepted is not None
-        depth, running = jnp.arange(1, self.emits), s.running[:, None]
+        depth, running = jnp.arange(1, self.traits.emits), s.running[:, None]
         seen = RoundOutcome(
             arm=jnp.asarray(self.index, jnp.int32), running=s.running, tokens=d.count, accepted=d.accepted,
-            tried=running & (depth <= d.accepted[:, None] + 1) & (depth < self.arm.emits),
+            tried=running & (depth <= d.accepted[:, None] + 1) & (depth < self.arm.traits.emits),
             held=running & (depth <= d.accepted[:, None]))
-        spare = self.emits - d.tokens.shape[1]
+        spare = self.traits.emits - d.tokens.shape[1]
         wide = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, spare))), (d.tokens, d.source))
         states = self.adaptive._tell(s, window, out, d, states)
         control = self.adaptive.controller.update(self.adaptive.known, control, seen)

@@ -13,6 +13,7 @@ from decodax.algorithms.speculative.algorithm import Speculative
 from decodax.algorithms.speculative.fixed_trees import Fixed
 from decodax.algorithms.speculative.trees.acceptance import from_acceptance
 from decodax.core import drivers
+from decodax.core.algorithm import observer
 from decodax.core.around import Around
 from decodax.core.memory import bucket
 from decodax.core.state import State
@@ -48,12 +49,13 @@ class Counted(Around):
 
     @property
     def observer(self) -> Counted | None:
-        return None if self.of.observer is None else self
+        return None if observer(self.of) is None else self
 
     def observe(self, s: State, window: Window, out: Out, algo: Any) -> Any:
         """Returns the state after a prefill chunk; nothing is counted."""
-        assert self.of.observer is not None
-        return self.of.observer.observe(s, window, out, algo[0]), algo[1]
+        own = observer(self.of)
+        assert own is not None
+        return own.observe(s, window, out, algo[0]), algo[1]
 
 
 def tree_of(algorithm: Speculative) -> Fixed:

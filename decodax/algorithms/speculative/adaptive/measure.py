@@ -20,8 +20,9 @@ from decodax.algorithms.speculative.fixed_trees import Chain
 from decodax.common.options import Count
 from decodax.common.registry import ALGORITHMS
 from decodax.core import drivers
+from decodax.core.algorithm import variants
 from decodax.core.memory import bucket, power
-from decodax.core.types import Model, Params
+from decodax.core.types import Model, Params, fit_cache
 from decodax.sampling import build
 
 
@@ -42,16 +43,16 @@ def measure(model: Model, weights: Any, arms: Sequence[Speculative], *, batch: i
     for name, value in (("batch", batch), ("length", length), ("repeats", repeats), ("rounds", rounds)):
         if value < 1:
             raise ValueError(f"{name}: got {value}, takes 1 or more")
-    room = (max((arm.emits for arm in arms), default=1) * rounds) * (repeats + 1)
+    room = (max((arm.traits.emits for arm in arms), default=1) * rounds) * (repeats + 1)
     together = Adaptive(tuple(arms), Automatic((1.0,) * len(arms))).fit(room)
-    model, params, bare = model.fit(power(room)), Params(weights, together.weights), together.bare()
+    model, params, bare = fit_cache(model, power(room)), Params(weights, together.weights), together.bare()
     size = bucket(length + room)
     # the same few tokens over and over, so that drafts which look into the text find some
     tokens = np.zeros((batch, size), np.int32)
     tokens[:, :length] = np.random.default_rng(0).integers(0, vocab_size, (batch, 16))[:, np.arange(length) % 16]
     policy = build(batch, vocab_size=vocab_size, **sampling)
     states = []
-    for alg in bare.variants:
+    for alg in variants(bare):
         s = drivers.begin(alg, model, params, policy, jnp.asarray(tokens), np.full(batch, length, np.int32), size=size,
                           max_new=np.full(batch, room, np.int32))
         states.append((alg, drivers.prefill(alg, model, params, s, width=min(128, size))))

@@ -20,7 +20,7 @@ from decodax.core.cache import Cache, CacheConfig, Feature
 from decodax.core.capabilities import Draftable, draft_view
 from decodax.core.loaded import network_of
 from decodax.core.state import State
-from decodax.core.types import Decision, Model, Out, Params
+from decodax.core.types import Decision, Model, Out, Params, wrap_cache
 from decodax.core.window import Window
 
 
@@ -67,7 +67,7 @@ class OwnCache(SelfDraft):
         return dataclasses.replace(self, kind=self.kind.fit(1 << (budget - 1).bit_length())) if fits else self
 
     def through(self, model: Any) -> Any:
-        return model.wrap_cache(self._kind)
+        return wrap_cache(model, self._kind)
 
     def _kind(self, own: Any) -> Any:
         if not self.alone:      # several drafts that read a cache of one kind share it

@@ -13,15 +13,15 @@ from decodax.common.registry import ALGORITHMS
 
 @ALGORITHMS.register("specache", "SpeCache: Speculative Key-Value Caching for Efficient Generation of LLMs",
                      "Jie et al. 2025", family="speculative-self", needs="a model", guarantee="approximate")
-def specache(lm: Any, bits: Annotated[int, Range(1, 2)] = 2, top: Count = 64, group: Count = 32,
-             residual: Count = 32) -> SpeCache:
+def specache(lm: Any, bits: Annotated[int, Range(1, 2)] = 2, top: Count = 64, group_size: Count = 32,
+             residual_length: Count = 32) -> SpeCache:
     """Decodes on a low-bit cache, and in full on the positions that a guess of the token attended to.
 
     For contexts that do not fit the device: full keys and values stay in the host's memory.
 
     Args:
         lm: the target. bits: bits of a number of the low-bit cache. top: positions fetched from the host.
-        group: numbers that share a scale.
-        residual: tokens that are quantized together; the latest, fewer than that, are kept in full.
+        group_size: numbers that share a scale.
+        residual_length: tokens that are quantized together; the latest, fewer than that, are kept in full.
     """
-    return SpeCache(SpeCacheConfig(bits, top, group, residual))
+    return SpeCache(SpeCacheConfig(bits, top, group_size, residual_length))
