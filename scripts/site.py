@@ -136,7 +136,7 @@ def systems_index(entries: Iterable[Any]) -> str:
     """All systems, by family."""
     lines = ["# Systems", "", "Published decoding methods by name; `decodax list algorithms` prints the same table. "
              "*Guarantee* says what holds of the text with the default "
-             "options (`dx.algorithms.make(...).guarantee` is that of what was made): "
+             "options (`dx.algorithms.make(...).traits.guarantee` is that of what was made): "
              + "; ".join(f"**{name}**: {text}" for name, text in GUARANTEES.items()) + ".", ""]
     entries = list(entries)
     for family in dict.fromkeys(e.family for e in entries):
