@@ -298,7 +298,7 @@ def make_cacheback(leaders: int = 256, followers: int = 4, levels: int = 1) -> d
     return dx.Speculative(Cacheback(leaders=leaders, followers=followers, levels=levels))
 
 
-@algorithms.register("falling-margin", "A rule of docs/extending/drafts.md", "decodax", family="masked-diffusion",
+@algorithms.register("falling-margin", "A rule of decodax's guides", "decodax", family="masked-diffusion",
                      needs="a diffusion model", guarantee="approximate")
 def make_falling_margin(lm, block: int = 8, high: float = 0.9, decay: float = 0.8) -> MaskedDiffusion:
     """Unmasks all candidates above a margin that falls with the step."""
