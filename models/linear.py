@@ -7,7 +7,7 @@
   2024): Taylor features and sliding windows, and a prefix that is read in both directions.
 
 Each returns the configuration of another network. `linearized` keeps a decoder's weights and adds to them
-(`linear_weights`); `docs/models.md` shows how much it loses without training.
+(`linear_weights`); `docs/usage/models.md` shows how much it loses without training.
 """
 
 from __future__ import annotations

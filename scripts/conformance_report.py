@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Writes docs/conformance.md: for every registry entry, how it compares with its authors' code.
+"""Writes docs/results/conformance.md: for every registry entry, how it compares with its authors' code.
 
     python scripts/conformance_report.py
 
@@ -18,7 +18,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 CASES = ROOT / "tests" / "conformance"
-PAGE = ROOT / "docs" / "conformance.md"
+PAGE = ROOT / "docs" / "results" / "conformance.md"
 
 RESULTS = ("equal", "deviates", "reference at fault", "not compared", "no public code")
 """What a remark may say of an entry. "equal" is for what other tests compare; of cases it is known from themselves."""
@@ -33,14 +33,14 @@ FAMILIES = {
 }
 
 HEAD = """\
-# Held against the authors' code
+# Conformance: compared with the authors' code
 
-Where the authors' code was at hand and runs on a CPU, it was run on tiny checkpoints with fixed weights, and what it
-gave is committed as numbers under `tests/conformance`, with repository, commit and settings. The tests decode the
-same prompts here and compare the tokens and the number of model calls. Of draft trees, draft lookups and verifiers,
-which need no model, they compare proposals and verdicts for given texts and distributions. Of whole runs, three
-cases are in the default suite and one of each kind of rule in the wider one; `pytest -m "" tests/conformance` runs all.
-A line without counts has no cases: where it says "by reading", the code was read and not run.
+Where the authors' code was at hand and runs on a CPU, it was run on tiny checkpoints with fixed weights. Its output is
+committed as numbers under `tests/conformance`, with repository, commit and settings. The tests decode the same prompts
+here and compare the tokens and the number of model calls; of draft trees, lookups and verifiers they compare proposals
+and verdicts. Links lead to the commit. "forwards (7)" were compared in 7 cases; the others end with their budget inside
+a block; most cases have three texts. Three cases are in the default suite; `pytest -m "" tests/conformance` runs all. A
+line without counts has no cases: where it says "by reading", the code was read and not run.
 
 - **equal**: the same tokens in every case, in as many forwards unless the line says otherwise.
 - **deviates**: differs in the way that the line says, and why.
@@ -53,7 +53,7 @@ An entry that is another name of the same algorithm is listed with it. `scripts/
 
 
 def page(root: Path = CASES) -> str:
-    """The text of docs/conformance.md."""
+    """The text of docs/results/conformance.md."""
     from decodax.common.registry import ALGORITHMS
 
     remarks = tomllib.loads((root / "remarks.toml").read_text())
@@ -108,10 +108,8 @@ def loops(data: dict[str, Any]) -> tuple[str, list[str]]:
         if "forwards_here" in case:
             other[case["why"]] += 1
     notes = [f"other forwards in {n} of {len(cases)}: {sentence(why)}" for why, n in other.items()]
-    if 0 < len(counted) < len(cases):
-        notes.append(f"forwards in {len(counted)} of {len(cases)}; the others end with their budget inside a block")
-    texts = sum(len(case["prompts"]) for case in cases)
-    return f"tokens{' and forwards' * bool(counted)}, {len(cases)} cases, {texts} texts", notes
+    forwards = " and forwards" * bool(counted) + f" ({len(counted)})" * (0 < len(counted) < len(cases))
+    return f"tokens{forwards}, {len(cases)} cases", notes
 
 
 def proposals(data: dict[str, Any]) -> tuple[str, list[str]]:
@@ -146,11 +144,9 @@ def sentence(text: str) -> str:
 
 
 def source(reference: dict[str, Any]) -> str:
-    """The repository and commit as a link."""
+    """The repository as a link to the commit that was run."""
     name = reference["repository"].removeprefix("https://github.com/").strip("/")
-    commit = reference["commit"]
-    short = commit if commit.startswith("v") else commit[:7]
-    return f"[{name}](https://github.com/{name}/tree/{commit}) at {short}"
+    return f"[{name}](https://github.com/{name}/tree/{reference['commit']})"
 
 
 def line(name: str, found: Iterable[dict[str, Any]], remark: dict[str, str]) -> tuple[str, str]:

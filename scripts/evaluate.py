@@ -4,7 +4,7 @@
     python scripts/evaluate.py caches                                   # all cache policies that need no training
     python scripts/evaluate.py caches snapkv knorm:skip=() --length 2048 --plot caches.png
     python scripts/evaluate.py drafts                                   # drafts on smaller caches
-    python scripts/evaluate.py search --plot docs/search.png            # samples, votes and searches
+    python scripts/evaluate.py search --plot docs/choose/search.png            # samples, votes and searches
     python scripts/evaluate.py kv-prediction --steps 0 4000 --together 4000
     python scripts/evaluate.py less
     python scripts/evaluate.py predictors

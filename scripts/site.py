@@ -1,13 +1,14 @@
-"""Pages of the documentation site that are made from the code: one a system, cache policy, search and rule, and the
-API's.
+"""Pages of the documentation site that are made from the code: one for each registry entry, and those of the API.
 
-`mkdocs build` calls `on_config` and `on_files`; see mkdocs.yml. What stands on a page comes from the registry, from the
-docstrings of the parts that a system is made of, and from the tables of figures in docs/.
+`mkdocs build` calls `on_config` and `on_files`; see mkdocs.yml. A page is made of the registry entry, the docstring of
+the module that is named after the paper, the docstrings of the parts that a method is made of, and the rows of the
+tables of figures in docs/.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import inspect
 import itertools
@@ -15,6 +16,8 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+from site_examples import example, search_example
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -31,10 +34,18 @@ GUARANTEES = {
     "distribution-exact": "the text has the distribution of plain decoding; with one seed it is another draw",
     "approximate": "the text may differ from plain decoding's: that is the method's trade"}
 
-GUIDES = {"masked-diffusion": "diffusion.md", "diffusion-cache": "diffusion.md", "search": "search.md"}
-"""By family; of the others speculation.md."""
+GUIDES = {"masked-diffusion": "choose/diffusion.md", "diffusion-cache": "choose/diffusion.md",
+          "search": "choose/beam_search.md", "ar-sampling": "usage/sampling.md", "evict": "choose/caches_evict.md",
+          "bounded": "choose/caches_evict.md", "quantize": "choose/caches_quantize.md",
+          "sparse": "choose/caches_sparse.md", "prefill": "choose/caches_prefill.md",
+          "prefix": "choose/caches_prefix.md", "context": "usage/meshes.md"}
+"""Guides of families; of the others choose/drafts.md."""
 
-FIGURES = ("speculation_results.md", "diffusion.md", "search.md", "conformance.md")
+FIGURES = ("results/speculation.md", "choose/diffusion.md", "choose/beam_search.md", "choose/search.md",
+           "results/conformance.md")
+"""Files whose tables have figures of algorithms and searches."""
+
+CACHE_FIGURES = ("results/caches.md", "choose/caches.md", "choose/caches_sparse.md", "choose/caches_prefill.md")
 
 API = {
     "decodax": ("decodax", "What most programs need."),
@@ -79,7 +90,7 @@ def on_config(config: Any) -> Any:
                                             if e.family == family]} for family in families)],
         "caches/": ["caches/index.md", *({name: f"caches/{name}.md"} for name in CACHES)],
         **{f"{kind}/": [f"{kind}/index.md", *({name: f"{kind}/{name}.md"} for name in table)]
-           for kind, (_, table, _) in _searches().items()},
+           for kind, (_, table, _) in {**_searches(), **_others()}.items()},
         "api/": ["api/index.md", *({module: f"api/{name}.md"} for name, (module, _) in API.items())]}
     filled = lambda where: ([{title: filled(below) for title, below in entry.items()} for entry in where]
                             if isinstance(where, list) else made.get(where, where))
@@ -99,6 +110,9 @@ def pages() -> dict[str, str]:
     for kind, (slot, table, guide) in _searches().items():
         found[f"{kind}/index.md"] = searches_index(slot, table.values(), guide)
         found |= {f"{kind}/{name}.md": search_page(slot, entry, guide) for name, entry in table.items()}
+    for kind, (slot, table, guide) in _others().items():
+        found[f"{kind}/index.md"] = others_index(kind, slot, table.values(), guide)
+        found |= {f"{kind}/{name}.md": other_page(slot, entry, guide) for name, entry in table.items()}
     return found | {f"api/{name}.md": api_page(module, line) for name, (module, line) in API.items()}
 
 
@@ -106,82 +120,50 @@ def _searches() -> dict[str, tuple[str, dict[str, Any], str]]:
     """By folder: the slot of `generate` that takes the names, their table, and the guide."""
     from decodax.common.registry import SEARCHES, SELECTS
 
-    return {"searches": ("search", SEARCHES, "search_steps.md"), "rules": ("select", SELECTS, "select.md")}
+    return {"searches": ("search", SEARCHES, "choose/search_steps.md"),
+            "rules": ("select", SELECTS, "choose/best_of_n.md")}
+
+
+def _others() -> dict[str, tuple[str, Any, str]]:
+    """The same for constraints and formats of weights."""
+    from decodax.common.registry import CONSTRAINTS, FORMATS
+
+    return {"constraints": ("constraint", CONSTRAINTS, "choose/constraints.md"),
+            "formats": ("weights", FORMATS, "choose/weights.md")}
 
 
 def systems_index(entries: Iterable[Any]) -> str:
     """All systems, by family."""
     lines = ["# Systems", "", "Published decoding methods by name; `decodax list algorithms` prints the same table. "
              "*Guarantee* says what holds of the text with the default "
-             "options (`dx.algorithms.make(...).guarantee` is that of what was made): "
+             "options (`dx.algorithms.make(...).traits.guarantee` is that of what was made): "
              + "; ".join(f"**{name}**: {text}" for name, text in GUARANTEES.items()) + ".", ""]
     entries = list(entries)
     for family in dict.fromkeys(e.family for e in entries):
         lines += [f"## {FAMILIES.get(family, family)}", "", "| name | paper | guarantee | needs |", "|---|---|---|---|"]
         for e in entries:
             if e.family == family:
-                paper = _cell(f"{e.title} ({e.authors})" if e.authors else e.title)
-                lines.append(f"| [`{e.name}`]({e.name}.md) | {paper} | {e.guarantee} | {e.needs} |")
+                lines.append(f"| [`{e.name}`]({e.name}.md) | {_paper(e)} | {e.guarantee} | {e.needs} |")
         lines.append("")
     return "\n".join(lines)
 
 
 def system_page(e: Any) -> str:
     """One system: paper, rule, guarantee, options, an example, figures."""
-    guide = GUIDES.get(e.family, "speculation.md")
+    guide = GUIDES.get(e.family, "choose/drafts.md")
     lines = [f"# {e.name}", "", f"*{e.title}*" + (f", {e.authors}" if e.authors else ""), ""]
     if e.alias_of:
         lines += [f"Another name for [`{e.alias_of}`]({e.alias_of}.md): the papers come to the same algorithm.", ""]
     lines += [f"{e.summary[:1].upper()}{e.summary[1:]}.", "",
               f"**Guarantee:** {e.guarantee} with the default options: {GUARANTEES[e.guarantee]}.", "",
-              f"**Needs:** {e.needs}. **Family:** {FAMILIES.get(e.family, e.family)}; see the guide "
-              f"[{guide[:-3]}](../{guide}).", "",
+              f"**Needs:** {e.needs}. **Family:** {FAMILIES.get(e.family, e.family)}; see {_link(guide)}.", "",
               "## Example", "", "```python", example(e), "```", ""]
-    if e.options:
-        lines += ["## Options", "", "| option | default |", "|---|---|"]
-        lines += [f"| `{name}` | `{_cell(str(value))}` |" for name, value in e.options.items()] + [""]
-    for name, text in parts(e.make):
-        lines += [f"## {name}", "", docstring(text), ""]
+    lines += options(e) + sections(method(e.make) + parts(e.make))
     return "\n".join(lines + figures(e.alias_of or e.name, FIGURES))
 
 
-GIVEN = {
-    "awrs": "check=lambda tokens: 0 not in tokens", "dynamic-beam-allocation": 'phrases=["return"]',
-    "grid-beam-search": 'phrases=["return"]', "knn-ssd": "domains=[samples[:1], samples[1:]]",
-    "seal": 'corpus=[lm.tokenizer.encode("def fib(n):\\n    return n")]'}
-"""What examples give beside models, for systems that cannot do without."""
-
-TRAINED = {"apd": ("pycode-full", "--block 0"), "sbd": ("pycode-sbd", "--attention causal-prefix --block 16")}
-"""Systems for models that are not shipped: the directory in runs/, and how `pycode` becomes one."""
-
-
-def example(e: Any) -> str:
-    """A call that runs on the shipped models, or on one that the first line trains."""
-    fills = "diffusion" in e.needs
-    model, prompt = ("pycode-diffusion", '"def area(r):"') if fills else ("pycode", '"def fib(n):"')
-    lines = ["import decodax as dx", ""]
-    if e.name in TRAINED:
-        name, how = TRAINED[e.name]
-        model = f"runs/{name}/model"
-        lines.append(f"# python scripts/train.py diffusion --preset pycode-diffusion {how} --output runs/{name}")
-    elif e.name == "cascade":
-        model, prompt = "numerals", '"1207="'
-    lines.append(f'lm = dx.load("{model}")')
-    given = ["lm"] if e.needs not in ("nothing", "a draft model") else []
-    if e.takes_draft:
-        lines.append('draft = dx.load("pycode-draft")')
-        given.append("draft=draft")
-    if "samples" in e.needs:
-        lines.append('samples = [lm.tokenizer.encode(text) for text in ("def area(r):", "import os", "class Node:")]')
-    own = GIVEN.get(e.name, "samples=samples" if "samples" in e.needs else "")
-    given += [own] if own else []
-    name = f'"{e.name}"' if not given else f'dx.algorithms.make("{e.name}", {", ".join(given)})'
-    return "\n".join([*lines, f"out = dx.generate(lm, {prompt}, max_new_tokens=32, algorithm={name})",
-                      "print(out.text[0], out.stats.tokens_per_forward)"])
-
-
 def caches_index(entries: Iterable[Any]) -> str:
-    lines = ["# Caches by name", "", "Policies for `cache=`; [the guide](../caches.md) says which to choose.", "",
+    lines = ["# Caches by name", "", "For `cache=`; [the guide](../choose/caches.md) says which to choose.", "",
              "| name | paper | keeps | effect |", "|---|---|---|---|"]
     return "\n".join(lines + [f"| [`{e.name}`]({e.name}.md) | {_cell(e.title)} ({_cell(e.authors)}) | "
                               f"{_cell(e.summary)} | {e.guarantee} |" for e in entries]) + "\n"
@@ -193,31 +175,13 @@ def cache_page(e: Any) -> str:
               "approximate": "what is left out is missed"}[e.guarantee]
     lines = [f"# {e.name}", "", f"*{e.title}*" + (f", {e.authors}" if e.authors else ""), "",
              e.summary if e.summary.endswith(".") else f"Keeps {e.summary}.", "",
-             f"**Effect:** {e.guarantee}: {effect}.", "", "## Example", "", "```python", "import decodax as dx", "",
+             f"**Effect:** {e.guarantee}: {effect}. See {_link(GUIDES.get(e.family, 'choose/caches.md'))}.", "",
+             "## Example", "", "```python", "import decodax as dx", "",
              'lm = dx.load("pycode")',
              f'out = dx.generate(lm, "def fib(n):", max_new_tokens=32, cache="{e.name}")', "print(out.text[0])", "```",
              ""]
-    if e.options:
-        lines += ["## Options", "", "| option | default |", "|---|---|"]
-        lines += [f"| `{name}` | `{_cell(str(value))}` |" for name, value in e.options.items()] + [""]
-    for name, text in parts(e.make):
-        lines += [f"## {name}", "", docstring(text), ""]
-    return "\n".join(lines + figures(e.name, ("caches_results.md", "conformance.md")))
-
-
-STANDINS = {
-    "reward": ("between 0 and 1", "lambda prompt, texts: [1 / (1 + len(text)) for text in texts]"),
-    "potential": ("a log weight", "lambda prompt, texts: [-0.1 * len(text) for text in texts]"),
-    "quality": ("an estimate of quality", "lambda prompt, texts: [1 / (1 + len(text)) for text in texts]"),
-    "compare": ("above 0 where a is better", "lambda prompt, a, b: len(b) - len(a)"),
-    "act": ("what the call in the text gives", 'lambda prompt, text: " # found\\n"'),
-    "redundant": ("a small verifier", "lambda prompt, thoughts: len(thoughts) > 2"),
-    "fork": ("a token that the model was tuned to write", "4094"), "child": ("", "4095"),
-    "retrieve": ("what is found for the question that ends the text", 'lambda prompt, text: "# found: os.path\\n"'),
-    "evidence": ("texts in another language", "dx.select.Sampled(lm, num_samples=4, sampling=SAMPLING)"),
-    "references": ("samples of the reference policy", "dx.select.Sampled(lm, num_samples=4, sampling=SAMPLING)"),
-    "guidance": ("", '"\\n# so\\n"'), "rule": ("", "dx.select.mbr()")}
-"""What examples put for options without a default."""
+    lines += options(e) + sections(method(e.make) + parts(e.make))
+    return "\n".join(lines + figures(e.name, CACHE_FIGURES))
 
 
 def searches_index(slot: str, entries: Iterable[Any], guide: str) -> str:
@@ -226,48 +190,49 @@ def searches_index(slot: str, entries: Iterable[Any], guide: str) -> str:
     listing = {"search": "searches", "select": "selects"}[slot]
     lines = [f"# {what[slot]}", "", f"For `dx.generate(..., {slot}=)`; see [the guide](../{guide}). "
              f"`decodax list {listing}` prints the same table.", "", "| name | paper | rule |", "|---|---|---|"]
-    paper = lambda e: _cell(f"{e.title} ({e.authors})" if e.authors else e.title)
-    rows = [f"| [`{e.name}`]({e.name}.md) | {paper(e)} | {_cell(e.summary)} |" for e in entries]
+    rows = [_row(e) for e in entries]
     if slot == "search":
         from decodax.common.registry import FUNCTIONS
         rows += ["", "## Methods that are functions", "", "| call | paper | |", "|---|---|---|"]
-        rows += [f"| `decodax.{e.name}` | {paper(e)} | {_cell(e.summary)} |" for e in FUNCTIONS.values()]
+        rows += [f"| `decodax.{e.name}` | {_paper(e)} | {_cell(e.summary)} |" for e in FUNCTIONS.values()]
     return "\n".join([*lines, *rows, ""])
 
 
 def search_page(slot: str, e: Any, guide: str) -> str:
     """One search over steps, or rule."""
     lines = [f"# {e.name}", "", *([f"*{e.title}*" + (f", {e.authors}" if e.authors else ""), ""] if e.title else []),
-             f"{e.summary[:1].upper()}{e.summary[1:]}. See the guide [{guide[:-3]}](../{guide}).", "",
+             f"{e.summary[:1].upper()}{e.summary[1:].rstrip('.')}. See {_link(guide)}.", "",
              "## Example", "", "```python", search_example(slot, e), "```", ""]
-    if e.options:
-        lines += ["## Options", "", "| option | default |", "|---|---|"]
-        lines += [f"| `{name}` | {_cell(str(value))} |" for name, value in e.options.items()] + [""]
-    lines += ["## Rule", "", docstring(inspect.getdoc(e.make) or ""), ""]
+    lines += options(e) + sections([*method(e.make), ("Rule", inspect.getdoc(e.make) or "")])
     return "\n".join(lines + figures(e.name, (*FIGURES, guide)))
 
 
-def search_example(slot: str, e: Any) -> str:
-    """A call that runs on a shipped model."""
-    from decodax.search import CanvasExplorer
+def others_index(kind: str, slot: str, entries: Iterable[Any], guide: str) -> str:
+    """All constraints, or all formats of weights."""
+    lines = [f"# {kind.capitalize()} by name", "", f"For `{slot}=`; {_link(guide)} says which to choose.", "",
+             "| name | paper | |", "|---|---|---|"]
+    return "\n".join([*lines, *map(_row, entries), ""])
 
-    fills = slot == "search" and issubclass(e.make, CanvasExplorer)
-    needed = [name for name, option in e.options.items() if not option.optional]
-    given = [(name, *STANDINS.get(name, ("", ""))) for name in needed]
-    values = [value for _, _, value in given]
-    lines = ["import decodax as dx", "", f'lm = dx.load("{"pycode-diffusion" if fills else "pycode"}")']
-    if "SAMPLING" in "".join(values):
-        lines.append("SAMPLING = dict(temperature=1.0, max_new_tokens=16)")
-    for name, said, value in given:
-        lines += [*([f"# yours: {said}"] if said else []), *([f"{name} = {value}"] if value else [])]
-    options = [f"{name}={name}" for name in needed]
-    options += ["n=2", "simulations=4", "every=4"] if fills else \
-        ['until="\\n"', "step_tokens=12"] if slot == "search" else []
-    lines.append(f"{slot} = dx.{slot}.{e.identifier}({', '.join(options)})")
-    how = ("num_samples=4, temperature=0.8, max_new_tokens=16" if slot == "select" else
-           'algorithm="llada:block_length=8", temperature=0.8, max_new_tokens=16' if fills else
-           "temperature=0.8, max_new_tokens=24")
-    return "\n".join([*lines, f'out = dx.generate(lm, "def area(", {slot}={slot}, {how})', "print(out.text[0])"])
+
+def other_page(slot: str, e: Any, guide: str) -> str:
+    """One constraint, or one format of weights."""
+    lines = [f"# {e.name}", "", *([f"*{e.title}*" + (f", {e.authors}" if e.authors else ""), ""] if e.title else []),
+             f"{e.summary[:1].upper()}{e.summary[1:].rstrip('.')}. For `{slot}=`; see {_link(guide)}.", ""]
+    lines += options(e) + sections([*method(e.make), ("Rule", inspect.getdoc(e.make) or "")])
+    return "\n".join(lines)
+
+
+def _paper(e: Any) -> str:
+    return _cell(f"{e.title} ({e.authors})" if e.authors else e.title)
+
+
+def _row(e: Any) -> str:
+    return f"| [`{e.name}`]({e.name}.md) | {_paper(e)} | {_cell(e.summary)} |"
+
+
+def _link(guide: str) -> str:
+    title = (DOCS / guide).read_text().partition("\n")[0].removeprefix("# ")
+    return f"[{title}](../{guide})"
 
 
 def _value(value: Any) -> str:
@@ -322,6 +287,28 @@ def _signature(name: str, value: Any) -> list[str]:
     return ["```python", re.sub(r"(: |-> )'([^'\n]*)'", r"\1\2", one), "```", ""]
 
 
+def options(e: Any) -> list[str]:
+    """The table of an entry's options."""
+    rows = [f"| `{name}` | `{_cell(str(value))}` |" for name, value in e.options.items()]
+    return ["## Options", "", "| option | default |", "|---|---|", *rows, ""] if rows else []
+
+
+def sections(found: Iterable[tuple[str, str]]) -> list[str]:
+    """Docstrings under their titles."""
+    return [line for name, text in found for line in (f"## {name}", "", docstring(text), "")]
+
+
+def method(make: Any) -> list[tuple[str, str]]:
+    """The docstring of the module that an entry is made in, if it has the module for itself and its kin."""
+    from decodax.common.registry import SHELVES
+
+    module = inspect.getmodule(inspect.unwrap(make))
+    if module is None or not module.__name__.startswith("decodax."):
+        return []
+    kin = sum(entry.module == module.__name__ for shelf in SHELVES.values() for entry in shelf.values())
+    return [("Method", inspect.cleandoc(module.__doc__))] if module.__doc__ and kin <= 3 else []
+
+
 def parts(make: Any) -> list[tuple[str, str]]:
     """The parts that a maker builds, with their docstrings: classes of this library whose names stand in its source."""
     if inspect.isclass(make):       # its docstring says everything
@@ -365,8 +352,9 @@ def docstring(text: str) -> str:
 def figures(name: str, files: Iterable[str]) -> list[str]:
     """The rows of a name in the tables of figures, under the headings of the tables."""
     out: list[str] = []
-    linked = lambda text: re.sub(r"\]\((?!http)([^)]*)\)", r"](../\1)", text)
     for file in files:
+        folder = file.rpartition("/")[0]
+        linked = functools.partial(re.sub, r"\]\((?!http|#)([^)]*)\)", rf"](../{folder}/\1)")
         header: list[str] = []
         said: list[str] = []            # the paragraph in front of the table
         for before, line in itertools.pairwise(["", *(DOCS / file).read_text().splitlines()]):
@@ -377,7 +365,7 @@ def figures(name: str, files: Iterable[str]) -> list[str]:
                 header.append(line)
             elif line.split("|")[1].strip().strip("`").split(":")[0] == name and "| paper |" not in header[0]:
                 text = "" if said[:1] and said[0].startswith(("#", "    ", "!", "```")) else linked(" ".join(said))
-                out += [f"From [{file}](../{file}){': ' + text if text else ''}", "", *header, linked(line), ""]
+                out += [f"From {_link(file)}{': ' + text if text else ''}", "", *header, linked(line), ""]
     return ["## Figures", "", *out] if out else []
 
 

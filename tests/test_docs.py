@@ -1,7 +1,7 @@
 """The examples of README and of the guides run as they stand, each page in one namespace, in order.
 
-A block that cannot run has a comment `<!-- not run: REASON -->` in the line above it. `docs/extending` has tests of its
-own.
+A block that cannot run has a comment `<!-- not run: REASON -->` in the line above it. The other pages of
+`docs/extending` have tests of their own.
 """
 
 import re
@@ -20,11 +20,14 @@ from tests.extending.pages import DOCS, blocks_of, run_file
 from tests.matrix import often
 
 README = DOCS.parent / "README.md"
-PAGES = {path.name: path for path in (README, *sorted(DOCS.glob("*.md"))) if any(blocks_of(path))}
+PAGES = {path.relative_to(README.parent).as_posix(): path for path in
+         (README, *sorted(DOCS.rglob("*.md"))) if any(blocks_of(path))
+         and (path.parent.name != "extending" or path.name == "round.md")}
 
-QUICK = ("custom_model.md", "meshes.md", "planning.md", "scoring.md")
-USAGE = ("README.md", "coming_from.md", "constraints.md", "index.md", "jobs.md", "low_level.md", "sampling.md",
-         "search_steps.md", "select.md", "training.md", *QUICK)
+QUICK = ("docs/usage/meshes.md", "docs/usage/planning.md", "docs/usage/scoring.md")
+USAGE = ("README.md", "docs/coming_from.md", "docs/index.md", *(f"docs/choose/{name}.md" for name in (
+    "best_of_n", "caches", "constraints", "search", "search_steps")), *(f"docs/usage/{name}.md" for name in (
+        "generate", "jobs", "sampling", "training")), "docs/extending/round.md", *QUICK)
 
 
 def low_level(names: dict[str, Any], printed: str) -> None:
@@ -47,7 +50,7 @@ def readme(names: dict[str, Any], printed: str) -> None:
 
 
 CHECKS: dict[str, Callable[[dict[str, Any], str], None]] = {
-    "README.md": readme, "low_level.md": low_level, "scoring.md": scoring}
+    "README.md": readme, "docs/extending/round.md": low_level, "docs/usage/scoring.md": scoring}
 """What else holds of a page: from its names, and what it printed."""
 
 
@@ -92,9 +95,9 @@ def test_the_readme_names_what_there_is(elsewhere, monkeypatch):
 
 
 def test_a_batch_is_independent_of_its_order(tiny_model):
-    """By the line that README, the guide to sampling and the docstring of `generate` give."""
+    """By the line that README, the guide to `generate` and its docstring give."""
     lm, line = dx.load(tiny_model), "request_ids=[dx.jobs.address(p) for p in prompts]"
-    assert all(line in text for text in (README.read_text(), (DOCS / "sampling.md").read_text(),
+    assert all(line in text for text in (README.read_text(), (DOCS / "usage" / "generate.md").read_text(),
                                          dx.generate.__doc__))
     prompts, options = ["def a", "import", "class"], dict(temperature=1.0, max_new_tokens=12, seed=3)
     draw = lambda prompts, **more: dx.generate(lm, prompts, **options, **more).text
@@ -107,7 +110,7 @@ def test_a_batch_is_independent_of_its_order(tiny_model):
 
 def test_the_page_of_speculative_systems_has_each_under_one_name():
     """A row in every table, or a word in front of them that it has none; none of another name for the same object."""
-    page = (DOCS / "speculation_results.md").read_text()
+    page = (DOCS / "results" / "speculation.md").read_text()
     front, *tables = page.split("| system |")
     rows = [set(re.findall(r"^\| ([\w+.-]+) \|", table, re.MULTILINE)) - {"plain"} for table in tables]
     own = {name for name,
@@ -120,7 +123,7 @@ def test_the_page_of_speculative_systems_has_each_under_one_name():
     assert all(re.search(rf"`{name}`[\w ]+`{of}`|`{name}` for `{of}`", front.replace("\n", " ")) for name, of in others)
 
 
-MADE = ("systems/", "caches/", "searches/", "rules/", "api/")
+MADE = ("systems", "caches", "searches", "rules", "constraints", "formats", "api")
 """Pages that `scripts/site.py` makes."""
 
 
@@ -137,7 +140,7 @@ def test_links_between_pages_lead_somewhere(name):
         for link in re.findall(r"\]\((?!https?:|#)([^)\s]+)\)", page.read_text()):
             path, _, anchor = link.partition("#")
             target = page.parent / path
-            if not (target.exists() or path.startswith(MADE)):
+            if not (target.exists() or path.removeprefix("../").partition("/")[0] in MADE):
                 lost.append(f"{page.name}: {link}")
             elif anchor and target.suffix == ".md" and target.exists() and anchor not in anchors(target.read_text()):
                 lost.append(f"{page.name}: {link}")

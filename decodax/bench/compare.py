@@ -4,7 +4,7 @@
     found = compare(lm, {"lookup": dx.Speculative(dx.drafts.PromptLookup(length=7))}, tasks=["copy-edit"], batch=[1])
     print(found.markdown())
 
-`decodax compare` does this for the methods of `decodax.algorithms`; docs/speculation.md explains the columns.
+`decodax compare` does this for the methods of `decodax.algorithms`; docs/choose/drafts.md explains the columns.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ Weights have 8 bits with one scale per projection (separate ones for `z`, `x`, `
 scale per 128 inputs of an output. W4A16 has 4-bit weights in the rotated network and quantizes nothing else.
 
 Scales, codes and rounding are those of the authors' code (enyac-group/Quamba), except for the differences listed in
-docs/weights.md. The network with 8-bit states is `decodax.models.formats.rounded_mamba2`.
+docs/choose/weights.md. The network with 8-bit states is `decodax.models.formats.rounded_mamba2`.
 """
 
 from __future__ import annotations

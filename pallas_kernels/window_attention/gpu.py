@@ -4,7 +4,7 @@ A program handles a row, one of its key/value heads, a tile of that head's queri
 Decoding has few rows, so the slots are divided into shares until every multiprocessor has work (Dao et al., 2023,
 "Flash-Decoding"), and the shares are merged by their softmax sums. A program ends at the last live slot.
 
-Sizes were chosen by timing on an H200 (`docs/gpu.md`).
+Sizes were chosen by timing on an H200 (`docs/results/gpu.md`).
 """
 
 from __future__ import annotations

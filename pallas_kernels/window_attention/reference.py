@@ -24,7 +24,7 @@ step: with 56 live entries in a cache of 256, a step of 8 rows of the 125M shape
 
 WIDE_BLOCK = 1024
 """The same on accelerators, where a step is a dozen operations of a microsecond each: with 2,048 live entries XLA
-estimates a third of the cycles of blocks of 256 on a v5e (`docs/tpu.md`)."""
+estimates a third of the cycles of blocks of 256 on a v5e (`docs/results/tpu.md`)."""
 
 MASKED = -1e30
 """The score of an invisible entry: finite, so that a fully masked block gives weights that the merge scales to zero."""

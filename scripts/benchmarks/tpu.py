@@ -3,7 +3,7 @@
 The compile-only client of `libtpu` runs XLA's real TPU compiler on any Linux machine; no array is allocated. The
 program is `decodax.core.drivers.advance`, which `generate` runs. Models are Llama 3 shapes in bfloat16: "8b" (32
 layers, width 4096, 32/8 heads of 128, MLP 14336) and "1b" (16 layers, width 2048, 32/8 heads of 64, MLP 8192, tied),
-both with a vocabulary of 128256. See docs/tpu.md for the meaning of the figures.
+both with a vocabulary of 128256. See docs/results/tpu.md for the meaning of the figures.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The decoding loop of Llama shapes, compiled by XLA's TPU compiler without a TPU: what a round costs may not grow.
 
-docs/tpu.md has the figures and what they mean. By default a few layers of a few programs are compiled; the bounds of
-whole models, on every mesh and chip, are in the matrix.
+docs/results/tpu.md has the figures and what they mean. By default a few layers of a few programs are compiled; the
+bounds of whole models, on every mesh and chip, are in the matrix.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""docs/conformance.md says of every registry entry how it compares, and what it says follows from the cases."""
+"""docs/results/conformance.md says of every registry entry how it compares, and what it says follows from the cases."""
 
 from __future__ import annotations
 

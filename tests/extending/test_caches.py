@@ -1,4 +1,4 @@
-"""The caches of `docs/extending/caches.md`, written as a user would, against oracles that decode token by token.
+"""The caches of `docs/extending/examples`, written as a user would, against oracles that decode token by token.
 
 A run decodes two prompts twice each, one row greedy and one sampled, so that one program covers forks, ragged rows,
 greedy decoding and sampling.

@@ -1,4 +1,4 @@
-"""The drafts, the source and the rule of docs/extending/drafts.md against plain Python."""
+"""The drafts, the source and the rule of docs/extending/examples/drafts.py against plain Python."""
 
 from __future__ import annotations
 

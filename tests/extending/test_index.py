@@ -1,21 +1,36 @@
-"""The index of the extension points runs, and leads somewhere."""
+"""Each page of `docs/extending` holds on one screen, and its example runs as it stands, in a file of its own."""
 
 from __future__ import annotations
 
-import re
+import pytest
 
-from tests.extending.pages import DOCS, run_file
+from decodax.common.registry import ALGORITHMS, CACHES, SEARCHES
+from tests.extending.pages import DOCS, blocks_of, run_file
 
-
-def test_the_first_example_runs() -> None:
-    names = run_file(DOCS / "extending.md")
-    assert names["fast"].tokens.tolist() == names["plain"].tokens.tolist()
-    assert names["fast"].stats.accepted.sum() > 0
+PAGES = sorted(path.stem for path in (DOCS / "extending").glob("*.md"))
+EXPERIMENTS = ["cache", "codec", "diffusion", "draft", "model", "recurrent", "search", "shape", "sparse", "transform"]
 
 
-def test_its_links_to_sections_are_there() -> None:
-    links = re.findall(r"\]\(extending/(drafts|search)\.md(?:#([a-z-]+))?\)", (DOCS / "extending.md").read_text())
-    assert {page for page, _ in links} == {"drafts", "search"} and len({section for _, section in links}) > 4
-    for page, section in links:
-        titles = re.findall(r"^#+ (.*)$", (DOCS / "extending" / f"{page}.md").read_text(), re.MULTILINE)
-        assert not section or section in {re.sub(r"[^a-z -]", "", title.lower()).replace(" ", "-") for title in titles}
+@pytest.fixture(autouse=True)
+def registries_that_forget():
+    known = [(table, set(table)) for table in (ALGORITHMS, CACHES, SEARCHES)]
+    yield
+    for table, names in known:
+        for name in set(table) - names:
+            del table[name]
+
+
+@pytest.mark.wide(but=("draft", "model"))
+@pytest.mark.parametrize("name", PAGES)
+def test_the_examples_of_a_page_run(name):
+    names = run_file(DOCS / "extending" / f"{name}.md")
+    if name == "index":
+        assert names["fast"].tokens.tolist() == names["plain"].tokens.tolist()
+        assert names["fast"].stats.accepted.sum() > 0
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_an_extension_is_one_file_of_at_most_60_lines(name):
+    path = DOCS / "extending" / f"{name}.md"
+    longest = max(len(source.splitlines()) for _, source in blocks_of(path))
+    assert longest <= 60 and len(path.read_text().splitlines()) <= 95

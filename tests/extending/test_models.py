@@ -1,10 +1,9 @@
-"""Models that are no dense decoders fit without an edit of the core: those of `docs/extending/models.md`, and T5."""
+"""Models that are no dense decoders fit without an edit of the core: the examples of `docs/extending`, and T5."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,10 +20,10 @@ from decodax.models.experts import mix, route
 from decodax.models.layers import ACTIVATIONS
 from decodax.models.t5 import relative_bias
 from decodax.pallas_kernels.window_attention import by_position, window_attention
+from tests.extending.pages import run_page
 
 pytestmark = pytest.mark.wide      # the guide runs as it stands
 
-GUIDE = Path(__file__).parents[2] / "docs" / "extending" / "models.md"
 VOCABULARY = 64
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8], [1, 5], [7, 7, 7, 7], [60]]
 NEW = 12
@@ -37,11 +36,8 @@ TREE = dx.trees.Fixed.balanced(2, 2)
 
 @pytest.fixture(scope="module")
 def guide() -> dict[str, Any]:
-    """The guide's names after its last block."""
-    names: dict[str, Any] = {"__name__": __name__}
-    for block in re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL):
-        exec(compile(block, str(GUIDE), "exec", dont_inherit=True), names)
-    return names
+    """The names of the examples."""
+    return run_page("models")
 
 
 @pytest.fixture(scope="module")
@@ -197,10 +193,10 @@ def test_a_prefill_holds_one_state_a_layer(recurrent: Any) -> None:
     model = recurrent.model
     state = (model.heads, model.width, model.width)
 
-    def largest(certain: bool) -> int:
+    def largest(is_prefill: bool) -> int:
         """The most states of a layer that any array of the program holds for a row."""
         def prefill(tokens: Any) -> Any:
-            window = causal(tokens, jnp.zeros(2, jnp.int32)).replace(is_prefill=certain)
+            window = causal(tokens, jnp.zeros(2, jnp.int32)).replace(is_prefill=is_prefill)
             cache = model.init_cache(2, 512)
             out = model.apply(recurrent.params, window, cache)
             return cache.commit(out.entries, window.positions)

@@ -1,4 +1,4 @@
-"""The beam search and the particle filter of docs/extending/search.md, against enumeration and transformers."""
+"""The beam search and the particle filter of docs/extending/examples, against enumeration and transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The models of `docs/custom_model.md`, as a user would write them."""
+"""The models of `docs/extending/model.md`, as a user would write them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from decodax.core.window import causal
 
-GUIDE = Path(__file__).parents[2] / "docs" / "custom_model.md"
+GUIDE = Path(__file__).parents[2] / "docs" / "extending" / "model.md"
 
 
 @pytest.fixture(scope="module")

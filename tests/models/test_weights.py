@@ -238,7 +238,7 @@ def test_an_unknown_format_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.matrix
 def test_the_page_on_weights_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    names = run_file(DOCS / "weights.md")
+    names = run_file(DOCS / "choose" / "weights.md")
     assert isinstance(names["lm"].params["embed"], Packed)      # pycode's head is its embedding table
     bits = [float(line.split()[-1].strip("[]")) for line in capsys.readouterr().out.splitlines()[-3:]]
     assert bits[0] != bits[1] and max(bits) < 1.5 * min(bits)

@@ -12,10 +12,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import site_examples
 import train
 
 import decodax as dx
-from decodax.common.registry import ALGORITHMS
+from decodax.common.registry import ALGORITHMS, CACHES, CONSTRAINTS, FORMATS, SELECTS
+from decodax.common.registry import SEARCHES as SEARCHES_BY_NAME
 from decodax.models import Diffusion
 from recipes.options import from_arguments
 from scripts import site
@@ -47,15 +49,29 @@ def test_pages_say_what_the_registry_does():
         assert entry.alias_of or site.parts(entry.make), name
 
 
+def test_a_page_has_the_method_of_its_paper_and_the_measured_figures():
+    page = site.cache_page(CACHES["louiskv"])
+    assert "## Method" in page and "LouisKV: a layer chooses anew" in page and "choose/caches_sparse.md" in page
+    assert "| louiskv:skip=(0,1) |" in page
+
+
+def test_every_entry_of_every_shelf_has_a_page():
+    made = site.pages()
+    shelves = {"systems": ALGORITHMS, "caches": CACHES, "searches": SEARCHES_BY_NAME, "rules": SELECTS,
+               "constraints": CONSTRAINTS, "formats": FORMATS}
+    for folder, shelf in shelves.items():
+        assert all(made[f"{folder}/{name}.md"].startswith(f"# {name}\n") for name in shelf), folder
+
+
 SEARCHES = [(front, entry) for front, table, _ in site._searches().values() for entry in table.values()]
 
 
 @pytest.mark.wide
 @pytest.mark.parametrize(("front", "entry"), often(SEARCHES[:1], SEARCHES), ids=lambda x: getattr(x, "name", x))
 def test_examples_of_searches_run(front, entry, capsys):
-    page = site.search_page(front, entry, "search_steps.md")
+    page = site.search_page(front, entry, "choose/search_steps.md")
     assert page.startswith(f"# {entry.name}\n") and all(f"`{option}`" in page for option in entry.options)
-    exec(compile(site.search_example(front, entry), entry.name, "exec", dont_inherit=True), {})
+    exec(compile(site_examples.search_example(front, entry), entry.name, "exec", dont_inherit=True), {})
     assert capsys.readouterr().out
 
 
@@ -83,15 +99,15 @@ def test_every_example_makes_its_system(monkeypatch):
     names = [name for name in ALGORITHMS if name not in MEASURED]
     for name in names:
         with pytest.raises(StopIteration):
-            exec(compile(site.example(ALGORITHMS[name]), name, "exec", dont_inherit=True), {})
+            exec(compile(site_examples.example(ALGORITHMS[name]), name, "exec", dont_inherit=True), {})
     assert len(made) == len(names)
 
 
-@pytest.mark.parametrize("name", list(site.TRAINED))
+@pytest.mark.parametrize("name", list(site_examples.TRAINED))
 def test_the_command_that_an_example_names_is_the_trainers(name):
-    line = next(line for line in site.example(ALGORITHMS[name]).splitlines() if line.startswith("# python"))
+    line = next(line for line in site_examples.example(ALGORITHMS[name]).splitlines() if line.startswith("# python"))
     options = from_arguments(train.parser().parse_args(line.split()[3:]))
-    assert options.output.as_posix() == f"runs/{site.TRAINED[name][0]}"
+    assert options.output.as_posix() == f"runs/{site_examples.TRAINED[name][0]}"
     assert (options.attention, options.block) == {"apd": (None, None), "sbd": ("causal-prefix", 16)}[name]
     said = inspect.getdoc(ALGORITHMS[name].make) or ""
     assert line.removeprefix("# ") in " ".join(said.replace("\\\n", " ").split())
@@ -101,9 +117,9 @@ SOME = ["autoregressive", "prompt-lookup", "llada"]
 
 
 @pytest.mark.wide(but=("autoregressive",))
-@pytest.mark.parametrize("name", often(SOME, [n for n in ALGORITHMS if n not in site.TRAINED]))
+@pytest.mark.parametrize("name", often(SOME, [n for n in ALGORITHMS if n not in site_examples.TRAINED]))
 def test_examples_run(name, capsys):
-    exec(compile(site.example(ALGORITHMS[name]), name, "exec", dont_inherit=True), {})
+    exec(compile(site_examples.example(ALGORITHMS[name]), name, "exec", dont_inherit=True), {})
     assert re.search(r"\d+\.\d+\n$", capsys.readouterr().out)
 
 

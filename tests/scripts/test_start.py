@@ -104,7 +104,7 @@ def test_the_command_of_a_shipped_model_is_one_that_repeats_itself(figures):
 
 
 def test_every_written_command_is_one_that_its_program_takes():
-    pages = [*(ROOT / "scripts").rglob("*.py"), *(ROOT / "docs").glob("*.md"), ROOT / "README.md"]
+    pages = [*(ROOT / "scripts").rglob("*.py"), *(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
     commands = [command for page in pages for command in written(page.read_text())]
     assert {Path(command[0]).name for command in commands} == {*PROGRAMS}
     assert start(commands) == {}

@@ -374,5 +374,5 @@ def test_what_a_search_does_not_honour_is_refused(name: str, value: Any) -> None
 
 
 def test_the_guide_has_every_search() -> None:
-    guide = (Path(__file__).parents[2] / "docs" / "search_steps.md").read_text()
+    guide = (Path(__file__).parents[2] / "docs" / "choose" / "search_steps.md").read_text()
     assert all(f"| `{name}` |" in guide for name in search.names())

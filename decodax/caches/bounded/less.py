@@ -9,6 +9,10 @@ networks of each layer and head, which `decodax.train.less` trains.
 A query at position `p` reads the first tokens and those from `p - recent_size` on exactly, and the others through the
 kernels, whether they have left the window yet or not. So what a query sees depends on the text alone: no round is cut,
 prompts are read in the same way in chunks of any width, and no more than the window is ever kept.
+
+With grouped queries each query head has a `phi` of its own and shares the state of its key head, as in the authors'
+code for Falcon. Their code for generation reads a prompt with full attention. Kernels are constants of the programs
+that use them.
 """
 
 from __future__ import annotations

@@ -11,6 +11,10 @@ a column. The parts are merged by their softmax sums. Tokens after the prompt re
 Halves are counted from the beginning of a text: pieces of `min_seq_len` tokens, two of which make one that is twice as
 long, and so on. So a first half is always full, and only the last second half of a text may be shorter than its first.
 Random numbers are addressed by the layer and the place of a half, so that a row depends on its own prompt alone.
+
+A shorter second half has its sorted queries divided evenly over the blocks; with fewer than `min_seq_len` of them it
+reads everything. The authors' float32 and CUDA paths count columns twice that a query has read in its block; here as in
+their Triton kernel they count once.
 """
 
 from __future__ import annotations

@@ -8,6 +8,10 @@ their rotation. The model that answers reads the newest token of the prompt and 
 
 What is predicted is a function of the prompt alone and never changes, so that drafts and trees give the tokens of plain
 decoding on the same cache.
+
+`fit_kv_prediction` takes the maps of least squared error, and with `steps` trains them by two of the paper's three
+losses: the absolute error of keys and values, and the loss of a model that attends to predicted ones alone.
+`train_kv_prediction` trains the auxiliary model as well, with its own loss for the third.
 """
 
 from __future__ import annotations

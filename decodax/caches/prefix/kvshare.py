@@ -8,6 +8,10 @@ from all tokens before them, before the next token is decoded. When none are lef
 
 The cache changes after each token, so a round commits one token as long as some are left to recompute. Any draft works,
 but gains nothing until then.
+
+No code is public. The layer whose values are compared is CacheBlend's (`check=1`), with its attention in the mean over
+heads. The attention of the newest token is added to what was received before (`past=1.0`) or decides alone
+(`past=0.0`). Tokens are recomputed in a forward of its own, which the statistics count.
 """
 
 from __future__ import annotations

@@ -14,6 +14,10 @@ its largest value, averaged over the latest `samples` windows and tokens.
 What a token reads depends on committed tokens and on itself. Windows are counted from the beginning of a text, whatever
 the chunks that it comes in. The description of a block and the division over layers use only tokens that are at least
 `room` positions earlier, so that a round with that many nodes reads what plain decoding would.
+
+The authors count what queries were like once for all layers and texts together, and their windows read some keys twice
+when they come in larger chunks; here each layer of a text has its own statistics, and each key is read once. Their code
+can add a question's own query to the scores of a prompt, which is not here.
 """
 
 from __future__ import annotations

@@ -8,6 +8,10 @@ becomes the next row of the image. No token is ever lost. `decodax.train.attenti
 
 The prediction depends on the attention of all tokens before. So blocks are chosen when a token is committed, and are
 read by the next `every` tokens; a round of drafts is cut there. `every=1` is the paper, whose rounds commit one token.
+
+Where all blocks are chosen, everything is read; after a text of whole blocks the authors' code leaves out one token.
+`fit_attention_predictor` takes full attention on your texts, all layers and heads with the same weight, and the squared
+error of the largest weights in blocks.
 """
 
 from __future__ import annotations

@@ -12,6 +12,11 @@ The buffer is full at `p` when it holds `buffer` tokens before `p`, so a segment
 `buffer` tokens or more before `p`. That is known of each node of a window. What a node reads follows from the nodes
 before it that it sees: its own query and its parent's say whether it is a boundary, and the entry of the last boundary
 among them holds what is read. A round ends before a segment leaves the buffer of which a part is in the round's window.
+
+No code is public. The paper leaves open the number of sinks, the size of the buffer, how k-means begins and how often
+it runs, and whether the cluster that passes the budget is cut; these are options. Queries are compared as attention has
+them, rotated; the budget counts clusters and segments alone; the newest token of a prompt is the first that chooses.
+Mean keys take memory for a segment a token.
 """
 
 from __future__ import annotations

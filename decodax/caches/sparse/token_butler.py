@@ -9,6 +9,9 @@ lost. `decodax.train.token_butler` trains a predictor for a model.
 The predictor runs before the model (`Butlered`), with keys and values of its own in the cache, as one more layer. Its
 queries and keys go to the cache beside those of the layers. What a token reads therefore depends on the tokens before
 it alone, and a node of a draft tree chooses among the committed tokens and its own ancestors, as plain decoding would.
+
+The loss of `fit_token_butler` counts all pairs of a query and a key, masked ones too, as the authors' code does. What
+enters the first layer is normed by a norm of the predictor's own, where theirs reads it after the model's norm.
 """
 
 from __future__ import annotations

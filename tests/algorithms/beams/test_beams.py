@@ -335,7 +335,7 @@ def test_what_makes_no_sense_is_refused(given: dict[str, Any], message: str) -> 
 
 @pytest.mark.matrix
 def test_the_guide_runs_as_it_stands() -> None:
-    guide = Path(__file__).parents[3] / "docs" / "search.md"
+    guide = Path(__file__).parents[3] / "docs" / "choose" / "beam_search.md"
     names: dict[str, Any] = {"__name__": "guide"}
     for block in re.findall(r"```python\n(.*?)```", guide.read_text(), re.DOTALL):
         exec(compile(block, str(guide), "exec", dont_inherit=True), names)

@@ -24,7 +24,7 @@ from tests.matrix import often
 pytestmark = pytest.mark.wide
 
 EXPECTED = json.loads((Path(__file__).parent / "vector_fsd.json").read_text())
-GUIDE = (Path(__file__).parents[3] / "docs" / "sampling.md").read_text()
+GUIDE = (Path(__file__).parents[3] / "docs" / "usage" / "sampling.md").read_text()
 
 
 @pytest.mark.parametrize(("k", "n"), often([(6, 3)], [(3, 2), (6, 3)]))
