@@ -27,7 +27,8 @@ os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
-SPREAD = ("laws/test_distribution.py", "laws/test_systems.py", "laws/test_families.py", "laws/test_diffusion.py",
+SPREAD = ("contracts/test_verifier.py", "contracts/test_algorithm.py", "laws/test_families.py",
+          "contracts/test_diffusion_rule.py",
           "conformance/test_conformance.py", "test_malformed.py")
 """Modules whose tests share no programs."""
 

@@ -19,7 +19,7 @@ from decodax.core.cache import CacheConfig
 from decodax.sampling import Custom
 from decodax.search.explorer import Explorer
 from decodax.select.candidates import SelectionRule
-from tests.caches.test_policies import SMALL
+from tests.caches.small import SMALL
 
 IDS = [[3, 1, 4], [2, 7]]
 

@@ -59,7 +59,7 @@ def test_a_skipped_model_is_the_network_without_those_layers() -> None:
     assert entries == [()]
 
 
-@pytest.mark.matrix     # by default as `self-speculative` in `tests/laws/test_systems.py`
+@pytest.mark.matrix     # by default as `self-speculative` in `tests/contracts/test_algorithm.py`
 def test_skipping_halves_equals_plain_decoding() -> None:
     alg = Speculative(LayerSkip(NETWORK, skip_attention=(1,), skip_mlp=(0,)), shape=Chain(3))
     assert texts(decode(alg, "llama", prompts(5), MIXED, eos=[1])) == plain()

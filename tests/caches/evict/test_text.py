@@ -15,7 +15,7 @@ from decodax.caches.evict.text.shotkv import _examples
 from decodax.caches.evict.text.tim import TIMCache, holes
 from decodax.engine.batch import Job
 from decodax.engine.request import Request
-from tests.caches.test_policies import DEEP, LOOKUP, OPTIONS, PROMPTS, SMALL, dense, run, same
+from tests.caches.small import DEEP, LOOKUP, OPTIONS, PROMPTS, SMALL, dense, run, same
 
 NAMES = ("shotkv", "tim")
 

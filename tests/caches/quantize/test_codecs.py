@@ -33,7 +33,7 @@ from decodax.core.window import causal
 from decodax.models.rope import Rope, Yarn
 from decodax.train import fit_codebooks, fit_features, fit_order
 from decodax.train.codecs import k_means, observed
-from tests.caches.test_policies import DEEP, PROMPTS
+from tests.caches.small import DEEP, PROMPTS
 
 
 def test_codes_are_those_of_squat() -> None:

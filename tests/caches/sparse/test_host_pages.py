@@ -27,7 +27,7 @@ from decodax.core.window import causal
 from decodax.engine.batch import Job
 from decodax.engine.request import Request
 from decodax.search import Forks
-from tests.caches.test_policies import BOTH, LOOKUP, OPTIONS, PROMPTS, SMALL, TREE, run
+from tests.caches.small import BOTH, LOOKUP, OPTIONS, PROMPTS, SMALL, TREE, run
 
 P, RECENT = 4, 6
 QUEST = OPTIONS["quest"]

@@ -16,7 +16,7 @@ from decodax.caches import make
 from decodax.caches.sparse.sentence_kv import SentenceKVCache, SentenceKVConfig
 from decodax.core.cache import ReadPrompt
 from decodax.core.window import causal
-from tests.caches.test_policies import LOOKUP, PROMPTS, SMALL, dense, run, same
+from tests.caches.small import LOOKUP, PROMPTS, SMALL, dense, run, same
 
 
 @pytest.mark.wide

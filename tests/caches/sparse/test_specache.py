@@ -17,7 +17,7 @@ from decodax.caches.sparse.specache import Chooser, SpeCacheConfig
 from decodax.core import host_memory
 from decodax.core.cache import ReadPrompt
 from decodax.core.window import causal
-from tests.caches.test_policies import PROMPTS, SMALL
+from tests.caches.small import PROMPTS, SMALL
 
 FEW: dict[str, Any] = dict(top=4, group=4, residual=8)
 
