@@ -23,7 +23,8 @@ from jax import Array
 from decodax.cache.scratch import AttentionView, Scratch
 from decodax.cache.wrapper import Wrapper
 from decodax.common.struct import static, struct
-from decodax.core.cache import Cache, Draftable, Entries, Feature, PyTree
+from decodax.core.cache import Cache, Entries, Feature, PyTree
+from decodax.core.capabilities import Draftable
 from decodax.core.types import CacheKind, Model, Out
 from decodax.core.window import Window
 from decodax.models.config import DecoderConfig

@@ -27,7 +27,8 @@ from jax import Array, lax
 from decodax.cache import KeyValues, PerLayer, Recurrent, Wrapper, empty_kv
 from decodax.cache.dense import write
 from decodax.common.struct import static, struct
-from decodax.core.cache import Cache, Draftable, Entries, PyTree, ReadPrompt
+from decodax.core.cache import Cache, Entries, PyTree
+from decodax.core.capabilities import Draftable, PromptPhase, ReadPrompt, Refreshes
 from decodax.core.types import Out
 from decodax.core.window import Window, causal, take
 from decodax.models.names import WeightSource
@@ -71,7 +72,7 @@ class RwkvXConfig(Rwkv7Config):
 
 
 @struct
-class Store(KeyValues):
+class Store(KeyValues, PromptPhase, Refreshes):
     """Keys and values in chunks, in the order in which they came or were kept.
 
     Attributes:

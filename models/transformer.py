@@ -24,6 +24,7 @@ from decodax.cache.linear import over_text
 from decodax.common.axes import EXPERT, MODEL
 from decodax.common.struct import Struct, short, struct
 from decodax.core.cache import Cache, CacheConfig
+from decodax.core.capabilities import layers_read
 from decodax.core.packing import PackedWindow, Packing
 from decodax.core.types import CacheKind, LayeredModel, Out, PartialForward
 from decodax.core.window import Window, take
@@ -197,7 +198,7 @@ class Transformer(LayeredModel):
         params, by_row = _chosen(params, cache)
         network = _network(self.config, params)
         x = _embedded(network, window, cache)
-        first = cache.reads if window.is_prefill else None
+        first = layers_read(cache) if window.is_prefill else None
         if first is not None:
             keep = [(i < first,) * 2 for i in range(self.depth)]
 

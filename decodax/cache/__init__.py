@@ -1,4 +1,4 @@
-"""Kinds of caches: dense, paged, recurrent, hybrid, with a prefix that rows share."""
+"""Kinds of caches: dense, paged, recurrent, hybrid, and with a prefix that rows share."""
 
 from decodax.cache.dense import Dense, dense
 from decodax.cache.hybrid import PerLayer

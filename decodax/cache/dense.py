@@ -1,8 +1,8 @@
 """The dense key/value cache: one array a layer, slot = position, written only with verified entries.
 
-`attend` reads what the cache holds and the window's own keys and merges the two softmax parts; `commit` writes the
-window entries that a decision accepted. Layers are separate arrays, since a stacked cache costs a copy of a layer for
-each layer and step on CPU.
+`attend` computes attention to the cached keys and to the window's own keys, and merges the two parts of the softmax.
+`commit` writes the accepted entries of a window. Layers are separate arrays, since a stacked cache costs a copy of a
+layer for each layer and step on CPU.
 """
 
 from __future__ import annotations
@@ -15,23 +15,24 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec as P
 
-from decodax.cache.key_values import KeyValues, empty_kv, key_widths
+from decodax.cache.key_values import KeyValues, empty_kv, key_widths, own_entry
 from decodax.common.axes import DATA, MODEL, shardwise
 from decodax.common.struct import static, struct
 from decodax.core.cache import ALL, Entries, Feature, PyTree
+from decodax.core.capabilities import LoadsPrefix, Truncates
 from decodax.pallas_kernels.window_attention import Bias, window_attention
 
 BLOCK = 32
-"""Slots that rows which go on from one another move at once."""
+"""Number of slots that are moved at a time when rows continue one another."""
 
 
 @struct
-class Dense(KeyValues):
+class Dense(KeyValues, LoadsPrefix, Truncates):
     """A contiguous cache. An entry is a pair of a key `f[B, W, G, d]` and a value `f[B, W, G, e]`.
 
     Attributes:
         kv, given, widths: see `KeyValues`.
-        length: `i32[B]` number of verified entries; slots at and beyond it are never read.
+        length: `i32[B]`, number of verified entries; slots from there on are never read.
     """
 
     supports: ClassVar[frozenset[Feature]] = ALL
@@ -47,8 +48,7 @@ class Dense(KeyValues):
         out = window_attention(q, k, v, window.visible(), window.positions, self.kv[layer], self.length, scale=scale,
                                sliding=sliding, softcap=softcap, key_positions=window.key_positions,
                                cached=window.cached, bias=bias)
-        own = k.shape[1] - q.shape[1]
-        return out, (k[:, own:], v[:, own:])
+        return out, own_entry(q, k, v)
 
     def commit(self, entries: Entries, slots: Array) -> Dense:
         if not self.capacity:
@@ -57,10 +57,11 @@ class Dense(KeyValues):
                    for held, entry in zip(self.kv, entries, strict=True))
         return self.replace(kv=kv, length=jnp.maximum(self.length, slots.max(1) + 1))
 
-    def succeed(self, rows: Array) -> Dense:
-        # where they lie, block by block as far as the longest row, and not at all where each row goes on from itself
-        if not self.capacity:
-            return self.select(rows)
+    def select(self, rows: Array) -> Dense:
+        # as many rows as there are move where they lie, block by block as far as the longest row, and not at all if
+        # each row goes on from itself
+        if not self.capacity or rows.shape != self.length.shape:
+            return super().select(rows)
         block = BLOCK if self.capacity % BLOCK == 0 else self.capacity
         stays = (rows == jnp.arange(rows.shape[0], dtype=rows.dtype)).all()
         blocks = jnp.where(stays, 0, -(-self.length.max() // block)).astype(jnp.int32)
@@ -72,7 +73,7 @@ class Dense(KeyValues):
         return self.replace(kv=jax.lax.fori_loop(jnp.int32(0), blocks, move, self.kv), length=self.length[rows],
                             given=jax.tree.map(lambda x: x[rows], self.given))
 
-    def load_prefix(self, kv: Sequence[Array], length: Array) -> Dense:
+    def load_prefix(self, kv: Sequence[Array], length: Array, reuse: tuple[Array, Array] | None = None) -> Dense:
         put = lambda held, new: jax.lax.dynamic_update_slice_in_dim(held, new.astype(held.dtype), 0, 2)
         return self.replace(kv=tuple(map(put, self.kv, kv)), length=length)
 
@@ -82,8 +83,13 @@ class Dense(KeyValues):
 
 def dense(layers: Sequence[tuple[Any, ...]], batch: int, capacity: int, dtype: jax.typing.DTypeLike,
           inputs: PyTree = None) -> Dense:
-    """An empty cache; `layers` gives (key/value heads `G`, width `d` of keys) of each layer, and the width of values as
-    a third number where it is another one. Capacity 0 holds nothing."""
+    """Returns an empty cache.
+
+    Args:
+        layers: a `KVLayer` of each layer, or a tuple that begins with its first fields: the number of key/value heads,
+            the width of keys, and the width of values if that is another one.
+        batch: number of rows. capacity: number of positions; 0 holds nothing. inputs: see `Cache.inputs`.
+    """
     return Dense(kv=empty_kv(layers, batch, capacity, dtype), length=jnp.zeros(batch, jnp.int32), given=inputs,
                  widths=key_widths(layers))
 
@@ -98,7 +104,7 @@ def write(cache: Array, new: Array, slots: Array) -> Array:
 def _write(cache: Array, new: Array, slots: Array) -> Array:
     B, G, S, D = cache.shape
     new = new.astype(cache.dtype)
-    # a slot below 0 would count from the end, as in NumPy; one beyond the end is dropped
+    # a negative slot would count from the end, as in NumPy; a slot beyond the end is dropped
     target = jnp.where(slots >= 0, slots, S)
 
     def scatter(cache: Array, new: Array) -> Array:

@@ -1,5 +1,4 @@
-"""A cache whose layers are of two kinds: keys and values under any policy, and states of linear attention or of another
-recurrence."""
+"""A cache of hybrid models: some layers have keys and values in any kind of cache, the others have recurrent states."""
 
 from __future__ import annotations
 
@@ -8,35 +7,35 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from decodax.cache.wrapper import Wrapper
+from decodax.cache.wrapper import Combined
 from decodax.common.struct import static, struct
-from decodax.core.cache import Cache, Entries, Feature, PyTree, ReadPrompt
+from decodax.core.cache import Cache, Entries, PyTree
+from decodax.core.capabilities import ReadPrompt, draft_view
 
 
 @struct
-class PerLayer(Wrapper):
+class PerLayer(Combined):
     """`base`, which holds the layers with keys and values, and `linear`, which holds the others: `LinearStates`, or
     `Recurrent` where the model asks for its walk. Both take in what is committed, and rows go through both alike.
 
     Attributes:
-        where: static; for each layer whether it lies in `linear`, and its number there or in `base`.
+        base: cache of the layers with keys and values. linear: cache of the other layers, `LinearStates` or
+            `Recurrent`. where: static; for each layer whether it is in `linear`, and its number there or in `base`.
     """
+
+    members = ("base", "linear")
 
     base: Any
     linear: Any
     where: tuple[tuple[bool, int], ...] = static()
 
     @property
-    def supports(self) -> frozenset[Feature]:       # type: ignore[override]
-        return self.base.supports & self.linear.supports
-
-    @property
     def capacity(self) -> int:
         return self.linear.capacity
 
     @property
-    def reads(self) -> int | None:
-        if self.base.reads is not None:
+    def layers_read(self) -> int | None:
+        if super().layers_read is not None:
             raise ValueError("cache: this kind reads a prompt with a model's first layers, or in a way of its own; "
                              "takes a model whose layers all have keys and values")
         return None
@@ -52,24 +51,17 @@ class PerLayer(Wrapper):
                             linear=self.linear.commit(self.part(entries, True), slots))
 
     def part(self, entries: Entries, linear: bool) -> list[PyTree]:
-        """Those of the layers that lie in `linear`, or of the others."""
+        """Returns the entries of the layers in `linear`, or of those in `base`."""
         return [entry for entry, (own, _) in zip(entries, self.where, strict=True) if own == linear]
 
-    def select(self, rows: Array) -> PerLayer:
-        return self.replace(base=self.base.select(rows), linear=self.linear.select(rows))
-
-    def succeed(self, rows: Array) -> PerLayer:
-        return self.replace(base=self.base.succeed(rows), linear=self.linear.succeed(rows))
-
     def finish_prefill(self, prompt: ReadPrompt) -> PerLayer:
-        return self.replace(base=self.base.finish_prefill(_alone(prompt)))
+        return super().finish_prefill(_alone(prompt))
 
     def refresh(self, text: ReadPrompt, rows: Array) -> PerLayer:
-        return self.replace(base=self.base.refresh(_alone(text), rows))
+        return super().refresh(_alone(text), rows)
 
-    @property
-    def view(self) -> Cache:
-        return self.replace(base=self.base.view)
+    def draft_view(self, kind: Any = None) -> Cache:
+        return self.replace(base=draft_view(self.base, kind))
 
 
 def _alone(prompt: ReadPrompt) -> ReadPrompt:
@@ -77,7 +69,7 @@ def _alone(prompt: ReadPrompt) -> ReadPrompt:
 
 
 class ModelInPart:
-    """Of a model what a cache of some of its layers may ask for."""
+    """The part of a model that a cache of some of its layers may use."""
 
     def __init__(self, model: Any):
         self.outputs = model.outputs

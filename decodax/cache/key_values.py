@@ -1,4 +1,4 @@
-"""What caches of keys and values have in common: one array a layer that holds both."""
+"""Shared parts of caches of keys and values: the shape of a layer, and one array a layer that holds both."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ import jax.numpy as jnp
 from jax import Array
 
 from decodax.cache.scratch import Scratch
-from decodax.core.cache import Cache, CacheConfig, Draftable, Entries, PyTree
+from decodax.core.cache import Cache, CacheConfig, Entries, PyTree
+from decodax.core.capabilities import Draftable, DraftBase
 
 
 class KVLayer(NamedTuple):
-    """The shape of a layer's keys and values, as a model says it to a kind of cache.
+    """The shape of a layer's keys and values, which a model passes to a cache.
 
     Attributes:
-        heads: key/value heads `G`. width: of keys, `d`. value_width: of values, `e`; None: `d`.
-        queries: query heads `H`; None: not known.
-        rope: the `Rope` that queries and keys were rotated by, or None. context: the length that its scaling is for.
-        sliding: a query sees so many positions, its own included; None: all.
+        heads: number of key/value heads, `G`. width: of keys, `d`. value_width: of values, `e`; None: `d`.
+        queries: number of query heads, `H`; None: not known.
+        rope: the `Rope` of queries and keys, or None. context: the length that its scaling is for.
+        sliding: number of latest positions that a query sees, with its own; None: all.
     """
 
     heads: int
@@ -34,18 +35,17 @@ class KVLayer(NamedTuple):
 
     @property
     def both(self) -> int:
-        """The width of a key and its value, side by side."""
+        """Width of a key and its value together."""
         return self.width + (self.width if self.value_width is None else self.value_width)
 
 
-class KeyValues(Cache):
+class KeyValues(DraftBase):
     """A cache whose entries are pairs of a key and a value, for `Dense` and `Slotted`.
 
     Attributes:
-        kv: a tuple of one `f[B, G, S, d + e]` a layer, each slot's key and behind it its value. One array, since a TPU
-            lays arrays out in lanes of 128: with heads of 64 keys alone would take twice their bytes.
-        given: see `Cache.inputs`.
-        widths: static; the width `d` of each layer's keys.
+        kv: a tuple of one `f[B, G, S, d + e]` a layer, the key of each slot and then its value. One array for both,
+            since a TPU pads the last axis to 128 lanes: with heads of 64 keys alone would take twice their bytes.
+        given: see `Cache.inputs`. widths: static; the width `d` of the keys of each layer.
     """
 
     if TYPE_CHECKING:       # each kind declares them, in the order of its fields
@@ -54,11 +54,11 @@ class KeyValues(Cache):
         widths: tuple[int, ...]
 
     def keys(self, layer: int) -> Array:
-        """The keys of a layer, `f[B, G, S, d]`."""
+        """Returns the keys of a layer, `f[B, G, S, d]`."""
         return self.kv[layer][..., :self.widths[layer]]
 
     def values(self, layer: int) -> Array:
-        """The values of a layer, `f[B, G, S, e]`."""
+        """Returns the values of a layer, `f[B, G, S, e]`."""
         return self.kv[layer][..., self.widths[layer]:]
 
     @property
@@ -86,13 +86,19 @@ class KVConfig(CacheConfig):
         return self.empty(shapes, batch, capacity, dtype, inputs)
 
 
+def own_entry(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+    """Returns the keys and values of the window's own nodes, which stand after those of earlier windows."""
+    earlier = k.shape[1] - q.shape[1]
+    return k[:, earlier:], v[:, earlier:]
+
+
 def empty_kv(layers: Sequence[tuple[Any, ...]], rows: int, slots: int,
              dtype: jax.typing.DTypeLike) -> tuple[Array, ...]:
-    """A tuple of one `f[rows, G, slots, d + e]` of zeros a layer; `layers` as in `dense`."""
+    """Returns zeros, one `f[rows, G, slots, d + e]` a layer. `layers`: as in `dense`."""
     shapes = [KVLayer(*layer) for layer in layers]
     return tuple(jnp.zeros((rows, shape.heads, slots, shape.both), dtype) for shape in shapes)
 
 
 def key_widths(layers: Sequence[tuple[Any, ...]]) -> tuple[int, ...]:
-    """The width of each layer's keys; `layers` as in `dense`."""
+    """Returns the width of the keys of each layer. `layers`: as in `dense`."""
     return tuple(layer[1] for layer in layers)

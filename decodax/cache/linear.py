@@ -1,13 +1,12 @@
 """Linear attention: layers whose keys and values are summed in a state of constant size ("Transformers are RNNs",
 Katharopoulos et al., 2020), and the cache of such states.
 
-A query sees a key with the weight `phi(q) phi(k)`, so what it reads of a whole text is `phi(q) S` with the sum
-`S = sum phi(k)^T v`. What a node of a window sees of the other nodes is computed from their keys and values under the
-window's mask, as matrix products: chains and trees alike, without a state for each node. So the entry of a node is its
-key and its value, and `commit` adds those of the nodes that were accepted to the state.
+A query gives a key the weight `phi(q) phi(k)`, so its output over a whole text is `phi(q) S` with the sum
+`S = sum phi(k)^T v`. Attention among the nodes of a window is computed from their keys and values under the window's
+mask, as matrix products, in chains and trees, without a state for each node. The entry of a node is its key and value,
+and `commit` adds those of the accepted nodes to the state.
 
-Long chains that will all be committed (prompts) go through the same two functions in blocks: time is linear in their
-length.
+Prompts go through the same two functions in blocks, so time is linear in their length.
 """
 
 from __future__ import annotations
@@ -20,12 +19,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from decodax.cache.key_values import own_entry
 from decodax.cache.scratch import Scratch
 from decodax.common.struct import Struct, static, struct
-from decodax.core.cache import Draftable, Entries, Feature, PyTree, Sized
+from decodax.core.cache import Entries, Feature, PyTree, Sized
+from decodax.core.capabilities import Draftable, DraftBase
 
 BLOCK = 64
-"""Nodes of a prompt whose weights for one another are computed at once."""
+"""Number of nodes of a prompt that are processed at a time."""
 
 Features = Literal["identity", "elu", "taylor"]
 """`phi`: `x`; `elu(x) + 1` (Katharopoulos et al., 2020); or the terms up to the second order of `exp(q k / sqrt(d))`,
@@ -34,20 +35,19 @@ Features = Literal["identity", "elu", "taylor"]
 
 @dataclasses.dataclass(frozen=True)
 class LinearRule:
-    """How a layer of linear attention weighs keys. The weights of all keys are one sum, with no softmax.
+    """Options of a layer of linear attention.
 
     Attributes:
         features: `phi`.
         normalise: whether the sum of weighted values is divided by the sum of weights.
-        group: above 0, positions are counted in groups of so many, and a query sees the keys of its own group with the
-            weight `max(0, q k)^2` and those of earlier groups through `phi` (FLASH: Hua et al., 2022). 0: all through
-            `phi`.
-        taps: to the output is added a convolution of the values of the query's position and the `taps - 1` before it,
-            with factors of each query head (`LinearTerms.taps`). 0: none.
-        unit: whether queries and keys are divided by their length.
-        factor: whether what comes through `phi` has a learned factor (`LinearTerms.factor`).
-        width: of queries and keys; None: as wide as the decoder's other heads.
-        prefix: whether an encoder's keys and values are in the state before the text is (`LinearStates`).
+        group: number of positions of a group. A query gives the keys of its own group the weight `max(0, q k)^2`, and
+            those of earlier groups a weight by `phi` (FLASH: Hua et al., 2022). 0: all weights are by `phi`.
+        taps: width of a causal convolution of the values that is added to the output, with factors of each query head
+            (`LinearTerms.taps`). 0: none.
+        unit: whether queries and keys are normalised to length 1.
+        factor: whether weights by `phi` have a learned factor (`LinearTerms.factor`).
+        width: of queries and keys; None: that of the decoder's other heads.
+        prefix: whether the state begins with the keys and values of an encoder (`LinearStates`).
     """
 
     features: Features = "elu"
@@ -70,15 +70,15 @@ class LinearRule:
 
     @property
     def recent(self) -> int:
-        """Latest tokens whose keys and values are kept beside the sum: what an open group and the convolution read."""
+        """Number of latest tokens whose keys and values are kept, too, for an open group and the convolution."""
         return max(self.group - 1, self.taps - 1, 0)
 
     def size(self, width: int) -> int:
-        """Numbers that `phi` makes of so many."""
+        """Returns the width of `phi` of vectors of a width."""
         return 1 + width + width * width if self.features == "taylor" else width
 
     def phi(self, x: Array) -> Array:
-        """`f32[..., r]` of `f[..., d]`."""
+        """Maps `f[..., d]` to features, `f32[..., r]`."""
         x = x.astype(jnp.float32)
         if self.features == "identity":
             return x
@@ -91,14 +91,14 @@ class LinearRule:
 
 @struct
 class LinearTerms(Struct):
-    """What a layer of linear attention hands to `attend` beside queries, keys and values.
+    """Arguments of `attend` for a layer of linear attention, beside queries, keys and values.
 
     Attributes:
         rule: static.
-        factor: `f[1]`, that of what comes through `phi`; None: 1.
-        taps: `f[H, taps]`, of each query head the factors of the values at the distances 0, 1, ..; None: none.
-        encoder: keys and values `f[B, T, G, d]` and `f[B, T, G, e]` that the layer's encoder makes of the same nodes;
-            read where a prefix is encoded, and nowhere else.
+        factor: `f[1]`, of weights by `phi`; None: 1.
+        taps: `f[H, taps]`, factors of the values at the distances 0, 1, .. for each query head; None: none.
+        encoder: keys and values of the same nodes by the layer's encoder, `f[B, T, G, d]` and `f[B, T, G, e]`, which
+            are only used when a prefix is encoded.
     """
 
     rule: LinearRule = static()
@@ -112,8 +112,8 @@ class LinearState(Struct):
     """The state of a layer after a text.
 
     Attributes:
-        sums: `f32[B, G, r, e]`: `S`; with `LinearRule.normalise` one column more, the sum of `phi(k)`. Where there are
-            groups, of those that are over.
+        sums: `f32[B, G, r, e]`: `S`; with `LinearRule.normalise` one more column, the sum of `phi(k)`. With groups, of
+            the complete ones.
         recent: `f[B, G, R, d + e]`: key and value of the token at position `p` in slot `p % R`.
     """
 
@@ -123,28 +123,28 @@ class LinearState(Struct):
     @classmethod
     def empty(cls, rule: LinearRule, batch: int, heads: int, width: int, values: int,
               dtype: jax.typing.DTypeLike) -> LinearState:
-        """That of an empty text: key/value heads `G`, widths `d` and `e`."""
+        """Returns the state of an empty text."""
         return cls(sums=jnp.zeros((batch, heads, rule.size(width), values + rule.normalise), jnp.float32),
                    recent=jnp.zeros((batch, heads, rule.recent, width + values), dtype))
 
     def held(self, length: Array) -> Array:
-        """`i32[B, R]`: the position of the token in each slot behind a text of that `length` (`i32[B]`); -1: none."""
+        """Returns the position of the token in each slot after a text of `length` (`i32[B]`), `i32[B, R]`; -1: none."""
         R, last = self.recent.shape[2], length[:, None] - 1
         at = last - (last - jnp.arange(R, dtype=jnp.int32)) % max(R, 1)
         return jnp.where(at >= 0, at, -1)
 
     def pairs(self, width: int) -> tuple[Array, Array]:
-        """Keys `f[B, R, G, d]` and values of the slots."""
+        """Returns the keys `f[B, R, G, d]` and values of the slots."""
         both = self.recent.swapaxes(1, 2)
         return both[..., :width], both[..., width:]
 
 
 def mix(terms: LinearTerms, state: LinearState, length: Array, q: Array, k: Array, v: Array, seen: Array, at: Array,
         keys_at: Array) -> Array:
-    """What queries see of a text and of a window's keys.
+    """Computes linear attention to a text and to the keys of a window.
 
     Args:
-        state: behind the text of `length` (`i32[B]`).
+        terms: of the layer. state: after the text of `length` (`i32[B]`).
         q: `f[B, W, H, d]`. k, v: `f[B, K, G, d]` and `f[B, K, G, e]`.
         seen: `bool[B, W, K]`. at, keys_at: positions, `i32[B, W]` and `i32[B, K]`.
 
@@ -173,13 +173,13 @@ def mix(terms: LinearTerms, state: LinearState, length: Array, q: Array, k: Arra
         through = jnp.einsum("bwgmr,bkgr->bwgmk", phi, rule.phi(k))
     if rule.group:
         own, theirs = (x // rule.group for x in (at[:, :, None], keys_at[:, None]))
-        # the sums hold the groups that are over; a group that ends within the window is seen through phi all the same
+        # the sums hold the complete groups; a group that ends within the window is weighted by phi, too
         apart = (theirs < own) & (theirs >= (length // rule.group)[:, None, None])
         near, apart = (theirs == own)[:, :, None, None], apart[:, :, None, None]
         weights = jnp.where(near, jnp.square(jax.nn.relu(scores)), jnp.where(apart, scale * through, 0))
     else:
         weights = scale * through
-        if rule.recent:                                 # the sums hold every token of the text
+        if rule.recent:                                 # the sums hold all tokens of the text
             weights = jnp.where((keys_at >= length[:, None])[:, None, None, None], weights, 0)
     weights = jnp.where(seen, weights, 0)
     out = sums + jnp.einsum("bwgmk,bkge->bwgme", weights, _with_ones(rule, v))
@@ -194,15 +194,15 @@ def mix(terms: LinearTerms, state: LinearState, length: Array, q: Array, k: Arra
 
 
 def taken_in(rule: LinearRule, state: LinearState, length: Array, k: Array, v: Array, slots: Array) -> LinearState:
-    """The state with more tokens.
+    """Adds tokens to a state.
 
     Args:
         length: `i32[B]` of the text before. k, v: `f[B, W, G, d]` and `f[B, W, G, e]`.
-        slots: `i32[B, W]`, their positions, that follow on from the text; -1: of none.
+        slots: `i32[B, W]`, their positions, which continue the text; -1: not added.
     """
     after, d = jnp.maximum(length, slots.max(1) + 1), k.shape[-1]
     new_k, new_v, at = k, v, slots
-    if rule.group:          # a group goes into the sum when it is over
+    if rule.group:          # a group is added to the sum when it is complete
         old_k, old_v = state.pairs(d)
         new_k, new_v = (jnp.concatenate([old.astype(new.dtype), new], 1) for old, new in ((old_k, k), (old_v, v)))
         at = jnp.concatenate([state.held(length), slots], 1)
@@ -211,7 +211,7 @@ def taken_in(rule: LinearRule, state: LinearState, length: Array, k: Array, v: A
     else:
         joins = at >= 0
     phi = jnp.where(joins[:, :, None, None], rule.phi(new_k), 0)
-    # what does not join must not reach the sum, whatever it is
+    # values of other tokens may be NaN and must not reach the sum
     values = jnp.where(joins[:, :, None, None], _with_ones(rule, new_v.astype(jnp.float32)), 0)
     state = state.replace(sums=state.sums + jnp.einsum("bkgr,bkge->bgre", phi, values))
     if R := rule.recent:
@@ -225,7 +225,7 @@ def taken_in(rule: LinearRule, state: LinearState, length: Array, k: Array, v: A
 
 def along(terms: LinearTerms, state: LinearState, length: Array, q: Array, k: Array, v: Array, live: Array, at: Array
           ) -> Array:
-    """As `mix`, for a chain whose live nodes (`bool[B, W]`) see those before them: block by block."""
+    """Computes `mix` block by block for a chain, whose live nodes (`bool[B, W]`) see the nodes before them."""
     W = q.shape[1]
 
     def visit(carry: tuple[LinearState, Array], block: tuple[Array, ...]) -> tuple[Any, Array]:
@@ -243,15 +243,15 @@ def along(terms: LinearTerms, state: LinearState, length: Array, q: Array, k: Ar
 
 def over_text(terms: LinearTerms, q: Array, k: Array, v: Array, mask: Array | None, at: Array,
               prefix: Array | None = None) -> tuple[Array, Array]:
-    """Linear attention among given nodes alone, without a cache, as training and encoders have it.
+    """Computes linear attention among given nodes, without a cache, for training and for encoders.
 
     Args:
         q, k, v, at: as in `mix`.
         mask: `bool[B or 1, W, W]`; None: a chain.
-        prefix: `i32[B]`: nodes at so many first positions, whose encoder's keys and values all nodes see; None: none.
+        prefix: `i32[B]`, number of first positions whose encoder's keys and values all nodes see; None: none.
 
     Returns:
-        `f[B, W, H, e]`, and what the encoder's keys and values sum to, `f32[B, G, r, e + 1]`.
+        `f[B, W, H, e]`, and the sum of the encoder's keys and values, `f32[B, G, r, e + 1]`.
     """
     rule, (B, W, _, d), G = terms.rule, q.shape, k.shape[2]
     state = LinearState.empty(rule, B, G, d, v.shape[-1], v.dtype)
@@ -264,34 +264,32 @@ def over_text(terms: LinearTerms, q: Array, k: Array, v: Array, mask: Array | No
 
 
 def encoded(rule: LinearRule, state: LinearState, k: Array, v: Array, live: Array) -> LinearState:
-    """An empty state with the live ones of an encoder's keys and values in its sums."""
+    """Adds the live keys and values of an encoder to the sums of an empty state."""
     live = live[:, :, None, None]
     phi, values = jnp.where(live, rule.phi(k), 0), jnp.where(live, _with_ones(rule, v.astype(jnp.float32)), 0)
     return state.replace(sums=state.sums + jnp.einsum("bkgr,bkge->bgre", phi, values))
 
 
 def _with_ones(rule: LinearRule, v: Array) -> Array:
-    """Values with a 1 behind each where sums of weights are wanted, too."""
+    """Appends a 1 to each value if the sum of weights is needed, too."""
     return jnp.concatenate([v, jnp.ones((*v.shape[:-1], 1), v.dtype)], -1) if rule.normalise else v
 
 
 def _blocks(x: Array) -> Array:
-    """`[n, B, BLOCK, ...]` of `[B, W, ...]`, with zeros behind."""
+    """Cuts `[B, W, ...]` into `[n, B, BLOCK, ...]`, padded with zeros."""
     more = -x.shape[1] % BLOCK
     x = jnp.pad(x, ((0, 0), (0, more), *[(0, 0)] * (x.ndim - 2)))
     return x.reshape(x.shape[0], -1, BLOCK, *x.shape[2:]).swapaxes(0, 1)
 
 
 @struct
-class LinearStates(Sized):
+class LinearStates(Sized, DraftBase):
     """The state of each layer of linear attention after the verified text. An entry is a pair of a key and a value.
 
     Attributes:
         states: a `LinearState` a layer.
-        length: `i32[B]` tokens that they have taken in.
-        given: see `Cache.inputs`.
-        rules: static; of each layer.
-        size: static; the most tokens of a text.
+        length: `i32[B]` tokens of the verified text. given: see `Cache.inputs`.
+        rules: static; of each layer. size: static; largest number of tokens of a text.
     """
 
     supports: ClassVar[frozenset[Feature]] = frozenset(("trees",))
@@ -304,13 +302,13 @@ class LinearStates(Sized):
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *,       # type: ignore[override]
                linear: LinearTerms) -> tuple[Array, PyTree]:
-        """As `Cache.attend`, for the rule of `linear`."""
-        state, own = self.states[layer], k.shape[1] - q.shape[1]
+        """See `Cache.attend`; `linear` has the rule."""
+        state = self.states[layer]
         if window.is_prefill and q.shape[1] > BLOCK:
             out = along(linear, state, self.length, q, k, v, window.live, window.positions)
         else:
             out = mix(linear, state, self.length, q, k, v, window.visible(), window.positions, window.key_positions)
-        return out, (k[:, own:], v[:, own:])
+        return out, own_entry(q, k, v)
 
     def commit(self, entries: Entries, slots: Array) -> LinearStates:
         if not self.size:
@@ -332,14 +330,18 @@ def _committed(rule: LinearRule, state: LinearState, length: Array, k: Array, v:
         state = taken_in(rule, state, length, k, v, slots - 1)
         return (state, jnp.maximum(length, slots.max(1))), None
 
-    # one more than each slot, so that the zeros behind mean none
+    # slots plus one, so that the padding of zeros means none
     return lax.scan(visit, (state, length), tuple(map(_blocks, (k, v, slots + 1))))[0][0]
 
 
 def linear_states(rules: Sequence[LinearRule], shapes: Sequence[tuple[int, int, int]], batch: int, capacity: int,
                   dtype: jax.typing.DTypeLike, inputs: PyTree = None) -> LinearStates:
-    """Empty states; `shapes` gives each layer's key/value heads `G` and the widths `d` and `e`. `dtype` is that of the
-    latest tokens; sums are float32."""
+    """Returns empty states.
+
+    Args:
+        shapes: number of key/value heads `G` and widths `d` and `e` of each layer. dtype: of the latest tokens; sums
+            are float32.
+    """
     states = tuple(LinearState.empty(rule, batch, *shape, dtype) for rule, shape in zip(rules, shapes, strict=True))
     return LinearStates(states=states, length=jnp.zeros(batch, jnp.int32), given=inputs, rules=tuple(rules),
                         size=capacity)

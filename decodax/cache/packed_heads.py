@@ -1,11 +1,10 @@
-"""Heads of different lengths in memory of their sum: the layout of a layer whose heads keep different numbers of
-tokens.
+"""A packed layout for a layer whose heads keep different numbers of tokens.
 
-A rectangle `[G, S]` is as wide as its largest head may become. Here the slots of a layer lie in segments of a few
-tokens, and a head owns as many segments, one after another, as it needs for what it keeps and for the tokens to come.
-What the heads keep together bounds how many segments there are. Attention goes over segments, each with the queries of
-its owner, and the segments of a head are merged by their softmax sums (as the variable-length kernel of Ada-KV does:
-Feng et al., 2024).
+An array `[G, S]` is as wide as its largest head may become. Here the slots of a layer form segments of a few tokens,
+and each head owns consecutive segments, as many as it needs for the tokens it keeps and for later ones. The total
+number of kept tokens bounds the number of segments. Attention is computed for each segment with the queries of its
+owner, and the segments of a head are merged by their softmax sums, as in the variable-length kernel of Ada-KV (Feng et
+al., 2024).
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ from decodax.core.window import take
 from decodax.pallas_kernels.window_attention.reference import MASKED
 
 SEGMENT = 64
-"""Slots of a segment. A head leaves half of one empty on the average; with half as many a round of `adakv` behind 512
-tokens takes 4% longer on CPU (125M shape, 8 rows), since each segment is a product of its own."""
+"""Number of slots of a segment. A head leaves half a segment empty on average. With 32 slots, a round of `adakv` after
+512 tokens takes 4% longer on CPU (125M shape, 8 rows), since each segment is a product of its own."""
 STEP = 4096
-"""Slots, of all rows together, that are attended to at a time on CPU, where what is taken out of keys and values is
-copied, and the copy should stay near."""
+"""Number of slots, of all rows together, that are read at a time on CPU, where gathered keys and values are copied, and
+the copy should stay in cache."""
 
 
 def segments_of(total: int, heads: int, later: int, size: int) -> int:
-    """How many segments hold `total` tokens of so many heads, and `later` more of each; a head has at most `size`.
+    """Returns the number of segments for `total` tokens of all heads and `later` more of each, at most `size` a head.
 
     >>> segments_of(2 * 100, 2, 20, 4096), segments_of(2 * 100, 2, 20, 64)
     (5, 2)
@@ -35,25 +34,25 @@ def segments_of(total: int, heads: int, later: int, size: int) -> int:
 
 
 def owners(starts: Array, segments: int) -> Array:
-    """`i32[segments]`: the head that owns each segment, by the first segment of each head (`i32[G]`)."""
+    """Returns the head that owns each segment, `i32[segments]`, given the first segment of each head (`i32[G]`)."""
     return (jnp.searchsorted(starts, jnp.arange(segments, dtype=jnp.int32), side="right") - 1).astype(jnp.int32)
 
 
 def slots_of(starts: Array, rank: Array) -> Array:
-    """The slots (of all segments in a row) of the `rank`-th tokens of each head, `i32[G, n]`."""
+    """Returns the slots, counted over all segments, of the `rank`-th tokens of each head, `i32[G, n]`."""
     return starts[:, None] * SEGMENT + rank
 
 
 def pack(first: Array, number: Array, later: Array | int, size: int, segments: int) -> tuple[Array, Array, Array]:
-    """Where what the heads of a row keep comes to lie.
+    """Returns the places of the tokens that the heads of a row keep.
 
     Args:
-        first: `i32[G, S]`, the slots that each head keeps in front, in order. number: `i32[G]`, how many those are.
-        later: tokens to come. size: the most that a head may have.
+        first: `i32[G, S]`, beginning with the slots that each head keeps, in order. number: `i32[G]`, their number.
+        later: number of later tokens to have room for. size: largest number of tokens of a head.
 
     Returns:
-        The first segment of each head, `i32[G]`; and for each packed slot its head and the slot it comes from, both
-        `i32[segments * SEGMENT]`, the latter -1 where nothing comes.
+        The first segment of each head, `i32[G]`; and for each packed slot its head and the slot that it is copied from,
+        both `i32[segments * SEGMENT]`, the latter -1 for an empty slot.
     """
     own = -(-jnp.minimum(number + later, size) // SEGMENT)
     starts = (jnp.cumsum(own) - own).astype(jnp.int32)
@@ -64,7 +63,7 @@ def pack(first: Array, number: Array, later: Array | int, size: int, segments: i
 
 
 def unpack(x: Array, starts: Array, count: Array, slots: int, empty: int = 0) -> Array:
-    """`[G, slots, ...]` of a row's `[N, SEGMENT, ...]`: each head's tokens in front, `empty` behind them."""
+    """Converts a row's `[N, SEGMENT, ...]` to `[G, slots, ...]`: the tokens of each head first, then `empty`."""
     flat = x.reshape(-1, *x.shape[2:])
     rank = jnp.arange(slots, dtype=jnp.int32)
     at = jnp.minimum(slots_of(starts, rank[None]), len(flat) - 1)
@@ -74,13 +73,19 @@ def unpack(x: Array, starts: Array, count: Array, slots: int, empty: int = 0) ->
 
 def segment_attention(q: Array, kv: Array, seen: Array, starts: Array, *, scale: float,
                       softcap: float | None = None) -> tuple[Array, Array]:
-    """Attention of queries `f[B, W, H, d]` to packed keys and values `f[B, N, SEGMENT, d + e]` where `seen` (`bool[B,
-    N, SEGMENT]`): `f32[B, W, H, e]`, and the logarithms of the softmax sums, `f32[B, W, H]`. `starts` are `i32[B, G]`.
+    """Computes attention to packed keys and values.
+
+    Args:
+        q: `f[B, W, H, d]`. kv: `f[B, N, SEGMENT, d + e]`. seen: `bool[B, N, SEGMENT]`, slots that are read.
+        starts: `i32[B, G]`, the first segment of each head.
+
+    Returns:
+        `f32[B, W, H, e]`, and the logarithms of the softmax sums, `f32[B, W, H]`.
     """
     (B, W, H, d), G, e = q.shape, starts.shape[1], kv.shape[3] - q.shape[3]
     N, C = kv.shape[1:3]
-    # a head's tokens lie in front of its room for those to come. On CPU the segments that hold some are gathered, head
-    # after head, and the rest is left out
+    # the tokens of a head come before its room for later ones. On CPU the segments that hold tokens are gathered, head
+    # after head, and the others are skipped
     steps = platform() == "cpu"
     place = jnp.arange(N, dtype=jnp.int32)
     owner = (starts[:, None] <= place[:, None]).sum(-1) - 1
@@ -88,9 +93,9 @@ def segment_attention(q: Array, kv: Array, seen: Array, starts: Array, *, scale:
     block = min(max(STEP // (B * C), 1), N) if steps else N
     if steps:
         each = ((owner[:, :, None] == jnp.arange(G)) & seen.any(-1)[:, :, None]).sum(1)       # [B, G]
-        behind = each.cumsum(1)
-        held, owner = behind[:, -1:], jnp.minimum((behind[:, None] <= place[:, None]).sum(-1), G - 1)
-        first = jnp.take_along_axis(starts - behind + each, owner, 1)
+        ends = each.cumsum(1)
+        held, owner = ends[:, -1:], jnp.minimum((ends[:, None] <= place[:, None]).sum(-1), G - 1)
+        first = jnp.take_along_axis(starts - ends + each, owner, 1)
         order, trips = jnp.minimum(first + place, N - 1), -(-held.max() // block)
     by_head = q.reshape(B, W, G, H // G, d).transpose(0, 2, 1, 3, 4).reshape(B, G, -1, d)
     asked = jnp.take_along_axis(by_head, owner[:, :, None, None], 1)              # [B, N, W r, d]

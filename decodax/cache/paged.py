@@ -16,11 +16,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from decodax.cache.key_values import KeyValues, KVConfig, KVLayer, empty_kv, key_widths
+from decodax.cache.key_values import KeyValues, KVConfig, KVLayer, empty_kv, key_widths, own_entry
 from decodax.common.options import Count, check_options
 from decodax.common.registry import CACHES
 from decodax.common.struct import static, struct
-from decodax.core.cache import Cache, Entries, PyTree
+from decodax.core.cache import Cache, Entries, Layout, PyTree
 from decodax.pallas_kernels.window_attention import Bias, window_attention
 
 
@@ -41,7 +41,7 @@ class PagedCache(KeyValues):
     widths: tuple[int, ...] = static()
 
     supports = frozenset({"trees", "subsets"})
-    by_row = False
+    layout = Layout(by_row=False)
 
     @property
     def pages(self) -> int:
@@ -73,8 +73,7 @@ class PagedCache(KeyValues):
         out = window_attention(q, k, v, window.visible(), window.positions, self.kv[layer], self.length,
                                table=self.table, scale=scale, sliding=sliding, softcap=softcap, bias=bias,
                                key_positions=window.key_positions, cached=window.cached)
-        own = k.shape[1] - q.shape[1]
-        return out, (k[:, own:], v[:, own:])
+        return out, own_entry(q, k, v)
 
     def commit(self, entries: Entries, slots: Array) -> PagedCache:
         if not self.kv:

@@ -7,10 +7,11 @@ sum of `g` over node `i` and its ancestors in the window, and `S` the state befo
     y_i = exp(G_i) q_i^T S + sum over j of exp(G_i - G_j) (q_i . k_j) v_j,        j: i and its ancestors
 
 which is attention with a decay under the window's mask, for chains and trees alike (the dual form of Dao and Gu, 2024).
-What a node leaves is `k`, `v` and `G`, and a commit adds up those of the accepted path. A state is `N P` numbers, what
-a node leaves `N + P`.
+The entry of a node is `k`, `v` and `G`, and a commit sums those of the accepted path. A state has `N P` numbers, an
+entry `N + P`.
 
-Short convolutions go with it: a node's inputs are an entry too, and the cache keeps the last few of the verified text.
+Short convolutions are included: the inputs of a node are part of its entry, and the cache keeps the last few inputs of
+the verified text.
 """
 
 from __future__ import annotations
@@ -22,25 +23,26 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from decodax.common.struct import Struct, static, struct
-from decodax.core.cache import Draftable, Entries, Feature, PyTree, Sized
+from decodax.core.cache import Entries, Feature, PyTree, Sized
+from decodax.core.capabilities import Draftable, DraftBase
 from decodax.core.window import Window, take
 
 LEAST = -64.0
-"""The smallest decay of a node. `exp(-64)` of anything is lost behind the 24 bits of what is added to it."""
+"""Smallest decay of a node. Anything times `exp(-64)` is lost in the 24 bits of the numbers it is added to."""
 
 GRID = 64.0
-"""Sums of decays are kept as a multiple of `1 / GRID` and a rest. Multiples add up exactly in float32 up to
-`2**24 / GRID`, 4096 nodes of `LEAST`, so that the difference of two large sums keeps its digits."""
+"""Sums of decays are kept as a multiple of `1 / GRID` and a remainder. Multiples sum exactly in float32 up to
+`2**24 / GRID`, 4096 nodes of `LEAST`, so that the difference of two large sums is exact."""
 
 
 @struct
 class Factors(Struct):
-    """What a window's nodes leave of a layer.
+    """The entry of a layer.
 
     Attributes:
-        inputs: `f[B, W, C]`, of the convolution.
+        inputs: `f[B, W, C]`, inputs of the convolution.
         keys: `f32[B, W, G, N]`. values: `f32[B, W, H, P]`, `H` a multiple of `G`.
-        total: `f32[B, W, H, 2]`: `G`, as a multiple of `1 / GRID` and a rest.
+        total: `f32[B, W, H, 2]`: `G`, as a multiple of `1 / GRID` and a remainder.
     """
 
     inputs: Array
@@ -50,15 +52,14 @@ class Factors(Struct):
 
 
 @struct
-class LinearRecurrent(Sized):
+class LinearRecurrent(Sized, DraftBase):
     """The state of each linear recurrence after the verified text.
 
     Attributes:
         rings: for each layer `f[B, R, C]`, the latest inputs of its convolution, zeros before the text.
         states: for each layer `f32[B, H, N, P]`.
-        length: `i32[B]` tokens that they have read.
-        size: static; the most tokens of a text.
-        given: see `Cache.inputs`.
+        length: `i32[B]` tokens of the verified text.
+        size: static; largest number of tokens of a text. given: see `Cache.inputs`.
     """
 
     supports: ClassVar[frozenset[Feature]] = frozenset(("trees",))
@@ -70,19 +71,18 @@ class LinearRecurrent(Sized):
     given: PyTree = None
 
     def before(self, layer: int, x: Array, window: Window) -> Array:
-        """The convolution's inputs at the nodes' `R` ancestors, `f[B, W, R, C]`, the farthest first; `x`, `f[B, W, C]`,
-        are those at the nodes."""
+        """Returns the convolution's inputs at the `R` nearest ancestors of each node, `f[B, W, R, C]`, the farthest
+        first. `x`: inputs at the nodes, `f[B, W, C]`."""
         return _latest(self.rings[layer], self.length, x, window.positions, window.visible(), window.positions)
 
     def recur(self, layer: int, q: Array, k: Array, v: Array, decay: Array, x: Array, window: Window, *,
               chunk: int = 256) -> tuple[Array, Factors]:
-        """The recurrence over a window, each node from its parent's state.
+        """Runs the recurrence over a window, each node from its parent's state.
 
         Args:
             q, k: `f[B, W, G, N]`. v: `f[B, W, H, P]`. decay: `f[B, W, H]`, 0 or less.
-            x: `f[B, W, C]`, as `before` takes it, for the entry.
-            chunk: nodes at a time where the window is a chain that will all be committed: time and memory grow with
-                `chunk` for each node.
+            x: inputs of the convolution, `f[B, W, C]`, for the entry.
+            chunk: number of nodes that are computed together in a prompt; time and memory of a node grow with it.
 
         Returns:
             `f32[B, W, H, P]`, and the layer's entry.
@@ -114,7 +114,7 @@ class LinearRecurrent(Sized):
 
 @struct
 class LinearScratch(Draftable):
-    """What tree nodes leave of linear recurrences, beside the states of the verified text.
+    """Entries of tree nodes, beside the states of the verified text.
 
     Attributes:
         base: the `LinearRecurrent` cache. nodes: for each layer `Factors` of `[B, room, ...]`.
@@ -130,7 +130,7 @@ class LinearScratch(Draftable):
         return self.replace(sees=sees)
 
     def before(self, layer: int, x: Array, window: Window) -> Array:
-        """As `LinearRecurrent.before`."""
+        """See `LinearRecurrent.before`."""
         assert self.sees is not None
         whole = jnp.concatenate([self.nodes[layer].inputs, x.astype(self.nodes[layer].inputs.dtype)], 1)
         positions = jnp.concatenate([self.positions, window.positions], 1)
@@ -139,7 +139,7 @@ class LinearScratch(Draftable):
 
     def recur(self, layer: int, q: Array, k: Array, v: Array, decay: Array, x: Array, window: Window, *,
               chunk: int = 256) -> tuple[Array, Factors]:
-        """As `LinearRecurrent.recur`."""
+        """See `LinearRecurrent.recur`."""
         assert self.sees is not None
         q, k, v, decay = (a.astype(jnp.float32) for a in (q, k, v, decay))
         nodes, seen = self.nodes[layer], window.visible()
@@ -163,9 +163,11 @@ class LinearScratch(Draftable):
 
 
 def _latest(ring: Array, length: Array, x: Array, positions: Array, seen: Array, at: Array) -> Array:
-    """The inputs `f[B, n, R, C]` at the `R` positions before `at` (`i32[B, n]`): of the nodes that are `seen`
-    (`bool[B, n, K]`) among those at `positions` (`i32[B, K]`) with inputs `x`, else of the ring, which ends in front of
-    position `length`."""
+    """Returns the inputs at the `R` positions before `at` (`i32[B, n]`), `f[B, n, R, C]`.
+
+    They come from the nodes that are `seen` (`bool[B, n, K]`) among those at `positions` (`i32[B, K]`) with inputs `x`,
+    or else from the ring, which ends before position `length`.
+    """
     R = ring.shape[1]
     found = []
     for back in range(R, 0, -1):
@@ -177,24 +179,24 @@ def _latest(ring: Array, length: Array, x: Array, positions: Array, seen: Array,
 
 
 def _parts(decay: Array) -> Array:
-    """`f32[..., 2]`: a multiple of `1 / GRID` and the rest."""
+    """Splits a decay into a multiple of `1 / GRID` and the remainder, `f32[..., 2]`."""
     decay = jnp.maximum(decay, LEAST)
     high = jnp.round(decay * GRID) / GRID
     return jnp.stack([high, decay - high], -1)
 
 
 def _totals(seen: Array, decay: Array) -> Array:
-    """`f32[B, W, H, 2]`: the sum of `decay`, `f32[B, W, H]`, over the nodes that each node sees."""
+    """Returns the sum of `decay` (`f32[B, W, H]`) over the nodes that each node sees, `f32[B, W, H, 2]`."""
     return jnp.einsum("bij,bjhc->bihc", seen.astype(jnp.float32), _parts(decay), precision=lax.Precision.HIGHEST)
 
 
 def _grown(x: Array, groups: int) -> Array:
-    """The axis of heads, third, as groups and heads of each."""
+    """Splits the third axis, of heads, into groups and heads of each."""
     return x.reshape(*x.shape[:2], groups, x.shape[2] // groups, *x.shape[3:])
 
 
 def _read(state: Array, q: Array, k: Array, v: Array, mine: Array, theirs: Array, seen: Array) -> Array:
-    """`f32[B, W, H, P]`: what nodes with the sums `mine` read, of the state and of the nodes with `theirs`."""
+    """Returns outputs of nodes with the sums `mine`, from the state and the nodes with `theirs`, `f32[B, W, H, P]`."""
     B, W, G, _ = q.shape
     scores = jnp.einsum("bign,bjgn->bgij", q, k)[:, :, None]
     # the difference of multiples is exact
@@ -207,11 +209,11 @@ def _read(state: Array, q: Array, k: Array, v: Array, mine: Array, theirs: Array
 
 
 def _after(state: Array, k: Array, v: Array, total: Array, slots: Array) -> Array:
-    """The state behind the nodes with slots (`i32[B, W]`, -1 for none), which are a path."""
+    """Returns the state after the nodes with slots (`i32[B, W]`, -1 for none), which form a path."""
     kept = slots >= 0
     end = jnp.where(kept.any(1)[:, None, None], take(total, jnp.argmax(slots, 1)), 0)
     weight = jnp.where(kept[..., None], jnp.exp(jnp.minimum((end[:, None] - total).sum(-1), 0)), 0)
-    # what was not kept may hold anything, a NaN too
+    # nodes that are not kept may hold anything, even NaN
     v = jnp.where(kept[..., None, None], v, 0) * weight[..., None]
     k = jnp.where(kept[..., None, None], k, 0)
     added = jnp.einsum("bwgn,bwgrp->bgrnp", k, _grown(v, k.shape[2])).reshape(state.shape)
@@ -219,15 +221,15 @@ def _after(state: Array, k: Array, v: Array, total: Array, slots: Array) -> Arra
 
 
 def chained(state: Array, q: Array, k: Array, v: Array, decay: Array, live: Array, chunk: int) -> tuple[Array, Array]:
-    """A chain behind a state `f32[B, H, N, P]`: what its nodes read, `f32[B, W, H, P]`, and the state behind the live
-    ones (`bool[B, W]`). The others as in `LinearRecurrent.recur`."""
+    """Runs the recurrence over a chain from a state `f32[B, H, N, P]`. Returns the outputs, `f32[B, W, H, P]`, and the
+    state after the live nodes (`bool[B, W]`). The other arguments: see `LinearRecurrent.recur`."""
     y, _, state = _chunks(state, q, k, v, decay, live, min(chunk, live.shape[1]))
     return y, state
 
 
 def _chunks(state: Array, q: Array, k: Array, v: Array, decay: Array, live: Array, chunk: int
             ) -> tuple[Array, Array, Array]:
-    """A chain, `chunk` nodes at a time: what its nodes read, the sums of their decays, and the state behind them."""
+    """Runs a chain, `chunk` nodes at a time. Returns outputs, sums of decays, and the state after the live nodes."""
     B, W = live.shape
     pad = -W % chunk
     cut = lambda a: jnp.pad(a, [(0, 0), (0, pad)] + [(0, 0)] * (a.ndim - 2)).reshape(

@@ -15,27 +15,26 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from decodax.common.struct import static, struct
-from decodax.core.cache import Draftable, Entries, Feature, PyTree, Sized
+from decodax.core.cache import Entries, Feature, PyTree, Sized
+from decodax.core.capabilities import Draftable, DraftBase
 from decodax.core.window import Window, take
 
 Step = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
-"""One step of a recurrence for a batch: the state before and the input, `[B, ...]`, to the state after and the output.
-"""
+"""One step of a recurrence: from the state before and the input, `[B, ...]`, to the state after and the output."""
 
 Along = Callable[[PyTree, PyTree, Array], tuple[PyTree, PyTree]]
-"""The same recurrence over a chain at once: the state before, the inputs, `[B, W, ...]`, and which nodes are live,
-`bool[B, W]`, to the state behind the live ones and the outputs, `[B, W, ...]`."""
+"""The same recurrence over a chain: from the state before, the inputs, `[B, W, ...]`, and the live nodes, `bool[B, W]`,
+to the state after the live nodes and the outputs, `[B, W, ...]`."""
 
 
 @struct
-class Recurrent(Sized):
+class Recurrent(Sized, DraftBase):
     """The state of each recurrent layer after the verified text.
 
     Attributes:
         states: for each layer a pytree of arrays `[B, ...]`.
-        length: `i32[B]` tokens that they have read.
-        size: static; the most tokens of a text.
-        given: see `Cache.inputs`.
+        length: `i32[B]` tokens of the verified text.
+        size: static; largest number of tokens of a text. given: see `Cache.inputs`.
     """
 
     supports: ClassVar[frozenset[Feature]] = frozenset(("trees",))
@@ -50,8 +49,8 @@ class Recurrent(Sized):
         """Runs a recurrence over a window, each node from its parent's state.
 
         Args:
-            x: the inputs of `step`, `[B, W, ...]`.
-            along: what takes the steps of a prompt together, where a recurrence can; None: one after the other.
+            step: one step of the recurrence. x: its inputs, `[B, W, ...]`.
+            along: computes all steps of a prompt together; None: one after the other.
 
         Returns:
             The outputs of `step`, `[B, W, ...]`, and the layer's entry.
@@ -100,10 +99,10 @@ class RecurrentScratch(Draftable):
 
     def walk(self, layer: int, step: Step, x: PyTree, window: Window, along: Along | None = None
              ) -> tuple[PyTree, PyTree]:
-        """As `Recurrent.walk`."""
+        """See `Recurrent.walk`."""
         assert self.sees is not None
         last = self.sees & (self.positions[:, None, :] == window.positions[:, :, None] - 1)
-        # where the parent is a node of this window, what stands here is not read
+        # not read where the parent is a node of this window
         found, node = last.any(-1), jnp.argmax(last, -1)
         pick = lambda kept, base: jnp.where(found.reshape(*found.shape, *[1] * (base.ndim - 1)), take(kept, node),
                                             base[:, None])
@@ -119,14 +118,14 @@ class RecurrentScratch(Draftable):
 
 
 def _above(window: Window) -> Array:
-    """`i32[B, W]`: each node's parent among the live nodes of the window, -1 where it lies outside."""
+    """Returns the parent of each node among the live nodes of the window, `i32[B, W]`; -1 if it is outside."""
     before = window.positions[:, :, None] - 1 == window.positions[:, None, :]
     seen = window.mask & before & window.live[:, None, :]
     return jnp.where(seen.any(-1), jnp.argmax(seen, -1), -1).astype(jnp.int32)
 
 
 def _along(step: Step, state: PyTree, x: PyTree, live: Array) -> tuple[PyTree, PyTree]:
-    """A chain of which only the last state is kept: an entry `[B, 1, ...]`."""
+    """Walks a chain and keeps only the last state, an entry `[B, 1, ...]`."""
     def visit(state: PyTree, node: Any) -> tuple[PyTree, PyTree]:
         x, live = node
         new, y = step(state, x)

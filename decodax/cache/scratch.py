@@ -1,7 +1,7 @@
-"""Nodes of earlier windows beside a cache: how a draft tree is expanded level by level.
+"""A buffer for the nodes of a draft tree, which is expanded level by level.
 
-Nothing unverified is written into the cache itself: the keys of expanded nodes lie in a buffer of their own, seen
-through an ancestor mask, until a decision says which of them are true.
+Entries of unverified nodes are not written into the cache. They are kept in this buffer, and read under an ancestor
+mask, until it is decided which of them are accepted.
 """
 
 from __future__ import annotations
@@ -13,18 +13,19 @@ import jax.numpy as jnp
 from jax import Array
 
 from decodax.common.struct import Struct, struct
-from decodax.core.cache import Cache, Draftable, Entries
+from decodax.core.cache import Cache, Entries
+from decodax.core.capabilities import Draftable
 from decodax.core.window import Window
 
 
 @struct
 class AttentionView(Struct):
-    """What attention reads of a window whose keys are more than its queries.
+    """A window that has more keys than queries, for `Cache.attend`.
 
     Attributes:
         positions: `i32[B, W]`. key_positions: `i32[B, K]`. seen: `bool[B, W, K]`. cached: as in `Window`.
-        tokens: `i32[B, W]`; before: the entries of the layer, `[B, K - W, ...]`, of the nodes that stand before the
-            window's own. None where keys do not stand for nodes one by one; what needs them refuses that.
+        tokens: `i32[B, W]`. before: entries of the layer, `[B, K - W, ...]`, of the nodes before the window's own. Both
+            are None if keys do not correspond to nodes one by one.
     """
 
     positions: Array
@@ -48,10 +49,9 @@ class Scratch(Draftable):
     """A cache of keys and values with room for tree nodes.
 
     Attributes:
-        base: the cache, which holds what is verified. Its entries are tuples that begin with the keys and values.
-        entries: for each layer the nodes' entries, `[B, room, ...]`.
-        positions: `i32[B, room]`.
-        sees: `bool[B, W, room]`, which of the nodes the next window's queries see; None until `seen_by` says.
+        base: cache of the verified text, whose entries are tuples that begin with keys and values.
+        entries: entries of the nodes in each layer, `[B, room, ...]`. positions: `i32[B, room]`.
+        sees: `bool[B, W, room]`, the nodes that the queries of the next window see; None before `seen_by`.
     """
 
     base: Any
@@ -61,7 +61,7 @@ class Scratch(Draftable):
 
     @classmethod
     def empty(cls, base: Cache, entries: Entries, room: int) -> Scratch:
-        """Room for so many nodes; `entries` are any window's, for the shapes."""
+        """Returns a buffer for `room` nodes. `entries`: of any window, for the shapes."""
         zeros = lambda x: jnp.zeros((x.shape[0], room, *x.shape[2:]), x.dtype)
         batch = jax.tree.leaves(entries)[0].shape[0]
         return cls(base=base, entries=jax.tree.map(zeros, tuple(entries)),
@@ -71,7 +71,7 @@ class Scratch(Draftable):
         return self.replace(sees=sees)
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Window, **options: Any) -> tuple[Array, Any]:
-        """As `Cache.attend`."""
+        """See `Cache.attend`."""
         assert self.sees is not None
         own = jnp.broadcast_to(window.visible(), (*q.shape[:2], q.shape[1]))
         view = AttentionView(positions=window.positions, seen=jnp.concatenate([self.sees, own], 2),

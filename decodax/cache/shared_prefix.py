@@ -16,17 +16,18 @@ import jax.numpy as jnp
 from jax import Array
 
 from decodax.cache.dense import Dense, dense
-from decodax.cache.key_values import KVLayer, empty_kv
-from decodax.cache.tail import Tail, TailConfig, own_entry
+from decodax.cache.key_values import KVLayer, empty_kv, own_entry
+from decodax.cache.tail import Tail, TailConfig
 from decodax.cache.wrapper import Wrapper
 from decodax.common.registry import CACHES
 from decodax.common.struct import static, struct
-from decodax.core.cache import Cache, PyTree, ReadPrompt
+from decodax.core.cache import Cache, Layout, PyTree
+from decodax.core.capabilities import PromptPhase, ReadPrompt
 from decodax.pallas_kernels.window_attention import Bias, merge, prefix_attention
 
 
 @struct
-class SharedPrefixCache(Tail):
+class SharedPrefixCache(Tail, PromptPhase):
     """Prefixes, and the tokens of each row after its prefix.
 
     Attributes:
@@ -45,7 +46,7 @@ class SharedPrefixCache(Tail):
     shapes: tuple[KVLayer, ...] = static()
     kind: SharedPrefixConfig = static()
 
-    by_row = False
+    layout = Layout(by_row=False)
 
     @property
     def start(self) -> Array:
@@ -95,8 +96,8 @@ class SharedPrefixCache(Tail):
         return UnsharedPrompt(base=dense(self.shapes, self.length.shape[0], self.size, self.kv[0].dtype, self.given),
                               into=self.replace(prefixes=(), kv=()))
 
-    def adopt(self, prefix: Cache) -> SharedPrefixCache:
-        assert isinstance(prefix, Dense)
+    def adopt(self, prefix: Dense) -> SharedPrefixCache:
+        """Takes the common beginning of all rows' texts from a dense cache of one row."""
         fixed = prefix.length[:1]
         return self.replace(prefixes=prefix.kv, fixed=fixed, length=jnp.broadcast_to(fixed, self.length.shape))
 
@@ -108,7 +109,7 @@ class UnsharedPrompt(Wrapper):
     base: Dense
     into: SharedPrefixCache
 
-    by_row = False
+    layout = Layout(by_row=False)
 
     def finish_prefill(self, prompt: ReadPrompt) -> Cache:     # type: ignore[override]
         made, length = self.into, self.base.length
@@ -122,8 +123,8 @@ class SharedPrefixConfig(TailConfig):
     """Configuration of a `SharedPrefixCache`.
 
     Attributes:
-        prefix: number of positions of a beginning that all rows have in common, which `Cache.adopt` brings in. 0: rows
-            share what `Cache.select` makes them share, the prompt of several samples.
+        prefix: number of positions of a beginning that all rows have in common, which `SharedPrefixCache.adopt` brings
+            in. 0: rows share what `Cache.select` makes them share, the prompt of several samples.
     """
 
     prefix: int = 0

@@ -1,7 +1,7 @@
-"""A key/value cache whose slots are apart from positions: the ground that evicting caches stand on.
+"""The base of key/value caches whose slots are independent of positions, such as evicting caches.
 
-Each slot knows the position of its token, so a token may lie anywhere, other tokens in each head, and some nowhere. A
-kind of cache says where the tokens of a commit go; what lay there is forgotten.
+Each slot stores the position of its token, so a token may be in any slot, each head may keep other tokens, and some
+tokens may be in no slot. A subclass chooses the slots of the tokens of a commit, whose old tokens are overwritten.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from decodax.cache.key_values import KeyValues, empty_kv, key_widths
+from decodax.cache.key_values import KeyValues, empty_kv, key_widths, own_entry
 from decodax.common.struct import static, struct
 from decodax.core.cache import Entries, PyTree
 from decodax.pallas_kernels.window_attention import BLOCK, Bias, window_attention
@@ -22,13 +22,12 @@ from decodax.pallas_kernels.window_attention import BLOCK, Bias, window_attentio
 
 @struct
 class Slotted(KeyValues):
-    """Keys and values in slots: derive a `@struct` from this and say `place`. Its own fields follow these.
+    """Keys and values in slots. Derive a `@struct` and write `place`; its own fields follow these.
 
     Attributes:
         kv, given, widths: see `KeyValues`; `S` is the number of slots.
-        positions: a tuple of one `i32[B, G, S]` a layer, the position of each slot's token; -1: empty.
-        length: `i32[B]` tokens of the verified text.
-        size: static; the most tokens of a text.
+        positions: a tuple of one `i32[B, G, S]` a layer, the position of the token in each slot; -1: empty.
+        length: `i32[B]` tokens of the verified text. size: static; largest number of tokens of a text.
     """
 
     kv: tuple[Array, ...]
@@ -44,11 +43,12 @@ class Slotted(KeyValues):
 
     @abc.abstractmethod
     def place(self, layer: int, entry: PyTree, positions: Array) -> Array:
-        """`i32[B, G or 1, W]`: the slot that each token of a commit goes to, -1 to drop it.
+        """Returns the slot of each token of a commit, `i32[B, G or 1, W]`; -1 drops it.
+
+        No two tokens of a head may have the same slot.
 
         Args:
-            entry: the layer's, `[B, W, ...]`.
-            positions: `i32[B, W]`, -1 where a node is not committed. No two tokens of a head may share a slot.
+            entry: of the layer, `[B, W, ...]`. positions: `i32[B, W]`; -1 for nodes that are not committed.
         """
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
@@ -57,8 +57,7 @@ class Slotted(KeyValues):
         out = window_attention(q, k, v, window.visible(), window.positions, self.kv[layer], scale=scale,
                                sliding=sliding, softcap=softcap, key_positions=window.key_positions,
                                slot_positions=self.positions[layer], bias=bias)
-        own = k.shape[1] - q.shape[1]
-        return out, (k[:, own:], v[:, own:])
+        return out, own_entry(q, k, v)
 
     def commit(self, entries: Entries, slots: Array) -> Any:
         new = [self._placed(layer, entry, slots) for layer, entry in enumerate(entries)]
@@ -77,8 +76,11 @@ class Slotted(KeyValues):
 
 def empty_slots(layers: Sequence[tuple[Any, ...]], batch: int, capacity: int, dtype: jax.typing.DTypeLike,
                 inputs: PyTree = None, *, slots: int) -> dict[str, Any]:
-    """The fields of an empty `Slotted` cache with so many slots for each head, or a few more: a walk takes whole
-    blocks. The other arguments as in `dense`."""
+    """Returns the fields of an empty `Slotted` cache.
+
+    Args:
+        slots: number of slots of each head, which is rounded up to whole blocks. The other arguments: see `dense`.
+    """
     slots = slots if slots <= BLOCK else -(-slots // BLOCK) * BLOCK
     return dict(kv=empty_kv(layers, batch, slots, dtype), length=jnp.zeros(batch, jnp.int32), given=inputs,
                 size=capacity, widths=key_widths(layers),

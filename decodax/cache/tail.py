@@ -12,11 +12,12 @@ from jax import Array
 from decodax.cache.dense import write
 from decodax.cache.key_values import KVConfig
 from decodax.cache.scratch import Scratch
-from decodax.core.cache import Draftable, Entries, Sized
+from decodax.core.cache import Entries, Sized
+from decodax.core.capabilities import Draftable, DraftBase
 from decodax.pallas_kernels.window_attention import window_attention_lse
 
 
-class Tail(Sized):
+class Tail(Sized, DraftBase):
     """Holds later tokens. Derive a `@struct` with these fields, and one for the beginning; write `attend`.
 
     Attributes:
@@ -54,12 +55,6 @@ class Tail(Sized):
 
     def tree_buffer(self, entries: Entries, room: int) -> Draftable:
         return Scratch.empty(self, entries, room)
-
-
-def own_entry(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-    """Returns the keys and values of the window's own nodes, which stand after those of earlier windows."""
-    earlier = k.shape[1] - q.shape[1]
-    return k[:, earlier:], v[:, earlier:]
 
 
 @dataclasses.dataclass(frozen=True)

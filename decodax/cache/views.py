@@ -1,7 +1,7 @@
-"""Two caches of one model: what it answers from, and a smaller one that its drafts read.
+"""Two caches of one model: the full one for verification, and a smaller one for drafts of the model itself.
 
-With long texts most of a round's time goes into reading the cache. A draft that reads a small part of it is cheap, and
-good; what the model answers from the whole cache then says which drafts hold (MagicDec: Sadhukhan et al., 2024).
+With long texts most of the time of a round goes into reading the cache. Drafts from a small part of it are cheap and
+good, and are verified with the full cache (MagicDec: Sadhukhan et al., 2024).
 """
 
 from __future__ import annotations
@@ -11,96 +11,55 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import Array
 
 from decodax.cache.dense import dense
-from decodax.cache.wrapper import Wrapper
+from decodax.cache.wrapper import Combined
 from decodax.common.struct import static, struct
-from decodax.core.cache import Cache, CacheConfig, Draftable, Entries, Feature, PyTree, ReadPrompt
+from decodax.core.cache import Cache, CacheConfig, Entries, PyTree
+from decodax.core.capabilities import Draftable, draft_view, tree_buffer
 
 
 @struct
-class Viewed(Wrapper):
+class Viewed(Combined):
     """`base`, which the model answers from, and `small`, which drafts read, a cache of the given `kind`. Both take in
     what is committed: an entry is a pair of theirs. Where drafts read caches of several kinds, `base` is a `Viewed`."""
+
+    members = ("base", "small")
 
     base: Any
     small: Any
     kind: Any = static()
 
-    @property
-    def supports(self) -> frozenset[Feature]:       # type: ignore[override]
-        return self.base.supports & self.small.supports
-
-    @property
-    def by_row(self) -> bool:       # type: ignore[override]
-        return self.base.by_row and self.small.by_row
-
-    @property
-    def hosted(self) -> PyTree:
-        return self.base.hosted, self.small.hosted
-
-    @property
-    def view(self) -> Cache:
-        return self.small
-
-    def view_of(self, kind: Any) -> Cache:
-        return self.small if kind == self.kind else self.base.view_of(kind)
+    def draft_view(self, kind: Any = None) -> Cache:
+        return self.small if kind in (None, self.kind) else draft_view(self.base, kind)
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, **options: Any) -> tuple[Array, PyTree]:
         out, entry = self.base.attend(layer, q, k, v, window, **options)
-        _, other = self.small.attend(layer, q, k, v, window, **options)     # nobody reads its output: not computed
+        _, other = self.small.attend(layer, q, k, v, window, **options)     # the output is not used: not computed
         return out, (entry, other)
 
     def commit(self, entries: Entries, slots: Array) -> Viewed:
         base, small = zip(*entries, strict=True)
         return self.replace(base=self.base.commit(base, slots), small=self.small.commit(small, slots))
 
-    def select(self, rows: Array) -> Viewed:
-        return self.replace(base=self.base.select(rows), small=self.small.select(rows))
-
-    def prefill_cache(self) -> Viewed:
-        return self.replace(base=self.base.prefill_cache(), small=self.small.prefill_cache())
-
-    def finish_prefill(self, prompt: ReadPrompt) -> Viewed:
-        return self.replace(base=self.base.finish_prefill(prompt), small=self.small.finish_prefill(prompt))
-
     def tree_buffer(self, entries: Entries, room: int) -> Draftable:
-        return self.small.tree_buffer([entry for _, entry in entries], room)
-
-    def room(self, running: Array) -> Array | None:
-        return _least(self.base.room(running), self.small.room(running))
-
-    def max_commit(self) -> Array | None:
-        return _least(self.base.max_commit(), self.small.max_commit())
-
-    def needs_refresh(self) -> Array | None:
-        one, other = self.base.needs_refresh(), self.small.needs_refresh()
-        return one if other is None else other if one is None else one | other
-
-    def refresh(self, text: ReadPrompt, rows: Array) -> Viewed:
-        new = lambda cache: cache if (stale := cache.needs_refresh()) is None else cache.refresh(text, rows & stale)
-        return self.replace(base=new(self.base), small=new(self.small))
-
-
-def _least(a: Array | None, b: Array | None) -> Array | None:
-    return a if b is None else b if a is None else jnp.minimum(a, b)
+        return tree_buffer(self.small, [entry for _, entry in entries], room)
 
 
 @dataclasses.dataclass(frozen=True)
 class WithView(CacheConfig):
-    """A `Viewed` cache.
+    """Configuration of a `Viewed` cache.
 
     Attributes:
-        small: the kind that drafts read. base: the kind that the model answers from.
+        small: configuration of the cache that drafts read. base: configuration of the full cache.
     """
 
     small: Any
     base: Any = dense
 
     def holds(self, kind: Any) -> bool:
-        """Whether drafts can read a cache of this kind."""
+        """Returns True if drafts can read a cache of this kind."""
         return kind == self.small or (isinstance(self.base, WithView) and self.base.holds(kind))
 
     def fit(self, new: int) -> WithView:

@@ -1,87 +1,121 @@
-"""A cache around another one: what it does not change, it forwards."""
+"""Caches that are made of other caches: they forward every member of the contract that they do not change."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Self
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 
 from decodax.cache.scratch import Scratch
-from decodax.core.cache import Cache, Draftable, Entries, Feature, PyTree, ReadPrompt
+from decodax.core import capabilities
+from decodax.core.cache import Cache, Entries, Feature, Layout, PyTree
+from decodax.core.capabilities import Draftable, DraftBase, PromptPhase, ReadPrompt, Refreshes, Truncates
 
 
-class Wrapper(Cache):
-    """A cache that keeps more than `base`: derive a `@struct` with a field `base` from this, and override `commit`."""
+class Combined(PromptPhase, Refreshes, Truncates, DraftBase):
+    """A cache made of one or several others, the fields named in `members`.
 
-    if TYPE_CHECKING:
-        base: Any
+    Derive a `@struct` and implement `commit`, which gives each member its entries. Every other member of the contract
+    is answered from all members: features that all of them have, the least room, rows that any of them refreshes.
+    `attend`, `capacity`, `length` and `inputs` are those of the first. Fields that are no members are arrays with a
+    leading batch axis.
+    """
+
+    members: ClassVar[tuple[str, ...]]
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        """The members themselves."""
+        return tuple(getattr(self, name) for name in self.members)
+
+    def each(self, change: Callable[[Any], Any]) -> Self:
+        """Returns this cache with `change(member)` for each member."""
+        return self.replace(**{name: change(getattr(self, name)) for name in self.members})
 
     @property
     def supports(self) -> frozenset[Feature]:       # type: ignore[override]
-        return self.base.supports
+        return functools.reduce(frozenset.__and__, (part.supports for part in self.parts))
 
     @property
-    def by_row(self) -> bool:       # type: ignore[override]
-        return self.base.by_row
+    def layout(self) -> Layout:
+        layouts = [part.layout for part in self.parts]
+        hosted = tuple(layout.hosted for layout in layouts)
+        return Layout(by_row=all(layout.by_row for layout in layouts), order=layouts[0].order,
+                      hosted=None if all(x is None for x in hosted) else hosted)
 
     @property
     def capacity(self) -> int:
-        return self.base.capacity
+        return self.parts[0].capacity
 
     @property
     def length(self) -> Array:
-        return self.base.length
+        return self.parts[0].length
 
     @property
     def inputs(self) -> PyTree:
-        return self.base.inputs
-
-    @property
-    def hosted(self) -> PyTree:
-        return self.base.hosted
+        return self.parts[0].inputs
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, **options: Any) -> tuple[Array, PyTree]:
-        return self.base.attend(layer, q, k, v, window, **options)
-
-    def commit(self, entries: Entries, slots: Array) -> Self:
-        return self.replace(base=self.base.commit(entries, slots))
+        return self.parts[0].attend(layer, q, k, v, window, **options)
 
     def select(self, rows: Array) -> Self:
-        rest = jax.tree.map(lambda x: x[rows], self.replace(base=None))
-        return rest.replace(base=self.base.select(rows))
+        rest = jax.tree.map(lambda x: x[rows], self.replace(**dict.fromkeys(self.members)))
+        return rest.replace(**{name: getattr(self, name).select(rows) for name in self.members})
+
+    def room(self, running: Array) -> Array | None:
+        return _all(jnp.minimum, [part.room(running) for part in self.parts])
+
+    def max_commit(self) -> Array | None:
+        return _all(jnp.minimum, [part.max_commit() for part in self.parts])
 
     def truncate(self, length: Array) -> Self:
-        return self.replace(base=self.base.truncate(length))
+        return self.each(lambda part: part.truncate(length))
 
     def prefill_cache(self) -> Self:
-        return self.replace(base=self.base.prefill_cache())
+        return self.each(capabilities.prefill_cache)
 
     def finish_prefill(self, prompt: ReadPrompt) -> Self:
-        return self.replace(base=self.base.finish_prefill(prompt))
+        return self.each(lambda part: capabilities.finish_prefill(part, prompt))
 
     @property
-    def reads(self) -> int | None:
-        return self.base.reads
+    def layers_read(self) -> int | None:
+        return capabilities.layers_read(self.parts[0])
 
-    @property
-    def view(self) -> Cache:
-        return self.replace(base=self.base.view)
+    def needs_refresh(self) -> Array | None:
+        return _all(jnp.logical_or, [capabilities.needs_refresh(part) for part in self.parts])
 
-    def view_of(self, kind: Any) -> Cache:
-        return self.replace(base=self.base.view_of(kind))
+    def refresh(self, text: ReadPrompt, rows: Array) -> Self:
+        def new(part: Any) -> Any:
+            stale = capabilities.needs_refresh(part)
+            return part if stale is None else part.refresh(text, rows & stale if len(self.members) > 1 else rows)
+
+        return self.each(new)
 
     def tree_buffer(self, entries: Entries, room: int) -> Draftable:
         return Scratch.empty(self, entries, room)
 
-    def room(self, running: Array) -> Array | None:
-        return self.base.room(running)
 
-    def max_commit(self) -> Array | None:
-        return self.base.max_commit()
+def _all(combine: Callable[[Array, Array], Array], values: list[Array | None]) -> Array | None:
+    """Returns the values that are given, combined; None if none is."""
+    given = [x for x in values if x is not None]
+    return functools.reduce(combine, given) if given else None
 
-    def needs_refresh(self) -> Array | None:
-        return self.base.needs_refresh()
 
-    def refresh(self, text: ReadPrompt, rows: Array) -> Self:
-        return self.replace(base=self.base.refresh(text, rows))
+class Wrapper(Combined):
+    """A cache that keeps more than `base`: derive a `@struct` with a field `base` from this, and override what differs.
+    """
+
+    members: ClassVar[tuple[str, ...]] = ("base",)
+
+    if TYPE_CHECKING:
+        base: Any
+
+    def commit(self, entries: Entries, slots: Array) -> Self:
+        return self.replace(base=self.base.commit(entries, slots))
+
+    def draft_view(self, kind: Any = None) -> Cache:
+        return self.replace(base=capabilities.draft_view(self.base, kind))

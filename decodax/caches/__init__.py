@@ -19,9 +19,11 @@ from decodax.caches.evict.evicting import Evicting, Eviction
 from decodax.caches.evict.scores import HeldLayer, TokenScore
 from decodax.caches.evict.selection import Selection
 from decodax.caches.prefill.kv_prediction import KVMaps
+from decodax.caches.prefix.cacheblend import blended, matched
 from decodax.caches.prefix.cachegen import load_prefix, save_prefix
 from decodax.caches.prefix.kvshare import KVShareConfig
-from decodax.caches.prefix.prefix import Prefix, blended, edited, matched, read_prefix
+from decodax.caches.prefix.pie import edited
+from decodax.caches.prefix.prefix import Prefix, read_prefix
 from decodax.caches.quantize.aqua_kv import Predictors
 from decodax.caches.quantize.cq import Codebooks
 from decodax.caches.quantize.cskv import KVFeatures

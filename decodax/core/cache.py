@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import jax
 import numpy as np
 from jax import Array
-from jax.sharding import PartitionSpec
 
-from decodax.common.axes import DATA, MODEL
 from decodax.common.struct import Struct
 from decodax.core.host_memory import take_rows
 from decodax.pallas_kernels.window_attention import Bias
@@ -36,27 +34,46 @@ ALL: frozenset[Feature] = frozenset(("trees", "subsets", "rewrites", "truncation
 NONE: frozenset[Feature] = frozenset()
 
 
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Where the arrays of a cache lie.
+
+    Attributes:
+        by_row: True if every array has a leading batch axis, so that rows can lie on different devices. False for a
+            cache with arrays that rows share, such as a pool of pages; it has a `select` of its own.
+        hosted: the arrays that lie in host memory (`decodax.core.host_memory`), as a pytree; None if no array does.
+        specs: layouts of fields on a mesh that differ from the default (`decodax.core.mesh.cache_specs`): a pytree of
+            `PartitionSpec` by the name of the field.
+        order: maps the width `W` of a prefill window to the order in which its nodes are laid out best, `i32[W]`: the
+            first nodes for the first of the devices that divide the entries; or to None. None: the order of the text.
+    """
+
+    by_row: bool = True
+    hosted: PyTree = None
+    specs: Mapping[str, PyTree] = dataclasses.field(default_factory=dict)
+    order: Callable[[int], np.ndarray | None] | None = None
+
+
 class Cache(Struct, abc.ABC):
     """The state that a model keeps for each row of a batch: keys and values, or recurrent states. Derive a `@struct`.
 
     Only `capacity`, `attend` and `commit` have to be defined; the defaults of the other members suit a cache of fixed
-    size in which nothing is evicted. Every kind obeys the same laws (`tests/laws`). Slots are identified by the
-    position of their token; where an entry is stored is up to the kind.
+    size in which nothing is evicted. Every kind obeys the same laws (`tests/contracts`). Slots are identified by the
+    position of their token; where an entry is stored is up to the kind. A kind that can do more also derives from the
+    classes of `decodax.core.capabilities`: `PromptPhase`, `LoadsPrefix`, `Refreshes`, `Truncates`, `DraftBase`.
 
     Attributes:
         supports: features that the kind has. An algorithm that needs another one is refused by name.
-        by_row: True if every array leaf has a leading batch axis, so that rows can lie on different devices. A kind
-            with arrays that rows share (a pool of pages) sets it to False and overrides `select`.
+        length: `i32[B]`, number of positions that it has taken in, from 0 on.
     """
 
     supports: ClassVar[frozenset[Feature]] = NONE
-    by_row: ClassVar[bool] = True
 
     if TYPE_CHECKING:
 
         @property
         def length(self) -> Array:
-            """`i32[B]`: positions that it has taken in, from 0 on."""
+            """`i32[B]`, number of positions that it has taken in."""
 
     @property
     @abc.abstractmethod
@@ -70,9 +87,9 @@ class Cache(Struct, abc.ABC):
         return None
 
     @property
-    def hosted(self) -> PyTree:
-        """The arrays that lie in host memory (`decodax.core.host_memory`), as a pytree; None: no array does."""
-        return None
+    def layout(self) -> Layout:
+        """Where its arrays lie. By default all of them have a leading batch axis and lie on the device."""
+        return Layout()
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
@@ -99,17 +116,9 @@ class Cache(Struct, abc.ABC):
         `entries` are those that the model returned for the window (`Entries`)."""
 
     def select(self, rows: Array) -> Self:
-        """Returns the cache whose row `i` is row `rows[i]` of this one (`i32[B']`)."""
+        """Returns the cache whose row `i` is row `rows[i]` of this one (`i32[B']`). Beams call it in every round with
+        as many rows as there are, so a kind that can move less data then overrides it."""
         return jax.tree.map(lambda x: take_rows(x, rows), self)
-
-    def succeed(self, rows: Array) -> Self:
-        """As `select` with the same number of rows, called in every round by beams: a kind that can move less data
-        overrides it."""
-        return self.select(rows)
-
-    def truncate(self, length: Array) -> Self:
-        """Drops the entries at positions from `length` (`i32[B]`) on. Needs the feature "truncation"."""
-        raise NotImplementedError(f"{type(self).__name__} does not support truncation")
 
     def room(self, running: Array) -> Array | None:
         """Returns the number of further positions that fit, `i32[B]`; a row that needs more ends with
@@ -125,89 +134,6 @@ class Cache(Struct, abc.ABC):
         flush follows them. None: any number. A round that commits no more sees what plain decoding would see, so
         speculation stays exact."""
         return None
-
-    def needs_refresh(self) -> Array | None:
-        """Returns the rows whose entries have to be computed anew before the next round, `bool[B]`. None: this kind
-        never computes entries anew. Like everything in a cache it depends on committed tokens only."""
-        return None
-
-    def refresh(self, text: ReadPrompt, rows: Array) -> Self:
-        """Recomputes those entries of `rows` (`bool[B]`). It may run the model once more on committed tokens; the
-        tokens of `text` include the newest one, whose entry is not in the cache yet."""
-        raise NotImplementedError(f"{type(self).__name__} computes no entries anew")
-
-    def order(self, width: int) -> np.ndarray | None:
-        """Returns the order in which the `width` nodes of a prefill window are laid out best, `i32[W]`: the first nodes
-        for the first device of those that divide the entries. None: the order of the text."""
-        return None
-
-    def specs(self) -> PyTree:
-        """Returns a `PartitionSpec` for each leaf, its layout on a mesh. Rows lie over `DATA`, heads of keys and values
-        (`[B, G, S, d]`) over `MODEL`; arrays that rows share are replicated."""
-        inside = lambda x: x is not self and isinstance(x, Cache)
-        rows = lambda x: PartitionSpec(DATA, MODEL) if x.ndim == 4 else PartitionSpec(DATA)
-        own = rows if self.by_row else lambda x: PartitionSpec()
-        every = lambda cache: jax.tree.map(lambda x: PartitionSpec(), cache)
-        nested = (lambda x: x.specs()) if self.by_row else every
-        return jax.tree.map(lambda x: nested(x) if inside(x) else own(x), self, is_leaf=inside)
-
-    def prefill_cache(self) -> Cache:
-        """Returns the empty cache that a prompt is read into, if that is another one than the rounds use: a policy that
-        chooses among the tokens of a prompt has to see all of them first."""
-        return self
-
-    def finish_prefill(self, prompt: ReadPrompt) -> Cache:
-        """Returns the cache that the rounds use, once the prompt is in the one from `prefill_cache`."""
-        return self
-
-    def load_prefix(self, kv: Sequence[Array], length: Array) -> Self:
-        """Fills the cache from `prefill_cache` with keys and values that were computed before.
-
-        Args:
-            kv: `f[B, G, T, d + e]` of each layer, keys rotated. length: `i32[B]`, number of tokens that count.
-        """
-        raise ValueError(f"context: got keys and values that were computed before; {type(self).__name__} has to see "
-                         "the text read, so it takes the text")
-
-    def reusing(self, attention: Array, change: Array) -> Self:
-        """Adds to the result of `load_prefix` what is known of tokens that were computed in another text: their
-        attention and change, `f32[B, T]` (`decodax.caches.prefix.prefix.PrefixReuse`), for kinds that recompute some of
-        them."""
-        return self
-
-    @property
-    def reads(self) -> int | None:
-        """Number of the model's first layers that run on a prompt; None: all. The model then returns the entries of
-        these layers, and after them the residual stream `f[B, W, D]` that comes out of them."""
-        return None
-
-    @property
-    def view(self) -> Cache:
-        """The smaller cache that drafts by the model itself read, such as fewer bits of this one.
-
-        Raises:
-            ValueError: this kind has no smaller view.
-        """
-        raise ValueError(f"cache: {type(self).__name__} has no smaller view of itself for drafts to read")
-
-    def view_of(self, kind: Any) -> Cache:
-        """Returns the cache of the given kind beside this one, which drafts read (`decodax.cache.views`).
-
-        Raises:
-            ValueError: no cache of that kind is beside it.
-        """
-        raise ValueError(f"cache: drafts read a cache of the kind {kind}, and none stands beside "
-                         f"{type(self).__name__}; takes the model as the method runs it (Algorithm.through)")
-
-    def adopt(self, prefix: Cache) -> Self:
-        """Takes the common beginning of all rows' texts from `prefix`, a dense cache of one row; for kinds that
-        `CacheConfig.share` made."""
-        raise NotImplementedError(f"{type(self).__name__} cannot share a prefix")
-
-    def tree_buffer(self, entries: Entries, room: int) -> Draftable:
-        """Returns room for `room` nodes of a draft tree beside this cache, for draft models. `entries` of any window
-        give the shapes. `Scratch.empty` makes one for keys and values."""
-        raise NotImplementedError(f"{type(self).__name__} has no scratch, so its model cannot draft")
 
 
 class Sized(Cache):
@@ -228,20 +154,6 @@ class Sized(Cache):
     @property
     def inputs(self) -> PyTree:
         return self.given
-
-
-@dataclasses.dataclass(frozen=True)
-class ReadPrompt:
-    """The model and the text that a cache is finished or refreshed with (`Cache.finish_prefill`, `Cache.refresh`).
-
-    Attributes:
-        model, params: the network and its weights. tokens: `i32[B, N]`, of which a row's cache holds the first
-            `Cache.length`.
-    """
-
-    model: Any
-    params: PyTree
-    tokens: Array
 
 
 class CacheConfig(abc.ABC):
@@ -278,37 +190,8 @@ class CacheConfig(abc.ABC):
 
     def share(self, prefix: int, more: int) -> CacheConfig | None:
         """This kind for rows that have a beginning of up to `prefix` positions in common and at most `more` of their
-        prompts behind it (`Cache.adopt`); None: its rows share nothing."""
+        prompts behind it (`SharedPrefixCache.adopt`); None: its rows share nothing."""
         return None
-
-
-class Draftable(Struct, abc.ABC):
-    """A cache beside which nodes of a draft tree are kept, level by level, until a decision says which are true. It is
-    handed to the model in the cache's place."""
-
-    if TYPE_CHECKING:
-        base: Any
-
-    @property
-    def capacity(self) -> int:
-        return self.base.capacity
-
-    @property
-    def inputs(self) -> Any:
-        """As in `Cache`."""
-        return self.base.inputs
-
-    @abc.abstractmethod
-    def seen_by(self, sees: Array) -> Self:
-        """For a window whose node `i` sees the nodes `sees[:, i]` (`bool[B, W, room]`)."""
-
-    @abc.abstractmethod
-    def append(self, entries: Entries, positions: Array, at: Array) -> Self:
-        """With a window's nodes, at positions `i32[B, W]`, in the places `at` (`i32[]`) and behind."""
-
-    @abc.abstractmethod
-    def commit(self, slots: Array) -> Any:
-        """The cache with node `i` written for position `slots[:, i]` (`i32[B, room]`, -1 drops it)."""
 
 
 def require(cache: Cache, needs: frozenset[Feature], who: str) -> None:

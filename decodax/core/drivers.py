@@ -17,8 +17,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from decodax.core import keys
-from decodax.core.cache import Cache, ReadPrompt
+from decodax.core import capabilities, keys
+from decodax.core.cache import Cache
+from decodax.core.capabilities import ReadPrompt, finish_prefill, prefill_cache
 from decodax.core.host_memory import choose_rows, put_rows
 from decodax.core.mesh import auto_region
 from decodax.core.prefill import Extend, Prefill, Silent, prefill_rounds
@@ -66,7 +67,7 @@ def _together(s: State) -> int:
     """
     devices: list[Any] = list(s.tokens.sharding.device_set)
     alone = len(devices) == 1 and devices[0].platform == "cpu"
-    return max(s.batch // 8, 4) if alone and s.cache.by_row and s.batch % 8 == 0 else s.batch
+    return max(s.batch // 8, 4) if alone and s.cache.layout.by_row and s.batch % 8 == 0 else s.batch
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), static_argnames=("width", "rows"), donate_argnums=(3,))
@@ -88,11 +89,11 @@ def commit_prompts(observer: Observer | None, model: Model, params: Params, held
 
     def commit(s: State, held: tuple[Cache, Any]) -> tuple[tuple[Cache, Any], Array]:
         chunks, none = Prefill(observer, width), jnp.zeros(s.batch, jnp.int32)
-        s = s.replace(cache=held[0].prefill_cache(), algo=held[1],
+        s = s.replace(cache=prefill_cache(held[0]), algo=held[1],
                       stats=Stats(none, none, none, jnp.zeros((s.batch, 2), jnp.int32), none))
         done = run(chunks, model, params, Silent(jnp.zeros((s.batch, 0), jnp.int32)),
                    s.replace(algo=chunks.init(params, s)), prefill_rounds(s, width))
-        settle = lambda cache, weights, tokens: cache.finish_prefill(ReadPrompt(model, weights, tokens))
+        settle = lambda cache, weights, tokens: finish_prefill(cache, ReadPrompt(model, weights, tokens))
         return (auto_region(settle, done.cache, params.target, s.tokens), done.algo[0]), done.status
 
     def group(i: Array, done: tuple[Any, Array]) -> tuple[Any, Array]:
@@ -128,7 +129,8 @@ _take_rows, _take_rows_shared = jax.jit(_taken), jax.jit(_taken, donate_argnums=
 def load_prefix(alg: Algorithm, model: Model, params: Params, cache: Cache, tokens: Array, kv: Sequence[Any],
               length: Any, reuse: tuple[Any, Any] | None = None) -> Cache:
     """The empty cache of a state, settled on the keys and values of the first `length` (`i32[B]`) tokens, which were
-    computed before: `f[B, G, T, d + e]` of each layer. `reuse`: see `Cache.reusing`."""
+    computed before: `f[B, G, T, d + e]` of each layer. `reuse`: see
+    `LoadsPrefix.load_prefix`."""
     return _load_prefix(alg.through(model), params.target, cache, tokens, tuple(kv), length, reuse)
 
 
@@ -137,10 +139,8 @@ def _load_prefix(model: Model, weights: Any, cache: Cache, tokens: Array, kv: tu
                reuse: tuple[Array, Array] | None) -> Cache:
     def settled(cache: Cache, weights: Any, tokens: Array, kv: tuple[Array, ...], length: Array,
                 reuse: tuple[Array, Array] | None) -> Cache:
-        whole = cache.prefill_cache().load_prefix(kv, length)
-        if reuse is not None:
-            whole = whole.reusing(*reuse)
-        return whole.finish_prefill(ReadPrompt(model, weights, tokens))
+        whole = capabilities.load_prefix(prefill_cache(cache), kv, length, reuse)
+        return finish_prefill(whole, ReadPrompt(model, weights, tokens))
 
     return auto_region(settled, cache, weights, tokens, kv, length, reuse)
 
@@ -193,7 +193,7 @@ def refill(s: State, policy: Any, new: State, new_policy: Any, rows: Array) -> t
     Raises:
         ValueError: rows of the cache share memory, so that none can be replaced alone.
     """
-    if s.cache is not None and not s.cache.by_row:
+    if s.cache is not None and not s.cache.layout.by_row:
         raise ValueError(f"cache: rows of {type(s.cache).__name__} share memory, so none can be replaced alone")
     s, mine = _refill((s, policy.own), (new, new_policy.own), rows)
     return s, mine.sharing(policy)
@@ -243,7 +243,7 @@ def put(held: State, new: State, rows: Array) -> State:
     Raises:
         ValueError: as `refill`.
     """
-    if not held.cache.by_row:
+    if not held.cache.layout.by_row:
         raise ValueError(f"cache: rows of {type(held.cache).__name__} share memory, so none can be kept alone")
     return _refill(held, new, rows)
 
@@ -276,7 +276,7 @@ def _rewind(s: State, length: Array, back: Array, key: Array, generation: Array)
         length = jnp.where(back, length, s.length)
         held = jnp.arange(s.tokens.shape[1]) < length[:, None]
         record = jax.tree.map(lambda x: jnp.where(held.reshape(*held.shape, *[1] * (x.ndim - 2)), x, 0), s.record)
-        return s.replace(length=length, cache=s.cache.truncate(length - 1), record=record,
+        return s.replace(length=length, cache=capabilities.truncate(s.cache, length - 1), record=record,
                          key=jnp.where(back, _later(key, generation), s.key))
 
     return auto_region(shorter, s, length, back, key, generation, like=s)
@@ -297,7 +297,7 @@ def fan_out(s: State, policy: Any, rows: Array, live: Array, *address: Array) ->
 def _donating(cache: Cache | None, plain: Any, shared: Any, *args: Any) -> Any:
     """What the second program makes, which donates its first argument, if the rows of a cache share memory; else what
     the first makes."""
-    if cache is None or cache.by_row:
+    if cache is None or cache.layout.by_row:
         return plain(*args)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Some donated buffers were not usable")       # those of the rows

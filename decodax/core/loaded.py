@@ -44,8 +44,8 @@ class Loaded:
         def mesh(self) -> Mesh | None: ...
 
 
-def network_of(given: Any) -> tuple[Model, PyTree]:
-    """The network and the weights (None: unknown) of what a user handed in: a `Model`, or what `decodax.load` gave.
+def network_of(given: Any, params: PyTree = None) -> tuple[Model, PyTree]:
+    """Returns the network and the weights of a `Model`, whose weights are `params`, or of a result of `decodax.load`.
 
     Raises:
         ValueError: it is neither.
@@ -53,5 +53,5 @@ def network_of(given: Any) -> tuple[Model, PyTree]:
     if isinstance(given, Loaded):
         return given.model, given.params
     if isinstance(given, Model):
-        return given, None
+        return given, params
     raise ValueError(f"model: got {type(given).__name__}, takes a Model or what decodax.load gave")

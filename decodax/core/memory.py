@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from decodax.common.axes import DATA
 from decodax.core.cache import Cache
+from decodax.core.capabilities import PromptPhase
 from decodax.core.checks import instance
 from decodax.core.types import Algorithm, Model
 
@@ -43,7 +44,7 @@ def batch(algorithm: Algorithm, model: Model, mesh: Mesh | None, rows: int, size
     Programs are compiled once a number of rows, so 2 to 8 rows run as 8 and more as a multiple of 8, where the rows
     that fill up cost little: where their cache is within `SPARE`, and the round's tokens, all rows counted, are within
     `NARROW` or a quarter more than without them. Otherwise the number is rounded up by steps of an eighth of the next
-    power of two. Where rows share memory (`Cache.by_row`) none are added. One row stays one: on a busy 2-core CPU a
+    power of two. Where rows share memory (`Layout.by_row`) none are added. One row stays one: on a busy 2-core CPU a
     step of a 125M shape takes 40 ms with one row, 51 with 4 and 65 with 8, one of `pycode` 2.0 with one, 4.1 with two
     and 7.3 with 8. A mesh gets a multiple of its data axis in any case.
 
@@ -61,7 +62,7 @@ def batch(algorithm: Algorithm, model: Model, mesh: Mesh | None, rows: int, size
     row = _bytes(bare, network, 1, size if algorithm.caches else 0)
     narrow = NARROW["cpu" if jax.default_backend() == "cpu" else "other"]
     octave, many = power(rows) // 8, rows
-    if rows > 1 and _cache(bare, network, 1, size if algorithm.caches else 0).by_row:
+    if rows > 1 and _cache(bare, network, 1, size if algorithm.caches else 0).layout.by_row:
         coarse, fine = (-(-rows // step) * step for step in (max(octave, 8), max(octave, 1)))
         cheap = coarse * algorithm.emits <= narrow or 4 * coarse <= 5 * rows
         many = coarse if cheap and (coarse - rows) * row <= SPARE else fine if (fine - rows) * row <= SPARE else rows
@@ -70,18 +71,17 @@ def batch(algorithm: Algorithm, model: Model, mesh: Mesh | None, rows: int, size
 
 
 def by_row(algorithm: Algorithm, model: Model) -> bool:
-    """Whether rows of the method's cache can stand in for one another; see `Cache.by_row`."""
+    """Whether rows of the method's cache can stand in for one another; see `Layout.by_row`."""
     bare: Any = algorithm.bare()
     network: Any = model
-    return not algorithm.caches or _cache(bare, network, 1, 256).by_row
+    return not algorithm.caches or _cache(bare, network, 1, 256).layout.by_row
 
 
 def grows(algorithm: Algorithm, model: Model) -> bool:
     """Whether the method's cache takes a prompt in as it takes in what follows, so that it may be read in parts."""
     bare: Any = algorithm.bare()
     network: Any = model
-    cache = type(_cache(bare, network, 1, 256))
-    return cache.finish_prefill is Cache.finish_prefill and cache.prefill_cache is Cache.prefill_cache
+    return not isinstance(_cache(bare, network, 1, 256), PromptPhase)
 
 
 def power(n: int) -> int:
@@ -121,7 +121,7 @@ def _bytes(algorithm: Any, model: Any, rows: int, capacity: int, hosted: bool = 
     if not capacity:
         return 0
     cache = _cache(algorithm, model, rows, capacity)
-    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(cache.hosted if hosted else cache))
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(cache.layout.hosted if hosted else cache))
 
 
 @functools.lru_cache(maxsize=256)

@@ -15,7 +15,7 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from decodax.common.axes import DATA, MODEL
-from decodax.core.cache import Cache
+from decodax.core.cache import Cache, Layout
 
 T = TypeVar("T")
 
@@ -31,10 +31,24 @@ def rows(tree: T) -> T:
 
 
 def heads(cache: T) -> T:
-    """As `rows`, for a cache or a tree of them and arrays: see `Cache.specs`."""
-    spec = lambda x: PartitionSpec(DATA, MODEL) if x.ndim == 4 else PartitionSpec(DATA)
+    """As `rows`, for a cache or a tree of them and arrays: see `cache_specs`."""
     held = lambda x: isinstance(x, Cache)
-    return jax.tree.map(lambda x: x.specs() if held(x) else spec(x), cache, is_leaf=held)
+    return jax.tree.map(lambda x: cache_specs(x) if held(x) else _by_heads(x), cache, is_leaf=held)
+
+
+def cache_specs(cache: T, by_row: bool = True) -> T:
+    """A `PartitionSpec` for each leaf of a cache, its layout on a mesh. Rows lie over `DATA`, heads of keys and values
+    (`[B, G, S, d]`) over `MODEL`; arrays that rows share are replicated. `Cache.layout` may say otherwise."""
+    layout: Layout = cache.layout       # type: ignore[attr-defined]
+    own = by_row and layout.by_row
+    inside = lambda x: x is not cache and isinstance(x, Cache)
+    spec = lambda x: cache_specs(x, own) if inside(x) else _by_heads(x) if own else PartitionSpec()
+    specs = jax.tree.map(spec, cache, is_leaf=inside)
+    return specs.replace(**layout.specs) if layout.specs and by_row else specs
+
+
+def _by_heads(x: Any) -> PartitionSpec:
+    return PartitionSpec(DATA, MODEL) if x.ndim == 4 else PartitionSpec(DATA)
 
 
 def auto_region(fn: Callable[..., T], *args: Any, like: T | None = None) -> T:

@@ -39,7 +39,9 @@ class Prefill(Algorithm):
         live = (positions < s.prompt_length[:, None] - 1) & (positions >= start) & s.running[:, None]
         window = causal(tokens, jnp.broadcast_to(begin, s.length.shape), live).replace(is_prefill=True)
         # a reader is shown the text as it stands
-        order = s.cache.order(self.width) if self.reader is None else None
+        order = None
+        if self.reader is None and (ordered := s.cache.layout.order) is not None:
+            order = ordered(self.width)
         return window if order is None else window.ordered(order), (algo, start)
 
     def decide(self, params: Params, dist: Any, s: State, window: Window, out: Out, algo: Any) -> Decision:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from decodax.core.cache import ReadPrompt
+from decodax.core.capabilities import ReadPrompt, Refreshes
 from decodax.core.checks import array, instance, pair, same_form
 from decodax.core.clip import clip
 from decodax.core.mesh import auto_region
@@ -87,14 +87,16 @@ def _kept(entries: Any, slots: Array, most: int) -> tuple[Any, Array]:
 
 
 def _renew(model: Model, params: Params, s: State) -> State:
-    """Refreshes the rows whose entries the cache wants computed anew (`Cache.needs_refresh`): one more forward."""
-    if (stale := s.cache.needs_refresh()) is None:
+    """Refreshes the rows whose entries the cache wants computed anew (`Refreshes`): one more forward."""
+    cache = s.cache
+    if not isinstance(cache, Refreshes) or (stale := cache.needs_refresh()) is None:
         return s
     rows = stale & s.running
 
     def once(s: State) -> State:
         stats = s.stats.replace(rounds=s.stats.rounds + rows, waited=s.stats.waited + (s.running & ~rows))
-        return s.replace(cache=s.cache.refresh(ReadPrompt(model, params.target, s.tokens), rows), stats=stats)
+        return s.replace(cache=s.cache.refresh(  # type: ignore[attr-defined]
+            ReadPrompt(model, params.target, s.tokens), rows), stats=stats)
 
     return _if(rows.any(), once, s)
 

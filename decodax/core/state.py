@@ -103,5 +103,5 @@ class State(Struct):
     def succeed(self, rows: Array) -> State:
         """The state whose row `i` goes on from what row `rows[i]` was; see `Decision.rows`."""
         moved = jax.tree.map(lambda x: x[rows], self.replace(cache=None, algo=None, stats=None))
-        return moved.replace(cache=self.cache.succeed(rows), key=self.key, prompt_length=self.prompt_length,
+        return moved.replace(cache=self.cache.select(rows), key=self.key, prompt_length=self.prompt_length,
                              min_new=self.min_new, max_length=self.max_length, stats=self.stats, algo=self.algo)

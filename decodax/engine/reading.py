@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from decodax.algorithms.autoregressive import Autoregressive
+from decodax.cache.dense import Dense
+from decodax.cache.shared_prefix import SharedPrefixCache
 from decodax.caches.prefix.prefix import Prefix
 from decodax.common.struct import short
 from decodax.core import drivers
@@ -133,7 +135,7 @@ class Reader:
                             seed=np.zeros((1, 2), np.uint32), max_new=1, min_new=0)
         one = drivers.prefill(plain, reader, self.params, one, width=min(chunk, size))
         s = self._begin(model, lengths)
-        s = s.replace(cache=s.cache.adopt(one.cache))
+        s = s.replace(cache=cast(SharedPrefixCache, s.cache).adopt(cast(Dense, one.cache)))
         return self._prefilled(s, -(-common // chunk), int(lengths.max()) - 1 - common, model)
 
     def _behind_contexts(self, lengths: np.ndarray, context: np.ndarray) -> tuple[State, int]:

@@ -16,10 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from decodax.cache.wrapper import Combined
 from decodax.common.struct import Struct, struct
 from decodax.core import drivers
 from decodax.core.around import AroundModel
-from decodax.core.cache import Cache, Entries, Feature
+from decodax.core.cache import Cache, Entries
+from decodax.core.capabilities import needs_refresh
 from decodax.core.memory import bucket
 from decodax.core.state import State
 from decodax.core.types import Algorithm, Model, Out, Params
@@ -64,7 +66,7 @@ class NegativePrompt(Unconditional):
 
 
 @struct
-class GuidedCache(Cache):
+class GuidedCache(Combined):
     """The caches of both branches.
 
     Attributes:
@@ -72,46 +74,17 @@ class GuidedCache(Cache):
         other: what the unconditional branch reads. scale: `f32[B]`.
     """
 
+    members = ("conditional", "unconditional")
+
     conditional: Any
     unconditional: Any
     other: Unconditional
     scale: Array
 
-    @property
-    def supports(self) -> frozenset[Feature]:       # type: ignore[override]
-        return self.conditional.supports
-
-    @property
-    def by_row(self) -> bool:       # type: ignore[override]
-        return self.conditional.by_row
-
-    @property
-    def capacity(self) -> int:
-        return self.conditional.capacity
-
-    @property
-    def inputs(self) -> Any:
-        return self.conditional.inputs
-
     def commit(self, entries: Entries, slots: Array) -> GuidedCache:
         half = len(entries) // 2
         return self.replace(conditional=self.conditional.commit(entries[:half], slots),
                             unconditional=self.unconditional.commit(entries[half:], self.other.slots(slots)))
-
-    def select(self, rows: Array) -> GuidedCache:
-        rest = jax.tree.map(lambda x: x[rows], self.replace(conditional=None, unconditional=None))
-        return rest.replace(conditional=self.conditional.select(rows), unconditional=self.unconditional.select(rows))
-
-    def room(self, running: Array) -> Array | None:
-        return _least(self.conditional.room(running), self.unconditional.room(running))
-
-    def max_commit(self) -> Array | None:
-        return _least(self.conditional.max_commit(), self.unconditional.max_commit())
-
-
-def _least(a: Array | None, b: Array | None) -> Array | None:
-    return a if b is None else b if a is None else jnp.minimum(a, b)
-
 
 @dataclasses.dataclass(frozen=True)
 class Guided(AroundModel):
@@ -143,7 +116,7 @@ def guide(alg: Algorithm, model: Model, params: Params, policy: Any, s: State, s
         negative: ids of a negative prompt for each row; None begins the other branch with the last prompt token.
 
     Raises:
-        ValueError: the algorithm keeps no cache, or one that reads its text again (`Cache.needs_refresh`), or the
+        ValueError: the algorithm keeps no cache, or one that reads its text again (`Refreshes`), or the
             model was given inputs.
     """
     if (own := alg.guide(model, params, policy, s, scale)) is not None:
@@ -154,7 +127,7 @@ def guide(alg: Algorithm, model: Model, params: Params, policy: Any, s: State, s
         raise ValueError("guidance_scale: got one with inputs; it is not settled what the other branch is given")
     if not alg.caches:
         raise ValueError(f"guidance_scale: {type(alg).__name__} keeps no cache to guide")
-    if s.cache.needs_refresh() is not None:
+    if needs_refresh(s.cache) is not None:
         raise ValueError(f"guidance_scale: got one with {type(s.cache).__name__}, which reads its text again while "
                          "decoding; the other branch has another text. Takes another cache")
     first = s.prompt_length - 1      # `+ 0` below: the state is donated, and no array may stand in it twice

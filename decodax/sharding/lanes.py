@@ -52,7 +52,7 @@ def lanes(alg: Algorithm, model: Model, params: Params, policy: Any, s: State, m
 
 def divisible(s: State) -> None:
     """Raises ValueError where rows cannot be divided among replicas."""
-    if not s.cache.by_row:
+    if not s.cache.layout.by_row:
         raise ValueError(f"cache: got {type(s.cache).__name__}, whose rows share memory and cannot be divided; takes "
                          "one whose arrays have a batch axis")
 

@@ -1,16 +1,18 @@
-"""Training and measuring what methods need beside the model: predictors, kernels, codebooks, shared heads."""
+"""Functions that train or measure what methods need beside the model: predictors, kernels, codebooks, shared heads."""
 
 from decodax.algorithms.speculative import fit_lengths, fit_predictor, fit_skipped_layers, fit_tree
+from decodax.train.aqua_kv import fit_predictors
 from decodax.train.attention_predictor import fit_attention_predictor
-from decodax.train.channels import fit_channels
-from decodax.train.codecs import fit_codebooks, fit_features, fit_order
+from decodax.train.cq import fit_codebooks
+from decodax.train.cskv import fit_features
 from decodax.train.echo_att import attention_similarity, echo_groups, fit_echo_att
 from decodax.train.fewer_heads import fit_kv_heads, mean_kv_heads
 from decodax.train.kv_prediction import fit_kv_prediction, train_kv_prediction
+from decodax.train.leank import fit_channels
 from decodax.train.less import fit_less
-from decodax.train.predicted import fit_predictors
 from decodax.train.probe import Probe, fit_heads, fit_layers
 from decodax.train.query_aware import fit_key_books
+from decodax.train.rotatekv import fit_order
 from decodax.train.token_butler import fit_token_butler
 
 __all__ = ["Probe", "attention_similarity", "echo_groups", "fit_attention_predictor", "fit_channels", "fit_codebooks",

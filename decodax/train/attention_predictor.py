@@ -1,13 +1,13 @@
-"""The network of AttentionPredictor, trained on attention maps of a model as it is (Yang et al., 2025).
+"""Trains the network of AttentionPredictor on the attention maps of a model (Yang et al., 2025).
 
-One network serves all layers and heads. It learns the attention of a token, as the largest weight in each block, from
-that of the tokens before it, by the mean squared error over blocks. Maps are those of full attention.
+One network serves all layers and heads. From the attention of earlier tokens it predicts that of the next token, as the
+largest weight in each block. The loss is the mean squared error over blocks. Maps are those of full attention.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -16,17 +16,17 @@ import numpy as np
 from jax import Array, lax
 
 from decodax.caches.sparse.attention_net import AttentionNet, expected
-from decodax.common.progress import bar
 from decodax.core.loaded import network_of
 from decodax.core.types import Model
 from decodax.core.window import causal
+from decodax.train.fitting import train
 from decodax.train.token_butler import Scored
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def attention_maps(model: Model, block: int, params: Any, tokens: Array) -> tuple[Array, Array]:
-    """Of a text `i32[T]` the attention of all layers and heads, `f32[L, H, T, T]`, and the largest weights in each
-    block, `f32[L, H, T, n]`."""
+    """Returns the attention of all layers and heads in a text `i32[T]`, `f32[L, H, T, T]`, and the largest weight in
+    each block, `f32[L, H, T, n]`."""
     window = causal(tokens[None], jnp.zeros(1, jnp.int32))
     T, found = len(tokens), []
     for q, k in model.apply(params, window, Scored()).entries:
@@ -40,9 +40,11 @@ def attention_maps(model: Model, block: int, params: Any, tokens: Array) -> tupl
 
 def squared_error(arrays: Sequence[Array], images: Array, at: Array, size: Array, history: int, sinks: int,
                   recent: int) -> Array:
-    """`f32[]`: the mean square of what the network's scores before the token at `at` (`i32[]`) differ from its
-    attention, of images `f32[N, T, n]`, over the `size` (`i32[]`) blocks of the text before it but the first `sinks`
-    and the latest `recent`."""
+    """Returns the mean squared error of the scores for the token at `at` (`i32[]`) in images `f32[N, T, n]`, `f32[]`.
+
+    It is averaged over the `size` (`i32[]`) blocks of the text before the token, without the first `sinks` and the
+    latest `recent` ones.
+    """
     found, free = scores_before(arrays, images, at, size, history, sinks, recent)
     error = jnp.square(found - images[:, at])
     return jnp.where(free, error, 0).sum() / jnp.maximum(free.sum() * len(images), 1)
@@ -50,7 +52,7 @@ def squared_error(arrays: Sequence[Array], images: Array, at: Array, size: Array
 
 def scores_before(arrays: Sequence[Array], images: Array, at: Array, size: Array, history: int, sinks: int,
                   recent: int) -> tuple[Array, Array]:
-    """The network's scores `f32[N, n]` before the token at `at`, and which blocks they are of, `bool[n]`; see
+    """Returns the network's scores for the token at `at`, `f32[N, n]`, and the blocks that count, `bool[n]`; see
     `squared_error`."""
     block = jnp.arange(images.shape[2])
     free = (block >= sinks) & (block < size - recent)
@@ -60,7 +62,7 @@ def scores_before(arrays: Sequence[Array], images: Array, at: Array, size: Array
 
 
 def first_net(channels: tuple[int, int] = (16, 32), seed: int = 0) -> AttentionNet:
-    """What training begins with: uniform numbers, up to the root of one over the inputs of each sum."""
+    """Returns the initial network: uniform numbers up to the root of one over the number of inputs of each sum."""
     r, (a, b) = np.random.default_rng(seed), channels
     draw = lambda inputs, *shape: r.uniform(-1, 1, shape) / inputs ** 0.5
     return AttentionNet.of((draw(9, a, 1, 3, 3), draw(9, a), draw(9 * a, b, a, 3, 3), draw(9 * a, b), draw(b, b),
@@ -71,20 +73,20 @@ def fit_attention_predictor(lm: Any, texts: Sequence[Sequence[int]], steps: int 
                             rate: float = 1e-3, sinks: int = 64, recent: int = 64, block: int = 16, history: int = 64,
                             skip: Sequence[int] = (), channels: tuple[int, int] = (16, 32), seed: int = 0,
                             progress: bool = False, params: Any = None) -> AttentionNet:
-    """The network for a model, which stays as it is, by Adam. It takes optax (`decodax[train]`).
+    """Trains the network for a model, which stays as it is, with Adam. Takes optax (`decodax[train]`).
 
     Args:
-        lm: what `decodax.load` gave, or a `Model` with its `params`.
-        texts: token ids. steps: of training, each with one text. batch: tokens of it whose attention is predicted.
-        rate: of the first steps, from which it falls to a tenth.
-        sinks, recent, block, history: as of the policy. skip: layers that are not learned from.
-        channels: of the two convolutions. seed: of weights and drawing. progress: shows a progress bar.
+        lm: a result of `decodax.load`, or a `Model` with its `params`.
+        texts: token ids. steps: number of steps, each with one text. batch: tokens of it whose attention is predicted.
+        rate: initial learning rate, which falls to a tenth.
+        sinks, recent, block, history: as in the cache. skip: layers that are not used.
+        channels: of the two convolutions. seed: of weights and batches. progress: whether a progress bar is shown.
 
     Returns:
-        What `decodax.caches.make("attention-predictor", net=...)` takes.
+        The option `net` of `decodax.caches.attention_predictor`.
 
     Raises:
-        ValueError: no texts, or one in which there is nothing to choose from.
+        ValueError: no texts, or one that is too short to choose blocks from.
     """
     if not texts:
         raise ValueError("texts: got none, takes at least one")
@@ -96,28 +98,23 @@ def fit_attention_predictor(lm: Any, texts: Sequence[Sequence[int]], steps: int 
                          f"{recent} and {rate}, takes numbers above 0")
     import optax  # only for those who train
 
-    model, weights = network_of(lm)
-    weights = params if weights is None else weights
+    model, weights = network_of(lm, params)
     images = []
     for text in texts:
         _, own = attention_maps(model, block, weights, jnp.asarray(text, jnp.int32))
         images.append(np.asarray(own)[[i for i in range(len(own)) if i not in skip]].reshape(-1, *own.shape[2:]))
-    arrays = first_net(channels, seed).arrays
-    adam = optax.adam(optax.cosine_decay_schedule(rate, steps, 0.1))
+    random = np.random.default_rng(seed)
 
-    @jax.jit
-    def step(arrays: Any, state: Any, images: Array, at: Array) -> tuple[Any, Any]:
-        each = lambda arrays, at: squared_error(arrays, images, at, -(-at // block), history, sinks // block,
-                                                recent // block)
-        loss = lambda arrays: jax.vmap(each, (None, 0))(arrays, at).mean()
-        change, state = adam.update(jax.grad(loss)(arrays), state)
-        return optax.apply_updates(arrays, change), state
+    def loss(arrays: Any, images: Array, at: Array) -> Array:
+        each = lambda at: squared_error(arrays, images, at, -(-at // block), history, sinks // block, recent // block)
+        return jax.vmap(each)(at).mean()
 
-    state, random = adam.init(arrays), np.random.default_rng(seed)
-    with bar(progress, "training the network", steps) as report:
-        for i in range(steps):
+    def batches() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        while True:
             own = images[random.integers(len(images))]
-            at = random.integers(least, own.shape[1], batch)
-            arrays, state = step(arrays, state, jnp.asarray(own), jnp.asarray(at, jnp.int32))
-            report(i + 1)
+            yield own, random.integers(least, own.shape[1], batch).astype(np.int32)
+
+    adam = optax.adam(optax.cosine_decay_schedule(rate, steps, 0.1))
+    arrays, _ = train(loss, first_net(channels, seed).arrays, batches(), adam, steps,
+                      progress and "training the network")
     return AttentionNet.of(arrays)

@@ -1,14 +1,15 @@
-"""Models in which groups of layers share the attention of the first one, made of models in which each has its own
-("EchoAtt: Attend, Copy, then Adjust for More Efficient Large Language Models", Rajabzadeh et al., 2024).
+"""Turns a model into one whose groups of layers share the attention of their first layer ("EchoAtt: Attend, Copy, then
+Adjust for More Efficient Large Language Models", Rajabzadeh et al., 2024).
 
-Which layers share is read from the cosine of their attention maps; the first layer and the last keep their own. The
-student takes all weights of the model that it has a place for. Then it is distilled from the model in two stages: by
-what the model says of the next token, the text and the residual stream behind each group, and by the text alone.
+Layers share if the cosine of their attention maps is large; the first and the last layer keep their own attention. The
+student copies the weights of the model. Then it is distilled in two stages: first on the distribution of the model, the
+text, and the residual stream after each group; then on the text alone.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,15 +19,15 @@ import numpy as np
 from jax import Array
 
 from decodax.caches.prefill.listening import Listening
-from decodax.common.progress import bar
 from decodax.core.loaded import Loaded
 from decodax.core.window import causal
 from decodax.models import Transformer, echo_att
 from decodax.train.attention_predictor import attention_maps
+from decodax.train.fitting import shuffled, train
 
 
 def attention_similarity(lm: Any, texts: Sequence[Sequence[int]]) -> np.ndarray:
-    """`f64[L, L]`: the cosine of the attention maps of two layers, in the mean over heads and texts.
+    """Returns the cosine of the attention maps of each two layers, the mean over heads and texts, `f64[L, L]`.
 
     Raises:
         ValueError: no texts, or a model that does not show its attention.
@@ -43,11 +44,11 @@ def attention_similarity(lm: Any, texts: Sequence[Sequence[int]]) -> np.ndarray:
 
 
 def echo_groups(similarity: np.ndarray, least: float = 0.5, most: int = 2) -> tuple[tuple[int, ...], ...]:
-    """Groups of neighbouring layers whose attention is like that of the first of them.
+    """Returns groups of neighbouring layers whose attention is like that of the first of them.
 
     Args:
-        similarity: see `attention_similarity`. least: what the first layer and each of the others have at least.
-        most: layers of a group.
+        similarity: see `attention_similarity`. least: smallest similarity of a layer of a group with the first one.
+        most: largest number of layers of a group.
 
     >>> echo_groups(np.array([[1, .9, .2, .2, .2], [.9, 1, .8, .6, .2], [.2, .8, 1, .9, .2], [.2, .6, .9, 1, .2],
     ...                       [.2, .2, .2, .2, 1]]), most=3)
@@ -66,21 +67,20 @@ def fit_echo_att(lm: Any, texts: Sequence[Sequence[int]], groups: Sequence[Seque
                  least: float = 0.5, most: int = 2, steps: int = 0, more: int = 0, batch: int = 4, rate: float = 1e-4,
                  soft: float = 1.0, hard: float = 1.0, hidden: float = 1.0, seed: int = 0,
                  progress: bool = False) -> Any:
-    """A model in which groups of layers share the attention of the first one.
+    """Makes a model in which groups of layers share the attention of their first layer.
 
     Args:
-        lm: what `decodax.load` gave: a `Transformer` that reads from left to right, with arrays as weights.
+        lm: a result of `decodax.load`: a `Transformer` that reads from left to right, with arrays as weights.
         texts: token ids of texts of one length.
-        groups: of layers; None: `echo_groups` of what is measured on the first 8 texts, with `least` and `most`.
-        steps: of the first stage. more: of the second one. Both take optax (`decodax[train]`); 0: none.
-        batch: texts of a step. rate: of AdamW, which falls to a tenth.
-        soft, hard, hidden: weights of the losses of the first stage: the divergence from the model's distribution, that
-            on the next token, and the square of what the residual stream differs behind each group, by that of the
-            model's.
-        seed: of the order of texts. progress: shows a progress bar.
+        groups: of layers. None: `echo_groups` of the similarity on the first 8 texts, with `least` and `most`.
+        steps, more: number of steps of the first and the second stage, which take optax (`decodax[train]`).
+        batch: texts of a step. rate: initial learning rate of AdamW, which falls to a tenth.
+        soft, hard, hidden: weights of the losses of the first stage: the divergence from the model's distribution, the
+            loss on the next token, and the relative squared error of the residual stream after each group.
+        seed: of the order of texts. progress: whether progress bars are shown.
 
     Returns:
-        The same with another network and other weights, in the dtypes of the old ones.
+        `lm` with another network and other weights, in the dtypes of the old ones.
 
     Raises:
         ValueError: no texts, texts of different lengths, no layers to share, or another model.
@@ -124,7 +124,7 @@ def _checked(lm: Any) -> Transformer:
     return lm.model
 
 
-def _distilled(lm: Any, student: Transformer, params: Any, behind: tuple[int, ...], texts: Sequence[Sequence[int]],
+def _distilled(lm: Any, student: Transformer, params: Any, ends: tuple[int, ...], texts: Sequence[Sequence[int]],
                steps: tuple[int, int], batch: int, rate: float, weigh: tuple[float, float, float], seed: int,
                progress: bool) -> Any:
     import optax  # only for those who train
@@ -132,7 +132,7 @@ def _distilled(lm: Any, student: Transformer, params: Any, behind: tuple[int, ..
     adam = optax.chain(optax.clip_by_global_norm(1.0),
                        optax.adamw(optax.cosine_decay_schedule(rate, sum(steps), 0.1), weight_decay=0.01))
 
-    def loss(params: Any, teacher: Any, tokens: Array, weigh: tuple[float, float, float]) -> Array:
+    def loss(weigh: tuple[float, float, float], params: Any, teacher: Any, tokens: Array) -> Array:
         window = causal(tokens, jnp.zeros(len(tokens), jnp.int32))
         out = student.apply(params, window, Listening())
         own = jax.nn.log_softmax(out.logits()[:, :-1], -1)
@@ -142,27 +142,13 @@ def _distilled(lm: Any, student: Transformer, params: Any, behind: tuple[int, ..
             log = jax.nn.log_softmax(wanted.logits()[:, :-1], -1)
             total += weigh[0] * (jnp.exp(log) * (log - own)).sum(-1).mean()
             assert out.layers is not None and wanted.layers is not None
-            for layer in behind:
+            for layer in ends:
                 x, y = (states[layer].astype(jnp.float32) for states in (out.layers, wanted.layers))
-                total += weigh[2] / len(behind) * jnp.square(x - y).mean() / jnp.square(y).mean()
+                total += weigh[2] / len(ends) * jnp.square(x - y).mean() / jnp.square(y).mean()
         return total
 
-    def step(weigh: tuple[float, float, float]) -> Any:
-        @jax.jit
-        def one(params: Any, state: Any, teacher: Any, tokens: Array) -> tuple[Any, Any]:
-            change, state = adam.update(jax.grad(loss)(params, teacher, tokens, weigh), state, params)
-            return optax.apply_updates(params, change), state
-
-        return one
-
-    state, random, order = adam.init(params), np.random.default_rng(seed), np.zeros(0, np.int64)
-    every, first, second = np.asarray(texts, np.int32), step(weigh), step((0.0, 1.0, 0.0))
-    with bar(progress, "distilling", sum(steps)) as report:
-        for i in range(sum(steps)):
-            while len(order) < batch:
-                order = np.concatenate([order, random.permutation(len(texts))])
-            one = first if i < steps[0] else second
-            params, state = one(params, state, lm.params, jnp.asarray(every[order[:batch]]))
-            order = order[batch:]
-            report(i + 1)
-    return params
+    every = np.asarray(texts, np.int32)
+    batches = ((lm.params, every[rows]) for rows in shuffled(len(texts), batch, np.random.default_rng(seed)))
+    params, state = train(functools.partial(loss, weigh), params, batches, adam, steps[0], progress and "distilling")
+    return train(functools.partial(loss, (0.0, 1.0, 0.0)), params, batches, adam, steps[1],
+                 progress and "training on texts", state)[0]

@@ -1,17 +1,15 @@
-"""Models with fewer heads of keys and values, made of models with more ("Effectively Compress KV Heads for LLM", Yu et
-al., 2024).
+"""Reduces the number of key/value heads of a model ("Effectively Compress KV Heads for LLM", Yu et al., 2024).
 
-Heads are taken in groups of neighbours, and each group becomes one head. Its values are those of the group side by
-side, projected to the directions in which the values of texts have most of their squares (a singular value
-decomposition); the projection goes into the kernel that makes values, and its transpose into the one that reads what
-attention gives. Keys are projected in the same way and queries by the transpose. So the result is an ordinary network
-with grouped queries and a smaller cache.
+Each group of neighbouring heads becomes one head. Its values are the concatenated values of the group, projected to the
+directions with the largest squares on texts (a singular value decomposition). The projection is folded into the value
+kernel, and its transpose into the output kernel. Keys and queries are treated in the same way. The result is an
+ordinary network with grouped queries and a smaller cache.
 
-A rotary embedding stands between kernel and cache, and a projection can go into the kernel only if it commutes with
-rotations. It does where each frequency is projected for itself, as a complex number: of the numbers that the heads of a
-group have at a frequency, the direction with most of their squares stays. Rotation multiplies all of them by the same
-phase, so this is the best such projection of keys before and behind it. Channels that are not rotated are projected
-like values.
+A rotary embedding lies between kernel and cache, and a projection can be folded into the kernel only if it commutes
+with rotations. So each frequency is projected separately, as a complex number: among the numbers of the heads of a
+group at a frequency, the direction with the largest squares is kept. A rotation multiplies all of them by the same
+phase, so this is the best such projection of keys before and after it. Channels without rotation are projected like
+values.
 """
 
 from __future__ import annotations
@@ -27,25 +25,25 @@ from jax import Array
 
 from decodax.core.loaded import Loaded
 from decodax.models import DecoderConfig, Rope, Transformer
-from decodax.train.codecs import observed
+from decodax.train.samples import observed
 
 Bases = tuple[np.ndarray, np.ndarray]
-"""Of keys `f64[G, d, d]` and of values: what each head is multiplied with before the heads of a group are added."""
+"""Matrices of keys, `f64[G, d, d]`, and of values, by which heads are multiplied before those of a group are summed."""
 
 
 def fit_kv_heads(lm: Any, texts: Sequence[Sequence[int]], kv_heads: int) -> Any:
-    """The model with `kv_heads` heads of keys and values, by what those of texts have most of.
+    """Reduces a model to `kv_heads` key/value heads by projections that are measured on texts.
 
     Args:
-        lm: what `decodax.load` gave: a `Transformer` that reads from left to right, with arrays as weights and without
-            norms of queries and keys.
-        texts: token ids of texts like those to come. kv_heads: a divisor of the number of heads that there are.
+        lm: a result of `decodax.load`: a `Transformer` that reads from left to right, with arrays as weights and
+            without norms of queries and keys.
+        texts: token ids of typical texts. kv_heads: a divisor of the present number of heads.
 
     Returns:
-        The same with another network and other weights, in the dtypes of the old ones.
+        `lm` with another network and other weights, in the dtypes of the old ones.
 
     Raises:
-        ValueError: no texts, another number of heads, or a model whose heads cannot be put together, by name.
+        ValueError: no texts, a wrong number of heads, or a model whose heads cannot be merged.
     """
     config = _checked(lm, kv_heads)
     group = config.kv_heads // kv_heads
@@ -57,10 +55,10 @@ def fit_kv_heads(lm: Any, texts: Sequence[Sequence[int]], kv_heads: int) -> Any:
 
 
 def mean_kv_heads(lm: Any, kv_heads: int) -> Any:
-    """The model with `kv_heads` heads of keys and values, each the mean of a group: what models are trained on from
-    ("GQA: Training Generalized Multi-Query Transformer Models from Multi-Head Checkpoints", Ainslie et al., 2023).
+    """Reduces a model to `kv_heads` key/value heads, each the mean of a group, as a start for further training ("GQA:
+    Training Generalized Multi-Query Transformer Models from Multi-Head Checkpoints", Ainslie et al., 2023).
 
-    Args, Returns, Raises: as of `fit_kv_heads`.
+    Args, Returns, Raises: see `fit_kv_heads`.
     """
     config = _checked(lm, kv_heads)
     same = np.broadcast_to(np.eye(config.head_dim), (config.kv_heads, config.head_dim, config.head_dim))
@@ -90,16 +88,16 @@ def _checked(lm: Any, kv_heads: int) -> DecoderConfig:
 
 
 def _main(x: np.ndarray, group: int) -> np.ndarray:
-    """`[G, d, d']`: the `d` main directions of each group's heads side by side, of samples `[N, G, d]`."""
+    """Returns the `d` main directions of the concatenated heads of each group, `[G, d, d']`, of samples `[N, G, d]`."""
     N, G, d = x.shape
     parts = x.reshape(N, G // group, group * d).transpose(1, 2, 0)
     squares = parts @ parts.conj().swapaxes(1, 2)
-    # the last eigenvectors of each; of one head alone these are all
+    # the last eigenvectors; all of them for groups of one head
     return np.linalg.eigh(squares)[1][:, :, ::-1][:, :, :d].reshape(G, d, d)
 
 
 def _keys(x: np.ndarray, group: int, rope: Rope | None) -> np.ndarray:
-    """The same for keys, of projections that commute with a rotation."""
+    """Returns `_main` for keys, with projections that commute with rotations."""
     _, G, d = x.shape
     made, turned = np.zeros((G, d, d)), 0 if rope is None else rope.width
     if turned < d:
@@ -114,15 +112,15 @@ def _keys(x: np.ndarray, group: int, rope: Rope | None) -> np.ndarray:
 
 
 def _folded(lm: Any, kv_heads: int, made: Sequence[Bases], read: Sequence[Bases]) -> Any:
-    """The model whose keys and values are the sums over groups of the old ones times `made`, and whose queries and
-    outputs are multiplied with `read`."""
+    """Returns the model whose keys and values are the sums over groups of the old ones times `made`, and whose queries
+    and outputs are multiplied by `read`."""
     c: DecoderConfig = lm.model.config
     place = {layer: i for i, layer in enumerate(c.own)}
     heads = np.arange(c.heads) // (c.heads // c.kv_heads)
     params = jax.tree.map(lambda x: x, lm.params)
 
     def turn(part: dict[str, Any], bases: np.ndarray, fewer: bool) -> dict[str, Any]:
-        """Of a kernel `[D, n d]`, and its bias."""
+        """Multiplies a kernel `[D, n d]`, and its bias, by the bases."""
 
         def one(x: Array) -> Array:
             whole = np.asarray(x, np.float64).reshape(-1, len(bases), c.head_dim)
@@ -142,5 +140,5 @@ def _folded(lm: Any, kv_heads: int, made: Sequence[Bases], read: Sequence[Bases]
         if layer.reads is None:
             attn["k"], attn["v"] = turn(attn["k"], made[of][0], True), turn(attn["v"], made[of][1], True)
     model = dataclasses.replace(lm.model, config=dataclasses.replace(c, kv_heads=kv_heads))
-    # the files that it came from say another number of heads
+    # the files that it was loaded from have another number of heads
     return dataclasses.replace(lm, model=model, params=params, directory=None)

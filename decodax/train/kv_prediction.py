@@ -1,10 +1,10 @@
-"""The maps of KV Prediction, and the auxiliary model that they read (Horton et al., 2024).
+"""Trains the maps of KV Prediction, and the auxiliary model that they read (Horton et al., 2024).
 
-The paper trains the auxiliary model and the maps together, with the model that answers as it is, by the sum of three
-losses: that of the model that answers, where all that it attends to is predicted; that of the auxiliary model; and the
-absolute error of keys and values, averaged in each layer and added over layers (consistency). Both begin here with the
-maps of least squared error, which have a closed form. `fit_kv_prediction` leaves the auxiliary model as it is, and has
-the first loss and the third; `train_kv_prediction` has all of it.
+The paper trains the auxiliary model and the maps together, and leaves the target model as it is. The loss is a sum of
+three: that of the target model on predicted keys and values; that of the auxiliary model; and the absolute error of
+keys and values, averaged in each layer and added over layers (consistency). Here training starts from the maps of least
+squared error, which have a closed form. `fit_kv_prediction` leaves the auxiliary model as it is, too, and uses the
+first loss and the third; `train_kv_prediction` uses all three.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from decodax.cache.key_values import KVLayer
 from decodax.caches.prefill.kv_prediction import KVMaps, both_layers, placed
 from decodax.caches.prefill.listening import Listening, Passing
 from decodax.caches.rotation import turned
-from decodax.common.progress import bar
 from decodax.common.struct import struct
 from decodax.core.cache import PyTree
 from decodax.core.types import Model
 from decodax.core.window import causal
 from decodax.pallas_kernels.window_attention import Bias, window_attention
-from decodax.train.codecs import observed
-from decodax.train.predicted import ridge
+from decodax.train.aqua_kv import ridge
+from decodax.train.fitting import padded, shuffled, train
+from decodax.train.samples import observed
 
 
 @struct
 class InPlace(Passing):
-    """A cache that holds nothing: attention within a window, to given keys and values in place of its own.
+    """A cache that holds nothing: attention within a window to given keys and values instead of its own.
 
     Attributes:
-        kv: of each layer keys `f[B, W, G, d]`, rotated, and values `f[B, W, G, e]`.
+        kv: rotated keys `f[B, W, G, d]` and values `f[B, W, G, e]` of each layer.
     """
 
     kv: tuple[tuple[Array, Array], ...]
@@ -51,8 +51,8 @@ class InPlace(Passing):
 
 
 def auxiliary_layers(count: int, auxiliary: int) -> tuple[int, ...]:
-    """From which of so many auxiliary layers each of `count` layers is predicted: in their order, equally many from
-    each, and where that does not come out even one more from each of the first ones.
+    """Returns the auxiliary layer from which each of `count` layers is predicted: in order, equally many from each of
+    the `auxiliary` layers, and one more from each of the first ones if that does not come out even.
 
     >>> auxiliary_layers(7, 5), auxiliary_layers(4, 2)
     ((0, 0, 1, 1, 2, 3, 4), (0, 0, 1, 1))
@@ -64,20 +64,20 @@ def auxiliary_layers(count: int, auxiliary: int) -> tuple[int, ...]:
 def fit_kv_prediction(lm: Any, auxiliary: Any, texts: Sequence[Sequence[int]], layers: Sequence[int] | None = None,
                       damping: float = 1e-3, steps: int = 0, rate: float = 1e-3, consistency: float = 1.0,
                       base: float = 1.0, seed: int = 0) -> KVMaps:
-    """Maps from the cache of an auxiliary model to that of the model that answers, both of which stay as they are.
+    """Fits maps from the cache of an auxiliary model to that of the target model; both models stay as they are.
 
     Args:
         lm, auxiliary: two models with the same tokenizer, as `decodax.load` gives them.
         texts: token ids of texts like those to come.
-        layers: from which auxiliary layer each layer is predicted; None: as in the paper, see `auxiliary_layers`.
-        damping: of the least squares, see `decodax.train.predicted.ridge`.
-        steps: of training behind that, by Adam with one text a step, which takes optax (`decodax[train]`); 0: none.
-        rate: of the first steps, from which it falls to a tenth. seed: of the order of texts.
-        consistency, base: weights of the two losses: the absolute error of what is predicted, and the loss on the next
-            token of a model that attends to nothing else.
+        layers: auxiliary layer from which each layer is predicted; None: as in the paper, see `auxiliary_layers`.
+        damping: of the least squares, see `decodax.train.aqua_kv.ridge`.
+        steps: number of steps of training after the least squares, by Adam with one text a step, which takes optax
+            (`decodax[train]`). rate: initial learning rate, which falls to a tenth. seed: of the order of texts.
+        consistency, base: weights of the absolute error of the prediction, and of the loss of the target model on the
+            next token, with predicted keys and values.
 
     Returns:
-        What `decodax.caches.make("kv-prediction", maps=...)` takes.
+        The option `maps` of `decodax.caches.kv_prediction`.
 
     Raises:
         ValueError: no texts, models that do not go together, or layers that there are none of.
@@ -92,18 +92,17 @@ def train_kv_prediction(lm: Any, auxiliary: Any, texts: Sequence[Sequence[int]],
                         damping: float = 1e-3, steps: int = 1000, rate: float = 1e-3, consistency: float = 1.0,
                         base: float = 1.0, own: float = 1.0, seed: int = 0, progress: bool = False
                         ) -> tuple[KVMaps, Any]:
-    """Maps from the cache of an auxiliary model to that of the model that answers, and the auxiliary model, which is
-    trained with them; the model that answers stays as it is. It takes optax (`decodax[train]`).
+    """Trains the maps together with the auxiliary model; the target model stays as it is. Takes optax
+    (`decodax[train]`).
 
     Args:
         lm, auxiliary, texts, layers, damping, steps, rate, seed: see `fit_kv_prediction`.
-        consistency, base, own: weights of the three losses: the absolute error of what is predicted, the loss on the
-            next token of a model that attends to nothing else, and that of the auxiliary model. The paper adds them up.
-        progress: shows a progress bar.
+        consistency, base, own: weights of the three losses: see `fit_kv_prediction`, and the loss of the auxiliary
+            model on the next token. The paper adds them up.
+        progress: whether a progress bar is shown.
 
     Returns:
-        The maps, and `auxiliary` with new weights: what `decodax.caches.make("kv-prediction", maps=...,
-                                                                              auxiliary=...)` takes.
+        The options `maps` and `auxiliary` (with new weights) of `decodax.caches.kv_prediction`.
 
     Raises:
         ValueError: as `fit_kv_prediction`, no steps, or an auxiliary model whose weights are no floating point numbers.
@@ -136,45 +135,32 @@ def _least_squares(lm: Any, auxiliary: Any, texts: Sequence[Sequence[int]], laye
 
 def _trained(lm: Any, auxiliary: Any, maps: KVMaps, texts: Sequence[Sequence[int]], steps: int, rate: float,
              weigh: tuple[float, float, float], seed: int, progress: bool = False) -> tuple[KVMaps, PyTree]:
-    """The maps and the weights of the auxiliary model, which change where its loss has a weight."""
+    """Returns the trained maps, and the weights of the auxiliary model, which are trained if its loss has a weight."""
     import optax  # only for those who train
 
     of, to = both_layers(lm, auxiliary)
     adam = optax.chain(optax.clip_by_global_norm(1.0),
                        optax.adam(optax.cosine_decay_schedule(rate, steps, 0.1), b1=0.9, b2=0.95))
 
-    @jax.jit
-    def step(trained: tuple[KVMaps, PyTree], state: Any, params: tuple[PyTree, PyTree], tokens: Array,
-             length: Array) -> tuple[tuple[KVMaps, PyTree], Any]:
-        def loss(trained: tuple[KVMaps, PyTree]) -> Array:
-            maps, other = trained
-            each = losses(lm.model, auxiliary.model, of, to, (params[0], params[1] if other is None else other), maps,
-                          tokens, length)
-            return jnp.stack([w * x for w, x in zip(weigh, each, strict=True) if w]).sum()
+    def loss(trained: tuple[KVMaps, PyTree], params: tuple[PyTree, PyTree], tokens: Array, length: Array) -> Array:
+        maps, other = trained
+        each = losses(lm.model, auxiliary.model, of, to, (params[0], params[1] if other is None else other), maps,
+                      tokens, length)
+        return jnp.stack([w * x for w, x in zip(weigh, each, strict=True) if w]).sum()
 
-        change, state = adam.update(jax.grad(loss)(trained), state, trained)
-        return optax.apply_updates(trained, change), state
-
-    trained = maps, auxiliary.params if weigh[2] else None
-    state, size = adam.init(trained), -(-max(map(len, texts)) // 64) * 64
-    random, order = np.random.default_rng(seed), []         # type: ignore[var-annotated]
-    while len(order) < steps:
-        order += random.permutation(len(texts)).tolist()
-    with bar(progress, "training the maps", steps) as report:
-        for i, which in enumerate(order[:steps]):
-            tokens = np.zeros((1, size), np.int32)
-            tokens[0, :len(texts[which])] = texts[which]
-            trained, state = step(trained, state, (lm.params, auxiliary.params), tokens, np.int32(len(texts[which])))
-            report(i + 1)
-    return trained[0], auxiliary.params if trained[1] is None else trained[1]
+    every, lengths = padded(texts), np.array(list(map(len, texts)), np.int32)
+    batches = (((lm.params, auxiliary.params), every[rows], lengths[rows[0]])
+               for rows in shuffled(len(texts), 1, np.random.default_rng(seed)))
+    (maps, params), _ = train(loss, (maps, auxiliary.params if weigh[2] else None), batches, adam, steps,
+                              progress and "training the maps")
+    return maps, auxiliary.params if params is None else params
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def losses(model: Model, auxiliary: Model, of: tuple[KVLayer, ...], to: tuple[KVLayer, ...], params: tuple[Any, Any],
            maps: KVMaps, tokens: Array, length: Array) -> tuple[Array, Array, Array]:
-    """The three losses of `train_kv_prediction` on the first `length` (`i32[]`) of the tokens `i32[1, N]`, `f32[]`: the
-    absolute error of what is predicted, averaged over a layer's keys or values and added up, the loss on the next
-    token, and that of the auxiliary model."""
+    """Returns the three losses of `train_kv_prediction` on the first `length` (`i32[]`) of the tokens `i32[1, N]`: the
+    absolute error of the prediction, the loss of the target model, and that of the auxiliary model, `f32[]` each."""
     live = jnp.arange(tokens.shape[1])[None] < length
     window = causal(tokens, jnp.zeros(1, jnp.int32), live)
     own, other = params

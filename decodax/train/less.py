@@ -1,4 +1,4 @@
-"""The kernels of LESS (Dong et al., 2024), trained on texts: each layer alone, against its own full attention."""
+"""Trains the kernels of LESS on texts (Dong et al., 2024): each layer alone, against its own full attention."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from decodax.core.loaded import network_of
 from decodax.core.types import Model
 from decodax.core.window import causal
 from decodax.pallas_kernels.window_attention import Bias, window_attention_lse
+from decodax.train.fitting import padded
 
 
 @struct
 class Lesson(Struct):
-    """What a layer's kernels are to learn from, of texts of `T` tokens; `[N, T, ...]` of several texts.
+    """Training data of a layer's kernels: a text of `T` tokens, or several, `[N, T, ...]`.
 
     Attributes:
-        q, k, v: `f32[T, H, d]`, `f32[T, G, d]`, `f32[T, G, e]`, queries, rotated keys and values.
+        q, k, v: queries `f32[T, H, d]`, rotated keys `f32[T, G, d]`, values `f32[T, G, e]`.
         wanted: `f32[T, H, e]`, full attention.
-        near, lse: `f32[T, H, e]` and `f32[T, H]`, attention to the tokens that are kept, and the logarithms of its
-            sums.
+        near, lse: attention to the tokens that are kept, `f32[T, H, e]`, and the logarithms of its sums, `f32[T, H]`.
     """
 
     q: Array
@@ -44,7 +44,7 @@ class Lesson(Struct):
 
 @struct
 class Lessons(Passing):
-    """A cache that holds nothing: full attention within a window, whose entries are `Lesson`s."""
+    """A cache that holds nothing: full attention within a window. Its entries are `Lesson`s."""
 
     sinks: int = static()
     recent: int = static()
@@ -69,15 +69,16 @@ def _heard(model: Model, sinks: int, recent: int, params: Any, tokens: Array, le
 
 def synthesized(kernels: LayerKernels, own: Lesson, sinks: int, recent: int,
                 dropped: tuple[Array | float, Array | float] = (1.0, 1.0)) -> Array:
-    """`f32[T, H, e]`: attention to the tokens that are kept, and through the kernels to the others, of one text.
+    """Returns attention of one text, exact to the tokens that are kept and by the kernels to the others,
+    `f32[T, H, e]`.
 
     Args:
-        dropped: what is multiplied with the hidden numbers of `phi` and of `psi`.
+        dropped: factors of the hidden numbers of `phi` and of `psi`, for dropout.
     """
     phi, psi = kernels.phi(own.q, dropped[0]), kernels.psi(own.k, dropped[1])
     (T, H, r), G = phi.shape, psi.shape[1]
     psi = jnp.where((jnp.arange(T) >= sinks)[:, None, None], psi, 0)
-    # the state behind each token; a query sees the one behind the last token that it does not read exactly
+    # the state after each token; a query reads the one after the last token that it does not read exactly
     states = jnp.cumsum(jnp.einsum("tgr,tge->tgre", psi, with_ones(own.v)), 0)
     states = jnp.pad(states, ((recent + 1, 0), (0, 0), (0, 0), (0, 0)))[:T]
     sums = jnp.einsum("tgmr,tgre->tgme", phi.reshape(T, G, H // G, r), states).reshape(T, H, -1)
@@ -87,12 +88,12 @@ def synthesized(kernels: LayerKernels, own: Lesson, sinks: int, recent: int,
 
 def squared_error(kernels: LayerKernels, lessons: Lesson, lengths: Array, outputs: Array, sinks: int, recent: int,
                   dropout: float = 0.0, key: Array | None = None) -> Array:
-    """`f32[]`: the mean square of what the layer's output differs from that of full attention, behind the first `sinks
-    + recent` tokens of texts `[N, T, ...]`.
+    """Returns the mean squared error of a layer's output against full attention, `f32[]`, over the tokens of texts
+    `[N, T, ...]` after the first `sinks + recent`.
 
     Args:
         lengths: `i32[N]`. outputs: `f32[H, e, D]`, see `Model.outputs`.
-        dropout: how many of the hidden numbers are left out, drawn by `key`.
+        dropout: share of the hidden numbers that are dropped, drawn with `key`.
     """
     T, hidden = lessons.q.shape[1], kernels.query_in.shape[-1]
 
@@ -113,7 +114,7 @@ def squared_error(kernels: LayerKernels, lessons: Lesson, lengths: Array, output
 
 
 def first_kernels(heads: int, queries: int, width: int, rank: int, hidden: int, key: Array) -> LayerKernels:
-    """What training begins with, for `heads` of keys and `queries` heads of queries."""
+    """Returns the initial kernels, for `heads` key heads and `queries` query heads."""
     def draw(i: int, *shape: int) -> Array:
         most = (6 / (shape[1] + shape[2])) ** 0.5
         return jax.random.uniform(jax.random.fold_in(key, i), shape, jnp.float32, -most, most)
@@ -127,21 +128,21 @@ def first_kernels(heads: int, queries: int, width: int, rank: int, hidden: int, 
 def fit_less(lm: Any, texts: Sequence[Sequence[int]], start_size: int = 4, recent_size: int = 512, rank: int = 8,
              hidden: int = 512, epochs: int = 40, batch: int = 2, rate: float = 1e-3, dropout: float = 0.3,
              seed: int = 0, progress: bool = False, params: Any = None) -> LessKernels:
-    """The kernels of LESS (Dong et al., 2024), by their training: Adam, whose rate is halved behind each quarter of the
-    epochs, on the squared error of a layer's output against that of full attention. It takes optax (`decodax[train]`).
+    """Trains the kernels of LESS on the squared error of each layer's output. Takes optax (`decodax[train]`).
 
-    A tenth of the texts, if there are ten or more, is not learned from, and the kernels of the epoch with the least
-    error on these are taken; with fewer texts those of the last epoch.
+    The optimizer is Adam, whose rate is halved after each quarter of the epochs. With ten or more texts, a tenth of
+    them is held out, and the kernels of the epoch with the least error on these are returned; else those of the last
+    epoch.
 
     Args:
-        lm: what `decodax.load` gave, or a `Model` with its `params`.
+        lm: a result of `decodax.load`, or a `Model` with its `params`.
         texts: token ids, longer than the window. The authors take 512 texts as long as the model's context.
         start_size, recent_size: numbers of first and of latest tokens, which are read exactly; as in the cache `less`.
-        rank, hidden: of the kernels. epochs, batch, rate, dropout: of training.
-        progress: shows a progress bar.
+        rank, hidden: widths of the kernels. epochs, batch, rate, dropout: of training. seed: of weights and batches.
+        progress: whether a progress bar is shown.
 
     Returns:
-        What `decodax.caches.make("less", kernels=...)` takes.
+        The option `kernels` of `decodax.caches.less`.
 
     Raises:
         ValueError: no texts, one that is not longer than the window, a number out of its range, or layers of different
@@ -158,15 +159,12 @@ def fit_less(lm: Any, texts: Sequence[Sequence[int]], start_size: int = 4, recen
                          "start_size 0 or more, and of dropout 0 up to below 1")
     import optax  # only for those who train
 
-    model, weights = network_of(lm)
-    weights = params if weights is None else weights
+    model, weights = network_of(lm, params)
     shapes = layers_of(model)
     if len({(s.heads, s.width, s.both, s.queries) for s in shapes}) > 1 or shapes[0].queries is None:
         raise ValueError("lm: got a model whose layers have keys and values of different shapes, takes one shape")
     lengths = np.array([len(text) for text in texts], np.int32)
-    tokens = np.zeros((len(texts), -(-int(lengths.max()) // 64) * 64), np.int32)
-    for row, text in zip(tokens, texts, strict=True):
-        row[:len(text)] = text
+    tokens = padded(texts)
     random, made = np.random.default_rng(seed), []
     held, order = len(texts) // 10, random.permutation(len(texts))
     train, batch = order[held:], min(batch, len(texts) - held)
@@ -208,6 +206,6 @@ def fit_less(lm: Any, texts: Sequence[Sequence[int]], start_size: int = 4, recen
 
 def _lessons(model: Model, sinks: int, recent: int, params: Any, tokens: np.ndarray, lengths: np.ndarray,
              layer: int) -> Lesson:
-    """Those of one layer, of all texts."""
+    """Returns the training data of one layer, of all texts."""
     one = lambda row, length: _heard(model, sinks, recent, params, row[None], length)[layer]
     return jax.tree.map(lambda *x: jnp.concatenate(x), *(one(*text) for text in zip(tokens, lengths, strict=True)))

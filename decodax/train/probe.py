@@ -1,4 +1,4 @@
-"""What some policies measure on a model before they are used."""
+"""Measures budgets of heads (HeadKV) and of layers (PrefixKV) on a model."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ from decodax.caches.evict.evicting import Evicting, Eviction
 from decodax.caches.evict.h2o import Accumulated
 from decodax.caches.evict.selection import Top
 from decodax.caches.evict.snapkv import WindowAttention
+from decodax.core.capabilities import prefill_cache
 from decodax.core.loaded import network_of
 from decodax.core.types import Model
 from decodax.core.window import causal
+from decodax.train.fitting import padded
 
 
 @dataclasses.dataclass(frozen=True)
 class Probe:
-    """A text that ends just before an answer which stands in it.
+    """A text that ends just before an answer that is part of the text.
 
     Attributes:
-        tokens: ids. start, stop: where in the text the answer stands.
+        tokens: ids. start, stop: bounds of the answer in the text.
     """
 
     tokens: Sequence[int]
@@ -34,28 +36,29 @@ class Probe:
 
 
 def fit_heads(lm: Any, probes: Sequence[Probe], params: Any = None) -> tuple[tuple[float, ...], ...]:
-    """How important each head of keys and values is for finding what is asked for: the attention that its queries at
-    the end of a text pay to the answer in it, in the mean over probes, relative to all heads. HeadKV (Fu et al., 2024)
-    measures it on needles with and without reasoning; its probes are yours to choose.
+    """Measures how important each key head is for retrieval, as HeadKV does (Fu et al., 2024).
+
+    The importance of a head is the attention that the last query of a text pays to the answer, averaged over probes and
+    relative to all heads. The paper uses needles with and without reasoning as probes.
 
     Args:
-        lm: what `decodax.load` gave, or a `Model` with its `params`.
+        lm: a result of `decodax.load`, or a `Model` with its `params`. probes: texts with the bounds of their answers.
 
     Returns:
-        `[L][G]`, which add up to 1: what `decodax.caches.make("headkv", heads=...)` takes.
+        `[L][G]`, which sum to 1: the option `heads` of `decodax.caches.headkv`.
 
     Raises:
-        ValueError: no probes, or one whose answer lies outside of its text.
+        ValueError: no probes, or an answer outside of its text.
     """
     if not probes:
         raise ValueError("probes: got none, takes at least one")
-    model, weights = network_of(lm)
+    model, weights = network_of(lm, params)
     model = model.with_cache(Eviction(Top(WindowAttention(1, 1)), 2))
     total: Any = 0.0
     for probe in probes:
         if not 0 <= probe.start < probe.stop <= len(probe.tokens):
             raise ValueError(f"probes: got an answer from {probe.start} to {probe.stop} in {len(probe.tokens)} tokens")
-        paid = _paid(model, params if weights is None else weights, _padded(probe.tokens), np.int32(len(probe.tokens)),
+        paid = _paid(model, weights, padded([probe.tokens]), np.int32(len(probe.tokens)),
                      np.int32(probe.start), np.int32(probe.stop))
         total = total + np.asarray(paid, np.float64)
     return tuple(tuple(float(x) for x in row) for row in total / total.sum())
@@ -63,17 +66,18 @@ def fit_heads(lm: Any, probes: Sequence[Probe], params: Any = None) -> tuple[tup
 
 def fit_layers(lm: Any, texts: Sequence[Sequence[int]], share: float = 0.5, sinks: int = 4,
                params: Any = None) -> tuple[float, ...]:
-    """What share of a text each layer keeps, so that all keep the same part of the attention that their tokens receive
-    ("PrefixKV: Adaptive Prefix KV Cache is What Vision Instruction-Following Models Need for Efficient Generation",
-    Wang et al., 2024): where attention is spread over many tokens a layer keeps more of them.
+    """Measures the share of a text that each layer keeps, so that all layers keep the same share of attention.
+
+    A layer whose attention is spread over many tokens keeps more of them ("PrefixKV: Adaptive Prefix KV Cache is What
+    Vision Instruction-Following Models Need for Efficient Generation", Wang et al., 2024).
 
     Args:
-        lm: what `decodax.load` gave, or a `Model` with its `params`.
-        texts: token ids of texts like those to come. share: of all layers together, between 0 and 1. sinks: the first
-            tokens, which every layer keeps beside the last one.
+        lm: a result of `decodax.load`, or a `Model` with its `params`.
+        texts: token ids of typical texts. share: of all layers together, between 0 and 1.
+        sinks: number of first tokens, which every layer keeps, as it keeps the last token.
 
     Returns:
-        `[L]`, `share` in the mean: what `decodax.caches.make("prefixkv", layers=...)` takes.
+        `[L]` with the mean `share`: the option `layers` of `decodax.caches.prefixkv`.
 
     Raises:
         ValueError: no texts, one that is too short, or a share out of its range.
@@ -82,20 +86,22 @@ def fit_layers(lm: Any, texts: Sequence[Sequence[int]], share: float = 0.5, sink
         raise ValueError("texts: got none, takes at least one")
     if not 0 < share < 1:
         raise ValueError(f"share: got {share}, takes a number between 0 and 1")
-    model, weights = network_of(lm)
+    model, weights = network_of(lm, params)
     model = model.with_cache(Eviction(Top(Accumulated()), 2))
     found = []
     for text in texts:
         if (length := len(text)) <= sinks + 2:
             raise ValueError(f"texts: got one of {length} tokens, takes more than {sinks + 2}")
-        paid = _received(model, params if weights is None else weights, _padded(text), np.int32(length))
+        paid = _received(model, weights, padded([text]), np.int32(length))
         found.append(1 - _dropped(np.asarray(paid, np.float64)[:, :length], 1 - share, sinks) / length)
     return tuple(float(x) for x in np.mean(found, 0))
 
 
 def _dropped(paid: np.ndarray, share: float, sinks: int) -> np.ndarray:
-    """How many tokens each layer drops of a text, `i64[L]`, by what its tokens `f64[L, T]` have received: those behind
-    a part of it that is the same for all layers, found by bisection; `share` of all tokens together."""
+    """Returns how many tokens of a text each layer drops, `i64[L]`, by the attention that they received (`f64[L, T]`).
+
+    All layers keep the same share of attention, which is found by bisection so that `share` of all tokens are dropped.
+    """
     target, kept = paid.size * share, np.cumsum(np.sort(paid, 1)[:, ::-1], 1) / paid.sum(1, keepdims=True)
     low, high, count = 0.0, 1.0, np.zeros(len(paid), np.int64)
     for _ in range(100):
@@ -105,20 +111,13 @@ def _dropped(paid: np.ndarray, share: float, sinks: int) -> np.ndarray:
         if abs(count.sum() - target) < 5:
             break
         low, high = (low, middle) if count.sum() < target else (middle, high)
-    # the rest of the way in proportion
+    # the rest in proportion
     return (count * target / count.sum()).astype(np.int64) if count.sum() else count
-
-
-def _padded(text: Sequence[int]) -> np.ndarray:
-    """`i32[1, N]`, of few sizes."""
-    tokens = np.zeros((1, -(-len(text) // 64) * 64), np.int32)
-    tokens[0, :len(text)] = text
-    return tokens
 
 
 def _read(model: Model, params: Any, tokens: Array, length: Array) -> Evicting:
     """The whole cache behind the first `length` of the tokens `i32[1, N]`."""
-    cache = model.init_cache(1, tokens.shape[1], params=params).prefill_cache()
+    cache = prefill_cache(model.init_cache(1, tokens.shape[1], params=params))
     live = jnp.arange(tokens.shape[1])[None] < length
     window = causal(tokens, jnp.zeros(1, jnp.int32), live).replace(is_prefill=True)
     out = model.apply(params, window, cache)
@@ -131,14 +130,14 @@ def _read(model: Model, params: Any, tokens: Array, length: Array) -> Evicting:
 
 @jax.jit(static_argnums=0)
 def _received(model: Model, params: Any, tokens: Array, length: Array) -> Array:
-    """`f32[L, T]`: the attention that each token receives from all queries, in the mean over heads."""
+    """Returns the attention that each token receives from all queries, the mean over heads, `f32[L, T]`."""
     cache = _read(model, params, tokens, length)
     return jnp.stack([own.slots[0].mean(0)[:tokens.shape[1]] for own in cache.gathered])
 
 
 @jax.jit(static_argnums=0)
 def _paid(model: Model, params: Any, tokens: Array, length: Array, start: Array, stop: Array) -> Array:
-    """`f32[L, G]`: the attention that the last query pays to a span."""
+    """Returns the attention that the last query pays to a span, `f32[L, G]`."""
     cache, rows = _read(model, params, tokens, length), []
     for kv, positions, queries, width in zip(cache.kv, cache.positions, cache.queries, cache.widths, strict=True):
         G, q = kv.shape[1], queries[0, :, 0].astype(jnp.float32)

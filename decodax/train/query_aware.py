@@ -1,6 +1,6 @@
-"""What A2ATS measures on a model before it is used: which products of queries matter, and centroids of keys by these.
+"""Measures the codebooks of A2ATS: centroids of keys in the metric of the queries that read them (He et al., 2025).
 
-It looks at keys before their rotation, and at queries as they are at the distance that all keys are scored at.
+Keys are taken before their rotation, and queries rotated to the distance at which all keys are scored.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ from decodax.core.cache import PyTree
 from decodax.core.loaded import network_of
 from decodax.core.types import Model
 from decodax.core.window import causal
-from decodax.train.codecs import k_means
+from decodax.train.fitting import padded
+from decodax.train.k_means import k_means
 
 
 @struct
 class HearingQueries(Listening):
-    """Its entries are pairs of a key `f[B, W, G, d]` and a query `f[B, W, H, d]`."""
+    """A cache that holds nothing. Its entries are pairs of a key `f[B, W, G, d]` and a query `f[B, W, H, d]`."""
 
     def heard(self, layer: int, q: Array, k: Array, v: Array, window: Any, **options: Any) -> tuple[Array, PyTree]:
         out, _ = super().heard(layer, q, k, v, window, **options)
@@ -38,8 +39,9 @@ class HearingQueries(Listening):
 
 
 def metric(queries: np.ndarray, damping: float = 1e-6) -> np.ndarray:
-    """`f32[d, d]`, lower triangular: the Cholesky factor of `q^T q` over queries `f[N, d]`, where the mean square of
-    its numbers is made 1 and `damping` is added to its diagonal.
+    """Returns the Cholesky factor of `q^T q` over queries `f[N, d]`, `f32[d, d]`, lower triangular.
+
+    The matrix is scaled so that the mean square of its numbers is 1, and `damping` is added to its diagonal.
 
     Raises:
         ValueError: queries that are all zero.
@@ -53,17 +55,16 @@ def metric(queries: np.ndarray, damping: float = 1e-6) -> np.ndarray:
 
 def fit_key_books(lm: Any, texts: Sequence[Sequence[int]], count: int = 4096, distance: int = 2048, loops: int = 300,
                   seed: int = 0, params: Any = None) -> KeyBooks:
-    """The codebooks of A2ATS (He et al., 2025): for each head of keys the metric of the queries that read it, and
-    centroids of keys in that metric by k-means, begun by k-means++.
+    """Measures the codebooks of A2ATS: the metric of the queries of each key head, and centroids of keys by k-means.
 
     Args:
-        lm: what `decodax.load` gave, or a `Model` with its `params`. texts: token ids; the authors take 65,536 tokens
+        lm: a result of `decodax.load`, or a `Model` with its `params`. texts: token ids; the authors take 65,536 tokens
             of web texts and 16,384 of random identifiers.
-        count: centroids of a head. distance: in tokens, as of the policy, with which the model can deal.
-        loops: of k-means, fewer where nothing moves.
+        count: number of centroids of a head. distance: in tokens, as in the cache; the model has to support it.
+        loops: largest number of rounds of k-means. seed: of its beginning.
 
     Returns:
-        What `decodax.caches.make("a2ats", books=...)` takes.
+        The option `books` of `decodax.caches.a2ats`.
 
     Raises:
         ValueError: no texts, an empty one, or numbers below 1.
@@ -73,14 +74,11 @@ def fit_key_books(lm: Any, texts: Sequence[Sequence[int]], count: int = 4096, di
     if not 1 <= count <= 1 << 20 or loops < 0 or distance < 0:
         raise ValueError(f"count, loops, distance: got {count}, {loops} and {distance}, takes 1 to {1 << 20}, and 0 or "
                          "more")
-    model, weights = network_of(lm)
-    weights = params if weights is None else weights
+    model, weights = network_of(lm, params)
     shapes, random = tuple(layers_of(model)), np.random.default_rng(seed)
     heard: list[list[tuple[np.ndarray, ...]]] = [[] for _ in shapes]
     for text in texts:
-        tokens = np.zeros((1, -(-len(text) // 64) * 64), np.int32)
-        tokens[0, :len(text)] = text
-        for layer, parts in enumerate(_hear(model, shapes, distance, weights, tokens, np.int32(len(text)))):
+        for layer, parts in enumerate(_hear(model, shapes, distance, weights, padded([text]), np.int32(len(text)))):
             heard[layer].append(tuple(np.asarray(x)[:len(text)] for x in parts))
     centroids, factors = [], []
     for own in heard:
@@ -98,7 +96,7 @@ def fit_key_books(lm: Any, texts: Sequence[Sequence[int]], count: int = 4096, di
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _hear(model: Model, shapes: tuple[KVLayer, ...], distance: int, params: Any, tokens: Array,
           length: Array) -> list[tuple[Array, ...]]:
-    """For each layer keys before their rotation, `f32[n, G, d]`, and queries at a distance, `f32[n, H, d]`."""
+    """Returns keys before their rotation, `f32[n, G, d]`, and queries at a distance, `f32[n, H, d]`, of each layer."""
     live = jnp.arange(tokens.shape[1])[None] < length
     window = causal(tokens, jnp.zeros(1, jnp.int32), live)
     entries, at = model.apply(params, window, HearingQueries()).entries, window.positions

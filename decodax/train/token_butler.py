@@ -1,8 +1,8 @@
 """The predictor of TokenButler, trained with the model as it is (Akhauri et al., 2025).
 
-The loss of a layer is the mean square of what its estimated logits of attention differ from the true ones, over heads
-and all pairs of a query and a key of a text, those that attention masks among them, as in the authors' code; losses are
-added over layers. The optimizer is AdamW with a cosine schedule behind a short warm-up, gradients clipped.
+The loss of a layer is the mean squared error of its estimated attention logits over heads and all pairs of a query and
+a key of a text, with those that attention masks, as in the authors' code. Losses are added over layers. The optimizer
+is AdamW with a short warm-up, a cosine schedule and clipped gradients.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from jax import Array
 from decodax.caches.prefill.listening import Passing
 from decodax.caches.shapes import layers_of
 from decodax.caches.sparse.token_butler import Butler, layered
-from decodax.common.progress import bar
 from decodax.common.struct import struct
 from decodax.core.cache import PyTree
 from decodax.core.loaded import Loaded
 from decodax.core.types import LayeredModel
 from decodax.core.window import causal
 from decodax.pallas_kernels.window_attention import Bias, window_attention
+from decodax.train.fitting import shuffled, train
 
 
 @struct
@@ -40,11 +40,11 @@ class Scored(Passing):
 
 
 def first_butler(lm: Any, reduce: int = 8, inner: int = 512, width: int = 16, seed: int = 0) -> Butler:
-    """What training begins with: kernels by Glorot and Bengio's uniform rule, biases 0 and scales 1.
+    """Returns the initial predictor: kernels by Glorot and Bengio's uniform rule, biases 0 and scales 1.
 
     Args:
-        lm: what `decodax.load` gave. reduce: how many times as narrow as the model its attention is. inner: numbers of
-            its last projections. width: of the queries and keys that it gives.
+        lm: a result of `decodax.load`. reduce: width of the model divided by that of the predictor's attention.
+        inner: width of its last hidden layers. width: of the queries and keys that it returns.
 
     Raises:
         ValueError: numbers that do not fit the model.
@@ -75,7 +75,7 @@ def first_butler(lm: Any, reduce: int = 8, inner: int = 512, width: int = 16, se
 
 @functools.partial(jax.jit, static_argnums=0)
 def estimated(model: LayeredModel, params: Any, butler: Butler, tokens: Array) -> tuple[Array, Array]:
-    """Of tokens `i32[B, T]` the estimated and the true logits of attention, `f32[L - 1, B, H, T, T]`."""
+    """Returns the estimated and the true attention logits of tokens `i32[B, T]`, `f32[L - 1, B, H, T, T]`."""
     window = causal(tokens, jnp.zeros(tokens.shape[0], jnp.int32))
     entries = model.apply(params, window, Scored()).entries
     x, _ = model.walk(params, window, Scored())
@@ -94,17 +94,17 @@ def estimated(model: LayeredModel, params: Any, butler: Butler, tokens: Array) -
 def fit_token_butler(lm: Any, texts: Sequence[Sequence[int]], steps: int = 1000, batch: int = 1, rate: float = 1e-3,
                      reduce: int = 8, inner: int = 512, width: int = 16, clip: float = 20.0, seed: int = 0,
                      progress: bool = False) -> Butler:
-    """A predictor for a model, which stays as it is. It takes optax (`decodax[train]`).
+    """Trains a predictor for a model, which stays as it is. Takes optax (`decodax[train]`).
 
     Args:
-        lm: what `decodax.load` gave.
-        texts: token ids of texts of one length. steps: of training. batch: texts of a step.
-        rate: of AdamW at its highest. clip: the largest norm of gradients.
+        lm: a result of `decodax.load`.
+        texts: token ids of texts of one length. steps: number of steps. batch: texts of a step.
+        rate: highest learning rate. clip: largest norm of gradients.
         reduce, inner, width: see `first_butler`. seed: of its weights and the order of texts.
-        progress: shows a progress bar.
+        progress: whether a progress bar is shown.
 
     Returns:
-        What `decodax.caches.make("token-butler", butler=...)` takes.
+        The option `butler` of `decodax.caches.token_butler`.
 
     Raises:
         ValueError: no texts, texts of different lengths, or numbers out of their range.
@@ -120,22 +120,10 @@ def fit_token_butler(lm: Any, texts: Sequence[Sequence[int]], steps: int = 1000,
         optax.warmup_cosine_decay_schedule(0.0, rate, max(steps // 10, 1), steps), weight_decay=0.01))
     model = layered(lm.model)
 
-    @jax.jit
-    def step(butler: Butler, state: Any, params: Any, tokens: Array) -> tuple[Butler, Any]:
-        def loss(butler: Butler) -> Array:
-            found, wanted = estimated(model, params, butler, tokens)
-            return jnp.square(found - wanted).mean((1, 2, 3, 4)).sum()
+    def loss(butler: Butler, params: Any, tokens: Array) -> Array:
+        found, wanted = estimated(model, params, butler, tokens)
+        return jnp.square(found - wanted).mean((1, 2, 3, 4)).sum()
 
-        change, state = adam.update(jax.grad(loss)(butler), state, butler)
-        return optax.apply_updates(butler, change), state
-
-    state, random, order = adam.init(butler), np.random.default_rng(seed), np.zeros(0, np.int64)
     every = np.asarray(texts, np.int32)
-    with bar(progress, "training the predictor", steps) as report:
-        for i in range(steps):
-            while len(order) < batch:
-                order = np.concatenate([order, random.permutation(len(texts))])
-            butler, state = step(butler, state, lm.params, jnp.asarray(every[order[:batch]]))
-            order = order[batch:]
-            report(i + 1)
-    return butler
+    batches = ((lm.params, every[rows]) for rows in shuffled(len(texts), batch, np.random.default_rng(seed)))
+    return train(loss, butler, batches, adam, steps, progress and "training the predictor")[0]

@@ -18,7 +18,8 @@ from jax import Array
 from decodax.cache import Recurrent
 from decodax.cache.recurrence import chained
 from decodax.common.struct import struct
-from decodax.core.cache import Cache, ReadPrompt
+from decodax.core.cache import Cache
+from decodax.core.capabilities import PromptPhase, ReadPrompt, prefill_cache
 from decodax.core.window import Window, causal, take
 from decodax.models.formats.integers import codes_of
 from decodax.models.mamba2 import Mamba2, Mamba2Config, convolved, gated, projected, steps
@@ -28,7 +29,7 @@ from decodax.models.transformer import Weights
 
 
 @struct
-class Rounded(Recurrent):
+class Rounded(Recurrent, PromptPhase):
     """States in 8 bits: of each layer a dict of "ring", `i8[B, R, C]`, and "state", `i8[B, H, N, P]`. While a prompt is
     read states are `f32[B, H, N, P]`: they are rounded behind it, wherever its chunks end."""
 
@@ -73,7 +74,7 @@ class QuantizedMamba2(Mamba2):
         """As of `Mamba2`: as a prompt is read, with states that are not rounded."""
         window = causal(tokens, jnp.zeros(len(tokens), jnp.int32)).replace(is_prefill=True)
         cache: Any = self.init_cache(len(tokens), 0)
-        return self.apply(params, window, cache.prefill_cache()).logits()
+        return self.apply(params, window, prefill_cache(cache)).logits()
 
 
 def scanned(c: Mamba2Config, p: Weights, layer: int, into: Array, dt: Array,

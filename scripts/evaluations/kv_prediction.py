@@ -23,7 +23,7 @@ import numpy as np
 import decodax as dx
 from decodax.bench.figures import reporting, show_table
 from decodax.bench.timing import in_turn, seconds
-from decodax.core.cache import ReadPrompt
+from decodax.core.capabilities import ReadPrompt
 from decodax.core.window import causal
 from decodax.train import fit_kv_prediction, train_kv_prediction
 from decodax.train.corpus import Document, load_corpus

@@ -19,7 +19,7 @@ from rich.progress import track
 
 import decodax as dx
 from decodax.caches import make
-from decodax.core.cache import ReadPrompt
+from decodax.core.capabilities import ReadPrompt, layers_read
 from decodax.core.window import causal
 from decodax.train import fit_key_books
 from evaluations.texts import TEST, TRAIN, module_texts, show_losses
@@ -30,7 +30,7 @@ def forced(model: Any, params: Any, tokens: Any, prompt: int) -> Any:
     """Returns the mean nats of each row's tokens after the first `prompt`, `f32[B]`, by teacher forcing."""
     B, n = tokens.shape
     before, cache = jnp.full(B, prompt - 1, jnp.int32), model.init_cache(B, n, params=params).prefill_cache()
-    if cache.reads == 0:
+    if layers_read(cache) == 0:
         cache = cache.replace(length=before)
     else:
         window = causal(tokens[:, :prompt - 1], jnp.zeros(B, jnp.int32)).replace(is_prefill=True)

@@ -23,7 +23,7 @@ from decodax.core.types import Params
 from decodax.io.load import LM
 from decodax.models import Transformer, llama
 from decodax.models.calibration import observe
-from decodax.models.formats import Format, ScaledChannels, SqueezeLLM, kernels, squeezellm
+from decodax.models.formats import Format, Scaled, SqueezeLLM, kernels, squeezellm
 from decodax.models.formats.clusters import means, nearest
 from decodax.models.formats.squeezellm import DenseSparse, Fisher, Lookup, read_tensors
 from decodax.models.names import flatten
@@ -293,7 +293,7 @@ class Rounded(Format):
         w = kernel.T.astype(jnp.float32)
         low, high = w.min(-1, keepdims=True), w.max(-1, keepdims=True)
         step = (high - low) / (2**self.bits - 1)
-        return ScaledChannels(codes=low + jnp.round((w - low) / step) * step)
+        return Scaled(codes=low + jnp.round((w - low) / step) * step)
 
 
 @pytest.mark.parametrize(("name", "bits", "share"), often(

@@ -23,7 +23,7 @@ from decodax.core.types import Params
 from decodax.core.window import causal
 from decodax.io.checkpoint import load_model, load_t5
 from decodax.models import Transformer, formats, llama
-from decodax.models.formats import Float8, Int4, ScaledChannels, pack
+from decodax.models.formats import Float8, Int4, Scaled, pack
 from decodax.models.formats.integers import Integers, nibbles
 from decodax.models.packed import Packed, multiply
 from decodax.sampling import build
@@ -72,8 +72,8 @@ def test_groups_have_scales_of_their_own() -> None:
 
 def test_each_code_of_8_bit_floats_is_its_value() -> None:
     codes = lax.bitcast_convert_type(jnp.arange(256, dtype=jnp.uint8), jnp.float8_e4m3fn)
-    np.testing.assert_array_equal(whole(ScaledChannels(codes=codes[None]))[0], np.asarray(codes, np.float64))
-    assert np.isnan(whole(ScaledChannels(codes=codes[None]))[0]).sum() == 2
+    np.testing.assert_array_equal(whole(Scaled(codes=codes[None]))[0], np.asarray(codes, np.float64))
+    assert np.isnan(whole(Scaled(codes=codes[None]))[0]).sum() == 2
 
 
 CASES = [(name, rows, *sizes) for name in STEPS for rows in (1, 2, 8, 9, 40)
@@ -102,7 +102,7 @@ def test_a_group_may_have_inputs_of_both_halves(kind: str, rows: int) -> None:
     codes = np.random.default_rng(0).integers(-8, 8, (20, 384))
     steps = np.array([[1, 8, 3]], np.float32).repeat(20, 0)
     x = np.random.default_rng(1).integers(-127, 128, (rows, 384)).astype(np.float32)
-    kernel: Packed = (ScaledChannels(codes=nibbles(codes, 0), scales=jnp.asarray(steps)) if kind == "scaled" else
+    kernel: Packed = (Scaled(codes=nibbles(codes, 0), scales=jnp.asarray(steps)) if kind == "scaled" else
                       Integers(codes=nibbles(codes, 8), steps=jnp.asarray(steps, jnp.float16)))
     expected = x.astype(np.float64) @ (codes * steps.repeat(128, 1)).T
     np.testing.assert_allclose(jax.jit(multiply)(x, kernel), expected, rtol=1e-6, atol=0.1)
@@ -215,7 +215,7 @@ def test_half_precision_on_a_cpu_is_read_as_it_lies(tmp_path: Path) -> None:
     saved("llama", tmp_path)
     lm = dx.load(tmp_path, dtype="bfloat16")
     kernel = lm.params["layers"]["0"]["mlp"]["up"]["kernel"]
-    assert isinstance(kernel, ScaledChannels) and kernel.codes.dtype == jnp.bfloat16 == lm.params["embed"].dtype
+    assert isinstance(kernel, Scaled) and kernel.codes.dtype == jnp.bfloat16 == lm.params["embed"].dtype
     out = lm.model.apply(lm.params, causal(jnp.ones((1, 1), jnp.int32), jnp.zeros(1, jnp.int32)),
                          lm.model.init_cache(1, 8))
     assert out.hidden.dtype == jnp.bfloat16
@@ -225,7 +225,7 @@ def test_a_format_may_be_given_as_an_object(tmp_path: Path) -> None:
     saved("llama", tmp_path)
     _, params = load_model(tmp_path, weights=Int4(group=4))
     assert params["layers"]["0"]["mlp"]["up"]["kernel"].scales.shape[-1] > 2
-    assert isinstance(load_model(tmp_path, weights=Float8())[1]["layers"]["0"]["mlp"]["up"]["kernel"], ScaledChannels)
+    assert isinstance(load_model(tmp_path, weights=Float8())[1]["layers"]["0"]["mlp"]["up"]["kernel"], Scaled)
 
 
 def test_an_unknown_format_is_refused(tmp_path: Path) -> None:

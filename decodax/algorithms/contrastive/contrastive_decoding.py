@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from decodax.cache.wrapper import Combined
 from decodax.common.registry import FUNCTIONS
-from decodax.common.struct import Struct, struct
+from decodax.common.struct import struct
 from decodax.core.around import Readout
-from decodax.core.cache import Cache, Entries, Feature
+from decodax.core.cache import Cache, Entries
 from decodax.core.loaded import Loaded
 from decodax.core.types import CacheKind, Model, Out
 from decodax.core.window import Window
@@ -22,53 +23,17 @@ from decodax.pallas_kernels.vocabulary import cooled
 
 
 @struct
-class TwoCaches(Cache, Struct):
+class TwoCaches(Combined):
     """Caches of two models that read the same text."""
+
+    members = ("expert", "amateur")
 
     expert: Any
     amateur: Any
 
-    @property
-    def supports(self) -> frozenset[Feature]:       # type: ignore[override]
-        return self.expert.supports & self.amateur.supports
-
-    @property
-    def by_row(self) -> bool:       # type: ignore[override]
-        return self.expert.by_row and self.amateur.by_row
-
-    @property
-    def capacity(self) -> int:
-        return self.expert.capacity
-
-    @property
-    def length(self) -> Array:
-        return self.expert.length
-
-    def _each(self, f: Callable[[Any], Any]) -> TwoCaches:
-        return TwoCaches(f(self.expert), f(self.amateur))
-
     def commit(self, entries: Entries, slots: Array) -> TwoCaches:
         one, other = entries
         return TwoCaches(self.expert.commit(one, slots), self.amateur.commit(other, slots))
-
-    def select(self, rows: Array) -> TwoCaches:
-        return self._each(lambda cache: cache.select(rows))
-
-    def succeed(self, rows: Array) -> TwoCaches:
-        return self._each(lambda cache: cache.succeed(rows))
-
-    def truncate(self, length: Array) -> TwoCaches:
-        return self._each(lambda cache: cache.truncate(length))
-
-    def room(self, running: Array) -> Array | None:
-        return _least(self.expert.room(running), self.amateur.room(running))
-
-    def max_commit(self) -> Array | None:
-        return _least(self.expert.max_commit(), self.amateur.max_commit())
-
-
-def _least(a: Array | None, b: Array | None) -> Array | None:
-    return a if b is None else b if a is None else jnp.minimum(a, b)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -150,7 +150,7 @@ def setup(lm: LM, devices: Any, mesh: tuple[int, int], *, batch: int, capacity: 
 
 def there(cache: Cache, mesh: Any) -> Cache:
     """A cache by its shapes, where those of its arrays that lie in the host's memory say so: shapes as such do not."""
-    on_host = {id(x) for x in jax.tree.leaves(cache.hosted)}
+    on_host = {id(x) for x in jax.tree.leaves(cache.layout.hosted)}
 
     def one(x: Any) -> Any:
         where = NamedSharding(mesh, PartitionSpec()) if x.sharding is None else x.sharding
@@ -206,7 +206,7 @@ def count(s: Setup) -> DeviceCounts:
     read = weights - table - experts + share + tokens * c.width * item * (not c.tied)
 
     cached = local(s.state.cache) if s.algorithm.caches else 0
-    host = local(s.state.cache.hosted) if s.algorithm.caches else 0
+    host = local(s.state.cache.layout.hosted) if s.algorithm.caches else 0
     heads = c.kv_heads // across if c.kv_heads % across == 0 else c.kv_heads
     entry = (1 + c.values_of_key) * c.head_dim * item * s.rows * heads
     held = [min(s.live, layer.sliding or s.live) for _, layer in _layers(model)]

@@ -27,7 +27,8 @@ from decodax.caches.rotation import after_rotation, before_rotation, moved, rope
 from decodax.common.options import Count, Range, Whole, check_options
 from decodax.common.registry import CACHES
 from decodax.common.struct import static, struct
-from decodax.core.cache import Cache, CacheConfig, Entries, PyTree, ReadPrompt
+from decodax.core.cache import Cache, CacheConfig, Entries, PyTree
+from decodax.core.capabilities import PromptPhase, ReadPrompt
 from decodax.core.window import causal
 from decodax.pallas_kernels.window_attention import BLOCK, Bias, window_attention
 
@@ -42,7 +43,7 @@ def low_frequencies(x: Array, count: int) -> Array:
 
 
 @struct
-class FreqKVCache(KeyValues):
+class FreqKVCache(KeyValues, PromptPhase):
     """The first tokens, the compressed older ones, and the latest.
 
     Attributes:

@@ -29,7 +29,8 @@ from decodax.cache.wrapper import Wrapper
 from decodax.common.options import Count, Range, Whole, check_options
 from decodax.common.registry import CACHES
 from decodax.common.struct import Struct, static, struct
-from decodax.core.cache import Cache, CacheConfig, Entries, PyTree, ReadPrompt
+from decodax.core.cache import Cache, CacheConfig, Entries, PyTree
+from decodax.core.capabilities import PromptPhase, ReadPrompt
 from decodax.core.window import each_node
 from decodax.pallas_kernels.window_attention import BLOCK, Bias, window_attention_lse
 
@@ -125,7 +126,7 @@ def estimated(sketch: Sketch, q: Array, d: int) -> tuple[Array, Array, Array]:
 
 
 @struct
-class SubGenCache(KeyValues):
+class SubGenCache(KeyValues, PromptPhase):
     """The latest tokens, and a sketch of the older ones.
 
     Attributes:

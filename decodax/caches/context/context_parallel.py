@@ -17,25 +17,25 @@ import dataclasses
 import functools
 from typing import Any, ClassVar
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
 from decodax.cache.dense import write
-from decodax.cache.key_values import KeyValues, KVConfig, KVLayer, empty_kv, key_widths
+from decodax.cache.key_values import KeyValues, KVConfig, KVLayer, empty_kv, key_widths, own_entry
 from decodax.caches.context.ring import Keys, Mode, Partial, Queries, RingChoice, gathered, pass_kv, pass_q
 from decodax.common.axes import CONTEXT, DATA, MODEL, free_axes, shardwise
 from decodax.common.options import Count, Positive, check_options
 from decodax.common.registry import CACHES
 from decodax.common.struct import Struct, static, struct
-from decodax.core.cache import ALL, Entries, Feature, PyTree, ReadPrompt
+from decodax.core.cache import ALL, Entries, Feature, Layout, PyTree
+from decodax.core.capabilities import PromptPhase, ReadPrompt, Truncates
 from decodax.pallas_kernels.window_attention import BLOCK, Bias, window_attention, window_attention_lse
 
 
 @struct
-class Layout(Struct):
+class SlotMap(Struct):
     """The device and the slot of each position: the first positions in blocks of `2 N` pieces, the others in turn.
 
     Attributes:
@@ -84,19 +84,19 @@ class Layout(Struct):
 
 
 @struct
-class ContextParallelCache(KeyValues):
+class ContextParallelCache(KeyValues, PromptPhase, Truncates):
     """Keys and values in `N` parts of `S` slots, one for each device of the axis "context".
 
     Attributes:
         kv, given, widths: see `KeyValues`; slot `s` of part `i` is slot `i * S + s`.
         length: `i32[B]` tokens of the verified text.
-        layout: the device and the slot of each position.
+        places: the device and the slot of each position.
         size: static; largest number of tokens of a text. choice: static; whether keys or queries travel in a prompt.
     """
 
     kv: tuple[Array, ...]
     length: Array
-    layout: Layout
+    places: SlotMap
     given: PyTree = None
     widths: tuple[int, ...] = static(default=())
     size: int = static(default=0)
@@ -110,39 +110,38 @@ class ContextParallelCache(KeyValues):
 
     @property
     def parts(self) -> int:
-        return self.layout.parts
+        return self.places.parts
 
-    def specs(self) -> PyTree:
-        rows = jax.tree.map(lambda x: P(DATA), self.replace(kv=()))
-        return rows.replace(kv=tuple(P(DATA, MODEL, CONTEXT) for _ in self.kv))
+    @property
+    def layout(self) -> Layout:
+        return Layout(specs=dict(kv=tuple(P(DATA, MODEL, CONTEXT) for _ in self.kv)), order=self._order)
 
-    def order(self, width: int) -> np.ndarray | None:
-        if not self._divided or width % self.layout.block:
+    def _order(self, width: int) -> np.ndarray | None:
+        if not self._divided or width % self.places.block:
             return None
         text = np.arange(width, dtype=np.int32)
-        number = text % self.layout.block // self.layout.piece
+        number = text % self.places.block // self.places.piece
         return text[np.argsort(np.minimum(number, 2 * self.parts - 1 - number), kind="stable")]
 
     @property
     def _divided(self) -> bool:
         return bool(self.kv) and self.parts > 1 and free_axes().get(CONTEXT) == self.parts
 
-    def held(self, layout: Layout, length: Array, part: Array | None = None) -> Array:
+    def held(self, places: SlotMap, length: Array, part: Array | None = None) -> Array:
         """Returns the position in each slot of a device, or of all of them, `i32[B, 1, S]`; -1 for none."""
         slots = self.kv[0].shape[2] // self.parts
         index = jnp.arange(slots * self.parts if part is None else slots, dtype=jnp.int32)
         of = index // slots if part is None else jnp.full(slots, part, jnp.int32)
-        at = layout.position(of, index % slots)
+        at = places.position(of, index % slots)
         return jnp.where(at < length[:, None], at, -1)[:, None]
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
                bias: Bias | None = None) -> tuple[Array, PyTree]:
         options: dict[str, Any] = dict(scale=scale, sliding=sliding, softcap=softcap)
-        W, own = q.shape[1], k.shape[1] - q.shape[1]
-        entry = k[:, own:], v[:, own:]
+        W, entry = q.shape[1], own_entry(q, k, v)
         if bias is not None or not self._divided:
-            held = _only(self.held(self.layout, self.length), window.cached)
+            held = _only(self.held(self.places, self.length), window.cached)
             return window_attention(q, k, v, window.visible(), window.positions, self.kv[layer], bias=bias,
                                     slot_positions=held, key_positions=window.key_positions, **options), entry
         if window.is_prefill and window.cached is None and W % self.parts == 0:
@@ -154,9 +153,9 @@ class ContextParallelCache(KeyValues):
         the results."""
 
         def local(q: Array, k: Array, v: Array, mask: Array, at: Array, where: Array, cached: Array | None,
-                  kv: Array, length: Array, layout: Array) -> Array:
+                  kv: Array, length: Array, places: Array) -> Array:
             me = lax.axis_index(CONTEXT)
-            held = _only(self.held(self.layout.replace(fixed=layout), length, me), cached)
+            held = _only(self.held(self.places.replace(fixed=places), length, me), cached)
             out, lse = window_attention_lse(q, k, v, mask & (me == 0), at, kv, slot_positions=held,
                                             key_positions=where, **options)
             both = jnp.concatenate([out.astype(jnp.float32), lse[..., None]], -1)
@@ -166,7 +165,7 @@ class ContextParallelCache(KeyValues):
         specs = (heads, heads, heads, rows if mask.shape[0] == q.shape[0] else P(), rows, rows, rows,
                  P(DATA, MODEL, CONTEXT), rows, rows)
         return shardwise(local, specs, heads, q, k, v, mask, window.positions, window.key_positions, window.cached,
-                         self.kv[layer], self.length, self.layout.fixed, whole=True)
+                         self.kv[layer], self.length, self.places.fixed, whole=True)
 
     def _ring(self, layer: int, q: Array, k: Array, v: Array, window: Any, options: dict[str, Any]) -> Array:
         W, parts = q.shape[1], self.parts
@@ -174,12 +173,12 @@ class ContextParallelCache(KeyValues):
         step = min(slots, BLOCK)
         # the same on all devices, whatever rows they have: all have to take equally many turns, in the same way
         longest = self.length.max()
-        blocks = -(-jnp.where(longest > 0, jnp.minimum(longest // parts + 2 * self.layout.piece + 1, slots), 0) // step)
+        blocks = -(-jnp.where(longest > 0, jnp.minimum(longest // parts + 2 * self.places.piece + 1, slots), 0) // step)
         kind = self.choice.passes_kv(W, longest, parts, q.shape[2], k.shape[2], self.kv[layer].dtype.itemsize)
 
         def local(q: Array, k: Array, v: Array, at: Array, live: Array, kv: Array, length: Array, fixed: Array,
                   blocks: Array, kind: Array | bool) -> Array:
-            held = self.held(self.layout.replace(fixed=fixed), length, lax.axis_index(CONTEXT))
+            held = self.held(self.places.replace(fixed=fixed), length, lax.axis_index(CONTEXT))
             queries, keys = Queries(q, at), Keys(k, v, jnp.where(live, at, -1))
 
             def cached(i: Array) -> Keys:
@@ -204,7 +203,7 @@ class ContextParallelCache(KeyValues):
 
         nodes, chunk, rows = P(DATA, CONTEXT, MODEL), P(DATA, CONTEXT), P(DATA)
         specs = nodes, nodes, nodes, chunk, chunk, P(DATA, MODEL, CONTEXT), rows, rows, P()
-        given = (q, k, v, window.positions, window.live, self.kv[layer], self.length, self.layout.fixed, blocks)
+        given = (q, k, v, window.positions, window.live, self.kv[layer], self.length, self.places.fixed, blocks)
         if isinstance(kind, bool):
             return shardwise(functools.partial(local, kind=kind), specs, nodes, *given, whole=True)
         return shardwise(local, (*specs, P()), nodes, *given, kind, whole=True)
@@ -212,7 +211,7 @@ class ContextParallelCache(KeyValues):
     def commit(self, entries: Entries, slots: Array) -> ContextParallelCache:
         if not self.kv:
             return self
-        own, to = self.layout.part(slots), jnp.where(slots >= 0, self.layout.slot(slots), -1)
+        own, to = self.places.part(slots), jnp.where(slots >= 0, self.places.slot(slots), -1)
         put = self._put(own, to, slots.shape[1])
         kv = tuple(put(held, jnp.concatenate(entry, -1)) for held, entry in zip(self.kv, entries, strict=True))
         return self.replace(kv=kv, length=jnp.maximum(self.length, slots.max(1) + 1))
@@ -226,7 +225,7 @@ class ContextParallelCache(KeyValues):
         def all_nodes(held: Array, new: Array, own: Array, to: Array) -> Array:
             return write(held, new, jnp.where(own == lax.axis_index(CONTEXT), to, -1))
 
-        if self.order(width) is None:
+        if self._order(width) is None:
             return lambda held, new: shardwise(all_nodes, (kept, heads, P(DATA), P(DATA)), kept, held, new, own, to,
                                                whole=True)
         # most nodes were computed on the device where they belong. A loop of one trip or none, since XLA copies the
@@ -250,7 +249,7 @@ class ContextParallelCache(KeyValues):
         return self.replace(length=jnp.minimum(self.length, length))
 
     def finish_prefill(self, prompt: ReadPrompt) -> ContextParallelCache:
-        return self.replace(layout=self.layout.replace(fixed=self.length))
+        return self.replace(places=self.places.replace(fixed=self.length))
 
 
 def _only(held: Array, cached: Array | None) -> Array:
@@ -295,5 +294,5 @@ class ContextParallelConfig(KVConfig):
         slots = slots if slots <= BLOCK else -(-slots // BLOCK) * BLOCK
         return ContextParallelCache(
             kv=empty_kv(shapes, batch, slots * parts, dtype), length=jnp.zeros(batch, jnp.int32), given=inputs,
-            layout=Layout(fixed=jnp.full(batch, size, jnp.int32), parts=parts, piece=piece), size=size,
+            places=SlotMap(fixed=jnp.full(batch, size, jnp.int32), parts=parts, piece=piece), size=size,
             widths=key_widths(shapes), choice=RingChoice(self.mode, self.flops, self.bandwidth))

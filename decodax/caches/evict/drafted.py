@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from decodax.core.around import Readout
-from decodax.core.cache import Cache, CacheConfig, PyTree, ReadPrompt
+from decodax.core.cache import Cache, CacheConfig, PyTree
+from decodax.core.capabilities import ReadPrompt
 from decodax.core.loaded import Loaded, network_of
 from decodax.core.resized import Resized
 from decodax.core.types import Model, Out

@@ -29,7 +29,8 @@ from decodax.caches.evict.scores import Gathered, Taken, TokenScore
 from decodax.caches.evict.selection import Budget, Selection, tables
 from decodax.common.sizes import in_bytes
 from decodax.common.struct import static, struct
-from decodax.core.cache import Cache, CacheConfig, Draftable, Entries, PyTree, ReadPrompt
+from decodax.core.cache import Cache, CacheConfig, Entries, PyTree
+from decodax.core.capabilities import Draftable, PromptPhase, ReadPrompt
 from decodax.pallas_kernels.window_attention import BLOCK, Bias, merge, window_attention, window_attention_lse
 
 TAKES = "a number of tokens from 1, a share of the text between 0 and 1, or bytes as '64MB'; or one of the first two " \
@@ -38,7 +39,7 @@ TAKES = "a number of tokens from 1, a share of the text between 0 and 1, or byte
 
 
 @struct
-class Evicting(KeyValues):
+class Evicting(KeyValues, PromptPhase):
     """Keys and values of the tokens that stay. The slots of each head are in the order of positions, without gaps.
 
     Attributes:

@@ -22,7 +22,7 @@ from decodax.caches.evict.selection import Budget, Top
 from decodax.caches.evict.snapkv import Pooling, WindowAttention, pooled
 from decodax.common.options import Count, Whole
 from decodax.common.registry import CACHES
-from decodax.core.cache import ReadPrompt
+from decodax.core.capabilities import ReadPrompt
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,7 +22,8 @@ from decodax.caches.quantize.quantized import QuantizedCache, QuantizedConfig
 from decodax.common.options import Count
 from decodax.common.registry import CACHES
 from decodax.common.struct import static, struct
-from decodax.core.cache import Cache, CacheConfig, PyTree, ReadPrompt
+from decodax.core.cache import Cache, CacheConfig, PyTree
+from decodax.core.capabilities import ReadPrompt
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,7 @@ from jax import Array
 from decodax.cache.key_values import KVLayer
 from decodax.common.options import check_options
 from decodax.common.struct import Struct, static, struct
-from decodax.core.cache import ReadPrompt
+from decodax.core.capabilities import ReadPrompt
 
 
 @struct

@@ -22,7 +22,7 @@ from decodax.caches.evict.selection import Budget, Top
 from decodax.caches.evict.snapkv import Pooling, check_odd, pooled
 from decodax.common.options import Count
 from decodax.common.registry import CACHES
-from decodax.core.cache import ReadPrompt
+from decodax.core.capabilities import ReadPrompt
 from decodax.core.window import causal
 
 

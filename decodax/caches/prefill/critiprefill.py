@@ -30,7 +30,8 @@ from decodax.caches.sparse.reading import gathered
 from decodax.common.options import Count, Share, Whole
 from decodax.common.registry import CACHES
 from decodax.common.struct import struct
-from decodax.core.cache import Cache, PyTree, ReadPrompt
+from decodax.core.cache import Cache, PyTree
+from decodax.core.capabilities import ReadPrompt
 from decodax.pallas_kernels.window_attention import window_attention
 
 

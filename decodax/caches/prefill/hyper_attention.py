@@ -37,7 +37,8 @@ from decodax.caches.prefill.whole_prompt import (
 from decodax.common.options import Count, Range, Whole
 from decodax.common.registry import CACHES
 from decodax.common.struct import struct
-from decodax.core.cache import Cache, PyTree, ReadPrompt
+from decodax.core.cache import Cache, PyTree
+from decodax.core.capabilities import ReadPrompt
 from decodax.pallas_kernels.window_attention import BLOCK, merge, prefix_attention, window_attention_lse
 
 Part = tuple[Array, Array]

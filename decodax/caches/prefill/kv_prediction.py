@@ -32,7 +32,8 @@ from decodax.caches.rotation import rotated, turned
 from decodax.caches.shapes import layers_of
 from decodax.common.registry import CACHES
 from decodax.common.struct import Struct, static, struct
-from decodax.core.cache import Cache, CacheConfig, Feature, PyTree, ReadPrompt
+from decodax.core.cache import Cache, CacheConfig, Feature, PyTree
+from decodax.core.capabilities import ReadPrompt
 from decodax.core.loaded import Loaded
 from decodax.core.types import Model
 from decodax.core.window import causal

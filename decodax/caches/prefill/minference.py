@@ -37,7 +37,8 @@ from decodax.common.axes import DATA, MODEL, shardwise
 from decodax.common.options import Count, Whole
 from decodax.common.registry import CACHES
 from decodax.common.struct import struct
-from decodax.core.cache import Cache, PyTree, ReadPrompt
+from decodax.core.cache import Cache, PyTree
+from decodax.core.capabilities import ReadPrompt
 from decodax.pallas_kernels.window_attention import FixedBias, window_attention
 
 HeadSizes = tuple[tuple[tuple[int, int, int], ...], ...]

@@ -24,7 +24,8 @@ from decodax.caches.evict.evicting import Evicting, Eviction
 from decodax.caches.evict.scores import TokenScore
 from decodax.caches.evict.selection import Budget, Top, best, kept
 from decodax.common.struct import static, struct
-from decodax.core.cache import Cache, CacheConfig, Entries, PyTree, ReadPrompt
+from decodax.core.cache import Cache, CacheConfig, Entries, PyTree
+from decodax.core.capabilities import ReadPrompt
 from decodax.core.window import Window
 from decodax.models.transformer import Transformer
 from decodax.pallas_kernels.window_attention import window_attention
@@ -158,13 +159,13 @@ class ReadInPart(Wrapper):
     kind: Propagation = static()
 
     @property
-    def reads(self) -> int | None:
+    def layers_read(self) -> int | None:
         return len(self.base.shapes)
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, **options: Any) -> tuple[Array, PyTree]:
         if layer >= len(self.base.shapes):
-            raise ValueError(f"cache: {self.kind.name} has prompts stop after {self.reads} layers, and this model "
-                             "goes on with them; takes a model that stops, with no other cache beside this one")
+            raise ValueError(f"cache: {self.kind.name} has prompts stop after {self.layers_read} layers, and this "
+                             "model goes on with them; takes a model that stops, with no other cache beside this one")
         return self.base.attend(layer, q, k, v, window, **options)
 
     def commit(self, entries: Entries, slots: Array) -> ReadInPart:

@@ -25,7 +25,8 @@ from decodax.caches.prefill.whole_prompt import ReadAtOnce, padded, segment
 from decodax.common.options import Count, Range, Whole
 from decodax.common.registry import CACHES
 from decodax.common.struct import static, struct
-from decodax.core.cache import Cache, Entries, PyTree, ReadPrompt
+from decodax.core.cache import Cache, Entries, PyTree
+from decodax.core.capabilities import ReadPrompt
 
 
 def smallest(keys: Array, number: int) -> Array:

@@ -28,7 +28,8 @@ from decodax.caches.prefill.whole_prompt import AskingDense, ReadAtOnce
 from decodax.common.options import Count
 from decodax.common.registry import CACHES
 from decodax.common.struct import static, struct
-from decodax.core.cache import Cache, CacheConfig, Entries, Feature, PyTree, ReadPrompt
+from decodax.core.cache import Cache, CacheConfig, Entries, Feature, PyTree
+from decodax.core.capabilities import ReadPrompt
 from decodax.core.loaded import Loaded
 from decodax.core.window import Window, causal
 from decodax.pallas_kernels.window_attention import BLOCK

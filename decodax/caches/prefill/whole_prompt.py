@@ -18,12 +18,13 @@ from decodax.cache.key_values import KVLayer
 from decodax.cache.wrapper import Wrapper
 from decodax.caches.configs import PaperConfig
 from decodax.common.struct import static, struct
-from decodax.core.cache import Cache, Entries, PyTree, ReadPrompt
+from decodax.core.cache import Cache, Entries, PyTree
+from decodax.core.capabilities import PromptPhase, ReadPrompt
 from decodax.core.types import Out
 from decodax.core.window import Window, causal
 
 
-class ReadAtOnce(Cache):
+class ReadAtOnce(PromptPhase):
     """Base of caches that read a prompt when it is known as a whole."""
 
     def prefill_cache(self) -> Cache:
@@ -36,7 +37,7 @@ class ReadAtOnce(Cache):
 
 
 @struct
-class Collected(Cache):
+class Collected(PromptPhase):
     """A stand-in while a prompt comes in: counts its tokens.
 
     Attributes:
@@ -55,7 +56,7 @@ class Collected(Cache):
         return self.into.inputs
 
     @property
-    def reads(self) -> int | None:
+    def layers_read(self) -> int | None:
         return 0
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, **options: Any) -> tuple[Array, PyTree]:
@@ -99,7 +100,7 @@ class WholePromptReader:
 
     def __init__(self, base: Any):
         self.base = base
-        self.inputs, self.reads, self.capacity = base.inputs, None, base.capacity
+        self.inputs, self.capacity = base.inputs, base.capacity
 
 
 @struct

@@ -1,10 +1,10 @@
-"""Prefixes in files ("CacheGen: KV Cache Compression and Streaming for Fast Large Language Model Serving", Liu et al.,
-2024): its codec; what it decides by the bandwidth of a network is not here.
+"""CacheGen: saves prefixes in compressed files ("CacheGen: KV Cache Compression and Streaming for Fast Large Language
+Model Serving", Liu et al., 2024). Only its codec is here, not its choice of a level by the bandwidth of a network.
 
-Neighbouring tokens have similar keys and values. Of each `group` tokens the first is an anchor, kept in 8 bits; of the
-others the differences from it are kept, in steps that are coarser in deeper layers, which matter less. The steps of a
-channel are multiples of the standard deviation of its differences, and their numbers are written with as many bits as
-their frequency in their channel of their layer says.
+Neighbouring tokens have similar keys and values. The first of each `group` tokens is an anchor, in 8 bits. Of the other
+tokens the differences from their anchor are quantized, with steps that are coarser in deeper layers, which matter less.
+The step of a channel is a multiple of the standard deviation of its differences. The codes are entropy coded with the
+frequencies of their channel and layer.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from decodax.caches.prefix.prefix import Prefix
 VERSION = 1
 
 LARGEST = (1 << 15) - 1
-"""Steps of a difference, so that with its sign it fits 16 bits."""
+"""Largest number of steps of a difference, so that with its sign it fits 16 bits."""
 
 
 @dataclasses.dataclass(frozen=True)
 class CacheGen:
-    """How prefixes are written.
+    """A codec of prefixes.
 
     Attributes:
-        group: tokens of which the first is an anchor.
-        steps: of differences, in standard deviations, for the first third of the layers, the second and the last.
-        most: the largest number of steps of a difference, up to 32,767; beyond it differences are cut.
+        group: number of tokens that share an anchor, their first.
+        steps: of differences, in standard deviations, in the first third of the layers, the second and the last.
+        most: largest number of steps of a difference, up to 32,767; larger differences are clipped.
     """
 
     group: int = 10
@@ -48,7 +48,7 @@ class CacheGen:
                              f"three numbers above 0, and 1 to {LARGEST}")
 
     def save(self, prefix: Prefix, file: str | os.PathLike[str] | io.BufferedIOBase) -> None:
-        """Writes a prefix into a file, which `load_prefix` reads."""
+        """Saves a prefix to a file, which `load_prefix` reads."""
         depth = len(prefix.kv)
         parts: dict[str, np.ndarray] = {}
         for layer, kv in enumerate(prefix.kv):
@@ -61,10 +61,10 @@ class CacheGen:
                  begin=np.array(prefix.begin), **parts)       # type: ignore[arg-type]
 
     def _layer(self, x: np.ndarray, step: float) -> dict[str, np.ndarray]:
-        """The parts of `f32[T, C]`."""
+        """Encodes a layer, `f32[T, C]`."""
         codes, scales = anchors(x[::self.group])
-        behind, of = others(len(x), self.group)
-        apart = x[behind] - (codes * scales[:, None])[of]
+        rest, of = others(len(x), self.group)
+        apart = x[rest] - (codes * scales[:, None])[of]
         sizes = (step * apart.std(0) if len(apart) else np.zeros(x.shape[1])).astype(np.float32)
         numbers = np.clip(np.round(apart / np.where(sizes > 0, sizes, 1)), -self.most, self.most).astype(np.int64)
         low = numbers.min(0, initial=0)
@@ -76,20 +76,20 @@ class CacheGen:
 
 
 def anchors(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """`i8[n, C]` and `f32[n]`: tokens `f32[n, C]` in 8 bits, by the largest number of each."""
+    """Quantizes tokens `f32[n, C]` to 8 bits, scaled by the largest number of each: `i8[n, C]` and `f32[n]`."""
     scales = (np.abs(x).max(1, initial=0) / 127).astype(np.float32)
     return np.round(x / np.where(scales > 0, scales, 1)[:, None]).astype(np.int8), scales
 
 
 def others(length: int, group: int) -> tuple[np.ndarray, np.ndarray]:
-    """Which tokens are no anchors, and the number of the anchor of each."""
+    """Returns the indices of tokens that are no anchors, and the number of the anchor of each."""
     at = np.arange(length)
-    behind = at[at % group > 0]
-    return behind, behind // group
+    rest = at[at % group > 0]
+    return rest, rest // group
 
 
 def save_prefix(prefix: Prefix, file: Any, group: int = 10, steps: Sequence[float] = (0.5, 1.0, 1.5)) -> None:
-    """Writes a prefix into a file in CacheGen's form; see `CacheGen`.
+    """Saves a prefix to a file in CacheGen's format; see `CacheGen`.
 
     Args:
         file: a path, or a binary file that is open for writing.
@@ -104,7 +104,7 @@ def load_prefix(file: Any) -> Prefix:
         file: a path, or a binary file that is open for reading.
 
     Raises:
-        ValueError: a file that is none, or that has been cut.
+        ValueError: the file is no prefix, or has been cut.
     """
     try:
         with np.load(file) as parts:
@@ -122,10 +122,10 @@ def load_prefix(file: Any) -> Prefix:
 
 def _restored(own: dict[str, np.ndarray], group: int) -> np.ndarray:
     G, T, w = own["shape"]
-    behind, of = others(T, group)
+    rest, of = others(T, group)
     first = own["anchors"] * own["scales"][:, None]
-    numbers = decoded(own["state"], own["words"], from_16_bits(own["share"]), len(behind)) + own["low"]
+    numbers = decoded(own["state"], own["words"], from_16_bits(own["share"]), len(rest)) + own["low"]
     x = np.empty((T, G * w), np.float32)
     x[::group] = first
-    x[behind] = first[of] + numbers * own["sizes"]
+    x[rest] = first[of] + numbers * own["sizes"]
     return x.reshape(T, G, w).swapaxes(0, 1).astype(jnp.dtype(str(own["dtype"])))

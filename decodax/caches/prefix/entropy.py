@@ -1,16 +1,18 @@
-"""Entropy coding of many streams of small numbers side by side, by asymmetric numeral systems (Duda, 2009): each number
-takes as many bits as its frequency in its stream says, as with arithmetic coding."""
+"""Entropy coding of many parallel streams of small numbers, by asymmetric numeral systems (Duda, 2009). The length of a
+code follows from the frequency of the number in its stream, as in arithmetic coding."""
 
 from __future__ import annotations
 
 import numpy as np
 
 WHOLE = 1 << 16
-"""What the frequencies of a stream add up to."""
+"""Sum of the frequencies of a stream."""
 
 
 def frequencies(symbols: np.ndarray, count: int) -> np.ndarray:
-    """`i64[C, count]` of the symbols `[T, C]` below `count` of each stream: what occurs has 1 or more, of `WHOLE`.
+    """Returns the frequencies of symbols `[T, C]` below `count` in each stream, `i64[C, count]`, which sum to `WHOLE`.
+
+    A symbol that occurs has a frequency of at least 1.
 
     Raises:
         ValueError: more symbols in a stream than `WHOLE`.
@@ -23,26 +25,26 @@ def frequencies(symbols: np.ndarray, count: int) -> np.ndarray:
     kinds = (seen > 0).sum(1)
     if (most := max(kinds, default=0)) > WHOLE:
         raise ValueError(f"symbols: got {most} in a stream, takes at most {WHOLE}")
-    # one for each that occurs, and of the rest by how often; what rounding leaves over goes to the most frequent one
+    # one for each symbol that occurs, and the rest in proportion; the rounding error goes to the most frequent symbol
     share = (seen > 0) + seen * (WHOLE - kinds)[:, None] // T
     share[np.arange(C), seen.argmax(1)] += WHOLE - share.sum(1)
     return share
 
 
 def in_16_bits(share: np.ndarray) -> np.ndarray:
-    """`u16[C, count]` of frequencies. A symbol that is alone in its stream has `WHOLE`, which does not fit. It is
-    written as `WHOLE - 1`: the sum of its stream tells it from a symbol with that frequency (`from_16_bits`)."""
+    """Converts frequencies to `u16[C, count]`. If a stream has only one symbol, its frequency `WHOLE` does not fit, and
+    is written as `WHOLE - 1`. The sum of the stream tells it from a symbol with that frequency (`from_16_bits`)."""
     return (share - (share == WHOLE)).astype(np.uint16)
 
 
 def from_16_bits(stored: np.ndarray) -> np.ndarray:
-    """The frequencies `i64[C, count]` that `in_16_bits` was given."""
+    """The inverse of `in_16_bits`: `i64[C, count]`."""
     share = stored.astype(np.int64)
     return share + ((share == WHOLE - 1) & (share.sum(1, keepdims=True) == WHOLE - 1))
 
 
 def encoded(symbols: np.ndarray, share: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Symbols `[T, C]` of `C` streams, by frequencies of `frequencies`.
+    """Encodes symbols `[T, C]` of `C` streams with their `frequencies`.
 
     Returns:
         `u32[C]` states, and `u16[n]` words, which `decoded` takes.
@@ -60,10 +62,10 @@ def encoded(symbols: np.ndarray, share: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 
 def decoded(state: np.ndarray, words: np.ndarray, share: np.ndarray, length: int) -> np.ndarray:
-    """The symbols `i64[length, C]`.
+    """The inverse of `encoded`: `i64[length, C]`.
 
     Raises:
-        ValueError: words that end too early, or that are too many.
+        ValueError: too few words, or too many.
     """
     C = len(share)
     each, ends = np.arange(C), np.cumsum(share, 1)

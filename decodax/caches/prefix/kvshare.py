@@ -1,15 +1,13 @@
-"""Keys and values that were computed in another text and are computed anew while decoding, a few tokens a step: the
-second stage of KVShare ("KVShare: An LLM Service System with Efficient and Effective Multi-Tenant KV Cache Reuse", Yang
-et al., 2025).
+"""KVShare, second stage: reused keys and values are recomputed while decoding, a few tokens a step ("KVShare: An LLM
+Service System with Efficient and Effective Multi-Tenant KV Cache Reuse", Yang et al., 2025).
 
-The context is a text that `decodax.caches.blended` put together with `score="kvshare"`, its first stage. Each token
-that is decoded attends to those whose keys and values were reused as they were. What it gives them, in the layer where
-their values were compared, is added to the attention that they have received; the `tokens` ones with the most attention
-times change of their values are computed anew, from everything before them, before the next token reads. When there are
-none left, the cache is a dense one.
+The context is a text that `decodax.caches.blended` joined with `score="kvshare"`, the first stage. Attention of each
+decoded token to reused tokens, in the layer where their values were compared, is added to the attention that they have
+received before. The `tokens` tokens with the largest product of attention and change of their values are recomputed,
+from all tokens before them, before the next token is decoded. When none are left, the cache is a dense one.
 
-What is held depends on each token, so a round commits one as long as tokens are left to compute anew. Any draft goes
-with it, and gains nothing until then.
+The cache changes after each token, so a round commits one token as long as some are left to recompute. Any draft works,
+but gains nothing until then.
 """
 
 from __future__ import annotations
@@ -23,22 +21,23 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from decodax.cache.dense import Dense, write
-from decodax.cache.key_values import KeyValues, KVLayer, empty_kv, key_widths
+from decodax.cache.key_values import KeyValues, KVConfig, KVLayer, empty_kv, key_widths, own_entry
 from decodax.cache.wrapper import Wrapper
 from decodax.common.struct import static, struct
-from decodax.core.cache import Cache, CacheConfig, Entries, PyTree, ReadPrompt
+from decodax.core.cache import Cache, Entries, PyTree
+from decodax.core.capabilities import LoadsPrefix, PromptPhase, ReadPrompt, Refreshes
 from decodax.core.window import Window, each_node
 from decodax.pallas_kernels.window_attention import Bias, slot_weights, window_attention, window_attention_lse
 
 
 @struct
-class KVShareCache(KeyValues):
+class KVShareCache(KeyValues, PromptPhase, Refreshes):
     """Everything, in the order of positions, and what is known of the tokens that were reused.
 
     Attributes:
         kv, given, widths: see `KeyValues`.
-        attention, change: `f32[B, S]`, as in `Reuse`; tokens with a change above 0 are still to be computed anew.
-        asked: `bool[B]`, rows with a token that has attended since some were computed anew.
+        attention, change: `f32[B, S]`, as in `PrefixReuse`; tokens with a change above 0 are still to be recomputed.
+        asked: `bool[B]`, rows with a token that has attended since the last recomputation.
         length: `i32[B]`. kind: static.
     """
 
@@ -55,7 +54,7 @@ class KVShareCache(KeyValues):
 
     @property
     def left(self) -> Array:
-        """`bool[B]`: rows with tokens that are still to be computed anew."""
+        """`bool[B]`: rows with tokens that are still to be recomputed."""
         return (self.change > 0).any(1)
 
     def max_commit(self) -> Array | None:
@@ -67,18 +66,17 @@ class KVShareCache(KeyValues):
     def prefill_cache(self) -> Cache:
         if not self.kv:
             return self
-        # `+ 0`: the state is donated, and no array may stand in it twice
+        # `+ 0`: the state is donated, and no array may be in it twice
         whole = Dense(kv=self.kv, length=self.length + 0, given=self.given, widths=self.widths)
         return PromptToRepair(base=whole, into=self.replace(kv=()))
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
                bias: Bias | None = None) -> tuple[Array, PyTree]:
-        own = k.shape[1] - q.shape[1]
         out, lse = window_attention_lse(q, k, v, window.visible(), window.positions, self.kv[layer], self.length,
                                         scale=scale, sliding=sliding, softcap=softcap, bias=bias,
                                         key_positions=window.key_positions)
-        entry = k[:, own:], v[:, own:]
+        entry = own_entry(q, k, v)
         if layer != self.kind.check:
             return out, entry
         if bias is not None:
@@ -91,7 +89,7 @@ class KVShareCache(KeyValues):
 
     def _weights(self, layer: int, q: Array, lse: Array, at: Array, scale: float, sliding: int | None,
                  softcap: float | None) -> Array:
-        """`f32[B, W, S]`: what each node gives to each token, in the mean over heads."""
+        """Returns the attention of each node to each token, the mean over heads, `f32[B, W, S]`."""
         one = lambda q, lse, at: slot_weights(q[:, None], lse[:, None], at[:, None], self.kv[layer], self.length,
                                               scale=scale, sliding=sliding, softcap=softcap).sum(1) / q.shape[1]
         weights: Array = each_node(one, q, lse, at)
@@ -103,7 +101,7 @@ class KVShareCache(KeyValues):
         kv = tuple(write(held, jnp.concatenate(entry[:2], -1), slots)
                    for held, entry in zip(self.kv, entries, strict=True))
         took = slots >= 0
-        # of rows that commit more than one there is nothing left to compute anew
+        # rows that commit more than one token have none left to recompute
         given = jnp.where(took[..., None], entries[self.kind.check][2], 0).sum(1)
         attention = jnp.where(took.any(1)[:, None], self.kind.past * self.attention + given, self.attention)
         return self.replace(kv=kv, attention=attention, asked=self.asked | took.any(1),
@@ -122,7 +120,7 @@ class KVShareCache(KeyValues):
         fine = live & jnp.isfinite(out.hidden).all(-1)
         put = held.replace(at=jnp.where(fine, at, -1))
         kv = tuple(put.over(layer, *entry) for layer, entry in enumerate(out.entries))
-        # what is not finite is not tried again
+        # tokens that are not finite are not tried again
         done = jax.vmap(lambda change, at: change.at[at].set(0, mode="drop"))(
             self.change, jnp.where(live, at, self.capacity))
         return self.replace(kv=kv, change=done, asked=self.asked & ~rows)
@@ -130,11 +128,10 @@ class KVShareCache(KeyValues):
 
 @struct
 class Replacing(KeyValues):
-    """A text of which some tokens are computed anew, each from all tokens before it, and those among them that are
-    computed with it.
+    """A text of which some tokens are recomputed, each from all tokens before it, with recomputed ones among them.
 
     Attributes:
-        kv, given, widths: see `KeyValues`. at: `i32[B, W]`, where the window's nodes stand; -1: nowhere.
+        kv, given, widths: see `KeyValues`. at: `i32[B, W]`, positions of the window's nodes; -1: none.
         length: `i32[B]`.
     """
 
@@ -145,13 +142,13 @@ class Replacing(KeyValues):
     widths: tuple[int, ...] = static()
 
     def over(self, layer: int, k: Array, v: Array) -> Array:
-        """The keys and values of a layer with those of the window's nodes."""
+        """Returns the keys and values of a layer, with those of the window's nodes in their places."""
         return write(self.kv[layer], jnp.concatenate([k, v], -1), self.at)
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
                bias: Bias | None = None) -> tuple[Array, PyTree]:
-        n, d = self.at.shape[1], self.widths[layer]     # nodes behind the window's are copies that leave no entries
+        n, d = self.at.shape[1], self.widths[layer]     # nodes after the window's are copies that leave no entries
         new = self.over(layer, k[:, :n], v[:, :n]).swapaxes(1, 2)
         slots = jnp.arange(self.capacity, dtype=jnp.int32)
         seen = (slots <= window.positions[..., None]) & (slots < self.length[:, None, None])
@@ -161,11 +158,11 @@ class Replacing(KeyValues):
         return out, (k, v)
 
     def commit(self, entries: Entries, slots: Array) -> Replacing:
-        raise NotImplementedError("tokens that are computed anew are written by the cache that asked for them")
+        raise NotImplementedError("recomputed tokens are written by the cache that asked for them")
 
 
 @struct
-class PromptToRepair(Wrapper):
+class PromptToRepair(Wrapper, LoadsPrefix):
     """A text that is read or brought, and what holds it then, without its keys and values."""
 
     base: Dense
@@ -174,24 +171,27 @@ class PromptToRepair(Wrapper):
     def finish_prefill(self, prompt: ReadPrompt) -> Cache:     # type: ignore[override]
         return self.into.replace(kv=self.base.kv, length=self.base.length)
 
-    def load_prefix(self, kv: Sequence[Array], length: Array) -> PromptToRepair:
-        return self.replace(base=self.base.load_prefix(kv, length))
-
-    def reusing(self, attention: Array, change: Array) -> PromptToRepair:
-        put = lambda old, new: lax.dynamic_update_slice_in_dim(old, new, 0, 1)
-        return self.replace(into=self.into.replace(attention=put(self.into.attention, attention),
-                                                   change=put(self.into.change, change)))
+    def load_prefix(self, kv: Sequence[Array], length: Array,
+                    reuse: tuple[Array, Array] | None = None) -> PromptToRepair:
+        base, into = self.base.load_prefix(kv, length), self.into
+        if reuse is not None:
+            put = lambda old, new: lax.dynamic_update_slice_in_dim(old, new, 0, 1)
+            into = into.replace(attention=put(into.attention, reuse[0]), change=put(into.change, reuse[1]))
+        return self.replace(base=base, into=into)
 
 
 @dataclasses.dataclass(frozen=True)
-class KVShareConfig(CacheConfig):
-    """A `KVShareCache` cache.
+class KVShareConfig(KVConfig):
+    """Recomputes reused keys and values while decoding.
+
+    For a `context` that `decodax.caches.blended` joined with `score="kvshare"`: the text after it comes nearer to what
+    plain decoding gives.
 
     Attributes:
-        tokens: how many are computed anew behind each token. check: the layer where values were compared, as in
-            `decodax.caches.blended`.
-        past: by how much the attention that tokens have received so far counts when the next one attends; 1: they are
-            added up from the first token of the text on; 0: the newest one alone decides.
+        tokens: number of tokens that are recomputed after each decoded token.
+        check: layer where values were compared, as in `decodax.caches.blended`.
+        past: factor of the attention received so far when the next token attends. 1: attention is summed over all
+            tokens of the text; 0: the newest one alone counts.
     """
 
     tokens: int = 3
@@ -204,13 +204,10 @@ class KVShareConfig(CacheConfig):
         if not 0 <= self.past <= 1:
             raise ValueError(f"past: got {self.past!r}, takes 0 to 1")
 
-    def __call__(self, layers: Sequence[tuple[Any, ...]], batch: int, capacity: int, dtype: jax.typing.DTypeLike,
-                 inputs: PyTree = None) -> Cache:
-        shapes = tuple(KVLayer(*layer) for layer in layers) if capacity else ()
+    def empty(self, shapes: tuple[KVLayer, ...], batch: int, size: int, dtype: Any, inputs: PyTree) -> Cache:
         if shapes and self.check >= len(shapes):
             raise ValueError(f"check: got {self.check}, takes one of {len(shapes)} layers")
-        size = capacity if shapes else 0
-        return KVShareCache(kv=empty_kv(shapes, batch, capacity, dtype),
-                            attention=jnp.zeros((batch, size), jnp.float32),
-                            change=jnp.zeros((batch, size), jnp.float32), asked=jnp.zeros(batch, bool),
-                            length=jnp.zeros(batch, jnp.int32), given=inputs, widths=key_widths(shapes), kind=self)
+        zeros = lambda of: jnp.zeros((batch, size), of)
+        return KVShareCache(kv=empty_kv(shapes, batch, size, dtype), attention=zeros(jnp.float32),
+                            change=zeros(jnp.float32), asked=jnp.zeros(batch, bool), given=inputs, kind=self,
+                            length=jnp.zeros(batch, jnp.int32), widths=key_widths(shapes))

@@ -29,7 +29,8 @@ from decodax.caches.quantize.quantized import QuantizedConfig
 from decodax.caches.rotation import after_rotation, before_rotation
 from decodax.common.options import Count, Whole
 from decodax.common.registry import CACHES
-from decodax.core.cache import PyTree, ReadPrompt
+from decodax.core.cache import PyTree
+from decodax.core.capabilities import ReadPrompt
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Predictors:
     first: Constant
 
 
-def affine(x: Array, weights: Array) -> Array:
+def affine(x: Any, weights: Any) -> Any:
     """Applies a map `f[c + 1, c']`, with its bias in the last row, to `f[n, c]`."""
     return x @ weights[:-1] + weights[-1]
 
@@ -171,7 +172,7 @@ class AQUAKVCodec(Codec):
         assert below is not None
         keys, values = (split_heads(x, shape.heads) for x in below)
         whole = jnp.concatenate([after_rotation(shape, keys, span.start), values], -1)
-        return span.study.put(whole, span.start)
+        return span.study.put(whole, span.start) if self.sinks else whole
 
     def study(self, shapes: Sequence[KVLayer], kv: Sequence[Array], length: Array, gathered: Sequence[PyTree],
               prompt: ReadPrompt | None) -> Sequence[WholeTokens]:

@@ -16,7 +16,7 @@ from jax import Array
 
 from decodax.cache.key_values import KVLayer
 from decodax.common.struct import Struct, static, struct
-from decodax.core.cache import ReadPrompt
+from decodax.core.capabilities import ReadPrompt
 
 PyTree = Any
 

@@ -22,7 +22,8 @@ from decodax.caches.quantize.codecs import Codec, Span, WholeTokens, join_heads,
 from decodax.caches.quantize.quantized import QuantizedConfig
 from decodax.common.options import Count, Whole
 from decodax.common.registry import CACHES
-from decodax.core.cache import PyTree, ReadPrompt
+from decodax.core.cache import PyTree
+from decodax.core.capabilities import ReadPrompt
 
 
 def sparsified(factors: np.ndarray, ratio: float, align: int) -> np.ndarray:

@@ -19,13 +19,14 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from decodax.cache import Dense, KVLayer, Wrapper, dense
-from decodax.cache.key_values import empty_kv
-from decodax.cache.tail import Tail, TailConfig, own_entry
+from decodax.cache.key_values import empty_kv, own_entry
+from decodax.cache.tail import Tail, TailConfig
 from decodax.caches.quantize.quantized import WHOLE_PROMPT
 from decodax.common.options import Share, Whole, check_options
 from decodax.common.registry import CACHES
 from decodax.common.struct import Struct, static, struct
-from decodax.core.cache import Cache, PyTree, ReadPrompt
+from decodax.core.cache import Cache, PyTree
+from decodax.core.capabilities import LoadsPrefix, PromptPhase, ReadPrompt
 from decodax.pallas_kernels.window_attention import Bias, merge, prefix_attention
 
 
@@ -81,7 +82,7 @@ def merged(earlier: Array, later: Array, length: Array, interpolation: float, mo
 
 
 @struct
-class MiniCacheCache(Tail):
+class MiniCacheCache(Tail, PromptPhase):
     """A prompt whose deep layers share directions, and the tokens after it.
 
     Attributes:
@@ -125,14 +126,15 @@ class MiniCacheCache(Tail):
 
 
 @struct
-class PromptToMerge(Wrapper):
+class PromptToMerge(Wrapper, LoadsPrefix):
     """A prompt whose layers are merged when it has been read."""
 
     base: Dense
     shapes: tuple[KVLayer, ...] = static()
     kind: MiniCacheConfig = static()
 
-    def load_prefix(self, kv: Sequence[Array], length: Array) -> PromptToMerge:
+    def load_prefix(self, kv: Sequence[Array], length: Array,
+                    reuse: tuple[Array, Array] | None = None) -> PromptToMerge:
         return self.replace(base=self.base.load_prefix(kv, length))
 
     def finish_prefill(self, prompt: ReadPrompt) -> Cache:     # type: ignore[override]

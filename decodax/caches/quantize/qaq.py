@@ -21,12 +21,14 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from decodax.cache import Dense, KVLayer, Wrapper, dense
-from decodax.cache.tail import Tail, TailConfig, own_entry
+from decodax.cache.key_values import own_entry
+from decodax.cache.tail import Tail, TailConfig
 from decodax.caches.quantize.quantized import BLOCK, WHOLE_PROMPT
 from decodax.common.options import Count, Positive, Range, check_options
 from decodax.common.registry import CACHES
 from decodax.common.struct import Struct, static, struct
-from decodax.core.cache import Cache, Entries, PyTree, ReadPrompt
+from decodax.core.cache import Cache, Entries, PyTree
+from decodax.core.capabilities import PromptPhase, ReadPrompt
 from decodax.pallas_kernels.window_attention import BLOCK as WALK
 from decodax.pallas_kernels.window_attention import Bias, merge, prefix_attention
 
@@ -115,7 +117,7 @@ def decoded(pool: Pool, numbers: int, dtype: Any) -> Array:
 
 
 @struct
-class QAQCache(Tail):
+class QAQCache(Tail, PromptPhase):
     """A prompt in pools, and the tokens after it.
 
     Attributes:

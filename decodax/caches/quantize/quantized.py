@@ -17,10 +17,11 @@ from jax import Array, lax
 
 from decodax.cache import Dense, KVLayer, Scratch, Wrapper, dense
 from decodax.cache.dense import write
-from decodax.cache.key_values import KVConfig
+from decodax.cache.key_values import KVConfig, own_entry
 from decodax.caches.quantize.codecs import Codec, Span
 from decodax.common.struct import static, struct
-from decodax.core.cache import Cache, Draftable, Entries, PyTree, ReadPrompt, Sized
+from decodax.core.cache import Cache, Entries, PyTree, Sized
+from decodax.core.capabilities import Draftable, DraftBase, LoadsPrefix, PromptPhase, ReadPrompt
 from decodax.pallas_kernels.window_attention import BLOCK as WALK
 from decodax.pallas_kernels.window_attention import Bias, merge, prefix_attention, window_attention_lse
 
@@ -33,7 +34,7 @@ WHOLE_PROMPT = ("cache: {} reads a prompt as a whole, which only the model that 
 
 
 @struct
-class QuantizedCache(Sized):
+class QuantizedCache(Sized, DraftBase, PromptPhase):
     """Codes of the older tokens, and the latest tokens.
 
     Attributes:
@@ -107,13 +108,12 @@ class QuantizedCache(Sized):
                 own = _by_head(q, at - i * block, both, jnp.clip(number - i * block, 0, block), **options)
             return merge(so_far, own)
 
-        own = k.shape[1] - q.shape[1]
         held = kind.places(coded, self.rest[layer].shape[2])
         held = jnp.where(held < self.held[:, None], held, -1)[:, None]
         latest = window_attention_lse(q, k, v, window.visible(), at, self.rest[layer], slot_positions=held,
                                       key_positions=window.key_positions - gone, **options)
         out, _ = lax.fori_loop(0, (coded.max() + block - 1) // block, part, latest)
-        return out, (k[:, own:], v[:, own:])
+        return out, own_entry(q, k, v)
 
     def commit(self, entries: Entries, slots: Array) -> QuantizedCache:
         if not self.rest:
@@ -146,11 +146,10 @@ class QuantizedCache(Sized):
             made.append(jax.vmap(row)(codes, new, start, rows))
         return self.replace(codes=tuple(made))
 
-    @property
-    def view(self) -> Cache:
-        """The same codes, of which drafts read less (`Codec.for_drafts`)."""
-        if (codec := self.kind.codec.for_drafts()) is None:
-            return super().view
+    def draft_view(self, kind: Any = None) -> Cache:
+        """Returns the same codes, of which drafts read less (`Codec.for_drafts`)."""
+        if kind is not None or (codec := self.kind.codec.for_drafts()) is None:
+            return super().draft_view(kind)
         return self.replace(kind=dataclasses.replace(self.kind, codec=codec))
 
     def filled(self, kv: Sequence[Array], length: Array, held: Array,
@@ -200,7 +199,7 @@ def _by_head(q: Array, at: Array, kv: Array, number: Array, **options: Any) -> t
 
 
 @struct
-class PromptToQuantize(Wrapper):
+class PromptToQuantize(Wrapper, LoadsPrefix):
     """A prompt that is encoded when it has been read. `gathered`: the codec's statistics of each layer."""
 
     base: Dense
@@ -224,9 +223,11 @@ class PromptToQuantize(Wrapper):
                          for shape, own, entry in zip(self.shapes, self.gathered, entries, strict=True))
         return self.replace(base=base, gathered=gathered)
 
-    def load_prefix(self, kv: Sequence[Array], length: Array) -> PromptToQuantize:
+    def load_prefix(self, kv: Sequence[Array], length: Array,
+                    reuse: tuple[Array, Array] | None = None) -> PromptToQuantize:
         if self._gathers:
-            return super().load_prefix(kv, length)
+            raise ValueError(f"context: got keys and values that were computed before; {self.kind.name} has to see "
+                             "the text read, so it takes the text")
         return self.replace(base=self.base.load_prefix(kv, length))
 
     def finish_prefill(self, prompt: ReadPrompt) -> Cache:     # type: ignore[override]

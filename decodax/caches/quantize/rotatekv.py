@@ -27,7 +27,8 @@ from decodax.caches.quantize.quantized import QuantizedConfig
 from decodax.caches.rotation import after_rotation, before_rotation
 from decodax.common.options import Count, Range, Whole
 from decodax.common.registry import CACHES
-from decodax.core.cache import PyTree, ReadPrompt
+from decodax.core.cache import PyTree
+from decodax.core.capabilities import ReadPrompt
 from decodax.core.types import LayeredModel
 from decodax.core.window import causal
 
@@ -161,7 +162,7 @@ class RotateKVCodec(Codec):
         keys = after_rotation(shape, split_heads(keys, shape.heads), span.start)
         values = self._dequantize(codes[1], dtype)
         whole = jnp.concatenate([keys, values @ jnp.asarray(hadamard(values.shape[-1]), dtype)], -1)
-        return span.study.put(whole, span.start)
+        return span.study.put(whole, span.start) if self.sinks else whole
 
 
 @CACHES.register("rotatekv", "RotateKV: Accurate and Robust 2-Bit KV Cache Quantization for LLMs via Outlier-Aware "

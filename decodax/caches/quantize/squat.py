@@ -29,7 +29,8 @@ from decodax.caches.quantize.quantized import QuantizedConfig
 from decodax.caches.rotation import after_rotation, before_rotation
 from decodax.common.options import Count, Range
 from decodax.common.registry import CACHES
-from decodax.core.cache import PyTree, ReadPrompt
+from decodax.core.cache import PyTree
+from decodax.core.capabilities import ReadPrompt
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,14 +22,15 @@ from jax import Array, lax
 
 from decodax.cache import Dense, KVLayer, Wrapper, dense
 from decodax.cache.dense import write
-from decodax.cache.key_values import KVConfig
-from decodax.cache.tail import Tail, own_entry
+from decodax.cache.key_values import KVConfig, own_entry
+from decodax.cache.tail import Tail
 from decodax.caches.quantize.codecs import pack, unpack
 from decodax.caches.quantize.quantized import BLOCK
 from decodax.common.options import Count, Range, Share, check_options
 from decodax.common.registry import CACHES
 from decodax.common.struct import Struct, static, struct
-from decodax.core.cache import Cache, Entries, PyTree, ReadPrompt
+from decodax.core.cache import Cache, Entries, PyTree
+from decodax.core.capabilities import PromptPhase, ReadPrompt
 from decodax.pallas_kernels.window_attention import BLOCK as WALK
 from decodax.pallas_kernels.window_attention import Bias, merge, prefix_attention
 
@@ -101,7 +102,7 @@ def restored(own: Grade, event: Array, bits: int, dtype: Any) -> Array:
 
 
 @struct
-class ZipCacheCache(Tail):
+class ZipCacheCache(Tail, PromptPhase):
     """Salient tokens, other tokens, and the latest ones, which are whole.
 
     Attributes:

@@ -28,7 +28,8 @@ from decodax.caches.sparse.reading import SparseCache, SparseConfig, if_any
 from decodax.common.options import Count, Whole
 from decodax.common.registry import CACHES
 from decodax.common.struct import static, struct
-from decodax.core.cache import Cache, Entries, PyTree, ReadPrompt
+from decodax.core.cache import Cache, Entries, PyTree
+from decodax.core.capabilities import PromptPhase, ReadPrompt
 from decodax.pallas_kernels.window_attention import Bias
 
 
@@ -40,7 +41,7 @@ def pooled(weights: Array, at: Array, blocks: int, block: int) -> Array:
 
 
 @struct
-class AttentionPredictorCache(SparseCache):
+class AttentionPredictorCache(SparseCache, PromptPhase):
     """Everything, the latest attention, and the blocks that are read next. An entry also holds the node's own
     attention.
 

@@ -21,7 +21,7 @@ from decodax.cache.dense import write
 from decodax.cache.key_values import KVLayer
 from decodax.caches.sparse.pages import PageCache, PageConfig
 from decodax.common.struct import struct
-from decodax.core.cache import Entries, PyTree
+from decodax.core.cache import Entries, Layout, PyTree
 from decodax.core.host_memory import PAGES, empty_pages, fetch, permute_rows, run_of, store
 from decodax.pallas_kernels.window_attention import merge, prefix_attention, window_attention_lse
 
@@ -43,13 +43,12 @@ class HostPageCache(PageCache):
     pages: tuple[Array | None, ...]
 
     @property
-    def hosted(self) -> PyTree:
-        return self.pages
+    def layout(self) -> Layout:
+        return Layout(hosted=self.pages, specs=dict(pages=jax.tree.map(lambda x: PAGES, self.pages)))
 
-    def specs(self) -> PyTree:
-        return super().specs().replace(pages=jax.tree.map(lambda x: PAGES, self.pages))
-
-    def succeed(self, rows: Array) -> HostPageCache:
+    def select(self, rows: Array) -> HostPageCache:
+        if rows.shape != self.length.shape:
+            return super().select(rows)
         # rows move in place, as far as the longest one has pages, and not at all if each row goes on from itself
         stays = (rows == jnp.arange(rows.shape[0], dtype=rows.dtype)).all()
         full = jnp.where(stays, 0, self.length.max() // self.kind.page_size)

@@ -23,7 +23,8 @@ from decodax.cache.key_values import KeyValues, KVLayer, empty_kv, key_widths
 from decodax.cache.wrapper import Wrapper
 from decodax.caches.configs import PaperConfig
 from decodax.common.struct import static, struct
-from decodax.core.cache import Cache, Entries, PyTree, ReadPrompt
+from decodax.core.cache import Cache, Entries, PyTree
+from decodax.core.capabilities import PromptPhase, ReadPrompt
 from decodax.core.window import each_node
 from decodax.pallas_kernels.window_attention import BLOCK, Bias, merge, window_attention, window_attention_lse
 
@@ -116,7 +117,7 @@ class SparseCache(KeyValues):
         return self.replace(kv=kv, length=jnp.maximum(self.length, slots.max(1) + 1))
 
 
-class IndexedCache(SparseCache):
+class IndexedCache(SparseCache, PromptPhase):
     """Base of sparse caches whose index is made of a whole prompt, which is read into a dense cache first."""
 
     def prefill_cache(self) -> Cache:

@@ -30,7 +30,8 @@ from decodax.common.options import Range
 from decodax.common.registry import CACHES
 from decodax.common.struct import Struct, struct
 from decodax.core.around import Readout
-from decodax.core.cache import Cache, Draftable, Entries, PyTree
+from decodax.core.cache import Cache, Entries, PyTree
+from decodax.core.capabilities import Draftable
 from decodax.core.types import LayeredModel, Out
 from decodax.core.window import Window, each_node, take
 from decodax.pallas_kernels.window_attention import Bias, merge, window_attention_lse

@@ -31,7 +31,8 @@ from decodax.caches.sparse.reading import SparseConfig, attention_to
 from decodax.common.options import Count, Range, Whole
 from decodax.common.registry import CACHES
 from decodax.common.struct import Struct, static, struct
-from decodax.core.cache import Cache, Entries, PyTree, ReadPrompt
+from decodax.core.cache import Cache, Entries, PyTree
+from decodax.core.capabilities import ReadPrompt
 from decodax.core.window import each_node
 from decodax.pallas_kernels.window_attention import Bias, merge, window_attention_lse
 

@@ -28,8 +28,9 @@ from decodax.caches.sparse.reading import IndexedCache, SparseConfig, attention_
 from decodax.common.options import Count, Whole
 from decodax.common.registry import CACHES
 from decodax.common.struct import Struct, static, struct
-from decodax.core.cache import Cache, Entries, PyTree
+from decodax.core.cache import Cache, Entries, Layout, PyTree
 from decodax.core.host_memory import PAGES, empty_pages, fetch, to_host
+from decodax.core.mesh import heads
 from decodax.core.window import each_node
 from decodax.models.rope import rotate
 from decodax.pallas_kernels.window_attention import BLOCK, Bias, merge, window_attention_lse
@@ -78,13 +79,12 @@ class ShadowKVCache(IndexedCache):
         return self.size
 
     @property
-    def hosted(self) -> PyTree:
-        return [shadow.values for shadow in self.shadows if shadow is not None] if self.kind.offload else None
-
-    def specs(self) -> PyTree:
-        own = super().specs()
-        shadows = tuple(x.replace(values=PAGES) if x is not None and self.kind.offload else x for x in own.shadows)
-        return own.replace(shadows=shadows)
+    def layout(self) -> Layout:
+        if not self.kind.offload:
+            return Layout()
+        place = lambda shadow: None if shadow is None else heads(shadow).replace(values=PAGES)
+        return Layout(hosted=[shadow.values for shadow in self.shadows if shadow is not None],
+                      specs=dict(shadows=tuple(map(place, self.shadows))))
 
     def room(self, running: Array) -> Array | None:
         slots = [kv.shape[2] for kv, shadow in zip(self.kv, self.shadows, strict=True) if shadow is not None]

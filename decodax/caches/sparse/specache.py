@@ -33,7 +33,8 @@ from decodax.caches.quantize.kivi import KIVICodec, OneBitCodec
 from decodax.caches.quantize.quantized import PromptToQuantize, QuantizedCache, QuantizedConfig
 from decodax.common.options import Count, Range
 from decodax.common.struct import Struct, static, struct
-from decodax.core.cache import Cache, Entries, PyTree, ReadPrompt
+from decodax.core.cache import Cache, Entries, Layout, PyTree
+from decodax.core.capabilities import ReadPrompt
 from decodax.core.host_memory import PAGES, empty_pages, fetch, store, to_host
 from decodax.core.state import State
 from decodax.core.types import Algorithm, Decision, Model, Out, Params
@@ -69,11 +70,8 @@ class SpeCacheCache(Wrapper):
     kind: SpeCacheConfig = static()
 
     @property
-    def hosted(self) -> PyTree:
-        return self.pages
-
-    def specs(self) -> PyTree:
-        return super().specs().replace(pages=tuple(PAGES for _ in self.pages))
+    def layout(self) -> Layout:
+        return Layout(hosted=self.pages, specs=dict(pages=tuple(PAGES for _ in self.pages)))
 
     def select(self, rows: Array) -> SpeCacheCache:
         return Cache.select(self, rows)     # handles what is on the host

@@ -28,7 +28,8 @@ from decodax.caches.sparse.reading import IndexedCache, SparseConfig
 from decodax.common.options import Count, Whole
 from decodax.common.registry import CACHES
 from decodax.common.struct import struct
-from decodax.core.cache import Cache, PyTree, ReadPrompt
+from decodax.core.cache import Cache, PyTree
+from decodax.core.capabilities import ReadPrompt, Refreshes
 from decodax.core.window import causal, take
 
 
@@ -47,7 +48,7 @@ def block_scores(q: Array, keys: Array) -> Array:
 
 
 @struct
-class SpecPVCache(IndexedCache):
+class SpecPVCache(IndexedCache, Refreshes):
     """Everything, and which blocks of it are read.
 
     Attributes:

@@ -18,6 +18,7 @@ from decodax.caches import make
 from decodax.caches.quantize.quantized import QuantizedConfig
 from decodax.caches.quantize.quantspec import QuantSpecCodec
 from decodax.core import drivers
+from decodax.core.capabilities import draft_view
 from decodax.models import Diffusion
 from tests.caches.small import DEEP, PROMPTS
 from tests.matrix import often
@@ -113,8 +114,8 @@ def test_drafts_in_a_wrapper_are_accepted_as_often_as_alone(case: str) -> None:
 def test_several_small_caches_stand_beside_the_whole_one() -> None:
     model = dx.algorithms.speculative.Adaptive(BOTH, Automatic((ALWAYS, NEVER))).through(DEEP.model)
     cache = model.init_cache(2, 64)
-    assert all(cache.view_of(draft.kind).capacity == 64 for draft in (OWN, RING))
-    assert type(cache.view_of(OWN.kind)) is not type(cache.view_of(RING.kind))
+    assert all(cache.draft_view(draft.kind).capacity == 64 for draft in (OWN, RING))
+    assert type(cache.draft_view(OWN.kind)) is not type(cache.draft_view(RING.kind))
     again = dx.algorithms.speculative.Adaptive((*BOTH, dx.Speculative(OWN, shape=Chain(2))),
                                                Automatic((1.0,) * 3)).through(DEEP.model)
     assert again == model       # a kind that two arms read stands there once
@@ -123,11 +124,11 @@ def test_several_small_caches_stand_beside_the_whole_one() -> None:
 def test_a_whole_cache_is_not_handed_out_as_a_view() -> None:
     coded = DEEP.model.with_cache(make("kivi", group_size=4, residual_length=8))
     whole, codes = DEEP.model.init_cache(2, 64), coded.init_cache(2, 64)
-    with pytest.raises(ValueError, match=r"^cache: drafts read a cache of the kind .*, and none stands beside Dense"):
-        whole.view_of(SNAP)
+    with pytest.raises(ValueError, match=r"^cache: drafts read a cache of the kind .*, and none is beside Dense"):
+        draft_view(whole, SNAP)
     for cache in (whole, codes):
         with pytest.raises(ValueError, match=r"^cache: (Dense|QuantizedCache) has no smaller view of itself"):
-            _ = cache.view
+            draft_view(cache)
 
 
 @pytest.mark.wide
@@ -146,8 +147,8 @@ def test_what_is_written_in_two_halves_drafts_as_the_first() -> None:
     """So that the drafts of the 8 bits' own model are nearly all accepted, and those of 4 bits not all of them."""
     model = DEEP.model.with_cache(QUANTSPEC)
     cache = model.init_cache(2, 64)
-    assert cache.view.kind.codec == QuantSpecCodec(8, lower=False) != cache.kind.codec
-    assert jax.tree.leaves(cache.view)[0] is jax.tree.leaves(cache)[0]
+    assert cache.draft_view().kind.codec == QuantSpecCodec(8, lower=False) != cache.kind.codec
+    assert jax.tree.leaves(cache.draft_view())[0] is jax.tree.leaves(cache)[0]
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -10,7 +10,7 @@ import pytest
 import decodax as dx
 from decodax.cache import KVLayer
 from decodax.caches.bounded.subgen import Sketch, SubGenCache, SubGenConfig, estimated, sketched
-from decodax.core.cache import ReadPrompt
+from decodax.core.capabilities import ReadPrompt
 from decodax.core.window import causal
 
 N, RNG = 40, np.random.default_rng(0)

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 
 import decodax as dx
-from decodax.caches.context.context_parallel import Layout
+from decodax.caches.context.context_parallel import SlotMap
 from decodax.caches.context.ring import RingChoice
 
 
 @pytest.mark.parametrize("parts", [1, 2, 4])
 @pytest.mark.parametrize("fixed", [0, 1, 13, 24, 37, 64])
 def test_each_position_has_a_slot_of_its_own_and_parts_are_even(parts: int, fixed: int) -> None:
-    layout = Layout(fixed=jnp.array([fixed], jnp.int32), parts=parts, piece=3)
+    layout = SlotMap(fixed=jnp.array([fixed], jnp.int32), parts=parts, piece=3)
     at = jnp.arange(64, dtype=jnp.int32)[None]
     part, slot = np.asarray(layout.part(at))[0], np.asarray(layout.slot(at))[0]
     assert len({*zip(part.tolist(), slot.tolist(), strict=True)}) == 64
@@ -29,7 +29,7 @@ def test_each_position_has_a_slot_of_its_own_and_parts_are_even(parts: int, fixe
 
 
 def test_a_block_is_cut_into_twice_as_many_pieces_as_devices() -> None:
-    layout = Layout(fixed=jnp.array([16], jnp.int32), parts=4, piece=2)
+    layout = SlotMap(fixed=jnp.array([16], jnp.int32), parts=4, piece=2)
     assert layout.part(jnp.arange(16)[None])[0].tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 3, 3, 2, 2, 1, 1, 0, 0]
 
 

@@ -16,9 +16,9 @@ from decodax.caches import Constant
 from decodax.caches.quantize.aqua_kv import HIGGS, AQUAKVCodec, Predictors
 from decodax.caches.quantize.codecs import Span, WholeTokens, unpack
 from decodax.models import Transformer, llama
-from decodax.train import fit_predictors, predicted
-from decodax.train.codecs import LayerSamples
-from decodax.train.predicted import gaussian_pairs
+from decodax.train import aqua_kv, fit_predictors
+from decodax.train.aqua_kv import gaussian_pairs
+from decodax.train.samples import LayerSamples
 from tests.caches.small import DEEP, PROMPTS
 
 CODES = [["d96c79c94b27c6de", "10ea52b5fbe1d795"],
@@ -50,9 +50,9 @@ def given() -> list[LayerSamples]:
 
 def test_maps_and_codes_are_the_authors(monkeypatch: pytest.MonkeyPatch) -> None:
     samples, r = given(), np.random.RandomState(3)
-    monkeypatch.setattr(predicted, "observed", lambda *_: samples)
+    monkeypatch.setattr(aqua_kv, "observed", lambda *_: samples)
     few, many = (r.standard_normal((n, 2)).astype(np.float32).round(3) for n in (16, 256))
-    made = fit_predictors(None, [], group=16, grid=few, first=many)
+    made = fit_predictors(None, [], group_size=16, grid=few, first=many)
     np.testing.assert_allclose([np.abs(x.value[2, :-1]).sum() for x in (made.keys, made.values)], [31.226, 72.921],
                                rtol=1e-3)
     codec, shape = AQUAKVCodec(made, 16, 0), KVLayer(2, 8)
@@ -87,7 +87,7 @@ def test_measured_maps_lose_less_than_none() -> None:
     pairs = gaussian_pairs(16, 20_000, 20), gaussian_pairs(256, 20_000, 5)
     made = fit_predictors(DEEP, texts, grid=pairs[0], first=pairs[1])
     none = Predictors(Constant(0 * made.keys.value), Constant(0 * made.values.value), made.grid, made.first)
-    samples = predicted.observed(DEEP, texts)
+    samples = aqua_kv.observed(DEEP, texts)
     error = []
     for own in (made, none):
         codec, shape, below = AQUAKVCodec(own), KVLayer(2, 4), None

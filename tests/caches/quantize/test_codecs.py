@@ -28,11 +28,12 @@ from decodax.caches.quantize.squat import SQuatCodec
 from decodax.caches.quantize.zipcache import ZipCacheConfig, restored, salience
 from decodax.caches.rotation import after_rotation, before_rotation
 from decodax.caches.shapes import layers_of
-from decodax.core.cache import ReadPrompt
+from decodax.core.capabilities import ReadPrompt
 from decodax.core.window import causal
 from decodax.models.rope import Rope, Yarn
 from decodax.train import fit_codebooks, fit_features, fit_order
-from decodax.train.codecs import k_means, observed
+from decodax.train.k_means import k_means
+from decodax.train.samples import observed
 from tests.caches.small import DEEP, PROMPTS
 
 

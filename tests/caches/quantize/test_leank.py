@@ -16,10 +16,10 @@ from decodax.cache import KVLayer
 from decodax.caches import Constant
 from decodax.caches.quantize.leank import LeanKCodec, sparsified
 from decodax.caches.quantize.quantized import QuantizedCache, QuantizedConfig
-from decodax.core.cache import ReadPrompt
+from decodax.core.capabilities import ReadPrompt
 from decodax.core.window import causal
 from decodax.train import Probe, fit_channels
-from decodax.train.channels import ScaledChannels
+from decodax.train.leank import ScaledChannels
 from tests.caches.small import CHANNELS, DEEP, PROMPTS
 
 WANTED = json.loads((Path(__file__).parents[1] / "expected" / "retrieval.json").read_text())["leank"]

@@ -18,7 +18,7 @@ from decodax.cache import KVLayer
 from decodax.caches import AttentionNet, make
 from decodax.caches.sparse.attention_predictor import AttentionPredictorConfig, PromptToPredict
 from decodax.core import drivers
-from decodax.core.cache import ReadPrompt
+from decodax.core.capabilities import ReadPrompt
 from decodax.core.start import init_state
 from decodax.core.types import Params
 from decodax.core.window import causal

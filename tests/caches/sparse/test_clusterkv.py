@@ -14,7 +14,7 @@ import decodax as dx
 from decodax.cache import KVLayer
 from decodax.caches.sparse.clusterkv import ClusterKVCache, ClusterKVConfig, cluster_slots
 from decodax.caches.sparse.clusters import clustered
-from decodax.core.cache import ReadPrompt
+from decodax.core.capabilities import ReadPrompt
 from decodax.core.window import causal
 from tests.caches.small import PROMPTS, SMALL, TREE
 

@@ -59,7 +59,7 @@ def test_values_of_shadowkv_may_lie_there_too(algorithm: Any) -> None:
     assert equal(run("shadowkv", algorithm, rows, offload=True), run("shadowkv", algorithm, rows))
     job = Job.begin(Request.read(SMALL, PROMPTS, cache=dx.caches.make("shadowkv", **OPTIONS["shadowkv"], offload=True),
                                  max_new_tokens=4))
-    values = [x.sharding.memory_kind for x in jax.tree.leaves(job.state.cache.hosted)]
+    values = [x.sharding.memory_kind for x in jax.tree.leaves(job.state.cache.layout.hosted)]
     assert values == ["pinned_host"] and job.state.cache.shadows[0].values.shape[3:] == (4, 4)
 
 
@@ -203,7 +203,7 @@ def test_layers_that_read_everything_stay_on_the_device() -> None:
     assert [x.shape[2] for x in made.kv] == [64, 64, RECENT + P]
     small: Any = two(60, P, RECENT)[1](layers, 3, 64, jnp.float32)
     assert small.pages == (None,) * 3 and all(x.shape[2] == 64 for x in small.kv)
-    assert jax.tree.leaves(small.hosted) == []
+    assert jax.tree.leaves(small.layout.hosted) == []
 
 
 @pytest.mark.wide

@@ -15,7 +15,7 @@ import decodax as dx
 from decodax.cache import KVLayer
 from decodax.caches.sparse.clusters import first_centroids
 from decodax.caches.sparse.louiskv import LouisKVCache, LouisKVConfig
-from decodax.core.cache import ReadPrompt
+from decodax.core.capabilities import ReadPrompt
 from decodax.core.window import Window, causal
 from tests.caches.small import DEEP, LOOKUP, PROMPTS, SMALL, TREE
 

@@ -14,7 +14,7 @@ import decodax as dx
 from decodax.cache import KVLayer
 from decodax.caches import make
 from decodax.caches.sparse.sentence_kv import SentenceKVCache, SentenceKVConfig
-from decodax.core.cache import ReadPrompt
+from decodax.core.capabilities import ReadPrompt
 from decodax.core.window import causal
 from tests.caches.small import LOOKUP, PROMPTS, SMALL, dense, run, same
 

@@ -11,7 +11,7 @@ import pytest
 
 from decodax.cache import KVLayer
 from decodax.caches.sparse.shadowkv import ShadowKVCache, ShadowKVConfig
-from decodax.core.cache import ReadPrompt
+from decodax.core.capabilities import ReadPrompt
 from decodax.core.window import causal
 from decodax.models.rope import Rope, rotate
 

@@ -15,7 +15,7 @@ from decodax.bench.plan import PRESETS, abstract, plan
 from decodax.caches.quantize.kivi import OneBitCodec
 from decodax.caches.sparse.specache import Chooser, SpeCacheConfig
 from decodax.core import host_memory
-from decodax.core.cache import ReadPrompt
+from decodax.core.capabilities import ReadPrompt
 from decodax.core.window import causal
 from tests.caches.small import PROMPTS, SMALL
 

@@ -14,7 +14,7 @@ from jax import Array
 
 import decodax as dx
 from decodax.caches.sparse.specpv import SpecPVCache, SpecPVConfig
-from decodax.core.cache import ReadPrompt
+from decodax.core.capabilities import ReadPrompt
 from decodax.core.window import causal
 from tests.caches.small import DEEP, LOOKUP, PROMPTS, SMALL, TREE
 

@@ -26,7 +26,7 @@ def disco(lm: Any, draft: Any, length: Count = 12, threshold: Share = 0.4, predi
     Args:
         lm: the target. draft: the draft model. length: most drafts a round.
         threshold: chance of acceptance below which the chain ends.
-        predictor: from `decodax.fit_predictor`.
+        predictor: from `decodax.train.fit_predictor`.
         samples: prompts as token ids, to fit a predictor to.
     """
     found = given_or_fitted("disco", lm, draft, predictor, samples)

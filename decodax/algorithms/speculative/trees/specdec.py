@@ -59,7 +59,7 @@ def specdec_plus_plus(lm: Any, draft: Any, length: Count = 12, threshold: Share 
     Args:
         lm: the target. draft: the draft model. length: most drafts a round.
         threshold: chance of a rejection above which the chain ends.
-        predictor: from `decodax.fit_predictor`.
+        predictor: from `decodax.train.fit_predictor`.
         samples: prompts as token ids, to fit a predictor to.
     """
     found = given_or_fitted("specdec++", lm, draft, predictor, samples, rejected=6.0)

@@ -25,7 +25,7 @@ from decodax.caches.evict.scores import Gathered, HeldLayer, TokenScore
 from decodax.caches.evict.selection import Budget, Selection, best
 from decodax.common.options import Range, Whole
 from decodax.common.registry import CACHES
-from decodax.core.cache import ReadPrompt
+from decodax.core.capabilities import ReadPrompt
 from decodax.core.window import causal
 
 Words = str | tuple[int, ...]

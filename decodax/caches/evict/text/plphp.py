@@ -20,7 +20,7 @@ from decodax.caches.evict.scores import Gathered, HeldLayer, TokenScore, by_slot
 from decodax.caches.evict.selection import Budget, Selection, best, whole
 from decodax.common.options import Share
 from decodax.common.registry import CACHES
-from decodax.core.cache import ReadPrompt
+from decodax.core.capabilities import ReadPrompt
 
 EVERYTHING = 1 << 30
 """A budget in tokens that no text has."""

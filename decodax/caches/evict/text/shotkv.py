@@ -29,7 +29,7 @@ from decodax.caches.evict.selection import Budget, Selection, best
 from decodax.caches.evict.text.marks import Marks, marked, read_marks, spelling
 from decodax.common.options import Count
 from decodax.common.registry import CACHES
-from decodax.core.cache import ReadPrompt
+from decodax.core.capabilities import ReadPrompt
 
 
 @dataclasses.dataclass(frozen=True)

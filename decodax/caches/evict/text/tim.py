@@ -28,7 +28,8 @@ from decodax.caches.rotation import moved, rope_of
 from decodax.common.options import Count, Whole
 from decodax.common.registry import CACHES
 from decodax.common.struct import static, struct
-from decodax.core.cache import Cache, CacheConfig, Entries, PyTree, ReadPrompt
+from decodax.core.cache import Cache, CacheConfig, Entries, PyTree
+from decodax.core.capabilities import PromptPhase, ReadPrompt, Refreshes
 from decodax.core.window import causal
 from decodax.pallas_kernels.window_attention import Bias, window_attention
 
@@ -78,7 +79,7 @@ def holes(tokens: Array, length: Array, opens: Marks, closes: Marks, depth: int)
 
 
 @struct
-class TIMCache(KeyValues):
+class TIMCache(KeyValues, PromptPhase, Refreshes):
     """The tokens that were not dropped, without gaps. Positions are counted among them.
 
     Attributes:

@@ -16,7 +16,8 @@ from jax import Array, lax
 from decodax.algorithms.speculative.source import Answer, Level, Source
 from decodax.common.axes import constrain
 from decodax.common.struct import Struct, short, struct
-from decodax.core.cache import Cache, Draftable
+from decodax.core.cache import Cache
+from decodax.core.capabilities import Draftable, tree_buffer
 from decodax.core.loaded import Loaded, network_of
 from decodax.core.mesh import heads
 from decodax.core.resized import Resized
@@ -91,7 +92,7 @@ class DraftModel(Source):
         tokens = jnp.take_along_axis(s.tokens, jnp.maximum(positions, 0), 1)
         out = self.fitted.apply(params.draft, causal(tokens, s.length - 2, live), cache)
         cache = cache.commit(out.entries, _verified(live, out, positions))
-        scratch = cache.tree_buffer(out.entries, room)
+        scratch = tree_buffer(cache, out.entries, room)
         last = jnp.ones((s.batch, 1), jnp.int32)
         answer = Answer(out.logits(last), take(out.hidden, last))
         return Drafting(cache=cache, scratch=scratch.replace(base=None)), answer

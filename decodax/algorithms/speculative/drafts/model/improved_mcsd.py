@@ -117,7 +117,7 @@ def improved_mcsd(draft: Any, branching: tuple[int, ...] = (4, 2, 1, 1), thresho
         draft: the draft model.
         branching: number of children of each node, level by level.
         threshold: chance of being reached below which a level is not drafted.
-        predictor: chance that a draft is accepted; default its probability, or from `decodax.fit_predictor`.
+        predictor: chance that a draft is accepted; default its probability, or from `decodax.train.fit_predictor`.
         verify: rule that accepts drafts; None: the paper's.
     """
     shape = Sliced(Fixed.balanced(*branching), threshold, predictor)

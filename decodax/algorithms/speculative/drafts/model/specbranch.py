@@ -204,6 +204,6 @@ def specbranch(draft: Any, gamma: Annotated[int, Range(2)] = 4, branches: Count 
         gamma: tokens that it writes in a round.
         branches: number of tokens from which it goes on.
         threshold: confidence of the draft model below which drafting stops; 0 never stops.
-        lengths: classifier of draft lengths from `decodax.fit_lengths` (H-RAD); None: confidence alone.
+        lengths: classifier of draft lengths from `decodax.train.fit_lengths` (H-RAD); None: confidence alone.
     """
     return Speculative(SpecBranch(DraftModel(draft), gamma, branches, threshold, lengths))

@@ -36,7 +36,8 @@ from decodax.algorithms.speculative.source import Answer
 from decodax.common.options import Count
 from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
-from decodax.core.cache import Draftable, Feature
+from decodax.core.cache import Feature
+from decodax.core.capabilities import Draftable
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
 from decodax.core.window import Window, take

@@ -48,7 +48,7 @@ from decodax.algorithms.speculative.trees.threshold import grow_chain
 from decodax.common.options import Count
 from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
-from decodax.core.cache import Draftable
+from decodax.core.capabilities import Draftable
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
 from decodax.core.window import Window, take

@@ -32,7 +32,7 @@ from decodax.algorithms.speculative.source import Answer
 from decodax.common.options import Count
 from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
-from decodax.core.cache import Draftable
+from decodax.core.capabilities import Draftable
 from decodax.core.loaded import network_of
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params

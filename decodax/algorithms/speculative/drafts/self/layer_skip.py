@@ -39,7 +39,7 @@ from decodax.algorithms.speculative.tree import Proposal, tree
 from decodax.common.options import Count
 from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
-from decodax.core.cache import Draftable
+from decodax.core.capabilities import Draftable
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params, PartialForward
 from decodax.core.window import Window

@@ -16,7 +16,8 @@ from decodax.algorithms.speculative.source import Answer, Level
 from decodax.cache import dense
 from decodax.cache.views import WithView
 from decodax.common.struct import short
-from decodax.core.cache import Cache, CacheConfig, Draftable, Feature
+from decodax.core.cache import Cache, CacheConfig, Feature
+from decodax.core.capabilities import Draftable, draft_view
 from decodax.core.loaded import network_of
 from decodax.core.state import State
 from decodax.core.types import Decision, Model, Out, Params
@@ -93,4 +94,4 @@ class OwnCache(SelfDraft):
 
     def view(self, s: State) -> Cache:
         cache: Cache = super().view(s)
-        return cache.view if self.alone else cache.view_of(self.kind)
+        return draft_view(cache, None if self.alone else self.kind)

@@ -14,7 +14,8 @@ from jax import Array
 
 from decodax.algorithms.speculative.drafter import TREES
 from decodax.algorithms.speculative.source import Answer, Level, Source
-from decodax.core.cache import Draftable, Feature
+from decodax.core.cache import Feature
+from decodax.core.capabilities import Draftable, tree_buffer
 from decodax.core.loaded import network_of
 from decodax.core.state import State
 from decodax.core.types import LayeredModel, Out, Params
@@ -57,7 +58,7 @@ class SelfDraft(Source):
         """
         cache = self.view(s)
         out = self.forward(params, causal(s.newest[:, None], s.length - 1), cache, self.running(s, state))
-        scratch = cache.tree_buffer(out.entries, 1 + room)
+        scratch = tree_buffer(cache, out.entries, 1 + room)
         scratch = scratch.append(out.entries, s.length[:, None] - 1, jnp.zeros((), jnp.int32))
         return scratch.replace(base=None), out
 

@@ -1,5 +1,4 @@
-"""Which channels of keys a model can do without, learned on texts of which the ends are answers (LeanK: Zhang et al.,
-2025)."""
+"""Learns which channels of keys a model needs, on texts that end with answers (LeanK: Zhang et al., 2025)."""
 
 from __future__ import annotations
 
@@ -21,6 +20,7 @@ from decodax.core.cache import PyTree
 from decodax.core.loaded import network_of
 from decodax.core.types import Model
 from decodax.core.window import causal
+from decodax.train.fitting import padded
 from decodax.train.probe import Probe
 
 
@@ -30,9 +30,9 @@ class ScaledChannels(Passing):
     first tokens and their latest ones with their channels scaled.
 
     Attributes:
-        factors: a tuple of one `f32[G, d]` a layer. start: `i32[]`, where the answer begins; the tokens before it see
-            keys as they are.
-        sinks, recent: static; tokens that keep all channels.
+        factors: of channels, a tuple of one `f32[G, d]` a layer.
+        start: `i32[]`, the first token of the answer; earlier tokens see keys as they are.
+        sinks, recent: static; numbers of first and of latest tokens whose keys are not scaled.
     """
 
     factors: tuple[Array, ...]
@@ -59,7 +59,7 @@ class ScaledChannels(Passing):
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _slope(model: Model, sinks: int, recent: int, params: Any, factors: Array, mask: Array, tokens: Array, start: Array,
            stop: Array, weight: Array) -> Array:
-    """The gradient of the loss by `factors`, of which only those where `mask` count; it goes to all of them."""
+    """Returns the gradient of the loss by all `factors`; those outside of `mask` count as 0 (straight-through)."""
     n = tokens.shape[1]
     counts = (jnp.arange(n) >= start) & (jnp.arange(n) < stop)
     window = causal(tokens, jnp.zeros(1, jnp.int32), jnp.arange(n)[None] < stop)
@@ -81,20 +81,21 @@ def _slope(model: Model, sinks: int, recent: int, params: Any, factors: Array, m
 def fit_channels(lm: Any, probes: Sequence[Probe], ratio: float = 0.7, align: int = 32, steps: tuple[int, int] = (2000,
                  200), rates: tuple[float, float] = (0.02, 0.01), penalty: float = 0.06, sinks: int = 128,
                  recent: int = 768, seed: int = 0, params: Any = None) -> Constant:
-    """The channels of LeanK (Zhang et al., 2025), in its two stages, with the network's weights as they are.
+    """Learns the channels of LeanK in its two stages; the weights of the model stay as they are.
 
-    Each channel has a factor, 1 at first, that lies between 0 and 1. They are learned (by Adam, one text a step) for
-    the least squared error of the last hidden states of answers, and with a penalty on their mean; then without the
-    penalty, where only those count that would stay.
+    Each channel has a factor between 0 and 1, initially 1. Factors are trained (by Adam, one text a step) on the
+    squared error of the last hidden states of answers. The first stage has a penalty on the mean of factors. In the
+    second one the factors of channels that would be pruned count as 0.
 
     Args:
-        lm: what `decodax.load` gave, or a `Model` with its `params`.
-        probes: texts and where their answers stand, which only what is before it is needed for.
-        ratio: of channels that go. align: of each head so many stay, or a multiple.
-        steps, rates: of both stages. penalty: of the first. sinks, recent: tokens that keep all channels.
+        lm: a result of `decodax.load`, or a `Model` with its `params`.
+        probes: texts with the bounds of their answers; tokens after an answer are not used.
+        ratio: share of channels that are pruned. align: each head keeps a multiple of this number of channels.
+        steps, rates: of both stages. penalty: of the first one. seed: of the order of texts.
+        sinks, recent: numbers of first and of latest tokens that keep all channels.
 
     Returns:
-        What `decodax.caches.make("leank", channels=...)` takes.
+        The option `channels` of `decodax.caches.leank`.
 
     Raises:
         ValueError: no texts, layers of different shapes, or a number out of its range.
@@ -103,8 +104,7 @@ def fit_channels(lm: Any, probes: Sequence[Probe], ratio: float = 0.7, align: in
         raise ValueError("probes: got none, takes at least one")
     if not 0 < ratio < 1 or align < 1:
         raise ValueError(f"ratio, align: got {ratio} and {align}, takes a number between 0 and 1, and 1 or more")
-    model, weights = network_of(lm)
-    weights = params if weights is None else weights
+    model, weights = network_of(lm, params)
     shapes = layers_of(model)
     if len({(shape.heads, shape.width) for shape in shapes}) > 1:
         raise ValueError("lm: got a model whose layers have keys of different shapes, takes one shape")
@@ -117,8 +117,7 @@ def fit_channels(lm: Any, probes: Sequence[Probe], ratio: float = 0.7, align: in
         for step, which in enumerate(order[:count]):
             factors = np.clip(factors, 0, 1)
             probe = probes[which]
-            tokens = np.zeros((1, -(-probe.stop // 64) * 64), np.int32)
-            tokens[0, :probe.stop] = probe.tokens[:probe.stop]
+            tokens = padded([probe.tokens[:probe.stop]])
             mask = sparsified(factors, ratio, align) if stage else every
             slope = np.asarray(_slope(model, sinks, recent, weights, jnp.asarray(factors), jnp.asarray(mask), tokens,
                                       jnp.int32(probe.start), jnp.int32(probe.stop), jnp.float32(weight)))

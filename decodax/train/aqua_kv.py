@@ -1,4 +1,4 @@
-"""What AQUA-KV measures on a model before it is used: maps from layer to layer, and pairs of numbers."""
+"""Measures the maps of AQUA-KV from layer to layer, and the grids of its quantizer (Shutova et al., 2025)."""
 
 from __future__ import annotations
 
@@ -10,52 +10,50 @@ import numpy as np
 from jax.scipy.special import ndtri
 
 from decodax.caches.constant import Constant
-from decodax.caches.quantize.aqua_kv import HIGGS, Predictors
-from decodax.train.codecs import observed
+from decodax.caches.quantize.aqua_kv import HIGGS, Predictors, affine
+from decodax.train.k_means import lloyd
+from decodax.train.samples import observed
 
 
 def gaussian_pairs(count: int, samples: int = 100_000, loops: int | None = None, seed: int = 0) -> np.ndarray:
-    """`f32[count, 2]`: pairs that are nearest to pairs of standard normal numbers, by Lloyd's iteration on samples:
-    `loops` times, by default 100 times with 64 pairs at most, else 30 times.
+    """Returns a grid of pairs `f32[count, 2]` for standard normal numbers, by Lloyd's iteration on samples.
 
-    The squared error a number is 0.1085 with 16 pairs and 0.0081 with 256; that of the authors' tables 0.1083 and
+    The squared error of a number is 0.1085 with 16 pairs and 0.0081 with 256; that of the authors' tables is 0.1083 and
     0.0078 (50,000 other samples).
+
+    Args:
+        count: number of pairs. samples: number of random pairs. seed: of these.
+        loops: rounds of the iteration. None: 100 with up to 64 pairs, else 30.
     """
     x = np.random.default_rng(seed).standard_normal((samples, 2))
     # a sequence that fills the square evenly, mapped to a normal distribution of twice the variance, which is how the
     # best pairs are distributed where there are many
     even = (0.5 + np.arange(1, count + 1)[:, None] * np.array([0.7548776662466927, 0.5698402909980532])) % 1
     grid = np.asarray(ndtri(jnp.asarray(even)), np.float64) * 2 ** 0.5
-    for _ in range((100 if count <= 64 else 30) if loops is None else loops):
-        which = np.concatenate([(np.square(grid).sum(1) - 2 * part @ grid.T).argmin(1)
-                                for part in np.array_split(x, max(samples // 5_000, 1))])
-        number = np.bincount(which, minlength=count)
-        sums = np.stack([np.bincount(which, x[:, j], count) for j in range(2)], 1)
-        grid = np.where(number[:, None] > 0, sums / np.maximum(number, 1)[:, None], grid)
-    return grid.astype(np.float32)
+    loops = (100 if count <= 64 else 30) if loops is None else loops
+    return lloyd(x, np.ones(samples), grid, loops).astype(np.float32)
 
 
 def ridge(x: np.ndarray, y: np.ndarray, damping: float) -> np.ndarray:
-    """`f32[c + 1, c']`: the map from `f[N, c]` to `f[N, c']` with the least squared error, its bias in the last row;
-    `damping` times the mean of the diagonal is added to that of the matrix of products."""
+    """Returns the affine map from `f[N, c]` to `f[N, c']` with the least squared error, `f32[c + 1, c']`, with its bias
+    in the last row. `damping` times the mean of the diagonal of the normal matrix is added to its diagonal."""
     x = np.concatenate([x, np.ones((len(x), 1))], 1).astype(np.float64)
     products = x.T @ x
     products[np.diag_indices_from(products)] += damping * np.abs(np.diag(products)).mean()
     return (np.linalg.pinv(products) @ (x.T @ y.astype(np.float64))).astype(np.float32)
 
 
-def fit_predictors(lm: Any, texts: Sequence[Sequence[int]], damping: float = 1e-3, group: int = 1024, grid: Any = None,
-                   first: Any = None, params: Any = None) -> Predictors:
-    """The maps of AQUA-KV (Shutova et al., 2025), layer by layer, each from what will be read again of the layer
-    before.
+def fit_predictors(lm: Any, texts: Sequence[Sequence[int]], damping: float = 1e-3, group_size: int = 1024,
+                   grid: Any = None, first: Any = None, params: Any = None) -> Predictors:
+    """Measures the maps of AQUA-KV layer by layer, each from the decoded keys and values of the previous layer.
 
     Args:
-        lm, texts, params: as of `observed`. The authors take 256 texts of 8192 tokens.
-        damping: see `ridge`. group: channels that are transformed together at most.
-        grid, first: `[16, 2]` and `[256, 2]` pairs; None: `gaussian_pairs`.
+        lm, texts, params: see `decodax.train.samples.observed`. The authors take 256 texts of 8192 tokens.
+        damping: see `ridge`. group_size: largest number of channels that are transformed together, as in the cache.
+        grid, first: pairs `[16, 2]` of all layers but the first, and `[256, 2]` of the first; None: `gaussian_pairs`.
 
     Returns:
-        What `decodax.caches.make("aqua-kv", predictors=...)` takes.
+        The option `predictors` of `decodax.caches.aqua_kv`.
 
     Raises:
         ValueError: layers of different shapes.
@@ -75,16 +73,15 @@ def fit_predictors(lm: Any, texts: Sequence[Sequence[int]], damping: float = 1e-
     for own in samples:
         keys, values = own.keys.reshape(len(own.keys), -1), own.values.reshape(len(own.values), -1)
         if below is None:
-            below = again(keys, HIGGS(first, group)), again(values, HIGGS(first, group))
+            below = again(keys, HIGGS(first, group_size)), again(values, HIGGS(first, group_size))
             maps[0].append(np.zeros((keys.shape[1] + 1, keys.shape[1]), np.float32))
             maps[1].append(np.zeros((keys.shape[1] + values.shape[1] + 1, values.shape[1]), np.float32))
             continue
-        guess = lambda x, weights: x @ weights[:-1] + weights[-1]
         maps[0].append(ridge(below[0], keys, damping))
-        said = guess(below[0], maps[0][-1])
-        keys = said + again(keys - said, HIGGS(grid, group))
+        said = affine(below[0], maps[0][-1])
+        keys = said + again(keys - said, HIGGS(grid, group_size))
         inputs = np.concatenate([keys, below[1]], 1)
         maps[1].append(ridge(inputs, values, damping))
-        said = guess(inputs, maps[1][-1])
-        below = keys, said + again(values - said, HIGGS(grid, group))
+        said = affine(inputs, maps[1][-1])
+        below = keys, said + again(values - said, HIGGS(grid, group_size))
     return Predictors(Constant(np.stack(maps[0])), Constant(np.stack(maps[1])), grid, first)

@@ -1,0 +1,43 @@
+"""K-means on the host: weighted points, begun by k-means++ (Arthur and Vassilvitskii, 2007)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+PART = 1 << 20
+"""Number of distances that are in memory at a time, at most."""
+
+
+def k_means(x: np.ndarray, weights: np.ndarray, count: int, loops: int, random: np.random.Generator) -> np.ndarray:
+    """Returns `count` centroids `f64[count, c]` of points `f64[N, c]` with `weights` (`f64[N]`).
+
+    If there are no more distinct points than centroids, these are the points, and the last one is repeated.
+    """
+    weights = np.maximum(weights, weights.max() * 1e-12) if weights.max() > 0 else np.ones(len(x))
+    points, index = np.unique(x, axis=0, return_inverse=True)
+    mass = np.bincount(index.ravel(), weights, len(points))
+    if len(points) <= count:
+        return np.concatenate([points, points[-1:].repeat(count - len(points), 0)])
+    centres: np.ndarray = np.empty((count, x.shape[1]))
+    centres[0] = points[random.choice(len(points), p=mass / mass.sum())]
+    near = np.square(points - centres[0]).sum(1)
+    for i in range(1, count):
+        p = near * mass
+        centres[i] = points[random.choice(len(points), p=p / p.sum())]
+        near = np.minimum(near, np.square(points - centres[i]).sum(1))
+    return lloyd(points, mass, centres, loops)
+
+
+def lloyd(points: np.ndarray, mass: np.ndarray, centres: np.ndarray, loops: int) -> np.ndarray:
+    """Lloyd's iteration: moves centres `f64[count, c]` to the means of the points nearest to them, up to `loops` times
+    or until nothing moves."""
+    for _ in range(loops):
+        parts = np.array_split(points, -(-points.shape[0] * len(centres) // PART))
+        of = np.concatenate([(np.square(centres).sum(1) - 2 * part @ centres.T).argmin(1) for part in parts])
+        total = np.bincount(of, mass, len(centres))
+        sums = np.stack([np.bincount(of, mass * x, len(centres)) for x in points.T], 1)
+        new = np.where(total[:, None] > 0, sums / np.maximum(total[:, None], 1e-300), centres)
+        if np.array_equal(new, centres):
+            break
+        centres = new
+    return centres
