@@ -182,6 +182,6 @@ def given_or_fitted(name: str, lm: Any, draft: Any, predictor: Any, samples: Any
         ValueError: both are given, or none.
     """
     if (predictor is None) == (samples is None):
-        raise ValueError(f"system: {name!r} needs predictor=, from decodax.train.fit_predictor, or samples=, prompts as "
-                         "token ids to fit one to; takes one of the two")
+        raise ValueError(f"system: {name!r} needs predictor=, from decodax.train.fit_predictor, or samples=, prompts "
+                         "as token ids to fit one to; takes one of the two")
     return predictor if samples is None else fit_predictor(lm, DraftModel(draft), samples, rejected=rejected)
