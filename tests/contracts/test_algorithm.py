@@ -288,7 +288,7 @@ SOUGHT = {"awrs": dict(check=lambda ids: ids[-1] != 3), "cascade": dict(barrier=
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("name", often(["beam-search", "awrs"], SEARCHING))
+@pytest.mark.parametrize("name", often(["beam-search", "awrs", "contrastive-search"], SEARCHING))
 def test_a_search_for_one_prompt_does_not_depend_on_the_others(name):
     options = SOUGHT.get(name, {})
     alg = dx.algorithms.make(name, net(), **options)

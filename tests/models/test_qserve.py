@@ -263,15 +263,6 @@ def test_no_kernel_is_converted_in_front_of_the_loop() -> None:
     assert not re.search(converted + r"\S* fusion\(", text)
 
 
-@pytest.mark.matrix
-def test_speculation_equals_plain_sampling() -> None:
-    lm = dx.load("pycode-draft", weights="qserve")
-    options: dict[str, Any] = dict(max_new_tokens=24, temperature=0.8, seed=1)
-    prompts = ["def f(x):\n    return x\n\ndef g(x):", "import os"]
-    drafted = dx.generate(lm, prompts, **options, algorithm=dx.Speculative(dx.drafts.PromptLookup(length=3)))
-    assert drafted.text == dx.generate(lm, prompts, **options).text and drafted.stats.tokens_per_forward > 1
-
-
 @dataclasses.dataclass(frozen=True)
 class Symmetric(Int4):
     """As many bits, of the same kernels, in symmetric codes, and activations as they are."""

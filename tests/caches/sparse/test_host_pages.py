@@ -63,13 +63,6 @@ def test_values_of_shadowkv_may_lie_there_too(algorithm: Any) -> None:
     assert values == ["pinned_host"] and job.state.cache.shadows[0].values.shape[3:] == (4, 4)
 
 
-@pytest.mark.wide
-def test_a_row_does_not_depend_on_its_batch_mates_or_on_chunks() -> None:
-    alone, all_of_them = run("quest", rows=(1,), chunk=7, offload=True), run("quest", offload=True)
-    assert alone.tokens.tolist() == all_of_them.tokens[1:2].tolist()
-    np.testing.assert_allclose(alone.logprobs.raw, all_of_them.logprobs.raw[1:2], atol=1e-4)
-
-
 def filled(kind: QuestConfig, lengths: tuple[int, ...], chunk: int) -> Any:
     """A cache of a layer with random tokens, taken in so many at a time."""
     cache: Any = kind([(2, 8)], len(lengths), 64, jnp.float32)
