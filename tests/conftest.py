@@ -7,8 +7,12 @@ import os
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from decodax.io.load import LM
 
 # with libtpu installed JAX would look for a TPU; tests marked gpu are run with JAX_PLATFORMS=cuda
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -82,3 +86,11 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = Transformer(llama(vocab=size, width=32, layers=1, heads=4, kv_heads=2, mlp=64, context=512))
     save_model(path, model, model.init_params(jax.random.key(1)), config={"eos_token_id": 0})
     return path
+
+
+@pytest.fixture(scope="session")
+def lm(tiny_model: Path) -> LM:
+    """The model of `tiny_model`, loaded."""
+    from decodax.io.load import load
+
+    return load(tiny_model)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -25,11 +24,6 @@ PERSON = {"type": "object", "properties": {"name": {"type": "string", "maxLength
                                            "tags": {"type": "array", "items": {"enum": ["a", "b"]}}},
           "required": ["name", "n"]}
 PROMPTS = ["one", "def f(", "x"]
-
-
-@pytest.fixture(scope="module")
-def lm(tiny_model: Path) -> LM:
-    return dx.load(tiny_model)
 
 
 @pytest.mark.wide

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -26,11 +25,6 @@ WEATHER = {"type": "function", "function": {"name": "get_weather", "parameters":
     "type": "object", "required": ["city"],
     "properties": {"city": {"type": "string", "maxLength": 6}, "days": {"type": "integer", "minimum": 1}}}}}
 TIME = {"name": "time"}
-
-
-@pytest.fixture(scope="module")
-def lm(tiny_model: Path) -> LM:
-    return dx.load(tiny_model)
 
 
 GRAMMARS = {

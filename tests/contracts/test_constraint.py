@@ -6,7 +6,6 @@ import itertools
 import json
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -61,11 +60,6 @@ def constraint(case: str) -> Any:
     name, given, _ = CASES[case]
     made = CONSTRAINTS[name].make(*given)
     return made.after("##") if case == "choices after a mark" else made
-
-
-@pytest.fixture(scope="module")
-def lm(tiny_model: Path) -> LM:
-    return dx.load(tiny_model)
 
 
 def test_every_constraint_of_the_registry_has_a_case_here() -> None:

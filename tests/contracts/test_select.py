@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,11 +33,6 @@ WATCHES = ("first-finish",)
 """A rule that looks on while samples are written, and so has nothing to say of candidates that are there."""
 GIVEN = Candidates(["ab c", "ab d", "x", "ab c", "abc d e"], "ab", np.array([-3.0, -4.0, -2.0, -3.0, -6.0]),
                    np.array([3, 3, 1, 3, 5]), np.array([0.1, -0.3, 0.2, 0.1, 0.0]), (1, 2))
-
-
-@pytest.fixture(scope="module")
-def lm(tiny_model: Path) -> LM:
-    return dx.load(tiny_model)
 
 
 @pytest.mark.parametrize("name", [name for name in SELECTS if name not in WATCHES])

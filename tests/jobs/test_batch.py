@@ -26,12 +26,6 @@ from decodax.jobs import store
 from decodax.jobs.lines import rows
 from tests.matrix import often
 
-
-@pytest.fixture(scope="module")
-def lm(tiny_model: Path) -> LM:
-    return dx.load(tiny_model)
-
-
 TEXTS = ["def area(", "import ", "for i in", "return x", "class A", "x = 1", "if a:", "print("]
 LINES: list[Any] = [{"id": f"q-{i}", "prompt": text, "options": {"max_new_tokens": 3 + i}, "label": i * i}
                     for i, text in enumerate(TEXTS)]

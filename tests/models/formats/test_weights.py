@@ -123,9 +123,9 @@ def test_a_broken_weight_or_activation_makes_no_number(name: str) -> None:
 def as_shipped() -> list[str]:
     """What `compiled_packed` prints, where XLA optimises as it does for users."""
     environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
-    command = [sys.executable, "-m", "tests.models.compiled_packed", *COMPILED]
+    command = [sys.executable, "-m", "tests.models.formats.compiled_packed", *COMPILED]
     done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True,
-                          cwd=Path(__file__).parents[2])
+                          cwd=Path(__file__).parents[3])
     return done.stdout.splitlines()
 
 

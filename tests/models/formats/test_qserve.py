@@ -29,7 +29,7 @@ from decodax.models.packed import multiply
 from decodax.sampling import build
 from tests.matrix import often
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+sys.path.insert(0, str(Path(__file__).parents[3] / "scripts"))
 
 FORMATS = [QServe(), QServe(zero="post-scale"), QServe(group=-1), QServe(group=-1, zero="post-scale")]
 TEXT = "def mean(values):\n    \"\"\"The mean.\"\"\"\n    return sum(values) / len(values)\n\n\nclass A:\n    pass\n"
