@@ -7,8 +7,12 @@ import os
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from decodax.io.load import LM
 
 # with libtpu installed JAX would look for a TPU; tests marked gpu are run with JAX_PLATFORMS=cuda
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -27,7 +31,8 @@ os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
-SPREAD = ("laws/test_distribution.py", "laws/test_systems.py", "laws/test_families.py", "laws/test_diffusion.py",
+SPREAD = ("contracts/test_verifier.py", "contracts/test_algorithm.py", "laws/test_families.py",
+          "contracts/test_diffusion_rule.py",
           "conformance/test_conformance.py", "test_malformed.py")
 """Modules whose tests share no programs."""
 
@@ -81,3 +86,11 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = Transformer(llama(vocab=size, width=32, layers=1, heads=4, kv_heads=2, mlp=64, context=512))
     save_model(path, model, model.init_params(jax.random.key(1)), config={"eos_token_id": 0})
     return path
+
+
+@pytest.fixture(scope="session")
+def lm(tiny_model: Path) -> LM:
+    """The model of `tiny_model`, loaded."""
+    from decodax.io.load import load
+
+    return load(tiny_model)

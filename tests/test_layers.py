@@ -1,8 +1,9 @@
-"""The shape of the library: what imports what, and how large the parts are."""
+"""House rules: what imports what, and how large files and folders are. CONTRIBUTING.md says them in words."""
 
 from __future__ import annotations
 
 import ast
+import collections
 import functools
 import graphlib
 from pathlib import Path
@@ -18,6 +19,19 @@ ROOMS = (
 
 FLOORS = 13
 """Rooms above one another at most, on the longest way of imports from the bottom to the top."""
+
+
+LINES, FILES = 400, 30
+"""Lines of a file, and files of a folder, at most."""
+
+TOO_LONG = {
+    "decodax/constraints/dfa.py": 413, "decodax/constraints/schema.py": 578, "decodax/common/registry.py": 430,
+    "decodax/core/types.py": 411, "decodax/io/checkpoint.py": 439, "decodax/sampling/base.py": 532,
+    "decodax/sampling/build.py": 453, "models/transformer.py": 413}
+"""Files that are longer, and how long they were when the rule was made: they may become shorter, none may be added."""
+
+NAMED_TWICE = {"_Reading"}
+"""Names that two classes have. None may be added."""
 
 
 def modules() -> dict[str, Path]:
@@ -77,3 +91,32 @@ def test_the_house_has_few_floors():
     for name in graphlib.TopologicalSorter(below).static_order():
         floors[name] = 1 + max((floors[other] for other in below[name]), default=0)
     assert max(floors.values()) <= FLOORS, floors
+
+
+def sources(*folders: str) -> list[Path]:
+    return [file for folder in folders for file in sorted((ROOT / folder).rglob("*.py"))]
+
+
+def test_no_file_is_longer_than_it_may_be():
+    found = {file.relative_to(ROOT).as_posix(): len(file.read_text().splitlines())
+             for file in sources("decodax", "models", "pallas_kernels", "scripts")}
+    longer = {name: count for name, count in found.items() if count > TOO_LONG.get(name, LINES)}
+    assert not longer, f"divide these, at most {LINES} lines each: {longer}"
+    done = [name for name in TOO_LONG if found.get(name, 0) <= LINES]
+    assert not done, f"take these off TOO_LONG: {done}"
+
+
+def test_no_folder_has_more_files_than_it_may_have():
+    count = collections.Counter(file.parent.relative_to(ROOT).as_posix() for file in sources(
+        "decodax", "models", "pallas_kernels", "scripts", "tests") if file.name != "__init__.py")
+    assert not {folder: n for folder, n in count.items() if n > FILES}
+
+
+def test_no_two_classes_of_the_library_have_one_name():
+    places = collections.defaultdict(list)
+    for file in sources("decodax", "models", "pallas_kernels"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(file.relative_to(ROOT).as_posix())
+    twice = {name: files for name, files in places.items() if len(files) > 1}
+    assert set(twice) == NAMED_TWICE, twice

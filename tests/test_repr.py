@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,11 +20,6 @@ from decodax.models import adapters
 from decodax.sampling import Temperature
 
 MOST = 500
-
-
-@pytest.fixture(scope="module")
-def lm(tiny_model: Path) -> dx.LM:
-    return dx.load(tiny_model)
 
 
 @pytest.fixture(scope="module")

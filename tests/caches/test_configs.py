@@ -7,7 +7,7 @@ import pytest
 from decodax import caches
 from decodax.caches.configs import PaperConfig
 from decodax.common.registry import CACHES
-from tests.caches.test_policies import BUTLER
+from tests.caches.small import BUTLER
 
 CHECKED = [name for name, entry in CACHES.items()
            if isinstance(entry.make, type) and issubclass(entry.make, PaperConfig)

@@ -12,7 +12,7 @@ import decodax as dx
 from decodax.caches import blended, edited, make, read_prefix
 from decodax.caches.prefix.kvshare import KVShareConfig
 from decodax.io.load import LM
-from tests.caches.test_policies import DEEP, DEEPER, LOOKUP, MODEL, OPTIONS, PROMPTS, SMALL
+from tests.caches.small import DEEP, DEEPER, LOOKUP, MODEL, OPTIONS, PROMPTS, SMALL
 from tests.matrix import often
 
 pytestmark = pytest.mark.mesh

@@ -11,7 +11,7 @@ import decodax as dx
 from decodax import caches
 from decodax.engine.batch import Job
 from decodax.engine.request import Request
-from tests.caches.test_policies import DEEP, LOOKUP, PROMPTS
+from tests.caches.small import DEEP, LOOKUP, PROMPTS
 from tests.matrix import often
 
 QUESTIONS = [[3, 1, 4, 1], [5, 9], [2, 6, 5, 3, 5, 8, 9]]

@@ -7,7 +7,6 @@ import inspect
 import math
 import re
 import warnings
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -43,11 +42,6 @@ def wrong() -> list[Any]:
             iter([1.5]), lambda x: x, float, np.array(None), np.array("x"), np.array([1, 2]), np.array([1.5, 2.5]),
             np.zeros((2, 2, 2)), [np.array([1, 2])], np.datetime64("2020"), jnp.zeros((2, 2)), jnp.array([1.5, 2.5]),
             np.float32(0.7), jnp.float32(0.7), np.int64(5), jnp.int32(5), np.array(1.0), [{"type": "function"}]]
-
-
-@pytest.fixture(scope="module")
-def lm(tiny_model: Path) -> dx.LM:
-    return dx.load(tiny_model)
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -25,47 +24,6 @@ PERSON = {"type": "object", "properties": {"name": {"type": "string", "maxLength
                                            "tags": {"type": "array", "items": {"enum": ["a", "b"]}}},
           "required": ["name", "n"]}
 PROMPTS = ["one", "def f(", "x"]
-
-
-@pytest.fixture(scope="module")
-def lm(tiny_model: Path) -> LM:
-    return dx.load(tiny_model)
-
-
-WAYS: dict[str, dict[str, Any]] = {
-    "greedy": {}, "sampled": dict(temperature=1.0), "samples": dict(temperature=1.5, num_samples=3, top_p=0.9),
-    "beams": dict(algorithm=dx.algorithms.beam_search(3), num_samples=2),
-    "beam sampling": dict(algorithm=dx.algorithms.beam_search(3), temperature=1.0),
-    "places": dict(temperature=1.0, batch_size=2), "penalties": dict(repetition_penalty=1.3, temperature=1.0)}
-
-
-@pytest.mark.wide(but=("sampled",))
-@pytest.mark.parametrize("way", often(["sampled", "beams"], WAYS))
-def test_texts_are_of_their_language(lm: LM, way: str) -> None:
-    each = [dx.constraints.regex(CALL), dx.constraints.choices(["yes", "no", "no way"]),
-            dx.constraints.json_schema(PERSON)]
-    checks = [lambda t: re.fullmatch(CALL, t), lambda t: t in ("yes", "no", "no way"),
-              lambda t: jsonschema.validate(json.loads(t), PERSON) or True]
-    for given, check in zip(each, checks, strict=True):
-        out = dx.generate(lm, ["one", "def f("], max_new_tokens=60, constraint=given, **WAYS[way])
-        assert out.text is not None and all(map(check, out.text)), out.text
-        assert {*out.status} == {dx.Status.EOS}
-
-
-@pytest.mark.parametrize("algorithm", often(["prompt-lookup:length=4"], [
-    "prompt-lookup:length=4", "token-recycling", "lookahead", "suffix-decoding", "jacobi"]))
-@pytest.mark.parametrize("temperature", often([1.0], [0.0, 1.0]))
-def test_speculation_changes_nothing(lm: LM, algorithm: str, temperature: float) -> None:
-    prompts = ["one", '{"name": "x", "n": 3}', "def f("]
-    given: dict[str, Any] = dict(constraint=[dx.constraints.json_schema(PERSON), dx.constraints.json_schema(PERSON),
-                                             None], max_new_tokens=40, temperature=temperature)
-    plain, found = dx.generate(lm, prompts, **given), dx.generate(lm, prompts, algorithm=algorithm, **given)
-    assert found.tokens.tolist() == plain.tokens.tolist() and found.status == plain.status
-    assert plain.text is not None
-    for text in plain.text[:2]:
-        jsonschema.validate(json.loads(text), PERSON)
-    free = dx.generate(lm, prompts, max_new_tokens=40, temperature=temperature)
-    assert free.row(2).tolist() == plain.row(2).tolist()            # a row without a constraint is free
 
 
 @pytest.mark.wide

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -21,18 +19,12 @@ from decodax.constraints.hosted import Matcher
 from decodax.constraints.matching import _Bytes, hosted, language
 from decodax.constraints.tokens import TokenDfa, trie_of
 from decodax.io.load import LM
-from tests.matrix import often
 
 EXPR = 'start: expr\nexpr: NUM | "(" expr op expr ")"\nop: "+" | "*"\nNUM: /[0-9]{1,3}/\n'
 WEATHER = {"type": "function", "function": {"name": "get_weather", "parameters": {
     "type": "object", "required": ["city"],
     "properties": {"city": {"type": "string", "maxLength": 6}, "days": {"type": "integer", "minimum": 1}}}}}
 TIME = {"name": "time"}
-
-
-@pytest.fixture(scope="module")
-def lm(tiny_model: Path) -> LM:
-    return dx.load(tiny_model)
 
 
 GRAMMARS = {
@@ -94,60 +86,6 @@ def test_languages_of_free_text() -> None:
     only = tools([WEATHER, TIME], "required")
     assert only.accepts(f"{call}\n{call}".encode()) and not only.accepts(b"") and not only.accepts(b"so")
     assert not tools([WEATHER, TIME], "time").accepts(call.encode())
-
-
-WAYS: dict[str, dict[str, Any]] = {
-    "greedy": {}, "sampled": dict(temperature=1.0), "beams": dict(algorithm=dx.algorithms.beam_search(3)),
-    "drafted": dict(temperature=1.0, algorithm="prompt-lookup:length=4"), "places": dict(temperature=1.0, batch_size=1)}
-
-
-@pytest.mark.wide
-@pytest.mark.parametrize("way", often(["sampled", "beams"], WAYS))
-def test_texts_have_what_they_must_and_call_what_there_is(lm: LM, way: str) -> None:
-    given: dict[str, Any] = dict(max_new_tokens=72, **WAYS[way])
-    out = dx.generate(lm, ["one", "def f("], constraint=dx.constraints.phrases(["if", "xyz"], banned=["e"]), **given)
-    assert out.text is not None and all("if" in t and "xyz" in t and "e" not in t for t in out.text)
-    named = dict(function=dict(name="get_weather"))
-    out = dx.generate(lm, ["one", "x"], constraint=dx.constraints.tools([WEATHER, TIME], choice=named), **given)
-    for text in out.text or ():
-        body = re.fullmatch(r"<tool_call>\n(.*)\n</tool_call>", text, re.DOTALL)
-        assert body
-        call = json.loads(body[1])
-        assert call["name"] == "get_weather"
-        jsonschema.validate(call["arguments"], WEATHER["function"]["parameters"])       # type: ignore[index]
-    out = dx.generate(lm, ["one", "x"],
-                      constraint=[dx.constraints.choices(["yes", "no"]).after("##"),
-                                  dx.constraints.choices(["yes", "no"])], **given)
-    assert out.text is not None
-    assert re.fullmatch(r"(?s).*?##(yes|no)", out.text[0]) and out.text[1] in ("yes", "no")
-    assert {*out.status} == {dx.Status.EOS}
-
-
-NESTED = [dx.constraints.grammar(EXPR), dx.constraints.grammar(EXPR), None]
-
-
-def nested(text: str) -> bool:
-    try:
-        lark.Lark(EXPR).parse(text)
-        return True
-    except lark.exceptions.LarkError:
-        return False
-
-
-@pytest.mark.wide
-@pytest.mark.parametrize("way", often(["sampled", "drafted"], WAYS))
-def test_rules_that_refer_to_themselves_hold(lm: LM, way: str) -> None:
-    out = dx.generate(lm, ["one", "def f(", "x"], constraint=NESTED,
-                      max_new_tokens=40, **WAYS[way])
-    assert out.text is not None
-    ended = [text for text, status in list(zip(out.text, out.status, strict=True))[:2] if status != dx.Status.LENGTH]
-    assert ended and all(map(nested, ended)), out.text
-    if way == "drafted":
-        plain = dx.generate(lm, ["one", "def f(", "x"], constraint=NESTED,
-                      max_new_tokens=40, temperature=1.0)
-        assert plain.tokens.tolist() == out.tokens.tolist()
-        free = dx.generate(lm, ["x"], request_ids=[2], max_new_tokens=40, temperature=1.0)
-        assert free.text is not None and out.text[2] == free.text[0]
 
 
 def test_a_schema_that_refers_to_itself_goes_by_a_grammar(lm: LM) -> None:

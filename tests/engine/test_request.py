@@ -27,11 +27,6 @@ IDS = [[40, 41, 42, 43, 44], [50, 51]]
 WARM = dict(temperature=1.0, max_new_tokens=6, eos_token_id=[])
 
 
-@pytest.fixture(scope="module")
-def lm(tiny_model: Path) -> dx.LM:
-    return dx.load(tiny_model)
-
-
 def said(lm: dx.LM, **config) -> dx.LM:
     """The model with another generation config."""
     return dataclasses.replace(lm, generation_config=config)

@@ -22,7 +22,7 @@ from decodax.core.types import Model, ShowsWeights
 from decodax.sampling import Custom
 from decodax.search.explorer import Explorer
 from decodax.select.candidates import SelectionRule
-from tests.caches.test_policies import SMALL
+from tests.caches.small import SMALL
 
 IDS = [[3, 1, 4], [2, 7]]
 

@@ -23,16 +23,6 @@ def lm():
     return dx.load("pycode-draft")
 
 
-@pytest.mark.matrix
-def test_speculation_gives_the_text_of_plain_decoding(lm):
-    given = dict(max_new_tokens=24, temperature=[0.0, 0.8, 0.8], top_p=0.95, repetition_penalty=1.1)
-    plain, drafted = dx.generate(lm, PROMPTS, **given), dx.generate(lm, PROMPTS, algorithm=LOOKUP, **given)
-    assert drafted.text == plain.text
-    assert np.array_equal(drafted.tokens, plain.tokens)
-    assert drafted.stats.forwards <= plain.stats.forwards
-    assert plain.stats.tokens_per_forward == 1.0 == plain.stats.mean_accepted_length
-
-
 def test_prompts_may_be_text_ids_or_arrays(lm):
     ids = lm.tokenizer.encode(PROMPTS[0])
     forms = [PROMPTS[0], [PROMPTS[0]], ids, [ids], [np.array(ids)]]

@@ -15,11 +15,6 @@ from decodax.jobs.batch import _spelled
 from tests.jobs.test_batch import results, written
 
 
-@pytest.fixture(scope="module")
-def lm(tiny_model: Path) -> LM:
-    return dx.load(tiny_model)
-
-
 @pytest.mark.parametrize("form", store.FORMATS)
 def test_answers_to_openais_api_are_there_when_it_is_called_again(lm: LM, tmp_path: Path, form: str) -> None:
     source = written(tmp_path / "in.jsonl", [{"custom_id": f"r{i}", "url": "/v1/completions", "body": {

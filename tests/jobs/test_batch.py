@@ -26,12 +26,6 @@ from decodax.jobs import store
 from decodax.jobs.lines import rows
 from tests.matrix import often
 
-
-@pytest.fixture(scope="module")
-def lm(tiny_model: Path) -> LM:
-    return dx.load(tiny_model)
-
-
 TEXTS = ["def area(", "import ", "for i in", "return x", "class A", "x = 1", "if a:", "print("]
 LINES: list[Any] = [{"id": f"q-{i}", "prompt": text, "options": {"max_new_tokens": 3 + i}, "label": i * i}
                     for i, text in enumerate(TEXTS)]
@@ -366,7 +360,7 @@ def test_time_that_is_out_leaves_the_rest_to_the_next_call(lm: LM, source: Path,
 @pytest.mark.wide
 def test_a_pipe_that_stays_open_is_read_line_by_line(tmp_path: Path) -> None:
     """What came is answered, and the process ends by itself although a thread still waits for the pipe."""
-    code = ("import sys, decodax as dx; from decodax import jobs; from tests.caches.test_policies import SMALL; "
+    code = ("import sys, decodax as dx; from decodax import jobs; from tests.caches.small import SMALL; "
             "jobs.run(SMALL, '-', sys.argv[1], slots=2, max_new_tokens=3, report=lambda found: sys.exit('answered'))")
     process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "out")], stdin=subprocess.PIPE,
                                stderr=subprocess.PIPE, text=True)

@@ -18,7 +18,7 @@ from decodax.engine.batch import BatchShape
 from decodax.engine.request import Request
 from decodax.engine.slots import Slots
 from decodax.front.serve import Served
-from tests.caches.test_policies import SMALL
+from tests.caches.small import SMALL
 from tests.jobs.test_slots import PROMPTS
 
 

@@ -21,7 +21,7 @@ from decodax.engine.slots import Slots, Use, kin, possible
 from decodax.front.generate import merge
 from decodax.io.load import LM
 from decodax.models.diffusion import Diffusion
-from tests.caches.test_policies import SMALL
+from tests.caches.small import SMALL
 from tests.matrix import often
 
 COUNT = 12

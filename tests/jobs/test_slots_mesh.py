@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType
 
 import decodax as dx
-from tests.caches.test_policies import MODEL, SMALL
+from tests.caches.small import MODEL, SMALL
 from tests.jobs.test_slots import OPTIONS, PROMPTS
 from tests.matrix import often
 

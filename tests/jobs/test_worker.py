@@ -18,11 +18,6 @@ TEXTS = ["def area(", "import ", "for i in", "return x", "class A", "x = 1", "if
 COUNT = 40
 
 
-@pytest.fixture(scope="module")
-def lm(tiny_model: Path) -> LM:
-    return dx.load(tiny_model)
-
-
 def test_a_batch_of_columns_gets_what_generate_gives(lm: LM) -> None:
     options: dict[str, Any] = dict(temperature=0.8, max_new_tokens=6)
     worker = jobs.Worker(lm, slots=3, fields=jobs.Fields(keep=["label"]), tokens=True, **options)

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from decodax.algorithms.plain import Autoregressive
 from decodax.core import drivers
 from decodax.core.round import python_loop, run
 from tests.laws.cases import ALGORITHMS, ANY_ORDER, POLICIES, decode, prompts, start, texts
@@ -73,3 +74,19 @@ def test_seeds_requests_and_samples_address_different_draws():
 
 def test_algorithms_are_values():
     assert all(dataclasses.replace(a) == a and hash(dataclasses.replace(a)) == hash(a) for a in ALGORITHMS.values())
+
+
+@pytest.mark.wide(but=("llada",))
+@pytest.mark.parametrize("algorithm", often(["lookup", "llada"], ALGORITHMS))
+def test_a_selected_state_decodes_as_the_rows_it_came_from(algorithm):
+    alg, ids, policy = ALGORITHMS[algorithm], prompts(3), POLICIES["sampled"]
+    plain = texts(decode(alg, "llama", ids, policy))
+    network, params, chain, s = start(alg, "llama", ids, policy)
+    s = drivers.advance(alg, network, params, chain, s, jnp.int32(2))
+    rows = jnp.array([2, 0, 2])
+    s = drivers.advance(alg, network, params, chain.select(rows), s.select(rows), jnp.int32(100))
+    assert texts(s) == [plain[2], plain[0], plain[2]]
+
+
+def test_one_token_of_prompt_needs_no_prefill():
+    assert len(texts(decode(Autoregressive(), "llama", [[3]], {}))[0]) == 12

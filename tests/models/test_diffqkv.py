@@ -16,7 +16,7 @@ from decodax.engine.batch import Job
 from decodax.engine.request import Request
 from decodax.io.load import LM
 from decodax.models import Transformer, diffqkv, llama
-from tests.caches.test_policies import PROMPTS
+from tests.caches.small import PROMPTS
 from tests.matrix import often
 
 pytestmark = pytest.mark.wide

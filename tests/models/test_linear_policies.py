@@ -13,7 +13,7 @@ import decodax as dx
 from decodax import caches
 from decodax.io.load import LM
 from decodax.models import Transformer, linearized
-from tests.caches.test_policies import BOTH, DEEP, DEEPER, EXACT, OPTIONS, PROMPTS, SMALL, half, same
+from tests.caches.small import BOTH, DEEP, DEEPER, EXACT, OPTIONS, PROMPTS, SMALL, half, same
 from tests.matrix import often
 
 OWN_WAY = {"fastkv", "promptdistill", "critiprefill", "minference", "hyper-attention", "quick-prefill", "freqkv",

@@ -15,7 +15,7 @@ from decodax.engine.batch import Job
 from decodax.engine.request import Request
 from decodax.io.load import LM
 from decodax.models import Phd, Transformer, cla, llama, phd
-from tests.caches import test_policies as policies
+from tests.caches import small as policies
 from tests.matrix import often
 
 BASE = llama(vocab=16, width=16, layers=2, heads=4, kv_heads=2, mlp=24, context=256)

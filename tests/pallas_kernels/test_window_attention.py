@@ -7,6 +7,7 @@ import itertools
 from typing import Any, get_args
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import Array
@@ -165,3 +166,59 @@ def test_what_cannot_be_had_is_refused_by_name() -> None:
                          implementation="cudnn")       # type: ignore[arg-type]
     with pytest.raises(ValueError, match="scales: got none for a cache of int8, takes them with a cache of"):
         slot_weights(q.swapaxes(1, 2), q[..., 0].swapaxes(1, 2), positions, cache.astype(np.int8), length, scale=1.0)
+
+
+@pytest.mark.parametrize("sliding", [None, 3, 300])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_window_attention_equals_attention_to_everything(sliding, softcap):
+    """The merge of cache blocks and window against one float64 softmax over all keys in sight."""
+    draw = np.random.default_rng(0)
+    B, W, H, G, d, S = 2, 3, 4, 2, 8, 512
+    length = np.array([300, 7])
+    q, k, v = (draw.normal(size=(B, W, h, d)).astype(np.float32) for h in (H, G, G))
+    ck, cv = (draw.normal(size=(B, G, S, d)).astype(np.float32) for _ in range(2))
+    positions = length[:, None] + np.arange(W)
+    mask = np.tril(np.ones((1, W, W), bool))
+    out = window_attention(q, k, v, jnp.asarray(mask), jnp.asarray(positions), np.concatenate([ck, cv], -1),
+                           jnp.asarray(length), scale=0.4, sliding=sliding, softcap=softcap)
+    for b in range(B):
+        n = length[b]
+        for w in range(W):
+            for h in range(H):
+                g = h // (H // G)
+                keys = np.concatenate([ck[b, g, :n], k[b, :w + 1, g]]).astype(np.float64)
+                values = np.concatenate([cv[b, g, :n], v[b, :w + 1, g]]).astype(np.float64)
+                score = keys @ q[b, w, h] * 0.4
+                score = score if softcap is None else softcap * np.tanh(score / softcap)
+                if sliding is not None:
+                    keep = n + w - np.arange(n + w + 1) < sliding
+                    score, values = score[keep], values[keep]
+                weight = np.exp(score - score.max())
+                assert np.allclose(out[b, w, h], weight @ values / weight.sum(), atol=2e-6)
+
+
+def test_attention_to_parts_merges_into_attention_to_all():
+    """Sinks and the rest, where some queries see nothing of one part."""
+    draw = np.random.default_rng(1)
+    B, W, H, G, d, S = 2, 3, 4, 2, 8, 16
+    q, k, v = (jnp.asarray(draw.normal(size=(B, W, h, d)), jnp.float32) for h in (H, G, G))
+    ck, cv = (jnp.asarray(draw.normal(size=(B, G, S, d)), jnp.float32) for _ in range(2))
+    cache, length = jnp.concatenate([ck, cv], -1), jnp.array([9, 0])
+    positions = length[:, None] + jnp.arange(W)
+    held = jnp.where(jnp.arange(S) < length[:, None], jnp.arange(S), -1)[:, None]
+    mask = jnp.tril(jnp.ones((1, W, W), bool))
+
+    def part(mine):
+        return window_attention_lse(q, k, v, mask & mine(positions)[:, None], positions, cache, scale=0.4,
+                                    slot_positions=jnp.where(mine(held), held, -1))
+
+    whole, lse = window_attention_lse(q, k, v, mask, positions, cache, length, scale=0.4)
+    out, total = merge(part(lambda at: at < 2), part(lambda at: at >= 2))
+    assert np.allclose(out, whole, atol=1e-6) and np.allclose(total, lse, atol=1e-6)
+    # the weight of a key is exp(score - lse): those of all keys in sight add up to one
+    scores = 0.4 * jnp.einsum("bwgrd,bkgd->bwgrk", q.reshape(B, W, G, H // G, d),
+                              jnp.concatenate([ck.swapaxes(1, 2), k], 1))
+    sees = jnp.concatenate([jnp.broadcast_to((jnp.arange(S) < length[:, None])[:, None], (B, W, S)),
+                            jnp.broadcast_to(mask, (B, W, W))], 2)[:, :, None, None]
+    weights = jnp.where(sees, jnp.exp(scores - lse.reshape(B, W, G, H // G)[..., None]), 0)
+    assert np.allclose(weights.sum(-1), 1, atol=1e-5)

@@ -24,11 +24,6 @@ ONE = [(name, value) for name, values in NEUTRAL.items() for value in (None, *va
 GREEDY = ["Temperature"]
 
 
-@pytest.fixture(scope="module")
-def lm(tiny_model: Path) -> dx.LM:
-    return dx.load(tiny_model)
-
-
 def names(policy: Any) -> list[str]:
     return [type(t).__name__ for t in policy.transforms]
 

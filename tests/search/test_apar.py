@@ -103,24 +103,6 @@ def test_threads_are_plain_decoding_of_their_paths(kind: str, depth: int) -> Non
     np.testing.assert_allclose(out.scores[:, 0], [sum(t.log_prob for t in tree) for tree in out.details])
 
 
-@pytest.mark.parametrize("way", often([], ["prompt-lookup", "paged", "alone"]))
-def test_answers_do_not_depend_on_rounds_rows_or_neighbours(way: str) -> None:
-    options = {**TUNED, **KINDS["sampled"]}
-    want = dx.search.explore(net(), PROMPTS, dx.search.apar(**CONTROL, threads=16), **options)
-    given = dict(CONTROL, threads=16)
-    if way == "alone":
-        out = [dx.search.explore(net(), [PROMPTS[i]], dx.search.apar(**given), request_ids=[i], **options).text[0]
-               for i in range(3)]
-    elif way == "prompt-lookup":
-        found = dx.search.explore(net(), PROMPTS, dx.search.apar(**given), algorithm="prompt-lookup:length=3",
-                                  **options)
-        out = found.text
-        assert found.result.stats.forwards <= want.result.stats.forwards
-    else:
-        out = dx.search.explore(net(), PROMPTS, dx.search.apar(**given), cache=way, **options).text
-    assert out == want.text
-
-
 @pytest.mark.parametrize("threads", often([], [1, 2, 3]))
 def test_threads_have_a_limit(threads: int) -> None:
     options = {**TUNED, **KINDS["sampled"]}

@@ -11,7 +11,7 @@ import decodax as dx
 from decodax.core.state import Status
 from decodax.search import Forks
 from tests.algorithms.contrastive.test_contrastive import PROMPTS, net
-from tests.laws.test_systems import lm as worded
+from tests.contracts.test_algorithm import lm as worded
 
 OPTIONS: dict[str, Any] = dict(max_new_tokens=12, temperature=1.0)
 

@@ -11,7 +11,7 @@ import pytest
 import decodax as dx
 from decodax import search
 from decodax.io.text import Tokenizer
-from tests.laws.test_systems import lm as worded
+from tests.contracts.test_algorithm import lm as worded
 from tests.laws.toy import Toy
 from tests.small_tokenizers import KINDS
 

@@ -252,7 +252,7 @@ def test_a_star_expands_the_best_first_and_finds_the_best() -> None:
 @pytest.mark.wide
 def test_a_tree_that_falls_back_branches_where_a_segment_begins() -> None:
     """Segments of any length, which end with a string: texts end after `depth` of them, and not before."""
-    from tests.laws.test_systems import lm as worded
+    from tests.contracts.test_algorithm import lm as worded
     lm, depth, seen = worded("toy"), 4, []
     rewind = Forks.rewind
 
@@ -306,7 +306,7 @@ def test_searches_without_steps_take_a_text_for_a_step(name: str) -> None:
 @pytest.mark.wide
 def test_foresight_and_trees_write_whole_texts() -> None:
     points = lambda texts: np.array([[len(t)] for t in texts], float)
-    from tests.laws.test_systems import lm as worded
+    from tests.contracts.test_algorithm import lm as worded
     phi = search.PhiDecoding(beams=2, samples=3, steps=3, first=2, vectors=points)
     out = search.explore(worded("llama"), ["abcd", "h"], phi, step_tokens=3, max_new_tokens=12, temperature=0.8)
     assert out.tokens > out.result.lengths.sum() and out.index.max() < 2

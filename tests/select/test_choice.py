@@ -21,11 +21,6 @@ from decodax.select import Candidates
 MBRS = json.loads((Path(__file__).parent / "mbrs.json").read_text())
 
 
-@pytest.fixture(scope="module")
-def lm(tiny_model: Path) -> LM:
-    return dx.load(tiny_model)
-
-
 @pytest.mark.parametrize("case", MBRS["cases"], ids=lambda case: str(len(case["texts"])))
 def test_expected_utilities_are_mbrs(case: dict[str, Any]) -> None:
     each = Candidates(case["texts"], log_probs=np.array(case["log_probs"]))

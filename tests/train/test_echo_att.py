@@ -17,7 +17,7 @@ from decodax.core.window import causal
 from decodax.io.load import LM
 from decodax.models import Transformer, cla, diffqkv, echo_att, llama
 from decodax.train import attention_similarity, echo_groups, fit_echo_att
-from tests.caches.test_policies import DEEP, PROMPTS, SMALL
+from tests.caches.small import DEEP, PROMPTS, SMALL
 
 PLAIN = llama(vocab=16, width=16, layers=5, heads=4, kv_heads=2, mlp=24, context=256)
 GROUPS = ((1, 2, 3),)

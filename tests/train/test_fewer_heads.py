@@ -26,7 +26,6 @@ from decodax.models import DecoderConfig, Layer, NormConfig, Rope, Transformer, 
 from decodax.train import fit_kv_heads, mean_kv_heads
 
 BASE = llama(vocab=16, width=16, layers=2, heads=8, kv_heads=4, head_dim=4, mlp=24, context=256)
-ROPE = BASE.layers[0].rope
 CONFIGS = {
     "llama": BASE,
     "interleaved, half of the channels": dataclasses.replace(BASE, layers=(Layer(Rope(2, interleaved=True)),) * 2),

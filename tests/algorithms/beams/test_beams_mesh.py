@@ -58,9 +58,11 @@ def test_searches_over_steps_on_a_mesh(tiny_model: Path, kind: AxisType) -> None
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2)
     spread = dataclasses.replace(
         alone, params=jax.device_put(alone.params, alone.model.shardings(mesh)), mesh=mesh)
-    given: dict[str, Any] = dict(options=dict(reward=ends_in_a, n=4), step_tokens=3, max_new_tokens=9, temperature=1.0)
-    want, out = (dx.search.explore(lm, ["one", "def f("], "particle-filter", **given) for lm in (alone, spread))
+    given: dict[str, Any] = dict(step_tokens=3, max_new_tokens=9, temperature=1.0)
+    by = dx.search.particle_filter(reward=ends_in_a, n=4)
+    want, out = (dx.search.explore(lm, ["one", "def f("], by, **given) for lm in (alone, spread))
     assert out.texts == want.texts and out.index.tolist() == want.index.tolist()
-    fed = dict(options=dict(act=lambda prompt, text: "x"), step_tokens=3, max_new_tokens=12)
-    want, out = (dx.search.explore(lm, ["one", "def f("], "with-tools", **fed) for lm in (alone, spread))
+    by = dx.search.with_tools(act=lambda prompt, text: "x")
+    want, out = (dx.search.explore(lm, ["one", "def f("], by, step_tokens=3, max_new_tokens=12)
+                 for lm in (alone, spread))
     assert out.texts == want.texts and out.fed > 0

@@ -17,7 +17,6 @@ import pytest
 
 import decodax as dx
 from decodax.algorithms.contrastive import DoLa, contrast, dola
-from decodax.algorithms.contrastive.contrastive_search import ContrastiveSearch
 from decodax.core.window import causal
 from decodax.engine.names import by_name
 from decodax.models import Transformer, llama
@@ -140,11 +139,3 @@ def test_simple_decoding_is_that_of_its_authors(k: int, n: int) -> None:
 def test_what_makes_no_sense_is_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         dx.generate(net(), PROMPTS, **by_name(given))
-
-
-@pytest.mark.wide
-def test_candidates_do_not_depend_on_batch_mates() -> None:
-    together = dx.generate(net(), PROMPTS, algorithm=ContrastiveSearch(16, 0.5, 3), max_new_tokens=10)
-    for i, prompt in enumerate(PROMPTS):
-        alone = dx.generate(net(), prompt, algorithm=ContrastiveSearch(16, 0.5, 3), max_new_tokens=10)
-        assert alone.row(0).tolist() == together.row(i).tolist()

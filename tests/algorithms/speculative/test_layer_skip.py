@@ -59,12 +59,6 @@ def test_a_skipped_model_is_the_network_without_those_layers() -> None:
     assert entries == [()]
 
 
-@pytest.mark.matrix     # by default as `self-speculative` in `tests/laws/test_systems.py`
-def test_skipping_halves_equals_plain_decoding() -> None:
-    alg = Speculative(LayerSkip(NETWORK, skip_attention=(1,), skip_mlp=(0,)), shape=Chain(3))
-    assert texts(decode(alg, "llama", prompts(5), MIXED, eos=[1])) == plain()
-
-
 @pytest.mark.matrix
 # in a tree each sees its own ancestors
 @pytest.mark.parametrize("shape", often([TREE], [Chain(3), TREE]), ids=["chain", "tree"])
@@ -90,11 +84,6 @@ def deep(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     use()
     return use
-
-
-@functools.cache
-def plain_deep() -> list[list[int]]:
-    return texts(decode(Autoregressive(), "deep", prompts(5), POLICY, eos=[1]))
 
 
 @pytest.mark.matrix
@@ -167,11 +156,6 @@ CLASP = Speculative(CLaSp(DEEP, skips=1, interval=3), shape=Chain(3))
 
 
 @pytest.mark.matrix
-def test_clasp_equals_plain_decoding(deep: Any) -> None:
-    assert texts(decode(CLASP, "deep", prompts(5), POLICY, eos=[1])) == plain_deep()
-
-
-@pytest.mark.matrix
 def test_clasp_skips_the_layer_that_does_nothing(deep: Any) -> None:
     deep(1)
     s = decode(CLASP, "deep", prompts(5), POLICY, eos=[1])
@@ -193,11 +177,6 @@ def test_clasp_searches_every_so_many_rounds(deep: Any) -> None:
 
 
 EXIT = Speculative(DynamicExit(DEEP, length=3, decay=0.5))
-
-
-@pytest.mark.wide
-def test_dynamic_exit_equals_plain_decoding(deep: Any) -> None:
-    assert texts(decode(EXIT, "deep", prompts(5), POLICY, eos=[1])) == plain_deep()
 
 
 @jax.jit
@@ -263,13 +242,6 @@ def test_dynamic_exit_finds_out_how_deep_it_must_draft(deep: Any) -> None:
     s = decode(EXIT, "deep", prompts(5), POLICY, new=24)
     assert (s.algo[0].layer == 1).all()
     assert s.stats.accepted.tolist() == s.stats.drafted.tolist()
-
-
-def test_a_row_drafts_the_same_among_any_batch_mates(deep: Any) -> None:
-    together = decode(EXIT, "deep", prompts(5), POLICY, eos=[1])
-    other = decode(EXIT, "deep", [[4], [3] * 9, prompts(5)[2], [8, 9, 8], [2, 2]], POLICY, eos=[1])
-    for name in ("rounds", "accepted", "drafted"):
-        assert getattr(together.stats, name)[2] == getattr(other.stats, name)[2]
 
 
 @pytest.mark.matrix

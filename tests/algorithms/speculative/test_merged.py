@@ -12,10 +12,10 @@ from decodax import algorithms
 from decodax.algorithms.speculative import KSeq, MultiRound, Speculative
 from decodax.algorithms.speculative.drafts import Merged, PromptLookup
 from decodax.algorithms.speculative.trees import Chain, Fixed
+from tests.contracts.test_algorithm import decode as batch
+from tests.contracts.test_algorithm import lm, plain, texts
+from tests.contracts.test_verifier import ALARM, PROMPT, chi_square, joint
 from tests.laws.cases import VOCABULARY, Table, decode
-from tests.laws.test_distribution import ALARM, PROMPT, chi_square, joint
-from tests.laws.test_systems import decode as batch
-from tests.laws.test_systems import lm, plain, texts
 
 ROWS = 25_000       # a draw that is tried against the other source shows by far
 SHAPE = Fixed.of([[0], [1], [0, 0]])

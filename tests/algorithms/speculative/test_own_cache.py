@@ -20,7 +20,7 @@ from decodax.caches.quantize.quantspec import QuantSpecCodec
 from decodax.core import drivers
 from decodax.core.capabilities import draft_view
 from decodax.models import Diffusion
-from tests.caches.test_policies import DEEP, PROMPTS
+from tests.caches.small import DEEP, PROMPTS
 from tests.matrix import often
 
 QUANTSPEC = QuantizedConfig(QuantSpecCodec(8), 8, "quantspec")

@@ -15,7 +15,7 @@ import decodax as dx
 from decodax.core.packing import Packing
 from decodax.core.types import Out
 from decodax.core.window import causal
-from tests.caches.test_policies import DEEP, SMALL
+from tests.caches.small import DEEP, SMALL
 from tests.matrix import often
 
 ROWS, WIDTH = 5, 6

@@ -29,8 +29,8 @@ from decodax.io.text import Tokenizer
 from decodax.models.config import llama
 from decodax.models.transformer import Transformer
 from decodax.sampling import build
+from tests.contracts.test_verifier import ALARM, FLOORED, PROMPT, chi_square, joint
 from tests.laws.cases import VOCABULARY, model, texts
-from tests.laws.test_distribution import ALARM, FLOORED, PROMPT, chi_square, joint
 from tests.laws.toy import Toy
 from tests.matrix import often
 from tests.small_tokenizers import CORPUS, KINDS, TEXTS, of_words
@@ -308,7 +308,7 @@ def decode16(alg, rows, new, **policy):
 
 @pytest.mark.parametrize("case", often([], CHAINS))
 def test_the_distribution_on_common_tokens_is_the_targets(case):
-    """As in tests/laws/test_distribution.py, with a draft model that has 9 of the 16 tokens."""
+    """As in tests/contracts/test_verifier.py, with a draft model that has 9 of the 16 tokens."""
     assert (narrow().weights.ids >= 0).sum() == 9
     verify, shape = CHAINS[case]
     s = decode16(Speculative(narrow(), verify, shape), DRAWS, 3, **FLOORED["floored"])

@@ -39,9 +39,9 @@ from decodax.algorithms.speculative.trees.threshold import DraftFeatures
 from decodax.common.struct import Struct, struct
 from decodax.core import keys
 from decodax.sampling import build
+from tests.contracts.test_verifier import ALARM, PROMPT, chi_square, joint
+from tests.contracts.test_verifier import POLICIES as LAW_POLICIES
 from tests.laws.cases import VOCABULARY, Table, decode, prompts, texts
-from tests.laws.test_distribution import ALARM, PROMPT, chi_square, joint
-from tests.laws.test_distribution import POLICIES as LAW_POLICIES
 from tests.laws.toy import Toy
 from tests.matrix import often
 
@@ -448,8 +448,8 @@ def test_wrong_arguments_are_named(make, message):
 # laws
 
 MIXED = dict(temperature=[0.0, 0.9, 1.3, 0.8, 0.0], top_p=[1, 1, 0.9, 1, 1], repetition_penalty=[1, 1, 1, 1.4, 1.6])
-# the others draft for systems that are seed-exact, and so stand in `tests/laws/test_systems.py`; by default a sliced
-# tree stands in `test_target_rooted.py`
+# the others draft for seed-exact systems, which `tests/contracts/test_algorithm.py` runs; by default a sliced tree is
+# tested in `test_target_rooted.py`
 EXACT = [Fixed.of(UNEVEN), Sliced(Fixed.of(UNEVEN), 0.4), DySpec(8, 3, 4), StochasticBeam(3, 3)]
 
 

@@ -1,95 +1,29 @@
 """Verification rules: their formulas enumerated in float64, the code against them, and examples of each rule."""
 
-import functools
 import itertools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from decodax.algorithms.speculative.tree import Proposal, tree, window
-from decodax.algorithms.speculative.trees import Chain, Fixed
+from decodax.algorithms.speculative.trees import Chain
 from decodax.algorithms.speculative.verify import (
     BlockVerification,
     Distance,
-    Greedy,
     KSeq,
     MultiRound,
     Rejection,
-    SeedExact,
     SpecVerification,
     TopKAcceptance,
     TypicalAcceptance,
 )
 from decodax.algorithms.speculative.verify.spectr import smallest
-from decodax.common.struct import Struct, struct
 from decodax.core import keys
 from decodax.core.keys import Purpose
-from decodax.core.types import DEAD_END, INVALID
-from decodax.sampling.base import Temperature
-from decodax.sampling.distribution import Policy
-from tests.laws.test_distribution import ALARM, chi_square
+from tests.algorithms.speculative.judging import LENGTH, ROWS, TREE, V, drafts, judge, sample, simplex
+from tests.contracts.test_verifier import ALARM, chi_square
 from tests.matrix import often
-
-ROWS = 50_000
-SMALL = 64
-LENGTH = 4
-V = 5
-TREE = Fixed.balanced(3, 2)
-
-
-@struct
-class Rows(Struct):
-    """What verification reads of a state."""
-
-    tokens: Any
-    length: Any
-    prompt_length: Any
-    key: Any
-    policy: Any
-
-
-@functools.partial(jax.jit, static_argnames=("rule", "shape"))
-def judged(rule, shape, tokens, logits, log_q, live, temperature):
-    B, N = tokens.shape[0], tokens.shape[1] - 1
-    policy = Policy(transforms=(Temperature(temperature),), eos=jnp.full((B, 1), -1, jnp.int32))
-    key = keys.row_keys(jnp.zeros(B, jnp.uint32), jnp.arange(B, dtype=jnp.uint32), jnp.zeros(B, jnp.uint32))
-    length = jnp.full(B, LENGTH, jnp.int32)
-    s = Rows(tokens=jnp.zeros((B, 16), jnp.int32), length=length, prompt_length=length, key=key,
-             policy=(None,))
-    chain = np.array_equal(shape.parents, np.arange(N))
-    proposal = Proposal(tokens=tokens[:, 1:], live=live, parents=None if chain else shape.parents[None], log_q=log_q)
-    t = tree(tokens[:, 0], proposal, shape.length)
-    w = window(t, length - 1, jnp.ones(B, bool), None)
-    return rule(policy.over_logits(s, w, logits), s, t)
-
-
-def judge(rule, shape, tokens, logits, log_q=None, live=None, temperature=1.0):
-    """What a rule makes of drafts `tokens` `[B, 1 + N]` under the target's `logits` `[B, 1 + N, V]`: the decided
-    tokens `[B, length + 1]` (own and what follows it: the own one) and how many drafts are accepted."""
-    tokens = np.asarray(tokens, np.int32)
-    live = np.ones((len(tokens), tokens.shape[1] - 1), bool) if live is None else np.asarray(live)
-    rows = np.arange(max(len(tokens), SMALL)) % len(tokens)         # few batch sizes, few programs
-    batch = lambda x, dtype: None if x is None else jnp.asarray(np.asarray(x)[rows], dtype)
-    out = judged(rule, shape, batch(tokens, jnp.int32), batch(logits, jnp.float32), batch(log_q, jnp.float32),
-                 batch(live, bool), jnp.full(len(rows), temperature, jnp.float32))
-    path, accepted, own = (np.asarray(x)[:len(tokens)] for x in out)
-    held = np.take_along_axis(tokens, np.concatenate([path[:, 1:], path[:, :1]], 1), 1)
-    return np.where(np.arange(path.shape[1]) < accepted[:, None], held, own[:, None]), accepted
-
-
-def simplex(draw, *shape, power=1.5):
-    """Random distributions over the last axis."""
-    x = np.exp(draw.normal(size=shape) * power)
-    return x / x.sum(-1, keepdims=True)
-
-
-def sample(draw, p):
-    """A token from each of the distributions `p` `[..., V]`."""
-    return (draw.random((*p.shape[:-1], 1)) > np.cumsum(p, -1)[..., :-1]).sum(-1)
-
 
 # the rules as formulas: exact by enumeration
 
@@ -283,19 +217,6 @@ def test_block_judges_by_the_formulas_and_accepts_more_than_rejection():
 # the code against the target's distribution
 
 
-def drafts(draw, Q, shape, rows, distinct):
-    """Tokens `[rows, 1 + N]` of trees below token 0, children drawn from `Q[parent's token]`."""
-    parents = shape.parents
-    tokens = np.zeros((rows, 1 + len(parents)), np.int64)
-    for i, up in enumerate(parents, 1):
-        q = Q[tokens[:, up]].copy()
-        for j in range(1, i):
-            if distinct and parents[j - 1] == up:
-                np.put_along_axis(q, tokens[:, j:j + 1], 0, 1)
-        tokens[:, i] = sample(draw, q / q.sum(-1, keepdims=True))
-    return tokens
-
-
 CASES = {
     "block": (BlockVerification(), Chain(2)), "k-seq-tree": (KSeq(), TREE), "multi-round-tree": (MultiRound(), TREE),
     "multi-round-replacement-tree": (MultiRound(replacement=True), TREE),
@@ -349,52 +270,6 @@ def test_a_single_child_makes_multi_round_and_k_seq_plain_rejection():
         assert (made == plain).all(1).mean() > 0.9999
 
 
-READS_Q = (MultiRound, KSeq, Rejection, BlockVerification)
-EXACT = [SeedExact(), MultiRound(), KSeq()]
-
-
-@pytest.mark.matrix
-def test_greedy_rows_have_one_result_by_every_rule():
-    draw = np.random.default_rng(9)
-    for shape, rules in ((TREE, [SeedExact(), MultiRound(), KSeq(), Greedy()]),
-                         (Chain(2), [*EXACT, BlockVerification(), Rejection(), Greedy(), SpecVerification(beta=1),
-                                     TopKAcceptance(1), Distance(0), TypicalAcceptance()])):
-        tokens = drafts(draw, np.full((V, V), 0.1) + 0.5 * (np.arange(V) == 1), shape, SMALL, True)
-        logits = draw.normal(size=(*tokens.shape, V)) + 2 * (np.arange(V) == 1)
-        q = np.log(simplex(draw, SMALL, 1 + shape.parents.max(), V))
-        first, depth = judge(rules[0], shape, tokens, logits, temperature=0.0)
-        assert set(depth) == {0, 1, 2}
-        for rule in rules[1:]:
-            for log_q in (None, q) if type(rule) in READS_Q else (None,):
-                made, accepted = judge(rule, shape, tokens, logits, log_q, temperature=0.0)
-                assert (made == first).all() and (accepted == depth).all(), rule
-
-
-@pytest.mark.wide(but=("TypicalAcceptance", "Distance", "SpecVerification", "TopKAcceptance", "Greedy"))
-@pytest.mark.parametrize("rule", [*EXACT, Rejection(), BlockVerification(), Greedy(), TypicalAcceptance(),
-                                  SpecVerification(beta=2, tau=1.0),
-                                  TopKAcceptance(2), Distance(1)],
-                         ids=lambda r: type(r).__name__)
-def test_a_broken_distribution_is_a_status_where_the_row_gets_to_it(rule):
-    sure, none = [50.0, 0, 0, 0, 0], [-np.inf] * V
-    nan, one, huge = [np.nan] * V, [50.0, np.nan, 0, 0, 0], [0, np.inf, 0, 0, 0]
-    rows = [[nan, sure, sure], [sure, nan, sure], [sure, one, sure], [sure, sure, nan], [none, sure, sure],
-            [sure, none, sure], [sure, sure, none], [sure, sure, huge], [sure, sure, sure]]
-    wanted = [[INVALID], [0, INVALID], [0, INVALID], [0, 0, INVALID], [DEAD_END], [0, DEAD_END], [0, 0, DEAD_END],
-              [0, 0, INVALID], [0, 0, 0]]
-    q = np.full((len(rows), 2, V), -np.log(V))
-    for log_q, temperature in itertools.product((None, q) if isinstance(rule, READS_Q) else (None,), (1.0, 0.0)):
-        made, accepted = judge(rule, Chain(2), np.zeros((len(rows), 3)), rows, log_q, temperature=temperature)
-        assert [row[:n + 1].tolist() for row, n in zip(made, accepted, strict=True)] == wanted
-
-
-@pytest.mark.parametrize("rule", [MultiRound(), KSeq()])
-def test_a_broken_draft_leaves_the_targets_distribution(rule):
-    p = np.log([[0.5, 0.2, 0.1, 0.1, 0.1]] * 3)
-    made, accepted = judge(rule, Chain(2), [[0, 0, 0]] * SMALL, [p] * SMALL, np.full((SMALL, 2, V), np.nan))
-    assert not accepted.any() and set(made[:, 0]) == set(range(V))
-
-
 @pytest.mark.parametrize(("make", "message"), [
     (lambda: KSeq(rho=0.5), "rho: got 0.5, takes 'auto' or a number of at least 1"),
     (lambda: TypicalAcceptance(epsilon=1), "epsilon: got 1, takes a number between 0 and 1"),
@@ -412,10 +287,3 @@ def test_what_a_rule_cannot_take_is_named(make, message):
 def test_chains_only():
     with pytest.raises(ValueError, match="BlockVerification takes chains, got a tree of 9 drafts, 2 deep"):
         judge(BlockVerification(), TREE, np.zeros((1, 10)), np.zeros((1, 10, 4)))
-
-
-def test_every_rule_says_what_it_keeps():
-    exact = {type(r) for r in EXACT[1:]} | {BlockVerification, Rejection}
-    assert {r.guarantee for r in exact} == {"distribution-exact"} and SeedExact.guarantee == "seed-exact"
-    approximate = Greedy, TypicalAcceptance, SpecVerification, TopKAcceptance, Distance
-    assert {r.guarantee for r in approximate} == {"approximate"}

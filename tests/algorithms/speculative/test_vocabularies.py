@@ -17,10 +17,10 @@ from decodax.common.registry import ALGORITHMS
 from decodax.core.types import Out
 from decodax.io.load import LM
 from decodax.models.transformer import Transformer
+from tests.contracts.test_algorithm import decode, lm, plain
+from tests.contracts.test_verifier import ALARM, PROMPT, chi_square, joint
 from tests.laws.cases import VOCABULARY, texts
 from tests.laws.cases import decode as sample
-from tests.laws.test_distribution import ALARM, PROMPT, chi_square, joint
-from tests.laws.test_systems import decode, lm, plain
 from tests.laws.toy import Toy
 from tests.matrix import often
 

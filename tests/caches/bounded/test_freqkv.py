@@ -19,7 +19,7 @@ from decodax.engine.request import Request
 from decodax.io.load import LM
 from decodax.models import Transformer
 from decodax.models.rope import Rope, rotate
-from tests.caches.test_policies import MODEL, PARAMS, PROMPTS, SMALL
+from tests.caches.small import MODEL, PARAMS, PROMPTS, SMALL
 
 WANTED = json.loads((Path(__file__).parents[1] / "expected" / "retrieval.json").read_text())["freqkv"]
 

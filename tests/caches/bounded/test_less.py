@@ -18,7 +18,7 @@ from decodax.caches.bounded.less import LayerKernels, LessCache, LessConfig
 from decodax.core.window import causal
 from decodax.train import fit_less
 from decodax.train.less import Lesson, _lessons, first_kernels, squared_error, synthesized
-from tests.caches.test_policies import KERNELS, MODEL, PARAMS, PROMPTS, SMALL, same
+from tests.caches.small import KERNELS, MODEL, PARAMS, PROMPTS, SMALL, same
 
 WANTED = json.loads((Path(__file__).parents[1] / "expected" / "retrieval.json").read_text())["less"]
 N, SINKS, RECENT = 45, 2, 12

@@ -21,7 +21,7 @@ from decodax.core.types import Params
 from decodax.io.load import LM
 from decodax.sampling import build
 from decodax.sharding import lanes, place
-from tests.caches.test_policies import DEEP, LOOKUP, SMALL
+from tests.caches.small import DEEP, LOOKUP, SMALL
 from tests.matrix import often
 
 pytestmark = pytest.mark.mesh

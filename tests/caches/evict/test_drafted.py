@@ -21,7 +21,7 @@ from decodax.engine.batch import Job
 from decodax.engine.request import Request
 from decodax.io.load import LM
 from tests.caches.evict.test_kvpress import MODEL, TEXTS, keeps, weights
-from tests.caches.test_policies import GUESSES, PROMPTS, SMALL
+from tests.caches.small import GUESSES, PROMPTS, SMALL
 
 LARGE = LM(model=MODEL, params=weights(), vocab_size=320)
 SMALLER = dataclasses.replace(LARGE, params=jax.tree.map(lambda x: 0.8 * x if x.ndim > 1 else x, weights()))

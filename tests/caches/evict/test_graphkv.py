@@ -10,7 +10,7 @@ import decodax as dx
 from decodax import caches
 from decodax.caches.evict.graphkv import GraphDecay
 from decodax.caches.evict.snapkv import WindowAttention
-from tests.caches.test_policies import PROMPTS, SMALL
+from tests.caches.small import PROMPTS, SMALL
 
 
 def by_hand(worth: np.ndarray, keys: np.ndarray, sources: int, neighbours: int, rounds: int) -> np.ndarray:

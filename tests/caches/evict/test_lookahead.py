@@ -24,7 +24,7 @@ from decodax.engine.request import Request
 from decodax.io.load import LM
 from decodax.models import Transformer, llama
 from tests.caches.evict.test_kvpress import TEXTS, keeps, weights
-from tests.caches.test_policies import PROMPTS, SMALL
+from tests.caches.small import PROMPTS, SMALL
 
 MODEL = Transformer(llama(vocab=320, width=32, layers=3, heads=4, kv_heads=4, mlp=48, context=1024))
 

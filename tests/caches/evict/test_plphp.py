@@ -14,7 +14,7 @@ from decodax.caches.evict.scores import Gathered, HeldLayer
 from decodax.caches.evict.text.plphp import ImageAttention, ImageShares
 from decodax.engine.batch import Job
 from decodax.engine.request import Request
-from tests.caches.test_policies import DEEP, PROMPTS
+from tests.caches.small import DEEP, PROMPTS
 
 GIVEN: dict[str, Any] = dict(image=(3, 9), rate=0.5, change=0.25, attentive=0.6, indifferent=0.3)
 

@@ -24,7 +24,7 @@ from decodax.train import Probe, fit_heads, fit_layers
 from decodax.train.probe import _dropped
 from tests.caches.evict.test_kvpress import TEXTS, weights
 from tests.caches.evict.test_lookahead import MODEL
-from tests.caches.test_policies import DEEP
+from tests.caches.small import DEEP
 
 WANTED = json.loads((Path(__file__).parents[1] / "expected" / "scope.json").read_text())
 

@@ -15,21 +15,11 @@ from decodax.caches.evict.text.shotkv import _examples
 from decodax.caches.evict.text.tim import TIMCache, holes
 from decodax.engine.batch import Job
 from decodax.engine.request import Request
-from tests.caches.test_policies import DEEP, LOOKUP, OPTIONS, PROMPTS, SMALL, dense, run, same
-
-NAMES = ("shotkv", "tim")
+from tests.caches.small import DEEP, OPTIONS, PROMPTS, SMALL, same
 
 
 def begun(name: str, prompts: list[list[int]], new: int = 4, **more: Any) -> Job:
     return Job.begin(Request.read(DEEP, prompts, cache=make(name, **{**OPTIONS[name], **more}), max_new_tokens=new))
-
-
-@pytest.mark.wide
-@pytest.mark.parametrize("name", NAMES)
-def test_drafts_change_nothing_and_the_cache_does(name: str) -> None:
-    drafted, plain = run(name, LOOKUP), run(name)
-    assert same(drafted, plain) and drafted.stats.accepted.sum() > 0
-    assert not np.allclose(plain.logprobs.raw, run(dense(name)).logprobs.raw, atol=1e-4)
 
 
 @pytest.mark.wide

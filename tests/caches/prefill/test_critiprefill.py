@@ -17,7 +17,7 @@ from decodax.algorithms.speculative.drafts import OwnCache
 from decodax.cache import KVLayer, dense
 from decodax.caches.prefill.critiprefill import CriticalReader, CritiPrefillConfig
 from decodax.core.window import causal
-from tests.caches.test_policies import DEEP, PROMPTS
+from tests.caches.small import DEEP, PROMPTS
 
 
 def test_segments_read_what_the_authors_read() -> None:

@@ -18,7 +18,7 @@ from decodax.algorithms.speculative.drafts import OwnCache
 from decodax.cache import KVLayer, dense
 from decodax.caches.prefill.hyper_attention import Halves, HyperAttentionConfig, sampled_attention
 from decodax.models import Transformer
-from tests.caches.test_policies import DEEP, PROMPTS
+from tests.caches.small import DEEP, PROMPTS
 
 WANTED = json.loads((Path(__file__).parents[1] / "expected" / "hyper.json").read_text())
 H, N, D, BLOCK, SAMPLES, LEAST, PROJECTIONS = 4, 64, 8, 4, 3, 8, 3

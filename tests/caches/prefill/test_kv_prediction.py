@@ -22,7 +22,7 @@ from decodax.io.load import LM
 from decodax.models import Chunks, Rope, Transformer, cla, llama
 from decodax.train import fit_kv_prediction, train_kv_prediction
 from decodax.train.kv_prediction import auxiliary_layers, losses
-from tests.caches.test_policies import DEEP, GUESSED, GUESSES, ITSELF, PROMPTS
+from tests.caches.small import DEEP, GUESSED, GUESSES, ITSELF, PROMPTS
 
 TEXTS = [np.random.default_rng(i).integers(0, 16, 60).tolist() for i in range(4)]
 

@@ -22,7 +22,7 @@ from decodax.caches.prefill.vertical_slash import farthest_below, last_weights, 
 from decodax.core.window import causal
 from decodax.models import Transformer, dual_chunk
 from decodax.pallas_kernels.window_attention import Added, FixedBias
-from tests.caches.test_policies import DEEP, PROMPTS, SMALL
+from tests.caches.small import DEEP, PROMPTS, SMALL
 
 KIND = MInferenceConfig(vertical_size=6, slash_size=5, segment_size=16, last_q=4, first=2, near=2, block_size=4,
                         threshold=0)

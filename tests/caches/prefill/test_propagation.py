@@ -21,7 +21,7 @@ from decodax.engine.request import Request
 from decodax.io.load import LM
 from decodax.pallas_kernels.window_attention import window_attention
 from tests.caches.evict.test_kvpress import MODEL, TEXTS, weights
-from tests.caches.test_policies import DEEP, PROMPTS
+from tests.caches.small import DEEP, PROMPTS
 
 pytestmark = pytest.mark.wide
 

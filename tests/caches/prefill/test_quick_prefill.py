@@ -17,7 +17,7 @@ from decodax.caches.prefill.quick_prefill import smallest
 from decodax.engine.batch import Job
 from decodax.engine.request import Request
 from decodax.models import Transformer
-from tests.caches.test_policies import DEEP, PROMPTS
+from tests.caches.small import DEEP, PROMPTS
 
 CONFIG = DEEP.model.config
 

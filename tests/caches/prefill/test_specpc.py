@@ -16,7 +16,7 @@ from decodax.caches.evict.drafted import DraftedConfig
 from decodax.caches.prefill.specpc import SpecPCConfig
 from tests.caches.evict.test_drafted import LARGE, SMALLER
 from tests.caches.evict.test_kvpress import MODEL, TEXTS
-from tests.caches.test_policies import GUESSES
+from tests.caches.small import GUESSES
 
 
 @pytest.mark.wide

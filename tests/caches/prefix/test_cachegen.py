@@ -13,7 +13,7 @@ import decodax as dx
 from decodax.caches import Prefix, load_prefix, read_prefix, save_prefix
 from decodax.caches.prefix.cachegen import CacheGen
 from decodax.caches.prefix.entropy import WHOLE, decoded, encoded, frequencies, from_16_bits, in_16_bits
-from tests.caches.test_policies import DEEP, PROMPTS
+from tests.caches.small import DEEP, PROMPTS
 
 
 @pytest.mark.parametrize(("length", "count"), [(0, 3), (1, 1), (300, 1), (400, 7), (400, 200)])

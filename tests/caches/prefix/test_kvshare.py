@@ -14,7 +14,7 @@ from decodax.caches import KVShareConfig, Prefix, blended, read_prefix
 from decodax.core.window import Window
 from decodax.engine.batch import Job
 from decodax.engine.request import Request
-from tests.caches.test_policies import LOOKUP, PROMPTS, TREE, network
+from tests.caches.small import LOOKUP, PROMPTS, TREE, network
 
 LM, CHECK, D, NEW = network(3), 1, 4, 10
 QUESTIONS = [[3], [5], [2]]

@@ -14,7 +14,7 @@ from decodax.cache import KVLayer
 from decodax.caches import Prefix, blended, edited, matched, read_prefix
 from decodax.caches.rotation import moved
 from decodax.models.rope import Rope, Yarn, rotate
-from tests.caches.test_policies import DEEP, LOOKUP, PROMPTS, network
+from tests.caches.small import DEEP, LOOKUP, PROMPTS, network
 
 pytestmark = pytest.mark.wide
 

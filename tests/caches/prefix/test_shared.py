@@ -15,7 +15,7 @@ from decodax.cache.shared_prefix import SharedPrefixCache
 from decodax.core import drivers
 from decodax.engine.batch import Job
 from decodax.engine.request import Request
-from tests.caches.test_policies import DEEP, LOOKUP, PROMPTS, TREE
+from tests.caches.small import DEEP, LOOKUP, PROMPTS, TREE
 from tests.matrix import often
 
 BEGINNING = np.random.default_rng(3).integers(0, 16, 100).tolist()

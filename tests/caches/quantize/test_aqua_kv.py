@@ -19,7 +19,7 @@ from decodax.models import Transformer, llama
 from decodax.train import aqua_kv, fit_predictors
 from decodax.train.aqua_kv import gaussian_pairs
 from decodax.train.samples import LayerSamples
-from tests.caches.test_policies import DEEP, PROMPTS
+from tests.caches.small import DEEP, PROMPTS
 
 CODES = [["d96c79c94b27c6de", "10ea52b5fbe1d795"],
          ["a6bcc236bea4a072", "daee94c62f6fe941"],

@@ -34,7 +34,7 @@ from decodax.models.rope import Rope, Yarn
 from decodax.train import fit_codebooks, fit_features, fit_order
 from decodax.train.k_means import k_means
 from decodax.train.samples import observed
-from tests.caches.test_policies import DEEP, PROMPTS
+from tests.caches.small import DEEP, PROMPTS
 
 
 def test_codes_are_those_of_squat() -> None:

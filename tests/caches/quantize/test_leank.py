@@ -20,7 +20,7 @@ from decodax.core.capabilities import ReadPrompt
 from decodax.core.window import causal
 from decodax.train import Probe, fit_channels
 from decodax.train.leank import ScaledChannels
-from tests.caches.test_policies import CHANNELS, DEEP, PROMPTS
+from tests.caches.small import CHANNELS, DEEP, PROMPTS
 
 WANTED = json.loads((Path(__file__).parents[1] / "expected" / "retrieval.json").read_text())["leank"]
 

@@ -15,7 +15,7 @@ import decodax as dx
 from decodax import caches
 from decodax.cache import KVLayer, dense
 from decodax.caches.quantize.qaq import QAQConfig, decoded, encoded, key_error, value_error
-from tests.caches.test_policies import DEEP, PROMPTS
+from tests.caches.small import DEEP, PROMPTS
 
 # of ClubieDong/QAQ-KVCacheQuantization (f8d47e0), src/quantizer.py: uniform codes for a layer's tokens, not symmetric
 EXPECTED = json.loads((Path(__file__).parents[1] / "expected" / "qaq.json").read_text())

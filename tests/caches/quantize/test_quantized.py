@@ -26,7 +26,7 @@ from decodax.caches.quantize.quantized import QuantizedCache, QuantizedConfig
 from decodax.caches.quantize.quantspec import QuantSpecCodec
 from decodax.core.window import causal
 from decodax.models import Transformer, llama
-from tests.caches.test_policies import MODEL, PROMPTS, SMALL
+from tests.caches.small import MODEL, PROMPTS, SMALL
 from tests.matrix import often
 
 CODED = {2: ("685e1f328727a27f", "d629196490100a75"), 4: ("74d50877a2aa6c80", "692145b60557ade9"),

@@ -19,7 +19,7 @@ from decodax.core.window import causal
 from decodax.models.rope import Rope
 from decodax.train import fit_key_books
 from decodax.train.query_aware import metric
-from tests.caches.test_policies import KEY_BOOKS, PROMPTS, SMALL, TREE
+from tests.caches.small import KEY_BOOKS, PROMPTS, SMALL, TREE
 
 WANTED = json.loads((Path(__file__).parents[1] / "expected" / "a2ats.json").read_text())
 T = 70

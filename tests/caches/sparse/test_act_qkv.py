@@ -18,7 +18,7 @@ from decodax.cache import KVLayer
 from decodax.caches.sparse.act_qkv import ActQKVCache, ActQKVConfig, ProbingWindow
 from decodax.caches.sparse.activations import Activations, density, divided
 from decodax.core.window import causal
-from tests.caches.test_policies import DEEP, OPTIONS, PROMPTS, TREE
+from tests.caches.small import DEEP, OPTIONS, PROMPTS, TREE
 
 WANTED = json.loads((Path(__file__).parents[1] / "expected" / "actqkv.json").read_text())
 T, MORE = 90, 6

@@ -26,7 +26,7 @@ from decodax.models import Transformer
 from decodax.sampling import build
 from decodax.train import fit_attention_predictor
 from decodax.train.attention_predictor import attention_maps, first_net, squared_error
-from tests.caches.test_policies import DEEP, LOOKUP, MODEL, NET, OPTIONS, PARAMS, PROMPTS, SMALL
+from tests.caches.small import DEEP, LOOKUP, MODEL, NET, OPTIONS, PARAMS, PROMPTS, SMALL
 
 WANTED = json.loads((Path(__file__).parents[1] / "expected" / "attention_predictor.json").read_text())
 """By attnpred_llama_attention.py of MIRALab-USTC/LLM-AttentionPredictor at 8196868: of each step and head what is

@@ -16,7 +16,7 @@ from decodax.caches.sparse.clusterkv import ClusterKVCache, ClusterKVConfig, clu
 from decodax.caches.sparse.clusters import clustered
 from decodax.core.capabilities import ReadPrompt
 from decodax.core.window import causal
-from tests.caches.test_policies import PROMPTS, SMALL, TREE
+from tests.caches.small import PROMPTS, SMALL, TREE
 
 N = 75
 

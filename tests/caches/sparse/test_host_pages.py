@@ -27,7 +27,7 @@ from decodax.core.window import causal
 from decodax.engine.batch import Job
 from decodax.engine.request import Request
 from decodax.search import Forks
-from tests.caches.test_policies import BOTH, LOOKUP, OPTIONS, PROMPTS, SMALL, TREE, run
+from tests.caches.small import BOTH, LOOKUP, OPTIONS, PROMPTS, SMALL, TREE, run
 
 P, RECENT = 4, 6
 QUEST = OPTIONS["quest"]
@@ -61,13 +61,6 @@ def test_values_of_shadowkv_may_lie_there_too(algorithm: Any) -> None:
                                  max_new_tokens=4))
     values = [x.sharding.memory_kind for x in jax.tree.leaves(job.state.cache.layout.hosted)]
     assert values == ["pinned_host"] and job.state.cache.shadows[0].values.shape[3:] == (4, 4)
-
-
-@pytest.mark.wide
-def test_a_row_does_not_depend_on_its_batch_mates_or_on_chunks() -> None:
-    alone, all_of_them = run("quest", rows=(1,), chunk=7, offload=True), run("quest", offload=True)
-    assert alone.tokens.tolist() == all_of_them.tokens[1:2].tolist()
-    np.testing.assert_allclose(alone.logprobs.raw, all_of_them.logprobs.raw[1:2], atol=1e-4)
 
 
 def filled(kind: QuestConfig, lengths: tuple[int, ...], chunk: int) -> Any:

@@ -17,7 +17,7 @@ from decodax.caches.sparse.clusters import first_centroids
 from decodax.caches.sparse.louiskv import LouisKVCache, LouisKVConfig
 from decodax.core.capabilities import ReadPrompt
 from decodax.core.window import Window, causal
-from tests.caches.test_policies import DEEP, LOOKUP, PROMPTS, SMALL, TREE
+from tests.caches.small import DEEP, LOOKUP, PROMPTS, SMALL, TREE
 
 KIND = LouisKVConfig(budget=9, tau=0.2, cluster_size=4, sinks=2, buffer=6, iterations=3)
 

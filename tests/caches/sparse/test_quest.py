@@ -18,7 +18,7 @@ from decodax.caches.evict.triforce import ChunkMeans
 from decodax.caches.sparse.pages import PageCache
 from decodax.caches.sparse.quest import KeyBounds, QuestConfig
 from decodax.core.window import causal
-from tests.caches.test_policies import PROMPTS, SMALL, TREE
+from tests.caches.small import PROMPTS, SMALL, TREE
 
 LAYER, P, RECENT = (2, 8), 4, 6
 EXPECTED = Path(__file__).parents[1] / "expected" / "retrieval.json"

@@ -15,7 +15,7 @@ import decodax as dx
 from decodax.caches import make
 from decodax.caches.sparse.retro_attention import Rereading
 from decodax.core.window import Window, causal
-from tests.caches.test_policies import DEEP, PROMPTS, SMALL
+from tests.caches.small import DEEP, PROMPTS, SMALL
 
 SIZES = dict(budget=6, page_size=2, recent=9, skip=())
 

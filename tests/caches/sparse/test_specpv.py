@@ -16,7 +16,7 @@ import decodax as dx
 from decodax.caches.sparse.specpv import SpecPVCache, SpecPVConfig
 from decodax.core.capabilities import ReadPrompt
 from decodax.core.window import causal
-from tests.caches.test_policies import DEEP, LOOKUP, PROMPTS, SMALL, TREE
+from tests.caches.small import DEEP, LOOKUP, PROMPTS, SMALL, TREE
 
 FEW = SpecPVConfig(budget=8, sinks=1, window=1, block_size=4, buffer=5)
 

@@ -20,7 +20,7 @@ from decodax.models import Transformer, cla, llama
 from decodax.pallas_kernels.window_attention import window_attention
 from decodax.train import fit_token_butler
 from decodax.train.token_butler import Scored, estimated, first_butler
-from tests.caches.test_policies import BUTLER, DEEP, PROMPTS, SMALL
+from tests.caches.small import BUTLER, DEEP, PROMPTS, SMALL
 
 WANTED = json.loads((Path(__file__).parents[1] / "expected" / "token_butler.json").read_text())
 """By predictor.py and utils.py of abdelfattah-lab/TokenButler at d74798d, with rotations as transformers 4 has them."""

@@ -1,4 +1,4 @@
-"""Searches by name, and adaptive weighted rejection sampling against enumeration."""
+"""Stochastic beams and adaptive weighted rejection sampling: draws and their weights against enumeration."""
 
 from __future__ import annotations
 
@@ -14,41 +14,13 @@ from scipy.stats import chi2
 import decodax as dx
 from decodax.algorithms.beams import StochasticBeams
 from decodax.algorithms.contrastive.awrs import AWRS, ranked
-from decodax.common.registry import ALGORITHMS
 from tests.algorithms.contrastive.test_contrastive import PROMPTS, net
-from tests.matrix import often
 from tests.search.test_searches import EOS, NEW, V, law, tiny
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "awrs": dict(check=lambda ids: allowed(ids)), "cascade": dict(barrier=0, keep=4, orders=2, longest=10),
-    "dynamic-beam-allocation": dict(phrases=[[3, 5], [7]]),
-    "grid-beam-search": dict(phrases=[[3, 5], [7]], beams=2), "seal": dict(corpus=[[3, 5, 7, 3, 1, 3, 5, 1, 7] * 2])}
-NAMES = [name for name, entry in ALGORITHMS.items() if entry.family == "search"]
 
 
 def allowed(ids: list[int]) -> bool:
     """No 1 behind a 1, and no 3 first."""
     return ids[0] != 3 and not any(a == b == 1 for a, b in itertools.pairwise(ids))
-
-
-@pytest.mark.wide
-@pytest.mark.parametrize("name", often(["beam-search", "awrs"], NAMES))
-def test_a_search_by_name_knows_nothing_of_batch_mates(name: str) -> None:
-    options = OPTIONS.get(name, {})
-    alg = dx.algorithms.make(name, net(), **options)
-    assert alg.traits.guarantee == ALGORITHMS[name].guarantee == "approximate"
-    penalty = {} if name in ("cascade", "group-think") else dict(repetition_penalty=1.2)     # they take none
-    given: dict[str, Any] = dict(algorithm=alg, max_new_tokens=10, **penalty)
-    together = dx.generate(net(), PROMPTS, **given)
-    count = len(together) // len(PROMPTS)
-    for i, prompt in enumerate(PROMPTS):
-        alone = dx.generate(net(), prompt, request_ids=[i], **given)
-        for j in range(count):
-            assert alone.row(j).tolist() == together.row(i * count + j).tolist()
-    assert all(status != dx.Status.RUNNING for status in together.status)
-    if name != "awrs" and not options:
-        text = dx.generate(net(), PROMPTS, algorithm=name, max_new_tokens=10, **penalty)
-        assert np.array_equal(text.tokens, together.tokens)
 
 
 @pytest.mark.wide

@@ -191,25 +191,6 @@ def draft() -> dx.LM:
     return dx.quantize(dx.load("pycode-draft", dtype="float32"), "r-sparse", DATA, length=256, sequences=8)
 
 
-PROMPTS = ["def f(x):\n    return x\n\ndef g(x):", "import os"]
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("temperature", often([0.8], [0.0, 0.8]))
-def test_speculation_gives_the_tokens_of_plain_decoding(draft: dx.LM, temperature: float) -> None:
-    options = dict(max_new_tokens=24, temperature=temperature, seed=1)
-    plain = dx.generate(draft, PROMPTS, **options)
-    drafted = dx.generate(draft, PROMPTS, **options, algorithm=dx.Speculative(dx.drafts.PromptLookup(length=3)))
-    assert drafted.text == plain.text and drafted.stats.tokens_per_forward > 1
-
-
-@pytest.mark.matrix
-def test_a_row_of_a_batch_is_what_it_is_alone(draft: dx.LM) -> None:
-    together = dx.generate(draft, PROMPTS, max_new_tokens=24)
-    alone = [dx.generate(draft, prompt, max_new_tokens=24).text[0] for prompt in PROMPTS]
-    assert together.text == alone
-
-
 @pytest.mark.matrix
 def test_a_node_of_a_window_has_the_logits_of_plain_decoding(draft: dx.LM) -> None:
     """A token's result does not depend on whether it was in the prompt, either."""

@@ -1,4 +1,7 @@
-"""Law 3: samplers and distribution-exact verifiers draw from the target's distribution.
+"""The contract of verifiers: the rules that accept drafts keep the guarantee that they state.
+
+Distribution-exact ones draw from the target's distribution. A greedy row has one result by every rule, and a broken
+distribution ends the row with a status where it is reached.
 
 50,000 rows of one prompt, each a request of its own; the joint distribution of the first three new tokens against its
 enumeration. Pearson's chi-square, bins with an expectation below 5 pooled; the false-alarm rate of a test is 1e-6.
@@ -15,13 +18,26 @@ import numpy as np
 import pytest
 
 from decodax.algorithms.plain import Autoregressive
-from decodax.algorithms.speculative import Proposal, Speculative
+from decodax.algorithms.speculative import Proposal, SeedExact, Speculative, verify
 from decodax.algorithms.speculative.drafts import SJD, NGramModel, PromptLookup, Stand
 from decodax.algorithms.speculative.source import Draft
 from decodax.algorithms.speculative.trees import Chain, Fixed
-from decodax.algorithms.speculative.verify import BlockVerification, KSeq, MultiRound, Rejection
+from decodax.algorithms.speculative.verify import (
+    BlockVerification,
+    Distance,
+    Greedy,
+    KSeq,
+    MultiRound,
+    Rejection,
+    SpecVerification,
+    TopKAcceptance,
+    TypicalAcceptance,
+)
+from decodax.core.types import DEAD_END, INVALID
 from decodax.core.window import causal
 from decodax.sampling import build
+from tests.algorithms.speculative import judging
+from tests.algorithms.speculative.judging import SMALL, V, drafts, judge, simplex
 from tests.laws.cases import VOCABULARY, Sampled, Table, decode, model
 from tests.matrix import often
 
@@ -150,9 +166,68 @@ def test_the_distribution_of_three_tokens_is_the_targets(case, policy):
         assert 0 < np.asarray(s.stats.accepted).sum() < np.asarray(s.stats.drafted).sum()
 
 
-def test_the_test_would_notice_a_wrong_distribution():
+def test_this_test_would_see_a_wrong_distribution():
     exact = joint("temperature")
     warm = exact ** 0.94          # a temperature six per cent too high
     draws = np.random.default_rng(0).multinomial(ROWS, exact)
     assert chi_square(draws, exact * ROWS) > ALARM
     assert chi_square(draws, warm / warm.sum() * ROWS) < ALARM
+
+
+READS_Q = (MultiRound, KSeq, Rejection, BlockVerification)
+EXACT = [SeedExact(), MultiRound(), KSeq()]
+RULES = [*EXACT, Rejection(), BlockVerification(), Greedy(), TypicalAcceptance(), SpecVerification(beta=2, tau=1.0),
+         TopKAcceptance(2), Distance(1)]
+OTHERS = {verify.Cut, verify.LongestBranch}
+"""`Cut` and `LongestBranch` judge drafts of one method each, in whose modules they are tested."""
+
+
+def test_every_verifier_is_here():
+    every = {x for x in map(vars(verify).get, verify.__all__) if isinstance(x, type) and issubclass(x, verify.Verifier)}
+    assert every - {verify.Verifier} == {type(rule) for rule in RULES} | OTHERS
+
+
+@pytest.mark.matrix
+def test_greedy_rows_have_one_result_by_every_rule():
+    draw = np.random.default_rng(9)
+    for shape, rules in ((judging.TREE, [SeedExact(), MultiRound(), KSeq(), Greedy()]),
+                         (Chain(2), [*EXACT, BlockVerification(), Rejection(), Greedy(), SpecVerification(beta=1),
+                                     TopKAcceptance(1), Distance(0), TypicalAcceptance()])):
+        tokens = drafts(draw, np.full((V, V), 0.1) + 0.5 * (np.arange(V) == 1), shape, SMALL, True)
+        logits = draw.normal(size=(*tokens.shape, V)) + 2 * (np.arange(V) == 1)
+        q = np.log(simplex(draw, SMALL, 1 + shape.parents.max(), V))
+        first, depth = judge(rules[0], shape, tokens, logits, temperature=0.0)
+        assert set(depth) == {0, 1, 2}
+        for rule in rules[1:]:
+            for log_q in (None, q) if type(rule) in READS_Q else (None,):
+                made, accepted = judge(rule, shape, tokens, logits, log_q, temperature=0.0)
+                assert (made == first).all() and (accepted == depth).all(), rule
+
+
+@pytest.mark.wide(but=("TypicalAcceptance", "Distance", "SpecVerification", "TopKAcceptance", "Greedy"))
+@pytest.mark.parametrize("rule", RULES, ids=lambda r: type(r).__name__)
+def test_a_broken_distribution_is_a_status_where_the_row_gets_to_it(rule):
+    sure, none = [50.0, 0, 0, 0, 0], [-np.inf] * V
+    nan, one, huge = [np.nan] * V, [50.0, np.nan, 0, 0, 0], [0, np.inf, 0, 0, 0]
+    rows = [[nan, sure, sure], [sure, nan, sure], [sure, one, sure], [sure, sure, nan], [none, sure, sure],
+            [sure, none, sure], [sure, sure, none], [sure, sure, huge], [sure, sure, sure]]
+    wanted = [[INVALID], [0, INVALID], [0, INVALID], [0, 0, INVALID], [DEAD_END], [0, DEAD_END], [0, 0, DEAD_END],
+              [0, 0, INVALID], [0, 0, 0]]
+    q = np.full((len(rows), 2, V), -np.log(V))
+    for log_q, temperature in itertools.product((None, q) if isinstance(rule, READS_Q) else (None,), (1.0, 0.0)):
+        made, accepted = judge(rule, Chain(2), np.zeros((len(rows), 3)), rows, log_q, temperature=temperature)
+        assert [row[:n + 1].tolist() for row, n in zip(made, accepted, strict=True)] == wanted
+
+
+@pytest.mark.parametrize("rule", [MultiRound(), KSeq()])
+def test_a_broken_draft_leaves_the_targets_distribution(rule):
+    p = np.log([[0.5, 0.2, 0.1, 0.1, 0.1]] * 3)
+    made, accepted = judge(rule, Chain(2), [[0, 0, 0]] * SMALL, [p] * SMALL, np.full((SMALL, 2, V), np.nan))
+    assert not accepted.any() and set(made[:, 0]) == set(range(V))
+
+
+def test_every_rule_states_its_guarantee():
+    exact = {type(r) for r in EXACT[1:]} | {BlockVerification, Rejection}
+    assert {r.guarantee for r in exact} == {"distribution-exact"} and SeedExact.guarantee == "seed-exact"
+    approximate = Greedy, TypicalAcceptance, SpecVerification, TopKAcceptance, Distance
+    assert {r.guarantee for r in approximate} == {"approximate"}

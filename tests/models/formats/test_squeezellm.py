@@ -335,7 +335,7 @@ def test_parameters_and_data_out_of_range_are_refused() -> None:
 def test_a_checkpoint_of_the_authors_is_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "scripts")
+    monkeypatch.syspath_prepend(Path(__file__).parents[3] / "scripts")
     from scripts.convert import packed as convert
     from tests.models.tiny import build as tiny
 

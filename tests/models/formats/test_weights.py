@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -120,16 +119,13 @@ def test_a_broken_weight_or_activation_makes_no_number(name: str) -> None:
     assert np.isnan(broken[2]) and np.isfinite(np.delete(broken, 2)).all()
 
 
-SMALL = llama(vocab=96, width=32, layers=2, heads=4, kv_heads=2, mlp=64, tied=True)
-
-
 @functools.cache
 def as_shipped() -> list[str]:
     """What `compiled_packed` prints, where XLA optimises as it does for users."""
     environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
-    command = [sys.executable, "-m", "tests.models.compiled_packed", *COMPILED]
+    command = [sys.executable, "-m", "tests.models.formats.compiled_packed", *COMPILED]
     done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True,
-                          cwd=Path(__file__).parents[2])
+                          cwd=Path(__file__).parents[3])
     return done.stdout.splitlines()
 
 
@@ -181,17 +177,6 @@ def test_a_t5_loads_packed(tmp_path: Path) -> None:
     one, other = (each.model.apply(each.params, window, each.model.init_cache(2, 8, params=each.params, inputs=inputs)
                                    ).logits() for each in (lm, packed))
     assert 0 < np.abs(one - other).max() < 0.05 * np.abs(one).max()
-
-
-@pytest.mark.parametrize("weights", often(["int8"], STEPS))
-@pytest.mark.matrix
-def test_speculation_with_packed_weights_equals_plain_sampling(weights: str) -> None:
-    lm = dx.load("pycode-draft", weights=weights)
-    options: dict[str, Any] = dict(max_new_tokens=24, temperature=0.8, seed=1)
-    plain = dx.generate(lm, ["def f(x):\n    return x\n\ndef g(x):", "import os"], **options)
-    drafted = dx.generate(lm, ["def f(x):\n    return x\n\ndef g(x):", "import os"], **options,
-                          algorithm=dx.Speculative(dx.drafts.PromptLookup(length=3)))
-    assert drafted.text == plain.text and drafted.stats.tokens_per_forward > 1
 
 
 @pytest.mark.wide

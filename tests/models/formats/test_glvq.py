@@ -215,7 +215,7 @@ def arrays(lm: dx.LM) -> dx.LM:
 
 
 def texts() -> list[str]:
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     return [(root / "models" / name).read_text() for name in ("transformer.py", "config.py", "packed.py")]
 
 
@@ -237,7 +237,8 @@ def loses_less_than_by_rounding(lm: dx.LM, own: GLVQ, made: dx.LM, share: float)
     plain = flatten(lm.params)
     plain |= {path: jnp.asarray(to_nearest(np.asarray(plain[path]), own.bits, 128)) for path in chosen}
     rounded = dataclasses.replace(lm, params=jax.tree.unflatten(jax.tree.structure(lm.params), plain.values()))
-    held = [(Path(__file__).parents[2] / "decodax" / name).read_text()[:1200] for name in ("struct.py", "axes.py")]
+    common = Path(__file__).parents[3] / "decodax" / "common"
+    held = [(common / name).read_text()[:1200] for name in ("struct.py", "axes.py")]
     whole, lattices, nearest = (float(np.mean(dx.score(one, held).bits_per_byte)) for one in (lm, made, rounded))
     assert whole < lattices < whole + share * (nearest - whole)
 

@@ -1,4 +1,8 @@
-"""Every system of the registry keeps the guarantee that it states, in one ragged batch of greedy and sampled rows."""
+"""The contract of algorithms: every entry of the registry keeps the guarantee that it states.
+
+Each is run on one ragged batch of greedy and sampled rows, and once more with the rows in the other order, prompts in
+chunks, and rounds in bursts, as a stream makes them. Entries of masked diffusion: `test_diffusion_rule.py`.
+"""
 
 import functools
 import itertools
@@ -19,6 +23,8 @@ from decodax.core.types import Params
 from decodax.io.load import LM
 from decodax.io.text import Tokenizer
 from decodax.sampling import build
+from tests.algorithms.contrastive.test_contrastive import net
+from tests.caches.small import PROMPTS
 from tests.laws.cases import POLICIES, VOCABULARY, model, prompts, texts
 from tests.matrix import often
 from tests.small_tokenizers import of_words
@@ -27,8 +33,7 @@ ROWS = 6
 LAYERED = ("self-speculative", "layerskip", "clasp", "del", "knn-ssd", "magicdec", "triforce", "quantspec",
            "specache")
 """What drafts with some of the target's layers, or on another cache of it."""
-# aliases are other names for these, and systems of masked diffusion have laws of their own
-# searches write by rules of their own: tests/algorithms/beams
+# aliases are other names for these; those that search write by rules of their own, and are below
 NAMES = [n for n, e in ALGORITHMS.items() if "diffusion" not in e.needs and not e.alias_of and e.family != "search"]
 # what reads a node's own text and what truncates, and a banned token; together: also a bias and XTC
 BANNED = 2
@@ -72,8 +77,9 @@ def made(name: str, policy: str = "few", **options):
                                                                                                         {}) | options)
 
 
-def decode(alg, which, rows=ROWS, policy="few", order=None, greedy=False):
-    """`order`: which rows stand in which seats; each keeps its number, which addresses its draws."""
+def decode(alg, which, rows=ROWS, policy="few", order=None, greedy=False, width=16, burst=500):
+    """`order`: which rows stand in which seats; each keeps its number, which addresses its draws. `width`: tokens of a
+    prompt in a chunk. `burst`: rounds in a call."""
     order = list(range(rows)) if order is None else order
     network, weights = model(which)
     ids = [prompts(rows)[i] for i in order]
@@ -86,8 +92,10 @@ def decode(alg, which, rows=ROWS, policy="few", order=None, greedy=False):
     chain = build(rows, vocab_size=VOCABULARY, eos_token_id=[END], **POLICY[policy] | dict(temperature=temperature))
     s = drivers.begin(alg, network, params, chain, jnp.asarray(tokens), lengths, size=64,
                       max_new=np.full(rows, NEW, np.int32), seed=np.uint32(7), request=np.asarray(order, np.uint32))
-    s = drivers.prefill(alg, network, params, s, width=16)
-    return drivers.advance(alg, network, params, chain, s, jnp.int32(500))
+    s = drivers.prefill(alg, network, params, s, width=width)
+    while bool(s.running.any()):
+        s = drivers.advance(alg, network, params, chain, s, jnp.int32(burst))
+    return s
 
 
 @functools.cache
@@ -98,6 +106,8 @@ def plain(which: str, rows: int = ROWS, policy: str = "few", greedy: bool = Fals
 
 UNVERIFIED = ("autoregressive", "specache")
 """Whose guesses, if any, are never verified."""
+BY_BATCH = ("automatic", "bass", "exp3spec", "tetris", "ucbspec")
+"""These decide for a batch how many tokens a row drafts."""
 
 
 @pytest.mark.wide(but=("autoregressive-few", "jacobi-few", "blockwise-distance-few", "ngram-few", "token-recycling-few",
@@ -123,9 +133,11 @@ def test_a_system_keeps_its_guarantee(name, policy):
     assert (accepted <= drafted).all()
     if name != "automatic":             # which drafts where it measured that drafts pay
         assert (drafted.sum() > 0) == (name not in UNVERIFIED)
-    if alg.traits.guarantee != "seed-exact":
-        seats = list(reversed(range(ROWS)))
-        assert texts(decode(alg, which, policy=policy, order=seats)) == texts(s)[::-1]
+    back = decode(alg, which, policy=policy, order=list(reversed(range(ROWS))), width=5, burst=3)
+    assert texts(back) == texts(s)[::-1]
+    if name not in BY_BATCH:
+        for count in ("rounds", "drafted", "accepted"):
+            assert getattr(back.stats, count)[::-1].tolist() == getattr(s.stats, count).tolist()
 
 
 EXACT = dx.verify.SeedExact()
@@ -265,3 +277,31 @@ def test_a_second_call_traces_nothing(name):
     with jax.no_tracing(True):
         call([[3, 4, 3, 4, 3, 4, 3], [9, 2, 9, 2, 9]], temperature=1.2, seed=[5, 6], eos_token_id=[6],
              max_new_tokens=[20, 9])
+
+
+SEARCHING = [name for name, entry in ALGORITHMS.items() if entry.family == "search"]
+SOUGHT = {"awrs": dict(check=lambda ids: ids[-1] != 3), "cascade": dict(barrier=0, keep=4, orders=2, longest=10),
+          "dynamic-beam-allocation": dict(phrases=[[3, 5], [7]]),
+          "grid-beam-search": dict(phrases=[[3, 5], [7]], beams=2),
+          "seal": dict(corpus=[[3, 5, 7, 3, 1, 3, 5, 1, 7] * 2])}
+"""Options with which these find a text of ten tokens."""
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", often(["beam-search", "awrs", "contrastive-search"], SEARCHING))
+def test_a_search_for_one_prompt_does_not_depend_on_the_others(name):
+    options = SOUGHT.get(name, {})
+    alg = dx.algorithms.make(name, net(), **options)
+    assert alg.traits.guarantee == ALGORITHMS[name].guarantee == "approximate"
+    penalty = {} if name in ("cascade", "group-think") else dict(repetition_penalty=1.2)     # they take none
+    given = dict(algorithm=alg, max_new_tokens=10, **penalty)
+    together = dx.generate(net(), PROMPTS, **given)
+    count = len(together) // len(PROMPTS)
+    for i, prompt in enumerate(PROMPTS):
+        alone = dx.generate(net(), prompt, request_ids=[i], **given)
+        for j in range(count):
+            assert alone.row(j).tolist() == together.row(i * count + j).tolist()
+    assert all(status != dx.Status.RUNNING for status in together.status)
+    if name != "awrs" and not options:
+        text = dx.generate(net(), PROMPTS, algorithm=name, max_new_tokens=10, **penalty)
+        assert np.array_equal(text.tokens, together.tokens)
