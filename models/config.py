@@ -7,12 +7,18 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Literal
 
+import jax.numpy as jnp
+from jax import Array
+
 from decodax.cache import LinearRule
 from decodax.common.struct import short
 from decodax.models.rope import Chunks, Rope
+from decodax.models.routing import Experts
+from decodax.pallas_kernels.window_attention import FixedBias
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
-"""Activation of the MLP: `x sigmoid(x)`, the Gaussian error linear unit, its tanh approximation, and `max(x, 0)`."""
+Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "xielu"]
+"""Activation of the MLP: `x sigmoid(x)`, the Gaussian error linear unit, its tanh approximation, `x sigmoid(1.702 x)`,
+`max(x, 0)`, `max(x, 0) ** 2`, and xIELU, which has learned parameters (`decodax.models.feed_forward.XIELU`)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,37 +30,31 @@ class NormConfig:
         eps: added to the variance.
         unit_offset: the scale is `1 + w` for the stored `w` (Gemma).
         bias: True adds a bias.
+        scaled: False leaves out the learned scale, and the bias with it.
     """
 
     kind: Literal["rms", "layer"] = "rms"
     eps: float = 1e-6
     unit_offset: bool = False
     bias: bool = False
+    scaled: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
-class Experts:
-    """A sparse mixture of gated MLPs in place of one MLP (Shazeer et al., 2017). See `decodax.models.experts`.
+class QueryScale:
+    """A factor of the queries that grows with the position: `1 + beta * log(1 + floor((position + shift) / length))`.
 
-    Attributes:
-        count: number of experts `E`.
-        chosen: number of experts that compute each token.
-        width: inner width of each expert.
-        normalise: True divides the weights of the chosen experts by their sum; False keeps their shares of the softmax
-            over all experts.
+    It keeps the attention of long texts from becoming flat (Llama 4, Ministral 3).
     """
 
-    count: int
-    chosen: int
-    width: int
-    normalise: bool = True
+    beta: float
+    length: float
+    shift: int = 0
 
-    def __post_init__(self) -> None:
-        for name in ("count", "chosen", "width"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: got {getattr(self, name)}, takes 1 or more")
-        if self.chosen > self.count:
-            raise ValueError(f"chosen: got {self.chosen}, takes at most the number of experts, {self.count}")
+    def table(self, positions: Array) -> Array:
+        """Returns the factors `f32[B, W, 1, 1]` at positions `i32[B, W]`."""
+        steps = jnp.floor((positions + self.shift).astype(jnp.float32) / self.length)
+        return (1 + self.beta * jnp.log1p(steps))[..., None, None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +72,9 @@ class Layer:
             scores. See `decodax.models.linear`. None: softmax.
         echoes: index of an earlier layer whose attention it repeats, with values of its own; it has no projections for
             queries and keys, and the cache holds no keys for it. See `echo_att`. None: its own.
+        bias: added to the attention scores, by the positions of query and key. See `decodax.models.biases`.
+        query_scale: a factor of the queries that grows with the position, or None.
+        qk_norm: False leaves out the norm of queries and keys that `DecoderConfig.qk_norm` describes.
     """
 
     rope: Rope | None = None
@@ -81,12 +84,18 @@ class Layer:
     reads: int | None = None
     linear: LinearRule | None = None
     echoes: int | None = None
+    bias: FixedBias | None = None
+    query_scale: QueryScale | None = None
+    qk_norm: bool = True
 
     def __post_init__(self) -> None:
         if self.sliding is not None and self.sliding < 1:
             raise ValueError(f"sliding: got {self.sliding}, takes 1 or more, or None")
         if self.linear is not None and (self.sliding is not None or self.scale is not None or self.reads is not None):
             raise ValueError("linear: cannot be combined with a sliding window, a scale or another layer's keys")
+        if self.bias is not None and (self.linear is not None or (
+                self.rope is not None and self.rope.chunks is not None)):
+            raise ValueError("bias: cannot be combined with linear attention or dual chunk attention")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,13 +115,18 @@ class DecoderConfig:
         block: position of the norms in a block: "pre" (before attention and MLP), "post" (after each, inside the
             residual branch: OLMo 2), "sandwich" (both: Gemma 2), "parallel" (one norm feeds both branches: StableLM,
             Phi-2, Cohere).
+        twin_norms: the two branches of a "parallel" block have a norm each (GPT-NeoX, Falcon 40B).
         qk_norm: norm of queries and keys before rotation: over each head with one scale for all heads ("head"), over
             all heads together ("full"), over each head with its own scale ("per_head"), or None.
         qk_norm_kind: kind of that norm; None: the same as `norm`.
+        qk_norm_after: True applies that norm after rotation.
         activation: activation of the MLP.
         gated: the MLP is `down(act(gate(x)) * up(x))`; False: `down(act(up(x)))`.
         qkv_bias, out_bias, mlp_bias: True adds biases to these projections.
-        learned_positions: number of rows of the learned position embedding; 0: none.
+        qkv_clip: queries, keys and values are clipped to this absolute value after their projection; None: not.
+        learned_positions: number of positions of the learned position embedding; 0: none.
+        position_offset: number of rows of that embedding before the one of position 0 (OPT: 2).
+        embed_norm: True applies a norm to the embeddings (BLOOM).
         tied: the output head is the embedding.
         head_bias: True adds a bias to an output head that is not tied.
         attention_softcap, logit_softcap: `cap * tanh(x / cap)` on scores and on logits (Gemma 2).
@@ -131,14 +145,19 @@ class DecoderConfig:
     context: int
     norm: NormConfig = NormConfig()
     block: Literal["pre", "post", "sandwich", "parallel"] = "pre"
+    twin_norms: bool = False
     qk_norm: Literal["head", "full", "per_head"] | None = None
     qk_norm_kind: NormConfig | None = None
+    qk_norm_after: bool = False
     activation: Activation = "silu"
     gated: bool = True
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
+    qkv_clip: float | None = None
     learned_positions: int = 0
+    position_offset: int = 0
+    embed_norm: bool = False
     tied: bool = False
     head_bias: bool = False
     attention_softcap: float | None = None
@@ -163,6 +182,8 @@ class DecoderConfig:
         if self.echoed and any(layer.reads is not None or layer.linear is not None for layer in self.layers):
             raise ValueError("echoes: got layers that repeat the attention of others and some that read their keys and "
                              "values, or have linear attention; takes one of these")
+        if self.twin_norms and self.block != "parallel":
+            raise ValueError(f"twin_norms: got True with block {self.block!r}, takes block 'parallel'")
         if self.tied and self.head_bias:
             raise ValueError("head_bias: got True, a tied head takes False")
         for i, layer in enumerate(self.layers):
@@ -188,8 +209,8 @@ class DecoderConfig:
                 raise ValueError("linear: a width of its own cannot be combined with qk_norm")
             if layer.rope is not None and layer.rope.width > self.key_width(layer):
                 raise ValueError(f"rope width: got {layer.rope.width}, more than head_dim = {self.key_width(layer)}")
-            if layer.experts is not None and (not self.gated or self.mlp_bias):
-                raise ValueError("experts: takes a gated MLP without biases")
+            if layer.experts is not None and (not self.gated or self.mlp_bias or self.activation == "xielu"):
+                raise ValueError("experts: takes a gated MLP without biases, and an activation without parameters")
 
     @property
     def values_of_key(self) -> int:

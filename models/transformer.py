@@ -110,7 +110,8 @@ class Transformer(LayeredModel):
         wide = None if c.values_of_key == 1 else c.head_dim * c.values_of_key
         layers = [KVLayer(c.kv_heads, c.head_dim, value_width(c, i, wide), queries=c.heads, rope=c.layers[i].rope,
                           context=self.context, sliding=c.layers[i].sliding, softcap=c.attention_softcap,
-                          bias=(rope := c.layers[i].rope) is not None and rope.chunks is not None)
+                          bias=c.layers[i].bias is not None or (
+                              (rope := c.layers[i].rope) is not None and rope.chunks is not None))
                   for i in c.attending]
         if not c.summing:
             made = self.cache(layers, batch, capacity, dtype, given)
@@ -213,7 +214,7 @@ class Transformer(LayeredModel):
 
     def embeddings(self, params: Weights, tokens: Array) -> Array:
         network = _network(self.config, params)
-        return embedded(network.embed.get_value(), tokens, network.norm.scale[...].dtype)
+        return embedded(network.embed.get_value(), tokens, network.dtype)
 
     def pieces(self, params: Weights) -> Pieces:
         self._apart()
@@ -369,7 +370,8 @@ def _spec(config: DecoderConfig, axes: tuple[str | None, ...], mesh: Mesh, axis:
     # Heads are sharded whole: their number must divide, not their total width.
     experts = [layer.experts for layer in config.layers if layer.experts is not None]
     units = {"heads": config.heads, "kv_heads": config.kv_heads, "mlp": config.mlp, "vocab": config.vocab,
-             "expert_mlp": math.gcd(*(e.width for e in experts)), "experts": math.gcd(*(e.count for e in experts))}
+             "expert_mlp": math.gcd(*(e.width for e in experts)), "experts": math.gcd(*(e.count for e in experts)),
+             "shared_mlp": math.gcd(*(e.shared for e in experts))}
     size = dict(mesh.shape)
 
     def over(name: str | None) -> str | None:

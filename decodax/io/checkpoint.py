@@ -6,6 +6,7 @@ read by itself, cast once and put on the device.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import re
@@ -303,7 +304,7 @@ def _load(files: Files, source: WeightSource, shape: tuple[int, ...], name: str,
     def read(index: tuple[slice, ...] | None) -> np.ndarray:
         bounds = tuple(s.indices(n)[:2] for s, n in zip(index or (), shape, strict=True))
         if bounds not in parts:
-            parts[bounds] = np.ascontiguousarray(_read(files, source, bounds).astype(dtype, copy=False))
+            parts[bounds] = np.asarray(_read(files, source, bounds), dtype, order="C")
         return parts[bounds]
 
     whole = jax.make_array_from_callback(shape, place, read)
@@ -323,12 +324,21 @@ def _packer(packing: Format, table: bool, shape: tuple[int, ...], dtype: np.dtyp
 def _read(files: Files, source: WeightSource, bounds: tuple[tuple[int, int], ...]) -> np.ndarray:
     """Reads the part `bounds` of a weight."""
     if len(bounds) > len(source.full):
-        rest = tuple(slice(*b) for b in bounds[1:])
-        parts = (files.slice(tensor) for tensor in source.tensors[slice(*bounds[0])])
-        return np.stack([part[rest[::-1]].T if source.transpose else part[rest] for part in parts])
+        return np.stack([_read(files, dataclasses.replace(source, tensors=(tensor,)), bounds[1:])
+                         for tensor in source.tensors[slice(*bounds[0])]])
+    if not source.full:
+        return np.asarray(files.slice(source.tensors[0])[...])
+    columns: Any = slice(None)
     if source.part is not None:
-        start = source.part[0]
-        bounds = (*bounds[:-1], (bounds[-1][0] + start, bounds[-1][1] + start))
-    index = tuple(slice(*b) for b in bounds)
+        # One slice of the file from the first column to the last, of which some are taken.
+        chosen = source.part.indices(*bounds[-1])
+        first, last = (int(chosen[0]), int(chosen[-1]) + 1) if len(chosen) else (0, 0)
+        bounds = (*bounds[:-1], (first, last))
+        columns = slice(None) if last - first == len(chosen) else chosen - first
+    # Some files have a first axis of length 1 that the weight does not have.
+    extra = max(len(source.full) - len(bounds), 0)
+    index = (slice(0, 1),) * extra + tuple(slice(*b) for b in bounds)
     found = files.slice(source.tensors[0])
-    return found[index[::-1]].T if source.transpose else found[index]
+    if source.transpose:
+        return found[(*index[:-2], index[-1], index[-2])].swapaxes(-1, -2)[..., columns]
+    return found[index][(0,) * extra][..., columns]

@@ -65,11 +65,8 @@ def save_model(directory: str | os.PathLike[str], model: Transformer, params: We
             tensors |= {tensor: np.ascontiguousarray(row.T if source.transpose else row)
                         for tensor, row in zip(source.tensors, value, strict=True)}
             continue
-        if source.part is not None:
-            whole = tensors.setdefault(source.tensors[0], np.empty(source.full, value.dtype))
-            (whole.T if source.transpose else whole)[..., slice(*source.part)] = value
-            continue
-        tensors[source.tensors[0]] = np.ascontiguousarray(value.T if source.transpose else value)
+        whole = tensors.setdefault(source.tensors[0], np.empty(source.full, value.dtype))
+        (whole.swapaxes(-1, -2) if source.transpose else whole)[source.index] = value
     write_files(Path(directory), tensors, entries, "pt")
 
 

@@ -16,8 +16,9 @@ import pytest
 import decodax as dx
 from decodax.core.window import Window, causal
 from decodax.models import T5, Embeddings, EncoderText, Experts, Transformer, llama
-from decodax.models.experts import mix, route
+from decodax.models.experts import mix
 from decodax.models.layers import ACTIVATIONS
+from decodax.models.routing import route
 from decodax.models.t5 import relative_bias
 from decodax.pallas_kernels.window_attention import by_position, window_attention
 from tests.extending.pages import run_page

@@ -1,0 +1,74 @@
+"""Reads a Hugging Face `config.json` as a `DecoderConfig`, with one short function per model family.
+
+Options and defaults are those of the families' reference implementations in transformers, and for diffusion models
+those of the code released with them (`decodax.models.diffusion`). Older files leave out what equals a default, and
+write `rope_theta` and `rope_scaling` where newer ones write `rope_parameters`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+
+from decodax.models.config import DecoderConfig
+from decodax.models.families import gemma, gpt, llada, llama, mixtures, qwen
+from decodax.models.fields import checked
+from decodax.models.reading import Json
+
+
+def read_config(c: Json) -> DecoderConfig:
+    """Returns the decoder that a `config.json` describes.
+
+    Raises:
+        ValueError: `model_type` is not a supported family (the message names similar ones), an entry is missing, of the
+            wrong type or out of its range, or an option is not supported here.
+    """
+    known = [*FAMILIES, *WITH_IMAGES]
+    # Checked only for known families: the entries of another family may have other types.
+    if str(c.get("model_type")) in known:
+        c = text_part(checked(c))
+    kind = c.get("model_type")
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        near = difflib.get_close_matches(str(kind), known, n=3, cutoff=0.5)
+        raise ValueError(f"model_type: got {kind!r} (architectures {c.get('architectures')}), "
+                         f"{'near to ' + ', '.join(near) + '; ' if near else ''}supported are {', '.join(known)}")
+    try:
+        return FAMILIES[kind](c)
+    except KeyError as e:
+        raise ValueError(f"config.json of a {kind} model lacks {e}") from None
+
+
+def text_part(c: Json) -> Json:
+    """Returns the configuration of the language model inside one that also sees images; of any other model `c` itself.
+
+    >>> text_part({"model_type": "gemma3", "text_config": {"hidden_size": 8}, "vision_config": {}, "eos_token_id": 1})
+    {'model_type': 'gemma3_text', 'eos_token_id': 1, 'hidden_size': 8}
+    """
+    kind = str(c.get("model_type"))
+    if kind not in WITH_IMAGES:
+        return c
+    inner = c.get("text_config") or {}
+    family = inner.get("model_type", WITH_IMAGES[kind])
+    own = {key: value for key, value in c.items() if not key.endswith("_config") and key != "architectures"}
+    # The whole model's entry decides about tying the head, whatever text_config says.
+    tied = {"tie_word_embeddings": c["tie_word_embeddings"]} if "tie_word_embeddings" in c else {}
+    found = {**own, **inner, **tied, "model_type": TEXT_PARTS.get(family, family)}
+    for key in ("rope_scaling", "rope_parameters"):
+        if "mrope_section" in (found.get(key) or {}):
+            # A position has time, height and width: for text they are equal, and the rope is the usual one.
+            found[key] = {**{k: v for k, v in found[key].items() if not k.startswith("mrope")}, "rope_type": "default"}
+            found[key].pop("type", None)
+    return found
+
+
+FAMILIES: dict[str, Callable[[Json], DecoderConfig]] = dict(sorted({
+    **gemma.FAMILIES, **gpt.FAMILIES, **llada.FAMILIES, **llama.FAMILIES, **mixtures.FAMILIES, **qwen.FAMILIES,
+}.items(), key=lambda item: item[0].lower()))
+"""Reader of each family, by `model_type`."""
+
+WITH_IMAGES = {"gemma3": "gemma3_text", "llama4": "llama4_text", "mistral3": "mistral", "qwen2_vl": "qwen2",
+               "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3", "qwen3_vl_moe": "qwen3_vl_moe_text"}
+"""Models that also see images, whose language model is read: its family if text_config does not name one."""
+
+TEXT_PARTS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
+"""Families by the names that such a text_config uses."""
