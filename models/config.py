@@ -54,7 +54,8 @@ class QueryScale:
     def table(self, positions: Array) -> Array:
         """Returns the factors `f32[B, W, 1, 1]` at positions `i32[B, W]`."""
         steps = jnp.floor((positions + self.shift).astype(jnp.float32) / self.length)
-        return (1 + self.beta * jnp.log1p(steps))[..., None, None]
+        # Nodes that are not live may have positions below 0.
+        return (1 + self.beta * jnp.log1p(jnp.maximum(steps, 0)))[..., None, None]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
@@ -303,6 +303,22 @@ def _source(path: str, names: Names, sizes: dict[str, tuple[int, ...]], groups: 
 def _turned(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Returns a shape with its last two axes exchanged."""
     return (*shape[:-2], shape[-1], shape[-2])
+
+
+def as_stored(where: Mapping[str, WeightSource], shape: Callable[[str], tuple[int, ...]]) -> dict[str, WeightSource]:
+    """Returns the sources with the axes of tensors that hold all experts as a file has them.
+
+    Released files and those that transformers writes exchange the last two axes of such tensors in some families.
+
+    Args:
+        where: the sources.
+        shape: a tensor's shape in the file.
+    """
+    stacked = [source for source in where.values() if len(source.full) == 3]
+    if not any(shape(source.tensors[0]) == _turned(source.full) != source.full for source in stacked):
+        return dict(where)
+    return {path: source if len(source.full) != 3 else dataclasses.replace(
+        source, transpose=not source.transpose, full=_turned(source.full)) for path, source in where.items()}
 
 
 def kernel_of(path: str, weight: Array) -> Array:

@@ -30,7 +30,17 @@ from decodax.models.mamba import Mamba, read_mamba
 from decodax.models.mamba import sources as mamba_sources
 from decodax.models.mamba2 import Mamba2, Mamba2Config, is_mamba2, read_mamba2
 from decodax.models.mamba2 import sources as mamba2_sources
-from decodax.models.names import IGNORED, IMAGES, WeightSource, embeddings, flatten, head_tensor, layers_in, sources
+from decodax.models.names import (
+    IGNORED,
+    IMAGES,
+    WeightSource,
+    as_stored,
+    embeddings,
+    flatten,
+    head_tensor,
+    layers_in,
+    sources,
+)
 from decodax.models.rwkv7 import IGNORED as UNUSED
 from decodax.models.rwkv7 import Rwkv7, read_rwkv7
 from decodax.models.rwkv7 import sources as rwkv7_sources
@@ -100,7 +110,8 @@ def load_model(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | 
         raise CheckpointError(f"{root / 'config.json'}: {key}: got {len(decoder.layers)}, {files.name} holds {stored} "
                               "layers")
     shapes = Transformer(decoder).abstract_params()
-    where = sources(family, decoder, shapes, files.home)
+    where = as_stored(sources(family, decoder, shapes, files.home),
+                      lambda tensor: tuple(files.slice(tensor).get_shape()) if tensor in files.home else ())
     head, ignored = head_tensor(family, files.home), [IGNORED]
     if config["model_type"] in WITH_IMAGES:
         ignored.append(IMAGES)

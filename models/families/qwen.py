@@ -76,8 +76,10 @@ def _qwen2_moe(c: Json) -> DecoderConfig:
 
 
 def _qwen3_vl_moe(c: Json) -> DecoderConfig:
-    return _qwen3_moe({"num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408, "rope_theta": 5e5,
-                       "num_key_value_heads": 16, "tie_word_embeddings": True, **c, "norm_topk_prob": True})
+    count = c.get("num_experts", c.get("num_local_experts", 60))
+    return _qwen3_moe({"num_experts_per_tok": 4, "moe_intermediate_size": 1408, "rope_theta": 5e5,
+                       "num_key_value_heads": 16, "tie_word_embeddings": True, **c, "norm_topk_prob": True,
+                       "num_experts": count})
 
 
 def _sparse(c: Json) -> Callable[[int], bool]:

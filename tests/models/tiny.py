@@ -87,7 +87,7 @@ CASES: dict[str, tuple[str, dict[str, Any], int | None]] = {
     "gptj": ("gptj", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "rotary_dim": 4}, None),
     "opt": ("opt", {"ffn_dim": 48}, None),
     "opt-plain-norms": ("opt", {"ffn_dim": 40, "enable_bias": False, "layer_norm_elementwise_affine": False,
-                                "activation_function": "gelu", "tie_word_embeddings": False}, None),
+                                "activation_function": "quick_gelu", "tie_word_embeddings": False}, None),
     "falcon": ("falcon", {"ffn_hidden_size": 48}, None),
     "falcon-40b": ("falcon", {"ffn_hidden_size": 48, "new_decoder_architecture": True, "num_kv_heads": 2}, None),
     "falcon-11b": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1}, None),
@@ -136,7 +136,9 @@ CASES: dict[str, tuple[str, dict[str, Any], int | None]] = {
 }
 
 
-ALIKE = {"glm", "llama-linear", "llama-yarn", "ministral", "phi-qk-norm", "qwen3-bias", "qwen3-moe-normed", "smollm3",
+ALIKE = {"arcee", "ernie4.5", "exaone4-full", "falcon", "falcon-11b", "glm", "gpt-neox-serial", "granite-moe", "hy3",
+         "llama4-top2", "nemotron-bias", "opt-plain-norms", "qwen2-moe-normed", "seed-oss", "starcoder2-plain",
+         "llama-linear", "llama-yarn", "ministral", "phi-qk-norm", "qwen3-bias", "qwen3-moe-normed", "smollm3",
          "stablelm"}
 """Cases that differ little from another one."""
 
