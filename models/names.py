@@ -26,22 +26,32 @@ class WeightSource:
 
     Attributes:
         tensors: the tensor's name; several are stacked along a new first axis.
-        transpose: True if the file holds `[..., out, in]`, in each tensor.
+        transpose: True if the file holds `[out, in]`, in each tensor.
         part: the weight is columns of the tensor (after transposing); None: all of them.
         full: the tensor's shape in the file (of each, if several are stacked).
+        leading: True if the tensor has an axis of experts before those that `transpose` is about.
     """
 
     tensors: tuple[str, ...]
     transpose: bool
     part: Columns | None
     full: tuple[int, ...]
+    leading: bool = False
+
+    def turned(self, x: Any) -> Any:
+        """Returns the tensor, or an index of it, with the axes of the weight, or the other way round."""
+        if not self.transpose:
+            return x
+        if isinstance(x, tuple):
+            return (*x[:1], *x[:0:-1]) if self.leading else x[::-1]
+        return x.swapaxes(-1, -2) if self.leading else x.T
 
     @property
     def index(self) -> Any:
         """The weight's place in the tensor, after transposing, as an index."""
         if self.part is None:
             return ...
-        total = self.full[-2 if self.transpose else -1]
+        total = self.turned(self.full)[-1]
         return ..., self.part.indices(0, total // self.part.period * (self.part.stop - self.part.start))
 
 
@@ -269,6 +279,7 @@ def _source(path: str, names: Names, sizes: dict[str, tuple[int, ...]], groups: 
     module, leaf = path.rsplit(".", 1)
     tail = "weight" if leaf in ("kernel", "scale") else leaf
     shape, transpose = sizes[path], leaf == "kernel" and (names.transposed or module == "lm_head")
+    part, leading = None, False
     if module == "lm_head":
         name = f"{names.head}.{tail}"
     elif module in ("norm", "embed_norm"):
@@ -283,7 +294,7 @@ def _source(path: str, names: Names, sizes: dict[str, tuple[int, ...]], groups: 
             each = tuple(f"{within}{names.experts[inner].format(expert=e)}.{tail}" for e in range(shape[0]))
             return WeightSource(each, True, None, shape[:0:-1])
         if len(shape) == 3:
-            name, transpose = f"{within}{names.experts[inner]}", names.experts_transposed
+            name, transpose, leading = f"{within}{names.experts[inner]}", names.experts_transposed, True
         else:
             name = f"{within}{names.layer[inner]}.{tail}"
         # The dense layers of a mixture may have separate tensors where its experts have one.
@@ -293,16 +304,11 @@ def _source(path: str, names: Names, sizes: dict[str, tuple[int, ...]], groups: 
             widths = [sizes[f"layers.{index}.{member}.{leaf}"][-1] // groups for member in group]
             start, at = sum(widths[:group.index(inner)]), group.index(inner)
             part = Columns(start, start + widths[at], sum(widths))
-            full = (*shape[:-1], sum(widths) * groups)
-            return WeightSource((name,), transpose, part, _turned(full) if transpose else full)
+            shape = (*shape[:-1], sum(widths) * groups)
         if "{head}" in name:
             return WeightSource(tuple(name.format(head=h) for h in range(shape[0])), False, None, shape[1:])
-    return WeightSource((name,), transpose, None, _turned(shape) if transpose else shape)
-
-
-def _turned(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns a shape with its last two axes exchanged."""
-    return (*shape[:-2], shape[-1], shape[-2])
+    source = WeightSource((name,), transpose, part, shape, leading)
+    return dataclasses.replace(source, full=source.turned(shape))
 
 
 def as_stored(where: Mapping[str, WeightSource], shape: Callable[[str], tuple[int, ...]]) -> dict[str, WeightSource]:
@@ -314,11 +320,12 @@ def as_stored(where: Mapping[str, WeightSource], shape: Callable[[str], tuple[in
         where: the sources.
         shape: a tensor's shape in the file.
     """
-    stacked = [source for source in where.values() if len(source.full) == 3]
-    if not any(shape(source.tensors[0]) == _turned(source.full) != source.full for source in stacked):
+    exchanged = lambda full: (full[0], full[2], full[1])
+    if not any(source.leading and shape(source.tensors[0]) == exchanged(source.full) != source.full
+               for source in where.values()):
         return dict(where)
-    return {path: source if len(source.full) != 3 else dataclasses.replace(
-        source, transpose=not source.transpose, full=_turned(source.full)) for path, source in where.items()}
+    return {path: source if not source.leading else dataclasses.replace(
+        source, transpose=not source.transpose, full=exchanged(source.full)) for path, source in where.items()}
 
 
 def kernel_of(path: str, weight: Array) -> Array:

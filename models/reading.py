@@ -37,14 +37,15 @@ def read_shape(c: Json, **changes: Any) -> dict[str, Any]:
     }
 
 
-def read_experts(count: int, chosen: int, width: int, normalise: bool = True, **fields: Any) -> Experts:
-    """Returns a mixture; `fields` are the other ones of `Experts`."""
+def read_experts(count: int, chosen: int, width: int, normalise: bool = True, key: str = "num_experts_per_tok",
+                 **fields: Any) -> Experts:
+    """Returns a mixture; `fields` are the other ones of `Experts`, `key` is the entry of the chosen experts."""
     if chosen > count:
-        raise ValueError(f"numread_experts_per_tok: got {chosen}, takes at most the number of experts, {count}")
+        raise ValueError(f"{key}: got {chosen}, takes at most the number of experts, {count}")
     try:
         return Experts(count, chosen, width, normalise, **fields)
     except ValueError as e:
-        raise ValueError(f"num_experts, num_experts_per_tok, n_group or topk_group: {e}") from None
+        raise ValueError(f"{key}, n_routed_experts, n_group or topk_group: {e}") from None
 
 
 def with_experts(layers: tuple[Layer, ...], experts: Experts,

@@ -349,7 +349,4 @@ def _read(files: Files, source: WeightSource, bounds: tuple[tuple[int, int], ...
     # Some files have a first axis of length 1 that the weight does not have.
     extra = max(len(source.full) - len(bounds), 0)
     index = (slice(0, 1),) * extra + tuple(slice(*b) for b in bounds)
-    found = files.slice(source.tensors[0])
-    if source.transpose:
-        return found[(*index[:-2], index[-1], index[-2])].swapaxes(-1, -2)[..., columns]
-    return found[index][(0,) * extra][..., columns]
+    return source.turned(files.slice(source.tensors[0])[source.turned(index)])[(0,) * extra][..., columns]

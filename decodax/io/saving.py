@@ -66,7 +66,7 @@ def save_model(directory: str | os.PathLike[str], model: Transformer, params: We
                         for tensor, row in zip(source.tensors, value, strict=True)}
             continue
         whole = tensors.setdefault(source.tensors[0], np.empty(source.full, value.dtype))
-        (whole.swapaxes(-1, -2) if source.transpose else whole)[source.index] = value
+        source.turned(whole)[source.index] = value
     write_files(Path(directory), tensors, entries, "pt")
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from decodax.models.config import DecoderConfig
 from decodax.models.families import gemma, gpt, llada, llama, mixtures, qwen
+from decodax.models.families.flags import refuse_unread, unknown_entries
 from decodax.models.fields import checked
 from decodax.models.reading import Json
 
@@ -20,8 +21,9 @@ def read_config(c: Json) -> DecoderConfig:
     """Returns the decoder that a `config.json` describes.
 
     Raises:
-        ValueError: `model_type` is not a supported family (the message names similar ones), an entry is missing, of the
-            wrong type or out of its range, or an option is not supported here.
+        ValueError: `model_type` is not a supported family (the message names similar ones, and the entries that these
+            do not have), an entry is missing, of the wrong type or out of its range, or an option is not supported
+            here.
     """
     known = [*FAMILIES, *WITH_IMAGES]
     # Checked only for known families: the entries of another family may have other types.
@@ -29,13 +31,21 @@ def read_config(c: Json) -> DecoderConfig:
         c = text_part(checked(c))
     kind = c.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
-        near = difflib.get_close_matches(str(kind), known, n=3, cutoff=0.5)
-        raise ValueError(f"model_type: got {kind!r} (architectures {c.get('architectures')}), "
-                         f"{'near to ' + ', '.join(near) + '; ' if near else ''}supported are {', '.join(known)}")
+        differs = ""
+        if isinstance(kind, str):
+            near = difflib.get_close_matches(kind, known, n=3, cutoff=0.5) or ["llama"]
+            more = unknown_entries(c)
+            differs = f"near to {', '.join(near)}; " + (
+                f"beside the entries of these it has {', '.join(more[:8])}{' ...' if len(more) > 8 else ''}; "
+                if more else "")
+        raise ValueError(f"model_type: got {kind!r} (architectures {c.get('architectures')}), {differs}supported are "
+                         f"{', '.join(known)}")
     try:
-        return FAMILIES[kind](c)
+        found = FAMILIES[kind](c)
     except KeyError as e:
         raise ValueError(f"config.json of a {kind} model lacks {e}") from None
+    refuse_unread(c, found)
+    return found
 
 
 def text_part(c: Json) -> Json:

@@ -67,6 +67,8 @@ def _minimax_m2(c: Json) -> DecoderConfig:
     c = {"num_key_value_heads": 8, "rope_theta": 5e6, **c}
     shape = read_shape(c, qk_norm="full", head_dim=c.get("head_dim", 128))
     if (turned := c.get("rotary_dim")) is not None and "partial_rotary_factor" not in c:
+        if turned % 2 or turned > shape["head_dim"]:
+            raise ValueError(f"rotary_dim: got {turned}, takes an even number up to head_dim = {shape['head_dim']}")
         c = {**c, "partial_rotary_factor": turned / shape["head_dim"]}
     experts = read_experts(c.get("num_local_experts", c.get("num_experts", 256)), c.get("num_experts_per_tok", 8),
                            shape["mlp"], score="sigmoid", correction=True)
@@ -97,7 +99,7 @@ def _ernie4_5_moe(c: Json) -> DecoderConfig:
         raise ValueError("use_bias: got True, supported is False")
     width, last = c.get("moe_intermediate_size", 1536), c.get("moe_layer_end_index", -1)
     experts = read_experts(c.get("moe_num_experts", c.get("num_experts", 64)),
-                           c.get("moe_k", c.get("num_experts_per_tok", 6)), width, correction=True,
+                           c.get("moe_k", c.get("num_experts_per_tok", 6)), width, key="moe_k", correction=True,
                            shared=width * c.get("moe_num_shared_experts", 2))
     first, step = c.get("moe_layer_start_index", 1), c.get("moe_layer_interval", 1)
     sparse = lambda i: (i + 1) % step == 0 and first <= i and (last == -1 or i <= last)
