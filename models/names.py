@@ -245,6 +245,23 @@ def layers_in(family: str, present: Collection[str]) -> int:
     return 1 + max((int(index) for index in found if index.isdecimal()), default=-1)
 
 
+def further_layers(family: str, layers: int, config: Mapping[str, Any], present: Collection[str]) -> list[str]:
+    """Returns the tensors of layers that predict further tokens (multi-token prediction) among those `present`.
+
+    Args:
+        family: the `model_type`.
+        layers: number of layers of the decoder.
+        config: the `config.json`, which has the number of further layers.
+        present: tensor names of a file.
+    """
+    count = config.get("num_nextn_predict_layers", config.get("num_mtp_layers", 0)) or 0
+    if not isinstance(count, int):
+        return []
+    names = _names(family, present)
+    prefixes = tuple(f"{names.stem}{names.layers}.{layers + i}." for i in range(min(count, 64)))
+    return [tensor for tensor in present if tensor.startswith((*prefixes, "mtp.", "mtp_", f"{names.stem}mtp"))]
+
+
 def embeddings(family: str) -> list[str]:
     """Returns the embedding's names in files of the whole model, of the bare one, and of models that also see
     images."""

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import os
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
+from decodax.common.arguments import outside
 from decodax.io import packed as packed_files
 from decodax.io.files import CheckpointError, Files, read_json
 from decodax.models.config import DecoderConfig
@@ -37,6 +39,7 @@ from decodax.models.names import (
     as_stored,
     embeddings,
     flatten,
+    further_layers,
     head_tensor,
     layers_in,
     sources,
@@ -115,6 +118,10 @@ def load_model(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | 
     head, ignored = head_tensor(family, files.home), [IGNORED]
     if config["model_type"] in WITH_IMAGES:
         ignored.append(IMAGES)
+    if len(later := further_layers(family, len(decoder.layers), config, files.home)):
+        warnings.warn(f"{files.name}: skips {len(later)} tensors of layers that predict further tokens, such as "
+                      f"{min(later)}, which are not read", stacklevel=outside())
+        ignored.append(re.compile("|".join(f"^{re.escape(tensor)}$" for tensor in later)))
     _check(where, files, {head} if decoder.tied else set(), ignored)
     if decoder.tied:
         _check_tied(files, where["embed"].tensors[0], head)
@@ -123,7 +130,8 @@ def load_model(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | 
     model = Transformer(decoder, dtype=name, context=context)
     places = _places(model, shapes, mesh)
     chosen = [path for path in kernels(shapes) if packing.packs(path)] if packing is not None else []
-    loaded = [_load(files, where[path], leaf.shape, name, places[path], packing if path in chosen else None,
+    kind = lambda path: "float32" if path.endswith(".correction") else name
+    loaded = [_load(files, where[path], leaf.shape, kind(path), places[path], packing if path in chosen else None,
                     path == "embed") for path, leaf in flatten(shapes).items()]
     return model, jax.tree.unflatten(jax.tree.structure(shapes), loaded)
 

@@ -60,7 +60,9 @@ def save_model(directory: str | os.PathLike[str], model: Transformer, params: We
     entries |= {"dtype": name, "torch_dtype": name}
     tensors: dict[str, np.ndarray] = {}
     for path, source in sources(entries["model_type"], model.config, model.abstract_params()).items():
-        value = np.asarray(jax.device_get(leaves[path])).astype(jnp.dtype(name))
+        value = np.asarray(jax.device_get(leaves[path]))
+        # A correction of experts' scores decides between near ones: it stays float32, as in the released files.
+        value = value.astype(np.float32 if path.endswith(".correction") else jnp.dtype(name))
         if value.ndim > len(source.full):
             tensors |= {tensor: np.ascontiguousarray(row.T if source.transpose else row)
                         for tensor, row in zip(source.tensors, value, strict=True)}

@@ -237,3 +237,18 @@ def test_fresh_weights_have_the_loaded_ones_structure(directory: Path) -> None:
     assert shapes == {path: x.shape for path, x in flatten(model.abstract_params()).items()}
     assert fresh["embed"].dtype == jnp.bfloat16
     assert 0.015 < float(fresh["layers"]["0"]["mlp"]["up"]["kernel"].astype(jnp.float32).std()) < 0.025
+
+
+def test_layers_that_predict_further_tokens_are_skipped_with_a_message(tmp_path: Path) -> None:
+    """And the correction of experts' scores stays float32."""
+    saved("glm4-moe", tmp_path)
+    extra = np.ones((4, 4), np.float32)
+    rewritten(tmp_path, **{"model.layers.3.eh_proj.weight": extra, "model.layers.3.enorm.weight": extra[0]})
+    with pytest.warns(UserWarning, match=r"skips 2 tensors of layers .* such as model\.layers\.3\.eh_proj\.weight"):
+        model, params = load_model(tmp_path, dtype="bfloat16")
+    mixture = params["layers"]["1"]["mlp"]
+    assert (mixture["correction"].dtype, mixture["router"]["kernel"].dtype) == (jnp.float32, jnp.bfloat16)
+    assert len(model.config.layers) == 3
+    rewritten(tmp_path, **{"model.layers.4.enorm.weight": extra[0]})
+    with pytest.raises(CheckpointError, match=r"holds tensor model\.layers\.4\.enorm\.weight"):
+        load_model(tmp_path)
