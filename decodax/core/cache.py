@@ -193,12 +193,13 @@ class CacheConfig(abc.ABC):
         return self
 
     def of_model(self, lm: Any) -> CacheConfig:
-        """Returns this configuration with data that it needs from a loaded model `lm` (a `decodax.LM`), such as the
-        tokens that end a sentence."""
+        """Returns this configuration with data that it needs from a loaded model `lm` (a `decodax.LM`), such as the end
+        tokens."""
         return self
 
     def put_on(self, lm: Any) -> Any:
-        """Returns the loaded model `lm` with this cache. A class that needs a changed network overrides it."""
+        """Returns the loaded model `lm` with this cache. A class that computes with a second network returns a model
+        that combines both."""
         return dataclasses.replace(lm, model=lm.model.with_cache(self.of_model(lm)))
 
     def beyond(self, longest: int) -> int:

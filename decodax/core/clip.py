@@ -14,7 +14,7 @@ from decodax.core.types import DEAD_END, INVALID, Decision
 
 
 def clip(d: Decision, s: State, policy: Any) -> tuple[Array, Array, Array]:
-    """Returns how many of the decided tokens are appended to each row, and the row's status after them.
+    """Returns the number of decided tokens that are appended to each row, and the row's status after them.
 
     Args:
         d: the decision of the round.

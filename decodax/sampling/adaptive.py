@@ -58,14 +58,15 @@ class XTC(Transform):
 
 @struct
 class DynamicTemperature(Transform):
-    """A temperature between `temperature - range` and `temperature + range`, by normalised entropy (kalomaze, 2023).
+    """A temperature between `temperature - range` and `temperature + range` that grows with the entropy (kalomaze,
+    2023).
 
-    The entropy is divided by its largest possible value over the tokens still allowed, so this transform belongs after
-    truncation.
+    The entropy is normalised to [0, 1] by its largest possible value over the allowed tokens, so this transform belongs
+    after the truncations.
 
     Attributes:
         temperature: `f32[B]`, the middle of the range.
-        range: `f32[B]`; 0 makes it an ordinary temperature.
+        range: `f32[B]`, half the width of the range; 0 makes it an ordinary temperature.
         exponent: `f32[B]`, the power to which the normalised entropy is raised.
     """
 

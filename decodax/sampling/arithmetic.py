@@ -62,7 +62,7 @@ class Arithmetic(Transform):
         return {"here": state["next"], "next": state["next"]}       # every other token has probability 0
 
     def _take(self, cell: tuple[Array, Array], ctx: Context, logits: Array) -> tuple[Array, tuple[Array, Array]]:
-        """Returns the token, and the cell after it."""
+        """Returns the token for a cell of codes, and the cell after it."""
         p = probabilities(logits)[1]
         ends = jnp.cumsum(p)
         low, high = cell[0], cell[0] + cell[1]

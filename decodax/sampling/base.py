@@ -20,8 +20,8 @@ Stage = Literal["logits", "probabilities", "last"]
 """Position in the chain of a transform that a user adds; see `Transform.stage`."""
 
 TRUNCATIONS = "k", "p", "min_p"
-"""Truncations that `decodax.pallas_kernels.vocabulary.draw` applies after the temperature, in this order: see
-`Transform.truncation`."""
+"""Names of the truncations (top-k, top-p, min-p) that `decodax.pallas_kernels.vocabulary.draw` can apply after the
+temperature, in this order; see `Transform.truncation`."""
 
 
 @struct
@@ -85,7 +85,7 @@ class Transform(Struct):
         return None
 
     def init(self, ctx: Context) -> PyTree:
-        """Returns the state after the prompt in `ctx`."""
+        """Returns the transform's state after the prompt in `ctx`."""
         return None
 
     def logits(self, state: PyTree, ctx: Context, logits: Array) -> Array:
@@ -98,8 +98,8 @@ class Transform(Struct):
         return state
 
     def advance(self, state: PyTree, token: Array, log_prob: Array) -> PyTree:
-        """Returns the state after `token` (`i32[]`), whose log-probability under the whole chain was `log_prob`
-        (`f32[]`)."""
+        """Returns the state after `token` (`i32[]`). `log_prob` (`f32[]`) is its log-probability after all
+        transforms."""
         return state
 
 

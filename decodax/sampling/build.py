@@ -28,7 +28,7 @@ COMPANIONS = {
     "dynatemp_exponent": "dynatemp_range", "bregman_alpha": "bregman_lambda", "bregman_dual": "bregman_lambda",
     "fsd_beta": "fsd_alpha", "fsd_k": "fsd_alpha", "fsd_n": "fsd_alpha", "fsd_stop_words": "fsd_alpha",
     "fsd_stop_weight": "fsd_alpha"}
-"""Arguments that have no effect without another argument."""
+"""Arguments that have no effect without another argument, and the name of that argument."""
 
 
 def build(batch: int, *, do_sample: Any = None, temperature: Any = None, top_k: Any = None, top_p: Any = None,
@@ -153,4 +153,4 @@ def _is_default(value: Any, default: Any) -> bool:
 
 DEFAULTS = {p.name: p.default for p in inspect.signature(build).parameters.values()
             if p.name not in ("batch", "unknown")}
-"""The arguments of `build` that determine the policy, with their defaults."""
+"""The arguments of `build`, except `batch`, with their defaults."""

@@ -83,7 +83,8 @@ class Policy(Struct):
         return self._at(s, window, out.hidden, out.head)
 
     def over_logits(self, s: Decoding, window: Window, logits: Array) -> Distribution:
-        """Returns the distribution at each node of a window, from given logits `f32[B, W, V]`."""
+        """Returns the distribution at each node of a window, from given logits `f32[B, W, V]` in place of the
+        model's."""
         return self._at(s, window, logits, _same)
 
     def _at(self, s: Decoding, window: Window, hidden: Array, head: Callable[[Array], Array]) -> Distribution:
@@ -227,10 +228,8 @@ class Distribution(Struct):
                             known=self.known[:, :count], predicts=self.predicts[:, :count])
 
     def select(self, rows: Array) -> Distribution:
-        """Returns the distribution whose row `i` continues row `rows[i]` (`i32[B]`); see `Decision.rows`.
-
-        Keys and the policy's constants stay with the place in the batch.
-        """
+        """Returns the distribution whose row `i` continues the text of row `rows[i]` (`i32[B]`); see `Decision.rows`.
+        Random keys and the policy's constants stay those of row `i`."""
         t = self.texts
         texts = jax.tree.map(lambda x: x[rows], t.replace(key=None, prompt_length=None)).replace(
             key=t.key, prompt_length=t.prompt_length)

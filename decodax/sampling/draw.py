@@ -78,7 +78,7 @@ def checked(token: Array, top: Array) -> Array:
 
 
 def _times(logits: Array, top: Array, address: Array) -> Array:
-    """Returns the arrival time of each token, `f32[..., V]`, as a product since CPUs divide slowly."""
+    """Returns the arrival time of each token up to a factor, `f32[..., V]`, as a product, since CPUs divide slowly."""
     return exponentials(address, logits.shape[-1]) * jnp.exp(top[..., None] - logits)
 
 

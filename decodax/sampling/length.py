@@ -22,7 +22,8 @@ def _force(logits: Array, tokens: Array, here: Array) -> Array:
 
 @struct
 class ForcedBOS(Transform):
-    """Forces `token` (`i32[B]`, -1 for none) as the second token of a text, that is, after a prompt of one token."""
+    """Forces the token `token` (`i32[B]`, -1 for none) as the second token of a text: the one after a prompt of one
+    token."""
 
     token: Array
 

@@ -313,7 +313,8 @@ def samplers(a: Arguments, own: list[Transform]) -> list[Transform]:
 
 
 def watermark(a: Arguments, rows: Any) -> list[Transform]:
-    """Returns the watermark for the given rows (`bool[B]`), with a bias of 0 for the others."""
+    """Returns the watermark transform (none if it was not requested), with the bias for `rows` (`bool[B]`) and 0 for
+    the others."""
     config = a.given["watermarking_config"]
     if config is None:
         return []

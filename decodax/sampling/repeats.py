@@ -81,14 +81,16 @@ class EncoderNoRepeatNgram(NoRepeatNgram):
 
 @struct
 class Dry(Transform):
-    """DRY ("don't repeat yourself"; p-e-w, 2024) as in llama.cpp: a penalty that grows with the length of the repeat.
+    """DRY ("don't repeat yourself"; p-e-w, 2024), with the rules of llama.cpp: a penalty that grows with the length of
+    the repeat.
 
-    A token that would lengthen a repeat of `n >= allowed` tokens loses `multiplier * base ** (n - allowed)`. A repeat
-    does not reach back beyond the last sequence breaker; a token that is a breaker by itself is not penalised.
+    If the last `n >= allowed` tokens repeat an earlier passage, `multiplier * base ** (n - allowed)` is subtracted from
+    the logit of the token that followed it. A repeat ends at the last sequence breaker; a token that is a breaker by
+    itself is not penalised.
 
     Attributes:
-        multiplier: `f32[B]`; 0 changes nothing.
-        base: `f32[B]`, at least 1.
+        multiplier: `f32[B]`, factor of the penalty; 0 changes nothing.
+        base: `f32[B]`, base of the exponential growth, at least 1.
         allowed: `i32[B]`, longest repeat without a penalty.
         last_n: `i32[B]`, number of tokens at the end that are searched; negative: all, 0: none.
         breakers: `i32[B, S, L]`, token sequences padded with -1 at the end.
@@ -122,7 +124,8 @@ class Dry(Transform):
         return logits - jnp.where(hit, self.multiplier * self.base ** jnp.where(hit, exponent, 0), 0)
 
     def _limit(self, text: Array, length: Array) -> Array:
-        """Returns how many tokens back a repeat may reach, `i32[]`: to the end of the newest match of a breaker."""
+        """Returns the largest length of a repeat, in tokens, that does not reach back into a match of a breaker:
+        `i32[]`."""
         count = self.breakers.shape[1]
         known = self.breakers >= 0
         ahead = jnp.stack([jnp.concatenate([text[i:], jnp.full(i, -1, jnp.int32)]) for i in range(count)], -1)  # [N, L]

@@ -17,7 +17,7 @@ from decodax.sampling.threshold import kth_largest, largest_threshold, less, onc
 
 
 def _keep_best(logits: Array, removed: Array, count: int) -> Array:
-    """Sets `removed` (`bool[V]`) to -inf, except the `count` largest logits."""
+    """Sets the logits of `removed` (`bool[V]`) to -inf, except for the `count` largest ones."""
     best = logits.max() if count == 1 else top_k(logits, min(count, logits.shape[-1]))[0][-1]
     return jnp.where(removed & (logits < best), -jnp.inf, logits)
 

@@ -120,7 +120,7 @@ class BestFirst(Grouped, Concludes, Paced):
 
     @property
     def group(self) -> int:
-        """Number of rows of a prompt."""
+        """Number of rows of a prompt, one for each text that may be extended."""
         return max(1 + self.width * (self.longest - 1), self.width)
 
     @property

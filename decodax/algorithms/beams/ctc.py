@@ -95,7 +95,7 @@ def ctc_beam_search(log_probs: Array, frames: Array, width: int = 16, *, blank: 
     counts = jnp.ones(V, jnp.float32) if words is None else jnp.zeros(V, jnp.float32).at[jnp.array(words, int)].set(1)
 
     def prior(beam: _Beam) -> Array:
-        """Returns `f32[k, V]`: the gain of each next symbol for the score."""
+        """Returns the amount that each next symbol adds to the score, without the CTC model's part: `f32[k, V]`."""
         new = jnp.broadcast_to(beta * counts, (width, V))
         if language is None:
             return new

@@ -86,7 +86,7 @@ def find(table: Array, rows: Array) -> tuple[Array, Array]:
     width = table.shape[1]
 
     def below(entry: Array) -> Array:
-        """Returns True where entries come before the rows."""
+        """Returns True for table entries that come before the rows in lexicographic order."""
         less = jnp.zeros(rows.shape[:-1], bool)
         for j in reversed(range(width)):
             less = (entry[..., j] < rows[..., j]) | ((entry[..., j] == rows[..., j]) & less)

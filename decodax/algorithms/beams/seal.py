@@ -141,7 +141,7 @@ class CorpusBeams(BeamSearch):
         passed: Passed = s.algo.memory.passed
 
         def by_prompt(x: Array) -> Array:
-            """Returns `[B, N, k c]` of `[B, N, c]`."""
+            """Returns `[B, N, c]` with the rows of each prompt joined and repeated: `[B, N, k c]`."""
             x = x.reshape(-1, self.width, *x.shape[1:]).swapaxes(1, 2)
             return jnp.repeat(x.reshape(*x.shape[:2], -1), self.width, 0)
 

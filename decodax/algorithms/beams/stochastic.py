@@ -65,7 +65,7 @@ class StochasticBeams(Grouped, Concludes):
 
     @property
     def group(self) -> int:
-        """Number of rows of a prompt."""
+        """Number of rows of a prompt: the texts and one more beam."""
         return self.k + 1
 
     @property

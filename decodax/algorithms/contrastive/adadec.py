@@ -57,8 +57,8 @@ class AdaDec(Varies, Concludes, Paced):
     `k` most likely tokens is continued greedily by up to `length` tokens or to the end of the text, and the candidate
     with the largest mean log-probability of itself and its continuation is taken.
 
-    A look-ahead takes `length + 1` forward passes, each over all `k` chains. The tokens after the chosen one are
-    appended in the same round, as far as their entropies are below the threshold, too.
+    A look-ahead takes `length + 1` forward passes, each over all `k` chains. Tokens after the chosen one are appended
+    in the same round as long as plain decoding would give them, with entropies below the threshold.
 
     The authors' code differs from the paper if chains have different lengths. After the end of one chain, its further
     tokens still add to its score while others continue, but not to its length; `counting="running"` does the same.

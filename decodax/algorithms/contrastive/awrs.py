@@ -48,9 +48,9 @@ class AWRS(Concludes):
     """Samples under a constraint given as a function: draws tokens until the function accepts one, and computes the
     weight of the text.
 
-    Use it for a constraint that is a program instead of a grammar, since it does not call the check for the whole
-    vocabulary. In each round it draws tokens from the policy without replacement until the check accepts one. This
-    samples from the policy restricted to the allowed tokens.
+    Use it for a constraint that is a program instead of a grammar, since it calls the check only for drawn tokens, not
+    for the complete vocabulary. In each round it draws tokens from the policy without replacement until the check
+    accepts one. This samples from the policy restricted to the allowed tokens.
 
     With `proper`, each token also gets a weight, an unbiased estimate of the total probability of the allowed tokens.
     Let `q` be the probability of a drawn token among the tokens not drawn before it, and draw one more token after the

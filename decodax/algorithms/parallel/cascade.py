@@ -58,8 +58,8 @@ class TargetLengths:
 
 @dataclasses.dataclass(frozen=True)
 class Cascade(Varies, Concludes, Paced):
-    """Cascaded decoding with a Markov transformer (Deng and Rush, 2020): finds the most likely text in `orders + 1`
-    forward passes, whatever its length.
+    """Cascaded decoding with a Markov transformer (Deng and Rush, 2020): finds a likely text in `orders + 1` forward
+    passes, whatever its length.
 
     Such a model was trained with barriers. A barrier is a token in place of a token of the text; the tokens after it
     attend only to the prompt and to tokens from the barrier on. So `m` tokens after a barrier the model is a Markov

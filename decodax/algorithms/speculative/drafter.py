@@ -20,8 +20,8 @@ class Drafter(Composed):
 
     Attributes:
         cache_needs: features that the target's cache must have (`Feature`): trees and probes need "trees".
-        free: True if drafts come from the text at almost no cost. `Adaptive` then evaluates them even in rounds that do
-            not use them.
+        free: True if drafts come from the text at almost no cost. `Adaptive` then also compares them with the decoded
+            tokens in rounds without drafts.
     """
 
     cache_needs: ClassVar[frozenset[Feature]] = TREES

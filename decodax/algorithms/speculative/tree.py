@@ -20,10 +20,10 @@ from decodax.core.types import PartialForward
 from decodax.core.window import Window
 
 Drawn = Literal["coupled", "ranked", "distinct", "independent"]
-"""How sampled drafts are drawn for a verifier. "coupled": with the noise of the target's own draw
-(`decodax.sampling.draw`), in the order of arrival in that race under the draft's distribution. "ranked": the most
-likely tokens in order. "distinct": children of a node are drawn without replacement. "independent": each child is drawn
-by itself. For the last two a drafter returns the distribution from which it drew, `log_q`."""
+"""The ways to draw drafts for a verifier. "coupled": with the noise of the target's own draw (`decodax.sampling.draw`),
+in the order of arrival in that race under the draft's distribution. "ranked": the most likely tokens in order.
+"distinct": children of a node are drawn without replacement. "independent": each child is drawn by itself. For the last
+two a drafter returns the distribution from which it drew, `log_q`."""
 
 
 @struct

@@ -204,7 +204,8 @@ class ByteVocabulary(Struct):
         byte = jnp.where(place < count, self.byte[data], -1)
 
         def pairs(symbols: Array, size: Array) -> tuple[Array, Array]:
-            """The slot of the pair that begins at each place, and what the lowest of a segment wins by."""
+            """Returns the table index of the pair that begins at each place, and a key whose minimum in a segment is
+            the next merge."""
             beside = jnp.minimum(place + size, T - 1)
             near = (place + size < count) & (segment[beside] == segment) & (symbols >= 0)
             slot, found = self._find(symbols, symbols[beside])

@@ -155,7 +155,7 @@ class Adaptive(LearnsFromPrompt, Varies):
         return None if all(observer(arm) is None for arm in self.arms) else self
 
     def observe(self, s: State, window: Window, out: Out, algo: Any) -> Any:
-        """Returns the state after a prefill chunk."""
+        """Returns the state of all arms after a prefill chunk."""
         return algo[0], self._tell(s, window, out, None, algo[1]), algo[2]
 
     @functools.cached_property

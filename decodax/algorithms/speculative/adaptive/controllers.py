@@ -47,8 +47,8 @@ class RoundOutcome(Struct):
         running: `bool[B]`, rows that took part.
         tokens: `i32[B]`, number of decided tokens.
         accepted: `i32[B]`, number of accepted drafts.
-        tried: `bool[B, K]`, True if the draft at depth 1 .. K was tested: all drafts before it were accepted.
-        held: `bool[B, K]`, True if it was accepted, too. Both are False for drafts that the row did not have.
+        tried: `bool[B, K]`, True if all drafts before depth 1 .. K were accepted; False in rows that are not running.
+        held: `bool[B, K]`, True if the draft at this depth was accepted, too; False if the row had no draft there.
     """
 
     arm: Array

@@ -57,7 +57,8 @@ def grow_layers(grower: Grower, state: Any, rank: Rank, root: Any, *, nodes: int
     deeper = deeper or (lambda before, after: (before != after).any(-1))
 
     def layer(g: Growth, slots: Array, children: Children, handed: Any, above: Array) -> tuple[Any, Any]:
-        """Candidates (tokens, ranks, parents' slots) `[B, keep]`, and what the first `width` hand on."""
+        """Returns the layer's candidates (tokens, ranks, parents' slots), each `[B, keep]`, and the values for the
+        children of the first `width`."""
         r, passed = rank(g, slots, children, handed)
         # rounding must not lift a node over its parent or an earlier sibling
         r = jnp.where(children.live, jax.lax.cummin(jnp.minimum(r, above[..., None]), axis=2), -jnp.inf)

@@ -61,7 +61,8 @@ class Sliced(Shape):
         B = g.tokens.shape[0]
 
         def ahead(level: Array, found: Any, chance: Array, grows: Array) -> tuple[Array, Array]:
-            """The chances `f32[B, w]` of the nodes of a level that have children, and the rows that go on to these."""
+            """Returns the probabilities of reaching the nodes of a level that have children, `f32[B, w]`, and the rows
+            that draft the next level, `bool[B]`."""
             _, live, _, log_p, H, hidden = found
             up, r = above[level], rank[level]
             hidden = None if hidden is None else hidden[:, up].reshape(-1, hidden.shape[-1])
