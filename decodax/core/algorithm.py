@@ -142,7 +142,7 @@ class Grouped(Algorithm):
 
     @abc.abstractmethod
     def answering(self, count: int) -> Algorithm:
-        """Returns this method set to return `count` answers for each prompt.
+        """Returns this method with `count` answers for each prompt.
 
         Raises:
             ValueError: the method cannot return that many.
@@ -203,8 +203,7 @@ def variants(alg: Algorithm) -> tuple[Algorithm, ...]:
 
 
 def answering(alg: Algorithm, count: int) -> Algorithm:
-    """Returns a method set to return `count` answers for each prompt. The method has to work on several rows of a
-    prompt.
+    """Returns a method that works on several rows of a prompt, with `count` answers for each prompt.
 
     Raises:
         ValueError: the method cannot return that many.

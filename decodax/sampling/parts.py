@@ -270,7 +270,8 @@ def _array(x: np.ndarray) -> Any:
 
 
 def samplers(a: Arguments, own: list[Transform]) -> list[Transform]:
-    """Returns the temperature and the transforms after it. The caller's transforms `own` come after the truncations."""
+    """Returns the temperature, the truncations, the caller's transforms `own`, then XTC, dynamic temperature and
+    Mirostat, in this order."""
     given = a.given["temperature"]
     temperature, keep = _temperature(a), whole("min_tokens_to_keep", a.given["min_tokens_to_keep"], 1)
     dynamic = a.asks("dynatemp_range")

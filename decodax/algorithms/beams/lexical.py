@@ -95,7 +95,8 @@ class _LexicalStep(Step):
 
 
 class DynamicStep(_LexicalStep):
-    """The step of `DynamicBeams`."""
+    """Extends beams by one token. The new beams are chosen from the banks of equal numbers of phrase tokens in turn
+    (see `round_robin`)."""
 
     def group(self, i: int, g: Group, taken: Array | None) -> tuple[Group, Array]:
         alg, k = self.alg, self.k
@@ -161,8 +162,8 @@ class GridBeams(_Lexical):
 
     A text is extended by any token and stays in its cell. Or it is extended by the first token of a phrase that it does
     not have yet, or by the next token of an open phrase, and moves to the next cell. An open phrase must be continued.
-    A token of a phrase can also be an extension without moving, so the same tokens may be in a cell with different sets
-    of phrases; each combination is kept once. Texts can end only in the last cell.
+    A phrase's token may also extend a text as any other token does, without a move. So a cell can have the same tokens
+    with different sets of phrases; each combination is kept once. Texts can end only in the last cell.
 
     Attributes:
         phrases: tuples of token ids, in any order in the text, without overlaps; the same for all prompts.
@@ -207,7 +208,7 @@ class GridBeams(_Lexical):
 
 
 class GridStep(_LexicalStep):
-    """The step of `GridBeams`."""
+    """Extends beams by one token. Each cell keeps the best `beams` texts from itself and from the cell before it."""
 
     def __init__(self, alg: GridBeams, *rest: Any):
         super().__init__(alg, *rest)

@@ -152,7 +152,7 @@ class CorpusBeams(BeamSearch):
 
 
 class CorpusStep(Step):
-    """The step of `CorpusBeams`."""
+    """Extends beams by tokens that follow their text in the corpus, and notes the candidates it has considered."""
 
     def __init__(self, alg: CorpusBeams, corpus: Corpus, *rest: Any):
         super().__init__(alg, *rest)

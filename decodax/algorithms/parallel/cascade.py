@@ -109,7 +109,8 @@ class Cascade(Varies, Concludes, Paced):
 
     @property
     def last(self) -> int:
-        """Order of the last round; texts of at most two tokens have no order above 1."""
+        """Markov order of the last round, `min(orders, longest - 1)`: texts of at most two tokens have no order above
+        1."""
         return min(self.orders, self.longest - 1)
 
     @property

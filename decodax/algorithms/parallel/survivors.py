@@ -58,7 +58,8 @@ def first(log_p: Array, bounds: Bounds, keep: int, room: int) -> tuple[Array, Ar
         room: largest number of tokens of an n-gram.
 
     Returns:
-        The n-grams `i32[P, L, K, room]` and their scores `f32[P, L, K]`, fields of `Survivors`.
+        The n-grams `i32[P, L, K, room]` and their scores `f32[P, L, K]`, fields of `Survivors`. A score is the
+        log-probability at position 0, and 0 at later positions; unused places have -inf.
     """
     P, L, V = log_p.shape
     names = jnp.broadcast_to(jnp.append(jnp.arange(V, dtype=jnp.int32), EPSILON), (P, L, V + 1))

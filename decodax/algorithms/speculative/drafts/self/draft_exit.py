@@ -81,7 +81,7 @@ class DraftExit(SourceAround):
 
     @property
     def shape(self) -> DoubtfulEnd:
-        """The default shape of its chain."""
+        """The default shape of its chain, `DoubtfulEnd(length)`."""
         return DoubtfulEnd(self.length)
 
     def init(self, params: Params, s: State) -> Exit:

@@ -114,7 +114,7 @@ class DynamicExit(SelfDraft):
 
     @property
     def shape(self) -> ChosenLength:
-        """The default shape of its chain."""
+        """The default shape of its chain, `ChosenLength(length)`."""
         return ChosenLength(self.length)
 
     def init(self, params: Params, s: State) -> Exits:

@@ -95,7 +95,7 @@ class InputGuided(Draft):
 
     def _follow(self, text: Array, prompt_length: Array, match: Array, at: Array, tokens: Array,
                 count: Array) -> tuple[Array, Array]:
-        """Returns the new state of one row, `i32[N]` and `i32[]`, after its decided tokens."""
+        """Returns `match` and `at` of one row (see `Copying`) after its decided tokens."""
         place = jnp.arange(text.shape[0], dtype=jnp.int32)
         given = (place >= self.skip) & (place < prompt_length - self.leave)
 
