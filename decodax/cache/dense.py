@@ -101,7 +101,7 @@ def dense(layers: Sequence[tuple[Any, ...]], batch: int, capacity: int, dtype: j
 
 @jax.jit      # traced and lowered once for all layers
 def write(cache: Array, new: Array, slots: Array) -> Array:
-    """Writes `new [B, W, G, D]` into `cache [B, G, S, D]` at `slots [B, W]`, dropping slots below 0."""
+    """Writes `new [B, W, G, D]` into `cache [B, G, S, D]` at `slots [B, W]`. A slot out of range drops the entry."""
     rows, heads = P(DATA), P(DATA, MODEL)
     return shardwise(_write, (heads, P(DATA, None, MODEL), rows), heads, cache, new, slots)
 
@@ -124,7 +124,8 @@ def _write(cache: Array, new: Array, slots: Array) -> Array:
         def one(row: Array, entry: Array, slot: Array) -> Array:
             at = jnp.maximum(slot, 0)
             old = jax.lax.dynamic_slice_in_dim(row, at, 1, 1)
-            return jax.lax.dynamic_update_slice_in_dim(row, jnp.where(slot >= 0, entry[:, None], old), at, 1)
+            held = (slot >= 0) & (slot < S)
+            return jax.lax.dynamic_update_slice_in_dim(row, jnp.where(held, entry[:, None], old), at, 1)
 
         return jax.vmap(one)(cache, new[:, 0], slots[:, 0])
 

@@ -5,24 +5,45 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Self
 
+import numpy as np
+
+
+def data(default: Any = None, bare: Any = None, **field: Any) -> Any:
+    """Declares a field of a method or a draft as data: the value is an argument of the compiled programs and may change
+    without a new compilation.
+
+    Args:
+        default: of the field. Arrays and other pytrees are left out of comparison and of the representation; numbers
+            are not.
+        bare: value of the field in the compiled programs, which find the true one in `Params.draft`.
+        field: further arguments of `dataclasses.field`.
+    """
+    if not isinstance(bare, (int, float)):
+        field = {"compare": False, "repr": False, **field}
+    return dataclasses.field(default=default, metadata={"bare": bare}, **field)
+
 
 class Composed:
     """A method or a draft that may be made of others, its parts: fields of it, or members of a field that is a tuple.
 
-    Each member of this class is by default answered from the parts. So a wrapper that overrides nothing keeps the
-    weights, the sizes and the cache of what it wraps.
+    Each member of this class is by default answered from the parts and from the fields that are declared as `data`. So
+    a wrapper that overrides nothing keeps the weights, the sizes and the cache of what it wraps.
     """
 
     @property
     def weights(self) -> Any:
-        """Weights that it was made with, a pytree, which becomes `Params.draft`. By default those of its part; of
-        several parts a tuple of the weights of each; None without parts."""
-        each = tuple(part.weights for part in parts_of(self))
+        """Weights and numbers that are arguments of the compiled programs, a pytree, which becomes `Params.draft`. By
+        default those of its parts, then its `data` fields: the only one as it is, several as a tuple, without any
+        None."""
+        own = (getattr(self, name) for name in _data(self))
+        each = (*(part.weights for part in parts_of(self)),
+                *(np.float32(x) if isinstance(x, (int, float)) else x for x in own))
         return each[0] if len(each) == 1 else each or None
 
     def bare(self) -> Self:
         """The same without those weights, as the compiled programs take it."""
-        return self._with(lambda part: part.bare())
+        new = self._with(lambda part: part.bare())
+        return dataclasses.replace(new, **declared) if (declared := _data(self)) else new   # type: ignore[type-var]
 
     def fit(self, budget: int) -> Self:
         """The same for texts of at most `budget` new tokens, where it left a size open."""
@@ -41,6 +62,12 @@ class Composed:
         new = {name: tuple(map(one, value)) if isinstance(value, tuple) else one(value)
                for name, value in _fields(self).items() if _composed(value)}
         return dataclasses.replace(self, **new) if new else self     # type: ignore[type-var]
+
+
+def _data(whole: Any) -> dict[str, Any]:
+    """Returns the names of the `data` fields, with the values that stand for them in compiled programs."""
+    fields = dataclasses.fields(whole) if dataclasses.is_dataclass(whole) else ()
+    return {field.name: field.metadata["bare"] for field in fields if "bare" in field.metadata}
 
 
 def _composed(value: Any) -> bool:

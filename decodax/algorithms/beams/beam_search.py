@@ -27,6 +27,7 @@ from decodax.common.options import Count, Positive
 from decodax.common.registry import ALGORITHMS
 from decodax.core.algorithm import Concludes, Grouped, LearnsFromPrompt, Traits
 from decodax.core.cache import NONE
+from decodax.core.composed import data
 from decodax.core.record import Record, record
 from decodax.core.state import State, Status
 from decodax.core.types import Decision, Out, Params
@@ -79,14 +80,14 @@ class BeamSearch(LearnsFromPrompt, Grouped, Concludes):
 
     width: int
     returns: int = 1
-    length_penalty: float = 1.0
+    length_penalty: float = data(1.0, bare=1.0)
     early_stopping: EarlyStopping = False
-    patience: float = 1.0
+    patience: float = data(1.0, bare=1.0)
     groups: int = 1
-    diversity_penalty: float = 0.0
+    diversity_penalty: float = data(0.0, bare=0.0)
     counting: Counting = "chosen"
     uid: UID | None = None
-    strength: float = 0.0
+    strength: float = data(0.0, bare=0.0)
     renormalize: bool = False
     draft: Draft | Source | None = None
     shape: Shape | None = None
@@ -136,10 +137,6 @@ class BeamSearch(LearnsFromPrompt, Grouped, Concludes):
         number = lambda x: np.float32(x)
         return (tuple(map(number, (self.length_penalty, self.patience, self.diversity_penalty, self.strength))),
                 None if self.draft is None else self.draft.weights)
-
-    def bare(self) -> BeamSearch:
-        return dataclasses.replace(self, length_penalty=1.0, patience=1.0, diversity_penalty=0.0, strength=0.0,
-                                   draft=None if self.draft is None else self.draft.bare())
 
     @property
     def observer(self) -> Any:

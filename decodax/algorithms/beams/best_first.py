@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 
 from decodax.algorithms.beams.pool import Finished
@@ -16,6 +15,7 @@ from decodax.common.options import Count
 from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
 from decodax.core.algorithm import Concludes, Grouped, Paced, Traits
+from decodax.core.composed import data
 from decodax.core.packing import Packing
 from decodax.core.record import record
 from decodax.core.state import State, Status
@@ -101,7 +101,7 @@ class BestFirst(Grouped, Concludes, Paced):
     width: int
     returns: int = 1
     longest: int = 32
-    length_penalty: float = 0.0
+    length_penalty: float = data(0.0, bare=0.0)
     at_once: int = 1
 
     def __post_init__(self) -> None:
@@ -119,14 +119,6 @@ class BestFirst(Grouped, Concludes, Paced):
     @property
     def traits(self) -> Traits:
         return Traits(f"BestFirst({self.width})", commits=1, samples=self.group, answers=self.returns)
-
-    @property
-    def weights(self) -> Any:
-        """Number that may change without a retrace."""
-        return np.float32(self.length_penalty)
-
-    def bare(self) -> BestFirst:
-        return dataclasses.replace(self, length_penalty=0.0)
 
     def answering(self, count: int) -> BestFirst:
         if count > self.width:

@@ -45,7 +45,7 @@ class _Lexical(BeamSearch):
 
     def bare(self) -> Self:
         # the compiled program depends on the phrases' lengths only
-        return dataclasses.replace(super().bare(), phrases=tuple((0,) * len(p) for p in self.phrases))  # type: ignore
+        return dataclasses.replace(super().bare(), phrases=tuple((0,) * len(p) for p in self.phrases))
 
 
 @dataclasses.dataclass(frozen=True)

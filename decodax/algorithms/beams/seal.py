@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from decodax.algorithms.beams.step import Beams, BeamText, Group, Step
 from decodax.common.options import Count
 from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
+from decodax.core.composed import data
 from decodax.core.state import State, Status
 from decodax.core.types import Decision, Params
 from decodax.core.window import Window
@@ -78,7 +79,7 @@ class CorpusBeams(BeamSearch):
     length_penalty: float = 0.0
     early_stopping: EarlyStopping = True
     patience: float = math.inf
-    corpus: Corpus | None = dataclasses.field(default=None, compare=False, repr=False)
+    corpus: Corpus | None = data()
     prefix: tuple[int, ...] = ()
     may_end: bool = False
     look: int = 256
@@ -100,9 +101,6 @@ class CorpusBeams(BeamSearch):
     @property
     def weights(self) -> Any:
         return (*super().weights, self.corpus)
-
-    def bare(self) -> Self:
-        return dataclasses.replace(super().bare(), corpus=None)     # type: ignore[call-arg, return-value]
 
     def memory(self, params: Params, like: Array) -> CorpusSpan:
         corpus: Corpus | None = params.draft[2]

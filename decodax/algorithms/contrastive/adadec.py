@@ -15,6 +15,7 @@ from decodax.common.options import Count, Range
 from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
 from decodax.core.algorithm import Algorithm, Concludes, Paced, Traits, Varies
+from decodax.core.composed import data
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
 from decodax.core.window import Window, causal, take
@@ -75,7 +76,7 @@ class AdaDec(Varies, Concludes, Paced):
         ValueError: a number out of its range.
     """
 
-    threshold: float = 1.0
+    threshold: float = data(1.0, bare=0.0)
     k: int = 3
     length: int = 5
     counting: Counting = "ended"
@@ -93,13 +94,6 @@ class AdaDec(Varies, Concludes, Paced):
     def traits(self) -> Traits:
         emits = self.length + 2     # the chosen token, its continuation, and one token more
         return Traits(emits=emits, commits=emits, needs=frozenset(("trees",)))
-
-    @property
-    def weights(self) -> Any:
-        return np.float32(self.threshold)
-
-    def bare(self) -> AdaDec:
-        return dataclasses.replace(self, threshold=0.0)
 
     @property
     def variants(self) -> tuple[Algorithm, ...]:

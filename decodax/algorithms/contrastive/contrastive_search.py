@@ -8,13 +8,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
 from decodax.common.options import Count, Share
 from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
 from decodax.core.algorithm import LearnsFromPrompt, Observer, Traits
+from decodax.core.composed import data
 from decodax.core.loaded import Loaded
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
@@ -77,7 +77,7 @@ class ContrastiveSearch(LearnsFromPrompt):
     """
 
     width: int
-    alpha: float = 0.6
+    alpha: float = data(0.6, bare=0.0)
     k: int = 4
 
     def __post_init__(self) -> None:
@@ -89,13 +89,6 @@ class ContrastiveSearch(LearnsFromPrompt):
     @property
     def traits(self) -> Traits:
         return Traits(commits=1, needs=frozenset(("trees",)))
-
-    @property
-    def weights(self) -> Any:
-        return np.float32(self.alpha)
-
-    def bare(self) -> ContrastiveSearch:
-        return dataclasses.replace(self, alpha=0.0)
 
     @property
     def observer(self) -> Observer:

@@ -8,13 +8,13 @@ from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
 from decodax.algorithms.contrastive.contrastive_search import hidden_width
 from decodax.common.options import Count, Range, Share
 from decodax.common.registry import ALGORITHMS
 from decodax.core.algorithm import LearnsFromPrompt, Observer, Traits
+from decodax.core.composed import data
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
 from decodax.core.window import Window, causal
@@ -47,11 +47,11 @@ class VectorFSD(LearnsFromPrompt):
     """
 
     width: int
-    alpha: float = 0.45
+    alpha: float = data(0.45, bare=0.0)
     k: int = 3
     n: int = 2
     stop_words: tuple[int, ...] = ()
-    stop_weight: float = 0.0
+    stop_weight: float = data(0.0, bare=0.0)
 
     def __post_init__(self) -> None:
         if not 0 <= self.alpha <= 1:
@@ -64,13 +64,6 @@ class VectorFSD(LearnsFromPrompt):
     @property
     def traits(self) -> Traits:
         return Traits(commits=1)
-
-    @property
-    def weights(self) -> Any:
-        return np.float32(self.alpha), np.float32(self.stop_weight)
-
-    def bare(self) -> VectorFSD:
-        return dataclasses.replace(self, alpha=0.0, stop_weight=0.0)
 
     @property
     def observer(self) -> Observer:

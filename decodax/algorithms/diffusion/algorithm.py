@@ -93,15 +93,6 @@ class MaskedDiffusion(Varies, Paced, GuidesItself):
         return (count * steps + 8) * (rows + 1 if self.variants else 1)
 
     @property
-    def weights(self) -> Any:
-        """Weights of the second model, which `generate` puts into `Params.draft`; None without one."""
-        return self.verify.weights
-
-    def bare(self) -> MaskedDiffusion:
-        """Returns the sampler without the second model's weights, as the compiled programs take it."""
-        return dataclasses.replace(self, verify=self.verify.bare())
-
-    @property
     def kinds(self) -> tuple[Round, ...]:
         """Kinds of rounds: wide ones and narrow ones of each size, as far as they occur."""
         if self.caching.phases:

@@ -17,6 +17,7 @@ from jax import Array
 
 from decodax.algorithms.diffusion.adapter import Nodes
 from decodax.algorithms.diffusion.view import Seen, View, span
+from decodax.core.composed import Composed
 
 Memory = Any
 
@@ -255,7 +256,7 @@ class Caching(DiffusionRule):
         return jnp.zeros(positions.shape, bool)
 
 
-class Verify(DiffusionRule, abc.ABC):
+class Verify(DiffusionRule, Composed, abc.ABC):
     """Chooses among several canvases of a row that one forward scored.
 
     Attributes:
@@ -269,15 +270,6 @@ class Verify(DiffusionRule, abc.ABC):
     def taken(self) -> tuple[tuple[int, ...], ...]:
         """Steps to come, counted from 0, that each canvas of a forward has taken. The first one, `()`, is the canvas
         itself. The others are drafts, ordered by their number of steps."""
-
-    @property
-    def weights(self) -> Any:
-        """Weights of the second model, if the rule was made with them."""
-        return None
-
-    def bare(self) -> Self:
-        """Returns the rule without those weights."""
-        return self
 
     @abc.abstractmethod
     def path(self, drafts: View, results: View) -> Array:

@@ -20,6 +20,7 @@ from decodax.common.struct import Struct, struct
 from decodax.core.algorithm import Concludes, Traits
 from decodax.core.around import Readout
 from decodax.core.cache import Cache
+from decodax.core.composed import data
 from decodax.core.record import record
 from decodax.core.state import State, Status
 from decodax.core.types import DEAD_END, INVALID, Decision, Model, Out, Params, embeddings
@@ -98,12 +99,12 @@ class Superposed(Concludes):
     """
 
     k: Count = 3
-    table: NGrams | None = dataclasses.field(default=None, compare=False, repr=False)
-    alpha: Annotated[float, Range(0, 1, below=True)] = 0.54
+    table: NGrams | None = data()
+    alpha: Annotated[float, Range(0, 1, below=True)] = data(0.54, bare=0.0)
     candidates: Count = 9
-    temperature: Positive = 0.06
+    temperature: Positive = data(0.06, bare=1.0)
     weights_of: tuple[float, ...] = (0.01, 0.04, 0.15, 0.18, 0.12)
-    penalty: float = 200.0
+    penalty: float = data(200.0, bare=0.0)
 
     def __post_init__(self) -> None:
         if self.k < 1 or self.candidates < 1:
@@ -123,8 +124,7 @@ class Superposed(Concludes):
                 np.asarray(self.weights_of, np.float32))
 
     def bare(self) -> Superposed:
-        return dataclasses.replace(self, table=None, alpha=0.0, temperature=1.0, penalty=0.0,
-                                   weights_of=(0.0,) * len(self.weights_of))
+        return dataclasses.replace(super().bare(), weights_of=(0.0,) * len(self.weights_of))
 
     def through(self, model: Model) -> Model:
         return Superposition(model, self.k)

@@ -25,6 +25,7 @@ from decodax.algorithms.diffusion.rules.windows import Blocks, Sliding
 from decodax.algorithms.diffusion.view import View, span
 from decodax.common.options import Count, Range, Share
 from decodax.common.registry import ALGORITHMS
+from decodax.core.composed import data
 
 PAPER = "Accelerating Diffusion Language Model Inference via Efficient KV Caching and Guided Diffusion"
 
@@ -72,7 +73,7 @@ class GuidedDiffusion(Judged):
     model: Any
     top: int = 1
     relative: float = 0.0
-    weights: Any = dataclasses.field(default=None, compare=False, repr=False)
+    weights: Any = data()
     chunk: int = 64
 
     def __post_init__(self) -> None:

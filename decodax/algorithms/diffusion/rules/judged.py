@@ -56,9 +56,6 @@ class Judged(Sequential):
         object.__setattr__(self, "model", network)
         object.__setattr__(self, "weights", self.weights if weights is None else weights)
 
-    def bare(self) -> Any:
-        return dataclasses.replace(self, weights=None)      # type: ignore[call-arg]
-
     def begin(self, params: Params, s: State, slots: int) -> Assistant:
         """Puts the prompts, except for their last tokens, into a cache of `slots`."""
         if params.draft is None:

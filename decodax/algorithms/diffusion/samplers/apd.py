@@ -32,6 +32,7 @@ from decodax.algorithms.diffusion.rules.windows import Sliding
 from decodax.algorithms.diffusion.view import Seen, View, span
 from decodax.common.options import Count, Share
 from decodax.common.registry import ALGORITHMS
+from decodax.core.composed import data
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Product(Judged):
 
     model: Any
     weight: float = 0.7
-    weights: Any = dataclasses.field(default=None, compare=False, repr=False)
+    weights: Any = data()
     chunk: int = 64
 
     def __post_init__(self) -> None:

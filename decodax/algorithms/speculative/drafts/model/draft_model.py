@@ -18,6 +18,7 @@ from decodax.common.axes import constrain
 from decodax.common.struct import Struct, short, struct
 from decodax.core.cache import Cache
 from decodax.core.capabilities import Draftable, tree_buffer
+from decodax.core.composed import data
 from decodax.core.loaded import Loaded, network_of
 from decodax.core.mesh import heads
 from decodax.core.resized import Resized
@@ -53,7 +54,7 @@ class DraftModel(Source):
     __repr__ = short
 
     model: Any
-    weights: Any = dataclasses.field(default=None, compare=False, repr=False)
+    weights: Any = data()
     vocab_size: int | None = None
     chunk: int = 64
     reads: int | None = None
@@ -66,9 +67,6 @@ class DraftModel(Source):
         network, weights = network_of(self.model)       # the network is static, its weights are data
         object.__setattr__(self, "model", network)
         object.__setattr__(self, "weights", self.weights if weights is None else weights)
-
-    def bare(self) -> DraftModel:
-        return dataclasses.replace(self, weights=None)
 
     def for_vocabulary(self, size: int) -> DraftModel:
         """Returns it with logits of `size` entries, unless `vocab_size` is set."""

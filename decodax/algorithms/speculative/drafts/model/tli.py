@@ -34,6 +34,7 @@ from decodax.common.options import Count
 from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, short, static, struct
 from decodax.core.cache import require
+from decodax.core.composed import data
 from decodax.core.mesh import heads
 from decodax.core.state import State, Status
 from decodax.core.types import Decision, Out, Params
@@ -92,7 +93,7 @@ class Intersection(Source):
 
     source: DraftModel
     room: int = 2
-    weights: Any = dataclasses.field(default=None, compare=False, repr=False)
+    weights: Any = data()
 
     def __post_init__(self) -> None:
         if self.room < 1:
@@ -115,9 +116,6 @@ class Intersection(Source):
                                pieces=jnp.array([x for tokens in pieces for x in tokens], jnp.int32),
                                starts=jnp.asarray(starts, jnp.int32), longest=max(map(len, pieces)))
         return cls(DraftModel(draft.model), room or int(np.ceil(starts[-1] / len(pieces))) + 1, weights)
-
-    def bare(self) -> Intersection:
-        return dataclasses.replace(self, weights=None)
 
     def for_vocabulary(self, size: int) -> Intersection:
         """Returns it unchanged: the draft model keeps a vocabulary of its own."""

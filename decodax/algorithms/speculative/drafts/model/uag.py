@@ -38,6 +38,7 @@ from decodax.common.options import Count
 from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, short, struct
 from decodax.core.cache import Feature, require
+from decodax.core.composed import data
 from decodax.core.mesh import heads
 from decodax.core.round import run
 from decodax.core.state import State, Stats, Status
@@ -112,7 +113,7 @@ class Realigned(Draft):
     steps: int | None = None
     room: int = 2
     window: int = 256
-    weights: Any = dataclasses.field(default=None, compare=False, repr=False)
+    weights: Any = data()
     cache_needs: ClassVar[frozenset[Feature]] = CHAINS
 
     def __post_init__(self) -> None:
@@ -140,9 +141,6 @@ class Realigned(Draft):
                               ends=jnp.array(draft.eos, jnp.int32))
         return cls(draft.model, length, steps, room or int(np.ceil(mean(target) / mean(own))) + 1,
                    max(128, 1 << (2 * target.longest - 1).bit_length()), alignment)
-
-    def bare(self) -> Realigned:
-        return dataclasses.replace(self, weights=None)
 
     def init(self, params: Params, s: State) -> Reading:
         if not isinstance(params.draft, AlignedVocabularies):

@@ -33,6 +33,7 @@ from decodax.common.options import Count
 from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
 from decodax.core.capabilities import Draftable
+from decodax.core.composed import data
 from decodax.core.loaded import network_of
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
@@ -73,13 +74,10 @@ class KNNSkip(SelfDraft):
     """
 
     model: Any
-    weights: Anchors | None = dataclasses.field(default=None, compare=False, repr=False)
+    weights: Anchors | None = data()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "model", layered(self.model))
-
-    def bare(self) -> KNNSkip:
-        return dataclasses.replace(self, weights=None)
 
     @property
     def reader(self) -> KNNSkip:

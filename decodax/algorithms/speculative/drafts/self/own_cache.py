@@ -18,6 +18,7 @@ from decodax.cache.views import WithView
 from decodax.common.struct import short
 from decodax.core.cache import Cache, CacheConfig, Feature
 from decodax.core.capabilities import Draftable, draft_view
+from decodax.core.composed import data
 from decodax.core.loaded import network_of
 from decodax.core.state import State
 from decodax.core.types import Decision, Model, Out, Params, wrap_cache
@@ -43,7 +44,7 @@ class OwnCache(SelfDraft):
     kind: Any
     alone: bool = False
     packed: Any = None
-    weights: Any = dataclasses.field(default=None, compare=False, repr=False)
+    weights: Any = data()
     cache_needs: ClassVar[frozenset[Feature]] = frozenset()
 
     def __post_init__(self) -> None:
@@ -58,9 +59,6 @@ class OwnCache(SelfDraft):
     @property
     def exact(self) -> bool:
         return not self.alone
-
-    def bare(self) -> OwnCache:
-        return dataclasses.replace(self, weights=None)
 
     def fit(self, budget: int) -> OwnCache:
         fits = isinstance(self.kind, CacheConfig)

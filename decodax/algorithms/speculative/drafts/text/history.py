@@ -7,7 +7,7 @@ next?". A vectorised pass over the tokens gives the same answer with nothing to 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,7 @@ class FromText(Drafter):
         ValueError: an empty document, or a negative id.
     """
 
-    corpus: Corpus = dataclasses.field(default=(), kw_only=True)
+    corpus: Corpus = dataclasses.field(default=(), kw_only=True, metadata={"bare": ()})
 
     def __post_init__(self) -> None:
         for i, document in enumerate(self.corpus):
@@ -48,9 +48,6 @@ class FromText(Drafter):
         if not self.corpus:
             return None
         return np.concatenate([np.array([*document, -1], np.int32) for document in self.corpus])
-
-    def bare(self) -> Self:
-        return dataclasses.replace(self, corpus=())
 
     def history(self, params: Params, s: State) -> Array:
         """Returns the corpus, then each row's text, -1 where a document or the text ends: `i32[B, C + N]`."""

@@ -49,6 +49,7 @@ from decodax.algorithms.speculative.verifier import SeedExact, Verifier
 from decodax.common.options import Count
 from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
+from decodax.core.composed import data
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
 from decodax.core.window import Window, take
@@ -116,7 +117,7 @@ class Stand(Source):
     places: int = 16
     shape: Shape = TREE
     share: bool = False
-    warm: Memory | None = dataclasses.field(default=None, compare=False, repr=False)
+    warm: Memory | None = data()
 
     def __post_init__(self) -> None:
         for name in ("vocab", "order", "k", "places"):
@@ -126,13 +127,6 @@ class Stand(Source):
             raise ValueError(f"k: got {self.k}, takes at most {self.vocab}, the vocabulary")
         if self.warm is not None and self.warm.tokens.shape[-1] != self.k:
             raise ValueError(f"warm: got {self.warm.tokens.shape[-1]} tokens of each distribution, takes {self.k}")
-
-    @property
-    def weights(self) -> Any:
-        return self.warm
-
-    def bare(self) -> Stand:
-        return dataclasses.replace(self, warm=None)
 
     @property
     def reader(self) -> Stand:

@@ -30,6 +30,7 @@ from decodax.algorithms.speculative.trees.published import RECYCLING_80
 from decodax.algorithms.speculative.verifier import SeedExact, Verifier
 from decodax.common.options import Count
 from decodax.common.registry import ALGORITHMS
+from decodax.core.composed import data
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
 from decodax.core.window import Window
@@ -87,7 +88,7 @@ class TokenRecycling(Draft):
     tree: Fixed = RECYCLING_80
     k: int = 8
     rows: int = 32_768
-    warm: Any = dataclasses.field(default=None, compare=False, repr=False)
+    warm: Any = data()
 
     def __post_init__(self) -> None:
         ranks = 1 + max(max(path) for path in self.tree.paths)
@@ -110,13 +111,6 @@ class TokenRecycling(Draft):
     @property
     def length(self) -> int:
         return self.tree.length
-
-    @property
-    def weights(self) -> Any:
-        return self.warm
-
-    def bare(self) -> TokenRecycling:
-        return dataclasses.replace(self, warm=None)
 
     @property
     def reader(self) -> TokenRecycling:
