@@ -112,7 +112,7 @@ class SharedPrefixCache(Tail, PromptPhase):
 
 @struct
 class UnsharedPrompt(Wrapper):
-    """The cache during prefill, with a prompt in each row. `finish_prefill` makes each prompt a prefix.
+    """Hydragen's cache during prefill, with a prompt in each row. `finish_prefill` makes each prompt a prefix.
 
     Attributes:
         base: the keys and values of the prompts.

@@ -33,7 +33,7 @@ class Nodes(Struct):
 
 
 class AttentionPattern(Protocol):
-    """Determines the positions that attend to each other."""
+    """The contract of attention patterns, which determine the positions that attend to each other."""
 
     @property
     def causal(self) -> bool:
@@ -153,7 +153,7 @@ class CausalPrefix:
 
 
 class InitialCanvas(Protocol):
-    """Fills the positions that are not decided yet."""
+    """The contract of initial canvases, which fill the positions that are not decided yet."""
 
     def fill(self, adapter: Adapter, tokens: Array, prompt_length: Array, key: Array) -> tuple[Array, Array]:
         """Returns the canvas `i32[B, N]` and its open positions `bool[B, N]`.

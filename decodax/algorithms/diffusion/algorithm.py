@@ -183,7 +183,8 @@ class MaskedDiffusion(Varies, Paced, GuidesItself):
     # the steps of a round, for one canvas a row
 
     def advance(self, view: View, seen: Seen, memory: Any) -> View:
-        """Returns the view after steps 3 to 7 of a round. `view` and the result cover the same positions."""
+        """Takes one denoising step with given predictions: unmasks, remasks, and ends the text if a stop rule says so.
+        Returns the view afterwards, with the same positions as `view`."""
         view = view.replace(active=self.windows.active(view, seen, memory["windows"]) & view.masked & seen.reached)
         score = self.score(view, seen, memory["score"])
         unmask = self.unmask(view, seen, score, memory["unmask"]) & view.active

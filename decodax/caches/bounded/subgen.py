@@ -228,7 +228,8 @@ class SubGenCache(KeyValues, PromptPhase):
 
 @struct
 class PromptToSketch(Wrapper):
-    """The cache during prefill, with all tokens of the prompt in `base`. `finish_prefill` sketches them."""
+    """SubGen's cache during prefill, with all tokens of the prompt in `base`. `finish_prefill` moves the older ones to
+    sketches."""
 
     base: Dense
     shapes: tuple[KVLayer, ...] = static()

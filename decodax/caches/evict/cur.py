@@ -65,7 +65,7 @@ def cur(budget: Budget = 0.5, every: Every = None, num_sinks: Whole = 4, leverag
     Args:
         budget: tokens that each head keeps; below 1, a share of the text; or bytes such as "64MB".
         every: tokens between evictions while decoding. None: evict once, after the prompt.
-        num_sinks: number of first tokens that stay.
+        num_sinks: number of first tokens that are always kept.
         leverage_type: leverage of keys ("key"), of values ("value"), their mean ("kv_avg") or product ("kv_product").
         local_window_size: number of neighbouring tokens within which norms are compared; 0: all tokens.
     """

@@ -65,7 +65,7 @@ class QuantizedPruningConfig(KVConfig):
 
 @struct
 class QuantizedPruningCache(Wrapper):
-    """The cache while decoding.
+    """The quantized cache while decoding, after eviction.
 
     Attributes:
         base: the quantized tokens.
@@ -85,7 +85,8 @@ class QuantizedPruningCache(Wrapper):
 
 @struct
 class PromptToPrune(Wrapper):
-    """The cache during prefill, with all tokens of the prompt in `base`. `finish_prefill` evicts and quantizes them."""
+    """The cache of a `QuantizedPruningConfig` during prefill, with all tokens of the prompt in `base`. `finish_prefill`
+    evicts tokens and quantizes the rest."""
 
     base: Evicting
     kind: QuantizedPruningConfig = static()

@@ -135,7 +135,7 @@ class Propagation(CacheConfig):
 
 @struct
 class Propagated(Wrapper):
-    """The cache while decoding, with the kept tokens in `base`."""
+    """The cache of a `Propagation` while decoding, with the kept tokens in `base`."""
 
     base: Evicting
     kind: Propagation = static()
@@ -156,7 +156,7 @@ class Propagated(Wrapper):
 
 @struct
 class ReadInPart(Wrapper):
-    """The cache during prefill.
+    """The cache of a `Propagation` during prefill. `finish_prefill` runs the deep layers on the chosen tokens.
 
     Attributes:
         base: keys and values of the first layers, for all tokens of the prompt.

@@ -174,7 +174,7 @@ class Replacing(KeyValues):
 
 @struct
 class PromptToRepair(Wrapper, LoadsPrefix):
-    """The cache during prefill.
+    """KVShare's cache during prefill.
 
     Attributes:
         base: the tokens that were prefilled or loaded.

@@ -137,7 +137,8 @@ class MiniCacheCache(Tail, PromptPhase):
 
 @struct
 class PromptToMerge(Wrapper, LoadsPrefix):
-    """The cache during prefill, with all tokens of the prompt in `base`. `finish_prefill` merges layers."""
+    """MiniCache's cache during prefill, with all tokens of the prompt in `base`. `finish_prefill` merges pairs of
+    layers."""
 
     base: Dense
     shapes: tuple[KVLayer, ...] = static()

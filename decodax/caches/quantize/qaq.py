@@ -193,7 +193,7 @@ class QAQCache(Tail, PromptPhase):
 
 @struct
 class PromptToEncode(Wrapper):
-    """The cache during prefill, with all tokens of the prompt in `base`. `finish_prefill` encodes them.
+    """QAQ's cache during prefill, with all tokens of the prompt in `base`. `finish_prefill` encodes them.
 
     Attributes:
         queries: for each layer `f[B, n, H, d]`, scaled queries of the latest `n` tokens; that of position `p` at index

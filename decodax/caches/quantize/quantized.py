@@ -211,7 +211,8 @@ def _by_head(q: Array, at: Array, kv: Array, number: Array, **options: Any) -> t
 
 @struct
 class PromptToQuantize(Wrapper, LoadsPrefix):
-    """The cache during prefill, with all tokens of the prompt in `base`. `finish_prefill` encodes them.
+    """The cache of a `QuantizedConfig` during prefill, with all tokens of the prompt in `base`. `finish_prefill`
+    encodes them by the codec.
 
     Attributes:
         gathered: the codec's statistics of each layer (`Codec.gather`).

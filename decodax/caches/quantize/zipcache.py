@@ -244,7 +244,8 @@ def _put(into: Grade, new: Grade, start: Array, event: Array, choose: Array) -> 
 
 @struct
 class PromptToQuantizeBySalience(Wrapper):
-    """The cache during prefill, with all tokens of the prompt in `base`. `finish_prefill` quantizes them.
+    """ZipCache's cache during prefill, with all tokens of the prompt in `base`. `finish_prefill` quantizes them by
+    their salience.
 
     Attributes:
         queries: for each layer `f[B, H, S, d]`, scaled queries.

@@ -222,7 +222,7 @@ def ring(slots: Array, length: Array, size: int) -> Array:
 
 @struct
 class PromptToPredict(Wrapper):
-    """The cache during prefill: a dense cache, and the queries of the latest tokens.
+    """AttentionPredictor's cache during prefill: a dense cache, and the queries of the latest tokens.
 
     Attributes:
         base: the dense cache.

@@ -152,7 +152,8 @@ class IndexedCache(SparseCache, PromptPhase):
 
 @struct
 class PromptToIndex(Wrapper):
-    """The cache during prefill, with the prompt in a dense cache. `finish_prefill` makes an `IndexedCache` of it."""
+    """The cache of an `IndexedCache` during prefill, with the prompt in the dense cache `base`. `finish_prefill`
+    computes the index."""
 
     base: Dense
     shapes: tuple[KVLayer, ...] = static()

@@ -185,8 +185,8 @@ class SentenceKVCache(Wrapper):
 
 @struct
 class PromptOfSentences(Wrapper):
-    """The cache during prefill, with all tokens of the prompt in `base`. `finish_prefill` evicts tokens and finds the
-    sentences."""
+    """SentenceKV's cache during prefill, with all tokens of the prompt in `base`. `finish_prefill` evicts tokens and
+    finds the sentences."""
 
     base: Evicting
     kind: SentenceKVConfig = static()

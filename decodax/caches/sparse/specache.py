@@ -170,8 +170,8 @@ class SpeCacheCache(Wrapper):
 
 @struct
 class PromptToPrefetch(Wrapper):
-    """The cache during prefill, with all tokens of the prompt on the device. `finish_prefill` copies them to the
-    host."""
+    """SpeCache's cache during prefill, with all tokens of the prompt on the device. `finish_prefill` quantizes them and
+    copies them to the host."""
 
     base: PromptToQuantize
     kind: SpeCacheConfig = static()

@@ -30,18 +30,18 @@ from decodax.common.registry import ALGORITHMS
 
 @dataclasses.dataclass(frozen=True)
 class DelayedTokens(Rewriting):
-    """dKV-Cache-Decode: recomputes the open positions, and those that the last step decided.
+    """dKV-Cache-Decode: a narrow forward pass recomputes the open positions, and those that the last step decided.
 
     If logits predict the next position, the positions before open ones count as open, as in the authors' variant for
-    Dream. Wide forward passes are those of the authors' code for LLaDA: the first `1 + delay` steps of a window, and
-    every step whose number is a multiple of `refresh`.
+    Dream. Wide forward passes, over the whole text, are those of the authors' code for LLaDA: the first `1 + delay`
+    steps of a window, and every step whose number is a multiple of `refresh`.
 
     Attributes:
         delay: number of steps in which a decided token is recomputed. 0: its entry is still that of the mask token.
             None: until the next wide forward pass.
         refresh: number of steps from one wide forward pass to the next; None: only the first ones of a window are wide.
-        packed: sizes of narrow rounds, ascending. The live nodes are gathered into the smallest size that fits. If none
-            fits, the round is as long as the text.
+        packed: sizes of narrow forward passes, ascending. Live nodes are gathered into the smallest size that fits. If
+            none fits, the forward pass is as long as the text.
     """
 
     delay: int | None = 1
@@ -81,9 +81,9 @@ class DKVCacheGreedy(Rewriting):
         quota: the sampler's unmasking rule, which determines the positions that the step decides.
         window: number of open positions recomputed for each decided one: the nearest, alternately on its left and
             right.
-        refresh: every step of the window whose number is a multiple of this has a wide forward pass.
-        packed: sizes of narrow rounds, see `DelayedTokens`. A step that unmasks `q` positions recomputes at most `q *
-            (2 + window)`, and `q` more if logits predict the next position.
+        refresh: every step of the window whose number is a multiple of this has a forward pass over the whole text.
+        packed: sizes of the other forward passes, see `DelayedTokens`. A step that unmasks `q` positions recomputes at
+            most `q * (2 + window)`, and `q` more if logits predict the next position.
     """
 
     quota: Quota = Quota()

@@ -32,9 +32,9 @@ PAPER = "Accelerating Diffusion Language Model Inference via Efficient KV Cachin
 
 @dataclasses.dataclass(frozen=True)
 class Frozen(Rewriting):
-    """FreeCache: one wide forward pass at the beginning, and no other.
+    """FreeCache: one forward pass over the whole text at the beginning, and no other.
 
-    A narrow forward pass recomputes the window and the positions after it. Once the window has moved past a position,
+    All later ones recompute the window and the positions after it. Once the window has moved past a position,
     its entry is no longer changed. For tokens that were unmasked last, it was computed while they were still masked.
 
     Attributes:

@@ -74,7 +74,7 @@ class FullStepOrder(Score):
 
 @dataclasses.dataclass(frozen=True)
 class Targets(Rewriting):
-    """ReCAP's cache: full steps are wide forward passes, local steps compute the targets.
+    """ReCAP's cache: full steps are forward passes over the whole text, local steps compute the targets.
 
     The memory is the targets, `bool[B, W]`.
 
@@ -82,8 +82,8 @@ class Targets(Rewriting):
         quota: number of positions that a step decides.
         score: order in which positions are decided.
         turns: determines which steps are full.
-        packed: sizes of narrow rounds, ascending. The live nodes are gathered into the smallest size that fits. If none
-            fits, the round is as long as the text.
+        packed: sizes of local forward passes, ascending. Live nodes are gathered into the smallest size that fits. If
+            none fits, the forward pass is as long as the text.
     """
 
     quota: Quota = Quota()

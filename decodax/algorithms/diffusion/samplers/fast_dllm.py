@@ -59,8 +59,8 @@ class Factor(Unmask):
 
 @dataclasses.dataclass(frozen=True)
 class DualCache(Caching):
-    """Fast-dLLM's dual cache: one wide forward pass when a block begins. Until the block is finished, narrow ones
-    attend to its entries of all positions outside the block.
+    """Fast-dLLM's dual cache: one wide forward pass, over the whole text, when a block begins. Until the block is
+    finished, narrow ones, over the block, attend to its entries of all other positions.
 
     Attributes:
         refresh: number of steps after which there is another wide forward pass; with 1 each is wide, as without a
