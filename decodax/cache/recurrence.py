@@ -85,9 +85,9 @@ class LinearRecurrent(Sized, DraftBase):
 
         Args:
             layer: number of the layer.
-            q, k: `f[B, W, G, N]`.
-            v: `f[B, W, H, P]`.
-            decay: `f[B, W, H]`, `g`, at most 0.
+            q, k: `f[B, W, G, N]`, queries and keys.
+            v: `f[B, W, H, P]`, values.
+            decay: `f[B, W, H]`, the decay `g` of each head, at most 0.
             x: inputs of the convolution, `f[B, W, C]`, which are stored in the entry.
             window: the window.
             chunk: number of nodes of a prompt that are computed together; time and memory of a node grow with it.

@@ -60,7 +60,7 @@ class HeldLayer(Struct):
 
     @property
     def index(self) -> Array:
-        """Number of each slot, `i32[1, S]`."""
+        """Index of each slot, `i32[1, S]`."""
         return jnp.arange(self.slots, dtype=jnp.int32)[None]
 
     @property

@@ -43,7 +43,8 @@ NOTHING = -1e30
 
 @struct
 class Rows(Struct):
-    """A window whose nodes are processed together with the tokens before them, `w` rows for each node.
+    """A window whose nodes are processed together with the tokens before them. Each node has `w` rows; row `v` is the
+    token `v` positions before the node.
 
     Attributes:
         nodes: the rows as a window; the rows with `v = 0`, the nodes themselves, come first.

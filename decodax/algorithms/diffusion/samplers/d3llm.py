@@ -139,8 +139,8 @@ class Turn(Struct):
 
 @dataclasses.dataclass(frozen=True)
 class InTurn(Delayed):
-    """`Delayed`, except that a block's delay begins only when the block before it is cached (the authors' code for
-    LLaDA): two blocks that are finished at once are cached `delay` forward passes apart."""
+    """d3LLM's cache as in the authors' code for LLaDA. Unlike in `Delayed`, a block's delay begins only when the block
+    before it is cached, so two blocks that are finished at once are cached `delay` forward passes apart."""
 
     block: int = 32
 
