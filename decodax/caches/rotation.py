@@ -18,8 +18,8 @@ def rope_of(shape: KVLayer) -> Rope | None:
     """
     rope: Rope | None = shape.rope
     if rope is not None and rope.chunks is not None:
-        raise ValueError("cache: takes a model without dual chunk attention, since it turns keys to other positions, "
-                         "which are counted within chunks here")
+        raise ValueError("cache: takes a model without dual chunk attention: its positions are counted within chunks, "
+                         "so keys cannot be rotated to other positions")
     return rope
 
 

@@ -140,7 +140,7 @@ class CausalPrefix:
 
     def __post_init__(self) -> None:
         if self.joined and self.ordered:
-            raise ValueError("joined: got True, takes False with ordered, where the last token has its usual entry")
+            raise ValueError("joined: got True, takes False with ordered=True")
 
     def sees(self, nodes: Nodes, front: Array) -> Array:
         (query, key), (of, to) = _pairs(nodes.positions), _pairs(nodes.own)

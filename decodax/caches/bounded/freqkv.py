@@ -101,7 +101,8 @@ class FreqKVCache(KeyValues, PromptPhase):
                sliding: int | None = None, softcap: float | None = None,
                bias: Bias | None = None) -> tuple[Array, PyTree]:
         if window.is_prefill:
-            raise ValueError(f"cache: {self.kind.name} moves tokens together, so it takes the model that answers")
+            raise ValueError(f"cache: {self.kind.name} moves tokens to new positions, which a draft model does not "
+                             "follow; takes another cache for the draft model")
         out = window_attention(q, k, v, window.visible(), window.positions, self.kv[layer], self.count, scale=scale,
                                softcap=softcap, key_positions=window.key_positions)
         own = k.shape[1] - q.shape[1]

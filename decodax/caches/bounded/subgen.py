@@ -178,8 +178,8 @@ class SubGenCache(KeyValues, PromptPhase):
                sliding: int | None = None, softcap: float | None = None,
                bias: Bias | None = None) -> tuple[Array, PyTree]:
         if window.is_prefill:
-            raise ValueError(f"cache: {self.kind.name} reads a prompt as a whole, which only the model that answers "
-                             "does; give a draft model another cache")
+            raise ValueError(f"cache: {self.kind.name} needs the whole prompt at once, which a draft model does not "
+                             "get; takes another cache for the draft model")
         kv, sketch, d = self.kv[layer], self.sketches[layer], self.widths[layer]
         G, R = kv.shape[1], self.kind.slots
         slot = jnp.arange(kv.shape[2], dtype=jnp.int32)

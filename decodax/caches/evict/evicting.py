@@ -118,8 +118,8 @@ class Evicting(KeyValues, PromptPhase):
                sliding: int | None = None, softcap: float | None = None,
                bias: Bias | None = None) -> tuple[Array, PyTree]:
         if window.is_prefill and not self.whole:
-            raise ValueError(f"cache: {self.kind.name} reads a prompt as a whole, which only the model that answers "
-                             "does; a draft model takes another cache")
+            raise ValueError(f"cache: {self.kind.name} needs the whole prompt at once, which a draft model does not "
+                             "get; takes another cache for the draft model")
         score = self.kind.selection.score
         options: dict[str, Any] = dict(scale=scale, sliding=sliding, softcap=softcap, bias=bias,
                                        key_positions=window.key_positions)

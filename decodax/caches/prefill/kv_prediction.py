@@ -211,8 +211,8 @@ def both_layers(lm: Any, auxiliary: Any) -> tuple[tuple[KVLayer, ...], tuple[KVL
                              "whose layers have their own")
         layers = _layers(each.model)
         if any(shape.rope is not None and shape.rope.chunks is not None for shape in layers):
-            raise ValueError(f"{name}: got a model with dual chunk attention, whose keys have no positions in the text "
-                             "to be turned back from, takes one without")
+            raise ValueError(f"{name}: got a model with dual chunk attention, takes one without: its keys cannot be "
+                             "turned back to position 0")
         found.append(layers)
     ours, theirs = getattr(lm, "tokenizer", None), getattr(auxiliary, "tokenizer", None)
     if ours is not None and theirs is not None:

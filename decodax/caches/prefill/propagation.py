@@ -145,8 +145,8 @@ class Propagated(Wrapper):
         if not base.kv:
             return self
         if kind.width is None:
-            raise ValueError(f"cache: {kind.name} as a kind that was set by hand does not know the width of the model; "
-                             "takes one that was given to generate")
+            raise ValueError(f"cache: {kind.name} does not know the width of the model; takes a cache that was given "
+                             "to generate")
         batch, dtype = base.length.shape[0], base.kv[0].dtype
         first = Eviction(Top(kind.chooser), kind.eviction.budget)
         whole = first.empty(base.shapes[:kind.at(len(base.shapes)) + 1], batch, base.size, dtype, base.given, True)

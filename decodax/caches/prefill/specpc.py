@@ -71,7 +71,8 @@ class SpecPCCache(ReadAtOnce, Wrapper):     # type: ignore[misc]
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, **options: Any) -> tuple[Array, PyTree]:
         if window.is_prefill:
-            raise ValueError(f"cache: {self.kind.name} moves tokens together, so it takes the model that answers")
+            raise ValueError(f"cache: {self.kind.name} moves tokens to new positions, which a draft model does not "
+                             "follow; takes another cache for the draft model")
         return self.base.attend(layer, q, k, v, window, **options)
 
     def commit(self, entries: Entries, slots: Array) -> SpecPCCache:

@@ -28,8 +28,8 @@ from decodax.pallas_kernels.window_attention import Bias, merge, prefix_attentio
 BLOCK = 512
 """Number of tokens that are decoded at a time."""
 
-WHOLE_PROMPT = ("cache: {} reads a prompt as a whole, which only the model that answers does; give a draft model "
-                "another cache")
+WHOLE_PROMPT = ("cache: {} needs the whole prompt at once, which a draft model does not get; takes another cache for "
+                "the draft model")
 """Error if a cache that encodes a prompt after prefill is used for a draft model."""
 
 

@@ -81,7 +81,8 @@ class SQuatCodec(Codec):
     def check(self, shape: KVLayer) -> None:
         self._kivi.check(shape)
         if shape.queries is None:
-            raise ValueError("cache: squat takes a model that says how many query heads a layer has")
+            raise ValueError("cache: squat takes a model that says how many query heads a layer has "
+                             "(`KVLayer.queries`)")
 
     def start(self, shape: KVLayer, batch: int) -> Array:
         """Returns zeros for the sum of `q q'` over the queries of each head group, `f32[B, G, d, d]`, whose

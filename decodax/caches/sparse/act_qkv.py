@@ -315,7 +315,8 @@ class ActQKVConfig(SparseConfig):
         blocks: list[Array | None] = []
         for layer, shape in enumerate(shapes):
             if shape.queries is None:
-                raise ValueError(f"cache: {self.name} takes a model that says how many query heads it has")
+                raise ValueError(f"cache: {self.name} takes a model that says how many query heads a layer has "
+                                 "(`KVLayer.queries`)")
             blocks.append(None if self.keeps_dense(layer, shape) else
                           jnp.zeros((batch, shape.queries, N, shape.width), jnp.float32))
         paid = tuple(None if own is None else jnp.zeros((batch, own.shape[1], size, 1), jnp.float32) for own in blocks)

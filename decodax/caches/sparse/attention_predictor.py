@@ -340,7 +340,8 @@ class AttentionPredictorConfig(SparseConfig):
                 chosen.append(None)
                 continue
             if shape.queries is None:
-                raise ValueError("cache: attention-predictor takes a model that says how many heads its queries have")
+                raise ValueError("cache: attention-predictor takes a model that says how many query heads a layer has "
+                                 "(`KVLayer.queries`)")
             images.append(jnp.zeros((batch, shape.queries, self.history, count), jnp.float32))
             chosen.append(jnp.full((batch, shape.queries, min(self.blocks, count)), -1, jnp.int32))
         zeros = jnp.zeros(batch, jnp.int32)

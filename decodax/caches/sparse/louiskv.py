@@ -105,8 +105,8 @@ class LouisKVCache(IndexedCache):
                                    bias=bias), entry
         assert held is not None
         if own and window.before is None:
-            raise ValueError("cache: louiskv compares the queries of the tokens of a text; takes a model and a method "
-                             "that read each token once, by its own key")
+            raise ValueError("cache: louiskv compares the queries of the tokens of a text; takes a method that does "
+                             "not read a token twice")
         at, before, f32 = window.positions, window.before, q.astype(jnp.float32)
         with_before = lambda i, x: x if before is None else jnp.concatenate([before[i], x], 1)
         seen = jnp.broadcast_to(window.visible(), (*q.shape[:2], k.shape[1]))

@@ -188,8 +188,8 @@ class SparseConfig(PaperConfig):
     def check_prompt(self, is_prefill: bool) -> None:
         """Raises ValueError if `is_prefill` is True, for caches that do not prefill a prompt window by window."""
         if is_prefill:
-            raise ValueError(f"cache: {self.name} reads a prompt as a whole, which only the model that answers does; "
-                             "give a draft model another cache")
+            raise ValueError(f"cache: {self.name} needs the whole prompt at once, which a draft model does not get; "
+                             "takes another cache for the draft model")
 
     def parts(self, shapes: tuple[KVLayer, ...], batch: int, size: int, dtype: Any, inputs: PyTree) -> dict[str, Any]:
         """Returns the fields of an empty `SparseCache`, by name."""

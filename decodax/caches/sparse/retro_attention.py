@@ -81,8 +81,8 @@ class RetroAttentionCache(PageCache):
         kind: RetroAttentionConfig
 
     def tree_buffer(self, entries: Entries, room: int) -> Draftable:
-        raise ValueError("cache: retro-attention reads tokens again with each one after them, which nodes of earlier "
-                         "windows are not; takes a method that does not draft on this cache")
+        raise ValueError("cache: retro-attention reads the last tokens again with each new one, but not the nodes of "
+                         "earlier windows; takes a method that does not draft with this cache")
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, **options: Any) -> tuple[Array, PyTree]:
         if not window.is_prefill and self.kind.is_sparse(self.capacity):

@@ -86,8 +86,8 @@ class SentenceKVCache(Wrapper):
                bias: Bias | None = None) -> tuple[Array, PyTree]:
         own = k.shape[1] - q.shape[1]
         if window.tokens is None or (own and window.before is None):
-            raise ValueError("cache: sentence-kv depends on the tokens of a window; takes a model and a method that "
-                             "read each token once, by its own key")
+            raise ValueError("cache: sentence-kv depends on the ids of the tokens of a window; takes a model that "
+                             "reads tokens by id, and a method that does not read a token twice")
         ends = is_one_of(window.tokens, self.kind.marks)
         entry, held = (k[:, own:], v[:, own:], q, ends), self.sentences[layer]
         options: dict[str, Any] = dict(scale=scale, sliding=sliding, softcap=softcap, bias=bias)
@@ -262,8 +262,8 @@ class SentenceKVConfig(SparseConfig):
     def marks(self) -> tuple[int, ...]:
         """Ids of the tokens that end a sentence."""
         if self.ends is None:
-            raise ValueError("ends: got None; a model without a tokenizer, or a kind of cache that was set by hand, "
-                             "takes the ids of the tokens that end a sentence")
+            raise ValueError("ends: got None; a model without a tokenizer, or a cache that was not given to "
+                             "generate, takes the ids of the tokens that end a sentence")
         return self.ends
 
     @property

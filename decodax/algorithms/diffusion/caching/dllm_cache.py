@@ -104,7 +104,7 @@ def dense_cache(model: Model, batch: int, capacity: int, params: Any, inputs: An
     """
     cache = model.init_cache(batch, capacity, params=params, inputs=inputs)
     if not isinstance(cache, Dense):
-        raise ValueError(f"cache: got {type(cache).__name__}, this caching rule looks into a dense one")
+        raise ValueError(f"cache: got {type(cache).__name__}, takes a dense cache")
     return cache
 
 
@@ -127,7 +127,8 @@ class Reusing(Model):
 
     def init_cache(self, batch: int, capacity: int, *, params: Any = None, inputs: Any = None) -> Cache:
         if not isinstance(self.model, LayeredModel):
-            raise ValueError(f"model: got {type(self.model).__name__}, takes a Transformer, whose layers run in pieces")
+            raise ValueError(f"model: got {type(self.model).__name__}, takes a Transformer, whose layers can be run "
+                             "one by one")
         base = dense_cache(self.model, batch, capacity, params, inputs)
         width, dtype = self.model.config.width, base.kv[0].dtype
         zeros = lambda: tuple(jnp.zeros((batch, capacity, width), dtype) for _ in base.kv)

@@ -171,7 +171,8 @@ class Tracking(Model):
 
     def init_cache(self, batch: int, capacity: int, *, params: Any = None, inputs: Any = None) -> Cache:
         if not isinstance(self.model, LayeredModel):
-            raise ValueError(f"model: got {type(self.model).__name__}, takes a Transformer, whose layers run in pieces")
+            raise ValueError(f"model: got {type(self.model).__name__}, takes a Transformer, whose layers can be run "
+                             "one by one")
         base, c = dense_cache(self.model, batch, capacity, params, inputs), self.model.config
         zeros = lambda *shape: tuple(jnp.zeros((batch, capacity, *shape), base.kv[0].dtype) for _ in c.layers)
         return TrackingCache(

@@ -78,8 +78,8 @@ class Reconstruction(TokenScore):
     def consult(self, cache: Evicting, prompt: ReadPrompt) -> Sequence[Gathered]:
         for name in ("ask", "go_on", "answer"):
             if not isinstance(getattr(self, name), tuple):
-                raise ValueError(f"{name}: got a text; a model without a tokenizer, or a kind of cache that was set by "
-                                 "hand, takes token ids")
+                raise ValueError(f"{name}: got a text; a model without a tokenizer, or a cache that was not given "
+                                 "to generate, takes token ids")
         # row by row: a chunk is as wide as many rows of other windows
         one = lambda row: self._repeated(jax.tree.map(lambda x: x[None], row[0]), row[1], prompt)
         worth = lax.map(one, (cache, prompt.tokens))

@@ -27,7 +27,7 @@ def read_marks(given: Any, name: str) -> Marks:
     several = given if isinstance(given, tuple) else (given,)
     found = tuple(one if isinstance(one, tuple) else (one,) for one in several)
     if not all(one and all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in one) for one in found):
-        raise ValueError(f"{name}: got {given!r}, takes token ids, or tuples of ids that stand in a row")
+        raise ValueError(f"{name}: got {given!r}, takes token ids, or tuples of them for sequences")
     return found
 
 

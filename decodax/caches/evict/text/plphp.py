@@ -114,6 +114,6 @@ def plphp(image: tuple[int, int] | None = None, rate: Share | None = None, chang
         raise ValueError(f"image: got {image!r}, takes the first and the last id of the model's image tokens")
     if rate is None or change is None or attentive is None or indifferent is None:
         raise ValueError(f"rate, change, attentive, indifferent: got {rate}, {change}, {attentive} and {indifferent}; "
-                         "the numbers of the paper are those of its models, so plphp takes all four")
+                         "plphp takes all four: the numbers of the paper hold for its models only")
     shares = ImageShares(ImageAttention(image), rate, change, attentive, indifferent)
     return Eviction(shares, EVERYTHING if budget is None else budget, None, skip, name="plphp")

@@ -63,8 +63,8 @@ class ShotAttention(TokenScore):
 
     def consult(self, cache: Evicting, prompt: ReadPrompt) -> Sequence[Gathered]:
         if self.separator is None:
-            raise ValueError("separator: got None; a model without a tokenizer, or a kind of cache that was set by "
-                             "hand, takes the token ids that an example ends with")
+            raise ValueError("separator: got None; a model without a tokenizer, or a cache that was not given to "
+                             "generate, takes the token ids that an example ends with")
         cuts = (marked(prompt.tokens, self.separator) > 0).astype(jnp.int32)
         number = jnp.cumsum(cuts, 1) - cuts
         return by_slot(cache, number)

@@ -2,10 +2,10 @@
 Threads for Long-Horizon Reasoning", Luo et al., 2025).
 
 A text is a tree of tasks: the tokens between an opening and its closing mark are a list of subtasks, which may contain
-such lists. Finished lists are put onto a stack. When there are more than `depth`, the oldest ones are evicted, without
-their marks. The later tokens move up into the gap: the model recomputes them at the freed positions, from the tokens
-that are left. The cache then equals that of the text without the evicted lists, and so do the distances from a new
-token.
+such lists. Finished lists are put onto a stack. When there are more than `depth`, the oldest ones are evicted; their
+opening and closing marks are kept. The later tokens move up into the gap: the model recomputes them at the freed
+positions, from the tokens that are left. The cache then equals that of the text without the evicted lists, and so do
+the distances from a new token.
 
 TIMRUN evicts a list when it is finished. Here this happens after the prompt and then every `every` tokens. So the cache
 depends on the committed tokens alone, and rounds are only cut at these points.
