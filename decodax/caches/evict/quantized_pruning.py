@@ -42,7 +42,7 @@ class QuantizedPruningConfig(KVConfig):
             raise ValueError(f"eviction: got {one.name}, takes one that chooses once, as many tokens in every head and "
                              "layer")
         if self.coding.codec.needs_positions:
-            raise ValueError(f"coding: got {self.coding.name}, takes a codec without needs_positions")
+            raise ValueError(f"coding: got {self.coding.name}, takes a codec that does not ask for positions")
 
     def fit(self, new: int) -> QuantizedPruningConfig:
         return dataclasses.replace(self, eviction=self.eviction.fit(new))
