@@ -276,7 +276,9 @@ def percent(share: float) -> str:
 
 @dataclasses.dataclass
 class _Cell:
-    """The measurements of all methods on one task at one batch size."""
+    """The measurements of all methods on one task at one batch size. By name of the method, `first` holds the results
+    of its first run, `seconds` the durations of its timed runs, `beside` those of plain decoding in the same repeats.
+    """
 
     lm: LM
     task: Task
@@ -292,11 +294,11 @@ class _Cell:
     errors: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def measure(self, repeats: int) -> Iterator[tuple[int, str]]:
-        """Runs each method once without counting, then `repeats` times in turn; yields before each run how many runs
-        are finished.
+        """Runs each method once to compile it, then `repeats` times in turn. Before each run it yields the number of
+        finished runs and a description.
 
-        If the process has no room for all programs, the methods are measured in groups, each together with plain
-        decoding.
+        If the programs of all methods do not fit in memory, the methods are measured in groups, each together with
+        plain decoding.
         """
         left, done = [name for name in self.contenders if name != PLAIN], 0
         where = f"{self.task.name}, batch {self.batch}"
@@ -328,8 +330,8 @@ class _Cell:
         yield done, where
 
     def attempt(self, name: str) -> float | None:
-        """Runs one method and keeps the results of its first run. Returns the seconds of the decode loop, or None if
-        the method failed."""
+        """Runs one method on all prompts; returns the duration of its decode loops in seconds, or None if it fails or
+        has failed. Keeps the results of the first run. Errors of plain decoding are raised."""
         if name in self.errors:
             return None
         try:
@@ -343,7 +345,8 @@ class _Cell:
         return float(sum(r.stats.seconds for r in results))
 
     def run(self, name: str) -> list[Result]:
-        """Runs all prompts, `batch` together. A prompt gets the same random draws at every batch size."""
+        """Runs one method on all prompts, `batch` at a time. A prompt gets the same random draws at every batch size.
+        """
         if name not in self.made:
             given = self.contenders[name]
             self.made[name] = given(self.batch) if callable(given) else given
@@ -391,6 +394,7 @@ class _Cell:
 
 
 def _equal(plain: list[list[int]], other: list[list[int]]) -> float:
-    """Returns the share of positions at which both rows have the same token, relative to the longer row."""
+    """Returns the share of positions at which both rows have the same token, relative to the longer row of each pair.
+    """
     same = sum(x == y for a, b in zip(plain, other, strict=True) for x, y in zip(a, b, strict=False))
     return same / max(sum(max(len(a), len(b)) for a, b in zip(plain, other, strict=True)), 1)

@@ -1,4 +1,5 @@
-"""`decodax batch`: prompts from a file into answers in a directory. Imports JAX only when it runs."""
+"""The command `decodax batch`: answers prompts from a file and writes the answers to a directory. Imports JAX only when
+it runs."""
 
 from __future__ import annotations
 
@@ -44,7 +45,13 @@ EVERY = 30
 
 
 def add(commands: Any, common: argparse.ArgumentParser, exit_codes: str) -> None:
-    """Adds the command to the parsers `commands`; `common` holds the arguments that all of them share."""
+    """Adds the command.
+
+    Args:
+        commands: the collection of subparsers.
+        common: a parser with the arguments that all commands share.
+        exit_codes: text about exit codes for the help.
+    """
     p = commands.add_parser("batch", parents=[common], help="answer every line of a file, and go on if killed",
                             formatter_class=argparse.RawDescriptionHelpFormatter, epilog=EXAMPLES + "\n" + EXIT,
                             description="Answers the prompts of a file, and keeps the answers in a directory.")
@@ -129,10 +136,10 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _mesh(data: int, model: int) -> Mesh:
-    """A mesh of the first devices of this process.
+    """Returns a mesh of the first devices of this process.
 
     Raises:
-        UsageError: it has not as many.
+        UsageError: the process has fewer devices.
     """
     import jax
 
@@ -152,8 +159,8 @@ def _summary(found: JobProgress) -> str:
 
 @contextlib.contextmanager
 def _progress(total: int | None, quiet: bool) -> Iterator[Callable[[JobProgress], None] | None]:
-    """A bar on a terminal, else a line now and then; both say when a program is being compiled, and for how long that
-    took."""
+    """Yields a function that shows progress: on a terminal as a bar, else as a line from time to time. Both show when a
+    program is being compiled, and how long that took."""
     if quiet:
         yield None
         return

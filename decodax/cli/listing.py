@@ -1,4 +1,4 @@
-"""`decodax list`: everything that is chosen by name. Imports no JAX before it runs."""
+"""The command `decodax list`: lists everything that can be chosen by name. Imports JAX only when it runs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,14 @@ FAMILIES = ("ar-sampling", "speculative-linear", "speculative-tree", "speculativ
 
 def add(commands: Any, parents: list[argparse.ArgumentParser], run: Callable[[argparse.Namespace], None],
         epilog: str) -> None:
-    """Adds the command to those of the command line."""
+    """Adds the command.
+
+    Args:
+        commands: the collection of subparsers.
+        parents: parsers with the arguments that commands share.
+        run: the function that runs the command.
+        epilog: text for the end of the help.
+    """
     p = commands.add_parser("list", parents=parents, help="methods, caches, searches, models: all that has a name",
                             description="Lists what is chosen by name: with a listing its entries, with the name of an "
                             "entry what it does, its options and its paper.",
@@ -50,7 +57,7 @@ def add(commands: Any, parents: list[argparse.ArgumentParser], run: Callable[[ar
 
 
 def run(args: argparse.Namespace) -> None:
-    """Prints the listings, one of them, or one entry."""
+    """Prints all listings, one of them, or one entry with its options."""
     args.what = SLOTS.get(args.what, args.what)
     tables = entries()
     found = [entry for table in tables.values() for entry in table if entry.name == args.what]
@@ -94,7 +101,7 @@ def entries() -> dict[str, list[Entry]]:
 
 
 def as_json(entry: Entry) -> dict[str, Any]:
-    """Returns an entry as JSON has it."""
+    """Returns an entry as data for JSON."""
     fields = ("name", "title", "authors", "family", "guarantee", "needs", "summary", "alias_of")
     return {**{field: getattr(entry, field) for field in fields},
             "options": {name: str(option) for name, option in entry.options.items()}}
