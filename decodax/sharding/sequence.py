@@ -39,8 +39,8 @@ Cost = Callable[[int, int], float]
 
 @dataclasses.dataclass(frozen=True)
 class LayerCost:
-    """The time of a layer from the number of its operations. Fit it to measured times, or derive it from the shape of a
-    model and the speed of a device.
+    """A model of the duration of one layer. Fit it to measured times, or derive it from the shape of a model and the
+    speed of a device.
 
     Attributes:
         linear: seconds for each token.
@@ -227,7 +227,7 @@ def chunks(tokens: int, budget: float, layers: int, cost: Cost, sizes: Sequence[
 
 @dataclasses.dataclass(frozen=True)
 class PrefillChain:
-    """Devices that each read one slice of a prompt (KV-Runahead).
+    """A group of devices that each process one slice of a prompt (KV-Runahead).
 
     Attributes:
         model: the model; its cache is dense.
@@ -245,7 +245,8 @@ class PrefillChain:
         return cls(model, tuple(devices), tuple(jax.device_put(weights, d) for d in devices))
 
     def prefill(self, s: State, slices: Sequence[int]) -> State:
-        """Returns the state with its prompts in the cache, except the newest token of each prompt.
+        """Returns the state with the keys and values of its prompts in the cache, except the newest token of each
+        prompt.
 
         Args:
             s: a state before prefill.
@@ -274,7 +275,7 @@ class PrefillChain:
 
 @dataclasses.dataclass(frozen=True)
 class PrefillPipeline:
-    """Devices that each run some of the layers (sequence pipeline parallelism).
+    """A group of devices that each run some of the layers (sequence pipeline parallelism).
 
     Attributes:
         model: the model; its cache is dense.
@@ -290,7 +291,7 @@ class PrefillPipeline:
 
     @classmethod
     def of(cls, model: Transformer, weights: Any, devices: Sequence[Any]) -> PrefillPipeline:
-        """Returns a pipeline with the layers divided evenly; the numbers of layers differ by at most one."""
+        """Returns a pipeline whose stages have the same number of layers, or numbers that differ by one."""
         stages = len(devices)
         if not 1 <= stages <= model.depth:
             raise ValueError(f"devices: got {stages}, takes 1 to {model.depth}, the number of layers")
@@ -307,7 +308,7 @@ class PrefillPipeline:
         return cls(model, tuple(devices), borders, tuple(placed))
 
     def prefill(self, s: State, sizes: Sequence[int]) -> State:
-        """Returns the state with its prompts in the cache, as `PrefillChain.prefill` does.
+        """Returns the state with its prompts in the cache, except the newest token of each prompt.
 
         Args:
             s: a state before prefill.
@@ -330,15 +331,15 @@ class PrefillPipeline:
 
 
 def _unread(s: State) -> tuple[Dense, int]:
-    """Returns the cache, and the number of tokens of the longest prompt that must be read."""
+    """Returns the cache, and the number of tokens of the longest prompt without its newest token."""
     if not isinstance(s.cache, Dense) or s.cache.given is not None:
         raise ValueError(f"cache: got {type(s.cache).__name__}, takes a dense cache of tokens alone")
     return s.cache, max(int(s.prompt_length.max()) - 1, 0)
 
 
 def _filled(s: State, kept: Sequence[Any], total: int) -> State:
-    """Returns the state with each layer's keys and values, `f[B, G, total or more, d + e]`, in its cache, where the
-    cache is placed."""
+    """Returns the state with the given keys and values of each layer, `f[B, G, total or more, d + e]`, in its cache;
+    the cache keeps its placement."""
     cache, _ = _unread(s)
     kv = tuple(jax.device_put(_behind(jax.device_put(new[:, :, :total], old.sharding), old), old.sharding)
                for new, old in zip(kept, cache.kv, strict=True))
@@ -358,8 +359,8 @@ def _embed(model: Transformer, weights: Any, tokens: Array, start: Array) -> Arr
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _sliced(model: Transformer, layer: int, weights: Any, x: Array, before: Array | None) -> tuple[Array, Array]:
-    """Runs a layer on a slice. `before` holds the keys and values of earlier slices, `f[B, G, P, d + e]`; returns the
-    layer's output and `before` extended by the slice's own."""
+    """Runs a layer on a slice. `before` holds keys and values of earlier slices, `f[B, G, P, d + e]`. Returns the
+    output, and `before` with the slice's own keys and values appended."""
     B, W, _ = x.shape
     P = 0 if before is None else before.shape[2]
     where = jnp.broadcast_to(jnp.arange(P + W, dtype=jnp.int32), (B, P + W))
