@@ -245,8 +245,7 @@ class PrefillChain:
         return cls(model, tuple(devices), tuple(jax.device_put(weights, d) for d in devices))
 
     def prefill(self, s: State, slices: Sequence[int]) -> State:
-        """Returns the state with the keys and values of its prompts in the cache, except the newest token of each
-        prompt.
+        """Returns the state with its prompts in the cache, except the newest token of each prompt.
 
         Args:
             s: a state before prefill.
