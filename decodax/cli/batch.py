@@ -45,13 +45,8 @@ EVERY = 30
 
 
 def add(commands: Any, common: argparse.ArgumentParser, exit_codes: str) -> None:
-    """Adds the command.
-
-    Args:
-        commands: the collection of subparsers.
-        common: a parser with the arguments that all commands share.
-        exit_codes: text about exit codes for the help.
-    """
+    """Adds the command to the subparsers `commands`. `common` has the arguments of all commands; `exit_codes` is text
+    for the help."""
     p = commands.add_parser("batch", parents=[common], help="answer every line of a file, and go on if killed",
                             formatter_class=argparse.RawDescriptionHelpFormatter, epilog=EXAMPLES + "\n" + EXIT,
                             description="Answers the prompts of a file, and keeps the answers in a directory.")

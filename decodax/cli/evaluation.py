@@ -23,13 +23,8 @@ Needs `pip install decodax[eval]`. Tasks' data come from where the harness finds
 
 
 def add(commands: Any, common: argparse.ArgumentParser, exit_codes: str) -> None:
-    """Adds the command.
-
-    Args:
-        commands: the collection of subparsers.
-        common: a parser with the arguments that all commands share.
-        exit_codes: text about exit codes for the help.
-    """
+    """Adds the command to the subparsers `commands`. `common` has the arguments of all commands; `exit_codes` is text
+    for the help."""
     p = commands.add_parser("eval", parents=[common], help="tasks of lm-evaluation-harness",
                             formatter_class=argparse.RawDescriptionHelpFormatter, epilog=EXAMPLES + "\n" + exit_codes,
                             description="Runs tasks of lm-evaluation-harness with any algorithm and cache.")

@@ -39,14 +39,7 @@ FAMILIES = ("ar-sampling", "speculative-linear", "speculative-tree", "speculativ
 
 def add(commands: Any, parents: list[argparse.ArgumentParser], run: Callable[[argparse.Namespace], None],
         epilog: str) -> None:
-    """Adds the command.
-
-    Args:
-        commands: the collection of subparsers.
-        parents: parsers with the arguments that commands share.
-        run: the function that runs the command.
-        epilog: text for the end of the help.
-    """
+    """Adds the command to the subparsers `commands`; `run` is the function that runs it, `epilog` text for the help."""
     p = commands.add_parser("list", parents=parents, help="methods, caches, searches, models: all that has a name",
                             description="Lists what is chosen by name: with a listing its entries, with the name of an "
                             "entry what it does, its options and its paper.",

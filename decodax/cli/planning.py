@@ -24,13 +24,8 @@ is asked if libtpu is there (pip install 'decodax[tpu-aot]'); without it, and fo
 
 
 def add(commands: Any, common: argparse.ArgumentParser, exit_codes: str) -> None:
-    """Adds the command.
-
-    Args:
-        commands: the collection of subparsers.
-        common: a parser with the arguments that all commands share.
-        exit_codes: text about exit codes for the help.
-    """
+    """Adds the command to the subparsers `commands`. `common` has the arguments of all commands; `exit_codes` is text
+    for the help."""
     p = commands.add_parser("plan", parents=[common], help="whether a job fits a slice, and how fast it can be",
                             formatter_class=argparse.RawDescriptionHelpFormatter, epilog=EXAMPLES + "\n" + exit_codes,
                             description="Counts, and compiles, a round of decoding for devices that are not here: "

@@ -23,13 +23,8 @@ Texts that a format is to go by are of the kind that the model will see; one fil
 
 
 def add(commands: Any, common: argparse.ArgumentParser, exit_codes: str) -> None:
-    """Adds the command.
-
-    Args:
-        commands: the collection of subparsers.
-        common: a parser with the arguments that all commands share.
-        exit_codes: text about exit codes for the help.
-    """
+    """Adds the command to the subparsers `commands`. `common` has the arguments of all commands; `exit_codes` is text
+    for the help."""
     p = commands.add_parser("quantize", parents=[common], help="write a model with weights in fewer bits",
                             formatter_class=argparse.RawDescriptionHelpFormatter, epilog=EXAMPLES + "\n" + exit_codes,
                             description="Packs the kernels of a model and writes it for decodax.load, with tokenizer.")

@@ -24,13 +24,8 @@ compare models with different tokenizers, perplexities do not.
 
 
 def add(commands: Any, common: argparse.ArgumentParser, exit_codes: str) -> None:
-    """Adds the command.
-
-    Args:
-        commands: the collection of subparsers.
-        common: a parser with the arguments that all commands share.
-        exit_codes: text about exit codes for the help.
-    """
+    """Adds the command to the subparsers `commands`. `common` has the arguments of all commands; `exit_codes` is text
+    for the help."""
     p = commands.add_parser("score", parents=[common], help="log-probabilities of given texts",
                             formatter_class=argparse.RawDescriptionHelpFormatter, epilog=EXAMPLES + "\n" + exit_codes,
                             description="Scores texts: each file is one, or each line of it with --lines.")

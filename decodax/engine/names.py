@@ -1,4 +1,4 @@
-"""The arguments of the front ends by name: which there are, where each is taken, and what to say to others."""
+"""Names of the arguments of the front ends: which exist, which function takes them, and messages about others."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ WITHOUT = {"generate": ("every", "ends"), "stream": (*ONE_ROW, "every", "ends"),
 
 
 def by_name(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options that data says, with those of `NAMED` together under `named`, as `Request.read` takes
+    """Returns the options with those in `NAMED` moved to a dictionary under the key `named`, as `Request.read` takes
     them."""
     named = {name: options[name] for name in NAMED if options.get(name) is not None}
     rest = {name: value for name, value in options.items() if name not in NAMED}
@@ -73,10 +73,10 @@ OTHERS = ("num_return_sequences", "arithmetic_sampling")
 
 
 def check_names(where: str, sampling: Mapping[str, Any]) -> None:
-    """Checks the names of sampling arguments.
+    """Checks the names of sampling options.
 
     Raises:
-        TypeError: one is none, or one of another front end; says what may have been meant.
+        TypeError: an unknown name, or an argument of another function; the message suggests names.
     """
     for name in sampling:
         if name in ELSEWHERE or name in SLOT_OF:
@@ -88,18 +88,21 @@ def check_names(where: str, sampling: Mapping[str, Any]) -> None:
 
 
 def takes(where: str) -> set[str]:
-    """Names of the arguments that a front end takes."""
+    """Returns the names of the arguments that a front end takes."""
     return {*OWN, *DEFAULTS, *OTHERS} - {*WITHOUT[where], *ELSEWHERE, "eos"}
 
 
 def without(where: str, given: Mapping[str, Any], refused: Mapping[str, str]) -> dict[str, Any]:
-    """Arguments without those that a front end does not take and that ask for nothing.
+    """Returns the arguments without those that a front end does not take; these are allowed if they have neutral
+    values.
 
     Args:
-        refused: what there is in place of each that it does not take.
+        where: name of the front end.
+        given: the arguments.
+        refused: for each argument that it does not take, what to use instead, for the error.
 
     Raises:
-        TypeError: one of them asks for something.
+        TypeError: one of them has another value.
     """
     for name, why in refused.items():
         if not asks_nothing(name, given.get(name)):
