@@ -1,9 +1,10 @@
-"""A sparse mixture of experts (Shazeer et al., 2017) in place of a block's MLP: a few experts compute each token.
+"""A sparse mixture of experts (Shazeer et al., 2017) in place of a block's MLP: each token is processed by a few
+experts.
 
 The choices are sorted by expert and computed in blocks of `BLOCK` rows, each block by one expert. So shapes are static,
-no token is dropped, and experts that no token chose are not read. Every product has `BLOCK` rows, so a token's result
-is bitwise the same whatever other tokens there are. `jax.lax.ragged_dot` would do the same on a TPU; on CPU and GPU it
-multiplies every row with all experts.
+no token is dropped, and the weights of experts that no token chose are not read. Every product has `BLOCK` rows, so a
+token's result is bitwise the same whatever other tokens there are. `jax.lax.ragged_dot` would do the same on a TPU; on
+CPU and GPU it multiplies every row with all experts.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ def route(logits: Array, e: Experts) -> tuple[Array, Array]:
         e: the mixture.
 
     Returns:
-        `i32[n, k]`, the most likely first and of equal ones the lower index, and `f32[n, k]`.
+        `i32[n, k]`, the most likely experts first, and of equally likely ones the lower index; `f32[n, k]`, their
+        weights.
 
     >>> which, weights = route(jnp.log(jnp.array([[0.1, 0.6, 0.3]])), Experts(count=3, chosen=2, width=1))
     >>> which.tolist(), [round(float(w), 3) for w in weights[0]]

@@ -41,7 +41,8 @@ def read_config(c: Json) -> DecoderConfig:
 
 
 def text_part(c: Json) -> Json:
-    """Returns the configuration of the language model inside one that also sees images; of any other model `c` itself.
+    """Returns the configuration of the language model inside a multimodal one; other configurations are returned
+    unchanged.
 
     >>> text_part({"model_type": "gemma3", "text_config": {"hidden_size": 8}, "vision_config": {}, "eos_token_id": 1})
     {'model_type': 'gemma3_text', 'eos_token_id': 1, 'hidden_size': 8}

@@ -114,14 +114,15 @@ class Mamba(StateSpace):
         return sources(self.config)
 
     def first(self, name: str, shape: tuple[int, ...]) -> Array | None:
-        """Returns `A` from -1 to -`N` in each channel, and time steps from 0.001 to 0.1 that grow geometrically."""
+        """Returns the initial `A`, from -1 to -`N` in each channel, and time steps from 0.001 to 0.1 that grow
+        geometrically; None for other weights."""
         if name == "A_log":
             return jnp.broadcast_to(jnp.log(jnp.arange(1, self.config.state + 1, dtype=jnp.float32)), shape)
         return first_steps(self.config.inner) if name == "dt.bias" else None
 
 
 def sources(c: MambaConfig, present: Collection[str] = ()) -> dict[str, WeightSource]:
-    """Returns the shape and the tensor in a file of every weight, by its dotted path."""
+    """Returns the shape of every weight and the tensor that holds it in a file, by the weight's dotted path."""
     own = lambda mixer: {"x.kernel": kernel(f"{mixer}.x_proj", c.rank + 2 * c.state, c.inner),
                          "dt.kernel": kernel(f"{mixer}.dt_proj", c.inner, c.rank),
                          "dt.bias": plain(f"{mixer}.dt_proj.bias", c.inner),

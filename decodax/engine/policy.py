@@ -30,8 +30,8 @@ def policy_of(lm: LM, samples: int, lengths: np.ndarray, least: np.ndarray, samp
             said: Config, searching: bool) -> Policy:
     """Returns the policy of all rows.
 
-    With `searching` (beam search), constraints on the end of a sequence leave other tokens possible, so that a beam can
-    continue beside each end.
+    With `searching` (beam search), truncations keep more tokens than there are end-of-sequence tokens, so that each
+    beam can continue.
     """
     config = dict(said.entries)
     for name in ("guidance_scale", "max_length", "max_new_tokens", "min_new_tokens"):

@@ -1,4 +1,5 @@
-"""Kernels of 8-bit integers whose rows are quantized with scales fixed beforehand, and rotations of their inputs."""
+"""Kernels of 8-bit integers, whose inputs are quantized with scales that are fixed beforehand, and rotations of inputs.
+"""
 
 from __future__ import annotations
 
@@ -87,13 +88,14 @@ class Integers(Packed):
 
 @struct
 class Static(Packed):
-    """A kernel of integers whose rows, and products if they stay in 8 bits, are quantized with scales fixed beforehand.
+    """A kernel of integers for static quantization: inputs, and outputs if they stay in 8 bits, are quantized with
+    scales that are fixed beforehand.
 
     Attributes:
         kernel: the integers.
-        scales: `f32[N, 1]`, scale of each output.
-        step: `f32[1, 1]`, scale of the rows.
-        outs: `f32[N, 1]`, scales of the products; None: they are not quantized.
+        scales: `f32[N, 1]`, scale of each output's weights.
+        step: `f32[1, 1]`, scale of the inputs.
+        outs: `f32[N, 1]`, scales of the outputs; None: outputs are not quantized.
     """
 
     kernel: Integers
@@ -127,7 +129,7 @@ class Static(Packed):
 
 @struct
 class InputsRotated(Packed):
-    """A kernel whose inputs are rotated before they are multiplied; see `rotate`."""
+    """A kernel whose inputs are rotated by a Hadamard matrix before they are multiplied; see `rotate`."""
 
     kernel: Packed
 
@@ -165,10 +167,10 @@ def rotate(x: Array) -> Array:
 
 def rotation(n: int) -> np.ndarray:
     """Returns an orthogonal matrix `f64[n, n]`: Sylvester's Hadamard matrix for the powers of 2 in `n`, times the
-    smallest one for the rest (`hadamard`).
+    smallest known Hadamard matrix for the rest (`hadamard`).
 
     Raises:
-        ValueError: no such matrix is known here.
+        ValueError: no such matrix is known for `n`.
     """
     core, many = _core(n)
     while many > 1:
@@ -178,7 +180,8 @@ def rotation(n: int) -> np.ndarray:
 
 @functools.lru_cache(maxsize=16)
 def _core(n: int) -> tuple[np.ndarray, int]:
-    """Returns the smallest Hadamard matrix that doubles up to size `n`, and the power of 2 between them."""
+    """Returns the smallest known Hadamard matrix from which doubling leads to size `n`, and the power of 2 between
+    them."""
     size = n
     while size % 2 == 0:
         try:
@@ -190,7 +193,7 @@ def _core(n: int) -> tuple[np.ndarray, int]:
 
 
 def codes_of(x: Array, scale: Array) -> Array:
-    """Returns the nearest 8-bit integers, as floats from -128 to 127, of numbers with a scale."""
+    """Returns numbers divided by their scale and rounded to the nearest 8-bit integer, as floats from -128 to 127."""
     return jnp.clip(jnp.round(x / scale), -128, 127)
 
 
@@ -202,8 +205,8 @@ def quarter(w: np.ndarray, inner: bool) -> tuple[np.ndarray, np.ndarray, np.ndar
 
     Args:
         w: the weights.
-        inner: True for W4A8: codes times steps, rounded, are 8-bit integers, which the output's scale applies to. False
-            for W4A16: codes times steps are the weights, and the scales are 1.
+        inner: True for W4A8: codes times steps, rounded, are 8-bit integers, which are multiplied by the output's
+            scale. False for W4A16: codes times steps are the weights, and the scales are 1.
     """
     w = w.astype(np.float16)
     N, K = w.shape
