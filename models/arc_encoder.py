@@ -27,7 +27,8 @@ from decodax.models.transformer import Weights
 from decodax.pallas_kernels.window_attention import window_attention
 
 End = Literal["cont", "rec"]
-"""The state after a text's vectors: it asks the decoder to continue the text ("cont") or to reconstruct it ("rec")."""
+"""The end state, a vector after those of a text: it asks the decoder to continue the text ("cont") or to reconstruct it
+("rec")."""
 
 
 @dataclasses.dataclass(frozen=True)

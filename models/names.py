@@ -102,10 +102,10 @@ FAMILY_NAMES = {
 """Names by `model_type`; other families have Llama's names."""
 
 IGNORED = re.compile(r"(\.attn\.(masked_)?bias|^h\.\d+\.attn\.(masked_)?bias|rotary_emb\.inv_freq)$")
-"""Buffers in older files that are computed here."""
+"""Buffers in older files, which are recomputed and not loaded."""
 
 IMAGES = re.compile(r"^(model\.)?(vision_tower|multi_modal_projector|visual)\.")
-"""Tensors of the parts for images."""
+"""Tensors of the vision parts of multimodal models."""
 
 
 WRAPPERS = frozenset({"_orig_mod", "module", "_fsdp_wrapped_module", "_fpw_module", "_checkpoint_wrapped_module",

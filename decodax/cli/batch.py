@@ -41,7 +41,7 @@ wrong usage; 130 interrupted. What is finished is kept in any case.
 """
 
 EVERY = 30
-"""Seconds between two lines of progress where standard error is no terminal."""
+"""Seconds between two lines of progress if standard error is not a terminal."""
 
 
 def add(commands: Any, common: argparse.ArgumentParser, exit_codes: str) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 KINDS = {"algorithms": "algorithm=", "caches": "cache=", "searches": "search=", "selects": "select=",
          "functions": "called as decodax.NAME(...)", "constraints": "constraint=", "formats": "weights=",
          "models": "dx.load"}
-"""Listings, and where their names are taken."""
+"""The listings, and for each the arguments or functions that take its names."""
 
 SLOTS = {"algorithm": "algorithms", "cache": "caches", "search": "searches", "select": "selects",
          "constraint": "constraints", "function": "functions", "format": "formats", "weights": "formats",

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 MOST = 2 ** 31 - 1
-"""The largest id and length: both are i32 on the device."""
+"""The largest token id and length; both are i32 on the device."""
 
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 120

@@ -16,18 +16,19 @@ from decodax.common.options import Option, built, options_of
 from decodax.common.strings import listed, unknown_option
 
 Guarantee = Literal["seed-exact", "distribution-exact", "exact", "approximate"]
-"""What holds of the output. "seed-exact": with one seed the tokens are those of plain decoding. "distribution-exact":
-the texts have the distribution of plain decoding. "exact", of a cache: the model computes what it does with a dense
-one; of a constraint: every text belongs to its language. "approximate": the output may differ."""
+"""The guarantee of the output. "seed-exact": with the same seed, the tokens are those of plain decoding.
+"distribution-exact": the texts have the distribution of plain decoding. "exact": with a cache, the model computes the
+same as with a dense cache; with a constraint, every text belongs to its language. "approximate": the output may differ.
+"""
 
 Needs = Literal["nothing", "a model", "a draft model", "a model and a draft model", "samples",
                 "a draft model and samples", "a diffusion model", "a diffusion model and a draft model"]
-"""What an entry is made of beside its options: nothing, the target itself, a smaller model with its tokenizer, both,
-the target and samples of the texts to come (an option says how), those and a draft model, or a target that fills masks,
-alone or with an autoregressive model."""
+"""The models and data from which an entry is made, beside its options: nothing, the target model, a draft model with
+its tokenizer, both, the target and sample texts (given by an option), those and a draft model, or a masked diffusion
+model as the target, alone or with an autoregressive model."""
 
 BESIDE = ("lm", "draft")
-"""Parameters of an entry that are no options: the target, and the draft model."""
+"""Parameters of an entry that are not options: the target model and the draft model."""
 
 
 EXAMPLES = {"algorithm": "", "cache": "", "constraint": "", "search": ", temperature=0.8",

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 
 LOWERED, COMPILED = "/jax/core/compile/jaxpr_to_mlir_module_duration", "/jax/core/compile/backend_compile_duration"
-"""What JAX tells its listeners: the first right before it compiles a program, the second when it has."""
+"""Events of JAX: the first right before a program is compiled, the second right after."""
 
 
 @dataclasses.dataclass

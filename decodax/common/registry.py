@@ -258,7 +258,7 @@ ALGORITHMS = Shelf("algorithms", "algorithm", "decodax.algorithms.plain",
 """Decoding methods, for `algorithm=`."""
 
 CACHES = Shelf("caches", "cache", "decodax.caches")
-"""What the cache keeps, for `cache=`."""
+"""Cache policies, for `cache=`."""
 
 SEARCHES = Shelf("search", "search", "decodax.search")
 """Searches over texts that grow step by step, for `search=`."""
@@ -267,7 +267,7 @@ SELECTS = Shelf("select", "select", "decodax.select")
 """Rules that choose one of several samples, for `select=`."""
 
 CONSTRAINTS = Shelf("constraints", "constraint", "decodax.constraints")
-"""Languages that a text is held to, for `constraint=`."""
+"""Languages to which a text is constrained, for `constraint=`."""
 
 FORMATS = Shelf("formats", "weights", "decodax.models.formats")
 """Formats of weights, for `weights=`."""

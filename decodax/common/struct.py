@@ -21,7 +21,7 @@ def static(default: Any = dataclasses.MISSING) -> Any:
 
 
 REPR = 400
-"""Characters of `short` at most."""
+"""Maximum number of characters that `short` returns."""
 
 
 def short(value: Any) -> str:

@@ -21,7 +21,8 @@ from decodax.sampling.base import Context, PyTree
 from decodax.sampling.draw import draw, winner
 
 OUTSIDE = 1e4
-"""Amount by which logits of truncated tokens are lowered. They are taken where the language requires one of them."""
+"""Amount by which the logits of truncated tokens are lowered. Such tokens are taken only where the language requires
+one of them."""
 
 
 @struct

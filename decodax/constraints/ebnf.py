@@ -22,7 +22,7 @@ COMMON = {
     "FLOAT": r"([0-9]+[eE][+-]?[0-9]+|([0-9]+\.[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?)",
     "NUMBER": r"([0-9]+([eE][+-]?[0-9]+)?|([0-9]+\.[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?)",
     "SIGNED_NUMBER": r"[+-]?([0-9]+([eE][+-]?[0-9]+)?|([0-9]+\.[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?)"}
-"""Terminals that `%import common.NAME` imports."""
+"""The terminals that `%import common.NAME` can import."""
 
 TOKENS = re.compile(
     r"(?P<comment>//[^\n]*|\#[^\n]*)|(?P<string>\"(?:\\.|[^\"\\\n])*\"i?)|(?P<regex>/(?!/)(?:\\.|[^/\\\n])+/[imslux]*)"

@@ -44,7 +44,7 @@ OTHERS: dict[str, tuple[str | None, Callable[[Any, Mapping[str, Any]], bool]]] =
 all), and a function that is True if the keyword has no effect, given its value and the schema."""
 
 OLDER = tuple(f"http://json-schema.org/draft-0{n}/schema" for n in (3, 4, 5, 6, 7))
-"""`$schema` of the drafts in which `$ref` stands alone: keywords beside it are ignored."""
+"""`$schema` of the drafts in which keywords beside `$ref` are ignored."""
 
 YEAR = r"(\d{3}[1-9]|\d{2}[1-9]\d|\d[1-9]\d{2}|[1-9]\d{3})"
 

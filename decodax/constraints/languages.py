@@ -159,10 +159,10 @@ def phrases(required: Sequence[str] = (), banned: Sequence[str] = (), within: Co
 
 
 NAMES = {"regex": regex, "json_schema": json_schema, "choices": choices, "grammar": grammar, "tools": tools}
-"""Constraints by the names of data: lines of jobs, items of `serve`, flags of the command line."""
+"""Names of constraints in data: in lines of jobs, items of `serve` and flags of the command line."""
 
 ARGUMENTS = (*NAMES, "tool_choice", "tool_tags", "required_phrases", "banned_phrases", "constraint_after")
-"""Names of data that `from_names` reads."""
+"""The names in data that `from_names` reads."""
 
 
 def from_names(given: Mapping[str, Any]) -> Constraint | None:

@@ -17,7 +17,7 @@ from decodax.common.struct import short
 from decodax.constraints.dfa import DEAD, Dfa, levels, neighbours
 
 FAR = np.iinfo(np.int32).max // 2
-"""A distance larger than any real one."""
+"""A distance larger than any distance in an automaton."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -157,7 +157,7 @@ class TokenDfa:
 
 
 NOTHING = 0
-"""The action of a token after which no text can continue."""
+"""The effect of a token after which no text can continue."""
 
 
 def _actions(following: np.ndarray, trie: TokenTrie) -> tuple[np.ndarray, list[np.ndarray]]:

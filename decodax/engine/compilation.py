@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 LEAST_SECONDS = 0.2
-"""Programs that compile faster are not written; JAX's own default is 1 s, and small models have many in between."""
+"""Programs that compile faster than this are not written; JAX's own default is 1 s, and many programs of small models
+take less."""
 
 
 def cache_programs(directory: str | os.PathLike[str] | None = None) -> str:

@@ -15,7 +15,7 @@ from decodax.io.load import LM
 from decodax.io.prompts import read_prompts, spell
 
 NEW = 64
-"""New tokens where neither the call nor the model says how many."""
+"""Default of the number of new tokens, if neither the call nor the model gives one."""
 
 
 def new_tokens(lengths: np.ndarray, max_new: Any, max_length: Any, said: Config) -> tuple[np.ndarray, str]:

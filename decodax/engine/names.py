@@ -18,10 +18,11 @@ SLOTS = ("algorithm", "draft", "cache", "constraint", "search", "select", "sampl
 OWN = (*SLOTS, "max_new_tokens", "max_length", "min_new_tokens", "seed", "num_samples", "stop", "include_stop",
        "logprobs", "request_ids", "guidance_scale", "negative_prompts", "skip_special_tokens", "max_time", "chunk",
        "batch_size", "inputs", "context", "adapter", "progress", "every", "ends")
-"""Arguments of front ends that no policy is made of."""
+"""Arguments of front ends that are not sampling options."""
 
 NAMED = ("dola_layers", *beams.ARGUMENTS, *constraints.ARGUMENTS)
-"""Names that generation configs, lines of jobs, items of `serve` and flags use for what a slot takes in Python."""
+"""Names in generation configs, lines of jobs, items of `serve` and flags, for options that belong to a slot in Python.
+"""
 
 ELSEWHERE = {
     "batch": "batch_size= splits prompts into batches", "vocab_size": "it is the model's own",
@@ -36,7 +37,7 @@ ELSEWHERE = {
     "attention_mask", "input_ids": "prompts take ids", "pad_token_id":
     "the model's own fills the tokens of shorter rows", "return_dict_in_generate": "a Result has all there is",
     "output_scores": "logprobs= records log-probabilities"}
-"""Arguments that callers know from elsewhere, or from below, and what there is here."""
+"""Arguments of other libraries or of internal functions, with the message that says what to use instead."""
 
 
 
@@ -51,13 +52,13 @@ SLOT_OF = {
     "constraint_after": "a constraint has .after(text)", **dict.fromkeys(beams.ARGUMENTS, _BEAMS),
     "penalty_alpha": "algorithm=decodax.algorithms.contrastive_search(...) is contrastive search",
     "dola_layers": "decodax.algorithms.contrastive.dola(lm, layers) is the model that decodes so"}
-"""What takes the place of each of `NAMED` in Python."""
+"""For each name in `NAMED`, the slot that replaces it in Python."""
 
 ONE_ROW = ("num_samples", "num_return_sequences", "batch_size", "progress")
 WITHOUT = {"generate": ("every", "ends"), "stream": (*ONE_ROW, "every", "ends"), "watch": (*ONE_ROW, "ends"),
            "infill": ("max_new_tokens", "max_length", "min_new_tokens", "num_samples", "num_return_sequences", "stop",
                       "include_stop", "negative_prompts", "inputs", "cache", "context", "adapter", "progress", "every")}
-"""Which of them a front end does not take."""
+"""For each front end, the arguments that it does not take."""
 
 
 def by_name(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -69,7 +70,7 @@ def by_name(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 OTHERS = ("num_return_sequences", "arithmetic_sampling")
-"""Arguments that say neither a policy nor how it is run."""
+"""Arguments that belong neither to the sampling options nor to the engine."""
 
 
 def check_names(where: str, sampling: Mapping[str, Any]) -> None:

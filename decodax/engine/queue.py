@@ -20,10 +20,11 @@ from decodax.engine.result import LogProbs, Result, Statistics
 from decodax.engine.slots import Slots, Use, kin
 
 BURST = 0.05
-"""Seconds of rounds between two looks at the clock and at the source, where there is one to look at."""
+"""Seconds of rounds between two checks of the clock and of the source."""
 
 GATHER = 0.02
-"""Seconds that an empty batch waits for further prompts after its first: a source that has them fills it at once."""
+"""Seconds that an empty batch waits for further prompts after the first one, so that a source that has more can fill
+it."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -60,7 +61,7 @@ class Refused:
 
 
 Waiting = collections.deque[tuple[Ticket, Any]]
-"""Tickets that wait, each with the `kin` of its request."""
+"""Waiting tickets, each with the `kin` of its request."""
 
 
 def schedule(tickets: Iterable[Any] | AtHand | Arriving, seats: int, *,

@@ -28,16 +28,16 @@ from decodax.sampling import Policy
 from decodax.sharding import place
 
 NARROW, SHORT = 32, 128
-"""Prompt tokens a prefill round, where no prompt of the batch is longer than `SHORT`. On a CPU narrow rounds take about
-as long a token as wide ones (3.3 and 2.6 ms of a 125M shape, 32 and 128 tokens), and what the last one wastes is less.
-"""
+"""Number of prompt tokens in a prefill round if no prompt of the batch is longer than `SHORT`. On a CPU narrow rounds
+take about the same time per token as wide ones (3.3 and 2.6 ms for a 125M shape with 32 and 128 tokens), and the last
+one has less padding."""
 
 SHARED = 64
-"""Tokens that prompts have to have in common before they are read once for all."""
+"""Minimum number of common tokens for which a prefix is prefilled once for several prompts."""
 
 
 KNOWN = 4
-"""Contexts whose caches are kept for prompts to come."""
+"""Maximum number of contexts whose caches are kept for later prompts."""
 
 
 def common(a: Sequence[int], b: Sequence[int]) -> int:

@@ -55,7 +55,7 @@ from decodax.sampling.config import UNEXPRESSED, nothing
 from decodax.sampling.neutral import is_neutral
 
 CHUNK = 256
-"""Prompt tokens a prefill round."""
+"""Number of prompt tokens in a prefill round."""
 
 
 

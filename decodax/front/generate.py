@@ -31,7 +31,7 @@ from decodax.io.load import LM
 from decodax.io.prompts import Prompt
 
 BURST_SECONDS = 0.05
-"""How long a stream lets the device run before it looks: a host visit then costs little and text still flows."""
+"""Seconds that the device runs between two pieces of a stream: the host then costs little, and the text still flows."""
 
 
 def generate(lm: LM | str | os.PathLike[str], prompts: Prompt | Sequence[Prompt], *,

@@ -31,7 +31,7 @@ from decodax.io.prompts import Prompt, collected, read_prompt, spell
 LARGEST_GAP = 1 << 24
 
 Piece = str | int | Sequence[int]
-"""Given text, a gap of so many tokens, or given token ids."""
+"""A given text, a gap (its number of tokens), or given token ids."""
 
 
 def infill(lm: LM | str | os.PathLike[str], pieces: Sequence[Piece] | Sequence[Sequence[Piece]], *,

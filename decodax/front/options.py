@@ -12,7 +12,7 @@ from decodax.sampling.config import generation_settings
 
 Floats = float | Sequence[float | None] | None
 Ints = int | Sequence[int | None] | None
-"""One number for all prompts, or one for each; None asks for nothing."""
+"""One number for all prompts, or a list with one for each; None: not set."""
 
 Ids = Sequence[int] | Sequence[Sequence[int]] | None
 

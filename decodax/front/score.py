@@ -34,16 +34,16 @@ from decodax.pallas_kernels.vocabulary import top_k
 from decodax.sharding import place
 
 ROWS = 8
-"""Texts a batch, unless said otherwise."""
+"""Default number of texts in a batch."""
 
 NARROWEST = 32
-"""Width of the narrowest window: padding a shorter text to it costs less than a program of its own."""
+"""Width of the narrowest window: padding a shorter text to it costs less than another program."""
 
 LONG = 1024
-"""Slots of the smallest cache: from here on attention walks a cache in blocks of one size, whatever its capacity."""
+"""Number of slots of the smallest cache: from this size on, attention processes a cache in blocks of one size."""
 
 LOGITS = 64 << 20
-"""Bytes of logits that are alive at a time."""
+"""Maximum number of bytes of logits that exist at a time."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -33,7 +33,7 @@ NOT_HERE = {**dict.fromkeys(("search", "select"), "decodax.generate searches and
 ON_ERROR = ("return", "raise")
 
 ALONE = "prompts[0]: "
-"""What `Request.read` says of the only prompt of a request."""
+"""The beginning of the messages of `Request.read` about its only prompt."""
 
 SHARED = ("cache: rows of this kind share memory, so none can take the place of another; takes another kind, or "
           "decodax.generate")

@@ -42,13 +42,13 @@ from decodax.models.t5 import sources as t5_sources
 from decodax.models.transformer import Transformer, Weights
 
 DTYPES = {"F64": "float32", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-"""The dtype that each stored dtype is loaded as by default."""
+"""The default dtype of weights for each stored dtype."""
 
 ROUNDED = "rounded_states"
 """Key in config.json: True for a Mamba-2 of `decodax.models.formats.quamba2`, with 8-bit activations and states."""
 
 TAKEN = ("float32", "bfloat16", "float16")
-"""Dtypes of weights and cache."""
+"""The dtypes that weights and cache can have."""
 
 
 def load_model(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | None = None, mesh: Mesh | None = None,

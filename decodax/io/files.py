@@ -21,7 +21,7 @@ from decodax.models.names import unwrapped
 ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 OTHERS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.npz")
-"""Weight files in formats that are not read."""
+"""Weight files in formats that cannot be read."""
 
 
 class CheckpointError(ValueError):

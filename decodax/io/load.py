@@ -36,7 +36,7 @@ ZOO = Path(decodax.models.__file__).parent / "zoo"
 
 SLOW = ("tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "merges.txt", "spiece.model",
         "tekken.json", "*.tiktoken")
-"""Tokenizer files in formats that are not read."""
+"""Tokenizer files in formats that cannot be read."""
 
 SPECIAL = ("eos_token_id", "bos_token_id", "pad_token_id")
 

@@ -22,7 +22,7 @@ tokenizer: `input_ids` and `attention_mask`."""
 TAKES = "a text, token ids, a chat (messages with role and content), or input_ids with an attention_mask"
 
 MOST = 1_000_000
-"""Largest number of entries of an iterator, which detects endless ones."""
+"""Maximum number of entries of an iterator; a longer one is taken to be endless."""
 
 
 def read_prompts(lm: LM, prompts: Any, name: str = "prompts") -> list[list[int]]:

@@ -32,7 +32,7 @@ from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
 SECONDS = 10.0
-"""Time limit; an ordinary template takes milliseconds."""
+"""Time limit in seconds; an ordinary template takes milliseconds."""
 
 SIZE, GROWTH = 1_000_000, 16
 """Largest number of characters and entries that a template may make: a constant, plus a number per one given to it."""
@@ -183,7 +183,7 @@ def _grown(name: str, value: Any, args: tuple[Any, ...], keywords: Mapping[str, 
 
 SHALLOW = frozenset({"length", "count", "first", "last", "list", "default", "d", "items", "selectattr", "rejectattr",
                      "select", "reject", "map", "int", "float", "abs", "round", "attr", "random", "reverse"})
-"""Filters that read only the entries of a container, not what they contain."""
+"""Filters that use only the entries of a container, not the contents of these entries."""
 
 
 def _filter(name: str, run: Callable[..., Any]) -> Callable[..., Any]:

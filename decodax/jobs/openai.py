@@ -51,7 +51,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 """Other entries of a body, with their neutral values; null is always neutral."""
 
 SPECIAL = {"/v1/chat/completions": False, "/v1/completions": True}
-"""The value of vLLM's `add_special_tokens` that corresponds to what is done here: a chat's template adds its own."""
+"""The value of vLLM's `add_special_tokens` that has no effect for each endpoint: a chat's template adds special tokens
+itself."""
 
 OUTPUTS = {"regex": "regex", "choice": "choices", "json": "json_schema", "grammar": "grammar"}
 """Keys of vLLM's `structured_outputs`, and the options here that they correspond to."""

@@ -17,7 +17,7 @@ from decodax.io.load import LM
 from decodax.io.prompts import read_prompts
 
 Spans = Callable[[str], Sequence[tuple[int, int]]]
-"""A function that returns the begins and ends of the items of a text."""
+"""A function of a text that returns the begin and the end of each item in it."""
 
 Threshold = Literal["mean", "least"] | float
 

@@ -25,8 +25,8 @@ from decodax.search.canvases import Canvases
 from decodax.search.forks import Forks
 
 Score = Callable[[Any, Sequence[Any]], Any]
-"""`score(prompt, texts)` returns a number for each text that begins to answer a prompt, such as the result of a process
-reward model, a verifier or a constraint. A text may be cut after any step. The result is a list or an array."""
+"""`score(prompt, texts)` returns a list or array with a number for each text, which may be unfinished: the result of a
+process reward model, a verifier or a constraint, for example."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,7 @@ from decodax.search.explorer import Explorer, Ranked, Score, scored
 from decodax.search.forks import Forks
 
 Act = Callable[[Any, str], str | None]
-"""A function from a prompt and the text so far to the text that is appended, or None."""
+"""A function of a prompt and its text so far. It returns the text to append, or None."""
 
 
 def _likelihood(forks: Forks) -> np.ndarray:

@@ -15,7 +15,7 @@ from decodax.search.explorer import Explorer, Ranked
 from decodax.search.forks import Forks
 
 Vectors = Callable[[Sequence[str]], np.ndarray]
-"""A function that returns a point for each text, `f64[n, d]`, near for texts of similar content."""
+"""A function of `n` texts that returns a vector for each, `f64[n, d]`; texts of similar content have close vectors."""
 
 
 def tf_idf(texts: Sequence[str]) -> np.ndarray:

@@ -12,7 +12,7 @@ import numpy as np
 from decodax.common.struct import short
 
 Path = tuple[int, ...]
-"""The new tokens of a text."""
+"""The new tokens of a text, from its first one on."""
 
 Following = tuple[list[int], list[float]]
 """The most likely tokens after a text, best first, and their log-probabilities."""

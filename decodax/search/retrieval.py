@@ -16,8 +16,8 @@ from decodax.search.explorer import Explorer, Ranked, Score
 from decodax.search.forks import Forks
 
 Retrieve = Callable[[Any, str], str | None]
-"""A function from a prompt and a text that ends with a question to what was found, as it is appended to the text; None
-if there is no question."""
+"""A function of a prompt and a text that ends with a question. It returns the retrieved documents as text to append;
+None if there is no question."""
 
 NOTHING = "No relevant information found"
 """The ending of an unsuccessful chain, in the paper's data."""

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 ORDERS, BETA = 6, 2
-"""Of chrF: characters of the longest n-grams, and how much more recall counts than precision."""
+"""Options of chrF: the largest order of n-grams, and the weight of recall relative to precision."""
 
 Ngrams = Sequence[Mapping[str, float]]
 """For each order, 1 to `ORDERS`, the count of each n-gram."""

@@ -34,7 +34,7 @@ from decodax.models.transformer import Transformer
 from decodax.pallas_kernels.window_attention import window_attention
 
 Cost = Callable[[int, int], float]
-"""A function from a number of new tokens and a number of cached tokens to the seconds that a layer takes for them."""
+"""A function of the numbers of new and of cached tokens, which returns the seconds that a layer takes for them."""
 
 
 @dataclasses.dataclass(frozen=True)

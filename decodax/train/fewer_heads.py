@@ -28,7 +28,8 @@ from decodax.models import DecoderConfig, Rope, Transformer
 from decodax.train.samples import observed
 
 Bases = tuple[np.ndarray, np.ndarray]
-"""Matrices of keys, `f64[G, d, d]`, and of values, by which heads are multiplied before those of a group are summed."""
+"""Matrices of keys, `f64[G, d, d]`, and of values. Heads are multiplied by them before the heads of a group are summed.
+"""
 
 
 def fit_kv_heads(lm: Any, texts: Sequence[Sequence[int]], kv_heads: int) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 PART = 1 << 20
-"""Number of distances that are in memory at a time, at most."""
+"""Maximum number of distances that are in memory at a time."""
 
 
 def k_means(x: np.ndarray, weights: np.ndarray, count: int, loops: int, random: np.random.Generator) -> np.ndarray:

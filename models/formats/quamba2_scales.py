@@ -18,7 +18,7 @@ from decodax.models.t5 import nested
 from decodax.models.transformer import Weights
 
 LEAST = 1e-5
-"""Smallest maximum that a scale is computed for."""
+"""Lower bound of the maximum from which a scale is computed."""
 
 
 def arranged(mean: np.ndarray, heads: int, channels: int) -> tuple[np.ndarray, np.ndarray]:
