@@ -96,26 +96,27 @@ class DecoderConfig:
     Attributes:
         vocab: vocabulary size `V`.
         width: model width `D`.
-        heads, kv_heads: numbers of query heads `H` and key/value heads `G`; `H` is a multiple of `G`.
+        heads: number of query heads `H`, a multiple of `kv_heads`.
+        kv_heads: number of key/value heads `G`.
         value_heads: number of value heads, a multiple of `kv_heads` and a divisor of `heads`; None: `kv_heads`.
-        head_dim: width `d` of a head.
-        mlp: inner width of the MLP.
-        layers: one entry per layer.
-        context: number of positions that the model was made for (`max_position_embeddings`).
-        norm: every norm over the width.
+        head_dim: number of channels `d` of a head.
+        mlp: number of inner channels of the MLP.
+        layers: the options of each layer.
+        context: trained number of positions (`max_position_embeddings`).
+        norm: options of all norms over the model width.
         block: position of the norms in a block: "pre" (before attention and MLP), "post" (after each, inside the
             residual branch: OLMo 2), "sandwich" (both: Gemma 2), "parallel" (one norm feeds both branches: StableLM,
             Phi-2, Cohere).
         qk_norm: norm of queries and keys before rotation: over each head with one scale for all heads ("head"), over
             all heads together ("full"), over each head with its own scale ("per_head"), or None.
-        qk_norm_kind: kind of that norm; None: the same as `norm`.
-        activation: activation of the MLP.
-        gated: the MLP is `down(act(gate(x)) * up(x))`; False: `down(act(up(x)))`.
+        qk_norm_kind: options of that norm; None: those of `norm`.
+        activation: activation function of the MLP.
+        gated: True: the MLP is `down(act(gate(x)) * up(x))`; False: `down(act(up(x)))`.
         qkv_bias, out_bias, mlp_bias: True adds biases to these projections.
         learned_positions: number of rows of the learned position embedding; 0: none.
-        tied: the output head is the embedding.
+        tied: True uses the embedding table as the output head.
         head_bias: True adds a bias to an output head that is not tied.
-        attention_softcap, logit_softcap: `cap * tanh(x / cap)` on scores and on logits (Gemma 2).
+        attention_softcap, logit_softcap: `cap` in `cap * tanh(x / cap)` of attention scores and of logits (Gemma 2).
         embed_scale, residual_scale, logit_scale: factors of embeddings, of each residual branch, and of logits.
     """
 

@@ -42,13 +42,14 @@ class MambaConfig:
         width: model width `D`.
         layers: number of layers `L`.
         inner: number of channels.
-        state: number of states `N` per channel.
-        conv: width of the convolution.
-        rank: rank of the time steps' projection.
+        state: number of states `N` of a channel.
+        conv: width of the convolution, in tokens.
+        rank: rank of the projection of time steps.
         eps: added to the variance in norms.
-        bias, conv_bias: True if the projections and the convolution have biases.
-        tied: the output head is the embedding.
-        wide: the residual stream is float32 whatever the weights' dtype.
+        bias: True if the projections have biases.
+        conv_bias: True if the convolution has a bias.
+        tied: True uses the embedding table as the output head.
+        wide: True keeps the residual stream in float32, whatever the weights' dtype.
     """
 
     vocab: int

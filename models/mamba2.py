@@ -46,13 +46,14 @@ class Mamba2Config:
         head_dim: number of channels `P` of a head.
         groups: number of groups `G`, a divisor of `heads`.
         state: number of states `N`.
-        conv: width of the convolution.
-        chunk: number of nodes of a prompt that are computed at a time.
+        conv: width of the convolution, in tokens.
+        chunk: number of prompt nodes that are computed at a time.
         eps: added to the variance in norms.
-        bias, conv_bias: True if the projections and the convolution have biases.
-        steps: the bounds of `dt`.
-        tied: the output head is the embedding.
-        wide: the residual stream is float32 whatever the weights' dtype.
+        bias: True if the projections have biases.
+        conv_bias: True if the convolution has a bias.
+        steps: minimum and maximum of the time step `dt`.
+        tied: True uses the embedding table as the output head.
+        wide: True keeps the residual stream in float32, whatever the weights' dtype.
     """
 
     vocab: int

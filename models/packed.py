@@ -142,7 +142,7 @@ def dot(x: Array, kernel: Array, dtype: Any) -> Array:
 
     Args:
         x: the rows.
-        kernel: already converted.
+        kernel: the weights, as an array that is not packed.
         dtype: dtype of the result.
     """
     if platform() != "cpu":

@@ -118,7 +118,7 @@ def _turn(by: Array, frequencies: np.ndarray) -> tuple[Array, Array]:
 
 
 def rotate(x: Array, cos: Array, sin: Array, interleaved: bool = False) -> Array:
-    """Rotates the first `2 * cos.shape[-1]` entries of `x` (`f[..., d]`); the rest stays."""
+    """Rotates the first `2 * cos.shape[-1]` entries of `x` (`f[..., d]`); the other entries do not change."""
     half = cos.shape[-1]
     a, b = (x[..., :2 * half:2], x[..., 1:2 * half:2]) if interleaved else (x[..., :half], x[..., half:2 * half])
     rest = x[..., 2 * half:]

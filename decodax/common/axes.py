@@ -15,9 +15,9 @@ from jax import Array
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 DATA, MODEL, CONTEXT, EXPERT = "data", "model", "context", "expert"
-"""Names of the mesh axes. Rows of a batch are sharded over DATA; heads, MLP and vocabulary over MODEL; positions of long
-texts over CONTEXT if the cache supports it (`decodax.caches.context.context_parallel`); whole experts of mixtures over
-EXPERT."""
+"""Names of the mesh axes. Rows of a batch are sharded over DATA; heads, MLP and vocabulary over MODEL; positions of
+long texts over CONTEXT if the cache supports it (`decodax.caches.context.context_parallel`); whole experts of mixtures
+over EXPERT."""
 
 T = TypeVar("T")
 

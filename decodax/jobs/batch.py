@@ -85,11 +85,11 @@ def run(lm: Any, source: str | Path, directory: str | Path, *, slots: int = 16, 
         form: "jsonl" or "parquet".
         part: number of lines of a file.
         tokens: True adds token ids to the results.
-        process: index of this process. Each process answers the lines whose id has its hash (or `line-8`, the number of
-            a line without an id), and writes its own files. The processes do not communicate.
+        process: index of this process. The hash of a line's id determines the process that answers it (line 8 has the
+            id `line-8` if it gives none). Each process writes its own files; they do not communicate.
         processes: number of processes.
-        memory: number of bytes that rows may take, as in `decodax.serve`.
-        token_budget: number of tokens of a round, as in `decodax.serve`.
+        memory: memory that rows may take, such as "8GB"; see `decodax.serve`.
+        token_budget: maximum number of tokens in a round; see `decodax.serve`.
         max_time: seconds after which the call stops; unfinished lines are left to the next call. (The option `max_time`
             of a single line ends its text, with the status "time".)
         names: entries of the manifest that replace options of the same name or are added to them, for options whose own
