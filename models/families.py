@@ -1,8 +1,8 @@
-"""Reads a Hugging Face `config.json` as a `DecoderConfig`, with one short function per model family.
+"""Reads a Hugging Face `config.json` as a `DecoderConfig`, with one short function for each model family.
 
 Options and defaults are those of the families' reference implementations in transformers, and for diffusion models
-those of the code released with them (`decodax.models.diffusion`). Older files leave out what equals a default, and
-write `rope_theta` and `rope_scaling` where newer ones write `rope_parameters`.
+those of the code released with them (`decodax.models.diffusion`). Older files omit entries that equal a default, and
+have `rope_theta` and `rope_scaling` where newer ones have `rope_parameters`.
 """
 
 from __future__ import annotations

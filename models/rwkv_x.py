@@ -109,7 +109,7 @@ class Store(KeyValues, PromptPhase, Refreshes):
 
     @property
     def limit(self) -> int | None:
-        """The limit in effect, if texts can be longer than it; else None."""
+        """Number of stored tokens beyond which the store is reduced, if texts can be that long; else None."""
         limit = None if self.reading else self.kind.limit
         return limit if limit is not None and self.capacity > limit else None
 

@@ -61,16 +61,17 @@ class T5Config:
         vocab: vocabulary size `V`.
         width: model width `D`.
         heads: number of heads `H`.
-        head_dim: width `d` of a head.
-        mlp: inner width of the MLP.
-        encoder, decoder: numbers of layers.
+        head_dim: number of channels `d` of a head.
+        mlp: number of inner channels of the MLP.
+        encoder: number of layers of the encoder.
+        decoder: number of layers of the decoder.
         buckets: number of buckets of the relative position bias.
         farthest: distance from which on all distances share a bucket.
         eps: added to the variance in norms, which are RMS norms before attention and MLP.
-        activation: activation of the MLP.
+        activation: activation function of the MLP.
         gated: True for a gated MLP.
-        tied: the output head is the embedding.
-        scaled: hidden states are multiplied by `D ** -0.5` before the head.
+        tied: True uses the embedding table as the output head.
+        scaled: True multiplies hidden states by `D ** -0.5` before the head.
     """
 
     vocab: int

@@ -89,7 +89,7 @@ def tune(lm: LM, prompts: Sequence[Any], space: Mapping[str, Sequence[Any]], rep
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """The properties of a workload by which `Selector` chooses a system.
+    """The properties of a workload by which `Selector` chooses a decoding method.
 
     Attributes:
         batch: the number of prompts that are decoded together.

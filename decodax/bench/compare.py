@@ -46,12 +46,12 @@ Contender = Algorithm | Callable[[int], Algorithm]
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """The figures of one system on one task at one batch size. A figure is None if it was not measured, or not yet.
+    """The figures of one method on one task at one batch size. A figure is None if it was not measured, or not yet.
 
     Attributes:
         task: the name of the task.
         batch: the batch size.
-        system: the name of the system.
+        system: the name of the method.
         guarantee: the guarantee of the algorithm.
         prompts: the number of prompts; `batch` of them are decoded together.
         tokens: the number of new tokens over all prompts.
@@ -64,11 +64,11 @@ class Row:
         speedup: the median ratio of tokens per second to that of plain decoding in the same repeat.
         spread: the lowest and the highest of these ratios.
         overhead: `mean_accepted_length / speedup - 1`, by which share a round costs more than a plain step.
-        equal: the share of plain decoding's tokens that the system produced at the same positions; None unless the
+        equal: the share of plain decoding's tokens that the method produced at the same positions; None unless the
             guarantee is seed-exact.
         copied: the share of new tokens copied from the prompt; see `tasks.copied`.
         repeated: the share of new tokens copied from earlier output.
-        error: the error with which the system failed, or None.
+        error: the error with which the method failed, or None.
     """
 
     task: str
@@ -91,7 +91,7 @@ class Row:
     error: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the row as JSON has it."""
+        """Returns the row as a dictionary for JSON."""
         return json_ready(self)
 
     def cells(self) -> tuple[str, ...]:
@@ -132,7 +132,7 @@ class Comparison:
 
     @property
     def unequal(self) -> list[Row]:
-        """Rows of seed-exact systems whose tokens are not plain decoding's."""
+        """Rows of seed-exact methods whose tokens differ from those of plain decoding."""
         return [row for row in self.rows if row.equal is not None and row.equal < 1]
 
     def json(self) -> dict[str, Any]:

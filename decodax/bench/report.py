@@ -212,7 +212,7 @@ def traffic(program: Program, trips: Callable[[Instruction], int],
     Args:
         program: the compiled program.
         trips: the number of iterations of a `while` instruction.
-        counted: whether an array counts.
+        counted: returns True for an array that counts.
 
     >>> lines = ("ENTRY %main (x: f32[2]) -> f32[2] {", "  %x = f32[2]{0} parameter(0)",
     ...          "  %s = ((), (), (f32[2]{0}, s32[4]{0:S(8)})) custom-call-start()", "  ROOT %c = f32[2]{0} copy(%x)")
@@ -280,10 +280,10 @@ def _used(program: Program, computation: dict[str, Instruction], name: str) -> i
 
 
 def _views(x: Instruction) -> bool:
-    """Returns whether an instruction of a fused computation passes on its first operand unchanged.
+    """True if an instruction of a fused computation passes on its first operand unchanged.
 
-    A fusion within a fusion whose result shares the memory of its operand is one; it only changes the type of a packed
-    array.
+    This includes a fusion within a fusion whose result shares the memory of its operand: it only changes the type of a
+    packed array.
     """
     return x.opcode in _VIEWS or (x.opcode == "fusion" and "output_to_operand_aliasing={{}: (0, {})}" in x.text
                                   and len(x.operands) == 1)

@@ -1,8 +1,7 @@
 """JSON Schema as automata over bytes.
 
 The language of a schema consists of the JSON texts that are valid under it, with the properties of an object in the
-order of the schema. Keywords that an automaton cannot support are refused with their place in the schema, never
-ignored.
+order of the schema. A keyword that an automaton cannot support raises an error with its place in the schema.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from decodax.constraints.keywords import (
 
 
 def json_schema(schema: Any, whitespace: str = "[ ]?") -> Dfa:
-    """Returns the JSON texts that are valid under a schema.
+    """Returns the automaton of the JSON texts that are valid under a schema.
 
     Objects have the properties that the schema lists, in its order, and others only if `additionalProperties` is a
     schema. Integers have at most 15 digits; other numbers have at most 15 digits before and 15 after the point, and no
@@ -378,8 +377,8 @@ class Compiler:
         return self.b.seq(self.b.bytes(b"{"), self.gap(), (grid[0][0], end), self.gap(), self.b.bytes(b"}"))
 
     def _free_names(self, properties: Mapping[str, Any]) -> Dfa:
-        """Returns quoted names of letters, digits and some signs that are not listed as properties and need no
-        escapes."""
+        """Returns the automaton of quoted names of letters, digits and some signs, without those that are listed as
+        properties."""
         names = regex(r'"[A-Za-z0-9_ .$/-]{0,64}"')
         return names - literals([json.dumps(name).encode() for name in properties]) if properties else names
 

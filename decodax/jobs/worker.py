@@ -41,7 +41,7 @@ class Worker:
         slots: number of prompts that run at once.
         fields: names of the fields of a row that hold its prompt, its id and so on.
         tokens: True adds token ids to the results.
-        memory: number of bytes that rows may take, as in `decodax.serve`.
+        memory: memory that rows may take, such as "8GB"; see `decodax.serve`.
         token_budget: number of tokens of a round, as in `decodax.serve`.
         options: options of `decodax.generate`, for rows that do not set them.
 

@@ -4,7 +4,7 @@ Both are exact and yield the state of `decodax.core.drivers.prefill`. They rely 
 each device has its own queue and waits only for the arrays that are sent to it.
 
 *Chain* ("KV-Runahead: Scalable Causal LLM Inference by Parallel Key-Value Cache Generation", Cho et al., 2024): device
-`i` reads slice `i` of the text. In each layer device `i - 1` sends it the keys and values of all earlier slices; it
+`i` runs slice `i` of the text. In each layer device `i - 1` sends it the keys and values of all earlier slices; it
 attends, appends its own and sends all of them on, so the last device ends up with the whole cache. Later slices attend
 to more tokens, so they are shorter: `partition` finds the lengths with the least time to the first token.
 

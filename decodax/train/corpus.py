@@ -46,7 +46,7 @@ class Document:
 
 
 def held_out(path: str) -> bool:
-    """Returns whether the file at `path` (inside the standard library directory, with "/") is held out of training.
+    """True if the file at `path` (inside the standard library directory, with "/") is held out of training.
 
     >>> held_out("argparse.py"), sum(held_out(f"{i}.py") for i in range(5000))
     (False, 92)

@@ -47,7 +47,7 @@ class Integers(Packed):
         return jnp.concatenate([self._integers(0, half), self._integers(half, 2 * half)], -1).astype(dtype)
 
     def product(self, x: Array, dtype: Any) -> Array:
-        """Returns `[R, N]` from `f[R, K]`; `dtype` may be int32."""
+        """Multiplies rows `f[R, K]` by the kernel: `[R, N]` in `dtype`, which may be int32."""
         if platform() != "cpu":
             return dot(x.astype(jnp.int8), self.values(jnp.int8), jnp.int32).astype(dtype)
         whole, K = self.shape[-1], self.codes.shape[-1]
@@ -66,7 +66,8 @@ class Integers(Packed):
         return functools.reduce(jnp.add, [part.astype(jnp.int32) for part in parts]).astype(dtype)
 
     def _integers(self, start: int, stop: int) -> Array:
-        """Returns `f32[N, stop - start]` for inputs that belong to one half, and to whole groups or a single one."""
+        """Returns the integers of the inputs from `start` to `stop`, `f32[N, stop - start]`. The inputs belong to one
+        half, and to whole groups or a single group."""
         if self.codes.dtype != jnp.uint8:
             return self.codes[:, start:stop].astype(jnp.float32)
         half = self.codes.shape[-1]
@@ -82,7 +83,7 @@ class Integers(Packed):
 
     @property
     def _steps(self) -> Array | None:
-        """The steps of groups that lie within a half."""
+        """The steps, with groups divided so that each lies within one half of the inputs."""
         return self.steps if self.steps is None or self.steps.shape[-1] % 2 == 0 else jnp.repeat(self.steps, 2, -1)
 
 

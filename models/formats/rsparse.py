@@ -6,10 +6,10 @@ Large inputs of a kernel are multiplied with it, small ones with a few of its si
 
 An input is large if its magnitude times the norm of its weights exceeds a threshold, which is calibrated to keep a
 given share of the inputs. Each row of a batch and each node of a window has its own set `S`, determined by its own
-inputs alone. So a result does not depend on what is computed beside it, and speculation gives the tokens of plain
+inputs alone. So a result does not depend on other rows and nodes, and speculative decoding gives the tokens of plain
 decoding.
 
-The memory that a token reads is the share `1 - sparsity` of the kernel. `ratio` is the part of that share for large
+For a token, the share `1 - sparsity` of the kernel's memory is read. `ratio` is the part of that share for large
 inputs; the singular components get the rest.
 """
 
