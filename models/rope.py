@@ -17,7 +17,7 @@ from jax import Array
 
 
 class Scaling(Protocol):
-    """A function that changes the rotary frequencies. It is hashable."""
+    """The interface of a change of the rotary frequencies. It is hashable."""
 
     def scaled(self, width: int, theta: float, context: int | None) -> tuple[np.ndarray, float]:
         """Returns the angle per position of each frequency, `f64[width / 2]`, and a factor of cosine and sine.

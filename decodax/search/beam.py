@@ -65,8 +65,9 @@ def _no_cost(scores: Sequence[float]) -> float:
 class AStar(Explorer):
     """A*-decoding (Chatziveroglou, 2025): best-first search over texts.
 
-    The unfinished text with the smallest `f = g + 1 - reward` is extended by `branch` different steps. The search ends
-    when `answers` finished texts have a smaller `f` than all unfinished ones, or after `expansions` extensions.
+    The unfinished text with the smallest `f = g + 1 - reward` is extended by `branch` sampled steps. The search ends
+    when `answers` finished texts have an `f` that is not larger than that of any unfinished text, or after `expansions`
+    extensions.
 
     The cost `g` of the path so far is not published in full. Here it is the option `cost`, a function of the rewards
     along the path; it is 0 by default, so that only the current reward counts. `decodax.search.mean_shortfall` is
