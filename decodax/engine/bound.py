@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
 from decodax.common.arguments import shown, whole
@@ -129,7 +128,7 @@ class Bound:
         elif sampling:
             raise ValueError(f"{min(sampling)}: got one beside a policy, which says how rows are sampled")
         policy = jax.tree.map(jnp.asarray, policy)
-        firsts = policy if each == 1 else policy.select(np.arange(batch) * each)
+        firsts = policy if each == 1 else policy.select(jnp.arange(batch) * each)
         seed = jnp.broadcast_to(jnp.asarray(seed, jnp.uint32), (batch,))
         ids = jnp.arange(batch, dtype=jnp.uint32) if request_ids is None else jnp.asarray(request_ids, jnp.uint32)
         s = drivers.begin(self.algorithm, self.model, params, firsts, jnp.asarray(tokens, jnp.int32),
@@ -137,9 +136,9 @@ class Bound:
                           max_new=jnp.broadcast_to(jnp.asarray(max_new_tokens, jnp.int32), (batch,)))
         s = drivers.prefill(self.algorithm, self.model, params, s, width=min(self.chunk, self.capacity))
         if each > 1:
-            prompt, sample = np.divmod(np.arange(batch * each, dtype=np.int32), np.int32(each))
-            s = drivers.fan_out(s, policy, prompt, np.ones(batch * each, bool), seed[prompt], ids[prompt],
-                                sample.astype(np.uint32))
+            prompt, sample = jnp.divmod(jnp.arange(batch * each, dtype=jnp.int32), each)
+            s = drivers.fan_out(s, policy, prompt, jnp.ones(batch * each, bool), seed[prompt], ids[prompt],
+                                sample.astype(jnp.uint32))
         if getattr(s.length, "committed", False) and len(s.length.sharding.device_set) == 1:
             # so is then all that a step returns: its second call would compile again for a policy that is not
             policy = jax.tree.map(lambda x: jax.device_put(x, s.length.sharding), policy)

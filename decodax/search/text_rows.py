@@ -149,7 +149,7 @@ class TextRows:
 
         Rows of `decodax.algorithms.contrastive.awrs.AWRS` with these weights are samples from the restricted policy.
         """
-        found = findings(self.job.algorithm, self.job.state).get("log_weight")
+        found = findings(self.job.batch.algorithm, self.job.state).get("log_weight")
         if found is None:
             return np.zeros(self.status.shape)
         return np.asarray(found)[:self.rows].astype(np.float64).reshape(self.status.shape)
