@@ -81,7 +81,8 @@ class Model(abc.ABC):
 
     @property
     def cache_kind(self) -> CacheKind | None:
-        """The kind of its caches of keys and values; None: it has a cache of its own."""
+        """The kind of its caches of keys and values; None: it has a cache of its own. A model that takes any kind keeps
+        it in a field, makes its cache by it in `init_cache`, and overrides this and `with_cache`."""
         return None
 
     def with_cache(self, kind: CacheKind) -> Model:

@@ -19,8 +19,7 @@ from decodax.algorithms.speculative.tree import Proposal
 from decodax.core.window import take
 
 Rank = Callable[[Growth, Array, Children, Any], tuple[Array, Any]]
-"""Maps (growth, slots `i32[B, w]`, their children, the values that each node received) to the children's ranks
-`f32[B, w, R]` (-inf: no candidate) and the values that each child hands on, a pytree of `[B, w, R]`."""
+"""A rule that ranks children; see `grow_layers`."""
 
 
 def grow_layers(grower: Grower, state: Any, rank: Rank, root: Any, *, nodes: int, depth: int, width: int, fanout: int,
@@ -30,6 +29,9 @@ def grow_layers(grower: Grower, state: Any, rank: Rank, root: Any, *, nodes: int
     children.
 
     Args:
+        rank: maps (tree, slots of nodes `i32[B, w]`, their `Children`, the values that each node received) to the ranks
+            of the children, `f32[B, w, R]` (-inf: no candidate), and the values that each child hands on, a pytree of
+            `[B, w, R]`.
         root: values of the newest token, a pytree of `f32[B, 1]`.
         keep: candidates that a layer keeps; default as many as can matter.
         deeper: maps the ranks of the best nodes before and after a layer, `f32[B, N]` each, to `bool[B]`, True to go
