@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from decodax.cache.scratch import Scratch
+from decodax.common.registry import CACHES
 from decodax.core.cache import Cache, CacheConfig, Entries, PyTree
 from decodax.core.capabilities import Draftable, DraftBase
 
@@ -109,7 +110,7 @@ class KVConfig(CacheConfig):
         shapes = tuple(KVLayer(*layer) for layer in layers) if capacity else ()
         for i, shape in enumerate(shapes):
             if refused := sorted(self.refuses(i, shape) & shape.scores):
-                name = getattr(self, "name", type(self).__name__)
+                name = next((n for n, entry in CACHES.items() if entry.make is type(self)), type(self).__name__)
                 raise ValueError(f"cache: {name} takes a model without {' and '.join(refused)} of its attention "
                                  f"scores, which layer {i} of this one has")
         return self.empty(shapes, batch, capacity, dtype, inputs)

@@ -83,7 +83,7 @@ class Shelf(MutableMapping[str, Entry]):
         ... def two_at_a_time(length: int = 2):
         ...     from decodax.algorithms.speculative import Speculative, drafts
         ...     return Speculative(drafts.PromptLookup(length))
-        >>> ALGORITHMS.make("two-at-a-time").emits
+        >>> ALGORITHMS.make("two-at-a-time").traits.emits
         3
         >>> del ALGORITHMS["two-at-a-time"]
         """

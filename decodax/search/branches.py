@@ -265,11 +265,11 @@ def control_tokens(lm: Any, fork: int | str, child: int | str) -> tuple[int, int
 def _tell(forks: Forks, child_at: np.ndarray, may_fork: Any) -> None:
     """Updates the policy: the position of `[Child]` in new threads, and which rows may fork."""
     job = forks.job
-    link, *others = job.policy.transforms
+    link, *others = job.batch.policy.transforms
     assert isinstance(link, ControlTokens)
     at, may = np.full(job.state.batch, -1, np.int32), np.zeros(job.state.batch, bool)
     at[:forks.rows] = child_at.reshape(-1)
     may[:forks.rows] = np.broadcast_to(may_fork, child_at.shape).reshape(-1)
     link = link.replace(child_at=jax.device_put(at, link.child_at.sharding),
                         may_fork=jax.device_put(may, link.may_fork.sharding))
-    job.policy = job.policy.replace(transforms=(link, *others))
+    job.batch.policy = job.batch.policy.replace(transforms=(link, *others))

@@ -13,7 +13,7 @@ from decodax.core import drivers
 from decodax.core.algorithm import name_of
 from decodax.core.mesh import on_mesh
 from decodax.core.state import State, Status
-from decodax.engine.batch import Job, collect, host_rows
+from decodax.engine.batch import Job, collect
 from decodax.engine.request import Request
 from decodax.engine.result import Result
 
@@ -148,11 +148,6 @@ class Canvases:
 
     def result(self) -> Result:
         """Returns all rows as a result of `decodax.generate`."""
-        job = self.job
-        with on_mesh(job.request.lm.mesh):
-            s = host_rows(drivers.outcome(job.algorithm, job.state), np.arange(self.rows))
+        s = jax.tree.map(lambda x: x[:self.rows], self.job.batch.outcome()[0])
         status = np.where(s.status == Status.RUNNING, np.int32(Status.TIME), s.status)
-        result = collect(job.request, s, status, {})
-        return dataclasses.replace(result, stats=dataclasses.replace(
-            result.stats, forwards=job.forwards, prefill_forwards=job.prefill_forwards, seconds=job.seconds,
-            prefill_seconds=job.prefill_seconds))
+        return self.job.timed(collect(self.job.request, s, status, {}), self.job.forwards)

@@ -210,8 +210,8 @@ class Forks(TextRows):
             status = put(np.where(given, Status.RUNNING, WAITING).astype(np.int32), s.status)
             prompt_length = s.prompt_length
             told: State = s.replace(tokens=put(tokens, s.tokens), length=at, prompt_length=at + 0, status=status)
-            told = drivers.extend(self.job.algorithm, self.job.model, self.job.params, told,
-                                  width=min(32, s.cache.capacity))
+            batch = self.job.batch
+            told = drivers.extend(batch.algorithm, batch.model, batch.params, told, width=min(32, s.cache.capacity))
             self.job.state = told.replace(prompt_length=prompt_length, stop=s.stop)
             self._restart(given, length)
         broken = (np.asarray(self.job.state.status) == Status.INVALID)[:self.rows].reshape(self.status.shape)
@@ -247,7 +247,7 @@ class Forks(TextRows):
 
     def _restart(self, rows: np.ndarray, front: np.ndarray) -> None:
         """Lets the automaton of stop strings read the tokens of `rows` (`bool[B]`) after the first `front` again."""
-        s, stops = self.job.state, self.job.policy.stops
+        s, stops = self.job.state, self.job.batch.policy.stops
         if isinstance(stops, StopTable):        # with a constraint that ends rows too, none is fed or rewound
             stop = np.where(rows, np.asarray(stops.resume(s.tokens, jnp.asarray(front), s.length)), np.asarray(s.stop))
             self.job.state = s.replace(stop=jax.device_put(stop.astype(np.int32), s.stop.sharding))
@@ -259,7 +259,8 @@ class Forks(TextRows):
     def ahead(self, which: np.ndarray | None = None, tokens: int | None = None) -> Forks:
         """Returns a copy in which rows have written further, to the end or by `tokens` tokens; this object is
         unchanged."""
-        job = dataclasses.replace(self.job, state=jax.tree.map(lambda x: x.copy(), self.job.state))
+        batch = dataclasses.replace(self.job.batch, state=jax.tree.map(lambda x: x.copy(), self.job.state))
+        job = dataclasses.replace(self.job, batch=batch)
         other = dataclasses.replace(self, job=job, status=self.status.copy(), lengths=self.lengths.copy(), spent=0)
         other.extend(which, tokens, whole=tokens is None)
         self.spent += other.spent
@@ -269,12 +270,8 @@ class Forks(TextRows):
         """Returns all rows as a result of `decodax.generate`."""
         self._set(np.where(self.live, Status.TIME, self.status), self.bound)
         s = host_rows(self.job.state, np.arange(self.rows))
-        job = self.job
-        request = dataclasses.replace(job.request, stop=self.stop)
-        result = collect(request, s, self.status.reshape(-1), {})
-        return dataclasses.replace(result, stats=dataclasses.replace(
-            result.stats, forwards=self.rounds, prefill_forwards=job.prefill_forwards, seconds=job.seconds,
-            prefill_seconds=job.prefill_seconds))
+        request = dataclasses.replace(self.job.request, stop=self.stop)
+        return self.job.timed(collect(request, s, self.status.reshape(-1), {}), self.rounds)
 
     def _set(self, status: np.ndarray, bound: np.ndarray) -> None:
         s = self.job.state

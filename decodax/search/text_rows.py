@@ -144,7 +144,7 @@ class TextRows:
         Weighted by it, rows of `decodax.algorithms.contrastive.awrs.AWRS` are draws by the policy. It is 0 for most
         algorithms.
         """
-        found = findings(self.job.algorithm, self.job.state).get("log_weight")
+        found = findings(self.job.batch.algorithm, self.job.state).get("log_weight")
         if found is None:
             return np.zeros(self.status.shape)
         return np.asarray(found)[:self.rows].astype(np.float64).reshape(self.status.shape)

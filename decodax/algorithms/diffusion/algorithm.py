@@ -29,7 +29,17 @@ from decodax.algorithms.diffusion.adapter import Adapter
 from decodax.algorithms.diffusion.caching.blocks import NoCache
 from decodax.algorithms.diffusion.canvas import Canvas, look, survey
 from decodax.algorithms.diffusion.guidance import guide
-from decodax.algorithms.diffusion.policies import Caching, Remask, Score, Shaper, Stop, Unmask, Verify, Windows
+from decodax.algorithms.diffusion.policies import (
+    BudgetSized,
+    Caching,
+    Remask,
+    Score,
+    Shaper,
+    Stop,
+    Unmask,
+    Verify,
+    Windows,
+)
 from decodax.algorithms.diffusion.round import Round
 from decodax.algorithms.diffusion.rules.defaults import AsIs, Keep, Sequential
 from decodax.algorithms.diffusion.rules.scores import Confidence
@@ -76,7 +86,10 @@ class MaskedDiffusion(Varies, Paced, GuidesItself):
     def traits(self) -> Traits:
         caches, approximate = self.caching.narrow, self.caching.approximate
         needs: tuple[Feature, ...] = ("trees", "subsets", "rewrites") if approximate else ("trees", "subsets")
-        return Traits(emits=self.windows.width, canvas=True, caches=caches, needs=frozenset(needs) if caches else NONE,
+        # a window as long as the text has no width before `fit`
+        open_ = isinstance(self.windows, BudgetSized) and self.windows.size is None
+        return Traits(emits=1 if open_ else self.windows.width, canvas=True, caches=caches,
+                      needs=frozenset(needs) if caches else NONE,
                       prefills=self.caching.persists and self.adapter.attention.causal)
 
     def fit(self, budget: int) -> MaskedDiffusion:
