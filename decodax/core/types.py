@@ -82,7 +82,11 @@ class Model(abc.ABC):
 
     @property
     def cache_kind(self) -> CacheKind | None:
-        """Configuration of its caches of keys and values; None if the model has a cache class of its own."""
+        """Configuration of its caches of keys and values; None if the model has a cache class of its own.
+
+        A model that takes any configuration keeps it in a field, makes its cache by it in `init_cache`, and overrides
+        this and `with_cache`.
+        """
         return None
 
     def with_cache(self, kind: CacheKind) -> Model:

@@ -233,7 +233,8 @@ class Forks(TextRows):
         self.status[p, i] = status
 
     def rewind(self, made: np.ndarray) -> None:
-        """Truncates rows to their first `made[p, i]` new tokens and makes them live again; -1 leaves a row unchanged.
+        """Truncates rows to their first `made[p, i]` new tokens and makes them live again, to draw with new keys; -1
+        leaves a row unchanged.
 
         Raises:
             ValueError: the cache or a transform of the policy cannot be truncated, or the algorithm has a state of its

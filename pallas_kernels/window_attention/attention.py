@@ -38,7 +38,12 @@ class FixedBias(abc.ABC):
 
 
 def by_position(scores: Callable[[Array, Array], Array]) -> Bias:
-    """Returns a bias that depends on positions only, `scores(positions of queries, positions of keys)`."""
+    """Returns a bias that depends on positions only.
+
+    Args:
+        scores: maps positions of queries `i32[B, 1, W, 1]` and of keys `i32[B or 1, G or 1, 1, K]` to what is added to
+            the scores, `f32[B or 1, H or 1, W, K]`.
+    """
     return lambda q, positions: lambda k, where: scores(positions, where)
 
 def window_attention(q: Array, k: Array, v: Array, mask: Array, positions: Array, cache: Array | None = None,
@@ -267,6 +272,9 @@ def _attention(q: Array, k: Array, v: Array, mask: Array, positions: Array, cach
     B, W, H, _ = q.shape
     G, e = k.shape[2], v.shape[3]
     added = None if bias is None else bias(q.swapaxes(1, 2), positions[:, None, :, None])
+    if added is not None and not callable(added):
+        raise TypeError(f"bias: got a function that returns {type(added).__name__}, takes one of queries and their "
+                        "positions that returns a function of keys and their positions, such as by_position(scores)")
     dtype, q = q.dtype, _folded(q, G)
     k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
 

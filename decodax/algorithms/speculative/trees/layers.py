@@ -37,7 +37,9 @@ def grow_layers(grower: Grower, state: Any, rank: Rank, root: Any, *, nodes: int
     Args:
         grower: grows the tree.
         state: the source's state.
-        rank: ranks the children.
+        rank: maps (tree, slots of nodes `i32[B, w]`, their `Children`, the values that each node received) to the ranks
+            of the children, `f32[B, w, R]` (-inf: no candidate), and the values that each child hands on, a pytree of
+            `[B, w, R]`.
         root: values of the newest token, a pytree of `f32[B, 1]`.
         nodes: largest number of drafts.
         depth: largest number of layers.
