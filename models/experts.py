@@ -2,9 +2,9 @@
 chooses them.
 
 The choices are sorted by expert and computed in blocks of `BLOCK` rows, each block by one expert. So shapes are static,
-no token is dropped, and experts that no token chose are not read. Every product has `BLOCK` rows, so a token's result
-is bitwise the same whatever other tokens there are. `jax.lax.ragged_dot` would do the same on a TPU; on CPU and GPU it
-multiplies every row with all experts.
+no token is dropped, and the weights of experts that no token chose are not read. Every product has `BLOCK` rows, so a
+token's result is bitwise the same whatever other tokens there are. `jax.lax.ragged_dot` would do the same on a TPU; on
+CPU and GPU it multiplies every row with all experts.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ def mix(x: Array, which: Array, weights: Array, gate: Kernel, up: Kernel, down: 
         on_input: bool = False) -> Array:
     """Returns the weighted sum of the chosen experts' outputs for each token.
 
-    Expert `e` computes `activation(x @ gate[e]) * (x @ up[e]) @ down[e]`. On a mesh each device computes, for its own
-    tokens, its part of the inner width of its experts: all of them, unless the mesh has an axis "expert". The parts are
-    summed once for all tokens. The compiler decides about packed kernels.
+    Expert `e` computes `activation(x @ gate[e]) * (x @ up[e]) @ down[e]`. On a mesh each device has a part of the inner
+    channels of all experts, or of some experts if the mesh has an axis "expert", and computes that part for its own
+    tokens. The parts are summed once for all tokens. The layout of packed kernels is left to the compiler.
 
     Args:
         x: `f[n, D]`.
         which: `i32[n, k]`, the chosen experts.
-        weights: `f32[n, k]`.
+        weights: `f32[n, k]`, their weights.
         gate, up: `f[E, D, I]`, may be packed.
         down: `f[E, I, D]`, may be packed.
         activation: elementwise function.

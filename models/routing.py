@@ -33,8 +33,8 @@ class Experts:
 
     Attributes:
         count: number of experts `E`.
-        chosen: number of experts that compute each token.
-        width: inner width of each expert.
+        chosen: number of experts that are chosen for each token.
+        width: number of inner channels of each expert.
         normalise: True divides the weights of the chosen experts by their sum (of a score "logits": takes their
             softmax); False keeps their scores.
         score: an expert's score from its logit: its share of the softmax over all experts; its sigmoid; the square root
@@ -46,7 +46,7 @@ class Experts:
         group_score: "top2": a group counts by the sum of its two best scores; "max": by its best score.
         scale: factor of the weights, after `normalise`.
         where: "output": weights multiply the experts' outputs; "input": their inputs.
-        shared: inner width of a gated MLP that computes every token beside the chosen experts; 0: none.
+        shared: number of inner channels of a gated MLP that computes every token beside the chosen experts; 0: none.
         shared_gate: True multiplies that MLP's output by a learned sigmoid of the token.
         bias: True adds biases to the router and to the experts' projections.
         jitter: of "sparsemixer": experts whose logit is relatively more than twice this below the best do not count.

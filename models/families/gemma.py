@@ -50,7 +50,7 @@ def _gemma3(c: Json) -> DecoderConfig:
 
 GEMMA3 = {"vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
           "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131_072}
-"""Defaults for entries that the released files of the models with images leave out of their text_config."""
+"""Defaults of entries that the text_config of released multimodal files lacks."""
 
 
 FAMILIES: dict[str, Callable[[Json], DecoderConfig]] = {
