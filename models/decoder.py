@@ -133,7 +133,13 @@ class Attention(nnx.Module):
     def _placed(self, y: Array, norm: Norm | None, tables: dict[Any, Any]) -> Array:
         """Splits queries or keys into heads, and applies their norm and rotation."""
         c, rope = self.c, self.layer.rope
-        turned = lambda y: y if rope is None else rotate(y, *tables[rope], interleaved=rope.interleaved)
+
+        def turned(y: Array) -> Array:
+            if rope is None:
+                return y
+            cos, sin = tables[rope]
+            return rotate(y, cos, sin, rope.interleaved)
+
         if norm is None:
             return turned(self._split(self._clipped(y)))
         if c.qk_norm_after:

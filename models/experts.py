@@ -48,10 +48,10 @@ def mix(x: Array, which: Array, weights: Array, gate: Kernel, up: Kernel, down: 
         `f[n, D]`, in the dtype of `x`.
     """
     inner = () if biases is None else biases[:2]
-    if not all(isinstance(kernel, Array) for kernel in (gate, up, down)):
-        out = _mixed(x, which, weights, gate, up, down, inner, activation, on_input)
-    else:
+    if isinstance(gate, Array) and isinstance(up, Array) and isinstance(down, Array):
         out = _over_mesh(x, which, weights, gate, up, down, inner, activation, on_input)
+    else:
+        out = _mixed(x, which, weights, gate, up, down, inner, activation, on_input)
     if biases is None:
         return out
     # Here, since each device of a mesh would add the last one to its part of the sum.
