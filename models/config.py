@@ -59,6 +59,26 @@ class QueryScale:
 
 
 @dataclasses.dataclass(frozen=True)
+class RgLru:
+    """Options of the recurrent block of Griffin and RecurrentGemma. See `decodax.models.rg_lru`.
+
+    Attributes:
+        width: number of channels `C`.
+        blocks: number of blocks of the gates' matrices, a divisor of `width`.
+        conv: width `K` of the convolution.
+    """
+
+    width: int
+    blocks: int
+    conv: int = 4
+
+    def __post_init__(self) -> None:
+        if self.conv < 1 or self.blocks < 1 or self.width % self.blocks:
+            raise ValueError(f"blocks: got {self.blocks} with a conv of {self.conv}, takes a divisor of the width, "
+                             f"{self.width}, and 1 or more")
+
+
+@dataclasses.dataclass(frozen=True)
 class Layer:
     """One layer: its attention, and its mixture of experts if it has one.
 
@@ -75,6 +95,8 @@ class Layer:
             projections for queries and keys, and the cache stores no keys for it; see `echo_att`. None: its own.
         bias: added to the attention scores, by the positions of query and key. See `decodax.models.biases`.
         query_scale: a factor of the queries that grows with the position, or None.
+        recurrent: the recurrent block in place of attention, which has no other of these options but `experts`. None:
+            attention.
         qk_norm: False leaves out the norm of queries and keys that `DecoderConfig.qk_norm` describes.
     """
 
@@ -88,8 +110,11 @@ class Layer:
     bias: FixedBias | None = None
     query_scale: QueryScale | None = None
     qk_norm: bool = True
+    recurrent: RgLru | None = None
 
     def __post_init__(self) -> None:
+        if self.recurrent is not None and dataclasses.replace(self, recurrent=None, experts=None) != Layer():
+            raise ValueError("recurrent: cannot be combined with options of attention")
         if self.sliding is not None and self.sliding < 1:
             raise ValueError(f"sliding: got {self.sliding}, takes 1 or more, or None")
         if self.linear is not None and (self.sliding is not None or self.scale is not None or self.reads is not None):
@@ -184,6 +209,9 @@ class DecoderConfig:
         if self.echoed and any(layer.reads is not None or layer.linear is not None for layer in self.layers):
             raise ValueError("echoes: got layers that repeat the attention of others and some that read their keys and "
                              "values, or have linear attention; takes one of these")
+        if self.recurrent and (self.summing or self.shared or not self.attending):
+            raise ValueError("recurrent: takes some layers with attention, and none that has linear attention or "
+                             "shares that of others")
         if self.twin_norms and self.block != "parallel":
             raise ValueError(f"twin_norms: got True with block {self.block!r}, takes block 'parallel'")
         if self.tied and self.head_bias:
@@ -241,12 +269,17 @@ class DecoderConfig:
     @property
     def attending(self) -> tuple[int, ...]:
         """Indices of the layers in `own` with softmax attention, for which a cache stores keys and values."""
-        return tuple(i for i in self.own if self.layers[i].linear is None)
+        return tuple(i for i in self.own if self.layers[i].linear is None and self.layers[i].recurrent is None)
 
     @property
     def summing(self) -> tuple[int, ...]:
         """Indices of the layers in `own` with linear attention, for which a cache stores a state."""
         return tuple(i for i in self.own if self.layers[i].linear is not None)
+
+    @property
+    def recurrent(self) -> tuple[int, ...]:
+        """Indices of the layers with a recurrent block, for which a cache stores a state."""
+        return tuple(i for i in self.own if self.layers[i].recurrent is not None)
 
     @property
     def shared(self) -> bool:

@@ -26,6 +26,7 @@ from decodax.models.echoes import Echoes, Near
 from decodax.models.feed_forward import MLP, Mixture
 from decodax.models.layers import STD, Linear, Norm, weight
 from decodax.models.packed import embedded, head, multiply
+from decodax.models.rg_lru import RecurrentBlock
 from decodax.models.rope import rotate
 
 Keep = Sequence[tuple[bool, bool]] | Array
@@ -170,7 +171,7 @@ class DecoderLayer(nnx.Module):
         self.c = c
         norm = lambda present: Norm(c.norm, (c.width,), ("embed",)) if present else None
         self.attn_in = norm(c.block != "post")
-        self.attn = Attention(c, layer, rngs)
+        self.attn = Attention(c, layer, rngs) if layer.recurrent is None else RecurrentBlock(c, layer.recurrent, rngs)
         self.attn_out = norm(c.block in ("post", "sandwich"))
         self.mlp_in = norm(c.block in ("pre", "sandwich") or c.twin_norms)
         self.mlp = MLP(c, rngs) if layer.experts is None else Mixture(c, layer.experts, rngs)
@@ -207,13 +208,13 @@ class DecoderLayer(nnx.Module):
 
     def values(self, x: Array) -> Array:
         """Returns only the attention's values, `f[B, W, G, d]`."""
-        assert self.attn.v is not None
+        assert isinstance(self.attn, Attention) and self.attn.v is not None
         return self.attn._values(_optional(self.attn_in, x))
 
     def _attention(self, index: int, x: Array, tables: dict[Any, Any], attend: Attend,
                    keep: bool | Array) -> tuple[Array, Any]:
         def inside(x: Array) -> tuple[Array, Any]:
-            branch, entry = self.attn(index, x, tables, attend)
+            branch, entry = self.attn(index, x, tables if isinstance(self.attn, Attention) else tables[None], attend)
             return _optional(self.attn_out, branch), entry
 
         if keep is False:
@@ -314,11 +315,12 @@ class Decoder(nnx.Module):
         return (self.embed.get_value() if self.norm.scale is None else self.norm.scale[...]).dtype
 
     def tables(self, positions: Array, context: int | None) -> dict[Any, Any]:
-        """Returns cosine and sine of each rotary embedding in the network, and the factors of each query scale."""
+        """Returns cosine and sine of each rotary embedding in the network, the factors of each query scale, and
+        the positions, as None."""
         ropes = {layer.rope for layer in self.c.layers if layer.rope is not None}
         scales = {layer.query_scale for layer in self.c.layers if layer.query_scale is not None}
         return {rope: rope.table(positions, context) for rope in ropes} | {
-            scale: scale.table(positions) for scale in scales}
+            scale: scale.table(positions) for scale in scales} | {None: positions}
 
     def logits(self, hidden: Array) -> Array:
         """Returns logits `f32[..., V]` of hidden states `f[..., D]`."""

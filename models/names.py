@@ -109,6 +109,7 @@ class Names:
         twin: entries of `layer` that differ with `DecoderConfig.twin_norms`.
         transposed: True if linear layers are stored `[out, in]`.
         experts_transposed: the same for tensors that hold all experts.
+        extra: full names of tensors inside a layer that are used as they are, by the weight's path inside a layer.
     """
 
     layer: dict[str, str]
@@ -127,6 +128,7 @@ class Names:
     twin: dict[str, str] = dataclasses.field(default_factory=dict)
     transposed: bool = True
     experts_transposed: bool = True
+    extra: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 NEOX = {"attn_in": "input_layernorm", "mlp_in": "post_attention_layernorm", "mlp.up": "mlp.dense_h_to_4h",
@@ -184,6 +186,16 @@ FAMILY_NAMES = {
     "nanochat": Names({**LLAMA, "mlp.up": "mlp.fc1", "mlp.down": "mlp.fc2"}),
     "apertus": Names({**LLAMA, "attn_in": "attention_layernorm", "mlp_in": "feedforward_layernorm"}),
     "exaone4": Names(SANDWICH),
+    "recurrent_gemma": Names(
+        {**LLAMA, "attn_in": "temporal_pre_norm", "mlp_in": "channel_pre_norm",
+         **{f"attn.{x}": f"temporal_block.{x}_proj" for x in "qkvo"},
+         **{f"attn.{x}": f"temporal_block.linear_{x}" for x in ("x", "y", "out")},
+         **{f"mlp.{part}": f"mlp_block.{part}_proj" for part in ("gate", "up", "down")}}, norm="final_norm",
+        extra={"attn.taps": "temporal_block.conv_1d.weight", "attn.conv_bias": "temporal_block.conv_1d.bias",
+               **{f"attn.{ours}": f"temporal_block.rg_lru.{theirs}" for ours, theirs in (
+                   ("decay", "recurrent_param"), ("input_gate", "input_gate_weight"),
+                   ("input_bias", "input_gate_bias"), ("decay_gate", "recurrent_gate_weight"),
+                   ("decay_bias", "recurrent_gate_bias"))}}),
     "hunyuan_v1_dense": Names({**LLAMA, "attn.q_norm": "self_attn.query_layernorm",
                                "attn.k_norm": "self_attn.key_layernorm"}),
     "glm": Names({**LLAMA, **dict.fromkeys(GATE_UP, "mlp.gate_up_proj")}, fused=(GATE_UP,)),
@@ -312,6 +324,8 @@ def _source(path: str, names: Names, sizes: dict[str, tuple[int, ...]], groups: 
     else:
         _, index, inner = module.split(".", 2)
         within = f"{names.stem}{names.layers}.{index}."
+        if (own := names.extra.get(f"{inner}.{leaf}")) is not None:
+            return WeightSource((f"{within}{own}",), False, None, shape)
         if len(shape) == 3 and "{expert}" in names.experts[inner]:
             each = tuple(f"{within}{names.experts[inner].format(expert=e)}.{tail}" for e in range(shape[0]))
             return WeightSource(each, True, None, shape[:0:-1])

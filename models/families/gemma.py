@@ -1,12 +1,14 @@
-"""Gemma 1 to 3."""
+"""Gemma 1 to 3, and RecurrentGemma."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from decodax.models.config import Activation, DecoderConfig, NormConfig
-from decodax.models.reading import Json, read_activation, read_layers, read_period, read_rope, read_shape
+import jax.numpy as jnp
+
+from decodax.models.config import Activation, DecoderConfig, Layer, NormConfig, RgLru
+from decodax.models.reading import Json, head_width, read_activation, read_layers, read_period, read_rope, read_shape
 
 
 def _gemma_shape(c: Json, **changes: Any) -> dict[str, Any]:
@@ -53,6 +55,26 @@ GEMMA3 = {"vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216,
 """Defaults of entries that the text_config of released multimodal files lacks."""
 
 
+def _recurrent_gemma(c: Json) -> DecoderConfig:
+    c = {"partial_rotary_factor": 0.5, **c}
+    width, heads, count = c["hidden_size"], c["num_attention_heads"], c["num_hidden_layers"]
+    norm = NormConfig(eps=c.get("rms_norm_eps", 1e-6), unit_offset=True)
+    shape = read_shape(
+        {**c, "intermediate_size": max(c["intermediate_size"] // 2, 1)}, norm=norm,
+        activation=read_activation(c, "hidden_activation", "gelu_pytorch_tanh"),
+        qkv_bias=c.get("attention_bias", False), tied=c.get("tie_word_embeddings", True), out_bias=True, mlp_bias=True,
+        head_dim=head_width(c, "hidden_size", "num_attention_heads"), logit_softcap=c.get("logits_soft_cap", 30.0),
+        # The factor is rounded to bfloat16, as in the model's training.
+        embed_scale=float(jnp.asarray(width ** 0.5, jnp.bfloat16)), context=c.get("max_position_embeddings", 8192))
+    lru, kinds = c.get("lru_width") or width, c.get("block_types") or ("recurrent", "recurrent", "attention")
+    if lru % heads:
+        raise ValueError(f"lru_width: got {lru}, takes a multiple of num_attention_heads = {heads}")
+    near = Layer(read_rope(c, shape), c.get("attention_window_size", 2048))
+    block = Layer(recurrent=RgLru(lru, heads, c.get("conv1d_width", 4)))
+    return DecoderConfig(layers=tuple(
+        block if kinds[i % len(kinds)] == "recurrent" else near for i in range(count)), **shape)
+
+
 FAMILIES: dict[str, Callable[[Json], DecoderConfig]] = {
-    "gemma": _gemma, "gemma2": _gemma2, "gemma3_text": _gemma3,
+    "gemma": _gemma, "gemma2": _gemma2, "gemma3_text": _gemma3, "recurrent_gemma": _recurrent_gemma,
 }

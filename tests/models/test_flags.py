@@ -30,7 +30,7 @@ WITHOUT_EFFECT_HERE = {
     "ernie4_5_moe": {"moe_layer_end_index", "moe_layer_interval"}, "exaone4": {"sliding_window_pattern"},
     "llama4_text": {"moe_layers", "interleave_moe_layer_step", "no_rope_layers", "no_rope_layer_interval",
                     "layer_types"},
-    "phi3": {"original_max_position_embeddings"},
+    "phi3": {"original_max_position_embeddings"}, "recurrent_gemma": {"head_dim"},
 }
 
 

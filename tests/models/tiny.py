@@ -82,6 +82,7 @@ CASES: dict[str, tuple[str, dict[str, Any], int | None]] = {
                                        "norm_topk_prob": True, "moe_intermediate_size": 20, "num_hidden_layers": 2,
                                        "decoder_sparse_step": 2}, None),
     "gpt-neox": ("gpt_neox", {}, None),
+    "recurrent-gemma": ("recurrent_gemma", {"attention_window_size": 5, "lru_width": 32, "num_hidden_layers": 3}, None),
     "gpt-neox-serial": ("gpt_neox", {"use_parallel_residual": False, "attention_bias": False,
                                      **rope("linear", factor=2.0, partial_rotary_factor=0.5)}, None),
     "gptj": ("gptj", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "rotary_dim": 4}, None),
