@@ -36,7 +36,7 @@ ALPHA, SLACK = 3.0, 0.05
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """A system with fixed options: the curve it belongs to, its own name, and a function that builds its algorithm."""
+    """A system with fixed options: its curve, its name, and a function that builds its algorithm."""
 
     curve: str
     name: str
@@ -97,8 +97,8 @@ def points(given: Sequence[str], lm: Any, draft: Any = None) -> list[Point]:
         for values in itertools.product(*grid.values()):
             own = dict(zip(grid, values, strict=True))
             shown = name + (":" if own else "") + ",".join(f"{k}={v!r}" for k, v in own.items())
-            needs_draft = name in ALGORITHMS and ALGORITHMS[name].takes_draft
-            build = lambda name=name, own=own, d=needs_draft: ALGORITHMS.make(name, lm, draft if d else None, **own)
+            needed = draft if ALGORITHMS.find(name).takes_draft else None
+            build = functools.partial(ALGORITHMS.make, name, lm, needed, **own)
             build()                                              # an error should come before the first run
             out.append(Point(text, shown, build))
     return out
@@ -178,27 +178,25 @@ def aup(curve: Sequence[tuple[float, float]], best: float, alpha: float = ALPHA,
 def curves(rows: Sequence[Row]) -> dict[str, dict[str, list[Row]]]:
     """Returns the rows that did not fail, by task and curve, in the order of tokens a forward."""
     out: dict[str, dict[str, list[Row]]] = {}
-    for row in rows:
-        if row.error is None:
-            out.setdefault(row.task, {}).setdefault(row.curve, []).append(row)
-    return {task: {curve: sorted(found, key=lambda r: r.tokens_per_forward) for curve, found in each.items()}
-            for task, each in out.items()}
+    for row in sorted((row for row in rows if row.error is None), key=lambda row: row.tokens_per_forward):
+        out.setdefault(row.task, {}).setdefault(row.curve, []).append(row)
+    return out
 
 
 def scores(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
     """Returns the AUP of each curve on each task."""
-    out: dict[str, dict[str, float]] = {}
+    out: dict[str, dict[str, float]] = {row.curve: {} for row in rows if row.error is None}
     for task, each in curves(rows).items():
         best = max(row.accuracy for found in each.values() for row in found)
         for curve, found in each.items():
-            out.setdefault(curve, {})[task] = aup([(r.tokens_per_forward, r.accuracy) for r in found], best)
+            out[curve][task] = aup([(r.tokens_per_forward, r.accuracy) for r in found], best)
     return out
 
 
 def show(rows: Sequence[Row], setting: str, markdown: bool = False) -> None:
     """Prints the figures and the AUP."""
     show_table(COLUMNS, [row.cells() for row in rows], setting, markdown)
-    tasks = list(curves(rows))
+    tasks = list(dict.fromkeys(row.task for row in rows if row.error is None))
     show_table(("system", *tasks, "mean"), [
         (curve, *(f"{each[t]:.0f}" if t in each else "" for t in tasks), f"{sum(each.values()) / len(each):.0f}")
         for curve, each in scores(rows).items()], "accuracy under parallelism (AUP)", markdown)
