@@ -66,10 +66,9 @@ def field_options(fields: Any) -> dict[str, Any]:
     kinds = {"int": int, "float": float, "str": str, "Path": Path}
     out = {}
     for field in fields:
-        given = {"default": field.default, "help": field.metadata["help"], **field.metadata["parse"]}
-        if field.default is not False and "action" not in given:
-            given.setdefault("type", kinds[str(field.type).removesuffix(" | None")])
-        out[field.name] = given
+        kind = kinds.get(str(field.type).removesuffix(" | None"))
+        out[field.name] = {"default": field.default, "help": field.metadata["help"], **({"type": kind} if kind else {}),
+                           **field.metadata["parse"]}
     return out
 
 

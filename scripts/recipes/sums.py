@@ -97,6 +97,13 @@ def held_out(prompt: str) -> bool:
     return zlib.crc32(prompt.encode()) % 16 == 0
 
 
+def draw_new(rng: random.Random, numbers: int | None = None) -> Sum:
+    """Returns a problem that is not held out, with this count of numbers or a random one."""
+    while held_out((problem := draw(numbers or rng.randrange(2, LONGEST + 1), rng)).prompt):
+        pass
+    return problem
+
+
 def problems(count: int, numbers: int, seed: int = 0) -> list[Sum]:
     """Returns held-out problems, all different."""
     rng, found = random.Random(f"sums {numbers} {seed}"), {}
@@ -130,9 +137,7 @@ def training_batch(rows: int, seed: int, step: int) -> tuple[np.ndarray, np.ndar
     rng = random.Random(f"train {seed} {step}")
     tokens, answers = np.zeros((rows, LENGTH), np.int32), np.zeros((rows, LENGTH), bool)
     for i in range(rows):
-        problem = draw(rng.randrange(2, LONGEST + 1), rng)
-        while held_out(problem.prompt):
-            problem = draw(rng.randrange(2, LONGEST + 1), rng)
+        problem = draw_new(rng)
         prompt, answer = encode(problem.prompt), [*encode(problem.answer), ID[END]]
         tokens[i, :len(prompt) + len(answer)] = prompt + answer
         answers[i, len(prompt):len(prompt) + len(answer)] = True
