@@ -76,13 +76,17 @@ MEANING = {
 """Help of the options."""
 
 
+HOME = dict.fromkeys(("caches", "beams", "constraints", "jobs"), "calls")
+"""Modules of subcommands that have none of their own."""
+
+
 def main(argv: list[str] | None = None) -> int:
     """Runs a command line and returns the exit status."""
     args = commands.parser(__doc__, BENCHMARKS, MEANING, "Measures").parse_args(argv)
     if args.command in ("rounds", "weights"):
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
     return commands.run("benchmark.py", args, lambda args: importlib.import_module(
-        f"benchmarks.{args.command}").main(args))
+        f"benchmarks.{HOME.get(args.command, args.command)}").main(args))
 
 
 if __name__ == "__main__":
