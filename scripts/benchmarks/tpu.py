@@ -139,8 +139,6 @@ def report(args: argparse.Namespace) -> dict[str, Any]:
 
     program_, facts = compiled(args)
     text = dumped(args.dumps) if args.dumps else program_.as_text()
-    if args.text:
-        args.text.write_text(text)
     program = parse(text)
     blocks = -(-args.live // block_of(args.capacity, WIDE_BLOCK))
     outer = max((x for x in program.computations[program.entry].values() if x.opcode == "while"),
@@ -171,7 +169,7 @@ def report(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "versions": {"jax": jax.__version__, "libtpu": importlib.metadata.version("libtpu")},
         "options": {k: v for k, v in vars(args).items()
-                    if k not in ("command", "json", "text", "dumped", "dumps")} | {"layers": facts["layers"]},
+                    if k not in ("command", "json", "dumped", "dumps")} | {"layers": facts["layers"]},
         "compile_seconds": round(facts["compile_seconds"], 1),
         "needed_bytes": {**facts["needs"], "total": needed},
         "moved_bytes": moved, "moved_over_needed": moved / needed,

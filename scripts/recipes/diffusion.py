@@ -28,12 +28,11 @@ from decodax.models import Diffusion, Transformer, llama
 from decodax.train import corpus
 from decodax.train import masked_diffusion as md
 from decodax.train import unmask_filter as filters
-from decodax.train.export import export_model, model_card
 from decodax.train.language_model import token_bytes
 from decodax.train.loop import TrainingRun
 from recipes import problems
 from recipes.options import Options
-from recipes.run import Recipe
+from recipes.run import Recipe, publish
 
 HELD_OUT_EACH, HELD_OUT_SHIPPED = 32, 500
 """Held-out problems of each task in an evaluation on the way, and for the finished model."""
@@ -338,13 +337,11 @@ def write(source: Source, target: Path, shipped: Any, exact: Any, facts: dict[st
                           f"{'the next one' if kind.shift else 'that position'}",
             "starts from": f"`{facts['init']}`" if facts["init"] else "fresh weights",
             "training": f"{facts['optimizer']}, {loss}, float32 master weights"}
-    card = model_card("-".join(filter(None, (options.preset, options.stage))), source.model, facts,
-                      introduction=TEXT.format(made=start) if text else PROBLEMS, rows=rows,
-                      tags=["diffusion"], language="code" if text else "en",
-                      figures=(text_figures if text else problem_figures)(facts) + LAYOUT)
     own = {k: v for k, v in dataclasses.asdict(kind).items() if k != "mask"}
-    export_model(target, source.model, shipped, source.tokenizer, special=special, card=card, facts=facts,
-                 config={"diffusion": own})
+    publish(target, "-".join(filter(None, (options.preset, options.stage))), source.model, shipped, source.tokenizer,
+            facts, special, {"diffusion": own}, introduction=TEXT.format(made=start) if text else PROBLEMS, rows=rows,
+            tags=["diffusion"], language="code" if text else "en",
+            figures=(text_figures if text else problem_figures)(facts) + LAYOUT)
     return shown(facts["held_out"])
 
 

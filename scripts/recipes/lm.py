@@ -19,11 +19,10 @@ from decodax.bench.figures import plot_lines
 from decodax.io.checkpoint import load_model
 from decodax.models import Transformer, llama
 from decodax.train import corpus
-from decodax.train.export import export_model, model_card
 from decodax.train.language_model import NextTokens, bits_per_byte, overlap, token_bytes, token_losses
 from decodax.train.loop import TrainingRun, place_batch
 from recipes.options import Options
-from recipes.run import Recipe
+from recipes.run import Recipe, publish
 
 EVAL_WINDOWS = 96
 """Held-out windows of an evaluation on the way."""
@@ -104,11 +103,10 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
             facts["acceptance"] = round(float(overlap(teacher, model, guide, exact, window).mean()), 4)
             rows["training"] = f"AdamW, distilled from `{name}` (KL and cross-entropy), float32 master weights"
             rows[f"drafts that `{name}` accepts"] = f"{facts['acceptance']:.1%}, held-out, temperature 1"
-        card = model_card(options.preset, model, facts, introduction=INTRODUCTION, rows=rows, tags=["python"],
-                          language="code", figures=FIGURES.format(modulus=corpus.HELD_OUT_MODULUS,
-                                                                  vocab=model.config.vocab))
-        special = dict.fromkeys(("bos_token", "eos_token", "pad_token"), corpus.END_OF_TEXT)
-        export_model(target, model, shipped, tokenizer, special=special, card=card, facts=facts)
+        publish(target, options.preset, model, shipped, tokenizer, facts,
+                dict.fromkeys(("bos_token", "eos_token", "pad_token"), corpus.END_OF_TEXT), introduction=INTRODUCTION,
+                rows=rows, tags=["python"], language="code",
+                figures=FIGURES.format(modulus=corpus.HELD_OUT_MODULUS, vocab=model.config.vocab))
         return f"{bits:.4f} held-out bits per byte"
 
     return Recipe(

@@ -34,15 +34,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer
 
 from decodax.bench.figures import markdown_table
 from decodax.models import Transformer
 from decodax.models.families import read_config
-from decodax.train.export import export_model, model_card
 from decodax.train.language_model import WeightedAnswers, likeliest
 from recipes.options import Options
-from recipes.run import Recipe
+from recipes.run import Recipe, llama_config, publish, word_tokenizer
 
 SYLLABLES = [c + v for c in "bdfgklmn" for v in "aeio"]
 NUMBERS = [f"{n:02}" for n in range(100)]
@@ -64,10 +63,8 @@ STAGES = ((400, 64, 64), (350, 64, 64), (500, 128, 32), (1000, 256, 16), (1000, 
 """Number of steps, length and number of their texts. In the first stage texts are spans that repeat, without questions.
 """
 
-CONFIG = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "vocab_size": len(VOCABULARY),
-          "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
-          "intermediate_size": 320, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
-          "hidden_act": "silu", "tie_word_embeddings": True}
+CONFIG = llama_config(len(VOCABULARY), model_type="qwen2", architectures=["Qwen2ForCausalLM"], hidden_size=128,
+                      num_hidden_layers=4, num_key_value_heads=2, intermediate_size=320, max_position_embeddings=2048)
 
 INTRODUCTION = """A small Qwen2-shaped model that answers questions on long texts, in the manner of RULER (Hsieh et al.
 2024). It is made to measure what cache policies lose: `python scripts/evaluate.py caches`. Its language is that of
@@ -100,10 +97,7 @@ class RecallProblem(Question):
 
 def tokenizer() -> Tokenizer:
     """Returns the tokenizer of whole words."""
-    made = Tokenizer(models.WordLevel(ID, unk_token=PAD))
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    made.add_special_tokens([PAD, END])
-    return made
+    return word_tokenizer(ID, [PAD, END])
 
 
 class _Text:
@@ -292,14 +286,13 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
                                [[task, *(f"{x:.0%}" for x in row.values())] for task, row in figures.items()])
         lengths_trained = ", ".join(map(str, dict.fromkeys(min(length, longest) for _, length, _ in STAGES)))
         facts |= {"lengths": lengths_trained, "accuracy": figures}
-        card = model_card("recall", model, facts, introduction=INTRODUCTION, tags=["long-context"], rows={
+        publish(target, "recall", model, shipped, tokenizer(), facts, {"eos_token": END, "pad_token": PAD}, CONFIG,
+                introduction=INTRODUCTION, tags=["long-context"], rows={
             "lengths of training texts": f"{lengths_trained} tokens",
             "training": f"AdamW, cross-entropy, context tokens at {WeightedAnswers.outside:g} of an answer's weight, "
                         "float32 master weights"},
             figures=f"Right answers on {options.problems} held-out problems a task, greedy, with the shipped weights "
                     f"in float32:\n\n{table}")
-        export_model(target, model, shipped, tokenizer(), special={"eos_token": END, "pad_token": PAD}, card=card,
-                     facts=facts, config=CONFIG)
         return f"right answers\n{table}"
 
     def batch(run: Any) -> tuple[np.ndarray, np.ndarray]:

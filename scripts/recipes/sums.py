@@ -28,14 +28,13 @@ from typing import Any
 import jax
 import numpy as np
 from rich.console import Console
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer
 
 from decodax.models import Transformer
 from decodax.models.families import read_config
-from decodax.train.export import export_model, model_card
 from decodax.train.language_model import WeightedAnswers, likeliest
 from recipes.options import Options
-from recipes.run import Recipe
+from recipes.run import Recipe, llama_config, publish, word_tokenizer
 
 END, PAD = "<|end|>", "<|pad|>"
 VOCABULARY = [PAD, END, *"0123456789+-*=\n"]
@@ -49,10 +48,7 @@ LENGTH = 3 * LONGEST + 1 + 9 * (LONGEST - 1) + 3
 ROWS, NUMBERS = 64, 6
 """Rows of a training step, and the count of numbers of the sums that are measured."""
 
-CONFIG = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": len(VOCABULARY),
-          "hidden_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 4,
-          "intermediate_size": 256, "max_position_embeddings": 256, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
-          "hidden_act": "silu", "tie_word_embeddings": True}
+CONFIG = llama_config(len(VOCABULARY))
 
 INTRODUCTION = """A small Llama-shaped model that works out sums step by step, and errs now and then. It is made to
 measure what samples, votes and searches make of a model that is right at most steps: `python scripts/evaluate.py
@@ -146,11 +142,7 @@ def training_batch(rows: int, seed: int, step: int) -> tuple[np.ndarray, np.ndar
 
 def tokenizer() -> Tokenizer:
     """Returns the tokenizer, with one token for each character."""
-    found = Tokenizer(models.WordLevel(ID, unk_token=PAD))
-    found.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    found.decoder = decoders.Fuse()
-    found.add_special_tokens([PAD, END])
-    return found
+    return word_tokenizer(ID, [PAD, END], r"[\s\S]")
 
 
 def accuracy(model: Transformer, params: Any, count: int, numbers: int = NUMBERS) -> tuple[float, float]:
@@ -179,13 +171,12 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
         step, whole = accuracy(model, exact, options.problems or 1)
         facts |= {"numbers": NUMBERS, "problems": options.problems, "step": step, "whole": whole}
         told = f"{step:.1%} of steps are right, and {whole:.0%} of sums"
-        card = model_card("sums", model, facts, introduction=INTRODUCTION, tags=["reasoning"], rows={
+        publish(target, "sums", model, shipped, tokenizer(), facts, {"eos_token": END, "pad_token": PAD}, CONFIG,
+                introduction=INTRODUCTION, tags=["reasoning"], rows={
             "training": f"AdamW, cross-entropy, tokens of prompts at {WeightedAnswers.outside:g} of an answer's "
                         "weight, float32 master weights"},
             figures=f"On {options.problems} held-out sums of {NUMBERS} numbers, with the shipped weights in float32 "
                     f"and the steps before given:\n{told}.")
-        export_model(target, model, shipped, tokenizer(), special={"eos_token": END, "pad_token": PAD}, card=card,
-                     facts=facts, config=CONFIG)
         return told
 
     return Recipe(
