@@ -28,11 +28,7 @@ IGNORED = re.compile(r"^sparse_threshold\.|rotary_emb\.inv_freq$|kv_scale_quant_
 
 
 def packed(directory: Path, checkpoint: Path) -> Any:
-    """Returns the model of a directory with the weights of a QServe or SqueezeLLM checkpoint.
-
-    Raises:
-        ValueError: a weight is missing, has another shape than config.json says, or is left over.
-    """
+    """Returns the model of a directory with the weights of a QServe or SqueezeLLM checkpoint."""
     import jax
     import jax.numpy as jnp
     import torch
@@ -103,11 +99,7 @@ def _kernel(module: str, tensors: Mapping[str, Any]) -> Any:
 
 
 def rwkv(checkpoint: Path, directory: Path) -> None:
-    """Writes config.json and model.safetensors of an RWKV-7 or RWKV-X.
-
-    Raises:
-        ValueError: the file is neither, or the directory exists.
-    """
+    """Writes config.json and model.safetensors of an RWKV-7 or RWKV-X."""
     import torch
     from safetensors.torch import save_file
 

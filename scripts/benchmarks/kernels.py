@@ -122,11 +122,7 @@ def loop(fn: Callable[[Array, Any], Array], calls: int) -> Callable[[Array, Any]
 
 
 def main(args: argparse.Namespace) -> None:
-    """Times the forms and prints a table.
-
-    Raises:
-        ValueError: a live length or capacity that the kernels do not take.
-    """
+    """Times the forms and prints a table."""
     args.live = args.capacity // 2 if args.live is None else args.live
     if not 0 < args.live <= args.capacity:
         raise ValueError(f"--live: got {args.live}, takes 1 to the capacity of {args.capacity}")

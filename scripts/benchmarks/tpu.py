@@ -201,12 +201,7 @@ def line(r: dict[str, Any]) -> tuple[str, ...]:
 
 
 def main(args: argparse.Namespace) -> None:
-    """Compiles every combination and prints a line for each.
-
-    Raises:
-        ValueError: a live length beyond the capacity.
-        FileNotFoundError: libtpu is not installed.
-    """
+    """Compiles every combination and prints a line for each."""
     args.live = args.capacity if args.live is None else args.live
     if not 0 < args.live <= args.capacity:
         raise ValueError(f"--live: got {args.live}, takes 1 to the capacity of {args.capacity}")

@@ -76,9 +76,6 @@ def sized(policy: str, removed: float, length: int, **measured: Any) -> Any:
     Args:
         measured: options that were measured (`fitted`). `layers` is a function that returns what each layer keeps if
             all keep a share together.
-
-    Raises:
-        ValueError: as `decodax.kv`.
     """
     entry = find(policy.partition(":")[0])
     given = {**measured, **parse_options(policy, entry.options)}
@@ -161,9 +158,6 @@ def run(lm: Any, policies: Sequence[str], *, removed: Sequence[float] = REMOVED,
         report: called before each run with the runs done, the runs in all, and the name of this one.
         known: earlier rows, which are not measured again. save: called with all rows after each run.
         left_out: list for the reasons why a policy or a size is not possible here; None: that is an error.
-
-    Raises:
-        ValueError: an unknown policy or task.
     """
     tasks = list(recall.ANSWERED if tasks is None else tasks)
     cases = sizes(lm, policies, removed, length, left_out)
@@ -239,11 +233,7 @@ def tables(rows: Sequence[Measured]) -> list[tuple[str, list[str], list[list[str
 
 
 def main(args: argparse.Namespace) -> None:
-    """Measures, or reads earlier figures, and prints, writes and draws them.
-
-    Raises:
-        ValueError: an unknown policy, or a file that cannot be written or has other figures.
-    """
+    """Measures, or reads earlier figures, and prints, writes and draws them."""
     check_writable(args.plot, args.json)
     if args.figures:
         facts = [json.loads(path.read_text()) for path in args.figures]

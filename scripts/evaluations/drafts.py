@@ -37,9 +37,6 @@ def run(lm: Any, systems: Sequence[str] = DRAFTS, *, problems: int = 20, length:
     Args:
         lm: a model with the vocabulary of `recipes/recall.py`.
         problems: number of each task. length: words of the texts. seed: seed of the problems.
-
-    Raises:
-        ValueError: an unknown system or option.
     """
     prompts = [p.prompt for task in recall.ANSWERED for p in recall.problems(task, problems, length, seed)]
     out = []

@@ -127,11 +127,7 @@ def measure(lm: Any, problems: Sequence[sums.Sum], method: str, rows: int, verif
 
 
 def main(args: argparse.Namespace) -> None:
-    """Measures and prints a table: right answers, and in brackets tokens.
-
-    Raises:
-        ValueError: an unknown method, or a file that cannot be written.
-    """
+    """Measures and prints a table: right answers, and in brackets tokens."""
     methods = args.methods or list(METHODS)
     if unknown := [name for name in methods if name not in METHODS]:
         raise ValueError(f"--methods: got {unknown[0]}, takes {', '.join(METHODS)}")

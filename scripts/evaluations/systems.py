@@ -78,11 +78,7 @@ class Row:
 
 
 def points(given: Sequence[str], lm: Any, draft: Any = None) -> list[Point]:
-    """Returns the points of systems that are written NAME:OPTION=VALUE,..., where a list of values is a grid.
-
-    Raises:
-        ValueError: an unknown system or option, or a text of another form.
-    """
+    """Returns the points of systems that are written NAME:OPTION=VALUE,..., where a list of values is a grid."""
     out = []
     for text in given:
         name, _, rest = text.partition(":")
@@ -114,9 +110,6 @@ def run(lm: Any, grid: Sequence[Point], tasks: Sequence[str], *, problems: int =
         repeats: timed runs of each point and task, after one that compiles.
         report: called before each run with the runs done, the runs in all, and the name of this one.
         sampling: keywords of `dx.generate`; greedy without any.
-
-    Raises:
-        ValueError: fewer repeats than 1.
     """
     if repeats < 1:
         raise ValueError(f"repeats: got {repeats}, takes at least 1")
@@ -203,11 +196,7 @@ def show(rows: Sequence[Row], setting: str, markdown: bool = False) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Runs the grid; returns 1 if a point failed.
-
-    Raises:
-        ValueError: an unknown task, system or option, or a file that cannot be written.
-    """
+    """Runs the grid; returns 1 if a point failed."""
     tasks = list(source.TASKS) if "all" in args.task else list(dict.fromkeys(args.task))
     if unknown := [task for task in tasks if task not in source.TASKS]:
         raise ValueError(f"--task: got {unknown[0]}, takes all, {', '.join(source.TASKS)}")

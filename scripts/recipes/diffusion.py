@@ -92,9 +92,6 @@ def beginnings(stream: np.ndarray, count: int, length: int, canvas: int, seed: i
 
     A window has up to `length` tokens. Prompts take from half to all of the room beside the answer, so that answers
     begin at any position of a model's blocks.
-
-    Raises:
-        ValueError: the stream is too short.
     """
     if len(stream) < length:
         raise ValueError(f"corpus: got {len(stream)} tokens, takes {length} or more")
@@ -143,11 +140,7 @@ class Source:
             SHIPPED_WINDOWS if published else EVAL_WINDOWS)}
 
     def own_answers(self, held: bool) -> md.Batch:
-        """Returns the model's own right answers, made one token a forward, or texts that it has continued.
-
-        Raises:
-            ValueError: no answer is right, or the tokenizer has no token between documents.
-        """
+        """Returns the model's own right answers, made one token a forward, or texts that it has continued."""
         o, share = self.options, 8 if held else 1
         if self.kept is None:
             each = max(1, (o.answers or 1) // len(problems.TASKS) // share)
@@ -211,11 +204,7 @@ def recipe(o: Options, mesh: jax.sharding.Mesh, console: Console) -> Recipe:
 
 
 def fresh(options: Options) -> Source:
-    """Returns a model with fresh weights or those of `init`; a mask that is added gets the mean embedding.
-
-    Raises:
-        ValueError: `init` has another vocabulary.
-    """
+    """Returns a model with fresh weights or those of `init`; a mask that is added gets the mean embedding."""
     text = options.settings.text
     documents, kept = corpus.load_corpus(options.corpus) if text else ([], None)
     tokenizer = text_tokenizer(options, documents) if text else problems.tokenizer()
@@ -238,11 +227,7 @@ def fresh(options: Options) -> Source:
 
 
 def finished(options: Options) -> Source:
-    """Returns a trained diffusion model, for the stages.
-
-    Raises:
-        ValueError: `init` is autoregressive.
-    """
+    """Returns a trained diffusion model, for the stages."""
     home = find(options.init or options.preset)
     (model, params), kind = load_model(home, dtype="float32"), load_diffusion(home)
     if kind is None:

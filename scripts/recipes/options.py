@@ -90,11 +90,7 @@ def _option(help: str, default: Any = None, only: str = "", decides: bool = True
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """One training run. None stands for the preset's value.
-
-    Raises:
-        ValueError: a value that its option does not take, by name.
-    """
+    """One training run. None stands for the preset's value."""
 
     recipe: str
     preset: str = _option("shape, data and settings of the model (default: the first)", "", "lm diffusion")

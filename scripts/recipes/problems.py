@@ -89,9 +89,6 @@ def problems(task: str, count: int, seed: int = 0, held: bool = True) -> list[Pr
 
     Args:
         held: True: problems that the shipped model was not trained on; False: those that training draws from.
-
-    Raises:
-        ValueError: an unknown task, or a count below 1.
     """
     if task not in TASKS:
         raise ValueError(f"task: got {task!r}, takes one of {', '.join(TASKS)}")

@@ -170,11 +170,7 @@ _OTHERS = {"needle": ("needle", 3), "values": ("needle", 4), "track": ("track", 
 
 
 def problems(task: str, count: int, length: int, seed: int = 0) -> list[RecallProblem]:
-    """Returns `count` problems of a task, with texts of `length` words.
-
-    Raises:
-        ValueError: an unknown task, or a length that the facts do not fit in.
-    """
+    """Returns `count` problems of a task, with texts of `length` words."""
     if task not in TASKS:
         raise ValueError(f"task: got {task!r}, takes one of {', '.join(TASKS)}")
     out = []

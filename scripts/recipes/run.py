@@ -88,9 +88,6 @@ def train(options: Options, on_step: Callable[[int], None] | None = None,
 
     Returns:
         The finished run.
-
-    Raises:
-        ValueError: options that do not fit the devices, the checkpoint or the model to start from.
     """
     o, console = options, console or Console()
     o.output.mkdir(parents=True, exist_ok=True)
