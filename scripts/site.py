@@ -64,27 +64,10 @@ FOLDERS = {
     "formats": Folder("formats", "Formats by name", "choose/weights.md"),
 }
 
-API = {
-    "decodax": ("decodax", "What most programs need."),
-    "policies": ("decodax.sampling", "The chain of transforms that makes the distribution, and rules to sample."),
-    "drafts": ("decodax.algorithms.speculative.drafts", "Where drafts come from."),
-    "shapes": ("decodax.algorithms.speculative.trees", "How drafts are laid out as trees."),
-    "diffusion": ("decodax.algorithms.diffusion", "Samplers of masked diffusion."),
-    "caches": ("decodax.caches", "What the cache keeps."),
-    "constraints": ("decodax.constraints", "Texts that match."),
-    "search": ("decodax.algorithms.beams", "Beams and related searches."),
-    "steps": ("decodax.search", "Search over steps, on forks of one state."),
-    "select": ("decodax.select", "One of several samples."),
-    "contrastive": ("decodax.algorithms.contrastive", "Layers or models contrasted with one another."),
-    "jobs": ("decodax.jobs", "Many prompts."),
-    "models": ("decodax.models", "Networks."),
-    "formats": ("decodax.models.formats", "Weights in fewer bits."),
-    "adapters": ("decodax.models.adapters", "LoRA."),
-    "core": ("decodax.core.types", "The contracts of the round."),
-    "plan": ("decodax.bench.plan", "Planning a job."),
-    "harness": ("decodax.bench.harness", "lm-evaluation-harness."),
-}
-"""Pages of the API: the module, and a line."""
+API = ("decodax", *(f"decodax.{name}" for name in """algorithms.beams algorithms.contrastive algorithms.diffusion
+algorithms.speculative.drafts algorithms.speculative.trees bench.harness bench.plan caches constraints core.types jobs
+models models.adapters models.formats sampling search select""".split()))
+"""Modules of the API."""
 
 
 class Doctests(griffe.Extension):
@@ -117,8 +100,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 def on_config(config: Any) -> Any:
     """Puts the made pages where the navigation of mkdocs.yml names their folder, as in "systems/"."""
-    made: dict[str, list[Any]] = {"api/": ["api/index.md", *({module: f"api/{name}.md"}
-                                                             for name, (module, _) in API.items())]}
+    made: dict[str, list[Any]] = {"api/": ["api/index.md", *({module: f"api/{module}.md"} for module in API)]}
     for name, folder in FOLDERS.items():
         made[f"{name}/"] = [f"{name}/index.md", *({e.name: f"{name}/{e.name}.md"} for e in entries(folder))]
     made["systems/"][1:] = [{title: [{e.name: f"systems/{e.name}.md"} for e in each]}
@@ -131,10 +113,11 @@ def on_config(config: Any) -> Any:
 
 def pages() -> dict[str, str]:
     """Returns every made page by its path below docs/."""
+    first = lambda module: cell((importlib.import_module(module).__doc__ or "").partition("\n\n")[0].replace("\n", " "))
     found = {"api/index.md": "# API\n\n" + table(("module", ""), [
-        (f"[`{module}`]({name}.md)", line) for name, (module, line) in API.items()])}
-    for name, (module, line) in API.items():
-        found[f"api/{name}.md"] = f"# {module}\n\n{line}\n\n::: {module}\n    options: {exported(module)}\n"
+        (f"[`{module}`]({module}.md)", first(module)) for module in API])}
+    for module in API:
+        found[f"api/{module}.md"] = f"# {module}\n\n::: {module}\n    options: {exported(module)}\n"
     for name, folder in FOLDERS.items():
         found[f"{name}/index.md"] = index(folder)
         found |= {f"{name}/{e.name}.md": page(folder, e) for e in entries(folder)}

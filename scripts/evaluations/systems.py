@@ -20,7 +20,7 @@ import os
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -34,8 +34,7 @@ ALPHA, SLACK = 3.0, 0.05
 """Of `aup`: the penalty, and how far a point may fall below the curve's first."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Point:
+class Point(NamedTuple):
     """A system with fixed options: its curve, its name, and a function that builds its algorithm."""
 
     curve: str
@@ -45,16 +44,11 @@ class Point:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A point on a task.
+    """A point on a task, or the message of the error with which it failed.
 
-    Attributes:
-        curve, system, task: names of what was run. problems: number of problems.
-        accuracy: share of right answers, 0 to 1. same: share of outputs with the tokens of the first point's output;
-            NaN if that failed.
-        tokens_per_forward: new tokens over forwards in which their row was running, pooled over rows.
-        forwards: forwards of the decode loop, the mean over rows.
-        tokens_per_second, seconds: of the decode loop of whole batches.
-        error: message of the error, if it failed.
+    `accuracy` is the share of right answers, 0 to 1; `same` that of outputs with the tokens of the first point's, NaN
+    if that failed; `tokens_per_forward` are new tokens over forwards in which their row was running, pooled over rows;
+    `forwards` are those of the decode loop, the mean over rows; the speed is that of whole batches.
     """
 
     curve: str
@@ -102,14 +96,10 @@ def points(given: Sequence[str], lm: Any, draft: Any = None) -> list[Point]:
 
 def run(lm: Any, grid: Sequence[Point], tasks: Sequence[str], *, problems: int = 100, batch: int = 50, seed: int = 0,
         repeats: int = 3, report: Callable[[int, int, str], None] | None = None, **sampling: Any) -> list[Row]:
-    """Runs each point on each task. A point that fails has the error in its row, and the others go on.
+    """Runs each point on each task; the error of a point that fails is in its row.
 
-    Args:
-        lm: a model with the vocabulary of `recipes/problems.py`.
-        problems: number of held-out problems of a task, the same for all points. batch: problems at a time.
-        repeats: timed runs of each point and task, after one that compiles.
-        report: called before each run with the runs done, the runs in all, and the name of this one.
-        sampling: keywords of `dx.generate`; greedy without any.
+    Each runs once to compile and then `repeats` times on the same held-out problems. `report` is called before each
+    with the runs done, the runs in all, and the name of this one; `sampling` are keywords of `dx.generate`.
     """
     if repeats < 1:
         raise ValueError(f"repeats: got {repeats}, takes at least 1")
@@ -131,28 +121,25 @@ def run(lm: Any, grid: Sequence[Point], tasks: Sequence[str], *, problems: int =
             continue
         assert out.text is not None
         right = [p.correct(text) for p, text in zip(asked, out.text, strict=True)]
-        tokens = [row[:n].tolist() for row, n in zip(out.tokens, out.lengths, strict=True)]
+        tokens = [out.row(i).tolist() for i in range(len(asked))]
         if i == 0:
             first[task] = tokens
         same = [a == b for a, b in zip(tokens, first[task], strict=True)] if task in first else [math.nan]
+        middle = lambda name: statistics.median(getattr(stats, name) for stats in timed)    # noqa: B023
         rows.append(dataclasses.replace(
             row, accuracy=sum(right) / len(right), same=sum(same) / len(same),
             tokens_per_forward=out.stats.tokens_per_forward, forwards=float(out.stats.rounds.mean()),
-            tokens_per_second=statistics.median(s.tokens_per_second for s in timed),
-            seconds=statistics.median(s.seconds for s in timed)))
+            tokens_per_second=middle("tokens_per_second"), seconds=middle("seconds")))
     return rows
 
 
 def aup(curve: Sequence[tuple[float, float]], best: float, alpha: float = ALPHA, slack: float = SLACK) -> float:
     """Returns the accuracy under parallelism (d3LLM, Qian et al., 2025): the weighted area under a curve.
 
-    With points `(r_i, y_i)` of tokens a forward and accuracy in percent, by rising `r`, of which those below
-    `y_1 - 100 slack` are left out: `r_1 y_1 + sum_i (r_i - r_{i-1}) (y_i W(y_i) + y_{i-1} W(y_{i-1})) / 2` with
-    `W(y) = min(exp(-alpha (1 - y / y_max)), 1)`. A gain in speed counts less the more accuracy it costs.
-
-    Args:
-        curve: pairs of tokens a forward and accuracy (0 to 1).
-        best: the highest accuracy that any system reached on the task (0 to 1).
+    `curve` are points `(r_i, y_i)` of tokens a forward and accuracy. By rising `r`, without those whose accuracy is
+    more than `slack` below the first, and with y in percent, it is `r_1 y_1 + sum_i (r_i - r_{i-1}) (y_i W(y_i) +
+    y_{i-1} W(y_{i-1})) / 2` with `W(y) = min(exp(-alpha (1 - y / best)), 1)`: a gain in speed counts less the more
+    accuracy it costs. `best` is the highest accuracy of any system on the task.
 
     >>> round(aup([(1.0, 0.9), (2.0, 0.9), (4.0, 0.5)], best=0.9), 6)
     180.0

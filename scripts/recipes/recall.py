@@ -24,11 +24,10 @@ tokens pass before anything is recalled.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -71,8 +70,7 @@ INTRODUCTION = """A small Qwen2-shaped model that answers questions on long text
 `scripts/recipes/recall.py`."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Question:
+class Question(NamedTuple):
     """A question with its answer, as words with spaces between; the answer has no end token."""
 
     task: str
@@ -80,10 +78,12 @@ class Question:
     answer: str
 
 
-@dataclasses.dataclass(frozen=True)
-class RecallProblem(Question):
+class RecallProblem(NamedTuple):
     """A question on a text."""
 
+    task: str
+    question: str
+    answer: str
     context: str
 
     @property
@@ -91,7 +91,7 @@ class RecallProblem(Question):
         return f"{self.context} {self.question}"
 
     def correct(self, text: str) -> bool:
-        """Returns whether an answer is right, word for word."""
+        """Returns True if an answer is right, word for word."""
         return text.split() == self.answer.split()
 
 
@@ -104,35 +104,28 @@ class _Text:
     """Facts that are to be scattered over a text, and the questions that they answer."""
 
     def __init__(self, rng: random.Random) -> None:
-        self.rng = rng
-        self.names = rng.sample(NAMES, len(NAMES))
+        self.rng, self.names = rng, rng.sample(NAMES, len(NAMES))
         self.chains: list[list[list[str]]] = []     # each in its own order
         self.questions: list[Question] = []
 
-    def _value(self, count: int) -> list[str]:
-        return self.rng.choices(NUMBERS, k=count)
-
     def add(self, task: str) -> None:
-        name = self.names.pop()
+        name, value = self.names.pop(), lambda count: self.rng.choices(NUMBERS, k=count)
+        ask, answer = [ASK, name], []
         if task in ("recall", "needle"):
-            value = self._value(4)
-            self.chains.append([[name, *value, PERIOD]])
-            self._ask(task, [ASK, name], value)
+            answer = value(4)
+            self.chains.append([[name, *answer, PERIOD]])
         elif task == "values":
-            values = [self._value(2) for _ in range(3)]
-            self.chains.append([[name, *value, PERIOD] for value in values])
-            self._ask(task, [ALL, name], list(itertools.chain(*values)))
+            values = [value(2) for _ in range(3)]
+            self.chains.append([[name, *each, PERIOD] for each in values])
+            ask, answer = [ALL, name], list(itertools.chain(*values))
         elif task == "track":
-            value, chain = self._value(4), [name, *(self.names.pop() for _ in range(self.rng.randint(1, 2)))]
-            self.chains.append([[name, *value, PERIOD], *([b, a, PERIOD] for a, b in itertools.pairwise(chain))])
-            self._ask(task, [ASK, chain[-1]], [*chain[-2::-1], *value])
+            own, chain = value(4), [name, *(self.names.pop() for _ in range(self.rng.randint(1, 2)))]
+            self.chains.append([[name, *own, PERIOD], *([b, a, PERIOD] for a, b in itertools.pairwise(chain))])
+            ask, answer = [ASK, chain[-1]], [*chain[-2::-1], *own]
         else:
-            span = self.rng.choices(WORDS, k=SPAN)
-            self.chains.append([[name, OPEN, *span, CLOSE]])
-            self._ask(task, [COPY, name], [OPEN, *span, CLOSE])
-
-    def _ask(self, task: str, question: list[str], answer: list[str]) -> None:
-        self.questions.append(Question(task, " ".join(question), " ".join(answer)))
+            ask, answer = [COPY, name], [OPEN, *self.rng.choices(WORDS, k=SPAN), CLOSE]
+            self.chains.append([[name, *answer]])
+        self.questions.append(Question(task, " ".join(ask), " ".join(answer)))
 
     @property
     def size(self) -> int:
@@ -186,17 +179,13 @@ def problems(task: str, count: int, length: int, seed: int = 0) -> list[RecallPr
                 text.add(other)
         if text.size > length:
             raise ValueError(f"length: got {length}, takes at least {text.size} for {task}")
-        asked = text.questions[0]
-        out.append(RecallProblem(asked.task, asked.question, asked.answer, " ".join(text.strewn(length))))
+        out.append(RecallProblem(*text.questions[0], " ".join(text.strewn(length))))
     return out
 
 
 def training_text(length: int, rng: random.Random) -> tuple[np.ndarray, np.ndarray]:
-    """Returns a text followed by questions, for training.
-
-    Returns:
-        Tokens `i32[length + 1]`, and True for those of answers `bool[length + 1]`.
-    """
+    """Returns the tokens of a text followed by questions, `i32[length + 1]`, and True for those of answers,
+    `bool[length + 1]`."""
     text = _Text(rng)
     share = rng.uniform(0.4, 0.85)              # of the text before the questions
     dense = rng.random() ** 2 * 0.9             # of that, facts
