@@ -75,7 +75,8 @@ MEANING = {
     "typed": "give schemas with keywords of one type that type"}
 """Help of the options."""
 
-HOME = dict.fromkeys(("kv-prediction", "less", "echo-att", "arc", "linearize", "reading"), "losses")
+HOME = {"drafts": "caches", **dict.fromkeys(("kv-prediction", "less", "predictors", "echo-att", "arc", "linearize",
+                                             "reading"), "methods")}
 """Modules of subcommands that have none of their own."""
 
 

@@ -19,15 +19,18 @@ import statistics
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from rich.console import Console
+from rich.progress import track
 
 import decodax as dx
 from decodax import train
+from decodax.algorithms.speculative.drafts import OwnCache
 from decodax.bench.figures import check_writable, plot_lines, reporting, show_table
-from decodax.cache import Wrapper
+from decodax.cache import Wrapper, dense
 from decodax.caches import find, make
 from decodax.caches.bounded.subgen import SubGenCache
 from decodax.caches.evict.evicting import Evicting
@@ -37,7 +40,7 @@ from decodax.caches.quantize.qaq import QAQCache
 from decodax.caches.quantize.quantized import QuantizedCache
 from decodax.caches.quantize.zipcache import ZipCacheCache
 from decodax.caches.sparse.shadowkv import ShadowKVCache
-from decodax.common.registry import CACHES
+from decodax.common.registry import ALGORITHMS, CACHES
 from decodax.common.strings import parse_options
 from decodax.engine.batch import Job
 from decodax.engine.request import Request
@@ -234,6 +237,8 @@ def tables(rows: Sequence[Measured]) -> list[tuple[str, list[str], list[list[str
 
 def main(args: argparse.Namespace) -> None:
     """Measures, or reads earlier figures, and prints, writes and draws them."""
+    if args.command == "drafts":
+        return drafts(args)
     check_writable(args.plot, args.json)
     if args.figures:
         facts = [json.loads(path.read_text()) for path in args.figures]
@@ -283,6 +288,48 @@ def _show(args: argparse.Namespace, rows: Sequence[Measured], setting: str, comm
             title = f"question seen by the policy: {'yes' if mode == 'aware' else 'no'}"
             panels.setdefault(title, {}).setdefault(policy, []).append((100 * kept, 100 * mean))
         plot_lines(args.plot, panels, "bytes kept, %", "right answers, %", setting)
+
+
+DRAFTS = ("full", "magicdec:budget=128", "magicdec:budget=256", "magicdec:budget=512",
+          "magicdec:budget=256,keep=sink-window", "quantspec:group=64,weights=None", "quantspec:group=64")
+
+
+class Drafted(NamedTuple):
+    """A draft by name ("full" is on the whole cache), the share of its tokens that are accepted, new tokens for each
+    forward of the whole model, and the share of answers that equal plain decoding's on the target's cache."""
+
+    system: str
+    accepted: float
+    per_forward: float
+    same: float
+
+
+def run_drafts(lm: Any, systems: Sequence[str] = DRAFTS, *, problems: int = 20, length: int = 1024,
+        seed: int = 0) -> list[Drafted]:
+    """Answers the questions with drafts on smaller caches.
+
+    Args:
+        lm: a model with the vocabulary of `recipes/recall.py`.
+        problems: number of each task. length: words of the texts. seed: seed of the problems.
+    """
+    prompts = [p.prompt for task in recall.ANSWERED for p in recall.problems(task, problems, length, seed)]
+    out = []
+    for text in track(systems, "drafting", console=Console(stderr=True)):
+        method = dx.Speculative(OwnCache(lm, dense)) if text == "full" else ALGORITHMS.object(text, lm)
+        plain, drafted = (dx.generate(lm, prompts, max_new_tokens=24, **given) for given in (
+            dict(cache=method.draft.kind if method.draft.alone else None), dict(algorithm=method)))
+        same = [plain.row(i).tolist() == drafted.row(i).tolist() for i in range(len(prompts))]
+        stats = drafted.stats
+        out.append(Drafted(text, float(stats.accepted.sum() / stats.drafted.sum()), stats.tokens_per_forward,
+                           sum(same) / len(same)))
+    return out
+
+
+def drafts(args: argparse.Namespace) -> None:
+    """Share of drafts that are accepted when a model drafts on a smaller cache of its own."""
+    rows = run_drafts(dx.load(args.model), problems=args.problems, length=args.length, seed=args.seed)
+    show_table(("drafts on", "accepted", "tokens/forward", "same answers"), [
+        (row.system, f"{row.accepted:.3f}", f"{row.per_forward:.2f}", f"{row.same:.1%}") for row in rows])
 
 
 def held(cache: Any) -> float:

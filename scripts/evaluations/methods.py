@@ -1,4 +1,5 @@
-"""Loss of single methods on Python's standard library, in nats a token, against the same model without them.
+"""Evaluations of single methods: the loss on Python's standard library, in nats a token, against the same model without
+them, and the attention that predictors find.
 
 `less`, `reading` and `echo-att` are measured and trained on the modules `TRAIN`, the others on files that `pycode` was
 trained on; other modules and held-out files are scored. Errors are standard errors over texts.
@@ -11,6 +12,7 @@ import dataclasses
 import functools
 import importlib
 import inspect
+import random
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -19,27 +21,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import Array
 from rich.console import Console
 from rich.progress import track
 
 import decodax as dx
+from decodax import train
 from decodax.bench.figures import show_table
 from decodax.bench.timing import in_turn, seconds
-from decodax.caches import LessKernels, make
+from decodax.caches import Butler, LessKernels, make
+from decodax.caches.sparse.quest import KeyBounds
 from decodax.contrib import arc as arc_encoder
 from decodax.core.capabilities import ReadPrompt, layers_read
 from decodax.core.window import causal
 from decodax.models import Embeddings
-from decodax.train import (
-    attention_similarity,
-    fit_echo_att,
-    fit_key_books,
-    fit_kv_prediction,
-    fit_less,
-    fitting,
-    train_kv_prediction,
-)
+from decodax.train.attention_predictor import attention_maps, scores_before
 from decodax.train.corpus import load_corpus, pack
+from decodax.train.token_butler import Scored, estimated
+from recipes import recall
 
 TRAIN = """ast asyncio.base_events calendar cgitb codecs collections configparser csv datetime decimal difflib doctest
 email.message enum fractions ftplib functools gettext heapq http.client http.server imaplib inspect ipaddress
@@ -129,7 +128,7 @@ def less(args: argparse.Namespace) -> None:
     tokens, which count from 128 on."""
     lm, size, rank, window = dx.load("pycode"), 512, 8, dict(sinks=4, recent=64)
     seen, new = module_texts(lm, TRAIN, size, 2), module_texts(lm, TEST, size, 4)
-    kernels = fit_less(lm, seen, rank=rank, hidden=128, epochs=args.epochs, rate=5e-3, progress=True, **window)
+    kernels = train.fit_less(lm, seen, rank=rank, hidden=128, epochs=args.epochs, rate=5e-3, progress=True, **window)
     layers = [kernels.layer(i) for i in range(lm.model.depth)]
     without = LessKernels.of([x.replace(scale=jnp.zeros_like(x.scale)) for x in layers])
     # a state of rank r takes the bytes of r / 2 tokens, so the authors compare with a window that is wider by these
@@ -151,7 +150,7 @@ def reading(args: argparse.Namespace) -> None:
     that are read as a prompt."""
     lm, size, sinks, recent, taken = dx.load("pycode"), 512, 4, 32, 8
     seen, new = module_texts(lm, TRAIN, size, 1), module_texts(lm, TEST, size, 4)
-    books = fit_key_books(lm, seen, 256, 128, 20)
+    books = train.fit_key_books(lm, seen, 256, 128, 20)
     some = sinks + recent + taken * (lm.model.config.heads // lm.model.config.kv_heads)
     pages = dict(budget=some - recent, page_size=4, recent=recent, skip=())
     kinds = {"dense": None, f"sink-window:budget={some}": make("sink-window", budget=some, sinks=sinks),
@@ -171,10 +170,10 @@ def echo_att(args: argparse.Namespace) -> None:
     """Layers 1 and 2 share attention: before, after the conversion, and after distillation."""
     lm, size = dx.load("pycode"), 256
     seen, new = module_texts(lm, TRAIN, size, 8), module_texts(lm, TEST, size, 8)
-    print("similarity of layers", attention_similarity(lm, seen[:8]).round(2).tolist(), flush=True)
+    print("similarity of layers", train.attention_similarity(lm, seen[:8]).round(2).tolist(), flush=True)
     found, held = {"original": nats(lm, new)}, {}
     for steps, more in ((0, 0), (args.steps, args.more)):
-        student = fit_echo_att(lm, seen, groups=((1, 2),), steps=steps, more=more, rate=3e-4)
+        student = train.fit_echo_att(lm, seen, groups=((1, 2),), steps=steps, more=more, rate=3e-4)
         found[name := f"{steps} + {more} steps"] = nats(student, new)
         held[name] = str(sum(x.nbytes for x in student.model.init_cache(1, size).kv) // size)
     show_losses(found, f"{len(seen)} texts, {len(new)} are scored", bytes_a_token=held)
@@ -197,10 +196,10 @@ def kv_prediction(args: argparse.Namespace) -> None:
     for auxiliary, steps, places in track(cases, "fitting", console=Console(stderr=True)):
         name = f"{auxiliary.name}, {steps} steps" + ", together" * (places == "together")
         if places == "together":
-            maps, auxiliary = train_kv_prediction(lm, small, fitted, steps=steps, rate=2e-3)
+            maps, auxiliary = train.train_kv_prediction(lm, small, fitted, steps=steps, rate=2e-3)
             found[f"{name}, alone"] = nats(auxiliary, held, prompt)
         else:
-            maps = fit_kv_prediction(lm, auxiliary, fitted, places, steps=steps, rate=2e-3)
+            maps = train.fit_kv_prediction(lm, auxiliary, fitted, places, steps=steps, rate=2e-3)
         kinds[name] = make("kv-prediction", auxiliary=auxiliary, maps=maps)
         both = kinds[name].put_on(lm)
         found[name] = np.concatenate([forced(both.model, both.params, jnp.array(held[i:i + 8], jnp.int32), prompt)
@@ -266,7 +265,7 @@ def linearize(args: argparse.Namespace) -> None:
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95, weight_decay=0.0))
     batches = ((lm.params, rows[order.integers(0, len(rows), 4)]) for _ in range(args.steps))
     params = jax.tree.map(lambda x: jnp.array(x, jnp.float32), student.params)
-    params, _ = fitting.train(loss, params, batches, tx, args.steps, "distilling")
+    params, _ = train.fitting.train(loss, params, batches, tx, args.steps, "distilling")
     models = {"original": lm, "linearized": student, "distilled": student.with_params(params)}
     part = lambda start, stop: {name: shown(nats(one, held, start, stop)) for name, one in models.items()}
     show_losses({name: nats(one, held) for name, one in models.items()}, f"{len(held)} held-out texts",
@@ -274,7 +273,78 @@ def linearize(args: argparse.Namespace) -> None:
     print("factors", [round(float(params["layers"][str(i)]["attn"]["factor"][0]), 3) for i in args.layers])
 
 
+BLOCK, HISTORY, BUDGET, NEAR = 16, 64, 128, 16
+"""Tokens of a block, of the history of the predictor, that are read, and that are always read at both ends."""
+
+
+def best(worth: Array, count: int) -> Array:
+    """Returns True for the `count` largest finite values, `bool[..., n]`."""
+    found, at = jax.lax.top_k(worth, count)
+    return jax.nn.one_hot(jnp.where(found > -jnp.inf, at, -1), worth.shape[-1], dtype=bool).any(-2)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def shares(model: Any, params: Any, net: Any, butler: Butler, tokens: Array, at: Array) -> dict[str, Array]:
+    """Returns the share of attention `f32[L - 1, H]` of the token at `at` (`i32[]`) that goes to the tokens read, by
+    the way to choose them."""
+    maps, images = attention_maps(model, BLOCK, params, tokens)
+    maps, images = maps[1:], images[1:]
+    (L, H, T, _), n = maps.shape, images.shape[3]
+    row, token = maps[:, :, at], jnp.arange(T)
+    worth, free = scores_before(net, images.reshape(L * H, T, n), at, -(-at // BLOCK), HISTORY, NEAR // BLOCK,
+                                NEAR // BLOCK)
+    blocks = best(jnp.where(free, worth, -jnp.inf), (BUDGET - 2 * NEAR) // BLOCK).reshape(L, H, n)
+    always = (token < NEAR) | ((token > at - NEAR) & (token <= at))
+    reads = {"attention-predictor": blocks.repeat(BLOCK, -1)[..., :T] | always}
+    found, _ = estimated(model, params, butler, tokens[None])
+    guess = jnp.where((token <= at) & (token >= 4), found[:, 0, :, at], -jnp.inf)
+    reads["token-butler"] = best(guess, BUDGET - 4) | (token < 4)
+    entries = model.apply(params, causal(tokens[None], jnp.zeros(1, jnp.int32)), Scored()).entries[1:]
+    rule, start = KeyBounds(), jnp.maximum(at - NEAR, 0) // BLOCK
+    quest = []
+    for q, k in entries:
+        keys = k[0].swapaxes(0, 1).astype(jnp.float32)
+        pages = rule.digest(keys[:, :T // BLOCK * BLOCK].reshape(len(keys), -1, BLOCK, keys.shape[-1]))
+        bound = rule(q[0, at].astype(jnp.float32).reshape(len(keys), -1, keys.shape[-1]), pages).max(1)
+        bound = jnp.where(jnp.arange(bound.shape[1]) < start, bound, -jnp.inf)
+        taken = best(bound, (BUDGET - NEAR - BLOCK) // BLOCK).repeat(BLOCK, -1)
+        taken = jnp.pad(taken, ((0, 0), (0, T - taken.shape[1]))) | ((token >= start * BLOCK) & (token <= at))
+        quest.append(taken.repeat(H // len(keys), 0))
+    reads["quest"] = jnp.stack(quest)
+    reads["the latest"] = jnp.broadcast_to((token < 4) | (token > at - BUDGET + 4), row.shape)
+    reads["the largest weights"] = best(row, BUDGET)
+    return {name: jnp.where(some & (token <= at), row, 0).sum(-1) for name, some in reads.items()}
+
+
+def predictors(args: argparse.Namespace) -> None:
+    """Share of attention that goes to the tokens that trained predictors read, at the tokens of answers of `recall`.
+
+    `token-butler` and `attention-predictor` are trained on 48 texts of 1,024 words. On other texts the table gives the
+    share of full attention (of all layers but the first) to tokens chosen for each head by these two and by the largest
+    weights (the upper bound), for a group of heads by Quest's bounds, and by a window.
+    """
+    lm, drawn, size = dx.load("recall"), random.Random(1), 1024
+    texts = [np.asarray(recall.training_text(size, drawn)[0]).tolist()[:size] for _ in range(48)]
+    net = train.fit_attention_predictor(lm, texts, steps=args.steps, batch=2, sinks=NEAR, recent=NEAR, skip=(0,))
+    butler = train.fit_token_butler(lm, texts, steps=args.butler_steps, reduce=4)
+    found: dict[str, list[Any]] = {}
+    asked = [problem for task in ("recall", "needle", "values", "copy")
+             for problem in recall.problems(task, 4, size - 100, seed=7)]
+    for problem in track(asked, "measuring", console=Console(stderr=True)):
+        ids = [lm.tokenizer.encode(text) for text in (problem.context, problem.question, problem.answer)]
+        end, before = sum(map(len, ids)), len(ids[0]) + len(ids[1])
+        text = np.zeros(-(-end // 64) * 64, np.int32)
+        text[:end] = np.concatenate(ids)
+        for at in range(before - 1, end - 1)[:4]:
+            for name, x in shares(lm.model, lm.params, net.arrays, butler, jnp.asarray(text), jnp.int32(at)).items():
+                found.setdefault(name, []).append(np.asarray(x).mean(-1))
+    show_table(("", f"layers 1 to {lm.model.depth - 1}", "mean"),
+               [(name, " ".join(map(str, np.mean(x, 0).round(3).tolist())),
+                 f"{np.mean(x):.3f} ± {np.std(np.mean(x, -1)) / len(x) ** 0.5:.3f}") for name, x in found.items()],
+               "share of attention to tokens read")
+
+
 def main(args: argparse.Namespace) -> None:
     """Runs the function that is named after the subcommand."""
     {"less": less, "reading": reading, "echo-att": echo_att, "kv-prediction": kv_prediction, "arc": arc,
-     "linearize": linearize}[args.command](args)
+     "linearize": linearize, "predictors": predictors}[args.command](args)
