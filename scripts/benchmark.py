@@ -24,8 +24,8 @@ from pathlib import Path
 import commands
 from commands import Command
 
-PARTS = ("batch", "capacity", "window", "overhead", "lookup", "draft", "automatic", "retraces", "cold")
-FORMS = ("dense", "int8", "pages", "prefix", "weights", "draw")
+PARTS = ("batch", "capacity", "window", "overhead", "lookup", "draft", "automatic", "cold")
+FORMS = ("dense", "int8", "pages", "prefix", "weights")
 POLICIES = ("snapkv:budget=512", "knorm:budget=512,skip_layers=()", "h2o:budget=512", "adakv:budget=512")
 some = lambda default, choices: dict(default=default, nargs="+", choices=choices)
 
@@ -40,9 +40,9 @@ BENCHMARKS = {
     "constraints": Command("making automata, and a constrained round", size=150_000, batch=8, repeats=7),
     "jobs": Command("continuous batches against static ones", model="pycode", requests=500, batch_size=16, longest=512,
                     header=0, new=int, token_budget=int, algorithm=str, repeats=3, seed=0),
-    "kernels": Command("forms of window attention and draws, on the devices that JAX finds", form=some(FORMS, FORMS),
+    "kernels": Command("forms of window attention, on the devices that JAX finds", form=some(FORMS, FORMS),
                        batch=8, window=1, heads=32, kv_heads=8, width=128, capacity=2048, live=int, page=256,
-                       vocabulary=128_256, dtype="bfloat16", inner=20, repeats=7),
+                       dtype="bfloat16", inner=20, repeats=7),
     "tpu": Command("cost of a round as XLA compiles it for TPU slices; options with several values are combined",
                    topology="v5e:2x4", shape=some(("8b",), ("8b", "1b")), mesh=("1x8",),
                    policy=some(("temperature",), ("greedy", "temperature", "top-p")),
@@ -62,11 +62,11 @@ MEANING = {
     "token_budget": "also read prompts in the rounds of others, with this budget",
     "algorithm": "NAME[:OPTION=VALUE,...] (default: plain decoding)", "seed": "seed of the requests",
     "form": "dense: a cache of --dtype; int8: of integers; pages: a shuffled pool; prefix: one cache for all rows; "
-            "weights: the attention that slots receive; draw: tokens by temperature and top-p",
+            "weights: the attention that slots receive",
     "window": "queries of a row; of tpu 1 is plain decoding, more is prompt lookup with window - 1 drafts",
     "heads": "query heads", "kv_heads": "key/value heads", "width": "width of a head", "capacity": "slots of a row",
     "live": "entries of each row (default: half the capacity; of tpu all of it)", "page": "slots of a page",
-    "vocabulary": "vocabulary of draws", "dtype": "type of queries and cache", "inner": "calls in a program",
+    "dtype": "type of queries and cache", "inner": "calls in a program",
     "topology": "such as v5e:2x4, v5p:2x2x1, v6e:2x4", "shape": "shapes of the model",
     "mesh": "devices along the data and model axes; a smaller mesh leaves devices out",
     "policy": "rules of sampling; top-p is a temperature and top-p 0.95",

@@ -5,7 +5,7 @@
     python scripts/evaluate.py caches snapkv knorm:skip=() --length 2048 --plot caches.png
     python scripts/evaluate.py drafts                                   # drafts on smaller caches
     python scripts/evaluate.py search --plot docs/choose/search.png            # samples, votes and searches
-    python scripts/evaluate.py kv-prediction --steps 0 4000 --together 4000
+    python scripts/evaluate.py kv-prediction
     python scripts/evaluate.py less
     python scripts/evaluate.py predictors
     python scripts/evaluate.py echo-att
@@ -46,10 +46,10 @@ EVALUATIONS = {
                       problems=20, length=1024, seed=0),
     "search": Command("right answers of samples, votes and searches against tokens", model="sums", methods=(str,),
                       rows=(1, 2, 4, 8, 16, 32), problems=200, numbers=6, temperature=0.8, errors=0.1, seed=0, **FILES),
-    "kv-prediction": Command("loss and time to the first token of KV Prediction", steps=(0, 300), together=(300,)),
+    "kv-prediction": Command("loss and time to the first token of KV Prediction", steps=300),
     "less": Command("loss of `less` on held-out text", epochs=12),
     "predictors": Command("share of attention that trained predictors find", steps=300, butler_steps=600),
-    "echo-att": Command("loss of layers that share attention", steps=200, more=100),
+    "echo-att": Command("loss of layers that share attention", steps=200),
     "arc": Command("loss of a context as the vectors of an ARC-Encoder", steps=600),
     "linearize": Command("loss of a model that is distilled into linear attention", layers=(0, 2), steps=150),
     "reading": Command("loss of caches that read a part of the text"),
@@ -69,8 +69,8 @@ MEANING = {
     "figures": "print and draw what --json wrote before, instead of measuring", "methods": "methods (default: all)",
     "rows": "rows of a problem", "numbers": "count of numbers of a sum",
     "errors": "share of texts that the verifier is wrong about", "steps": "training steps",
-    "together": "training steps of the auxiliary model with its maps", "epochs": "passes over the texts",
-    "butler_steps": "training steps of `token-butler`", "more": "further steps of distillation",
+    "epochs": "passes over the texts",
+    "butler_steps": "training steps of `token-butler`",
     "layers": "layers that get linear attention", "optional": "also read the directories below it",
     "typed": "give schemas with keywords of one type that type"}
 """Help of the options."""

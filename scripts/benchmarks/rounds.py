@@ -75,13 +75,12 @@ class Rounds:
         """Returns random prompts `i32[batch, PROMPT]`."""
         return np.random.default_rng(0).integers(self.lowest, self.vocab, (batch, PROMPT)).astype(np.int32)
 
-    def begin(self, alg: Any, batch: int, size: int, new: int, prompts: np.ndarray | None = None, **policy: Any) -> Any:
+    def begin(self, alg: Any, batch: int, size: int, new: int, **policy: Any) -> Any:
         """Returns the sampling chain and the state after the prefill."""
         tokens = np.zeros((batch, size), np.int32)
-        given = self.prompts(batch) if prompts is None else prompts
-        tokens[:, :given.shape[1]] = given
+        tokens[:, :PROMPT] = self.prompts(batch)
         chain = build(batch, vocab_size=self.vocab, **policy)
-        s = drivers.begin(alg, self.model, self.params, chain, tokens, np.full(batch, given.shape[1], np.int32),
+        s = drivers.begin(alg, self.model, self.params, chain, tokens, np.full(batch, PROMPT, np.int32),
                           size=size, max_new=np.int32(new), seed=np.uint32(0))
         return chain, drivers.prefill(alg, self.model, self.params, s, width=32)
 
@@ -241,19 +240,6 @@ class Bench(Rounds):
             rows.append(row(f"automatic draft length against plain, sampled text, batch {batch}", times, "plain",
                             "automatic", "at least 1.00", "ms a token"))
         return rows
-
-    def retraces(self) -> list[dict[str, Any]]:
-        alg = Autoregressive()
-        self.decode(1, temperature=0.5)()
-        programs: Any = (drivers.begin, drivers.commit_prompts, drivers.advance)
-        before = sum(p._cache_size() for p in programs)
-        for seed, temperature in enumerate((0.0, 0.7, 1.3)):
-            prompts = np.random.default_rng(seed).integers(0, 32000, (1, 9 + seed)).astype(np.int32)
-            chain, s = self.begin(alg, 1, 256, 5 + seed, prompts, temperature=temperature, eos=[seed])
-            drivers.advance(alg, self.model, self.params, chain, s, jnp.int32(100))
-        count = sum(p._cache_size() for p in programs) - before
-        return [dict(what="programs traced again by other prompts, temperatures, EOS ids, budgets", figure=str(count),
-                     ratio=float(count), bar="0", times={})]
 
 
 def row(what: str, times: Mapping[str, list[float]], of: str, to: str, bar: str, unit: str = "ms") -> dict[str, Any]:

@@ -56,13 +56,8 @@ SIZED_BY = {"streaming-llm": "recent", "less": "recent", "freqkv": "size", "quic
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """A policy at one size on one task.
-
-    Attributes:
-        policy: name with options. removed: share of the text that is removed, or None for a size of its own.
-        mode: "aware" or "agnostic". task: kind of question. seed: seed of the problems.
-        right: share of right answers. kept: bytes held over those of a dense cache.
-    """
+    """A policy (name with options) with a share of the text removed, None for a size of its own, in a mode, on the
+    problems of a task and a seed: the share of right answers, and the bytes held over those of a dense cache."""
 
     policy: str
     removed: float | None
@@ -74,12 +69,8 @@ class Measured:
 
 
 def sized(policy: str, removed: float, length: int, **measured: Any) -> Any:
-    """Returns a policy that removes a share of texts of `length` tokens; None if it has a size of its own.
-
-    Args:
-        measured: options that were measured (`fitted`). `layers` is a function that returns what each layer keeps if
-            all keep a share together.
-    """
+    """Returns a policy that removes a share of texts of `length` tokens; None if it has a size of its own. Options that
+    were measured come from `fitted`, where `layers` is a function of the share that all layers keep together."""
     entry = find(policy.partition(":")[0])
     given = {**measured, **parse_options(policy, entry.options)}
     if "every" in entry.options and entry.name not in BETWEEN:
@@ -153,14 +144,11 @@ def run(lm: Any, policies: Sequence[str], *, removed: Sequence[float] = REMOVED,
         tasks: Sequence[str] | None = None, problems: int = 20, length: int = 1024, seeds: Sequence[int] = (0, 1, 2),
         report: Callable[[int, int, str], None] | None = None, known: Sequence[Measured] = (),
         save: Callable[[list[Measured]], None] | None = None, left_out: list[str] | None = None) -> list[Measured]:
-    """Asks every policy every question, and a dense cache too.
+    """Asks every policy every question, and a dense cache too; arguments as on the command line.
 
-    Args:
-        lm: a model with the vocabulary of `recipes/recall.py`.
-        removed: shares of the text that are removed. problems: number for each task and seed. length: words of a text.
-        report: called before each run with the runs done, the runs in all, and the name of this one.
-        known: earlier rows, which are not measured again. save: called with all rows after each run.
-        left_out: list for the reasons why a policy or a size is not possible here; None: that is an error.
+    `report` is called before each run with the runs done, the runs in all, and the name of this one, `save` after it
+    with all rows. Rows in `known` are not measured again. `left_out` collects the reasons why a policy or a size is not
+    possible here; None: that is an error.
     """
     tasks = list(recall.ANSWERED if tasks is None else tasks)
     cases = sizes(lm, policies, removed, length, left_out)

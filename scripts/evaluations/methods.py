@@ -13,7 +13,6 @@ import functools
 import importlib
 import inspect
 import random
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -28,7 +27,7 @@ from rich.progress import track
 import decodax as dx
 from decodax import train
 from decodax.bench.figures import show_table
-from decodax.bench.timing import in_turn, seconds
+from decodax.bench.timing import in_turn, median, seconds
 from decodax.caches import Butler, LessKernels, make
 from decodax.caches.sparse.quest import KeyBounds
 from decodax.contrib import arc as arc_encoder
@@ -170,19 +169,17 @@ def echo_att(args: argparse.Namespace) -> None:
     """Layers 1 and 2 share attention: before, after the conversion, and after distillation."""
     lm, size = dx.load("pycode"), 256
     seen, new = module_texts(lm, TRAIN, size, 8), module_texts(lm, TEST, size, 8)
-    print("similarity of layers", train.attention_similarity(lm, seen[:8]).round(2).tolist(), flush=True)
     found, held = {"original": nats(lm, new)}, {}
-    for steps, more in ((0, 0), (args.steps, args.more)):
-        student = train.fit_echo_att(lm, seen, groups=((1, 2),), steps=steps, more=more, rate=3e-4)
-        found[name := f"{steps} + {more} steps"] = nats(student, new)
+    for steps in (0, args.steps):
+        student = train.fit_echo_att(lm, seen, groups=((1, 2),), steps=steps, rate=3e-4)
+        found[name := f"{steps} steps"] = nats(student, new)
         held[name] = str(sum(x.nbytes for x in student.model.init_cache(1, size).kv) // size)
     show_losses(found, f"{len(seen)} texts, {len(new)} are scored", bytes_a_token=held)
 
 
 def kv_prediction(args: argparse.Namespace) -> None:
-    """KV Prediction with `pycode-draft`, and with the first half of `pycode`, as the auxiliary model: loss of 128
-    tokens after 384, and the time to the first token. With `--together` the auxiliary model is trained with its maps.
-    """
+    """KV Prediction with `pycode-draft`, alone and trained with its maps, and with the first half of `pycode`, as the
+    auxiliary model: loss of 128 tokens after 384, and the time to the first token."""
     lm, small, prompt, after = dx.load("pycode"), dx.load("pycode-draft"), 384, 128
     fitted, held = file_texts(lm, prompt + after, (128, 64))
     layers = lm.model.config.layers[:lm.model.depth // 2]
@@ -190,31 +187,24 @@ def kv_prediction(args: argparse.Namespace) -> None:
     half = dataclasses.replace(lm, model=model, name=f"first half of {lm.name}", params={
         **lm.params, "layers": {str(i): lm.params["layers"][str(i)] for i in range(len(layers))}})
     own = [min(i, len(layers) - 1) for i in range(lm.model.depth)]      # predicted without an error
-    found, kinds = {"pycode": nats(lm, held, prompt)}, {}
-    cases = [*((small, steps, None) for steps in args.steps), (half, 0, own),
-             *((small, steps, "together") for steps in args.together)]
-    for auxiliary, steps, places in track(cases, "fitting", console=Console(stderr=True)):
-        name = f"{auxiliary.name}, {steps} steps" + ", together" * (places == "together")
-        if places == "together":
-            maps, auxiliary = train.train_kv_prediction(lm, small, fitted, steps=steps, rate=2e-3)
-            found[f"{name}, alone"] = nats(auxiliary, held, prompt)
-        else:
-            maps = train.fit_kv_prediction(lm, auxiliary, fitted, places, steps=steps, rate=2e-3)
-        kinds[name] = make("kv-prediction", auxiliary=auxiliary, maps=maps)
-        both = kinds[name].put_on(lm)
+    together = train.train_kv_prediction(lm, small, fitted, steps=args.steps, rate=2e-3)
+    kinds: dict[str, Any] = {name: make("kv-prediction", auxiliary=auxiliary, maps=maps) for name, maps, auxiliary in (
+        (small.name, train.fit_kv_prediction(lm, small, fitted), small),
+        (half.name, train.fit_kv_prediction(lm, half, fitted, own), half),
+        (f"{small.name}, trained together", *together))}
+    found = {"pycode": nats(lm, held, prompt)}
+    for name, kind in kinds.items():
+        both = kind.put_on(lm)
         found[name] = np.concatenate([forced(both.model, both.params, jnp.array(held[i:i + 8], jnp.int32), prompt)
                                       for i in range(0, len(held), 8)])
-    found["pycode-draft alone"] = nats(small, held, prompt)
     found["pycode, no prompt"] = nats(lm, [text[prompt - 1:] for text in held])
     show_losses(found, f"{after} tokens after {prompt}, {len(held)} held-out texts")
 
     _, text = file_texts(lm, 512, (0, 1))
-    timed = {name: seconds(functools.partial(dx.generate, lm, text, max_new_tokens=1, cache=kinds.get(name)))
-             for name in ("pycode", *list(kinds)[:len(args.steps) + 1])}
-    timed["pycode-draft alone"] = seconds(lambda: dx.generate(small, text, max_new_tokens=1))
-    quartiles = {name: [1e3 * x for x in statistics.quantiles(took, n=4)] for name, took in in_turn(timed, 31).items()}
-    show_table(("", "ms", "quartiles"), [(name, f"{x[1]:.1f}", f"{x[0]:.1f} to {x[2]:.1f}")
-                                         for name, x in quartiles.items()], "time to the first token of 512")
+    times = in_turn({name: seconds(functools.partial(dx.generate, lm, text, max_new_tokens=1, cache=kinds.get(name)))
+                     for name in ("pycode", small.name, half.name)}, 31)
+    show_table(("", "ms"), [(name, f"{1e3 * median(took):.1f}") for name, took in times.items()],
+               "time to the first token of 512")
 
 
 def arc(args: argparse.Namespace) -> None:
@@ -239,13 +229,11 @@ def arc(args: argparse.Namespace) -> None:
         logits = jax.nn.log_softmax(head(hidden[:, M:-1]))
         return -np.asarray(jnp.take_along_axis(logits, jnp.asarray(text)[:, 1:, None], -1)[..., 0].mean(-1))
 
-    vectors, again = (np.stack(encoder.vectors(list(first), **end)) for end in ({}, {"end": "rec"}))
+    vectors = np.stack(encoder.vectors(list(first)))
     few = vectors.shape[1]
     show_losses({"tokens": costs(first, second), f"{few} vectors": costs(vectors, second),
                  f"the last {few} tokens": costs(first[:, -few:], second),
-                 "vectors of another text": costs(np.roll(vectors, 1, 0), second), "none": costs(first[:, :0], second),
-                 "itself again, after its vectors": costs(again, first),
-                 "itself, after nothing": costs(first[:, :0], first)},
+                 "vectors of another text": costs(np.roll(vectors, 1, 0), second), "none": costs(first[:, :0], second)},
                 f"{args.steps} steps of 8 texts; {len(pieces)} texts are scored")
 
 
@@ -270,7 +258,6 @@ def linearize(args: argparse.Namespace) -> None:
     part = lambda start, stop: {name: shown(nats(one, held, start, stop)) for name, one in models.items()}
     show_losses({name: nats(one, held) for name, one in models.items()}, f"{len(held)} held-out texts",
                 **{f"the_first_{group}": part(1, group + 1), "the_rest": part(group + 1, None)})
-    print("factors", [round(float(params["layers"][str(i)]["attn"]["factor"][0]), 3) for i in args.layers])
 
 
 BLOCK, HISTORY, BUDGET, NEAR = 16, 64, 128, 16
@@ -338,9 +325,7 @@ def predictors(args: argparse.Namespace) -> None:
         for at in range(before - 1, end - 1)[:4]:
             for name, x in shares(lm.model, lm.params, net.arrays, butler, jnp.asarray(text), jnp.int32(at)).items():
                 found.setdefault(name, []).append(np.asarray(x).mean(-1))
-    show_table(("", f"layers 1 to {lm.model.depth - 1}", "mean"),
-               [(name, " ".join(map(str, np.mean(x, 0).round(3).tolist())),
-                 f"{np.mean(x):.3f} ± {np.std(np.mean(x, -1)) / len(x) ** 0.5:.3f}") for name, x in found.items()],
+    show_table(("", "share"), [(name, shown(np.array(x).mean(-1))) for name, x in found.items()],
                "share of attention to tokens read")
 
 

@@ -3,8 +3,7 @@
 A system is NAME[:OPTION=VALUE,...] of `decodax list`; a list of values is a grid, and its points make one curve. For
 each point and task the table has the share of right answers, the share of outputs that equal those of the first point
 token for token, new tokens a forward (of a row, its end token included), forwards a row, and tokens a second of the
-decode loop (median of the repeats, without compiling); and for each curve the accuracy under parallelism (AUP) of d3LLM
-(Qian et al., 2025), see `aup`. The figures of the problems are counts and repeat exactly.
+decode loop (median of the repeats, without compiling). The figures of the problems are counts and repeat exactly.
 """
 
 from __future__ import annotations
@@ -30,8 +29,6 @@ from decodax.common.registry import ALGORITHMS
 from recipes import problems as source
 
 COLUMNS = ("system", "task", "right", "same", "tokens/forward", "forwards", "tokens/s")
-ALPHA, SLACK = 3.0, 0.05
-"""Of `aup`: the penalty, and how far a point may fall below the curve's first."""
 
 
 class Point(NamedTuple):
@@ -133,55 +130,6 @@ def run(lm: Any, grid: Sequence[Point], tasks: Sequence[str], *, problems: int =
     return rows
 
 
-def aup(curve: Sequence[tuple[float, float]], best: float, alpha: float = ALPHA, slack: float = SLACK) -> float:
-    """Returns the accuracy under parallelism (d3LLM, Qian et al., 2025): the weighted area under a curve.
-
-    `curve` are points `(r_i, y_i)` of tokens a forward and accuracy. By rising `r`, without those whose accuracy is
-    more than `slack` below the first, and with y in percent, it is `r_1 y_1 + sum_i (r_i - r_{i-1}) (y_i W(y_i) +
-    y_{i-1} W(y_{i-1})) / 2` with `W(y) = min(exp(-alpha (1 - y / best)), 1)`: a gain in speed counts less the more
-    accuracy it costs. `best` is the highest accuracy of any system on the task.
-
-    >>> round(aup([(1.0, 0.9), (2.0, 0.9), (4.0, 0.5)], best=0.9), 6)
-    180.0
-    """
-    pairs = sorted(curve)
-    if not pairs or best <= 0:
-        return 0.0
-    kept = [(r, 100 * y) for r, y in pairs if y >= pairs[0][1] - slack]
-    worth = lambda y: y * min(math.exp(-alpha * (1 - y / (100 * best))), 1.0)
-    area = kept[0][0] * kept[0][1]
-    for (r0, y0), (r1, y1) in itertools.pairwise(kept):
-        area += (r1 - r0) * (worth(y0) + worth(y1)) / 2
-    return area
-
-
-def curves(rows: Sequence[Row]) -> dict[str, dict[str, list[Row]]]:
-    """Returns the rows that did not fail, by task and curve, in the order of tokens a forward."""
-    out: dict[str, dict[str, list[Row]]] = {}
-    for row in sorted((row for row in rows if row.error is None), key=lambda row: row.tokens_per_forward):
-        out.setdefault(row.task, {}).setdefault(row.curve, []).append(row)
-    return out
-
-
-def scores(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
-    """Returns the AUP of each curve on each task."""
-    out: dict[str, dict[str, float]] = {row.curve: {} for row in rows if row.error is None}
-    for task, each in curves(rows).items():
-        best = max(row.accuracy for found in each.values() for row in found)
-        for curve, found in each.items():
-            out[curve][task] = aup([(r.tokens_per_forward, r.accuracy) for r in found], best)
-    return out
-
-
-def show(rows: Sequence[Row], setting: str, markdown: bool = False) -> None:
-    """Prints the figures and the AUP."""
-    show_table(COLUMNS, [row.cells() for row in rows], setting, markdown)
-    tasks = list(dict.fromkeys(row.task for row in rows if row.error is None))
-    show_table(("system", *tasks, "mean"), [
-        (curve, *(f"{each[t]:.0f}" if t in each else "" for t in tasks), f"{sum(each.values()) / len(each):.0f}")
-        for curve, each in scores(rows).items()], "accuracy under parallelism (AUP)", markdown)
-
-
 def main(args: argparse.Namespace) -> int:
     """Runs the grid; returns 1 if a point failed."""
     tasks = list(source.TASKS) if "all" in args.task else list(dict.fromkeys(args.task))
@@ -197,14 +145,16 @@ def main(args: argparse.Namespace) -> int:
                f"{args.temperature:g}; {jax.devices()[0].device_kind}, {os.cpu_count()} cores; JAX {jax.__version__}")
     if args.markdown:
         print(f"    {args.line}\n")
-    show(rows, setting, args.markdown)
+    show_table(COLUMNS, [row.cells() for row in rows], setting, args.markdown)
     if args.json:
-        args.json.write_text(json.dumps({"command": args.line, "setting": setting, "aup": scores(rows),
+        args.json.write_text(json.dumps({"command": args.line, "setting": setting,
                                          "rows": [dataclasses.asdict(row) for row in rows]}, indent=1) + "\n")
     if args.plot:
-        plot_lines(args.plot, {task: {curve: [(r.tokens_per_forward, 100 * r.accuracy) for r in at]
-                                      for curve, at in each.items()} for task, each in curves(rows).items()},
-                   "tokens a forward", "right, %", setting)
+        panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
+        for row in sorted((row for row in rows if row.error is None), key=lambda row: row.tokens_per_forward):
+            panels.setdefault(row.task, {}).setdefault(row.curve, []).append(
+                (row.tokens_per_forward, 100 * row.accuracy))
+        plot_lines(args.plot, panels, "tokens a forward", "right, %", setting)
     for row in rows:
         if row.error:
             print(f"evaluate.py: {row.system} failed on {row.task}: {row.error}", file=sys.stderr)

@@ -162,7 +162,7 @@ class Source:
 
 def recipe(o: Options, mesh: jax.sharding.Mesh, console: Console) -> Recipe:
     """Returns the recipe for `recipes.run.train`."""
-    source = (fresh if o.stage is None else finished)(o)
+    source = source_of(o)
     model, kind, count = source.model, source.kind, o.batch or 1
     md.check(kind)
     made = Recipe(source.params, md.Bound(model, kind, o.dtype, o.apart),
@@ -203,50 +203,37 @@ def recipe(o: Options, mesh: jax.sharding.Mesh, console: Console) -> Recipe:
                   lambda params, run: filters.figures(params, checked), write_filter, made.extra, rounded=False)
 
 
-def fresh(options: Options) -> Source:
-    """Returns a model with fresh weights or those of `init`; a mask that is added gets the mean embedding."""
-    text = options.settings.text
-    documents, kept = corpus.load_corpus(options.corpus) if text else ([], None)
-    tokenizer = text_tokenizer(options, documents) if text else problems.tokenizer()
+def source_of(o: Options) -> Source:
+    """Returns the model to train: with fresh weights, or those of `init`. A mask that is added gets the mean embedding;
+    a stage follows the training of a diffusion model."""
+    text, home = o.settings.text, find(o.init) if o.init is not None else None
+    documents, kept = corpus.load_corpus(o.corpus) if text else ([], None)
+    tokenizer = problems.tokenizer()
+    if text:
+        tokenizer = corpus.train_tokenizer(documents, o.settings.vocab) if home is None else \
+            Tokenizer.from_file(str(home / "tokenizer.json"))
+        if o.stage is None and tokenizer.token_to_id(problems.MASK) is None:
+            tokenizer.add_special_tokens([problems.MASK])
     vocab = tokenizer.get_vocab_size()
-    attention: Any = options.attention or ("full" if options.block is None else "block-causal")
-    kind = Diffusion(vocab - 1, options.shift, attention, options.block)
-    if options.init is None:
-        model = Transformer(llama(vocab=vocab, tied=True, **options.settings.shape))
-        params = md.widened(model.init_params(jax.random.key(options.seed)), options.settings.spread)
-        return Source(options, model, kind, params, tokenizer, documents, kept)
-    model, params = load_model(find(options.init), dtype="float32")
+    attention: Any = o.attention or ("full" if o.block is None else "block-causal")
+    kind: Diffusion | None = Diffusion(vocab - 1, o.shift, attention, o.block)
+    if home is None:
+        model = Transformer(llama(vocab=vocab, tied=True, **o.settings.shape))
+        params = md.widened(model.init_params(jax.random.key(o.seed)), o.settings.spread)
+        return Source(o, model, kind, params, tokenizer, documents, kept)
+    model, params = load_model(home, dtype="float32")
+    if o.stage is not None:
+        if (kind := load_diffusion(home)) is None:
+            raise ValueError(f"init: {home} is autoregressive, it takes a diffusion model")
+        return Source(o, model, kind, params, tokenizer, documents, kept)
     if model.config.vocab == vocab - 1 and model.config.tied:
         embed = params["embed"]
         params = {**params, "embed": jnp.concatenate([embed, embed.mean(0, keepdims=True)])}
         model = Transformer(dataclasses.replace(model.config, vocab=vocab))
     if model.config.vocab != vocab:
-        raise ValueError(f"init: {options.init} has a vocabulary of {model.config.vocab}, it takes {vocab} entries, or "
+        raise ValueError(f"init: {o.init} has a vocabulary of {model.config.vocab}, it takes {vocab} entries, or "
                          f"{vocab - 1} and a tied embedding")
-    return Source(options, model, kind, params, tokenizer, documents, kept)
-
-
-def finished(options: Options) -> Source:
-    """Returns a trained diffusion model, for the stages."""
-    home = find(options.init or options.preset)
-    (model, params), kind = load_model(home, dtype="float32"), load_diffusion(home)
-    if kind is None:
-        raise ValueError(f"init: {home} is autoregressive, it takes a diffusion model")
-    text = options.settings.text
-    documents, kept = corpus.load_corpus(options.corpus) if text else ([], None)
-    tokenizer = Tokenizer.from_file(str(home / "tokenizer.json")) if text else problems.tokenizer()
-    return Source(options, model, kind, params, tokenizer, documents, kept)
-
-
-def text_tokenizer(options: Options, documents: list[corpus.Document]) -> Tokenizer:
-    """Returns the tokenizer of `init`, or a new one, with the mask as its last token."""
-    if options.init is not None:
-        tokenizer = Tokenizer.from_file(str(find(options.init) / "tokenizer.json"))
-    else:
-        tokenizer = corpus.train_tokenizer(documents, options.settings.vocab)
-    if tokenizer.token_to_id(problems.MASK) is None:
-        tokenizer.add_special_tokens([problems.MASK])
-    return tokenizer
+    return Source(o, model, kind, params, tokenizer, documents, kept)
 
 
 def fill(model: Transformer, kind: Diffusion, params: Any, batch: md.Batch, size: int = 512,
