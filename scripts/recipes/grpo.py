@@ -41,17 +41,12 @@ Tree = Any
 
 
 class Batch(NamedTuple):
-    """Texts to learn from.
+    """Texts to learn from."""
 
-    Attributes:
-        tokens: `i32[R, T]`, prompt and answer. answers: `f32[R, T - 1]`, 1 if the next token belongs to the answer.
-        old: `f32[R, T - 1]`, log-probability of the next token when it was drawn. advantages: `f32[R]`.
-    """
-
-    tokens: Array
-    answers: Array
-    old: Array
-    advantages: Array
+    tokens: Array           # i32[R, T], prompt and answer
+    answers: Array          # f32[R, T - 1], 1 if the next token belongs to the answer
+    old: Array              # f32[R, T - 1], log-probability of the next token when it was drawn
+    advantages: Array       # f32[R]
 
 
 class Step(NamedTuple):

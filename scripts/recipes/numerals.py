@@ -118,9 +118,8 @@ def problems(count: int, seed: int = 0, digits: int | None = None) -> list[int]:
     return list(found)
 
 
-def words(text: str) -> list[int]:
-    """Returns the tokens of an answer, without its end."""
-    return [ID[f" {word}"] for word in text.split()]
+words = lambda text: [ID[f" {word}"] for word in text.split()]
+"""Returns the tokens of an answer, without its end."""
 
 
 def training_batch(rows: int, block: int, seed: int, step: int) -> tuple[np.ndarray, ...]:
@@ -128,19 +127,15 @@ def training_batch(rows: int, block: int, seed: int, step: int) -> tuple[np.ndar
 
     A barrier precedes the answer. In three quarters of the rows a barrier also replaces every `block`-th token of the
     answer, from a random one on; tokens after it do not see those before it, except the prompt. So all Markov orders
-    below `block` are trained. The other rows have no more barriers.
-
-    Returns:
-        tokens `i32[rows, LENGTH]`, block numbers with 0 for the prompt `i32[rows, LENGTH]`, next tokens
-        `i32[rows, LENGTH]`, and True where these count in the loss `bool[rows, LENGTH]`.
+    below `block` are trained. The other rows have no more barriers. Returns tokens, block numbers with 0 for the
+    prompt, next tokens (each `i32[rows, LENGTH]`), and True where these count in the loss (`bool[rows, LENGTH]`).
     """
     rng = random.Random(f"train {seed} {step}")
     tokens, blocks, targets = (np.zeros((rows, LENGTH), np.int32) for _ in range(3))
     counts = np.zeros((rows, LENGTH), bool)
     for i in range(rows):
-        number = draw(rng)
-        while held_out(number):
-            number = draw(rng)
+        while held_out(number := draw(rng)):
+            pass
         prompt = [ID[c] for c in f"{number}="]
         answer = [*words(rng.choice(variants(number))), ID[END]]
         offset, cut = rng.randrange(block), rng.random() < 0.75
@@ -203,8 +198,7 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
             figures=f"Right answers to {options.problems} held-out numbers, with the shipped weights in float32, by "
                     f"cascades of {KEEP} survivors a position\nup to a Markov order, and by greedy decoding after one "
                     f"barrier:\n\n{table}")
-        return ", ".join([*(f"order {order}: {share:.1%}" for order, share in orders.items()),
-                          f"greedy: {facts['greedy']:.1%}"])
+        return ", ".join(f"{'order ' * (order != 'greedy')}{order}: {share:.1%}" for order, share in shares.items())
 
     return Recipe(
         model.init_params(jax.random.key(options.seed)), MarkovObjective(model),

@@ -14,15 +14,12 @@ from recipes.problems import CANVAS, TASKS
 
 @dataclass(frozen=True)
 class Preset:
-    """Settings of one model: option values, and what no option changes.
+    """Settings of one model: default values of `Options` by name, and what no option changes.
 
-    Attributes:
-        options: default values of `Options`, by name.
-        shape: keywords of `decodax.models.llama` without the vocabulary; empty: the shape of `init`.
-        vocab: size of a tokenizer that is trained. text: whether diffusion trains on text instead of problems.
-        spread: factor of the standard deviation of fresh kernels.
-        schedule: further arguments of `decodax.train.loop.Schedule`.
-        rows: rows of the smallest step, which have to divide among the devices, where `batch` does not say it.
+    `shape` are keywords of `decodax.models.llama` without the vocabulary, empty for the shape of `init`; `vocab` is the
+    size of a tokenizer that is trained; `text` is True for diffusion on text instead of problems; `spread` is a factor
+    of the standard deviation of fresh kernels; `schedule` are further arguments of `decodax.train.loop.Schedule`; and
+    `rows` those of the smallest step, which have to divide among the devices, where `batch` does not say it.
     """
 
     options: dict[str, Any]
@@ -229,8 +226,7 @@ class Options:
 
 def options_of(recipe: str) -> list[Any]:
     """Returns the fields of `Options` that are options of a recipe."""
-    return [f for f in dataclasses.fields(Options) if f.metadata and (recipe in f.metadata["only"]
-                                                                      or not f.metadata["only"])]
+    return [f for f in dataclasses.fields(Options) if f.metadata and recipe in (f.metadata["only"] or PRESETS)]
 
 
 @dataclass(frozen=True, kw_only=True)

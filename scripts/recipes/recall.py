@@ -205,8 +205,7 @@ def training_text(length: int, rng: random.Random) -> tuple[np.ndarray, np.ndarr
 def repeating_text(length: int, rng: random.Random) -> tuple[np.ndarray, np.ndarray]:
     """Returns random words in which spans of 3 to 11 repeat after gaps of any length, for the first stage. The answers
     are the repeated spans without their first words."""
-    words: list[int] = []
-    answers: list[bool] = []
+    words, answers = list[int](), list[bool]()
     while len(words) <= length:
         count = rng.randint(3, 11)
         if again := len(words) > 6 and rng.random() < 0.5:
