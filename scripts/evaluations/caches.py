@@ -31,14 +31,12 @@ from decodax import train
 from decodax.algorithms.speculative.drafts import OwnCache
 from decodax.bench.figures import check_writable, plot_lines, reporting, show_table
 from decodax.cache import Wrapper, dense
+from decodax.cache.tail import Tail
 from decodax.caches import find, make
 from decodax.caches.bounded.subgen import SubGenCache
 from decodax.caches.evict.evicting import Evicting
 from decodax.caches.prefill.quick_prefill import QuickPrefillCache
-from decodax.caches.quantize.minicache import MiniCacheCache
-from decodax.caches.quantize.qaq import QAQCache
 from decodax.caches.quantize.quantized import QuantizedCache
-from decodax.caches.quantize.zipcache import ZipCacheCache
 from decodax.caches.sparse.shadowkv import ShadowKVCache
 from decodax.common.registry import ALGORITHMS, CACHES
 from decodax.common.strings import parse_options
@@ -332,18 +330,13 @@ def held(cache: Any) -> float:
     if isinstance(cache, QuantizedCache):
         parts: list[Any] = [(cache.codes, cache.slots, cache.held - cache.whole),
                             (cache.rest, cache.rest[0].shape[2], cache.whole)]
-    elif isinstance(cache, ZipCacheCache):
-        parts = [(cache.grades, sum(grade.keys.shape[2] for grade in cache.grades[0]), cache.coded),
-                 (cache.rest, cache.rest[0].shape[2], cache.length - cache.coded)]
+    elif isinstance(cache, Tail):
+        codes = [getattr(cache, name) for name in ("grades", "pools", "prompt", "pairs") if hasattr(cache, name)]
+        room = sum(x.keys.shape[2] for x in cache.grades[0]) if hasattr(cache, "grades") else cache.size
+        parts = [(codes, room, cache.start), (cache.kv, cache.kv[0].shape[2], cache.length - cache.start)]
     elif isinstance(cache, ShadowKVCache):
         parts = [(cache.shadows, cache.size, cache.began),
                  *((kv, kv.shape[2], cache.kept + cache.length - cache.began) for kv in cache.kv)]
-    elif isinstance(cache, QAQCache):
-        parts = [(cache.pools, cache.size, cache.began),
-                 (cache.rest, cache.rest[0].shape[2], cache.length - cache.began)]
-    elif isinstance(cache, MiniCacheCache):
-        parts = [((cache.prompt, cache.pairs), cache.size, cache.prompt_length),
-                 (cache.kv, cache.kv[0].shape[2], cache.length - cache.prompt_length)]
     else:       # other arrays grow with the text as keys and values do, except sketches, which have a fixed size
         slots, counted = cache.kv[0].shape[2], cache.count if isinstance(cache, QuickPrefillCache) else cache.length
         sketched = isinstance(cache, SubGenCache)
