@@ -83,7 +83,7 @@ HOME = dict.fromkeys(("caches", "beams", "constraints", "jobs"), "calls")
 def main(argv: list[str] | None = None) -> int:
     """Runs a command line and returns the exit status."""
     args = commands.parser(__doc__, BENCHMARKS, MEANING, "Measures").parse_args(argv)
-    if args.command in ("rounds", "weights"):
+    if args.command in ("rounds", "weights", "tpu"):
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
     return commands.run("benchmark.py", args, lambda args: importlib.import_module(
         f"benchmarks.{HOME.get(args.command, args.command)}").main(args))
