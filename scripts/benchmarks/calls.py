@@ -40,9 +40,7 @@ SCHEMAS: dict[str, Any] = {
         "items": {"type": "array", "items": {"type": "object", "properties": {
             "sku": {"type": "string", "pattern": "^[A-Z]{3}-[0-9]{4}$"}, "price": {"type": "number", "minimum": 0},
             "quantity": {"type": "integer"}}, "required": ["sku", "quantity"]}},
-        "date": {"type": "string", "format": "date-time"}}, "required": ["field0"]},
-    "a text of at most 80 characters": {"type": "object", "properties": {
-        "title": {"type": "string", "maxLength": 80}}, "required": ["title"]}}
+        "date": {"type": "string", "format": "date-time"}}, "required": ["field0"]}}
 
 
 def steps(lm: Any, prompts: Sequence[str], ways: Mapping[str, dict[str, Any]], repeats: int, more: Any = (),

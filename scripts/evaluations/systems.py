@@ -9,7 +9,6 @@ decode loop (median of the repeats, without compiling). The figures of the probl
 from __future__ import annotations
 
 import argparse
-import ast
 import dataclasses
 import functools
 import itertools
@@ -72,14 +71,7 @@ def points(given: Sequence[str], lm: Any, draft: Any = None) -> list[Point]:
     """Returns the points of systems that are written NAME:OPTION=VALUE,..., where a list of values is a grid."""
     out = []
     for text in given:
-        name, _, rest = text.partition(":")
-        try:
-            call: Any = ast.parse(f"dict({rest})", mode="eval").body
-            options = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
-            if call.args or None in options:
-                raise ValueError("a value without a name")
-        except (SyntaxError, ValueError, AttributeError) as error:
-            raise ValueError(f"{text}: takes NAME:OPTION=VALUE,... or lists of values") from error
+        name, options = ALGORITHMS.parse(text)
         grid = {k: v if isinstance(v, list) else [v] for k, v in options.items()}
         for values in itertools.product(*grid.values()):
             own = dict(zip(grid, values, strict=True))
