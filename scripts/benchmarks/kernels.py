@@ -105,9 +105,8 @@ def main(args: argparse.Namespace) -> None:
         fns, q, rest, live = sides(form, args)
         results = {name: jax.jit(fn)(q, rest).astype(jnp.float32) for name, fn in fns.items()}
         programs = {name: loop(fn, args.inner) for name, fn in fns.items()}
-        wait = lambda run, *given: jax.block_until_ready(run(*given))
-        times = in_turn({name: seconds(functools.partial(wait, run, q, rest)) for name, run in programs.items()},
-                        args.repeats, form)
+        call = lambda run: seconds(lambda: jax.block_until_ready(run(q, rest)))      # noqa: B023
+        times = in_turn({name: call(run) for name, run in programs.items()}, args.repeats, form)
         first = next(iter(fns))
         for name, spent in times.items():
             each = median(spent) / args.inner

@@ -32,14 +32,13 @@ from decodax.algorithms.speculative.drafts import OwnCache
 from decodax.bench.figures import check_writable, plot_lines, reporting, show_table
 from decodax.cache import Wrapper, dense
 from decodax.cache.tail import Tail
-from decodax.caches import find, make
+from decodax.caches import make
 from decodax.caches.bounded.subgen import SubGenCache
 from decodax.caches.evict.evicting import Evicting
 from decodax.caches.prefill.quick_prefill import QuickPrefillCache
 from decodax.caches.quantize.quantized import QuantizedCache
 from decodax.caches.sparse.shadowkv import ShadowKVCache
 from decodax.common.registry import ALGORITHMS, CACHES
-from decodax.common.strings import parse_options
 from decodax.engine.batch import Job
 from decodax.engine.request import Request
 from recipes import recall
@@ -69,8 +68,8 @@ class Measured:
 def sized(policy: str, removed: float, length: int, **measured: Any) -> Any:
     """Returns a policy that removes a share of texts of `length` tokens; None if it has a size of its own. Options that
     were measured come from `fitted`, where `layers` is a function of the share that all layers keep together."""
-    entry = find(policy.partition(":")[0])
-    given = {**measured, **parse_options(policy, entry.options)}
+    name, options = CACHES.parse(policy)
+    entry, given = CACHES[name], {**measured, **options}
     if "every" in entry.options and entry.name not in BETWEEN:
         given.setdefault("every", None)
     left = 1 - removed
@@ -90,8 +89,9 @@ def sized(policy: str, removed: float, length: int, **measured: Any) -> Any:
 def fitted(policy: str, lm: Any, texts: Sequence[Sequence[int]], probes: Sequence[Any]) -> dict[str, Any]:
     """Returns the options of a policy that are measured on texts and the answers in them (`needles`), except those that
     take long training."""
-    entry = find(policy.partition(":")[0])
-    given = {**{k: v.default for k, v in entry.options.items()}, **parse_options(policy, entry.options)}
+    name, options = CACHES.parse(policy)
+    entry = CACHES[name]
+    given = {**{k: v.default for k, v in entry.options.items()}, **options}
     fits: dict[str, Callable[[], Any]] = {
         "codebooks": lambda: train.fit_codebooks(lm, texts), "features": lambda: train.fit_features(lm, texts),
         "order": lambda: train.fit_order(lm, texts, given["heads"]), "heads": lambda: train.fit_heads(lm, probes),
@@ -121,14 +121,14 @@ def sizes(lm: Any, policies: Sequence[str], removed: Sequence[float], length: in
     texts = [probe.tokens for probe in probes[:8]]
     cases: list[tuple[str, float | None, Any]] = [("dense", None, None)]
     for policy in policies:
-        entry = find(policy.partition(":")[0])
+        name, options = CACHES.parse(policy)
         found: dict[str, Any] | None = None
         for share in removed:
             try:
                 found = fitted(policy, lm, texts, probes) if found is None else found
                 kind = sized(policy, share, length, **found)
                 if kind is None:
-                    cases.append((policy, None, make(entry.name, **{**found, **parse_options(policy, entry.options)})))
+                    cases.append((policy, None, make(name, **{**found, **options})))
                     break
                 cases.append((policy, share, kind))
             except ValueError as error:
@@ -292,12 +292,7 @@ class Drafted(NamedTuple):
 
 def run_drafts(lm: Any, systems: Sequence[str] = DRAFTS, *, problems: int = 20, length: int = 1024,
         seed: int = 0) -> list[Drafted]:
-    """Answers the questions with drafts on smaller caches.
-
-    Args:
-        lm: a model with the vocabulary of `recipes/recall.py`.
-        problems: number of each task. length: words of the texts. seed: seed of the problems.
-    """
+    """Answers questions of each task with drafts on smaller caches."""
     prompts = [p.prompt for task in recall.ANSWERED for p in recall.problems(task, problems, length, seed)]
     out = []
     for text in track(systems, "drafting", console=Console(stderr=True)):

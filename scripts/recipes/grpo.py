@@ -5,14 +5,12 @@
     python scripts/train.py grpo --mesh 2x4          # on 8 devices, sampled and trained where the weights lie
 
 In each step the model works out `--problems` sums `--group` times, and the reward of a text is the share of its lines
-that are right, one after the other. The rule is GRPO's (Shao et al., 2024, "DeepSeekMath"): the advantage of a text is
-its reward minus the mean of its group, over the group's standard deviation, and the likelihood ratio of each token is
-clipped. There is no penalty for leaving the first model unless `--kl` gives it a weight.
+that are right, one after the other. The advantage of a text is its reward minus the mean of its group, over the group's
+standard deviation, and the likelihood ratio of each token is clipped (GRPO: Shao et al., 2024, "DeepSeekMath").
 
-`decodax.generate` decodes with the trainer's own arrays (`LM.with_params`): nothing is copied, nothing is compiled
-again after the first step, the samples of a problem share its prefill, and the log-probabilities that it returns are
-those of the distribution that it drew from. "off by" is the largest |ratio - 1| before the first update of
-a step: the difference of the trainer's forward from them.
+`decodax.generate` decodes with the trainer's own arrays (`LM.with_params`), so nothing is copied or compiled again, and
+returns log-probabilities of the distribution that it drew from. "off by" is the largest |ratio - 1| before the first
+update of a step: the difference of the trainer's forward from them.
 """
 
 from __future__ import annotations

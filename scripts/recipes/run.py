@@ -27,16 +27,13 @@ Tree = Any
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a run trains, on what, and how it is measured.
+    """The first weights of a run, its loss, its data, and how it is measured.
 
-    Attributes:
-        params: the first weights.
-        objective: the loss. batch: returns the batch of the run's next step. tokens: counts the tokens of a batch.
-        evaluate: returns held-out figures of weights on the way.
-        finish: writes what is shipped into a directory, from the weights as they are shipped, the same in float32, and
-            the facts of the run; returns a line that says how good they are.
-        extra: returns the third argument of the objective for a step. shardings: of the weights; None: replicated.
-        decay_pace: see `TrainingRun`. rounded: whether weights are shipped in bfloat16.
+    `batch` returns the batch of the run's next step, and `tokens` counts its tokens. `evaluate` returns held-out
+    figures on the way. `finish` writes what is shipped into a directory, from the weights as they are shipped, the same
+    in float32, and the facts of the run; it returns a line that says how good they are. `extra` returns the third
+    argument of the loss for a step. Without `shardings` weights are replicated. `decay_pace` is that of
+    `TrainingRun`; `rounded` is True if weights are shipped in bfloat16.
     """
 
     params: Tree
@@ -80,14 +77,9 @@ def word_tokenizer(ids: Mapping[str, int], special: Sequence[str], pieces: str |
 
 def train(options: Options, on_step: Callable[[int], None] | None = None,
           console: Console | None = None) -> loop.TrainingRun:
-    """Trains to the end of the schedule and exports.
+    """Trains to the end of the schedule, exports, and returns the finished run.
 
-    Args:
-        on_step: called with the number of steps done, after each of them.
-        console: where progress is printed; None: the terminal.
-
-    Returns:
-        The finished run.
+    `on_step` is called with the number of steps done, after each of them; `console` is the terminal by default.
     """
     o, console = options, console or Console()
     o.output.mkdir(parents=True, exist_ok=True)
