@@ -96,8 +96,9 @@ def test_drafts_leave_the_tokens_as_they_are() -> None:
 
 
 @pytest.mark.wide
-def test_a_published_file_is_converted(tmp_path: Path) -> None:
+def test_a_published_file_is_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "scripts")
     from scripts.convert import rwkv as convert
 
     torch.save({name: torch.tensor(value) for name, value in tensors().items()}, tmp_path / "tiny.pth")

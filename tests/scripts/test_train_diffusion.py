@@ -26,7 +26,6 @@ from decodax.train import loop
 from decodax.train import masked_diffusion as dt
 from decodax.train import unmask_filter as filters
 from recipes import diffusion, problems
-from recipes import diffusion_data as data
 from recipes import run as program
 from recipes.options import Options, from_arguments
 from tests.matrix import often
@@ -55,7 +54,7 @@ def params():
 
 @pytest.fixture(scope="module")
 def batch() -> dt.Batch:
-    return jax.tree.map(jnp.asarray, data.Problems(6, seed=1)[0])
+    return jax.tree.map(jnp.asarray, diffusion.problem_batch(6, 1, 0))
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +98,7 @@ def test_masked_diffusion_is_the_loss_of_llada(params, batch, logits_of):
     tokens, live, expected = np.asarray(batch.tokens), np.asarray(batch.live), []
     for i in range(6):
         # dead tokens replaced and hidden
-        logits = logits_of(np.where(live[i], noisy[i], 7), np.broadcast_to(live[i], (data.LENGTH, data.LENGTH)))
+        logits = logits_of(np.where(live[i], noisy[i], 7), np.broadcast_to(live[i], (diffusion.LENGTH,) * 2))
         total = sum(nats(logits[j], tokens[i, j]) / levels[i, j] for j in np.flatnonzero(masked[i]))
         expected.append(total / np.asarray(batch.answer)[i].sum())
     loss, _ = jax.jit(dt.Bound(NET, FULL))(params, batch, key)
@@ -112,7 +111,7 @@ def test_block_diffusion_scores_each_noisy_block_behind_clean_ones(params, batch
     key = jax.random.key(4)
     noisy, masked, levels = map(np.asarray, dt.corrupt(key, batch, BLOCKS))
     assert all(len(set(levels[0, i:i + 4])) == 1 for i in range(0, 32, 4)) and len(set(levels[0])) > 1
-    tokens, live, at = np.asarray(batch.tokens), np.asarray(batch.live), np.arange(data.LENGTH) // 4
+    tokens, live, at = np.asarray(batch.tokens), np.asarray(batch.live), np.arange(diffusion.LENGTH) // 4
     expected = []
     for i in range(6):
         total = 0.0
@@ -131,7 +130,7 @@ def test_set_blocks_see_causal_text_and_themselves(params, batch, logits_of):
     key = jax.random.key(4)
     noisy, masked, levels = map(np.asarray, dt.corrupt(key, batch, BEHIND))
     tokens, live, answer = (np.asarray(x) for x in (batch.tokens, batch.live, batch.answer))
-    place, expected = np.arange(data.LENGTH), []
+    place, expected = np.arange(diffusion.LENGTH), []
     for i in range(6):
         at, total = (place - answer[i].argmax()) // 4, 0.0
         for block in np.unique(at[masked[i]]):
@@ -238,7 +237,7 @@ def test_a_bound_per_byte_of_equal_chances_is_known():
 @pytest.mark.parametrize("span", [16, 4])
 def test_extremely_greedy_rollouts_follow_their_loop(params, span):
     found = [p for task in ("copy", "add", "sudoku") for p in problems.problems(task, 2, held=False)]
-    batch = jax.tree.map(jnp.asarray, data.rows_of(found))
+    batch = jax.tree.map(jnp.asarray, diffusion.rows_of(found))
     goal = np.asarray(dt.fill(NET, params, batch, FULL))
     own = batch.replace(tokens=jnp.asarray(goal))
     got = jax.tree.map(np.asarray, filters.rollout(NET, params, own, FULL, span))
@@ -294,7 +293,7 @@ def test_the_export_fills_masks_as_training_measured_it(run, options):
     lm_ = dx.load(path)
     assert lm_.diffusion == FULL and lm_.eos == [0] and lm_.vocab_size == 47
     found = [p for task in ("copy", "sudoku") for p in problems.problems(task, 3)]
-    batch = jax.tree.map(jnp.asarray, data.rows_of(found))
+    batch = jax.tree.map(jnp.asarray, diffusion.rows_of(found))
     filled = np.asarray(dt.fill(lm_.model, lm_.params, batch, FULL))  # type: ignore[arg-type]
     answers = np.asarray(batch.answer)
     expected = [diffusion.reply(row[answer]) for row, answer in zip(filled, answers, strict=True)]
@@ -429,22 +428,22 @@ def test_a_model_of_set_blocks_decodes_as_it_was_trained(corpus, tmp_path):
 
 def test_beginnings_of_texts_leave_room_for_an_answer_at_any_place():
     stream = np.arange(1, 400, dtype=np.int32)
-    batch = data.beginnings(stream, 200, 24, 8)
+    batch = diffusion.beginnings(stream, 200, 24, 8)
     first, end = batch.answer.argmax(1), batch.live.sum(1)
     assert (batch.answer.sum(1) == 8).all() and (end == first + 8).all()
     assert set(first) == set(range(8, 17))
     for row, length in zip(batch.tokens, end, strict=True):
         assert row[:length].tolist() == list(range(row[0], row[0] + length)) and not row[length:].any()
     with pytest.raises(ValueError, match="corpus: got 9 tokens, takes 24 or more"):
-        data.beginnings(stream[:9], 2, 24, 8)
+        diffusion.beginnings(stream[:9], 2, 24, 8)
 
 
 def test_every_row_of_a_fixed_set_comes_once_an_epoch():
-    chosen = data.Chosen(np.arange(10), 4, seed=2)
-    drawn = np.concatenate([chosen[i] for i in range(5)])
+    chosen = lambda step, seed=2: diffusion.chosen(np.arange(10), 4, seed, step)
+    drawn = np.concatenate([chosen(i) for i in range(5)])
     assert sorted(drawn[:10]) == sorted(drawn[10:]) == list(range(10)) and list(drawn[:10]) != list(drawn[10:])
-    np.testing.assert_array_equal(chosen[3], data.Chosen(np.arange(10), 4, seed=2)[3])
-    assert (chosen[3] != data.Chosen(np.arange(10), 4, seed=3)[3]).any()
+    np.testing.assert_array_equal(chosen(3), chosen(3))
+    assert (chosen(3) != chosen(3, seed=3)).any()
 
 
 @pytest.mark.wide
