@@ -201,5 +201,5 @@ def bind(lm: LM | str | os.PathLike[str], algorithm: Any = None, *, cache: Cache
     if cache is not None:
         lm = with_cache(lm, cache)
     method = chosen(lm, algorithm, 1, draft).fit(new)
-    return BoundMethod(method.bare(), fit_cache(lm.model, new), size, whole("chunk", chunk, 1), tuple(lm.eos), lm.vocab_size,
-                 method.weights)
+    return BoundMethod(method.bare(), fit_cache(lm.model, new), size, whole("chunk", chunk, 1), tuple(lm.eos),
+                       lm.vocab_size, method.weights)
