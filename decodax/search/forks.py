@@ -222,8 +222,9 @@ class Forks(TextRows):
         self.status[p, i] = status
 
     def rewind(self, made: np.ndarray) -> None:
-        """Truncates rows to the first `made[p, i]` new tokens; -1 leaves a row unchanged. Truncated rows are live again,
-        and draw with new keys.
+        """Truncates rows to the first `made[p, i]` new tokens; -1 leaves a row unchanged.
+
+        Truncated rows are live again, and draw with new keys.
 
         Raises:
             ValueError: the cache or a transform of the policy cannot go back, or the algorithm has a state of its own.

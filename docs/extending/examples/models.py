@@ -12,7 +12,8 @@ import numpy as np
 from flax import nnx
 
 import decodax as dx
-from decodax.cache import Recurrent, dense
+from decodax import cache
+from decodax.cache import Recurrent
 from decodax.core.around import AroundModel
 from decodax.core.types import no_inputs
 from decodax.models import T5, Embeddings, EncoderText, Experts, T5Config, Transformer, llama
@@ -129,7 +130,7 @@ class Wrapped(dx.Model):
     graph: nnx.GraphDef
 
     def init_cache(self, batch, capacity, *, params=None, inputs=None):
-        return dense([(1, 32)], batch, capacity, jnp.float32)
+        return cache.dense([(1, 32)], batch, capacity, jnp.float32)
 
     def apply(self, params, window, cache):
         net = nnx.merge(self.graph, params)
