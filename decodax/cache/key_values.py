@@ -163,7 +163,8 @@ class KVConfig(CacheConfig):
         shapes = tuple(KVLayer(*layer) for layer in layers)
         for i, shape in enumerate(shapes):
             if refused := sorted(self.refuses(i, shape) & shape.scores):
-                name = next((n for n, entry in CACHES.items() if entry.make is type(self)), type(self).__name__)
+                own = getattr(self, "name", type(self).__name__)        # of a config that a function makes
+                name = next((n for n, entry in CACHES.items() if entry.make is type(self)), own)
                 raise ValueError(f"cache: {name} takes a model without {' and '.join(refused)} of its attention "
                                  f"scores, which layer {i} of this one has")
         return self.empty(shapes, batch, capacity, dtype, inputs)
