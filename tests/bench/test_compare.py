@@ -55,7 +55,7 @@ def test_a_task_that_does_not_fit_the_model_says_what_does(pycode: dx.LM) -> Non
         tasks.completion(dataclasses.replace(pycode, tokenizer=None), 1, 64, 0)
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_a_copy_edit_is_copied_and_prompt_lookup_drafts_it(pycode: dx.LM) -> None:
     lookup = dx.Speculative(dx.drafts.PromptLookup(length=5))
     found = compare.compare(pycode, {"lookup": lookup}, tasks=["copy-edit"], batch=[2], prompts=2, new_tokens=32,
@@ -218,7 +218,7 @@ def test_wrong_usage_is_code_2(capsys: pytest.CaptureFixture[str], args: list[st
     assert "Traceback" not in err
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_compare_prints_a_table_and_writes_files(tiny_model: Path, tmp_path: Path,
                                                  capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")

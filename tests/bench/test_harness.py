@@ -25,7 +25,7 @@ CHAT = "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% 
 WORDS = ["def", "fib", "(n)", " return", " n", " Héllo", " café", " 日本", ".", " don't", " 🦜", " - 1", "\n", "  "]
 
 
-@pytest.fixture(scope="module", params=[pytest.param("byte-level", marks=pytest.mark.matrix), "sentencepiece"])
+@pytest.fixture(scope="module", params=[pytest.param("byte-level", marks=pytest.mark.full), "sentencepiece"])
 def both(request, tmp_path_factory):
     """The same directory read by us and by transformers."""
     backend = byte_level() if request.param == "byte-level" else sentencepiece()

@@ -226,7 +226,7 @@ def test_scores_of_queries_refuse_a_soft_cap() -> None:
                        max_new_tokens=2).lengths.tolist() == [2]
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_two_thousand_tokens_stay_within_the_budget() -> None:
     long = dataclasses.replace(SMALL, model=Transformer(dataclasses.replace(MODEL.config, context=4096)))
     job = Job.begin(Request.read(long, PROMPTS[:2], max_new_tokens=2000, cache="h2o:budget=64,every=32"))

@@ -48,14 +48,14 @@ def test_questions_do_not_change_what_is_kept(cache: str) -> None:
         assert together.tokens.tolist() != whole.tokens.tolist()
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_drafts_on_another_cache_see_the_context_alone_as_well() -> None:
     plain, drafted = (dx.generate(DEEP, QUESTIONS, context=PROMPTS[0], algorithm=algorithm, **SAMPLED)
                       for algorithm in (None, MAGIC))
     assert drafted.tokens.tolist() == plain.tokens.tolist() and drafted.stats.accepted.sum() > 0
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_a_context_that_is_the_same_is_read_once() -> None:
     cache = caches.make("snapkv", budget=14, window_size=4)
     job = Job.begin(Request.read(DEEP, QUESTIONS, context=PROMPTS[0], cache=cache))

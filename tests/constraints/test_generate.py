@@ -43,7 +43,7 @@ def test_what_must_follow_is_drafted(lm: LM, base: bool) -> None:
     assert base or int(free.stats.drafted[0]) == 0
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_drafted_beams_keep_to_it(lm: LM) -> None:
     from decodax.algorithms.beams import BeamSearch
     from decodax.algorithms.speculative import drafts

@@ -322,7 +322,7 @@ def simple(rng: random.Random, depth: int = 3) -> Any:
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("first", [0, *[pytest.param(n, marks=pytest.mark.matrix) for n in range(40, 1000, 40)]])
+@pytest.mark.parametrize("first", [0, *[pytest.param(n, marks=pytest.mark.full) for n in range(40, 1000, 40)]])
 def test_texts_of_random_schemas_are_valid(first: int) -> None:
     """A thousand of them in all, none refused."""
     for i in range(first, first + 40):

@@ -184,7 +184,7 @@ def test_options_that_relax_a_system_make_it_approximate(name, options):
     assert "approximate" in ALGORITHMS[name].summary
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("rows", [1, 64])
 @pytest.mark.parametrize("name", [n for n, e in ALGORITHMS.items()
                                   if e.guarantee == "seed-exact" and n in NAMES])
@@ -229,7 +229,7 @@ def test_what_is_missing_is_named():
         algorithms.make("prompt-lookup", k=3)
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_several_samples_of_a_prompt_with_arms():
     ids, options = prompts(3), dict(num_samples=2, max_new_tokens=12, temperature=0.8, seed=3, eos_token_id=[1])
     plain = dx.generate(lm("toy"), ids, **options)
@@ -238,7 +238,7 @@ def test_several_samples_of_a_prompt_with_arms():
     assert arms.stats.drafted.sum() > 0
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_arms_of_any_drafts_equal_plain_decoding():
     """A table of the target's distributions, probes, a draft model's tree: each draft is told of every round."""
     tree = dx.Speculative(dx.drafts.DraftModel(lm("toy-draft")), shape=dx.trees.Fixed.balanced(2, 2))

@@ -266,7 +266,7 @@ def test_what_no_memory_holds_is_refused_with_what_it_would_take(lm):
 
 # texts and streams
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_special_tokens_and_stop_strings_are_shown_on_request(lm):
     special = lm.tokenizer.backend.token_to_id("<|im_start|>")
     force = dict(max_new_tokens=6, logit_bias={special: 1000.0})

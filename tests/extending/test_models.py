@@ -159,7 +159,7 @@ def test_a_recurrent_model_scores_each_path_of_a_tree_as_a_text(recurrent: Any) 
     np.testing.assert_allclose(logits[0, 0], loop(recurrent, [3, 1, 4, 5, 6, 7])[-1], atol=1e-4)
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_drafts_leave_the_tokens_of_a_recurrent_model_as_they_are(recurrent: Any) -> None:
     plain = tokens_of(recurrent, **POLICY)
     assert tokens_of(recurrent, algorithm=LOOKUP, **POLICY) == plain
@@ -167,8 +167,8 @@ def test_drafts_leave_the_tokens_of_a_recurrent_model_as_they_are(recurrent: Any
     assert tokens_of(recurrent, algorithm=tree, chunk=4, **POLICY) == plain
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("shape", [pytest.param(dx.trees.Chain(3), marks=pytest.mark.matrix), TREE],
+@pytest.mark.full
+@pytest.mark.parametrize("shape", [pytest.param(dx.trees.Chain(3), marks=pytest.mark.full), TREE],
                          ids=["chain", "tree"])
 def test_a_recurrent_model_drafts(recurrent: Any, shape: Any) -> None:
     """For another model; and what it drafts for itself is always right, so its states are."""
@@ -312,7 +312,7 @@ def test_every_row_has_its_own_inputs(translator: Any) -> None:
         assert together == [row for rows in alone for row in rows]
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_drafts_leave_the_tokens_of_t5_as_they_are(translator: Any) -> None:
     plain = translated(translator, **POLICY)
     assert translated(translator, algorithm=LOOKUP, **POLICY) == plain
@@ -464,7 +464,7 @@ def embeddings(values: list[np.ndarray]) -> Embeddings:
     return Embeddings(values=padded, given=np.arange(most) < np.array([[len(row)] for row in values]))
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_the_models_own_embeddings_give_the_results_of_their_ids() -> None:
     """In samples, batches, prompt chunks, behind drafts and in trees."""
     lm = attention()
@@ -483,7 +483,7 @@ def test_the_models_own_embeddings_give_the_results_of_their_ids() -> None:
     assert tokens_of(lm, whole, inputs=soft, **policy) == tokens_of(lm, SOFT, **policy)
 
 
-@pytest.mark.parametrize("alg", [None, pytest.param(LOOKUP, marks=pytest.mark.matrix)], ids=["plain", "lookup"])
+@pytest.mark.parametrize("alg", [None, pytest.param(LOOKUP, marks=pytest.mark.full)], ids=["plain", "lookup"])
 def test_a_soft_prompt_equals_transformers_inputs_embeds(tmp_path: Path, alg: Any) -> None:
     torch = pytest.importorskip("torch")
     pytest.importorskip("transformers")

@@ -213,7 +213,7 @@ def test_drafts_leave_the_tokens_as_they_are() -> None:
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("shape", [pytest.param(dx.trees.Chain(3), marks=pytest.mark.matrix),
+@pytest.mark.parametrize("shape", [pytest.param(dx.trees.Chain(3), marks=pytest.mark.full),
                                    dx.trees.Fixed.balanced(2, 2)], ids=["chain", "tree"])
 def test_it_drafts(shape: Any) -> None:
     """For itself: what it drafts is always right, so its states are."""

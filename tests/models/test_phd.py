@@ -139,7 +139,7 @@ def refused(own: LM, kind: Any) -> str | None:
     return None
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["phd-2", "cswa-3"])
 @pytest.mark.parametrize("cache", sorted(policies.OPTIONS))
 def test_every_policy_of_the_table_gives_its_own_tokens_or_is_refused(name: str, cache: str) -> None:

@@ -33,7 +33,7 @@ def tokens(key: jax.Array, logits: jax.Array, positions: int, first: int = 0) ->
     return draw(jnp.broadcast_to(logits, (*place.shape, logits.shape[-1])), keys.addresses(key, place, Purpose.TOKEN))
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_two_million_draws_from_sixteen_tokens_have_the_right_frequencies() -> None:
     logits = np.random.default_rng(0).normal(size=16).astype(np.float32) * 1.5
     p = np.exp(logits.astype(np.float64)) / np.exp(logits.astype(np.float64)).sum()
@@ -44,7 +44,7 @@ def test_two_million_draws_from_sixteen_tokens_have_the_right_frequencies() -> N
     assert chi_square(counts, p) < QUANTILE[15]
 
 
-@pytest.mark.parametrize(("V", "parts"), [(4_000, 2), pytest.param(32_000, 20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("V", "parts"), [(4_000, 2), pytest.param(32_000, 20, marks=pytest.mark.full)])
 def test_draws_from_a_large_vocabulary_have_the_right_frequencies(V: int, parts: int) -> None:
     logits = np.random.default_rng(1).normal(size=V).astype(np.float32) * 2
     p = np.exp(logits.astype(np.float64))
@@ -127,7 +127,7 @@ def test_like_distributions_draw_the_same_token() -> None:
         assert (a == b).mean() > (1 - distance) / (1 + distance) - 0.02
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_seed_exact_speculation_accepts_almost_what_rejection_accepts() -> None:
     # the shipped pair, one draft a round. Rejection accepts the sum of min(p, q); the bars are 0.84 and 0.91 of it
     lm, draft = dx.load("pycode"), dx.load("pycode-draft")

@@ -66,7 +66,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path / "model"
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_a_run_leaves_a_model_that_answers(model: Path) -> None:
     lm = dx.load(str(model))
     problem = recall.problems("recall", 1, 64)[0]
@@ -94,7 +94,7 @@ def test_a_first_layer_looks_back() -> None:
         assert np.argmax(scores) == 9 - back and np.exp(np.sort(scores)[-2] - np.max(scores)) < 0.05
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_policies_are_measured_beside_a_dense_cache(model: Path, tmp_path: Path,
                                                     capsys: pytest.CaptureFixture[str]) -> None:
     plot, figures = tmp_path / "caches.png", tmp_path / "caches.json"
@@ -122,7 +122,7 @@ def test_policies_are_measured_beside_a_dense_cache(model: Path, tmp_path: Path,
     assert capsys.readouterr().out.endswith(printed[printed.index("| policy |"):])
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_drafts_on_smaller_caches_are_counted(model: Path) -> None:
     full, some = drafts.run(dx.load(str(model)), ("full", "magicdec:budget=16"), problems=1, length=48)
     assert full.same == some.same == 1 and some.accepted <= full.accepted

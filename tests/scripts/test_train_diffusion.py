@@ -182,7 +182,7 @@ def test_logits_that_predict_the_next_token_are_shifted(params, batch):
     np.testing.assert_array_equal(shifted[:, 1:], plain[:, :-1])
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_certainty_forcing_is_cross_entropy_and_the_entropy_of_what_is_right(params, batch):
     objective, key = dt.CertaintyForcing(NET, FULL, span=8), jax.random.key(5)
     parts = objective.noise(key, batch)
@@ -287,7 +287,7 @@ def test_a_killed_run_resumes_to_the_same_weights(run, options, tmp_path):
         program.train(replace(second, peak=0.02), console=QUIET)
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_the_export_fills_masks_as_training_measured_it(run, options):
     """`dx.load` finds mask and attention; LLaDA's sampler, one token a forward, writes what `fill` writes."""
     path = options.output / "model"
@@ -306,7 +306,7 @@ def test_the_export_fills_masks_as_training_measured_it(run, options):
     assert facts["command"] in card and f"{facts['parameters']:,}" in card and "shuffle" in facts["held_out"]
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 @pytest.mark.parametrize("stage", often(["certainty"], ["certainty", "filter"]))
 def test_a_stage_trains_on_right_answers_of_the_model(run, options, stage, tmp_path, monkeypatch):
     """An untrained model answers nothing right, so every answer counts as right here."""

@@ -152,7 +152,7 @@ def test_texts_are_put_together_in_the_order_of_the_tree() -> None:
     assert not set("FC") & set("".join(out.text))
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_threads_end_at_stop_strings_and_steps_change_nothing() -> None:
     lm, options = worded(), {**TUNED, **KINDS["sampled"]}
     given = dict(fork="F", child="C", threads=16)

@@ -76,9 +76,9 @@ OPTIONS: dict[str, Any] = dict(step_tokens=1, max_new_tokens=NEW, temperature=1.
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize(("count", "near"), [(1000, 0.08), pytest.param(10_000, 0.02, marks=pytest.mark.matrix)])
-@pytest.mark.parametrize("least", [0.5, pytest.param(1.0, marks=pytest.mark.matrix),
-                                   pytest.param(0.0, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize(("count", "near"), [(1000, 0.08), pytest.param(10_000, 0.02, marks=pytest.mark.full)])
+@pytest.mark.parametrize("least", [0.5, pytest.param(1.0, marks=pytest.mark.full),
+                                   pytest.param(0.0, marks=pytest.mark.full)])
 def test_particles_have_the_law_of_model_and_potential(count: int, near: float, least: float) -> None:
     prompt = (1, 3)
     want, total = target(prompt)
@@ -101,7 +101,7 @@ def test_a_twist_and_a_late_potential_change_no_law() -> None:
         assert sum(abs(got.get(t, 0) - w) for t, w in want.items()) / 2 < 0.3
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_steering_is_unbiased() -> None:
     prompt = (1, 3)
     want, total = target(prompt)

@@ -60,7 +60,7 @@ def test_texts_are_those_of_the_authors(setting: int) -> None:
     assert made - marks <= out.tokens <= made           # a mark that is put there was not drawn
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_parts_are_written_anew_in_turn() -> None:
     """Each text against the runs that it is put together from."""
     lm, prompts, opening = filling(), ["cq", "tik", "jjc"], "m"

@@ -134,7 +134,7 @@ def test_rationales_are_cut_short(tiny_model: Path) -> None:
         select.faithfulness(lm, problems, (0.5,))
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_choices_become_training_data(tiny_model: Path, tmp_path: Path) -> None:
     prompts, out = tmp_path / "prompts.txt", tmp_path / "out.jsonl"
     prompts.write_text("a b\nc\n")

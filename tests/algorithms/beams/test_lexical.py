@@ -119,7 +119,7 @@ def test_what_has_been_lost_may_begin_again() -> None:
         assert bool(progress.met(tables, state)) == wanted, progress
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["dynamic", "grid"])
 def test_phrases_stand_in_texts_of_any_policy(name: str) -> None:
     phrases = ((7, 11), (3,))
@@ -134,7 +134,7 @@ def test_phrases_stand_in_texts_of_any_policy(name: str) -> None:
     assert dx.generate(lm(), PROMPTS, algorithm=alg, seed=1, **given).tokens.tolist() != whole.tokens.tolist()
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_a_budget_too_short_for_the_phrases_is_a_dead_end() -> None:
     out = dx.generate(small(), [[1, 3]], max_new_tokens=2, algorithm=DynamicBeams(3, phrases=((5, 0), (3,))))
     assert out.status == [dx.Status.DEAD_END] and out.lengths.tolist() == [0]

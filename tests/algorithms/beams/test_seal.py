@@ -131,7 +131,7 @@ def test_suffixes_are_in_order() -> None:
     assert order.tolist() == sorted(range(200), key=lambda i: tokens[i:].tolist())
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_looking_at_few_tokens_changes_no_search() -> None:
     corpus = Corpus.build(DOCUMENTS * 12)
     given: dict[str, Any] = dict(max_new_tokens=NEW, temperature=1.0, repetition_penalty=1.2)
@@ -142,7 +142,7 @@ def test_looking_at_few_tokens_changes_no_search() -> None:
     assert alone.row(0).tolist() == whole.row(1).tolist()
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_ngrams_stand_behind_a_prefix() -> None:
     """From the first token on; the authors' first one may be any that occurs, and the text ends where it is wrong."""
     alg = dx.algorithms.make("seal", corpus=DOCUMENTS, width=6, prefix=[MARK])
@@ -151,7 +151,7 @@ def test_ngrams_stand_behind_a_prefix() -> None:
     assert {n for n, _ in ngrams(out.findings, 0)} == wanted and tuple(out.row(0).tolist()) in wanted
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_another_corpus_of_the_same_size_is_another_search() -> None:
     alg = CorpusBeams(4, corpus=Corpus.build([[3, 4, 5, 6]]))
     other = CorpusBeams(4, corpus=Corpus.build([[7, 8, 9, 3]]))

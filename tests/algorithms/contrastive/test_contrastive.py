@@ -64,7 +64,7 @@ def test_contrastive_search_obeys_the_policy() -> None:
     assert set(dead.status) == {dx.Status.DEAD_END}
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 @pytest.mark.parametrize("tied", often([False], [False, True]))
 def test_dola_is_that_of_transformers(tied: bool) -> None:
     lm = net(6, 3 if tied else 2, tied)
@@ -85,7 +85,7 @@ def test_dola_goes_with_every_method() -> None:
     assert np.array_equal(plain.tokens, drafted.tokens)
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 @pytest.mark.parametrize("beta", often([None], [None, 0.5]))
 def test_contrastive_decoding_by_its_definition(beta: float | None) -> None:
     expert, amateur = net(6, 2), net()

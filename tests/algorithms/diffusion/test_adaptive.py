@@ -93,7 +93,7 @@ def credit(memory, x, open, lp):
     return fused - np.log(np.exp(fused).sum(-1, keepdims=True))
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_credit_of_few_tokens_is_the_whole_matrix():
     choose = lambda open, confidence, step, lp: confidence >= math.log(0.5)
     rounds = agrees(made("dinfer-credit", threshold=0.5, block_length=8, kept=6),
@@ -129,7 +129,7 @@ def test_ccd_may_decide_by_the_mean_over_steps(kept, bound):
            lambda p: block_by_block(p, 8, choose, average(2, kept)))
 
 
-@pytest.mark.matrix      # a limit of what the loop above decides
+@pytest.mark.full      # a limit of what the loop above decides
 def test_ccd_without_a_past_is_the_base():
     base = d.MaskedDiffusion(d.Adapter(MASK), d.Blocks(8), d.NegEntropy(), d.Quota(3))
     mean = functools.partial(made, "ccd", rule="mean", steps=3, block_length=8)
@@ -161,7 +161,7 @@ def prophet(prompt, steps, block, answer, gaps):
 
 @pytest.mark.wide
 @pytest.mark.parametrize(("answer", "gaps"), [
-    ((9, 14), (1.6, 1.4, 0.9)), pytest.param(None, (0.49, 0.6, 0.55), marks=pytest.mark.matrix)])
+    ((9, 14), (1.6, 1.4, 0.9)), pytest.param(None, (0.49, 0.6, 0.55), marks=pytest.mark.full)])
 def test_prophet_unmasks_everything_when_the_answer_is_sure(answer, gaps):
     given = None if answer is None else (answer[0], answer[1] - answer[0])
     rounds = agrees(made("prophet", block_length=8, steps=5, answer=given, gaps=gaps),
@@ -169,7 +169,7 @@ def test_prophet_unmasks_everything_when_the_answer_is_sure(answer, gaps):
     assert min(rounds) < 10 and len(set(rounds)) > 1         # some stop early, not all at once
 
 
-@pytest.mark.matrix      # the loop above says so too
+@pytest.mark.full      # the loop above says so too
 def test_prophet_that_never_stops_is_llada():
     never = made("prophet", block_length=8, steps=3, gaps=(1e9, 1e9, 1e9))
     assert run(never) == run(made("llada", block_length=8, steps=3))
@@ -243,7 +243,7 @@ def test_a_filter_is_read_from_its_file_and_checked(tmp_path):
         d.Filter(np.zeros((4, 6)), np.zeros(6), np.zeros((6, 5)), np.zeros(4))
 
 
-@pytest.mark.matrix      # the authors' loop above says so too
+@pytest.mark.full      # the authors' loop above says so too
 def test_a_filter_that_accepts_nothing_is_llada():
     none = d.Filter(np.zeros((8, 1)), np.zeros(1), np.zeros((1, 8)), np.full(8, -99))
     assert run(made("learn2pd", filter=none, steps=3, end_of_text=False)) == run(made("llada", block_length=8, steps=3))
@@ -270,7 +270,7 @@ def adablock(prompt, delimiters, bar, block, threshold):
     return x[len(prompt):].tolist(), rounds
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_adablock_ends_a_block_at_the_surest_delimiter():
     alg = made("adablock", delimiters=(5, 11), delimiter_threshold=0.3, block_length=6, threshold=0.5)
     agrees(alg, lambda p: adablock(p, (5, 11), 0.3, 6, 0.5))
@@ -313,7 +313,7 @@ def gemma(prompt, request, canvas, steps, bound, entropy):
     return x[len(prompt):].tolist(), rounds
 
 
-@pytest.mark.slow       # transformers' own loop decides by default, in tests/conformance
+@pytest.mark.full       # transformers' own loop decides by default, in tests/conformance
 def test_diffusion_gemma_renoises_until_the_canvas_stands_still():
     alg = made("diffusion-gemma", "canvas", entropy_bound=2.0, steps=7, confidence_threshold=1.0)
     texts, rounds = run(alg, NEW, "canvas")
@@ -334,7 +334,7 @@ def view_of(rows, width, seed=0):
                   prompt_length=zero, min_new=zero, key=key, eos=jnp.zeros((rows, 0), jnp.int32))
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_ancestral_sampling_takes_as_many_forwards_as_its_chain_has_changes():
     rows, n, steps = 20_000, 6, 4
     rule, view = d.Ancestral(steps), view_of(rows, n)

@@ -318,14 +318,14 @@ def made(alg):
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("packed", [pytest.param((), marks=pytest.mark.matrix), (20,)])
+@pytest.mark.parametrize("packed", [pytest.param((), marks=pytest.mark.full), (20,)])
 def test_delayed_is_dkv_cache_decode(packed):
     alg = MaskedDiffusion(A, **QUOTA, caching=d.DelayedTokens(1, 4, packed))
     assert made(alg)[0] == [dkv_decode(p, 5, 4)[0] for p in IDS]
     assert made(alg)[0] != made(EXACT)[0]
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_greedy_is_dkv_cache_greedy():
     order = dict(windows=d.Blocks(BLOCK), score=d.Random(once=True), unmask=d.Quota(5))
     alg = MaskedDiffusion(A, **order, caching=d.DKVCacheGreedy(d.Quota(5), window=2, refresh=3, packed=(8,)))
@@ -378,7 +378,7 @@ def test_the_anchored_cache_is_fast_dllms_for_dream(cache):
     assert made(alg) == ([text for text, _ in wanted], [n for _, n in wanted])
 
 
-@pytest.mark.slow       # its authors' own loop decides by default, in tests/conformance
+@pytest.mark.full       # its authors' own loop decides by default, in tests/conformance
 @pytest.mark.parametrize("cache", ["block", "dual"])
 def test_the_cache_inside_a_block_is_fast_dllm_2s(cache):
     lm = LM(*model("llama"), VOCABULARY, diffusion=Diffusion(MASK, shift=True, attention="block-causal", block=BLOCK))
@@ -414,7 +414,7 @@ def test_similarity_is_dllm_cache():
     assert wanted != [dllm_cache(p, 5, 5, 3, 0.5) for p in IDS]
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_rounds_compute_no_more_than_the_published_loop():
     alg = MaskedDiffusion(A, **QUOTA, caching=d.DelayedTokens(1, 4, (20,)))
     wide, *_, narrow = alg.kinds

@@ -42,7 +42,7 @@ def test_guidance_is_lladas():
     assert run(LLADA, 8, guidance_scale=0.0)[0] == masked          # no prompt at all
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 @pytest.mark.parametrize("speaks", often(["canvas"], ["blocks", "canvas"]))
 def test_a_guided_cache_is_exact(speaks):
     cached = ALGORITHMS["llada"].make(lm(speaks), **({} if speaks == "blocks" else {"block_length": 4}))
@@ -157,7 +157,7 @@ def test_what_cannot_be_watched_is_named():
         frame.text()
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_a_model_that_fills_masks_is_not_decoded_from_left_to_right():
     given = dict(max_new_tokens=6, seed=2)
     assert np.array_equal(dx.generate(lm(), PROMPTS, **given).tokens,

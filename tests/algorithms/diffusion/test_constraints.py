@@ -113,7 +113,7 @@ def texts(width: int, fixed: dict[int, int]) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("fixed", [{1: 2}, pytest.param({}, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("fixed", [{1: 2}, pytest.param({}, marks=pytest.mark.full)])
 def test_draws_have_the_law_of_the_product_held_to_the_language(fixed: dict[int, int]) -> None:
     width, count = 4, 8_000
     table = TokenTable.of(automaton()[0])

@@ -102,7 +102,7 @@ def test_halves_exchange_tokens_alone_and_give_those_of_one_device():
     assert products and all("/branch_1_fun/" in line for line in products)
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "policy"), [("pearl", "greedy"), ("specbranch", "stateful")])
 def test_weights_and_rows_are_divided_within_a_half(name, policy):
     mesh = halves(2, 2)

@@ -82,7 +82,7 @@ def test_the_search_finds_in_few_trials_what_chance_does_not():
     assert (values > found).mean() < 0.001                  # a hundred random ones: one in a hundred
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_layers_that_do_nothing_are_skipped():
     network = Transformer(llama(vocab=VOCABULARY, width=16, layers=3, heads=4, kv_heads=2, mlp=24, context=256))
     params = jax.tree.map(lambda x: x * 8 if x.ndim > 1 else x, network.init_params(jax.random.key(1)))

@@ -21,7 +21,7 @@ ROWS = 25_000       # a draw that is tried against the other source shows by far
 SHAPE = Fixed.of([[0], [1], [0, 0]])
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_the_distribution_is_the_targets_though_the_sources_often_agree():
     alg = Speculative(Merged((Table(2.0), Table(2.5)), SHAPE), MultiRound(replacement=True))
     s = decode(alg, "toy", [PROMPT] * ROWS, dict(temperature=1.0), new=3, size=16)
@@ -39,7 +39,7 @@ def test_nodes_of_one_prefix_are_one_with_the_children_of_both():
     assert first.tolist() == [[0, 1, 2, 3, 1, 5, 6], [0, 1, 2, 3, 1, 5, 3]]
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_two_draft_models_make_specinfers_tree():
     """A greedy row has one result, and one of two models may be the target itself: then nothing of it is rejected."""
     alg = algorithms.make("specinfer", draft=(lm("sliding"), lm("llama")), branching=(2, 1))

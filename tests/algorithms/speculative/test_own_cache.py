@@ -71,7 +71,7 @@ def test_drafts_under_guidance_give_the_tokens_of_plain_decoding_under_it(case: 
     assert drafted.stats.accepted.sum() > 0
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_what_a_model_guesses_for_the_drafts_does_not_change_them() -> None:
     method = CASES["triforce"][0]
     alone = dx.Speculative(OwnCache(DEEP, method.draft.draft.kind), shape=Chain(4))
@@ -79,7 +79,7 @@ def test_what_a_model_guesses_for_the_drafts_does_not_change_them() -> None:
         assert getattr(run(method).stats, count).tolist() == getattr(run(alone).stats, count).tolist()
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_drafts_do_not_depend_on_batch_mates() -> None:
     method = CASES["choices while decoding"][0]
     alone, together = run(method, rows=(1,)), run(method)

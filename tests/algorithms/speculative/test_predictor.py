@@ -29,7 +29,7 @@ def test_the_regression_finds_the_weights_that_made_the_data():
     assert np.allclose(logistic(x, y, np.ones(20_000)), w, atol=0.1)
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_a_fitted_predictor_tells_drafts_that_hold_from_others():
     fitted = fit_predictor(**GIVEN)
     x, held = examples(verify=None, **GIVEN)

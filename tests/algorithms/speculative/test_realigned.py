@@ -203,7 +203,7 @@ def decoded(lm, draft, length=4, steps=None, **options):
 WRITERS = [("</s> h g f e d c b a ab cd ef efg ha", 6), (LETTERS, 9)]
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 @pytest.mark.parametrize(("words", "steps"), often(WRITERS[1:], WRITERS))
 def test_two_models_that_write_the_same_text_agree_in_all_drafts(words, steps):
     stats = decoded(WRITER(), writer(words), 4, steps)
@@ -211,13 +211,13 @@ def test_two_models_that_write_the_same_text_agree_in_all_drafts(words, steps):
     assert (stats.accepted == 20).all()
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_a_draft_ends_where_the_draft_model_does():
     stats = decoded(WRITER(), writer(LETTERS, end_after="f"), 4, 9)
     assert (stats.accepted == stats.drafted).all() and (stats.drafted < 4 * stats.rounds).all()
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_bytes_that_one_vocabulary_lacks():
     stats = decoded(WRITER(), writer("a b d </s> f g h"), 4, 9)      # it reads, and writes, "abdfgh"
     assert (stats.drafted > 0).all() and (stats.accepted > 0).any() and (stats.accepted < stats.drafted).all()
@@ -228,7 +228,7 @@ def test_bytes_that_one_vocabulary_lacks():
     assert found[:int(count)].tolist() == [3, 2]       # "ab", "c", and no further
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_a_row_without_room_goes_on_without_drafts():
     lm, draft = WRITER(), writer(LETTERS)
     for alg in (Speculative(dataclasses.replace(Realigned.of(lm, draft, 4, 9), room=1)),
@@ -252,7 +252,7 @@ def renamed(lm, seed=0):
     return dataclasses.replace(lm, params=params, tokenizer=tok)
 
 
-@pytest.mark.matrix     # by default two small models that write the same text
+@pytest.mark.full     # by default two small models that write the same text
 def test_a_model_under_other_names_drafts_for_itself():
     """Nearly all: the rest is words that the device cuts otherwise than the tokenizer, and the last draft of a round,
     which may be the beginning of a longer token."""
@@ -265,7 +265,7 @@ def test_a_model_under_other_names_drafts_for_itself():
     assert out.stats.accepted.sum() >= 0.9 * out.stats.drafted.sum() and out.stats.mean_accepted_length >= 4.5
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_common_tokens_of_a_model_under_other_names_are_all_it_has():
     """Ids are mapped one to one: greedy and drawn tokens, all are accepted."""
     alg = Speculative(Intersection.of(target(), renamed(target())), shape=Chain(3))

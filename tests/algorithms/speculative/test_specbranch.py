@@ -110,7 +110,7 @@ def test_the_embeddings_are_the_models():
     assert np.array_equal(embeddings(LLAMA), LLAMA.params["embed"])
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_a_fitted_classifier_tells_the_classes_of_its_samples_apart():
     source, ids = DraftModel(LLAMA.model, jax.tree.map(lambda x: 0.7 * x, LLAMA.params)), prompts(16)
     lengths = fit_lengths(LLAMA, source, ids, layers=2, temperature=0.7)

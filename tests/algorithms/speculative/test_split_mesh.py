@@ -109,7 +109,7 @@ def split_run(split: Split, policy: str, here: Any, there: Any, explicit: bool =
     return s, (*first, *rest)
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 @pytest.mark.parametrize(("beside", "policy"), list(itertools.product(
     ("device", "mesh", "explicit"), ("greedy", "sampled", "together", "stateful", "held"))))
 def test_two_programs_give_the_tokens_and_rounds_of_one(beside: str, policy: str) -> None:
@@ -136,7 +136,7 @@ def by_costs(costs: Costs) -> tuple[Any, tuple[int, ...]]:
     return s, chosen
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_a_round_is_as_long_as_the_costs_of_verifying_say() -> None:
     # a wider window costs the target nothing: four tokens a round, of which the first sizes are known to hold
     s, chosen = by_costs(EVEN)

@@ -55,7 +55,7 @@ def test_the_trunk_is_the_draft_models_chain_in_fewer_forwards():
     assert fewer < forwards
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_another_model_may_guess_for_the_trunk():
     small, other = DraftModel(Successor()), DraftModel(Successor(noted=False))
     plain, forwards = run(Speculative(small, shape=Chain(6)), jnp.zeros(()))
@@ -66,7 +66,7 @@ def test_another_model_may_guess_for_the_trunk():
         assert fewer <= forwards * (4 if guesses == 1 else 3) / 6 + 2
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_what_stands_beside_the_trunk_is_accepted_too():
     rounds = lambda nodes, branches: sum(run(
         Speculative(Staged(DraftModel(TOY), NGram(4, 3), 6, nodes, branches=branches)), (NEAR, None))[0]["rounds"])

@@ -92,7 +92,7 @@ class SideBySide(Draft):
         return tuple(d.observe(s, window, out, decision, x) for d, x in zip(self.drafts, state, strict=True))
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_output_is_that_of_plain_sampling():
     ids, policy = prompts(6), POLICIES["penalised"]
     plain = decode(Autoregressive(), "toy", ids, policy, eos=[1])

@@ -80,7 +80,7 @@ def test_the_method_equals_a_plain_transcription():
     assert texts(s) != plain                # it is approximate, as its guarantee says
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_an_exact_verifier_settles_the_first_token_and_keeps_plain_decodings():
     policy = POLICIES["penalised"]
     plain = texts(decode(Autoregressive(), "toy", IDS, policy))
@@ -91,7 +91,7 @@ def test_an_exact_verifier_settles_the_first_token_and_keeps_plain_decodings():
     assert np.array_equal(s.stats.rounds, other.stats.rounds)      # nothing is held back, the drafts are the source's
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_a_sampled_row_leaves_its_seeds_text_only_at_first_tokens():
     """With one branch there is no choice: all that is left is plain sampling."""
     alone = Speculative(TargetRooted(Table()), LongestBranch(1), Sliced(Fixed.balanced(1, 2), 0.0))

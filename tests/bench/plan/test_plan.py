@@ -135,7 +135,7 @@ def test_the_compiler_agrees(name, topology, mesh, options):
         assert p.compiled.collectives >= 12
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 @compiler
 def test_the_largest_batch_is_one_that_fits():
     lm = abstract({**PRESETS["llama-3-8b"], "num_hidden_layers": 2})

@@ -37,7 +37,7 @@ def begun(prompts: Any, **more: Any) -> Job:
     return Job.begin(Request.read(DEEP, prompts, cache="hydragen", **{**SAMPLED, **more}))
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_what_prompts_begin_with_is_kept_once() -> None:
     cache = begun(SHARED).state.cache
     assert isinstance(cache, SharedPrefixCache) and cache.fixed.tolist() == [99]    # the last token opens a window
@@ -73,7 +73,7 @@ def test_forks_copy_only_the_page_that_is_being_filled() -> None:
     assert few.lengths.sum() + sum(map(len, PROMPTS)) > 20 * 4 - 3 * 4
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_a_prefix_may_have_more_rows_than_others() -> None:
     """As after beams have died: then it takes more passes than one."""
     cache = begun(PROMPTS).state.cache

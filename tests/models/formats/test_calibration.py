@@ -106,7 +106,7 @@ def test_a_tied_head_sees_hidden_states() -> None:
     np.testing.assert_allclose(seen, np.square(hidden).sum(0), rtol=1e-5)
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_memory_changes_how_often_the_data_is_read_and_nothing_else() -> None:
     own, data = lm(), TOKENS.tolist()
     made = [dx.quantize(own, Loudest(), data, length=9, memory=memory).params for memory in (700, 1 << 30)]
