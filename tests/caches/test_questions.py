@@ -20,8 +20,7 @@ MAGIC = dx.algorithms.make("magicdec", DEEP, budget=14)
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("cache", often([None], [
-    None, "hydragen", "quest:budget=512", "snapkv:budget=200"]))
+@pytest.mark.parametrize("cache", often([None], [None, "hydragen", "quest:budget=512", "snapkv:budget=200"]))
 @pytest.mark.parametrize("context", often([PROMPTS[0]], [PROMPTS[0], PROMPTS]))
 def test_where_nothing_is_forgotten_it_is_one_prompt(cache: Any, context: Any) -> None:
     each = context if context is PROMPTS else [context] * 3

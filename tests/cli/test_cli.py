@@ -276,8 +276,7 @@ def test_an_unknown_flag_or_choice_is_code_2(generate: Run) -> None:
         assert error.value.code == 2
 
 
-def test_failure_is_code_1_with_a_traceback_only_for_debug(
-        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_failure_is_code_1_with_a_traceback_only_for_debug(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "x", "--model", str(tmp_path)]) == 1
     assert "config.json" in (err := capsys.readouterr().err)
     assert "Traceback" not in err

@@ -30,8 +30,7 @@ from tests.matrix import often
 from tests.small_tokenizers import of_words
 
 ROWS = 6
-LAYERED = ("self-speculative", "layerskip", "clasp", "del", "knn-ssd", "magicdec", "triforce", "quantspec",
-           "specache")
+LAYERED = ("self-speculative", "layerskip", "clasp", "del", "knn-ssd", "magicdec", "triforce", "quantspec", "specache")
 """What drafts with some of the target's layers, or on another cache of it."""
 # aliases are other names for these; those that search write by rules of their own, and are below
 NAMES = [n for n, e in ALGORITHMS.items() if "diffusion" not in e.needs and not e.alias_of and e.family != "search"]
@@ -112,8 +111,7 @@ BY_BATCH = ("automatic", "bass", "exp3spec", "tetris", "ucbspec")
 
 @pytest.mark.wide(but=("autoregressive-few", "jacobi-few", "blockwise-distance-few", "ngram-few", "token-recycling-few",
                        "suffix-decoding-few", "typical-acceptance-few"))
-@pytest.mark.parametrize(("name", "policy"), often([(name, "few") for name in NAMES],
-                                                   itertools.product(NAMES, POLICY)))
+@pytest.mark.parametrize(("name", "policy"), often([(name, "few") for name in NAMES], itertools.product(NAMES, POLICY)))
 def test_a_system_keeps_its_guarantee(name, policy):
     """With its default options; what others change is said by the algorithm that they make."""
     alg, (which, _) = made(name, policy), pair(name, policy)
@@ -186,8 +184,7 @@ def test_options_that_relax_a_system_make_it_approximate(name, options):
 
 @pytest.mark.full
 @pytest.mark.parametrize("rows", [1, 64])
-@pytest.mark.parametrize("name", [n for n, e in ALGORITHMS.items()
-                                  if e.guarantee == "seed-exact" and n in NAMES])
+@pytest.mark.parametrize("name", [n for n, e in ALGORITHMS.items() if e.guarantee == "seed-exact" and n in NAMES])
 def test_batches_of_any_size_equal_plain_decoding(name, rows):
     alg = made(name, "together")
     assert texts(decode(alg, "llama", rows, "together")) == plain("llama", rows, "together")[0]

@@ -6,6 +6,7 @@ the option's name. Bounds that one option sets to another are tested in the modu
 
 from __future__ import annotations
 
+import re
 import types
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -39,8 +40,18 @@ CASES = {f"{shelf.kind}-{name}": (shelf, name) for shelf in SHELVES.values() if 
 @pytest.mark.parametrize(("shelf", "name"), CASES.values(), ids=list(CASES))
 def test_values_outside_of_what_is_declared_are_refused_by_the_name_of_their_option(shelf: Shelf, name: str) -> None:
     options = shelf[name].options
+    draft = Thing() if shelf[name].takes_draft else None
     needed = {key: 1 for key, option in options.items() if not option.optional}
     for option, declared in options.items():
         for value in outside(declared.hint):
             with pytest.raises(ValueError, match=rf"^[\w, ]*\b{option}\b.*: got .*, takes? "):
-                shelf.make(name, Thing(), Thing() if shelf[name].takes_draft else None, **{option: value} | needed | {option: value})
+                shelf.make(name, Thing(), draft, **{option: value} | needed | {option: value})
+
+
+def test_an_option_that_has_to_be_given_is_asked_for() -> None:
+    for shelf in SHELVES.values():
+        for name, entry in shelf.items():
+            missing = [option for option, declared in entry.options.items() if not declared.optional]
+            if missing:
+                with pytest.raises(ValueError, match=f"^{shelf.slot}: '{re.escape(name)}' needs {missing[0]}="):
+                    shelf.configure(name)

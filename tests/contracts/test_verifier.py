@@ -147,8 +147,7 @@ def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
 # what `full` adds follows from other laws: seed-exact rows are plain decoding's, rules for trees are
 # rejection on a chain, and tests/algorithms/speculative/test_verify.py enumerates drafts with replacement and certain
 # ones
-OFTEN = [("plain", "truncated"),
-         *((c, "floored") for c in ("chain-rejection", "tree-multi-round"))]
+OFTEN = [("plain", "truncated"), *((c, "floored") for c in ("chain-rejection", "tree-multi-round"))]
 
 
 @pytest.mark.wide(but=("plain-truncated",))

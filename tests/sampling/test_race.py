@@ -85,8 +85,7 @@ def test_draws_of_neighbours_are_independent() -> None:
     assert pairs(drawn[:, :-1], drawn[:, 1:]) < QUANTILE[225], "neighbouring positions"
     assert pairs(drawn[:-1], drawn[1:]) < QUANTILE[225], "neighbouring rows"
     assert pairs(drawn, np.asarray(tokens(row_keys(400, 1), logits, 500))) < QUANTILE[225], "neighbouring seeds"
-    other = keys.addresses(row_keys(400), jnp.broadcast_to(jnp.arange(500, dtype=jnp.int32), (400, 500)),
-                           Purpose.DRAFT)
+    other = keys.addresses(row_keys(400), jnp.broadcast_to(jnp.arange(500, dtype=jnp.int32), (400, 500)), Purpose.DRAFT)
     again = np.asarray(jax.jit(draw)(jnp.zeros((400, 500, 16)), other))
     assert pairs(drawn, again) < QUANTILE[225], "other purposes"
 

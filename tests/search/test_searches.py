@@ -298,8 +298,7 @@ def test_what_reads_answers_asks_for_a_tokenizer_first(call: Any) -> None:
 def test_searches_without_steps_take_a_text_for_a_step(name: str) -> None:
     options = {"smc": dict(potential=potential), "smc-steering": dict(potential=potential), "treepo": dict(n=4)}
     method = search.make(name, **options.get(name, dict(reward=reward)))
-    out = search.explore(tiny(), [[1, 3]], method, max_new_tokens=NEW,
-                        temperature=1.0)
+    out = search.explore(tiny(), [[1, 3]], method, max_new_tokens=NEW, temperature=1.0)
     assert len(out.text[0]) == NEW or out.text[0][-1] == EOS
 
 

@@ -91,8 +91,7 @@ SEARCHES: dict[str, Any] = {
     "grid": functools.partial(GridBeams, beams=60)}
 
 
-@pytest.mark.parametrize(("name", "phrases"), often([("grid", PAIR)],
-                                                     itertools.product(SEARCHES, (PAIR, THREE))))
+@pytest.mark.parametrize(("name", "phrases"), often([("grid", PAIR)], itertools.product(SEARCHES, (PAIR, THREE))))
 def test_wide_enough_they_find_the_best_of_all_texts_with_the_phrases(name: str, phrases: tuple[Text, ...]) -> None:
     """Phrases without a token twice, so that a text in which they stand is one that has them."""
     new, prompts = 4, [(1, 3, 4), (5,)]

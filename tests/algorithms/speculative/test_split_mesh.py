@@ -74,8 +74,7 @@ def begun(alg: Any, policy: str, where: Any = None, draft: Any = None, new: int 
     mesh = where if isinstance(where, jax.sharding.Mesh) else None
     put = (lambda x: place(mesh, x)) if mesh else lambda x: jax.device_put(x, where)
     target = jax.device_put(weights(), NETWORK.shardings(mesh) if mesh else where)
-    chain = put(build(ROWS, vocab_size=VOCABULARY, eos_token_id=[1] if policy != "greedy" else None,
-                      **CHAINS[policy]))
+    chain = put(build(ROWS, vocab_size=VOCABULARY, eos_token_id=[1] if policy != "greedy" else None, **CHAINS[policy]))
     params = Params(target, draft)
     s = drivers.begin(alg, NETWORK, params, chain, put(jnp.asarray(tokens)), put(jnp.asarray(lengths)), size=64,
                       max_new=np.full(ROWS, new, np.int32), seed=np.uint32(7))

@@ -122,17 +122,6 @@ def test_all_of_a_text_may_be_read_exactly() -> None:
         np.testing.assert_allclose(read(q[None], k[None], v[None], [N], kind)[0], plain(q, k, v), atol=1e-5)
 
 
-def test_what_cannot_be_had_is_refused() -> None:
-    for message, wrong in (
-            (r"^min_seq_len: got 4096, takes a multiple of the block of 300", lambda: dx.caches.make(
-                "hyper-attention", block_size=300)),
-            (r"^sample_size: got 0, takes a whole number from 1",
-             lambda: dx.caches.make("hyper-attention", sample_size=0)),
-            (r"^skip: got -1, takes a whole number from 0", lambda: dx.caches.make("hyper-attention", skip=-1))):
-        with pytest.raises(ValueError, match=message):
-            wrong()
-
-
 @pytest.mark.wide
 def test_it_goes_by_queries_and_keys_alone() -> None:
     kind = dx.caches.make("hyper-attention", block_size=4, sample_size=3, min_seq_len=8)
