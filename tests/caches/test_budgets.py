@@ -13,7 +13,7 @@ import pytest
 
 import decodax as dx
 from decodax.cache.packed_heads import SEGMENT, pack, segment_attention, segments_of, unpack
-from decodax.caches import (Evicting, make)
+from decodax.caches import Evicting, make
 from decodax.caches.evict.evicting import Eviction
 from decodax.caches.evict.snapkv import WindowAttention
 from decodax.caches.prefill.propagation import Decoupled

@@ -93,15 +93,6 @@ def test_drafts_give_the_tokens_of_plain_decoding(name: str) -> None:
 
 
 @pytest.mark.wide
-def test_cached_decoding_is_a_forward_of_the_whole() -> None:
-    out = dx.generate(lm(), PROMPTS, max_new_tokens=24, eos_token_id=[])
-    for i, prompt in enumerate(PROMPTS):
-        text = jnp.asarray([prompt + out.row(i).tolist()])
-        logits = lm().model.forward(lm().params, text)[0, len(prompt) - 1:-1]
-        assert logits.argmax(-1).tolist() == out.row(i).tolist()
-
-
-@pytest.mark.wide
 def test_rejection_beams_samples_and_streams() -> None:
     dx.generate(lm(), PROMPTS, max_new_tokens=20, temperature=1.0, algorithm=Speculative(
         drafts.DraftModel(lm()), Rejection()))

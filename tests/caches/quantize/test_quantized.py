@@ -14,7 +14,7 @@ import decodax as dx
 from decodax.cache import KVLayer
 from decodax.caches.quantize.codecs import Codec, pack, unpack
 from decodax.caches.quantize.gear import GEARCodec
-from decodax.caches.quantize.kivi import (KIVICodec, dequantize_keys, dequantize_values, quantize_keys, quantize_values)
+from decodax.caches.quantize.kivi import KIVICodec, dequantize_keys, dequantize_values, quantize_keys, quantize_values
 from decodax.caches.quantize.mustafar import MustafarCodec
 from decodax.caches.quantize.quantized import QuantizedCache, QuantizedConfig
 from decodax.caches.quantize.quantspec import QuantSpecCodec

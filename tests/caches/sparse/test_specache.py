@@ -103,7 +103,7 @@ def test_codes_and_caches_that_do_not_fit_are_refused_by_name() -> None:
         dx.algorithms.make("specache", SMALL, group_size=4, residual_length=30)
     with pytest.raises(ValueError, match=r"^key_bits, value_bits, group_size: got 2, 1 and 32, takes 1, 1"):
         OneBitCodec(2)
-    with pytest.raises(ValueError, match=r"^cache: specache has a cache of its own"):
+    with pytest.raises(ValueError, match=r"^cache: .* a cache of its own"):
         run(dx.algorithms.make("specache", SMALL, **FEW), cache="quest")
     with pytest.raises(ValueError, match=r"^cache: specache got keys of 8 numbers and values of 4"):
         SpeCacheConfig(group_size=4, residual_length=8)([(2, 8, 4)], 1, 16, jnp.float32)
