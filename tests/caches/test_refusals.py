@@ -211,7 +211,7 @@ USED: list[tuple[str, Callable[[], object]]] = [
         DEEP.model.with_cache(make("snapkv", budget="300B", window_size=4)), 20).init_cache(3, 256)),
     ("budget: got one for each of 3 layers, the model has 2", lambda: fit_cache(
         DEEP.model.with_cache(Eviction(Top(KeyNorm()), (8, 8, 8))), 20).init_cache(3, 256)),
-    ("offload: got 'some', takes True or False", lambda: CACHES.read("quest:offload=some").build()),
+    ("offload: got 'off', takes True or False", lambda: CACHES.read("quest:offload=off").build()),
     ("every: got 4; eviction chooses once", lambda: Eviction(Top(KeyNorm()), 8, 4, close_up=True)),
     ("window_size: got 0", lambda: WindowAttention(0)), ("kernel_size: got 4", lambda: WindowAttention(8, 4)),
     ("floor_alpha: got 2", lambda: AdaptiveHeads(KeyNorm(), 2)), ("lag_size: got 1", lambda: LagRelative(4, 1)),
