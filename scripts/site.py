@@ -90,7 +90,7 @@ def on_config(config: Any) -> Any:
                                             if e.family == family]} for family in families)],
         "caches/": ["caches/index.md", *({name: f"caches/{name}.md"} for name in CACHES)],
         **{f"{kind}/": [f"{kind}/index.md", *({name: f"{kind}/{name}.md"} for name in table)]
-           for kind, (_, table, _) in {**_searches(), **_others()}.items()},
+           for kind, (_, table, _) in {**search_pages(), **_others()}.items()},
         "api/": ["api/index.md", *({module: f"api/{name}.md"} for name, (module, _) in API.items())]}
     filled = lambda where: ([{title: filled(below) for title, below in entry.items()} for entry in where]
                             if isinstance(where, list) else made.get(where, where))
@@ -107,7 +107,7 @@ def pages() -> dict[str, str]:
                  f"| [`{module}`]({name}.md) | {line} |\n" for name, (module, line) in API.items())}
     found |= {f"systems/{name}.md": system_page(entry) for name, entry in ALGORITHMS.items()}
     found |= {f"caches/{name}.md": cache_page(entry) for name, entry in CACHES.items()}
-    for kind, (slot, table, guide) in _searches().items():
+    for kind, (slot, table, guide) in search_pages().items():
         found[f"{kind}/index.md"] = searches_index(slot, table.values(), guide)
         found |= {f"{kind}/{name}.md": search_page(slot, entry, guide) for name, entry in table.items()}
     for kind, (slot, table, guide) in _others().items():
@@ -116,7 +116,7 @@ def pages() -> dict[str, str]:
     return found | {f"api/{name}.md": api_page(module, line) for name, (module, line) in API.items()}
 
 
-def _searches() -> dict[str, tuple[str, dict[str, Any], str]]:
+def search_pages() -> dict[str, tuple[str, dict[str, Any], str]]:
     """By folder: the slot of `generate` that takes the names, their table, and the guide."""
     from decodax.common.registry import SEARCHES, SELECTS
 

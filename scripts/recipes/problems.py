@@ -212,7 +212,7 @@ def _fits(given: str, text: str) -> bool:
 
 
 @functools.cache
-def _grids() -> tuple[str, ...]:
+def sudoku_grids() -> tuple[str, ...]:
     """All 288 4x4 sudoku grids: rows, columns and 2x2 boxes hold 1 to 4."""
     rows = ["".join(p) for p in itertools.permutations("1234")]
     differ = lambda a, b: all(x != y for x, y in zip(a, b, strict=True))
@@ -223,12 +223,12 @@ def _grids() -> tuple[str, ...]:
 @functools.cache
 def _cells() -> np.ndarray:
     """The grids as `u8[288, 16]`."""
-    return np.array([[int(c) for c in grid] for grid in _grids()], np.uint8)
+    return np.array([[int(c) for c in grid] for grid in sudoku_grids()], np.uint8)
 
 
 def _sudoku(rng: random.Random) -> tuple[str, str]:
     while True:
-        grid = rng.choice(_grids())
+        grid = rng.choice(sudoku_grids())
         blanks = set(rng.sample(range(16), rng.randint(6, 10)))
         clues = [i for i in range(16) if i not in blanks]
         if (_cells()[:, clues] == [int(grid[i]) for i in clues]).all(1).sum() == 1:
@@ -236,7 +236,7 @@ def _sudoku(rng: random.Random) -> tuple[str, str]:
 
 
 def _solved(prompt: str, text: str) -> bool:
-    return text in _grids() and _fits(prompt.removesuffix("="), text)
+    return text in sudoku_grids() and _fits(prompt.removesuffix("="), text)
 
 
 def _one_answer(answer: Callable[[str], str]) -> Callable[[str, str], bool]:

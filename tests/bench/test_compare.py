@@ -264,7 +264,7 @@ def test_a_system_that_depends_on_the_batch_size_is_made_for_each(monkeypatch: p
 
     entry = Entry("algorithms", "sized", make, "", "", "", guarantee="seed-exact")
     monkeypatch.setitem(ALGORITHMS, "sized", entry)
-    contender: Any = cli._contender("sized", {"length": 3}, LM, None)
+    contender: Any = cli.contender_of("sized", {"length": 3}, LM, None)
     assert contender(8) == (8, 3)
-    assert cli._contender("sized", {"batch": 4}, LM, None) == (4, 2)
-    assert "autoregressive" not in cli._systems(["all"])
+    assert cli.contender_of("sized", {"batch": 4}, LM, None) == (4, 2)
+    assert "autoregressive" not in cli.systems_of(["all"])

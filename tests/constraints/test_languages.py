@@ -16,7 +16,7 @@ from decodax.constraints.automata import anything, phrases, tools, up_to, withou
 from decodax.constraints.dfa import Dfa
 from decodax.constraints.ebnf import Elsewhere, Recursive, ebnf
 from decodax.constraints.hosted import Matcher
-from decodax.constraints.matching import _Bytes, hosted, language
+from decodax.constraints.matching import VocabularyBytes, hosted, language
 from decodax.constraints.tokens import TokenDfa, trie_of
 from decodax.io.load import LM
 
@@ -129,7 +129,7 @@ def test_masks_are_those_of_llguidance(lm: LM, name: str) -> None:
                    ['{"a":"yz","b":true}', '{"a":"x","b":false}']),
         "grammar": (language(("grammar", GRAMMARS["ranges"][0])), GRAMMARS["ranges"][0], ["abxx", "#hello"])}[name]
     assert isinstance(whole, Dfa)
-    vocabulary = _Bytes(lm.tokenizer, lm.vocab_size).all()
+    vocabulary = VocabularyBytes(lm.tokenizer, lm.vocab_size).all()
     eos = tuple(lm.eos)
     matcher = Matcher([theirs], vocabulary, eos, lm.tokenizer.encode)
     mine = TokenDfa.build([whole], trie_of(vocabulary), eos)
@@ -143,7 +143,7 @@ def test_masks_are_those_of_llguidance(lm: LM, name: str) -> None:
                 allowed = mine.next[state][mine.classes] >= 0
                 held = matcher.after(0, tuple(ids[:k]))
                 assert held is not None
-                got = np.unpackbits(matcher._allowed(held), bitorder="little")[:lm.vocab_size].astype(bool)
+                got = np.unpackbits(matcher.allowed_of(held), bitorder="little")[:lm.vocab_size].astype(bool)
                 odd = np.flatnonzero(allowed != got)
                 if got.sum() == 1:      # where one text must follow llguidance allows the longest token of it alone
                     forced = vocabulary[int(got.argmax())]

@@ -7,7 +7,7 @@ import pytest
 import decodax as dx
 from decodax import search
 from decodax.engine.request import Request
-from decodax.front.infill import _template
+from decodax.front.infill import template_of
 from decodax.io.appended import appended
 from decodax.io.text import Tokenizer
 from tests.laws.toy import Toy
@@ -95,7 +95,7 @@ def test_texts_after_a_context_a_gap_and_a_system_text_go_on_from_there(kind: st
     first, second = Request.read(lm, ["b(n)", tok.encode("it's")], context="def fi", max_new_tokens=2).prompts
     assert first[:len(tok.encode("def fi"))] == tok.encode("def fi") and tok.decode(first) == "def fib(n)"
     assert second == tok.encode("def fi") + tok.encode("it's")         # ids stay as they are
-    ids = _template(lm, 0, ["def fi", 2, "b(n)"], 0)
+    ids = template_of(lm, 0, ["def fi", 2, "b(n)"], 0)
     at = len(tok.encode("def fi"))
     assert ids[at:at + 2] == [0, 0]
     assert tok.continuation(tok.encode("def fi"), ids[at + 2:]) == "b(n)"

@@ -12,7 +12,7 @@ import pytest
 import decodax as dx
 from decodax.core import keys
 from decodax.core.keys import Purpose
-from decodax.sampling.draw import _at_once, _by_blocks, _plain, draw, exponentials, race
+from decodax.sampling.draw import draw, exponentials, largest_at_once, largest_by_blocks, nan_as_largest, race
 from tests.sampling.oracle import row_keys
 
 # false-alarm rates of 1e-5 each: quantiles of chi-square with so many degrees of freedom
@@ -146,7 +146,7 @@ def test_the_accelerators_way_to_the_first_maximum_is_the_cpus(size: int) -> Non
     x[2] = -np.inf
     x[3, size - 1] = np.inf
     x[4, 0] = -np.nan
-    cpu, other = jax.jit(_by_blocks)(_plain(x)), jax.jit(_at_once)(_plain(x))
+    cpu, other = jax.jit(largest_by_blocks)(nan_as_largest(x)), jax.jit(largest_at_once)(nan_as_largest(x))
     np.testing.assert_array_equal(cpu[0], other[0])
     np.testing.assert_array_equal(other[0], np.where(np.isnan(x).any(1), np.isnan(x).argmax(1), x.argmax(1)))
     np.testing.assert_array_equal(cpu[1], other[1])

@@ -65,7 +65,7 @@ def test_a_sudoku_has_one_solution_which_keeps_its_clues():
         for part in [*rows, *zip(*rows, strict=True), *boxes]:
             assert set(part) == set("1234")
         assert 6 <= clues.count("_") <= 10
-        others = [g for g in problems._grids() if all(c in ("_", x) for c, x in zip(clues, g, strict=True))]
+        others = [g for g in problems.sudoku_grids() if all(c in ("_", x) for c, x in zip(clues, g, strict=True))]
         assert others == [problem.answer]
         swapped = problem.answer.translate(str.maketrans("12", "21"))
         assert not problem.correct(swapped)

@@ -63,7 +63,7 @@ def test_every_entry_of_every_shelf_has_a_page():
         assert all(made[f"{folder}/{name}.md"].startswith(f"# {name}\n") for name in shelf), folder
 
 
-SEARCHES = [(front, entry) for front, table, _ in site._searches().values() for entry in table.values()]
+SEARCHES = [(front, entry) for front, table, _ in site.search_pages().values() for entry in table.values()]
 
 
 @pytest.mark.wide

@@ -92,7 +92,7 @@ def test_one_token_by_complete_enumeration() -> None:
             chance, left, rank = 1.0, 1.0, np.zeros(5)
             for k, t in enumerate(order):
                 chance, left, rank[t] = chance * p[t] / left, left - p[t], -k
-            token, log_weight, _ = alg._one([], rank, np.log(p))
+            token, log_weight, _ = alg.draw_one([], rank, np.log(p))
             if token >= 0:
                 mean[token] += chance * np.exp(log_weight)
         np.testing.assert_allclose(mean, np.where(ok, p, 0), atol=1e-9)

@@ -35,7 +35,7 @@ def test_nodes_of_one_prefix_are_one_with_the_children_of_both():
     tokens = jnp.array([[5, 6, 7, 5, 8, 9], [5, 5, 7, 5, 6, 7]])      # 5, 6, 5-7 and 5, 8, 5-9; 5, 5, 5-7 and 5, 6, 5-7
     merged = Merged((Table(), Table()), SHAPE)
     live = jnp.ones(tokens.shape, bool).at[1, 1].set(False)
-    first = jax.jit(functools.partial(merged._first, parents=np.array([0, 0, 1, 0, 0, 4])))(tokens, live)
+    first = jax.jit(functools.partial(merged.first_of_prefix, parents=np.array([0, 0, 1, 0, 0, 4])))(tokens, live)
     assert first.tolist() == [[0, 1, 2, 3, 1, 5, 6], [0, 1, 2, 3, 1, 5, 3]]
 
 

@@ -121,7 +121,7 @@ def test_reading_token_by_token_equals_reading_at_once(kind):
     params, alg = Params(target().params, draft.weights), Speculative(draft.bare())
     s = drivers.begin(alg, target().model, params, build(1), jnp.asarray([ids]), np.array([len(ids)], np.int32),
                       size=256, max_new=np.int32(8))
-    read = jax.jit(lambda s, state: alg.draft._read(params.draft, s, state))
+    read = jax.jit(lambda s, state: alg.draft.read_text(params.draft, s, state))
     show = lambda state: np.asarray(state.tokens)[0, :int(state.length[0])].tolist()
     once = show(read(s, s.algo[0]))
     spelled, text = tokenizer(kind).token_bytes(), b"".join(target().tokenizer.token_bytes()[i] for i in ids)
@@ -224,7 +224,7 @@ def test_bytes_that_one_vocabulary_lacks():
     lacks = ByteVocabulary.build(Tokenizer(of_words("a b c ab")))
     draft = Realigned(Bigram(4), length=4, window=128)
     data = jnp.zeros(128, jnp.uint8).at[:6].set(jnp.asarray(list(b"abcxab"), jnp.uint8))
-    found, count = jax.jit(lambda data: draft._drafts(lacks, data, jnp.int32(6)))(data)
+    found, count = jax.jit(lambda data: draft.drafts_of(lacks, data, jnp.int32(6)))(data)
     assert found[:int(count)].tolist() == [3, 2]       # "ab", "c", and no further
 
 

@@ -36,7 +36,7 @@ from tests.laws.cases import VOCABULARY, Table
 from tests.matrix import often
 
 B = 6
-LOGITS = np.asarray(Table()._logits(jnp.arange(VOCABULARY)), np.float64)
+LOGITS = np.asarray(Table().logits_after(jnp.arange(VOCABULARY)), np.float64)
 
 
 @struct
@@ -134,7 +134,7 @@ def test_a_confidence_tree_is_eagle_2s(shape):
 class Ties(Table):
     """After an even token the next one is certain, after an odd one it is one of four, equally likely."""
 
-    def _logits(self, tokens):
+    def logits_after(self, tokens):
         ahead = (jnp.arange(VOCABULARY) - tokens[..., None]) % VOCABULARY
         return jnp.where((ahead >= 1) & (ahead <= jnp.where(tokens % 2, 4, 1)[..., None]), 0.0, -jnp.inf)
 
@@ -221,7 +221,7 @@ def test_what_is_reported_is_what_children_were_drawn_from(shape):
 class Four(Table):
     """Four tokens."""
 
-    def _logits(self, tokens):
+    def logits_after(self, tokens):
         return jnp.asarray(LOGITS[:4, :4], jnp.float32)[tokens]
 
 

@@ -15,7 +15,7 @@ from tests.laws.cases import POLICIES, VOCABULARY, Table, decode, prompts, texts
 TREE = Fixed.balanced(3, 2, 1)
 LEAST = 0.3
 ALGORITHM = Speculative(TargetRooted(Table()), LongestBranch(3), Sliced(TREE, LEAST))
-LOGITS = np.asarray(Table()._logits(np.arange(VOCABULARY)))
+LOGITS = np.asarray(Table().logits_after(np.arange(VOCABULARY)))
 
 
 def softmax(x):

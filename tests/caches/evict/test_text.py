@@ -11,7 +11,7 @@ import pytest
 import decodax as dx
 from decodax.caches import Evicting, make
 from decodax.caches.evict.text.marks import marked, read_marks
-from decodax.caches.evict.text.shotkv import _examples
+from decodax.caches.evict.text.shotkv import kept_examples
 from decodax.caches.evict.text.tim import TIMCache, holes
 from decodax.engine.batch import Job
 from decodax.engine.request import Request
@@ -49,7 +49,7 @@ def test_examples_are_taken_by_their_means_as_long_as_they_fit() -> None:
     worth = jnp.array([1.0, 1, 9, 9, 9, 2, 2, 0, 0, 0])
     example = jnp.array([0, 0, 1, 1, 1, 2, 2, 3, 3, 0])
     valid, late = jnp.arange(10) < 9, jnp.arange(10) == 8
-    stays = lambda n: _examples(worth, example, valid, late, jnp.int32(n), jnp.int32(9)).astype(int).tolist()
+    stays = lambda n: kept_examples(worth, example, valid, late, jnp.int32(n), jnp.int32(9)).astype(int).tolist()
     assert stays(9) == [1] * 9 + [0]
     assert stays(6) == [0, 0, 1, 1, 1, 0, 0, 1, 1, 0]
     assert stays(4) == [0, 0, 0, 0, 0, 1, 1, 1, 1, 0]       # the best does not fit, the next one does

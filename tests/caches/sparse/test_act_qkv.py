@@ -82,7 +82,7 @@ def test_a_token_reads_by_densities_that_are_room_behind() -> None:
     cache: Any = kind([KVLayer(2, 8, queries=4)] * 2, 1, 112, jnp.float32)
     densities = jnp.array([[0.1, 0.9, 0.9, 0.2, 0.2, 0.7, 0.7], [0.1, 0.1, 0.1, 0.8, 0.8, 0.3, 0.3]])
     sampled = jnp.array([-1, 40, 48, 50, 51, 52, 53])
-    cut = lambda layer, at, there: int(cache._cut(layer, densities, sampled, jnp.int32(there), jnp.int32(at)))
+    cut = lambda layer, at, there: int(cache.block_limit(layer, densities, sampled, jnp.int32(there), jnp.int32(at)))
     assert [cut(layer, 56, 20) for layer in (0, 1)] == [2, 6]            # by 50 and 51: 0.2 and 0.8, of 8 blocks
     assert [cut(layer, 54, 20) for layer in (0, 1)] == [7, 1]            # by 40 and 48
     assert [cut(layer, 55, 20) for layer in (0, 1)] == [4, 4]            # by 48 and 50: 0.55 and 0.45

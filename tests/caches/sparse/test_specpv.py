@@ -30,7 +30,7 @@ def test_blocks_are_those_of_the_authors() -> None:
     assert isinstance(cache, SpecPVCache)
     at, two = jnp.arange(61), jnp.asarray([keys, keys])
     cache = cache.commit([(two, two)], jnp.where(at < jnp.array([[61], [17]]), at, -1))
-    cache = cache._chosen([jnp.asarray([q, q])], jnp.array([True, True]))
+    cache = cache.choose_blocks([jnp.asarray([q, q])], jnp.array([True, True]))
     chosen = [[sorted(x.tolist()) for x in row] for row in cache.chosen[0]]
     assert chosen == [wanted, [[-1, -1, -1, -1, 0]] * 2]
     read = cache.always(0)

@@ -18,7 +18,7 @@ from decodax.io.files import CheckpointError, Files
 from decodax.io.load import LM
 from decodax.io.text import Tokenizer
 from decodax.models import Transformer, llama
-from decodax.models.calibration import Statistic, _loss, observe
+from decodax.models.calibration import Statistic, mean_loss, observe
 from decodax.models.config import Experts
 from decodax.models.diffusion import Diffusion
 from decodax.models.formats import FORMATS, Format, Int8, kernels, pack
@@ -88,7 +88,7 @@ def test_watched_kernels_see_what_gradients_are_made_of(name: str) -> None:
     diffusion = MODELS[name][1]
     paths = kernels(own.params)
     seen = observe(own.model, own.params, TOKENS, Gradients(2), paths, diffusion)
-    loss = jax.jit(jax.grad(lambda p, row, key: _loss(own.model, p, row, diffusion, key)))
+    loss = jax.jit(jax.grad(lambda p, row, key: mean_loss(own.model, p, row, diffusion, key)))
     each = [flatten(loss(own.params, jnp.asarray(row[None]), jax.random.key(i))) for i, row in enumerate(TOKENS)]
     for path in paths:
         if path == "embed":     # whose gradient is also that of the embeddings

@@ -14,7 +14,7 @@ import pytest
 
 import decodax as dx
 from decodax.models.formats import GLVQ, Lattice, kernels, read_format
-from decodax.models.formats.glvq import GroupInputs, _planes, group_size
+from decodax.models.formats.glvq import GroupInputs, bit_planes, group_size
 from decodax.models.formats.lattices import babai, compand, expand, salience
 from decodax.models.names import flatten
 from decodax.models.packed import Packed, multiply
@@ -110,7 +110,7 @@ def test_a_weight_is_its_expanded_point(bits: tuple[int, ...], K: int) -> None:
     for u, b, lattice, mu in zip(codes, bits, lattices.astype(float), curvatures.astype(float), strict=True):
         y = np.concatenate([lattice @ z for row in u - (2**b - 1) / 2 for z in row.reshape(-1, d)]).reshape(N, size)
         expected.append(np.sign(y) * ((1 + mu) ** np.abs(y) - 1) / mu)
-    made = Lattice(codes=_planes(jnp.asarray(codes)[None], bits)[0], lattices=jnp.asarray(lattices),
+    made = Lattice(codes=bit_planes(jnp.asarray(codes)[None], bits)[0], lattices=jnp.asarray(lattices),
                    curvatures=jnp.asarray(curvatures), scales=jnp.asarray(scales), bits=bits, inputs=K)
     assert made.shape == (N, K) and made.codes.nbytes == N * size * sum(bits) // 8
     with jax.enable_x64(True):
