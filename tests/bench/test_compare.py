@@ -191,7 +191,7 @@ def test_an_interrupt_keeps_what_is_there(calls: list[Any]) -> None:
     ({"batch": [2, 0]}, "batch: got 0"), ({"repeats": 0}, "repeats: got 0"), ({"prompts": 0}, "prompts: got 0"),
     ({"new_tokens": -1}, "new_tokens: got -1"), ({"tasks": ["poem"]}, "tasks: got 'poem', takes copy-edit"),
     ({"algorithms": {"plain": None}}, "algorithms: got one named 'plain'")])
-def test_wrong_arguments_are_named(wrong: dict[str, Any], message: str) -> None:
+def test_bad_arguments_are_refused_by_name(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         run(**{"algorithms": {}, **wrong})
 
@@ -241,7 +241,7 @@ def test_compare_prints_a_table_and_writes_files(tiny_model: Path, tmp_path: Pat
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_what_was_measured_is_printed_after_an_interrupt(
+def test_measurements_are_printed_after_an_interrupt(
         calls: list[Any], tiny_model: Path, monkeypatch: pytest.MonkeyPatch,
         capsys: pytest.CaptureFixture[str]) -> None:
     failed = run({"bad": "broken", "off": Fake((1.0,) * 9, off=1)})

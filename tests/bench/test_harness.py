@@ -210,7 +210,7 @@ def test_answers_are_kept_as_they_come(both):
         key=lambda each: each[1][0])
 
 
-def test_what_does_not_fit_says_so(both, tmp_path: Path):
+def test_bad_arguments_are_refused_by_name(both, tmp_path: Path):
     ours, *_ = both
     for arguments, message in ((dict(batch_size=0), "batch_size: got 0"),
                                (dict(max_length="x"), "max_length: got 'x'")):

@@ -109,14 +109,14 @@ def test_a_tree_of_32_moves_little_more(shape: str, mesh: str) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize(("shape", "mesh"), [("1b", "1x8"), ("8b", "1x8"), ("1b", "2x4"), ("8b", "2x4")])
-def test_so_it_does_on_several_v6e(shape: str, mesh: str) -> None:
+def test_bounds_hold_on_several_v6e(shape: str, mesh: str) -> None:
     options = ("--shape", shape, "--mesh", mesh, "--policy", "greedy", "--window", "--tree", "32", "--dumped")
     for r in report(V6E, *options):
         bounds(r, 1.50)
 
 
 @pytest.mark.wide
-def test_what_the_compiler_writes_itself_is_the_same_program() -> None:
+def test_the_compilers_own_form_is_the_same_program() -> None:
     options = ("--shape", "1b", "--layers", "1", "--mesh", "1x8", "--policy", "greedy", "--window", "--tree", "32")
     printed, dumped = (report(V5E, *options, *more)[0] for more in ((), ("--dumped",)))
     assert printed.pop("cycles") > 0 and dumped.pop("cycles") is None

@@ -64,7 +64,7 @@ def test_a_context_that_is_the_same_is_read_once() -> None:
     assert cache.length[:3].tolist() == [len(PROMPTS[0]) + len(question) - 1 for question in QUESTIONS]
 
 
-def test_what_learns_from_whole_prompts_is_refused() -> None:
+def test_a_context_is_refused_with_methods_that_learn_from_whole_prompts() -> None:
     with pytest.raises(ValueError, match=r"^context: .* learns from whole prompts"):
         dx.generate(DEEP, QUESTIONS, context=PROMPTS[0], algorithm="token-recycling", max_new_tokens=2)
     with pytest.raises(ValueError, match=r"^context: got 2 for 3 prompts, takes one, or one for each"):

@@ -61,7 +61,7 @@ def test_rules_are_read_as_lark_reads_them(name: str) -> None:
     ("start: /a/g", "no rule 'g'"),
     ("start: /a/u", "has the flags 'u'"), ("start /a/", "expected a colon"),
     ("start: /[^\\x00-\\U0010ffff]/", "no text")])
-def test_what_is_no_grammar_says_where(source: str, message: str) -> None:
+def test_a_syntax_error_of_a_grammar_says_where(source: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ebnf(source)
 
@@ -167,6 +167,6 @@ def test_masks_are_those_of_llguidance(lm: LM, name: str) -> None:
                                                                             "phrases: got neither"),
     (lambda c: c.phrases(["a" * 300]), "phrases: prompt 0 has room for 4"), (lambda c: c.grammar("start: %nope"),
                                                                              "grammar: ")])
-def test_what_makes_no_sense_is_refused(lm: LM, given: Any, message: str) -> None:
+def test_bad_arguments_are_refused_by_name(lm: LM, given: Any, message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         dx.generate(lm, "one", max_new_tokens=4, constraint=given(dx.constraints))

@@ -217,7 +217,7 @@ def test_an_unknown_name_lists_near_ones():
         algorithms.make("token-recyling")
 
 
-def test_what_is_missing_is_named():
+def test_missing_models_and_unknown_options_are_named():
     with pytest.raises(ValueError, match="'staged' needs a draft model; give draft="):
         algorithms.make("staged")
     with pytest.raises(ValueError, match=r"'uag' needs a model and a draft model; give lm=.* and draft="):

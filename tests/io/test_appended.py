@@ -70,7 +70,7 @@ def test_after_special_tokens_a_text_begins_or_goes_on() -> None:
     assert named[-1] == end and tok.decode(named) == "fib"
 
 
-def test_what_a_tokenizer_cannot_spell_is_read_as_it_reads_it() -> None:
+def test_text_that_a_tokenizer_cannot_spell_is_read_as_it_reads_it() -> None:
     tok = Tokenizer(KINDS["unigram"]())
     ids = tok.encode("def fi")
     new = appended(tok, ids, "b(n) Q fib")

@@ -161,7 +161,7 @@ def test_halves_give_the_tokens_of_one_batch(kind: str, algorithm: str, policy: 
         equal(decode(), single(algorithm, policy))
 
 
-def test_what_cannot_be_halved_is_named() -> None:
+def test_batches_that_cannot_be_halved_are_refused() -> None:
     mesh = mesh_of(AxisType.Auto)
     alg, params, chain, s = begun("autoregressive", "greedy")
     with pytest.raises(ValueError, match="s: got 3 rows, takes a multiple of 2 replicas"):

@@ -141,7 +141,7 @@ def test_no_length_is_beyond_its_training(recwarn: pytest.WarningsRecorder) -> N
     assert not [w for w in recwarn if "was made for" in str(w.message)]
 
 
-def test_what_it_does_not_take() -> None:
+def test_bad_arguments_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"^chunks: got a size of 4 and a local size of 4"):
         lm(False).with_dual_chunk(4, 4)
     with pytest.raises(ValueError, match=r"^chunks: dual chunk attention cannot be combined with a sliding window"):

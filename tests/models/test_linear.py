@@ -230,7 +230,7 @@ def test_samples_and_beams_take_their_states_along() -> None:
                                                                         temperature=0.0)
 
 
-def test_what_is_held_does_not_grow_with_the_text() -> None:
+def test_the_state_does_not_grow_with_the_text() -> None:
     """16 tokens of a group and of the convolution, and sums."""
     sizes = lambda name, S: [x.shape for x in jax.tree.leaves(jax.eval_shape(
         lambda: lm(name).model.init_cache(2, S)).states)]
@@ -279,7 +279,7 @@ def test_a_loaded_model_is_linearized() -> None:
 # What is refused
 
 
-def test_what_a_state_cannot_do_is_refused_by_name(tmp_path: Any) -> None:
+def test_methods_that_a_recurrent_state_cannot_serve_are_refused_by_name(tmp_path: Any) -> None:
     name = "linearized beside softmax"
     with pytest.raises(ValueError, match=r"cache: Speculative\(CLaSp\) needs one that supports truncation"):
         tokens(name, algorithm=dx.Speculative(dx.drafts.CLaSp(dataclasses.replace(

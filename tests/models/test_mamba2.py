@@ -181,7 +181,7 @@ def test_packed_weights_are_close() -> None:
     assert 1e-4 < jnp.abs(whole - packed).max() < 0.1 * jnp.abs(whole).max()
 
 
-def test_what_it_cannot_do_is_refused_by_name(tmp_path: Path) -> None:
+def test_unsupported_methods_and_files_are_refused_by_name(tmp_path: Path) -> None:
     lm = loaded()
     with pytest.raises(ValueError, match=r"cache: got .*, but Mamba2 has a cache of its own"):
         tokens_of(lm, cache="knorm")

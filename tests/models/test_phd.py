@@ -171,7 +171,7 @@ def test_one_copy_is_the_plain_model_and_layers_may_share() -> None:
 @pytest.mark.parametrize(("given", "message"), [
     (dict(copies=0), "count: got 0, takes 1 or more"), (dict(window=0), "window: got 0, takes 1 or more"),
     (dict(chunk=4), "chunk: got 4 without a window"), (dict(window=4, chunk=0), "chunk: got 0, takes 1 or more")])
-def test_what_it_cannot_do_is_refused(given: dict[str, Any], message: str) -> None:
+def test_bad_arguments_are_refused_by_name(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         phd(BASE, **given)
 

@@ -162,7 +162,7 @@ def test_scores_are_those_of_transformers_for_the_same_green_lists(scheme: dict)
 
 
 @pytest.mark.wide
-def test_what_generate_marks_is_detected_and_nothing_else() -> None:
+def test_a_watermarked_text_is_detected_and_no_other() -> None:
     toy = Toy(spread=0.2)
     lm = dx.LM(model=toy, params=toy.init_params(), vocab_size=16)
     prompts, keyed = [[1, 2, 3], [4, 5]], dict(greenlist_ratio=0.5, bias=4.0)

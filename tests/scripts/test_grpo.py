@@ -47,7 +47,7 @@ random_of = grpo.random.Random
 
 
 @pytest.mark.wide
-def test_what_is_exported_decodes_the_same(tmp_path):
+def test_an_exported_model_decodes_the_same(tmp_path):
     for lora in (None, 2):
         trainer = grpo.train(Options(**{**vars(SMALL), "steps": 1, "lora": lora, "export": tmp_path / str(lora)}),
                                    Console(quiet=True))

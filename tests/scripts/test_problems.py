@@ -84,6 +84,6 @@ def test_the_tokenizer_agrees_with_the_fast_encoding_and_refuses_other_texts():
 
 
 @pytest.mark.parametrize(("given", "message"), [(("nope", 1), "task: got 'nope'"), (("copy", 0), "count: got 0")])
-def test_wrong_arguments_are_named(given, message):
+def test_bad_arguments_are_refused_by_name(given, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         problems.problems(*given)

@@ -136,7 +136,7 @@ def test_the_best_have_most_right_answers() -> None:
     assert caches.means(rows)["b", 0.5, "aware"] == (0.9, 0.0, 0.5)
 
 
-def test_what_cannot_be_had_at_a_size_is_left_out_or_an_error() -> None:
+def test_policies_that_do_not_fit_a_size_are_left_out_or_an_error() -> None:
     lm = dx.load("recall")
     left_out: list[str] = []
     found = caches.sizes(lm, ["knorm", "token-butler", "clusterkv", "kvcrush"], (0.25, 0.8), 1024, left_out)

@@ -171,6 +171,6 @@ def test_any_sampler_denoises_and_no_prompt_depends_on_another(algorithm: str) -
     ("dts", dict(reward=reward, lam=0.0), {}, "lam, children and widening: got 0"),
     ("dts", dict(reward=reward, simulations=0), {}, "simulations: got 0, takes at least 1"),
     ("dts", {}, {}, "'dts' needs reward=")])
-def test_what_makes_no_sense_is_refused(by: str, options: Any, more: Any, message: str) -> None:
+def test_bad_arguments_are_refused_by_name(by: str, options: Any, more: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         search.explore(lm(), [PROMPT], search.make(by, **options), **{**OPTIONS, **more})

@@ -288,7 +288,7 @@ def test_searches_over_texts_ask_for_a_tokenizer_first(method: str) -> None:
     lambda: search.batch_prompt(tiny(), ["a"], str, lambda text, n: [(text, True)]),
     lambda: search.sketch_guided(tiny(), ["a"], str), lambda: search.integrate(tiny(), [[1, 3]]),
     lambda: select.Sampled(tiny())([1, 3])])
-def test_what_reads_answers_asks_for_a_tokenizer_first(call: Any) -> None:
+def test_searches_that_read_answers_ask_for_a_tokenizer_first(call: Any) -> None:
     with pytest.raises(ValueError, match="lm: has no tokenizer, and"):
         call()
 
@@ -360,14 +360,14 @@ def test_parts() -> None:
     ("smc", dict(potential=lambda p, t: [np.inf] * len(t)), "potential: got inf"),
     ("smc-steering", dict(potential=lambda p, t: [np.inf] * len(t), n=4, factor=2), "potential: got inf"),
     (5, {}, "by: got 5, takes a function of decodax.search")])
-def test_what_makes_no_sense_is_refused(given: Any, options: dict[str, Any], message: str) -> None:
+def test_bad_arguments_are_refused_by_name(given: Any, options: dict[str, Any], message: str) -> None:
     method = lambda: search.make(given, **options) if isinstance(given, str) else given
     with pytest.raises((ValueError, TypeError), match=message):
         search.explore(tiny(), [[1, 3]], method(), **OPTIONS)
 
 
 @pytest.mark.parametrize(("name", "value"), [("max_time", 1.0), ("batch_size", 2), ("num_samples", 3)])
-def test_what_a_search_does_not_honour_is_refused(name: str, value: Any) -> None:
+def test_arguments_that_a_search_does_not_honour_are_refused(name: str, value: Any) -> None:
     with pytest.raises(TypeError, match=f"^{name}: explore takes no such argument; "):
         search.explore(tiny(), [[1, 3]], search.particle_filter(reward=reward, n=2), **{name: value})
 

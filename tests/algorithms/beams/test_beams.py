@@ -328,7 +328,7 @@ def test_a_search_that_is_cut_short_gives_what_it_has() -> None:
     (dict(num_beams=2, num_samples=1, num_return_sequences=1), "num_samples and num_return_sequences: got both"),
     (dict(num_beams=2, algorithm="prompt-lookup"), "num_beams: got 2 beside an algorithm"),
     (dict(num_beams=2, length_penalty="x"), "length_penalty: got 'x', takes a number")])
-def test_what_makes_no_sense_is_refused(given: dict[str, Any], message: str) -> None:
+def test_bad_arguments_are_refused_by_name(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         dx.generate(small(), [[1, 3]], max_new_tokens=4, **by_name(given))
 

@@ -29,7 +29,7 @@ def same(ours: Any, beams: Any) -> None:
 
 @pytest.mark.parametrize(("width", "at_once", "ends"), often(
     [(3, 2, 2)], itertools.product((1, 2, 3, 5), (1, 2), (1, 2))))
-def test_what_it_finds_is_what_beams_find(width: int, at_once: int, ends: int) -> None:
+def test_best_first_search_finds_what_beams_find(width: int, at_once: int, ends: int) -> None:
     """Ragged prompts, penalties and a record; length penalties are traced."""
     read: list[tuple[int, int]] = []
     for penalty in (0.0, 0.7, 1.6):
@@ -92,6 +92,6 @@ def test_texts_that_are_not_there_and_broken_logits_say_so() -> None:
     (lambda: BestFirst(2, length_penalty=-1.0), "length_penalty: got -1.0, takes 0 or more"),
     (lambda: dx.generate(small(), [[1]], algorithm=BestFirst(2, longest=3), max_new_tokens=4),
      "max_new_tokens: got 4 for a search with longest=3")])
-def test_what_makes_no_sense_is_refused(make: Any, message: str) -> None:
+def test_bad_arguments_are_refused_by_name(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()

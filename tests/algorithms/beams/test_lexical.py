@@ -107,7 +107,7 @@ def test_wide_enough_they_find_the_best_of_all_texts_with_the_phrases(name: str,
         assert len(best) == 10 or out.status[10 * i + len(best)] == dx.Status.DEAD_END
 
 
-def test_what_has_been_lost_may_begin_again() -> None:
+def test_a_lost_phrase_may_begin_again() -> None:
     progress: PhraseProgress
     for progress, wanted in ((Unordered(), True), (Unordered("fairseq"), False), (Ordered(), True),
                              (Ordered("fairseq"), False)):
@@ -146,7 +146,7 @@ def test_a_budget_too_short_for_the_phrases_is_a_dead_end() -> None:
     (lambda: GridBeams(phrases=((1,),), beams=2, returns=3), "returns: got 3 for 2 beams"),
     (lambda: Unordered("sockeye"), "rule: got 'sockeye'"),      # type: ignore[arg-type]
     (lambda: dx.algorithms.make("dynamic-beam-allocation", lm()), "needs phrases=")])
-def test_what_makes_no_sense_is_refused(make: Any, message: str) -> None:
+def test_bad_arguments_are_refused_by_name(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
 

@@ -94,7 +94,7 @@ def test_wide_enough_they_find_the_best_of_all_texts_of_the_corpus(penalty: floa
         assert len(best) > 5 and all(s == dx.Status.DEAD_END for s in out.status[count * i + len(best):count * (i + 1)])
 
 
-def test_what_is_allowed_is_what_follows_in_the_corpus() -> None:
+def test_allowed_tokens_are_those_that_follow_in_the_corpus() -> None:
     """Of a corpus with wide and narrow spans; few tokens looked up change nothing that counts."""
     rng = np.random.default_rng(0)
     documents = [np.minimum(rng.geometric(0.3, rng.integers(40, 90)) - 1, 29).tolist() for _ in range(12)]
@@ -169,7 +169,7 @@ def test_another_corpus_of_the_same_size_is_another_search() -> None:
     (lambda: dx.generate(toy(), [5], algorithm=CorpusBeams(2), max_new_tokens=2), "corpus: got None"),
     (lambda: Evidence(rare=0), "rare: got 0"), (lambda: Evidence(repetition=1.5), "takes at most 1"),
     (lambda: dx.algorithms.make("seal"), "needs corpus=")])
-def test_what_makes_no_sense_is_refused(make: Any, message: str) -> None:
+def test_bad_arguments_are_refused_by_name(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
 

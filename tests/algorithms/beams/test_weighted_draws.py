@@ -99,7 +99,7 @@ def test_one_token_by_complete_enumeration() -> None:
 
 
 @pytest.mark.wide
-def test_what_the_check_says_holds_in_every_case() -> None:
+def test_the_check_holds_in_every_case() -> None:
     greedy = dx.generate(tiny(), [[1, 2]], algorithm=AWRS(allowed), max_new_tokens=NEW)
     banned = dx.generate(tiny(), [[1, 2]], bad_words_ids=[[1, 1]], begin_suppress_tokens=[3], max_new_tokens=NEW)
     assert greedy.row(0).tolist() == banned.row(0).tolist() and greedy.findings["log_weight"][0] == 0

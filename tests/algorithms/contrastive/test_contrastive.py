@@ -136,6 +136,6 @@ def test_simple_decoding_is_that_of_its_authors(k: int, n: int) -> None:
     (dict(fsd_k=5), "fsd_k: got 5 without fsd_alpha"),
     (dict(arithmetic_sampling=True, algorithm=dx.algorithms.beam_search(2)), "arithmetic_sampling: BeamSearch"),
     (dict(bregman_lambda=0.1), "bregman_lambda: got 0.1 without temperature")])
-def test_what_makes_no_sense_is_refused(given: dict[str, Any], message: str) -> None:
+def test_bad_arguments_are_refused_by_name(given: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         dx.generate(net(), PROMPTS, **by_name(given))

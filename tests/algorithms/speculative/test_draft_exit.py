@@ -107,6 +107,6 @@ def test_the_system_asks_for_samples_or_for_what_a_search_found():
     (lambda: DraftExit(LayerSkip(NETWORK), alpha=1.5), "alpha: got 1.5, takes 0 to 1"),
     (lambda: fit_skipped_layers(lm("llama"), [[1]], trials=0), "trials: got 0"),
 ])
-def test_what_cannot_be_is_refused(make, message):
+def test_bad_arguments_are_refused_by_name(make, message):
     with pytest.raises(ValueError, match=message):
         make()

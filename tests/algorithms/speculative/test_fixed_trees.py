@@ -90,7 +90,7 @@ def test_a_fitted_tree_holds_the_positions_that_were_accepted():
         fit_tree(lm, large, [], nodes=4)
 
 
-def test_what_is_kept_of_a_tree_is_the_most_accepted_part():
+def test_a_fitted_tree_is_the_most_accepted_part_of_the_large_one():
     draw, large = np.random.default_rng(0), Fixed.of(UNEVEN)
     for _ in range(5):
         counts = draw.integers(0, 20, len(large.paths))

@@ -293,6 +293,6 @@ def test_lookahead_harvests_what_a_rerun_by_hand_harvests():
     (lambda: FastCoT(((0, 0),)), "schedule"),
     (lambda: FastCoT(trigger=(3,)), r"trigger: got \(3,\) with cut=None"), (lambda: Cut(0), "rounds: got 0"),
     (lambda: SJD(16, top=0), "top: got 0"), (lambda: Lookahead(ngram_size=1), "ngram_size: got 1, takes at least 2")])
-def test_impossible_settings_are_refused(make, message):
+def test_bad_arguments_are_refused_by_name(make, message):
     with pytest.raises(ValueError, match=message):
         make()

@@ -278,6 +278,6 @@ def test_anchors_are_fitted_to_what_a_domain_can_miss() -> None:
     (lambda: DynamicExit(NETWORK, exits=(3,)), r"exits: got \(3,\), takes layers from 1 to 2"),
     (lambda: fit_anchors(NETWORK, [[[1]]]), "domains: got a prompt of 1 tokens, takes at least 2"),
 ])
-def test_what_cannot_be_is_refused(make: Any, message: str) -> None:
+def test_bad_arguments_are_refused_by_name(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()

@@ -56,7 +56,7 @@ def test_two_draft_models_make_specinfers_tree():
     (lambda: run(KSeq()), "verify: KSeq takes draws of one source"),
     (lambda: run(MultiRound()), "verify: Merged takes MultiRound"),
 ])
-def test_what_cannot_be_merged_is_named(make, message):
+def test_sources_and_rules_that_cannot_be_merged_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 

@@ -70,7 +70,7 @@ def test_a_predictor_sees_the_draft_models_hidden_states():
     assert len(set(counts.tolist())) > 1
 
 
-def test_what_cannot_be_fitted_is_named():
+def test_fitting_without_samples_is_refused():
     with pytest.raises(ValueError, match="samples: got 0 prompts"):
         fit_predictor(TOY, NGramModel(VOCABULARY), [])
     with pytest.raises(ValueError, match="rejected: got 0"):

@@ -331,7 +331,7 @@ def test_a_policy_that_forbids_all_common_tokens(verify):
         assert texts(s) == plain.tokens.tolist()
 
 
-def test_what_is_wrong_is_named():
+def test_bad_arguments_are_refused_by_name():
     bare, lm = LM(*model("toy"), VOCABULARY, name="bare"), LM16
     for make in (Realigned.of, Intersection.of):
         with pytest.raises(ValueError, match="bare: has no tokenizer"):

@@ -198,7 +198,7 @@ SAMPLED = [DySpec(nodes=8, length=3, fanout=4), StochasticBeam(3, 3), CaPE(3, ((
 
 @pytest.mark.wide
 @pytest.mark.parametrize("shape", often([*SAMPLED[:3], SAMPLED[-1]], SAMPLED), ids=lambda s: type(s).__name__)
-def test_what_is_reported_is_what_children_were_drawn_from(shape):
+def test_reported_distributions_are_those_that_children_were_drawn_from(shape):
     p, nodes = grow(shape, temperature=0.7)
     q = softmax(LOGITS / 0.7)
     N = p.tokens.shape[1]
@@ -348,6 +348,6 @@ def test_a_rows_tree_does_not_depend_on_its_batch_mates(shape):
     (lambda: Sliced(threshold=-1), "threshold: got -1, takes 0 to 1"), (lambda: Fixed.balanced(), "branching: got"),
     (lambda: grow(DySpec(4), "independent"), "verify: DySpec draws siblings without replacement"),
 ])
-def test_wrong_arguments_are_named(make, message):
+def test_bad_arguments_are_refused_by_name(make, message):
     with pytest.raises(ValueError, match=message):
         make()

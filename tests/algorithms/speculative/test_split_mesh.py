@@ -162,7 +162,7 @@ def test_costs_are_measured_while_the_text_is_written() -> None:
     assert texts(s) == texts(single(Autoregressive(), "greedy"))
 
 
-def test_what_cannot_be_split_is_named() -> None:
+def test_drafts_that_cannot_be_split_are_refused() -> None:
     draft: Any = PromptLookup()
     with pytest.raises(ValueError, match="draft: got PromptLookup, takes a DraftModel"):
         Split(draft)

@@ -319,6 +319,6 @@ def test_the_tree_is_that_of_a_puct_search():
     (lambda: Stand(4, k=5), "k: got 5, takes at most 4"),
     (lambda: ADED(explore=-1.0), "explore: got -1.0"),
 ])
-def test_arguments_that_make_no_sense_are_named(make, message):
+def test_bad_arguments_are_refused_by_name(make, message):
     with pytest.raises(ValueError, match=message):
         make()

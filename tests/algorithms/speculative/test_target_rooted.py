@@ -106,6 +106,6 @@ def test_a_sampled_row_leaves_its_seeds_text_only_at_first_tokens():
     (lambda: TargetRooted(PromptLookup()), "source: PromptLookup makes its own trees"),
     (lambda: decode(Speculative(TargetRooted(Table(), 17)), "toy", [[1]], {}), "keep: got 17, takes at most 16"),
 ])
-def test_wrong_arguments_are_named(make, message):
+def test_bad_arguments_are_refused_by_name(make, message):
     with pytest.raises(ValueError, match=message):
         make()

@@ -65,7 +65,7 @@ def test_by_hand():
 
 
 @pytest.mark.wide
-def test_what_changes_the_bytes():
+def test_byte_counts_of_every_change():
     base = dict(batch=8, capacity=4096, mesh=[(1, 1)], compile=False)
     one = lambda name="llama-3-8b", **more: plan(name, "v5p", **{**base, **more})[0]
     plain = one()

@@ -161,7 +161,7 @@ def test_drafts_and_batch_mates_change_nothing(algorithm: Any) -> None:
     assert not np.allclose(reused.logprobs.raw[:2], plain.logprobs.raw[:2], atol=1e-3)
 
 
-def test_what_does_not_fit_is_refused_by_name() -> None:
+def test_bad_arguments_are_refused_by_name() -> None:
     deep: Any = KVShareConfig(check=3)
     for expected, wrong in (
             (r"^score: got 'v2', takes cacheblend or kvshare", lambda: blended(LM, parts(), score="v2")),  # type: ignore[arg-type]

@@ -38,7 +38,7 @@ def begun(prompts: Any, **more: Any) -> Job:
 
 
 @pytest.mark.full
-def test_what_prompts_begin_with_is_kept_once() -> None:
+def test_a_common_beginning_of_prompts_is_kept_once() -> None:
     cache = begun(SHARED).state.cache
     assert isinstance(cache, SharedPrefixCache) and cache.fixed.tolist() == [99]    # the last token opens a window
     assert [x.shape for x in cache.prefixes] == [(1, 2, 256, 8)] * 2

@@ -212,7 +212,7 @@ def test_the_order_is_that_of_sums() -> None:
     assert (np.diff(flat.sum(0)[order.value[1]]) >= -1e-3).all()
 
 
-def test_what_was_not_measured_is_asked_for() -> None:
+def test_a_codec_without_its_measurements_is_refused() -> None:
     shape = KVLayer(2, 4, queries=4)
     books = Codebooks(Constant(np.zeros((1, 2, 1, 4, 4))), Constant(np.zeros((1, 2, 1, 4, 3))))
     for expected, wrong in (

@@ -73,7 +73,7 @@ def test_codes_fit_the_pool_and_the_widest_give_way(most: float) -> None:
     assert (far <= reach * 1.01)[:17].all()
 
 
-def test_what_receives_attention_takes_more_bits() -> None:
+def test_attended_tokens_take_more_bits() -> None:
     kind, shape = QAQConfig((1, 8), 8.0, (1.0, 0.05), 10.0, 2, 0.0), KVLayer(1, 8, queries=1)
     draw = np.random.default_rng(2)
     held = draw.normal(0, 1, (1, 30, 16)).astype(np.float32)

@@ -62,7 +62,7 @@ def test_bits_are_packed_without_loss(bits: int) -> None:
 
 
 @pytest.mark.wide
-def test_what_is_constant_over_a_group_stays_as_it_is() -> None:
+def test_values_that_are_constant_over_a_group_are_kept() -> None:
     x = jnp.full((1, 8, 4), 3.5)
     np.testing.assert_array_equal(dequantize_keys(quantize_keys(x, 2, 8), 2, 8, jnp.float32), x)
     np.testing.assert_array_equal(dequantize_values(quantize_values(x, 2, 4), 2, 4, jnp.float32), x)

@@ -58,7 +58,7 @@ def test_clusters_and_what_is_read_of_them_are_the_authors() -> None:
 
 
 @pytest.mark.wide
-def test_what_follows_a_prompt_is_clustered_when_there_is_enough_of_it() -> None:
+def test_new_tokens_are_clustered_when_there_are_enough() -> None:
     """Each token is a sink, in one cluster, or among the latest, in rows of different lengths; one has no clusters."""
     keys, values, _ = given()
     kind = ClusterKVConfig(24, cluster_size=5, sinks=3, every=4, new_clusters=2, skip=(), _new=12)

@@ -184,7 +184,7 @@ def test_each_token_reads_what_the_rule_reads(kind: LouisKVConfig, width: int) -
         assert chosen == [sorted(x) for x in own.chosen]
 
 
-def test_what_these_rows_show() -> None:
+def test_the_rows_reuse_choices_and_tell_heads_apart() -> None:
     """Choices that are used again, segments that are read when they have left the buffer, and heads that differ."""
     own, short = wanted(KIND)[0][0], wanted(KIND)[1][0]
     assert 4 < len(own.turns) < 15 < len(wanted(KIND)[2][0].turns) < 28

@@ -116,7 +116,7 @@ TEXT = tuple(np.random.default_rng(9).integers(0, 16, 41).tolist())
 
 @pytest.mark.wide(but=("3-0",))
 @pytest.mark.parametrize(("window", "began"), [(2, 17), (4, 17), (3, 0)])
-def test_what_is_said_is_that_of_the_rule(window: int, began: int) -> None:
+def test_logits_are_those_of_the_rule_by_hand(window: int, began: int) -> None:
     expected, added = by_hand(window, began, TEXT)
     assert added > 20
     model, cache = begun(window, list(TEXT[:began]))

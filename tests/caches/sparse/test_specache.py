@@ -28,7 +28,7 @@ def run(algorithm: Any = None, rows: tuple[int, ...] = (0, 1, 2), **more: Any) -
 
 
 @pytest.mark.wide
-def test_what_is_fetched_is_what_the_whole_cache_holds() -> None:
+def test_fetched_entries_are_those_of_the_whole_cache() -> None:
     """If all of it is fetched, results are those of a dense cache; with a part, they are others."""
     dense, everything = run(), run(dx.algorithms.make("specache", SMALL, **{**FEW, "top": 200}))
     assert dense.tokens.tolist() == everything.tokens.tolist()

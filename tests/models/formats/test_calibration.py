@@ -178,7 +178,7 @@ def test_arrays_are_saved_for_transformers_too(tmp_path: Path) -> None:
     assert "packed_weights" not in json.loads((tmp_path / "again" / "config.json").read_text())
 
 
-def test_what_is_saved_is_the_whole_model(tmp_path: Path) -> None:
+def test_a_packed_model_is_saved_whole(tmp_path: Path) -> None:
     """With another tokenizer than that of its directory, defaults that were changed, and how it fills masks."""
     own = dx.load("pycode-draft")
     defaults = {"temperature": 0.3, "eos_token_id": [5, 7]}

@@ -167,7 +167,7 @@ def test_more_salient_groups_have_more_bits() -> None:
     assert own.argmax() == 1 and own.argmin() == 3
 
 
-def test_what_is_seen_is_the_products_of_the_inputs_of_a_group() -> None:
+def test_statistics_are_products_of_the_inputs_of_a_group() -> None:
     x = normal(9, 20)
     gradient = jnp.ones((9, 3)).at[4].set(0)        # a row that stands for nothing
     found = np.asarray(GroupInputs(16, 8).of(jnp.asarray(x), gradient))

@@ -148,7 +148,7 @@ def test_tensors_that_do_not_belong_together_are_refused() -> None:
 
 @pytest.mark.wide
 @pytest.mark.parametrize("fmt", FORMATS[:2])
-def test_what_comes_back_from_4_bits_fits_8(fmt: QServe) -> None:
+def test_codes_decoded_from_4_bits_fit_8(fmt: QServe) -> None:
     """Groups of every smallest and largest weight, the others between them; each output's largest is 1."""
     ends = np.linspace(-1, 1, 240)
     low, high = (a.ravel() for a in np.meshgrid(ends, ends))

@@ -276,7 +276,7 @@ def test_a_rotated_kernel_multiplies_as_its_values() -> None:
     np.testing.assert_allclose(kernel.times(x, jnp.float32), x @ kernel.values(jnp.float32).T, atol=1e-4)
 
 
-def test_what_it_cannot_do_is_refused_by_name(tmp_path: Path) -> None:
+def test_unsupported_methods_and_files_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="weights, activations: got 8 and 16 bits, takes 8 and 8, 4 and 8, or 4"):
         Quamba2(8, 16)
     with pytest.raises(ValueError, match="heads: got 0, takes 1 or more"):

@@ -174,7 +174,7 @@ def test_experts_have_limits_of_their_own() -> None:
     np.testing.assert_allclose(packed.limits[2], pooled.limits, rtol=1e-6)
 
 
-def test_what_is_out_of_range_is_refused() -> None:
+def test_numbers_out_of_range_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"^sparsity: got 1, takes 0 to below 1$"):
         RSparse(sparsity=1)
     with pytest.raises(ValueError, match=r"^ratio: got 1\.5, takes 0 to 1, or None$"):

@@ -186,7 +186,7 @@ def test_large_kernels_are_multiplied_block_by_block(monkeypatch: pytest.MonkeyP
     np.testing.assert_array_equal(packed.rows(jnp.array([[3], [9]]), jnp.float32), whole(packed)[[[3], [9]]])
 
 
-def test_what_other_platforms_hold_are_the_same_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_platforms_hold_the_same_codes(monkeypatch: pytest.MonkeyPatch) -> None:
     packed, x = pack(33, 7)[0], jnp.ones((2, 33))
     monkeypatch.setattr(squeezellm, "platform", lambda: "tpu")
     other = packed.here()
