@@ -75,9 +75,9 @@ class RecurrentBlock(nnx.Module):
         self.input_bias, self.decay_bias = (nnx.Param(jnp.zeros((rule.blocks, size)), axes=(None,) * 2)
                                             for _ in range(2))
 
-    def __call__(self, index: int, x: Array, positions: Array, attend: Any) -> tuple[Array, Any]:
+    def __call__(self, index: int, x: Array, tables: dict[Any, Any], attend: Any) -> tuple[Array, Any]:
         y = ACTIVATIONS[self.activation](self.y(x))
-        walk = Recurrence(self._step, (self.x(x), positions == 0), self._along)
+        walk = Recurrence(self._step, (self.x(x), tables[None] == 0), self._along)
         h, entry = attend(index, None, None, None, walk=walk)
         return self.out(h.astype(x.dtype) * y), entry
 
