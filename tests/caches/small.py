@@ -170,8 +170,7 @@ def run(name: str, algorithm: Any = None, rows: tuple[int, ...] = (0, 1, 2), chu
 
 
 def half(out: Any, which: Any) -> Any:
-    return types.SimpleNamespace(tokens=out.tokens[which],
-                                 logprobs=types.SimpleNamespace(raw=out.logprobs.raw[which]))
+    return types.SimpleNamespace(tokens=out.tokens[which], logprobs=types.SimpleNamespace(raw=out.logprobs.raw[which]))
 
 
 def dense(name: str) -> str:

@@ -70,7 +70,7 @@ def chain_drawn(seed: int, trials: int, vocabulary: int, length: int, power: flo
 
 
 def groups(kind: str) -> list[Any]:
-    return [pytest.param(data["rule"], group, id=f"{name}-{i}", marks=[pytest.mark.matrix] if i else [])
+    return [pytest.param(data["rule"], group, id=f"{name}-{i}", marks=[pytest.mark.full] if i else [])
             for name, data in FILES.items() for i, group in enumerate(data["groups"]) if kind in group]
 
 

@@ -98,7 +98,7 @@ def test_a_checkpoint_of_their_training_is_read_with_its_backbone(released: Path
 
 
 @pytest.mark.wide
-def test_what_was_saved_is_loaded(released: Path, tmp_path: Path) -> None:
+def test_a_saved_model_is_loaded(released: Path, tmp_path: Path) -> None:
     one = arc.load(released, decoder=1)
     one.save(tmp_path / "own")
     other = arc.load(tmp_path / "own")

@@ -41,7 +41,7 @@ print(json.dumps(dict(most=most, end=maps(), drops=len(told), minutes=(time.perf
 """
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/sys/vm/max_map_count").exists(), reason="the system counts no memory maps")
 def test_300_configurations_fit_one_process():
     flags = "--xla_backend_optimization_level=0"        # compiles faster, into as many kernels

@@ -90,7 +90,7 @@ class Mortal(jobs.Worker):
         return found
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_ray_writes_each_row_once_though_a_worker_is_killed(tiny_model: Path, tmp_path: Path) -> None:
     ray = pytest.importorskip("ray")
     lines = [{"id": f"q{i}", "prompt": f"def f{i}("} for i in range(COUNT)]

@@ -138,7 +138,7 @@ def test_gradients_go_to_the_adapter(several):
                                   lm.model.forward(lm.params, tokens))
 
 
-def test_what_does_not_fit_says_so(several, tmp_path, home):
+def test_a_model_that_does_not_fit_says_so(several, tmp_path, home):
     lm, adapters = several
     rows = lm.with_adapters(adapters)
     for run, message in (

@@ -95,7 +95,7 @@ def test_a_cache_holds_the_layers_with_keys_and_values(name: str, layers: int) -
     assert sum("k" in layer["attn"] for layer in own.params["layers"].values()) == layers
 
 
-def test_what_needs_whole_layers_is_refused(tmp_path: Any) -> None:
+def test_methods_that_need_all_layers_with_keys_are_refused(tmp_path: Any) -> None:
     own = lm("cla")
     with pytest.raises(ValueError, match=r"^reads: got 1 for layer 2, takes an earlier layer with keys"):
         dataclasses.replace(CONFIGS["cla"], layers=(*CONFIGS["cla"].layers[:2], dataclasses.replace(

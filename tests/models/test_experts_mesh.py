@@ -66,8 +66,7 @@ def test_the_parts_are_added_up_once(home, shape, names):
     """One collective of all tokens a layer, not one a block of an expert."""
     from decodax.bench.report import collectives, parse
 
-    mesh = jax.make_mesh(shape, names, axis_types=(jax.sharding.AxisType.Auto,) * len(shape),
-                         devices=jax.devices()[:4])
+    mesh = jax.make_mesh(shape, names, axis_types=(jax.sharding.AxisType.Auto,) * len(shape), devices=jax.devices()[:4])
     lm = dx.load(home, mesh=mesh)
     with jax.set_mesh(mesh):
         model = lm.model

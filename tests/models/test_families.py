@@ -68,7 +68,7 @@ def empty(model: Transformer) -> Any:
     return jax.device_put(model.init_cache(2, 32), jax.devices()[0])
 
 
-@pytest.mark.matrix     # by default in windows that are padded, whose longest row is not
+@pytest.mark.full     # by default in windows that are padded, whose longest row is not
 def test_logits_equal_transformers_without_padding(case: Any) -> None:
     reference, model, params = case
     full = transformers_logits(reference, TOKENS, np.ones_like(LIVE))

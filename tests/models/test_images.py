@@ -86,7 +86,7 @@ def test_the_names_that_newer_and_older_files_have(tmp_path: Path) -> None:
         dx.load(tmp_path)
 
 
-def test_what_a_released_text_config_leaves_out() -> None:
+def test_defaults_of_released_text_configs() -> None:
     """gemma-3-4b-it names six entries of its text_config, Qwen2.5-VL-7B has its own beside that of its vision."""
     gemma = read_config({"model_type": "gemma3", "vision_config": {}, "text_config": {
         "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34,

@@ -11,8 +11,6 @@ import pytest
 
 import decodax as dx
 from decodax import caches
-from decodax.engine.batch import Job
-from decodax.engine.request import Request
 from decodax.io.load import LM
 from decodax.models import Phd, Transformer, cla, llama, phd
 from tests.caches import small as policies
@@ -102,19 +100,6 @@ def test_decoding_is_the_full_forward(name: str) -> None:
     np.testing.assert_allclose(dx.score(own, [text]).logprobs[0], wanted, atol=2e-3)
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("name", often(["phd-2", "cswa-3"], MODELS))
-def test_drafts_and_trees_give_the_tokens_of_plain_decoding(name: str) -> None:
-    own, policy = lm(name), dict(temperature=[0.0, 0.9, 0.0])
-    plain = tokens(own, **policy)
-    tree = dx.Speculative(dx.drafts.DraftModel(own), shape=dx.trees.Fixed.balanced(2, 2))
-    out = dx.generate(own, PROMPTS, max_new_tokens=NEW, seed=5, algorithm=tree, **policy)
-    assert out.tokens.tolist() == plain
-    # greedy rows draft with the model itself, so the first of each node's children holds
-    assert out.stats.tokens_per_forward > 2
-    assert tokens(own, algorithm="prompt-lookup", **policy) == plain
-
-
 OPTIONS: dict[str, dict[str, Any]] = {
     "snapkv": dict(budget=14, window_size=4), "kivi": dict(group_size=4, residual_length=8),
     "streaming-llm": dict(start_size=2, recent_size=20),
@@ -139,7 +124,7 @@ def refused(own: LM, kind: Any) -> str | None:
     return None
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["phd-2", "cswa-3"])
 @pytest.mark.parametrize("cache", sorted(policies.OPTIONS))
 def test_every_policy_of_the_table_gives_its_own_tokens_or_is_refused(name: str, cache: str) -> None:
@@ -183,21 +168,10 @@ def test_one_copy_is_the_plain_model_and_layers_may_share() -> None:
     assert logits[len(PROMPTS[2]) - 1:-1].argmax(-1).tolist() == row
 
 
-@pytest.mark.wide
-def test_no_round_traces_again() -> None:
-    own = lm("cswa-3")
-    run = lambda seed: dx.generate(own, PROMPTS, max_new_tokens=NEW, seed=seed, temperature=0.7)
-    run(1)
-    with jax.no_tracing(True):
-        job = Job.begin(Request.read(own, PROMPTS, max_new_tokens=NEW, seed=2, temperature=0.7))
-        while job.running:
-            job.advance(None)
-
-
 @pytest.mark.parametrize(("given", "message"), [
     (dict(copies=0), "count: got 0, takes 1 or more"), (dict(window=0), "window: got 0, takes 1 or more"),
     (dict(chunk=4), "chunk: got 4 without a window"), (dict(window=4, chunk=0), "chunk: got 0, takes 1 or more")])
-def test_what_it_cannot_do_is_refused(given: dict[str, Any], message: str) -> None:
+def test_bad_arguments_are_refused_by_name(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         phd(BASE, **given)
 

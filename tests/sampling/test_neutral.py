@@ -53,7 +53,7 @@ def test_a_default_needs_no_companion(name: str, needs: str) -> None:
 
 
 @pytest.mark.parametrize("name", SAMPLING)
-def test_what_only_shapes_sampling_is_an_error_where_nothing_is_drawn(name: str) -> None:
+def test_sampling_arguments_are_an_error_where_nothing_is_drawn(name: str) -> None:
     value = 0.5 if name != "top_k" else 3
     with pytest.raises(ValueError, match=f"^{name}: got {value} without temperature.* give temperature"):
         build(2, **{name: value})

@@ -123,7 +123,7 @@ def test_distillation_brings_back_what_the_conversion_lost() -> None:
     assert scores[0] > scores[1] < scores[2]
 
 
-def test_what_cannot_be_shared_is_refused() -> None:
+def test_models_and_texts_that_do_not_fit_are_refused_by_name() -> None:
     reading = Transformer(cla(llama(vocab=16, width=16, layers=2, heads=4, kv_heads=2, mlp=24), share=2))
     shared = LM(model=reading, params=reading.init_params(jax.random.key(0)), vocab_size=16)
     for message, wrong in (

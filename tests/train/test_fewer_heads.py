@@ -124,7 +124,7 @@ def test_a_trained_model_loses_less_than_by_means() -> None:
 
 
 @pytest.mark.wide
-def test_it_is_saved_and_loaded(tmp_path: Any) -> None:
+def test_a_model_with_fewer_heads_is_saved_and_loaded(tmp_path: Any) -> None:
     lm = dx.load("pycode")
     few = fit_kv_heads(lm, [lm.tokenizer.encode(inspect.getsource(json))], 1)
     dx.save(few, tmp_path)
@@ -135,7 +135,7 @@ def test_it_is_saved_and_loaded(tmp_path: Any) -> None:
     assert all(jax.tree.leaves(same))
 
 
-def test_what_cannot_be_had_is_refused() -> None:
+def test_bad_arguments_are_refused_by_name() -> None:
     lm = made(BASE)
     packed = dataclasses.replace(lm, model=Transformer(dataclasses.replace(BASE, width=32, head_dim=32)))
     packed = dataclasses.replace(packed, params=packed.model.init_params(jax.random.key(0)))

@@ -64,7 +64,7 @@ def test_contrastive_search_obeys_the_policy() -> None:
     assert set(dead.status) == {dx.Status.DEAD_END}
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 @pytest.mark.parametrize("tied", often([False], [False, True]))
 def test_dola_is_that_of_transformers(tied: bool) -> None:
     lm = net(6, 3 if tied else 2, tied)
@@ -85,7 +85,7 @@ def test_dola_goes_with_every_method() -> None:
     assert np.array_equal(plain.tokens, drafted.tokens)
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 @pytest.mark.parametrize("beta", often([None], [None, 0.5]))
 def test_contrastive_decoding_by_its_definition(beta: float | None) -> None:
     expert, amateur = net(6, 2), net()
@@ -136,6 +136,6 @@ def test_simple_decoding_is_that_of_its_authors(k: int, n: int) -> None:
     (dict(fsd_k=5), "fsd_k: got 5 without fsd_alpha"),
     (dict(arithmetic_sampling=True, algorithm=dx.algorithms.beam_search(2)), "arithmetic_sampling: BeamSearch"),
     (dict(bregman_lambda=0.1), "bregman_lambda: got 0.1 without temperature")])
-def test_what_makes_no_sense_is_refused(given: dict[str, Any], message: str) -> None:
+def test_bad_arguments_are_refused_by_name(given: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         dx.generate(net(), PROMPTS, **by_name(given))

@@ -66,7 +66,7 @@ def test_the_roster_is_whole() -> None:
         Request.read(prompts=PROMPTS, **given(name, net()))
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 @pytest.mark.parametrize("name", list(roster()))
 def test_the_roster_runs(name: str) -> None:
     out = dx.generate(prompts=PROMPTS, max_new_tokens=4, **given(name, net(1, 3)))

@@ -178,7 +178,7 @@ def test_a_prompt_may_be_kept_once(cache: str) -> None:
 
 
 @pytest.mark.wide
-def test_what_a_cascade_does_not_take() -> None:
+def test_bad_arguments_and_policies_that_read_the_text_are_refused() -> None:
     for name, given in (("orders", -1), ("keep", 0), ("longest", 1)):
         with pytest.raises(ValueError, match=f"{name}: got {given}"):
             Cascade(BARRIER, **{name: given})

@@ -21,7 +21,7 @@ ROWS = 25_000       # a draw that is tried against the other source shows by far
 SHAPE = Fixed.of([[0], [1], [0, 0]])
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_the_distribution_is_the_targets_though_the_sources_often_agree():
     alg = Speculative(Merged((Table(2.0), Table(2.5)), SHAPE), MultiRound(replacement=True))
     s = decode(alg, "toy", [PROMPT] * ROWS, dict(temperature=1.0), new=3, size=16)
@@ -35,11 +35,11 @@ def test_nodes_of_one_prefix_are_one_with_the_children_of_both():
     tokens = jnp.array([[5, 6, 7, 5, 8, 9], [5, 5, 7, 5, 6, 7]])      # 5, 6, 5-7 and 5, 8, 5-9; 5, 5, 5-7 and 5, 6, 5-7
     merged = Merged((Table(), Table()), SHAPE)
     live = jnp.ones(tokens.shape, bool).at[1, 1].set(False)
-    first = jax.jit(functools.partial(merged._first, parents=np.array([0, 0, 1, 0, 0, 4])))(tokens, live)
+    first = jax.jit(functools.partial(merged.first_of_prefix, parents=np.array([0, 0, 1, 0, 0, 4])))(tokens, live)
     assert first.tolist() == [[0, 1, 2, 3, 1, 5, 6], [0, 1, 2, 3, 1, 5, 3]]
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_two_draft_models_make_specinfers_tree():
     """A greedy row has one result, and one of two models may be the target itself: then nothing of it is rejected."""
     alg = algorithms.make("specinfer", draft=(lm("sliding"), lm("llama")), branching=(2, 1))
@@ -56,7 +56,7 @@ def test_two_draft_models_make_specinfers_tree():
     (lambda: run(KSeq()), "verify: KSeq takes draws of one source"),
     (lambda: run(MultiRound()), "verify: Merged takes MultiRound"),
 ])
-def test_what_cannot_be_merged_is_named(make, message):
+def test_sources_and_rules_that_cannot_be_merged_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 

@@ -55,7 +55,7 @@ def test_the_trunk_is_the_draft_models_chain_in_fewer_forwards():
     assert fewer < forwards
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_another_model_may_guess_for_the_trunk():
     small, other = DraftModel(Successor()), DraftModel(Successor(noted=False))
     plain, forwards = run(Speculative(small, shape=Chain(6)), jnp.zeros(()))
@@ -66,8 +66,8 @@ def test_another_model_may_guess_for_the_trunk():
         assert fewer <= forwards * (4 if guesses == 1 else 3) / 6 + 2
 
 
-@pytest.mark.matrix
-def test_what_stands_beside_the_trunk_is_accepted_too():
+@pytest.mark.full
+def test_branches_beside_the_trunk_are_accepted_too():
     rounds = lambda nodes, branches: sum(run(
         Speculative(Staged(DraftModel(TOY), NGram(4, 3), 6, nodes, branches=branches)), (NEAR, None))[0]["rounds"])
     assert rounds(20, 4) < rounds(6, 0)
@@ -80,6 +80,6 @@ def test_what_stands_beside_the_trunk_is_accepted_too():
     (lambda: run(Speculative(Staged(DraftModel(TOY), NGram()), Rejection()), (WEIGHTS, None)),
      "verify: Staged drafts with the target's uniforms"),
 ])
-def test_what_cannot_be_staged_is_named(make, message):
+def test_drafts_that_cannot_be_staged_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()

@@ -92,7 +92,7 @@ class SideBySide(Draft):
         return tuple(d.observe(s, window, out, decision, x) for d, x in zip(self.drafts, state, strict=True))
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_output_is_that_of_plain_sampling():
     ids, policy = prompts(6), POLICIES["penalised"]
     plain = decode(Autoregressive(), "toy", ids, policy, eos=[1])
@@ -319,6 +319,6 @@ def test_the_tree_is_that_of_a_puct_search():
     (lambda: Stand(4, k=5), "k: got 5, takes at most 4"),
     (lambda: ADED(explore=-1.0), "explore: got -1.0"),
 ])
-def test_arguments_that_make_no_sense_are_named(make, message):
+def test_bad_arguments_are_refused_by_name(make, message):
     with pytest.raises(ValueError, match=message):
         make()

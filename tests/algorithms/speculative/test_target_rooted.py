@@ -15,7 +15,7 @@ from tests.laws.cases import POLICIES, VOCABULARY, Table, decode, prompts, texts
 TREE = Fixed.balanced(3, 2, 1)
 LEAST = 0.3
 ALGORITHM = Speculative(TargetRooted(Table()), LongestBranch(3), Sliced(TREE, LEAST))
-LOGITS = np.asarray(Table()._logits(np.arange(VOCABULARY)))
+LOGITS = np.asarray(Table().logits_after(np.arange(VOCABULARY)))
 
 
 def softmax(x):
@@ -80,7 +80,7 @@ def test_the_method_equals_a_plain_transcription():
     assert texts(s) != plain                # it is approximate, as its guarantee says
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_an_exact_verifier_settles_the_first_token_and_keeps_plain_decodings():
     policy = POLICIES["penalised"]
     plain = texts(decode(Autoregressive(), "toy", IDS, policy))
@@ -91,7 +91,7 @@ def test_an_exact_verifier_settles_the_first_token_and_keeps_plain_decodings():
     assert np.array_equal(s.stats.rounds, other.stats.rounds)      # nothing is held back, the drafts are the source's
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_a_sampled_row_leaves_its_seeds_text_only_at_first_tokens():
     """With one branch there is no choice: all that is left is plain sampling."""
     alone = Speculative(TargetRooted(Table()), LongestBranch(1), Sliced(Fixed.balanced(1, 2), 0.0))
@@ -106,6 +106,6 @@ def test_a_sampled_row_leaves_its_seeds_text_only_at_first_tokens():
     (lambda: TargetRooted(PromptLookup()), "source: PromptLookup makes its own trees"),
     (lambda: decode(Speculative(TargetRooted(Table(), 17)), "toy", [[1]], {}), "keep: got 17, takes at most 16"),
 ])
-def test_wrong_arguments_are_named(make, message):
+def test_bad_arguments_are_refused_by_name(make, message):
     with pytest.raises(ValueError, match=message):
         make()

@@ -288,6 +288,6 @@ def test_ngrams_follow_the_longest_context_and_the_most_frequent_token():
     (lambda: NGram(order=1), "order: got 1, takes at least 2"),
     (lambda: InputGuided(skip=-1), "skip: got -1, takes at least 0"),
 ])
-def test_arguments_that_make_no_sense_are_named(make, message):
+def test_bad_arguments_are_refused_by_name(make, message):
     with pytest.raises(ValueError, match=message):
         make()

@@ -279,7 +279,7 @@ def test_a_single_child_makes_multi_round_and_k_seq_plain_rejection():
     (lambda: SpecVerification(tau=-1), "tau: got -1, takes at least 0"),
     (lambda: Distance(-1), "epsilon: got -1, takes at least 0"),
 ])
-def test_what_a_rule_cannot_take_is_named(make, message):
+def test_thresholds_out_of_range_are_refused_by_name(make, message):
     with pytest.raises(ValueError, match=message.replace("(", r"\(")):
         make()
 

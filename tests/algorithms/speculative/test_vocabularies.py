@@ -37,7 +37,7 @@ def padded(size):
     return LM(model=network, params=weights, vocab_size=size, tokenizer=lm("sliding").tokenizer)
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 @pytest.mark.parametrize(("size", "rule", "shape"), often(
     [(SIZES[0], Rejection(), Chain(2))],
     [(size, *rule) for rule in ((Rejection(), Chain(2)), (MultiRound(), TREE)) for size in SIZES]))

@@ -130,7 +130,7 @@ def test_questions_behind_a_context_are_read_by_the_model_itself() -> None:
     assert out.tokens.tolist() == whole.tokens.tolist()
 
 
-def test_what_cannot_be_predicted_is_refused() -> None:
+def test_models_and_maps_that_do_not_fit_are_refused_by_name() -> None:
     small = other()
     shared = Transformer(cla(llama(vocab=16, width=16, layers=2, heads=4, kv_heads=2, mlp=24), share=2))
     sharing = LM(model=shared, params=shared.init_params(jax.random.key(0)), vocab_size=16)
