@@ -4,8 +4,6 @@ What a model says of a text does not depend on how the text came into its cache:
 as drafts, in trees or beside other rows. The numbers of the papers and of transformers are in `tests/models`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Dual chunk attention, against the authors' code and with everything that decodes."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

@@ -1,7 +1,5 @@
 """Losses of masked diffusion, certainty forcing and filters against transcriptions; the optimizer."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The evaluation program: grids, figures, accuracy under parallelism, and a whole run on an untrained model."""
 
-from __future__ import annotations
-
 import doctest
 import json
 import math

@@ -1,7 +1,5 @@
 """Layers that repeat the attention of others."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 
@@ -18,6 +16,7 @@ from decodax.io.load import LM
 from decodax.models import Transformer, cla, diffqkv, echo_att, llama
 from decodax.train import attention_similarity, echo_groups, fit_echo_att
 from tests.caches.small import DEEP, PROMPTS, SMALL
+from tests.small_models import random_lm
 
 PLAIN = llama(vocab=16, width=16, layers=5, heads=4, kv_heads=2, mlp=24, context=256)
 GROUPS = ((1, 2, 3),)
@@ -27,9 +26,7 @@ TEXTS = [np.random.default_rng(i).integers(0, 16, 24).tolist() for i in range(4)
 @functools.cache
 def made(shared: bool = True, wide: bool = False) -> LM:
     config = diffqkv(dataclasses.replace(PLAIN, kv_heads=4), 2) if wide else PLAIN
-    model = Transformer(echo_att(config, GROUPS) if shared else config)
-    params = jax.tree.map(lambda x: 8 * x if x.ndim > 1 else x, model.init_params(jax.random.key(1)))
-    return LM(model=model, params=params, vocab_size=16)
+    return random_lm(Transformer(echo_att(config, GROUPS) if shared else config))
 
 
 def forced(lm: LM, prompt: list[int], answer: list[int]) -> list[int]:

@@ -1,7 +1,5 @@
 """Models of which several heads of keys and values became one."""
 
-from __future__ import annotations
-
 import ast
 import csv
 import dataclasses
