@@ -234,7 +234,8 @@ def _refill(held: Any, new: Any, rows: Array) -> Any:
 def fork(s: State, rows: Array, keys: Array, generation: Array) -> State:
     """Returns the state whose row `i` continues row `rows[i]`, including the algorithm's state. `s` is donated.
 
-    A row that continues another one draws with a new key: `keys[i]` of its place, folded with `generation` (`u32[]`).
+    A row that continues another one draws with a new key: `keys[i]` of its place, folded with `generation[i]`, of
+    `u32[B]`.
     """
     return _fork(s, rows, keys, generation)
 
@@ -250,7 +251,7 @@ def _fork(s: State, rows: Array, key: Array, generation: Array) -> State:
 
 
 def _later(key: Array, generation: Array) -> Array:
-    return jax.vmap(jax.random.fold_in, (0, None))(key, generation)
+    return jax.vmap(jax.random.fold_in)(key, generation)
 
 
 def kept(s: State, rows: Array) -> State:
@@ -283,7 +284,7 @@ def recall(s: State, held: State, rows: Array, keys: Array, generation: Array) -
     """Returns the state whose row `i` continues the stored row `rows[i]` of `held`; if `rows[i]` is negative, row `i`
     does not change. `s` is donated.
 
-    A row that continues a stored one draws with the key `keys[i]` of its place, folded with `generation` (`u32[]`).
+    A row that continues a stored one draws with the key `keys[i]` of its place, folded with `generation[i]` (`u32[B]`).
     """
     return _recall(s, held, rows, keys, generation)
 

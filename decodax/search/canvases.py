@@ -92,7 +92,7 @@ class Canvases:
         """
         self.generation += 1
         live = np.ones(numbers.shape, bool) if live is None else live
-        turn: Any = np.uint32(self.generation)
+        turn: Any = np.full(self.job.state.batch, self.generation, np.uint32)
         for part, held in enumerate(self.store):
             if (here := live & (numbers // SIZE == part)).any():
                 rows: Any = np.full(self.job.state.batch, -1, np.int32)

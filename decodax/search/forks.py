@@ -150,23 +150,23 @@ class Forks(TextRows):
         """Lets row `i` of prompt `p` continue the text of row `parents[p, i]` (`i64[P, n]`).
 
         A row that is its own parent does not change. Other rows get new random keys: from their row and the number of
-        forks so far, or with `by_text` from their parent's key and the length of its text, so that the keys do not
-        depend on row and time.
+        forks of their prompt, or with `by_text` from their parent's key and the length of its text, so that the keys do
+        not depend on row and time.
         """
         parents = np.asarray(parents, np.int64)
         own = np.arange(self.n)
         if (parents == own).all():
             return
-        self.generation += 1
+        self.generation = self.generation + (parents != own).any(1)
         rows = np.arange(self.job.state.batch)
         rows[:self.rows] = (np.arange(len(self))[:, None] * self.n + parents).reshape(-1)
         with on_mesh(self.job.request.lm.mesh):
             keys: Any
             last: Any
             moved: Any = rows.astype(np.int32)
-            keys, last = self.keys, np.uint32(self.generation)
+            keys, last = self.keys, self._turn()
             if by_text:
-                s, last = self.job.state, np.uint32(BY_TEXT)
+                s, last = self.job.state, np.full(len(rows), BY_TEXT, np.uint32)
                 mothers = jax.random.wrap_key_data(jnp.asarray(np.asarray(jax.random.key_data(s.key))[rows]),
                                                    impl=jax.random.key_impl(s.key))
                 keys = jax.device_put(_folded(mothers, np.asarray(s.length)[rows]), self.keys.sharding)
@@ -248,13 +248,14 @@ class Forks(TextRows):
                              "and a policy without transforms that follow the text token by token")
         start = np.array([[len(prompt)] for prompt in self.prompts])
         back = made >= 0
-        self.generation += 1
+        self.generation = self.generation + back.any(1)
         self.lengths = np.where(back, start + made, self.lengths)
         self.status = np.where(back, Status.RUNNING, self.status).astype(np.int32)
         length, moved = np.array(s.length), np.zeros(s.batch, bool)
         length[:self.rows], moved[:self.rows] = self.lengths.reshape(-1), back.reshape(-1)
         with on_mesh(self.job.request.lm.mesh):
-            self.job.state = drivers.rewind(s, *self._moves(length, moved))
+            moves: Any = length, moved, self.keys, self._turn()
+            self.job.state = drivers.rewind(s, *moves)
             self._restart(moved, np.asarray(self.job.state.prompt_length))
 
     def _restart(self, rows: np.ndarray, front: np.ndarray) -> None:
@@ -265,10 +266,11 @@ class Forks(TextRows):
             stop = np.where(rows, np.asarray(stops.resume(s.tokens, jnp.asarray(front), s.length)), np.asarray(s.stop))
             self.job.state = s.replace(stop=jax.device_put(stop.astype(np.int32), s.stop.sharding))
 
-    def _moves(self, *rows: Any) -> tuple[Any, ...]:
-        """Returns the arguments of the compiled function that moves rows: `rows`, the random keys and the number of
-        forks."""
-        return *rows, self.keys, np.uint32(self.generation)
+    def _turn(self) -> Any:
+        """Returns the generation of each row's prompt, `u32[B]`."""
+        turn = np.zeros(self.job.state.batch, np.uint32)
+        turn[:self.rows] = np.repeat(self.generation, self.n)
+        return turn
 
     def ahead(self, which: np.ndarray | None = None, tokens: int | None = None) -> Forks:
         """Returns a copy of all rows in which the rows `which` are generated further, by `tokens` tokens or to their

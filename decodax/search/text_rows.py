@@ -29,7 +29,7 @@ class TextRows:
         keys: random key of each row.
         spent: number of tokens generated so far, including rows that were dropped.
         fed: number of tokens appended from outside.
-        generation: number of forks so far.
+        generation: `i64[P]`, number of times that rows of each prompt were forked or truncated.
         marks: ids of tokens that also end a step.
         rounds: number of forward passes of the target model so far.
     """
@@ -47,9 +47,13 @@ class TextRows:
     keys: Any
     spent: int = 0
     fed: int = 0
-    generation: int = 0
+    generation: Any = None
     marks: tuple[int, ...] = ()
     rounds: int = 0
+
+    def __post_init__(self) -> None:
+        if self.generation is None:
+            self.generation = np.zeros(len(self.status), np.int64)
 
     def __len__(self) -> int:
         return len(self.status)
@@ -68,9 +72,9 @@ class TextRows:
         return self.job.request.prompts
 
     def rng(self, prompt: int) -> np.random.Generator:
-        """Returns a random generator for a prompt, seeded by its seed, its request id and the number of forks."""
+        """Returns a random generator for a prompt, seeded by its seed, its request id and its generation."""
         r = self.job.request
-        words = [*r.seeds[prompt].tolist(), int(r.request_ids[prompt]), self.generation]
+        words = [*r.seeds[prompt].tolist(), int(r.request_ids[prompt]), int(self.generation[prompt])]
         return np.random.default_rng(np.random.SeedSequence(words))
 
     def tokens(self, p: int, i: int) -> list[int]:

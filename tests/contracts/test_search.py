@@ -43,7 +43,7 @@ FED = ("with-tools", "trimr", "corag", "apar")
 
 
 KNOWN = {
-    "others": {"phi-decoding": "copies are keyed by how often any prompt of the batch has forked, not this one"},
+    "others": {},
     "pages": {"corag": "chains are scored with a cache of no capacity, which pages do not have"}}
 """Bugs of the library that these laws have found: the reason is what has to change."""
 

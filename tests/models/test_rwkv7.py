@@ -80,8 +80,9 @@ def test_logits_and_greedy_tokens_are_those_of_the_authors_code() -> None:
 
 
 @pytest.mark.wide
-def test_a_published_file_is_converted(tmp_path: Path) -> None:
+def test_a_published_file_is_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "scripts")
     from scripts.convert import rwkv as convert
 
     torch.save({name: torch.tensor(value) for name, value in tensors().items()}, tmp_path / "tiny.pth")

@@ -12,8 +12,7 @@ from decodax.models import Diffusion, Transformer, llama
 from decodax.train import loop
 from decodax.train import masked_diffusion as dt
 from decodax.train import unmask_filter as filters
-from recipes import diffusion_data as data
-from recipes import problems
+from recipes import diffusion, problems
 
 NET = Transformer(llama(vocab=47, width=16, layers=2, heads=2, kv_heads=1, mlp=32, context=64, tied=True))
 FULL, BLOCKS = Diffusion(46), Diffusion(46, attention="block-causal", block=4)
@@ -27,7 +26,7 @@ def params():
 
 @pytest.fixture(scope="module")
 def batch() -> dt.Batch:
-    return jax.tree.map(jnp.asarray, data.Problems(6, seed=1)[0])
+    return jax.tree.map(jnp.asarray, diffusion.problem_batch(6, 1, 0))
 
 
 @pytest.fixture(scope="module")
@@ -45,10 +44,10 @@ def nats(logits: np.ndarray, token: int) -> float:
 
 def views(kind, tokens, noisy, masked, live, answer):
     """Yields what masked positions of a row are scored by: the text, which tokens see which, and the positions."""
-    hidden, place = np.where(live, noisy, 7), np.arange(data.LENGTH)
+    hidden, place = np.where(live, noisy, 7), np.arange(diffusion.LENGTH)
     if kind in ("whole", "apart"):      # dead tokens are replaced and hidden
         sees = live[None] & ((answer[:, None] | ~answer[None]) if kind == "apart" else True)
-        yield hidden, np.broadcast_to(sees, (data.LENGTH, data.LENGTH)), masked
+        yield hidden, np.broadcast_to(sees, (diffusion.LENGTH, diffusion.LENGTH)), masked
         return
     at = (place - (answer.argmax() if kind == "behind a causal text" else 0)) // 4
     for block in np.unique(at[masked]):
@@ -67,7 +66,7 @@ def test_the_loss_is_the_bound_of_its_paper(params, batch, logits_of, kind):
     key, speaks = jax.random.key(4), {"blocks": BLOCKS, "behind a causal text": BEHIND}.get(kind, FULL)
     noisy, masked, levels = map(np.asarray, dt.corrupt(key, batch, speaks))
     tokens, live, answer = (np.asarray(x) for x in (batch.tokens, batch.live, batch.answer))
-    expected, place = [], np.arange(data.LENGTH)
+    expected, place = [], np.arange(diffusion.LENGTH)
     for i in range(6):
         total = 0.0
         for text, sees, here in views(kind, tokens[i], noisy[i], masked[i], live[i], answer[i]):
@@ -159,7 +158,7 @@ def test_a_bound_per_byte_of_equal_chances_is_known():
 @pytest.mark.parametrize("span", [16, 4])
 def test_extremely_greedy_rollouts_follow_their_loop(params, span):
     found = [p for task in ("copy", "add", "sudoku") for p in problems.problems(task, 2, held=False)]
-    batch = jax.tree.map(jnp.asarray, data.rows_of(found))
+    batch = jax.tree.map(jnp.asarray, diffusion.rows_of(found))
     goal = np.asarray(dt.fill(NET, params, batch, FULL))
     own = batch.replace(tokens=jnp.asarray(goal))
     got = jax.tree.map(np.asarray, filters.rollout(NET, params, own, FULL, span))

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 import decodax as dx
-from evaluations import caches, drafts
+from evaluations import caches
 from evaluations.caches import Measured
 from recipes import recall
 from recipes.options import Options
@@ -122,7 +122,7 @@ def test_policies_are_measured_beside_a_dense_cache(model: Path, tmp_path: Path,
 
 @pytest.mark.full
 def test_drafts_on_smaller_caches_are_counted(model: Path) -> None:
-    full, some = drafts.run(dx.load(str(model)), ("full", "magicdec:budget=16"), problems=1, length=48)
+    full, some = caches.run_drafts(dx.load(str(model)), ("full", "magicdec:budget=16"), problems=1, length=48)
     assert full.same == some.same == 1 and some.accepted <= full.accepted
     assert full.per_forward > 1
 

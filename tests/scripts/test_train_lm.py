@@ -142,7 +142,6 @@ def test_bits_per_byte_counts_every_token_once():
 def test_training_lowers_the_loss(run, options):
     losses = [e["loss"] for e in metrics(options.output) if "loss" in e]
     assert losses[-1] < losses[0] - 0.3
-    assert (options.output / "loss.png").stat().st_size > 1000
 
 
 def test_a_killed_run_resumes_to_the_same_weights(run, options, tmp_path):
