@@ -36,20 +36,14 @@ def test_logits_are_those_by_hand(name: str) -> None:
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize(("name", "cache"), often([("cla", None), ("yoco", "snapkv")], [
-    (name, cache) for name in CONFIGS for cache in (None, "snapkv", "kivi", "streaming-llm")]))
-def test_drafts_give_the_tokens_of_plain_decoding(name: str, cache: str | None) -> None:
-    own, options = lm(name), {"snapkv": dict(budget=14, window_size=4), "kivi": dict(group_size=4, residual_length=8),
-                              "streaming-llm": dict(start_size=2, recent_size=20)}
-    kind = None if cache is None else caches.make(cache, **options[cache])
-    one = lambda **more: dx.generate(own, PROMPTS, cache=kind, max_new_tokens=20, seed=5, temperature=[0.0, 0.9, 0.0],
-                                     **more)
-    plain, drafted = one(), one(algorithm="prompt-lookup")
-    assert drafted.tokens.tolist() == plain.tokens.tolist()
-    if cache is None:       # the first row is greedy: what a forward without a cache would say
-        text = [*PROMPTS[0], *plain.tokens[0].tolist()]
-        found = np.asarray(own.model.forward(own.params, jnp.asarray([text])))[0]
-        assert found[len(PROMPTS[0]) - 1:-1].argmax(-1).tolist() == plain.tokens[0].tolist()
+@pytest.mark.parametrize(("name", "cache"), often([("yoco", "snapkv")], [
+    (name, cache) for name in CONFIGS for cache in ("snapkv", "kivi", "streaming-llm")]))
+def test_drafts_give_the_tokens_of_plain_decoding_with_the_same_cache(name: str, cache: str) -> None:
+    options = {"snapkv": dict(budget=14, window_size=4), "kivi": dict(group_size=4, residual_length=8),
+               "streaming-llm": dict(start_size=2, recent_size=20)}
+    one = lambda **more: dx.generate(lm(name), PROMPTS, cache=caches.make(cache, **options[cache]), max_new_tokens=20,
+                                     seed=5, temperature=[0.0, 0.9, 0.0], **more).tokens.tolist()
+    assert one(algorithm="prompt-lookup") == one()
 
 
 @pytest.mark.wide(but=("cla of 3-2",))
