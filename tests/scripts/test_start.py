@@ -1,8 +1,6 @@
 """Each program in scripts/ starts from the root of the repository, and takes the arguments that its docstring and the
 guides write."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import re
