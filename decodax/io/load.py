@@ -1,4 +1,4 @@
-"""Loads a model by name: one of the shipped models, or a local Hugging Face directory."""
+"""Loads a model by name: one of the shipped models, a local Hugging Face directory, or a GGUF file."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from decodax.core.types import Model
 from decodax.io import huge_pages
 from decodax.io.checkpoint import dtype_name, load_diffusion, load_model, load_recurrent, load_t5, recurrent_type
 from decodax.io.files import CheckpointError, adapter, missing, read_json
+from decodax.io.gguf import Gguf, is_gguf
 from decodax.io.packed import ENTRY
 from decodax.io.text import Tokenizer
 from decodax.models import Transformer, adapters, dual_chunk, linear_weights, linearized
@@ -56,6 +57,7 @@ class LM(Loaded):
         mesh: the mesh that its weights are placed on; batches are placed on it too.
         diffusion: how it fills masks; None for an autoregressive model.
         directory: the directory that it was loaded from.
+        entries: the entries of a `config.json` for a model that was loaded from a GGUF file.
         adapters: names of the adapters that rows may use, in the order of `with_adapters`.
     """
 
@@ -69,6 +71,7 @@ class LM(Loaded):
     diffusion: Diffusion | None = None
     directory: Path | None = None
     adapters: tuple[str, ...] = ()
+    entries: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __repr__(self) -> str:
         """Describes in one line the network, its size, dtypes and devices."""
@@ -187,8 +190,12 @@ class LM(Loaded):
             raise ValueError(f"adapter: {type(self.model).__name__} cannot have one; takes a Transformer")
         if not isinstance(adapter, (str, Path)):
             return adapter
-        config = {} if self.directory is None else read_json(self.directory / "config.json")
-        return adapters.read(adapter, self.model, config.get("model_type", "llama"))
+        return adapters.read(adapter, self.model, self.config_entries.get("model_type", "llama"))
+
+    @property
+    def config_entries(self) -> dict[str, Any]:
+        """The entries of its `config.json`, or those made from a GGUF file; empty for a model made in memory."""
+        return dict(self.entries) if self.directory is None else read_json(self.directory / "config.json")
 
     @property
     def eos(self) -> list[int]:
@@ -265,10 +272,11 @@ def find(name_or_dir: str | Path) -> Path:
 def load(name_or_dir: str | Path, *, dtype: jax.typing.DTypeLike | None = None, mesh: Mesh | None = None,
          context: int | None = None, tokenizer: str | Path | Tokenizer | None = None,
          weights: str | Format | None = None, adapter: str | Path | None = None) -> LM:
-    """Loads a shipped model by name, or a local Hugging Face directory.
+    """Loads a shipped model by name, a local Hugging Face directory, or a GGUF file.
 
     Args:
-        name_or_dir: a name such as "pycode", or a path with config.json, safetensors and tokenizer.json.
+        name_or_dir: a name such as "pycode", a path with config.json, safetensors and tokenizer.json, or a `.gguf` file
+            (`decodax[gguf]`), whose kernels stay packed in its own formats.
         dtype: dtype of weights and cache, "float32", "bfloat16" or "float16"; by default float32 on CPU, else the
             checkpoint's own.
         context: number of positions to serve; rotary scalings that depend on the length (dynamic, longrope) are set for
@@ -279,8 +287,8 @@ def load(name_or_dir: str | Path, *, dtype: jax.typing.DTypeLike | None = None, 
             tokenizer if the directory has no tokenizer files at all.
         weights: the format in which the weights are kept and read: "int8", "int4", "fp8", "bfloat16", "float16" or
             "float32", or a `decodax.models.formats.Format`; activations and cache keep `dtype`. None: arrays of
-            `dtype`, or the format of a directory that `decodax.save` wrote. On CPU half precision is a format, since
-            XLA emulates half-precision products there.
+            `dtype`, or the format of a directory that `decodax.save` wrote or of a GGUF file. On CPU half precision is
+            a format, since XLA emulates half-precision products there.
         adapter: the directory of a LoRA in peft's layout, which is added to the weights, or kept beside packed ones.
 
     Returns:
@@ -296,6 +304,8 @@ def load(name_or_dir: str | Path, *, dtype: jax.typing.DTypeLike | None = None, 
             ("tokenizer", tokenizer, (str, os.PathLike, Tokenizer, type(None)), "a directory or a Tokenizer")):
         if not isinstance(given, of):
             raise TypeError(f"{name}: got {shown(given)}, takes {takes}")
+    if str(name_or_dir) not in zoo() and is_gguf(name_or_dir):
+        return _load_gguf(Path(name_or_dir).expanduser(), dtype, mesh, context, tokenizer, weights, adapter)
     path = find(name_or_dir)
     if dtype is None and jax.default_backend() == "cpu":
         dtype = "float32"      # bfloat16 matrix products take almost twice as long on CPU
@@ -326,6 +336,20 @@ def load(name_or_dir: str | Path, *, dtype: jax.typing.DTypeLike | None = None, 
             generation_config=generation_config, name=path.name, mesh=mesh, diffusion=diffusion, directory=path)
     packed = weights is not None or ENTRY in read_json(path / "config.json")
     return lm if adapter is None else lm.with_adapter(adapter, merge=not packed)
+
+
+def _load_gguf(path: Path, dtype: jax.typing.DTypeLike | None, mesh: Mesh | None, context: int | None,
+               tokenizer: str | Path | Tokenizer | None, weights: str | Format | None, adapter: str | Path | None) -> LM:
+    """Loads a GGUF file; see `load`."""
+    opened = Gguf.open(path)
+    if not isinstance(tokenizer, Tokenizer):
+        tokenizer = opened.tokenizer() if tokenizer is None else _tokenizer(Path(tokenizer), needed=True)
+    if dtype is None and jax.default_backend() == "cpu":
+        dtype = "float32"
+    model, params = opened.load(dtype, mesh, context, weights)
+    lm = LM(model=model, params=params, vocab_size=model.config.vocab, tokenizer=tokenizer,
+            generation_config=opened.generation_config(tokenizer), name=path.stem, mesh=mesh, entries=opened.entries)
+    return lm if adapter is None else lm.with_adapter(adapter, merge=False)
 
 
 def _tokenizer(path: Path, needed: bool = False) -> Tokenizer | None:
