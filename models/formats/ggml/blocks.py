@@ -15,13 +15,14 @@ from __future__ import annotations
 import functools
 from typing import Any, Self
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from decodax.common.axes import platform
 from decodax.common.struct import static, struct
 from decodax.models.formats.scaled import Scaled
-from decodax.models.packed import Packed, dot, total
+from decodax.models.packed import Packed, dot, materialized, total
 
 
 @struct
@@ -55,24 +56,34 @@ class GgmlBlocks(Packed):
     @property
     def group(self) -> int:
         """Number of inputs of a block."""
-        return self.codes.shape[-2] * (2 if self.codes.dtype == jnp.uint8 else 1)
+        return self.codes.shape[-2] * self._parts
 
     def values(self, dtype: Any) -> Array:
-        return jnp.swapaxes(self._weights(), -1, -2).reshape(self.shape).astype(dtype)
+        return jnp.swapaxes(jnp.concatenate(self._weights(), -2), -1, -2).reshape(self.shape).astype(dtype)
 
     def product(self, x: Array, dtype: Any) -> Array:
         if platform() != "cpu":
             return dot(x, self.values(x.dtype), dtype)
-        rows, groups, group = x.astype(jnp.float32), self.codes.shape[-1], self.group
-        rows = jnp.swapaxes(rows.reshape(len(x), groups, group), 1, 2)      # in the order of the codes
-        if not self.by_sums(x):
-            return dot(rows.reshape(len(x), -1), self._weights().reshape(self.shape), dtype)
-        (row,), parts = rows, (self._code(j) * rows[0, j] for j in range(group))
-        sums = functools.reduce(jnp.add, parts) * self._factor(self.scales, self.steps)
+        return _multiplied(self, x, jnp.dtype(dtype), self.by_sums(x))
+
+    def multiplied(self, x: Array, dtype: Any, sums: bool) -> Array:
+        """Computes `product` on CPU: by sums over the places of a group for one row, else by decoding the weights."""
+        groups, group, parts = self.codes.shape[-1], self.group, self._parts
+        rows = jnp.swapaxes(x.astype(jnp.float32).reshape(len(x), groups, group), 1, 2)    # in the order of the codes
+        if not sums:
+            made = [dot(own.reshape(len(x), -1), part.reshape(part.shape[0], -1), dtype)
+                    for own, part in zip(jnp.split(rows, parts, 1), self._weights(), strict=True)]
+            # If it fused this with what follows, XLA would write decoded kernels to memory.
+            return functools.reduce(jnp.add, lax.optimization_barrier(made))
+        row = materialized(rows.reshape(1, -1)).reshape(group, groups)
+        # The codes that share a byte come one after the other.
+        order = [j + half for j in range(group // parts) for half in range(0, group, group // parts)]
+        found = functools.reduce(jnp.add, (self._code(j) * row[j] for j in order))
+        found = found * self._factor(self.scales, self.steps)
         shifts = self._shifts()
         if shifts is not None:
-            sums = sums + shifts * row.sum(0)
-        return total(sums[:, None]).astype(dtype)
+            found = found + shifts * row.sum(0)
+        return total(found[:, None]).astype(dtype)
 
     def here(self) -> Packed:       # type: ignore[override]
         """Returns the kernel in the form that this platform multiplies: on accelerators 4-bit or 8-bit integers in the
@@ -87,6 +98,11 @@ class GgmlBlocks(Packed):
             return plain
         low = 0.0 if self.minima is None else self._factor(self.minima, self.minimum_steps)
         return ShiftedGroups(kernel=plain, shifts=low + (middle - self.offset) * scales)
+
+    @property
+    def _parts(self) -> int:
+        """Number of codes in a byte."""
+        return 2 if self.codes.dtype == jnp.uint8 else 1
 
     @property
     def _bits(self) -> int:
@@ -104,19 +120,20 @@ class GgmlBlocks(Packed):
             code = code | ((self.high >> (width * j)) & (2 ** width - 1)).astype(jnp.int32) << 4
         return code.astype(jnp.float32)
 
-    def _weights(self) -> Array:
-        """Returns the weights in the order of the codes, `f32[..., N, group, G]`."""
-        if self.codes.dtype != jnp.uint8:
-            codes = self.codes.astype(jnp.int32)
-        else:
-            codes = jnp.concatenate([self.codes & 15, self.codes >> 4], -2).astype(jnp.int32)
-        if self.high is not None:
-            width = 32 // self.group
-            shifts = width * jnp.arange(self.group, dtype=jnp.uint32)[:, None]
-            codes = codes | ((self.high[..., None, :] >> shifts) & (2 ** width - 1)).astype(jnp.int32) << 4
-        made = (codes - self.offset).astype(jnp.float32) * self._factor(self.scales, self.steps)[..., None, :]
-        if self.minima is not None:
-            made = made + self._factor(self.minima, self.minimum_steps)[..., None, :]
+    def _weights(self) -> list[Array]:
+        """Returns the weights in the order of the codes, `f32[..., N, group, G]`, those of 4-bit codes in halves."""
+        scales = self._factor(self.scales, self.steps)[..., None, :]
+        low = None if self.minima is None else self._factor(self.minima, self.minimum_steps)[..., None, :]
+        made = []
+        for i in range(self._parts):
+            codes = self.codes.astype(jnp.int32) if self._parts == 1 else (
+                self.codes >> 4 if i else self.codes & 15).astype(jnp.int32)
+            if self.high is not None:
+                width, places = 32 // self.group, jnp.arange(i * self.group // 2, (i + 1) * self.group // 2)
+                more = self.high[..., None, :] >> (width * places[:, None]).astype(jnp.uint32)
+                codes = codes | (more & (2 ** width - 1)).astype(jnp.int32) << 4
+            part = (codes - self.offset).astype(jnp.float32) * scales
+            made.append(part if low is None else part + low)
         return made
 
     def _shifts(self) -> Array | None:
@@ -134,6 +151,12 @@ class GgmlBlocks(Packed):
             return own
         own = jnp.repeat(own, steps.shape[-1] // own.shape[-1], -1)
         return own * steps.astype(jnp.float32)
+
+
+@functools.partial(jax.jit, static_argnames=("dtype", "sums"))
+def _multiplied(kernel: GgmlBlocks, x: Array, dtype: Any, sums: bool) -> Array:
+    """Returns `kernel.multiplied`, traced once for all kernels of a shape."""
+    return kernel.multiplied(x, dtype, sums)
 
 
 @struct
