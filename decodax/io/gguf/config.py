@@ -66,6 +66,11 @@ class Metadata:
             raise CheckpointError(f"{self.file.path}: lacks {self.name}.{key}, which the architecture requires")
         return found
 
+    @property
+    def biased(self) -> bool:
+        """True if queries have a bias."""
+        return self.has("attn_q.bias") or self.has("attn_qkv.bias")
+
     def has(self, tensor: str) -> bool:
         """True if the first layer has a tensor of this name."""
         return f"blk.0.{tensor}" in self.file.tensors
@@ -149,9 +154,9 @@ def _llama(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
     if experts := m.get("expert_count"):
         return {**c, "model_type": "mixtral", "num_local_experts": experts, "sliding_window": None,
                 "num_experts_per_tok": m.need("expert_used_count")}
-    if m.has("attn_q.bias") and not m.has("attn_output.bias"):
+    if m.biased and not m.has("attn_output.bias"):
         return _qwen2(m, c)                # such as converted Qwen models
-    return {**c, "model_type": "llama", "attention_bias": m.has("attn_q.bias"), "mlp_bias": m.has("ffn_down.bias")}
+    return {**c, "model_type": "llama", "attention_bias": m.biased, "mlp_bias": m.has("ffn_down.bias")}
 
 
 def _qwen2(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
@@ -159,7 +164,7 @@ def _qwen2(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
 
 
 def _qwen3(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
-    return {**c, "model_type": "qwen3", "attention_bias": m.has("attn_q.bias")}
+    return {**c, "model_type": "qwen3", "attention_bias": m.biased}
 
 
 def _qwen3_moe(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
@@ -206,12 +211,12 @@ def _gpt2(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
 
 
 def _stablelm(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
-    return {**c, "model_type": "stablelm", "use_qkv_bias": m.has("attn_q.bias"),
+    return {**c, "model_type": "stablelm", "use_qkv_bias": m.biased,
             "use_parallel_residual": not m.has("ffn_norm.weight"), "qk_layernorm": m.has("attn_q_norm.weight")}
 
 
 def _granite(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
-    return {**c, "model_type": "granite", "attention_bias": m.has("attn_q.bias"),
+    return {**c, "model_type": "granite", "attention_bias": m.biased,
             "embedding_multiplier": m.get("embedding_scale", 1.0), "residual_multiplier": m.get("residual_scale", 1.0),
             "attention_multiplier": m.get("attention.scale", c["head_dim"] ** -0.5),
             "logits_scaling": m.get("logit_scale", 1.0)}
@@ -237,7 +242,7 @@ def _cohere2(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
 
 
 def _glm4(m: Metadata, c: dict[str, Any]) -> dict[str, Any]:
-    return {**c, "model_type": "glm4", "attention_bias": m.has("attn_q.bias")}
+    return {**c, "model_type": "glm4", "attention_bias": m.biased}
 
 
 ARCHITECTURES = {

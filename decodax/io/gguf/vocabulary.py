@@ -195,12 +195,8 @@ def _sentence_piece(v: Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
 def _merges(v: Vocabulary, scores: list[float]) -> list[tuple[str, str]]:
     """Returns the pairs of tokens that make a token, those of the best score first."""
     ids, found = v.ids, []
-    for i, (text, kind) in enumerate(zip(v.tokens, v.kinds, strict=True)):
-        if kind in (UNKNOWN, CONTROL, BYTE) or len(text) < 2:
-            continue
-        for at in range(1, len(text)):
-            left, right = text[:at], text[at:]
-            if left in ids and right in ids:
-                found.append((-scores[i], i, at, left, right))
-    found.sort()
-    return [(left, right) for *_, left, right in found]
+    for i in sorted(range(len(scores)), key=lambda i: -scores[i]):
+        text = v.tokens[i]
+        if len(text) > 1 and v.kinds[i] not in (UNKNOWN, CONTROL, BYTE):
+            found += [(left, text[at:]) for at in range(1, len(text)) if (left := text[:at]) in ids and text[at:] in ids]
+    return found
