@@ -59,7 +59,7 @@ def moved(params: Any) -> Any:
 
 
 def empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Returns an array that is not filled yet, in huge pages if it fills one. JAX uses its memory without copying it."""
+    """Returns an array that is not filled yet, in huge pages if it fills one. JAX uses its memory without a copy."""
     kind = np.dtype(dtype)
     size = math.prod(shape) * kind.itemsize
     if sys.platform.startswith("linux") and size >= PAGE:

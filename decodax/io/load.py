@@ -259,7 +259,7 @@ def find(name_or_dir: str | Path) -> Path:
     if (path / "config.json").is_file():
         return path
     if path.is_file():
-        raise ValueError(f"name_or_dir: got the file {path}, takes the directory of a model")
+        raise ValueError(f"name_or_dir: got the file {path}, takes the directory of a model, or a GGUF file")
     if (path / "adapter_config.json").is_file():
         raise CheckpointError(adapter(path))
     if path.is_dir():
@@ -299,7 +299,7 @@ def load(name_or_dir: str | Path, *, dtype: jax.typing.DTypeLike | None = None, 
             or a tokenizer in a format that is not read, or an argument out of its range; the message names it.
     """
     for name, given, of, takes in (
-            ("name_or_dir", name_or_dir, (str, os.PathLike), "the name of a shipped model, or a directory"),
+            ("name_or_dir", name_or_dir, (str, os.PathLike), "the name of a shipped model, or a path"),
             ("mesh", mesh, (Mesh, type(None)), "a jax.sharding.Mesh"),
             ("tokenizer", tokenizer, (str, os.PathLike, Tokenizer, type(None)), "a directory or a Tokenizer")):
         if not isinstance(given, of):
@@ -339,7 +339,8 @@ def load(name_or_dir: str | Path, *, dtype: jax.typing.DTypeLike | None = None, 
 
 
 def _load_gguf(path: Path, dtype: jax.typing.DTypeLike | None, mesh: Mesh | None, context: int | None,
-               tokenizer: str | Path | Tokenizer | None, weights: str | Format | None, adapter: str | Path | None) -> LM:
+               tokenizer: str | Path | Tokenizer | None, weights: str | Format | None,
+               adapter: str | Path | None) -> LM:
     """Loads a GGUF file; see `load`."""
     opened = Gguf.open(path)
     if not isinstance(tokenizer, Tokenizer):

@@ -22,8 +22,8 @@ from decodax.models.formats.squeezellm import DenseSparse, Lookup, SqueezeLLM
 from decodax.models.names import flatten, kernel_of
 from decodax.models.packed import Packed
 
-__all__ = ["FORMATS", "GLVQ", "KINDS", "MODEL_FORMATS", "Float8", "Floats", "Format", "Ggml", "Int4", "Int8", "ModelFormat",
-           "QServe", "Quamba2", "RSparse", "Scaled", "SqueezeLLM", "kernels", "pack", "read_format"]
+__all__ = ["FORMATS", "GLVQ", "KINDS", "MODEL_FORMATS", "Float8", "Floats", "Format", "Ggml", "Int4", "Int8",
+           "ModelFormat", "QServe", "Quamba2", "RSparse", "Scaled", "SqueezeLLM", "kernels", "pack", "read_format"]
 
 for _name, _make, *_paper in (
         ("int8", Int8, "", "", "8-bit integers with one scale for each output"),
@@ -58,7 +58,8 @@ MODEL_FORMATS: dict[str, ModelFormat] = {"quamba2": Quamba2()}
 """Formats that change a whole model, by the names that `decodax.quantize` accepts."""
 
 KINDS: dict[str, type[Packed]] = {kind.__name__: kind for kind in (
-    Scaled, W4A8, Nibbles, Lookup, DenseSparse, Lattice, RankSparse, Integers, Static, InputsRotated, GgmlBlocks, ShiftedGroups)}
+    Scaled, W4A8, Nibbles, Lookup, DenseSparse, Lattice, RankSparse, Integers, Static, InputsRotated, GgmlBlocks,
+    ShiftedGroups)}
 """Classes of packed kernels, by the names that `decodax.save` writes to files."""
 
 

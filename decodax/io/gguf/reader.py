@@ -157,7 +157,7 @@ class _Head:
         return found
 
     def number(self, dtype: str, what: str) -> Any:
-        return np.frombuffer(self.take(np.dtype(dtype).itemsize, what), f"<{dtype}" if dtype != "?" else dtype)[0].item()
+        return np.frombuffer(self.take(np.dtype(dtype).itemsize, what), dtype)[0].item()
 
     def text(self, what: str) -> str:
         size = struct.unpack("<Q", self.take(8, what))[0]

@@ -101,8 +101,8 @@ def row_sources(file: GgufFile, architecture: Architecture, config: DecoderConfi
             continue
         full = (rows, *wanted[1:]) if rows else wanted
         if tensor.block > 1 and len(tensor.shape) == 1:
-            raise CheckpointError(f"{file.path}: tensor {name}: has type {tensor.type}, takes one of floats, since it is "
-                                  "no matrix")
+            raise CheckpointError(f"{file.path}: tensor {name}: has type {tensor.type}, takes one of floats, since it "
+                                  "is no matrix")
         if tensor.shape != full and not (len(full) == 2 and full[0] == 1 and tensor.shape == full[1:]):
             raise CheckpointError(f"{file.path}: tensor {name} has shape {tensor.shape}, the metadata requires {full}")
         permuted = architecture.permuted and re.search(r"\.attn\.[qk]\.", path)
@@ -112,8 +112,8 @@ def row_sources(file: GgufFile, architecture: Architecture, config: DecoderConfi
         found[path] = RowSource(tensor, start, start + count, heads, shift)
     if missing:
         more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
-        raise CheckpointError(f"{file.path}: lacks tensor{'s' if len(missing) > 1 else ''} {', '.join(missing[:5])}{more}"
-                              ", which the metadata requires")
+        raise CheckpointError(f"{file.path}: lacks tensor{'s' if len(missing) > 1 else ''} "
+                              f"{', '.join(missing[:5])}{more}, which the metadata requires")
     used = {source.tensor.name for source in found.values()}
     left = sorted(name for name in file.tensors.keys() - used if not UNUSED.search(name))
     if left:

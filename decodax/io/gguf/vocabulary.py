@@ -51,7 +51,8 @@ class Vocabulary:
         given = self.get("token_type")
         self.kinds: list[int] = [1] * len(self.tokens) if given is None else given.tolist()
         if len(self.kinds) != len(self.tokens):
-            raise self.error("token_type", f"got {len(self.kinds)} entries", f"one for each of {len(self.tokens)} tokens")
+            raise self.error("token_type", f"got {len(self.kinds)} entries",
+                             f"one for each of {len(self.tokens)} tokens")
         self.kinds = [CONTROL if text in ENDS else kind for text, kind in zip(self.tokens, self.kinds, strict=True)]
         self.ids = {text: i for i, text in enumerate(self.tokens)}
         if len(self.ids) < len(self.tokens):
@@ -198,5 +199,6 @@ def _merges(v: Vocabulary, scores: list[float]) -> list[tuple[str, str]]:
     for i in sorted(range(len(scores)), key=lambda i: -scores[i]):
         text = v.tokens[i]
         if len(text) > 1 and v.kinds[i] not in (UNKNOWN, CONTROL, BYTE):
-            found += [(left, text[at:]) for at in range(1, len(text)) if (left := text[:at]) in ids and text[at:] in ids]
+            found += [(left, text[at:]) for at in range(1, len(text))
+                      if (left := text[:at]) in ids and text[at:] in ids]
     return found

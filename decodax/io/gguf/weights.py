@@ -7,7 +7,6 @@ memory than the weights themselves.
 from __future__ import annotations
 
 import collections
-import dataclasses
 import logging
 from typing import Any
 
@@ -45,21 +44,24 @@ def load_weights(rows: RowReader, sources: dict[str, RowSource], shapes: Any, dt
         dtype: dtype of arrays.
         places: the sharding of each weight by path.
         packing: another format for the kernels; None: the file's own.
+
+    Raises:
+        CheckpointError: a tensor has a type that is not decoded.
     """
-    chosen, leaves = set(kernels(shapes)), flatten(shapes)
-    chosen |= {"embed"}                  # its rows can be looked up packed
+    leaves = flatten(shapes)
+    chosen = {path for path in kernels(shapes) if packing is None or packing.packs(path)}
     widened: dict[str, list[str]] = collections.defaultdict(list)
     made = {}
     for path, leaf in leaves.items():
-        source, place = sources[path], places[path]
-        packs = path in chosen and (packing is None or packing.packs(path))
-        if packing is not None and packs and path in kernels(shapes):
-            array = kernel_of(path, jnp.asarray(_array(rows, source, path, leaf.shape, "float32")))
-            made[path] = place_packed(jax.jit(packing.pack)(array), path == "embed", place)
-        elif packs and packing is None and source.tensor.type.lower() in TYPES:
-            made[path] = _blocks(rows, source, leaf.shape if leaf.ndim == 3 else None, path == "embed", place)
-        elif packs and packing is None and FLOATS.get(source.tensor.type, dtype) != dtype:
-            made[path] = _floats(rows, source, leaf.shape if leaf.ndim == 3 else None, path == "embed", place)
+        source, place, table = sources[path], places[path], path == "embed"
+        stacked = leaf.shape if leaf.ndim == 3 else None
+        if packing is not None and path in chosen:
+            kernel = kernel_of(path, jnp.asarray(_array(rows, source, path, leaf.shape, "float32")))
+            made[path] = place_packed(jax.jit(packing.pack)(kernel), table, place)
+        elif (path in chosen or table) and source.tensor.type.lower() in TYPES:     # rows are looked up packed
+            made[path] = _blocks(rows, source, stacked, table, place)
+        elif (path in chosen or table) and FLOATS.get(source.tensor.type, dtype) != dtype:
+            made[path] = _floats(rows, source, stacked, table, place)
         else:
             if source.tensor.block > 1:
                 widened[source.tensor.type].append(source.tensor.name)

@@ -5,17 +5,24 @@ from __future__ import annotations
 import random
 
 PARTS = (
-    "The quick brown fox jumps over the lazy dog.", "It's 3.14159, they'd said; WE'LL see, won't we?", "café naïve Ünïcödé",
-    "日本語のテキストと漢字", "中文文本，标点。", "한국어 텍스트", "العربية نص", "हिन्दी पाठ", "ไทยข้อความ", "emoji 🙂🚀👩‍👩‍👧‍👦 🇫🇷",
-    "def f(x):\n    return x ** 2  # square\n", "for (int i = 0; i < n; ++i) { a[i] <<= 1; }\n", "\tif x:\n\t\tpass\n",
+    "The quick brown fox jumps over the lazy dog.", "It's 3.14159, they'd said; WE'LL see, won't we?",
+    "café naïve Ünïcödé",
+    "日本語のテキストと漢字", "中文文本，标点。", "한국어 텍스트", "العربية نص", "हिन्दी पाठ",
+    "ไทยข้อความ", "emoji 🙂🚀👩‍👩‍👧‍👦 🇫🇷",
+    "def f(x):\n    return x ** 2  # square\n", "for (int i = 0; i < n; ++i) { a[i] <<= 1; }\n",
+    "\tif x:\n\t\tpass\n",
     "{\"key\": [1, 2.5, null, true], \"nested\": {\"a\": \"b\\n\"}}", "SELECT * FROM t WHERE a != 'b' AND c >= 10;",
-    "https://example.com/path?q=1&r=2#frag", "user@example.com", "    four spaces", "trailing spaces   ", "a  b   c    d",
+    "https://example.com/path?q=1&r=2#frag", "user@example.com", "    four spaces", "trailing spaces   ",
+    "a  b   c    d",
     "\n\n\nlines\n\n", "\r\nwindows\r\n", "1234567890 12 345 6,789.00", "x=1;y=2;z=3", "<div class=\"a\">&amp;</div>",
-    "$\\frac{a}{b} \\leq \\sum_{i=0}^{n} x_i$", "…“quotes” — dashes – ‘single’", "\u00a0non-breaking\u200bzero width", "ﬁ ligature ½ ² ™",
-    "ALL CAPS AND camelCase and snake_case and kebab-case", "don't can't I'm you're he's we've she'd they'll", "\x00\x01control\x7f",
+    "$\\frac{a}{b} \\leq \\sum_{i=0}^{n} x_i$", "…“quotes” — dashes – ‘single’",
+    "\u00a0non-breaking\u200bzero width", "ﬁ ligature ½ ² ™",
+    "ALL CAPS AND camelCase and snake_case and kebab-case", "don't can't I'm you're he's we've she'd they'll",
+    "\x00\x01control\x7f",
     "a", " ", "", "\n", "\t", ".", "é", "𝔘𝔫𝔦𝔠𝔬𝔡𝔢", "🙂", "▁literal", "Ġliteral", "<0x0A>", "ᚠᛇᚻ runes", "Ω≈ç√∫˜µ≤≥÷",
 )
-SPECIAL = ("<|im_start|>user\nHi<|im_end|>\n", "<|endoftext|>", "a<|im_end|>b", "<bos>x<eos>", "<start_of_turn>user\nHi<end_of_turn>\n",
+SPECIAL = ("<|im_start|>user\nHi<|im_end|>\n", "<|endoftext|>", "a<|im_end|>b", "<bos>x<eos>",
+    "<start_of_turn>user\nHi<end_of_turn>\n",
            "<|im_start|>  spaced  <|im_end|>", "<unused5>", "<file_sep>x", "<pad><unk>", "<|not_a_token|>")
 
 
@@ -30,7 +37,8 @@ def texts() -> list[str]:
 
 
 QUESTIONS = (
-    "What is the capital of France?", "Write a haiku about the sea.", "What is 17 plus 25?", "Name three primary colours.",
+    "What is the capital of France?", "Write a haiku about the sea.", "What is 17 plus 25?",
+    "Name three primary colours.",
     "Explain photosynthesis in one sentence.", "Translate 'good morning' into Spanish.", "Who wrote Hamlet?",
     "Write a Python function that reverses a string.", "What is the boiling point of water in Celsius?",
     "Give me a synonym for happy.", "How many days are in a leap year?", "Summarise the plot of Cinderella.",
