@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from decodax.core.algorithm import Algorithm, Traits
     from decodax.core.cache import Cache
     from decodax.core.round import run, step
-    from decodax.core.start import init_state
     from decodax.core.state import State, Status
     from decodax.core.types import Decision, Model, Out, Params
     from decodax.core.window import Window
+    from decodax.engine.bound import bind
     from decodax.engine.compilation import cache_programs
     from decodax.engine.result import LogProbs, Result, Statistics
     from decodax.front.generate import Stream, generate, stream
@@ -61,11 +61,11 @@ _HOMES = {
     "decodax.algorithms.speculative": ["Speculative", "drafts", "trees", "verify"],
     "decodax.core.cache": ["Cache"],
     "decodax.core.round": ["run", "step"],
-    "decodax.core.start": ["init_state"],
     "decodax.core.state": ["State", "Status"],
     "decodax.core.algorithm": ["Algorithm", "Traits"],
     "decodax.core.types": ["Decision", "Model", "Out", "Params"],
     "decodax.core.window": ["Window"],
+    "decodax.engine.bound": ["bind"],
     "decodax.engine.compilation": ["cache_programs"],
     "decodax.engine.result": ["LogProbs", "Result", "Statistics"],
     "decodax.front.generate": ["Stream", "generate", "stream"],
@@ -83,8 +83,8 @@ _HOME = {name: module for module, names in _HOMES.items() for name in names}
 __all__ = [
     "LM", "Algorithm", "Autoregressive", "Cache", "Decision", "LogProbs", "MaskedDiffusion", "Model", "Out", "Params",
     "Policy", "Result", "Sampling", "SamplingOptions", "Speculative", "State", "Statistics", "Status", "Stream",
-    "Traits", "Window", "adapters", "algorithms", "bench", "cache_programs", "caches", "constraints", "contrib",
-    "detect_watermark", "drafts", "generate", "infill", "init_state", "jobs", "load", "models", "quantize", "run",
+    "Traits", "Window", "adapters", "algorithms", "bench", "bind", "cache_programs", "caches", "constraints", "contrib",
+    "detect_watermark", "drafts", "generate", "infill", "jobs", "load", "models", "quantize", "run",
     "sampling", "save", "score", "search", "select", "serve", "sharding", "step", "stream", "train", "trees", "verify",
     "watch", "zoo",
 ]

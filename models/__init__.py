@@ -1,5 +1,5 @@
-"""Networks for decoding: decoder-only transformers in flax.nnx, T5, Mamba, Mamba-2, RWKV-7 and RWKV-X, each as a
-`Model`."""
+"""Networks for decoding, each as a `Model`: decoder-only transformers in flax.nnx, T5, Mamba, Mamba-2, RWKV-7 and
+RWKV-X."""
 
 from decodax.models.arc_encoder import ArcEncoder
 from decodax.models.config import DecoderConfig, Experts, Layer, NormConfig, cla, diffqkv, echo_att, llama, yoco

@@ -1,12 +1,13 @@
-"""Reads peft's adapter_config.json: which entries determine an adapter's tensors, and which are ignored or refused.
+"""Reads peft's adapter_config.json: which entries determine an adapter's tensors, and which are ignored or raise an
+error.
 
 - Supported: `r`, `lora_alpha`, `use_rslora`, `rank_pattern` and `alpha_pattern` (by peft's rule the first key that
   matches the end of a module's name counts), `target_modules`, `exclude_modules`, `layers_to_transform` and
   `layers_pattern` (which modules have tensors), and `init_lora_weights` where it leaves the model's own weights
   unchanged.
 - Ignored: `TRAINING`, which have no effect on the result of an adapter and are accepted with any value.
-- All others are accepted with a neutral value (null, false, 0, an empty text, list or object), and refused by name with
-  another.
+- All others are accepted with a neutral value (null, false, 0, an empty text, list or object); another value raises an
+  error that names the entry.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ DEFAULT = 8
 
 @dataclasses.dataclass(frozen=True)
 class AdapterConfig:
-    """The entries of an adapter_config.json that `checked` accepted. Modules are named as in the base model."""
+    """The entries of an adapter_config.json, checked by `checked`. Modules are named as in the base model."""
 
     entries: Mapping[str, Any]
 
@@ -53,15 +54,15 @@ class AdapterConfig:
         return self._pattern("rank_pattern", module, self.entries.get("r", DEFAULT))
 
     def scale(self, module: str) -> float:
-        """Returns the factor of the low-rank product of a module."""
+        """Returns the factor of a module's low-rank product, `alpha / rank` or `alpha / sqrt(rank)`."""
         alpha, rank = self._pattern("alpha_pattern", module, self.entries.get("lora_alpha", DEFAULT)), self.rank(module)
         return alpha / (math.sqrt(rank) if self.entries.get("use_rslora") else rank)
 
     def adapts(self, module: str) -> bool:
-        """True if the entries select this module; peft drops the tensors of others.
+        """True if the entries select this module; peft ignores the tensors of other modules.
 
-        Without `target_modules` peft takes the modules that it knows for the architecture; here every module with
-        tensors counts.
+        If `target_modules` is missing, peft takes the modules that it knows for the architecture; this function takes
+        every module.
         """
         excluded, targets = self.entries.get("exclude_modules"), self.entries.get("target_modules")
         if excluded and _chosen(excluded, module):
@@ -129,12 +130,13 @@ def checked(entries: Mapping[str, Any]) -> AdapterConfig:
 
 
 def _matches(key: str, module: str) -> bool:
-    """True if a pattern's key matches the end of a module's name, from a dot on (peft's rule)."""
+    """True if a key of a pattern matches a module's name, or the end of it after a dot (peft's rule)."""
     return re.match(rf"(.*\.)?({key})$", module) is not None
 
 
 def _chosen(given: str | Iterable[str], module: str) -> bool:
-    """True if a module matches an expression of the whole name, or a list of ends of names (peft's rule)."""
+    """True if an expression matches a module's whole name, or if an entry of a list is the end of its name (peft's
+    rule)."""
     if isinstance(given, str):
         return re.fullmatch(given, module) is not None
     return any(module == name or module.endswith(f".{name}") for name in given)

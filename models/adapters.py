@@ -1,8 +1,8 @@
-"""Adapters: low-rank products added to a model's kernels (LoRA; Hu et al., 2021), one for all rows or one per row.
+"""Adapters: low-rank products added to a model's kernels (LoRA; Hu et al., 2021), one for all rows or one for each row.
 
 An adapter is a nested dict of arrays with the paths of the kernels that it adapts, so it is trained, sharded and saved
-like weights. `apply` puts it beside a model's weights, `merge` adds it to them, and `stack` combines several, from
-which each row takes its own. The factor `alpha / rank` of a published adapter is part of `b`.
+as weights are. `apply` attaches it to a model's weights, `merge` adds it to them, and `stack` combines several, of
+which each row selects one. The factor `alpha / rank` of a published adapter is part of `b`.
 
 >>> import jax, decodax as dx
 >>> lm = dx.load("pycode")
@@ -50,7 +50,7 @@ PARTS = ("q", "k", "v", "o", "gate", "up", "down")
 
 def init(params: Weights, key: Array, rank: int = 8, targets: Sequence[str] = ("q", "v"),
          dtype: jax.typing.DTypeLike = jnp.float32) -> Adapter:
-    """Returns a new adapter, with which the model's output is unchanged: `a` is uniform as in peft, `b` is zero.
+    """Returns a new adapter that does not change the model's output: `a` is uniform as in peft, `b` is zero.
 
     Args:
         params: the model's weights.
@@ -79,7 +79,8 @@ def init(params: Weights, key: Array, rank: int = 8, targets: Sequence[str] = ("
 
 
 def apply(params: Weights, adapter: Adapter) -> Weights:
-    """Returns the weights with an adapter beside them, or with several combined by `stack`. Nothing is copied.
+    """Returns the weights with an adapter, or several combined by `stack`, attached to their kernels. Nothing is
+    copied.
 
     Raises:
         ValueError: the adapter has a path or a shape that does not fit the weights; the message names it.
@@ -88,8 +89,8 @@ def apply(params: Weights, adapter: Adapter) -> Weights:
 
 
 def merge(params: Weights, adapter: Adapter) -> Weights:
-    """Returns the weights with an adapter added to them, in their own dtype, so that decoding is as fast as without
-    one.
+    """Returns the weights with an adapter added to them, in their own dtype, so that decoding is as fast as without an
+    adapter.
 
     Raises:
         ValueError: as in `apply`, or a kernel is packed, so that nothing can be added to it.
@@ -104,12 +105,12 @@ def merge(params: Weights, adapter: Adapter) -> Weights:
 
 
 def stack(adapters: Sequence[Adapter]) -> Adapter:
-    """Combines adapters so that each row can select one: adapter `i` gets number `i + 1`, and 0 is none.
+    """Combines adapters so that each row can select one: adapter `i` gets number `i + 1`, and number 0 selects none.
 
-    Smaller ranks, and kernels that an adapter does not change, are padded with zeros.
+    Adapters of smaller rank, and kernels that an adapter does not change, are padded with zeros.
 
     Raises:
-        ValueError: there are none, or two belong to different models.
+        ValueError: the list is empty, or two adapters belong to different models.
     """
     if not adapters:
         raise ValueError("adapters: got none, takes at least one")
@@ -238,7 +239,7 @@ def save(directory: str | os.PathLike[str], adapter: Adapter, model: Transformer
 
 
 def _modules(config: DecoderConfig, names: Names) -> dict[str, tuple[int, str]]:
-    """Returns for each projection's path its layer and its module name in files."""
+    """Returns, for the path of each projection, the index of its layer and its module name in files."""
     return {f"layers.{i}.{inner}": (i, module) for i in range(len(config.layers))
             for inner, module in names.layer.items() if inner.rsplit(".", 1)[-1] in PARTS}
 
@@ -265,7 +266,7 @@ def _with(params: Weights, adapter: Adapter, put: Any) -> Weights:
 
 
 def _places(params: Weights) -> dict[str, Any]:
-    """Returns the kernels that can be adapted, by path."""
+    """Returns the kernels that can be adapted, by dotted path."""
     return {path: leaf for path, leaf in flatten(params).items()
             if path.startswith("layers.") and path.endswith(".kernel") and _part(path) in PARTS
             and len(_size(leaf)) == 2}
@@ -276,14 +277,14 @@ def _part(path: str) -> str:
 
 
 def _size(kernel: Any) -> tuple[int, ...]:
-    """Returns the numbers of inputs and outputs."""
+    """Returns the numbers of inputs and outputs of a kernel."""
     if isinstance(kernel, Adapted):
         return _size(kernel.kernel)
     return kernel.shape[::-1] if isinstance(kernel, Packed) else kernel.shape
 
 
 def _lows(adapter: Adapter, path: str = "") -> dict[str, Any]:
-    """Returns the pairs of an adapter by path."""
+    """Returns the pairs `a` and `b` of an adapter, by dotted path of the kernel."""
     if not isinstance(adapter, Mapping):
         raise ValueError(f"adapter: got {type(adapter).__name__}, takes a nested dict such as decodax.adapters.init "
                          "makes")

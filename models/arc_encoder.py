@@ -27,20 +27,21 @@ from decodax.models.transformer import Weights
 from decodax.pallas_kernels.window_attention import window_attention
 
 End = Literal["cont", "rec"]
-"""The state after a text's vectors: it asks the decoder to continue the text ("cont") or to reconstruct it ("rec")."""
+"""The end state, a vector after those of a text: it asks the decoder to continue the text ("cont") or to reconstruct it
+("rec")."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ArcEncoder:
-    """The encoder's network. It is compared by value and static under jit; its weights are passed in.
+    """The network of an ARC-Encoder. It is compared by value and static under jit; its weights are passed in.
 
     Attributes:
-        config: the layers that run, shaped as a Llama's.
-        out: width of the vectors, that of the decoder's embeddings.
-        pool: largest number of tokens per vector.
-        hidden: inner width of the bridge; None: one matrix.
-        normed: True puts an RMS norm before the bridge.
-        ends: the ends that have a trained state; without one, a text's vectors have no end.
+        config: the layers that run, with the shape of a Llama.
+        out: width of the vectors, which is that of the decoder's embeddings.
+        pool: maximum number of tokens for each vector.
+        hidden: number of hidden channels of the bridge; None: the bridge is one matrix.
+        normed: True applies an RMS norm before the bridge.
+        ends: names of the end states that are trained; `apply` can append one of them to the vectors.
     """
 
     config: DecoderConfig
@@ -60,9 +61,9 @@ class ArcEncoder:
                              "no biases")
 
     def init_params(self, key: Array, dtype: jax.typing.DTypeLike = jnp.float32) -> Weights:
-        """Returns random weights: `embed`, `layers`, `bridge` and one for each of `ends`.
+        """Returns random weights: `embed`, `layers`, `bridge`, and one vector for each of `ends`.
 
-        The layers are initialised as those of a `Transformer`, the bridge as in the authors' code, and the ends with
+        The layers are initialized as those of a `Transformer`, the bridge as in the authors' code, and the ends with
         ones.
         """
         layers, bridge = jax.random.split(key)
@@ -70,7 +71,8 @@ class ArcEncoder:
         return jax.tree.map(lambda x: x.astype(dtype), {**weights, **self._ends(bridge)})
 
     def of_decoder(self, params: Weights, key: Array) -> Weights:
-        """Returns weights that start with those of a decoder of the same shape (`Transformer`), and a random bridge."""
+        """Returns weights whose layers are those of a decoder of the same shape (`Transformer`), with a random bridge.
+        """
         if any(isinstance(x, Packed) for x in jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, Packed))):
             raise ValueError("params: got packed weights, takes arrays")
         layers = {str(i): params["layers"][str(i)] for i in range(len(self.config.layers))}
@@ -90,12 +92,12 @@ class ArcEncoder:
         Args:
             params: the weights.
             tokens: `i32[B, T]`.
-            lengths: `i32[B]`, number of tokens of each row that count, at least 1.
-            end: the state after them, which counts as a vector; None: none.
+            lengths: `i32[B]`, number of tokens of each row, at least 1.
+            end: the end state that is appended as a further vector; None: none.
 
         Returns:
-            `f[B, M, out]`, and the number of vectors of each row, `i32[B]`; `M` is `ceil(T / pool)`, plus one with an
-                end. Entries after a row's vectors are meaningless.
+            `f[B, M, out]`, and the number of vectors of each row, `i32[B]`. `M` is `ceil(T / pool)`, plus one with an
+            end. Entries after a row's vectors are undefined.
         """
         c, (B, T), last = self.config, tokens.shape, str(len(self.config.layers) - 1)
         layers = _network(c, {"embed": params["embed"], "layers": params["layers"]}).layers
@@ -141,10 +143,10 @@ def runs(lengths: Array, width: int, pool: int) -> tuple[Array, Array]:
     Args:
         lengths: `i32[B]`, at most `width`.
         width: number of tokens `T`.
-        pool: largest length of a run.
+        pool: maximum length of a run.
 
     Returns:
-        Each token's weight in each run's mean, `f32[B, M, T]`, and the number of runs, `i32[B]`.
+        The weight of each token in the mean of each run, `f32[B, M, T]`, and the number of runs, `i32[B]`.
 
     >>> shares, counts = runs(jnp.array([5, 2]), 5, 2)
     >>> counts.tolist(), (shares[0] > 0).astype(int).tolist()
@@ -161,7 +163,7 @@ def runs(lengths: Array, width: int, pool: int) -> tuple[Array, Array]:
 
 
 def llama_shaped(c: DecoderConfig) -> bool:
-    """True if a network is a Llama, apart from its head."""
+    """True if a network has the structure of a Llama, apart from its head."""
     rope = c.layers[0].rope
     plain = rope is not None and rope == Rope(width=c.head_dim, theta=rope.theta, interleaved=rope.interleaved)
     same = DecoderConfig(vocab=c.vocab, width=c.width, heads=c.heads, kv_heads=c.kv_heads, head_dim=c.head_dim,

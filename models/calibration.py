@@ -1,9 +1,9 @@
-"""Collects statistics of a model's kernels on text, for formats of weights that need calibration.
+"""Collects statistics of a model's kernels on text, for weight formats that need calibration.
 
-An observed kernel multiplies like any other. It has another argument `seen`, which is zeros and changes no product. The
-derivative of the loss with respect to it is defined to be the statistic of the kernel's inputs and of the gradients at
-its outputs. So one backward pass collects the statistics of all kernels, in every network that calls `multiply`, within
-loops and conditionals, on any mesh.
+An observed kernel multiplies as its array does. It has another argument `seen`, which is zeros and changes no product.
+The derivative of the loss with respect to `seen` is defined to be the statistic of the kernel's inputs and of the
+gradients at its outputs. So one backward pass collects the statistics of all kernels, in every network that calls
+`multiply`, within loops and conditionals, on any mesh.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from decodax.models.transformer import Transformer, Weights
 
 
 class Statistic(abc.ABC):
-    """A statistic of a kernel with `K` inputs and `N` outputs. It is hashable and compared by value."""
+    """Base class of statistics of a kernel with `K` inputs and `N` outputs. It is hashable and compared by value."""
 
     @abc.abstractmethod
     def of(self, x: Array, gradient: Array) -> Any:
-        """Returns arrays `f32[...]`, which are summed over the rows of a sequence and over its calls.
+        """Returns the statistic of some rows, arrays `f32[...]`, which are summed over all rows of a sequence.
 
         Args:
             x: `f[R, K]`, rows that were multiplied.
@@ -39,7 +39,7 @@ class Statistic(abc.ABC):
         """
 
     def each(self, total: Any) -> Any:
-        """Returns the contribution of a sequence to the result, from its own `total`."""
+        """Returns the contribution of a sequence to the result, from the sum `total` over its rows."""
         return total
 
 
@@ -87,7 +87,7 @@ _multiplied.defvjp(_forward, _backward)
 
 
 def nothing(shape: tuple[int, ...], what: Statistic) -> Any:
-    """Returns the statistic of a kernel of shape `[K, N]`, or `[E, K, N]`, before any data: zeros."""
+    """Returns the statistic of a kernel of shape `[K, N]`, or `[E, K, N]`, without any data: zeros."""
     *experts, K, N = shape
     shapes = jax.eval_shape(what.of, *(jax.ShapeDtypeStruct((1, n), jnp.float32) for n in (K, N)))
     return jax.tree.map(lambda s: jnp.zeros((*experts, *s.shape), s.dtype), shapes)
@@ -97,20 +97,20 @@ def observe(model: Transformer, params: Weights, tokens: np.ndarray, what: Stati
             diffusion: Diffusion | None = None, report: Callable[[int], None] = lambda done: None) -> dict[str, Any]:
     """Returns the statistic of each kernel, summed over sequences.
 
-    The loss of a sequence is the mean of its tokens' cross-entropies. For a model that fills masks it is the mean over
+    The loss of a sequence is the mean of its tokens' cross-entropies. For a masked diffusion model it is the mean over
     masked tokens, whose share is drawn for each sequence between 15% and all, from a fixed seed.
 
     Args:
         model: the network.
         params: its weights.
-        tokens: `i32[S, T]`, one sequence per row, `T` at least 2.
+        tokens: `i32[S, T]`, one sequence in each row, `T` at least 2.
         what: the statistic.
         paths: dotted paths of kernels.
-        diffusion: how the model fills masks; None: it is autoregressive.
+        diffusion: masked diffusion settings; None: the model is autoregressive.
         report: called with the number of sequences that are done.
 
     Raises:
-        ValueError: a model that fills masks in a way that has no loss here.
+        ValueError: a masked diffusion model with a kind of attention for which no loss is defined.
     """
     if diffusion is not None and diffusion.attention not in ("full", "block-causal"):
         raise ValueError(f"lm: got {diffusion.attention} attention, takes a model with full or block-causal attention, "

@@ -38,10 +38,10 @@ class Experts:
 
     Attributes:
         count: number of experts `E`.
-        chosen: number of experts that compute each token.
-        width: inner width of each expert.
-        normalise: True divides the weights of the chosen experts by their sum; False keeps their shares of the softmax
-            over all experts.
+        chosen: number of experts that are chosen for each token.
+        width: number of inner channels of each expert.
+        normalise: True divides the weights of the chosen experts by their sum; False uses their softmax over all
+            experts.
     """
 
     count: int
@@ -63,15 +63,15 @@ class Layer:
 
     Attributes:
         rope: rotary embedding of queries and keys; None if positions are learned, or the layer has none.
-        sliding: a query sees the latest `sliding` positions, its own included; None: all.
+        sliding: a query attends to the latest `sliding` positions, its own included; None: all.
         scale: factor of the attention scores; None: `head_dim ** -0.5`.
         experts: the mixture in place of the MLP; None: the MLP.
-        reads: index of an earlier layer whose keys and values it attends to; it has no projections for its own, and the
-            cache holds nothing for it. See `cla` and `yoco`. None: its own.
+        reads: index of an earlier layer whose keys and values this layer attends to. It has no projections for keys and
+            values, and the cache stores nothing for it; see `cla` and `yoco`. None: its own.
         linear: the rule of linear attention, which replaces softmax and has a state of constant size, and no scale of
-            scores. See `decodax.models.linear`. None: softmax.
-        echoes: index of an earlier layer whose attention it repeats, with values of its own; it has no projections for
-            queries and keys, and the cache holds no keys for it. See `echo_att`. None: its own.
+            scores; see `decodax.models.linear`. None: softmax.
+        echoes: index of an earlier layer whose attention weights this layer uses with its own values. It has no
+            projections for queries and keys, and the cache stores no keys for it; see `echo_att`. None: its own.
     """
 
     rope: Rope | None = None
@@ -96,26 +96,27 @@ class DecoderConfig:
     Attributes:
         vocab: vocabulary size `V`.
         width: model width `D`.
-        heads, kv_heads: numbers of query heads `H` and key/value heads `G`; `H` is a multiple of `G`.
+        heads: number of query heads `H`, a multiple of `kv_heads`.
+        kv_heads: number of key/value heads `G`.
         value_heads: number of value heads, a multiple of `kv_heads` and a divisor of `heads`; None: `kv_heads`.
-        head_dim: width `d` of a head.
-        mlp: inner width of the MLP.
-        layers: one entry per layer.
-        context: number of positions that the model was made for (`max_position_embeddings`).
-        norm: every norm over the width.
+        head_dim: number of channels `d` of a head.
+        mlp: number of inner channels of the MLP.
+        layers: the options of each layer.
+        context: trained number of positions (`max_position_embeddings`).
+        norm: options of all norms over the model width.
         block: position of the norms in a block: "pre" (before attention and MLP), "post" (after each, inside the
             residual branch: OLMo 2), "sandwich" (both: Gemma 2), "parallel" (one norm feeds both branches: StableLM,
             Phi-2, Cohere).
         qk_norm: norm of queries and keys before rotation: over each head with one scale for all heads ("head"), over
             all heads together ("full"), over each head with its own scale ("per_head"), or None.
-        qk_norm_kind: kind of that norm; None: the same as `norm`.
-        activation: activation of the MLP.
-        gated: the MLP is `down(act(gate(x)) * up(x))`; False: `down(act(up(x)))`.
+        qk_norm_kind: options of that norm; None: those of `norm`.
+        activation: activation function of the MLP.
+        gated: True: the MLP is `down(act(gate(x)) * up(x))`; False: `down(act(up(x)))`.
         qkv_bias, out_bias, mlp_bias: True adds biases to these projections.
         learned_positions: number of rows of the learned position embedding; 0: none.
-        tied: the output head is the embedding.
+        tied: True uses the embedding table as the output head.
         head_bias: True adds a bias to an output head that is not tied.
-        attention_softcap, logit_softcap: `cap * tanh(x / cap)` on scores and on logits (Gemma 2).
+        attention_softcap, logit_softcap: `cap` in `cap * tanh(x / cap)` of attention scores and of logits (Gemma 2).
         embed_scale, residual_scale, logit_scale: factors of embeddings, of each residual branch, and of logits.
     """
 
@@ -203,45 +204,46 @@ class DecoderConfig:
 
     @property
     def own(self) -> tuple[int, ...]:
-        """Indices of the layers with keys of their own, for which a cache holds entries."""
+        """Indices of the layers that compute their own keys, for which a cache stores entries."""
         return tuple(i for i, layer in enumerate(self.layers) if layer.reads is None and layer.echoes is None)
 
     @property
     def echoed(self) -> bool:
-        """True if some layers repeat the attention of others."""
+        """True if some layers use the attention weights of other layers."""
         return any(layer.echoes is not None for layer in self.layers)
 
     def group(self, layer: int) -> tuple[int, ...]:
-        """Returns a layer with attention of its own, and those that repeat it."""
+        """Returns the index of a layer, and those of the layers that use its attention weights."""
         return (layer, *(i for i, other in enumerate(self.layers) if other.echoes == layer))
 
     @property
     def attending(self) -> tuple[int, ...]:
-        """Indices of the layers in `own` with softmax attention, whose keys and values a cache holds."""
+        """Indices of the layers in `own` with softmax attention, for which a cache stores keys and values."""
         return tuple(i for i in self.own if self.layers[i].linear is None)
 
     @property
     def summing(self) -> tuple[int, ...]:
-        """Indices of the layers in `own` with linear attention, whose state a cache holds."""
+        """Indices of the layers in `own` with linear attention, for which a cache stores a state."""
         return tuple(i for i in self.own if self.layers[i].linear is not None)
 
     @property
     def shared(self) -> bool:
-        """True if some layers read or repeat those of others."""
+        """True if some layers use the keys and values, or the attention weights, of other layers."""
         return len(self.own) < len(self.layers)
 
 
 def in_chunks(layers: tuple[Layer, ...], chunks: Chunks | None) -> tuple[Layer, ...]:
-    """Returns layers whose rotary embeddings, where they have one, count positions in chunks."""
+    """Returns the layers with rotary embeddings whose positions restart in each chunk; None: positions of the whole
+    text."""
     return tuple(layer if layer.rope is None else
                  dataclasses.replace(layer, rope=dataclasses.replace(layer.rope, chunks=chunks)) for layer in layers)
 
 
 def cla(config: DecoderConfig, share: int = 2) -> DecoderConfig:
-    """Returns a configuration with cross-layer attention: only every `share`-th layer has keys and values.
+    """Returns a configuration with cross-layer attention: only every `share`-th layer computes keys and values.
 
-    The layers after it read them, so the cache is smaller by the factor `share` ("Reducing Transformer Key-Value Cache
-    Size with Cross-Layer Attention", Brandon et al., 2024). It is another network, to be trained as such.
+    The layers after it attend to these, so the cache is smaller by the factor `share` ("Reducing Transformer Key-Value
+    Cache Size with Cross-Layer Attention", Brandon et al., 2024). It is another network, which has to be trained.
 
     >>> [layer.reads for layer in cla(llama(vocab=64, width=32, layers=4, heads=4, mlp=96)).layers]
     [None, 0, None, 2]
@@ -257,9 +259,9 @@ def yoco(config: DecoderConfig, window: int = 1024) -> DecoderConfig:
     """Returns a decoder-decoder ("You Only Cache Once: Decoder-Decoder Architectures for Language Models", Sun et al.,
     2024).
 
-    The first half of the layers see a sliding `window`. All layers of the second half read the keys and values that its
-    first layer makes of the whole text. This is the form with sliding windows, not the one with gated retention. It is
-    another network, to be trained as such.
+    The layers of the first half attend to a sliding `window`. All layers of the second half attend to the keys and
+    values that its first layer computes for the whole text. This is the form with sliding windows, not the one with
+    gated retention. It is another network, which has to be trained.
 
     >>> c = yoco(llama(vocab=64, width=32, layers=4, heads=4, mlp=96), window=16)
     >>> [(layer.sliding, layer.reads) for layer in c.layers]
@@ -274,10 +276,10 @@ def yoco(config: DecoderConfig, window: int = 1024) -> DecoderConfig:
 
 
 def echo_att(config: DecoderConfig, groups: Sequence[Sequence[int]]) -> DecoderConfig:
-    """Returns a configuration with groups of layers that repeat the attention of the first layer of each group.
+    """Returns a configuration with groups of layers that use the attention weights of the first layer of each group.
 
-    The other layers have values of their own, but neither queries nor keys ("EchoAtt: Attend, Copy, then Adjust for
-    More Efficient Large Language Models", Rajabzadeh et al., 2024). It is another network, to be distilled as such:
+    The other layers of a group compute values, but neither queries nor keys ("EchoAtt: Attend, Copy, then Adjust for
+    More Efficient Large Language Models", Rajabzadeh et al., 2024). It is another network, which has to be distilled:
     `decodax.train.echo_att`.
 
     >>> c = echo_att(llama(vocab=64, width=32, layers=6, heads=4, mlp=96), [(1, 2), (3, 4)])
@@ -295,11 +297,11 @@ def echo_att(config: DecoderConfig, groups: Sequence[Sequence[int]]) -> DecoderC
 
 
 def diffqkv(config: DecoderConfig, key_heads: int) -> DecoderConfig:
-    """Returns a configuration with fewer key heads than value heads, since a model needs keys less.
+    """Returns a configuration with fewer key heads than value heads.
 
-    It has the numbers of heads of DiffQKV ("Sigma: Differential Rescaling of Query, Key and Value for Efficient
-    Language Models", Lin et al., 2025). Queries that are wider than the model are set by `heads * head_dim > width`. It
-    is another network, to be trained as such.
+    These are the numbers of heads of DiffQKV ("Sigma: Differential Rescaling of Query, Key and Value for Efficient
+    Language Models", Lin et al., 2025), which found that a model needs fewer keys than values. Queries that are wider
+    than the model are set by `heads * head_dim > width`. It is another network, which has to be trained.
 
     >>> c = diffqkv(llama(vocab=64, width=32, layers=1, heads=8, kv_heads=4, mlp=96), key_heads=2)
     >>> c.kv_heads, c.value_heads

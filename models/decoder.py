@@ -1,11 +1,11 @@
-"""The decoder-only transformer: one network whose options make GPT-2, Llama, Mistral, Qwen, Gemma and more.
+"""The decoder-only transformer: one network whose options include GPT-2, Llama, Mistral, Qwen, Gemma and others.
 
-The network does not depend on the decoding algorithm: it calls `attend(layer, q, k, v, ...)` once per layer, which
+The network does not depend on the decoding algorithm: it calls `attend(layer, q, k, v, ...)` once for each layer, which
 returns the attention's output and the layer's entry for the cache. With a cache that is `cache.attend`; in training it
 is attention among the given tokens alone.
 
-Weights are one array each, layers are unrolled and kernels are stored `[in, out]`: a scan over stacked layers would
-copy each layer's weights on CPU. Norms, rotations and softmax are float32 whatever the weights' dtype.
+Each weight is a separate array, layers are unrolled and kernels are stored `[in, out]`: a scan over stacked layers
+would copy each layer's weights on CPU. Norms, rotations and softmax are float32 whatever the weights' dtype.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ left out is meaningless; that of one that is always left out is `()`."""
 
 
 class Attend(Protocol):
-    """Attention of one layer, with the signature of `Cache.attend`.
+    """The attention function of a network's layers, with the signature of `Cache.attend`.
 
-    The queries `f[B, W, H, d]` attend to what is cached and to the window's `k` and `v`, `f[B, W, G, d]`. The result is
-    the output and the layer's entry. A layer of linear attention passes only its terms (`linear`).
+    Queries `f[B, W, H, d]` attend to the cache and to the window's keys and values, `f[B, W, G, d]`. The result is the
+    output `f[B, W, H, d]` and the layer's entry. A layer with linear attention passes only the argument `linear`.
     """
 
     def __call__(self, layer: int, q: Any, k: Any, v: Any, **options: Any) -> tuple[Array, Any]: ...
@@ -91,12 +91,12 @@ class Attention(nnx.Module):
         return self._projected(x, *attend(index, q, k, v, **options))
 
     def _values(self, x: Array) -> Array:
-        """Returns the values alone, in heads."""
+        """Returns the values, split into heads."""
         assert self.v is not None
         return self.v(x).reshape(*x.shape[:2], self.c.kv_heads, -1)
 
     def _projected(self, x: Array, out: Array, entry: Any) -> tuple[Array, Any]:
-        """Projects the heads' output to the residual stream."""
+        """Projects the heads' output to the residual stream; returns it with the layer's entry."""
         c = self.c
         if (r := c.values_of_key) > 1:
             # Each query head takes its own value head out of the wide head.
@@ -122,7 +122,7 @@ class Attention(nnx.Module):
         return y.reshape(*y.shape[:2], -1, self.c.key_width(self.layer))
 
     def _placed(self, y: Array, norm: Norm | None, tables: dict[Any, tuple[Array, Array]]) -> Array:
-        """Splits queries or keys into heads, normed and rotated."""
+        """Splits queries or keys into heads, and applies their norm and rotation."""
         if norm is None:
             y = self._split(y)
         elif self.c.qk_norm == "full":
@@ -209,17 +209,18 @@ class DecoderLayer(nnx.Module):
 
     def attention_half(self, index: int, x: Array, tables: dict[Any, tuple[Array, Array]],
                        attend: Attend) -> tuple[Array, Any]:
-        """Returns the attention's addition to the residual stream, and its entry."""
+        """Returns the output of attention, which is added to the residual stream, and the layer's entry."""
         branch, entry = self._attention(index, _optional(self.attn_in, x), tables, attend, True)
         return self.c.residual_scale * branch, entry
 
     def mlp_half(self, x: Array) -> Array:
-        """Returns the MLP's addition to the stream after attention; in a `parallel` block, to the stream before it."""
+        """Returns the output of the MLP, which is added to the residual stream. `x` is the stream after attention, in a
+        `parallel` block the stream before it."""
         normed = _optional(self.attn_in if self.c.block == "parallel" else self.mlp_in, x)
         return self.c.residual_scale * _optional(self.mlp_out, self.mlp(normed))
 
     def values(self, x: Array) -> Array:
-        """Returns the attention's values `f[B, W, G, d]` alone."""
+        """Returns only the attention's values, `f[B, W, G, d]`."""
         assert self.attn.v is not None
         return self.attn.v(_optional(self.attn_in, x)).reshape(*x.shape[:2], self.c.kv_heads, -1)
 
@@ -253,15 +254,15 @@ class Decoder(nnx.Module):
         Args:
             x: the residual stream `f[B, W, D]` before the first layer; see `embedded`.
             positions: `i32[B, W]`.
-            attend: the attention of each layer.
-            context: the sequence length that length-dependent rope scalings are set for; None: as trained.
+            attend: the attention function.
+            context: the sequence length for which length-dependent rope scalings are set; None: the trained length.
             keep: the parts of the layers that run; None: all.
             begun: the first layers, if they have already run.
-            near: attention among the given tokens alone, for layers that repeat the attention of others.
+            near: attention among the given tokens alone, for layers that use the attention weights of others.
 
         Returns:
             Hidden states `f[B, W, D]` after the final norm, each layer's entry, and the residual stream `f[B, W, D]`
-                after each layer.
+            after each layer.
         """
         tables = self.tables(positions, context)
         entries, states = ([], []) if begun is None else (list(begun.entries), list(begun.layers))
@@ -286,7 +287,8 @@ class Decoder(nnx.Module):
         return self.norm(x), tuple(entries), tuple(states)
 
     def _sharing(self, attend: Attend) -> Attend:
-        """Returns `attend` for all layers, in order, from that of the layers with keys and values of their own."""
+        """Returns the attention function for all layers, in order, made from `attend`, which has only the layers that
+        compute keys and values."""
         made: dict[int, tuple[Array, Array]] = {}
         place = {layer: i for i, layer in enumerate(self.c.own)}
 
@@ -319,7 +321,7 @@ class Decoder(nnx.Module):
         return x
 
     def tables(self, positions: Array, context: int | None) -> dict[Any, tuple[Array, Array]]:
-        """Returns the rotations of each kind of rope."""
+        """Returns cosine and sine of each rotary embedding in the network."""
         ropes = {layer.rope for layer in self.c.layers if layer.rope is not None}
         return {rope: rope.table(positions, context) for rope in ropes}
 
@@ -340,8 +342,7 @@ def _optional(norm: Norm | None, x: Array) -> Array:
 
 
 def _kept(inside: Callable[[Array], Any], x: Array, keep: bool | Array) -> Any:
-    """Returns `inside(x)`, or zeros where it is left out: for all rows, or for the rows with False in `keep` (`bool[B
-    or 1]`)."""
+    """Returns `inside(x)`, with zeros for the rows where `keep` is False: a bool for all rows, or `bool[B or 1]`."""
     if keep is True:
         return inside(x)
     zeros = jax.tree.map(lambda y: jnp.zeros(y.shape, y.dtype), jax.eval_shape(inside, x))

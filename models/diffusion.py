@@ -19,18 +19,18 @@ Attention = Literal["full", "block-causal", "causal-prefix", "causal"]
 
 @dataclasses.dataclass(frozen=True)
 class Diffusion:
-    """How a model was trained to fill masks.
+    """Settings of a masked diffusion model: how it was trained to fill masks.
 
     Attributes:
         mask: id of the mask token.
-        shift: True if logits at a position predict the next one, as in models made from autoregressive ones; False if
-            they predict the position itself.
-        attention: which positions see which. "full": all see all, the prompt included. "block-causal": a position sees
-            its own block and those before it; blocks are counted from the first token of the prompt. "causal-prefix":
-            the text is causal; its last token and the masks after it see all of it and one another. "causal": masks too
-            see only positions before them.
-        block: number of positions of a block, or of the canvas after a causal text; None with full attention, where the
-            sampler may choose.
+        shift: True if the logits at a position predict the next position, as in models made from autoregressive ones;
+            False if they predict the position itself.
+        attention: the attention mask. "full": all positions attend to all, the prompt included. "block-causal": a
+            position attends to its own block and earlier blocks, counted from the first token of the prompt.
+            "causal-prefix": the text is causal; its last token and the masks after it attend to all of it and to one
+            another. "causal": masks, too, attend only to earlier positions.
+        block: number of positions in a block, or in the canvas after a causal text; None with full attention, where the
+            sampler chooses it.
     """
 
     mask: int
@@ -69,7 +69,7 @@ READ = ("model_type", "vocab_size", "diffusion", "causal_attn", *(name for names
 
 
 def read_diffusion(c: Mapping[str, Any]) -> Diffusion | None:
-    """Returns how the model of a `config.json` fills masks; None for an autoregressive one.
+    """Returns the masked diffusion settings in a `config.json`; None for an autoregressive model.
 
     A model of any family may have an entry `diffusion` with the fields of `Diffusion`; `mask` defaults to
     `mask_token_id`.

@@ -1,18 +1,19 @@
 """Dual chunk attention for texts longer than a model was trained for, without training.
 
 Source: "Training-Free Long-Context Scaling of Large Language Models", An et al., 2024; used by Qwen2.5-1M. Positions
-start again in each chunk of the text, so no rotation is larger than those the model knows. A key has its position
+restart in each chunk of the text, so no rotation is larger than those that the model knows. A key has its position
 within its chunk. A query has three positions, one for each kind of key:
 
 - for keys of its own chunk it has its position in that chunk, so distances are exact;
-- for keys of the chunk before, its position is larger by the length of a chunk, at most `chunk.size`, so the nearest
-  keys, at least `chunk.local` of them, keep their exact distances;
-- for keys of all earlier chunks it has one position, the same for all queries, after everything a chunk can hold.
+- for keys of the previous chunk, its position is larger by the length of a chunk, at most `chunk.size`, so the nearest
+  keys, at least `chunk.local` of them, have their exact distances;
+- for keys of all earlier chunks it has one position, the same for all queries, larger than any position within a chunk.
 
 Within the first chunk it is plain attention. As in the authors' code and in vLLM, a chunk has `size - local` tokens.
 
-Keys are cached as rotated within their chunk. The changes of a score by a query's two other positions are added to it
-as a bias (`DualChunk`), so it works with every cache that supports such a bias, and with drafts, trees and beams.
+Keys are cached as rotated within their chunk. The difference between a score with one of the query's other positions
+and the score with its first one is added as a bias (`DualChunk`), so the method works with every cache that supports
+such a bias, and with drafts, trees and beams.
 """
 
 from __future__ import annotations
@@ -29,11 +30,12 @@ from decodax.pallas_kernels.window_attention import Added, FixedBias
 
 @dataclasses.dataclass(frozen=True)
 class DualChunk(FixedBias):
-    """The score bias of keys in earlier chunks, compared with keys at the same positions of a query's own chunk.
+    """The bias of the scores of keys in earlier chunks: it changes a score to that of the query at its position for
+    such keys.
 
     Attributes:
         rope: a rope with `chunks`.
-        scale: factor of the scores.
+        scale: factor of the attention scores.
     """
 
     rope: Rope
@@ -71,9 +73,9 @@ def dual_chunk(config: DecoderConfig, size: int | None = None, local: int | None
 
     Args:
         config: the network.
-        size: largest rotated position, at most the trained length. Default: three quarters of `config.context`, as in
-            the authors' code.
-        local: distances that stay exact across the border of two chunks. Default: an eighth of `config.context`.
+        size: largest rotated position, at most the trained length. None: three quarters of `config.context`, as in the
+            authors' code.
+        local: distances up to this are exact across the border of two chunks. None: an eighth of `config.context`.
 
     Raises:
         ValueError: layers have sliding windows or a soft cap of the scores, or none has a rotary embedding.

@@ -1,11 +1,11 @@
-"""Layers that repeat the attention of another layer, with values of their own.
+"""Layers that use the attention weights of another layer, with their own values.
 
 Source: "EchoAtt: Attend, Copy, then Adjust for More Efficient Large Language Models", Rajabzadeh et al., 2024. The
 first layer of a group attends for all of them: the values of all layers are concatenated to one wide head, so that keys
-are scored and kept once. The values of the other layers for the tokens of a call are known only when these layers run.
-Attention to the cache does not need them and is computed in the first layer's call. The rest is attention among the
-tokens of the call, times their share of the total attention. A last column of the wide head measures that share: it is
-1 for tokens of the call, and 0 in the cache.
+are scored and stored once. The values of the other layers for the tokens of a call are known only when these layers
+run. Attention to the cache does not need them and is computed in the first layer's call. The rest is attention among
+the tokens of the call, times their share of the total attention. A last column of the wide head measures that share: it
+is 1 for tokens of the call, and 0 in the cache.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ from decodax.models.config import DecoderConfig
 
 
 class Near(Protocol):
-    """Attention among the tokens of a call alone: queries `f[B, W, H, d]`, keys `f[B, W, G, d]`, values `f[B, W, G,
-    e]`."""
+    """A function that computes attention among the tokens of a call alone, from queries `f[B, W, H, d]`, keys `f[B, W,
+    G, d]` and values `f[B, W, G, e]`."""
 
     def __call__(self, q: Array, k: Array, v: Array, **options: Any) -> Array: ...
 
 
 def value_width(config: DecoderConfig, layer: int, wide: int | None) -> int | None:
-    """Returns the width of a layer's values in the cache, where `wide` is that of its own values (None: as its
-    keys)."""
+    """Returns the number of channels of a layer's values in the cache. `wide` is that of one layer's values; None: the
+    same as of keys."""
     members = config.group(layer)
     return wide if len(members) == 1 else (config.head_dim if wide is None else wide) * len(members) + 1
 
 
 class Echoes:
-    """The attention of all layers in one call. The layers must call it once each, in order."""
+    """The attention function of one call, for a network in which some layers use the attention weights of others. It
+    must be called once for each layer, in order."""
 
     def __init__(self, config: DecoderConfig, attend: Any, near: Near):
         self.config, self.attend, self.near = config, attend, near
@@ -43,7 +44,7 @@ class Echoes:
         self.found: dict[int, tuple[Array, Array, Array, dict[str, Any]]] = {}
 
     def __call__(self, layer: int, q: Any, k: Any, v: Any, **options: Any) -> tuple[Array, Any]:
-        """Attends like `Cache.attend`; layers that repeat the attention of others have no `q` and `k`."""
+        """Attends as `Cache.attend` does. For layers that use the attention weights of others, `q` and `k` are None."""
         lead = self.config.layers[layer].echoes
         if lead is not None:
             self.values[lead].append(v)
@@ -61,10 +62,11 @@ class Echoes:
         return out[..., :v.shape[-1]], entry
 
     def entries(self, entries: Sequence[Any]) -> list[Any]:
-        """Returns the entries of the layers with keys, with the values of whole groups.
+        """Returns the entries of the layers that compute keys; their values are those of their whole group,
+        concatenated.
 
         Raises:
-            ValueError: the cache's entries hold more than keys and values.
+            ValueError: the cache's entries are not pairs of keys and values.
         """
         made = list(entries)
         for layer, values in self.values.items():

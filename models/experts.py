@@ -1,9 +1,10 @@
-"""A sparse mixture of experts (Shazeer et al., 2017) in place of a block's MLP: a few experts compute each token.
+"""A sparse mixture of experts (Shazeer et al., 2017) in place of a block's MLP: each token is processed by a few
+experts.
 
 The choices are sorted by expert and computed in blocks of `BLOCK` rows, each block by one expert. So shapes are static,
-no token is dropped, and experts that no token chose are not read. Every product has `BLOCK` rows, so a token's result
-is bitwise the same whatever other tokens there are. `jax.lax.ragged_dot` would do the same on a TPU; on CPU and GPU it
-multiplies every row with all experts.
+no token is dropped, and the weights of experts that no token chose are not read. Every product has `BLOCK` rows, so a
+token's result is bitwise the same whatever other tokens there are. `jax.lax.ragged_dot` would do the same on a TPU; on
+CPU and GPU it multiplies every row with all experts.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ def route(logits: Array, e: Experts) -> tuple[Array, Array]:
         e: the mixture.
 
     Returns:
-        `i32[n, k]`, the most likely first and of equal ones the lower index, and `f32[n, k]`.
+        `i32[n, k]`, the most likely experts first, and of equally likely ones the lower index; `f32[n, k]`, their
+        weights.
 
     >>> which, weights = route(jnp.log(jnp.array([[0.1, 0.6, 0.3]])), Experts(count=3, chosen=2, width=1))
     >>> which.tolist(), [round(float(w), 3) for w in weights[0]]
@@ -47,14 +49,14 @@ def mix(x: Array, which: Array, weights: Array, gate: Kernel, up: Kernel, down: 
         activation: Callable[[Array], Array]) -> Array:
     """Returns the weighted sum of the chosen experts' outputs for each token.
 
-    Expert `e` computes `activation(x @ gate[e]) * (x @ up[e]) @ down[e]`. On a mesh each device computes, for its own
-    tokens, its part of the inner width of its experts: all of them, unless the mesh has an axis "expert". The parts are
-    summed once for all tokens. The compiler decides about packed kernels.
+    Expert `e` computes `activation(x @ gate[e]) * (x @ up[e]) @ down[e]`. On a mesh each device has a part of the inner
+    channels of all experts, or of some experts if the mesh has an axis "expert", and computes that part for its own
+    tokens. The parts are summed once for all tokens. The layout of packed kernels is left to the compiler.
 
     Args:
         x: `f[n, D]`.
         which: `i32[n, k]`, the chosen experts.
-        weights: `f32[n, k]`.
+        weights: `f32[n, k]`, their weights.
         gate, up: `f[E, D, I]`, may be packed.
         down: `f[E, I, D]`, may be packed.
         activation: elementwise function.

@@ -1,8 +1,8 @@
-"""Reads a Hugging Face `config.json` as a `DecoderConfig`, with one short function per model family.
+"""Reads a Hugging Face `config.json` as a `DecoderConfig`, with one short function for each model family.
 
 Options and defaults are those of the families' reference implementations in transformers, and for diffusion models
-those of the code released with them (`decodax.models.diffusion`). Older files leave out what equals a default, and
-write `rope_theta` and `rope_scaling` where newer ones write `rope_parameters`.
+those of the code released with them (`decodax.models.diffusion`). Older files omit entries that equal a default, and
+have `rope_theta` and `rope_scaling` where newer ones have `rope_parameters`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def read_config(c: Json) -> DecoderConfig:
 
 
 def text_part(c: Json) -> Json:
-    """Returns the configuration of the language model inside one that also sees images; of any other model `c` itself.
+    """Returns the configuration of the language model inside a multimodal one; other configurations are returned
+    unchanged.
 
     >>> text_part({"model_type": "gemma3", "text_config": {"hidden_size": 8}, "vision_config": {}, "eos_token_id": 1})
     {'model_type': 'gemma3_text', 'eos_token_id': 1, 'hidden_size': 8}
@@ -171,7 +172,7 @@ def _gemma3(c: Json) -> DecoderConfig:
 
 GEMMA3 = {"vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
           "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131_072}
-"""Defaults for entries that the released files of the models with images leave out of their text_config."""
+"""Defaults of entries that the text_config of released multimodal files lacks."""
 
 
 def _phi3(c: Json) -> DecoderConfig:
@@ -338,7 +339,7 @@ FAMILIES: dict[str, Callable[[Json], DecoderConfig]] = {
 """Reader of each family, by `model_type`."""
 
 WITH_IMAGES = {"gemma3": "gemma3_text", "mistral3": "mistral", "qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2"}
-"""Models that also see images, whose language model is read: its family if text_config does not name one."""
+"""Multimodal families, and the family of their language model if text_config does not name one."""
 
 TEXT_PARTS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2"}
 """Families by the names that such a text_config uses."""

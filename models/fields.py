@@ -1,7 +1,7 @@
 """The allowed values of the entries of a `config.json`: one table, checked before any entry is used.
 
-A wrong entry would otherwise fail late and far away: as a shape that does not fit, as a program that never ends, or
-silently as a different model.
+Without the check, a wrong entry would fail late and with an unclear error: as a shape that does not fit, as a program
+that never ends, or silently as a different model.
 """
 
 from __future__ import annotations
@@ -15,7 +15,12 @@ from decodax.common.ids import named
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """A kind of entry: its description in words, and the test of a value."""
+    """A kind of entry.
+
+    Attributes:
+        takes: description of valid values.
+        fits: returns True for a valid value.
+    """
 
     takes: str
     fits: Callable[[Any], bool]
@@ -94,8 +99,12 @@ NESTED = ("rope_scaling", "rope_parameters", "full_attention", "sliding_attentio
 def checked(c: Mapping[str, Any], inside: str = "") -> dict[str, Any]:
     """Returns the entries of a `config.json` after checking them.
 
-    A null counts as a missing entry, except for those that it switches off (`OFF`). A negative token id counts as a
+    A null counts as a missing entry, except for entries that it switches off (`OFF`). A negative token id counts as
     null.
+
+    Args:
+        c: the entries.
+        inside: path of the entries within the file, for errors.
 
     Raises:
         ValueError: an entry is of the wrong type or out of its range; the message has its key.

@@ -1,4 +1,4 @@
-"""Per-row inputs of models beside tokens: embeddings, the text of an encoder, adapters."""
+"""Inputs of models beside tokens, for each row: embeddings, the text of an encoder, adapters."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from decodax.common.struct import Struct, struct
 class Embeddings(Struct):
     """Inputs of a `Transformer`: embeddings that replace those of tokens at the first positions of each row.
 
-    They may be a soft prompt or an image. The tokens at these positions are read by the policy only.
+    They may be a soft prompt or an image. The token ids at these positions are only visible to the sampling policy.
 
     Attributes:
-        values: `f[B, T, D]`, on the scale of the embedding table's rows.
+        values: `f[B, T, D]`, with the scale of the rows of the embedding table.
         given: `bool[B, T]`, True where an embedding replaces the token's.
     """
 
@@ -28,12 +28,11 @@ class Embeddings(Struct):
 
 @struct
 class EncoderText(Struct):
-    """Inputs of a `T5`, and of a `Transformer` with prefix linear attention: the text that the encoder reads for each
-    row.
+    """Inputs of a `T5`, and of a `Transformer` with prefix linear attention: the text of the encoder for each row.
 
     Attributes:
         tokens: `i32[B, T]`, left-aligned.
-        length: `i32[B]`, at least 1.
+        length: `i32[B]`, number of tokens, at least 1.
     """
 
     tokens: Array
@@ -59,5 +58,6 @@ class AdapterRows(Struct):
 
 
 def named(inputs: Any) -> str:
-    """Describes inputs of a wrong type for errors; during tracing an array's type means nothing to a user."""
+    """Returns the description of inputs of a wrong type, for errors. An array that is being traced is called "an
+    array"."""
     return "an array" if isinstance(inputs, (Array, np.ndarray)) else f"a {type(inputs).__name__}"

@@ -1,13 +1,13 @@
-"""Decoders with layers of linear attention, whose state has a constant size, beside softmax layers or alone.
+"""Decoders in which all or some layers have linear attention, whose state has a constant size.
 
 - `linear`: any rule in any layers.
 - `linearized`: "When Linear Attention Meets Autoregressive Decoding: Towards More Effective and Efficient Linearized
   Large Language Models" (You et al., 2024): grouped linear attention with a masked convolution of the values.
 - `jrt`: Based and JRT-RNN, "Just read twice: closing the recall gap for recurrent language models" (Arora et al.,
-  2024): Taylor features and sliding windows, and a prefix that is read in both directions.
+  2024): Taylor features and sliding windows, and a prefix with attention in both directions.
 
 Each returns the configuration of another network. `linearized` keeps a decoder's weights and adds to them
-(`linear_weights`); `docs/usage/models.md` shows how much it loses without training.
+(`linear_weights`); `docs/usage/models.md` shows how much quality is lost without training.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ Weights = dict[str, Any]
 
 
 def linear(config: DecoderConfig, rule: LinearRule | None = None, layers: Sequence[int] | None = None) -> DecoderConfig:
-    """Returns a configuration with linear attention in place of softmax.
+    """Returns a configuration with linear attention in place of softmax attention.
 
     Args:
         config: the network.
-        rule: default `elu(x) + 1`, normalised ("Transformers are RNNs", Katharopoulos et al., 2020).
+        rule: the rule; None: features `elu(x) + 1`, normalized ("Transformers are RNNs", Katharopoulos et al., 2020).
         layers: indices of layers; None: all.
 
     Raises:
@@ -52,16 +52,16 @@ def linearized(config: DecoderConfig, layers: Sequence[int] | None = None, group
                kernel: int = 63) -> DecoderConfig:
     """Returns a configuration with the augmented linear attention of Linearized-LLM (You et al., 2024).
 
-    Queries and keys are rotated and normalised to length 1. A query sees keys of its own group with the weight `max(0,
-    q k)^2`, and those of earlier groups with `q k` times a factor that each layer learns. A causal convolution over
-    values is added. There is no division by a sum of weights.
+    Queries and keys are rotated and normalized to length 1. A query attends to keys of its own group with the weight
+    `max(0, q k)^2`, and to those of earlier groups with `q k` times a factor that each layer learns. A causal
+    convolution over values is added. There is no division by a sum of weights.
 
     Args:
         config: the network.
         layers: indices of layers; None: all.
-        group: number of positions of a group. The authors use 64.
-        kernel: width of the convolution before its later half is masked, an odd number: it reaches `kernel // 2`
-            positions back. 0: no convolution. The authors use 63.
+        group: number of positions in a group. The authors use 64.
+        kernel: width of the convolution before its later half is masked, an odd number: it covers the position itself
+            and `kernel // 2` earlier ones. 0: no convolution. The authors use 63.
 
     Raises:
         ValueError: sizes or an index are out of range.
@@ -81,15 +81,15 @@ def jrt(config: DecoderConfig, layers: Sequence[int], window: int = 256, width: 
         prefix: bool = True) -> DecoderConfig:
     """Returns a configuration with the attention of JRT-RNN (Arora et al., 2024), or with `prefix=False` that of Based.
 
-    `layers` have linear attention with Taylor features of narrow heads and no positions; the others see a sliding
-    window. In `layers` an encoder with keys and values of its own reads the first tokens of a text, its prefix. Every
-    query sees the whole prefix through it, also queries within the prefix.
+    `layers` have linear attention with Taylor features of narrow heads and no positions; the others attend to a sliding
+    window. In `layers` an encoder with its own keys and values processes the first tokens of a text, its prefix. Every
+    query attends to the whole prefix through it, also queries within the prefix.
 
     Args:
         config: the network.
         layers: indices of the layers with linear attention.
-        window: number of positions that the other layers see.
-        width: width of queries and keys of linear attention.
+        window: number of positions to which the other layers attend.
+        width: number of channels of queries and keys of linear attention.
         prefix: True adds an encoder. Such a model takes `EncoderText` as its inputs.
 
     Raises:

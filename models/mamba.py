@@ -42,13 +42,14 @@ class MambaConfig:
         width: model width `D`.
         layers: number of layers `L`.
         inner: number of channels.
-        state: number of states `N` per channel.
-        conv: width of the convolution.
-        rank: rank of the time steps' projection.
+        state: number of states `N` of a channel.
+        conv: width of the convolution, in tokens.
+        rank: rank of the projection of time steps.
         eps: added to the variance in norms.
-        bias, conv_bias: True if the projections and the convolution have biases.
-        tied: the output head is the embedding.
-        wide: the residual stream is float32 whatever the weights' dtype.
+        bias: True if the projections have biases.
+        conv_bias: True if the convolution has a bias.
+        tied: True uses the embedding table as the output head.
+        wide: True keeps the residual stream in float32, whatever the weights' dtype.
     """
 
     vocab: int
@@ -114,14 +115,15 @@ class Mamba(StateSpace):
         return sources(self.config)
 
     def first(self, name: str, shape: tuple[int, ...]) -> Array | None:
-        """Returns `A` from -1 to -`N` in each channel, and time steps from 0.001 to 0.1 that grow geometrically."""
+        """Returns the initial `A`, from -1 to -`N` in each channel, and time steps from 0.001 to 0.1 that grow
+        geometrically; None for other weights."""
         if name == "A_log":
             return jnp.broadcast_to(jnp.log(jnp.arange(1, self.config.state + 1, dtype=jnp.float32)), shape)
         return first_steps(self.config.inner) if name == "dt.bias" else None
 
 
 def sources(c: MambaConfig, present: Collection[str] = ()) -> dict[str, WeightSource]:
-    """Returns the shape and the tensor in a file of every weight, by its dotted path."""
+    """Returns the shape of every weight and the tensor that holds it in a file, by the weight's dotted path."""
     own = lambda mixer: {"x.kernel": kernel(f"{mixer}.x_proj", c.rank + 2 * c.state, c.inner),
                          "dt.kernel": kernel(f"{mixer}.dt_proj", c.inner, c.rank),
                          "dt.bias": plain(f"{mixer}.dt_proj.bias", c.inner),

@@ -46,13 +46,14 @@ class Mamba2Config:
         head_dim: number of channels `P` of a head.
         groups: number of groups `G`, a divisor of `heads`.
         state: number of states `N`.
-        conv: width of the convolution.
-        chunk: number of nodes of a prompt that are computed at a time.
+        conv: width of the convolution, in tokens.
+        chunk: number of prompt nodes that are computed at a time.
         eps: added to the variance in norms.
-        bias, conv_bias: True if the projections and the convolution have biases.
-        steps: the bounds of `dt`.
-        tied: the output head is the embedding.
-        wide: the residual stream is float32 whatever the weights' dtype.
+        bias: True if the projections have biases.
+        conv_bias: True if the convolution has a bias.
+        steps: minimum and maximum of the time step `dt`.
+        tied: True uses the embedding table as the output head.
+        wide: True keeps the residual stream in float32, whatever the weights' dtype.
     """
 
     vocab: int
@@ -118,7 +119,8 @@ class Mamba2(StateSpace):
         return sources(self.config)
 
     def first(self, name: str, shape: tuple[int, ...]) -> Array | None:
-        """Returns `A` from -1 to -`H`, and time steps from 0.001 to 0.1 that grow geometrically from head to head."""
+        """Returns the initial `A`, from -1 to -`H`, and time steps from 0.001 to 0.1 that grow geometrically from head
+        to head; None for other weights."""
         if name == "A_log":
             return jnp.log(jnp.arange(1, self.config.heads + 1, dtype=jnp.float32))
         return first_steps(self.config.heads) if name == "dt_bias" else None
@@ -163,10 +165,12 @@ def projected(c: Mamba2Config, p: Weights, x: Array) -> tuple[Array, Array, Arra
 
 
 def convolved(c: Mamba2Config, p: Weights, taps: Array, change: Change = _same) -> tuple[Array, Array, Array]:
-    """Returns `x` `[B, W, inner]`, `B` and `C` `[B, W, G, N]`.
+    """Applies the convolution. Returns `x`, `[B, W, inner]`, and `B` and `C`, `[B, W, G, N]`.
 
     Args:
-        taps: `[B, W, conv, channels]`, the inputs that each node sees, its own last.
+        c: the configuration.
+        p: the layer's weights.
+        taps: `[B, W, conv, channels]`, the inputs of each node's convolution, its own last.
         change: changes the convolution's outputs, see `mixed`.
     """
     y = (taps.astype(jnp.float32) * p["conv"]["taps"][:, 0].astype(jnp.float32)).sum(2)
@@ -189,14 +193,16 @@ def steps(c: Mamba2Config, p: Weights, dt: Array) -> tuple[Array, Array]:
 
 
 def gated(c: Mamba2Config, scale: Array, y: Array, z: Array) -> Array:
-    """Returns the gated norm, `f32[B, W, inner]`: the gate first, then the root mean square of each group."""
+    """Returns the gated norm, `f32[B, W, inner]`: multiplies by the gate, then divides each group by its root mean
+    square."""
     y = y.astype(jnp.float32) * jax.nn.silu(z.astype(jnp.float32))
     each = y.reshape(*y.shape[:2], c.groups, -1)
     return norm(each, jnp.ones((), jnp.float32), c.eps).reshape(y.shape) * scale.astype(jnp.float32)
 
 
 def sources(c: Mamba2Config, present: Collection[str] = ()) -> dict[str, WeightSource]:
-    """Returns the shape and the tensor of every weight by its dotted path, in a file with the tensors `present`."""
+    """Returns the shape of every weight and the tensor that holds it, by the weight's dotted path, for a file with the
+    tensors `present`."""
     table = "embedding" if "backbone.embedding.weight" in present else "embeddings"     # state-spaces/mamba's name
     own = lambda mixer: {"A_log": plain(f"{mixer}.A_log", c.heads), "D": plain(f"{mixer}.D", c.heads),
                          "dt_bias": plain(f"{mixer}.dt_bias", c.heads),

@@ -21,13 +21,13 @@ from decodax.models.transformer import Weights
 
 @dataclasses.dataclass(frozen=True)
 class WeightSource:
-    """A weight's place in a file.
+    """The place of a weight in a file.
 
     Attributes:
-        tensors: the tensor's name; several are stacked along a new first axis.
-        transpose: True if the file holds `[out, in]`, in each tensor.
+        tensors: name of the tensor; several tensors are stacked along a new first axis.
+        transpose: True if the file stores `[out, in]`.
         part: the weight is `[..., part[0]:part[1]]` of the tensor (after transposing); None: all of it.
-        full: the tensor's shape in the file (of each, if several are stacked).
+        full: shape of the tensor in the file (of each, if several are stacked).
     """
 
     tensors: tuple[str, ...]
@@ -48,13 +48,17 @@ QKV, GATE_UP = ("attn.q", "attn.k", "attn.v"), ("mlp.gate", "mlp.up")
 
 @dataclasses.dataclass(frozen=True)
 class Names:
-    """A family's tensor names.
+    """The tensor names of a model family.
 
     Attributes:
         layer: module name inside a layer, by the network path inside a layer.
-        experts: the same for projections of each expert of a mixture.
-        stem, layers, embed, norm, positions: names of the whole model's parts.
-        head: the output head's full name.
+        experts: module name of each projection of an expert, by the network path inside a layer.
+        stem: prefix of all names.
+        layers: name of the list of layers.
+        embed: name of the embedding table.
+        norm: name of the last norm.
+        head: full name of the output head.
+        positions: name of the position embedding.
         fused: groups of paths that share one tensor, in its order.
         transposed: True if linear layers are stored `[out, in]`.
     """
@@ -98,10 +102,10 @@ FAMILY_NAMES = {
 """Names by `model_type`; other families have Llama's names."""
 
 IGNORED = re.compile(r"(\.attn\.(masked_)?bias|^h\.\d+\.attn\.(masked_)?bias|rotary_emb\.inv_freq)$")
-"""Buffers in older files that are computed here."""
+"""Buffers in older files, which are recomputed and not loaded."""
 
 IMAGES = re.compile(r"^(model\.)?(vision_tower|multi_modal_projector|visual)\.")
-"""Tensors of the parts for images."""
+"""Tensors of the vision parts of multimodal models."""
 
 
 WRAPPERS = frozenset({"_orig_mod", "module", "_fsdp_wrapped_module", "_fpw_module", "_checkpoint_wrapped_module",
@@ -111,7 +115,7 @@ that they wrap."""
 
 
 def unwrapped(tensor: str) -> str:
-    """Returns a tensor's name without those of wrappers.
+    """Returns a tensor's name without the parts that wrapper modules add.
 
     >>> unwrapped("_orig_mod.model.layers.0._checkpoint_wrapped_module.mlp.up_proj.weight")
     'model.layers.0.mlp.up_proj.weight'
@@ -126,9 +130,9 @@ def sources(family: str, config: DecoderConfig, shapes: Weights,
     Args:
         family: the `model_type`.
         config: the network's configuration.
-        shapes: the weights' shapes.
-        present: tensor names of a file to be read. Files saved from the bare model lack the first part of the names (as
-            GPT-2's own do); files of models that also see images have additional parts.
+        shapes: shapes of the weights.
+        present: tensor names of the file to be loaded. Files of a bare model lack the first part of the names (as
+            GPT-2's own do); files of multimodal models have additional parts.
     """
     names = _names(family, present)
     sizes = {path: leaf.shape for path, leaf in flatten(shapes).items()}
@@ -149,8 +153,8 @@ def layers_in(family: str, present: Collection[str]) -> int:
 
 
 def embeddings(family: str) -> list[str]:
-    """Returns the embedding's names in files of the whole model, of the bare one, and of models that also see
-    images."""
+    """Returns the possible names of the embedding table, in files of a whole model, of a bare model and of multimodal
+    models."""
     names = FAMILY_NAMES.get(family, Names(LLAMA))
     return [f"{stem}{names.embed}.weight" for stem, _ in _stems(names)]
 
@@ -162,8 +166,8 @@ def _stems(names: Names) -> list[tuple[str, str]]:
 
 
 def _names(family: str, present: Collection[str]) -> Names:
-    """Returns the names in a file that has the tensors `present`: of the bare model, or of one inside a larger
-    model."""
+    """Returns the tensor names for a file that has the tensors `present`, which may be that of a bare model or of a
+    larger model that contains it."""
     names = FAMILY_NAMES.get(family, Names(LLAMA))
     places = _stems(names)
     found = (place for place in places if f"{place[0]}{names.embed}.weight" in present)

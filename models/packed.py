@@ -1,7 +1,7 @@
 """Kernels that are stored in fewer bits than they are multiplied in.
 
 A decoding step reads each weight once and multiplies it with a few rows, so its time is the time to read the weights. A
-`Packed` kernel takes the place of an array in a model's weights; `multiply` is all that a network needs to know of it.
+`Packed` kernel replaces an array in a model's weights; `multiply` is all that a network needs to know of it.
 
 On a TPU or GPU, XLA converts a packed kernel within a product. On a TPU it does not for groups of inputs with separate
 scales; `packed_matmul` does.
@@ -49,7 +49,7 @@ SUMS = 1 << 18
 
 
 class Packed(Struct, abc.ABC):
-    """Base class of packed kernels with `K` inputs and `N` outputs, or one for each of `E` experts.
+    """Base class of packed kernels with `K` inputs and `N` outputs, or of `E` such kernels, one for each expert.
 
     Arrays have shape `[N, ...]` or `[E, N, ...]`, so that the data of an output are adjacent.
     """
@@ -61,20 +61,21 @@ class Packed(Struct, abc.ABC):
 
     @property
     def converts(self) -> bool:
-        """True if weights must be converted; otherwise XLA multiplies the kernel as it is stored."""
+        """True if the weights must be converted before a product; False if XLA multiplies the kernel as it is stored.
+        """
         return True
 
     @abc.abstractmethod
     def values(self, dtype: Any) -> Array:
-        """Returns the kernel as `f[..., N, K]`."""
+        """Returns the weights as an array `f[..., N, K]`."""
 
     @abc.abstractmethod
     def product(self, x: Array, dtype: Any) -> Array:
-        """Multiplies `x`, `f[R, K]`, by the kernel: `f[R, N]` in `dtype`. For large `R` it is called for blocks of
-        outputs."""
+        """Multiplies `x`, `f[R, K]`, by the kernel: `f[R, N]` in `dtype`. Derived classes define it; `times` calls it,
+        for large `R` with blocks of outputs."""
 
     def times(self, x: Array, dtype: Any) -> Array:
-        """Multiplies `x`, `f[R, K]`, by the kernel: `f[R, N]` in `dtype`."""
+        """Multiplies `x`, `f[R, K]`, by the kernel in the way that is fastest on the platform: `f[R, N]` in `dtype`."""
         if platform() != "cpu" or free_axes():
             return self.product(x, dtype)
         N, K = self.shape
@@ -90,7 +91,8 @@ class Packed(Struct, abc.ABC):
         return platform() == "cpu" and not free_axes() and len(x) == 1 and self.converts
 
     def by_blocks(self, x: Array, dtype: Any, block: int) -> Array:
-        """Like `times`, converting the weights of `block` outputs at a time. `N` is at least 2."""
+        """Multiplies `x`, `f[R, K]`, by the kernel, converting the weights of `block` outputs at a time: `f[R, N]`. `N`
+        is at least 2."""
         N = self.shape[0]
         block = min(block, N // 2)          # at least two blocks: XLA unrolls a loop of one
         count = N // block
@@ -105,16 +107,17 @@ class Packed(Struct, abc.ABC):
         return made
 
     def part(self, start: Array | int, size: int) -> Self:
-        """Returns `size` outputs from `start` on."""
+        """Returns the kernel of `size` outputs from `start` on."""
         return jax.tree.map(lambda a: _as_bits(lambda b: lax.dynamic_slice_in_dim(b, start, size), a), self)
 
     def rows(self, which: Array, dtype: Any) -> Array:
-        """Returns the rows of outputs `which` (`i32[...]`), `f[..., K]`: embeddings, from a table that is also the
+        """Returns the weights of the outputs `which` (`i32[...]`), `f[..., K]`: embeddings, if the table is also the
         head."""
         return jax.tree.map(lambda a: _as_bits(lambda b: b[which], a), self).values(dtype)
 
     def placed(self, outputs: str | None, inputs: str | None) -> Self:
-        """Returns the kernel prepared for a mesh, with the axes of `specs`."""
+        """Returns the kernel prepared for a mesh, over whose axes its outputs and inputs are sharded; None: they are
+        not."""
         return self
 
     def stored(self) -> Self:
@@ -122,7 +125,7 @@ class Packed(Struct, abc.ABC):
         return self
 
     def here(self) -> Self:
-        """Returns a `stored` kernel in the form that this platform multiplies. It is called under jit."""
+        """Returns a `stored` kernel in the form that is multiplied on this platform. It is called under jit."""
         return self
 
     def specs(self, outputs: str | None, inputs: str | None, sizes: dict[str, int]) -> Any:
@@ -139,7 +142,7 @@ def dot(x: Array, kernel: Array, dtype: Any) -> Array:
 
     Args:
         x: the rows.
-        kernel: already converted.
+        kernel: the weights, as an array that is not packed.
         dtype: dtype of the result.
     """
     if platform() != "cpu":
@@ -149,7 +152,7 @@ def dot(x: Array, kernel: Array, dtype: Any) -> Array:
 
 
 def slices(K: int, group: int | None = None) -> tuple[int, list[tuple[int, int]]]:
-    """Cuts `K` inputs into slices.
+    """Cuts `K` inputs into slices of one width.
 
     Args:
         K: number of inputs.
@@ -157,8 +160,8 @@ def slices(K: int, group: int | None = None) -> tuple[int, list[tuple[int, int]]
             `LANES`.
 
     Returns:
-        The width of slices, and for each slice its start and the number of its first inputs that also belong to the
-            slice before.
+        The width of the slices, and for each slice its start and the number of its first inputs that also belong to the
+        previous slice.
 
     >>> slices(80), slices(128, group=64)
     ((32, [(0, 0), (32, 0), (48, 16)]), (32, [(0, 0), (32, 0), (64, 0), (96, 0)]))
@@ -173,14 +176,14 @@ def slices(K: int, group: int | None = None) -> tuple[int, list[tuple[int, int]]
 
 def partial_sums(x: Array, part: Callable[[int, int], Array], scales: Array | None = None, group: int | None = None
                  ) -> Array:
-    """Multiplies a row by a kernel on CPU, up to the last additions, which `total` does.
+    """Multiplies a row by a kernel on CPU, except for the last additions, which `total` does.
 
     Args:
         x: `f32[1, K]`.
-        part: returns the kernel's inputs from a start to a stop, `f32[N, stop - start]`. It cuts codes before
-            converting.
+        part: returns the weights of the inputs from a start to a stop, `f32[N, stop - start]`. It cuts codes before
+            converting them.
         scales: `f32[N, groups]`, one for each group of inputs; None: 1.
-        group: see `slices`; by default that of `scales`.
+        group: number of inputs that share a scale; by default that of `scales`.
 
     Returns:
         `f32[N, 1, width]`.
@@ -221,9 +224,9 @@ def materialized(x: Array) -> Array:
 
 
 def _as_bits(take: Callable[[Array], Array], a: Array) -> Array:
-    """Returns `take(a)`, which takes some entries of an array, by way of integers.
+    """Returns `take(a)`, where `take` selects some entries of an array, computed on integers with the same bits.
 
-    For floats of less than 32 bits XLA's CPU backend would otherwise copy the whole array in a wider dtype before the
+    For floats of less than 32 bits, XLA's CPU backend would otherwise copy the whole array in a wider dtype before the
     loop.
     """
     bits = a.dtype.itemsize * 8
@@ -238,9 +241,9 @@ class Adapted(Struct):
 
     Attributes:
         kernel: `f[K, N]`, or packed.
-        a: `f[K, r]`; for several adapters `f[A, K, r]`, from which `chosen` takes each row's.
+        a: `f[K, r]`; for several adapters `f[A, K, r]`, of which `chosen` selects one for each row.
         b: `f[r, N]`; for several adapters `f[A, r, N]`.
-        by_row: True if the leading axis is that of the batch.
+        by_row: True if the leading axis of `a` and `b` is that of the batch.
     """
 
     kernel: Array | Packed
@@ -249,11 +252,12 @@ class Adapted(Struct):
     by_row: bool = static(default=False)
 
     def chosen(self, which: Array) -> Adapted:
-        """Returns the kernel for rows with the adapters `which` (`i32[B]`)."""
+        """Returns the kernel for rows that use the adapters `which` (`i32[B]`)."""
         return self.replace(a=self.a[which], b=self.b[which], by_row=True)
 
     def times(self, x: Array, dtype: Any) -> Array:
-        """Multiplies `x`, `f[..., K]`, or `f[B, W, K]` with an adapter for each row: `f[..., N]`."""
+        """Multiplies `x`, `f[..., K]`, by the kernel: `f[..., N]`. With an adapter for each row, `x` is `f[B, W, K]`.
+        """
         if self.a.ndim == 3 and not (self.by_row and x.ndim == 3):
             raise ValueError("adapter: got one per row, which this method does not support; takes one for all rows "
                              "(decodax.adapters.apply or merge)")
@@ -262,7 +266,7 @@ class Adapted(Struct):
         return multiply(x, self.kernel, dtype) + more
 
     def merged(self) -> Array:
-        """Returns the sum in float32, `f[K, N]`."""
+        """Returns `kernel + a @ b` in float32, `f[K, N]`."""
         whole = self.kernel.values(jnp.float32).T if isinstance(self.kernel, Packed) else self.kernel
         return whole.astype(jnp.float32) + jnp.matmul(self.a, self.b, preferred_element_type=jnp.float32)
 

@@ -1,11 +1,11 @@
 """The Parallel Hidden Decoding Transformer ("Efficient Pretraining Length Scaling", Wu et al., 2025).
 
-Each token is read `K` times. Its first copy is what a plain transformer would read, and all later tokens see it. Copies
-2 to `K`, the hidden decoding tokens, see the first copies of earlier tokens, and of their own token the copies up to
-themselves; the last one predicts the next token. Since later tokens do not see them, their keys and values are dropped,
-and the cache is that of the plain model. In `PHD-SWA` a hidden decoding token also sees the `W` hidden decoding tokens
-before those of its own token, whose keys and values are kept in a ring; in `PHD-CSWA` only those within its own chunk
-of `C` tokens.
+Each token is processed `K` times. Its first copy is the token of a plain transformer, and all later tokens attend to
+it. Copies 2 to `K`, the hidden decoding tokens, attend to the first copies of earlier tokens, and to the copies of
+their own token up to themselves; the last copy predicts the next token. Since later tokens do not attend to them, their
+keys and values are dropped, and the cache is that of the plain model. In `PHD-SWA` a hidden decoding token also attends
+to the `W` hidden decoding tokens before those of its own token, whose keys and values are stored in a ring; in
+`PHD-CSWA` only to those within its own chunk of `C` tokens.
 
 Weights are those of a `Transformer`; one that was not trained this way gets worse.
 """
@@ -32,12 +32,13 @@ from decodax.models.transformer import Transformer, Weights
 
 @dataclasses.dataclass(frozen=True)
 class Copies:
-    """The number of times that tokens are read, and which hidden decoding tokens see one another.
+    """The number of copies of each token, and the attention among hidden decoding tokens.
 
     Attributes:
         count: number of copies `K` of each token.
-        window: number `W` of earlier hidden decoding tokens that one sees; None: only those of its own token.
-        chunk: number of tokens `C` of a chunk, across whose borders it sees none; None: no chunks.
+        window: number `W` of earlier hidden decoding tokens to which one attends; None: only those of its own token.
+        chunk: number of tokens `C` in a chunk, across whose borders hidden decoding tokens do not attend; None: no
+            chunks.
     """
 
     count: int = 2
@@ -54,16 +55,16 @@ class Copies:
 
     @property
     def local(self) -> bool:
-        """True if hidden decoding tokens of earlier tokens are seen."""
+        """True if hidden decoding tokens attend to those of earlier tokens."""
         return self.window is not None and self.count > 1
 
     @property
     def reach(self) -> int:
-        """Number of tokens that the window reaches back."""
+        """Number of earlier tokens whose hidden decoding tokens are within the window."""
         return 0 if self.window is None or self.count < 2 else (self.window + self.count - 2) // (self.count - 1)
 
     def near(self, at: Array, copy: Array, key_at: Array, key_copy: Array) -> Array:
-        """Returns `bool[B, Q, K]`: the hidden decoding tokens of other tokens that a query may see.
+        """Returns `bool[B, Q, K]`, True where a query may attend to a hidden decoding token of another token.
 
         Args:
             at: `i32[B, Q]`, positions of queries.
@@ -80,11 +81,12 @@ class Copies:
         return seen & (copy > 0)[:, None] & (key_copy > 0)
 
     def mask(self, visible: Array, at: Array) -> Array:
-        """Returns `bool[B, K W, K W]`: which copies of a window's nodes see which, with all first copies in front.
+        """Returns the attention mask among the copies of a window's nodes, `bool[B, K W, K W]`, with all first copies
+        in front.
 
         Args:
-            visible: `bool[B, W, W]`, which nodes see which.
-            at: `i32[B, W]`, their positions.
+            visible: `bool[B, W, W]`, the attention mask among the nodes.
+            at: `i32[B, W]`, positions of the nodes.
         """
         W, K = at.shape[1], self.count
         copy = jnp.repeat(jnp.arange(K), W)
@@ -96,11 +98,11 @@ class Copies:
 
 @dataclasses.dataclass(frozen=True)
 class Phd(ShowsWeights):
-    """A transformer that reads each token several times.
+    """A transformer that processes each token several times.
 
     Attributes:
         inner: the network.
-        copies: how often and with which attention.
+        copies: number of copies and their attention.
     """
 
     inner: Transformer
@@ -144,8 +146,8 @@ class Phd(ShowsWeights):
     def apply(self, params: Weights, window: Window, cache: Cache) -> Out:
         """Runs the network on a window; see `Model.apply`.
 
-        Of a prompt (`Window.is_prefill`) only first copies are read, unless later tokens see the others, which takes a
-        cache made by `init_cache`. A cache policy that selects entries sees first copies only.
+        During prefill (`Window.is_prefill`) only first copies are processed, unless later tokens attend to the others;
+        that requires a cache made by `init_cache`. A cache policy that selects entries gets first copies only.
         """
         K, W, local = self.copies.count, window.width, isinstance(cache, Local | LocalScratch)
         if K > 1 and not isinstance(cache, Cache | Draftable):      # a replacement of a cache does not support copies
@@ -184,10 +186,10 @@ class Phd(ShowsWeights):
 
 
 def phd(config: DecoderConfig, copies: int = 2, window: int | None = None, chunk: int | None = None) -> Phd:
-    """Returns a model that reads each token `copies` times; see `decodax.models.phd`.
+    """Returns a model that processes each token `copies` times; see `decodax.models.phd`.
 
-    With a `window` it is PHD-SWA, with a `chunk` as well PHD-CSWA. The authors' largest have `window=16, chunk=32` and
-    2 or 3 copies.
+    With a `window` it is PHD-SWA, with a `chunk` as well PHD-CSWA. The authors' largest models have `window=16,
+    chunk=32` and 2 or 3 copies.
 
     Raises:
         ValueError: a number below 1, or a chunk without a window.
@@ -201,9 +203,9 @@ def phd(config: DecoderConfig, copies: int = 2, window: int | None = None, chunk
 
 @dataclasses.dataclass(frozen=True)
 class _Reading:
-    """Stands for a cache while the network reads copies of the window's nodes; only first copies leave entries.
+    """A stand-in for a cache while the network processes copies of the window's nodes; only first copies leave entries.
 
-    `local` is the number of copies whose keys and values are kept.
+    `local` is the number of copies whose keys and values are stored.
     """
 
     cache: Any
@@ -233,14 +235,14 @@ class _Reading:
 class Local(Wrapper):
     """A cache together with the keys and values of the latest hidden decoding tokens.
 
-    Queries are copies of a window's nodes, with all first copies in front. An entry is the base's, followed by keys and
-    values `f[B, W, K - 1, G, d]`.
+    Queries are copies of a window's nodes, with all first copies in front. An entry is that of the base cache, followed
+    by keys and values `f[B, W, K - 1, G, d]`.
 
     Attributes:
         base: the cache of first copies.
-        hidden: for each layer `f[B, R, K - 1, G, d + e]`; the token at position `p` is in place `p % R`.
-        positions: `i32[B, R]`, -1 where empty.
-        copies: static.
+        hidden: `f[B, R, K - 1, G, d + e]` for each layer; the token at position `p` is at index `p % R`.
+        positions: `i32[B, R]`, position of each token; -1 where empty.
+        copies: static; number of copies and their attention.
     """
 
     base: Any
@@ -277,7 +279,8 @@ class Local(Wrapper):
 
 @struct
 class LocalScratch(Scratch):
-    """A `Scratch` that also keeps the hidden decoding tokens of its nodes."""
+    """A buffer for draft-tree nodes of earlier windows of a round, beside a `Local` cache. It also stores the keys and
+    values of the nodes' hidden decoding tokens (copies 2 to `K`)."""
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Window, **options: Any) -> tuple[Array, Any]:
         assert self.sees is not None
@@ -293,11 +296,14 @@ class LocalScratch(Scratch):
 
 
 def _behind(copies: Copies, q: Array, window: Any, at: Array, seen: Array) -> AttentionView:
-    """Returns a view of `window` in which keys of hidden decoding tokens come first.
+    """Returns a view of `window` with additional keys in front, those of hidden decoding tokens.
 
     Args:
-        at: `i32[B, R]`, positions of their tokens.
-        seen: `bool[B, R]` or `bool[B, K W, R]`, which of them may be seen.
+        copies: number of copies and their attention.
+        q: the queries.
+        window: the window.
+        at: `i32[B, R]`, positions of the tokens of these keys.
+        seen: `bool[B, R]` or `bool[B, K W, R]`, True for keys that may be attended to.
     """
     hidden = copies.count - 1
     copy = jnp.repeat(jnp.arange(copies.count), q.shape[1] // copies.count)

@@ -1,6 +1,7 @@
-"""Reads what the families' `config.json` files have in common: shapes, layers, rotary embedding and its scalings.
+"""Reads the entries that the `config.json` files of most families have in common: shapes, layers, rotary embedding and
+its scalings.
 
-Newer files write `rope_parameters` where older ones write `rope_theta` and `rope_scaling`; both are read.
+Newer files have `rope_parameters` in place of the older `rope_theta` and `rope_scaling`; both are supported.
 """
 
 from __future__ import annotations
@@ -44,17 +45,17 @@ def head_width(c: Json, width: str, heads: str) -> int:
 
 def read_layers(c: Json, shape: Json, *, sliding: int | None = None, slides: Callable[[int], bool] = lambda i: True,
                 scale: float | None = None, near: Rope | None = None, interleaved: bool = False) -> tuple[Layer, ...]:
-    """Returns one entry per layer. `layer_types` of the file, if present, determines which layers have a sliding
+    """Returns one entry for each layer. `layer_types` in the file, if present, determines which layers have a sliding
     window.
 
     Args:
         c: the config.
         shape: its `head_dim` and `context` are used.
         sliding: size of the sliding window, or None.
-        slides: True for layers with a sliding window, by index.
+        slides: returns True for the index of a layer with a sliding window.
         scale: factor of the attention scores.
-        near: the rope of layers with a sliding window; None: that of all.
-        interleaved: see `Rope`.
+        near: the rotary embedding of layers with a sliding window; None: the same as in other layers.
+        interleaved: True if rotated pairs are adjacent; see `Rope`.
     """
     rope, count, kinds = read_rope(c, shape, interleaved), c["num_hidden_layers"], c.get("layer_types")
     if kinds is not None and len(kinds) < count:
@@ -80,7 +81,7 @@ def read_rope(c: Json, shape: Json, interleaved: bool = False) -> Rope:
 
 
 def read_scaling(c: Json, r: Json, context: int) -> Scaling | None:
-    """Returns the scaling that the rope's entries `r` describe."""
+    """Returns the scaling of rotary frequencies in the entries `r`; None if there is none."""
     kind = r.get("rope_type") or r.get("type")
     if kind is None and "factor" in r:
         raise ValueError(f"rope_type: got none with factor = {r['factor']}, takes the name of a scaling")
@@ -112,7 +113,7 @@ def read_scaling(c: Json, r: Json, context: int) -> Scaling | None:
 
 
 def read_activation(c: Json, key: str, default: str) -> Activation:
-    """Returns the activation that the entry `key` names."""
+    """Returns the activation function in the entry `key`."""
     name = c.get(key, default)
     if name not in ACTIVATIONS:
         raise ValueError(f"{key}: got {name!r}, supported are {', '.join(ACTIVATIONS)}")

@@ -1,8 +1,8 @@
 """Rotary position embedding (Su et al., 2021) and the scalings that extend it to longer contexts.
 
 Two scalings depend on the length of the sequence (`Dynamic`, `LongRope`). Frequencies that change while a sequence
-grows would make cached keys wrong and a row depend on its batch mates. So the length is a fixed number of the model
-here (`Transformer.context`): the frequencies are those of a sequence of that many tokens.
+grows would make cached keys wrong, and a row would depend on the other rows of its batch. So the length is a fixed
+option of the model (`Transformer.context`): the frequencies are those of a sequence of that many tokens.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from jax import Array
 
 
 class Scaling(Protocol):
-    """A change of the rotary frequencies. It is hashable."""
+    """The interface of a change of the rotary frequencies. It is hashable."""
 
     def scaled(self, width: int, theta: float, context: int | None) -> tuple[np.ndarray, float]:
-        """Returns the angles per position, `f64[width / 2]`, and a factor of cosine and sine.
+        """Returns the angle per position of each frequency, `f64[width / 2]`, and a factor of cosine and sine.
 
         Args:
             width: number of rotated entries of a head.
             theta: base of the frequencies.
-            context: length of the sequence in tokens; None: as trained.
+            context: length of the sequence in tokens; None: the trained length.
         """
 
 
 @dataclasses.dataclass(frozen=True)
 class Chunks:
-    """Positions that start again in each chunk of a text; see `decodax.models.dual_chunk`.
+    """Positions that restart in each chunk of a text; see `decodax.models.dual_chunk`.
 
     Attributes:
         size: the largest position that is rotated.
-        local: distances that stay exact across the border of two chunks.
-        trained: length of texts up to which cosine and sine have no factor; beyond it they have YaRN's factor for the
-            served length (`Transformer.context`). None: never a factor.
+        local: distances up to this are exact across the border of two chunks.
+        trained: length of texts up to which cosine and sine have no factor. For longer ones they have YaRN's factor for
+            the length `Transformer.context`. None: never a factor.
     """
 
     size: int
@@ -58,7 +58,7 @@ class Chunks:
 
     @property
     def farthest(self) -> int:
-        """Position of all queries for keys at least two chunks before."""
+        """Position of all queries for keys that are at least two chunks earlier."""
         return min(2 * self.length - 1, self.size)
 
 
@@ -70,9 +70,9 @@ class Rope:
         width: number of rotated entries, even.
         theta: base of the frequencies.
         scaling: a change of the frequencies, or None.
-        interleaved: True pairs neighbours (as in GPT-J, GLM and Cohere); False pairs the two halves of those entries
-            (as in GPT-NeoX and most of Hugging Face's files).
-        chunks: for dual chunk attention: positions are those within a chunk; None: those within the text.
+        interleaved: True rotates pairs of adjacent entries (as in GPT-J, GLM and Cohere); False pairs the two halves of
+            the rotated entries (as in GPT-NeoX and most of Hugging Face's files).
+        chunks: for dual chunk attention: positions are counted within a chunk; None: within the text.
     """
 
     width: int
@@ -106,7 +106,8 @@ class Rope:
         return cos * factor, sin * factor
 
     def turn(self, x: Array, by: Array) -> Array:
-        """Rotates `x` (`f[..., d]`), which is rotated within a chunk, further by `by` (`i32[..., 1]`) positions."""
+        """Rotates `x` (`f[..., d]`), which has been rotated by its position within a chunk, by another `by` (`i32[...,
+        1]`) positions."""
         assert self.chunks is not None
         return rotate(x, *_turn(by, self._scaled(self.chunks.size)[0]), self.interleaved)
 
@@ -117,7 +118,7 @@ def _turn(by: Array, frequencies: np.ndarray) -> tuple[Array, Array]:
 
 
 def rotate(x: Array, cos: Array, sin: Array, interleaved: bool = False) -> Array:
-    """Rotates the first `2 * cos.shape[-1]` entries of `x` (`f[..., d]`); the rest stays."""
+    """Rotates the first `2 * cos.shape[-1]` entries of `x` (`f[..., d]`); the other entries do not change."""
     half = cos.shape[-1]
     a, b = (x[..., :2 * half:2], x[..., 1:2 * half:2]) if interleaved else (x[..., :half], x[..., half:2 * half])
     rest = x[..., 2 * half:]
@@ -138,7 +139,13 @@ class LinearScaling:
 
 @dataclasses.dataclass(frozen=True)
 class Dynamic:
-    """NTK-aware scaling (bloc97 and emozilla, 2023): the base grows with the number of tokens beyond `trained`."""
+    """NTK-aware scaling (bloc97 and emozilla, 2023): the base of the frequencies grows with the number of tokens beyond
+    `trained`.
+
+    Attributes:
+        factor: new context length divided by the trained one.
+        trained: the trained context length, in tokens.
+    """
 
     factor: float
     trained: int
@@ -151,14 +158,18 @@ class Dynamic:
 
 @dataclasses.dataclass(frozen=True)
 class Yarn:
-    """YaRN (Peng et al., 2023): low frequencies are interpolated, high ones kept, with a linear ramp between.
+    """YaRN (Peng et al., 2023): scales rotary frequencies for a context longer than the trained one.
+
+    Frequencies that make more than `beta_fast` full turns within `trained` tokens are kept; those that make fewer than
+    `beta_slow` are divided by `factor`. Between the two, the change is linear in the index of the frequency.
 
     Attributes:
-        factor: ratio of the new context length to the trained one.
-        trained: context length before scaling.
-        beta_fast, beta_slow: full turns within `trained` tokens at which the ramp begins and ends.
-        attention_factor: factor of cosine and sine; None: `0.1 ln(factor) + 1`.
-        truncate: True rounds the ramp's ends outwards to whole indices.
+        factor: new context length divided by the trained one.
+        trained: context length before scaling, in tokens.
+        beta_fast: number of turns from which frequencies are kept.
+        beta_slow: number of turns below which frequencies are divided by `factor`.
+        attention_factor: multiplier of cosine and sine. None: `0.1 ln(factor) + 1`, or 1 if `factor` is at most 1.
+        truncate: True rounds the indices where the ramp begins and ends, down and up.
     """
 
     factor: float
@@ -195,14 +206,14 @@ def mscale(factor: float, weight: float = 1.0) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class LongRope:
-    """LongRoPE (Ding et al., 2024): a divisor for each frequency, with one set up to `trained` tokens and another
-    beyond.
+    """LongRoPE (Ding et al., 2024): divides each frequency by a number of its own, with one set of numbers for
+    sequences of up to `trained` tokens and another for longer ones.
 
     Attributes:
-        short: `width / 2` divisors up to `trained` tokens.
-        long: `width / 2` divisors beyond.
-        trained: the trained context length.
-        attention_factor: factor of cosine and sine.
+        short: `width / 2` divisors for up to `trained` tokens.
+        long: `width / 2` divisors for longer sequences.
+        trained: the trained context length, in tokens.
+        attention_factor: multiplier of cosine and sine.
     """
 
     short: tuple[float, ...]
@@ -219,13 +230,14 @@ class LongRope:
 
 @dataclasses.dataclass(frozen=True)
 class Llama3:
-    """Llama 3.1's scaling (Dubey et al., 2024): long wavelengths are stretched, short ones kept, with a smooth
-    transition.
+    """Llama 3.1's scaling (Dubey et al., 2024): long wavelengths are multiplied by `factor`, short ones kept, with a
+    smooth transition.
 
     Attributes:
-        factor: stretches wavelengths above `trained / low`.
-        low, high: wavelengths below `trained / high` are kept.
-        trained: the trained context length.
+        factor: multiplier of long wavelengths.
+        low: wavelengths above `trained / low` are long.
+        high: wavelengths below `trained / high` are short.
+        trained: the trained context length, in tokens.
     """
 
     factor: float

@@ -57,8 +57,10 @@ class Rwkv7Config:
         layers: number of layers `L`.
         head_dim: width `N` of a head, a divisor of `D`.
         inner: number of channels of channel mixing.
-        decay, rate, value, gate: ranks of the small matrices of the decays, the rates, the shares of the first layer's
-            values and the gates.
+        decay: rank of the small matrices of the decays `w`.
+        rate: rank of the small matrices of the rates `a`.
+        value: rank of the small matrices of the shares of the first layer's values.
+        gate: rank of the small matrices of the gates `g`.
     """
 
     vocab: int
@@ -120,7 +122,7 @@ class Rwkv7(RecurrentNetwork):
         return self.scored(params, x, entries, layers)
 
     def read(self, params: Weights, window: Window) -> Array:
-        """Returns the stream `f[B, W, D]` before the first layer."""
+        """Returns the residual stream `f[B, W, D]` before the first layer."""
         x = embedded(params["embed"], window.tokens, jnp.dtype(self.dtype))
         if window.embeddings is not None and window.embedded is not None:
             x = jnp.where(window.embedded[..., None], window.embeddings.astype(x.dtype), x)
@@ -128,12 +130,16 @@ class Rwkv7(RecurrentNetwork):
 
     def block(self, p: Weights, place: int, x: Array, first: Array | None, window: Window,
               cache: Any) -> tuple[Array, Array, list[Any]]:
-        """Runs a layer. Returns the stream after it, the first layer's values, and the entries at its three places in
-        the cache.
+        """Runs a layer. Returns the residual stream after it, the first layer's values, and the layer's entries at its
+        three places in the cache.
 
         Args:
-            place: the first of these places.
+            p: the layer's weights.
+            place: index of the first of these places.
+            x: the residual stream.
             first: the first layer's values; None in the first layer.
+            window: the window.
+            cache: the cache.
         """
         y, own, value = self.mix_time(p["time"], place, layer_norm(x, p["time_norm"]), first, window, cache)
         x = x + y
@@ -141,18 +147,22 @@ class Rwkv7(RecurrentNetwork):
         return x + y, value if first is None else first, [*own, after]
 
     def scored(self, params: Weights, x: Array, entries: list[Any], layers: list[Array]) -> Out:
-        """Returns the result of a model call from the stream after the last layer."""
+        """Returns the result of a model call from the residual stream after the last layer."""
         last = lambda x: layer_norm(x, params["norm"])
         return Out(hidden=last(x), entries=tuple(entries), layers=tuple(layers), norm=last,
                    head=lambda hidden: multiply(hidden, params["lm_head"]["kernel"], jnp.float32))
 
     def mix_time(self, p: Weights, place: int, x: Array, first: Array | None, window: Window,
                  cache: Any) -> tuple[Array, tuple[Any, Any], Array]:
-        """Computes time mixing of the normed stream `f[B, W, D]`: its addition to the stream, its two entries, and its
-        values.
+        """Computes time mixing of the normed stream `f[B, W, D]`. Returns its output, its two entries, and its values.
 
         Args:
+            p: the weights.
+            place: index of the first entry in the cache.
+            x: the normed stream.
             first: the values of the first layer; None in the first layer.
+            window: the window.
+            cache: the cache.
         """
         c, wide = self.config, lambda a: a.astype(jnp.float32)
         before, shifted = earlier(place, x, window, cache)
@@ -189,8 +199,8 @@ class Rwkv7(RecurrentNetwork):
         return multiply(y * gate, p["o"]["kernel"]), (shifted, states), own
 
     def mix_channels(self, p: Weights, place: int, x: Array, window: Window, cache: Any) -> tuple[Array, Any]:
-        """Computes channel mixing of the normed stream `f[B, W, D]`: its addition, and its entry, at `place` in the
-        cache."""
+        """Computes channel mixing of the normed stream `f[B, W, D]`. Returns its output, and its entry at `place` in
+        the cache."""
         before, shifted = earlier(place, x, window, cache)
         k = multiply(x + (before - x) * p["mix"].astype(x.dtype), p["k"]["kernel"])
         return multiply(jnp.square(jax.nn.relu(k)), p["v"]["kernel"]), shifted
@@ -199,7 +209,8 @@ class Rwkv7(RecurrentNetwork):
         return sources(self.config)
 
     def first(self, name: str, shape: tuple[int, ...]) -> Array | None:
-        """Returns decays from slow to fast over the channels, shares of a half, and zero biases."""
+        """Returns initial values: decays from slow to fast over the channels, shares of a half, and zero biases; None
+        for other weights."""
         if name.endswith("decay.bias"):
             return jnp.linspace(-6.0, 1.0, shape[-1]).reshape(shape)
         if ".mix" in name or name.endswith("now"):
@@ -210,7 +221,8 @@ class Rwkv7(RecurrentNetwork):
 
 
 def earlier(place: int, x: Array, window: Window, cache: Any) -> tuple[Array, Any]:
-    """Returns the token before each node, `f[B, W, D]` as `x`, zeros before the text; and its entry."""
+    """Returns the vector of the previous token of each node, `f[B, W, D]`, zeros before the text; and the entry for the
+    cache."""
     def along(last: Array, x: Array, live: Array) -> tuple[Array, Array]:
         index = jnp.where(live, jnp.arange(x.shape[1], dtype=jnp.int32), -1)
         latest = lax.cummax(index, axis=1)
@@ -230,7 +242,7 @@ def layer_norm(x: Array, p: Weights) -> Array:
 
 
 def sources(c: Rwkv7Config, present: Collection[str] = ()) -> dict[str, WeightSource]:
-    """Returns the shape and the tensor in a file of every weight, by its dotted path."""
+    """Returns the shape of every weight and the tensor that holds it in a file, by the weight's dotted path."""
     D, row = c.width, lambda tensor: WeightSource((tensor,), False, None, (1, 1, D))
     flat = lambda tensor, into, out: WeightSource((tensor,), False, None, (into, out))
     normed = lambda path, tensor: {f"{path}.scale": plain(f"{tensor}.weight", D),

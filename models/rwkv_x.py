@@ -47,10 +47,10 @@ class RwkvXConfig(Rwkv7Config):
     Attributes:
         sparse: number of attention blocks `M`, a divisor of `L`; the last one comes after all layers.
         chunk: number of tokens `C` of a chunk.
-        top: number of chunks that a token attends to beside its own.
-        limit: number of tokens beyond which a store is reduced; None: never.
-        keep: number of tokens that it is reduced to.
-        recent: number of latest tokens among them, which always stay.
+        top: number of chunks beside its own to which a token attends.
+        limit: number of stored tokens beyond which a store is reduced; None: never.
+        keep: number of tokens to which it is reduced.
+        recent: number of latest tokens among them, which are always kept.
     """
 
     sparse: int = 1
@@ -74,15 +74,15 @@ class RwkvXConfig(Rwkv7Config):
 
 @struct
 class Store(KeyValues, PromptPhase, Refreshes):
-    """Keys and values in chunks, in the order in which they came or were kept.
+    """Keys and values in chunks, in the order of the tokens, without those that were dropped.
 
     Attributes:
         kv, given, widths: see `KeyValues`.
         sums: for each block `f32[B, H, S / C, d]`, the sum of the keys of each chunk.
         count: `i32[B]`, number of stored tokens.
-        length: `i32[B]`, number of tokens that were read.
+        length: `i32[B]`, number of tokens that were processed.
         kind: static, the configuration.
-        reading: static; True while a prompt is read, which is reduced only after its end.
+        reading: static; True during prefill. The store is reduced only after it.
     """
 
     supports = frozenset({"trees"})
@@ -109,7 +109,7 @@ class Store(KeyValues, PromptPhase, Refreshes):
 
     @property
     def limit(self) -> int | None:
-        """The limit in effect, if texts can be longer than it; else None."""
+        """Number of stored tokens beyond which the store is reduced, if texts can be that long; else None."""
         limit = None if self.reading else self.kind.limit
         return limit if limit is not None and self.capacity > limit else None
 
@@ -123,7 +123,7 @@ class Store(KeyValues, PromptPhase, Refreshes):
         return out.astype(v.dtype), (k, v)
 
     def _prompt(self, layer: int, q: Array, k: Array, v: Array, window: Window) -> Array:
-        """Attends from a chain that will be committed as a whole and may fill chunks itself."""
+        """Computes attention for a chain that will be committed as a whole and may itself fill chunks."""
         C, kv, d = self.kind.chunk, self.kv[layer], q.shape[-1]
         slot = self.count[:, None] + window.positions - self.length[:, None]
         chunks = -(-(kv.shape[2] + k.shape[1]) // C)
@@ -140,8 +140,8 @@ class Store(KeyValues, PromptPhase, Refreshes):
         return window_attention(q, keys, values, jnp.concatenate([seen, near], -1), slot, scale=1.0, key_positions=at)
 
     def _drafts(self, layer: int, q: Array, k: Array, v: Array, window: Window) -> Array:
-        """Attends from nodes in the chunk that is being filled. Nodes after it may see wrong chunks, but are never
-        committed."""
+        """Computes attention for nodes in the chunk that is being filled. Nodes beyond that chunk may get a wrong
+        result, but are never committed."""
         C, kv, d = self.kind.chunk, self.kv[layer], q.shape[-1]
         near = window_attention_lse(q, k, v, window.visible(), window.positions, scale=1.0,
                                     key_positions=window.key_positions)
@@ -166,13 +166,13 @@ class Store(KeyValues, PromptPhase, Refreshes):
         return merge(near, (out.swapaxes(0, 1), lse.swapaxes(0, 1)))[0]
 
     def _worth(self, q: Array, sums: Array, own: Array) -> Array:
-        """Returns `f32[B, W, N]`: the product of a query with the mean keys of chunks before its own, `-inf` for
+        """Returns `f32[B, W, N]`, the product of each query with the mean key of each chunk before its own; `-inf` for
         others."""
         worth = jnp.einsum("bwhd,bhnd->bwn", q, sums / self.kind.chunk)
         return jnp.where(jnp.arange(sums.shape[2]) < own[..., None], worth, -jnp.inf)
 
     def _best(self, q: Array, sums: Array, own: Array) -> Array:
-        """Returns `bool[B, W, N]`: the chunks that a query attends to beside its own."""
+        """Returns `bool[B, W, N]`, True for the chunks to which a query attends beside its own."""
         worth = self._worth(q, sums, own)
         found, at = lax.top_k(worth, min(self.kind.top, sums.shape[2]))
         hit = (at[..., None] == jnp.arange(sums.shape[2])) & (found > -jnp.inf)[..., None]
@@ -211,7 +211,7 @@ class Store(KeyValues, PromptPhase, Refreshes):
 
 @struct
 class Cutting(Wrapper):
-    """A store that is reduced while the newest token reads it; its entries are the kept positions."""
+    """A store that is reduced while the newest token attends to it; its entries are the positions that are kept."""
 
     base: Store
 
@@ -295,7 +295,8 @@ class RwkvX(Rwkv7):
         return self.scored(params, x, entries, layers)
 
     def sparse_block(self, p: Weights, place: int, x: Array, window: Window, cache: Any) -> tuple[Array, list[Any]]:
-        """Runs a block of attention. Returns the stream after it, and the entries at its two places in the cache."""
+        """Runs a block of attention. Returns the residual stream after it, and the entries at its two places in the
+        cache."""
         c, y = self.config, layer_norm(x, p["attn_norm"])
         shape = *y.shape[:2], c.heads, c.head_dim
         q, k, v = (multiply(y, p[name]["kernel"]).reshape(shape) for name in ("q", "k", "v"))
@@ -309,7 +310,7 @@ class RwkvX(Rwkv7):
 
 
 def _some(seen: Array) -> Array:
-    """Returns `bool[B, n]` with the first entry set in rows without any."""
+    """Returns a mask `bool[B, n]` in which rows without any True have their first entry set."""
     return seen | (~seen.any(1, keepdims=True) & (jnp.arange(seen.shape[1]) == 0))
 
 
@@ -325,7 +326,7 @@ def added(sums: Array, keys: Array, chunk: Array) -> Array:
 
 
 def sources(c: RwkvXConfig, present: Collection[str] = ()) -> dict[str, WeightSource]:
-    """Returns the shape and the tensor in a file of every weight, by its dotted path."""
+    """Returns the shape of every weight and the tensor that holds it in a file, by the weight's dotted path."""
     D = c.width
     normed = lambda path, tensor: {f"{path}.scale": plain(f"{tensor}.weight", D),
                                    f"{path}.bias": plain(f"{tensor}.bias", D)}

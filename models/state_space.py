@@ -1,7 +1,7 @@
 """Base classes of recurrent networks and of models with state-space layers: residual stream, norms, embedding and head.
 
-A state-space layer adds the output of its mixer, applied to the normed stream, to the stream. The mixer is defined by
-each model.
+A state-space layer adds the output of its mixer, applied to the normed residual stream, to the stream. Each model
+defines its mixer.
 """
 
 from __future__ import annotations
@@ -42,8 +42,7 @@ class RecurrentNetwork(ShowsWeights):
 
     @abc.abstractmethod
     def first(self, name: str, shape: tuple[int, ...]) -> Array | None:
-        """Returns the initial value of a layer's weight by its name, where `init_params` needs a special one, else
-        None."""
+        """Returns the initial value of a layer's weight by its name, or None if `init_params` needs no special one."""
 
     def forward(self, params: Weights, tokens: Array) -> Array:
         """Returns logits `f32[B, T, V]` of whole sequences `i32[B, T]`, for training and scoring."""
@@ -62,8 +61,8 @@ class RecurrentNetwork(ShowsWeights):
     def init_params(self, key: Array, dtype: jax.typing.DTypeLike = jnp.float32) -> Weights:
         """Returns random weights.
 
-        Kernels are normal with the inverse square root of their number of inputs as standard deviation, norms and `D`
-        one, biases zero; `first` overrides them.
+        Kernels are normal, with the inverse square root of their number of inputs as standard deviation; norms and `D`
+        are one, biases zero. Values of `first` take precedence.
         """
         found, where = {}, self.sources()
         for (path, source), each in zip(where.items(), jax.random.split(key, len(where)), strict=True):
@@ -88,7 +87,7 @@ class StateSpace(RecurrentNetwork):
 
     @abc.abstractmethod
     def mixer(self, p: Weights, layer: int, x: Array, window: Window, cache: Any) -> tuple[Array, Any]:
-        """Returns the addition of a layer with weights `p` to the stream, `f[B, W, D]` from the normed one, and its
+        """Returns the output of a layer with weights `p`, `f[B, W, D]`, from the normed stream `x`, and the layer's
         entry."""
 
     def apply(self, params: Weights, window: Window, cache: Cache) -> Out:
@@ -118,12 +117,12 @@ def first_steps(count: int) -> Array:
 
 
 def biased(y: Array, p: Weights) -> Array:
-    """Adds the bias of a projection that has one."""
+    """Adds the bias of a projection if it has one."""
     return y + p["bias"].astype(y.dtype) if "bias" in p else y
 
 
 def norm(x: Array, scale: Array, eps: float) -> Array:
-    """Returns the root mean square norm, `f32[..., D]`."""
+    """Returns the RMS norm over the last axis, `f32[..., D]`."""
     x = x.astype(jnp.float32)
     return x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + eps) * scale.astype(jnp.float32)
 

@@ -1,10 +1,10 @@
 """T5 (Raffel et al., 2020), versions 1.0 and 1.1: an encoder, and a decoder that attends to the encoder's output.
 
 The encoder's text is an input of each row (`EncoderText`). `init_cache` runs the encoder once and computes the cross
-keys and values of every decoder layer. They are kept in the cache as its inputs (`EncoderMemory`): they are never
+keys and values of every decoder layer. They are stored in the cache as its inputs (`EncoderMemory`): they are never
 committed, and move with their rows. The cache itself, which only stores self-attention, may be of any kind.
 
-Positions enter as a bias of the scores that depends on the distance alone. It is computed from the positions of nodes,
+Positions enter as a bias of the scores that depends only on the distance. It is computed from the positions of nodes,
 not from their places in the window, so it is right for the nodes of draft trees.
 """
 
@@ -45,7 +45,7 @@ class EncoderMemory(Struct):
     Attributes:
         keys: for each decoder layer `f[B, T, H, d]`.
         values: for each decoder layer `f[B, T, H, d]`.
-        seen: `bool[B, T]`, True for tokens of the text.
+        seen: `bool[B, T]`, True for tokens of the text, False for padding.
     """
 
     keys: tuple[Array, ...]
@@ -61,16 +61,17 @@ class T5Config:
         vocab: vocabulary size `V`.
         width: model width `D`.
         heads: number of heads `H`.
-        head_dim: width `d` of a head.
-        mlp: inner width of the MLP.
-        encoder, decoder: numbers of layers.
+        head_dim: number of channels `d` of a head.
+        mlp: number of inner channels of the MLP.
+        encoder: number of layers of the encoder.
+        decoder: number of layers of the decoder.
         buckets: number of buckets of the relative position bias.
         farthest: distance from which on all distances share a bucket.
         eps: added to the variance in norms, which are RMS norms before attention and MLP.
-        activation: activation of the MLP.
+        activation: activation function of the MLP.
         gated: True for a gated MLP.
-        tied: the output head is the embedding.
-        scaled: hidden states are multiplied by `D ** -0.5` before the head.
+        tied: True uses the embedding table as the output head.
+        scaled: True multiplies hidden states by `D ** -0.5` before the head.
     """
 
     vocab: int
@@ -93,12 +94,12 @@ class T5Config:
 class T5(Model):
     """An encoder-decoder. It is compared by value and static under jit.
 
-    Each row is given an `EncoderText`. Its tokens are the decoder's, which begin with the padding id.
+    The inputs of each row are an `EncoderText`. Its tokens are those of the decoder, which begin with the padding id.
 
     Attributes:
         config: shape and options.
         dtype: dtype of the cache, as a name.
-        cache: the kind of its cache for self-attention.
+        cache: config of its cache for self-attention.
     """
 
     config: T5Config
@@ -124,7 +125,7 @@ class T5(Model):
         return self.cache(layers, batch, capacity, jnp.dtype(self.dtype), memory)
 
     def memory(self, params: Weights, source: EncoderText) -> EncoderMemory:
-        """Runs the encoder."""
+        """Runs the encoder and returns the cross-attention keys and values."""
         c, p = self.config, params["encoder"]
         B, T = source.tokens.shape
         positions = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
@@ -172,8 +173,8 @@ class T5(Model):
         return Out(hidden=_norm(c, p, x), entries=tuple(entries), head=logits)
 
     def init_params(self, key: Array, dtype: jax.typing.DTypeLike = jnp.float32) -> Weights:
-        """Returns random weights: kernels normal with the inverse square root of their inputs as deviation, norms
-        one."""
+        """Returns random weights: kernels normal, with the inverse square root of their number of inputs as standard
+        deviation; norms one."""
         found = {}
         for (path, source), each in zip(sources(self.config).items(),
                                         jax.random.split(key, len(sources(self.config))), strict=True):
@@ -230,7 +231,8 @@ IGNORED = re.compile(r"^(encoder|decoder)\.embed_tokens\.weight$|EncDecAttention
 
 
 def sources(c: T5Config) -> dict[str, WeightSource]:
-    """Returns the shape and the tensor in a Hugging Face file of every weight, by its dotted path."""
+    """Returns the shape of every weight and the tensor that holds it in a Hugging Face file, by the weight's dotted
+    path."""
     inner = c.heads * c.head_dim
     kernel = lambda tensor, out, into: WeightSource((f"{tensor}.weight",), True, None, (out, into))
     plain = lambda tensor, *shape: WeightSource((f"{tensor}.weight",), False, None, shape)

@@ -1,8 +1,7 @@
 """`Transformer`: the decoder network as a `Model`, with its weights as a plain pytree that is passed in.
 
 The network's structure is created once, abstractly, for each configuration; a call merges the caller's weights into it
-during tracing. So the weights can be jitted, differentiated, optimised, sharded and saved like any nested dict of
-arrays.
+during tracing. So the weights can be jitted, differentiated, optimized, sharded and saved as any nested dict of arrays.
 """
 
 from __future__ import annotations
@@ -47,9 +46,9 @@ class Transformer(LayeredModel):
     Attributes:
         config: shape and options of the network.
         dtype: dtype of the cache, as a name ("float32", "bfloat16"). Activations have the weights' dtype.
-        context: the sequence length that length-dependent rope scalings (`Dynamic`, `LongRope`) are set for; None: the
+        context: the sequence length for which length-dependent rope scalings (`Dynamic`, `LongRope`) are set; None: the
             trained length. Models without such a scaling ignore it.
-        cache: the kind of its cache.
+        cache: config of its cache.
     """
 
     __repr__ = short
@@ -63,8 +62,8 @@ class Transformer(LayeredModel):
     def max_positions(self) -> int | None:
         """Number of positions beyond which the model would silently be wrong, or None.
 
-        It is the number of rows of the learned position embedding, or the length that a length-dependent rope is set
-        for.
+        It is the number of rows of the learned position embedding, or the length for which a length-dependent rope is
+        set.
         """
         bounds = [self.config.learned_positions] if self.config.learned_positions else []
         for layer in self.config.layers:
@@ -134,12 +133,12 @@ class Transformer(LayeredModel):
 
     @property
     def encodes(self) -> bool:
-        """True if it takes an `EncoderText`: a prefix that its linear attention reads in both directions before the
-        text."""
+        """True if the model takes an `EncoderText`: a prefix that its linear attention processes in both directions
+        before the text."""
         return any((rule := self.config.layers[i].linear) is not None and rule.prefix for i in self.config.summing)
 
     def _encoded(self, params: Weights, states: LinearStates, prefix: EncoderText) -> LinearStates:
-        """Returns the states with the encoders' results for a prefix, in all layers."""
+        """Returns the recurrent states with the encoders' results for a prefix, in all layers."""
         sums: list[Array] = []
         self._over(params, prefix.tokens, None, None, prefix.length, sums)
         whose = [rule.prefix for rule in states.rules]
@@ -150,8 +149,8 @@ class Transformer(LayeredModel):
     def apply(self, params: Weights, window: Window, cache: Cache, keep: Keep | None = None) -> Out:
         """Runs the network on a window; see `Model.apply`.
 
-        It continues from a hint that is its own `PartialForward`. `keep` selects the layers, or halves of layers, that
-        run.
+        If the window has a `PartialForward` as a hint, it continues after those layers. `keep` selects the layers, or
+        halves of layers, that run.
         """
         begun, packing = window.hint(PartialForward), window.hint(Packing)
         params, by_row = _chosen(params, cache)
@@ -227,9 +226,10 @@ class Transformer(LayeredModel):
             params: the weights.
             tokens: `i32[B, T]`.
             positions: `i32[B, T]`; by default 0 .. T-1.
-            mask: `bool[B or 1, T, T]`, True where a token (row) sees another (column); each token sees at least one.
-                The default is causal.
-            prefix: `i32[B]`, number of first tokens that prefix linear attention reads in both directions; None: none.
+            mask: `bool[B or 1, T, T]`, True where a token (row) attends to another (column); each token attends to at
+                least one. The default is causal.
+            prefix: `i32[B]`, number of first tokens that prefix linear attention processes in both directions; None:
+                none.
         """
         hidden, head = self.features(params, tokens, positions, mask, prefix=prefix)
         return head(hidden)
@@ -237,7 +237,8 @@ class Transformer(LayeredModel):
     def features(self, params: Weights, tokens: Array, positions: Array | None = None, mask: Array | None = None,
                  keep: Keep | None = None, inputs: Embeddings | None = None, prefix: Array | None = None
                  ) -> tuple[Array, Any]:
-        """Like `forward`, but returns hidden states `f[B, T, D]` and the head that turns them into logits.
+        """Returns hidden states `f[B, T, D]` and the head that maps them to logits. The other arguments are those of
+        `forward`.
 
         Args:
             keep: selects the layers that run; None: all.
@@ -247,7 +248,8 @@ class Transformer(LayeredModel):
 
     def _over(self, params: Weights, tokens: Array, positions: Array | None, mask: Array | None, prefix: Array | None,
               sums: list[Array], keep: Keep | None = None, inputs: Embeddings | None = None) -> tuple[Array, Any]:
-        """Like `features`. Appends to `sums` each prefix linear attention layer's encoding of the prefix."""
+        """Does the work of `features`. Appends to `sums` the encoding of the prefix by each layer with prefix linear
+        attention."""
         T = tokens.shape[1]
         where = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), tokens.shape) if positions is None else positions
         seen = jnp.tril(jnp.ones((1, T, T), bool)) if mask is None else mask
@@ -289,7 +291,7 @@ class Transformer(LayeredModel):
 
 @dataclasses.dataclass(frozen=True)
 class Pieces:
-    """The parts of a network within a trace, to be run one by one.
+    """The parts of a network within a trace, which the caller runs one by one.
 
     `x` is the residual stream `f[B, W, D]` at any nodes; a layer computes `x + attention(...)`, then `x + mlp(...)`.
     """
@@ -309,20 +311,22 @@ class Pieces:
         return _embedded(self.network, window, cache)
 
     def attention(self, layer: int, x: Array, positions: Array, attend: Attend) -> tuple[Array, Any]:
-        """Returns the attention's addition to `x`, and its entry. `attend` is used like `Cache.attend`."""
+        """Returns the output of a layer's attention, which is added to `x`, and its entry. `attend` has the signature
+        of `Cache.attend`."""
         tables = self.network.tables(positions, self.context)
         return self.network.layers[str(layer)].attention_half(layer, x, tables, attend)
 
     def values(self, layer: int, x: Array) -> Array:
-        """Returns the attention's values alone."""
+        """Returns only the attention's values."""
         return self.network.layers[str(layer)].values(x)
 
     def mlp(self, layer: int, x: Array) -> Array:
-        """Returns the MLP's addition to `x`."""
+        """Returns the output of a layer's MLP, which is added to `x`."""
         return self.network.layers[str(layer)].mlp_half(x)
 
     def out(self, x: Array, entries: Any) -> Out:
-        """Returns the result of a model call from the stream after the last layer; `entries` are for its cache."""
+        """Returns the result of a model call from the residual stream after the last layer; `entries` are those for its
+        cache."""
         return Out(hidden=self.network.norm(x), entries=entries, head=self.network.logits)
 
 
@@ -340,7 +344,7 @@ def _split(config: DecoderConfig) -> tuple[Any, Weights, Weights]:
 
 
 def _chosen(params: Weights, cache: Cache) -> tuple[Weights, bool]:
-    """Returns the weights with each row's adapter, and True if rows have adapters of their own."""
+    """Returns the weights with the adapter of each row selected, and True if rows have different adapters."""
     rows = cache.inputs
     if not isinstance(rows, AdapterRows):
         return params, False
@@ -349,7 +353,8 @@ def _chosen(params: Weights, cache: Cache) -> tuple[Weights, bool]:
 
 
 def _embedded(network: Decoder, window: Window, cache: Cache) -> Array:
-    """Returns the stream before the first layer, from tokens, the window's embeddings and the row's `Embeddings`."""
+    """Returns the residual stream before the first layer, from tokens, the window's embeddings and the row's
+    `Embeddings`."""
     values, which, given = window.embeddings, window.embedded, cache.inputs
     if isinstance(given, Embeddings):
         T = given.values.shape[1]

@@ -1,2 +1,2 @@
-"""Kernels, each in its own folder: `reference.py` in plain XLA, versions for accelerators, and a function that
-chooses."""
+"""Kernels. Each folder has `reference.py` in plain XLA, versions for accelerators, and a function that chooses one of
+them."""

@@ -24,10 +24,7 @@ FLOORS = 13
 LINES, FILES = 400, 30
 """Lines of a file, and files of a folder, at most."""
 
-TOO_LONG = {
-    "decodax/constraints/dfa.py": 413, "decodax/constraints/schema.py": 578, "decodax/common/registry.py": 430,
-    "decodax/core/types.py": 411, "decodax/io/checkpoint.py": 439, "decodax/sampling/base.py": 532,
-    "decodax/sampling/build.py": 453, "models/transformer.py": 413}
+TOO_LONG = {"decodax/constraints/schema.py": 405}
 """Files that are longer, and how long they were when the rule was made: they may become shorter, none may be added."""
 
 NAMED_TWICE = {"_Reading"}

@@ -32,7 +32,7 @@ def objects(lm: dx.LM, job: Job) -> dict[str, Any]:
     big = np.zeros((50, 50), np.float32)
     return {
         "lm": lm, "result": result, "statistics": result.stats, "request": job.request, "job": job, "state": job.state,
-        "params": job.params, "policy": job.policy, "cache": job.state.cache, "stream": stream,
+        "params": job.batch.params, "policy": job.batch.policy, "cache": job.state.cache, "stream": stream,
         "tokenizer": lm.tokenizer, "logprobs": dx.LogProbs(big, big, big, big), "served": Served(0, None, result),
         "scores": dx.score(lm, [[1, 2, 3]] * 30), "prefix": dx.caches.Prefix(tuple(range(900)), (big,) * 40),
         "adapter": lm.with_adapters({"a": adapters.init(lm.params, jax.random.key(0), rank=2)}),

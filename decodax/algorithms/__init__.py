@@ -1,8 +1,8 @@
-"""Decoding methods, for `decodax.generate(..., algorithm=...)`: how the next tokens are proposed and decided.
+"""Decoding methods for `decodax.generate(..., algorithm=...)`: each defines how next tokens are proposed and decided.
 
-Every published method is a function of its options, and so is its name: `prompt_lookup(length=5)` is what
-`"prompt-lookup:length=5"` means. `names()` lists them. A method that looks at the target is made when `generate` knows
-it; `make("fast-dllm", lm)` makes it at once.
+Every published method is a function of its options. `prompt_lookup(length=5)` and the string `"prompt-lookup:length=5"`
+mean the same. `names()` lists all methods. A method that depends on the target model is created when `generate` knows
+the model; `make("fast-dllm", lm)` creates it at once.
 
 >>> from decodax import algorithms
 >>> algorithms.prompt_lookup(length=5) == algorithms.make("prompt-lookup", length=5)

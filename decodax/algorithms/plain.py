@@ -1,4 +1,4 @@
-"""Plain autoregressive decoding: one token a round. The reference that every exact method is measured against."""
+"""Plain autoregressive decoding: one token in each round. Exact methods are compared with it."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from decodax.core.window import Window, causal
                      guarantee="seed-exact")
 @dataclasses.dataclass(frozen=True)
 class Autoregressive(Algorithm):
-    """Scores the newest token and draws the next one from the policy: greedy at temperature 0, else sampling.
+    """Scores the newest token and draws the next one from the sampling policy: the most likely token at temperature 0,
+    otherwise a sample.
 
-    This is what `decodax.generate` does without `algorithm=`.
+    `decodax.generate` uses this method if `algorithm=` is not given.
     """
 
     @property

@@ -89,7 +89,7 @@ def tune(lm: LM, prompts: Sequence[Any], space: Mapping[str, Sequence[Any]], rep
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """The properties of a workload by which `Selector` chooses a system.
+    """The properties of a workload by which `Selector` chooses a decoding method.
 
     Attributes:
         batch: the number of prompts that are decoded together.
@@ -106,10 +106,10 @@ class Workload:
     device: str = ""
 
     def distance(self, other: Workload) -> float:
-        """Returns the distance to another workload.
+        """Returns the distance to another workload, for the weights in `Selector.predict`.
 
-        A factor of two in the batch size adds 1, as does a difference of 0.1 in `copied` or `repeated`. Another model
-        or device adds 2.
+        A factor of two in the batch size adds 1, as does a difference of 0.1 in `copied` or in `repeated`. Another
+        model or device adds 2.
         """
         return (abs(math.log2(self.batch / other.batch)) + 10 * abs(self.copied - other.copied)
                 + 10 * abs(self.repeated - other.repeated)
@@ -118,10 +118,10 @@ class Workload:
 
 @dataclasses.dataclass(frozen=True)
 class Selector:
-    """Chooses a system by the speedups that systems had on similar workloads.
+    """Chooses a decoding method by the speedups that methods had on similar workloads.
 
     Attributes:
-        runs: the workload, the system's name and the speedup of each logged run.
+        runs: the workload, the name of the method and the speedup of each logged run.
     """
 
     runs: tuple[tuple[Workload, str, float], ...]
@@ -150,10 +150,10 @@ class Selector:
         return cls(tuple(runs))
 
     def predict(self, workload: Workload) -> dict[str, float]:
-        """Returns the expected speedup of each system by name, the largest first.
+        """Returns the expected speedup of each method by name, the largest first.
 
-        It is a geometric mean of the logged speedups. The weight of a run halves with each unit of distance. Plain
-        decoding's speedup of 1 enters with the weight of a run at distance 4.
+        It is the weighted geometric mean of the logged speedups. The weight of a run is `2 ** -distance` of its
+        workload. A speedup of 1, that of plain decoding, enters each mean with the weight of a run at distance 4.
         """
         found = {PLAIN: 1.0}
         for system in dict.fromkeys(name for _, name, _ in self.runs if name != PLAIN):
@@ -163,7 +163,7 @@ class Selector:
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
     def choose(self, workload: Workload, least: float = 1.1) -> str:
-        """Returns the name of the system to run, as `decodax.system` takes it, or "plain" if no system is expected to
+        """Returns the name of the method with the largest expected speedup, or "plain" if no method is expected to
         reach a speedup of `least`."""
         best, speedup = next(iter(self.predict(workload).items()))
         return best if speedup >= least else PLAIN
@@ -171,10 +171,10 @@ class Selector:
 
 @dataclasses.dataclass(frozen=True)
 class Runtime:
-    """The runtime of a model on fixed hardware and software, without other load.
+    """A model of the duration of a request on fixed hardware and software, without other load.
 
-    For `p` prompt tokens and `o` new tokens it is `start + per_prompt_token p + per_prompt_pair p^2 + per_new_token o`
-    seconds.
+    For `p` prompt tokens and `o` new tokens the duration is `start + per_prompt_token p + per_prompt_pair p^2 +
+    per_new_token o` seconds.
 
     >>> fit = Runtime.fit([(p, o, 0.5 + 0.001 * p + 0.02 * o) for p in (64, 128, 256) for o in (1, 16, 64)])
     >>> round(fit(100, 50), 3), round(fit.per_new_token, 3)

@@ -46,12 +46,12 @@ Contender = Algorithm | Callable[[int], Algorithm]
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """The figures of one system on one task at one batch size. A figure is None if it was not measured, or not yet.
+    """The figures of one method on one task at one batch size. A figure is None if it was not measured, or not yet.
 
     Attributes:
         task: the name of the task.
         batch: the batch size.
-        system: the name of the system.
+        system: the name of the method.
         guarantee: the guarantee of the algorithm.
         prompts: the number of prompts; `batch` of them are decoded together.
         tokens: the number of new tokens over all prompts.
@@ -64,11 +64,11 @@ class Row:
         speedup: the median ratio of tokens per second to that of plain decoding in the same repeat.
         spread: the lowest and the highest of these ratios.
         overhead: `mean_accepted_length / speedup - 1`, by which share a round costs more than a plain step.
-        equal: the share of plain decoding's tokens that the system produced at the same positions; None unless the
+        equal: the share of plain decoding's tokens that the method produced at the same positions; None unless the
             guarantee is seed-exact.
         copied: the share of new tokens copied from the prompt; see `tasks.copied`.
         repeated: the share of new tokens copied from earlier output.
-        error: the error with which the system failed, or None.
+        error: the error with which the method failed, or None.
     """
 
     task: str
@@ -91,7 +91,7 @@ class Row:
     error: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the row as JSON has it."""
+        """Returns the row as a dictionary for JSON."""
         return json_ready(self)
 
     def cells(self) -> tuple[str, ...]:
@@ -132,7 +132,7 @@ class Comparison:
 
     @property
     def unequal(self) -> list[Row]:
-        """Rows of seed-exact systems whose tokens are not plain decoding's."""
+        """Rows of seed-exact methods whose tokens differ from those of plain decoding."""
         return [row for row in self.rows if row.equal is not None and row.equal < 1]
 
     def json(self) -> dict[str, Any]:
@@ -276,7 +276,9 @@ def percent(share: float) -> str:
 
 @dataclasses.dataclass
 class _Cell:
-    """The measurements of all methods on one task at one batch size."""
+    """The measurements of all methods on one task at one batch size. By name of the method, `first` holds the results
+    of its first run, `seconds` the durations of its timed runs, `beside` those of plain decoding in the same repeats.
+    """
 
     lm: LM
     task: Task
@@ -292,11 +294,11 @@ class _Cell:
     errors: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def measure(self, repeats: int) -> Iterator[tuple[int, str]]:
-        """Runs each method once without counting, then `repeats` times in turn; yields before each run how many runs
-        are finished.
+        """Runs each method once to compile it, then `repeats` times in turn. Before each run it yields the number of
+        finished runs and a description.
 
-        If the process has no room for all programs, the methods are measured in groups, each together with plain
-        decoding.
+        If the programs of all methods do not fit in memory, the methods are measured in groups, each together with
+        plain decoding.
         """
         left, done = [name for name in self.contenders if name != PLAIN], 0
         where = f"{self.task.name}, batch {self.batch}"
@@ -328,8 +330,8 @@ class _Cell:
         yield done, where
 
     def attempt(self, name: str) -> float | None:
-        """Runs one method and keeps the results of its first run. Returns the seconds of the decode loop, or None if
-        the method failed."""
+        """Runs one method on all prompts; returns the duration of its decode loops in seconds, or None if it fails or
+        has failed. Keeps the results of the first run. Errors of plain decoding are raised."""
         if name in self.errors:
             return None
         try:
@@ -343,7 +345,8 @@ class _Cell:
         return float(sum(r.stats.seconds for r in results))
 
     def run(self, name: str) -> list[Result]:
-        """Runs all prompts, `batch` together. A prompt gets the same random draws at every batch size."""
+        """Runs one method on all prompts, `batch` at a time. A prompt gets the same random draws at every batch size.
+        """
         if name not in self.made:
             given = self.contenders[name]
             self.made[name] = given(self.batch) if callable(given) else given
@@ -391,6 +394,7 @@ class _Cell:
 
 
 def _equal(plain: list[list[int]], other: list[list[int]]) -> float:
-    """Returns the share of positions at which both rows have the same token, relative to the longer row."""
+    """Returns the share of positions at which both rows have the same token, relative to the longer row of each pair.
+    """
     same = sum(x == y for a, b in zip(plain, other, strict=True) for x, y in zip(a, b, strict=False))
     return same / max(sum(max(len(a), len(b)) for a, b in zip(plain, other, strict=True)), 1)

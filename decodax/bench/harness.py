@@ -60,14 +60,14 @@ class RequestCounts:
 
 @register_model("decodax")
 class HarnessLM(TemplateLM):
-    """A model in the form that lm-evaluation-harness takes: `lm_eval.simple_evaluate(model=HarnessLM("path/to/model"),
+    """A model with the interface of lm-evaluation-harness: `lm_eval.simple_evaluate(model=HarnessLM("path/to/model"),
     ...)`.
 
     Importing this module registers the class as `model="decodax"`, with the arguments below as `model_args`.
 
-    Texts are encoded, truncated on the left if they are too long, scored and stopped as by the harness's own Hugging
-    Face model. Requests are sorted by length here. An answer depends only on its own request, and, if it is sampled, on
-    the position of the request.
+    Texts are tokenized, truncated on the left if they are too long, scored and stopped as by the harness's own Hugging
+    Face model. Requests are sorted by length. An answer depends only on its own request, and, if it is sampled, on the
+    position of the request.
 
     Args:
         pretrained: the result of `decodax.load`, or what `decodax.load` takes.
@@ -146,8 +146,8 @@ class HarnessLM(TemplateLM):
         return self.tokenizer.chat_templates.get(name)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Returns the chat as one text. Without `add_generation_prompt` the text ends within the last message, so that
-        the model continues that message."""
+        """Returns the chat as one text. Without `add_generation_prompt`, the text ends after the content of the last
+        message, so that the model continues that message."""
         text = self.tokenizer.chat_text(chat_history, add_generation_prompt=add_generation_prompt,
                                         **self.chat_template_args)
         if add_generation_prompt:
@@ -281,8 +281,8 @@ class HarnessLM(TemplateLM):
 
     @staticmethod
     def _longest_first(lengths: Sequence[int]) -> list[int]:
-        """Returns the indices of requests from the longest to the shortest, so that one that does not fit fails at once
-        and batches have little padding."""
+        """Returns the indices of requests from the longest to the shortest, so that a request that does not fit in
+        memory fails at the start, and batches have little padding."""
         return np.argsort(-np.asarray(lengths, np.int64), kind="stable").tolist()
 
     def _pieces(self, places: Sequence[int]) -> list[list[int]]:

@@ -69,7 +69,7 @@ def questions(path: str | Path) -> list[Task]:
 
 
 def _prompts(name: str, asked: tuple[Question, ...], lm: LM, count: int, new_tokens: int, seed: int) -> list[list[int]]:
-    """Returns the token ids of the first `count` turns, question by question."""
+    """Returns the token ids of the first `count` prompts of a task, question by question, one for each turn."""
     if lm.tokenizer is None:
         raise ValueError("model: has no tokenizer, which is needed to encode questions")
     turns = list(itertools.accumulate(len(q.turns) for q in asked))

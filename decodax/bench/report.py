@@ -1,6 +1,6 @@
-"""Reads from XLA's optimised text what a compiled program does: copies, collectives, memory traffic.
+"""Analyzes XLA's optimized text of a compiled program: copies, collectives, memory traffic.
 
-A compile-only client gives nothing but this text. The tests use it to check that the cache is not copied, that replicas
+This text is all that a compile-only client gives. The tests use it to check that the cache is not copied, that replicas
 do not wait for each other, and that a step reads little more than weights and cache.
 """
 
@@ -45,15 +45,15 @@ class Buffer:
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One line of a program.
+    """One line of an HLO program.
 
     Attributes:
         name: the name, such as "fusion.3".
         opcode: the operation, such as "fusion".
-        result: the arrays of the result, the leaves of a tuple in order.
+        result: the arrays of the result; the leaves of a tuple in order.
         operands: names of the instructions whose results it takes.
         text: the whole line, with its attributes.
-        root: whether it gives the result of its computation.
+        root: True if its result is that of its computation.
     """
 
     name: str
@@ -64,13 +64,14 @@ class Instruction:
     root: bool
 
     def attribute(self, name: str) -> str | None:
-        """Returns the name of the computation in an attribute such as `calls`, `body` or `condition`, or None."""
+        """Returns the name of the computation that an attribute such as "calls", "body" or "condition" refers to; None
+        if the instruction has no such attribute."""
         found = re.search(rf"\b{name}=%?([\w.\-]+)", self.text)
         return found.group(1) if found else None
 
     @property
     def branches(self) -> tuple[str, ...]:
-        """The names of the computations of a conditional's branches."""
+        """Names of the computations of a conditional's branches."""
         found = re.search(r"branch_computations=\{([^}]*)\}", self.text)
         names = found.group(1).split(",") if found else [self.attribute("true_computation"),
                                                          self.attribute("false_computation")]
@@ -79,11 +80,11 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A compiled program.
+    """A compiled HLO program.
 
     Attributes:
-        computations: the instructions of each computation by name, in order.
-        entry: the name of the computation that runs first.
+        computations: the instructions of each computation, in order, by name.
+        entry: name of the computation that runs first.
     """
 
     computations: dict[str, dict[str, Instruction]]
@@ -131,22 +132,23 @@ def parse(text: str) -> Program:
 
 
 def copies(program: Program, elements: int, within: str | None = None) -> list[Instruction]:
-    """Returns the copies of arrays with `elements` elements, of any shape and layout, in the whole program or in the
-    computation `within` and all that it calls. Asynchronous moves between the memories of a chip do not count."""
+    """Returns the instructions that copy an array with `elements` elements, of any shape and layout: in the whole
+    program, or in the computation `within` and those that it calls. Asynchronous moves between the memories of a chip
+    do not count."""
     found = program.all() if within is None else program.inside(within)
     return [x for x in found if x.opcode in ("copy", "transpose") and math.prod(x.result[0].dims) == elements]
 
 
 def collectives(program: Program, within: str | None = None) -> list[tuple[Instruction, list[list[int]]]]:
-    """Returns the instructions that wait for other devices, each with the groups of devices that wait for each
-    other."""
+    """Returns the instructions that wait for other devices, each with the groups of devices that wait for each other.
+    `within` is as in `copies`."""
     names = {*COLLECTIVES, *(f"{c}-start" for c in COLLECTIVES)}
     found = program.all() if within is None else program.inside(within)
     return [(x, _groups(x.text)) for x in found if x.opcode in names]
 
 
 def callbacks(program: Program) -> list[Instruction]:
-    """Returns the instructions that involve the host."""
+    """Returns the instructions that exchange data with the host."""
     return [x for x in program.all() if x.opcode in ("infeed", "outfeed", "send", "recv")
             or (x.opcode == "custom-call" and "callback" in x.text)]
 
@@ -210,7 +212,7 @@ def traffic(program: Program, trips: Callable[[Instruction], int],
     Args:
         program: the compiled program.
         trips: the number of iterations of a `while` instruction.
-        counted: whether an array counts.
+        counted: returns True for an array that counts.
 
     >>> lines = ("ENTRY %main (x: f32[2]) -> f32[2] {", "  %x = f32[2]{0} parameter(0)",
     ...          "  %s = ((), (), (f32[2]{0}, s32[4]{0:S(8)})) custom-call-start()", "  ROOT %c = f32[2]{0} copy(%x)")
@@ -267,7 +269,7 @@ def _read(program: Program, computation: dict[str, Instruction], x: Instruction,
 
 
 def _used(program: Program, computation: dict[str, Instruction], name: str) -> int:
-    """Returns the bytes of a value that its users in a fused computation read."""
+    """Returns the number of bytes that the instructions of a fused computation read of the value `name`."""
     total = 0
     for x in computation.values():
         for i, operand in enumerate(x.operands):
@@ -278,10 +280,10 @@ def _used(program: Program, computation: dict[str, Instruction], name: str) -> i
 
 
 def _views(x: Instruction) -> bool:
-    """Returns whether an instruction of a fused computation passes on its first operand unchanged.
+    """True if an instruction of a fused computation passes on its first operand unchanged.
 
-    A fusion within a fusion whose result shares the memory of its operand is one; it only changes the type of a packed
-    array.
+    This includes a fusion within a fusion whose result shares the memory of its operand: it only changes the type of a
+    packed array.
     """
     return x.opcode in _VIEWS or (x.opcode == "fusion" and "output_to_operand_aliasing={{}: (0, {})}" in x.text
                                   and len(x.operands) == 1)
@@ -300,7 +302,7 @@ def _written(program: Program, computation: dict[str, Instruction], x: Instructi
 
 
 def _update(computation: dict[str, Instruction], x: Instruction) -> int:
-    """Returns the bytes of a result that are new; for an update in place only the updated part."""
+    """Returns the number of bytes of a result that are new; for an update in place, those of the updated part."""
     while x.opcode in _VIEWS and x.operands:
         x = computation[x.operands[0]]
     if x.opcode in ("dynamic-update-slice", "scatter"):

@@ -55,8 +55,8 @@ def held_out_files(root: Path | None = None) -> list[tuple[str, str]]:
 
 
 def functions(files: Sequence[tuple[str, str]], seed: int) -> list[str]:
-    """Returns the source of every function and method, unindented, one of each file in turn, in an order that depends
-    on `seed`."""
+    """Returns the unindented source of every function and method. The functions of the files alternate, one from each
+    file in turn, in an order that depends on `seed`."""
     found = []
     for path, text in files:
         with warnings.catch_warnings():
@@ -102,12 +102,12 @@ def completion(lm: LM, count: int, new_tokens: int, seed: int) -> list[list[int]
 
 
 def copy_edit(lm: LM, count: int, new_tokens: int, seed: int) -> list[list[int]]:
-    """Returns prompts that hold a function as the model completes it greedily, then its first half again with the
-    function renamed.
+    """Returns prompts that consist of a function, whose second half the model itself has completed greedily, and then
+    its first half again with the function renamed.
 
-    The continuation is a copy. A model with strong induction copies any text, but one as small as `pycode` copies
-    little beyond what it would have written anyway, so the text is its own output. `copied` measures how much it
-    copies.
+    The expected continuation is a copy of the second half. A large model copies any text, but one as small as `pycode`
+    copies little beyond what it would have generated anyway; so the text to copy is the model's own output. `copied`
+    measures the share of copied tokens.
     """
     texts = heads(lm, count, _longest(lm, new_tokens, copies=2), seed)
     assert lm.tokenizer is not None

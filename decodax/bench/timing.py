@@ -1,4 +1,4 @@
-"""Timing of alternatives in turn, so that a change of the machine's speed affects all of them."""
+"""Times alternatives in turn, so that a change of the machine's speed affects all of them."""
 
 from __future__ import annotations
 
@@ -45,12 +45,13 @@ def in_turn(sides: Mapping[str, Callable[[], float]], repeats: int, what: str = 
 
 
 def median(values: Any) -> float:
-    """Returns the median."""
+    """Returns the median as a float."""
     return float(np.median(values))
 
 
 def ratio(times: Times, of: str, to: str) -> float:
-    """Returns the median of `of / to` over pairs of neighbouring runs, which saw the machine in the same state.
+    """Returns the median of the ratios of `times[of]` to `times[to]`, pairing runs that followed each other, so that
+    both had the same load.
 
     >>> ratio({"a": [2.0, 4.0, 9.0], "b": [1.0, 2.0, 3.0]}, "a", "b")
     2.0

@@ -1,8 +1,8 @@
-"""The dense key/value cache: one array a layer, slot = position, written only with verified entries.
+"""The dense key/value cache: one array for each layer, in which the slot of a token is its position.
 
 `attend` computes attention to the cached keys and to the window's own keys, and merges the two parts of the softmax.
-`commit` writes the accepted entries of a window. Layers are separate arrays, since a stacked cache costs a copy of a
-layer for each layer and step on CPU.
+`commit` writes the accepted entries of a window; nothing else is ever written. The layers are separate arrays, since
+with one array for all layers, each step would copy every layer on CPU.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from decodax.core.capabilities import LoadsPrefix, Truncates
 from decodax.pallas_kernels.window_attention import Bias, window_attention
 
 BLOCK = 32
-"""Number of slots that are moved at a time when rows continue one another."""
+"""Number of slots that are moved at a time when rows are copied to other rows (`Dense.select`)."""
 
 
 @struct
@@ -31,8 +31,10 @@ class Dense(KeyValues, LoadsPrefix, Truncates):
     """A contiguous cache. An entry is a pair of a key `f[B, W, G, d]` and a value `f[B, W, G, e]`.
 
     Attributes:
-        kv, given, widths: see `KeyValues`.
-        length: `i32[B]`, number of verified entries; slots from there on are never read.
+        kv: a tuple with one array `f[B, G, S, d + e]` for each layer: in each slot a key, then its value.
+        length: `i32[B]`, number of verified entries; attention ignores slots from `length` on.
+        given: inputs of each row beside its tokens; see `Cache.inputs`.
+        widths: static; the key width `d` of each layer.
     """
 
     supports: ClassVar[frozenset[Feature]] = ALL
@@ -83,12 +85,15 @@ class Dense(KeyValues, LoadsPrefix, Truncates):
 
 def dense(layers: Sequence[tuple[Any, ...]], batch: int, capacity: int, dtype: jax.typing.DTypeLike,
           inputs: PyTree = None) -> Dense:
-    """Returns an empty cache.
+    """Returns an empty dense cache.
 
     Args:
-        layers: a `KVLayer` of each layer, or a tuple that begins with its first fields: the number of key/value heads,
-            the width of keys, and the width of values if that is another one.
-        batch: number of rows. capacity: number of positions; 0 holds nothing. inputs: see `Cache.inputs`.
+        layers: for each layer a `KVLayer`, or a tuple of its first fields: the number of key/value heads, the width of
+            keys, and the width of values if it is another one.
+        batch: number of rows.
+        capacity: number of positions. 0: the cache stores nothing.
+        dtype: dtype of keys and values.
+        inputs: inputs of each row beside its tokens; see `Cache.inputs`.
     """
     return Dense(kv=empty_kv(layers, batch, capacity, dtype), length=jnp.zeros(batch, jnp.int32), given=inputs,
                  widths=key_widths(layers))
@@ -96,7 +101,7 @@ def dense(layers: Sequence[tuple[Any, ...]], batch: int, capacity: int, dtype: j
 
 @jax.jit      # traced and lowered once for all layers
 def write(cache: Array, new: Array, slots: Array) -> Array:
-    """Writes `new [B, W, G, D]` into `cache [B, G, S, D]` at `slots [B, W]`, dropping slots below 0."""
+    """Writes `new [B, W, G, D]` into `cache [B, G, S, D]` at `slots [B, W]`. A slot out of range drops the entry."""
     rows, heads = P(DATA), P(DATA, MODEL)
     return shardwise(_write, (heads, P(DATA, None, MODEL), rows), heads, cache, new, slots)
 
@@ -119,7 +124,8 @@ def _write(cache: Array, new: Array, slots: Array) -> Array:
         def one(row: Array, entry: Array, slot: Array) -> Array:
             at = jnp.maximum(slot, 0)
             old = jax.lax.dynamic_slice_in_dim(row, at, 1, 1)
-            return jax.lax.dynamic_update_slice_in_dim(row, jnp.where(slot >= 0, entry[:, None], old), at, 1)
+            held = (slot >= 0) & (slot < S)
+            return jax.lax.dynamic_update_slice_in_dim(row, jnp.where(held, entry[:, None], old), at, 1)
 
         return jax.vmap(one)(cache, new[:, 0], slots[:, 0])
 

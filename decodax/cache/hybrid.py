@@ -1,4 +1,5 @@
-"""A cache of hybrid models: some layers have keys and values in any kind of cache, the others have recurrent states."""
+"""A cache of hybrid models: some layers have keys and values in a cache of any kind, the others have recurrent
+states."""
 
 from __future__ import annotations
 
@@ -15,12 +16,14 @@ from decodax.core.capabilities import ReadPrompt, draft_view
 
 @struct
 class PerLayer(Combined):
-    """`base`, which holds the layers with keys and values, and `linear`, which holds the others: `LinearStates`, or
-    `Recurrent` where the model asks for its walk. Both take in what is committed, and rows go through both alike.
+    """One cache for the layers with keys and values, and one for the recurrent layers. Commits and row selection go to
+    both.
 
     Attributes:
-        base: cache of the layers with keys and values. linear: cache of the other layers, `LinearStates` or
-            `Recurrent`. where: static; for each layer whether it is in `linear`, and its number there or in `base`.
+        base: the cache of the layers with keys and values.
+        linear: the cache of the other layers. `LinearStates` for linear attention, or `Recurrent` if the model calls
+            `walk`.
+        where: static; for each layer of the model, True if it is in `linear`, and its number in that cache.
     """
 
     members = ("base", "linear")
@@ -51,7 +54,7 @@ class PerLayer(Combined):
                             linear=self.linear.commit(self.part(entries, True), slots))
 
     def part(self, entries: Entries, linear: bool) -> list[PyTree]:
-        """Returns the entries of the layers in `linear`, or of those in `base`."""
+        """Returns the entries of the layers in `linear` if `linear` is True, else those of the layers in `base`."""
         return [entry for entry, (own, _) in zip(entries, self.where, strict=True) if own == linear]
 
     def finish_prefill(self, prompt: ReadPrompt) -> PerLayer:
@@ -69,7 +72,8 @@ def _alone(prompt: ReadPrompt) -> ReadPrompt:
 
 
 class ModelInPart:
-    """The part of a model that a cache of some of its layers may use."""
+    """Replaces the model for a cache that holds only some of its layers. It has `outputs`; any other access, such as a
+    forward pass, raises ValueError."""
 
     def __init__(self, model: Any):
         self.outputs = model.outputs

@@ -1,4 +1,5 @@
-"""Shared parts of caches of keys and values: the shape of a layer, and one array a layer that holds both."""
+"""Shared parts of caches of keys and values: the shapes of a layer, and one array for each layer with both keys and
+values."""
 
 from __future__ import annotations
 
@@ -11,23 +12,27 @@ import jax.numpy as jnp
 from jax import Array
 
 from decodax.cache.scratch import Scratch
+from decodax.common.registry import CACHES
 from decodax.core.cache import Cache, CacheConfig, Entries, PyTree
 from decodax.core.capabilities import Draftable, DraftBase
 
 Score = Literal["sliding windows", "soft caps", "biases"]
-"""Changes that a model makes to attention scores beyond the scaled product of query and key."""
+"""Changes to attention scores that a model may need beyond the scaled product of query and key."""
 
 
 class KVLayer(NamedTuple):
     """The shape of a layer's keys and values, which a model passes to a cache.
 
     Attributes:
-        heads: number of key/value heads, `G`. width: of keys, `d`. value_width: of values, `e`; None: `d`.
+        heads: number of key/value heads, `G`.
+        width: number of channels of a key, `d`.
+        value_width: number of channels of a value, `e`; None: `d`.
         queries: number of query heads, `H`; None: not known.
-        rope: the `Rope` of queries and keys, or None. context: the length that its scaling is for.
-        sliding: number of latest positions that a query sees, with its own; None: all.
-        softcap: bound of the scores, which are `softcap * tanh(score / softcap)`; None: no bound.
-        bias: True if something is added to the scores, by positions or otherwise.
+        rope: the `Rope` that rotates queries and keys; None: they are not rotated.
+        context: the text length that the scaling of `rope` is meant for.
+        sliding: a query attends to this number of latest positions, its own included; None: to all.
+        softcap: bound of the scores, which become `softcap * tanh(score / softcap)`; None: no bound.
+        bias: True if the model adds a bias to the scores, such as one that depends on positions.
     """
 
     heads: int
@@ -42,24 +47,27 @@ class KVLayer(NamedTuple):
 
     @property
     def scores(self) -> frozenset[Score]:
-        """Changes of the layer's attention scores, which a kind of cache may not take (`KVConfig.refuses`)."""
+        """Changes of attention scores that the layer needs. A cache may not support all of them
+        (`KVConfig.refuses`)."""
         given: tuple[tuple[Score, bool], ...] = (("sliding windows", self.sliding is not None),
                                                  ("soft caps", self.softcap is not None), ("biases", self.bias))
         return frozenset(name for name, there in given if there)
 
     @property
     def both(self) -> int:
-        """Width of a key and its value together."""
+        """Number of channels of a key and its value together, `d + e`."""
         return self.width + (self.width if self.value_width is None else self.value_width)
 
 
 class KeyValues(DraftBase):
-    """A cache whose entries are pairs of a key and a value, for `Dense` and `Slotted`.
+    """Base of caches with one array of keys and values for each layer, such as `Dense` and `Slotted`.
 
     Attributes:
-        kv: a tuple of one `f[B, G, S, d + e]` a layer, the key of each slot and then its value. One array for both,
-            since a TPU pads the last axis to 128 lanes: with heads of 64 keys alone would take twice their bytes.
-        given: see `Cache.inputs`. widths: static; the width `d` of the keys of each layer.
+        kv: a tuple with one array `f[B, G, S, d + e]` for each layer: in each slot a key, then its value. Both share an
+            array since a TPU pads the last axis to 128 lanes: with 64 channels, an array of keys alone would take twice
+            their bytes.
+        given: inputs of each row beside its tokens; see `Cache.inputs`.
+        widths: static; the key width `d` of each layer.
     """
 
     if TYPE_CHECKING:       # each kind declares them, in the order of its fields
@@ -88,20 +96,29 @@ class KeyValues(DraftBase):
 
 
 class KVConfig(CacheConfig):
-    """Base of configurations of caches that are made from the shapes of layers. Implement `empty`."""
+    """Base of configurations of caches that are built from the `KVLayer` of each layer. Implement `empty`."""
 
     if TYPE_CHECKING:
 
         @property
         def name(self) -> str:
-            """What errors call it; default the name of its class."""
+            """Name of the cache in error messages; by default the name of the class."""
 
     @abc.abstractmethod
     def empty(self, shapes: tuple[KVLayer, ...], batch: int, size: int, dtype: Any, inputs: PyTree) -> Cache:
-        """Returns an empty cache for texts of up to `size` tokens. `shapes` is empty if `size` is 0."""
+        """Returns an empty cache.
+
+        Args:
+            shapes: the shape of each layer; empty if `size` is 0.
+            batch: number of rows.
+            size: maximum number of tokens of a text.
+            dtype: dtype of keys and values.
+            inputs: inputs of each row beside its tokens; see `Cache.inputs`.
+        """
 
     def refuses(self, layer: int, shape: KVLayer) -> frozenset[Score]:
-        """Returns the changes of attention scores that it cannot take in a layer; checked before anything is traced."""
+        """Returns the changes of attention scores that the cache does not support in a layer. A model that needs one of
+        them is refused with an error before tracing."""
         return frozenset()
 
     def __call__(self, layers: Sequence[tuple[Any, ...]], batch: int, capacity: int, dtype: jax.typing.DTypeLike,
@@ -109,25 +126,34 @@ class KVConfig(CacheConfig):
         shapes = tuple(KVLayer(*layer) for layer in layers) if capacity else ()
         for i, shape in enumerate(shapes):
             if refused := sorted(self.refuses(i, shape) & shape.scores):
-                name = getattr(self, "name", type(self).__name__)
+                name = next((n for n, entry in CACHES.items() if entry.make is type(self)), type(self).__name__)
                 raise ValueError(f"cache: {name} takes a model without {' and '.join(refused)} of its attention "
                                  f"scores, which layer {i} of this one has")
         return self.empty(shapes, batch, capacity, dtype, inputs)
 
 
 def own_entry(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-    """Returns the keys and values of the window's own nodes, which stand after those of earlier windows."""
+    """Returns the keys and values of the window's own nodes, the last `W` of the `K` that `Cache.attend` gets. The ones
+    before belong to nodes of earlier windows."""
     earlier = k.shape[1] - q.shape[1]
     return k[:, earlier:], v[:, earlier:]
 
 
 def empty_kv(layers: Sequence[tuple[Any, ...]], rows: int, slots: int,
              dtype: jax.typing.DTypeLike) -> tuple[Array, ...]:
-    """Returns zeros, one `f[rows, G, slots, d + e]` a layer. `layers`: as in `dense`."""
+    """Returns zeros for each layer, `f[rows, G, slots, d + e]`.
+
+    Args:
+        layers: a `KVLayer` for each layer, or a tuple of its first fields.
+        rows: number of rows, or of pages.
+        slots: number of slots in each.
+        dtype: dtype of keys and values.
+    """
     shapes = [KVLayer(*layer) for layer in layers]
     return tuple(jnp.zeros((rows, shape.heads, slots, shape.both), dtype) for shape in shapes)
 
 
 def key_widths(layers: Sequence[tuple[Any, ...]]) -> tuple[int, ...]:
-    """Returns the width of the keys of each layer. `layers`: as in `dense`."""
+    """Returns the key width `d` of each layer. `layers` has a `KVLayer` for each layer, or a tuple of its first
+    fields."""
     return tuple(layer[1] for layer in layers)

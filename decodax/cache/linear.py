@@ -1,12 +1,12 @@
 """Linear attention: layers whose keys and values are summed in a state of constant size ("Transformers are RNNs",
 Katharopoulos et al., 2020), and the cache of such states.
 
-A query gives a key the weight `phi(q) phi(k)`, so its output over a whole text is `phi(q) S` with the sum
-`S = sum phi(k)^T v`. Attention among the nodes of a window is computed from their keys and values under the window's
-mask, as matrix products, in chains and trees, without a state for each node. The entry of a node is its key and value,
-and `commit` adds those of the accepted nodes to the state.
+A query gives a key the weight `phi(q) phi(k)`, so its output over a whole text is `phi(q) S` with the sum `S = sum
+phi(k)^T v`. Attention among the nodes of a window, a chain or a tree, is computed from their keys and values under the
+window's mask, as matrix products; nodes have no states of their own. The entry of a node is its key and value, and
+`commit` adds those of the accepted nodes to the state.
 
-Prompts go through the same two functions in blocks, so time is linear in their length.
+A prompt is processed in blocks by the same functions, so time is linear in its length.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ class LinearRule:
     """Options of a layer of linear attention.
 
     Attributes:
-        features: `phi`.
+        features: name of the feature map `phi`.
         normalise: whether the sum of weighted values is divided by the sum of weights.
         group: number of positions of a group. A query gives the keys of its own group the weight `max(0, q k)^2`, and
-            those of earlier groups a weight by `phi` (FLASH: Hua et al., 2022). 0: all weights are by `phi`.
-        taps: width of a causal convolution of the values that is added to the output, with factors of each query head
-            (`LinearTerms.taps`). 0: none.
+            those of earlier groups the weight `phi(q) phi(k)` (FLASH: Hua et al., 2022). 0: there are no groups.
+        taps: width of a causal convolution of the values, whose result is added to the output, with factors for each
+            query head (`LinearTerms.taps`). 0: no convolution.
         unit: whether queries and keys are normalised to length 1.
-        factor: whether weights by `phi` have a learned factor (`LinearTerms.factor`).
-        width: of queries and keys; None: that of the decoder's other heads.
-        prefix: whether the state begins with the keys and values of an encoder (`LinearStates`).
+        factor: whether the weights `phi(q) phi(k)` have a learned factor (`LinearTerms.factor`).
+        width: number of channels of queries and keys; None: that of the decoder's other heads.
+        prefix: whether the state begins with the keys and values of an encoder (`encoded`).
     """
 
     features: Features = "elu"
@@ -70,11 +70,12 @@ class LinearRule:
 
     @property
     def recent(self) -> int:
-        """Number of latest tokens whose keys and values are kept, too, for an open group and the convolution."""
+        """Number of latest tokens whose keys and values are stored beside the state, for an incomplete group and the
+        convolution."""
         return max(self.group - 1, self.taps - 1, 0)
 
     def size(self, width: int) -> int:
-        """Returns the width of `phi` of vectors of a width."""
+        """Returns the number of features `r` of a vector with `width` channels."""
         return 1 + width + width * width if self.features == "taylor" else width
 
     def phi(self, x: Array) -> Array:
@@ -94,11 +95,11 @@ class LinearTerms(Struct):
     """Arguments of `attend` for a layer of linear attention, beside queries, keys and values.
 
     Attributes:
-        rule: static.
-        factor: `f[1]`, of weights by `phi`; None: 1.
+        rule: static; options of the layer.
+        factor: `f[1]`, factor of the weights `phi(q) phi(k)`; None: 1.
         taps: `f[H, taps]`, factors of the values at the distances 0, 1, .. for each query head; None: none.
-        encoder: keys and values of the same nodes by the layer's encoder, `f[B, T, G, d]` and `f[B, T, G, e]`, which
-            are only used when a prefix is encoded.
+        encoder: keys and values of the same nodes from the layer's encoder, `f[B, T, G, d]` and `f[B, T, G, e]`. Only
+            used when a prefix is encoded.
     """
 
     rule: LinearRule = static()
@@ -112,9 +113,10 @@ class LinearState(Struct):
     """The state of a layer after a text.
 
     Attributes:
-        sums: `f32[B, G, r, e]`: `S`; with `LinearRule.normalise` one more column, the sum of `phi(k)`. With groups, of
-            the complete ones.
-        recent: `f[B, G, R, d + e]`: key and value of the token at position `p` in slot `p % R`.
+        sums: `f32[B, G, r, e]`, the sum `S`; with `LinearRule.normalise`, one more column holds the sum of `phi(k)`.
+            With groups, only complete groups are summed.
+        recent: `f[B, G, R, d + e]`, the key and value of the token at position `p` in slot `p % R`, for the last `R`
+            tokens.
     """
 
     sums: Array
@@ -134,7 +136,8 @@ class LinearState(Struct):
         return jnp.where(at >= 0, at, -1)
 
     def pairs(self, width: int) -> tuple[Array, Array]:
-        """Returns the keys `f[B, R, G, d]` and values of the slots."""
+        """Returns the keys `f[B, R, G, d]` and the values `f[B, R, G, e]` of the slots. `width` is the width `d` of
+        keys."""
         both = self.recent.swapaxes(1, 2)
         return both[..., :width], both[..., width:]
 
@@ -144,9 +147,13 @@ def mix(terms: LinearTerms, state: LinearState, length: Array, q: Array, k: Arra
     """Computes linear attention to a text and to the keys of a window.
 
     Args:
-        terms: of the layer. state: after the text of `length` (`i32[B]`).
-        q: `f[B, W, H, d]`. k, v: `f[B, K, G, d]` and `f[B, K, G, e]`.
-        seen: `bool[B, W, K]`. at, keys_at: positions, `i32[B, W]` and `i32[B, K]`.
+        terms: rule and weights of the layer.
+        state: state of the layer after the text.
+        length: `i32[B]`, number of tokens of the text.
+        q: `f[B, W, H, d]`, queries.
+        k, v: `f[B, K, G, d]` and `f[B, K, G, e]`, keys and values of the window.
+        seen: `bool[B, W, K]`, True if a query attends to a key.
+        at, keys_at: positions of queries and keys, `i32[B, W]` and `i32[B, K]`.
 
     Returns:
         `f[B, W, H, e]`.
@@ -194,11 +201,14 @@ def mix(terms: LinearTerms, state: LinearState, length: Array, q: Array, k: Arra
 
 
 def taken_in(rule: LinearRule, state: LinearState, length: Array, k: Array, v: Array, slots: Array) -> LinearState:
-    """Adds tokens to a state.
+    """Returns the state after further tokens of the text.
 
     Args:
-        length: `i32[B]` of the text before. k, v: `f[B, W, G, d]` and `f[B, W, G, e]`.
-        slots: `i32[B, W]`, their positions, which continue the text; -1: not added.
+        rule: options of the layer.
+        state: the state before these tokens.
+        length: `i32[B]`, number of tokens before.
+        k, v: `f[B, W, G, d]` and `f[B, W, G, e]`, keys and values of the tokens.
+        slots: `i32[B, W]`, positions of the tokens, which continue the text; -1: not added.
     """
     after, d = jnp.maximum(length, slots.max(1) + 1), k.shape[-1]
     new_k, new_v, at = k, v, slots
@@ -243,15 +253,16 @@ def along(terms: LinearTerms, state: LinearState, length: Array, q: Array, k: Ar
 
 def over_text(terms: LinearTerms, q: Array, k: Array, v: Array, mask: Array | None, at: Array,
               prefix: Array | None = None) -> tuple[Array, Array]:
-    """Computes linear attention among given nodes, without a cache, for training and for encoders.
+    """Computes linear attention among the nodes of a whole text, without a cache, for training and for encoders.
 
     Args:
-        q, k, v, at: as in `mix`.
-        mask: `bool[B or 1, W, W]`; None: a chain.
-        prefix: `i32[B]`, number of first positions whose encoder's keys and values all nodes see; None: none.
+        terms, q, k, v, at: see `mix`.
+        mask: `bool[B or 1, W, W]`, True if a node attends to another; None: a chain.
+        prefix: `i32[B]`, number of first positions whose encoder keys and values all nodes attend to; None: none.
 
     Returns:
-        `f[B, W, H, e]`, and the sum of the encoder's keys and values, `f32[B, G, r, e + 1]`.
+        `f[B, W, H, e]`, and the sum over the encoder's keys and values, `f32[B, G, r, e + 1]` (`e` without
+        `LinearRule.normalise`).
     """
     rule, (B, W, _, d), G = terms.rule, q.shape, k.shape[2]
     state = LinearState.empty(rule, B, G, d, v.shape[-1], v.dtype)
@@ -264,14 +275,14 @@ def over_text(terms: LinearTerms, q: Array, k: Array, v: Array, mask: Array | No
 
 
 def encoded(rule: LinearRule, state: LinearState, k: Array, v: Array, live: Array) -> LinearState:
-    """Adds the live keys and values of an encoder to the sums of an empty state."""
+    """Adds the encoder's keys and values at live nodes to the sums of an empty state; see `over_text`."""
     live = live[:, :, None, None]
     phi, values = jnp.where(live, rule.phi(k), 0), jnp.where(live, _with_ones(rule, v.astype(jnp.float32)), 0)
     return state.replace(sums=state.sums + jnp.einsum("bkgr,bkge->bgre", phi, values))
 
 
 def _with_ones(rule: LinearRule, v: Array) -> Array:
-    """Appends a 1 to each value if the sum of weights is needed, too."""
+    """Appends a 1 to each value if the rule normalises, so that the sum of weights is computed with that of values."""
     return jnp.concatenate([v, jnp.ones((*v.shape[:-1], 1), v.dtype)], -1) if rule.normalise else v
 
 
@@ -287,9 +298,11 @@ class LinearStates(Sized, DraftBase):
     """The state of each layer of linear attention after the verified text. An entry is a pair of a key and a value.
 
     Attributes:
-        states: a `LinearState` a layer.
-        length: `i32[B]` tokens of the verified text. given: see `Cache.inputs`.
-        rules: static; of each layer. size: static; largest number of tokens of a text.
+        states: the `LinearState` of each layer.
+        length: `i32[B]`, number of tokens of the verified text.
+        given: inputs of each row beside its tokens; see `Cache.inputs`.
+        rules: static; the `LinearRule` of each layer.
+        size: static; maximum number of tokens of a text.
     """
 
     supports: ClassVar[frozenset[Feature]] = frozenset(("trees",))
@@ -302,7 +315,7 @@ class LinearStates(Sized, DraftBase):
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *,       # type: ignore[override]
                linear: LinearTerms) -> tuple[Array, PyTree]:
-        """See `Cache.attend`; `linear` has the rule."""
+        """Computes linear attention; see `Cache.attend`. `linear` has the options and weights of the layer."""
         state = self.states[layer]
         if window.is_prefill and q.shape[1] > BLOCK:
             out = along(linear, state, self.length, q, k, v, window.live, window.positions)
@@ -339,8 +352,12 @@ def linear_states(rules: Sequence[LinearRule], shapes: Sequence[tuple[int, int, 
     """Returns empty states.
 
     Args:
-        shapes: number of key/value heads `G` and widths `d` and `e` of each layer. dtype: of the latest tokens; sums
-            are float32.
+        rules: the `LinearRule` of each layer.
+        shapes: for each layer the number of key/value heads `G`, and the widths `d` and `e` of keys and values.
+        batch: number of rows.
+        capacity: maximum number of tokens of a text; 0: the cache stores nothing.
+        dtype: dtype of the stored latest tokens; sums are float32.
+        inputs: inputs of each row beside its tokens; see `Cache.inputs`.
     """
     states = tuple(LinearState.empty(rule, batch, *shape, dtype) for rule, shape in zip(rules, shapes, strict=True))
     return LinearStates(states=states, length=jnp.zeros(batch, jnp.int32), given=inputs, rules=tuple(rules),

@@ -1,10 +1,10 @@
-"""A packed layout for a layer whose heads keep different numbers of tokens.
+"""A packed layout of keys and values for layers whose heads keep different numbers of tokens.
 
-An array `[G, S]` is as wide as its largest head may become. Here the slots of a layer form segments of a few tokens,
-and each head owns consecutive segments, as many as it needs for the tokens it keeps and for later ones. The total
-number of kept tokens bounds the number of segments. Attention is computed for each segment with the queries of its
-owner, and the segments of a head are merged by their softmax sums, as in the variable-length kernel of Ada-KV (Feng et
-al., 2024).
+In an array `[G, S]`, every head takes as many slots as the largest one. Here the slots of a layer form segments of
+`SEGMENT` tokens. Each head owns consecutive segments, enough for the tokens that it keeps and for later ones. The
+number of segments is bounded by the total number of kept tokens. Attention is computed for each segment with the
+queries of its owner, and the segments of a head are merged by their softmax sums, as in the variable-length kernel of
+Ada-KV (Feng et al., 2024).
 """
 
 from __future__ import annotations
@@ -17,15 +17,21 @@ from decodax.core.window import take
 from decodax.pallas_kernels.window_attention.reference import MASKED
 
 SEGMENT = 64
-"""Number of slots of a segment. A head leaves half a segment empty on average. With 32 slots, a round of `adakv` after
-512 tokens takes 4% longer on CPU (125M shape, 8 rows), since each segment is a product of its own."""
+"""Number of slots of a segment. The last segment of a head is half empty on average. With 32 slots, a round of `adakv`
+after 512 tokens takes 4% longer on CPU (125M shape, 8 rows), since each segment is a product of its own."""
 STEP = 4096
-"""Number of slots, of all rows together, that are read at a time on CPU, where gathered keys and values are copied, and
-the copy should stay in cache."""
+"""Number of slots, of all rows together, that attention processes at a time on CPU. Their keys and values are copied,
+and the copy should fit in the processor's cache."""
 
 
 def segments_of(total: int, heads: int, later: int, size: int) -> int:
-    """Returns the number of segments for `total` tokens of all heads and `later` more of each, at most `size` a head.
+    """Returns the number of segments of a layer that its heads need at most.
+
+    Args:
+        total: number of kept tokens of all heads together.
+        heads: number of heads.
+        later: number of later tokens of each head.
+        size: maximum number of tokens of a head.
 
     >>> segments_of(2 * 100, 2, 20, 4096), segments_of(2 * 100, 2, 20, 64)
     (5, 2)
@@ -34,25 +40,34 @@ def segments_of(total: int, heads: int, later: int, size: int) -> int:
 
 
 def owners(starts: Array, segments: int) -> Array:
-    """Returns the head that owns each segment, `i32[segments]`, given the first segment of each head (`i32[G]`)."""
+    """Returns the head that owns each segment, `i32[segments]`. `starts` is the first segment of each head,
+    `i32[G]`."""
     return (jnp.searchsorted(starts, jnp.arange(segments, dtype=jnp.int32), side="right") - 1).astype(jnp.int32)
 
 
 def slots_of(starts: Array, rank: Array) -> Array:
-    """Returns the slots, counted over all segments, of the `rank`-th tokens of each head, `i32[G, n]`."""
+    """Returns the slots of the `rank`-th tokens of each head, `i32[G, n]`, counted over all segments of the layer.
+
+    Args:
+        starts: `i32[G]`, the first segment of each head.
+        rank: `i32[G or 1, n]`, numbers of tokens within their head, from 0.
+    """
     return starts[:, None] * SEGMENT + rank
 
 
 def pack(first: Array, number: Array, later: Array | int, size: int, segments: int) -> tuple[Array, Array, Array]:
-    """Returns the places of the tokens that the heads of a row keep.
+    """Computes a packed layout for the tokens that the heads of a row keep.
 
     Args:
-        first: `i32[G, S]`, beginning with the slots that each head keeps, in order. number: `i32[G]`, their number.
-        later: number of later tokens to have room for. size: largest number of tokens of a head.
+        first: `i32[G, S]`, the slots that each head keeps, in order; entries from `number` on are ignored.
+        number: `i32[G]`, number of slots that each head keeps.
+        later: number of later tokens to reserve slots for.
+        size: maximum number of tokens of a head.
+        segments: number of segments of the layer.
 
     Returns:
-        The first segment of each head, `i32[G]`; and for each packed slot its head and the slot that it is copied from,
-        both `i32[segments * SEGMENT]`, the latter -1 for an empty slot.
+        The first segment of each head, `i32[G]`; the head of each packed slot, `i32[segments * SEGMENT]`; and the slot
+        that it is copied from, of the same shape, -1 for an empty slot.
     """
     own = -(-jnp.minimum(number + later, size) // SEGMENT)
     starts = (jnp.cumsum(own) - own).astype(jnp.int32)
@@ -63,7 +78,15 @@ def pack(first: Array, number: Array, later: Array | int, size: int, segments: i
 
 
 def unpack(x: Array, starts: Array, count: Array, slots: int, empty: int = 0) -> Array:
-    """Converts a row's `[N, SEGMENT, ...]` to `[G, slots, ...]`: the tokens of each head first, then `empty`."""
+    """Returns the packed values of a row for each head, `[G, slots, ...]`: first those of its tokens, then `empty`.
+
+    Args:
+        x: `[N, SEGMENT, ...]`, values of packed slots.
+        starts: `i32[G]`, the first segment of each head.
+        count: `i32[G]`, number of tokens of each head.
+        slots: number of slots of each head in the result.
+        empty: value of slots without a token.
+    """
     flat = x.reshape(-1, *x.shape[2:])
     rank = jnp.arange(slots, dtype=jnp.int32)
     at = jnp.minimum(slots_of(starts, rank[None]), len(flat) - 1)
@@ -76,8 +99,12 @@ def segment_attention(q: Array, kv: Array, seen: Array, starts: Array, *, scale:
     """Computes attention to packed keys and values.
 
     Args:
-        q: `f[B, W, H, d]`. kv: `f[B, N, SEGMENT, d + e]`. seen: `bool[B, N, SEGMENT]`, slots that are read.
+        q: `f[B, W, H, d]`, queries.
+        kv: `f[B, N, SEGMENT, d + e]`, keys and then values of the packed slots.
+        seen: `bool[B, N, SEGMENT]`, slots that the queries attend to.
         starts: `i32[B, G]`, the first segment of each head.
+        scale: factor of the scores.
+        softcap: bound of the scores, which become `softcap * tanh(score / softcap)`; None: no bound.
 
     Returns:
         `f32[B, W, H, e]`, and the logarithms of the softmax sums, `f32[B, W, H]`.

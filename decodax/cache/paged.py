@@ -1,10 +1,10 @@
 """PagedAttention: keys and values in pages of a pool that all rows share ("Efficient Memory Management for Large
 Language Model Serving with PagedAttention", Kwon et al., 2023).
 
-Each row has a table of its pages. Short rows take few pages, and samples of one prompt share the pages that are full:
-`select` copies tables, and copies a page that is still being filled for all rows but the first that hold it. A page is
-free if it is in no table. The pool may run out; a row then ends with `Status.CAPACITY` when it has used up its last
-page and its share of the free ones.
+Each row has a table of its pages. Short rows take few pages, and samples of one prompt share its full pages. `select`
+copies only the tables, and the last page of a row while it is not full: the first row that holds it keeps it, and every
+other row gets a copy. A page is free if it is in no table. If the pool has no free page left, a row ends with
+`Status.CAPACITY` when it has used up its last page and its share of the free pages.
 """
 
 from __future__ import annotations
@@ -26,12 +26,15 @@ from decodax.pallas_kernels.window_attention import Bias, window_attention
 
 @struct
 class PagedCache(KeyValues):
-    """A pool and its tables.
+    """A pool of pages, and for each row a table of its pages.
 
     Attributes:
-        kv: a tuple of one `f[N, G, P, d + e]` a layer, `N` pages of `P` positions. given, widths: see `KeyValues`.
-        table: `i32[B, S / P]`, the page that holds each `P` positions of a row; -1: none yet.
-        length: `i32[B]`.
+        kv: a tuple with one array `f[N, G, P, d + e]` for each layer: `N` pages of `P` positions, the key and then the
+            value of each position.
+        table: `i32[B, S / P]`; entry `i` is the page with positions `i P` to `i P + P - 1` of a row; -1: no page yet.
+        length: `i32[B]`, number of committed tokens of each row.
+        given: inputs of each row beside its tokens; see `Cache.inputs`.
+        widths: static; the key width `d` of each layer.
     """
 
     kv: tuple[Array, ...]
@@ -56,12 +59,14 @@ class PagedCache(KeyValues):
         return self.table.shape[1] * self.page
 
     def free(self) -> tuple[Array, Array]:
-        """Returns all pages, the free ones first, and the number of free ones."""
+        """Returns the numbers of all pages with the free ones first, `i32[N]`, and the number of free pages,
+        `i32[]`."""
         used = jnp.zeros(self.pages, bool).at[jnp.where(self.table >= 0, self.table, self.pages)].set(True, mode="drop")
         return jnp.argsort(used, stable=True).astype(jnp.int32), (~used).sum(dtype=jnp.int32)
 
     def _claim(self, wanted: Array) -> PagedCache:
-        """Puts free pages at the places `wanted` of the table (`bool[B, S / P]`), as long as there are any."""
+        """Assigns free pages to the entries `wanted` (`bool[B, S / P]`) of the table. If there are too few, the last
+        entries get -1."""
         order, free = self.free()
         rank = (jnp.cumsum(wanted.ravel(), dtype=jnp.int32) - 1).reshape(wanted.shape)
         page = jnp.where(rank < free, order[jnp.clip(rank, 0, self.pages - 1)], -1)
@@ -119,7 +124,7 @@ class PagedCache(KeyValues):
                  "Kwon et al. 2023", family="prefix", guarantee="exact")
 @dataclasses.dataclass(frozen=True)
 class PagedConfig(KVConfig):
-    """Keeps everything in pages of a pool that all rows share; samples of a prompt share its full pages.
+    """Keeps all tokens, in pages of a pool that all rows share; samples of a prompt share its full pages.
 
     For batches of rows of very different lengths, and for beam search, where copies of rows cost little.
 

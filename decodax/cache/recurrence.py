@@ -1,14 +1,16 @@
-"""A cache of linear recurrences: one matrix a head, layer and row, whatever the length of the text.
+"""A cache of linear recurrences: one matrix for each head, layer and row, of the same size for every length of the
+text.
 
-The recurrence is `S <- exp(g) S + k v^T` with a decay `g <= 0` of each head, read as `q^T S` (Mamba-2, retention,
-linear attention with a scalar gate). It is linear, so the nodes of a window need no states of their own. With `G_i` the
-sum of `g` over node `i` and its ancestors in the window, and `S` the state before it, a node reads
+The recurrence is `S <- exp(g) S + k v^T` with a decay `g <= 0` of each head, and the output is `q^T S` (Mamba-2,
+retention, linear attention with a scalar gate). It is linear, so the nodes of a window need no states of their own.
+With `G_i` the sum of `g` over node `i` and its ancestors in the window, and `S` the state before the window, the output
+of a node is
 
     y_i = exp(G_i) q_i^T S + sum over j of exp(G_i - G_j) (q_i . k_j) v_j,        j: i and its ancestors
 
 which is attention with a decay under the window's mask, for chains and trees alike (the dual form of Dao and Gu, 2024).
-The entry of a node is `k`, `v` and `G`, and a commit sums those of the accepted path. A state has `N P` numbers, an
-entry `N + P`.
+The entry of a node is `k`, `v` and `G`, and a commit adds those of the accepted path to the state. A state has `N P`
+numbers, an entry `N + P`.
 
 Short convolutions are included: the inputs of a node are part of its entry, and the cache keeps the last few inputs of
 the verified text.
@@ -28,21 +30,22 @@ from decodax.core.capabilities import Draftable, DraftBase
 from decodax.core.window import Window, take
 
 LEAST = -64.0
-"""Smallest decay of a node. Anything times `exp(-64)` is lost in the 24 bits of the numbers it is added to."""
+"""Smallest decay of a node. A product with `exp(-64)` is lost in the 24 bits of the numbers it is added to."""
 
 GRID = 64.0
-"""Sums of decays are kept as a multiple of `1 / GRID` and a remainder. Multiples sum exactly in float32 up to
-`2**24 / GRID`, 4096 nodes of `LEAST`, so that the difference of two large sums is exact."""
+"""A sum of decays is stored as a multiple of `1 / GRID` and a remainder. Multiples add up exactly in float32 up to
+`2**24 / GRID`, 4096 nodes with decay `LEAST`, so the difference of two large sums is exact."""
 
 
 @struct
 class Factors(Struct):
-    """The entry of a layer.
+    """The entry of a layer of linear recurrence, with the symbols of this module's docstring.
 
     Attributes:
         inputs: `f[B, W, C]`, inputs of the convolution.
-        keys: `f32[B, W, G, N]`. values: `f32[B, W, H, P]`, `H` a multiple of `G`.
-        total: `f32[B, W, H, 2]`: `G`, as a multiple of `1 / GRID` and a remainder.
+        keys: `f32[B, W, G, N]`, `k`.
+        values: `f32[B, W, H, P]`, `v`; the number of heads `H` is a multiple of the number of groups `G`.
+        total: `f32[B, W, H, 2]`, `G_i` as a multiple of `1 / GRID` and a remainder.
     """
 
     inputs: Array
@@ -56,10 +59,11 @@ class LinearRecurrent(Sized, DraftBase):
     """The state of each linear recurrence after the verified text.
 
     Attributes:
-        rings: for each layer `f[B, R, C]`, the latest inputs of its convolution, zeros before the text.
-        states: for each layer `f32[B, H, N, P]`.
-        length: `i32[B]` tokens of the verified text.
-        size: static; largest number of tokens of a text. given: see `Cache.inputs`.
+        rings: for each layer `f[B, R, C]`, the last `R` inputs of its convolution, oldest first; zeros before the text.
+        states: for each layer `f32[B, H, N, P]`, the matrix `S` of each head.
+        length: `i32[B]`, number of tokens of the verified text.
+        size: static; maximum number of tokens of a text.
+        given: inputs of each row beside its tokens; see `Cache.inputs`.
     """
 
     supports: ClassVar[frozenset[Feature]] = frozenset(("trees",))
@@ -72,20 +76,24 @@ class LinearRecurrent(Sized, DraftBase):
 
     def before(self, layer: int, x: Array, window: Window) -> Array:
         """Returns the convolution's inputs at the `R` nearest ancestors of each node, `f[B, W, R, C]`, the farthest
-        first. `x`: inputs at the nodes, `f[B, W, C]`."""
+        first. `x` has the inputs at the nodes themselves, `f[B, W, C]`."""
         return _latest(self.rings[layer], self.length, x, window.positions, window.visible(), window.positions)
 
     def recur(self, layer: int, q: Array, k: Array, v: Array, decay: Array, x: Array, window: Window, *,
               chunk: int = 256) -> tuple[Array, Factors]:
-        """Runs the recurrence over a window, each node from its parent's state.
+        """Runs the recurrence over a window. Each node starts from its parent's state.
 
         Args:
-            q, k: `f[B, W, G, N]`. v: `f[B, W, H, P]`. decay: `f[B, W, H]`, 0 or less.
-            x: inputs of the convolution, `f[B, W, C]`, for the entry.
-            chunk: number of nodes that are computed together in a prompt; time and memory of a node grow with it.
+            layer: number of the layer.
+            q, k: `f[B, W, G, N]`, queries and keys.
+            v: `f[B, W, H, P]`, values.
+            decay: `f[B, W, H]`, the decay `g` of each head, at most 0.
+            x: inputs of the convolution, `f[B, W, C]`, which are stored in the entry.
+            window: the window.
+            chunk: number of nodes of a prompt that are computed together; time and memory of a node grow with it.
 
         Returns:
-            `f32[B, W, H, P]`, and the layer's entry.
+            The outputs `f32[B, W, H, P]`, and the layer's entry.
         """
         q, k, v, decay = (a.astype(jnp.float32) for a in (q, k, v, decay))
         state = self.states[layer]
@@ -114,11 +122,14 @@ class LinearRecurrent(Sized, DraftBase):
 
 @struct
 class LinearScratch(Draftable):
-    """Entries of tree nodes, beside the states of the verified text.
+    """Entries of the nodes of a draft tree, and the cache of the verified text.
 
     Attributes:
-        base: the `LinearRecurrent` cache. nodes: for each layer `Factors` of `[B, room, ...]`.
-        positions: `i32[B, room]`. sees: `bool[B, W, room]`, as in `Scratch`.
+        base: the `LinearRecurrent` cache of the verified text.
+        nodes: for each layer the `Factors` of the nodes, with arrays `[B, room, ...]`.
+        positions: `i32[B, room]`, positions of the nodes.
+        sees: `bool[B, W, room]`, the nodes of this buffer that are ancestors of a node of the next window; None before
+            `seen_by`.
     """
 
     base: Any
@@ -130,7 +141,8 @@ class LinearScratch(Draftable):
         return self.replace(sees=sees)
 
     def before(self, layer: int, x: Array, window: Window) -> Array:
-        """See `LinearRecurrent.before`."""
+        """Returns the convolution's inputs at ancestors, some of which may be in this buffer; see
+        `LinearRecurrent.before`."""
         assert self.sees is not None
         whole = jnp.concatenate([self.nodes[layer].inputs, x.astype(self.nodes[layer].inputs.dtype)], 1)
         positions = jnp.concatenate([self.positions, window.positions], 1)
@@ -139,7 +151,8 @@ class LinearScratch(Draftable):
 
     def recur(self, layer: int, q: Array, k: Array, v: Array, decay: Array, x: Array, window: Window, *,
               chunk: int = 256) -> tuple[Array, Factors]:
-        """See `LinearRecurrent.recur`."""
+        """Runs the recurrence over a window whose nodes may have ancestors in this buffer; see
+        `LinearRecurrent.recur`."""
         assert self.sees is not None
         q, k, v, decay = (a.astype(jnp.float32) for a in (q, k, v, decay))
         nodes, seen = self.nodes[layer], window.visible()
@@ -191,12 +204,18 @@ def _totals(seen: Array, decay: Array) -> Array:
 
 
 def _grown(x: Array, groups: int) -> Array:
-    """Splits the third axis, of heads, into groups and heads of each."""
+    """Splits the axis of heads, `[B, W, H, ...]`, into groups and the heads of each, `[B, W, groups, H / groups,
+    ...]`."""
     return x.reshape(*x.shape[:2], groups, x.shape[2] // groups, *x.shape[3:])
 
 
 def _read(state: Array, q: Array, k: Array, v: Array, mine: Array, theirs: Array, seen: Array) -> Array:
-    """Returns outputs of nodes with the sums `mine`, from the state and the nodes with `theirs`, `f32[B, W, H, P]`."""
+    """Returns the outputs of nodes, `f32[B, W, H, P]`, from the state and from the nodes with keys `k` and values `v`.
+
+    Args:
+        mine, theirs: sums of decays `G_i` of the reading nodes, and of the nodes with `k` and `v`, `f32[B, .., H, 2]`.
+        seen: `bool[B, W, K]`, True if a node is an ancestor, or the node itself.
+    """
     B, W, G, _ = q.shape
     scores = jnp.einsum("bign,bjgn->bgij", q, k)[:, :, None]
     # the difference of multiples is exact
@@ -209,7 +228,7 @@ def _read(state: Array, q: Array, k: Array, v: Array, mine: Array, theirs: Array
 
 
 def _after(state: Array, k: Array, v: Array, total: Array, slots: Array) -> Array:
-    """Returns the state after the nodes with slots (`i32[B, W]`, -1 for none), which form a path."""
+    """Returns the state after the nodes of a path, those whose position in `slots` (`i32[B, W]`) is not -1."""
     kept = slots >= 0
     end = jnp.where(kept.any(1)[:, None, None], take(total, jnp.argmax(slots, 1)), 0)
     weight = jnp.where(kept[..., None], jnp.exp(jnp.minimum((end[:, None] - total).sum(-1), 0)), 0)
@@ -221,8 +240,16 @@ def _after(state: Array, k: Array, v: Array, total: Array, slots: Array) -> Arra
 
 
 def chained(state: Array, q: Array, k: Array, v: Array, decay: Array, live: Array, chunk: int) -> tuple[Array, Array]:
-    """Runs the recurrence over a chain from a state `f32[B, H, N, P]`. Returns the outputs, `f32[B, W, H, P]`, and the
-    state after the live nodes (`bool[B, W]`). The other arguments: see `LinearRecurrent.recur`."""
+    """Runs the recurrence over a chain, without a cache.
+
+    Args:
+        state: `f32[B, H, N, P]`, the state before the chain.
+        q, k, v, decay, chunk: see `LinearRecurrent.recur`.
+        live: `bool[B, W]`, nodes that change the state.
+
+    Returns:
+        The outputs `f32[B, W, H, P]`, and the state after the live nodes.
+    """
     y, _, state = _chunks(state, q, k, v, decay, live, min(chunk, live.shape[1]))
     return y, state
 

@@ -1,8 +1,8 @@
-"""A cache of recurrent states: one state a layer and row, whatever the length of the text.
+"""A cache of recurrent states: one state for each layer and row, of the same size for every length of the text.
 
-A recurrent layer has no entries that could be left out later, so the state after each node of a window is an entry, and
-`commit` takes that of the last node that was accepted. A node's state starts from its parent's: chains and trees alike.
-Of a prefill (`Window.is_prefill`) only the last state is kept.
+A recurrent state cannot leave out tokens later. Therefore the entry of a node is the state after it, and `commit` keeps
+the state of the last accepted node. The state of a node is computed from that of its parent, in chains and trees. In a
+prefill (`Window.is_prefill`) only the last state is kept.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from decodax.core.capabilities import Draftable, DraftBase
 from decodax.core.window import Window, take
 
 Step = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
-"""One step of a recurrence: from the state before and the input, `[B, ...]`, to the state after and the output."""
+"""One step of a recurrence. Takes the state before a node and the node's input, and returns the state after it and its
+output; all are pytrees of arrays `[B, ...]`."""
 
 Along = Callable[[PyTree, PyTree, Array], tuple[PyTree, PyTree]]
-"""The same recurrence over a chain: from the state before, the inputs, `[B, W, ...]`, and the live nodes, `bool[B, W]`,
-to the state after the live nodes and the outputs, `[B, W, ...]`."""
+"""The same recurrence over a chain. Takes the state before it, the inputs `[B, W, ...]`, and the live nodes, `bool[B,
+W]`. Returns the state after the live nodes, and the outputs `[B, W, ...]`."""
 
 
 @struct
@@ -33,8 +34,9 @@ class Recurrent(Sized, DraftBase):
 
     Attributes:
         states: for each layer a pytree of arrays `[B, ...]`.
-        length: `i32[B]` tokens of the verified text.
-        size: static; largest number of tokens of a text. given: see `Cache.inputs`.
+        length: `i32[B]`, number of tokens of the verified text.
+        size: static; maximum number of tokens of a text.
+        given: inputs of each row beside its tokens; see `Cache.inputs`.
     """
 
     supports: ClassVar[frozenset[Feature]] = frozenset(("trees",))
@@ -46,11 +48,14 @@ class Recurrent(Sized, DraftBase):
 
     def walk(self, layer: int, step: Step, x: PyTree, window: Window, along: Along | None = None
              ) -> tuple[PyTree, PyTree]:
-        """Runs a recurrence over a window, each node from its parent's state.
+        """Runs a recurrence over a window. Each node starts from its parent's state.
 
         Args:
-            step: one step of the recurrence. x: its inputs, `[B, W, ...]`.
-            along: computes all steps of a prompt together; None: one after the other.
+            layer: number of the layer.
+            step: one step of the recurrence.
+            x: inputs of the nodes, `[B, W, ...]`.
+            window: the window.
+            along: computes all steps of a prefill together. None: `step` runs once for each node.
 
         Returns:
             The outputs of `step`, `[B, W, ...]`, and the layer's entry.
@@ -82,11 +87,14 @@ class Recurrent(Sized, DraftBase):
 
 @struct
 class RecurrentScratch(Draftable):
-    """Recurrent states of tree nodes beside those of the verified text.
+    """Recurrent states of the nodes of a draft tree, and the cache of the verified text.
 
     Attributes:
-        base: the `Recurrent` cache. states: for each layer `[B, room, ...]`. positions: `i32[B, room]`.
-        sees: `bool[B, W, room]`, as in `Scratch`.
+        base: the `Recurrent` cache of the verified text.
+        states: for each layer the states after the nodes, `[B, room, ...]`.
+        positions: `i32[B, room]`, positions of the nodes.
+        sees: `bool[B, W, room]`, the nodes of this buffer that are ancestors of a node of the next window; None before
+            `seen_by`.
     """
 
     base: Any
@@ -99,7 +107,7 @@ class RecurrentScratch(Draftable):
 
     def walk(self, layer: int, step: Step, x: PyTree, window: Window, along: Along | None = None
              ) -> tuple[PyTree, PyTree]:
-        """See `Recurrent.walk`."""
+        """Runs a recurrence over a window whose nodes may have their parents in this buffer; see `Recurrent.walk`."""
         assert self.sees is not None
         last = self.sees & (self.positions[:, None, :] == window.positions[:, :, None] - 1)
         # not read where the parent is a node of this window
@@ -118,14 +126,15 @@ class RecurrentScratch(Draftable):
 
 
 def _above(window: Window) -> Array:
-    """Returns the parent of each node among the live nodes of the window, `i32[B, W]`; -1 if it is outside."""
+    """Returns the index of each node's parent among the live nodes of the window, `i32[B, W]`; -1 if the parent is not
+    in it."""
     before = window.positions[:, :, None] - 1 == window.positions[:, None, :]
     seen = window.mask & before & window.live[:, None, :]
     return jnp.where(seen.any(-1), jnp.argmax(seen, -1), -1).astype(jnp.int32)
 
 
 def _along(step: Step, state: PyTree, x: PyTree, live: Array) -> tuple[PyTree, PyTree]:
-    """Walks a chain and keeps only the last state, an entry `[B, 1, ...]`."""
+    """Runs `step` over a chain and keeps only the state after its last live node, as an entry `[B, 1, ...]`."""
     def visit(state: PyTree, node: Any) -> tuple[PyTree, PyTree]:
         x, live = node
         new, y = step(state, x)
@@ -138,7 +147,8 @@ def _along(step: Step, state: PyTree, x: PyTree, live: Array) -> tuple[PyTree, P
 
 
 def _down(step: Step, start: PyTree, x: PyTree, parent: Array) -> tuple[PyTree, PyTree]:
-    """A tree, parents before children: `start` (`[B, W, ...]`) is where nodes begin whose parent lies outside."""
+    """Runs `step` over a tree, parents before children. A node whose parent is not in the window begins with its state
+    in `start`, `[B, W, ...]`."""
     def visit(states: PyTree, node: Any) -> tuple[PyTree, PyTree]:
         i, x, up = node
         above = jax.tree.map(lambda a: take(a, jnp.where(up < 0, i, up)), states)      # its own place holds the start

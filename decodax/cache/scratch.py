@@ -1,7 +1,7 @@
-"""A buffer for the nodes of a draft tree, which is expanded level by level.
+"""A buffer for the nodes of a draft tree that is expanded level by level.
 
-Entries of unverified nodes are not written into the cache. They are kept in this buffer, and read under an ancestor
-mask, until it is decided which of them are accepted.
+A cache holds entries of verified tokens only. Entries of unverified nodes are kept in this buffer and attended to under
+an ancestor mask. After verification the entries of accepted nodes are written to the cache.
 """
 
 from __future__ import annotations
@@ -20,12 +20,16 @@ from decodax.core.window import Window
 
 @struct
 class AttentionView(Struct):
-    """A window that has more keys than queries, for `Cache.attend`.
+    """A window with more keys than queries, which replaces a `Window` in `Cache.attend`. The `K` keys are those of
+    nodes of earlier windows, then those of the window's `W` own nodes.
 
     Attributes:
-        positions: `i32[B, W]`. key_positions: `i32[B, K]`. seen: `bool[B, W, K]`. cached: as in `Window`.
-        tokens: `i32[B, W]`. before: entries of the layer, `[B, K - W, ...]`, of the nodes before the window's own. Both
-            are None if keys do not correspond to nodes one by one.
+        positions: `i32[B, W]`, positions of the queries.
+        key_positions: `i32[B, K]`, positions of the keys.
+        seen: `bool[B, W, K]`, True if a query attends to a key.
+        cached: `bool[B, S]` or None, cache slots that the queries attend to; see `Window`.
+        tokens: `i32[B, W]`, token ids of the queries. None if keys and nodes do not correspond one to one.
+        before: entries of this layer for the nodes of earlier windows, `[B, K - W, ...]`. None as for `tokens`.
     """
 
     positions: Array
@@ -37,7 +41,7 @@ class AttentionView(Struct):
 
     @property
     def is_prefill(self) -> bool:
-        """As in `Window`: never."""
+        """Always False; see `Window.is_prefill`."""
         return False
 
     def visible(self) -> Array:
@@ -46,12 +50,14 @@ class AttentionView(Struct):
 
 @struct
 class Scratch(Draftable):
-    """A cache of keys and values with room for tree nodes.
+    """A cache of keys and values, with a buffer for the nodes of a draft tree. The model uses it in place of the cache.
 
     Attributes:
-        base: cache of the verified text, whose entries are tuples that begin with keys and values.
-        entries: entries of the nodes in each layer, `[B, room, ...]`. positions: `i32[B, room]`.
-        sees: `bool[B, W, room]`, the nodes that the queries of the next window see; None before `seen_by`.
+        base: the cache of the verified text. Its entries are tuples that begin with keys and values.
+        entries: for each layer the entries of the nodes, `[B, room, ...]`.
+        positions: `i32[B, room]`, positions of the nodes.
+        sees: `bool[B, W, room]`, True if a query of the next window attends to a node of the buffer; None before
+            `seen_by`.
     """
 
     base: Any
@@ -61,7 +67,13 @@ class Scratch(Draftable):
 
     @classmethod
     def empty(cls, base: Cache, entries: Entries, room: int) -> Scratch:
-        """Returns a buffer for `room` nodes. `entries`: of any window, for the shapes."""
+        """Returns a buffer without nodes.
+
+        Args:
+            base: the cache of the verified text.
+            entries: entries of any window, which give the shapes and dtypes.
+            room: maximum number of nodes.
+        """
         zeros = lambda x: jnp.zeros((x.shape[0], room, *x.shape[2:]), x.dtype)
         batch = jax.tree.leaves(entries)[0].shape[0]
         return cls(base=base, entries=jax.tree.map(zeros, tuple(entries)),
@@ -71,7 +83,7 @@ class Scratch(Draftable):
         return self.replace(sees=sees)
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Window, **options: Any) -> tuple[Array, Any]:
-        """See `Cache.attend`."""
+        """Attends to the cache, to the nodes of the buffer under `sees`, and to the window; see `Cache.attend`."""
         assert self.sees is not None
         own = jnp.broadcast_to(window.visible(), (*q.shape[:2], q.shape[1]))
         view = AttentionView(positions=window.positions, seen=jnp.concatenate([self.sees, own], 2),

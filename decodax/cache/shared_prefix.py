@@ -1,9 +1,9 @@
 """Hydragen: rows share the keys and values of a common prefix ("Hydragen: High-Throughput LLM Inference with Shared
 Prefixes", Juravsky et al., 2024).
 
-A prefix is kept once for all rows that continue it, and attention reads it once for the queries of all these rows. The
-later tokens of each row are kept apart. `decodax.generate` shares the prompt of `num_samples`, and the common beginning
-of all prompts of a batch, which is then computed once, too.
+A prefix is stored once for all rows that continue it, and attention loads it once for the queries of all these rows.
+Later tokens are stored for each row. `decodax.generate` shares the prompt among `num_samples` samples. It also shares
+the common beginning of all prompts of a batch, which is then prefilled only once.
 """
 
 from __future__ import annotations
@@ -30,12 +30,18 @@ from decodax.pallas_kernels.window_attention import Bias, merge, prefix_attentio
 
 @struct
 class SharedPrefixCache(Tail, PromptPhase):
-    """Prefixes, and the tokens of each row after its prefix.
+    """Prefixes that rows share, and the tokens of each row after its prefix.
 
     Attributes:
-        prefixes: a tuple of one `f[P, G, N, d + e]` a layer. fixed: `i32[P]`, number of tokens of each.
-        of: `i32[B]`, index of the prefix that each row continues. kv, length, given: see `Tail`.
-        size, shapes, kind: static; options that it was made with.
+        prefixes: a tuple with one array `f[P, G, N, d + e]` for each layer: keys and values of `P` prefixes.
+        fixed: `i32[P]`, number of tokens of each prefix.
+        of: `i32[B]`, index of the prefix that each row continues.
+        kv: for each layer `f[B, G, R, d + e]`, keys and values of the tokens after the prefix; see `Tail`.
+        length: `i32[B]`, number of committed tokens of each row, the prefix included.
+        given: inputs of each row beside its tokens; see `Cache.inputs`.
+        size: static; maximum number of tokens of a text.
+        shapes: static; the `KVLayer` of each layer.
+        kind: static; the configuration of this cache.
     """
 
     prefixes: tuple[Array, ...]
@@ -52,7 +58,7 @@ class SharedPrefixCache(Tail, PromptPhase):
 
     @property
     def start(self) -> Array:
-        """`i32[B]`: length of the prefix of each row."""
+        """`i32[B]`: length of the prefix of each row, in tokens."""
         return self.fixed[self.of]
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
@@ -64,7 +70,8 @@ class SharedPrefixCache(Tail, PromptPhase):
         return out, own_entry(q, k, v)
 
     def _prefix(self, layer: int, q: Array, at: Array, options: dict[str, Any]) -> tuple[Array, Array]:
-        """Returns attention to the prefixes: in one pass if all have equally many rows, else in several."""
+        """Attends to the prefixes, and returns the output and the logarithms of its softmax sums. Takes one pass if
+        each prefix has at most `ceil(B / P)` rows, else several."""
         B, P = q.shape[0], self.fixed.shape[0]
         most = -(-B // P)
         earlier = jnp.tril(self.of[:, None] == self.of, -1).sum(1, dtype=jnp.int32)     # rows of the same prefix
@@ -97,14 +104,20 @@ class SharedPrefixCache(Tail, PromptPhase):
                               into=self.replace(prefixes=(), kv=()))
 
     def adopt(self, prefix: Dense) -> SharedPrefixCache:
-        """Takes the common beginning of all rows' texts from a dense cache of one row."""
+        """Returns the cache with the prefix that `prefix` holds, a dense cache of one row, as the beginning of all
+        rows' texts."""
         fixed = prefix.length[:1]
         return self.replace(prefixes=prefix.kv, fixed=fixed, length=jnp.broadcast_to(fixed, self.length.shape))
 
 
 @struct
 class UnsharedPrompt(Wrapper):
-    """Prompts while they are read, each in a row of its own. `into`: the cache they end up in, without its arrays."""
+    """Hydragen's cache during prefill, with a prompt in each row. `finish_prefill` makes each prompt a prefix.
+
+    Attributes:
+        base: the keys and values of the prompts.
+        into: the `SharedPrefixCache` to make, without its arrays of keys and values.
+    """
 
     base: Dense
     into: SharedPrefixCache
@@ -123,8 +136,9 @@ class SharedPrefixConfig(TailConfig):
     """Configuration of a `SharedPrefixCache`.
 
     Attributes:
-        prefix: number of positions of a beginning that all rows have in common, which `SharedPrefixCache.adopt` brings
-            in. 0: rows share what `Cache.select` makes them share, the prompt of several samples.
+        prefix: maximum number of tokens of a beginning that all rows share; `SharedPrefixCache.adopt` sets it. 0: each
+            row of the prefill is a prefix of its own, shared by the rows that `Cache.select` copies from it, such as
+            the samples of a prompt.
     """
 
     prefix: int = 0
@@ -147,9 +161,17 @@ class SharedPrefixConfig(TailConfig):
 
 
 def sharing(model: Model, prefix: int, more: int) -> tuple[Model, Model] | None:
-    """Returns a model for rows that have a beginning of up to `prefix` positions in common and at most `more` of their
-    prompts after it (`CacheConfig.share`), and the one with dense caches that reads the beginning. None: its caches
-    cannot share one."""
+    """Returns the models for prompts with a common beginning.
+
+    Args:
+        model: the network. Its cache must support a shared beginning (`CacheConfig.share`).
+        prefix: maximum number of tokens of the beginning.
+        more: maximum number of tokens of a prompt after the beginning.
+
+    Returns:
+        The model for the rows, and the model with a dense cache that prefills the beginning. None if the cache of
+        `model` cannot share one.
+    """
     kind = model.cache_kind
     shared = kind.share(prefix, more) if isinstance(kind, CacheConfig) else None
     if shared is None:
@@ -163,7 +185,7 @@ def sharing(model: Model, prefix: int, more: int) -> tuple[Model, Model] | None:
 @CACHES.register("hydragen", "Hydragen: High-Throughput LLM Inference with Shared Prefixes", "Juravsky et al. 2024",
                  family="prefix", guarantee="exact")
 def hydragen() -> SharedPrefixConfig:
-    """Keeps everything, and a prefix that rows have in common only once.
+    """Keeps all tokens, and stores a prefix that rows have in common only once.
 
     Saves memory and time for many samples of one prompt, or for prompts with the same long beginning.
     """

@@ -1,7 +1,7 @@
 """The base of key/value caches whose slots are independent of positions, such as evicting caches.
 
-Each slot stores the position of its token, so a token may be in any slot, each head may keep other tokens, and some
-tokens may be in no slot. A subclass chooses the slots of the tokens of a commit, whose old tokens are overwritten.
+Each slot stores the position of its token. So a token may be in any slot, heads may keep different tokens, and a token
+may be in no slot. A derived class chooses the slots for the tokens of a commit, whose earlier contents are overwritten.
 """
 
 from __future__ import annotations
@@ -22,12 +22,15 @@ from decodax.pallas_kernels.window_attention import BLOCK, Bias, window_attentio
 
 @struct
 class Slotted(KeyValues):
-    """Keys and values in slots. Derive a `@struct` and write `place`; its own fields follow these.
+    """Keys and values in slots of any order. Derive a `@struct` and implement `place`; add fields after these.
 
     Attributes:
-        kv, given, widths: see `KeyValues`; `S` is the number of slots.
-        positions: a tuple of one `i32[B, G, S]` a layer, the position of the token in each slot; -1: empty.
-        length: `i32[B]` tokens of the verified text. size: static; largest number of tokens of a text.
+        kv: a tuple with one array `f[B, G, S, d + e]` for each layer, keys and then values of `S` slots.
+        positions: a tuple with one array `i32[B, G, S]` for each layer, position of the token in each slot; -1: empty.
+        length: `i32[B]`, number of tokens of the verified text.
+        given: inputs of each row beside its tokens; see `Cache.inputs`.
+        widths: static; the key width `d` of each layer.
+        size: static; maximum number of tokens of a text.
     """
 
     kv: tuple[Array, ...]
@@ -43,12 +46,14 @@ class Slotted(KeyValues):
 
     @abc.abstractmethod
     def place(self, layer: int, entry: PyTree, positions: Array) -> Array:
-        """Returns the slot of each token of a commit, `i32[B, G or 1, W]`; -1 drops it.
+        """Returns the slot of each token of a commit, `i32[B, G or 1, W]`; -1 drops the token.
 
-        No two tokens of a head may have the same slot.
+        The slots of a head must be different.
 
         Args:
-            entry: of the layer, `[B, W, ...]`. positions: `i32[B, W]`; -1 for nodes that are not committed.
+            layer: number of the layer.
+            entry: the layer's entry, a pytree of arrays `[B, W, ...]`.
+            positions: `i32[B, W]`, positions of the tokens; -1 for nodes that are not committed.
         """
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
@@ -79,7 +84,8 @@ def empty_slots(layers: Sequence[tuple[Any, ...]], batch: int, capacity: int, dt
     """Returns the fields of an empty `Slotted` cache.
 
     Args:
-        slots: number of slots of each head, which is rounded up to whole blocks. The other arguments: see `dense`.
+        layers, batch, capacity, dtype, inputs: see `dense`.
+        slots: number of slots of each head. Numbers above `BLOCK` are rounded up to whole blocks.
     """
     slots = slots if slots <= BLOCK else -(-slots // BLOCK) * BLOCK
     return dict(kv=empty_kv(layers, batch, slots, dtype), length=jnp.zeros(batch, jnp.int32), given=inputs,

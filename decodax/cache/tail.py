@@ -1,4 +1,5 @@
-"""The base of caches that hold the beginning of each text in a form of its own, and the later tokens as they are."""
+"""The base of caches that store the beginning of each text in a form of its own, and later tokens as plain keys and
+values."""
 
 from __future__ import annotations
 
@@ -18,12 +19,17 @@ from decodax.pallas_kernels.window_attention import window_attention_lse
 
 
 class Tail(Sized, DraftBase):
-    """Holds later tokens. Derive a `@struct` with these fields, and one for the beginning; write `attend`.
+    """Stores the tokens after the beginning of a text as plain keys and values.
+
+    Derive a `@struct` with the fields below and further fields for the beginning. Implement `attend`, which merges
+    attention to the beginning with the result of `attend_tail`.
 
     Attributes:
-        kv: a tuple of one `f[B, G, R, d + e]` a layer; the token at position `p` is in slot `p - start`.
-        start: `i32[B]`, the position of the first token in `kv`.
-        length: `i32[B]` tokens of the text, with its beginning. size, given: see `Sized`.
+        kv: a tuple with one array `f[B, G, R, d + e]` for each layer; the token at position `p` is in slot `p - start`.
+        start: `i32[B]`, position of the first token in `kv`.
+        length: `i32[B]`, number of committed tokens of each row, the beginning included.
+        size: static; maximum number of tokens of a text.
+        given: inputs of each row beside its tokens; see `Cache.inputs`.
     """
 
     supports = frozenset({"trees"})
@@ -39,8 +45,15 @@ class Tail(Sized, DraftBase):
 
     def attend_tail(self, layer: int, q: Array, k: Array, v: Array, window: Any, **options: Any
                     ) -> tuple[Array, Array]:
-        """Returns attention to the later tokens and to the window, and the logarithms of its sums. Merge it with
-        attention to the beginning."""
+        """Attends to the later tokens and to the window. Merge the result with attention to the beginning (`merge`).
+
+        Args:
+            layer, q, k, v, window: see `Cache.attend`.
+            options: options of `window_attention_lse`, such as `scale`.
+
+        Returns:
+            The output `f[B, W, H, e]`, and the logarithms of its softmax sums, `f32[B, W, H]`.
+        """
         start = self.start[:, None]
         return window_attention_lse(q, k, v, window.visible(), window.positions - start, self.kv[layer],
                                     self.length - self.start, key_positions=window.key_positions - start, **options)
@@ -59,10 +72,11 @@ class Tail(Sized, DraftBase):
 
 @dataclasses.dataclass(frozen=True)
 class TailConfig(KVConfig):
-    """Base of configurations of `Tail` caches, which have room for fewer later tokens if their number is known.
+    """Base of configurations of `Tail` caches. The arrays for later tokens are smaller if the number of new tokens is
+    known.
 
     Attributes:
-        new: largest number of tokens after the prompt, set by `fit`; None: not known.
+        new: maximum number of tokens after the prompt, set by `fit`; None: not known.
     """
 
     new: int | None = dataclasses.field(default=None, init=False)
@@ -73,5 +87,5 @@ class TailConfig(KVConfig):
         return fitted
 
     def slots(self, size: int) -> int:
-        """Returns the number of later tokens to have room for, of texts of `size` tokens."""
+        """Returns the number of slots for later tokens if a text has at most `size` tokens."""
         return size if self.new is None else min(self.new, size)

@@ -1,7 +1,7 @@
-"""Two caches of one model: the full one for verification, and a smaller one for drafts of the model itself.
+"""Two caches for one model: the full one for verification, and a smaller one for drafting with the same model.
 
-With long texts most of the time of a round goes into reading the cache. Drafts from a small part of it are cheap and
-good, and are verified with the full cache (MagicDec: Sadhukhan et al., 2024).
+With long texts, most of the time of a round goes into reading the cache. Drafts from a small part of the cache are fast
+and often accepted, and they are verified with the full cache (MagicDec: Sadhukhan et al., 2024).
 """
 
 from __future__ import annotations
@@ -22,8 +22,14 @@ from decodax.core.capabilities import Draftable, draft_view, tree_buffer
 
 @struct
 class Viewed(Combined):
-    """`base`, which the model answers from, and `small`, which drafts read, a cache of the given `kind`. Both take in
-    what is committed: an entry is a pair of theirs. Where drafts read caches of several kinds, `base` is a `Viewed`."""
+    """A full cache and a smaller one with the same text. An entry is a pair of an entry of each.
+
+    Attributes:
+        base: the full cache, which verification attends to. It is a `Viewed` itself if drafts use caches of several
+            kinds.
+        small: the cache that drafts attend to.
+        kind: static; the kind of `small`.
+    """
 
     members = ("base", "small")
 
@@ -52,14 +58,15 @@ class WithView(CacheConfig):
     """Configuration of a `Viewed` cache.
 
     Attributes:
-        small: configuration of the cache that drafts read. base: configuration of the full cache.
+        small: configuration of the cache that drafts attend to.
+        base: configuration of the full cache.
     """
 
     small: Any
     base: Any = dense
 
     def holds(self, kind: Any) -> bool:
-        """Returns True if drafts can read a cache of this kind."""
+        """Returns True if drafts can use a cache of this kind."""
         return kind == self.small or (isinstance(self.base, WithView) and self.base.holds(kind))
 
     def fit(self, new: int) -> WithView:

@@ -1,4 +1,5 @@
-"""Caches that are made of other caches: they forward every member of the contract that they do not change."""
+"""Base classes of caches that contain other caches. Members of the contract that a derived class does not override are
+forwarded to these caches."""
 
 from __future__ import annotations
 
@@ -17,23 +18,23 @@ from decodax.core.capabilities import Draftable, DraftBase, PromptPhase, ReadPro
 
 
 class Combined(PromptPhase, Refreshes, Truncates, DraftBase):
-    """A cache made of one or several others, the fields named in `members`.
+    """A cache that contains one or several other caches, its members: the fields named in `members`.
 
-    Derive a `@struct` and implement `commit`, which gives each member its entries. Every other member of the contract
-    is answered from all members: features that all of them have, the least room, rows that any of them refreshes.
-    `attend`, `capacity`, `length` and `inputs` are those of the first. Fields that are no members are arrays with a
-    leading batch axis.
+    Derive a `@struct` and implement `commit`, which passes each member its entries. `attend`, `capacity`, `length`,
+    `inputs` and `layers_read` come from the first member. The rest combines all members: a feature is supported if all
+    support it, `room` and `max_commit` are the minimum over the members, and a row is refreshed if any member asks for
+    it. Fields that are not members must be arrays with a leading batch axis.
     """
 
     members: ClassVar[tuple[str, ...]]
 
     @property
     def parts(self) -> tuple[Any, ...]:
-        """The members themselves."""
+        """The member caches, in the order of `members`."""
         return tuple(getattr(self, name) for name in self.members)
 
     def each(self, change: Callable[[Any], Any]) -> Self:
-        """Returns this cache with `change(member)` for each member."""
+        """Returns this cache with each member replaced by `change(member)`."""
         return self.replace(**{name: change(getattr(self, name)) for name in self.members})
 
     @property
@@ -100,14 +101,14 @@ class Combined(PromptPhase, Refreshes, Truncates, DraftBase):
 
 
 def _all(combine: Callable[[Array, Array], Array], values: list[Array | None]) -> Array | None:
-    """Returns the values that are given, combined; None if none is."""
+    """Reduces the values that are not None with `combine`; returns None if all are None."""
     given = [x for x in values if x is not None]
     return functools.reduce(combine, given) if given else None
 
 
 class Wrapper(Combined):
-    """A cache that keeps more than `base`: derive a `@struct` with a field `base` from this, and override what differs.
-    """
+    """A cache that wraps one other cache, the field `base`, and adds to it. Derive a `@struct` with a field `base`, and
+    override the members of the contract that differ from those of `base`."""
 
     members: ClassVar[tuple[str, ...]] = ("base",)
 

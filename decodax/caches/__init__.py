@@ -1,7 +1,7 @@
 """Caches for `decodax.generate(..., cache=...)`: published methods by name, and their parts.
 
-Every method is a function or class of its options, and its name is short for it: `snapkv(budget=512)` is what
-`"snapkv:budget=512"` means. `names()` lists them. Each shelf is a folder with one file a paper.
+Every method is a function or class whose arguments are its options. A string is short for a call: `"snapkv:budget=512"`
+means `snapkv(budget=512)`. `names()` lists the methods. Each folder has a theme, and one file for each paper.
 
 >>> from decodax import caches
 >>> caches.snapkv(budget=512) == caches.make("snapkv", budget=512)

@@ -1,5 +1,4 @@
-"""Parts that the configs of several shelves share: options are checked when a config is built, and errors have one
-wording."""
+"""Parts that cache configs share: options are checked when a config is built, and errors have one wording."""
 
 from __future__ import annotations
 
@@ -13,10 +12,11 @@ T = TypeVar("T")
 
 
 class PaperConfig(KVConfig):
-    """Base of configs that are registry entries: derive a frozen dataclass whose fields are the options of the paper.
+    """Base of configs that are registry entries. Derive a frozen dataclass whose fields are the options of the paper.
 
-    Each field is checked against its annotation when the config is built, so that `caches.quest(budget=0)` is refused
-    as `"quest:budget=0"` is. A field whose name begins with an underscore is no option: `generate` fills it in.
+    Each field is checked against its annotation when the config is built, so `caches.quest(budget=0)` raises the same
+    error as the string `"quest:budget=0"`. A field whose name begins with an underscore is not an option: `generate`
+    sets it.
 
     Attributes:
         name: name of the entry, for error messages.
@@ -34,10 +34,16 @@ class PaperConfig(KVConfig):
 
 
 def taken(option: str, given: Any, kind: type[T], takes: str) -> T:
-    """Returns an option that has to be of one class.
+    """Returns `given`, the value of an option, if it is of class `kind`.
+
+    Args:
+        option: name of the option, for the error.
+        given: the value of the option.
+        kind: the required class.
+        takes: description of what the option takes, for the error.
 
     Raises:
-        ValueError: it is not; `takes` says what is.
+        ValueError: `given` is not of class `kind`.
     """
     if not isinstance(given, kind):
         raise ValueError(f"{option}: got {'none' if given is None else type(given).__name__}, takes {takes}")

@@ -1,4 +1,4 @@
-"""Arrays that are options of a method because they were measured on a model. They are compared by value."""
+"""Arrays measured on a model, as options of a method that are compared by value."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 
 
 class Constant:
-    """A read-only array, compared by value, so that a frozen dataclass that holds it is static under jit. It becomes a
-    constant of the programs that read it.
+    """A read-only array that is compared by value. A frozen dataclass that holds it is therefore static under jit, and
+    the array becomes a constant of compiled programs.
 
     Attributes:
         value: the array.
@@ -36,13 +36,16 @@ class Constant:
 
 
 def measured(name: str, given: Any, kind: type, how: str) -> Any:
-    """Returns the option `given`, which has to be measured on a model.
+    """Returns `given`, an option that has to be measured on a model, if it is of class `kind`.
 
     Args:
-        name: of the option. kind: its class. how: name of the function of `decodax.train` that measures it.
+        name: name of the option, for the error.
+        given: the value of the option.
+        kind: the required class.
+        how: name of the function of `decodax.train` that measures the option.
 
     Raises:
-        ValueError: it is of another class, or None.
+        ValueError: `given` is not of class `kind`.
     """
     if not isinstance(given, kind):
         raise ValueError(f"{name}: got {'none' if given is None else type(given).__name__}, takes what "

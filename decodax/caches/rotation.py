@@ -1,4 +1,4 @@
-"""Rotary embeddings of cached keys and queries: how to move them to other positions."""
+"""Rotary embeddings of cached keys and of queries: functions that move rotated vectors to other positions."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ def rope_of(shape: KVLayer) -> Rope | None:
     """
     rope: Rope | None = shape.rope
     if rope is not None and rope.chunks is not None:
-        raise ValueError("cache: takes a model without dual chunk attention, since it turns keys to other positions, "
-                         "which are counted within chunks here")
+        raise ValueError("cache: takes a model without dual chunk attention: its positions are counted within chunks, "
+                         "so keys cannot be rotated to other positions")
     return rope
 
 
 def turned(shape: KVLayer, x: Array, by: Array) -> Array:
-    """Rotates `x` (`f[B, W, H, d]`) by `i32[B, W]` positions and divides it by the scale of the rotation (YaRN) twice.
+    """Rotates `x` (`f[B, W, H, d]`) by `i32[B, W]` positions, and divides it by the square of the rotation's scale
+    (YaRN).
 
-    With the negative positions of rotated queries or keys this gives them as they were before their rotation.
+    If `by` is minus the positions of rotated and scaled queries or keys, the result is their value before rotation.
     """
     rope = rope_of(shape)
     if rope is None:
@@ -47,7 +48,7 @@ def moved(shape: KVLayer, x: Array, by: Array) -> Array:
 
 
 def mean_turn(shape: KVLayer, x: Array, positions: Array) -> Array:
-    """Applies the mean of the rotations to `i32[n]` positions to `x` (`f[..., d]`)."""
+    """Applies the mean of the rotations by `positions` (`i32[n]`) to `x` (`f[..., d]`)."""
     rope = rope_of(shape)
     if rope is None:
         return x
@@ -56,7 +57,7 @@ def mean_turn(shape: KVLayer, x: Array, positions: Array) -> Array:
 
 
 def rotated(shape: KVLayer, x: Array, positions: Array) -> Array:
-    """Rotates `x` (`f[B, W, G, d]`), which has no rotation yet, to positions `i32[B, W]`."""
+    """Rotates `x` (`f[B, W, G, d]`), which is not rotated yet, to positions `i32[B, W]`."""
     rope = rope_of(shape)
     if rope is None:
         return x
@@ -73,7 +74,7 @@ def before_rotation(shape: KVLayer, keys: Array, start: Array) -> Array:
 
 
 def after_rotation(shape: KVLayer, keys: Array, start: Array) -> Array:
-    """The inverse of `before_rotation`."""
+    """Applies the rotation that `before_rotation` removes, with its scale. The arguments have the same meaning."""
     return rotated(shape, keys.swapaxes(0, 1)[None], _consecutive(keys, start))[0].swapaxes(0, 1)
 
 

@@ -1,4 +1,4 @@
-"""What a model says of its layers to a kind of cache."""
+"""The shapes of keys and values that a model passes to its cache."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from decodax.core.types import Model
 
 
 def layers_of(model: Model) -> list[KVLayer]:
-    """The shapes of a model's layers that have keys and values.
+    """Returns the shapes of a model's layers that have keys and values.
 
     Raises:
-        ValueError: a model without such layers.
+        ValueError: the model has no such layers.
     """
     found: list[KVLayer] = []
 

@@ -43,7 +43,7 @@ TASKS = ("copy-edit", "completion", "sampled")
 
 
 def parser(generate: Command, compare: Command, info: Command) -> argparse.ArgumentParser:
-    """The parser of the command line, given the function that runs each command."""
+    """Returns the parser of the command line, given the functions that run the commands."""
     debug = Parser(add_help=False)
     debug.add_argument("--debug", action="store_true", help="show the traceback of an error")
     common = Parser(add_help=False, parents=[debug])

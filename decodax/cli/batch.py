@@ -1,4 +1,5 @@
-"""`decodax batch`: prompts from a file into answers in a directory. Imports JAX only when it runs."""
+"""The command `decodax batch`: answers prompts from a file and writes the answers to a directory. Imports JAX only when
+it runs."""
 
 from __future__ import annotations
 
@@ -40,11 +41,12 @@ wrong usage; 130 interrupted. What is finished is kept in any case.
 """
 
 EVERY = 30
-"""Seconds between two lines of progress where standard error is no terminal."""
+"""Seconds between two lines of progress if standard error is not a terminal."""
 
 
 def add(commands: Any, common: argparse.ArgumentParser, exit_codes: str) -> None:
-    """Adds the command to the parsers `commands`; `common` holds the arguments that all of them share."""
+    """Adds the command to the subparsers `commands`. `common` has the arguments of all commands; `exit_codes` is text
+    for the help."""
     p = commands.add_parser("batch", parents=[common], help="answer every line of a file, and go on if killed",
                             formatter_class=argparse.RawDescriptionHelpFormatter, epilog=EXAMPLES + "\n" + EXIT,
                             description="Answers the prompts of a file, and keeps the answers in a directory.")
@@ -129,10 +131,10 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _mesh(data: int, model: int) -> Mesh:
-    """A mesh of the first devices of this process.
+    """Returns a mesh of the first devices of this process.
 
     Raises:
-        UsageError: it has not as many.
+        UsageError: the process has fewer devices.
     """
     import jax
 
@@ -152,8 +154,8 @@ def _summary(found: JobProgress) -> str:
 
 @contextlib.contextmanager
 def _progress(total: int | None, quiet: bool) -> Iterator[Callable[[JobProgress], None] | None]:
-    """A bar on a terminal, else a line now and then; both say when a program is being compiled, and for how long that
-    took."""
+    """Yields a function that shows progress: on a terminal as a bar, else as a line from time to time. Both show when a
+    program is being compiled, and how long that took."""
     if quiet:
         yield None
         return

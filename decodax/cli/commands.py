@@ -1,5 +1,5 @@
-"""The commands of the command line: `decodax generate` continues a prompt, `decodax list` lists all that has a name,
-`decodax compare` measures them, and `decodax info` shows versions, devices and models.
+"""The commands of the command line: `decodax generate` continues a prompt, `decodax list` lists everything that can be
+chosen by name, `decodax compare` measures methods, and `decodax info` shows versions, devices and models.
 
 JAX is imported only by the commands that need it, so that help and usage errors appear at once.
 """
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def generate(args: argparse.Namespace) -> None:
-    """Continues one prompt."""
+    """Runs `decodax generate`: continues one prompt."""
     prompt = _prompt(args)
     options = generation.sampling(args)
     keep_programs()
@@ -96,7 +96,7 @@ def generate(args: argparse.Namespace) -> None:
 
 
 def compare(args: argparse.Namespace) -> None:
-    """Runs systems and plain decoding side by side."""
+    """Runs `decodax compare`: decoding methods and plain decoding side by side."""
     if args.plot:
         import importlib.util
 
@@ -143,7 +143,7 @@ def compare(args: argparse.Namespace) -> None:
 
 
 def _show(found: Comparison, args: argparse.Namespace, predicted: tuple[list[Any], list[str]] | None) -> None:
-    """Prints and writes a comparison, whole or interrupted."""
+    """Prints a comparison and writes it to files; also one that was interrupted."""
     from decodax.bench.compare import COLUMNS
 
     if args.markdown:
@@ -176,7 +176,7 @@ def _show(found: Comparison, args: argparse.Namespace, predicted: tuple[list[Any
 
 
 def _show_predicted(predicted: list[Any], assumed: list[str], args: argparse.Namespace) -> None:
-    """Prints what the systems would give on another slice."""
+    """Prints the predicted figures for another slice of devices."""
     from decodax.bench.plan.predict import COLUMNS
 
     for task, batch in dict.fromkeys((one.task, one.batch) for one in predicted):
@@ -187,8 +187,8 @@ def _show_predicted(predicted: list[Any], assumed: list[str], args: argparse.Nam
 
 
 def _systems(names: Sequence[str]) -> dict[str, tuple[str, dict[str, Any]]]:
-    """The system and options of each `NAME[:OPTION=VALUE,...]`; "all" is every system that is measured against plain
-    decoding, under one of its names."""
+    """Returns the method and its options for each `NAME[:OPTION=VALUE,...]`. "all" is every method that is measured
+    against plain decoding, under one of its names."""
     from decodax.common.registry import ALGORITHMS
 
     every = [name for name, entry in ALGORITHMS.items()
@@ -199,7 +199,8 @@ def _systems(names: Sequence[str]) -> dict[str, tuple[str, dict[str, Any]]]:
 
 
 def _contender(name: str, options: dict[str, Any], lm: LM, draft: LM | None) -> Contender:
-    """The algorithm of a system, or a function of the batch size that makes it if it depends on that."""
+    """Returns the algorithm of a method; if the method has an option for the batch size, a function of the batch size
+    that makes it."""
     from decodax.common.registry import ALGORITHMS
 
     entry = ALGORITHMS[name]
@@ -208,7 +209,7 @@ def _contender(name: str, options: dict[str, Any], lm: LM, draft: LM | None) -> 
 
 
 def info(args: argparse.Namespace) -> None:
-    """Prints versions, devices, shipped models and cache directories."""
+    """Runs `decodax info`: prints versions, devices, shipped models and cache directories."""
     programs = keep_programs()
     import importlib.metadata
 
@@ -251,7 +252,7 @@ def info(args: argparse.Namespace) -> None:
 
 
 def _held_out(model: Mapping[str, Any]) -> str:
-    """The quality of a shipped model on held-out data, from its card's figures."""
+    """Returns the quality of a shipped model on held-out data as text, from the figures of its model card."""
     if "held_out_bits_per_byte" in model:
         return f"{model['held_out_bits_per_byte']:.2f} bits/byte"
     each = model.get("held_out", {})
@@ -261,7 +262,7 @@ def _held_out(model: Mapping[str, Any]) -> str:
 
 
 def _prompt(args: argparse.Namespace) -> str:
-    """The prompt from the arguments: given directly, in a file, or on standard input."""
+    """Returns the prompt: from the argument, a file, or standard input."""
     if args.prompt is not None and args.file is not None:
         raise UsageError("got a prompt and --file; give one of them")
     if args.system is not None and not args.chat:
@@ -279,7 +280,7 @@ def _prompt(args: argparse.Namespace) -> str:
 
 
 def _stream(pieces: Any, prefix: str) -> Result:
-    """Prints pieces as they arrive."""
+    """Prints `prefix` and the pieces of a stream as they arrive, and returns the result."""
     last = prefix
     sys.stdout.write(prefix)
     sys.stdout.flush()
@@ -293,7 +294,7 @@ def _stream(pieces: Any, prefix: str) -> Result:
 
 
 def _as_json(result: Result, args: argparse.Namespace, prompt: str) -> dict[str, Any]:
-    """The result as plain data; lists have one entry for each sample."""
+    """Returns the result as data for JSON; lists have one entry for each sample."""
     from decodax.engine.result import json_ready
 
     stats = result.stats
@@ -319,7 +320,7 @@ def _as_json(result: Result, args: argparse.Namespace, prompt: str) -> dict[str,
 
 
 def _summary(result: Result) -> str:
-    """The figures in one line."""
+    """Returns the figures of a result as one line."""
     stats = result.stats
     ends = ", ".join(dict.fromkeys(s.name.lower() for s in result.status))
     return (f"[{int(stats.tokens.sum())} tokens in {stats.seconds:.2f} s: {stats.tokens_per_second:.1f} tokens/s, "

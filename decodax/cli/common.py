@@ -1,4 +1,4 @@
-"""Helpers that the commands share. Imports no JAX."""
+"""Helpers of several commands. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 
 
 class UsageError(Exception):
-    """The arguments do not fit together, or one is out of its range."""
+    """Arguments of the command line that do not fit together, or one that is out of its range."""
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that says which flag or command may have been meant, before it misses what a misspelt one was to give.
-    Commands get parsers of its kind."""
+    """An argument parser that suggests similar flags and commands for unknown ones. It reports an unknown flag before a
+    missing argument, which may be the consequence of a misspelt flag. Subcommands get parsers of the same class."""
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:       # type: ignore[override]
         given, known = sys.argv[1:] if args is None else list(args), list(self._option_string_actions)
@@ -34,7 +34,7 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def _known_command(self, name: str) -> None:
-        """Ends with an error if there is no such command."""
+        """Ends the program with an error if the command is unknown."""
         assert self._subparsers is not None
         commands = [str(command) for group in self._subparsers._group_actions for command in group.choices or ()]
         if name not in commands:
@@ -60,10 +60,10 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence
 
 
 def mesh_shape(text: str) -> tuple[int, int]:
-    """The numbers of a mesh: replicas, and devices of each.
+    """Parses the shape of a mesh, such as "2x4": number of replicas, and number of devices of each.
 
     Raises:
-        UsageError: it says something else.
+        UsageError: the text has another form.
     """
     data, _, model = text.partition("x")
     if not (data.isdecimal() and model.isdecimal() and int(data) and int(model)):
@@ -72,7 +72,8 @@ def mesh_shape(text: str) -> tuple[int, int]:
 
 
 def keep_programs() -> str:
-    """Keeps compiled programs between calls if possible. Returns the directory, or why it is not possible."""
+    """Enables the cache of compiled programs on disk. Returns its directory, or a text that says why that is not
+    possible."""
     from decodax.engine.compilation import cache_programs
 
     try:
@@ -83,7 +84,7 @@ def keep_programs() -> str:
 
 @contextlib.contextmanager
 def naming_the_argument() -> Iterator[None]:
-    """Turns errors about values into usage errors: their text names the argument."""
+    """Turns a ValueError or TypeError within the context into a UsageError; its text already names the argument."""
     try:
         yield
     except (ValueError, TypeError) as error:

@@ -1,4 +1,4 @@
-"""`decodax eval`: tasks of lm-evaluation-harness. Imports JAX only when it runs."""
+"""The command `decodax eval`: runs tasks of lm-evaluation-harness. Imports JAX only when it runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ Needs `pip install decodax[eval]`. Tasks' data come from where the harness finds
 
 
 def add(commands: Any, common: argparse.ArgumentParser, exit_codes: str) -> None:
-    """Adds the command to the parsers `commands`; `common` holds the arguments that all of them share."""
+    """Adds the command to the subparsers `commands`. `common` has the arguments of all commands; `exit_codes` is text
+    for the help."""
     p = commands.add_parser("eval", parents=[common], help="tasks of lm-evaluation-harness",
                             formatter_class=argparse.RawDescriptionHelpFormatter, epilog=EXAMPLES + "\n" + exit_codes,
                             description="Runs tasks of lm-evaluation-harness with any algorithm and cache.")
@@ -51,7 +52,7 @@ def add(commands: Any, common: argparse.ArgumentParser, exit_codes: str) -> None
 
 
 def run(args: argparse.Namespace) -> None:
-    """Prints the harness's table and what the answers took."""
+    """Runs the tasks; prints the harness's table, and tokens, forward passes and time of the answers."""
     if importlib.util.find_spec("lm_eval") is None:
         raise UsageError("eval takes lm-evaluation-harness; install decodax[eval]")
     if args.output and not Path(args.output).absolute().parent.is_dir():

@@ -1,4 +1,4 @@
-"""The arguments of the commands that generate. Imports no JAX."""
+"""The arguments of the commands that generate text. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SAMPLING: list[tuple[str, type, str]] = [
 
 
 def add_model(p: argparse.ArgumentParser) -> None:
-    """Which model, and how it is kept."""
+    """Adds the arguments that choose the model, its dtype and its weight format."""
     p.add_argument("-m", "--model", default="pycode", metavar="NAME_OR_DIR",
                    help="a shipped model (see decodax info), a Hugging Face directory or a GGUF file (default: pycode)")
     p.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of activations, cache and weights")
@@ -41,7 +41,7 @@ def add_model(p: argparse.ArgumentParser) -> None:
 
 
 def add(p: argparse.ArgumentParser) -> None:
-    """How long texts are, how they are sampled, and by what method."""
+    """Adds the arguments for the length of texts, their sampling and the decoding method."""
     g = p.add_argument_group("length and number")
     g.add_argument("-n", "--max-new-tokens", type=int, metavar="N", help="default: the model's own, or 64")
     g.add_argument("--min-new-tokens", type=int, metavar="N",
@@ -92,7 +92,7 @@ def add(p: argparse.ArgumentParser) -> None:
 
 
 def sampling(args: argparse.Namespace) -> dict[str, Any]:
-    """The keyword arguments of the policy that were given."""
+    """Returns the sampling options that were given, as arguments of `decodax.generate`."""
     named = [name for name, *_ in SAMPLING] + ["num_beams", "length_penalty", "regex"]
     options = {name: getattr(args, name) for name in named if getattr(args, name) is not None}
     if args.constraint is not None:
@@ -120,7 +120,7 @@ def sampling(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _schema(given: str) -> Any:
-    """A schema as JSON, or in a file."""
+    """Returns the JSON schema in `given`, which is JSON or the name of a file."""
     try:
         text = given if given.lstrip().startswith("{") else pathlib.Path(given).read_text(encoding="utf-8")
         return json.loads(text)
@@ -129,7 +129,7 @@ def _schema(given: str) -> Any:
 
 
 def _grammar(given: str) -> str:
-    """A grammar as text, or in a file."""
+    """Returns the grammar in `given`, which is its text or the name of a file."""
     if ":" in given and not pathlib.Path(given).is_file():
         return given
     try:
@@ -139,7 +139,7 @@ def _grammar(given: str) -> str:
 
 
 def load(args: argparse.Namespace, mesh: Mesh | None = None) -> tuple[LM, Algorithm | None]:
-    """The model, over a mesh if there is one, and the method that was named, if one was."""
+    """Loads the model, placed on `mesh` if there is one, and the algorithm that was chosen by name, or None."""
     import decodax as dx
     from decodax.common.registry import ALGORITHMS
 
@@ -154,5 +154,5 @@ def load(args: argparse.Namespace, mesh: Mesh | None = None) -> tuple[LM, Algori
 
 
 def flag(name: str) -> str:
-    """The command-line flag of a sampling argument."""
+    """Returns the command-line flag of a sampling option."""
     return "--" + name.replace("_", "-")

@@ -1,4 +1,4 @@
-"""`decodax list`: everything that is chosen by name. Imports no JAX before it runs."""
+"""The command `decodax list`: lists everything that can be chosen by name. Imports JAX only when it runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 KINDS = {"algorithms": "algorithm=", "caches": "cache=", "searches": "search=", "selects": "select=",
          "functions": "called as decodax.NAME(...)", "constraints": "constraint=", "formats": "weights=",
          "models": "dx.load"}
-"""Listings, and where their names are taken."""
+"""The listings, and for each the arguments or functions that take its names."""
 
 SLOTS = {"algorithm": "algorithms", "cache": "caches", "search": "searches", "select": "selects",
          "constraint": "constraints", "function": "functions", "format": "formats", "weights": "formats",
@@ -39,7 +39,7 @@ FAMILIES = ("ar-sampling", "speculative-linear", "speculative-tree", "speculativ
 
 def add(commands: Any, parents: list[argparse.ArgumentParser], run: Callable[[argparse.Namespace], None],
         epilog: str) -> None:
-    """Adds the command to those of the command line."""
+    """Adds the command to the subparsers `commands`; `run` is the function that runs it, `epilog` text for the help."""
     p = commands.add_parser("list", parents=parents, help="methods, caches, searches, models: all that has a name",
                             description="Lists what is chosen by name: with a listing its entries, with the name of an "
                             "entry what it does, its options and its paper.",
@@ -50,7 +50,7 @@ def add(commands: Any, parents: list[argparse.ArgumentParser], run: Callable[[ar
 
 
 def run(args: argparse.Namespace) -> None:
-    """Prints the listings, one of them, or one entry."""
+    """Prints all listings, one of them, or one entry with its options."""
     args.what = SLOTS.get(args.what, args.what)
     tables = entries()
     found = [entry for table in tables.values() for entry in table if entry.name == args.what]
@@ -94,7 +94,7 @@ def entries() -> dict[str, list[Entry]]:
 
 
 def as_json(entry: Entry) -> dict[str, Any]:
-    """Returns an entry as JSON has it."""
+    """Returns an entry as data for JSON."""
     fields = ("name", "title", "authors", "family", "guarantee", "needs", "summary", "alias_of")
     return {**{field: getattr(entry, field) for field in fields},
             "options": {name: str(option) for name, option in entry.options.items()}}

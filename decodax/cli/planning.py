@@ -1,4 +1,5 @@
-"""`decodax plan`: whether a job fits a slice, and how fast it can be. Imports JAX only when it runs."""
+"""The command `decodax plan`: whether a job fits a slice of devices, and how fast it can be. Imports JAX only when it
+runs."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ is asked if libtpu is there (pip install 'decodax[tpu-aot]'); without it, and fo
 
 
 def add(commands: Any, common: argparse.ArgumentParser, exit_codes: str) -> None:
-    """Adds the command to the parsers `commands`; `common` holds the arguments that all of them share."""
+    """Adds the command to the subparsers `commands`. `common` has the arguments of all commands; `exit_codes` is text
+    for the help."""
     p = commands.add_parser("plan", parents=[common], help="whether a job fits a slice, and how fast it can be",
                             formatter_class=argparse.RawDescriptionHelpFormatter, epilog=EXAMPLES + "\n" + exit_codes,
                             description="Counts, and compiles, a round of decoding for devices that are not here: "
@@ -59,7 +61,7 @@ def add(commands: Any, common: argparse.ArgumentParser, exit_codes: str) -> None
 
 
 def run(args: argparse.Namespace) -> None:
-    """Prints the table."""
+    """Computes the plans and prints their table."""
     if "here" not in args.topology:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")       # nothing runs
     try:

@@ -1,4 +1,5 @@
-"""`decodax quantize`: a model with its weights packed, as a directory. Imports JAX only when it runs."""
+"""The command `decodax quantize`: packs the weights of a model and writes it to a directory. Imports JAX only when it
+runs."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ Texts that a format is to go by are of the kind that the model will see; one fil
 
 
 def add(commands: Any, common: argparse.ArgumentParser, exit_codes: str) -> None:
-    """Adds the command to the parsers `commands`; `common` holds the arguments that all of them share."""
+    """Adds the command to the subparsers `commands`. `common` has the arguments of all commands; `exit_codes` is text
+    for the help."""
     p = commands.add_parser("quantize", parents=[common], help="write a model with weights in fewer bits",
                             formatter_class=argparse.RawDescriptionHelpFormatter, epilog=EXAMPLES + "\n" + exit_codes,
                             description="Packs the kernels of a model and writes it for decodax.load, with tokenizer.")
@@ -40,7 +42,7 @@ def add(commands: Any, common: argparse.ArgumentParser, exit_codes: str) -> None
 
 
 def run(args: argparse.Namespace) -> None:
-    """Writes the directory and prints what it took."""
+    """Packs the weights, writes the directory, and prints sizes and time."""
     out = Path(args.out)
     if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not args.force)):
         raise UsageError(f"OUT: {out} is {'not empty' if out.is_dir() else 'no directory'}"
@@ -67,7 +69,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _dtype(directory: Path | None) -> str:
-    """The dtype of most of a model's files."""
+    """Returns the dtype of most tensors of a model directory."""
     from decodax.io.checkpoint import DTYPES
     from decodax.io.files import Files
 
@@ -79,7 +81,7 @@ def _dtype(directory: Path | None) -> str:
 
 
 def _format(text: str) -> Any:
-    """A format of `NAME[:OPTION=VALUE,...]`."""
+    """Returns the weight format described by `NAME[:OPTION=VALUE,...]`."""
     from decodax.common.options import options_of
     from decodax.common.strings import parse_options
     from decodax.models.formats import read_format

@@ -1,4 +1,4 @@
-"""`decodax score`: how likely given texts are under a model. Imports JAX only when it runs."""
+"""The command `decodax score`: computes the log-probability of given texts. Imports JAX only when it runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ compare models with different tokenizers, perplexities do not.
 
 
 def add(commands: Any, common: argparse.ArgumentParser, exit_codes: str) -> None:
-    """Adds the command to the parsers `commands`; `common` holds the arguments that all of them share."""
+    """Adds the command to the subparsers `commands`. `common` has the arguments of all commands; `exit_codes` is text
+    for the help."""
     p = commands.add_parser("score", parents=[common], help="log-probabilities of given texts",
                             formatter_class=argparse.RawDescriptionHelpFormatter, epilog=EXAMPLES + "\n" + exit_codes,
                             description="Scores texts: each file is one, or each line of it with --lines.")
@@ -42,7 +43,7 @@ def add(commands: Any, common: argparse.ArgumentParser, exit_codes: str) -> None
 
 
 def run(args: argparse.Namespace) -> None:
-    """Prints the figures of each text and of all together."""
+    """Prints the log-probability, perplexity and bits per byte of each text and of all texts together."""
     named = [text for file in args.files for text in _read(file, args.lines)]
     if not named:
         raise UsageError("FILE: there is no text in it")
@@ -72,7 +73,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _read(file: str, lines: bool) -> list[tuple[str, str]]:
-    """The texts of a file with their names."""
+    """Returns the texts in a file with their names: the whole file, or each line with `lines`."""
     try:
         text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -83,7 +84,13 @@ def _read(file: str, lines: bool) -> list[tuple[str, str]]:
 
 
 def _figures(tokens: int, logprob: float, size: int) -> dict[str, Any]:
-    """The figures of a text; None where there is no number."""
+    """Returns the figures of a text; None where a figure is not defined.
+
+    Args:
+        tokens: number of scored tokens.
+        logprob: their log-probability, in nats.
+        size: number of bytes.
+    """
     sound = math.isfinite(logprob)
     return {"tokens": tokens, "bytes": size, "logprob": logprob if sound else None,
             "perplexity": math.exp(-logprob / tokens) if sound and tokens else None,

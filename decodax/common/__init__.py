@@ -1,1 +1,1 @@
-"""What every other package stands on: structs, axes of meshes, checks of arguments, the registry."""
+"""Modules that all other packages use: structs, axes of meshes, checks of arguments, the registry."""

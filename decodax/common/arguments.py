@@ -1,9 +1,12 @@
-"""Reading what a user passes: numbers for all rows or one for each, ragged lists, and errors that say what is wrong.
+"""Reads and checks the arguments of users: numbers for all rows or one for each row, ragged lists, and errors that say
+what is wrong.
 
-Host code in NumPy; nothing here is traced. Lists are padded to a few lengths, so that one a little longer than the
-last does not compile anew.
+The code runs on the host in NumPy and is never traced. Lists are padded to a few lengths, so that a list that is
+slightly longer than the last one does not cause a compilation.
 
-Rows may be samples: `samples` of a prompt side by side. A list then has an entry for each prompt or for each row.
+Rows may be samples: `samples` adjacent rows for each prompt. A list then has an entry for each prompt or for each row.
+In all functions, `name` is the argument's name and `takes` describes its valid values, for errors; `batch` is the
+number of rows.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from typing import Any
 import numpy as np
 
 MOST = 2 ** 31 - 1
-"""The largest id and length: both are i32 on the device."""
+"""The largest token id and length; both are i32 on the device."""
 
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 120
@@ -27,7 +30,7 @@ _short.maxlist = _short.maxtuple = _short.maxdict = _short.maxset = 8
 
 
 def shown(value: Any) -> str:
-    """A value for an error message, long ones cut.
+    """Formats a value for an error message; long lists and texts are cut.
 
     >>> shown(list(range(100)))
     '[0, 1, 2, 3, 4, 5, 6, 7, ...]'
@@ -37,7 +40,8 @@ def shown(value: Any) -> str:
 
 
 def outside() -> int:
-    """The stack level, for a warning, of who called the library, seen from who calls this function."""
+    """Returns the stack level, for `warnings.warn` in the calling function, of the user's code that called the library.
+    """
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).split(".")[0] == "decodax":
         frame, level = frame.f_back, level + 1
@@ -45,7 +49,7 @@ def outside() -> int:
 
 
 def bucket(count: int) -> int:
-    """The padded length for a list of `count` entries: a power of two, at least 4.
+    """Returns the padded length of a list of `count` entries: a power of two, at least 4.
 
     >>> [bucket(n) for n in (0, 3, 4, 5, 9)]
     [4, 4, 4, 8, 16]
@@ -54,12 +58,13 @@ def bucket(count: int) -> int:
 
 
 def wrong(name: str, got: Any, takes: str) -> ValueError:
-    """The error for an argument of the wrong value."""
+    """Returns the ValueError for an argument with the wrong value `got`."""
     return ValueError(f"{name}: got {shown(got)}, takes {takes}")
 
 
 def unknown_argument(name: str, where: str, known: Iterable[str]) -> TypeError:
-    """The error for an argument that `where` does not take: the near ones, then all `known` ones."""
+    """Returns the TypeError for an argument that the function `where` does not take: lists similar names, then all
+    names in `known`."""
     names = sorted(known)
     near = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
     meant = f" did you mean {' or '.join(near)}?" if near else ""
@@ -67,10 +72,10 @@ def unknown_argument(name: str, where: str, known: Iterable[str]) -> TypeError:
 
 
 def host(name: str, value: Any, takes: str) -> np.ndarray:
-    """An array of any library, or nested lists, as a NumPy array.
+    """Converts an array of any library, or nested lists, to a NumPy array.
 
     Raises:
-        ValueError: no array can be made of it: a ragged list, an array that is being traced, or on another device.
+        ValueError: this is impossible: a ragged list, an array that is being traced, or an array on another device.
     """
     if isinstance(value, np.ma.MaskedArray):
         raise wrong(name, value, f"{takes}; no masked array")
@@ -83,16 +88,16 @@ def host(name: str, value: Any, takes: str) -> np.ndarray:
 
 
 def scalar(name: str, value: Any, takes: str) -> Any:
-    """A NumPy or JAX scalar as Python's own number; anything else as it is."""
+    """Converts a NumPy or JAX scalar to a Python number; returns other values unchanged."""
     return host(name, value, takes).item() if getattr(value, "ndim", None) == 0 else value
 
 
 def text(name: str, value: Any) -> str:
-    """A text that is not empty and that UTF-8 can hold.
+    """Checks that a value is a text that is not empty and that UTF-8 can encode, and returns it.
 
     Raises:
-        TypeError: it is no text.
-        ValueError: it is empty, or has half of a surrogate pair in it.
+        TypeError: it is not a text.
+        ValueError: it is empty, or contains half of a surrogate pair.
     """
     if not isinstance(value, str):
         raise TypeError(f"{name}: got {shown(value)}, takes a text")
@@ -102,10 +107,10 @@ def text(name: str, value: Any) -> str:
 
 
 def unicode(name: str, value: str) -> str:
-    """The text.
+    """Checks that UTF-8 can encode a text, and returns it.
 
     Raises:
-        ValueError: it has half of a surrogate pair in it, which is no character and which UTF-8 cannot hold.
+        ValueError: it contains half of a surrogate pair, which is not a character.
     """
     try:
         value.encode()
@@ -116,20 +121,20 @@ def unicode(name: str, value: str) -> str:
 
 
 def is_whole(value: Any) -> bool:
-    """Whether `value` is a whole number by its type: 3.0 and True are not."""
+    """True if the type of `value` is that of whole numbers: False for 3.0 and for True."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def is_id(value: Any) -> bool:
-    """Whether `value` is a whole number that may be a token's id."""
+    """True if `value` is a whole number that can be a token id."""
     return is_whole(value) and 0 <= int(value) <= MOST
 
 
 def whole(name: str, value: Any, low: int = 0, high: int = MOST) -> int:
-    """A whole number within the bounds.
+    """Checks that a value is a whole number from `low` to `high`, and returns it as an int.
 
     Raises:
-        ValueError: something else; 3.0 and True are something else.
+        ValueError: it is not; 3.0 and True are not whole numbers.
     """
     found = scalar(name, value, "a whole number")
     if not is_whole(found) or not low <= found <= high:
@@ -140,10 +145,11 @@ def whole(name: str, value: Any, low: int = 0, high: int = MOST) -> int:
 
 def whole_rows(name: str, value: Any, count: int, low: int = 0, high: int = MOST, default: int = 0,
                of: str = "prompts") -> list[int]:
-    """A whole number for all rows, or one for each of the `count` prompts; None means `default`.
+    """Returns a whole number for each of `count` prompts, from one number for all or a list with one for each. None
+    gives `default`.
 
     Raises:
-        ValueError: something else, or another number of them.
+        ValueError: another kind of value, or a list of another length.
     """
     if value is None or is_whole(value) or getattr(value, "ndim", None) == 0:
         return [default if value is None else whole(name, value, low, high)] * count
@@ -157,13 +163,10 @@ def whole_rows(name: str, value: Any, count: int, low: int = 0, high: int = MOST
 
 
 def number(name: str, value: Any, low: float = -np.inf, takes: str = "a number") -> float:
-    """A finite number above `low`, of any library.
-
-    Args:
-        takes: what it is called in the error.
+    """Checks that a value is a finite number above `low`, a scalar of any library, and returns it as a float.
 
     Raises:
-        ValueError: something else; True is something else.
+        ValueError: it is not; True is not a number.
     """
     found = scalar(name, value, takes)
     if not isinstance(found, numbers.Real) or isinstance(found, bool):
@@ -178,19 +181,19 @@ def number(name: str, value: Any, low: float = -np.inf, takes: str = "a number")
 
 
 def positive(name: str, value: Any) -> float:
-    """A number above 0.
+    """Checks that a value is a finite number above 0, and returns it as a float.
 
     Raises:
-        ValueError: something else, or one that is not finite.
+        ValueError: it is not.
     """
     return number(name, value, 0, "a number above 0")
 
 
 def flag(name: str, value: Any) -> bool:
-    """True or False.
+    """Checks that a value is True or False, and returns it.
 
     Raises:
-        ValueError: something else.
+        ValueError: it is not.
     """
     if not isinstance(found := scalar(name, value, "True or False"), bool):
         raise wrong(name, value, "True or False")
@@ -198,10 +201,10 @@ def flag(name: str, value: Any) -> bool:
 
 
 def options_of(given: Any) -> dict[str, Any]:
-    """The argument `options`: a dictionary by name, or None.
+    """Checks that the argument `options` is a mapping or None, and returns it as a dictionary.
 
     Raises:
-        TypeError: something else.
+        TypeError: it is not.
     """
     if not isinstance(given, Mapping | None):
         raise TypeError(f"options: got {shown(given)}, takes a dictionary of options by name")
@@ -209,7 +212,8 @@ def options_of(given: Any) -> dict[str, Any]:
 
 
 def spread(values: Sequence[Any], batch: int, samples: int = 1) -> list[Any] | None:
-    """An entry for each row, from one for each row or for each prompt; None if there are neither so many."""
+    """Returns an entry for each of `batch` rows, from one for each row or one for each prompt; None if `values` has
+    another length."""
     if len(values) == batch:
         return list(values)
     if len(values) * samples == batch:
@@ -225,14 +229,16 @@ def _each(batch: int, samples: int) -> str:
 
 def per_row(name: str, value: Any, batch: int, dtype: Any, neutral: Any, takes: str,
             valid: Callable[[np.ndarray], np.ndarray], samples: int = 1) -> np.ndarray:
-    """A number, or one for each row: `dtype[batch]`. None in a list means `neutral`.
+    """Returns a number for each row, `dtype[batch]`, from one number for all rows or a list with one for each row or
+    prompt.
 
     Args:
-        takes: what a valid number is, for the error.
-        valid: checks them all.
+        neutral: the number that replaces None in a list.
+        valid: returns True for each valid number of an array.
 
     Raises:
-        ValueError: not a number or `batch` of them, or a number that is not valid or that `dtype` does not hold.
+        ValueError: another kind of value, a list of another length, or a number that is not valid or that `dtype`
+            cannot represent.
     """
     takes = f"{takes}, or one for {_each(batch, samples)}"
     absent = np.array([v is None for v in value]) if isinstance(value, (list, tuple)) else np.array(False)
@@ -270,10 +276,10 @@ def _checked(name: str, value: Any, ids: Sequence[int], vocab_size: int | None) 
 
 
 def plain(name: str, value: Any, takes: str) -> Any:
-    """Arrays, tuples, sets and ranges as nested lists.
+    """Converts arrays, tuples, sets and ranges to nested lists.
 
     Raises:
-        ValueError: a list that holds itself, or a range that no memory holds.
+        ValueError: a list contains itself, or a range is too long for memory.
     """
     def lists(value: Any) -> Any:
         if hasattr(value, "tolist") and not isinstance(value, np.ma.MaskedArray):
@@ -289,10 +295,11 @@ def plain(name: str, value: Any, takes: str) -> Any:
 
 
 def id_rows(name: str, value: Any, batch: int, vocab_size: int | None = None, samples: int = 1) -> np.ndarray:
-    """Token ids for all rows (an id or a list) or a list for each (None: none): `i32[batch, E]`, padded with -1.
+    """Returns token ids for each row, `i32[batch, E]`, padded with -1, from an id or a list for all rows, or a list of
+    such lists for each row or prompt (None: no ids).
 
     Raises:
-        ValueError: something is not a token id, or there is not one list for each row.
+        ValueError: an entry is not a token id, or the number of lists is wrong.
     """
     takes = f"token ids, or a list of them for {_each(batch, samples)}"
     rows = plain(name, value, takes)
@@ -319,10 +326,11 @@ def id_rows(name: str, value: Any, batch: int, vocab_size: int | None = None, sa
 
 def sequence_rows(name: str, value: Any, batch: int, vocab_size: int | None = None, *, front: bool = True,
                   samples: int = 1) -> np.ndarray:
-    """Token sequences for all rows, or a list of them for each: `i32[batch, S, L]`, padded with -1, `front` or back.
+    """Returns token sequences for each row, `i32[batch, S, L]`, padded with -1 at the front or at the end, from a list
+    of sequences for all rows, or a list of such lists for each row or prompt.
 
     Raises:
-        ValueError: not a list of sequences, an empty sequence, or something that is not a token id.
+        ValueError: another kind of value, an empty sequence, or an entry that is not a token id.
     """
     takes = f"a list of token sequences, or such a list for {_each(batch, samples)}"
     lists = plain(name, value, takes)
@@ -349,12 +357,13 @@ def sequence_rows(name: str, value: Any, batch: int, vocab_size: int | None = No
 
 
 def bias_rows(name: str, value: Any, batch: int, samples: int = 1) -> list[list[tuple[list[int], float]]]:
-    """Biases by token or sequence, for all rows or for each: pairs of a sequence and its bias, a list for each row.
+    """Returns for each row a list of pairs: a token sequence and its bias.
 
-    Takes `{id: bias}`, `{(id, ...): bias}`, `[[[id, ...], bias], ...]`, or a list of such dictionaries, one a row.
+    Takes `{id: bias}`, `{(id, ...): bias}` or `[[[id, ...], bias], ...]` for all rows, or a list of such dictionaries
+    for each row or prompt.
 
     Raises:
-        ValueError: none of these.
+        ValueError: another kind of value.
     """
     takes = (f"a dictionary from a token or a tuple of tokens to a bias, a list of [[tokens], bias], or a dictionary "
              f"for {_each(batch, samples)}")

@@ -1,8 +1,8 @@
-"""The names of the mesh axes, and how arrays and functions are laid out over them.
+"""Names of the mesh axes, and functions that constrain the layout of arrays and functions over them.
 
-Code is written without shardings, for whole arrays. It asks for a layout in a few places, by the functions below; these
-read the mesh of the context (`jax.set_mesh`) and leave out axes that it lacks, that do not divide a dimension, or that
-are not the compiler's to lay out (`AxisType.Auto`).
+Most code is written for whole arrays, without shardings. In a few places it requests a layout by the functions below.
+They use the mesh of the context (`jax.set_mesh`) and ignore axes that the mesh lacks, that do not divide a dimension,
+or whose layout is not up to the compiler (`AxisType.Auto`).
 """
 
 from __future__ import annotations
@@ -15,20 +15,21 @@ from jax import Array
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 DATA, MODEL, CONTEXT, EXPERT = "data", "model", "context", "expert"
-"""Rows of a batch lie over the first, heads, MLP and vocabulary over the second, positions of long texts over the
-third where a cache divides them (`decodax.caches.context.context_parallel`), and whole experts of mixtures over the
-fourth."""
+"""Names of the mesh axes. Rows of a batch are sharded over DATA; heads, MLP and vocabulary over MODEL; positions of
+long texts over CONTEXT if the cache supports it (`decodax.caches.context.context_parallel`); whole experts of mixtures
+over EXPERT."""
 
 T = TypeVar("T")
 
 
 def on_host(x: Any) -> bool:
-    """Whether an array, or one that is traced, lies in the host's memory."""
+    """True if an array, concrete or traced, is in the host's memory."""
     return jax.typeof(x).memory_space == jax.memory.Space.Host
 
 
 def constrain(tree: T, specs: Any) -> T:
-    """Lays arrays out by `specs`, a pytree of `PartitionSpec`s."""
+    """Constrains the layout of arrays to `specs`, a pytree of `PartitionSpec`s, as far as the mesh of the context
+    allows."""
     mesh, free = jax.sharding.get_abstract_mesh(), free_axes()
     if not free:
         return tree
@@ -42,16 +43,19 @@ def constrain(tree: T, specs: Any) -> T:
 
 
 def shardwise(fn: Callable[..., T], specs: Sequence[PartitionSpec], out: Any, *args: Any, whole: bool = False) -> T:
-    """`fn(*args)`, run by each device on its own shards: for what needs no word from another device, or says itself
-    what it needs of others.
+    """Runs `fn(*args)` on each device, with its own shards of the arrays. `fn` must not depend on other shards, except
+    by collectives of its own.
 
-    The compiler partitions most operations well by itself. A scatter of other dimensions than it expects makes it
-    gather the whole array, and a kernel it cannot look into at all.
+    Use it where the compiler's own partitioning is bad: it gathers the whole array for a scatter along other dimensions
+    than it expects, and it cannot partition a kernel at all.
 
     Args:
-        specs: of each argument, over the axes above; of an argument that is None it means nothing.
-        out: of the results, a pytree prefix.
-        whole: leave no axis to the compiler, as kernels need it; arrays are repeated along those that do not divide.
+        fn: the function.
+        specs: layout of each argument, over the axes above; ignored for an argument that is None.
+        out: layout of the results, a pytree prefix.
+        args: the arguments.
+        whole: True leaves no axis to the compiler, as kernels require; arrays are replicated along axes that do not
+            divide a dimension.
     """
     divides = lambda name, size: all(x.shape[i] % size == 0 for x, spec in zip(args, specs, strict=True)
                                      if x is not None for i, n in enumerate(spec) if n == name)
@@ -75,24 +79,24 @@ def shardwise(fn: Callable[..., T], specs: Sequence[PartitionSpec], out: Any, *a
 
 
 def platform() -> str:
-    """Where the program that is being traced will probably run: "cpu", "gpu" or "tpu".
+    """Returns the platform for which the traced program will probably be compiled: "cpu", "gpu" or "tpu".
 
-    It is that of the context's mesh, or the default one. A program may be lowered for another, so what goes by this
-    still has to ask `lax.platform_dependent`.
+    It is that of the context's mesh, or the default one. A program may be lowered for another platform, so code that
+    depends on the result also needs `lax.platform_dependent`.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
     return jax.default_backend() if device is None else device.platform
 
 
 def compute_capability() -> float:
-    """That of the NVIDIA GPU that JAX has found, such as 9.0; 0 of an AMD GPU. Without a GPU, where programs for one
-    can only be lowered, that of Hopper."""
+    """Returns the compute capability of the first NVIDIA GPU, such as 9.0; 0 for an AMD GPU. Without a GPU, where
+    programs can only be lowered for one, returns that of Hopper."""
     found = str(getattr(jax.devices()[0], "compute_capability", "9.0"))
     return float(found) if found[0].isdigit() else 0.0      # AMD: "gfx942"
 
 
 def free_axes() -> dict[str, int]:
-    """The axes of the context's mesh that the compiler lays out, and their sizes."""
+    """Returns the names and sizes of the axes of the context's mesh whose layout is up to the compiler."""
     mesh = jax.sharding.get_abstract_mesh()
     return {name: mesh.shape[name] for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
             if kind == AxisType.Auto}

@@ -1,6 +1,5 @@
-"""Entries of the registry: what has a name, with its paper, options and guarantee, and what a user makes of it before
-the model is known.
-"""
+"""Entries of the registry: the things that are chosen by name, with paper, options and guarantee, and their
+configuration before the model is known."""
 
 from __future__ import annotations
 
@@ -17,18 +16,19 @@ from decodax.common.options import Option, built, options_of
 from decodax.common.strings import listed, unknown_option
 
 Guarantee = Literal["seed-exact", "distribution-exact", "exact", "approximate"]
-"""What holds of the output. "seed-exact": with one seed the tokens are those of plain decoding. "distribution-exact":
-the texts have the distribution of plain decoding. "exact", of a cache: the model computes what it does with a dense
-one; of a constraint: every text belongs to its language. "approximate": the output may differ."""
+"""The guarantee of the output. "seed-exact": with the same seed, the tokens are those of plain decoding.
+"distribution-exact": the texts have the distribution of plain decoding. "exact": with a cache, the model computes the
+same as with a dense cache; with a constraint, every text belongs to its language. "approximate": the output may differ.
+"""
 
 Needs = Literal["nothing", "a model", "a draft model", "a model and a draft model", "samples",
                 "a draft model and samples", "a diffusion model", "a diffusion model and a draft model"]
-"""What an entry is made of beside its options: nothing, the target itself, a smaller model with its tokenizer, both,
-the target and samples of the texts to come (an option says how), those and a draft model, or a target that fills masks,
-alone or with an autoregressive model."""
+"""The models and data from which an entry is made, beside its options: nothing, the target model, a draft model with
+its tokenizer, both, the target and sample texts (given by an option), those and a draft model, or a masked diffusion
+model as the target, alone or with an autoregressive model."""
 
 BESIDE = ("lm", "draft")
-"""Parameters of an entry that are no options: the target, and the draft model."""
+"""Parameters of an entry that are not options: the target model and the draft model."""
 
 
 EXAMPLES = {"algorithm": "", "cache": "", "constraint": "", "search": ", temperature=0.8",
@@ -38,17 +38,23 @@ EXAMPLES = {"algorithm": "", "cache": "", "constraint": "", "search": ", tempera
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One name of a shelf.
+    """One named entry of a shelf (a kind of things in the registry).
 
     Attributes:
-        shelf: kind of thing, the name of its shelf. name: what it is chosen by. make: function or class that makes it.
-        title: title of the paper. authors: authors and year. summary: one sentence.
-        family: group in which listings show it. guarantee: of the output, with the default options; what is made may
-            say another one. needs: what `make` takes beside options.
-        alias_of: name of the entry that this is another name for, or None. An alias makes what that entry makes; its
-            summary says what its own paper adds.
-        module: name of the module that registered it. slot: argument of `decodax.generate` that takes the entry, which
-            begins the messages of errors. model: shipped model of its example; default one that `needs` asks for.
+        shelf: name of the shelf.
+        name: the name by which it is chosen.
+        make: function or class that makes it.
+        title: title of the paper.
+        authors: authors and year.
+        summary: one sentence.
+        family: group in which listings show it.
+        guarantee: guarantee of the output with the default options; the object that is made may state another one.
+        needs: models that `make` takes beside options.
+        alias_of: the entry of which this is another name, or None. An alias makes the same thing; its summary says what
+            its own paper adds.
+        module: name of the module that registered it.
+        slot: argument of `decodax.generate` that takes the entry; the messages of errors begin with it.
+        model: shipped model for its example; empty: the one that `needs` asks for.
     """
 
     shelf: str
@@ -67,37 +73,37 @@ class Entry:
 
     @property
     def paper(self) -> str:
-        """Title, authors and year."""
+        """Title, authors and year of the paper."""
         return f"{self.title} ({self.authors})" if self.authors and self.title else self.title or self.authors
 
     @property
     def takes_model(self) -> bool:
-        """True if it is made for a target model."""
+        """True if `make` needs the target model."""
         return self.needs not in ("nothing", "a draft model")
 
     @property
     def takes_draft(self) -> bool:
-        """True if it needs a draft model."""
+        """True if `make` needs a draft model."""
         return "draft model" in self.needs
 
     @property
     def may_draft(self) -> bool:
-        """True if it may be given a draft model."""
+        """True if `make` has an argument for a draft model."""
         return "draft" in inspect.signature(self.make).parameters
 
     @functools.cached_property
     def options(self) -> dict[str, Option]:
-        """Options by name."""
+        """The options by name."""
         return {name: option for name, option in options_of(self.make).items() if name not in BESIDE}
 
     @property
     def owner(self) -> str:
-        """Function, class or module that registered it, for messages."""
+        """Full name of the function or class that registered it, or of the module for an alias; for messages."""
         return f"an alias in {self.module}" if self.alias_of else f"{self.module}.{self.make.__qualname__}"
 
     @property
     def identifier(self) -> str:
-        """Name as an attribute of a module.
+        """The name as an attribute of a module.
 
         >>> Entry("caches", "freedave++", print, "", "", "").identifier
         'freedave_plus_plus'
@@ -107,8 +113,8 @@ class Entry:
 
     @property
     def description(self) -> str:
-        """Everything that is known of it: what it does, its options with their ranges, the paper, the guarantee, what
-        it needs, and a call."""
+        """The full description: what it does, its options with their ranges, the paper, the guarantee, the models that
+        it needs, and an example."""
         text = (inspect.getdoc(self.make) or "") if not self.alias_of else ""
         parts = [text or self.summary]
         if self.options:
@@ -125,7 +131,8 @@ class Entry:
 
     @property
     def example(self) -> str:
-        """A call with it; "..." where an option has to be given. Empty of what no slot takes."""
+        """A call with the entry, as text, with "..." for options that have to be given. Empty if no slot takes the
+        entry."""
         needed = [f"{name}=..." for name, option in self.options.items() if not option.optional]
         if self.slot == "weights":
             return f'dx.load("pycode", weights="{self.name}")'
@@ -139,6 +146,10 @@ class Entry:
     def configured(self, options: Mapping[str, Any], draft: Any = None) -> Configured:
         """Returns the entry with options, for a model that is given later (`Configured.build`).
 
+        Args:
+            options: options by name.
+            draft: the draft model, if it is known.
+
         Raises:
             ValueError: an option that the entry does not take, or one that is missing.
         """
@@ -149,10 +160,10 @@ class Entry:
         return Configured(self, options, draft)
 
     def function(self) -> Callable[..., Any]:
-        """Returns the function that makes what the entry names, of its options.
+        """Returns the function that a user calls to make the entry with its options.
 
-        It returns a `Configured` where the entry is made for a model, or misses its draft model: the call of `generate`
-        says which. A wrong option is a TypeError in the words of `configured`.
+        If the entry needs a model, or a draft model that is not given, the function returns a `Configured`, which
+        `generate` builds for its model. Wrong options raise a TypeError with the text of `configured`.
         """
         needs_model = self.takes_model
 
@@ -183,11 +194,13 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Configured:
-    """An entry with options, for a model that is not known yet: what a function of a shelf returns for entries that
-    look at the target, and what `generate` makes of a name.
+    """An entry with options, for a model that is not known yet. The functions of a shelf return it for entries that
+    need the target model, and `generate` makes it from a string.
 
     Attributes:
-        entry: which. options: by name. draft: draft model, or None.
+        entry: the entry.
+        options: the options by name.
+        draft: the draft model, or None.
     """
 
     entry: Entry
@@ -195,17 +208,18 @@ class Configured:
     draft: Any = None
 
     def __repr__(self) -> str:
-        """The call that makes it."""
+        """Returns the call that makes it."""
         given = {**self.options, **({} if self.draft is None else {"draft": self.draft})}
         said = ", ".join(f"{name}={shown(value)}" for name, value in given.items())
         return f"dx.{self.entry.shelf}.{self.entry.identifier}({said})"
 
     def build(self, lm: Any = None, draft: Any = None, **beside: Any) -> Any:
-        """Makes it for a model.
+        """Makes the object for a model.
 
         Args:
-            lm, draft: target and draft model from `decodax.load`.
-            beside: values of options that were left open and that the caller knows, such as the batch size.
+            lm: target model from `decodax.load`.
+            draft: draft model from `decodax.load`; None: `self.draft`.
+            beside: values for options that were not given and that the caller knows, such as the batch size.
 
         Raises:
             ValueError: a model that is missing, or an option out of its range.
@@ -221,7 +235,8 @@ class Configured:
 
 
 def _inherited(make: Callable[..., Any], name: str) -> str:
-    """What a base class says of an option that the docstring of `make` leaves out."""
+    """Returns the description of an option in the docstring of a base class, if the docstring of `make` does not
+    mention it."""
     for base in getattr(make, "__mro__", ())[1:]:
         if name in inspect.get_annotations(base):
             text = re.sub(r"\s+", " ", inspect.getdoc(base) or "")

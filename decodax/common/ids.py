@@ -1,4 +1,4 @@
-"""Token ids as the files of models have them."""
+"""Reads token ids from the files of models."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def named(value: Any) -> Any:
-    """An entry that names a token or a list of them, without negative numbers, by which files mean no token.
+    """Returns a token id, or a list of them, without negative numbers, which stand for "no token" in files.
 
     >>> named(5), named(-1), named([2, -1]), named([-1])
     (5, None, [2], None)

@@ -1,8 +1,8 @@
-"""Options of everything that has a name: what each takes is said by its annotation, and checked before anything is
-made.
+"""Options of the entries of the registry. The annotation of a parameter says which values it takes; they are checked
+before anything is made.
 
-An annotation may carry a range: `Annotated[int, Range(1)]`, for which `Count`, `Whole`, `Share` and `Positive` are
-short.
+An annotation may contain a range: `Annotated[int, Range(1)]`. `Count`, `Whole`, `Share` and `Positive` are short for
+common ones.
 """
 
 from __future__ import annotations
@@ -29,8 +29,14 @@ REQUIRED = inspect.Parameter.empty
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """Numbers from `low` to `high`, either of which may be None: no bound. `above`: `low` itself is left out; `below`:
-    `high` is."""
+    """The numbers from `low` to `high`.
+
+    Attributes:
+        low: lower bound; None: no bound.
+        high: upper bound; None: no bound.
+        above: True excludes `low` itself.
+        below: True excludes `high` itself.
+    """
 
     low: float | None = None
     high: float | None = None
@@ -42,7 +48,7 @@ class Range:
                 and (self.high is None or value < self.high or (value == self.high and not self.below)))
 
     def __str__(self) -> str:
-        """The range in words.
+        """Returns the range in words.
 
         >>> str(Range(1)), str(Range(0, 1)), str(Range(0, above=True)), str(Range(0, 1, below=True))
         ('from 1', 'from 0 to 1', 'above 0', 'from 0 and below 1')
@@ -61,15 +67,16 @@ Positive = Annotated[float, Range(0, above=True)]
 
 @dataclasses.dataclass(frozen=True)
 class InFile:
-    """Says of an option that its value may be in a file: in a string it may be the path of one."""
+    """Marks an option whose value may be in a file: in a string, the value may be the path of a file."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """What an entry takes under one name.
+    """One option of an entry.
 
     Attributes:
-        default: value if nothing is given; `REQUIRED` if it has to be. hint: annotation, or None.
+        default: its default value; `REQUIRED` if it has to be given.
+        hint: its annotation, or None.
     """
 
     default: Any
@@ -88,8 +95,8 @@ class Option:
 
 
 def options_of(make: Callable[..., Any]) -> dict[str, Option]:
-    """Returns the parameters of a function, or the fields of a dataclass, by name. A field whose name begins with an
-    underscore is no option."""
+    """Returns the options by name: the parameters of a function, or the fields of a dataclass, except fields whose
+    names begin with an underscore."""
     hints = _hints(make)
     if inspect.isclass(make) and dataclasses.is_dataclass(make):
         found = {}
@@ -104,11 +111,16 @@ def options_of(make: Callable[..., Any]) -> dict[str, Option]:
 
 
 def built(make: Callable[..., Any], options: Mapping[str, Any], **beside: Any) -> Any:
-    """Returns what `make` makes of options, and of what is given beside them.
+    """Calls `make` with options and other arguments, and returns the result.
+
+    Args:
+        make: the function or class.
+        options: the options by name; their kinds and ranges are checked.
+        beside: further arguments, which are not checked.
 
     Raises:
-        ValueError: an option of another kind or out of its range (`check_options`), unless `make` has an error about it
-            that begins with its name; or as `make`.
+        ValueError: an option of another kind or out of its range; or as in `make`. An error of `make` that begins with
+            the name of an option takes precedence.
     """
     try:
         found = make(**beside, **options)
@@ -122,10 +134,10 @@ def built(make: Callable[..., Any], options: Mapping[str, Any], **beside: Any) -
 
 def check_options(make: Callable[..., Any], given: Mapping[str, Any]) -> None:
     """Checks options by their annotations: numbers and their ranges, texts, True and False, one of several texts,
-    tuples of them, and functions. Other annotations are left to `make`.
+    tuples of these, and functions. Options with other annotations are not checked.
 
     Raises:
-        ValueError: an option of another kind, or out of its range; says what it takes.
+        ValueError: an option of another kind, or out of its range; the message says what it takes.
 
     >>> def make(length: Count = 3, pick: Literal["first", "last"] = "last") -> None: ...
     >>> check_options(make, {"length": "abc"})
@@ -178,7 +190,7 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def _words(hint: Any) -> list[str]:
-    """The kinds of values that an annotation allows, in words; none if it allows all."""
+    """Returns the kinds of values that an annotation allows, in words; an empty list if it allows all values."""
     if hint in (None, Any):
         return []
     origin, parts = get_origin(hint), get_args(hint)
@@ -198,7 +210,7 @@ def _words(hint: Any) -> list[str]:
 
 
 def _plural(word: str) -> str:
-    """Words for several values of a kind.
+    """Turns the words for one value of a kind into words for several.
 
     >>> _plural("a whole number from 1"), _plural("'mean'")
     ('whole numbers from 1', "'mean'")

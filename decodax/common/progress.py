@@ -1,4 +1,4 @@
-"""Progress bars of long calls, on standard error."""
+"""Progress bars of long calls, printed to standard error."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ import dataclasses
 from collections.abc import Callable, Iterator
 
 LOWERED, COMPILED = "/jax/core/compile/jaxpr_to_mlir_module_duration", "/jax/core/compile/backend_compile_duration"
-"""What JAX tells its listeners: the first right before it compiles a program, the second when it has."""
+"""Events of JAX: the first right before a program is compiled, the second right after."""
 
 
 @dataclasses.dataclass
 class Compiling:
-    """What JAX compiles.
+    """The state of JAX's compiler.
 
     Attributes:
-        now: whether a program is being compiled. seconds: that compiling has taken.
+        now: True while a program is being compiled.
+        seconds: total time spent on compiling so far.
     """
 
     now: bool = False
@@ -24,7 +25,8 @@ class Compiling:
 
 @contextlib.contextmanager
 def compiling(changed: Callable[[Compiling], None]) -> Iterator[Compiling]:
-    """Tells when JAX begins and ends to compile a program: rows wait for it, and nothing else shows why."""
+    """Calls `changed` whenever JAX begins or ends to compile a program, within the context. Progress displays use it to
+    explain a wait."""
     import jax
 
     found = Compiling()
@@ -44,8 +46,8 @@ def compiling(changed: Callable[[Compiling], None]) -> Iterator[Compiling]:
 
 @contextlib.contextmanager
 def bar(show: bool, doing: str, total: int) -> Iterator[Callable[[float], None]]:
-    """A progress bar, or nothing; it says when a program is being compiled. What it gives is called with how much of
-    `total` is done."""
+    """Shows a progress bar within the context if `show` is True; it also shows when a program is being compiled. Yields
+    a function that takes the finished part of `total`."""
     if not show:
         yield lambda done: None
         return

@@ -1,9 +1,9 @@
 """The registry: everything that is chosen by name, on one shelf for each kind of thing.
 
 A function or a dataclass becomes an entry by the decorator `Shelf.register`. Its parameters, or fields, are the options
-of the entry, their annotations say what each takes (`decodax.common.options`), and its docstring is what `help` and
-`decodax list` show. The modules of a shelf are imported when the shelf is first read, so that a name can be looked up
-before anything else was imported.
+of the entry; their annotations say which values they take (`decodax.common.options`); its docstring is what `help` and
+`decodax list` show. The modules of a shelf are imported when the shelf is used for the first time, so that a name can
+be looked up before any other import.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class Shelf(MutableMapping[str, Entry]):
     """All entries of one kind, by name.
 
     Args:
-        kind: name of the shelf, which is also that of the module that shows it, as in `decodax.caches`.
-        slot: argument of `decodax.generate` that takes its names, which begins the messages of errors.
-        modules: modules that fill the shelf, in the order of the listing.
+        kind: name of the shelf and of its module, such as "caches" for `decodax.caches`.
+        slot: argument of `decodax.generate` that takes the entries; the messages of errors begin with it.
+        modules: names of the modules that register the entries, in the order of the listing.
     """
 
     def __init__(self, kind: str, slot: str, *modules: str):
@@ -69,11 +69,17 @@ class Shelf(MutableMapping[str, Entry]):
     def register(self, name: str, title: str = "", authors: str = "", summary: str = "", *, family: str = "user",
                  guarantee: Guarantee = "approximate", needs: Needs = "nothing", model: str = ""
                  ) -> Callable[[Made], Made]:
-        """Registers the function or class below it.
+        """Returns a decorator that registers a function or class.
 
         Args:
-            name: without ":", after which the command line writes options. title, authors, family, guarantee, needs,
-                model: as in `Entry`. summary: one sentence; default the first of the docstring.
+            name: the name; without ":", after which strings have options.
+            title: title of the paper.
+            authors: authors and year.
+            summary: one sentence; empty: the first sentence of the docstring.
+            family: group in which listings show it.
+            guarantee: guarantee of the output with the default options.
+            needs: models that the function takes beside options.
+            model: shipped model for its example.
 
         Raises:
             ValueError: a name that is taken, or a `needs` or `guarantee` of an unknown kind.
@@ -83,7 +89,7 @@ class Shelf(MutableMapping[str, Entry]):
         ... def two_at_a_time(length: int = 2):
         ...     from decodax.algorithms.speculative import Speculative, drafts
         ...     return Speculative(drafts.PromptLookup(length))
-        >>> ALGORITHMS.make("two-at-a-time").emits
+        >>> ALGORITHMS.make("two-at-a-time").traits.emits
         3
         >>> del ALGORITHMS["two-at-a-time"]
         """
@@ -101,7 +107,8 @@ class Shelf(MutableMapping[str, Entry]):
         return add
 
     def alias(self, name: str, of: str, title: str, authors: str, summary: str, *, family: str) -> None:
-        """Registers another paper's name for the entry `of`, which may be registered later.
+        """Registers another name for the entry `of`, which may be registered later. The other arguments describe the
+        paper of this name, as in `register`.
 
         Raises:
             ValueError: a name that is taken.
@@ -138,14 +145,14 @@ class Shelf(MutableMapping[str, Entry]):
                              f"[{new.name!r}]")
 
     def names(self, family: str | None = None) -> list[str]:
-        """Returns the names of the shelf, or those of a family."""
+        """Returns the names of all entries, or of the entries of a family."""
         return [name for name, entry in self.items() if family in (None, entry.family)]
 
     def find(self, name: str) -> Entry:
-        """Returns the entry of a name.
+        """Returns the entry with a name.
 
         Raises:
-            ValueError: an unknown name (near ones are listed), or an alias of one.
+            ValueError: an unknown name (the message lists similar ones), or an alias of an unknown name.
         """
         if name in self:
             return self[name]
@@ -164,12 +171,13 @@ class Shelf(MutableMapping[str, Entry]):
         return self.find(name).configured(options, draft)
 
     def make(self, name: str, lm: Any = None, draft: Any = None, **options: Any) -> Any:
-        """Makes what stands under a name.
+        """Makes the object of an entry.
 
         Args:
-            name: one of `names()`.
-            lm, draft: target and draft model from `decodax.load`, for entries that need them (`Entry.needs`).
-            options: of the entry; see `find(name).options`.
+            name: name of the entry.
+            lm: target model from `decodax.load`, if the entry needs it (`Entry.needs`).
+            draft: draft model from `decodax.load`, if the entry needs it.
+            options: options of the entry; see `find(name).options`.
 
         Raises:
             ValueError: an unknown name, a model that is missing, or an option that is unknown, missing or out of its
@@ -192,16 +200,29 @@ class Shelf(MutableMapping[str, Entry]):
         return name, parse_options(text, self.find(name).options, self.slot)
 
     def read(self, text: str, draft: Any = None) -> Configured:
-        """Returns the entry and options of `NAME[:OPTION=VALUE,...]`. Raises as `parse` and `configure`."""
+        """Returns the entry of `NAME[:OPTION=VALUE,...]` with its options.
+
+        Args:
+            text: the string.
+            draft: the draft model, if it is known.
+
+        Raises:
+            ValueError: as in `parse` and `configure`.
+        """
         name, options = self.parse(text)
         return self.configure(name, draft, **options)
 
     def object(self, given: Any, lm: Any = None, draft: Any = None) -> Any:
-        """Returns the object that a slot was given, which may be said by a string or made for a model (`Configured`);
-        anything else as it is.
+        """Returns the object for a slot, from the argument of a user.
+
+        Args:
+            given: a string, a `Configured`, which is built for the models, or an object, which is returned unchanged.
+            lm: the target model.
+            draft: the draft model.
 
         Raises:
-            ValueError: as `read` and `Configured.build`. TypeError: an entry of another shelf.
+            ValueError: as in `read` and `Configured.build`.
+            TypeError: an entry of another shelf.
         """
         given = self.read(given, draft) if isinstance(given, str) else given
         if not isinstance(given, Configured):
@@ -224,7 +245,7 @@ class Shelf(MutableMapping[str, Entry]):
         raise AttributeError(f"decodax.{self.kind} has no {identifier!r}; {near(identifier, self.identifiers())}")
 
     def identifiers(self) -> list[str]:
-        """Returns the names of the shelf as attributes of a module."""
+        """Returns the names of all entries as attributes of a module."""
         return [entry.identifier for entry in self.values()]
 
 
@@ -237,7 +258,7 @@ ALGORITHMS = Shelf("algorithms", "algorithm", "decodax.algorithms.plain",
 """Decoding methods, for `algorithm=`."""
 
 CACHES = Shelf("caches", "cache", "decodax.caches")
-"""What the cache keeps, for `cache=`."""
+"""Cache policies, for `cache=`."""
 
 SEARCHES = Shelf("search", "search", "decodax.search")
 """Searches over texts that grow step by step, for `search=`."""
@@ -246,7 +267,7 @@ SELECTS = Shelf("select", "select", "decodax.select")
 """Rules that choose one of several samples, for `select=`."""
 
 CONSTRAINTS = Shelf("constraints", "constraint", "decodax.constraints")
-"""Languages that a text is held to, for `constraint=`."""
+"""Languages to which a text is constrained, for `constraint=`."""
 
 FORMATS = Shelf("formats", "weights", "decodax.models.formats")
 """Formats of weights, for `weights=`."""

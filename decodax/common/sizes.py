@@ -1,4 +1,4 @@
-"""Sizes of memory as texts, such as "64MB"."""
+"""Parses sizes of memory, such as "64MB"."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ UNITS = {"B": 1, **{prefix + "B": 1000 ** (i + 1) for i, prefix in enumerate(("k
 
 
 def in_bytes(size: str, name: str = "budget", takes: str = "bytes as '64MB' or '1.5GiB'") -> int:
-    """Returns the number of bytes that a text stands for.
+    """Returns the number of bytes that a text describes.
 
     Args:
         size: a number and a unit, with or without a space between them.
-        name, takes: the argument and what it takes, for the error.
+        name: name of the argument, for the error.
+        takes: the values that it takes, for the error.
 
     Raises:
-        ValueError: it is not a number above 0 with a unit.
+        ValueError: the text is not a number above 0 with a unit.
 
     >>> in_bytes("1.5MB"), in_bytes("2KiB")
     (1500000, 2048)

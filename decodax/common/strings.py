@@ -1,7 +1,7 @@
-"""Strings that are short for an object: `NAME[:OPTION=VALUE,...]`, as the command line and config files write them.
+"""Strings that describe an object, `NAME[:OPTION=VALUE,...]`, as in the command line and config files.
 
-A value is read as its option's annotation asks: a number, a text without quotes, True, False or None in any case, a
-tuple in parentheses. The first value needs no name if its option has to be given (`regex:[0-9]+`).
+The annotation of an option determines how its value is parsed: as a number, a text without quotes, True, False or None
+in any case, or a tuple in parentheses. The first value needs no name if its option has to be given (`regex:[0-9]+`).
 """
 
 from __future__ import annotations
@@ -31,16 +31,20 @@ FILE = re.compile(r"[\w./\\~+-]+\.[A-Za-z]\w*")
 
 
 def listed(options: Mapping[str, Option]) -> str:
-    """Returns the options with their defaults, for errors."""
+    """Returns the options with their defaults as one text, for errors."""
     said = lambda default: getattr(default, "__name__", None) or repr(default)
     return ", ".join(f"{k}={said(v.default)}" if v.optional else k for k, v in options.items()) or "none"
 
 
 def unknown_option(name: str, option: str, options: Mapping[str, Option], slot: str = "") -> str:
-    """Returns the message about an option that an entry does not take: names the entry, its options and near ones.
+    """Returns the message about an option that an entry does not take: it names the entry, its options and similar
+    ones.
 
     Args:
-        name: name of the entry. options: its options. slot: argument that takes the entry.
+        name: name of the entry.
+        option: the unknown option.
+        options: options of the entry.
+        slot: argument of `decodax.generate` that takes the entry.
     """
     close = _close(option, options)
     meant = f"; did you mean {' or '.join(close)}?" if close else ""
@@ -48,7 +52,7 @@ def unknown_option(name: str, option: str, options: Mapping[str, Option], slot: 
 
 
 def near(name: str, known: Collection[str]) -> str:
-    """Returns what to say to a name that is not `known`: the near ones, or all."""
+    """Returns the part of a message about an unknown name that lists the similar names in `known`, or all of them."""
     name = str(name)
     close = difflib.get_close_matches(name, known, n=4, cutoff=0.5)
     close += [n for n in known if name.lower() in n and n not in close]
@@ -59,7 +63,9 @@ def parse_options(text: str, known: Mapping[str, Option], slot: str = "") -> dic
     """Returns the options of `NAME[:OPTION=VALUE,...]`. A text needs no quotes.
 
     Args:
-        known: options of the entry. slot: argument that takes the entry, for errors.
+        text: the string.
+        known: options of the entry.
+        slot: argument of `decodax.generate` that takes the entry, for errors.
 
     >>> parse_options("magicdec:budget=512,keep=sink-window", {"budget": Option(0), "keep": Option("")})
     {'budget': 512, 'keep': 'sink-window'}
@@ -69,8 +75,8 @@ def parse_options(text: str, known: Mapping[str, Option], slot: str = "") -> dic
     {'pattern': '[0-9]{1,3}'}
 
     Raises:
-        ValueError: an option that is not among those `known` or that comes twice, a value without a name, or a file
-            that does not exist.
+        ValueError: an option that is not in `known` or that occurs twice, a value without a name, or a file that does
+            not exist.
     """
     name, _, rest = text.partition(":")
     if not rest.strip():
@@ -100,7 +106,7 @@ def parse_options(text: str, known: Mapping[str, Option], slot: str = "") -> dic
 
 
 def split(text: str) -> list[str]:
-    """Returns the parts between commas that are outside of brackets and quotes; an empty part at the end is none.
+    """Splits a text at commas that are outside of brackets and quotes. An empty part at the end is dropped.
 
     >>> split("a=(1,2),b='x,y',c=don't")
     ['a=(1,2)', "b='x,y'", "c=don't"]
@@ -123,7 +129,7 @@ def split(text: str) -> list[str]:
 
 
 def _value(name: str, text: str, hint: Any, alone: bool = False) -> Any:
-    """The value that a text says, by the annotation of its option. `alone`: a list needs no parentheses."""
+    """Parses the value of an option by its annotation. With `alone`, a list needs no parentheses."""
     kinds = _alternatives(hint)
     if text[:1] in ("'", '"') and isinstance(quoted := _literal(text), str):
         return quoted
@@ -158,7 +164,7 @@ def _value(name: str, text: str, hint: Any, alone: bool = False) -> Any:
 
 
 def _literal(text: str) -> Any:
-    """The value of a Python literal; None if the text is none."""
+    """Returns the value of a Python literal; None if the text is not a literal."""
     try:
         return ast.literal_eval(text)
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
@@ -166,7 +172,7 @@ def _literal(text: str) -> Any:
 
 
 def _alternatives(hint: Any) -> list[Any]:
-    """The types of an annotation, without what it says of them."""
+    """Returns the types of which a value may have one, without the metadata of `Annotated`."""
     if hint is None:
         return []
     if get_origin(hint) is Annotated:
@@ -177,10 +183,10 @@ def _alternatives(hint: Any) -> list[Any]:
 
 
 def _content(name: str, text: str) -> str:
-    """The content of a file, or the text itself if it is no file's name.
+    """Returns the content of a file, or the text itself if it is not the name of a file.
 
     Raises:
-        ValueError: there is no such file, or it is not UTF-8.
+        ValueError: the text looks like a file name and there is no such file, or the file is not UTF-8.
     """
     try:
         if (file := Path(text).expanduser()).is_file():

@@ -1,4 +1,4 @@
-"""Frozen dataclasses that JAX walks as pytrees: the one way state is written down in this project."""
+"""Frozen dataclasses that are JAX pytrees. All state in this project consists of them."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ T = TypeVar("T")
 
 
 def static(default: Any = dataclasses.MISSING) -> Any:
-    """A field that is part of the type, not of the data: hashable, compared by value, recompiles when it changes."""
+    """Declares a field that is part of the pytree's structure and not of its data. Its value must be hashable and is
+    compared by value; another value causes a new compilation."""
     return dataclasses.field(default=default, metadata={"static": True})
 
 
 REPR = 400
-"""Characters of `short` at most."""
+"""Maximum number of characters that `short` returns."""
 
 
 def short(value: Any) -> str:
-    """A dataclass in one line, whatever it holds: arrays by dtype and shape, what is nested by its first parts. A class
-    takes it by `__repr__ = short`.
+    """Returns a dataclass as one line: arrays by dtype and shape, nested values by their first parts. A class uses it
+    by `__repr__ = short`.
 
     >>> @struct
     ... class Pair(Struct):
@@ -45,7 +46,7 @@ def _named(value: Any, depth: int) -> str:
 
 
 def _part(value: Any, depth: int) -> str:
-    """A value inside: `depth` levels of dataclasses and collections are opened."""
+    """Formats a value inside another one. `depth` is the number of nested levels that are shown."""
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         return f"{value.dtype}{list(value.shape)}" if np.ndim(value) else f"{value.dtype}"
     own = type(value).__repr__
@@ -63,22 +64,23 @@ def _part(value: Any, depth: int) -> str:
 
 
 class Struct:
-    """Base of every pytree dataclass: adds `replace`, and a short `repr`."""
+    """Base class of all pytree dataclasses: adds `replace` and a short `repr`."""
 
     __repr__ = short
 
     def replace(self, **changes: Any) -> Self:
-        """A copy with the given fields changed."""
+        """Returns a copy with the given fields changed."""
         return dataclasses.replace(self, **changes)  # type: ignore[type-var]
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field, static))
 def struct(cls: type[T]) -> type[T]:
-    """Makes `cls` a frozen dataclass and a pytree; fields declared with `static()` go into the tree's definition.
+    """Makes `cls` a frozen dataclass and a pytree; fields declared with `static()` are part of the pytree's structure.
 
-    So does the class itself, as the field `_class`: JAX (0.10 and 0.12) takes the definitions of two registered
-    dataclasses for equal where their static fields are, whatever their classes, and jit's cache of 0.10, which compares
-    a few bits of a hash before it compares definitions, now and then runs the program of another class (44 of 300).
+    The class itself is part of the structure as well, as the field `_class`. Without it, JAX (0.10 and 0.12) considers
+    the structures of two registered dataclasses equal if their static fields are equal, whatever their classes. The
+    cache of `jit` in JAX 0.10 compares a few bits of a hash before it compares structures, so it would sometimes run
+    the program of another class (44 of 300 cases).
     """
     cls.__annotations__ = {**inspect.get_annotations(cls), "_class": "type"}
     cls._class = dataclasses.field(default=cls, kw_only=True, repr=False, metadata={"static": True})  # type: ignore[attr-defined]
@@ -86,5 +88,5 @@ def struct(cls: type[T]) -> type[T]:
 
 
 def fields(cls: Any) -> list[dataclasses.Field[Any]]:
-    """The declared fields of a struct, class or instance."""
+    """Returns the declared fields of a struct, given as a class or an instance."""
     return [f for f in dataclasses.fields(cls) if f.name != "_class"]

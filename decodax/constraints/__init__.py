@@ -1,4 +1,4 @@
-"""Constraints that hold texts to a formal language, for `decodax.generate(..., constraint=...)`.
+"""Constraints of a text to a formal language, for `decodax.generate(..., constraint=...)`.
 
 There are regular expressions, choices, JSON Schema, grammars, tool calls and phrases.
 

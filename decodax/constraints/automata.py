@@ -1,4 +1,4 @@
-"""Automata for free text: with or without phrases, up to a marker, or with tool calls in it."""
+"""Automata for free text: with or without phrases, up to a marker, or with tool calls."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def _around(text: bytes, more: bool) -> Dfa:
 
 @functools.lru_cache(maxsize=256)
 def containing(text: bytes) -> Dfa:
-    """Returns the texts that contain `text`."""
+    """Returns the automaton of the texts that contain `text`."""
     return _around(text, True)
 
 
 @functools.lru_cache(maxsize=256)
 def without(texts: tuple[bytes, ...]) -> Dfa:
-    """Returns the texts that contain none of `texts`.
+    """Returns the automaton of the texts that contain none of `texts`.
 
     >>> without((b"ab",)).accepts(b"aab"), without((b"ab",)).accepts(b"ba")
     (False, True)
@@ -52,7 +52,7 @@ def without(texts: tuple[bytes, ...]) -> Dfa:
 
 @functools.lru_cache(maxsize=256)
 def up_to(text: bytes) -> Dfa:
-    """Returns the texts that end with the first occurrence of `text`.
+    """Returns the automaton of the texts that end with the first occurrence of `text`.
 
     >>> up_to(b"aa").accepts(b"baa"), up_to(b"aa").accepts(b"aaa")
     (True, False)
@@ -64,13 +64,15 @@ def up_to(text: bytes) -> Dfa:
 
 
 def after(marker: str, language: Dfa) -> Dfa:
-    """Returns free text up to a marker, such as the end of a reasoning, followed by a text of the language."""
+    """Returns the automaton of free text up to `marker`, such as the end of a reasoning, followed by a text of
+    `language`."""
     b = Builder()
     return b.build(b.seq(b.dfa(up_to(marker.encode())), b.dfa(language)))
 
 
 def phrases(language: Dfa, required: Sequence[str], banned: Sequence[str]) -> Dfa:
-    """Returns the texts of a language that contain all `required` phrases and none of the `banned` ones.
+    """Returns the automaton of the texts of a language that contain all `required` phrases and none of the `banned`
+    ones.
 
     Raises:
         ValueError: there is no such text.
@@ -87,13 +89,14 @@ def phrases(language: Dfa, required: Sequence[str], banned: Sequence[str]) -> Df
 
 
 def tools(signatures: Sequence[Any], choice: str = "auto", tags: tuple[str, str] = TAGS) -> Dfa:
-    """Returns texts in which tools are called by name, with arguments that are valid under their schemas.
+    """Returns the automaton of texts in which tools are called by name, with arguments that are valid under their
+    schemas.
 
-    The automaton goes from free text to a tool's name, to its arguments, and back (after ToolDec, Zhang et al., 2023).
+    A text goes from free text to a tool's name, to its arguments, and back (ToolDec: Zhang et al., 2023).
 
     Args:
-        signatures: in OpenAI's format: `{"type": "function", "function": {"name", "parameters"}}`, or the inner
-            dictionary.
+        signatures: the tools in OpenAI's format: `{"type": "function", "function": {"name", "parameters"}}`, or the
+            inner dictionary.
         choice: "auto": free text with any number of calls in it; "required": one or more calls and nothing else; or the
             name of the tool that is called once.
         tags: texts before and after a call's JSON object, which has a `name` and `arguments`.
@@ -134,7 +137,7 @@ def tools(signatures: Sequence[Any], choice: str = "auto", tags: tuple[str, str]
 
 
 def frozen_tools(signatures: Any) -> str:
-    """Returns tools as JSON text, which can be the key of a cache."""
+    """Returns the tools as JSON text, a hashable key for caches."""
     if not isinstance(signatures, Sequence) or isinstance(signatures, (str, bytes)) or not signatures:
         raise ValueError(f"tools: got {shown(signatures)}, takes a list of at least one signature")
     plain = []

@@ -21,8 +21,8 @@ Anchor = Literal["front", "end", "line"]
 
 
 class Builder:
-    """A nondeterministic automaton under construction (Thompson, 1968). Its parts are pairs of states: begin and
-    end."""
+    """A nondeterministic automaton under construction (Thompson, 1968). A part is a pair of states, its begin and its
+    end; the text between them belongs to the part."""
 
     def __init__(self, largest: int = 50 * LARGEST):
         self.largest = largest
@@ -31,7 +31,7 @@ class Builder:
         self.anchors: dict[int, tuple[Anchor, int]] = {}                # transitions without a byte at certain places
 
     def state(self) -> int:
-        """Adds a state."""
+        """Adds a state and returns its number."""
         if len(self.free) >= self.largest:
             raise TooLarge(f"more than {self.largest} states before minimisation")
         self.free.append([])
@@ -39,28 +39,30 @@ class Builder:
         return len(self.free) - 1
 
     def room(self, copies: int, before: int) -> None:
-        """Raises TooLarge if `copies` copies of all states added after the first `before` ones are too many."""
+        """Checks that the states added after the first `before` ones can be copied `copies` times; raises TooLarge if
+        not."""
         if before + (len(self.free) - before) * copies > self.largest:
             times = str(copies) if copies < 10 ** 12 else f"{copies!s:.12}..."
             raise TooLarge(f"a repetition of {times} times makes more than {self.largest} states")
 
     def join(self, source: int, target: int) -> None:
-        """Adds a transition without a byte."""
+        """Adds a transition that consumes no byte."""
         self.free[source].append(target)
 
     def nothing(self) -> Part:
-        """Adds the empty text."""
+        """Adds a part for the empty text."""
         here = self.state()
         return here, here
 
     def anchor(self, at: Anchor) -> Part:
-        """Adds the empty text, allowed only at a certain place of the whole text."""
+        """Adds a part for the empty text that is allowed only at a certain place of the whole text, such as the end of
+        a line."""
         a, b = self.state(), self.state()
         self.anchors[a] = at, b
         return a, b
 
     def bytes(self, text: bytes) -> Part:
-        """Adds one text."""
+        """Adds a part for one text."""
         a = here = self.state()
         for byte in text:
             there = self.state()
@@ -69,13 +71,13 @@ class Builder:
         return a, here
 
     def ranges(self, *spans: tuple[int, int]) -> Part:
-        """Adds one byte of the given inclusive ranges."""
+        """Adds a part for one byte in any of the given inclusive ranges."""
         a, b = self.state(), self.state()
         self.moves[a] += [(low, high, b) for low, high in spans]
         return a, b
 
     def dfa(self, part: Dfa) -> Part:
-        """Adds the texts of another automaton."""
+        """Adds a part for the texts of another automaton."""
         states = [self.state() for _ in range(len(part))]
         end = self.state()
         for i, row in enumerate(part.next):
@@ -88,7 +90,7 @@ class Builder:
         return states[0], end
 
     def seq(self, *parts: Part) -> Part:
-        """Adds the concatenation of parts."""
+        """Joins parts to their concatenation."""
         if not parts:
             return self.nothing()
         for (_, end), (start, _) in itertools.pairwise(parts):
@@ -96,7 +98,7 @@ class Builder:
         return parts[0][0], parts[-1][1]
 
     def any_of(self, *parts: Part) -> Part:
-        """Adds the union of parts."""
+        """Joins parts to their union."""
         a, b = self.state(), self.state()
         for start, end in parts:
             self.join(a, start)
@@ -104,13 +106,13 @@ class Builder:
         return a, b
 
     def maybe(self, part: Part) -> Part:
-        """Adds a part or the empty text."""
+        """Adds a part for the texts of `part` and the empty text."""
         a, b = self.any_of(part)
         self.join(a, b)
         return a, b
 
     def star(self, part: Part) -> Part:
-        """Adds any number of repetitions of a part."""
+        """Adds a part for any number of repetitions of `part`."""
         a, b = self.state(), self.state()
         self.join(a, part[0])
         self.join(part[1], a)
@@ -118,7 +120,8 @@ class Builder:
         return a, b
 
     def repeat(self, make: Callable[[], Part], least: int, most: int | None) -> Part:
-        """Adds from `least` to `most` repetitions of a part (None: unbounded); `make` adds another copy of it.
+        """Adds a part for `least` to `most` repetitions (None: unbounded). Each call of `make` adds another copy of the
+        repeated part.
 
         Raises:
             ValueError: `most` is below `least`.
@@ -144,10 +147,10 @@ class Builder:
         return a, end
 
     def build(self, whole: Part, largest: int = LARGEST) -> Dfa:
-        """Returns the minimal deterministic automaton of a part.
+        """Returns the minimal deterministic automaton of the part `whole`.
 
         Raises:
-            TooLarge: it has more states than `largest`.
+            TooLarge: it has more than `largest` states, or takes too many steps to construct.
         """
         start, end = whole
         lines = any(at == "line" for at, _ in self.anchors.values())
@@ -158,12 +161,12 @@ class Builder:
 
         @functools.cache
         def moves_of(state: int) -> list[tuple[int, int]]:
-            """Returns pairs of byte class and target."""
+            """Returns the transitions of a state, as pairs of byte class and target."""
             return [(c, target) for low, high, target in self.moves[state]
                     for c in range(number[low], number[high] + 1)]
 
         def after(group: Iterable[int]) -> dict[int, set[int]]:
-            """Returns the states to which a byte of each class leads."""
+            """Returns, for each byte class, the states that it leads to from a group of states."""
             nonlocal steps
             targets: dict[int, set[int]] = {}
             for state in group:
@@ -174,9 +177,9 @@ class Builder:
 
         @functools.cache
         def closure(group: frozenset[int], *places: Anchor) -> frozenset[int]:
-            """Returns the states that the group reaches without reading a byte.
+            """Returns the states that the group reaches without consuming a byte.
 
-            Only states that read a byte, end the text or depend on the place are kept, since the others do not
+            Only states that consume a byte, end the text or depend on the place are kept, since the others do not
             distinguish sets.
             """
             nonlocal steps
@@ -224,6 +227,6 @@ class Builder:
 
 
 def literals(texts: Iterable[bytes]) -> Dfa:
-    """Returns the language of the given texts."""
+    """Returns the automaton of the given texts."""
     b = Builder()
     return b.build(b.any_of(*map(b.bytes, texts)))

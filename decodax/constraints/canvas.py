@@ -1,8 +1,8 @@
 """Constraints on a canvas, whose positions are filled in any order.
 
-Tokens that are allowed one by one may contradict one another: of two letters that a word allows at two places, not
+Tokens that are allowed separately may contradict each other: if a word allows two letters at each of two places, not
 every pair makes a word. So the tokens that a round offers for the open positions are those of *one* text that the
-automaton accepts, drawn from the product of the positions' distributions. A sampler that commits some of them and drops
+automaton accepts, sampled from the product of the positions' distributions. A sampler that keeps some of them and drops
 the others leaves a canvas that can always be completed.
 """
 
@@ -21,16 +21,18 @@ from decodax.sampling.base import Context, PyTree
 from decodax.sampling.draw import draw, winner
 
 OUTSIDE = 1e4
-"""Amount by which logits of truncated tokens are lowered. They are taken where the language requires one of them."""
+"""Amount by which the logits of truncated tokens are lowered. Such tokens are taken only where the language requires
+one of them."""
 
 
 @struct
 class OnCanvas(Constrained):
-    """Holds texts on a canvas to a language. The sampler reads it; as a transform of the chain it changes nothing.
+    """Constrains the text on a canvas to a language. The diffusion sampler uses it through `accepted`; as a transform
+    of logits it changes nothing.
 
     Attributes:
-        whole: static; True if text follows the open positions, as in infilling. The constrained text then reaches from
-            the prompt to the end of the canvas, without an end of sequence.
+        whole: static; True if given text follows the open positions, as in infilling. The constrained text then extends
+            from the prompt to the end of the canvas, without an end-of-sequence token.
     """
 
     whole: bool = static(default=False)
@@ -47,16 +49,16 @@ class OnCanvas(Constrained):
 
 @struct
 class Region(Struct):
-    """A block of a canvas. There is no batch axis.
+    """A block of a canvas for which a text is drawn. There is no batch axis.
 
     Attributes:
         tokens: `i32[N]`, the whole canvas.
-        known: `bool[N]`, decided positions.
-        begin: `i32[]`, begin of the text.
-        end: `i32[]`, end of the text.
-        start: `i32[]`, the block's first position; all positions before it are known.
+        known: `bool[N]`, positions whose tokens are fixed.
+        begin: `i32[]`, index of the first token of the text.
+        end: `i32[]`, index after the last token of the text.
+        start: `i32[]`, the block's first position; all positions before it are fixed.
         given: `i32[W]`, the block's tokens in the current draft.
-        open: `bool[W]`, positions of the block that are to be decided.
+        open: `bool[W]`, positions of the block for which tokens are drawn.
     """
 
     tokens: Array
@@ -70,17 +72,17 @@ class Region(Struct):
 
 def accepted(link: OnCanvas, tables: tuple[Any, ...], eos: Array, region: Region, weights: Array, cold: Array,
              address: Array, first: Array) -> Array:
-    """Returns one text of the language for the open positions of each block: `i32[R, W]`.
+    """Returns tokens for the open positions of each block that belong to one text of the language: `i32[R, W]`.
 
     Args:
         link: the constraint, with fields `[R]`.
-        tables: the policy's tables.
-        eos: `i32[R, E]`, end-of-sequence tokens.
+        tables: the automata of the policy.
+        eos: `i32[R, E]`, end-of-sequence tokens, padded with -1.
         region: the blocks, `[R, ...]`.
-        weights: `f32[R, W, V]`, logarithms; -inf for banned tokens.
-        cold: `bool[R]`: True takes the most likely text, False draws one.
+        weights: `f32[R, W, V]`, log-weights of the tokens; -inf for banned tokens.
+        cold: `bool[R]`: True takes the most likely text, False samples one.
         address: `u32[R, W, 2]`, addresses of the random numbers.
-        first: `i32[R, W]`, the result for unconstrained rows.
+        first: `i32[R, W]`, the result for rows without a constraint.
     """
     table: TokenTable = tables[link.place]
     # A block may reach beyond the last token that a row may have.

@@ -19,16 +19,16 @@ STEPS = 3_000_000
 
 
 class TooLarge(ValueError):
-    """An automaton has more than `LARGEST` states, or it takes too long to construct."""
+    """The automaton has more than `LARGEST` states, or takes too long to construct."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Dfa:
-    """A deterministic automaton without useless states: a language of byte strings. State 0 is the start.
+    """A deterministic automaton over bytes without useless states: a language of byte strings. State 0 is the start.
 
     Attributes:
-        next: `i32[S, 256]`, -1 where no text can continue.
-        final: `bool[S]`, states in which a text may end.
+        next: `i32[S, 256]`, the next state for each byte; -1 where no accepted text continues with the byte.
+        final: `bool[S]`, True for states in which a text may end.
     """
 
     __repr__ = short
@@ -41,7 +41,7 @@ class Dfa:
 
     @property
     def empty(self) -> bool:
-        """True if it accepts no text at all."""
+        """True if the automaton accepts no text at all."""
         return not self.final.any()
 
     def accepts(self, text: bytes) -> bool:
@@ -54,16 +54,16 @@ class Dfa:
         return bool(self.final[state])
 
     def distance(self) -> np.ndarray:
-        """Returns the fewest bytes from each state to a final one, `i64[S]`."""
+        """Returns the smallest number of bytes from each state to a final state, `i64[S]`."""
         source, byte = np.nonzero(self.next >= 0)
         return levels(np.flatnonzero(self.final).tolist(), self.next[source, byte], source, len(self))
 
     def __and__(self, other: Dfa) -> Dfa:
-        """Returns the intersection of both languages."""
+        """Returns the automaton of the texts that both accept."""
         return _product(self, other, lambda a, b: a & b)
 
     def __sub__(self, other: Dfa) -> Dfa:
-        """Returns the texts that this automaton accepts and the other does not."""
+        """Returns the automaton of the texts that this automaton accepts and the other does not."""
         whole = Dfa(np.vstack([np.where(other.next < 0, len(other), other.next),
                                np.full((1, 256), len(other), np.int32)]), np.append(other.final, False))
         return _product(self, whole, lambda a, b: a & ~b)
@@ -73,9 +73,9 @@ class Dfa:
         """Returns the minimal automaton equivalent to a given one whose start is state 0.
 
         Args:
-            following: `i32[S, K]`, transitions; -1 for none.
-            final: `bool[S]`.
-            letters: `i64[256]`, the column of each byte; by default each byte has its own.
+            following: `i32[S, K]`, the next state for each letter; -1 for none.
+            final: `bool[S]`, True for states in which a text may end.
+            letters: `i64[256]`, the column of `following` for each byte. None: column `i` belongs to byte `i`.
         """
         if letters is None:
             _, some, letters = np.unique(following, axis=1, return_index=True, return_inverse=True)
@@ -85,7 +85,8 @@ class Dfa:
 
 
 def _product(a: Dfa, b: Dfa, final: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Dfa:
-    """Returns the product automaton, restricted to states where both can continue."""
+    """Returns the product automaton, restricted to states from which both automata can continue. `final` combines the
+    two flags of final states."""
     names: dict[int, int] = {0: 0}
     order, rows, at = [0], [], 0
     while at < len(order):
@@ -107,7 +108,7 @@ def _product(a: Dfa, b: Dfa, final: Callable[[np.ndarray, np.ndarray], np.ndarra
 
 
 def neighbours(tail: np.ndarray, head: np.ndarray, count: int) -> list[list[int]]:
-    """Returns for each of `count` states the distinct heads of the edges (tail, head) that leave it."""
+    """Returns, for each of `count` states, the distinct heads of the edges (tail, head) that leave it."""
     pairs = np.sort(tail.astype(np.int64) * count + head)       # np.unique hashes, which is far slower
     tail, head = np.divmod(pairs[np.diff(pairs, prepend=-1) > 0], count)
     bounds, heads = np.searchsorted(tail, np.arange(count + 1)).tolist(), head.tolist()
@@ -115,8 +116,8 @@ def neighbours(tail: np.ndarray, head: np.ndarray, count: int) -> list[list[int]
 
 
 def levels(start: Iterable[int], tail: np.ndarray, head: np.ndarray, count: int) -> np.ndarray:
-    """Returns the fewest steps from a state of `start` to each state along the edges (tail, head): `i64[count]`, -1 if
-    unreachable.
+    """Returns the smallest number of steps from a state in `start` to each state, along the edges (tail, head):
+    `i64[count]`, -1 if it cannot be reached.
 
     >>> levels([0], np.array([0, 1, 0]), np.array([1, 2, 2]), 4).tolist()
     [0, 1, 1, -1]
@@ -134,7 +135,7 @@ def levels(start: Iterable[int], tail: np.ndarray, head: np.ndarray, count: int)
 
 
 def _useful(moves: np.ndarray, final: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Removes states that cannot be reached or from which no text is accepted; state 0 stays."""
+    """Removes states that cannot be reached or from which no text is accepted; state 0 is kept."""
     count = len(final)
     source, letter = np.nonzero(moves >= 0)
     target = moves[source, letter]
@@ -151,7 +152,7 @@ def _blocks(moves: np.ndarray, final: np.ndarray) -> np.ndarray:
 
     A partition is refined as in J. Hopcroft (1971): only states that lead into a newly split part of a block are
     examined again, and the largest part of a block keeps its name, so that a state is renamed at most log S times. The
-    transitions of states are compared by a sum of random numbers, one per pair of letter and block.
+    transitions of states are compared by a sum of random numbers, one for each pair of letter and block.
     """
     count, letters = moves.shape
     source, letter = np.nonzero(moves >= 0)
@@ -190,7 +191,7 @@ def _blocks(moves: np.ndarray, final: np.ndarray) -> np.ndarray:
 
 
 def _minimal(moves: np.ndarray, final: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Merges states that accept the same texts, in the order of the first of each."""
+    """Merges states that accept the same texts; the merged states are ordered by the first state of each."""
     _, first, block = np.unique(_blocks(moves, final), return_index=True, return_inverse=True)
     order = np.argsort(first)
     names = np.empty(len(first) + 1, np.int32)

@@ -1,4 +1,4 @@
-"""Grammars in Lark's notation whose rules are not recursive, which makes their languages regular.
+"""Grammars in Lark's notation whose rules are not recursive, so that their languages are regular.
 
 Rules are applied to characters directly; there is no lexer.
 """
@@ -22,7 +22,7 @@ COMMON = {
     "FLOAT": r"([0-9]+[eE][+-]?[0-9]+|([0-9]+\.[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?)",
     "NUMBER": r"([0-9]+([eE][+-]?[0-9]+)?|([0-9]+\.[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?)",
     "SIGNED_NUMBER": r"[+-]?([0-9]+([eE][+-]?[0-9]+)?|([0-9]+\.[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?)"}
-"""Terminals that `%import common.NAME` imports."""
+"""The terminals that `%import common.NAME` can import."""
 
 TOKENS = re.compile(
     r"(?P<comment>//[^\n]*|\#[^\n]*)|(?P<string>\"(?:\\.|[^\"\\\n])*\"i?)|(?P<regex>/(?!/)(?:\\.|[^/\\\n])+/[imslux]*)"
@@ -31,15 +31,15 @@ TOKENS = re.compile(
 
 
 class Recursive(ValueError):
-    """A rule refers to itself, so no finite automaton accepts the language."""
+    """A rule refers to itself, so that no finite automaton accepts the language."""
 
 
 class Elsewhere(ValueError):
-    """The grammar has a command that is not supported here."""
+    """The grammar uses a feature that only the matcher of llguidance supports."""
 
 
 def ebnf(grammar: str) -> Dfa:
-    """Returns the texts of a grammar's rule `start`.
+    """Returns the automaton of the texts of a grammar's rule `start`.
 
     Rules have names in lower case, terminals in upper case. An expression has alternatives (`|`), groups, options
     (`[...]`, `?`), repetitions (`*`, `+`, `~ n`, `~ n..m`, `{n,m}`), strings (followed by `i` to ignore case), ranges
@@ -70,10 +70,11 @@ def ebnf(grammar: str) -> Dfa:
 
 
 def check_rules(grammar: str) -> None:
-    """Checks the notation of a grammar, without its automaton. What is read on the host alone passes.
+    """Checks the notation of a grammar without building its automaton. Grammars that only llguidance can parse are not
+    checked.
 
     Raises:
-        ValueError: it is no grammar, or has no rule `start`.
+        ValueError: the grammar is invalid, or has no rule `start`.
     """
     try:
         rules = _Parser(grammar).rules()
@@ -84,7 +85,7 @@ def check_rules(grammar: str) -> None:
 
 
 class _Parser:
-    """Reads rules as trees: tuples of a node's kind and its contents."""
+    """Parses rules to trees: tuples of the kind of a node and its contents."""
 
     def __init__(self, source: str):
         self.source, self.items, at = source, [], 0
@@ -235,7 +236,7 @@ def _text(source: str) -> str:
 
 
 class _Maker:
-    """Builds parts of an automaton from the trees of rules."""
+    """Adds the parts of an automaton to a builder, from the trees of rules."""
 
     def __init__(self, b: Builder, rules: dict[str, Any]):
         self.b, self.rules = b, rules

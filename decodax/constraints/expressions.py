@@ -1,8 +1,8 @@
 """Regular expressions as automata over the bytes of UTF-8.
 
-The syntax is that of Python's `re` and is read by its parser. Classes such as `\\d` are ASCII, as in ECMAScript and
-JSON Schema. Anchors (`^`, `$`, `\\A`, `\\Z`) keep their meaning anywhere in the expression. Features that no finite
-automaton has are refused by name.
+The syntax is that of Python's `re`, whose parser is used. Classes such as `\\d` are ASCII, as in ECMAScript and JSON
+Schema. Anchors (`^`, `$`, `\\A`, `\\Z`) have their usual meaning anywhere in the expression. Features that no finite
+automaton can have raise an error that names them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ECMA_LINE_ENDS: Spans = [(10, 10), (13, 13), (0x2028, 0x2029)]
 
 
 def regex(pattern: str) -> Dfa:
-    """Returns the texts that a regular expression matches as a whole.
+    """Returns the automaton of the texts that a regular expression matches as a whole.
 
     >>> word = regex("[a-c]+|é")
     >>> word.accepts(b"abc"), word.accepts("é".encode()), word.accepts(b"")
@@ -51,11 +51,11 @@ def regex(pattern: str) -> Dfa:
 
 
 def check(pattern: str) -> None:
-    """Checks that an expression can be a constraint, without its automaton.
+    """Checks that an expression can be a constraint, without building its automaton.
 
     Raises:
-        ValueError: it is none, it has what an automaton cannot do, or it is too long when its repetitions are written
-            out.
+        ValueError: it is invalid, uses features that an automaton cannot have, or is too long when its repetitions are
+            written out.
     """
     with _named(pattern):
         ExpressionReader(Builder(), pattern).matched()
@@ -63,16 +63,17 @@ def check(pattern: str) -> None:
 
 @functools.lru_cache(maxsize=256)
 def whole(pattern: str) -> Dfa:
-    """Returns the automaton of `regex`, also for an expression that matches nothing."""
+    """Returns the automaton of `regex`; no error for an expression that matches nothing."""
     b = Builder()
     with _named(pattern):
         return b.build(ExpressionReader(b, pattern).matched())
 
 
 def search(pattern: str) -> Dfa:
-    """Returns the texts in which a regular expression matches somewhere, as for `pattern` in JSON Schema.
+    """Returns the automaton of the texts in which a regular expression matches somewhere, as for `pattern` in JSON
+    Schema.
 
-    `^` and `$` are the ends of the text; white space and line ends are ECMAScript's.
+    `^` and `$` are the ends of the text; white space and line ends are those of ECMAScript.
 
     Raises:
         TypeError, ValueError: as in `regex`.
@@ -84,7 +85,7 @@ def search(pattern: str) -> Dfa:
 
 @contextlib.contextmanager
 def _named(pattern: str) -> Iterator[None]:
-    """Adds the expression to the error about an automaton that is too large."""
+    """Adds the expression to the message of a TooLarge error within the context."""
     try:
         yield
     except TooLarge as error:
@@ -92,7 +93,7 @@ def _named(pattern: str) -> Iterator[None]:
 
 
 class ExpressionReader:
-    """Adds the parts of one expression to a builder."""
+    """Adds the parts of one regular expression to a builder."""
 
     def __init__(self, b: Builder, pattern: str, space: Spans = CATEGORIES["CATEGORY_SPACE"],
                  line_ends: Spans = [(10, 10)], dollar: Anchor = "line"):       # noqa: B006
@@ -113,11 +114,11 @@ class ExpressionReader:
         return ValueError(f"regex: {self.pattern!r}: {what} cannot be a constraint")
 
     def matched(self) -> Part:
-        """Adds the texts that the expression matches as a whole."""
+        """Adds a part for the texts that the expression matches as a whole."""
         return self.sequence(self.tree)
 
     def found(self) -> Part:
-        """Adds the texts in which the expression matches somewhere."""
+        """Adds a part for the texts in which the expression matches somewhere."""
         branches = self.tree[0][1][1] if len(self.tree) == 1 and str(self.tree[0][0]) == "BRANCH" else [self.tree]
         more = lambda: self.b.star(self.characters([(0, TOP)]))
         at = lambda node: self._place(node[1]) if str(node[0]) == "AT" else None
@@ -167,7 +168,7 @@ class ExpressionReader:
         raise self.wrong(names.get(op, op.lower()))
 
     def members(self, items: Any) -> list[tuple[int, int]]:
-        """Returns the code point ranges of a character class."""
+        """Returns the ranges of code points of a character class."""
         spans: list[tuple[int, int]] = []
         negated = False
         for op, value in items:
@@ -186,12 +187,12 @@ class ExpressionReader:
         return _other(spans) if negated else spans
 
     def characters(self, spans: list[tuple[int, int]]) -> Part:
-        """Adds one character of the given ranges."""
+        """Adds a part for one character in the given ranges of code points."""
         return characters(self.b, spans)
 
 
 def characters(b: Builder, spans: Iterable[tuple[int, int]]) -> Part:
-    """Adds one character of the given code point ranges, in UTF-8; surrogates are left out."""
+    """Adds a part for one character, encoded in UTF-8, in the given ranges of code points; surrogates are left out."""
     start, end = b.state(), b.state()
     for low, high in spans:
         for sequence in utf8(low, high):
@@ -229,7 +230,7 @@ def utf8(low: int, high: int) -> list[list[tuple[int, int]]]:
 
 
 def _other(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Returns the code points that are in none of the ranges."""
+    """Returns the ranges of code points that are in none of the given ranges."""
     found, at = [], 0
     for low, high in sorted(spans):
         if low > at:

@@ -1,8 +1,8 @@
-"""Context-free grammars by a matcher on the host, which is called once per round for all positions.
+"""Context-free grammars by a matcher on the host, which is called once in each round for all positions.
 
-The matcher is llguidance's (an extra: `pip install decodax[grammar]`). Its answer depends on the text alone, so drafts,
-trees, beams and forks change nothing. Matchers of recent texts are cached; a text that extends one of them costs one
-token.
+The matcher is that of llguidance (an extra: `pip install decodax[grammar]`). Its result depends on the text alone, so
+it works with drafts, trees, beams and forks. The matchers of recent texts are cached; a text that extends one of them
+costs one token.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ KEPT = 8192
 
 
 class Matcher:
-    """Several grammars over one vocabulary. It is compared by identity, since it is static under jit.
+    """The matchers of several grammars over one vocabulary. It is compared by identity, since it is static under jit.
 
     Args:
         grammars: grammars in llguidance's Lark notation, or JSON.
@@ -64,7 +64,7 @@ class Matcher:
         return self.llguidance.LLMatcher(self.tokenizer, text)
 
     def after(self, which: int, text: tuple[int, ...]) -> Any:
-        """Returns the matcher after a text, or None if no allowed text begins with it."""
+        """Returns the matcher of grammar `which` after a text; None if no allowed text begins with it."""
         key = which, text
         if key in self.known:
             self.known.move_to_end(key)
@@ -85,8 +85,14 @@ class Matcher:
     def masks(self, which: np.ndarray, tokens: np.ndarray, begin: np.ndarray, length: np.ndarray) -> np.ndarray:
         """Returns the allowed next tokens as bits, `u8[..., ceil(V / 8)]`, lowest bit first.
 
-        All tokens are allowed where `which` is negative, and after a text that is itself not allowed, which is never
-        continued.
+        All tokens are allowed where `which` is negative, and after a text that is itself not allowed (which is never
+        continued).
+
+        Args:
+            which: `i32[...]`, the grammar of each text; -1 for none.
+            tokens: `i32[..., N]`, rows of tokens.
+            begin: `i32[...]`, index of the first token of each text.
+            length: `i32[...]`, index after its last token.
         """
         shape = np.broadcast_shapes(np.shape(which), np.shape(length))
         out = np.full((*shape, -(-self.size // 8)), 255, np.uint8)
@@ -127,13 +133,14 @@ class _Vocabulary:
 
 @struct
 class Hosted(Transform):
-    """Allows only tokens that a grammar's matcher allows.
+    """Allows only the tokens that the matcher of a grammar allows.
 
-    It does not know how many tokens a text still needs, so a text that the budget cuts off ends with `Status.LENGTH`.
+    It does not know how many tokens a text still needs, so a text that reaches its maximum length ends incomplete, with
+    `Status.LENGTH`.
 
     Attributes:
         which: `i32[B]`, the grammar of each row; -1 for none.
-        matcher: static.
+        matcher: static; the `Matcher`.
     """
 
     which: Array

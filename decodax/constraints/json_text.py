@@ -11,7 +11,8 @@ DIGITS = 15
 
 
 def written(b: Builder) -> Part:
-    """Adds one character of a JSON string, plain or escaped."""
+    """Adds an automaton for one character within a JSON string, plain or escaped, and returns its first and last state.
+    """
     digit = lambda: b.ranges((48, 57), (65, 70), (97, 102))
     high = lambda: b.seq(b.ranges((68, 68), (100, 100)), b.ranges((56, 57), (65, 66), (97, 98)), digit(), digit())
     low = lambda: b.seq(b.ranges((68, 68), (100, 100)), b.ranges((67, 70), (99, 102)), digit(), digit())
@@ -26,7 +27,8 @@ SHORT = {0x22: b'\\"', 0x5C: b"\\\\", 0x08: b"\\b", 0x09: b"\\t", 0x0A: b"\\n", 
 
 
 def escaped(b: Builder, texts: Dfa) -> Part:
-    """Adds texts as the inside of a JSON string: what must be escaped is escaped in one way, and nothing else."""
+    """Adds a part for the texts of an automaton inside a JSON string. Characters that must be escaped are escaped in
+    one way, and no others."""
     states, end = [b.state() for _ in range(len(texts))], b.state()
     for i, row in enumerate(texts.next.tolist()):
         if texts.final[i]:
@@ -44,7 +46,7 @@ def escaped(b: Builder, texts: Dfa) -> Part:
 
 
 def integers(b: Builder, first: int, last: int) -> Part:
-    """Adds the integers from `first` to `last`."""
+    """Adds a part for the integers from `first` to `last`, in decimal notation."""
     parts = []
     if first < 0:
         parts.append(b.seq(b.bytes(b"-"), _digits(b, max(1, -last), -first)))
@@ -54,7 +56,7 @@ def integers(b: Builder, first: int, last: int) -> Part:
 
 
 def _digits(b: Builder, first: int, last: int) -> Part:
-    """Adds the integers from `first` to `last`, both at least 0, without leading zeros."""
+    """Adds a part for the integers from `first` to `last`, both at least 0, without leading zeros."""
     parts = []
     for length in range(len(str(first)), len(str(last)) + 1):
         low, high = max(first, 10 ** (length - 1) if length > 1 else 0), min(last, 10 ** length - 1)
@@ -64,7 +66,7 @@ def _digits(b: Builder, first: int, last: int) -> Part:
 
 
 def _between(b: Builder, low: str, high: str) -> Part:
-    """Adds the numbers between `low` and `high`, which have the same number of digits."""
+    """Adds a part for the numbers between `low` and `high`, which have the same number of digits."""
     a, z = ord(low[0]), ord(high[0])
     if len(low) == 1:
         return b.ranges((a, z))
@@ -85,9 +87,10 @@ def _between(b: Builder, low: str, high: str) -> Part:
 
 
 def numbers(b: Builder, low: int, out_low: bool, high: int, out_high: bool) -> Part:
-    """Adds the decimal numbers between two integers, which are excluded if `out_low` or `out_high` is True."""
+    """Adds a part for the decimal numbers between two integers, which are excluded if `out_low` or `out_high` is True.
+    """
     def fraction(least: int) -> Part:
-        """Adds `.` and digits; with `least` 1 they are not all zero."""
+        """Adds a part for `.` and digits; with `least` 1 they are not all zero."""
         more = lambda: b.repeat(lambda: b.ranges((48, 57)), 0, DIGITS - 1)
         if not least:
             return b.seq(b.bytes(b"."), b.ranges((48, 57)), more())
@@ -95,7 +98,7 @@ def numbers(b: Builder, low: int, out_low: bool, high: int, out_high: bool) -> P
         return b.dfa(some)
 
     def upwards(first: int, out_first: bool, last: int, out_last: bool) -> list[Part]:
-        """Adds numbers that are not negative."""
+        """Adds parts for the numbers in a range that has no negative numbers."""
         parts: list[Part] = []
         if first > last:
             return parts

@@ -1,8 +1,8 @@
-"""Reads the keywords of JSON Schema: which are supported, which are refused, and which have no effect.
+"""Reads the keywords of JSON Schema: which are supported, which raise an error, and which have no effect.
 
-By the specification a word that no vocabulary defines is an annotation, so `title`, `$comment`, `id`, `x-order` and
-`propertyOrder` are ignored. Refused are keywords of any draft that could make a value invalid, and words that are
-nearly a keyword.
+By the specification, a word that no vocabulary defines is an annotation, so `title`, `$comment`, `id`, `x-order` and
+`propertyOrder` are ignored. Keywords of any draft that could make a value invalid but are not supported raise an error,
+and so do words that are nearly a keyword.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ OTHERS: dict[str, tuple[str | None, Callable[[Any, Mapping[str, Any]], bool]]] =
 all), and a function that is True if the keyword has no effect, given its value and the schema."""
 
 OLDER = tuple(f"http://json-schema.org/draft-0{n}/schema" for n in (3, 4, 5, 6, 7))
-"""`$schema` of the drafts in which `$ref` stands alone: keywords beside it are ignored."""
+"""`$schema` of the drafts in which keywords beside `$ref` are ignored."""
 
 YEAR = r"(\d{3}[1-9]|\d{2}[1-9]\d|\d[1-9]\d{2}|[1-9]\d{3})"
 
@@ -67,7 +67,7 @@ FORMATS_ELSEWHERE = frozenset({
 
 
 class Unsupported(ValueError):
-    """A schema has a keyword that no automaton supports. The message begins with its place in the schema."""
+    """A schema uses a keyword that no automaton supports. The message begins with its place in the schema."""
 
 
 def is_older(schema: Any) -> bool:
@@ -77,8 +77,8 @@ def is_older(schema: Any) -> bool:
 
 
 def said(schema: Mapping[str, Any], at: str, older: bool = False) -> dict[str, Any]:
-    """Returns the keywords of a schema that decide which values are valid, without annotations or keywords of other
-    types.
+    """Returns the keywords of a schema that determine which values are valid, without annotations and keywords for
+    other types.
 
     >>> said({"type": "string", "title": "A name", "id": "#name", "maxLength": 3, "contains": {}}, "#")
     {'type': 'string', 'maxLength': 3}
@@ -106,14 +106,15 @@ def said(schema: Mapping[str, Any], at: str, older: bool = False) -> dict[str, A
 
 
 def _nearly(name: str) -> str | None:
-    """Returns the keyword from which a word differs by a letter or two, or None."""
+    """Returns the keyword that differs from a word by a letter or two, or None."""
     known = {word.lower(): word for word in (*HONOURED, *OTHERS)}
     near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.88)
     return known[near[0]] if near else None
 
 
 def canonical(schema: Any) -> str:
-    """Returns a schema as JSON text.
+    """Returns a schema as JSON text; takes a dictionary, JSON text, True or False, or a class with `model_json_schema`
+    (Pydantic).
 
     Raises:
         ValueError: it is not a schema.
@@ -137,7 +138,7 @@ def canonical(schema: Any) -> str:
 
 
 def _finite(schema: Any, at: str) -> None:
-    """Raises ValueError with the place of a number that is not finite, which JSON does not have."""
+    """Raises ValueError, with its place, for a number that is not finite, which JSON cannot represent."""
     if isinstance(schema, float) and not math.isfinite(schema):
         raise ValueError(f"{at}: got {schema!r}, takes finite numbers")
     inner = schema.items() if isinstance(schema, Mapping) else enumerate(schema) if isinstance(schema, (list, tuple)) \
@@ -147,7 +148,7 @@ def _finite(schema: Any, at: str) -> None:
 
 
 def bounds(schema: Mapping[str, Any], name: str, at: str) -> tuple[int, int | None]:
-    """Returns the values of `min...` (0 by default) and `max...` (None by default)."""
+    """Returns the values of the keywords `min{name}` (0 by default) and `max{name}` (None by default)."""
     found = []
     for key in (f"min{name}", f"max{name}"):
         x = schema.get(key)
@@ -162,8 +163,8 @@ def bounds(schema: Mapping[str, Any], name: str, at: str) -> tuple[int, int | No
 
 
 def number_range(schema: Mapping[str, Any], at: str) -> tuple[Any, bool, Any, bool]:
-    """Returns the smallest number, whether it is excluded, the largest, and whether it is excluded; None for no
-    bound."""
+    """Returns the lower bound, True if it is excluded, the upper bound, and True if it is excluded; None for no bound.
+    """
     limits = {}
     for key, inclusive in (("minimum", None), ("maximum", None), ("exclusiveMinimum", "minimum"),
                            ("exclusiveMaximum", "maximum")):
@@ -186,7 +187,7 @@ def number_range(schema: Mapping[str, Any], at: str) -> tuple[Any, bool, Any, bo
 
 
 def joined(rest: Mapping[str, Any], other: Any, at: str) -> Any:
-    """Returns one schema that demands what both demand."""
+    """Returns one schema that requires both `rest` and `other`."""
     if other is True or other is False:
         return dict(rest) if other else False
     if not isinstance(other, Mapping):
@@ -213,5 +214,5 @@ def joined(rest: Mapping[str, Any], other: Any, at: str) -> Any:
 
 
 def same(a: Any, b: Any) -> bool:
-    """True if two values are the same JSON."""
+    """True if two values have the same JSON text, apart from the order of keys."""
     return json.dumps(a, sort_keys=True) == json.dumps(b, sort_keys=True)

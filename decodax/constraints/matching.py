@@ -1,5 +1,5 @@
-"""From the constraints of a batch to the transform of its logits: their automata over bytes, joined over a vocabulary.
-"""
+"""Makes the logit transform for the constraints of a batch: their automata over bytes, converted to one automaton over
+tokens."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ Key = tuple[str, Any]
 
 @functools.lru_cache(maxsize=256)
 def language(key: Key) -> Dfa:
-    """The texts that a constraint allows.
+    """Returns the automaton over bytes of the texts that a constraint allows.
 
     Raises:
-        ValueError: there is none, or its automaton is too large; by the name of the argument.
+        ValueError: there is no such text, or the automaton is too large; the message begins with the name of the
+            argument.
     """
     name, value = key
     if name == "regex":
@@ -53,7 +54,8 @@ def language(key: Key) -> Dfa:
 
 @functools.lru_cache(maxsize=256)
 def hosted(grammar: str) -> bool:
-    """Whether a grammar needs the matcher on the host: it refers to itself, or has what is not read here."""
+    """True if a grammar needs the matcher on the host: its rules refer to themselves, its automaton is too large, or it
+    uses features that only llguidance supports."""
     if grammar.lstrip().startswith("{"):        # as llguidance writes grammars
         return True
     try:
@@ -64,7 +66,8 @@ def hosted(grammar: str) -> bool:
 
 
 def markers_of(key: Key | None) -> tuple[str, ...]:
-    """The texts of special tokens that a constraint may want written."""
+    """Returns the texts that a constraint may require and that may be names of special tokens, such as the tags of tool
+    calls."""
     if key is None:
         return ()
     if key[0] == "after":
@@ -75,8 +78,8 @@ def markers_of(key: Key | None) -> tuple[str, ...]:
 
 
 class _Bytes:
-    """The bytes of a vocabulary, compared by the tokenizer that they are of. Special tokens have none, but for those
-    that stand in `markers`."""
+    """The bytes of the tokens of a vocabulary, compared by the tokenizer. Special tokens have no bytes, except those
+    whose names are in `markers`."""
 
     def __init__(self, tokenizer: Any, size: int, markers: tuple[str, ...] = ()):
         self.tokenizer, self.size, self.markers = tokenizer, size, markers
@@ -109,18 +112,25 @@ def _table(keys: tuple[Key, ...], vocabulary: _Bytes, eos: tuple[int, ...],
 def constrain(asked: list[Key | None], tokenizer: Any, vocab_size: int, eos: np.ndarray, ends: np.ndarray,
               budgets: np.ndarray, samples: int, banned: tuple[int, ...] = (), fewest: Sequence[int] = (),
               until: float = math.inf) -> tuple[Constrained, TokenTable]:
-    """The transform of all rows, `samples` of each prompt side by side, and the table that they share.
+    """Returns the transform that constrains all rows, `samples` adjacent rows for each prompt, and the table that they
+    share.
 
     Args:
-        eos: `i32[B, E]`, -1 for none. ends: `i64[B]`, the index behind the last token that a row may have. budgets:
-            `i64[P]`, new tokens of each prompt. banned: tokens that no row may have. fewest: new tokens that each
-            prompt must have before an end counts; default none. until: when the time is out, by `time.monotonic`;
-            looked at between constraints.
+        asked: key of the constraint of each prompt, or None.
+        tokenizer: the tokenizer.
+        vocab_size: number of logits.
+        eos: `i32[B, E]`, end-of-sequence tokens, -1 for none.
+        ends: `i64[B]`, the index after the last token that a row may have.
+        budgets: `i64[P]`, maximum number of new tokens of each prompt.
+        samples: number of rows of a prompt.
+        banned: tokens that no row may have.
+        fewest: minimum number of new tokens of each prompt; empty: 0.
+        until: time at which the construction is stopped, by `time.monotonic`; checked between constraints.
 
     Raises:
-        ValueError: there is no tokenizer, rows end in different ways, or a prompt's budget is too small for any text,
-            or no text is as long as it must be.
-        TimeoutError: the time was out before all were built.
+        ValueError: there is no tokenizer, prompts have different end-of-sequence tokens, or no text of a constraint
+            fits the minimum and maximum length.
+        TimeoutError: the time was over before all automata were built.
     """
     name = next(x[0] for x in asked if x is not None)
     if tokenizer is None:
@@ -152,10 +162,15 @@ def constrain(asked: list[Key | None], tokenizer: Any, vocab_size: int, eos: np.
 
 
 def in_time(until: float, built: int, of: int) -> None:
-    """Looks at the clock.
+    """Checks the clock.
+
+    Args:
+        until: the time limit, by `time.monotonic`.
+        built: number of constraints that are built.
+        of: number of all constraints.
 
     Raises:
-        TimeoutError: the time is out.
+        TimeoutError: the time is over.
     """
     if time.monotonic() > until:
         raise TimeoutError(f"max_time: was out when {built} of {of} constraints had been built")
@@ -168,10 +183,11 @@ def _matcher(grammars: tuple[str, ...], vocabulary: _Bytes, eos: tuple[int, ...]
 
 
 def match(asked: list[Key | None], tokenizer: Any, vocab_size: int, eos: np.ndarray, samples: int) -> Hosted | None:
-    """The transform of rows whose grammars need a stack; None: there are none.
+    """Returns the transform of the rows whose grammars need the matcher on the host; None if there are none.
 
     Raises:
-        ImportError, ValueError: as `Matcher`; there is no tokenizer, or rows end in different ways.
+        ImportError: llguidance is not installed.
+        ValueError: a grammar is invalid, there is no tokenizer, or prompts have different end-of-sequence tokens.
     """
     stacked = [x[1] if x is not None and x[0] == "grammar" and hosted(x[1]) else None for x in asked]
     if not any(x is not None for x in stacked):

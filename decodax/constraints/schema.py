@@ -1,8 +1,7 @@
 """JSON Schema as automata over bytes.
 
 The language of a schema consists of the JSON texts that are valid under it, with the properties of an object in the
-order of the schema. Keywords that an automaton cannot support are refused with their place in the schema, never
-ignored.
+order of the schema. A keyword that an automaton cannot support raises an error with its place in the schema.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from decodax.constraints.keywords import (
 
 
 def json_schema(schema: Any, whitespace: str = "[ ]?") -> Dfa:
-    """Returns the JSON texts that are valid under a schema.
+    """Returns the automaton of the JSON texts that are valid under a schema.
 
     Objects have the properties that the schema lists, in its order, and others only if `additionalProperties` is a
     schema. Integers have at most 15 digits; other numbers have at most 15 digits before and 15 after the point, and no
@@ -53,10 +52,10 @@ def json_schema(schema: Any, whitespace: str = "[ ]?") -> Dfa:
 
 @functools.lru_cache(maxsize=256)
 def checked(schema: str) -> None:
-    """Checks that a schema, as JSON, can be a constraint, without its automaton.
+    """Checks that a schema, as JSON, can be a constraint, without building its automaton.
 
     Raises:
-        ValueError: as `json_schema`, but for a schema under which nothing is valid.
+        ValueError: as in `json_schema`, but not for a schema under which no text is valid.
     """
     Compiler(json.loads(schema), "[ ]?").check()
 
@@ -81,7 +80,7 @@ class Compiler:
         return self._named(lambda: self.b.build(self.value(self.root, "#", ())))
 
     def check(self) -> None:
-        """Reads the whole schema, without its automaton."""
+        """Processes the whole schema without building its automaton."""
         self._named(lambda: self.value(self.root, "#", ()))
 
     @staticmethod
@@ -146,7 +145,7 @@ class Compiler:
         return found
 
     def _followed(self, schema: Any, at: str) -> Any:
-        """Returns the schema, or, if it is only a reference, the schema that it leads to."""
+        """Returns the schema, or, if it is only a reference, the schema that it finally refers to."""
         met: list[Any] = []
         while isinstance(schema, Mapping) and (schema := self._said(schema, at)).keys() == {"$ref"}:
             if (ref := schema["$ref"]) in met:
@@ -162,7 +161,7 @@ class Compiler:
         return self.value(found, ref, (*seen, ref))
 
     def _listed(self, schema: Mapping[str, Any], at: str, seen: tuple[str, ...]) -> Part:
-        """Adds the values of `enum` and `const` that are valid under the rest, each in one spelling."""
+        """Adds the values of `enum` or `const` that are valid under the other keywords, each in one spelling."""
         values = schema["enum"] if "enum" in schema else [schema["const"]]
         if not isinstance(values, list):
             raise ValueError(f"json_schema: {at}/enum: got {values!r}, takes a list")
@@ -204,7 +203,7 @@ class Compiler:
         return joined(rest, self._followed(other, at), at)
 
     def _merged(self, schema: Mapping[str, Any], at: str, seen: tuple[str, ...]) -> Any:
-        """Returns one schema for `allOf` and the keywords beside it."""
+        """Returns one schema for `allOf` together with the keywords beside it."""
         parts = schema["allOf"]
         if not isinstance(parts, list) or not parts:
             raise ValueError(f"json_schema: {at}/allOf: takes a list of schemas")
@@ -378,8 +377,8 @@ class Compiler:
         return self.b.seq(self.b.bytes(b"{"), self.gap(), (grid[0][0], end), self.gap(), self.b.bytes(b"}"))
 
     def _free_names(self, properties: Mapping[str, Any]) -> Dfa:
-        """Returns quoted names of letters, digits and some signs that are not listed as properties and need no
-        escapes."""
+        """Returns the automaton of quoted names of letters, digits and some signs, without those that are listed as
+        properties."""
         names = regex(r'"[A-Za-z0-9_ .$/-]{0,64}"')
         return names - literals([json.dumps(name).encode() for name in properties]) if properties else names
 

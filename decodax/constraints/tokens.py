@@ -1,7 +1,7 @@
 """Automata over the tokens of a vocabulary, made from automata over bytes.
 
-Tokens that the automaton treats alike share a class, so the table of an automaton over 150,000 tokens has a few hundred
-columns.
+Tokens that lead from every state to the same state share a class, so the table of an automaton over 150,000 tokens has
+a few hundred columns.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from decodax.common.struct import short
 from decodax.constraints.dfa import DEAD, Dfa, levels, neighbours
 
 FAR = np.iinfo(np.int32).max // 2
-"""A distance larger than any real one."""
+"""A distance larger than any distance in an automaton."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -42,7 +42,7 @@ class TokenTrie:
 
     @classmethod
     def build(cls, token_bytes: Sequence[bytes]) -> TokenTrie:
-        """Builds the trie from the bytes that each token adds to a text; tokens without bytes are left out."""
+        """Builds the trie from the bytes of each token; tokens without bytes are left out."""
         lengths = np.array([len(t) for t in token_bytes])
         flat = np.frombuffer(b"".join(token_bytes), np.uint8)
         start = np.concatenate([[0], np.cumsum(lengths)])[:-1]
@@ -74,11 +74,13 @@ class TokenDfa:
 
     Attributes:
         classes: `i32[V]`, the class of each token.
-        next: `i32[S, C]`, the next state; -1 where tokens of the class are not allowed. End-of-sequence tokens lead to
-            the last state, `S - 1`, from which nothing follows.
-        distance: `i32[S]`, the fewest tokens that complete the text, including the end of sequence if there is one.
-        starts: `i32[n]`, the first state of each language that the automaton was built from.
-        forced: `i32[S]`, where only one text can follow, the longest token that begins it; -1 elsewhere.
+        next: `i32[S, C]`, the next state for each class; -1 where tokens of the class are not allowed. End-of-sequence
+            tokens lead to the last state, `S - 1`, from which no token is allowed.
+        distance: `i32[S]`, the smallest number of tokens that complete the text, including the end-of-sequence token if
+            there is one.
+        starts: `i32[n]`, the first state of each language from which the automaton was built.
+        forced: `i32[S]`, the longest token with which the text can continue if its continuation is unique; -1
+            elsewhere.
     """
 
     __repr__ = short
@@ -91,13 +93,13 @@ class TokenDfa:
 
     @classmethod
     def build(cls, parts: Sequence[Dfa], trie: TokenTrie, eos: Sequence[int], banned: Sequence[int] = ()) -> TokenDfa:
-        """Builds one automaton of several languages side by side.
+        """Builds one automaton that contains several languages side by side.
 
         Args:
             parts: automata over bytes.
             trie: the vocabulary.
-            eos: end-of-sequence tokens, which are allowed where a text is complete. Without any, a complete text needs
-                no end.
+            eos: end-of-sequence tokens, which are allowed where a text is complete. If there are none, a complete text
+                needs no end.
             banned: tokens that are never allowed.
         """
         sizes = np.cumsum([0, *map(len, parts)])
@@ -126,8 +128,8 @@ class TokenDfa:
                    np.append(_forced(following, final, trie, barred), DEAD).astype(np.int32))
 
     def longest(self, start: int) -> int | None:
-        """Returns the length in tokens of the longest text from a state, without the end of sequence; None if it is
-        unbounded."""
+        """Returns the number of tokens of the longest text from a state, without the end-of-sequence token; None if
+        there is no limit."""
         last = len(self.next) - 1
         source, column = np.nonzero(self.next >= 0)
         target = self.next[source, column]
@@ -155,19 +157,19 @@ class TokenDfa:
 
 
 NOTHING = 0
-"""The action of a token after which no text can continue."""
+"""The effect of a token after which no text can continue."""
 
 
 def _actions(following: np.ndarray, trie: TokenTrie) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Returns the effect of each token on the states.
+    """Computes the effect of each token on the states.
 
-    Many tokens have the same effect, such as all words of five plain letters inside a JSON string. Each action is
-    computed once per preceding action and class of bytes, so the cost depends on the number of different actions and
-    not on the number of tokens that a state allows.
+    Many tokens have the same effect, such as all words of five plain letters inside a JSON string. Each effect is
+    computed once for each preceding effect and class of bytes, so the cost depends on the number of different effects
+    and not on the number of tokens that a state allows.
 
     Returns:
-        `i64[V]`, the index of each token's action; and for each action its sorted pairs of states before and after, as
-            `before * (S + 1) + after`.
+        `i64[V]`, the index of each token's effect; and for each effect its sorted pairs of states before and after, as
+        `before * (S + 1) + after`.
     """
     count = len(following)
     _, some, letters = np.unique(following, axis=1, return_index=True, return_inverse=True)
@@ -197,7 +199,8 @@ def _actions(following: np.ndarray, trie: TokenTrie) -> tuple[np.ndarray, list[n
 
 
 def _forced(following: np.ndarray, final: np.ndarray, trie: TokenTrie, barred: np.ndarray) -> np.ndarray:
-    """Returns for each state the longest token of the text that must follow, or -1."""
+    """Returns, for each state, the longest token that begins the only possible continuation, or -1 if there is more
+    than one."""
     found: np.ndarray = np.full(len(final), DEAD)
     one = ((following >= 0).sum(1) == 1) & ~final
     only = np.argmax(following >= 0, 1)

@@ -1,4 +1,4 @@
-"""Constraints as transforms of the policy's chain: exact along drafts and trees, on beams and particles."""
+"""Constraints as transforms of the policy's logits. They are exact along drafts and trees, on beams and particles."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from decodax.sampling.distribution import Policy
 @struct
 class TokenTable(Struct):
     """A `TokenDfa` on the device, shared by all rows. Sizes are padded to powers of two, so that another automaton of
-    about the same size does not retrace.
+    about the same size does not cause a new compilation.
 
     Attributes:
-        classes: `u16[V]` or `i32[V]`.
-        next: `i16[S, C]` or `i32[S, C]`.
-        distance: `i32[S]`.
-        forced: `i32[S]`.
+        classes: `u16[V]` or `i32[V]`, the class of each token.
+        next: `i16[S, C]` or `i32[S, C]`, the next state for each class; -1 where it is not allowed.
+        distance: `i32[S]`, the smallest number of tokens that complete the text.
+        forced: `i32[S]`, the longest token that begins a unique continuation; -1 elsewhere.
     """
 
     classes: Array
@@ -34,7 +34,7 @@ class TokenTable(Struct):
 
     @classmethod
     def of(cls, automaton: TokenDfa) -> TokenTable:
-        """Puts an automaton on the device."""
+        """Copies an automaton to the device."""
         states, columns = (_power(n, least) for n, least in zip(automaton.next.shape, (32, 64), strict=True))
         wide = ((0, states - automaton.next.shape[0]), (0, columns - automaton.next.shape[1]))
         following = np.pad(automaton.next, wide, constant_values=-1)
@@ -45,7 +45,7 @@ class TokenTable(Struct):
                    forced=jnp.asarray(np.pad(automaton.forced, wide[0], constant_values=-1), jnp.int32))
 
     def move(self, state: Array, token: Array) -> Array:
-        """Returns the states after `token` (`i32[...]`); -1 where it is not allowed."""
+        """Returns the state after `token` (`i32[...]`) in each state `i32[...]`; -1 where the token is not allowed."""
         return self.next[jnp.maximum(state, 0), self.classes[jnp.maximum(token, 0)].astype(jnp.int32)].astype(jnp.int32)
 
 
@@ -55,15 +55,16 @@ def _power(n: int, least: int) -> int:
 
 @struct
 class Constrained(Transform):
-    """Allows only tokens after which the text can still be completed to one of the language within the row's budget.
+    """Allows only tokens after which the text can still be completed to a text of the language within the row's maximum
+    length.
 
     A row therefore always ends with a complete text.
 
     Attributes:
-        start: `i32[B]`, the automaton's state before the text; -1 for an unconstrained row.
-        end: `i32[B]`, the index after the last token that the row may have, prompt included.
+        start: `i32[B]`, the automaton's state before the text; -1 for a row without a constraint.
+        end: `i32[B]`, the index after the last token that the row may have, including the prompt.
         place: static; index of the automaton in the policy's tables.
-        table: that table, set while the chain is applied.
+        table: that table, set while the transforms are applied.
     """
 
     start: Array
@@ -94,15 +95,15 @@ class Constrained(Transform):
 
 @struct
 class Closing(Struct):
-    """Stop strings, and the end of rows whose text is complete, for models without an end-of-sequence token.
+    """A stop rule for models without an end-of-sequence token: it ends a row at a stop string, or when its constrained
+    text is complete and no longer text fits into its maximum length.
 
-    It takes the place of a `StopTable` and carries that table's state together with the state of the constraint's
-    automaton. A row ends with the token after which its text is complete and no longer text fits into its budget.
+    It replaces a `StopTable`, and combines that table's state with the state of the constraint's automaton.
 
     Attributes:
         strings: the automaton of stop strings, or None.
         table: the automaton of the constraint.
-        onwards: `i32[S]`, the fewest tokens to the end of a longer text.
+        onwards: `i32[S]`, the smallest number of tokens that complete a longer text.
     """
 
     strings: StopTable | None
@@ -111,10 +112,15 @@ class Closing(Struct):
 
     @classmethod
     def of(cls, strings: StopTable | None, table: TokenTable) -> Closing:
-        """Combines the automaton of stop strings with the table of a constraint.
+        """Returns the rule for stop strings and a constraint. It is needed for models without an end-of-sequence token,
+        where nothing else ends a constrained text.
+
+        Args:
+            strings: the automaton of stop strings; None if there are no stop strings.
+            table: the token automaton of the constraint.
 
         Raises:
-            ValueError: the number of combined states does not fit in an int32.
+            ValueError: the product of both numbers of states does not fit in an int32.
         """
         if strings is not None and strings.next.shape[0] * (table.next.shape[0] + 1) >= 1 << 31:
             raise ValueError("stop: got stop strings and a constraint without an end of sequence that have too many "
@@ -123,13 +129,15 @@ class Closing(Struct):
         return cls(strings, table, ahead.min(1) + 1)
 
     def begin(self, tokens: Array, length: Array, policy: Policy) -> Array:
-        """Returns the states after prompts, as `StopTable.begin` does, with each row's constraint at its start."""
+        """Returns the combined state of each row after its prompt, as `StopTable.begin` does for stop strings; the
+        constraint is in its start state."""
         front = jnp.zeros_like(length) if self.strings is None else self.strings.begin(tokens, length, policy)
         link = next(t for t in policy.transforms if isinstance(t, Constrained))
         return front * self._states + link.start + 1
 
     def advance(self, state: Array, token: Array, left: Array | int = FAR) -> tuple[Array, Array]:
-        """Returns the states after tokens, and which rows end; see `StopTable.advance`."""
+        """Returns the states after tokens, and True for rows that end with them; the arguments are those of
+        `StopTable.advance`."""
         front, here = state // self._states, state % self._states - 1
         hit: Array = jnp.zeros(jnp.broadcast_shapes(state.shape, token.shape), bool)
         if self.strings is not None:

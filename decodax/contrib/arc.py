@@ -4,8 +4,8 @@
 >>> inputs = encoder.read(lm, [[CompressedContext(document), question]])                       # doctest: +SKIP
 >>> dx.generate(lm, **inputs)                                                                  # doctest: +SKIP
 
-The decoder does not change. It reads the vectors of a context as the embeddings of tokens, so every algorithm, policy
-and cache works with them.
+The decoder does not change. It gets the vectors of a context in place of token embeddings, so that every algorithm,
+policy and cache works with them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ TOGETHER = 8
 
 @dataclasses.dataclass(frozen=True)
 class CompressedContext:
-    """A part of a prompt that the decoder reads as vectors: a text, or token ids of the encoder's vocabulary."""
+    """A part of a prompt that the decoder gets as vectors: a text, or token ids of the encoder's vocabulary."""
 
     text: Text
 
@@ -120,7 +120,8 @@ class Encoder:
 
     def vectors(self, texts: Sequence[Text], *, chunk: int | None = None, end: End | None = "cont"
                 ) -> list[np.ndarray]:
-        """Returns the vectors that the decoder reads for each text, `f32[M, D]`, including its end. See `read`."""
+        """Returns the vectors that the decoder gets in place of each text, `f32[M, D]`, including the end vector. The
+        other arguments are those of `read`."""
         pieces: list[list[int]] = []
         owners: list[int] = []
         for i, text in enumerate(texts):
@@ -193,15 +194,16 @@ def load(path: str | os.PathLike[str], *, tokenizer: Tokenizer | None = None,
 
 def begin(lm: LM, decoder: LM | None = None, *, layers: int | None = None, pool: int = 8, hidden: int | None = 2048,
           seed: int = 0) -> Encoder:
-    """Returns an untrained encoder: the first layers of a model, with a new bridge.
+    """Returns an untrained encoder: the first layers of a model, with a new bridge, which maps the encoder's states to
+    the decoder's embeddings.
 
     Args:
         lm: a Llama, from whose weights the encoder starts.
-        decoder: the model that will read the vectors; default `lm`.
-        layers: the number of layers; by default all but the last two, as in the authors' encoders, or all if there are
-            at most four.
-        pool: as in `ArcEncoder`.
-        hidden: as in `ArcEncoder`.
+        decoder: the model that will read the vectors; None: `lm`.
+        layers: number of layers. None: all but the last two, as in the authors' encoders, or all if there are at most
+            four.
+        pool: number of tokens for each vector, as in `ArcEncoder`.
+        hidden: number of hidden channels of the bridge, as in `ArcEncoder`.
         seed: seed of the bridge's weights.
 
     Raises:
@@ -311,7 +313,7 @@ def loss(model: ArcEncoder, decoder: Transformer, params: Weights, weights: Weig
         params: the encoder's weights.
         weights: the decoder's weights.
         tokens: the texts, `i32[B, 2 T]`.
-        goes_on: whether the decoder predicts the second half rather than the first half again, `bool[]`.
+        goes_on: `bool[]`; True: the decoder predicts the second half; False: the first half again.
     """
     B, T = tokens.shape[0], tokens.shape[1] // 2
     lengths = jnp.full(B, T, jnp.int32)
@@ -333,7 +335,7 @@ def _encoded(model: ArcEncoder, params: Weights, tokens: Array, lengths: Array) 
 
 
 def _paired(kernel: Array, width: int) -> Array:
-    """Returns a kernel with rotated pairs as neighbours, from one whose heads have them in two halves."""
+    """Converts a query or key kernel from rotary pairs in two halves of a head to adjacent pairs."""
     halves = kernel.reshape(kernel.shape[0], -1, 2, width // 2)
     return halves.swapaxes(-1, -2).reshape(kernel.shape)
 

@@ -123,8 +123,7 @@ def _weights(encoder: ArcEncoder, shapes: Weights, tensor: Callable[[str, tuple[
 
 def _each(encoder: ArcEncoder, tree: Weights, do: Callable[[str, Any, bool], Any], decoder: int,
           many: bool) -> Weights:
-    """Returns the weights with `do(name of the tensor, weight, whether it is stored transposed)` in place of each
-    weight."""
+    """Returns the weights with each weight replaced by `do(tensor name, weight, True if it is stored transposed)`."""
     layers = {}
     for i, layer in tree["layers"].items():
         at = f"embedder.layers.{i}"
@@ -168,7 +167,7 @@ def _encoder(sizes: Mapping[str, Any], embedder: Mapping[str, Any], bridge: Mapp
 
 
 def _sizes(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a backbone's sizes from its `params.json`, with those that Llama's own files leave out computed."""
+    """Returns a backbone's sizes from its `params.json`; sizes that Llama's own files omit are computed."""
     found = dict(params)
     if "hidden_dim" not in found:
         wide = int(2 * 4 * params["dim"] / 3)
@@ -181,7 +180,7 @@ def _sizes(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tensors(path: Path, optional: bool = False) -> dict[str, Callable[[], np.ndarray]]:
-    """Returns a function for each tensor of a file that reads it."""
+    """Returns, for each tensor of a file, a function that reads it."""
     if not path.exists():
         if optional:
             return {}

@@ -1,1 +1,2 @@
-"""The round: types, state, `step`, `run`. It never learns of an algorithm and never imports flax."""
+"""The decoding loop: its types, its state, and the functions `step` and `run`. It imports no algorithm and never
+flax."""

@@ -1,7 +1,7 @@
-"""The contract of a decoding method: what it proposes in a round, and what of it it decides is true.
+"""The contract of a decoding method: it proposes the nodes of a round and decides which tokens are accepted.
 
-A method that can do more also derives from `LearnsFromPrompt`, `Varies`, `Grouped`, `Concludes`, `Paced` or
-`GuidesItself`. The functions below answer for methods that do not.
+A method with an optional capability also derives from `LearnsFromPrompt`, `Varies`, `Grouped`, `Concludes`, `Paced` or
+`GuidesItself`. The functions below give the default for methods that do not.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ PyTree = Any
 
 @dataclasses.dataclass(frozen=True)
 class Traits:
-    """What a method declares of itself, checked against the model and the cache before anything is compiled.
+    """Static properties that a method declares, checked against the model and the cache before anything is compiled.
 
     Attributes:
-        name: what errors call it; "": the name of its class.
+        name: name of the method in error messages; "": the name of its class.
         emits: `M`, the largest number of tokens that a round can append.
-        commits: the largest number of entries of a row that a round keeps, if that is less than the nodes of its
-            window, as of a tree whose longest path is accepted. None: any number.
-        guarantee: what is true of the output. "seed-exact": the tokens of plain decoding with the same seed.
-            "distribution-exact": other tokens of the same distribution. "exact": another promise, kept exactly.
-            "approximate": none of these.
-        needs: features of the cache beyond chains that grow at the end. With "rewrites" the method writes entries of
-            tokens that are not emitted yet; otherwise the core holds back entries of what has not been emitted.
-        canvas: True if it fills masks, in any order, with a model that was trained for it.
-        caches: True if it reads a cache. Without one the prompt is not prefilled and the cache has capacity 0.
-        prefills: True if the core writes the prompt into the cache before the first round; False for a method that
-            caches and does this by rounds of its own. None: as `caches`.
-        samples: number of rows of one prompt that it works on together, side by side (beams, particles). `generate`
-            makes that number of rows of each prompt, after `init`. None: rows do not know of one another.
-        answers: number of those rows, the first ones, that are the answers to a prompt; None: all.
+        commits: the largest number of cache entries that a round keeps for a row, if that is less than the nodes of its
+            window; for example the length of the longest path in a draft tree. None: any number.
+        guarantee: the guarantee about the output. "seed-exact": the tokens of plain decoding with the same seed.
+            "distribution-exact": other tokens with the same distribution. "exact": another exact promise, which the
+            method documents. "approximate": none of these.
+        needs: cache features that the method needs, see `Feature`. With "rewrites" the method may write entries of
+            tokens that are not emitted yet; otherwise the core drops such entries.
+        canvas: True for a method that fills mask tokens, in any order, with a model trained for this (text diffusion).
+        caches: True if the method uses a cache. If False, the prompt is not prefilled and the cache has capacity 0.
+        prefills: True if the core writes the prompt into the cache before the first round; False for a method with a
+            cache that writes the prompt in rounds of its own. None: the value of `caches`.
+        samples: number of rows of one prompt that the method works on together (beams, particles). `generate` makes
+            that number of rows of each prompt, after `init`. None: rows are independent.
+        answers: number of those rows that are returned as answers to a prompt; they are the first ones. None: all.
     """
 
     name: str = ""
@@ -62,131 +62,151 @@ class Traits:
 
 
 class Observer(Protocol):
-    """Learns from the prompt while it is prefilled. It is compared by value, and static under jit."""
+    """Updates an algorithm's state from the prompt during prefill. It is compared by value and static under jit."""
 
     def observe(self, s: State, window: Window, out: Out, algo: PyTree) -> PyTree:
-        """Returns the algorithm's state after a prefill chunk (`window`), whose hidden states and logits are in `out`.
+        """Returns the algorithm's new state after one prefill chunk.
 
-        `s.policy` and `s.record` are None: prefill does not see the policy.
+        Args:
+            s: the decoding state; its `policy` and `record` are None, since prefill does not depend on the policy.
+            window: the tokens of the chunk.
+            out: the model's output for them, with hidden states and logits.
+            algo: the algorithm's state before the chunk.
         """
 
 
 class Algorithm(Composed, abc.ABC):
-    """A decoding method: derive a frozen dataclass from this. It is compared by value, and static under jit.
+    """Base class of decoding methods: derive a frozen dataclass from it. It is compared by value and static under jit.
 
     Only `init`, `propose` and `decide` have to be defined. The defaults of the other members suit a method which emits
-    a token a round, reads a cache, and has no weights but those of the methods and drafts that it holds (`Composed`).
-    A method around another one derives from `decodax.core.around.Around`.
+    one token in each round, uses a cache, and has no weights except those of the methods and drafts in its fields
+    (`Composed`). A method that wraps another one derives from `decodax.core.around.Around`.
 
-    Numbers that a user may change between calls without a retrace belong in the policy, the weights or the state.
+    Numbers that may change between calls without a retrace belong in the policy, the weights or the state.
     """
 
     @property
     def traits(self) -> Traits:
-        """What the method declares of itself."""
+        """The static properties of the method; by default those of a method that emits one token in each round."""
         return Traits()
 
     @abc.abstractmethod
     def init(self, params: Params, s: State) -> PyTree:
-        """Returns the algorithm's state for the prompts; every leaf with an explicit dtype and a leading batch axis.
-        The samples of a prompt are made of it later."""
+        """Returns the algorithm's state for the prompts: a pytree whose leaves have explicit dtypes and a leading batch
+        axis. If a prompt gets several samples, its row of this state is copied for each of them."""
 
     @abc.abstractmethod
     def propose(self, params: Params, policy: Any, s: State) -> tuple[Window, PyTree]:
-        """Returns the window to score next, and what `decide` gets as `algo`."""
+        """Returns the window that the model scores next, and the state that `decide` gets as `algo`."""
 
     @abc.abstractmethod
     def decide(self, params: Params, dist: Any, s: State, window: Window, out: Out, algo: PyTree) -> Decision:
-        """Decides what of the window is true. `dist` is the policy at each node of the window: a
-        `decodax.sampling.Distribution`."""
+        """Decides which tokens of the window are accepted.
+
+        Args:
+            params: weights of the model and of the method.
+            dist: a `decodax.sampling.Distribution`, the sampling policy's distribution at each node of the window.
+            s: the state before the round.
+            window: the window from `propose`.
+            out: the model's output for the window.
+            algo: the second result of `propose`.
+        """
 
 
 class LearnsFromPrompt(Algorithm):
-    """A method that is shown the prompt's hidden states and logits while it is prefilled."""
+    """A method that gets the prompt's hidden states and logits during prefill."""
 
     @property
     @abc.abstractmethod
     def observer(self) -> Observer | None:
-        """Learns from the prompt while it is prefilled; None: nothing does after all. Prefill is compiled once for each
-        observer and model, so methods with equal observers share it."""
+        """The object that is called after each prefill chunk; None if this instance needs none. Prefill is compiled
+        once for each pair of observer and model, so methods with equal observers share the program."""
 
 
 class Varies(Algorithm):
-    """A method whose rounds have several shapes: a draft length that adapts, a refresh now and then."""
+    """A method whose rounds have several shapes, for example because its draft length adapts."""
 
     @property
     @abc.abstractmethod
     def variants(self) -> tuple[Algorithm, ...]:
-        """A method for each shape, on the same state. Of the method itself only `traits`, `init`, `choose` and
-        the observer are then used. Empty: its rounds have one shape after all."""
+        """One method for each shape of a round; all of them work on the same state. If there are any, only `traits`,
+        `init`, `choose` and the observer of the method itself are used. Empty: the method's rounds have one shape."""
 
     @abc.abstractmethod
     def choose(self, params: Params, policy: Any, s: State) -> Array:
-        """Returns the index of the variant that runs the next round, for the whole batch: `i32[]`."""
+        """Returns the index into `variants` for the next round, `i32[]`, the same for the whole batch."""
 
 
 class Grouped(Algorithm):
-    """A method that works on several rows of a prompt together, and can give any number of them as answers."""
+    """A method that works on several rows of a prompt together, and can return a chosen number of them as answers."""
 
     @abc.abstractmethod
     def answering(self, count: int) -> Algorithm:
-        """Returns this method with `count` answers to a prompt.
+        """Returns this method with `count` answers for each prompt.
 
         Raises:
-            ValueError: it cannot give that many.
+            ValueError: the method cannot return that many.
         """
 
 
 class Concludes(Algorithm):
-    """A method whose results are more, or others, than the tokens of its rows."""
+    """A method whose results differ from the tokens of its rows, or go beyond them (scores, weights)."""
 
     def outcome(self, s: State) -> State:
-        """Returns the state whose rows are the results, after the last round or where somebody stops earlier: of a
-        method that keeps finished texts beside its rows. A row that is still running has not been ended."""
+        """Returns the state whose rows are the results. It is called after the last round or when the caller stops
+        earlier, so some rows may still be running. A method that keeps finished texts outside its rows, as beam search
+        does, overrides it."""
         return s
 
     def findings(self, s: State) -> dict[str, Array]:
-        """Returns what it has found of each row beside the tokens (scores, weights): arrays `[B, ...]` for
-        `Result.findings`."""
+        """Returns results of each row beside its tokens, such as scores or weights, for `Result.findings`: arrays `[B,
+        ...]` by name."""
         return {}
 
 
 class Paced(Algorithm):
-    """A method whose number of rounds does not follow from the number of tokens."""
+    """A method whose number of rounds is not bounded by its number of tokens."""
 
     @abc.abstractmethod
     def most_rounds(self, budget: int, rows: int) -> int:
-        """Returns a bound of the rounds of a batch of `rows` for `budget` new tokens a row."""
+        """Returns an upper bound on the number of rounds.
+
+        Args:
+            budget: largest number of new tokens of a row.
+            rows: number of rows in the batch.
+        """
 
 
 class GuidesItself(Algorithm):
-    """A method with its own rule of classifier-free guidance."""
+    """A method with an implementation of classifier-free guidance of its own."""
 
     @abc.abstractmethod
     def guide(self, model: Model, params: Params, policy: Any, s: State, scale: Any) -> tuple[Model, State] | None:
-        """Returns the model and a prefilled state under guidance of `scale`; None: the usual rule holds."""
+        """Returns the model and the prefilled state with which guidance of strength `scale` is decoded. None: the
+        default rule is used."""
 
 
 def name_of(alg: Algorithm) -> str:
-    """Returns what errors call a method."""
+    """Returns the name of a method in error messages."""
     return alg.traits.name or type(alg).__name__
 
 
 def observer(alg: Algorithm) -> Observer | None:
-    """Returns what learns from the prompt while it is prefilled; None: nothing does."""
+    """Returns the observer that a method calls during prefill; None if it has none."""
     return alg.observer if isinstance(alg, LearnsFromPrompt) else None
 
 
 def variants(alg: Algorithm) -> tuple[Algorithm, ...]:
-    """Returns the rounds of a method by their shapes; empty if they have one shape."""
+    """Returns the methods for the shapes of a method's rounds (`Varies.variants`); empty if its rounds have one
+    shape."""
     return alg.variants if isinstance(alg, Varies) else ()
 
 
 def answering(alg: Algorithm, count: int) -> Algorithm:
-    """Returns a method that works on rows together with `count` answers to a prompt.
+    """Returns a method that works on several rows of a prompt, with `count` answers for each prompt.
 
     Raises:
-        ValueError: it cannot give that many.
+        ValueError: the method cannot return that many.
     """
     traits = alg.traits
     if isinstance(alg, Grouped):
@@ -197,17 +217,17 @@ def answering(alg: Algorithm, count: int) -> Algorithm:
 
 
 def outcome(alg: Algorithm, s: State) -> State:
-    """Returns the state whose rows are the results."""
+    """Returns the state whose rows are the results of a method (`Concludes.outcome`)."""
     return alg.outcome(s) if isinstance(alg, Concludes) else s
 
 
 def findings(alg: Algorithm, s: State) -> dict[str, Array]:
-    """Returns what a method has found of each row beside the tokens."""
+    """Returns a method's results beside the tokens (`Concludes.findings`); empty if it has none."""
     return alg.findings(s) if isinstance(alg, Concludes) else {}
 
 
 def most_rounds(alg: Algorithm, budget: int, rows: int) -> int:
-    """Returns a bound of the rounds of a batch of `rows` for `budget` new tokens a row."""
+    """Returns an upper bound on the number of rounds for `budget` new tokens in each of `rows` rows."""
     if isinstance(alg, Paced):
         return alg.most_rounds(budget, rows)
     # each round of a running row makes progress, at least one position in `emits` of a canvas
@@ -216,5 +236,6 @@ def most_rounds(alg: Algorithm, budget: int, rows: int) -> int:
 
 def guide(alg: Algorithm, model: Model, params: Params, policy: Any, s: State,
           scale: Any) -> tuple[Model, State] | None:
-    """Returns the model and a prefilled state under a method's own rule of guidance; None: it has none."""
+    """Returns the model and the prefilled state under a method's own rule of guidance (`GuidesItself.guide`). None: it
+    has none."""
     return alg.guide(model, params, policy, s, scale) if isinstance(alg, GuidesItself) else None

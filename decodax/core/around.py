@@ -1,4 +1,4 @@
-"""Methods and models around others: they forward all that they do not answer themselves."""
+"""Base classes of methods and models that wrap another one: they forward every member that they do not override."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from decodax.core.window import Window
 
 
 class Around(LearnsFromPrompt, Varies, Grouped, Concludes, Paced, GuidesItself):
-    """A method around another one, which it holds in a field.
+    """A method that wraps another one, which is one of its fields.
 
-    Derive a frozen dataclass, return that field from `inner`, and override what differs: every other member of
-    `Algorithm` and of its capabilities is forwarded to `inner`.
+    Derive a frozen dataclass, return that field from `inner`, and override what differs. Every other member of
+    `Algorithm` and of its optional capabilities is forwarded to `inner`.
     """
 
     @property
     @abc.abstractmethod
     def inner(self) -> Any:
-        """The method, a field of this one."""
+        """The wrapped method, a field of this one."""
 
     @property
     def traits(self) -> Traits:
@@ -49,7 +49,7 @@ class Around(LearnsFromPrompt, Varies, Grouped, Concludes, Paced, GuidesItself):
 
     @property
     def variants(self) -> tuple[Algorithm, ...]:
-        """The rounds of each shape, with this around them."""
+        """This wrapper around each variant of the wrapped method."""
         return tuple(map(self._around, algorithm.variants(self.inner)))
 
     def choose(self, params: Params, policy: Any, s: State) -> Array:
@@ -80,16 +80,16 @@ class Around(LearnsFromPrompt, Varies, Grouped, Concludes, Paced, GuidesItself):
         return self.inner.decide(params, dist, s, window, out, algo)
 
     def _around(self, method: Any) -> Self:
-        """The same around another method; other drafts and methods in its fields stay."""
+        """Returns this wrapper around another method; drafts and methods in its other fields are kept."""
         inner = self.inner
         return self._with(lambda part: method if part is inner else part)
 
 
 @dataclasses.dataclass(frozen=True)
 class AroundModel(ShowsWeights):
-    """A model around `base`.
+    """A model that wraps another model, `base`.
 
-    Derive a frozen dataclass and override what differs: every other member of `Model` and `ShowsWeights` is forwarded
+    Derive a frozen dataclass and override what differs. Every other member of `Model` and `ShowsWeights` is forwarded
     to `base`.
     """
 
@@ -104,7 +104,7 @@ class AroundModel(ShowsWeights):
         return self.base.trained_positions
 
     def over(self, base: Model) -> Self:
-        """The same on another network."""
+        """Returns this wrapper around another model."""
         return dataclasses.replace(self, base=base)
 
     @property
@@ -129,8 +129,9 @@ class AroundModel(ShowsWeights):
 
 @dataclasses.dataclass(frozen=True)
 class Readout(AroundModel, abc.ABC):
-    """`base`, its hidden states read in another way. Cache and weights are its own."""
+    """A model that computes its output from the hidden states of `base` in another way; cache and weights are those of
+    `base`."""
 
     @abc.abstractmethod
     def apply(self, params: Any, window: Window, cache: Cache) -> Out:
-        """As `Model.apply`."""
+        """Scores the window; arguments and result are those of `Model.apply`."""

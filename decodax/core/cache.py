@@ -18,16 +18,16 @@ from decodax.pallas_kernels.window_attention import Bias
 PyTree = Any
 
 Entries = Sequence[PyTree]
-"""What a model call returns for the cache: for each layer a pytree of arrays `[B, W, ...]`, one entry for each node.
-The cache decides what an entry is: keys and values, a latent, a recurrent state, statistics of attention."""
+"""Values that a model call returns for the cache: for each layer a pytree of arrays `[B, W, ...]` with one entry for
+each node. The cache class decides what an entry is, such as keys and values, a latent or a recurrent state."""
 
 Feature = Literal["trees", "subsets", "rewrites", "truncation"]
-"""What a cache may support beyond chains that grow at the end.
+"""A feature of a cache beyond appending chains of tokens at the end.
 
-"trees": windows in which a node does not see all nodes before it.
-"subsets": windows that see only some of the cached entries (`Window.cached`).
-"rewrites": entries at any position, in any order, more than once.
-"truncation": `Cache.truncate`.
+"trees": windows in which a node may attend to only some of the nodes before it.
+"subsets": windows that attend to only some of the cached entries (`Window.cached`).
+"rewrites": entries may be written at any position, in any order, more than once.
+"truncation": the end of the text can be dropped (`Truncates.truncate`).
 """
 
 ALL: frozenset[Feature] = frozenset(("trees", "subsets", "rewrites", "truncation"))
@@ -36,16 +36,17 @@ NONE: frozenset[Feature] = frozenset()
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Where the arrays of a cache lie.
+    """Placement of a cache's arrays on devices and in host memory.
 
     Attributes:
-        by_row: True if every array has a leading batch axis, so that rows can lie on different devices. False for a
-            cache with arrays that rows share, such as a pool of pages; it has a `select` of its own.
-        hosted: the arrays that lie in host memory (`decodax.core.host_memory`), as a pytree; None if no array does.
-        specs: layouts of fields on a mesh that differ from the default (`decodax.core.mesh.cache_specs`): a pytree of
-            `PartitionSpec` by the name of the field.
-        order: maps the width `W` of a prefill window to the order in which its nodes are laid out best, `i32[W]`: the
-            first nodes for the first of the devices that divide the entries; or to None. None: the order of the text.
+        by_row: True if every array has a leading batch axis, so that rows can be on different devices. False for a
+            cache with arrays that rows share, such as a pool of pages; it overrides `Cache.select`.
+        hosted: a pytree of the arrays in host memory (`decodax.core.host_memory`); None if all are on the device.
+        specs: `PartitionSpec` pytrees by field name, for fields whose placement on a mesh differs from the default
+            (`decodax.core.mesh.cache_specs`).
+        order: a function from the width `W` of a prefill window to the best order of its nodes, `i32[W]`, or to None
+            for the order of the text. The first nodes in the order go to the first of the devices over which entries
+            are split. None: the order of the text.
     """
 
     by_row: bool = True
@@ -55,16 +56,19 @@ class Layout:
 
 
 class Cache(Struct, abc.ABC):
-    """The state that a model keeps for each row of a batch: keys and values, or recurrent states. Derive a `@struct`.
+    """Base class of caches: the state that a model keeps for each row of a batch, such as keys and values or recurrent
+    states.
 
-    Only `capacity`, `attend` and `commit` have to be defined; the defaults of the other members suit a cache of fixed
-    size in which nothing is evicted. Every kind obeys the same laws (`tests/contracts`). Slots are identified by the
-    position of their token; where an entry is stored is up to the kind. A kind that can do more also derives from the
-    classes of `decodax.core.capabilities`: `PromptPhase`, `LoadsPrefix`, `Refreshes`, `Truncates`, `DraftBase`.
+    A derived class is a `@struct`. It defines `length`, `capacity` and `commit`, and `attend` if it holds keys and
+    values. The other members have defaults for a cache of fixed size that evicts nothing. Entries are identified by the
+    position of their token; each class decides where it stores them. Optional capabilities have base classes in
+    `decodax.core.capabilities`: `PromptPhase`, `LoadsPrefix`, `Refreshes`, `Truncates`, `DraftBase`. The tests in
+    `tests/contracts` check every cache.
 
     Attributes:
-        supports: features that the kind has. An algorithm that needs another one is refused by name.
-        length: `i32[B]`, number of positions that it has taken in, from 0 on.
+        supports: the features of the class. An algorithm that needs a missing feature raises a ValueError that names
+            it.
+        length: `i32[B]`, number of tokens of each row that the cache has processed; the next token has this position.
     """
 
     supports: ClassVar[frozenset[Feature]] = NONE
@@ -73,22 +77,22 @@ class Cache(Struct, abc.ABC):
 
         @property
         def length(self) -> Array:
-            """`i32[B]`, number of positions that it has taken in."""
+            """Number of tokens of each row that the cache has processed, `i32[B]`."""
 
     @property
     @abc.abstractmethod
     def capacity(self) -> int:
-        """Number of positions `S` that the cache was made for; 0 holds nothing."""
+        """Number of positions `S` of a row that the cache was made for; 0 for a cache that holds nothing."""
 
     @property
     def inputs(self) -> PyTree:
-        """The inputs that each row was given beside its tokens (`Model.init_cache`), as far as the model needs them
-        later; None: nothing."""
+        """Inputs that each row was given beside its tokens (`Model.init_cache`), if the model needs them later; None if
+        it needs none."""
         return None
 
     @property
     def layout(self) -> Layout:
-        """Where its arrays lie. By default all of them have a leading batch axis and lie on the device."""
+        """Placement of the arrays. By default all of them have a leading batch axis and are on the device."""
         return Layout()
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
@@ -97,50 +101,60 @@ class Cache(Struct, abc.ABC):
         """Attends from the window's queries `q`, `f[B, W, H, d]`, to the cached entries and to the window itself.
 
         Args:
-            k, v: `f[B, K, G, d]` and `f[B, K, G, e]`, keys and values of the window. `K` is `W`, unless nodes of
-                earlier windows come before its own (`AttentionView`).
-            window: a `Window` or an `AttentionView`; read are `visible()`, `tokens`, `positions`, `key_positions`,
-                `before`, `cached` and `is_prefill`, and `live` of a prefill. `before` has this layer's entries of the
-                nodes that come before the window's own, or None.
-            scale, sliding, softcap, bias: of the attention scores; see `decodax.pallas_kernels.window_attention`.
+            layer: index of the layer.
+            q: queries of the window's nodes.
+            k: keys, `f[B, K, G, d]`. `K` is `W`, unless nodes of earlier windows come before the window's own
+                (`AttentionView`).
+            v: values, `f[B, K, G, e]`.
+            window: a `Window` or an `AttentionView`. A cache may use its `visible()`, `tokens`, `positions`,
+                `key_positions`, `before`, `cached` and `is_prefill`, and in a prefill `live`. `before` has this layer's
+                entries of the nodes from earlier windows, or None.
+            scale: factor of the attention scores.
+            sliding: size of the sliding attention window in tokens; None: unlimited.
+            softcap: the scores become `softcap * tanh(score / softcap)`; None: they do not.
+            bias: bias of the scores, see `decodax.pallas_kernels.window_attention`.
 
         Returns:
-            `f[B, W, H, e]`, and the entry of this layer: a pytree of arrays `[B, W, ...]`.
+            Output `f[B, W, H, e]`, and the entry of this layer for `commit`: a pytree of arrays `[B, W, ...]`.
         """
         raise NotImplementedError(f"{type(self).__name__} holds no keys and values to attend to")
 
     @abc.abstractmethod
     def commit(self, entries: Any, slots: Array) -> Self:
-        """Writes entry `w` of row `b` for position `slots[b, w]` (`i32[B, W]`); -1 drops the entry.
+        """Writes entry `w` of row `b` at position `slots[b, w]`.
 
-        `entries` are those that the model returned for the window (`Entries`)."""
+        Args:
+            entries: the entries that the model returned for the window (`Entries`).
+            slots: `i32[B, W]`; -1 drops the entry.
+        """
 
     def select(self, rows: Array) -> Self:
-        """Returns the cache whose row `i` is row `rows[i]` of this one (`i32[B']`). Beams call it in every round with
-        as many rows as there are, so a kind that can move less data then overrides it."""
+        """Returns the cache whose row `i` is row `rows[i]` of this one (`i32[B']`). Beam search calls it in every round
+        with `B' = B`; a class that can then move less data overrides it."""
         return jax.tree.map(lambda x: take_rows(x, rows), self)
 
     def room(self, running: Array) -> Array | None:
-        """Returns the number of further positions that fit, `i32[B]`; a row that needs more ends with
-        `Status.CAPACITY`. None: as many as the token buffer has.
+        """Returns the number of further tokens of each row that fit, `i32[B]`; a row that needs more ends with
+        `Status.CAPACITY`. None: the only limit is the token buffer.
 
         Args:
-            running: `bool[B]`, rows that have not finished; the others need no room.
+            running: `bool[B]`, rows that have not finished; the others need no space.
         """
         return None
 
     def max_commit(self) -> Array | None:
-        """Returns the number of tokens that a round may commit at most, `i32[B]`, at least 1, because an eviction or a
-        flush follows them. None: any number. A round that commits no more sees what plain decoding would see, so
-        speculation stays exact."""
+        """Returns the largest number of tokens that the next round may commit, `i32[B]`, at least 1. None: no limit. A
+        class sets a limit if an eviction or a flush has to follow these tokens: all of them then attend to the entries
+        that plain decoding would attend to, and speculation stays exact."""
         return None
 
 
 class Sized(Cache):
-    """A cache that declares two fields for what every cache is asked for.
+    """A cache that stores its capacity and its inputs in two fields.
 
     Attributes:
-        size: static; the most positions of a text, its capacity. given: its inputs.
+        size: static; the capacity, the largest number of positions of a text.
+        given: the inputs of each row, the value of `Cache.inputs`.
     """
 
     if TYPE_CHECKING:
@@ -157,11 +171,13 @@ class Sized(Cache):
 
 
 class CacheConfig(abc.ABC):
-    """A kind of cache with options of its own: derive a frozen dataclass from this. It is compared by value, and static
-    under jit. Any function of the same arguments is a kind, too.
+    """The configuration of a cache: called with the layers' shapes, it makes an empty cache. Derive a frozen dataclass
+    from it. It is compared by value and static under jit. A plain function with the arguments of `__call__` is a valid
+    configuration, too.
 
     Attributes:
-        alone: whether it cannot stand beside another one (`decodax.cache.views`), for what it keeps is not by layers.
+        alone: True if the cache cannot be one part of a cache with several (`decodax.cache.views`), because its state
+            is not divided by layers.
     """
 
     alone: ClassVar[bool] = False
@@ -169,33 +185,45 @@ class CacheConfig(abc.ABC):
     @abc.abstractmethod
     def __call__(self, layers: Sequence[tuple[Any, ...]], batch: int, capacity: int, dtype: jax.typing.DTypeLike,
                  inputs: PyTree = None) -> Cache:
-        """An empty cache; see `decodax.core.types.CacheKind`."""
+        """Makes an empty cache; the arguments are described in `decodax.core.types.CacheKind`."""
 
     def fit(self, new: int) -> CacheConfig:
-        """This kind for texts with at most `new` tokens behind their prompts, where it left a size open."""
+        """Returns this configuration with sizes that were left open (None) set for texts of at most `new` tokens after
+        their prompts."""
         return self
 
     def of_model(self, lm: Any) -> CacheConfig:
-        """This kind with what it takes of a loaded model beside its layers: how its tokenizer writes a sentence, or
-        which tokens end a text. `lm` is a `decodax.LM`."""
+        """Returns this configuration with data that it needs from a loaded model `lm` (a `decodax.LM`), such as the end
+        tokens."""
         return self
 
     def put_on(self, lm: Any) -> Any:
-        """A loaded model with this kind of cache. A kind that asks another model makes one of both."""
+        """Returns the loaded model `lm` with this cache. A class that computes with a second network returns a model
+        that combines both."""
         return dataclasses.replace(lm, model=lm.model.with_cache(self.of_model(lm)))
 
     def beyond(self, longest: int) -> int:
-        """How many positions behind a prompt of so many tokens it has the model read, and forgets again."""
+        """Returns the number of extra positions on which the model is run after a prompt of `longest` tokens. Their
+        entries are not kept."""
         return 0
 
     def share(self, prefix: int, more: int) -> CacheConfig | None:
-        """This kind for rows that have a beginning of up to `prefix` positions in common and at most `more` of their
-        prompts behind it (`SharedPrefixCache.adopt`); None: its rows share nothing."""
+        """Returns this configuration for rows whose first tokens are equal and stored once (`SharedPrefixCache`); None
+        if its rows cannot share entries.
+
+        Args:
+            prefix: largest number of shared tokens.
+            more: largest number of prompt tokens after the shared ones.
+        """
         return None
 
 
 def require(cache: Cache, needs: frozenset[Feature], who: str) -> None:
-    """Raises ValueError where `who` needs a feature that the cache does not have."""
+    """Checks that a cache has the features `needs`; `who` is the name in the error.
+
+    Raises:
+        ValueError: a feature is missing.
+    """
     if lacking := sorted(needs - cache.supports):
         raise ValueError(f"cache: {who} needs one that supports {' and '.join(lacking)}, which {type(cache).__name__} "
                          "does not")

@@ -1,7 +1,6 @@
-"""What some caches can do beyond the contract of `decodax.core.cache.Cache`: one class for each capability.
+"""Optional capabilities of caches beyond `decodax.core.cache.Cache`: one base class for each.
 
-A cache that has a capability derives from its class. The functions below do nothing for a cache without it, or refuse
-it by name.
+For a cache without a capability, the functions below do nothing or raise a ValueError that names the cache.
 """
 
 from __future__ import annotations
@@ -21,11 +20,14 @@ PyTree = Any
 
 @dataclasses.dataclass(frozen=True)
 class ReadPrompt:
-    """The model and the text that a cache is finished or refreshed with (`Cache.finish_prefill`, `Cache.refresh`).
+    """The model and the text for `PromptPhase.finish_prefill` and `Refreshes.refresh`, with which a cache can run the
+    model again.
 
     Attributes:
-        model, params: the network and its weights. tokens: `i32[B, N]`, of which a row's cache holds the first
-            `Cache.length`.
+        model: the network.
+        params: its weights.
+        tokens: `i32[B, N]`, the text of each row. The cache has the entries of the first `Cache.length[b]` tokens of
+            row `b`.
     """
 
     model: Any
@@ -34,54 +36,57 @@ class ReadPrompt:
 
 
 class PromptPhase(Cache):
-    """A cache whose prompt is read in another way than the tokens of the rounds: a policy that chooses among the tokens
-    of a prompt has to see all of them first."""
+    """A cache that handles the prompt in another way than generated tokens: for example an eviction policy that needs
+    the whole prompt before it chooses which entries to keep."""
 
     def prefill_cache(self) -> Cache:
-        """Returns the empty cache that the prompt is read into; by default this one."""
+        """Returns the empty cache that is filled during prefill; by default this one."""
         return self
 
     def finish_prefill(self, prompt: ReadPrompt) -> Cache:
-        """Returns the cache that the rounds use, once the prompt is in the one from `prefill_cache`."""
+        """Returns the cache for decoding. It is called once, after prefill, on the filled cache from
+        `prefill_cache`."""
         return self
 
     @property
     def layers_read(self) -> int | None:
-        """Number of the model's first layers that run on a prompt; None: all. The model then returns the entries of
-        these layers, and after them the residual stream `f[B, W, D]` that comes out of them."""
+        """Number of the model's first layers that run during prefill; None: all. The model then returns the entries of
+        these layers, and after them the residual stream `f[B, W, D]` after the last of these layers."""
         return None
 
 
 class LoadsPrefix(Cache):
-    """A cache that takes keys and values which were computed before, in place of reading their text."""
+    """A cache that can be filled with keys and values computed earlier, so that their text is not prefilled again."""
 
     @abc.abstractmethod
     def load_prefix(self, kv: Sequence[Array], length: Array, reuse: tuple[Array, Array] | None = None) -> Self:
-        """Returns the cache with the given keys and values, for an empty one from `prefill_cache`.
+        """Returns the cache filled with the given keys and values; called on an empty one from `prefill_cache`.
 
         Args:
-            kv: `f[B, G, T, d + e]` of each layer, keys rotated. length: `i32[B]`, number of tokens that count.
-            reuse: attention and change, `f32[B, T]`, of tokens that were computed in another text, for kinds that
-                recompute some of them (`decodax.caches.prefix.prefix.PrefixReuse`).
+            kv: keys and values of each layer side by side, `f[B, G, T, d + e]`; the keys are rotated.
+            length: `i32[B]`, number of valid tokens of each row.
+            reuse: attention and change, `f32[B, T]`, of tokens whose keys and values come from another text, for caches
+                that recompute some of them (`decodax.caches.prefix.prefix.PrefixReuse`).
         """
 
 
 class Refreshes(Cache):
-    """A cache that computes some of its entries anew now and then, with one more forward on committed tokens."""
+    """A cache that from time to time recomputes some of its entries with one more forward pass over committed
+    tokens."""
 
     def needs_refresh(self) -> Array | None:
-        """Returns the rows whose entries have to be computed anew before the next round, `bool[B]`; None: never. Like
-        everything in a cache it depends on committed tokens only."""
+        """Returns the rows whose entries have to be recomputed before the next round, `bool[B]`; None: never. The
+        result may depend on committed tokens only."""
         return None
 
     def refresh(self, text: ReadPrompt, rows: Array) -> Self:
-        """Recomputes those entries of `rows` (`bool[B]`). The tokens of `text` include the newest one, whose entry is
-        not in the cache yet."""
+        """Recomputes the entries of the rows `rows` (`bool[B]`). `text` includes the newest token, whose entry is not
+        in the cache yet."""
         raise NotImplementedError(f"{type(self).__name__} computes no entries anew")
 
 
 class Truncates(Cache):
-    """A cache that can forget the end of a text; it declares the feature "truncation"."""
+    """A cache that can drop the end of a text; it declares the feature "truncation"."""
 
     @abc.abstractmethod
     def truncate(self, length: Array) -> Self:
@@ -89,29 +94,29 @@ class Truncates(Cache):
 
 
 class DraftBase(Cache):
-    """A cache beside which the nodes of a draft tree can be kept, so that its model can draft."""
+    """A cache that can be extended by a buffer for nodes of a draft tree, so that its model can draft."""
 
     @abc.abstractmethod
     def tree_buffer(self, entries: Entries, room: int) -> Draftable:
-        """Returns room for `room` nodes of a draft tree beside this cache. `entries` of any window give the shapes.
-        `Scratch.empty` makes one for keys and values."""
+        """Returns this cache with an empty buffer for `room` nodes of a draft tree. `entries`, the entries of any
+        window, give the shapes. `Scratch.empty` makes such a buffer for keys and values."""
 
     def draft_view(self, kind: Any = None) -> Cache:
-        """Returns the smaller cache that drafts by the model itself read.
+        """Returns the smaller cache that a model attends to when it drafts for itself.
 
         Args:
-            kind: kind of a cache that stands beside this one (`decodax.cache.views`); None: a part of this one, such as
-                fewer bits of it.
+            kind: configuration of a second cache beside this one (`decodax.cache.views`). None: a view of this cache's
+                own data, such as fewer bits of each entry.
 
         Raises:
-            ValueError: there is none.
+            ValueError: there is no such cache.
         """
         raise _no_view(self, kind)
 
 
 class Draftable(Struct, abc.ABC):
-    """A cache beside which nodes of a draft tree are kept, level by level, until a decision says which are true. It is
-    handed to the model in the cache's place."""
+    """A cache (`base`) with a buffer for the nodes of a draft tree. Nodes are added level by level, and the accepted
+    ones are committed to `base`. The model gets it in place of the cache while it drafts."""
 
     if TYPE_CHECKING:
         base: Any
@@ -122,42 +127,47 @@ class Draftable(Struct, abc.ABC):
 
     @property
     def inputs(self) -> Any:
-        """As in `Cache`."""
+        """The inputs of `base`, see `Cache.inputs`."""
         return self.base.inputs
 
     @abc.abstractmethod
     def seen_by(self, sees: Array) -> Self:
-        """For a window whose node `i` sees the nodes `sees[:, i]` (`bool[B, W, room]`)."""
+        """Returns this buffer for a window whose node `i` attends to the buffered nodes `sees[:, i]` (`bool[B, W,
+        room]`)."""
 
     @abc.abstractmethod
     def append(self, entries: Entries, positions: Array, at: Array) -> Self:
-        """With a window's nodes, at positions `i32[B, W]`, in the places `at` (`i32[]`) and behind."""
+        """Returns this buffer with the entries of a window, whose nodes have the positions `positions` (`i32[B, W]`),
+        stored from index `at` (`i32[]`) on."""
 
     @abc.abstractmethod
     def commit(self, slots: Array) -> Any:
-        """The cache with node `i` written for position `slots[:, i]` (`i32[B, room]`, -1 drops it)."""
+        """Returns `base` with the entry of buffered node `i` written at position `slots[:, i]` (`i32[B, room]`); -1
+        drops it."""
 
 
 def prefill_cache(cache: Cache) -> Cache:
-    """Returns the empty cache that a prompt is read into."""
+    """Returns the empty cache that is filled during prefill (`PromptPhase.prefill_cache`); by default `cache`
+    itself."""
     return cache.prefill_cache() if isinstance(cache, PromptPhase) else cache
 
 
 def finish_prefill(cache: Cache, prompt: ReadPrompt) -> Cache:
-    """Returns the cache that the rounds use, for one that a prompt was read into."""
+    """Returns the cache for decoding, for one filled during prefill (`PromptPhase.finish_prefill`); by default `cache`
+    itself."""
     return cache.finish_prefill(prompt) if isinstance(cache, PromptPhase) else cache
 
 
 def layers_read(cache: Any) -> int | None:
-    """Returns the number of a model's first layers that run on a prompt; None: all."""
+    """Returns the number of a model's first layers that run during prefill (`PromptPhase.layers_read`); None: all."""
     return cache.layers_read if isinstance(cache, PromptPhase) else None
 
 
 def load_prefix(cache: Cache, kv: Sequence[Array], length: Array, reuse: tuple[Array, Array] | None = None) -> Cache:
-    """`LoadsPrefix.load_prefix`.
+    """Fills an empty cache with keys and values computed earlier; see `LoadsPrefix.load_prefix`.
 
     Raises:
-        ValueError: the cache has to see the text read.
+        ValueError: the cache needs the text itself to be prefilled.
     """
     if not isinstance(cache, LoadsPrefix):
         raise ValueError(f"context: got keys and values that were computed before; {type(cache).__name__} has to see "
@@ -166,15 +176,15 @@ def load_prefix(cache: Cache, kv: Sequence[Array], length: Array, reuse: tuple[A
 
 
 def needs_refresh(cache: Cache) -> Array | None:
-    """Returns the rows whose entries have to be computed anew, `bool[B]`; None: this kind never computes them anew."""
+    """Returns the rows whose entries have to be recomputed, `bool[B]`; None: this class never recomputes entries."""
     return cache.needs_refresh() if isinstance(cache, Refreshes) else None
 
 
 def truncate(cache: Cache, length: Array) -> Cache:
-    """`Truncates.truncate`.
+    """Drops the entries at positions from `length` (`i32[B]`) on; see `Truncates.truncate`.
 
     Raises:
-        ValueError: the cache cannot forget.
+        ValueError: the cache does not support truncation.
     """
     if not isinstance(cache, Truncates):
         raise ValueError(f"cache: {type(cache).__name__} does not support truncation")
@@ -182,10 +192,10 @@ def truncate(cache: Cache, length: Array) -> Cache:
 
 
 def tree_buffer(cache: Any, entries: Entries, room: int) -> Draftable:
-    """`DraftBase.tree_buffer`.
+    """Returns `cache` with an empty buffer for `room` nodes of a draft tree; see `DraftBase.tree_buffer`.
 
     Raises:
-        ValueError: nothing can be kept beside the cache.
+        ValueError: the cache cannot be extended by such a buffer.
     """
     if not isinstance(cache, DraftBase):
         raise ValueError(f"cache: drafts need one that keeps their nodes beside it, which {type(cache).__name__} does "
@@ -194,7 +204,7 @@ def tree_buffer(cache: Any, entries: Entries, room: int) -> Draftable:
 
 
 def draft_view(cache: Any, kind: Any = None) -> Cache:
-    """`DraftBase.draft_view`.
+    """Returns the smaller cache that a model attends to when it drafts for itself; see `DraftBase.draft_view`.
 
     Raises:
         ValueError: there is no such cache.

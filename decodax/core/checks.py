@@ -1,5 +1,5 @@
-"""Checks of users' own classes and of what these return, made where they are handed in or traced: an error names the
-class and says what it takes, before JAX says so in its own words."""
+"""Checks of classes that users write and of the values that these return, made before tracing or during it. An error
+names the class and says what it takes, before JAX raises a less helpful one."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ KINDS: dict[str, Any] = {"i": jnp.integer, "b": jnp.bool_, "f": jnp.floating}
 
 
 def hashable(name: str, value: Any, path: str | None = None) -> None:
-    """Checks that a value can be static under jit.
+    """Checks that a value can be a static argument under jit.
 
     Args:
-        name: begins the error. path: the value's name in the error; default its type.
+        name: first word of the error.
+        value: the value.
+        path: name of the value in the error; default its type.
 
     Raises:
-        TypeError: it cannot be compared by value; names the field that is to blame.
+        TypeError: the value cannot be hashed; the error names the field that is the cause.
     """
     try:
         hash(value)
@@ -31,7 +33,7 @@ def hashable(name: str, value: Any, path: str | None = None) -> None:
 
 
 def _blame(value: Any, path: str) -> str:
-    """Why a value cannot be hashed."""
+    """Returns the reason why a value cannot be hashed, as text for an error."""
     parts: list[tuple[str, Any]] = []
     if dataclasses.is_dataclass(value):
         name = type(value).__name__
@@ -50,10 +52,15 @@ def _blame(value: Any, path: str) -> str:
 
 
 def pair(who: str, given: Any, takes: str) -> Any:
-    """Returns `given`, which `who` returned, if it is a pair.
+    """Returns `given` if it is a pair.
+
+    Args:
+        who: name of the function that returned `given`, for the error.
+        given: the value to check.
+        takes: description of the two parts, for the error.
 
     Raises:
-        TypeError: it is none.
+        TypeError: `given` is no pair.
     """
     if not isinstance(given, tuple) or len(given) != 2:
         raise TypeError(f"{who}: returned {kind(given)}, takes a pair, {takes}")
@@ -61,10 +68,16 @@ def pair(who: str, given: Any, takes: str) -> Any:
 
 
 def instance(who: str, given: Any, of: type | tuple[type, ...], takes: str) -> Any:
-    """Returns `given`, which `who` returned, if it is an instance of a class.
+    """Returns `given` if it is an instance of the class `of`.
+
+    Args:
+        who: name of the function that returned `given`, for the error.
+        given: the value to check.
+        of: a class or a tuple of classes.
+        takes: description of the class, for the error.
 
     Raises:
-        TypeError: it is none.
+        TypeError: `given` is no instance.
     """
     if not isinstance(given, of):
         raise TypeError(f"{who}: returned {kind(given)}, takes {takes}")
@@ -72,14 +85,17 @@ def instance(who: str, given: Any, of: type | tuple[type, ...], takes: str) -> A
 
 
 def array(who: str, name: str, given: Any, form: str, sizes: dict[str, int]) -> None:
-    """Checks an array that `who` returned.
+    """Checks dtype and shape of an array.
 
     Args:
-        form: kind and shape, such as "i[B or 1, N]"; kinds are i, b and f. sizes: sizes by letter; a letter that
-            is not among them is added.
+        who: name of the function that returned the array, for the error.
+        name: name of the array, for the error.
+        given: the value to check.
+        form: kind and shape, such as "i[B or 1, N]"; kinds are i (integer), b (bool) and f (float).
+        sizes: known sizes by letter. The size of a new letter is added.
 
     Raises:
-        TypeError: no array, or one of another kind or shape.
+        TypeError: `given` is no array, or one of another kind or shape.
 
     >>> array("Again.propose", "tokens", np.zeros((2, 3)), "i[B, N]", {"B": 2})
     Traceback (most recent call last):
@@ -99,14 +115,18 @@ def array(who: str, name: str, given: Any, form: str, sizes: dict[str, int]) -> 
 
 
 def arrays(who: str, given: Any, of: type, takes: str, forms: dict[str, str], sizes: dict[str, int]) -> Any:
-    """Returns `given`, which `who` returned, if it is an instance of a class whose fields are arrays of some forms.
+    """Returns `given` if it is an instance of the class `of` and its fields are arrays of the given forms.
 
     Args:
-        takes: words for the class, such as "a Window". forms: form of each array by the name of its field, and
-            sizes: sizes by letter, as in `array`.
+        who: name of the function that returned `given`, for the error.
+        given: the value to check.
+        of: the class.
+        takes: description of the class for the error, such as "a Window".
+        forms: form of each array (see `array`) by the name of its field.
+        sizes: known sizes by letter (see `array`).
 
     Raises:
-        TypeError: it is none, or a field is no such array.
+        TypeError: `given` is no instance, or a field has another form.
     """
     instance(who, given, of, takes)
     for name, form in forms.items():
@@ -115,10 +135,14 @@ def arrays(who: str, given: Any, of: type, takes: str, forms: dict[str, str], si
 
 
 def statics(name: str, given: Any) -> None:
-    """Checks the static fields of a struct, which are part of its type under jit.
+    """Checks that the static fields of a struct can be hashed, since they are part of its type under jit.
+
+    Args:
+        name: first word of the error.
+        given: the struct.
 
     Raises:
-        TypeError: one cannot be compared by value, as an array.
+        TypeError: one of them cannot, for example because it is an array.
     """
     for field in dataclasses.fields(given):
         if field.metadata.get("static"):
@@ -126,10 +150,16 @@ def statics(name: str, given: Any) -> None:
 
 
 def same_form(who: str, what: str, new: Any, old: Any) -> None:
-    """Checks that a round returns the carry of a loop in the form in which it took it.
+    """Checks that a round returns a part of the state with the structure, shapes and dtypes that it got.
+
+    Args:
+        who: name of the method or cache, for the error.
+        what: name of the part of the state, for the error.
+        new: the pytree after the round.
+        old: the pytree before the round.
 
     Raises:
-        TypeError: another structure, or an array of another shape or dtype; names the first.
+        TypeError: they differ; the error names the first leaf that differs.
     """
     leaves = lambda tree: {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
     before, after = leaves(old), leaves(new)
@@ -147,7 +177,7 @@ def _dtype(x: Any) -> Any:
 
 
 def kind(value: Any) -> str:
-    """A value by its type, an array by dtype and shape, a tuple by its parts."""
+    """Describes a value by its type for an error message: an array by dtype and shape, a tuple by its parts."""
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         return f"{value.dtype}{list(value.shape)}"
     if type(value) is tuple:

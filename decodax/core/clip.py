@@ -1,4 +1,5 @@
-"""The one place where a round's tokens are cut: end of sequence, stop strings, budget, capacity, broken logits."""
+"""Cuts the tokens of a round at an end of sequence, a stop string, the token budget, the capacity or invalid logits. No
+other module does so."""
 
 from __future__ import annotations
 
@@ -13,11 +14,16 @@ from decodax.core.types import DEAD_END, INVALID, Decision
 
 
 def clip(d: Decision, s: State, policy: Any) -> tuple[Array, Array, Array]:
-    """How many of the decided tokens are taken, and what that does to the row.
+    """Returns the number of decided tokens that are appended to each row, and the row's status after them.
+
+    Args:
+        d: the decision of the round.
+        s: the state before the round.
+        policy: the sampling policy, which has the end tokens and the stop strings.
 
     Returns:
-        count `i32[B]`, status `i32[B]` and the stop automaton's state `i32[B]`. A row that is not running takes none.
-        The token that ends a sequence or completes a stop string is taken; a broken one is not.
+        Count `i32[B]`, status `i32[B]` and the stop automaton's state `i32[B]`. Rows that are not running get no token.
+        A token that ends a sequence or completes a stop string is appended; one for invalid logits is not.
     """
     M = d.tokens.shape[1]
     index = jnp.arange(M, dtype=jnp.int32)
@@ -53,8 +59,17 @@ def clip(d: Decision, s: State, policy: Any) -> tuple[Array, Array, Array]:
 
 
 def _stops(table: Any, tokens: Array, state: Array, left: Array) -> tuple[Array, Array]:
-    """Runs the automaton over `tokens` (`i32[B, M]`): its states, and whether a match was completed, after each.
-    `left`: `i32[B, M]`, how many more tokens may follow each."""
+    """Runs the stop automaton over `tokens`, `i32[B, M]`.
+
+    Args:
+        table: the automaton; None if there are no stop strings.
+        tokens: tokens of the round.
+        state: `i32[B]`, state before them.
+        left: `i32[B, M]`, number of tokens that may still follow each token.
+
+    Returns:
+        The state after each token, `i32[B, M]`, and whether the token completed a match, `bool[B, M]`.
+    """
     if table is None:
         return jnp.broadcast_to(state[:, None], tokens.shape), jnp.zeros(tokens.shape, bool)
 

@@ -1,46 +1,74 @@
-"""The base of decoding methods and drafts, each of which may be made of others."""
+"""Base class of decoding methods and drafts, which may contain other methods and drafts."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any, Self
 
+import numpy as np
+
+
+def data(default: Any = None, bare: Any = None, **field: Any) -> Any:
+    """Declares a dataclass field of a method or a draft as data: its value is an argument of the compiled programs and
+    may change without a new compilation.
+
+    Args:
+        default: default value of the field.
+        bare: placeholder of the field in the method that is static under jit; the real value is in `Params.draft`. If
+            it is a number, the field takes part in comparison and `repr`; otherwise it does not.
+        field: further arguments of `dataclasses.field`.
+    """
+    if not isinstance(bare, (int, float)):
+        field = {"compare": False, "repr": False, **field}
+    return dataclasses.field(default=default, metadata={"bare": bare}, **field)
+
 
 class Composed:
-    """A method or a draft that may be made of others, its parts: fields of it, or members of a field that is a tuple.
+    """A method or a draft that may have parts: other methods and drafts, in its fields or in fields that are tuples.
 
-    Each member of this class is by default answered from the parts. So a wrapper that overrides nothing keeps the
-    weights, the sizes and the cache of what it wraps.
+    By default each member of this class combines the results of the parts with the fields declared as `data`. So a
+    wrapper that overrides nothing keeps the weights, sizes and cache of what it wraps.
     """
 
     @property
     def weights(self) -> Any:
-        """Weights that it was made with, a pytree, which becomes `Params.draft`. By default those of its part; of
-        several parts a tuple of the weights of each; None without parts."""
-        each = tuple(part.weights for part in parts_of(self))
+        """Weights and numbers that are arguments of the compiled programs, a pytree that becomes `Params.draft`. By
+        default the weights of the parts, then the `data` fields: one value as it is, several as a tuple; None if there
+        are none."""
+        own = (getattr(self, name) for name in _data(self))
+        each = (*(part.weights for part in parts_of(self)),
+                *(np.float32(x) if isinstance(x, (int, float)) else x for x in own))
         return each[0] if len(each) == 1 else each or None
 
     def bare(self) -> Self:
-        """The same without those weights, as the compiled programs take it."""
-        return self._with(lambda part: part.bare())
+        """Returns this method without its weights: `data` fields are replaced by placeholders, so that it is static
+        under jit."""
+        new = self._with(lambda part: part.bare())
+        return dataclasses.replace(new, **declared) if (declared := _data(self)) else new   # type: ignore[type-var]
 
     def fit(self, budget: int) -> Self:
-        """The same for texts of at most `budget` new tokens, where it left a size open."""
+        """Returns this method with sizes that were left open (None) set for texts of at most `budget` new tokens."""
         return self._with(lambda part: part.fit(budget))
 
     def through(self, model: Any) -> Any:
-        """The target's model as it is run: a model that wraps the given one may run its layers in another way, and keep
-        more than keys and values in its cache. By default the parts wrap it one after another."""
+        """Returns the target model as the method runs it. A method may wrap it to run its layers in another way, or to
+        keep more than keys and values in its cache. By default each part wraps the result of the part before it."""
         for part in parts_of(self):
             model = part.through(model)
         return model
 
     def _with(self, change: Any) -> Self:
-        """The same with `change(part)` in place of each part."""
+        """Returns this method with each part replaced by `change(part)`."""
         one = lambda x: change(x) if isinstance(x, Composed) else x
         new = {name: tuple(map(one, value)) if isinstance(value, tuple) else one(value)
                for name, value in _fields(self).items() if _composed(value)}
         return dataclasses.replace(self, **new) if new else self     # type: ignore[type-var]
+
+
+def _data(whole: Any) -> dict[str, Any]:
+    """Returns the names of the `data` fields with their placeholders."""
+    fields = dataclasses.fields(whole) if dataclasses.is_dataclass(whole) else ()
+    return {field.name: field.metadata["bare"] for field in fields if "bare" in field.metadata}
 
 
 def _composed(value: Any) -> bool:
@@ -53,6 +81,6 @@ def _fields(whole: Any) -> dict[str, Any]:
 
 
 def parts_of(whole: Composed) -> tuple[Any, ...]:
-    """Returns the methods and drafts that a method is made of, in the order of its fields."""
+    """Returns the methods and drafts in the fields of a method, in the order of the fields."""
     return tuple(x for value in _fields(whole).values() for x in (value if isinstance(value, tuple) else (value,))
                  if isinstance(x, Composed))

@@ -1,9 +1,9 @@
-"""The compiled drivers: begin, prefill, and advance a state by rounds. Everything above them is host code.
+"""Compiled functions that start, prefill and advance a decoding state. Everything above them is host code.
 
-Two programs for each algorithm, kind of policy, batch and buffer size, `begin` and `advance`; and one for each model,
-batch and buffer size that prefills, which all algorithms share that learn the same of a prompt (most learn nothing).
-Prompts, temperatures, seeds, stops and budgets are data. States are donated from call to call, so a caller keeps only
-the newest one.
+Each combination of algorithm, kind of policy, batch size and buffer size compiles two programs, `begin` and `advance`.
+Prefill compiles once for each combination of model, batch size, buffer size and observer, so most algorithms share it.
+Prompts, temperatures, seeds, stop strings and budgets are data. States are donated from call to call, so a caller may
+use only the newest one.
 """
 
 from __future__ import annotations
@@ -30,22 +30,23 @@ from decodax.core.state import State, Stats, Status
 from decodax.core.types import Model, Params
 
 begin = jax.jit(init_state, static_argnums=(0, 1), static_argnames=("size", "top_logprobs"), keep_unused=True)
-"""`init_state`, compiled. Weights that it does not read are kept as arguments: where they are committed to a device, so
-is all of the state, as it is behind `advance`, which would be compiled for both else."""
+"""`init_state`, compiled. It keeps weights as arguments even if it does not use them: the state is then committed to
+the devices of the weights, as after `advance`. Otherwise `advance` would be compiled for both placements."""
 
 
 def compiled() -> int:
-    """How many programs of the drivers there are in this process."""
+    """Returns the number of programs that the functions of this module have compiled in this process."""
     programs: Any = (begin, commit_prompts, _take_rows, _take_rows_shared, _load_prefix, _extend, _fan_out,
                      _fan_out_shared, _refill, stack_rows, advance, _outcome, _fork, _rewind, _kept, _recall)
     return sum(program._cache_size() for program in programs)
 
 
 def prefill(alg: Algorithm, model: Model, params: Params, s: State, *, width: int) -> State:
-    """Commits all but the newest prompt token to the cache, in chunks of `width` (at most the buffer's size).
+    """Writes all prompt tokens except the newest one into the cache, in chunks of `width` tokens (at most the buffer's
+    size).
 
-    The program sees neither the policy nor, unless it learns from the prompt (`LearnsFromPrompt`), the algorithm: it
-    is shared by all of them.
+    The compiled program does not depend on the policy, and on the algorithm only if that has an observer
+    (`LearnsFromPrompt`), so algorithms share it.
     """
     if not alg.traits.prefills:
         return s
@@ -60,11 +61,12 @@ def prefill(alg: Algorithm, model: Model, params: Params, s: State, *, width: in
 
 
 def _together(s: State) -> int:
-    """How many rows are prefilled together: all, but on one CPU device in batches of 8, 16, ... rows four or an eighth.
+    """Returns the number of rows that are prefilled together: the whole batch, but on a single CPU device a batch of 8,
+    16, ... rows is split into groups of 4 rows or an eighth, whichever is more.
 
-    A chunk's cost is there nearly that of its rows, finished or not (125M shape, 32 tokens: 0.10 s with one row, 0.27
-    with 4, 0.52 with 8), so groups spare what the rows that fill up a batch would take, and the short prompts' share of
-    the longest. Elsewhere many rows share the reading of the weights.
+    There a chunk costs almost in proportion to its rows, finished or not (125M shape, 32 tokens: 0.10 s with one row,
+    0.27 s with 4, 0.52 s with 8). Groups save the cost of padding rows, and of short prompts that would wait for the
+    longest. On other devices, many rows share one read of the weights.
     """
     devices: list[Any] = list(s.tokens.sharding.device_set)
     alone = len(devices) == 1 and devices[0].platform == "cpu"
@@ -74,15 +76,20 @@ def _together(s: State) -> int:
 @functools.partial(jax.jit, static_argnums=(0, 1), static_argnames=("width", "rows"), donate_argnums=(3,))
 def commit_prompts(observer: Observer | None, model: Model, params: Params, held: tuple[Cache, Any], s: State, *,
                    width: int, rows: int) -> tuple[tuple[Cache, Any], Array]:
-    """The program behind `prefill`.
+    """The compiled program of `prefill`.
 
     Args:
+        observer: the algorithm's observer, or None.
+        model: the network.
+        params: the weights.
         held: the cache, and the algorithm's state if there is an observer; donated.
-        s: the state without them, and without policy, record and statistics.
-        rows: so many are prefilled together, group by group; a divisor of the batch, and all of it with an observer.
+        s: the state without these, without policy, record and statistics.
+        width: number of tokens in a chunk.
+        rows: number of rows that are prefilled together, one group after the other; a divisor of the batch size, and
+            equal to it if there is an observer.
 
     Returns:
-        `held` behind the prompts, and the rows' status.
+        `held` after the prompts, and the status of each row.
     """
     # room behind the text, so that no row counts as full or done: that is for the rounds that emit tokens
     room = ((0, 0), (0, 2 if observer is None else 0))
@@ -111,12 +118,12 @@ def commit_prompts(observer: Observer | None, model: Model, params: Params, held
 
 @jax.jit
 def stack_rows(caches: tuple[Cache, ...]) -> Cache:
-    """The cache whose row `i` is that of `caches[i]`, which have one row each."""
+    """Concatenates caches of one row each into one cache, whose row `i` is that of `caches[i]`."""
     return jax.tree.map(lambda *rows: jnp.concatenate(rows), *caches)
 
 
 def take_rows(cache: Cache, rows: Array) -> Cache:
-    """`cache.select(rows)`, compiled. The cache is donated as in `fan_out`."""
+    """Returns `cache.select(rows)`, compiled. The cache is donated if its rows share memory."""
     return _donating(cache, _take_rows, _take_rows_shared, cache, rows)
 
 
@@ -129,9 +136,18 @@ _take_rows, _take_rows_shared = jax.jit(_taken), jax.jit(_taken, donate_argnums=
 
 def load_prefix(alg: Algorithm, model: Model, params: Params, cache: Cache, tokens: Array, kv: Sequence[Any],
               length: Any, reuse: tuple[Any, Any] | None = None) -> Cache:
-    """The empty cache of a state, settled on the keys and values of the first `length` (`i32[B]`) tokens, which were
-    computed before: `f[B, G, T, d + e]` of each layer. `reuse`: see
-    `LoadsPrefix.load_prefix`."""
+    """Fills the empty cache of a state with keys and values computed earlier, and finishes it for decoding.
+
+    Args:
+        alg: the decoding method, which may wrap the model.
+        model: the network.
+        params: the weights.
+        cache: the empty cache.
+        tokens: `i32[B, N]`, the text of each row.
+        kv: keys and values of each layer side by side, `f[B, G, T, d + e]`.
+        length: `i32[B]`, number of tokens of each row whose keys and values are given.
+        reuse: see `LoadsPrefix.load_prefix`.
+    """
     return _load_prefix(alg.through(model), params.target, cache, tokens, tuple(kv), length, reuse)
 
 
@@ -147,7 +163,8 @@ def _load_prefix(model: Model, weights: Any, cache: Cache, tokens: Array, kv: tu
 
 
 def extend(alg: Algorithm, model: Model, params: Params, s: State, *, width: int) -> State:
-    """Commits what the cache lacks of the prompts, behind what it was settled with; all but the newest token."""
+    """Writes the prompt tokens that the cache does not have yet, except the newest one, after the tokens from
+    `load_prefix`, in chunks of `width`."""
     seen = s.replace(cache=None, algo=None, policy=None, record=None, stats=None)
     cache, status = _extend(alg.through(model), params.replace(draft=None), s.cache, seen, width=width)
     return s.replace(cache=cache, status=status)
@@ -171,13 +188,13 @@ def _extend(model: Model, params: Params, cache: Cache, s: State, *, width: int)
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=(4,))
 def advance(alg: Algorithm, model: Model, params: Params, policy: Any, s: State, max_rounds: Array,
             fewest: Array | None = None) -> State:
-    """Runs until all rows have finished, or no more than `fewest` are running, `max_rounds` rounds at most. Pass both
-    as `i32[]` arrays."""
+    """Runs rounds until at most `fewest` rows are running (default 0), or `max_rounds` rounds are done. Pass both as
+    `i32[]` arrays."""
     return run(alg, model, params, policy, s, max_rounds, fewest=0 if fewest is None else fewest)
 
 
 def outcome(alg: Algorithm, s: State) -> State:
-    """Returns the state whose rows are the results, without the cache; compiled."""
+    """Returns the state whose rows are the results (`Concludes.outcome`), without the cache; compiled."""
     s = s.replace(cache=None)
     if not isinstance(alg, Concludes) or type(alg).outcome is Concludes.outcome:
         return s
@@ -190,11 +207,17 @@ def _outcome(alg: Algorithm, s: State) -> State:
 
 
 def refill(s: State, policy: Any, new: State, new_policy: Any, rows: Array) -> tuple[State, Any]:
-    """The state and the policy with the rows of new ones in the places `rows` (`i32[B']`, all different); a row whose
-    place is beyond the batch is left out. The first two are donated.
+    """Replaces rows of a state and a policy by new rows, so that a finished row's place serves the next request.
+
+    Args:
+        s: the state; donated.
+        policy: the policy; its arrays are donated.
+        new: a state with `B'` new rows.
+        new_policy: the policy of the new rows.
+        rows: `i32[B']`, the place of each new row, all different. A place beyond the batch drops the new row.
 
     Raises:
-        ValueError: rows of the cache share memory, so that none can be replaced alone.
+        ValueError: rows of the cache share memory, so single rows cannot be replaced.
     """
     if s.cache is not None and not s.cache.layout.by_row:
         raise ValueError(f"cache: rows of {type(s.cache).__name__} share memory, so none can be replaced alone")
@@ -209,8 +232,10 @@ def _refill(held: Any, new: Any, rows: Array) -> Any:
 
 
 def fork(s: State, rows: Array, keys: Array, generation: Array) -> State:
-    """The state whose row `i` goes on from what row `rows[i]` was, also in what the method keeps of it. A row that goes
-    on from another one draws by the key `keys[i]` of its place, folded with the generation (`u32[]`). `s` is donated.
+    """Returns the state whose row `i` continues row `rows[i]`, including the algorithm's state. `s` is donated.
+
+    A row that continues another one draws with a new key: `keys[i]` of its place, folded with `generation[i]`, of
+    `u32[B]`.
     """
     return _fork(s, rows, keys, generation)
 
@@ -226,11 +251,11 @@ def _fork(s: State, rows: Array, key: Array, generation: Array) -> State:
 
 
 def _later(key: Array, generation: Array) -> Array:
-    return jax.vmap(jax.random.fold_in, (0, None))(key, generation)
+    return jax.vmap(jax.random.fold_in)(key, generation)
 
 
 def kept(s: State, rows: Array) -> State:
-    """Rows `rows` (`i32[B']`) of a state, as they are, for searches that come back to them."""
+    """Returns a copy of the rows `rows` (`i32[B']`) of a state, for searches that return to them later."""
     return _kept(s, rows)
 
 
@@ -240,11 +265,15 @@ def _kept(s: State, rows: Array) -> State:
 
 
 def put(held: State, new: State, rows: Array) -> State:
-    """What is kept with the rows of `new` in the places `rows` (`i32[B']`, all different); a row whose place is beyond
-    it is left out. `held` is donated.
+    """Replaces rows of a stored state `held`, which is donated, by the rows of `new`.
+
+    Args:
+        held: the stored state, from `kept`.
+        new: a state with `B'` rows.
+        rows: `i32[B']`, the place of each new row, all different. A place beyond the end drops the new row.
 
     Raises:
-        ValueError: as `refill`.
+        ValueError: rows of the cache share memory, so single rows cannot be replaced.
     """
     if not held.cache.layout.by_row:
         raise ValueError(f"cache: rows of {type(held.cache).__name__} share memory, so none can be kept alone")
@@ -252,8 +281,11 @@ def put(held: State, new: State, rows: Array) -> State:
 
 
 def recall(s: State, held: State, rows: Array, keys: Array, generation: Array) -> State:
-    """The state whose row `i` goes on from the kept row `rows[i]`, and draws by the key of its place, folded with the
-    generation (`u32[]`); where `rows[i]` is negative it is as it was. `s` is donated."""
+    """Returns the state whose row `i` continues the stored row `rows[i]` of `held`; if `rows[i]` is negative, row `i`
+    does not change. `s` is donated.
+
+    A row that continues a stored one draws with the key `keys[i]` of its place, folded with `generation[i]` (`u32[B]`).
+    """
     return _recall(s, held, rows, keys, generation)
 
 
@@ -267,9 +299,12 @@ def _recall(s: State, held: State, rows: Array, key: Array, generation: Array) -
 
 
 def rewind(s: State, length: Array, back: Array, keys: Array, generation: Array) -> State:
-    """The state whose rows `back` (`bool[B]`) have only their first `length` tokens (`i32[B]`), and draw by other keys
-    from there on, as those that `fork` moves. Their cache must support truncation, and neither policy nor method keep
-    anything of the text; the state of the stop automaton is left to the caller. `s` is donated."""
+    """Truncates the rows `back` (`bool[B]`) to their first `length` tokens (`i32[B]`); they draw with new keys from
+    there on, as in `fork`. `s` is donated.
+
+    The cache has to support truncation, and neither the policy nor the method may have state that depends on the text.
+    The caller has to reset the state of the stop automaton.
+    """
     return _rewind(s, length, back, keys, generation)
 
 
@@ -286,20 +321,21 @@ def _rewind(s: State, length: Array, back: Array, key: Array, generation: Array)
 
 
 def fan_out(s: State, policy: Any, rows: Array, live: Array, *address: Array) -> State:
-    """The state whose row `i` is a sample of the prefilled row `rows[i]`. `s` is donated if its rows share memory, so
-    that what they share stays where it is.
+    """Returns the state whose row `i` is a sample of the prefilled row `rows[i]`. `s` is donated if rows of its cache
+    share memory, so that shared entries are not copied.
 
     Args:
-        policy: of the samples.
-        live: `bool[B']`; the others fill up the batch and are finished.
-        address: seed, request and sample of each, as `keys.row_keys` takes them.
+        s: the prefilled state.
+        policy: policy of the new rows.
+        rows: `i32[B']`, the prefilled row of each sample.
+        live: `bool[B']`; False for padding rows, which are finished from the start.
+        address: seed, request and sample number of each new row, the arguments of `keys.row_keys`.
     """
     return _donating(s.cache, _fan_out, _fan_out_shared, s, policy, rows, live, *address)
 
 
 def _donating(cache: Cache | None, plain: Any, shared: Any, *args: Any) -> Any:
-    """What the second program makes, which donates its first argument, if the rows of a cache share memory; else what
-    the first makes."""
+    """Calls `shared`, which donates its first argument, if rows of `cache` share memory; otherwise calls `plain`."""
     if cache is None or cache.layout.by_row:
         return plain(*args)
     with warnings.catch_warnings():

@@ -1,13 +1,13 @@
-"""Arrays in the memory of the host: what a round reads of them travels to the device, and nothing else.
+"""Arrays in host memory, of which a program copies to the device only the parts that it needs.
 
-JAX says of each array in which memory it lies, `jax.memory.Space`, and a program may take one from the host's memory
-and hand it on there. Operations are for arrays of the device. So a program slices an array of the host and sends the
-slice to the device, writes a slice from the device into it, and carries it through its loops; XLA makes a transfer of
-each slice. On a CPU both memories are the same one.
+JAX records the memory of each array (`jax.memory.Space`). A program may take an array in host memory as an argument and
+return it there, but operations need arrays on the device. So a program slices a host array and sends the slice to the
+device, or writes a slice from the device into it. XLA makes a transfer of each slice. On a CPU both memories are the
+same.
 
-XLA's TPU compiler (libtpu 0.0.51) takes slices that are cut along one or two leading axes and whole behind them. It
-does not take a gather of the host's memory. So an array of the host is pages, `f[B, G, N, P, D]`: of each row and head,
-so many of `P` tokens. A page is fetched by a slice of its own, a few of them at once.
+XLA's TPU compiler (libtpu 0.0.51) accepts slices of host memory that are cut along one or two leading axes and complete
+along the others; it accepts no gather. So a host array consists of pages, `f[B, G, N, P, D]`: `N` pages of `P` tokens
+for each row and head. Each page is fetched by a slice of its own, a few of them at once.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ from decodax.common.axes import DATA, MODEL, on_host, shardwise
 PAGES, ROWS = P(DATA, MODEL), P(DATA)
 
 AT_ONCE = 8
-"""Pages that are under way together, and those of a head that move together where rows do."""
+"""Number of pages that are transferred together."""
 
 
 def to_host(x: Array) -> Array:
-    """The same array in the host's memory."""
+    """Moves an array to host memory."""
     return jax.device_put(x, memory.Space.Host)
 
 
 def to_device(x: Array) -> Array:
-    """The same array in the device's memory."""
+    """Moves an array to device memory."""
     return jax.device_put(x, memory.Space.Device)
 
 
 def empty_pages(*shape: int, dtype: jax.typing.DTypeLike) -> Array:
-    """Pages `f[B, G, N, P, D]` of the host that nothing was written to: on a TPU what they hold may be anything."""
+    """Allocates pages `f[B, G, N, P, D]` in host memory. On a TPU their values are undefined."""
     # one write is enough for XLA to reserve the memory there; zeros as such would be made on the device first
     one = to_host(jnp.zeros((1, shape[1], 1, *shape[3:]), dtype))
     return lax.dynamic_update_slice(to_host(jnp.zeros(shape, dtype)), one, [0] * len(shape))
 
 
 def fetch(pages: Array, at: Array) -> Array:
-    """Of pages `f[B, G, N, P, D]` of the host those at `at` (`i32[B, G, n]`): `f[B, G, n, P, D]` on the device. No
-    other page travels."""
+    """Copies the pages at indices `at` (`i32[B, G, n]`) of `pages` (`f[B, G, N, P, D]`, in host memory) to the device:
+    `f[B, G, n, P, D]`. No other page is transferred."""
     return shardwise(_fetch, (PAGES, PAGES), PAGES, pages, at)
 
 
@@ -68,8 +68,8 @@ def _fetch(pages: Array, at: Array) -> Array:
 
 
 def store(pages: Array, new: Array, at: Array) -> Array:
-    """Pages `f[B, G, N, P, D]` of the host with `new[b, :, i]` (`f[B, G, n, P, D]`) as page `at[b, i]` (`i32[B, n]`) of
-    row `b`; -1 drops it. What is dropped does not travel."""
+    """Writes `new[b, :, i]` (`f[B, G, n, P, D]`, on the device) as page `at[b, i]` (`i32[B, n]`) of row `b` into
+    `pages`, `f[B, G, N, P, D]`, in host memory. -1 drops a page without a transfer."""
     return shardwise(_store, (PAGES, PAGES, ROWS), PAGES, pages, new, at)
 
 
@@ -85,13 +85,15 @@ def _store(pages: Array, new: Array, at: Array) -> Array:
 
 
 def run_of(pages: Array, start: Array, count: int) -> Array:
-    """Of each row and head so many pages from `start` (`i32[]`) on, on the device: `f[B, G, count, P, D]`."""
+    """Copies `count` consecutive pages of each row and head, from index `start` (`i32[]`) on, to the device: `f[B, G,
+    count, P, D]`."""
     one = lambda pages, start: to_device(lax.dynamic_slice_in_dim(pages, start, count, 2))
     return shardwise(one, (PAGES, P()), PAGES, pages, start)
 
 
 def take_rows(x: Array, rows: Array) -> Array:
-    """`x[rows]`, of any array; of pages of the host new ones there, which travel through the device part by part."""
+    """Returns `x[rows]` for any array. For pages in host memory the result is new pages there, copied through the
+    device part by part."""
     if not on_host(x):
         return x[rows]
     empty = empty_pages(rows.shape[0], *x.shape[1:], dtype=x.dtype)
@@ -99,8 +101,8 @@ def take_rows(x: Array, rows: Array) -> Array:
 
 
 def put_rows(x: Array, new: Array, rows: Array) -> Array:
-    """Any array with the rows of `new` in the places `rows` (`i32[B']`); one whose place is beyond the end is left
-    out."""
+    """Returns `x` with the rows of `new` at the places `rows` (`i32[B']`), for any array. A row whose place is beyond
+    the end is dropped."""
     if not on_host(x):
         return x.at[rows].set(new, mode="drop")
     order = jnp.argsort(rows >= x.shape[0], stable=True).astype(jnp.int32)
@@ -108,15 +110,15 @@ def put_rows(x: Array, new: Array, rows: Array) -> Array:
 
 
 def choose_rows(mask: Array, new: Array, old: Array) -> Array:
-    """The rows of `new` where `mask` (`bool[B]`) is true, and those of `old` elsewhere; of any arrays."""
+    """Returns the rows of `new` where `mask` (`bool[B]`) is True, and those of `old` elsewhere, for any arrays."""
     if on_host(old):
         return put_rows(old, new, jnp.where(mask, jnp.arange(len(mask), dtype=jnp.int32), len(mask)))
     return jnp.where(mask.reshape(-1, *[1] * (old.ndim - 1)), new, old)
 
 
 def permute_rows(x: Array, rows: Array, count: Array) -> Array:
-    """Pages of the host whose row `i` goes on from row `rows[i]` (`i32[B]`). They stay where they lie; of each head the
-    first `count` (`i32[]`) are moved."""
+    """Returns pages in host memory whose row `i` is the former row `rows[i]` (`i32[B]`), in the same buffer. Of each
+    head, only the first `count` (`i32[]`) pages are moved."""
     part = math.gcd(x.shape[2], AT_ONCE)
 
     def move(i: Array, x: Array) -> Array:
@@ -126,7 +128,8 @@ def permute_rows(x: Array, rows: Array, count: Array) -> Array:
 
 
 def _moved(to: Array, of: Array, rows: Array | int, places: Callable[[Array], tuple[Array, Array]]) -> Array:
-    """`to` with so many rows of `of`: the `i`-th is the first of `places(i)`, and goes to the second."""
+    """Returns `to` with `rows` rows of `of` copied into it; `places(i)` gives the source and target index of the
+    `i`-th."""
     part = math.gcd(of.shape[2], AT_ONCE)
     parts = of.shape[2] // part
 

@@ -1,7 +1,7 @@
-"""Randomness by address: each draw has the key (seed, request, position, purpose).
+"""Random keys by address: each draw has a key made of (seed, request, sample, position, purpose).
 
-So a row's output does not depend on its batch mates, its order, padding, chunking, streaming or sharding, and two
-draws of different purpose at one position never share noise.
+So the output of a row does not depend on the other rows of its batch, its order, padding, chunking, streaming or
+sharding, and two draws for different purposes at one position are independent.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from jax import Array
 
 
 class Purpose(enum.IntEnum):
-    """What a draw is for. Never reuse a number: seeds in the field would change their meaning."""
+    """Purpose of a random draw, part of its key. Never reuse a number: results of existing seeds would change."""
 
     TOKEN = 0          # the target's own token at a position
     DRAFT = 1          # a draft source's token
@@ -29,10 +29,10 @@ class Purpose(enum.IntEnum):
 
 
 def row_keys(seed: Array, request: Array, sample: Array) -> Array:
-    """Keys `key[B]` of requests: `seed`, `request` and `sample` are `u32[B]`; a seed of 64 bits is a row of
-    `u32[B, 2]`, high word first, and the same key as its low word alone where the high one is 0.
+    """Returns the keys of rows, `key[B]`, from `seed`, `request` and `sample`, each `u32[B]`.
 
-    The generator is threefry whatever JAX's default is: `rbg` under `vmap` depends on the batch.
+    A seed of 64 bits is a row of `u32[B, 2]`, high word first; if the high word is 0, the key equals that of the low
+    word alone. The generator is always threefry, since the results of `rbg` under `vmap` depend on the batch.
     """
     seed = jnp.asarray(seed)
     words = seed if seed.ndim == 2 else jnp.stack([jnp.zeros_like(seed), seed], -1)
@@ -45,15 +45,16 @@ def row_keys(seed: Array, request: Array, sample: Array) -> Array:
 
 
 def at(key: Array, position: Array, purpose: Purpose, salt: Array | None = None) -> Array:
-    """The key of one draw of one row."""
+    """Returns the key of one draw of one row, from the row's key, the position and the purpose. `salt` distinguishes
+    several draws at the same position."""
     key = jax.random.fold_in(jax.random.fold_in(key, position), int(purpose))
     return key if salt is None else jax.random.fold_in(key, salt)
 
 
 def uniforms(keys: Array, positions: Array, purpose: Purpose, salt: Array | None = None) -> Array:
-    """Two independent uniforms in [0, 1) for each position: `f32[B, W, 2]` from `key[B]` and `i32[B, W]`.
+    """Draws two independent uniform numbers in [0, 1) for each position: `f32[B, W, 2]` from `key[B]` and `i32[B, W]`.
 
-    `salt` (`i32[B]`) tells apart draws that one position takes in several rounds.
+    `salt` (`i32[B]`) distinguishes draws for one position in several rounds.
     """
     salt = jnp.zeros(keys.shape, jnp.int32) if salt is None else salt
     one = lambda key, position, salt: jax.random.uniform(at(key, position, purpose, salt), (2,), jnp.float32)
@@ -61,15 +62,13 @@ def uniforms(keys: Array, positions: Array, purpose: Purpose, salt: Array | None
 
 
 def addresses(keys: Array, positions: Array, purpose: Purpose, salt: Array | None = None) -> Array:
-    """The two words that each position's draw from a vocabulary is addressed by: `u32[B, W, 2]`.
-
-    Arguments as in `uniforms`. `decodax.sampling.draw` makes the noise of every token from them.
-    """
+    """Returns two words for each position, `u32[B, W, 2]`, from which `decodax.sampling.draw` makes the noise of every
+    token of the vocabulary. The arguments are those of `uniforms`."""
     salt = jnp.zeros(keys.shape, jnp.int32) if salt is None else salt
     one = lambda key, position, salt: address(at(key, position, purpose, salt))
     return jax.vmap(jax.vmap(one, (None, 0, None)))(keys, positions, salt)
 
 
 def address(key: Array) -> Array:
-    """The two words of one key: `u32[2]`."""
+    """Returns the two words of one key, `u32[2]`."""
     return jax.random.key_data(key)

@@ -1,4 +1,4 @@
-"""A network with its weights, as users hand it in."""
+"""A network with its weights, the form in which users pass models."""
 
 from __future__ import annotations
 
@@ -12,12 +12,16 @@ PyTree = Any
 
 
 class Loaded:
-    """A network with its weights, as `decodax.load` gives it.
+    """A network with its weights, as `decodax.load` returns it.
 
     Attributes:
-        model: the network. params: its weights. vocab_size: ids that it reads. name: what it was loaded as.
-        diffusion: how it fills masks; None for an autoregressive model. directory: where its files lie, or None.
-        mesh: where its weights lie, or None.
+        model: the network.
+        params: its weights.
+        vocab_size: number of token ids.
+        name: name or path that was loaded.
+        diffusion: how it unmasks tokens; None for an autoregressive model.
+        directory: path of its files, or None.
+        mesh: device mesh of its weights, or None.
     """
 
     if TYPE_CHECKING:
@@ -45,10 +49,10 @@ class Loaded:
 
 
 def network_of(given: Any, params: PyTree = None) -> tuple[Model, PyTree]:
-    """Returns the network and the weights of a `Model`, whose weights are `params`, or of a result of `decodax.load`.
+    """Returns the network and the weights of `given`: a result of `decodax.load`, or a `Model` with weights `params`.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: `given` is neither.
     """
     if isinstance(given, Loaded):
         return given.model, given.params

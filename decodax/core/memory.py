@@ -1,4 +1,4 @@
-"""How large buffers and batches are made, and whether the machine can hold them: asked before anything is allocated."""
+"""Sizes of buffers and batches, and a check that the machine has the memory for them before anything is allocated."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ from decodax.core.checks import instance, statics
 from decodax.core.types import Model
 
 BESIDE = 16
-"""Bytes of a position beside its keys and values: token, log-probabilities, what a canvas keeps."""
+"""Bytes per position besides keys and values: the token, log-probabilities, data of a diffusion canvas."""
 
 
 SPARE = 256 << 20
-"""Bytes of cache that rows which fill up a batch may take."""
+"""Largest number of bytes of cache for rows that only pad a batch."""
 
 NARROW = {"cpu": 8, "other": 256}
-"""Tokens of a round up to which reading the weights is most of its cost, by platform."""
+"""Number of tokens in a round up to which reading the weights dominates its cost, by platform."""
 
 
 def bucket(length: int) -> int:
-    """The buffer size for sequences of this length: powers of two from 256 to 1,024, then multiples of 1,024.
+    """Returns the buffer size for sequences of `length` tokens: a power of two from 256 to 1,024, then a multiple of
+    1,024.
 
-    Programs are compiled once a size; a step costs what the rows hold, not what the buffer would.
-
-    >>> [bucket(n) for n in (5, 257, 1000, 1025)]
-    [256, 512, 1024, 2048]
+    Programs are compiled once for each size. The cost of a step depends on the tokens in the rows, not on the buffer
+    size.
     """
     return max(power(length), 256) if length <= 1024 else -(-length // 1024) * 1024
 
 
 def batch(algorithm: Algorithm, model: Model, mesh: Mesh | None, rows: int, size: int) -> int:
-    """How many rows the programs for a batch of `rows` have; those beyond are finished from the start.
+    """Returns the number of rows of the compiled programs for a batch of `rows`. The additional rows are padding,
+    finished from the start.
 
-    Programs are compiled once a number of rows, so 2 to 8 rows run as 8 and more as a multiple of 8, where the rows
-    that fill up cost little: where their cache is within `SPARE`, and the round's tokens, all rows counted, are within
-    `NARROW` or a quarter more than without them. Otherwise the number is rounded up by steps of an eighth of the next
-    power of two. Where rows share memory (`Layout.by_row`) none are added. One row stays one: on a busy 2-core CPU a
-    step of a 125M shape takes 40 ms with one row, 51 with 4 and 65 with 8, one of `pycode` 2.0 with one, 4.1 with two
-    and 7.3 with 8. A mesh gets a multiple of its data axis in any case.
+    Programs are compiled once for each number of rows. So 2 to 8 rows run as 8, and more as a multiple of 8, if the
+    padding is cheap: its cache fits in `SPARE`, and the tokens of a round with padding are at most `NARROW` or at most
+    5/4 of those without. Otherwise the number is rounded up to a multiple of an eighth of the next power of two. If
+    rows share memory (`Layout.by_row` is False), none are added. A single row is not padded: on a busy 2-core CPU a
+    step of a 125M shape takes 40 ms with one row, 51 with 4 and 65 with 8; a step of `pycode` takes 2.0 ms with one
+    row, 4.1 with two and 7.3 with 8. On a mesh the number is always a multiple of the data axis.
 
     >>> from decodax import Autoregressive
     >>> from decodax.models import Transformer, llama
@@ -56,7 +56,11 @@ def batch(algorithm: Algorithm, model: Model, mesh: Mesh | None, rows: int, size
     [1, 8, 8, 8, 10, 24, 112]
 
     Args:
-        size: slots of a row's buffer.
+        algorithm: the decoding method.
+        model: the network.
+        mesh: the device mesh, or None.
+        rows: number of rows that are needed.
+        size: number of token slots of a row.
     """
     bare: Any = algorithm.bare()
     network: Any = model
@@ -72,32 +76,34 @@ def batch(algorithm: Algorithm, model: Model, mesh: Mesh | None, rows: int, size
 
 
 def by_row(algorithm: Algorithm, model: Model) -> bool:
-    """Whether rows of the method's cache can stand in for one another; see `Layout.by_row`."""
+    """Returns True if single rows of the method's cache can be replaced (`Layout.by_row`)."""
     bare: Any = algorithm.bare()
     network: Any = model
     return not algorithm.traits.caches or _cache(bare, network, 1, 256).layout.by_row
 
 
 def grows(algorithm: Algorithm, model: Model) -> bool:
-    """Whether the method's cache takes a prompt in as it takes in what follows, so that it may be read in parts."""
+    """Returns True if the method's cache handles prompt tokens and generated tokens in the same way. A prompt may then
+    be prefilled in several parts."""
     bare: Any = algorithm.bare()
     network: Any = model
     return not isinstance(_cache(bare, network, 1, 256), PromptPhase)
 
 
 def power(n: int) -> int:
-    """The smallest power of two that is not below `n`."""
+    """Returns the smallest power of two that is at least `n`."""
     return 1 << max(n - 1, 0).bit_length()
 
 
 def afford(algorithm: Algorithm, model: Model, mesh: Mesh | None, rows: int, longest: int, name: str) -> None:
-    """Checks that a batch of `rows` sequences of up to `longest` tokens fits the machine at all.
+    """Checks that a batch of `rows` sequences of up to `longest` tokens fits the memory of the machine.
 
-    What a draft model keeps and what a step computes come on top, so this refuses what is out of the question and no
-    more. Errors begin with `name`, the argument that the length comes from.
+    The estimate covers the cache and the token buffers, but not the cache of a draft model or the activations of a
+    step. So only batches that are certainly too large are refused. `name` is the argument that sets the length; errors
+    begin with it.
 
     Raises:
-        ValueError: it does not; says what it would take.
+        ValueError: the batch does not fit; the error says how much memory it needs.
     """
     size = bucket(longest)
     bare: Any = algorithm.bare()
@@ -118,7 +124,7 @@ def afford(algorithm: Algorithm, model: Model, mesh: Mesh | None, rows: int, lon
 
 
 def _bytes(algorithm: Any, model: Any, rows: int, capacity: int, hosted: bool = False) -> int:
-    """What the cache of a batch takes, or what of it lies in the host's memory."""
+    """Returns the bytes of the cache of a batch, or with `hosted` those in host memory."""
     if not capacity:
         return 0
     cache = _cache(algorithm, model, rows, capacity)
@@ -127,7 +133,7 @@ def _bytes(algorithm: Any, model: Any, rows: int, capacity: int, hosted: bool = 
 
 @functools.lru_cache(maxsize=256)
 def _cache(algorithm: Any, model: Any, rows: int, capacity: int) -> Cache:
-    """The cache of a batch, by its shapes."""
+    """Returns the cache of a batch as shapes and dtypes, without memory."""
     network = algorithm.through(model)
 
     def make() -> Cache:
@@ -139,7 +145,7 @@ def _cache(algorithm: Any, model: Any, rows: int, capacity: int) -> Cache:
 
 
 def _machine(mesh: Mesh | None) -> int | None:
-    """Bytes of memory that a batch may lie in; None if the machine does not tell."""
+    """Returns the bytes of memory for a batch, on all devices of the mesh; None if unknown."""
     devices = jax.local_devices()[:1] if mesh is None else list(mesh.devices.flat)
     stats = devices[0].memory_stats() if devices[0].process_index == jax.process_index() else None
     if stats and stats.get("bytes_limit"):
@@ -148,7 +154,7 @@ def _machine(mesh: Mesh | None) -> int | None:
 
 
 def _host() -> int | None:
-    """Bytes of the memory of this machine; None if it does not tell."""
+    """Returns the bytes of host memory; None if unknown."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):      # Windows
@@ -156,7 +162,7 @@ def _host() -> int | None:
 
 
 def _units(count: int) -> str:
-    """Bytes for people.
+    """Formats a number of bytes with a unit.
 
     >>> _units(3_400_000_000_000)
     '3.4 TB'

@@ -1,8 +1,8 @@
-"""What the core knows of meshes: where rows and heads lie, and how to run under Explicit axes.
+"""Device meshes in the core: the axes over which rows and heads are split, and how to run with Explicit axes.
 
-The round is written without shardings. Under Auto axes the compiler propagates those of weights and rows. Under
-Explicit axes, where most operations on a sharded vocabulary raise, the round runs as a region with Auto axes whose
-results get the shardings that the state came with.
+The round is written without shardings. With Auto axes the compiler propagates those of weights and rows. With Explicit
+axes most operations on a sharded vocabulary raise, so the round runs in a region with Auto axes, whose results get the
+shardings of the incoming state.
 """
 
 from __future__ import annotations
@@ -21,24 +21,27 @@ T = TypeVar("T")
 
 
 def on_mesh(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
-    """The context in which arrays are laid out on `mesh`."""
+    """Returns a context manager in which arrays are placed on `mesh`; None: one that does nothing."""
     return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
 
 
 def rows(tree: T) -> T:
-    """A `PartitionSpec` for each leaf of per-row data: the leading axis over `DATA`."""
+    """Returns a `PartitionSpec` for each leaf of per-row data: the leading axis is split over `DATA`."""
     return jax.tree.map(lambda x: PartitionSpec(DATA) if x.ndim else PartitionSpec(), tree)
 
 
 def heads(cache: T) -> T:
-    """As `rows`, for a cache or a tree of them and arrays: see `cache_specs`."""
+    """Returns a `PartitionSpec` for each leaf of a cache (`cache_specs`), or of a pytree of caches and arrays."""
     held = lambda x: isinstance(x, Cache)
     return jax.tree.map(lambda x: cache_specs(x) if held(x) else _by_heads(x), cache, is_leaf=held)
 
 
 def cache_specs(cache: T, by_row: bool = True) -> T:
-    """A `PartitionSpec` for each leaf of a cache, its layout on a mesh. Rows lie over `DATA`, heads of keys and values
-    (`[B, G, S, d]`) over `MODEL`; arrays that rows share are replicated. `Cache.layout` may say otherwise."""
+    """Returns a `PartitionSpec` for each leaf of a cache.
+
+    Rows are split over `DATA` and heads of keys and values (`[B, G, S, d]`) over `MODEL`; arrays that rows share are
+    replicated. `Cache.layout.specs` overrides this for single fields.
+    """
     layout: Layout = cache.layout       # type: ignore[attr-defined]
     own = by_row and layout.by_row
     inside = lambda x: x is not cache and isinstance(x, Cache)
@@ -52,11 +55,13 @@ def _by_heads(x: Any) -> PartitionSpec:
 
 
 def auto_region(fn: Callable[..., T], *args: Any, like: T | None = None) -> T:
-    """`fn(*args)`; where the context's mesh has Explicit axes, as a region in which they are Auto.
+    """Returns `fn(*args)`. If the mesh of the context has Explicit axes, `fn` runs in a region in which they are Auto.
 
     Args:
-        like: a pytree of the result's structure whose shardings the result takes; None traces `fn` to find the
-            structure and lets rows lie over `DATA` and a cache's heads over `MODEL`.
+        fn: the function.
+        args: its arguments.
+        like: a pytree with the structure of the result, whose shardings the result gets. None: `fn` is traced to find
+            the structure; rows are split over `DATA` and heads of caches over `MODEL`.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.explicit_axes:

@@ -1,8 +1,8 @@
-"""Packed windows: what of a network works on each token by itself does so on the live nodes alone.
+"""Packed windows: layers that work on each token by itself skip the padding nodes of a window.
 
-A batch of windows is as wide as the widest of them, and rows have drafts, or parts of a prompt, of unequal number.
-Dense layers need not see the nodes that fill up (EMS-SD: Ni et al., 2024, who put the rows' tokens side by side and
-expand them for attention alone).
+All rows of a window have the width of the widest one, but their drafts or prompt parts differ in length. Only attention
+needs the rectangular form (EMS-SD: Ni et al., 2024, who concatenate the tokens of all rows and expand them only for
+attention).
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Packing:
-    """A hint (`Window.hints`): how many of a window's nodes may be live, and where. A model may compute these alone, in
-    the smallest of several sizes that holds them; or all of them, as one does that does not know the hint.
+    """A hint (`Window.hints`): bounds on the number of live nodes in a window. A model may then compute the live nodes
+    alone, in the smallest of the given sizes that holds them. A model that does not know the hint computes all nodes.
 
     Attributes:
-        sizes: numbers of nodes, in ascending order; static. Each is a program of its own.
-        bounded: whether never more nodes are live than the last of them. Else all are computed where more are.
-        tail: `(count, rows)`: at most `rows` rows have live nodes after the first `count` ones. Such a row has no live
-            node among the first, so its nodes attend to the cache and to each other alone; the other rows do not attend
-            there at all. Static. None: any node may be live.
+        sizes: static; numbers of nodes, in ascending order. Each gets a compiled branch of its own.
+        bounded: True if there are never more live nodes than the last of `sizes`. If False, a window with more is
+            computed in full.
+        tail: static; `(count, rows)`: at most `rows` rows have live nodes after the first `count` ones. Such a row has
+            no live node among the first `count`, so its nodes attend to the cache and to each other only; the other
+            rows skip attention there. None: any node may be live.
     """
 
     sizes: tuple[int, ...]
@@ -41,8 +42,9 @@ class Packing:
     tail: tuple[int, int] | None = None
 
     def run(self, live: Array, packed: Callable[[int], T], whole: Callable[[], T]) -> T:
-        """What `packed` makes of the smallest size that holds the nodes of `live` (`bool[B, W]`), or `whole` of all. So
-        also where rows lie on several devices, which packing would have exchange them."""
+        """Returns `packed(size)` for the smallest size that holds the live nodes (`live` is `bool[B, W]`), or `whole()`
+        if there is none. It also returns `whole()` if rows are split over several devices, since packing would move
+        data between them."""
         mesh = jax.sharding.get_abstract_mesh()
         if mesh.shape.get(DATA, 1) > 1 and DATA not in mesh.manual_axes:
             return whole()
@@ -61,13 +63,15 @@ jax.tree_util.register_dataclass(Packing, [], ["sizes", "bounded", "tail"])
 
 @dataclasses.dataclass(frozen=True)
 class PackedWindow:
-    """The live nodes of a window side by side. It lives inside one trace.
+    """The live nodes of a window, concatenated. It exists only inside one trace.
 
     Attributes:
-        window: of all nodes. count: how many of the first nodes any row may have live. rows: `i32[R]`, the rows with
-            live nodes behind them, or None; those beyond the batch stand for none.
-        nodes: `i32[T]`, which of the `B * count + R * (W - count)` nodes each is. places: where each of those stands;
-            dead ones stand where some other does.
+        window: the window with all nodes.
+        count: number of leading nodes that any row may have live.
+        rows: `i32[R]`, the rows with live nodes after these, padded with indices beyond the batch; None: there are
+            none.
+        nodes: `i32[T]`, the index of each packed node among the `B * count + R * (W - count)` candidates.
+        places: the index of each candidate among the packed nodes; arbitrary for dead nodes.
     """
 
     window: Window
@@ -78,7 +82,7 @@ class PackedWindow:
 
     @classmethod
     def of(cls, window: Window, packing: Packing, size: int) -> PackedWindow:
-        """That of `window`, of which at most `size` nodes are live."""
+        """Packs `window`, which has at most `size` live nodes."""
         count, rows = window.width, None
         if packing.tail is not None:
             count, most = packing.tail
@@ -93,15 +97,17 @@ class PackedWindow:
         return dataclasses.replace(self, nodes=nodes, places=places)
 
     def pack(self, x: Array) -> Array:
-        """`[B, W, ...]` to `[1, T, ...]`."""
+        """Gathers the packed nodes: `[B, W, ...]` to `[1, T, ...]`."""
         return self._flat(x)[self.nodes][None]
 
     def unpack(self, x: Array) -> Array:
-        """`[1, T, ...]` to `[B, W, ...]`; what stands at dead nodes means nothing."""
+        """Moves packed values `[1, T, ...]` back to their places in the window, `[B, W, ...]`. Values at dead nodes are
+        undefined."""
         return self._widen(*self._parts(x))
 
     def attend(self, cache: Cache) -> Callable[..., tuple[Array, Any]]:
-        """`cache.attend` for queries, keys and values `[1, T, ...]`; entries are those of the whole window."""
+        """Returns a function that replaces `cache.attend`: it takes packed queries, keys and values `[1, T, ...]`, and
+        returns the packed output and the unpacked entries of the window."""
         first = self.window.part(0, self.count)
         if self.rows is not None:
             at = jnp.minimum(self.rows, len(first.tokens) - 1)
@@ -119,7 +125,8 @@ class PackedWindow:
         return attend
 
     def _flat(self, x: Array, behind: Array | None = None) -> Array:
-        """`[B, W, ...]` to `[B * count + R * (W - count), ...]`, of which those of `behind` are kept."""
+        """Flattens `[B, W, ...]` to the candidates `[B * count + R * (W - count), ...]`. `behind` (`bool[R, 1]`) masks
+        the values of padding rows."""
         flat = lambda x: x.reshape(-1, *x.shape[2:])
         if self.rows is None:
             return flat(x)
@@ -127,14 +134,15 @@ class PackedWindow:
         return jnp.concatenate([flat(x[:, :self.count]), flat(tail if behind is None else tail & behind)])
 
     def _parts(self, x: Array) -> list[Array]:
-        """`[1, T, ...]` to `[B, count, ...]` and `[R, W - count, ...]`."""
+        """Moves packed values `[1, T, ...]` to `[B, count, ...]` and `[R, W - count, ...]`."""
         whole, (B, W) = x[0][self.places], self.window.tokens.shape
         end, rest = B * self.count, x.shape[2:]
         first = whole[:end].reshape(B, self.count, *rest)
         return [first] if self.rows is None else [first, whole[end:].reshape(-1, W - self.count, *rest)]
 
     def _widen(self, first: Array, tail: Array | None = None) -> Array:
-        """`[B, count, ...]` and `[R, W - count, ...]` to `[B, W, ...]`."""
+        """Joins `[B, count, ...]` and `[R, W - count, ...]` to `[B, W, ...]`; the other rows get zeros after the first
+        `count`."""
         if tail is None:
             return first
         empty = jnp.zeros((first.shape[0], *tail.shape[1:]), tail.dtype)

@@ -1,7 +1,7 @@
-"""Prefill: the prompt as a run of rounds that commit a chunk each and emit nothing.
+"""Prefill as an algorithm: each round writes a chunk of the prompt into the cache and emits no token.
 
-It is an algorithm like any other, so chunked prefill needs no second path through the core. The newest prompt token is
-left out: it opens the first window, as every later newest token does.
+So chunked prefill uses the same round as decoding. The newest prompt token is left out: as in every later round, the
+newest token opens the next window.
 """
 
 from __future__ import annotations
@@ -21,7 +21,12 @@ from decodax.core.window import Window, causal
 
 @dataclasses.dataclass(frozen=True)
 class Prefill(Algorithm):
-    """Commits prompts in chunks of `width` tokens, each shown to `reader`; its state is that of the algorithm."""
+    """Writes prompts into the cache in chunks of `width` tokens.
+
+    Attributes:
+        reader: the observer that gets each chunk, or None.
+        width: number of tokens in a chunk.
+    """
 
     reader: Observer | None
     width: int
@@ -57,8 +62,8 @@ class Prefill(Algorithm):
 
 @dataclasses.dataclass(frozen=True)
 class Extend(Algorithm):
-    """Commits what the cache lacks of prompts whose beginnings have been read and settled, `width` tokens a round: as
-    the rounds that emit tokens do it, which a cache may cut short (`Cache.max_commit`)."""
+    """Writes the rest of prompts whose first tokens are already in a finished cache, up to `width` tokens in a round.
+    Like decoding rounds, it respects `Cache.max_commit`."""
 
     width: int
 
@@ -82,13 +87,14 @@ class Extend(Algorithm):
 
     @staticmethod
     def left(s: State) -> Array:
-        """`bool[B]`: rows with a part of their prompts still to read."""
+        """Returns the rows whose prompts are not completely in the cache, `bool[B]`."""
         return s.running & (s.cache.length < s.prompt_length - 1)
 
 
 @struct
 class Silent(Struct):
-    """The policy of a prefill, which draws nothing: no transforms, no end of sequence (`eos`: `i32[B, 0]`)."""
+    """The sampling policy of a prefill, which draws nothing: no transforms, no stop strings, no end tokens (`eos` is
+    `i32[B, 0]`)."""
 
     eos: Array
     stops = None
@@ -101,10 +107,10 @@ class Silent(Struct):
 
 
 def begun(s: State) -> Array:
-    """How many tokens of every row's prompt are in the cache already: `i32[]`."""
+    """Returns the number of prompt tokens that every row has in the cache already, `i32[]`."""
     return jnp.min(s.cache.length)
 
 
 def prefill_rounds(s: State, width: int) -> Array:
-    """How many chunks of `width` the longest prompt takes: `i32[]`."""
+    """Returns the number of chunks of `width` tokens for the rest of the longest prompt, `i32[]`."""
     return (jnp.max(s.prompt_length) - 1 - begun(s) + width - 1) // width

@@ -1,4 +1,4 @@
-"""A model over the vocabulary of another one."""
+"""A model wrapper that adapts a draft model to the vocabulary size of its target."""
 
 from __future__ import annotations
 
@@ -15,12 +15,16 @@ from decodax.core.window import Window
 
 @dataclasses.dataclass(frozen=True)
 class Resized(AroundModel):
-    """A model over another one's vocabulary, where the ids that both have are the same tokens.
+    """A model with its vocabulary cut or padded to that of another model (the target), for draft models. Ids below both
+    sizes are the same tokens.
 
-    What it predicts is limited to the `entries` ids of the other's logits: ids that the other lacks are left out before
-    anything is drawn, so that q is the model's distribution given that the token is one of the other's, and ids that
-    it lacks itself have probability 0. Of a text it reads ids from `reads` on as its last one: any token will do, since
-    any q keeps the verifiers exact. None leaves logits or ids as they are.
+    Logits beyond `entries` are cut off before sampling, so the draft distribution is the model's distribution over the
+    target's tokens; missing ids get probability 0. Any draft distribution keeps the verifiers exact.
+
+    Attributes:
+        reads: number of token ids that the model knows; larger ids in its input are replaced by `reads - 1`. None: no
+            change.
+        entries: number of logits of the target. None: no change.
     """
 
     reads: int | None = None

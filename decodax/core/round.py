@@ -1,7 +1,7 @@
-"""The round: propose a window, score it with one model call, decide what is true, commit it.
+"""The round: propose a window, score it with one model call, decide which tokens are accepted, commit their entries.
 
-`step` is one round and `run` a loop of them. Whole generation, streaming, replicas under `shard_map` and a batch
-scheduler are drivers of the same compiled step.
+`step` is one round and `run` a loop of rounds. Generation, streaming, replicas under `shard_map` and a batch scheduler
+all use this compiled step.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from decodax.core.window import Window, take
 
 WINDOW = {"tokens": "i[B, W]", "positions": "i[B, W]", "mask": "b[B or 1, W, W]", "live": "b[B, W]"}
 DECISION = {"tokens": "i[B, M]", "count": "i[B]", "slots": "i[B, W]", "source": "i[B, M]"}
-"""Forms of the arrays that a method returns."""
+"""Dtypes and shapes of the arrays that a method returns."""
 
 
 def step(alg: Algorithm, model: Model, params: Params, policy: Any, s: State) -> State:
-    """One round. Nothing unverified reaches the cache: what `decide` does not accept is never written.
+    """Runs one round and returns the new state. Entries of tokens that `decide` does not accept are never written to
+    the cache.
 
-    An algorithm with `variants` has rounds of several shapes; `alg.choose` picks one of them for the whole batch.
+    An algorithm with `variants` has rounds of several shapes; `alg.choose` selects one of them for the whole batch.
     """
     if kinds := variants(alg):
         index = alg.choose(params, policy, s)       # type: ignore[attr-defined]
@@ -70,7 +71,7 @@ def step(alg: Algorithm, model: Model, params: Params, policy: Any, s: State) ->
 
 
 def _check(alg: Algorithm, d: Decision, s: State, window: Window) -> None:
-    """Raises TypeError for a decision that is none, by the name of the method."""
+    """Raises TypeError with the method's name if `decide` returned no valid decision."""
     who, sizes = f"{name_of(alg)}.decide", {"B": s.batch, "W": window.width}
     arrays(who, d, Decision, "a Decision", DECISION, sizes)
     if sizes["M"] > alg.traits.emits:
@@ -79,10 +80,11 @@ def _check(alg: Algorithm, d: Decision, s: State, window: Window) -> None:
 
 
 def _kept(entries: Any, slots: Array, most: int) -> tuple[Any, Array]:
-    """The entries that are kept, `most` of a row at most, and their slots, of a window that has more nodes.
+    """Gathers the entries that are committed, at most `most` of each row, and their slots, from a window with more
+    nodes.
 
-    A TPU scatters those of 6 nodes where they lie. For those of a tree of 33 it moves layers of the cache to fast
-    memory and back.
+    A TPU scatters the entries of 6 nodes in place. For a tree of 33 nodes it moves layers of the cache to fast memory
+    and back.
     """
     keep = slots >= 0
     rank = jnp.cumsum(keep, 1) - 1
@@ -93,7 +95,7 @@ def _kept(entries: Any, slots: Array, most: int) -> tuple[Any, Array]:
 
 
 def _renew(model: Model, params: Params, s: State) -> State:
-    """Refreshes the rows whose entries the cache wants computed anew (`Refreshes`): one more forward."""
+    """Refreshes the rows whose entries the cache has to recompute (`Refreshes`), with one more forward pass."""
     cache = s.cache
     if not isinstance(cache, Refreshes) or (stale := cache.needs_refresh()) is None:
         return s
@@ -108,19 +110,25 @@ def _renew(model: Model, params: Params, s: State) -> State:
 
 
 def _if(condition: Array, then: Callable[[State], State], s: State) -> State:
-    """`then(s)` or `s`. As a loop of one trip or none, since XLA copies the caches that a conditional writes to."""
+    """Returns `then(s)` if `condition` is True, else `s`. It is a loop of at most one trip, since XLA copies the caches
+    that a conditional writes to."""
     return lax.while_loop(lambda c: c[0], lambda c: (jnp.zeros((), bool), then(c[1])), (condition, s))[1]
 
 
 def run(alg: Algorithm, model: Model, params: Params, policy: Any, s: State, max_rounds: Array | int,
         loop: Callable[..., Any] | None = None, fewest: Array | int = 0) -> State:
-    """Rounds until every row has finished, `max_rounds` of them at most.
+    """Runs rounds until every row has finished, at most `max_rounds`.
 
     Args:
-        max_rounds: traced; streaming calls again with what came out.
-        loop: `lax.while_loop`, the default, or `python_loop` to look at each round (the two agree bit for bit).
-        fewest: traced; stops when no more rows than this are running, so that others can take the places of those that
-            have finished.
+        alg: the decoding method.
+        model: the network.
+        params: weights of the model and of the method.
+        policy: the sampling policy.
+        s: the state.
+        max_rounds: may be traced. To stream, call `run` again with the returned state.
+        loop: `lax.while_loop`, the default, or `python_loop` to inspect each round; both give the same bits.
+        fewest: may be traced; the loop also ends when at most this many rows are running, so that new rows can replace
+            finished ones.
     """
     def unfinished(carry: tuple[Array, State, Array]) -> Array:
         return (carry[0] < carry[2][0]) & (carry[1].running.sum() > carry[2][1])
@@ -139,7 +147,7 @@ def run(alg: Algorithm, model: Model, params: Params, policy: Any, s: State, max
 
 
 def python_loop(unfinished: Callable[[Any], Any], body: Callable[[Any], Any], carry: Any) -> Any:
-    """`lax.while_loop` as a Python loop, for debugging and for the laws."""
+    """A Python loop with the arguments and results of `lax.while_loop`, for debugging and for tests."""
     body = jax.jit(body)
     while bool(unfinished(carry)):
         carry = body(carry)

@@ -1,4 +1,4 @@
-"""A state before its first round."""
+"""Creates the decoding state before the first round."""
 
 from __future__ import annotations
 
@@ -21,19 +21,28 @@ def init_state(alg: Algorithm, model: Model, params: Params, policy: Any, tokens
                size: int, max_new: Array, min_new: Array | int = 0, seed: Array | int = 0,
                request: Array | None = None, sample: Array | None = None, top_logprobs: int | None = None,
                inputs: Any = None) -> State:
-    """A state before prefill.
+    """Returns the decoding state of a batch before prefill.
 
     Args:
-        tokens: `i32[B, T]` prompts, left-aligned. prompt_length: `i32[B]`, from 1 to T.
-        size: slots `N` of the token buffer and of the cache, static; at least T. A row that reaches it finishes with
-            `Status.CAPACITY`, so make it at least prompt + max_new. Attention walks a cache in blocks of 128 slots, so
-            a size above 128 is a multiple of it, as `decodax.core.memory.bucket` gives.
-        max_new, min_new: `i32[B]` or scalars, traced. A row that may make no token is finished from the start.
-        seed, request, sample: `u32[B]` or scalars that address the row's randomness; `request` defaults to the row. A
-            seed of 64 bits is a row of `u32[B, 2]`, high word first.
-        inputs: what the model is given for each row beside its tokens, a pytree of arrays `[B, ...]`; see
-            `Model.init_cache`.
-        top_logprobs: record log-probabilities of the tokens and of this many most likely ones; None records nothing.
+        alg: the decoding method.
+        model: the network.
+        params: weights of the model and of the method.
+        policy: the sampling policy.
+        tokens: `i32[B, T]`, prompts, left-aligned.
+        prompt_length: `i32[B]`, from 1 to T.
+        size: static; number of slots `N` of the token buffer and of the cache, at least T. A row that reaches it ends
+            with `Status.CAPACITY`, so make it at least prompt + max_new. Attention processes a cache in blocks of 128
+            slots, so a size above 128 has to be a multiple of 128, as from `decodax.core.memory.bucket`.
+        max_new: `i32[B]` or a scalar, largest number of new tokens; may be traced. A row with 0 is finished from the
+            start.
+        min_new: `i32[B]` or a scalar, number of new tokens before a row may end; may be traced.
+        seed: `u32[B]` or a scalar, part of the address of the row's draws. A seed of 64 bits is a row of `u32[B, 2]`,
+            high word first.
+        request: `u32[B]` or a scalar, part of that address; default the index of the row.
+        sample: `u32[B]` or a scalar, part of that address; default 0.
+        top_logprobs: records log-probabilities of the tokens and of this number of most likely ones; None: records
+            nothing.
+        inputs: inputs of each row beside its tokens, a pytree of arrays `[B, ...]`; see `Model.init_cache`.
 
     Raises:
         ValueError: `size` is smaller than the prompt buffer, or the algorithm needs a feature that the cache lacks.

@@ -1,4 +1,4 @@
-"""The decoding state: everything that one request batch carries from round to round."""
+"""The decoding state: everything that a batch of requests carries from round to round."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PyTree = Any
 
 
 class Status(enum.IntEnum):
-    """Why a row is finished, or that it is not."""
+    """Reason why a row has finished, or RUNNING."""
 
     RUNNING = 0
     EOS = 1          # the model ended it
@@ -34,11 +34,12 @@ class Stats(Struct):
     """Counters of each row, for the rounds in which it was running. Definitions as in vLLM.
 
     Attributes:
-        rounds: `i32[B]` target forwards that the row took part in.
-        drafted, accepted: `i32[B]` draft tokens offered and accepted, before a stop cut the round short.
-        histogram: `i32[B, M + 1]` rounds by number of tokens decided in them, before such a cut.
-        waited: `i32[B]` target forwards of the batch that the running row sat out. With `rounds` they are the batch's,
-            of the row that runs longest.
+        rounds: `i32[B]`, forward passes of the target that the row took part in.
+        drafted: `i32[B]`, draft tokens that were verified.
+        accepted: `i32[B]`, draft tokens that were accepted, including those that a stop then cut off.
+        histogram: `i32[B, M + 1]`, number of rounds by the number of tokens decided in them, before such a cut.
+        waited: `i32[B]`, forward passes of the target that the running row took no part in. For the row that runs
+            longest, `rounds + waited` is the number of forward passes of the batch.
     """
 
     rounds: Array
@@ -50,20 +51,23 @@ class Stats(Struct):
 
 @struct
 class State(Struct):
-    """One batch of requests in the middle of decoding.
+    """The state of one batch of requests during decoding.
 
-    What evolves:
-        tokens: `i32[B, N + M]` prompt, then output; entries at and beyond `length` mean nothing.
-        length: `i32[B]` tokens of the row. The newest one is not in the cache yet: it opens the next window.
-        cache: verified keys and values.
-        algo, policy, stop: state of the algorithm, of the policy's transforms, and of the stop automaton `i32[B]`.
-        record: log-probabilities of the tokens, by position, or None if nobody asked.
+    Changes from round to round:
+        tokens: `i32[B, N + M]`, prompt, then output; values from index `length` on are undefined.
+        length: `i32[B]`, number of tokens of the row. The newest one is not in the cache yet: it opens the next window.
+        cache: entries of verified tokens, such as keys and values.
+        algo: state of the algorithm.
+        policy: state of the policy's transforms.
+        stop: `i32[B]`, state of the stop automaton.
+        record: log-probabilities of the tokens, by position; None if they were not requested.
         status: `i32[B]`, a `Status`.
-    What counts:
-        stats.
-    What bounds (never changes):
-        prompt_length, min_new, max_length: `i32[B]`; an end of sequence counts only after `min_new` tokens.
-        key: `key[B]`, the row's address for every draw.
+        stats: counters.
+    Constant:
+        prompt_length: `i32[B]`, number of prompt tokens.
+        min_new: `i32[B]`, number of new tokens before which an end of sequence or a stop string does not count.
+        max_length: `i32[B]`, largest number of tokens, prompt included.
+        key: `key[B]`, the row's key, from which the key of every draw is derived.
     """
 
     tokens: Array
@@ -86,22 +90,24 @@ class State(Struct):
 
     @property
     def running(self) -> Array:
-        """`bool[B]`."""
+        """`bool[B]`, True for rows that have not finished."""
         return self.status == Status.RUNNING
 
     @property
     def newest(self) -> Array:
-        """`i32[B]`: the last token of each row."""
+        """The last token of each row, `i32[B]`."""
         return jnp.take_along_axis(self.tokens, self.length[:, None] - 1, 1)[:, 0]
 
     def select(self, rows: Array) -> State:
-        """The state whose row `i` is this one's row `rows[i]` (`i32[B']`): samples of one prompt, beams, particles."""
+        """Returns the state whose row `i` is row `rows[i]` of this one (`i32[B']`), for samples of one prompt, beams or
+        particles."""
         cache = self.cache.select(rows)
         rest = jax.tree.map(lambda x: x[rows], self.replace(cache=None))
         return rest.replace(cache=cache)
 
     def succeed(self, rows: Array) -> State:
-        """The state whose row `i` goes on from what row `rows[i]` was; see `Decision.rows`."""
+        """Returns the state whose row `i` continues the text of row `rows[i]`. Its key, bounds, counters and algorithm
+        state stay those of row `i`; see `Decision.rows`."""
         moved = jax.tree.map(lambda x: x[rows], self.replace(cache=None, algo=None, stats=None))
         return moved.replace(cache=self.cache.select(rows), key=self.key, prompt_length=self.prompt_length,
                              min_new=self.min_new, max_length=self.max_length, stats=self.stats, algo=self.algo)

@@ -1,15 +1,16 @@
-"""Stop strings: a device automaton over the bytes of tokens, and the same rule on the host for text.
+"""Stop strings: an automaton over the bytes of tokens that runs on the device, and the same rule for text on the host.
 
-A stop string is sought in the text as it is returned. Where special tokens are left out of that text, a stop string
-that contains the text of one is sought in the text with special tokens written out: "<|im_end|>" stops at that token.
+Stop strings are searched in the text as it is returned. If special tokens are left out of that text, a stop string that
+contains the name of a special token is searched in the text with special tokens written out: "<|im_end|>" stops at that
+token.
 
-A match may cross token borders, lie in the middle of a token, or share its beginning with another stop string. Two stop
-strings that overlap are told apart by which one is completed first, so the result does not depend on how the text was
-cut into tokens. The prompt does not count: a row starts in the automaton's root, or, where no text has begun, in a
-state from which the first token goes on with the bytes that it has at the start of a text.
+A match may cross token borders, lie in the middle of a token, or share its beginning with another stop string. Of two
+overlapping stop strings, the one that is completed first counts, so the result does not depend on how the text is split
+into tokens. The prompt does not count: a row starts in the automaton's root. If no text has been written yet, it starts
+in a state from which the first token adds the bytes that it has at the start of a text.
 
-The automaton is that of A. Aho and M. Corasick (1975), run over whole tokens: every token is a map from state to state.
-Tokens with the same map share a column, so a table for 150,000 tokens has a few hundred columns.
+The automaton is that of A. Aho and M. Corasick (1975), run over complete tokens: every token is a map from state to
+state. Tokens with the same map share a column, so a table for 150,000 tokens has a few hundred columns.
 """
 
 from __future__ import annotations
@@ -29,14 +30,15 @@ from decodax.common.struct import Struct, struct
 
 @struct
 class StopTable(Struct):
-    """The automaton of a set of stop strings over a vocabulary; made by `build`. Rows share it.
+    """The automaton for a set of stop strings over a vocabulary, made by `build`. All rows share it.
 
     Attributes:
-        columns: `u[V]` the column of each token (u8, u16 or u32).
-        next: `u[S, C]` the state after a token, with the dtype's top bit set where a stop string was completed in it.
-            Both sides are padded to powers of two, so that other stop strings of about the same length do not retrace.
-        fresh: `i32[]` the state in which no text has begun; those from here on are of its kind. 0 where it makes no
-            difference.
+        columns: `u[V]`, the column of each token (u8, u16 or u32).
+        next: `u[S, C]`, the state after a token, by state and column; the top bit is set if the token completes a stop
+            string. Both axes are padded to powers of two, so that other stop strings of about the same length do not
+            retrace.
+        fresh: `i32[]`; states from this number on mean that no text has been written yet. 0: there are no such states,
+            since the first token has the same bytes as later ones.
     """
 
     columns: Array
@@ -49,15 +51,16 @@ class StopTable(Struct):
         """Builds the automaton on the host; 0.1 s for a vocabulary of 150,000.
 
         Args:
-            token_bytes: the bytes that each token adds to the text; a token that adds none leaves the state alone.
+            token_bytes: the bytes that each token adds to the text; a token without bytes does not change the state.
             stop: one stop string or several.
-            size: entries of the model's vocabulary where it is larger than the tokenizer's.
-            first: the bytes that each token adds where no text has begun; default the same.
-            hidden: tokens that are left out of the text and do not begin one, with their own texts.
+            size: size of the model's vocabulary; None: the length of `token_bytes`.
+            first: the bytes that each token adds at the start of a text; default `token_bytes`.
+            hidden: special tokens that are left out of the returned text, with their names as bytes. They do not count
+                as the start of a text.
 
         Raises:
-            ValueError: there is no stop string, or an empty one; or strings with and without special tokens take too
-                many states together.
+            ValueError: there is no stop string, or an empty one; or the automaton for strings with and without special
+                tokens has too many states.
         """
         hidden = hidden or {}
         plain, shown = sought(stop_strings(stop), hidden.values())
@@ -109,19 +112,29 @@ class StopTable(Struct):
         return cls(jnp.asarray(columns.astype(index)), jnp.asarray(table), jnp.int32(states if fresh else 0))
 
     def start(self, batch: int) -> Array:
-        """`i32[B]`: the states of rows whose texts have begun and in which nothing has matched yet."""
+        """Returns the states of `batch` rows with a text in which nothing has matched yet, `i32[B]`."""
         return jnp.zeros(batch, jnp.int32)
 
     def begin(self, tokens: Array, length: Array, policy: Any = None) -> Array:
-        """`i32[B]`: the states after prompts, the first `length` (`i32[B]`) of `tokens` (`i32[B, T]`). Nothing has
-        matched yet, and a prompt may have begun a text or not. `policy`, that of the rows, is not read here."""
+        """Returns the states after prompts, `i32[B]`. No match has begun; only whether the prompt has text matters.
+
+        Args:
+            tokens: `i32[B, T]`, the prompts.
+            length: `i32[B]`, their lengths.
+            policy: the sampling policy; not used here, but by `decodax.constraints.transform.Closing`.
+        """
         after = self.advance(jnp.broadcast_to(self.fresh, tokens.shape), jnp.maximum(tokens, 0))[0]
         begun = (after < self.fresh) & (jnp.arange(tokens.shape[1]) < length[:, None])
         return jnp.where(begun.any(1), 0, self.fresh)
 
     def resume(self, tokens: Array, prompt_length: Array, length: Array) -> Array:
-        """`i32[B]`: the states after the new tokens of rows, which stand in `tokens` (`i32[B, N]`) from `prompt_length`
-        to `length` (both `i32[B]`)."""
+        """Returns the states after generated tokens, `i32[B]`.
+
+        Args:
+            tokens: `i32[B, N]`, prompt and generated tokens.
+            prompt_length: `i32[B]`, index of the first generated token.
+            length: `i32[B]`, index after the last one.
+        """
         def visit(state: Array, x: tuple[Array, Array]) -> tuple[Array, None]:
             token, place = x
             inside = (place >= prompt_length) & (place < length)
@@ -131,8 +144,9 @@ class StopTable(Struct):
         return jax.lax.scan(visit, self.begin(tokens, prompt_length), (tokens.T, places))[0]
 
     def advance(self, state: Array, token: Array, left: Array | int = 0) -> tuple[Array, Array]:
-        """The states after `token` (`i32[...]`) and whether it completed a stop string: `i32[...]`, `bool[...]`.
-        `left`, the number of tokens that the row may still get, is not read here.
+        """Returns the states after `token` (`i32[...]`), `i32[...]`, and whether it completed a stop string,
+        `bool[...]`. `left`, the number of tokens that may still follow, is not used here, but by
+        `decodax.constraints.transform.Closing`.
 
         >>> table = StopTable.build([b"a", b"b", b"cab"], ["ab"])
         >>> state, hit = table.advance(table.start(2), jnp.array([0, 2]))
@@ -145,14 +159,16 @@ class StopTable(Struct):
 
 
 LONGEST = 1 << 16
-"""Bytes of all stop strings together. The automaton has a state for each, of 1 KiB while it is built."""
+"""Largest number of bytes of all stop strings together. The automaton has one state for each byte, which takes 1 KiB
+while it is built."""
 
 
 def stop_strings(stop: str | Iterable[str] | None, name: str = "stop") -> tuple[str, ...]:
-    """The stop strings as a tuple, checked; none for None. `name` begins errors.
+    """Checks stop strings and returns them as a tuple; it is empty for None. Errors begin with `name`.
 
     Raises:
-        ValueError: one of them is empty or is no text (a lone surrogate), or together they are longer than `LONGEST`.
+        ValueError: one of them is empty or not valid Unicode (a lone surrogate), or together they are longer than
+            `LONGEST` bytes.
         TypeError: one of them is not a string.
     """
     if isinstance(stop, (bytes, bytearray, Mapping)) or not isinstance(stop, (str, Iterable, type(None))) \
@@ -175,8 +191,8 @@ def stop_strings(stop: str | Iterable[str] | None, name: str = "stop") -> tuple[
 
 
 def sought(strings: Iterable[str], special: Iterable[bytes]) -> tuple[list[bytes], list[bytes]]:
-    """Stop strings that are sought in a text as it is, and those that are sought in it with the special tokens that are
-    left out of it: they contain the text of one.
+    """Splits stop strings into those without and those with the name of a special token. The second ones are searched
+    in the text with special tokens written out.
 
     >>> sought(["a", "b</s>"], [b"</s>", b"<s>"])
     ([b'a'], [b'b</s>'])
@@ -189,9 +205,10 @@ def sought(strings: Iterable[str], special: Iterable[bytes]) -> tuple[list[bytes
 
 
 def first_match(text: AnyStr, stops: Sequence[AnyStr], after: int = 0) -> tuple[int, int] | None:
-    """Start and end of the stop string that is completed first in `text`, the longest of those that end together.
+    """Returns start and end of the stop string that is completed first in `text`, or None. Of several that end at the
+    same place it is the longest.
 
-    Only matches whose end lies beyond `after` count.
+    Only matches that end after index `after` count.
 
     >>> first_match("abcd", ["abcd", "bc"])
     (1, 3)
@@ -206,7 +223,7 @@ def first_match(text: AnyStr, stops: Sequence[AnyStr], after: int = 0) -> tuple[
 
 
 def cut_at_stop(text: AnyStr, stops: Sequence[AnyStr]) -> AnyStr:
-    """`text` up to the stop string that is completed first, which is left out.
+    """Returns `text` before the stop string that is completed first; all of it if there is none.
 
     >>> cut_at_stop("one, two. three", [".", "three"])
     'one, two'
@@ -216,7 +233,8 @@ def cut_at_stop(text: AnyStr, stops: Sequence[AnyStr]) -> AnyStr:
 
 
 def held(text: AnyStr, stops: Sequence[AnyStr]) -> int:
-    r"""How much of the end of `text` may be the beginning of a stop string, so that a stream must not show it yet.
+    r"""Returns the number of last characters of `text` that may be the beginning of a stop string. A stream must not
+    show them yet.
 
     >>> held("x = 1\n\nde", ["\n\ndef", "\n\nclass"])
     4
@@ -226,12 +244,13 @@ def held(text: AnyStr, stops: Sequence[AnyStr]) -> int:
 
 
 def _bucket(size: int, least: int) -> int:
-    """The power of two from `least` on that holds `size`."""
+    """Returns the smallest power of two that is at least `size` and `least`."""
     return max(least, 1 << (size - 1).bit_length())
 
 
 def _automaton(strings: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
-    """Transitions `i32[S, 256]` and, for each state, whether some string ends there: `bool[S]`."""
+    """Builds the automaton for byte strings: transitions `i32[S, 256]`, and for each state whether a string ends there,
+    `bool[S]`."""
     children: list[dict[int, int]] = [{}]
     ends = [False]
     for string in strings:
@@ -260,11 +279,12 @@ def _automaton(strings: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
 
 
 APART = 256
-"""What is added to the bytes of a hidden token, which count in the text with special tokens alone."""
+"""Added to the bytes of special tokens, which count only in the text with special tokens written out."""
 
 
 def _both(plain: tuple[np.ndarray, np.ndarray], shown: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Two automata side by side, `i32[S, 512]` and `bool[S]`; from `APART` on the bytes move the second one alone."""
+    """Runs two automata in parallel as one, `i32[S, 512]` and `bool[S]`. Bytes from `APART` on move only the second
+    one."""
     (one, out_one), (two, out_two) = plain, shown
     number, rows, level, most = {0: 0}, [], [0], max(1 << 14, len(one) + len(two))
     while level:
@@ -282,7 +302,8 @@ def _both(plain: tuple[np.ndarray, np.ndarray], shown: tuple[np.ndarray, np.ndar
 
 
 def _closed(delta: np.ndarray, texts: Sequence[bytes]) -> list[int]:
-    """In order, the states to which hidden tokens of these texts lead from the root, one or several."""
+    """Returns the states, in ascending order, that any number of special tokens with the names `texts` reach from the
+    root."""
     found, todo = {0}, [0]
     for state in todo:
         for text in texts:
@@ -296,8 +317,8 @@ def _closed(delta: np.ndarray, texts: Sequence[bytes]) -> list[int]:
 
 
 def _flat(tokens: Sequence[bytes], lifted: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The bytes of all tokens in a row, those of hidden ones (`lifted`, `bool[V]`) raised by `APART`; where each
-    token's begin, and how many they are."""
+    """Concatenates the bytes of all tokens; `APART` is added to those of special tokens (`lifted`, `bool[V]`). Also
+    returns the start and the number of bytes of each token."""
     length = np.array([len(t) for t in tokens])
     data = np.frombuffer(b"".join(tokens) + b"\0", np.uint8).astype(np.int32)
     data[:-1] += APART * np.repeat(lifted, length)
@@ -306,7 +327,8 @@ def _flat(tokens: Sequence[bytes], lifted: np.ndarray) -> tuple[np.ndarray, np.n
 
 def _from(start: int, delta: np.ndarray, out: np.ndarray, data: np.ndarray, offset: np.ndarray, length: np.ndarray
           ) -> tuple[np.ndarray, np.ndarray]:
-    """Runs every token from one state: final state `i32[V]` and hit `bool[V]`."""
+    """Runs every token from the state `start`. Returns the final states `i32[V]` and whether a match was completed,
+    `bool[V]`."""
     final, hit = np.full(len(length), start, np.int32), np.zeros(len(length), bool)
     for p in range(length.max(initial=0)):
         active = np.flatnonzero(length > p)
@@ -320,11 +342,13 @@ def _run(delta: np.ndarray, out: np.ndarray, data: np.ndarray, offset: np.ndarra
     """Runs every token from every state.
 
     Returns:
-        final state `i32[V]` and hit `bool[V]` from the root, and the exceptions to it: arrays of equal length with
-        state before, token, state after and hit.
+        For a start in the root: final state `i32[V]`, and whether a match was completed (hit), `bool[V]`. For other
+            states only the exceptions to this: four arrays of equal length with state before, token, state after and
+            hit.
 
-    A run from another state joins the root's run as soon as it holds nothing from before the token, mostly after one
-    byte; so only the few pairs that have not joined yet are followed. A run that has joined can differ by a hit alone.
+    A run from another state joins the root's run as soon as its state no longer depends on text before the token,
+    usually after one byte. So only the few pairs that have not joined are followed. After it has joined, a run can
+    differ only in its hit.
     """
     order = np.argsort(-length, kind="stable")              # the tokens that reach byte p come first
     reach = np.searchsorted(-length[order], -np.arange(length.max(initial=0)))

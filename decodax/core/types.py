@@ -1,6 +1,7 @@
-"""The contracts of the round: what a model, an algorithm and a policy are to the core, and to nothing else.
+"""Contracts of the round: a model, its output, a decision and the weights.
 
-Letters: B batch, N token buffer, S cache slots, W window, M most tokens a round can emit, D model width, V vocabulary.
+Letters: B batch, N token buffer, S cache slots, W window, M largest number of tokens of a round, D model width, V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -21,23 +22,23 @@ from decodax.core.window import Window, take
 PyTree = Any
 
 INVALID = -1
-"""In place of a token: the logits hold a NaN or +inf."""
+"""Stands for a token if the logits have a NaN or +inf."""
 
 DEAD_END = -2
-"""In place of a token: the policy forbids every token."""
+"""Stands for a token if the policy forbids every token."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Out:
-    """What one model call returns. It lives inside a trace and never crosses a jit boundary.
+    """Output of one model call. It exists inside a trace and never crosses a jit boundary.
 
     Attributes:
-        hidden: `f[B, W, D]` after the final norm.
-        entries: what the cache may take over of the window's nodes, for each layer a pytree of arrays `[B, W, ...]`.
+        hidden: `f[B, W, D]`, hidden states after the final norm.
+        entries: values for the cache: for each layer a pytree of arrays `[B, W, ...]`.
         head: maps hidden states `f[..., D]` to logits `f32[..., V]`.
-        layers: `f[B, W, D]` after each layer, before the final norm, from models that show them; what nobody reads
-            costs nothing.
-        norm: maps those to what `head` takes.
+        layers: `f[B, W, D]` after each layer, before the final norm; None if the model does not return them. Unused
+            ones cost nothing, since the compiler removes them.
+        norm: maps an element of `layers` to an input of `head` (the final norm).
     """
 
     hidden: Array
@@ -47,134 +48,153 @@ class Out:
     norm: Callable[[Array], Array] | None = None
 
     def rows(self, rows: Array) -> Out:
-        """That of rows `rows` (`i32[B']`)."""
+        """Returns the output for the rows `rows` (`i32[B']`)."""
         parts = jax.tree.map(lambda x: x[rows], (self.hidden, self.entries, self.layers))
         return dataclasses.replace(self, hidden=parts[0], entries=parts[1], layers=parts[2])
 
     def first(self, count: int) -> Out:
-        """That of the first `count` nodes."""
+        """Returns the output for the first `count` nodes."""
         parts = jax.tree.map(lambda x: x[:, :count], (self.hidden, self.entries, self.layers))
         return dataclasses.replace(self, hidden=parts[0], entries=parts[1], layers=parts[2])
 
     def logits(self, select: Array | None = None) -> Array:
-        """`f32[B, W', V]`: the head's output at window nodes `select` (`i32[B, W']`), or at all of them."""
+        """Returns the logits at the window nodes `select` (`i32[B, W']`), or at all nodes: `f32[B, W', V]`."""
         return self.head(self.hidden if select is None else take(self.hidden, select))
 
 
 class Model(abc.ABC):
-    """A network as the core sees it: derive a frozen dataclass from this. It is compared by value and static under jit;
-    its weights are handed in.
+    """Base class of networks: derive a frozen dataclass from it. It is compared by value and static under jit; the
+    weights are arguments.
 
-    `apply` never writes the cache. A layer of attention calls `cache.attend(layer, q, k, v, window, scale=...)` once,
-    which gives its output and its entry.
+    `apply` never writes the cache. Each attention layer calls `cache.attend(layer, q, k, v, window, scale=...)` once,
+    which returns its output and its entry.
     """
 
     @property
     def max_positions(self) -> int | None:
-        """Positions beyond which the model would be silently wrong; None: no such bound."""
+        """Number of positions beyond which the output would be silently wrong; None: no limit."""
         return None
 
     @property
     def trained_positions(self) -> int | None:
-        """Positions that the model was trained on; None: not known."""
+        """Number of positions that the model was trained on; None: unknown."""
         return None
 
     @property
     def cache_kind(self) -> CacheKind | None:
-        """The kind of its caches of keys and values; None: it has a cache of its own."""
+        """Configuration of its caches of keys and values; None if the model has a cache class of its own.
+
+        A model that takes any configuration keeps it in a field, makes its cache by it in `init_cache`, and overrides
+        this and `with_cache`.
+        """
         return None
 
     def with_cache(self, kind: CacheKind) -> Model:
-        """Returns this model with caches of another kind.
+        """Returns this model with caches of the configuration `kind`.
 
         Raises:
-            ValueError: it has a cache of its own.
+            ValueError: the model has a cache class of its own.
         """
         raise ValueError(f"cache: got {kind}, but {type(self).__name__} has a cache of its own")
 
     @abc.abstractmethod
     def init_cache(self, batch: int, capacity: int, *, params: PyTree = None, inputs: PyTree = None) -> Cache:
-        """An empty cache for `batch` rows of `capacity` positions.
+        """Returns an empty cache.
 
         Args:
-            params: the weights, where something is computed of `inputs`; None where only shapes are asked for, and
-                then a model that needs inputs goes without.
-            inputs: what each row is given beside its tokens, a pytree of arrays `[batch, ...]` (what an encoder reads,
-                embeddings of a soft prompt, an adapter); None: nothing. What of it is used later lies in the cache
-                (`Cache.inputs`), and so goes with its row.
+            batch: number of rows.
+            capacity: number of positions of each row.
+            params: the weights, if something is computed from `inputs`. None if only shapes are needed; `inputs` may
+                then be missing even if the model requires them.
+            inputs: inputs of each row beside its tokens, a pytree of arrays `[batch, ...]` (encoder input, embeddings
+                of a soft prompt, an adapter); None: nothing. The cache keeps what is needed later (`Cache.inputs`), so
+                it moves with its row.
 
         Raises:
-            ValueError: inputs that the model does not take, or none where it needs them; see
-            `decodax.core.types.no_inputs`.
+            ValueError: the model does not take such inputs (`no_inputs`), or requires inputs and got none.
         """
 
     @abc.abstractmethod
     def apply(self, params: PyTree, window: Window, cache: Cache) -> Out:
-        """Scores the window. The logits of node `w` predict what follows it."""
+        """Runs the network on a window. The logits of node `w` predict the token after it."""
 
 
 class ShowsWeights(Model):
-    """A model that shows parts of its weights, for methods and cache policies that compute with them."""
+    """A model that gives access to some of its weights, for methods and caches that compute with them."""
 
     def outputs(self, params: PyTree, layer: int) -> Array:
-        """Returns how the heads of a layer's attention are projected to the residual stream, `f32[H, e, D]`. Some cache
-        policies weigh values by it."""
+        """Returns the output projection of a layer's attention, by head: `f32[H, e, D]`. Some eviction policies weight
+        values by it."""
         raise ValueError(f"cache: takes a model that gives its output projections; {type(self).__name__} does not")
 
     def embeddings(self, params: PyTree, tokens: Array) -> Array:
-        """Returns rows of the embedding table of tokens `i32[B, W]`, on the scale of `Window.embeddings`:
-        `f[B, W, D]`."""
+        """Returns the embeddings of the tokens `i32[B, W]`, on the scale of `Window.embeddings`: `f[B, W, D]`."""
         raise ValueError(f"embeddings: takes a model that gives those of its tokens; {type(self).__name__} does not")
 
 
 class LayeredModel(ShowsWeights):
-    """A model whose layers can be run one by one, or without some of them: what methods need that draft with the
-    target's own layers, or recompute some of its nodes."""
+    """A model whose layers can be run one by one or left out, for methods that draft with some of the target's layers
+    or recompute some nodes."""
 
     if TYPE_CHECKING:
 
         @property
         def config(self) -> Any:
-            """Its shape and options: `width`, `heads`, `head_dim`, `layers`."""
+            """Its shape and options, among them `width`, `heads`, `head_dim` and `layers`."""
 
     @property
     @abc.abstractmethod
     def depth(self) -> int:
-        """Layers `L`."""
+        """Number of layers `L`."""
 
     @abc.abstractmethod
     def apply(self, params: PyTree, window: Window, cache: Cache, keep: Any = None) -> Out:
-        """As `Model.apply`. `keep` says what of the layers runs (None: all): attention and MLP of each, `L` pairs of
-        bools; or as data, whole layers `bool[B or 1, L]` or their halves `bool[B or 1, L, 2]`."""
+        """Runs the network on a window with some of its layers.
+
+        Args:
+            params: the weights.
+            window: the tokens.
+            cache: the cache, which is not written.
+            keep: the parts that run. None: all. Static: `L` pairs of bools, for attention and MLP of each layer. As an
+                array: `bool[B or 1, L]` for complete layers, or `bool[B or 1, L, 2]` for attention and MLP.
+        """
 
     @abc.abstractmethod
     def walk(self, params: PyTree, window: Window, cache: Cache) -> tuple[Array, Callable[[int, Array], Array]]:
-        """The network layer by layer: the embeddings `f[B, W, D]` of a window, and what maps a layer's index and any
-        residual stream `f[B, W, D]` at the window's places to the stream after that layer."""
+        """Returns functions to run the network layer by layer: the embeddings of the window, `f[B, W, D]`, and a
+        function from a layer's index and a residual stream `f[B, W, D]` to the stream after that layer."""
 
     @abc.abstractmethod
     def pieces(self, params: PyTree) -> Any:
-        """The network in pieces, for callers that decide what of it runs for which nodes."""
+        """Returns the network in pieces, for callers that decide which pieces run for which nodes."""
 
 
 class CacheKind(Protocol):
-    """A kind of cache of keys and values, compared by value and static under jit."""
+    """The configuration of a cache of keys and values: a callable that is compared by value and static under jit."""
 
     def __call__(self, layers: Sequence[tuple[Any, ...]], batch: int, capacity: int, dtype: jax.typing.DTypeLike,
                  inputs: PyTree = None) -> Cache:
-        """An empty cache; `layers` gives the shape of each layer, a `KVLayer` or a tuple of its first numbers
-        (key/value heads `G`, width of keys, width of values if it is another one)."""
+        """Makes an empty cache.
+
+        Args:
+            layers: shape of each layer: a `KVLayer`, or a tuple of its first numbers: key/value heads `G`, width of
+                keys, and width of values if it differs.
+            batch: number of rows.
+            capacity: number of positions of each row.
+            dtype: dtype of keys and values.
+            inputs: see `Model.init_cache`.
+        """
 
 
 @dataclasses.dataclass(frozen=True)
 class PartialForward:
-    """A hint (`Window.hints`): the first layers of a model's forward over the window, run beforehand. The model may
-    start from their output or run them again: but for rounding the result is the same.
+    """A hint (`Window.hints`): the first layers of the forward pass over this window have already run. The model may
+    start from their output or run them again; the results differ only by rounding.
 
     Attributes:
-        layers: `f[B, W, D]`, the residual stream after each of them; one or more.
-        entries: what those layers leave for the cache.
-        model: whose they are.
+        layers: `f[B, W, D]`, the residual stream after each of these layers; at least one.
+        entries: the cache entries of these layers.
+        model: the model whose layers they are.
     """
 
     layers: tuple[Array, ...]
@@ -187,11 +207,12 @@ jax.tree_util.register_dataclass(PartialForward, ["layers", "entries"], ["model"
 
 @struct
 class Params(Struct):
-    """Weights of the model and of the method.
+    """Weights of the model and of the decoding method.
 
     Attributes:
-        target: the model's. draft: what the method brings (`Composed.weights`): those of a draft model, of heads, of a
-            judge; None: nothing.
+        target: weights of the model.
+        draft: weights of the method (`Composed.weights`), such as those of a draft model, of heads or of a judge; None:
+            none.
     """
 
     target: PyTree
@@ -200,29 +221,29 @@ class Params(Struct):
 
 @struct
 class Decision(Struct):
-    """What a round holds to be true.
+    """The result of a round: the accepted tokens and the entries to commit.
 
     Attributes:
-        tokens: `i32[B, M]` tokens to append; a negative one says that the distribution was broken (`INVALID`,
-            `DEAD_END`) and finishes the row with that status.
-        count: `i32[B]` how many of them; `clip` may take fewer.
-        slots: `i32[B, W]` the position under which the cache keeps each window entry, -1 to drop it. It must depend on
-            what the model returned (any function of the drawn tokens does), or XLA:CPU copies the whole cache to
-            protect its readers.
-        source: `i32[B, M]` the window node whose logits decided each token (log-probabilities and the policy's state
-            are taken there).
-        algo: the algorithm's own state for the next round.
-        drafted: `i32[B]` draft tokens that were offered for verification this round, for the statistics.
-        accepted: `i32[B]` draft tokens that were accepted.
-        record: log-probabilities that the algorithm noted itself, where tokens are decided long before they are
-            emitted (diffusion); None lets the core take them at `source`.
-        idle: `bool[B]` rows that sat this round out, for the statistics; None: none did.
-        rows: `i32[B]`: row `i` goes on from what row `rows[i]` was (beams, particles); None: each from itself. All else
-            here is of the rows after that move: tokens that follow the chosen row's text, slots and sources in its
-            window. What a row is by its place does not move: its key, so that two copies of a row draw different
-            tokens, its bounds and the constants of its policy.
-        status: `i32[B]`, a `Status` with which the method itself ends a row behind these tokens where nothing else
-            does; `Status.RUNNING` goes on. None: it ends none.
+        tokens: `i32[B, M]`, tokens to append. A negative one (`INVALID`, `DEAD_END`) says that the distribution was
+            invalid, and ends the row with that status.
+        count: `i32[B]`, number of tokens to append; `clip` may reduce it.
+        slots: `i32[B, W]`, the position at which the cache stores the entry of each window node, -1 to drop it. It has
+            to depend on the model's output (any function of the drawn tokens does); otherwise XLA:CPU copies the whole
+            cache to protect reads of it.
+        source: `i32[B, M]`, the window node whose logits each token comes from. Log-probabilities and the policy's
+            state are taken there.
+        algo: the algorithm's state for the next round.
+        drafted: `i32[B]`, number of draft tokens that were verified in this round, for the statistics.
+        accepted: `i32[B]`, number of draft tokens that were accepted.
+        record: log-probabilities that the algorithm recorded itself, for methods that decide tokens long before they
+            are emitted (diffusion). None: the core computes them at `source`.
+        idle: `bool[B]`, rows that took no part in this round, for the statistics; None: none.
+        rows: `i32[B]`: row `i` continues the text of row `rows[i]` (beams, particles); None: each row continues its
+            own. The other fields describe the rows after this move: tokens follow the chosen row's text, slots and
+            sources refer to its window. The key, the bounds and the constants of the policy do not move, so two copies
+            of a row draw different tokens.
+        status: `i32[B]`, a `Status` with which the method itself ends a row after these tokens, unless it ends for
+            another reason; `Status.RUNNING` continues it. None: the method ends no row.
     """
 
     tokens: Array
@@ -239,10 +260,10 @@ class Decision(Struct):
 
 
 def outputs(model: Any, params: PyTree, layer: int) -> Array:
-    """`ShowsWeights.outputs`.
+    """Returns the output projection of a layer's attention by head, see `ShowsWeights.outputs`.
 
     Raises:
-        ValueError: the model does not give them.
+        ValueError: the model does not give access to it.
     """
     if not hasattr(model, "outputs"):
         raise ValueError(f"cache: takes a model that gives its output projections; {type(model).__name__} does not")
@@ -250,10 +271,10 @@ def outputs(model: Any, params: PyTree, layer: int) -> Array:
 
 
 def embeddings(model: Any, params: PyTree, tokens: Array) -> Array:
-    """`ShowsWeights.embeddings`.
+    """Returns the embeddings of tokens, see `ShowsWeights.embeddings`.
 
     Raises:
-        ValueError: the model does not give them.
+        ValueError: the model does not give access to them.
     """
     if not isinstance(model, ShowsWeights):
         raise ValueError(f"embeddings: takes a model that gives those of its tokens; {type(model).__name__} does not")
@@ -261,16 +282,16 @@ def embeddings(model: Any, params: PyTree, tokens: Array) -> Array:
 
 
 def no_inputs(model: Model, inputs: PyTree) -> None:
-    """Raises ValueError where a model that takes no inputs is given some."""
+    """Raises ValueError if `inputs` is not None. For models that take no inputs beside tokens."""
     if inputs is not None:
         raise ValueError(f"inputs: {type(model).__name__} takes none")
 
 
 def wrap_cache(model: Model, wrap: Callable[[CacheKind], CacheKind]) -> Model:
-    """Returns the model with caches of the kind that `wrap` makes of its own.
+    """Returns the model with the cache configuration `wrap(kind)`, where `kind` is its present one.
 
     Raises:
-        ValueError: it has a cache of its own.
+        ValueError: the model has a cache class of its own.
     """
     if (kind := model.cache_kind) is None:
         raise ValueError(f"cache: {type(model).__name__} has a cache of its own, beside which no other kind can be")
@@ -278,8 +299,8 @@ def wrap_cache(model: Model, wrap: Callable[[CacheKind], CacheKind]) -> Model:
 
 
 def fit_cache(model: Model, new: int) -> Model:
-    """Returns the model with caches for texts of at most `new` tokens after their prompts (`CacheConfig.fit`); the
-    model itself where that changes nothing."""
+    """Returns the model with caches sized for at most `new` tokens after the prompt (`CacheConfig.fit`); the same
+    object if nothing changes."""
     kind = model.cache_kind
     if not isinstance(kind, CacheConfig) or (fitted := kind.fit(new)) == kind:
         return model
@@ -287,5 +308,6 @@ def fit_cache(model: Model, new: int) -> Model:
 
 
 def read_beyond(model: Model, longest: int) -> int:
-    """Returns the number of positions that the model's caches have it read after a prompt (`CacheConfig.beyond`)."""
+    """Returns the number of extra positions on which the model is run after a prompt of `longest` tokens
+    (`CacheConfig.beyond`)."""
     return kind.beyond(longest) if isinstance(kind := model.cache_kind, CacheConfig) else 0

@@ -1,7 +1,7 @@
-"""The window: the tokens that one model call scores, and who sees whom among them.
+"""The window: the tokens that one model call scores, with a mask of which tokens attend to which.
 
-Every decoding method proposes a window. A chain of drafts is a causal window, a draft tree shows each node its
-ancestors, a diffusion canvas is bidirectional. `W` is the only shape a method chooses.
+Every decoding method proposes a window. A chain of drafts is a causal window, in a draft tree each node attends to its
+ancestors, a diffusion canvas is bidirectional. A method chooses no other shape than the width `W`.
 """
 
 from __future__ import annotations
@@ -21,24 +21,25 @@ T = TypeVar("T")
 
 @struct
 class Window(Struct):
-    """The tokens of one model call.
+    """The tokens of one model call. A token of the window is called a node.
 
     Attributes:
         tokens: `i32[B, W]`, token ids.
         positions: `i32[B, W]`, absolute positions for the rotary embedding; nodes of a tree use their depth.
-        mask: `bool[B or 1, W, W]`; `mask[b, i, j]` says whether node `i` sees node `j` of the window. Every node sees
-            all cached entries, unless `cached` restricts them.
-        live: `bool[B, W]`; dead nodes only fill up the shape, and no node sees them.
-        cached: `bool[B, S]`, cache slots that the nodes see. None: all slots that are filled; `bool[B, 0]`: none. An
+        mask: `bool[B or 1, W, W]`; True if node `i` attends to node `j` of the window. Every node attends to all cached
+            entries, unless `cached` restricts them.
+        live: `bool[B, W]`; False for padding nodes, to which no other node attends.
+        cached: `bool[B, S]`, cache slots to which the nodes attend. None: all filled slots; `bool[B, 0]`: none. An
             algorithm that scores a position again must hide the position's old entry.
-        embeddings, embedded: `f[B, W, D]` and `bool[B, W]`; nodes where `embedded` is set read `embeddings` instead of
-            the embedding of their token (soft prompts, images, latent thoughts). None: no node does.
+        embeddings: `f[B, W, D]`, vectors that replace the embedding of a node's token (soft prompts, images, latent
+            thoughts). None: there are none.
+        embedded: `bool[B, W]`, the nodes for which `embeddings` is used; None: no node.
         hints: structs that one part of a method passes to another part, to the model, or to a model wrapper; see
             `hint`. Code that does not know a hint ignores it.
         is_prefill: static; True if the nodes are a chain and every live node will be committed, as in a prefill. A
             recurrent layer then keeps the last state only.
-        num_scored: static; number of leading nodes whose next-token distributions are needed; the nodes after them are
-            only read, and the leading nodes do not see them. None: any node may be scored.
+        num_scored: static; number of leading nodes whose next-token distributions are needed. The leading nodes do not
+            attend to the nodes after them. None: the distributions of all nodes may be needed.
     """
 
     tokens: Array
@@ -53,7 +54,7 @@ class Window(Struct):
     num_scored: int | None = static(default=None)
 
     def hint(self, kind: type[T]) -> T | None:
-        """The hint of this type, or None."""
+        """Returns the hint of the type `kind`, or None."""
         return next((hint for hint in self.hints if isinstance(hint, kind)), None)
 
     @property
@@ -61,52 +62,58 @@ class Window(Struct):
         return self.tokens.shape[1]
 
     def select(self, rows: Array) -> Window:
-        """The window whose row `i` is this one's row `rows[i]` (`i32[B']`)."""
+        """Returns the window whose row `i` is row `rows[i]` of this one (`i32[B']`)."""
         one = lambda x: x if x.shape[0] == 1 else x[rows]       # a mask may be one for all rows
         return jax.tree.map(one, self)
 
     def ordered(self, order: np.ndarray) -> Window:
-        """The same nodes, node `order[i]` at place `i` (`i32[W]`); without embeddings."""
+        """Returns this window with its nodes in another order: node `order[i]` (`i32[W]`) is moved to index `i`.
+        Embeddings are not moved."""
         some = lambda x: x[:, order]
         return self.replace(tokens=some(self.tokens), positions=some(self.positions), live=some(self.live),
                             mask=self.mask[:, order][:, :, order])
 
     def part(self, start: int, stop: int) -> Window:
-        """Nodes `start` to `stop`, which see none of the others; without embeddings."""
+        """Returns the nodes from `start` to `stop` as a window; they must not attend to the others. Embeddings are not
+        cut."""
         some = lambda x: x[:, start:stop]
         return self.replace(tokens=some(self.tokens), positions=some(self.positions), live=some(self.live),
                             mask=self.mask[:, start:stop, start:stop])
 
     @property
     def key_positions(self) -> Array:
-        """`i32[B, K]`: positions of the keys that `visible` is about."""
+        """Positions of the keys on the last axis of `visible()`, `i32[B, K]`."""
         return self.positions
 
     @property
     def before(self) -> None:
-        """The entries of nodes of earlier windows (`AttentionView`): there are none."""
+        """Entries of nodes of earlier windows, for classes like `AttentionView`; here None."""
         return None
 
     def visible(self) -> Array:
-        """`bool[B, W, W]`: the mask without dead keys; each node sees at least itself, so no softmax is empty."""
+        """Returns the mask without padding keys, `bool[B, W, W]`. Each node attends at least to itself, so no softmax
+        is empty."""
         return (self.mask & self.live[:, None, :]) | jnp.eye(self.width, dtype=bool)
 
 
 def causal(tokens: Array, start: Array, live: Array | None = None) -> Window:
-    """A chain: node `i` stands at position `start + i` and sees the nodes before it. `start`: `i32[B]`."""
+    """Returns a window in which node `i` has position `start + i` (`start` is `i32[B]`) and attends to itself and the
+    nodes before it. `live`: see `Window`; None: all."""
     width = tokens.shape[1]
     mask = jnp.tril(jnp.ones((1, width, width), bool))
     return _window(tokens, start, mask, live)
 
 
 def bidirectional(tokens: Array, start: Array, live: Array | None = None) -> Window:
-    """A canvas: node `i` stands at position `start + i`, every live node sees every live node."""
+    """Returns a window in which node `i` has position `start + i` (`start` is `i32[B]`) and attends to all live
+    nodes."""
     width = tokens.shape[1]
     return _window(tokens, start, jnp.ones((1, width, width), bool), live)
 
 
 def block_causal(tokens: Array, start: Array, block: int, live: Array | None = None) -> Window:
-    """Blocks of `block` positions, counted from position 0: a node sees all of its own block and of those before it.
+    """Returns a window in which a node attends to all nodes of its own block and of earlier ones. A block has `block`
+    positions, counted from position 0; the first node has position `start` (`i32[B]`).
 
     >>> w = block_causal(jnp.zeros((1, 4), jnp.int32), jnp.ones(1, jnp.int32), 2)
     >>> w.mask[0].astype(int).tolist()
@@ -118,8 +125,8 @@ def block_causal(tokens: Array, start: Array, block: int, live: Array | None = N
 
 
 def causal_prefix(tokens: Array, start: Array, prefix: Array, live: Array | None = None) -> Window:
-    """A chain that ends in a canvas: nodes at positions below `prefix` (`i32[B]`) see those before them; the others see
-    those and one another.
+    """Returns a window that is causal at positions below `prefix` (`i32[B]`); nodes from there on attend to those nodes
+    and to each other. The first node has position `start` (`i32[B]`).
 
     >>> w = causal_prefix(jnp.zeros((1, 4), jnp.int32), jnp.zeros(1, jnp.int32), jnp.full(1, 2))
     >>> w.mask[0].astype(int).tolist()
@@ -137,7 +144,8 @@ def _window(tokens: Array, start: Array, mask: Array, live: Array | None) -> Win
 
 
 def parents(window: Window) -> Array:
-    """`i32[B, W]`: for each node the window node one position before it that it sees, or -1 where that is cached.
+    """Returns the index of each node's parent, `i32[B, W]`: the node one position before it to which it attends. -1:
+    the parent is in the cache.
 
     >>> w = causal(jnp.zeros((1, 3), jnp.int32), jnp.zeros(1, jnp.int32))
     >>> parents(w).tolist()
@@ -149,13 +157,13 @@ def parents(window: Window) -> Array:
 
 
 def take(x: Array, index: Array) -> Array:
-    """`x[b, index[b, ...]]` for each row `b`: the gather along the window (or any second) axis."""
+    """Returns `x[b, index[b, ...]]` for each row `b`, a gather along the second axis."""
     return jax.vmap(lambda row, i: row[i])(x, index)
 
 
 def each_node(one: Callable[..., Any], *nodes: Any) -> Any:
-    """What a function gives for one node of each row after the other, arrays `[B, ...]` of arrays `[B, ...]`, for all
-    nodes of a window: arrays `[B, W, ...]` of arrays `[B, W, ...]`."""
+    """Applies a function of one node of each row, `one`: `[B, ...]` to `[B, ...]`, to all nodes of a window, one after
+    the other: `[B, W, ...]` to `[B, W, ...]`."""
     moved = jax.tree.map(lambda x: x.swapaxes(0, 1), nodes)
     if jax.tree.leaves(moved)[0].shape[0] == 1:
         return jax.tree.map(lambda x: x[:, None], one(*jax.tree.map(lambda x: x[0], moved)))

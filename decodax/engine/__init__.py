@@ -1,1 +1,2 @@
-"""From a request to results: reading prompts, running batches, and places that are filled as they become free."""
+"""The engine under all front ends: reads requests, prefills prompts, runs batches, and refills rows that become free.
+"""

@@ -1,5 +1,5 @@
-"""What can take the place of plain generation in `decodax.generate`: searches, and rules that choose one of several
-samples. Both answer with a `Result` of one row for each prompt."""
+"""Base classes of searches and of selection rules, which replace plain generation in `decodax.generate`. Both return a
+`Result` with one row for each prompt."""
 
 from __future__ import annotations
 
@@ -11,24 +11,29 @@ from decodax.engine.result import Result
 
 
 class Search(abc.ABC):
-    """A search over texts, for `search=`."""
+    """Base class of searches over texts, for the argument `search`."""
 
     @abc.abstractmethod
     def run(self, lm: Any, prompts: Any, options: Mapping[str, Any]) -> Result:
-        """Returns one text for each prompt.
+        """Returns a result with one text for each prompt.
 
         Args:
-            lm, prompts: as of `decodax.generate`. options: other arguments of `generate`.
+            lm: the model, as in `decodax.generate`.
+            prompts: the prompts, as in `decodax.generate`.
+            options: the other arguments of `generate`.
         """
 
 
 class Select(abc.ABC):
-    """A rule that chooses one of several samples, for `select=`."""
+    """Base class of rules that choose one of several samples, for the argument `select`."""
 
     @abc.abstractmethod
     def run(self, lm: Any, prompts: Any, num_samples: int, options: Mapping[str, Any]) -> Result:
-        """Returns one of `num_samples` texts for each prompt.
+        """Returns a result with one of `num_samples` samples for each prompt.
 
         Args:
-            lm, prompts: as of `decodax.generate`. options: other arguments of `generate`.
+            lm: the model, as in `decodax.generate`.
+            prompts: the prompts, as in `decodax.generate`.
+            num_samples: number of samples of each prompt.
+            options: the other arguments of `generate`.
         """

@@ -1,8 +1,7 @@
-"""Where prompts come from: an iterable at hand, or one that may take its time, which a thread reads ahead.
+"""Sources of prompts: an iterable that never blocks, or one that may block, which a thread reads ahead.
 
-Rows that run must not wait for a source that has nothing to give (a queue, a socket, a pipe), so its next item is asked
-for in a thread of its own. How far that thread reads ahead is bounded. Items are turned into requests where they are
-decoded, and draws are addressed by the items themselves: no answer depends on when an item came.
+Running rows must not wait for a source that has no item yet (a queue, a socket, a pipe), so its items are requested in
+a separate thread, which reads ahead up to a limit. The results do not depend on the time at which an item arrives.
 """
 
 from __future__ import annotations
@@ -18,10 +17,11 @@ CLOSING = 0.2
 
 
 class AtHand:
-    """An iterable that never blocks, such as a list: read when there is room, and to its end when the time is out.
+    """A source that never blocks, such as a list.
 
     Attributes:
-        over: whether nothing more comes. error: what ended the iterable, or None.
+        over: True if no more items follow.
+        error: the error that ended the iterable, or None.
     """
 
     def __init__(self, items: Iterable[Any]):
@@ -29,7 +29,8 @@ class AtHand:
         self.error: BaseException | None = None
 
     def take(self, most: int, patience: float | None) -> list[Any]:
-        """Up to `most` items; fewer only at the end. It never waits, so `patience` does not matter."""
+        """Returns up to `most` items; fewer only at the end of the source. It never waits, so `patience` has no effect.
+        """
         found: list[Any] = []
         while len(found) < most and not self.over:
             try:
@@ -41,7 +42,7 @@ class AtHand:
         return found
 
     def rest(self) -> Iterable[Any]:
-        """What is answered though the time is out: all that is left."""
+        """Yields all remaining items, which are answered although the time is over."""
         while found := self.take(1, None):
             yield from found
 
@@ -54,13 +55,14 @@ class AtHand:
 
 
 class Arriving:
-    """An iterable that may block, read ahead in a thread; attributes and methods as of `AtHand`.
+    """A source that may block and is read ahead in a thread. It has the attributes and methods of `AtHand`.
 
     Attributes:
-        exhausted: whether the iterable has given all that it has.
+        exhausted: True if the iterable has yielded all its items.
 
     Args:
-        ahead: items that are read ahead at most, until `allow` says otherwise.
+        items: the iterable.
+        ahead: maximum number of items that are read ahead, until `allow` changes it.
     """
 
     def __init__(self, items: Iterable[Any], ahead: int):
@@ -79,10 +81,12 @@ class Arriving:
             return (self._ended or self._closed) and not self._held
 
     def take(self, most: int, patience: float | None) -> list[Any]:
-        """Up to `most` of the items that have come.
+        """Returns up to `most` of the items that have arrived.
 
         Args:
-            patience: seconds to wait for the first one if none has come; None: until one comes or the source ends.
+            most: maximum number of items.
+            patience: seconds to wait for the first item if none has arrived; None: until one arrives or the source
+                ends.
         """
         with self._change:
             self._change.wait_for(lambda: self._held or self._ended, patience)
@@ -91,19 +95,19 @@ class Arriving:
             return found
 
     def rest(self) -> Iterable[Any]:
-        """What is answered though the time is out: items that have come."""
+        """Returns the items that have arrived, which are answered although the time is over."""
         with self._change:
             self._closed = True
             return self.take(len(self._held), 0)
 
     def allow(self, most: int) -> None:
-        """Sets how many items may be held here; each that is taken leaves room for one less."""
+        """Sets the maximum number of items that are held here; `take` lowers it by each item that it returns."""
         with self._change:
             self._ahead = most
             self._change.notify_all()
 
     def close(self) -> None:
-        """Ends the thread, or lets it end as soon as the source gives it the next item. What has come is kept."""
+        """Ends the thread, at the latest when the source yields its next item. Items that have arrived are kept."""
         with self._change:
             self._closed = True
             self._change.notify_all()
@@ -128,12 +132,12 @@ class Arriving:
             self._change.notify_all()
 
     def _room(self) -> bool:
-        """Waits until one more item may be read; False: none is wanted any more."""
+        """Waits until one more item may be read. Returns False if no more items are wanted."""
         with self._change:
             self._change.wait_for(lambda: self._closed or len(self._held) < self._ahead)
             return not self._closed
 
 
 def arrivals(items: Iterable[Any], ahead: int) -> AtHand | Arriving:
-    """The source for an iterable of a caller: lists and tuples are at hand, all else may block."""
+    """Returns the source for an iterable: lists and tuples never block, other iterables may."""
     return AtHand(items) if isinstance(items, (list, tuple)) else Arriving(items, ahead)

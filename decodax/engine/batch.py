@@ -106,23 +106,94 @@ class BatchShape:
 
 
 @dataclasses.dataclass
-class Job:
-    """A batch on its way: the compiled drivers, and the clock. The state is donated from burst to burst."""
+class Batch:
+    """Rows on the device that run together in one compiled program: what every front end runs.
+
+    Attributes:
+        algorithm, model, params, policy: as the programs take them. mesh: where rows lie, or None.
+        state: of all rows; it is donated from run to run.
+        status: `i32[B]` on the host, why each row ended.
+        counts: `i64[B]`, number of forwards that each row ran or waited through.
+        seconds: spent in rounds.
+    """
 
     __repr__ = short
 
-    request: Request
     algorithm: Algorithm
     model: Any
     params: Params
     policy: Policy
+    mesh: Mesh | None
     state: State
+    status: np.ndarray = dataclasses.field(init=False)
+    counts: np.ndarray = dataclasses.field(init=False)
+    seconds: float = dataclasses.field(default=0.0, init=False)
+
+    def __post_init__(self) -> None:
+        self.status = np.array(self.state.status)
+        self.counts = np.zeros(len(self.status), np.int64)
+
+    @property
+    def most_rounds(self) -> int:
+        """Number of rounds after which every row must have ended."""
+        left = int((np.asarray(self.state.max_length) - np.asarray(self.state.length)).max())
+        return most_rounds(self.algorithm, left, len(self.status))
+
+    def rounds(self, most: int, fewest: int = 0) -> np.ndarray:
+        """Runs `most` rounds at most, or until no more than `fewest` rows are running.
+
+        Returns:
+            `i64[B]`, forwards that each row ran or waited through; the largest is their number.
+        """
+        clock = time.perf_counter()
+        with on_mesh(self.mesh):
+            self.state = drivers.advance(self.algorithm, self.model, self.params, self.policy, self.state,
+                                         np.int32(most), np.int32(fewest))
+        self.status = np.array(self.state.status)
+        stats, before = self.state.stats, self.counts
+        self.counts = np.asarray(stats.rounds).astype(np.int64) + np.asarray(stats.waited)
+        self.seconds += time.perf_counter() - clock
+        return self.counts - before
+
+    def put(self, new: State, policy: Policy, to: np.ndarray) -> None:
+        """Replaces the rows `to` (`i32[B']`) by those of another state; one beyond the batch is left out."""
+        self.state, self.policy = drivers.refill(self.state, self.policy, new, policy, jnp.asarray(to))
+        used = to < len(self.status)
+        self.status[to[used]] = np.asarray(new.status)[used]
+        self.counts[to[used]] = 0
+
+    def end(self, rows: np.ndarray) -> None:
+        """Ends those of `rows` (`bool[B]`) that still run: their time is out, or nobody waits for them."""
+        late = rows & (self.status == Status.RUNNING)
+        if late.any():
+            self.status = np.where(late, np.int32(Status.TIME), self.status)
+            with on_mesh(self.mesh):
+                self.state = self.state.replace(status=jax.device_put(self.status, self.state.status.sharding))
+
+    def outcome(self) -> tuple[State, dict[str, np.ndarray]]:
+        """Returns the results of all rows and what the method found of them, on the host."""
+        with on_mesh(self.mesh):
+            s = drivers.outcome(self.algorithm, self.state)
+            found = findings(self.algorithm, s)
+        return host_rows(s, np.arange(len(self.status))), {name: np.asarray(x) for name, x in found.items()}
+
+
+@dataclasses.dataclass
+class Job:
+    """The batch of a request, all of whose prompts run at once.
+
+    Attributes:
+        request: what was asked. batch: its rows, which may be more: they fill up the program's size.
+        prefill_forwards, prefill_seconds: that reading the prompts took.
+    """
+
+    __repr__ = short
+
+    request: Request
+    batch: Batch
     prefill_forwards: int
     prefill_seconds: float
-    seconds: float = 0.0
-    forwards: int = 0
     burst: int = 1
-    status: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(1, np.int32))
 
     @classmethod
     def begin(cls, request: Request, of: Request | None = None) -> Job:
@@ -142,72 +213,82 @@ class Job:
             # no round at all: compiles the loop, if it must, before the decode clock starts
             s = drivers.advance(shape.algorithm, model, shape.params, policy, s, np.int32(0), np.int32(0))
             jax.block_until_ready(s.length)
-        job = cls(request, shape.algorithm, model, shape.params, policy, s, forwards, time.perf_counter() - clock)
-        job.status = np.asarray(s.status)[:len(request) * request.samples]
-        return job
+        batch = Batch(shape.algorithm, model, shape.params, policy, shape.mesh, s)
+        return cls(request, batch, forwards, time.perf_counter() - clock)
+
+    @property
+    def rows(self) -> int:
+        """Number of rows of the request."""
+        return len(self.request) * self.request.samples
+
+    @property
+    def state(self) -> State:
+        """State of all rows. May be set between runs."""
+        return self.batch.state
+
+    @state.setter
+    def state(self, state: State) -> None:
+        self.batch.state = state
+
+    @property
+    def status(self) -> np.ndarray:
+        """`i32[rows]`, why each row ended."""
+        return self.batch.status[:self.rows]
 
     @property
     def running(self) -> bool:
         return bool((self.status == Status.RUNNING).any())
 
     @property
-    def finished(self) -> int:
-        return int((self.status != Status.RUNNING).sum())
+    def forwards(self) -> int:
+        """Number of forwards of the rounds: the row that runs longest took part in each, or waited."""
+        return int(self.batch.counts.max())
+
+    @property
+    def seconds(self) -> float:
+        return self.batch.seconds
 
     @property
     def done(self) -> float:
-        """How many rows have finished; those that run count by how much of their budget they have."""
-        start, now, end = (np.asarray(x)[:len(self.status)] for x in (
+        """Number of rows that have finished; those that run count by the share of their budget that they have."""
+        start, now, end = (np.asarray(x)[:self.rows] for x in (
             self.state.prompt_length, self.state.length, self.state.max_length))
         share = np.clip((now - start) / np.maximum(end - start, 1), 0, 1)
         return float(np.where(self.status == Status.RUNNING, share, 1).sum())
 
     def advance(self, seconds: float | None, rounds: int | None = None, fewest: int = 0) -> None:
-        """Runs to the end, or for about this long, or so many rounds, or until no more than `fewest` rows
-        are running."""
-        clock = time.perf_counter()
-        budget = int((np.asarray(self.state.max_length) - np.asarray(self.state.length)).max())
-        bound = most_rounds(self.algorithm, budget, self.state.batch)
+        """Runs to the end; or for about `seconds`, or `rounds` rounds, or until no more than `fewest` rows are running.
+
+        Raises:
+            RuntimeError: the method makes no progress.
+        """
+        before, most = self.seconds, self.batch.most_rounds
         whole = seconds is None and rounds is None
-        rounds = bound if whole else min(self.burst if rounds is None else rounds, bound)
-        with on_mesh(self.request.lm.mesh):
-            self.state = drivers.advance(self.algorithm, self.model, self.params, self.policy, self.state,
-                                         np.int32(rounds), np.int32(fewest))
-        self.status = np.asarray(self.state.status)[:len(self.status)]
-        spent = time.perf_counter() - clock
-        self.seconds += spent
-        # the row that runs longest took part in each of them, or waited while rows of another kind did
-        stats = self.state.stats
-        self.forwards = int((np.asarray(stats.rounds) + np.asarray(stats.waited)).max())
+        self.batch.rounds(most if whole else min(self.burst if rounds is None else rounds, most), fewest)
         if whole and int((self.status == Status.RUNNING).sum()) > fewest:
-            raise RuntimeError(f"{self.algorithm}: rows still running after {rounds} rounds; it makes no progress")
-        if seconds is not None and spent < seconds:
+            raise RuntimeError(f"{self.batch.algorithm}: rows still running after {most} rounds; it makes no progress")
+        if seconds is not None and self.seconds - before < seconds:
             self.burst = min(self.burst * 2, 256)
 
     def end(self, rows: np.ndarray) -> None:
-        """Ends those of `rows` (`bool[B]`) that still run: nobody waits for them."""
-        wide = np.zeros(self.state.batch, bool)
-        wide[:len(rows)] = rows
-        status = np.array(self.state.status)
-        status[wide & (status == Status.RUNNING)] = Status.TIME
-        with on_mesh(self.request.lm.mesh):
-            self.state = self.state.replace(status=jax.device_put(status, self.state.status.sharding))
-        self.status = status[:len(self.status)]
+        """Ends those of `rows` (`bool[rows]`) that still run: nobody waits for them."""
+        self.batch.end(np.pad(rows, (0, len(self.batch.status) - len(rows))))
 
     def expire(self) -> None:
-        """Ends the rows that still run: their time is out."""
-        self.status = np.where(self.status == Status.RUNNING, np.int32(Status.TIME), self.status)
+        """Ends the rows that still run, since their time is out. On the device they do not end: what the method keeps
+        of unfinished rows counts as such."""
+        status = self.batch.status
+        self.batch.status = np.where(status == Status.RUNNING, np.int32(Status.TIME), status)
 
     def result(self) -> Result:
-        """What came out."""
-        with on_mesh(self.request.lm.mesh):
-            s = drivers.outcome(self.algorithm, self.state)
-            found = findings(self.algorithm, s)
-        # without the rows that fill up the batch
-        result = collect(self.request, host_rows(s, np.arange(len(self.status))), self.status,
-                         {name: np.asarray(x)[:len(self.status)] for name, x in found.items()})
+        """Returns the result of the request's rows."""
+        s, found = jax.tree.map(lambda x: x[:self.rows], self.batch.outcome())
+        return self.timed(collect(self.request, s, self.status, found), self.forwards)
+
+    def timed(self, result: Result, forwards: int) -> Result:
+        """Returns the result with the forwards and seconds of this batch."""
         return dataclasses.replace(result, stats=dataclasses.replace(
-            result.stats, forwards=self.forwards, prefill_forwards=self.prefill_forwards, seconds=self.seconds,
+            result.stats, forwards=forwards, prefill_forwards=self.prefill_forwards, seconds=self.seconds,
             prefill_seconds=self.prefill_seconds))
 
 

@@ -1,4 +1,4 @@
-"""Keeping compiled programs between processes, and dropping them where they fill one.
+"""Stores compiled programs for other processes, and drops them when they fill the memory maps of this process.
 
 On CPU each compiled kernel takes three memory maps, a configuration of `generate` about 570, and Linux grants a process
 65,530 (vm.max_map_count). Beyond them XLA fails or crashes, so old programs are dropped in time.
@@ -14,30 +14,31 @@ from pathlib import Path
 from typing import Any
 
 LEAST_SECONDS = 0.2
-"""Programs that compile faster are not written; JAX's own default is 1 s, and small models have many in between."""
+"""Programs that compile faster than this are not written; JAX's own default is 1 s, and many programs of small models
+take less."""
 
 
 def cache_programs(directory: str | os.PathLike[str] | None = None) -> str:
-    """Keeps compiled programs in a directory, so that the next process need not compile them again.
+    """Stores compiled programs in a directory, so that later processes need not compile them again.
 
-    Call it once, at any time, best before the first `generate`; another call with the same directory changes nothing.
-    It turns on JAX's persistent compilation cache, for all programs of this process. What it saves: on a 2-core CPU the
-    first `generate` of `pycode` in a new process takes 2.6 s instead of 9.2 s.
+    Call it once, at any time, best before the first `generate`; another call with the same directory has no effect. It
+    turns on JAX's persistent compilation cache, for all programs of this process. On a 2-core CPU, the first `generate`
+    of `pycode` in a new process then takes 2.6 s instead of 9.2 s.
 
     >>> import decodax as dx
     >>> dx.cache_programs()                                                       # doctest: +SKIP
     '/home/me/.cache/decodax/xla'
 
     Args:
-        directory: where; also a remote one that JAX can write (`gs://...`). Default: what JAX is already set to (its
-            variable JAX_COMPILATION_CACHE_DIR), else decodax/xla in $XDG_CACHE_HOME or ~/.cache. JAX runs what lies
-            there, so nobody else should be able to write it.
+        directory: path of the directory; also a remote one that JAX can write (`gs://...`). None: the directory that is
+            already set in JAX (such as by its variable JAX_COMPILATION_CACHE_DIR), else decodax/xla in $XDG_CACHE_HOME
+            or ~/.cache. JAX runs the programs in it, so other users should not be able to write to it.
 
     Returns:
         The directory.
 
     Raises:
-        OSError: the directory cannot be made.
+        OSError: the directory cannot be created.
     """
     import jax
 
@@ -64,7 +65,7 @@ def drop_programs(share: float = 0.5) -> bool:
     """Drops all compiled programs of this process if they hold more than `share` of its memory maps.
 
     Returns:
-        Whether it did. On systems without such a limit they never hold any.
+        True if programs were dropped. Systems without a limit on memory maps never need it.
     """
     full = crowded(share)
     if full:
@@ -76,7 +77,7 @@ def drop_programs(share: float = 0.5) -> bool:
 
 
 def crowded(share: float) -> bool:
-    """Whether the process holds more than `share` of the memory maps that Linux grants it."""
+    """True if the process uses more than `share` of the memory maps that Linux grants it."""
     try:
         limit = int(Path("/proc/sys/vm/max_map_count").read_text())
         return Path("/proc/self/maps").read_bytes().count(b"\n") > share * limit
@@ -86,10 +87,10 @@ def crowded(share: float) -> bool:
 
 @functools.lru_cache(maxsize=1)     # the maps are read, 10 ms when there are many, only after something was compiled
 def keep_room(compiled: int) -> None:
-    """Drops all compiled programs, with a warning, once they hold half of the memory maps.
+    """Drops all compiled programs, with a warning, if they hold half of the memory maps.
 
     Args:
-        compiled: how many programs there are; as long as that stays the same, nothing is done.
+        compiled: number of compiled programs; if it is the same as in the last call, nothing is checked.
     """
     if drop_programs():
         from decodax.common.arguments import outside

@@ -1,4 +1,4 @@
-"""What a model's generation config says, where the caller says nothing."""
+"""Defaults from a model's generation config, for options that the caller does not give."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ class Config:
 
     def or_given(self, key: str, given: Any, read: Callable[[str, Any], Any], default: Any = None,
                  name: str | None = None) -> Any:
-        """The argument `name` (default `key`) as `read` reads it, or, where it is None, the config's entry `key`."""
+        """Returns the argument `name` (default `key`), converted by `read`; if it is None, the entry `key` of the
+        generation config, or else `default`."""
         if given is not None:
             return read(name or key, given)
         found = self.entries.get(key)

@@ -1,4 +1,5 @@
-"""How long texts may be: new tokens of each prompt, and the positions of the model; and what stands before them."""
+"""Lengths of texts: the number of new tokens of each prompt, the positions of the model, and the contexts before
+prompts."""
 
 from __future__ import annotations
 
@@ -14,11 +15,12 @@ from decodax.io.load import LM
 from decodax.io.prompts import read_prompts, spell
 
 NEW = 64
-"""New tokens where neither the call nor the model says how many."""
+"""Default of the number of new tokens, if neither the call nor the model gives one."""
 
 
 def new_tokens(lengths: np.ndarray, max_new: Any, max_length: Any, said: Config) -> tuple[np.ndarray, str]:
-    """New tokens of each prompt, `i64[B]`, and which argument says so."""
+    """Returns the maximum number of new tokens of each prompt, `i64[B]`, and the name of the argument that determines
+    it."""
     if max_new is not None and max_length is not None:
         raise ValueError("max_length and max_new_tokens: got both, takes one of them")
     if max_length is not None:
@@ -34,7 +36,7 @@ def new_tokens(lengths: np.ndarray, max_new: Any, max_length: Any, said: Config)
 
 
 def _left_by(lengths: np.ndarray, name: str, limit: Any) -> np.ndarray:
-    """What a length with the prompt leaves for new tokens."""
+    """Returns the number of new tokens that a maximum length leaves after each prompt."""
     total = np.array(whole_rows(name, limit, len(lengths), 1, default=-1), np.int64)
     total = np.where(total < 0, lengths + NEW, total)
     if (short := np.flatnonzero(total < lengths)).size:
@@ -44,8 +46,18 @@ def _left_by(lengths: np.ndarray, name: str, limit: Any) -> np.ndarray:
 
 
 def check_room(lm: LM, longest: int, name: str, what: str = "prompt and new tokens", hint: str = "") -> None:
-    """Checks a length against the model's positions, and warns beyond the length that it was made for; `hint` ends the
-    warning."""
+    """Checks a length against the model's positions, and warns if it exceeds the trained length.
+
+    Args:
+        lm: the model.
+        longest: the length in tokens.
+        name: argument that determines it, for messages.
+        what: what is that long, for messages.
+        hint: end of the warning.
+
+    Raises:
+        ValueError: the model has fewer positions.
+    """
     limit = lm.model.max_positions
     if limit is not None and longest > limit:
         raise ValueError(f"{name}: {what} are {longest}, the model has {limit} positions")
@@ -55,10 +67,14 @@ def check_room(lm: LM, longest: int, name: str, what: str = "prompt and new toke
 
 
 def check_reach(lm: LM, lengths: np.ndarray, budget: np.ndarray, name: str) -> None:
-    """Checks prompts, and what is to follow them, as `_room` does; a prompt that is too long by itself is named.
+    """Checks prompts and their new tokens with `check_room`; a prompt that is too long by itself is named in the
+    message.
 
     Args:
-        name: the argument that says how many tokens follow.
+        lm: the model.
+        lengths: `i64[B]`, number of tokens of each prompt.
+        budget: `i64[B]`, number of new tokens of each prompt.
+        name: argument that determines the number of new tokens.
     """
     totals: Any = lengths + budget
     row, most = int(lengths.argmax()), int(totals.argmax())
@@ -72,7 +88,7 @@ def check_reach(lm: LM, lengths: np.ndarray, budget: np.ndarray, name: str) -> N
 
 
 def prefixes_of(lm: LM, context: Any, count: int) -> list[Prefix] | None:
-    """What holds the keys and values of the context of each prompt, or None where texts were given."""
+    """Returns the `Prefix` (keys and values of the context) of each prompt, or None if the contexts are texts."""
     rows = [context] if isinstance(context, Prefix) else context if isinstance(context, list | tuple) else []
     if not any(isinstance(row, Prefix) for row in rows):
         return None
@@ -85,7 +101,8 @@ def prefixes_of(lm: LM, context: Any, count: int) -> list[Prefix] | None:
 
 def after_contexts(lm: LM, before: list[list[int]], ids: list[list[int]],
                    given: list[tuple[Any, str]]) -> list[list[int]]:
-    """The ids of contexts with those of the prompts, of which texts go on from them."""
+    """Returns the token ids of each context followed by its prompt; a prompt that is a text is tokenized as the
+    continuation."""
     # a tokenizer that begins chats with a token of its own has begun the context with it
     again = lambda a, b: b[0] == lm.bos == a[0] and len(b) > 1
     return [a + (spell(lm, row, name, after=a) if isinstance(row, str) and row else b[1:] if again(a, b) else b)
@@ -93,7 +110,7 @@ def after_contexts(lm: LM, before: list[list[int]], ids: list[list[int]],
 
 
 def contexts_of(lm: LM, context: Any, count: int) -> list[list[int]]:
-    """The ids of the context of each prompt."""
+    """Returns the token ids of the context of each prompt."""
     rows = read_prompts(lm, context, "context")
     if len(rows) not in (1, count):
         raise ValueError(f"context: got {len(rows)} for {count} prompts, takes one, or one for each")

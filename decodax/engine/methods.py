@@ -1,4 +1,4 @@
-"""What a call decodes with: its model and cache, its decoding method, its stop strings."""
+"""Converts arguments to the objects that a call decodes with: model, cache, decoding method and stop strings."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from decodax.io.text import Tokenizer
 
 
 def model(lm: Any) -> LM:
-    """The model itself, or by what `load` calls it; a model that is named is loaded once.
+    """Returns the model: a result of `load`, or an argument of `load`, which is loaded once and kept.
 
     Raises:
-        TypeError: neither.
+        TypeError: `lm` is neither.
     """
     if isinstance(lm, (str, os.PathLike)):
         return _loaded(str(find(os.fspath(lm)).resolve()))
@@ -34,10 +34,11 @@ def model(lm: Any) -> LM:
 
 
 def text_model(lm: Any, does: str) -> LM:
-    """`model(lm)` for what reads and writes texts; `does` says so in the error.
+    """Returns `model(lm)` and checks that it has a tokenizer. `does` says in the error why it is needed.
 
     Raises:
-        ValueError: the model has no tokenizer. TypeError: as `model`.
+        ValueError: the model has no tokenizer.
+        TypeError: as in `model`.
     """
     lm = model(lm)
     if lm.tokenizer is None:
@@ -51,11 +52,11 @@ def _loaded(path: str) -> LM:
 
 
 def with_cache(lm: LM, cache: Any) -> LM:
-    """The model with another cache: a kind, or the name of a policy with options.
+    """Returns the model with another cache, given as an object or a string.
 
     Raises:
-        ValueError: there is no such policy, it does not take such options, or the model has a cache of its own.
-        TypeError: it is no kind of cache, or cannot be hashed.
+        ValueError: an unknown cache or option, or the model has a cache of its own kind.
+        TypeError: `cache` is not a cache config, or is not hashable.
     """
     kind = CACHES.object(cache, lm)
     if not isinstance(kind, CacheConfig) and not _is_kind(kind):
@@ -68,7 +69,7 @@ def with_cache(lm: LM, cache: Any) -> LM:
 
 
 def _is_kind(given: Any) -> bool:
-    """Whether it can be called as a kind of cache is (`decodax.core.types.CacheKind`)."""
+    """True if `given` can be called as a `decodax.core.types.CacheKind`."""
     if isinstance(given, type) or not callable(given):
         return False
     try:
@@ -82,19 +83,22 @@ def _is_kind(given: Any) -> bool:
 
 @functools.lru_cache(maxsize=8)        # 0.1 s for a large vocabulary, and a stream of requests has few
 def stop_table(tokenizer: Tokenizer, skip_special_tokens: bool, strings: tuple[str, ...], size: int) -> StopTable:
-    """The automaton of stop strings over a vocabulary of `size`."""
+    """Returns the automaton of stop strings over a vocabulary of `size` tokens."""
     pieces = tokenizer.pieces(skip_special_tokens)
     return StopTable.build(pieces.rest, strings, size, first=pieces.first, hidden=pieces.skipped)
 
 
 def chosen(lm: LM, given: Any, rows: int, draft: Any = None) -> Algorithm:
-    """The decoding method: given, named, or the default.
+    """Returns the decoding method, given as an object or a string, or the default of the model.
 
     Args:
-        rows: of a batch, for methods that are measured at its size. draft: draft model, for methods that are named.
+        lm: the model.
+        given: the object, the string, or None.
+        rows: number of rows of the batch, for methods that are tuned to it.
+        draft: draft model, for methods given by a string.
 
     Raises:
-        TypeError, ValueError: it is none, or it does not fit the model.
+        TypeError, ValueError: it is not a decoding method, or does not fit the model.
     """
     if isinstance(given, str):
         given = ALGORITHMS.read(given, draft)
@@ -127,7 +131,7 @@ def chosen(lm: LM, given: Any, rows: int, draft: Any = None) -> Algorithm:
 
 
 class _Same:
-    """A model compared by identity: what was made for it is kept while it is the same."""
+    """A model compared by identity, as a key of a cache of algorithms that were made for it."""
 
     def __init__(self, lm: Any):
         self.lm = lm
@@ -140,7 +144,8 @@ class _Same:
 
 
 def _built(given: Configured, lm: LM, draft: Any, rows: int) -> Algorithm:
-    """The algorithm of an entry, kept for the same models and options: some are measured when they are made."""
+    """Returns the algorithm of an entry with options. It is cached for the same models and options, since some
+    algorithms run measurements when they are made."""
     draft = given.draft if draft is None else draft
     draft = model(draft) if isinstance(draft, (str, os.PathLike)) else draft
     if draft is not None and not given.entry.may_draft:

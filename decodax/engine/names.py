@@ -1,4 +1,4 @@
-"""The arguments of the front ends by name: which there are, where each is taken, and what to say to others."""
+"""Names of the arguments of the front ends: which exist, which function takes them, and messages about others."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ SLOTS = ("algorithm", "draft", "cache", "constraint", "search", "select", "sampl
 OWN = (*SLOTS, "max_new_tokens", "max_length", "min_new_tokens", "seed", "num_samples", "stop", "include_stop",
        "logprobs", "request_ids", "guidance_scale", "negative_prompts", "skip_special_tokens", "max_time", "chunk",
        "batch_size", "inputs", "context", "adapter", "progress", "every", "ends")
-"""Arguments of front ends that no policy is made of."""
+"""Arguments of front ends that are not sampling options."""
 
 NAMED = ("dola_layers", *beams.ARGUMENTS, *constraints.ARGUMENTS)
-"""Names that generation configs, lines of jobs, items of `serve` and flags use for what a slot takes in Python."""
+"""Names in generation configs, lines of jobs, items of `serve` and flags, for options that belong to a slot in Python.
+"""
 
 ELSEWHERE = {
     "batch": "batch_size= splits prompts into batches", "vocab_size": "it is the model's own",
@@ -36,7 +37,7 @@ ELSEWHERE = {
     "attention_mask", "input_ids": "prompts take ids", "pad_token_id":
     "the model's own fills the tokens of shorter rows", "return_dict_in_generate": "a Result has all there is",
     "output_scores": "logprobs= records log-probabilities"}
-"""Arguments that callers know from elsewhere, or from below, and what there is here."""
+"""Arguments of other libraries or of internal functions, with the message that says what to use instead."""
 
 
 
@@ -51,17 +52,17 @@ SLOT_OF = {
     "constraint_after": "a constraint has .after(text)", **dict.fromkeys(beams.ARGUMENTS, _BEAMS),
     "penalty_alpha": "algorithm=decodax.algorithms.contrastive_search(...) is contrastive search",
     "dola_layers": "decodax.algorithms.contrastive.dola(lm, layers) is the model that decodes so"}
-"""What takes the place of each of `NAMED` in Python."""
+"""For each name in `NAMED`, the slot that replaces it in Python."""
 
 ONE_ROW = ("num_samples", "num_return_sequences", "batch_size", "progress")
 WITHOUT = {"generate": ("every", "ends"), "stream": (*ONE_ROW, "every", "ends"), "watch": (*ONE_ROW, "ends"),
            "infill": ("max_new_tokens", "max_length", "min_new_tokens", "num_samples", "num_return_sequences", "stop",
                       "include_stop", "negative_prompts", "inputs", "cache", "context", "adapter", "progress", "every")}
-"""Which of them a front end does not take."""
+"""For each front end, the arguments that it does not take."""
 
 
 def by_name(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options that data says, with those of `NAMED` together under `named`, as `Request.read` takes
+    """Returns the options with those in `NAMED` moved to a dictionary under the key `named`, as `Request.read` takes
     them."""
     named = {name: options[name] for name in NAMED if options.get(name) is not None}
     rest = {name: value for name, value in options.items() if name not in NAMED}
@@ -69,14 +70,14 @@ def by_name(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 OTHERS = ("num_return_sequences", "arithmetic_sampling")
-"""Arguments that say neither a policy nor how it is run."""
+"""Arguments that belong neither to the sampling options nor to the engine."""
 
 
 def check_names(where: str, sampling: Mapping[str, Any]) -> None:
-    """Checks the names of sampling arguments.
+    """Checks the names of sampling options.
 
     Raises:
-        TypeError: one is none, or one of another front end; says what may have been meant.
+        TypeError: an unknown name, or an argument of another function; the message suggests names.
     """
     for name in sampling:
         if name in ELSEWHERE or name in SLOT_OF:
@@ -88,18 +89,21 @@ def check_names(where: str, sampling: Mapping[str, Any]) -> None:
 
 
 def takes(where: str) -> set[str]:
-    """Names of the arguments that a front end takes."""
+    """Returns the names of the arguments that a front end takes."""
     return {*OWN, *DEFAULTS, *OTHERS} - {*WITHOUT[where], *ELSEWHERE, "eos"}
 
 
 def without(where: str, given: Mapping[str, Any], refused: Mapping[str, str]) -> dict[str, Any]:
-    """Arguments without those that a front end does not take and that ask for nothing.
+    """Returns the arguments without those that a front end does not take; these are allowed if they have neutral
+    values.
 
     Args:
-        refused: what there is in place of each that it does not take.
+        where: name of the front end.
+        given: the arguments.
+        refused: for each argument that it does not take, what to use instead, for the error.
 
     Raises:
-        TypeError: one of them asks for something.
+        TypeError: one of them has another value.
     """
     for name, why in refused.items():
         if not asks_nothing(name, given.get(name)):

@@ -1,13 +1,13 @@
-"""Prompts that are read within the rounds of others: chunked prefill that piggybacks on decoding.
+"""Chunked prefill that piggybacks on decoding: prompts are prefilled within the rounds of other prompts.
 
-SARATHI (Agrawal et al., 2023) and Sarathi-Serve (Agrawal et al., 2024): a round has a budget of tokens. First come
-those of the rows that decode, one each or a window of drafts; what is left goes to chunks of prompts, in the order in
-which they came. So a long prompt does not hold up the others, and its tokens share the reading of the weights with
+SARATHI (Agrawal et al., 2023) and Sarathi-Serve (Agrawal et al., 2024): a round has a budget of tokens. The rows that
+decode come first, with one token each or a window of drafts; the rest of the budget goes to chunks of prompts, in the
+order of their arrival. So a long prompt does not delay the others, and its tokens share each read of the weights with
 theirs.
 
-The window of a round has the decoding nodes first and those of a chunk behind them; a row has live nodes in one of the
-two parts. Dense layers see the live nodes of all rows side by side, and attention looks at the second part for the rows
-alone that read (`decodax.core.packing`).
+The window of a round has the decoding nodes first and the nodes of chunks after them; a row has live nodes in one of
+the two parts. Dense layers process the live nodes of all rows side by side, and attention processes the second part
+only for the rows that are being prefilled (`decodax.core.packing`).
 """
 
 from __future__ import annotations
@@ -30,11 +30,13 @@ from decodax.core.window import Window, causal
 
 @dataclasses.dataclass(frozen=True)
 class Piggyback(Around):
-    """Decoding by `method`, where some rows are still reading their prompts.
+    """Decodes by `method` while some rows are still being prefilled.
 
     Attributes:
-        budget: tokens of a round, all rows counted; more than those of the rows that decode. chunk: of them at most for
-            one prompt. readers: prompts of which parts are read in one round.
+        method: the decoding method.
+        budget: maximum number of tokens in a round, over all rows; more than the rows that decode need.
+        chunk: maximum number of tokens of one prompt in a round.
+        readers: number of prompts that are prefilled in one round.
     """
 
     method: Algorithm
@@ -48,7 +50,7 @@ class Piggyback(Around):
 
     @property
     def variants(self) -> tuple[Algorithm, ...]:
-        """Rounds of the method, and those in which some rows read."""
+        """The rounds of the method, and rounds in which some rows are prefilled."""
         return self.method, Mixed(self.method, self.budget, self.chunk, self.readers)
 
     def choose(self, params: Params, policy: Any, s: State) -> Array:
@@ -57,7 +59,7 @@ class Piggyback(Around):
 
 @dataclasses.dataclass(frozen=True)
 class Mixed(Around):
-    """A round in which some rows read and the others decode; arguments as of `Piggyback`."""
+    """A round in which some rows are prefilled and the others decode. The attributes are those of `Piggyback`."""
 
     method: Algorithm
     budget: int
@@ -117,11 +119,11 @@ class Mixed(Around):
             drafted=none(d.drafted), accepted=none(d.accepted), idle=reads if d.idle is None else reads | d.idle)
 
     def _decoding(self, s: State, reads: Array) -> State:
-        """The state as the method sees it: rows that read are not running."""
+        """Returns the state as the method sees it: rows that are being prefilled are not running."""
         return s.replace(status=jnp.where(reads, jnp.int32(Status.TIME), s.status))
 
     def _shares(self, s: State, reads: Array, spare: Array) -> Array:
-        """`i32[B]`: how many tokens of each prompt are read."""
+        """Returns the number of tokens of each prompt that this round prefills, `i32[B]`."""
         left = jnp.where(reads, s.prompt_length - 1 - s.cache.length, 0)
         # first come, first served: who reads waits
         order = jnp.lexsort((left, -s.stats.waited, ~reads))

@@ -1,4 +1,4 @@
-"""The policy of a request: its transforms of logits, constraints, stop rules, guidance, and the inputs of its rows."""
+"""Builds the policy of a request: logit transforms, constraints, stop rules, guidance, and the inputs of its rows."""
 
 from __future__ import annotations
 
@@ -28,7 +28,11 @@ from decodax.sampling.neutral import asks_nothing
 
 def policy_of(lm: LM, samples: int, lengths: np.ndarray, least: np.ndarray, sampling: dict[str, Any],
             said: Config, searching: bool) -> Policy:
-    """The policy of all rows. Beams (`searching`) want a way on beside each end of a sequence."""
+    """Returns the policy of all rows.
+
+    With `searching` (beam search), truncations keep more tokens than there are end-of-sequence tokens, so that each
+    beam can continue.
+    """
     config = dict(said.entries)
     for name in ("guidance_scale", "max_length", "max_new_tokens", "min_new_tokens"):
         config.pop(name, None)
@@ -57,7 +61,7 @@ def policy_of(lm: LM, samples: int, lengths: np.ndarray, least: np.ndarray, samp
 
 
 def evenly_spaced(method: Algorithm, policy: Policy, link: Arithmetic) -> Policy:
-    """The policy whose samples have evenly spaced codes."""
+    """Returns the policy with arithmetic sampling, in which the samples of a prompt have evenly spaced codes."""
     if method.traits.canvas or method.traits.samples is not None:
         raise ValueError(f"arithmetic_sampling: {name_of(method)} draws its samples in a way of its own; takes a "
                          "method that draws them token by token")
@@ -66,11 +70,19 @@ def evenly_spaced(method: Algorithm, policy: Policy, link: Arithmetic) -> Policy
 
 def constrained(asked: list[Any], lm: LM, method: Algorithm, policy: Policy, ends: np.ndarray, budget: np.ndarray,
                  least: Sequence[int], samples: int, given: bool, until: float) -> Policy:
-    """The policy with constraints in front of its temperature.
+    """Returns the policy with constraints, placed before its temperature.
 
     Args:
-        least: new tokens that each prompt must have before an end counts. given: whether the canvas is part of the
-            text already. until: when the time is out, by `time.monotonic`.
+        asked: key of the constraint of each prompt, or None.
+        lm: the model.
+        method: the decoding method.
+        policy: the policy.
+        ends: index after the last token that each row may have.
+        budget: maximum number of new tokens of each prompt.
+        least: minimum number of new tokens of each prompt before the text may end.
+        samples: number of rows of a prompt.
+        given: True if the canvas already contains a part of the text (infilling).
+        until: time limit, by `time.monotonic`.
     """
     if given:
         budget = np.full_like(budget, MOST)
@@ -98,8 +110,8 @@ def constrained(asked: list[Any], lm: LM, method: Algorithm, policy: Policy, end
 
 
 def closing(policy: Policy) -> Policy:
-    """The policy that ends rows whose text is complete, where they are held to a language and have no end of
-    sequence."""
+    """Returns the policy; for constrained rows without an end-of-sequence token, adds the stop rule `Closing`, which
+    ends rows whose text is complete."""
     link = next((t for t in policy.transforms if type(t) is Constrained), None)
     if link is None or (np.asarray(policy.eos) >= 0).any():
         return policy
@@ -107,13 +119,13 @@ def closing(policy: Policy) -> Policy:
 
 
 def _masks(lm: LM) -> tuple[int, ...]:
-    """Tokens that stand for what is not decided."""
+    """Returns the mask token of a diffusion model as a tuple, or ()."""
     mask = None if lm.diffusion is None else lm.diffusion.mask
     return () if mask is None else (int(mask),)
 
 
 def adapter_inputs(lm: LM, adapter: Any, inputs: Any, count: int) -> Any:
-    """Inputs of the model, where rows have adapters."""
+    """Returns the inputs of the model that select the adapter of each row, or `inputs` for a model without adapters."""
     if not lm.adapters:
         if not asks_nothing("adapter", adapter):
             raise ValueError(f"adapter: got {shown(adapter)}, and {lm.name!r} has none; takes None, or a model that "
@@ -131,7 +143,7 @@ def adapter_inputs(lm: LM, adapter: Any, inputs: Any, count: int) -> Any:
 
 
 def row_inputs(inputs: Any, count: int) -> Any:
-    """Inputs of the model, on the host."""
+    """Returns the inputs of the model as NumPy arrays, after a check of their first axis."""
     if isinstance(inputs, Iterator):
         raise wrong("inputs", inputs, f"a pytree of arrays [{count}, ...]")
     arrays = jax.tree.map(np.asarray, inputs)
@@ -144,7 +156,8 @@ def row_inputs(inputs: Any, count: int) -> Any:
 
 def guidance_of(lm: LM, method: Algorithm, budget: np.ndarray, scale: Any, negative: Any, said: Config
               ) -> tuple[np.ndarray | None, list[list[int]] | None]:
-    """Scales and negative prompts."""
+    """Returns the guidance scale of each prompt and its negative prompt; None for no guidance, or for the default
+    negative prompts."""
     count = len(budget)
     scales = said.or_given("guidance_scale", scale, lambda name, x: per_row(name, x, count, np.float32, 1, "a number",
                                                                             np.isfinite))

@@ -1,7 +1,7 @@
-"""Beginnings that several prompts have in common: read once, for all that wait (BatchLLM: Zheng et al., 2024).
+"""Common prefixes of prompts, which are prefilled once for all waiting prompts (BatchLLM: Zheng et al., 2024).
 
-A few-shot header, a system prompt or one long document in front of many questions is found by comparing the prompts
-themselves. Those with the same beginning run together.
+A few-shot header, a system prompt or one long document before many questions is found by comparing the prompts. Prompts
+with the same prefix run together.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from decodax.engine.reading import SHARED, common
 
 def mates(prompts: Sequence[Sequence[int]], least: int = SHARED,
           known: Sequence[Sequence[int]] = ()) -> tuple[int, list[int]]:
-    """The beginning of the first prompt that saves the most tokens if all that have it read it once.
+    """Returns the prefix of the first prompt that saves the most tokens if it is prefilled once for all prompts that
+    have it.
 
     >>> mates([[1, 2, 3, 4], [1, 2, 3, 9], [1, 2, 7], [1, 2, 8], [5]], least=1)
     (2, [0, 1, 2, 3])
@@ -21,11 +22,13 @@ def mates(prompts: Sequence[Sequence[int]], least: int = SHARED,
     (0, [])
 
     Args:
-        least: tokens of a beginning that is worth it. known: beginnings that have been read already.
+        prompts: token ids of the prompts.
+        least: minimum number of tokens of a prefix.
+        known: prefixes whose caches exist already.
 
     Returns:
-        How long it is, less than any of the prompts that have it, and which have it; 0 and none if no other one has a
-        beginning of that length in common with the first.
+        The length of the prefix, less than that of each prompt that has it, and the indices of these prompts; 0 and []
+        if no other prompt or known prefix shares enough tokens with the first prompt.
     """
     # each prompt has a token left to read behind the beginning
     shared = [min(common(prompts[0], p), len(p) - 1, len(prompts[0]) - 1) for p in prompts]

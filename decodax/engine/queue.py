@@ -1,4 +1,4 @@
-"""Which prompt takes which place. Requests that differ in method or kind of sampling go through places of their own."""
+"""Schedules prompts to free rows. Requests that differ in method or kind of sampling run in separate batches."""
 
 from __future__ import annotations
 
@@ -20,18 +20,20 @@ from decodax.engine.result import LogProbs, Result, Statistics
 from decodax.engine.slots import Slots, Use, kin
 
 BURST = 0.05
-"""Seconds of rounds between two looks at the clock and at the source, where there is one to look at."""
+"""Seconds of rounds between two checks of the clock and of the source."""
 
 GATHER = 0.02
-"""Seconds that an empty batch waits for further prompts after its first: a source that has them fills it at once."""
+"""Seconds that an empty batch waits for further prompts after the first one, so that a source that has more can fill
+it."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Ticket:
-    """A prompt that waits.
+    """A waiting prompt.
 
     Attributes:
-        request: of this one prompt. tag: whatever its owner knows it by.
+        request: the request of this one prompt.
+        tag: any object by which the caller identifies it.
     """
 
     __repr__ = short
@@ -45,7 +47,8 @@ class Refused:
     """A prompt that cannot be answered.
 
     Attributes:
-        error: why. tag: whatever its owner knows it by.
+        error: the reason.
+        tag: any object by which the caller identifies it.
     """
 
     error: Exception
@@ -53,12 +56,12 @@ class Refused:
 
     @property
     def outcome(self) -> Result | Exception:
-        """The error, but a result of one whose time was out before it began."""
+        """The error; or an empty result, if the time of the prompt was over before it began."""
         return unstarted(self.error.request) if isinstance(self.error, OutOfTime) else self.error
 
 
 Waiting = collections.deque[tuple[Ticket, Any]]
-"""Tickets that wait, each with the `kin` of its request."""
+"""Waiting tickets, each with the `kin` of its request."""
 
 
 def schedule(tickets: Iterable[Any] | AtHand | Arriving, seats: int, *,
@@ -66,29 +69,29 @@ def schedule(tickets: Iterable[Any] | AtHand | Arriving, seats: int, *,
              end: float | None = None, longest: int = 1, more: int = 1, memory: int | None = None,
              token_budget: int | None = None,
              use: Use | None = None) -> Generator[tuple[Any, Result | Exception], None, None]:
-    """Runs prompts through places that are filled again as they become free; gives tags and results as they finish, or
-    the error of a prompt that cannot be answered.
+    """Runs prompts in rows that are refilled as they become free. Yields tags with results as they finish, or with the
+    error of a prompt that cannot be answered.
 
-    Tickets are taken when there is room for them, so a source that makes them as they are asked for is never far ahead
-    of the work; rows that run do not wait for a source that has none (`Arriving`). Of those that wait, prompts of
-    similar length are read together. A ticket that cannot stand in the batch at hand (another method or model, other
-    kinds of sampling, or longer than its places) waits until that has run empty, which it does as soon as `ahead`
-    others went past. A row whose request has a `max_time` ends with `Status.TIME` when that many seconds have passed
-    since its prompt began to be read.
+    Tickets are taken only when there is room for them; running rows do not wait for a source that has no ticket yet
+    (`Arriving`). Of the waiting prompts, those of similar length are prefilled together. A ticket that does not fit the
+    current batch (another method, model or kind of sampling, or a longer text) waits until the batch has run empty;
+    after `ahead` other tickets have passed it, no others are added to the batch. A row whose request has a `max_time`
+    ends with `Status.TIME` when that time has passed since the prefill of its prompt began.
 
     Args:
-        tickets: tickets, or items of which `read` makes them; a plain iterable is taken to be `AtHand`.
-        read: the ticket of an item, or None for an item that asks for nothing. An error that it raises ends the source.
-        seats: prompts at once.
-        ahead: how many tickets wait at most; default 4 times the seats.
-        end: when the time is out, by `time.monotonic`: what runs ends with `Status.TIME`, and so does what waits.
-        longest, more: what places are made for at least: tokens of a row, and those that come when its cache has
-            settled. What is known of all that will come spares programs and places of another size.
-        memory: bytes that rows may take, by `BatchShape.row_bytes`: there are no more places than that.
-        token_budget: tokens of a round, by `Slots`. use: is added to.
+        tickets: tickets, or items from which `read` makes them; a plain iterable counts as `AtHand`.
+        seats: number of prompts that run at once.
+        read: returns the ticket of an item, or None to skip it. An error that it raises ends the source.
+        ahead: maximum number of waiting tickets; default 4 times `seats`.
+        end: time limit, by `time.monotonic`: running and waiting prompts then end with `Status.TIME`.
+        longest: minimum size of rows, in tokens. If the longest text to come is known, no second batch has to be made.
+        more: minimum number of tokens of a row after its cache is finished (`finish_prefill`), likewise.
+        memory: bytes that rows may take, as counted by `BatchShape.row_bytes`; limits the number of rows.
+        token_budget: maximum number of tokens in a round; see `Slots`.
+        use: a `Use` to which counts and times are added.
 
     Raises:
-        Exception: what the source or `read` raised, after all that was read before it has been answered.
+        Exception: an error of the source or of `read`, raised after all earlier prompts have been answered.
     """
     use = Use() if use is None else use
     source = tickets if isinstance(tickets, (AtHand, Arriving)) else AtHand(tickets)
@@ -179,17 +182,17 @@ def schedule(tickets: Iterable[Any] | AtHand | Arriving, seats: int, *,
 
 
 def ahead_of(seats: int, ahead: int | None) -> int:
-    """How many tickets wait at most."""
+    """Returns the maximum number of waiting tickets."""
     return 4 * seats if ahead is None else max(ahead, seats)
 
 
 def _places(waiting: Waiting, seats: int, over: bool, longest: int, more: int, use: Use, memory: int | None,
             token_budget: int | None) -> Slots:
-    """Places for the prompts like the one that waits longest: for all of them, or, where the memory has no room for
-    that, for those that are no longer than the first.
+    """Returns a batch for the prompts that are of the same kind as the one that waits longest: large enough for all of
+    them, or, if memory does not suffice, for those that are not longer than the first.
 
     Raises:
-        ValueError: there is no room for the first either.
+        ValueError: memory does not suffice for the first one either.
     """
     like = [ticket.request for ticket, own in waiting if own == waiting[0][1]]
     short = [r for r in like if r.longest <= like[0].longest and r.more <= like[0].more]
@@ -206,9 +209,8 @@ def _places(waiting: Waiting, seats: int, over: bool, longest: int, more: int, u
 
 
 def _choose(waiting: Waiting, group: Any, slots: Slots) -> tuple[list[tuple[Ticket, Any]], int]:
-    """The prompts that are read next, if there are enough places: the one that waits longest, and those with the same
-    beginning, or else of nearly its length; and how many tokens of a beginning they have in common that others have
-    too."""
+    """Returns the prompts that are prefilled next, and the length of their common prefix. They are the one that waits
+    longest and those with the same prefix or nearly its length; none if too few rows are free."""
     free = len(slots.free)
     most = free if free == len(slots.seats) else slots.few
     fit = [item for item in waiting if item[1] == group and slots.fits(item[0].request)]
@@ -222,7 +224,7 @@ def _choose(waiting: Waiting, group: Any, slots: Slots) -> tuple[list[tuple[Tick
 
 
 def unstarted(request: Request) -> Result:
-    """The result of prompts whose time was out before they began."""
+    """Returns the result of prompts whose time was over before they began: no tokens, `Status.TIME`."""
     rows = len(request) * request.answers
     none: Any = np.zeros(rows, np.int64)
     width = request.logprobs

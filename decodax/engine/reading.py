@@ -1,4 +1,5 @@
-"""Reading prompts: each for itself, after what all have in common, or after contexts that caches settle behind."""
+"""Prefills the prompts of a batch: each by itself, after a prefix that all have in common, or after contexts whose
+cache is finished first."""
 
 from __future__ import annotations
 
@@ -27,20 +28,20 @@ from decodax.sampling import Policy
 from decodax.sharding import place
 
 NARROW, SHORT = 32, 128
-"""Prompt tokens a prefill round, where no prompt of the batch is longer than `SHORT`. On a CPU narrow rounds take about
-as long a token as wide ones (3.3 and 2.6 ms of a 125M shape, 32 and 128 tokens), and what the last one wastes is less.
-"""
+"""Number of prompt tokens in a prefill round if no prompt of the batch is longer than `SHORT`. On a CPU narrow rounds
+take about the same time per token as wide ones (3.3 and 2.6 ms for a 125M shape with 32 and 128 tokens), and the last
+one has less padding."""
 
 SHARED = 64
-"""Tokens that prompts have to have in common before they are read once for all."""
+"""Minimum number of common tokens for which a prefix is prefilled once for several prompts."""
 
 
 KNOWN = 4
-"""Contexts whose caches are kept for prompts to come."""
+"""Maximum number of contexts whose caches are kept for later prompts."""
 
 
 def common(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many tokens two prompts begin with.
+    """Returns the number of tokens that two prompts have in common at the beginning.
 
     >>> common([1, 2, 3, 4], [1, 2, 5])
     2
@@ -53,20 +54,26 @@ def common(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def chunk_width(left: int, chunk: int, size: int) -> int:
-    """Tokens of a prefill round where the longest prompt has so many left: few widths, few programs."""
+    """Returns the number of tokens of a prefill round if the longest prompt has `left` tokens left. There are few
+    different widths, so that few programs are compiled."""
     return min(NARROW if left < SHORT else chunk, chunk, size)
 
 
 @dataclasses.dataclass(frozen=True)
 class Reader:
-    """What prompts are read with.
+    """Prefills the prompts of one batch.
 
     Attributes:
-        request: a batch, filled up. algorithm: without its weights. model, params, policy: those of the rounds.
-        mesh: where rows lie, or None. size: of the token buffer. top_logprobs: as in `drivers.begin`.
-        known: caches of contexts that have been read, of one row each, which may be needed again: it is added to. None:
-            nothing is kept.
-        later: whether what stands behind contexts, or all where there is none, is left to be read in the rounds.
+        request: the batch, padded to the rows of the programs.
+        algorithm: the algorithm without its weights.
+        model: the network.
+        params: all weights.
+        policy: the policy of the rows.
+        mesh: mesh on which rows are placed, or None.
+        size: number of slots of the token buffer.
+        top_logprobs: number of most likely tokens that are recorded, as in `drivers.begin`.
+        known: caches of contexts that were prefilled, with one row each; new ones are added. None: nothing is kept.
+        later: True leaves prompts to be prefilled in the rounds; if they have a context, only the text after it.
     """
 
     __repr__ = short
@@ -83,8 +90,12 @@ class Reader:
     later: bool = False
 
     def read(self) -> tuple[Model, State, int]:
-        """The model, with the kind of cache that rows came to share; the state behind the prompts; and how many
-        forwards that took."""
+        """Prefills the prompts.
+
+        Returns:
+            The model, with a cache config that shares a prefix if rows have one in common; the state after the prompts;
+            and the number of forward passes.
+        """
         lengths = np.array([len(row) for row in self.request.prompts], np.int32)
         if self.request.context is not None:
             return self.model, *self._behind_contexts(lengths, self.request.context)
@@ -108,7 +119,8 @@ class Reader:
                              top_logprobs=self.top_logprobs, inputs=inputs)
 
     def _prefilled(self, s: State, before: int, left: int, model: Model | None = None) -> tuple[State, int]:
-        """With the prompts in the cache, of which the longest has so many tokens left; and the forwards in all."""
+        """Returns the state with the prompts in the cache, of which the longest has `left` tokens left, and the number
+        of forward passes, including the `before` earlier ones."""
         if not self.algorithm.traits.prefills or left <= 0:
             return s, before
         width = chunk_width(left, self.request.chunk, self.size)
@@ -116,7 +128,8 @@ class Reader:
         return s, before - (-left // width)
 
     def _common(self) -> int:
-        """How many tokens all prompts begin with and nobody needs to see again; 0: too few, or not alone."""
+        """Returns the number of first tokens that all prompts have in common and that are worth sharing; 0 if there are
+        too few, or if rows have inputs of their own."""
         each = self.request
         alone = each.behind is None and each.inputs is None and each.guidance is None
         if not alone or not self.algorithm.traits.prefills or observer(self.algorithm) is not None:
@@ -155,7 +168,7 @@ class Reader:
         return drivers.extend(self.algorithm, self.model, self.params, s, width=width), forwards - (-left // width)
 
     def _brought(self, s: State, prefixes: list[Prefix]) -> Cache:
-        """The cache with what was computed before of each row's context."""
+        """Returns the cache filled with the given keys and values of each row's context."""
         longest = max(len(one) for one in prefixes)
         stack = lambda layer: np.stack([np.pad(one.kv[layer], ((0, 0), (0, longest - len(one)), (0, 0)))
                                         for one in prefixes])
@@ -171,7 +184,8 @@ class Reader:
                                  np.array([len(one) for one in prefixes], np.int32), reuse)
 
     def _read_texts(self, texts: list[tuple[int, ...]]) -> tuple[Cache, int]:
-        """The cache with a text in each row, and how many forwards that took; texts that are the same are read once."""
+        """Returns a cache with one of the texts in each row, and the number of forward passes; equal texts are
+        prefilled once."""
         each, unique = self.request, {text: i for i, text in enumerate(dict.fromkeys(texts))}
         order = [texts.index(text) for text in unique]
         few = dataclasses.replace(each.select(order), prompts=[list(text) for text in unique], context=None)
@@ -186,7 +200,7 @@ class Reader:
         return drivers.take_rows(held.cache, of), forwards
 
     def _held(self, texts: list[tuple[int, ...]]) -> tuple[Cache, int]:
-        """As `_read_texts`, where texts that were read before are still known."""
+        """Returns the same as `_read_texts`, but reuses the caches in `known`, and adds new ones to it."""
         assert self.known is not None
         forwards = 0
         for i, text in enumerate(texts):

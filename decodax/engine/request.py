@@ -1,7 +1,7 @@
-"""What a caller asks for, read once: every front end makes a `Request` of its arguments, and a `Job` runs one.
+"""Requests: every front end converts its arguments to a `Request`, and a `Job` runs one.
 
-All that may differ from prompt to prompt lies here side by side, so there is one place where it is checked and one,
-`select`, where it is cut.
+All values that may differ between prompts are fields of one object, so that they are checked in one place and selected
+in one place, `select`.
 """
 
 from __future__ import annotations
@@ -55,26 +55,38 @@ from decodax.sampling.config import UNEXPRESSED, nothing
 from decodax.sampling.neutral import is_neutral
 
 CHUNK = 256
-"""Prompt tokens a prefill round."""
+"""Number of prompt tokens in a prefill round."""
 
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Request:
-    """A checked request. B prompts of `samples` rows each; rows of a prompt stand side by side.
+    """A checked request for `B` prompts of `samples` rows each; the rows of a prompt are adjacent.
 
     Attributes:
-        lm, algorithm: with what.
-        prompts: ids of each prompt. context: `i32[B]`, how many of them the cache settles behind (see
-            `decodax.generate`), or None. prefixes: what holds their keys and values already, or None.
-        behind: ids that stand behind them in the buffer, for canvases that read it.
-        max_new, min_new: `i32[B]`. seeds: `u32[B, 2]`, high and low word. request_ids: `u32[B]`.
-        inputs: what the model is given for each prompt beside its tokens, arrays `[B, ...]`, or None.
-        guidance: `f32[B]` scales, or None. negative: ids of each negative prompt, or None.
-        policy: of all rows, `[B * samples, ...]`, on the host.
-        samples: rows of a prompt. stop: stop strings. logprobs: most likely tokens to record, or None.
-        chunk: prompt tokens a prefill round. batch_size: prompts at once, or None: all. max_time: seconds, or None.
-        skip_special_tokens, include_stop: of the texts.
+        lm: the model.
+        algorithm: the decoding method.
+        prompts: token ids of each prompt.
+        context: `i32[B]`, number of first tokens of each prompt that are its context, after which the cache is finished
+            (see `decodax.generate`); or None.
+        prefixes: keys and values of the contexts, if they are given; or None.
+        behind: token ids after each prompt in the buffer, for canvases that attend to them; or None.
+        max_new: `i32[B]`, maximum number of new tokens.
+        min_new: `i32[B]`, minimum number of new tokens.
+        seeds: `u32[B, 2]`, high and low word of each seed.
+        request_ids: `u32[B]`.
+        inputs: further inputs of the model for each prompt, a pytree of arrays `[B, ...]`, or None.
+        guidance: `f32[B]`, guidance scales, or None.
+        negative: token ids of each negative prompt, or None.
+        policy: the policy of all rows, `[B * samples, ...]`, on the host.
+        samples: number of rows of a prompt.
+        stop: stop strings.
+        logprobs: number of most likely tokens to record, or None for no log-probabilities.
+        chunk: number of prompt tokens in a prefill round.
+        batch_size: number of prompts that run at once, or None: all.
+        max_time: time limit in seconds, or None.
+        skip_special_tokens: True leaves special tokens out of texts.
+        include_stop: True ends texts with the stop string instead of before it.
     """
 
     __repr__ = short
@@ -110,16 +122,19 @@ class Request:
              skip_special_tokens: Any = True, max_time: Any = None, chunk: Any = CHUNK, batch_size: Any = None,
              inputs: Any = None, cache: Any = None, context: Any = None, adapter: Any = None, draft: Any = None,
              constraint: Any = None, named: Mapping[str, Any] | None = None, **sampling: Any) -> Self:
-        """Reads the arguments of `decodax.generate`, and of the front ends that share them.
+        """Checks the arguments of `decodax.generate`, or of another front end, and returns the request.
 
         Args:
-            named: what data says by the names of generation configs and of lines of jobs (`names.by_name`).
-            where: the front end, for errors; those but `generate` and `infill` take one prompt.
-            behind: ids behind each prompt; the prompts are ids then.
+            lm: the model, or its name.
+            prompts: the prompts.
+            where: name of the front end, for errors; those except `generate` and `infill` take one prompt.
+            behind: token ids after each prompt; `prompts` are token ids then.
+            named: options by the names of generation configs and of lines of jobs (`names.by_name`).
 
         Raises:
-            ValueError, TypeError: by name what is out of its range, of the wrong kind, or does not fit the model.
-            OutOfTime: `max_time` was out before the constraints were built.
+            ValueError, TypeError: an argument is out of its range, of the wrong kind, or does not fit the model; the
+                message names it.
+            OutOfTime: `max_time` was over before the constraints were built.
         """
         begun, lm = time.monotonic(), model(lm)
         check_names(where, sampling)
@@ -228,36 +243,37 @@ class Request:
 
     @property
     def more(self) -> int:
-        """The most tokens of a row that come when its cache has settled: new ones, and those behind the context."""
+        """Maximum number of tokens of a row after its cache is finished: the new tokens, and prompt tokens after the
+        context."""
         asked = 0 if self.context is None else max(len(row) - n for row, n in
                                                    zip(self.prompts, self.context.tolist(), strict=True))
         return int(self.max_new.max()) + asked
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest row, prompt and new ones."""
+        """Maximum number of tokens of a row, prompt and new tokens together."""
         return max(len(row) + int(new) for row, new in zip(self.prompts, self.max_new, strict=True))
 
     @property
     def answers(self) -> int:
-        """Rows of the result that a prompt has."""
+        """Number of rows of the result for each prompt."""
         return self.algorithm.traits.answers or self.samples
 
     @property
     def firsts(self) -> Policy:
-        """The policy of each prompt's first row."""
+        """The policy of the first row of each prompt."""
         rows: Any = np.arange(len(self)) * self.samples
         return self.policy if self.samples == 1 else self.policy.select(rows)
 
     def fill(self, count: int) -> Request:
-        """The request of `count` prompts: these, and the last one over and over with nothing to make."""
+        """Pads the request to `count` prompts, with copies of the last one that have no new tokens."""
         if (more := count - len(self)) == 0:
             return self
         full = self.select([*range(len(self)), *[len(self) - 1] * more])
         return dataclasses.replace(full, max_new=np.append(self.max_new, np.zeros(more, np.int32)))
 
     def select(self, prompts: Sequence[int]) -> Request:
-        """The request of these prompts alone, in this order."""
+        """Returns the request of some prompts, given by their indices, in this order."""
         index: Any = np.asarray(prompts)
         some = lambda values: None if values is None else [values[i] for i in index]
         each = (index[:, None] * self.samples + np.arange(self.samples)).reshape(-1)
@@ -271,7 +287,7 @@ class Request:
 
     @staticmethod
     def join(requests: Sequence[Request]) -> Request:
-        """The request of all prompts of several, which agree in everything that is not said of each prompt."""
+        """Joins several requests, which have to agree in all fields that are not lists or arrays over prompts."""
         if len(requests) == 1:
             return requests[0]
         first = requests[0]
@@ -288,10 +304,10 @@ class Request:
 
 
 class OutOfTime(TimeoutError):
-    """The time of a request was out before its constraints had been built.
+    """The time limit of a request was over before its constraints had been built.
 
     Attributes:
-        request: without its constraints, so it must not run.
+        request: the request without its constraints; it must not run.
     """
 
     def __init__(self, message: str, request: Request):
@@ -300,7 +316,8 @@ class OutOfTime(TimeoutError):
 
 
 def _returns(where: str, sampling: dict[str, Any], num_samples: Any) -> tuple[dict[str, Any], Any]:
-    """The arguments without `num_return_sequences`, which is transformers' name for `num_samples`."""
+    """Returns the sampling options without `num_return_sequences`, and the number of samples, of which it is another
+    name."""
     returns = sampling.pop("num_return_sequences", None)
     if returns is not None:
         if num_samples is not None:
@@ -312,7 +329,7 @@ def _returns(where: str, sampling: dict[str, Any], num_samples: Any) -> tuple[di
 
 
 def _searching(search: Algorithm | None, algorithm: Any, named: Mapping[str, Any], sampling: dict[str, Any]) -> Any:
-    """The method, and `sampling` without what beam search takes of it."""
+    """Returns the algorithm, and removes from `sampling` the options that beam search uses."""
     for name in beams.ARGUMENTS:
         if algorithm is not None and not is_neutral(name, named.get(name)):
             raise ValueError(f"{name}: got {shown(named[name])} beside an algorithm; takes one of them")
@@ -329,7 +346,7 @@ def _searching(search: Algorithm | None, algorithm: Any, named: Mapping[str, Any
 
 
 def _samples(method: Algorithm, wanted: int | None, where: str) -> int:
-    """Rows of a prompt: as many as asked for, or as the method works on together."""
+    """Returns the number of rows of a prompt: `wanted`, or the number on which the method works together."""
     together = method.traits.samples
     if together is None:
         return wanted or 1

@@ -1,4 +1,4 @@
-"""What a generation returns."""
+"""The results of a generation."""
 
 from __future__ import annotations
 
@@ -15,14 +15,18 @@ from decodax.core.state import State, Status
 
 @dataclasses.dataclass(frozen=True)
 class Statistics:
-    """Counts of a generation; arrays have one entry a row. Definitions as in vLLM.
+    """Counts and times of a generation; arrays have one entry for each row. The definitions are those of vLLM.
 
     Attributes:
-        forwards: target forwards of the decode loop that the batch took. prefill_forwards: those of the prefill.
-        rounds: `i64[B]` forwards in which each row was running. tokens: `i64[B]` new tokens.
-        drafted, accepted: `i64[B]` draft tokens offered and accepted.
-        histogram: `i64[B, M + 1]` rounds of each row by tokens decided in them.
-        seconds: wall time of the decode loop. prefill_seconds: of the prefill and of compiling whatever was new.
+        forwards: number of forward passes of the target model in the decode loop, for the whole batch.
+        prefill_forwards: number of forward passes of the prefill.
+        rounds: `i64[B]`, number of forward passes while each row was running.
+        tokens: `i64[B]`, number of new tokens.
+        drafted: `i64[B]`, number of draft tokens that were verified.
+        accepted: `i64[B]`, number of draft tokens that were accepted.
+        histogram: `i64[B, M + 1]`, number of rounds of each row in which 0, 1, ..., M tokens were decided.
+        seconds: wall time of the decode loop.
+        prefill_seconds: wall time of the prefill, including compilation.
     """
 
     __repr__ = short
@@ -39,38 +43,41 @@ class Statistics:
 
     @property
     def tokens_per_forward(self) -> float:
-        """New tokens a row and target forward, pooled over rows."""
+        """New tokens for each row and forward pass of the target model, for all rows together."""
         return float(self.tokens.sum() / max(self.rounds.sum(), 1))
 
     @property
     def mean_accepted_length(self) -> float:
-        """1 + accepted drafts a verification: the token of the target's own counts (vLLM's mean_acceptance_length)."""
+        """1 + accepted draft tokens in each verification; the 1 is the target model's own token (vLLM's
+        mean_acceptance_length)."""
         return 1 + float(self.accepted.sum() / max(self.rounds.sum(), 1))
 
     @property
     def draft_acceptance_rate(self) -> float:
-        """Accepted of offered drafts; NaN if none was offered."""
+        """Share of the verified draft tokens that were accepted; NaN if there were none."""
         return float(self.accepted.sum() / self.drafted.sum()) if self.drafted.sum() else float("nan")
 
     @property
     def acceptance_per_position(self) -> np.ndarray:
-        """`f64[M - 1]`: the share of rounds in which the first, second, ... draft was accepted."""
+        """`f64[M - 1]`, share of the rounds in which the first, second, ... draft token was accepted."""
         rounds = self.histogram.sum(0)
         return rounds[::-1].cumsum()[::-1][2:] / max(rounds.sum(), 1)
 
     @property
     def tokens_per_second(self) -> float:
-        """New tokens of the batch a second of the decode loop."""
+        """New tokens of the batch per second of the decode loop."""
         return float(self.tokens.sum() / self.seconds) if self.seconds > 0 else float("nan")
 
 
 @dataclasses.dataclass(frozen=True)
 class LogProbs:
-    """Natural log-probabilities of the new tokens; entries beyond a row's length are 0.
+    """Log-probabilities of the new tokens in nats; entries beyond a row's length are 0.
 
     Attributes:
-        raw: `f32[B, N]` under the model. processed: under the policy (0 for greedy rows).
-        top_ids, top: `i32[B, N, n]`, `f32[B, N, n]` the model's most likely tokens at each position.
+        raw: `f32[B, N]`, log-probability of each token under the model.
+        processed: `f32[B, N]`, log-probability under the policy; 0 for greedy rows.
+        top_ids: `i32[B, N, n]`, the most likely tokens of the model at each position.
+        top: `f32[B, N, n]`, their log-probabilities.
     """
 
     __repr__ = short
@@ -83,16 +90,17 @@ class LogProbs:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """A finished generation. Rows come prompt by prompt, the samples of a prompt side by side.
+    """The result of a generation. Rows are ordered by prompt; the samples of a prompt are adjacent.
 
     Attributes:
-        tokens: `i32[B, N]` new tokens, padded with `pad` beyond `lengths`. lengths: `i32[B]`.
-        status: why each row ended. text: the new text of each row without the stop string, of `infill` the whole text;
-            None without a tokenizer.
-        logprobs: if they were asked for.
+        tokens: `i32[B, N]`, the new tokens, padded beyond `lengths`.
+        lengths: `i32[B]`, number of new tokens.
+        status: why each row ended.
+        text: the new text of each row without the stop string, for `infill` the whole text; None without a tokenizer.
+        logprobs: log-probabilities of the new tokens, if they were requested; else None.
         stats: counts and times.
-        findings: what the method has found of each row beside the tokens (scores of beams, weights of particles), by
-            name, `[B, ...]` each; `{}` of most.
+        findings: further results of the method for each row (scores of beams, weights of particles), by name, arrays
+            `[B, ...]`; `{}` for most methods.
     """
 
     __repr__ = short
@@ -110,16 +118,17 @@ class Result:
 
     @property
     def log_weights(self) -> np.ndarray:
-        """`f64[B]`: the log of how much likelier each text is under the model than under what it was drawn from.
+        """`f64[B]`, log of the ratio of each text's probability under the model to its probability under the
+        distribution from which it was sampled.
 
-        Weighted by `exp` of it, samples under a constraint, a truncation or another temperature are samples of the
-        model, held to the texts that could be drawn. Under a constraint alone, at temperature 1, it is the log of the
-        share of the model's probability that the constraint left, summed over the tokens. Where a method weighs its
-        draws (`decodax.algorithms.contrastive.awrs.AWRS`), its `findings["log_weight"]` is part of it. Rows must
-        sample: what greedy decoding takes was not drawn.
+        With weights `exp(log_weights)`, samples under a constraint, a truncation or another temperature are samples of
+        the model, restricted to the texts that could be sampled. With a constraint alone, at temperature 1, the
+        log-weight is the sum over the tokens of the log of the probability that the constraint left. If a method
+        returns weights of its own (`decodax.algorithms.contrastive.awrs.AWRS`), its `findings["log_weight"]` is
+        included. Rows must be sampled: the weights of greedy rows have no meaning.
 
         Raises:
-            ValueError: log-probabilities were not asked for (`logprobs=0`).
+            ValueError: log-probabilities were not requested (`logprobs=0`).
         """
         if self.logprobs is None:
             raise ValueError("log_weights: needs log-probabilities; pass logprobs=0 to generate")
@@ -127,11 +136,11 @@ class Result:
         return own + self.findings.get("log_weight", 0.0)
 
     def row(self, i: int) -> np.ndarray:
-        """`i32[n]`: the new tokens of row `i`, without padding."""
+        """Returns the new tokens of row `i` without padding, `i32[n]`."""
         return self.tokens[i, :self.lengths[i]]
 
     def select(self, rows: Sequence[int] | np.ndarray) -> Result:
-        """Returns the result of some rows, in the given order; counts of the whole batch stay."""
+        """Returns the result of some rows, in the given order. Counts of the whole batch do not change."""
         at: Any = np.asarray(rows, np.int64)
         pick = lambda xs: None if xs is None else [xs[i] for i in at]
         noted = self.logprobs and LogProbs(*(getattr(self.logprobs, f.name)[at] for f in dataclasses.fields(LogProbs)))
@@ -144,7 +153,7 @@ class Result:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the result as lists, numbers and texts, for JSON: tokens and log-probabilities without padding,
-        statuses by name, None for a number that is not finite."""
+        statuses by name, None for numbers that are not finite."""
         noted = self.logprobs and {f.name: [json_ready(row[:n]) for row, n in zip(
             getattr(self.logprobs, f.name), self.lengths, strict=True)] for f in dataclasses.fields(LogProbs)}
         return {"text": self.text, "tokens": [self.row(i).tolist() for i in range(len(self))],
@@ -154,7 +163,8 @@ class Result:
 
 
 def json_ready(value: Any) -> Any:
-    """Returns a value as JSON has it: lists, dictionaries with texts as names, numbers, texts, True, False and None.
+    """Converts a value to the types of JSON: lists, dictionaries with texts as keys, numbers, texts, True, False and
+    None.
 
     >>> json_ready({"scores": np.array([1.0, -np.inf]), "status": Status.EOS})
     {'scores': [1.0, None], 'status': 'eos'}
@@ -178,14 +188,15 @@ def json_ready(value: Any) -> Any:
 
 
 def new_tokens(s: State, pad: int) -> tuple[np.ndarray, np.ndarray]:
-    """The new tokens of a state: `i32[B, N]` padded with `pad`, and their lengths `i32[B]`."""
+    """Returns the new tokens of a state, `i32[B, N]` padded with `pad`, and their numbers, `i32[B]`."""
     tokens, start, end = (np.asarray(x) for x in (s.tokens, s.prompt_length, s.length))
     out, keep = _gather(tokens, start, end)
     return np.where(keep, out, pad).astype(np.int32), (end - start).astype(np.int32)
 
 
 def log_probs(s: State, count: int | None = None) -> LogProbs | None:
-    """The recorded log-probabilities of the new tokens, with the `count` most likely ones; default all recorded."""
+    """Returns the recorded log-probabilities of the new tokens, with the `count` most likely tokens; None: all that
+    were recorded."""
     if s.record is None:
         return None
     start, end = np.asarray(s.prompt_length), np.asarray(s.length)
@@ -199,7 +210,7 @@ def log_probs(s: State, count: int | None = None) -> LogProbs | None:
 
 
 def _gather(x: np.ndarray, start: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Entries `start[b]` to `end[b]` of each row, left-aligned, and which of them are real."""
+    """Returns entries `start[b]` to `end[b]` of each row, left-aligned, and True where an entry is not padding."""
     offset = np.arange(int((end - start).max(initial=0)))
     index = np.minimum(start[:, None] + offset, x.shape[1] - 1)
     return x[np.arange(len(x))[:, None], index], offset < (end - start)[:, None]

@@ -16,23 +16,21 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from decodax.cache.shared_prefix import sharing
 from decodax.common.axes import DATA
 from decodax.core import drivers
-from decodax.core.algorithm import findings, most_rounds, observer
+from decodax.core.algorithm import observer
 from decodax.core.memory import afford, by_row, grows, power
 from decodax.core.mesh import on_mesh
-from decodax.core.state import State, Status
-from decodax.engine.batch import BatchShape, collect, host_rows
+from decodax.core.state import Status
+from decodax.engine.batch import Batch, BatchShape, collect
 from decodax.engine.compilation import keep_room
 from decodax.engine.piggyback import Piggyback
 from decodax.engine.reading import chunk_width
 from decodax.engine.request import Request
 from decodax.engine.result import Result
-from decodax.sampling import Policy
 
 READERS = 2
 """Prompts of which parts are read in one round of others: the end of one and the beginning of the next."""
@@ -118,12 +116,8 @@ class Slots:
             assert token_budget is not None
             self.shape = dataclasses.replace(shape, algorithm=Piggyback(
                 shape.algorithm, token_budget, min(first.chunk, token_budget), min(self.few, READERS)))
-        self._model: Any = None
+        self._batch: Batch | None = None
         self._known: dict[tuple[int, ...], Any] | None = {} if shape.mesh is None else None
-        self._policy: Policy | None = None
-        self._state: State | None = None
-        self._status = np.full(rows, Status.LENGTH, np.int32)
-        self._counts: np.ndarray = np.zeros(rows, np.int64)
         self._burst, self._barren, self._bound = 1, 0, 0
 
     def fits(self, request: Request) -> bool:
@@ -147,7 +141,7 @@ class Slots:
     @property
     def running(self) -> int:
         """Rows that have not finished."""
-        return int((self._status == Status.RUNNING).sum())
+        return 0 if self._batch is None else int((self._batch.status == Status.RUNNING).sum())
 
     def admit(self, requests: Sequence[Request], tags: Sequence[Any], prefix: int = 0) -> None:
         """Reads prompts, one of each request, and gives them free places: up to `few` where others are being continued,
@@ -167,26 +161,20 @@ class Slots:
         if prefix:
             joined = dataclasses.replace(joined, context=np.full(len(requests), prefix, np.int32))
         if whole:
-            self._state = self._policy = None       # what it held is free before the next is made
+            self._batch = None      # what it held is free before the next is made
         with on_mesh(self.shape.mesh):
             rows = None if each == 1 else self.rows if whole else prompts * each
             model, policy, s, forwards = self.shape.read(joined, prompts, rows, self._known, self.rides and not whole)
             if whole:
                 free = list(range(len(requests)))
-                self._model, self._policy, self._state = model, policy, s
-                self._status = np.array(s.status)
-                self._counts = np.zeros(self.rows, np.int64)
+                self._batch = Batch(self.shape.algorithm, model, self.shape.params, policy, self.shape.mesh, s)
             else:
-                assert self._state is not None and self._policy is not None and model == self._model
+                assert self._batch is not None and model == self._batch.model
                 to = np.full(prompts * each, self.rows, np.int32)
                 for i, seat in enumerate(free[:len(requests)]):
                     to[i * each:(i + 1) * each] = np.arange(seat * each, (seat + 1) * each)
-                status = np.asarray(s.status)
-                self._state, self._policy = drivers.refill(self._state, self._policy, s, policy, jnp.asarray(to))
-                used = to < self.rows
-                self._status[to[used]] = status[used]
-                self._counts[to[used]] = 0
-            jax.block_until_ready(self._state.length)
+                self._batch.put(s, policy, to)
+            jax.block_until_ready(self._batch.state.length)
         for seat, request, tag in zip(free, requests, tags, strict=False):
             self.seats[seat] = request, tag
             self._ends[seat] = math.inf if request.max_time is None else now + request.max_time
@@ -215,28 +203,18 @@ class Slots:
         Raises:
             RuntimeError: the method makes no progress.
         """
-        clock, s = time.perf_counter(), self._state
-        assert s is not None
-        running = self.running
-        left = int((np.asarray(s.max_length) - np.asarray(s.length)).max())
-        bound = most_rounds(self.shape.algorithm, left, self.rows)
+        batch, running = self._batch, self.running
+        assert batch is not None
+        before, bound = batch.seconds, batch.most_rounds
         if self.rides:      # a round reads one token at least
             bound += sum(len(request.prompts[0]) for request, _ in filter(None, self.seats))
         if self._barren == 0:
             self._bound = bound
         fewest = running - leave * self.first.samples if leave else 0
-        with on_mesh(self.shape.mesh):
-            s = drivers.advance(self.shape.algorithm, self._model, self.shape.params, self._policy, s,
-                                np.int32(bound if seconds is None else min(bound, self._burst)),
-                                np.int32(max(fewest, 0)))
-            self._state, self._status = s, np.array(s.status)
-        took = np.asarray(s.stats.rounds).astype(np.int64)
-        counts = took + np.asarray(s.stats.waited)
-        # the row that runs longest took part in each of them, or waited
-        forwards, spent = int((counts - self._counts).max()), time.perf_counter() - clock
-        self.use.add(Use(forwards=forwards, row_rounds=int((counts - self._counts).sum()),
-                         slot_rounds=forwards * self.rows, seconds=spent))
-        self._counts = counts
+        took = batch.rounds(bound if seconds is None else min(bound, self._burst), max(fewest, 0))
+        forwards, spent = int(took.max()), batch.seconds - before
+        self.use.add(Use(forwards=forwards, row_rounds=int(took.sum()), slot_rounds=forwards * self.rows,
+                         seconds=spent))
         if seconds is not None:
             self._burst = max(min(self._burst * 2, bound) if spent < seconds else self._burst // 2, 1)
         # rounds since a row ended: what ran then has ended by now
@@ -247,33 +225,27 @@ class Slots:
 
     def finished(self) -> list[tuple[Any, Result]]:
         """Takes out the prompts all of whose rows have finished: their tags and results."""
-        each, s = self.first.samples, self._state
-        done = [i for i, held in enumerate(self.seats) if held is not None
-                and not (self._status[i * each:(i + 1) * each] == Status.RUNNING).any()]
-        if not done or s is None:
+        each, batch, out = self.first.samples, self._batch, []
+        done = [] if batch is None else [
+            i for i, held in enumerate(self.seats) if held is not None
+            and not (batch.status[i * each:(i + 1) * each] == Status.RUNNING).any()]
+        if not done or batch is None:
             return []
-        s = drivers.outcome(self.shape.algorithm, s)
-        found = {name: np.asarray(x) for name, x in findings(self.shape.algorithm, s).items()}
-        host, out = host_rows(s, np.arange(self.rows)), []
+        results = batch.outcome()
         for seat in done:
             request, tag = self.seats[seat]
             rows = slice(seat * each, (seat + 1) * each)
-            result = collect(request, jax.tree.map(lambda x, rows=rows: x[rows], host), self._status[rows],
-                             {name: x[rows] for name, x in found.items()})
-            forwards = int(self._counts[rows].max())
+            s, found = jax.tree.map(lambda x, rows=rows: x[rows], results)
+            result, forwards = collect(request, s, batch.status[rows], found), int(batch.counts[rows].max())
             out.append((tag, dataclasses.replace(result, stats=dataclasses.replace(result.stats, forwards=forwards))))
             self.seats[seat] = None
         return out
 
     def expire(self, now: float) -> None:
         """Ends the rows that still run of prompts whose time is out: at `now`, by `time.monotonic`; `math.inf`: all."""
-        out = np.repeat([end <= now for end in self._ends], self.first.samples)
-        late = np.pad(out, (0, self.rows - len(out))) & (self._status == Status.RUNNING)
-        if self._state is None or not late.any():
-            return
-        self._status = np.where(late, np.int32(Status.TIME), self._status)
-        with on_mesh(self.shape.mesh):
-            self._state = self._state.replace(status=jax.device_put(self._status, self._state.status.sharding))
+        if self._batch is not None:
+            out = np.repeat([end <= now for end in self._ends], self.first.samples)
+            self._batch.end(np.pad(out, (0, self.rows - len(out))))
 
 
 def _splits(request: Request) -> bool:

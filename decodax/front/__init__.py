@@ -1,1 +1,1 @@
-"""The calls that users make: generate, stream, infill, watch, score, serve."""
+"""The functions that users call: generate, stream, infill, watch, score, serve."""

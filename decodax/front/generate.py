@@ -1,4 +1,4 @@
-"""The front door: `generate` and `stream`, from prompts to text."""
+"""The main functions of the library: `generate` and `stream`, from prompts to text."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from decodax.io.load import LM
 from decodax.io.prompts import Prompt
 
 BURST_SECONDS = 0.05
-"""How long a stream lets the device run before it looks: a host visit then costs little and text still flows."""
+"""Seconds that the device runs between two pieces of a stream: the host then costs little, and the text still flows."""
 
 
 def generate(lm: LM | str | os.PathLike[str], prompts: Prompt | Sequence[Prompt], *,
@@ -47,77 +47,82 @@ def generate(lm: LM | str | os.PathLike[str], prompts: Prompt | Sequence[Prompt]
     """Continues prompts.
 
     A slot (`algorithm`, `cache`, `constraint`, `search`, `select`) takes an object, or a string that is short for one:
-    `cache=dx.caches.snapkv(budget=512)` and `cache="snapkv:budget=512"` say the same. Numbers are one for all prompts
-    or one for each. What is left out comes from the model's generation config, if it says something.
+    `cache=dx.caches.snapkv(budget=512)` and `cache="snapkv:budget=512"` mean the same. A numeric option is one number
+    for all prompts, or a list with one for each. Options that are not given come from the model's generation config, if
+    it has them.
 
     >>> import decodax as dx
     >>> dx.generate("pycode", "def fib(n):", max_new_tokens=64).text                  # doctest: +SKIP
     >>> dx.generate("pycode", "def fib(n):", temperature=0.8, top_p=0.95).text        # doctest: +SKIP
 
     Args:
-        lm: what `load` returned; or what `load` takes, and then the model is loaded once and kept.
-        prompts: a text, token ids or a chat, or several of them; a list or an array of numbers is one prompt, an array
-            of two dimensions has one in each row. Also what a tokenizer of transformers returns: `input_ids`, of which
-            those count that the `attention_mask` lets through. An iterator of prompts is read to its end first. An
-            empty prompt begins with the model's BOS token.
-        max_new_tokens: number of tokens to make at most; default 64. Memory for all of them is taken at once.
-        algorithm: decoding method, from `decodax.algorithms`; default plain autoregressive decoding, and for a model
-            that fills masks one position a round, the surest first.
+        lm: a result of `load`; or an argument of `load`, and then the model is loaded once and kept in memory.
+        prompts: a text, token ids or a chat, or several of them. A list or a one-dimensional array of numbers is one
+            prompt; a two-dimensional array has a prompt in each row. Also the output of a tokenizer of transformers,
+            with `input_ids` and `attention_mask` (masked ids do not count). An iterator is read to its end first. An
+            empty prompt becomes the model's BOS token.
+        max_new_tokens: maximum number of new tokens; default 64. Memory for all of them is allocated at the start.
+        algorithm: decoding method, from `decodax.algorithms`. None: plain autoregressive decoding; a masked diffusion
+            model unmasks the most confident position in each round.
         draft: draft model, for an algorithm that is given by name and needs one.
-        cache: what the cache keeps, from `decodax.caches`; default everything.
-        constraint: language that each text has to belong to, from `decodax.constraints`; one for all, or one for each
-            prompt, in which None leaves a prompt free.
-        search: search over texts, from `decodax.search`. The result has one text for each prompt, and `findings` has
-            what the search found.
+        cache: cache policy, from `decodax.caches`. None: the cache keeps the keys and values of all tokens.
+        constraint: language to which each text has to belong, from `decodax.constraints`; one for all prompts, or a
+            list with one for each, in which None means no constraint.
+        search: search over texts, from `decodax.search`. The result has one text for each prompt; its `findings` have
+            details of the search.
         select: rule that chooses one of `num_samples` samples (default 8), from `decodax.select`. The result has the
-            chosen text for each prompt, and `findings` the candidates with their scores.
-        sampling: sampling options as an object; they may be given as arguments as well.
-        seed: addresses every draw, together with the request's id and the token's position; from 0 to 2**64 - 1. The id
-            is the prompt's place in the batch unless `request_ids` says otherwise.
+            chosen text for each prompt; its `findings` have the candidates and their scores.
+        sampling: sampling options as an object; they can also be given as arguments.
+        seed: random seed, from 0 to 2**64 - 1. Each random number depends only on the seed, the request id of the
+            prompt and the position of the token. The request id is the index of the prompt, unless `request_ids` is
+            given.
         num_samples: number of continuations of each prompt; the prompt is prefilled once.
-        stop: strings that end a row, found also across token borders. They are sought in the text as it is returned;
-            one that contains the text of a special token, such as "<|im_end|>", in the text with special tokens. The
-            text returned ends before the string, or with `include_stop` after it.
-        logprobs: records log-probabilities of the chosen tokens and of this many most likely ones.
-        context: text in front of the prompts, one for all or one for each, as a text or with its keys and values
-            (`decodax.caches.Prefix`). A cache policy chooses from it what the cache keeps before it sees the prompts,
-            so that several questions are asked of one compressed text; equal contexts are read once.
-        adapter: name of the adapter that the prompts take (`LM.with_adapters`); one for all or one for each.
-        inputs: what the model takes for each prompt beside its tokens, a pytree of arrays `[prompts, ...]`: what an
-            encoder reads, a soft prompt (`decodax.models.Embeddings`), an adapter.
-        batch_size: number of prompts that run at once; default all. A prompt takes the place of one that has ended;
-            results come in the order of the prompts, and no row depends on it.
-        max_time: seconds after which rows that have not ended do so with `Status.TIME` and what they have, counted from
-            the beginning of the call. It is looked at between bursts of rounds, and between the steps in which
-            constraints are built. A compilation is not cut short: it may take many times as long as `max_time` in the
-            first call of a kind, and is short from the second process on with `decodax.cache_programs`.
-        progress: shows a progress bar, which moves with every token of a prompt that runs.
+        stop: strings that end a row, also if they are spread over several tokens. They are searched in the returned
+            text; a string that contains the name of a special token, such as "<|im_end|>", is searched in the text with
+            special tokens. The returned text ends before the string, or with `include_stop` after it.
+        logprobs: records the log-probabilities of the new tokens and of this number of most likely tokens.
+        context: text before the prompts, one for all or one for each, as a text or as its keys and values
+            (`decodax.caches.Prefix`). A cache policy evicts or compresses the context before the prompts are prefilled,
+            so that several prompts can be answered from one compressed text. Equal contexts are prefilled once.
+        adapter: name of the adapter of the prompts (`LM.with_adapters`); one for all or one for each.
+        inputs: further inputs of the model for each prompt, a pytree of arrays `[prompts, ...]`: the input of an
+            encoder, a soft prompt (`decodax.models.Embeddings`), an adapter.
+        batch_size: number of prompts that run at once; default all. When a prompt has ended, the next one takes its
+            rows. Results are in the order of the prompts, and their tokens do not depend on `batch_size`.
+        max_time: seconds, counted from the beginning of the call, after which all unfinished rows end with
+            `Status.TIME` and the text so far. The clock is checked between bursts of rounds and while constraints are
+            built. A compilation is not interrupted: the first call of its kind may take much longer than `max_time`.
+            With `decodax.cache_programs`, later processes do not compile again.
+        progress: True shows a progress bar of the generated tokens.
         options: `SamplingOptions`, named as in Hugging Face's GenerationConfig: temperature, top_k, top_p, min_p,
             repetition_penalty, bad_words_ids, min_new_tokens, ... See `decodax.sampling.build`. They override the
-            model's generation config; without any the decoding is greedy. Each is one for all, one for each prompt, or
-            one for each row of the result: `num_samples=3, temperature=[0.2, 0.7, 1.0]` samples one prompt at three
-            temperatures. Further ones:
-            request_ids: ids that address each prompt's randomness, from 0 to 2**32 - 1; default its place in `prompts`.
-            With ids of their own, such as `request_ids=[dx.jobs.address(p) for p in prompts]`, texts do not depend on
-            the order of a batch.
-            guidance_scale, negative_prompts: classifier-free guidance of this scale against these prompts (default: the
-            last prompt token alone, as in transformers); masked diffusion guides against a prompt of masks, and LLaDA's
-            `cfg_scale` is this less 1.
-            max_length: as max_new_tokens, with the prompt counted. min_new_tokens: neither an end of sequence nor a
-            stop string counts before it. include_stop, skip_special_tokens: of the texts. chunk: prompt tokens that are
-            read in one forward. arithmetic_sampling: the samples of a prompt cover the distribution evenly
+            model's generation config; if there are none, decoding is greedy. Each is one value for all prompts, one for
+            each prompt, or one for each row of the result: `num_samples=3, temperature=[0.2, 0.7, 1.0]` samples one
+            prompt at three temperatures. Further options:
+        request_ids: numbers from 0 to 2**32 - 1 on which the random numbers of each prompt depend; default: its index
+            in `prompts`. With `request_ids=[dx.jobs.address(p) for p in prompts]`, for example, texts do not depend on
+            the order of the prompts.
+        guidance_scale, negative_prompts: scale of classifier-free guidance, and the prompts against which it guides
+            (default: the last prompt token alone, as in transformers). Masked diffusion guides against a prompt of
+            masks; LLaDA's `cfg_scale` is `guidance_scale - 1`.
+        max_length: maximum number of tokens, prompt included, in place of max_new_tokens.
+        min_new_tokens: number of new tokens before which neither an end-of-sequence token nor a stop string ends a
+            text.
+        include_stop, skip_special_tokens: contents of the returned texts.
+        chunk: number of prompt tokens in one forward pass.
+        arithmetic_sampling: True makes the samples of a prompt cover the distribution evenly
             (`decodax.sampling.Arithmetic`).
 
     Raises:
-        ValueError: an empty prompt where the model has no BOS token to begin with, a token beyond the model's
-            vocabulary, a prompt or new tokens beyond its positions (`Model.max_positions`), more than the machine's
-            memory holds, an algorithm that does not fit the model, or an argument out of its range, by name.
-        TypeError: an argument of the wrong kind, or an unknown one, by name.
-        RuntimeError: the algorithm stopped making progress.
+        ValueError: an empty prompt for a model without a BOS token, a token outside the model's vocabulary, more prompt
+            and new tokens than the model has positions (`Model.max_positions`) or than fit in memory, an algorithm that
+            does not fit the model, or an argument out of its range; the message names the argument.
+        TypeError: an argument of the wrong kind, or an unknown one; the message names it.
+        RuntimeError: the algorithm makes no progress.
 
     Warns:
-        UserWarning: prompt and new tokens are more than the model was trained on (`Model.trained_positions`), which
-            rotary positions allow; says both numbers.
+        UserWarning: prompt and new tokens exceed the trained length (`Model.trained_positions`), which rotary positions
+            allow; the warning gives both numbers.
     """
     clock, given = time.monotonic(), merged(sampling, options)
     given |= dict(max_new_tokens=max_new_tokens, algorithm=algorithm, draft=draft, cache=cache, constraint=constraint,
@@ -134,7 +139,7 @@ def generate(lm: LM | str | os.PathLike[str], prompts: Prompt | Sequence[Prompt]
 
 def _answered(lm: Any, prompts: Any, search: Any, select: Any, num_samples: int | None, progress: bool,
               given: dict[str, Any]) -> Result:
-    """The result of a search, or of a rule that chooses."""
+    """Returns the result of a search, or of a rule that chooses among samples."""
     if search is not None and select is not None:
         raise ValueError("search and select: got both, takes one of them")
     given = {name: x for name, x in given.items() if x is not None and not (name == "seed" and x == 0)}
@@ -153,14 +158,14 @@ def _answered(lm: Any, prompts: Any, search: Any, select: Any, num_samples: int 
 
 
 def run(request: Request, clock: float, progress: bool = False) -> Result:
-    """Runs a request. `clock` is when its time began, by `time.monotonic`."""
+    """Runs a request. `clock` is the time at which the call began, by `time.monotonic`."""
     size, end = request.batch_size, None if request.max_time is None else clock + request.max_time
     through = through_slots if size and size < len(request) and possible(request) else through_batches
     return through(request, end, progress)
 
 
 def through_batches(request: Request, end: float | None = None, progress: bool = False) -> Result:
-    """Runs a request batch by batch, each until its last prompt has ended."""
+    """Runs a request in batches of `batch_size` prompts, each until its last row has ended. `end` is the time limit."""
     count, size = len(request), request.batch_size
     order = sorted(range(count), key=lambda i: len(request.prompts[i])) if size else list(range(count))
     parts: list[Result] = []
@@ -182,7 +187,7 @@ def through_batches(request: Request, end: float | None = None, progress: bool =
 
 def through_slots(request: Request, end: float | None = None, progress: bool = False, use: Use | None = None,
                   token_budget: int | None = None) -> Result:
-    """Runs a request with `batch_size` prompts at once, each in the place of one that has ended."""
+    """Runs a request with `batch_size` prompts at once; when a prompt has ended, the next one takes its rows."""
     assert request.batch_size is not None
     # the longest texts first, so that few places stand empty in the end; among those of about the same length, prompts
     # of similar length side by side, which are read together
@@ -203,15 +208,15 @@ def through_slots(request: Request, end: float | None = None, progress: bool = F
 
 
 def stream(lm: LM | str | os.PathLike[str], prompt: Prompt, **options: Any) -> Stream:
-    """Continues one prompt piece by piece.
+    """Continues one prompt and yields its text piece by piece.
 
-    Takes the arguments of `generate` but for those that need many rows: `search`, `select`, `num_samples`,
+    Takes the arguments of `generate` except those that need several rows: `search`, `select`, `num_samples`,
     `batch_size` and `progress`. The slots are `algorithm`, `draft`, `cache`, `constraint` and `sampling`.
 
-    Pieces never hold half a character, nor the beginning of what may turn out to be a stop string; together they are
-    the text that `generate` returns, and the tokens are the same. After the last piece `.result` holds the result.
-    `max_time` counts from this call, with the time that the reader takes. A stream that is not read to its end keeps
-    the memory of its cache until it is closed: by `close`, or as a context manager.
+    A piece never contains part of a character, nor text that may be the beginning of a stop string. The pieces together
+    are the text that `generate` returns. After the last piece, `.result` is the result. `max_time` counts from this
+    call and includes the time that the caller takes between pieces. The memory of the cache is freed after the last
+    piece, or when the stream is closed: by `close`, or as a context manager.
 
     >>> import decodax as dx
     >>> with dx.stream("pycode", "def fib(n):") as pieces:                                # doctest: +SKIP
@@ -219,13 +224,15 @@ def stream(lm: LM | str | os.PathLike[str], prompt: Prompt, **options: Any) -> S
     ...         print(piece, end="")
 
     Raises:
-        TimeoutError: `max_time` was out before the constraints had been built. Others as `generate`.
+        TimeoutError: `max_time` was over before the constraints had been built.
+        ValueError, TypeError: as in `generate`.
     """
     return Stream(lm, prompt, **options)
 
 
 class Stream(Live[str]):
-    """Pieces of text as they come; `.result` after the last. A context manager with `close`."""
+    """An iterator over the pieces of a text; `.result` is the result after the last piece. A context manager with
+    `close`."""
 
     def __init__(self, lm: LM | str | os.PathLike[str], prompt: Prompt, **options: Any):
         clock = time.monotonic()
@@ -264,7 +271,14 @@ class Stream(Live[str]):
 
 
 def merge(parts: list[Result], order: list[int], samples: int, pad: int) -> Result:
-    """Results of batches as one, rows back in the order of the prompts."""
+    """Joins the results of batches to one result, with the rows in the order of the prompts.
+
+    Args:
+        parts: results of the batches.
+        order: index of the prompt of each entry of `parts`, in their order.
+        samples: number of rows of a prompt.
+        pad: token that fills rows beyond their length.
+    """
     width = max(p.tokens.shape[1] for p in parts)
     widest = max(p.stats.histogram.shape[1] for p in parts)
     back = np.argsort(np.repeat(np.array(order) * samples, samples) + np.tile(np.arange(samples), len(order)))

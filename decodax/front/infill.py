@@ -1,4 +1,5 @@
-"""What only a canvas can do: `infill` gaps between given pieces of text, and `watch` a text as it clears up."""
+"""Functions for masked diffusion models: `infill` fills gaps between given pieces of text, and `watch` shows a text
+while it is denoised."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ from decodax.io.prompts import Prompt, collected, read_prompt, spell
 LARGEST_GAP = 1 << 24
 
 Piece = str | int | Sequence[int]
-"""Given text, a gap of so many tokens, or given token ids."""
+"""A given text, a gap (its number of tokens), or given token ids."""
 
 
 def infill(lm: LM | str | os.PathLike[str], pieces: Sequence[Piece] | Sequence[Sequence[Piece]], *,
@@ -41,35 +42,35 @@ def infill(lm: LM | str | os.PathLike[str], pieces: Sequence[Piece] | Sequence[S
            max_time: float | None = None, chunk: int = CHUNK, batch_size: int | None = None,
            constraint: Constraint | str | Sequence[Constraint | str | None] | None = None,
            sampling: Sampling | None = None, **options: Any) -> Result:
-    """Fills gaps between pieces of text that stay as they are.
+    """Fills gaps between pieces of text, which do not change.
 
     >>> dx.infill(lm, ["def add(a, b):", 12, "return c"]).text[0]                 # doctest: +SKIP
 
-    How much a gap knows of what follows it is up to the model: one with full attention sees all, a block-causal one its
-    own block.
+    It depends on the model how much of the text after a gap it takes into account: a model with full attention sees all
+    of it, a block-causal model only the rest of the block.
 
     Args:
-        lm: a diffusion model.
-        pieces: strings or lists of token ids, and numbers: a gap of so many tokens. One text or a list of them. A piece
-            may hold the mask token itself, as an id or in its text: a gap as well. Gaps side by side are one. Each of
-            the pieces is encoded by itself.
-        algorithm: a sampler of masked diffusion; default one position a step in blocks as the model has them.
+        lm: a masked diffusion model.
+        pieces: one text or a list of texts. A text is a list of strings or lists of token ids, and numbers; a number is
+            a gap of that many tokens. A mask token in a piece, as an id or by its name, is a gap as well. Adjacent gaps
+            are one gap. Each piece is tokenized separately.
+        algorithm: a sampler of masked diffusion. None: one position in each step, in the blocks of the model.
         draft: draft model, for a sampler that needs one.
-        seed: addresses every draw; one or one a text.
-        ends: whether a gap may hold an end of sequence (`eos_token_id`, default the model's), which cuts it short
-            there. Without it none is drawn.
-        constraint: as in `generate`, on the text from the first gap to the end.
+        seed: random seed, one for all texts or one for each.
+        ends: True allows an end-of-sequence token (`eos_token_id`, default the model's) in a gap, which ends the gap
+            there. False: none is generated.
+        constraint: as in `generate`, for the text from the first gap to the end.
         logprobs, request_ids, guidance_scale, skip_special_tokens, max_time, chunk, batch_size, sampling, options: as
-            in `generate`.
+        in `generate`.
 
     Returns:
-        The result of `generate`, of which `text` has each whole text, pieces and gaps, and `tokens` begin with the
-        row's first gap. `findings["gaps"]` has a list of the texts of each row's gaps (None without a tokenizer), and
+        A result as of `generate`. `text` has each whole text, with pieces and gaps; `tokens` begin with the first gap
+        of the row. `findings["gaps"]` has a list of the texts of each row's gaps (None without a tokenizer), and
         `findings["gap_tokens"]` a list of their ids.
 
     Raises:
-        ValueError: a model or an algorithm that does not fill masks, a text without a gap, or without anything before
-            its first gap where the model has no BOS token.
+        ValueError: a model or an algorithm that does not do masked diffusion, a text without a gap, or a text that
+            begins with a gap if the model has no BOS token.
     """
     clock, lm, given = time.monotonic(), model(lm), merged(sampling, options)
     check_names("infill", given)
@@ -107,7 +108,7 @@ def infill(lm: LM | str | os.PathLike[str], pieces: Sequence[Piece] | Sequence[S
 
 
 def _lists(rows: list[Any]) -> np.ndarray:
-    """An array of objects with one list for each row."""
+    """Returns an object array with one list for each row."""
     out = np.empty(len(rows), object)
     for i, row in enumerate(rows):
         out[i] = row
@@ -115,10 +116,10 @@ def _lists(rows: list[Any]) -> np.ndarray:
 
 
 def filling(lm: LM, algorithm: Any, draft: Any = None) -> MaskedDiffusion:
-    """The sampler of masked diffusion that is given, or the model's default.
+    """Returns the given sampler of masked diffusion, or the model's default one.
 
     Raises:
-        ValueError: another algorithm, or a model that does not fill masks.
+        ValueError: another kind of algorithm or of model.
     """
     if lm.diffusion is None:
         raise ValueError(f"lm: got {lm.name}, which is autoregressive, takes a diffusion model")
@@ -129,7 +130,7 @@ def filling(lm: LM, algorithm: Any, draft: Any = None) -> MaskedDiffusion:
 
 
 def _texts(pieces: Any) -> list[Any]:
-    """The pieces of each text."""
+    """Returns the list of pieces of each text."""
     rows = collected(pieces, "pieces", "a list of strings, gaps and token ids, or several")
     if not rows:
         raise ValueError("pieces: got none")
@@ -137,7 +138,7 @@ def _texts(pieces: Any) -> list[Any]:
 
 
 def _template(lm: LM, mask: int, pieces: Any, row: int) -> list[int]:
-    """The ids of a text, with the mask token in its gaps."""
+    """Returns the token ids of a text, with the mask token in its gaps."""
     name, out = f"pieces[{row}]", []
     for i, piece in enumerate(collected(pieces, name, "a list of strings, gaps and token ids")):
         if isinstance(piece, (int, float, np.integer, np.floating)):
@@ -159,7 +160,7 @@ def _template(lm: LM, mask: int, pieces: Any, row: int) -> list[int]:
 
 def _read(request: Request, before: list[int], after: list[int], mask: int, eos: frozenset[int]
           ) -> tuple[str, list[str], list[list[int]]]:
-    """The text, and text and ids of its gaps, cut at an end of sequence."""
+    """Returns the whole text, and the texts and token ids of its gaps, which end at an end-of-sequence token."""
     tokenizer = request.lm.tokenizer
     feed = tokenizer.detokenizer(skip_special_tokens=request.skip_special_tokens).feed if tokenizer else lambda ids: ""
     text, filled, gaps = "", [], []
@@ -181,8 +182,9 @@ class Frame:
     """A canvas between two rounds.
 
     Attributes:
-        tokens: `i32[n]` behind the prompt. open: `bool[n]`: not decided; the token there is a mask, or noise.
-        round: forwards so far.
+        tokens: `i32[n]`, the tokens after the prompt.
+        open: `bool[n]`, True for positions that are not decided yet; their tokens are masks or noise.
+        round: number of forward passes so far.
     """
 
     __repr__ = short
@@ -193,7 +195,7 @@ class Frame:
     _request: Request = dataclasses.field(repr=False)
 
     def text(self, hole: str = "_") -> str:
-        """The text with `hole` for each token that is not decided."""
+        """Returns the text with `hole` in place of each token that is not decided yet."""
         tokenizer = self._request.lm.tokenizer
         if tokenizer is None:
             raise ValueError("text: this model has no tokenizer")
@@ -205,18 +207,19 @@ class Frame:
 
 def watch(lm: LM | str | os.PathLike[str], prompt: Prompt, *,
           algorithm: MaskedDiffusion | Configured | str | None = None, every: int = 1, **options: Any) -> Watch:
-    """A text as it clears up: the canvas before the first round and after each `every` rounds (`Frame`).
+    """Yields the canvas of a text while it is denoised: before the first round and after each `every` rounds (`Frame`).
 
     >>> for frame in dx.watch(lm, "def fib(n):"): print(frame.text())             # doctest: +SKIP
 
-    Takes the arguments of `stream`, and is closed like one; the last frame is the text of `generate`, and `.result` its
-    result.
+    Takes the arguments of `stream`, and can be closed in the same way. The last frame has the text of `generate`, and
+    `.result` is the result.
     """
     return Watch(lm, prompt, algorithm=algorithm, every=every, **options)
 
 
 class Watch(Live[Frame]):
-    """Frames as they come; `.result` after the last. A context manager with `close`."""
+    """An iterator over the frames of a canvas; `.result` is the result after the last frame. A context manager with
+    `close`."""
 
     def __init__(self, lm: LM | str | os.PathLike[str], prompt: Prompt, *,
                  algorithm: MaskedDiffusion | Configured | str | None = None, every: int = 1, **options: Any):

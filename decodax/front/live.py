@@ -1,4 +1,4 @@
-"""What `stream` and `watch` have in common: a text that is made while its pieces are read."""
+"""The base class of `Stream` and `Watch`: a text that is generated while its pieces are consumed."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ Piece = TypeVar("Piece")
 
 
 class Live(Iterator[Piece]):
-    """Pieces as they are made. A context manager: leaving it early ends the work.
+    """An iterator over pieces that are generated when they are asked for. As a context manager, it stops the generation
+    on exit.
 
     Attributes:
-        result: of the whole text, after the last piece; None before it, and if it was closed early.
+        result: the result of the whole text, after the last piece; None before, and if the iterator was closed early.
     """
 
     def __init__(self, request: Request, clock: float):
@@ -30,7 +31,7 @@ class Live(Iterator[Piece]):
         self._closed = False
 
     def close(self) -> None:
-        """Ends it: no further piece comes, and the memory of its cache is free. May be called again."""
+        """Ends the iteration and frees the memory of the cache. It may be called repeatedly."""
         self._closed = True
         self.__dict__.pop("_job", None)
 
@@ -48,10 +49,10 @@ class Live(Iterator[Piece]):
 
 
 def one_row(where: str, lm: Any, prompt: Any, options: dict[str, Any]) -> Request:
-    """The request of a front end that takes one prompt.
+    """Returns the request of a function `where` that takes a single prompt.
 
     Raises:
-        TypeError, ValueError: as `Request.read`; also for arguments that need many rows.
+        TypeError, ValueError: as in `Request.read`, or an argument that needs several rows.
     """
     options = merged(options.pop("sampling", None), options)
     for name in ("search", "select"):

@@ -1,5 +1,4 @@
-"""The arguments of `generate` that shape a distribution or a text, by the names of transformers, and `Sampling`, which
-holds them as an object."""
+"""The sampling options of `generate`, by the names of transformers, and `Sampling`, which holds them as an object."""
 
 from __future__ import annotations
 
@@ -13,14 +12,14 @@ from decodax.sampling.config import generation_settings
 
 Floats = float | Sequence[float | None] | None
 Ints = int | Sequence[int | None] | None
-"""One number for all prompts, or one for each; None asks for nothing."""
+"""One number for all prompts, or a list with one for each; None: not set."""
 
 Ids = Sequence[int] | Sequence[Sequence[int]] | None
 
 
 class SamplingOptions(TypedDict, total=False):
-    """What shapes the distribution that tokens are drawn from, and where texts end; see `decodax.sampling.build` for
-    each of them. Numbers are one for all prompts or one for each."""
+    """Options of the distribution from which tokens are sampled, and of the end of texts; `decodax.sampling.build`
+    describes each of them. A numeric option is one number for all prompts, or a list with one for each."""
 
     do_sample: bool | None
     temperature: Floats
@@ -94,7 +93,7 @@ class Sampling(Mapping[str, Any]):
     Sampling(temperature=0.8, top_p=0.95)
 
     Raises:
-        TypeError: an unknown option; names near ones.
+        TypeError: an unknown option; the message lists similar names.
     """
 
     def __init__(self, **options: Unpack[SamplingOptions]):
@@ -103,14 +102,14 @@ class Sampling(Mapping[str, Any]):
 
     @classmethod
     def from_hf(cls, config: Any) -> Sampling:
-        """Returns what a generation config says of sampling.
+        """Returns the sampling options of a Hugging Face generation config.
 
         Args:
             config: path of a `generation_config.json` or of its folder, its content as a dictionary, or an object of
                 transformers with `to_dict`.
 
         Raises:
-            ValueError: an entry that is not supported, by name.
+            ValueError: an entry that is not supported; the message names it.
         """
         content = config.to_dict() if hasattr(config, "to_dict") else config
         known = SamplingOptions.__annotations__
@@ -131,10 +130,11 @@ class Sampling(Mapping[str, Any]):
 
 
 def merged(sampling: Mapping[str, Any] | None, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options of a `Sampling` and of keywords together.
+    """Returns the options of a `Sampling` object and of keyword arguments as one dictionary.
 
     Raises:
-        TypeError: no `Sampling`. ValueError: one is in both.
+        TypeError: `sampling` is not a `Sampling`.
+        ValueError: an option is in both.
     """
     if sampling is None:
         return dict(options)

@@ -1,8 +1,8 @@
-"""JRT-Prompt: a prompt that says its context twice ("Just read twice: closing the recall gap for recurrent language
+"""JRT-Prompt: a prompt that contains its context twice ("Just read twice: closing the recall gap for recurrent language
 models", Arora et al., 2024).
 
-A state of constant size holds less than a context says, and what it should hold is known only when the question is
-read. When the context comes a second time, the question has been read.
+A recurrent state of constant size cannot hold all of a context, and what it should hold is known only after the
+question. When the context comes for the second time, the model has already seen the question.
 """
 
 from __future__ import annotations
@@ -18,23 +18,22 @@ FORMS = ("context question context question", "question context context question
 @FUNCTIONS.register("read_twice", "Just read twice: closing the recall gap for recurrent language models",
                     "Arora et al. 2024", "a prompt with its context twice")
 def read_twice(prompt: Any, question: Any = None, between: Any = "\n", form: str = FORMS[0]) -> Any:
-    """A prompt with its context twice.
+    """Returns a prompt that contains its context twice.
 
     Args:
-        prompt: a text, token ids, or a chat. With a `question` it is the context; without one it is both, and stands
-            twice as it is. Of a chat the last message of the user stands twice within that message.
-        question: a text or token ids, as `prompt` is.
-        between: what stands between two parts: a text, or token ids where `prompt` has ids (a text puts nothing
-            there).
-        form: the order of context and question; the first form is the paper's, and in the second one the question is
-            known when the context is first read, as in most of the authors' evaluations.
+        prompt: a text, token ids, or a chat. With a `question` it is the context; otherwise it is both, and the whole
+            prompt is repeated. In a chat, the last message of the user is repeated within that message.
+        question: a text or token ids, of the same kind as `prompt`.
+        between: a text between two parts, or token ids if `prompt` is token ids (a text has no effect there).
+        form: the order of context and question. The first form is that of the paper; in the second one, the question
+            comes before the context, as in most of the authors' evaluations.
 
     Returns:
-        A text, a list of token ids, or a list of messages: what `generate` takes as a prompt.
+        A text, a list of token ids, or a list of messages: a prompt for `generate`.
 
     Raises:
-        ValueError: a form that there is not, a chat without a message of the user, or with a question beside it.
-        TypeError: something else than a prompt.
+        ValueError: an unknown form, a chat without a message of the user, or a chat with a question.
+        TypeError: `prompt` or `question` is of another kind.
 
     >>> read_twice("Ann is 7. Bob is 9.", "How old is Ann?", between=" ")
     'Ann is 7. Bob is 9. How old is Ann? Ann is 7. Bob is 9. How old is Ann?'

@@ -1,8 +1,8 @@
 """Scoring of given texts: the log-probability of each token under the model.
 
-A text is read in chunks through the cache, like a prompt, and the output head is applied to a few positions at a time.
-So memory is bounded by a batch's cache and never holds logits for a whole chunk, and a few programs serve texts of all
-lengths: one for each power of two up to the chunk, and one for longer texts.
+A text is processed in chunks through the cache, as a prompt is, and the output head is applied to a few positions at a
+time. So memory is bounded by the cache of a batch, and the logits of a whole chunk are never in memory at once. A few
+programs serve texts of all lengths: one for each power of two up to the chunk, and one for longer texts.
 """
 
 from __future__ import annotations
@@ -34,30 +34,32 @@ from decodax.pallas_kernels.vocabulary import top_k
 from decodax.sharding import place
 
 ROWS = 8
-"""Texts a batch, unless said otherwise."""
+"""Default number of texts in a batch."""
 
 NARROWEST = 32
-"""Width of the narrowest window: padding a shorter text to it costs less than a program of its own."""
+"""Width of the narrowest window: padding a shorter text to it costs less than another program."""
 
 LONG = 1024
-"""Slots of the smallest cache: from here on attention walks a cache in blocks of one size, whatever its capacity."""
+"""Number of slots of the smallest cache: from this size on, attention processes a cache in blocks of one size."""
 
 LOGITS = 64 << 20
-"""Bytes of logits that are alive at a time."""
+"""Maximum number of bytes of logits that exist at a time."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """Natural log-probabilities of given texts, one entry a text; of a prompt and its continuation the latter alone.
+    """Log-probabilities of given texts in nats, with one entry for each text. For a prompt with a continuation, only
+    the continuation is scored.
 
     Attributes:
-        logprobs: a list of `f32[n]`: of each scored token, given all tokens before it. NaN from the first position on
-            at which the model's logits hold a NaN or +inf.
-        tokens: a list of `i32[n]`, the ids of those tokens.
-        greedy: a list of `bool[n]`, whether each of them is the model's most likely token there.
-        top_ids, top: lists of `i32[n, k]` and `f32[n, k]`, the `k` most likely tokens at each position and their
-            log-probabilities, most likely first; None if nobody asked.
-        bytes: `i64[B]`, UTF-8 bytes of the scored texts; None if the model has no tokenizer.
+        logprobs: a list of `f32[n]`, log-probability of each scored token given all tokens before it. NaN from the
+            first position on at which the model's logits contain a NaN or +inf.
+        tokens: a list of `i32[n]`, the ids of the scored tokens.
+        greedy: a list of `bool[n]`, True where the token is the most likely one.
+        top_ids: a list of `i32[n, k]`, the `k` most likely tokens at each position, most likely first; None without
+            `top_logprobs`.
+        top: a list of `f32[n, k]`, their log-probabilities; None without `top_logprobs`.
+        bytes: `i64[B]`, number of UTF-8 bytes of the scored texts; None if the model has no tokenizer.
     """
 
     __repr__ = short
@@ -74,32 +76,33 @@ class Scores:
 
     @property
     def count(self) -> np.ndarray:
-        """`i64[B]`: scored tokens."""
+        """`i64[B]`, number of scored tokens."""
         return np.array([len(x) for x in self.logprobs])
 
     @property
     def sum(self) -> np.ndarray:
-        """`f64[B]`: the log-probability of each whole text."""
+        """`f64[B]`, log-probability of each scored text."""
         return np.array([x.sum(dtype=np.float64) for x in self.logprobs])
 
     @property
     def mean(self) -> np.ndarray:
-        """`f64[B]`: the mean log-probability of a token; NaN where none is scored."""
+        """`f64[B]`, mean log-probability of a scored token; NaN for texts without scored tokens."""
         return self.sum / np.where(self.count > 0, self.count, np.nan)
 
     @property
     def perplexity(self) -> np.ndarray:
-        """`f64[B]`: `exp(-mean)`. That of a whole collection is `np.exp(-s.sum.sum() / s.count.sum())`."""
+        """`f64[B]`, `exp(-mean)`. The perplexity of a collection of texts is `np.exp(-s.sum.sum() / s.count.sum())`."""
         return np.exp(-self.mean)
 
     @property
     def is_greedy(self) -> np.ndarray:
-        """`bool[B]`: whether greedy decoding would have written each text."""
+        """`bool[B]`, True if greedy decoding would generate the scored text."""
         return np.array([bool(x.all()) for x in self.greedy])
 
     @property
     def bits_per_byte(self) -> np.ndarray:
-        """`f64[B]`: `-sum / ln 2` for each byte of the text, which compares models with different tokenizers.
+        """`f64[B]`, `-sum / ln 2` divided by the number of bytes. It can be compared between models with different
+        tokenizers.
 
         Raises:
             ValueError: the model has no tokenizer.
@@ -111,27 +114,29 @@ class Scores:
 
 def score(lm: LM | str | os.PathLike[str], texts: Text | Iterable[Text], *, top_logprobs: int | None = None,
           window: int | None = None, batch_size: int | None = None, chunk: int = 256, progress: bool = False) -> Scores:
-    """Scores given texts by the model, without any sampling policy.
+    """Computes the log-probability of given texts under the model, without a sampling policy.
+
+    The figures of a text depend only on its own tokens, `window`, `batch_size` and `chunk`, bit for bit, and not on the
+    other texts or their order. Another `batch_size` or `chunk` changes them only by rounding.
 
     Args:
-        lm: what `load` returned; or what `load` takes, and then the model is loaded once and kept.
-        texts: one or several texts, lists of token ids, or chats: every token after the first is scored. A tuple
-            `(prompt, continuation)` scores the continuation alone; `decodax.io.spans.spans` says how it is encoded.
-        top_logprobs: also gives so many of the most likely tokens at each position.
-        window: tokens that a prediction sees at most. A longer text is scored in pieces of so many tokens, each given
-            the last token of the piece before it and no more, but for the last piece, which sees as many as fit: the
-            rolling log-likelihood of lm-evaluation-harness. None: each token is scored given all before it.
-        batch_size: texts a batch; default 8, or the next power of two where there are fewer texts. With a mesh it is
-            rounded up to a multiple of the axis "data".
-        chunk: tokens of a forward; a longer text is read in several, through the cache.
-        progress: shows a progress bar.
-
-    A text's figures depend on its own tokens, `window`, `batch_size` and `chunk` alone, bit for bit: not on its batch
-    mates or their order. Another `batch_size` or `chunk` changes no more than rounding does.
+        lm: a result of `load`; or an argument of `load`, and then the model is loaded once and kept in memory.
+        texts: one or several texts, lists of token ids, or chats; all their tokens after the first are scored. Of a
+            tuple `(prompt, continuation)` only the continuation is scored; `decodax.io.spans.spans` describes its
+            tokenization.
+        top_logprobs: number of most likely tokens to return for each position; None: none.
+        window: maximum number of tokens from which a token is predicted. A longer text is cut into pieces of this
+            length, each scored given only the last token of the previous piece; the last piece begins earlier, so that
+            it has the same length. This is the rolling log-likelihood of lm-evaluation-harness. None: each token is
+            scored given all tokens before it.
+        batch_size: number of texts in a batch; default 8, or the next power of two if there are fewer texts. With a
+            mesh it is rounded up to a multiple of the axis "data".
+        chunk: number of tokens in a forward pass; a longer text is processed in several, through the cache.
+        progress: True shows a progress bar.
 
     Raises:
-        ValueError: an entry of `texts` that cannot be scored, a text beyond the model's positions, a model that fills
-            masks, or an argument out of its range, by name.
+        ValueError: an entry of `texts` that cannot be scored, a text longer than the model's positions, a masked
+            diffusion model, or an argument out of its range; the message names it.
 
     >>> import decodax as dx
     >>> lm = dx.load("pycode")
@@ -175,8 +180,8 @@ def score(lm: LM | str | os.PathLike[str], texts: Text | Iterable[Text], *, top_
 
 
 def _pieces(index: int, span: TextSpan, window: int | None) -> list[TextSpan]:
-    """A text as parts of `window` scored tokens, each begun with the token before it; the last begins earlier, so that
-    it is as long as the others."""
+    """Cuts a text into pieces of `window` scored tokens, each with one token before them. The last piece begins
+    earlier, so that it has the same length."""
     read = len(span.ids) - 1
     if window is None or read <= window:
         return [span]
@@ -201,7 +206,7 @@ def _check_positions(lm: LM, pieces: list[tuple[int, TextSpan]]) -> None:
 
 
 def _row(index: int, span: TextSpan, figures: list[np.ndarray]) -> list[np.ndarray]:
-    """A piece's part of its batch's figures. `index`: its text's."""
+    """Returns the figures of one piece, cut out of those of its batch; `index` is the index of its text."""
     sound, logprobs, *rest = (x[:len(span.ids) - 1] for x in figures)
     # what follows such a position has seen it, or was to
     broken = np.logical_or.accumulate(~sound | np.isnan(logprobs))
@@ -211,8 +216,8 @@ def _row(index: int, span: TextSpan, figures: list[np.ndarray]) -> list[np.ndarr
 
 
 def _batches(found: list[TextSpan], rows: int, chunk: int) -> Iterator[tuple[int, bool, list[int]]]:
-    """The width of the windows, whether there are several, and the texts of each batch, shortest first. Width and
-    number of windows depend on a text's own length alone."""
+    """Yields batches: the width of the windows, True if a text needs several windows, and the indices of the texts,
+    shortest first. Width and number of windows depend only on the length of a text."""
     kinds: dict[tuple[int, bool], list[int]] = {}
     for i, span in enumerate(found):
         read = len(span.ids) - 1
@@ -225,7 +230,7 @@ def _batches(found: list[TextSpan], rows: int, chunk: int) -> Iterator[tuple[int
 
 
 def _scored(lm: LM, batch: list[TextSpan], rows: int, width: int, slots: int, top: int) -> list[np.ndarray]:
-    """The figures of a batch, `[rows, T]` each: see `_figures`. Rows beyond the texts are dead."""
+    """Returns the figures of a batch, `[rows, T]` each; see `_figures`. Rows beyond the texts are padding."""
     read = np.zeros(rows, np.int32)
     read[:len(batch)] = [len(s.ids) - 1 for s in batch]
     first = np.zeros(rows, np.int32)
@@ -248,7 +253,7 @@ def _scored(lm: LM, batch: list[TextSpan], rows: int, width: int, slots: int, to
 
 @functools.partial(jax.jit, static_argnums=(0, 2))
 def _empty(model: Model, read: Array, slots: int) -> Cache:
-    """A cache for as many rows as there are entries in `read`."""
+    """Returns an empty cache for as many rows as `read` has entries."""
     def build(read: Array) -> Cache:
         cache = model.init_cache(read.shape[0], slots)
         return constrain(cache, heads(cache))
@@ -259,12 +264,17 @@ def _empty(model: Model, read: Array, slots: int) -> Cache:
 @functools.partial(jax.jit, static_argnums=0, static_argnames="top", donate_argnums=2)
 def _window(model: Model, params: Any, cache: Cache | None, tokens: Array, begin: Array, first: Array, read: Array, *,
             top: int) -> tuple[Cache | None, tuple[Array, ...]]:
-    """Reads a window, scores it and commits it to the cache, if there is one.
+    """Runs the model on a window, scores it, and commits it to the cache, if there is one.
 
     Args:
-        tokens: `i32[B, W + 1]`, what is read and after it the last target.
-        begin: `i32[]`, the window's first position.
-        first: `i32[B]`, the first position whose next token is scored. read: `i32[B]`, how many are read in all.
+        model: the model.
+        params: its weights.
+        cache: the cache, or None for texts of one window.
+        tokens: `i32[B, W + 1]`, the tokens of the window and the one after it, the last target.
+        begin: `i32[]`, position of the first token of the window.
+        first: `i32[B]`, first position whose next token is scored.
+        read: `i32[B]`, number of positions of each text that are processed.
+        top: number of most likely tokens to return.
     """
     def region(params: Any, cache: Cache | None, tokens: Array, begin: Array, first: Array, read: Array) -> Any:
         rows, at = tokens.shape[0], begin + jnp.arange(tokens.shape[1] - 1, dtype=jnp.int32)
@@ -282,8 +292,9 @@ def _window(model: Model, params: Any, cache: Cache | None, tokens: Array, begin
 
 
 def _figures(out: Out, targets: Array, wanted: Array, top: int) -> tuple[Array, ...]:
-    """`f32[B, W]` log-probabilities of `targets`, `bool[B, W]` whether they are the most likely token, `i32[B, W, top]`
-    and `f32[B, W, top]` the most likely ones. The head sees a few positions at a time, and none that nobody wants."""
+    """Returns log-probabilities of `targets`, `f32[B, W]`; True where they are the most likely token, `bool[B, W]`; and
+    the most likely tokens and their log-probabilities, `i32[B, W, top]` and `f32[B, W, top]`. The head is applied to a
+    few positions at a time, and only to those in `wanted`."""
     B, W = targets.shape
     vocab = jax.eval_shape(out.head, out.hidden[:, :1]).shape[-1]
     size = max(d for d in range(1, W + 1) if W % d == 0 and (d == 1 or 4 * B * vocab * d <= LOGITS))

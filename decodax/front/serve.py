@@ -1,4 +1,4 @@
-"""Answers as they finish: prompts come from any iterator, one after another takes a place that has become free."""
+"""Serving: answers prompts from an iterator and yields each result as soon as it is finished."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NOT_HERE = {**dict.fromkeys(("search", "select"), "decodax.generate searches and
 ON_ERROR = ("return", "raise")
 
 ALONE = "prompts[0]: "
-"""What `Request.read` says of the only prompt of a request."""
+"""The beginning of the messages of `Request.read` about its only prompt."""
 
 SHARED = ("cache: rows of this kind share memory, so none can take the place of another; takes another kind, or "
           "decodax.generate")
@@ -44,8 +44,10 @@ class Served:
     """A prompt that has been answered, or could not be.
 
     Attributes:
-        index: its place among the prompts. id: its own, or None. result: of this one prompt, all its samples; None if
-            there is an error. error: why it could not be answered, or None.
+        index: its index among the prompts.
+        id: the id given with the prompt, or None.
+        result: the result of this prompt with all its samples; None if there is an error.
+        error: why it could not be answered, or None.
     """
 
     __repr__ = short
@@ -56,7 +58,7 @@ class Served:
     error: Exception | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns it as JSON has it: the entries of `Result.to_dict`, with `index`, `id` and the error's text."""
+        """Returns the entries of `Result.to_dict` with `index`, `id` and the text of `error`, ready for JSON."""
         found = {} if self.result is None else self.result.to_dict()
         return {"index": self.index, "id": json_ready(self.id), **found,
                 "error": None if self.error is None else str(self.error)}
@@ -65,45 +67,46 @@ class Served:
 def serve(lm: LM | str | os.PathLike[str], prompts: Iterable[Any], *, slots: int = 16, ahead: int | None = None,
           memory: str | None = None, token_budget: int | None = None, max_time: float | None = None,
           on_error: str = "return", use: Use | None = None, **options: Any) -> Generator[Served, None, None]:
-    """Continues prompts of any number and gives each result as it comes, not in their order.
+    """Continues any number of prompts and yields each result as soon as it is finished, not in their order.
 
-    The tokens of a prompt are those that `generate` gives it alone with the same options and the same address,
-    whatever runs beside it. Prompts are taken as there is room for them, so a source may be endless, and one that makes
-    them as they are asked for is never far ahead of the work. An iterable other than a list or a tuple is read in a
-    thread of its own: while it blocks, the prompts that it gave are answered. Closing the iterator that `serve` returns
-    ends the thread, or lets it end with the next prompt if the iterable blocks.
+    The tokens of a prompt are those of `generate` with this prompt alone, the same options and the same request id;
+    they do not depend on prompts that run at the same time. Prompts are taken only when there is room for them, so that
+    the source may be endless. An iterable other than a list or a tuple is read in a separate thread; while it blocks,
+    the prompts read so far are answered. Closing the returned iterator ends that thread, at the latest with the next
+    prompt of a source that blocks.
 
     >>> import decodax as dx
     >>> for one in dx.serve("pycode", ["def area(", "import "], max_new_tokens=5):        # doctest: +SKIP
     ...     print(one.index, one.result.text)
 
     Args:
-        lm: as `generate` takes it.
-        prompts: prompts as `generate` takes one; or mappings with a `prompt`, an `id` and options of their own:
-            `{"prompt": "def f(", "id": "a-17", "temperature": 0.5, "max_new_tokens": 100}`. An option that is None is
-            not given (but `eos_token_id`, for which None means that there is no end, as for `generate`). `max_time`
-            counts from where the prompt begins to be read. Randomness is addressed by the id, else by the place among
-            the prompts.
-        slots: prompts at once. Those that differ in method, cache, number of samples, stop strings or kind of sampling
-            take turns.
-        ahead: prompts that wait at most; default 4 times the slots.
-        memory: bytes that rows may take ("8GB"): their caches, what drafts keep, and a round's logits. There are then
-            no more slots than that, by the longest of the prompts that wait. Beside them come the rows that are being
-            read, an eighth, and those of up to four beginnings that are kept.
-        token_budget: tokens of a round. Prompts are then read in the rounds of others, in chunks that the budget leaves
-            room for, so that a long one does not hold them up (Sarathi-Serve). Default: they are read between rounds,
-            and so are those of methods that learn from prompts, of several samples, and all over a mesh.
-        max_time: seconds for all; what has not ended then does so with `Status.TIME`. Prompts that a source other than
-            a list or a tuple has not given by then are not asked for. It is looked at between bursts of rounds; a
-            compilation is not cut short.
-        on_error: what a prompt that cannot be answered does: "return" gives a `Served` with its `error`; "raise" raises
-            the error after what was read before the prompt has been answered, and reads no others.
-        use: a `decodax.engine.slots.Use`, to which counts and times are added.
-        options: of `generate`, for all prompts that do not say otherwise.
+        lm: the model, as in `generate`.
+        prompts: prompts as in `generate`; or mappings with a `prompt`, an `id` and options for this prompt: `{"prompt":
+            "def f(", "id": "a-17", "temperature": 0.5, "max_new_tokens": 100}`. An option that is None counts as not
+            given, except `eos_token_id`, for which None means that no token ends a text. `max_time` counts from the
+            prefill of the prompt. Random numbers depend on the id, or else on the index of the prompt.
+        slots: number of prompts that run at once. Prompts that differ in method, cache, number of samples, stop strings
+            or kind of sampling run in separate batches, one after the other.
+        ahead: maximum number of waiting prompts; default 4 times `slots`.
+        memory: memory for rows, such as "8GB": their caches, the state of drafts, and the logits of a round. It limits
+            the number of slots, computed for the longest of the waiting prompts. Not included are the rows that are
+            being prefilled, an eighth of the slots, and the caches of up to four common prefixes that are kept.
+        token_budget: maximum number of tokens in a round. Prompts are then prefilled in chunks within the rounds of
+            other prompts, so that a long prompt does not delay them (Sarathi-Serve). None: they are prefilled between
+            rounds. So are, in any case, prompts of methods that learn from prompts, prompts with several samples, and
+            all prompts on a mesh.
+        max_time: seconds for all prompts, after which unfinished ones end with `Status.TIME`. Prompts that a source
+            other than a list or a tuple has not yet yielded are not asked for. The clock is checked between bursts of
+            rounds; a compilation is not interrupted.
+        on_error: "return": a prompt that cannot be answered yields a `Served` with its `error`. "raise": the error is
+            raised after all prompts before it have been answered, and no further prompts are read.
+        use: a `decodax.engine.slots.Use` to which counts and times are added.
+        options: options of `generate`, for prompts that do not set them.
 
     Raises:
-        ValueError, TypeError: an argument is wrong; or, with `on_error="raise"`, a prompt, whose place it says.
-        Exception: what the iterable of prompts raises, after all prompts that it gave have been answered.
+        ValueError, TypeError: an argument is wrong; or, with `on_error="raise"`, a prompt, whose index the message
+            gives.
+        Exception: an error of the iterable, raised after all prompts that it yielded have been answered.
     """
     slots = whole("slots", slots, 1)
     ahead = ahead_of(slots, None if ahead is None else whole("ahead", ahead, 1))
@@ -121,7 +124,7 @@ def serve(lm: LM | str | os.PathLike[str], prompts: Iterable[Any], *, slots: int
     failed: Exception | None = None
 
     def wrong(index: int, error: Exception) -> Exception:
-        """The error with the prompt's place."""
+        """Returns the error with the index of the prompt in its message."""
         try:
             placed = type(error)(f"prompts[{index}]: {str(error).removeprefix(ALONE)}")
         except Exception:       # one that is made of other things than a message
@@ -157,10 +160,11 @@ def serve(lm: LM | str | os.PathLike[str], prompts: Iterable[Any], *, slots: int
 
 
 def settled(lm: Any, options: Mapping[str, Any], slots: int) -> tuple[LM, dict[str, Any]]:
-    """The model with its cache, and the options with the method, which are made once for all prompts.
+    """Returns the model with its cache, and the options with the algorithm, which are made once for all prompts.
 
     Raises:
-        TypeError, ValueError: as `Request.read`; an option that is none of `serve`; or rows of the cache share memory.
+        TypeError, ValueError: as in `Request.read`; an option that `serve` does not take; or a cache whose rows share
+            memory.
     """
     lm, options = model(lm), without("serve", given(options), NOT_HERE)
     if (cache := options.pop("cache", None)) is not None:
@@ -174,20 +178,24 @@ def settled(lm: Any, options: Mapping[str, Any], slots: int) -> tuple[LM, dict[s
 
 
 def given(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that say something, with those of `sampling`: None says nothing, as in a column of options that some
-    rows lack, but for an end of sequence, of which it says that there is none."""
+    """Returns the options that are not None, together with those in `sampling`. `eos_token_id` is kept if it is None,
+    which means that no token ends a text."""
     said = {name: x for name, x in options.items() if x is not None or name in ("eos", "eos_token_id")}
     return merged(said.pop("sampling", None), said)
 
 
 def read(lm: LM, prompt: Any, where: int, own: Mapping[str, Any], options: Mapping[str, Any]) -> Request:
-    """The request of a prompt.
+    """Returns the request of one prompt.
 
     Args:
-        where: its address. own, options: its own options, and those of all prompts.
+        lm: the model.
+        prompt: the prompt.
+        where: its request id.
+        own: options of this prompt.
+        options: options of all prompts.
 
     Raises:
-        ValueError, TypeError: as `Request.read`; or its rows cannot take the place of others.
+        ValueError, TypeError: as in `Request.read`; or the method cannot replace single rows of a batch.
     """
     own = without("serve", given(own), NOT_HERE)
     if isinstance(prompt, Mapping) and "input_ids" not in prompt:
@@ -199,7 +207,8 @@ def read(lm: LM, prompt: Any, where: int, own: Mapping[str, Any], options: Mappi
 
 
 def address(name: Any) -> int:
-    """The `request_ids` entry of a prompt with an id: the first 32 bits of the BLAKE2b hash of its text.
+    """Returns the entry of `request_ids` for a prompt with an id: the first 32 bits of the BLAKE2b hash of the id as
+    text.
 
     >>> import decodax as dx
     >>> dx.jobs.address("a-17")

@@ -1,4 +1,4 @@
-"""Whether texts bear the watermark that `generate(..., watermarking_config=...)` puts into them."""
+"""Detection of the watermark that `generate(..., watermarking_config=...)` puts into texts."""
 
 from __future__ import annotations
 
@@ -17,24 +17,23 @@ from decodax.sampling import Detection, GreenList, build, detect
                     "whether a text bears a watermark of the policy")
 def detect_watermark(lm: LM, texts: Any, watermarking_config: Any, *, prompts: Any = None, unique: bool = True
                      ) -> Detection:
-    """Tests texts for a watermark: who knows the configuration counts green tokens (Kirchenbauer et al., 2023).
+    """Tests texts for a watermark by counting green tokens (Kirchenbauer et al., 2023).
 
     Args:
-        lm: what `load` gave; its vocabulary and tokenizer count, its weights do not.
-        texts: what `generate` gave, or texts or lists of token ids. A text is encoded again, which may cut it into
-            other tokens than those that were written; the count then loses a few.
-        watermarking_config: the one that `generate` had, of either scheme ("lefthash", "selfhash").
-        prompts: what stands in front of each text. It is read, so that the first tokens of the text can be scored, and
-            not scored. None: the text's own first tokens serve, as many as the context is wide.
-        unique: count a token with its context once; repeats carry no new evidence.
+        lm: a result of `load`; only its vocabulary and tokenizer are used.
+        texts: a result of `generate`, or texts or lists of token ids. Tokenizing a text again may give other tokens
+            than were generated, which lowers the count a little.
+        watermarking_config: the configuration that was given to `generate`, of either scheme ("lefthash", "selfhash").
+        prompts: the text before each text. It is not scored, but it is the context of the first tokens of the text.
+            None: the first tokens of the text serve as context and are not scored.
+        unique: True counts a token with the same context once, since repetitions are no new evidence.
 
     Returns:
-        For each text the z-score, its p-value, and what was counted. A p-value is the chance of a z-score as large in a
-        text without the mark: of many texts that are tested, that share is accused wrongly.
+        For each text the z-score, its p-value, and the counts. A p-value is the probability of such a z-score in a text
+        without the watermark: if many texts are tested, this share of them is wrongly detected.
 
     Raises:
-        ValueError: a configuration that is none, another number of prompts than of texts, or a text of which nothing
-            can be scored.
+        ValueError: an invalid configuration, a wrong number of prompts, or a text without tokens that can be scored.
 
     >>> import decodax as dx
     >>> lm, mark = dx.load("pycode"), {"bias": 4.0, "hashing_key": 7}

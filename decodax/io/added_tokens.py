@@ -1,8 +1,8 @@
-"""Adds tokens to a tokenizer that only other files than tokenizer.json have, as transformers does.
+"""Adds tokens to a tokenizer that tokenizer.json lacks, but other files of the directory have, as transformers does.
 
-They are listed in `added_tokens_decoder` of tokenizer_config.json, with their ids and how they match. Older directories
-without that entry have special_tokens_map.json and added_tokens.json instead. A special token that is only named
-("eos_token": "<|im_end|>") is added as well, after the others.
+These tokens are listed in `added_tokens_decoder` of tokenizer_config.json, with their ids and matching rules. Older
+directories without that entry have special_tokens_map.json and added_tokens.json instead. A special token of which only
+the name is given ("eos_token": "<|im_end|>") is added as well, after the others.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ MATCHING = ("lstrip", "rstrip", "normalized", "single_word")
 
 
 def special_tokens(path: Path, config: Mapping[str, Any]) -> dict[str, AddedToken]:
-    """Returns the tokens that are named as "bos_token" and the like.
+    """Returns the special tokens that the files name, such as "bos_token" and "eos_token", by their key.
 
     Args:
         path: the directory.
         config: the content of tokenizer_config.json.
 
     Raises:
-        ValueError: one of them is not a token; the message names the file.
+        ValueError: an entry is not a token; the message names the file.
     """
     entries = _entries(path, config)
     inner = entries.get(LISTS[0])
@@ -50,7 +50,7 @@ def special_tokens(path: Path, config: Mapping[str, Any]) -> dict[str, AddedToke
 
 def add_tokens(backend: tokenizers.Tokenizer, path: Path, config: Mapping[str, Any],
                special: Mapping[str, AddedToken]) -> None:
-    """Adds the tokens of the other files to a tokenizer; tokenizer_config.json determines how its tokens match.
+    """Adds to a tokenizer the tokens that tokenizer.json lacks. tokenizer_config.json determines how its tokens match.
 
     Args:
         backend: the tokenizer.
@@ -87,10 +87,10 @@ def add_tokens(backend: tokenizers.Tokenizer, path: Path, config: Mapping[str, A
 
 
 def _entries(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the entries of tokenizer_config.json and special_tokens_map.json.
+    """Returns the merged entries of tokenizer_config.json and special_tokens_map.json.
 
-    The latter take precedence in an older directory; in one whose tokenizer_config.json describes its added tokens the
-    former do.
+    If tokenizer_config.json describes its added tokens, its entries take precedence; in older directories those of
+    special_tokens_map.json do.
     """
     given, mapped = ({name: value for name, value in source.items() if value is not None}
                      for source in (config, read_object(path / MAP)))
@@ -107,7 +107,8 @@ def _extra(path: Path, config: Mapping[str, Any]) -> list[AddedToken]:
 
 
 def _token(value: Any) -> AddedToken | None:
-    """Returns a special token, given as its text or with how it matches."""
+    """Returns the special token of an entry, which is its text or an object with its text and matching rules; None for
+    other entries."""
     if isinstance(value, str):
         return AddedToken(value, special=True)
     if not isinstance(value, dict) or not isinstance(value.get("content"), str):
@@ -116,7 +117,8 @@ def _token(value: Any) -> AddedToken | None:
 
 
 def _described(path: Path, config: Mapping[str, Any], special: set[str]) -> list[tuple[int, AddedToken]]:
-    """Returns the described tokens with their ids, in order; those with a text in `special` are special."""
+    """Returns the tokens of `added_tokens_decoder` or added_tokens.json with their ids, in order of the ids; tokens
+    whose text is in `special` are special."""
     given = config.get("added_tokens_decoder")
     if "added_tokens_decoder" in config:
         try:

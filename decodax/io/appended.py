@@ -1,8 +1,9 @@
-"""Encodes text that follows existing tokens.
+"""Tokenizes text that continues existing tokens.
 
-A tokenizer encodes whole texts. A text that continues a word gets other tokens by itself than in its place:
-SentencePiece and Metaspace begin every text with a space, so that "def fi" and "b(n)" would become "def fi b(n)". And
-the tokens before it can no longer change, although a token of the whole text may span the border.
+A tokenizer encodes whole texts. Encoded by itself, a text that continues a word gets other tokens than within the whole
+text: SentencePiece and Metaspace begin every text with a space, so that "def fi" and "b(n)" would become "def fi b(n)".
+In addition, the tokens before it can no longer change, although a token of the whole text may cover both the old and
+the new text.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ CONTEXT = 64
 def appended(tokenizer: Any, ids: Sequence[int] | None, text: str) -> list[int]:
     """Returns the token ids that add exactly `text` to the text of `ids`.
 
-    The end of the text before is encoded together with `text`, so the ids are those that the tokenizer gives the text
-    in its place. If a token spans the border, its part that belongs to `text` is spelled with as few tokens as
-    possible. A text that the tokenizer cannot spell, because it has no token for a character or replaces some, is added
-    as the tokenizer reads it.
+    The text is tokenized together with the last tokens before it, so it gets the same tokens as within the whole text.
+    If one of these tokens covers both the old and the new text, the new part of it is replaced by as few tokens as
+    possible. If the vocabulary cannot represent the text exactly, for example because a character has no token, the
+    result is what the tokenizer gives, which may read differently.
 
     Args:
         tokenizer: the tokenizer.
-        ids: the tokens before the text, such as a prompt and the text generated after it. None: there are some, but
-            they are unknown.
-        text: may contain special tokens by name.
+        ids: the tokens before `text`, such as the prompt and the tokens generated so far. An empty list: `text` begins
+            the whole text. None: it continues a text that is not known.
+        text: the text to add; names of special tokens in it become these tokens.
 
     Raises:
         ValueError: as in `Tokenizer.encode`.
@@ -67,14 +68,14 @@ def appended(tokenizer: Any, ids: Sequence[int] | None, text: str) -> list[int]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Spelling:
-    """The tokens of a vocabulary by their bytes within a text.
+    """A vocabulary indexed by the bytes that its tokens add to a text.
 
     Attributes:
-        first: bytes of each token at the beginning of a text; of special tokens their names.
-        rest: bytes of each token within a text.
-        special: tokens that add nothing to a text.
-        ids: a token for each byte string.
-        longest: largest number of bytes of a token.
+        first: bytes of each token at the beginning of a text; the names of special tokens.
+        rest: bytes of each token elsewhere in a text.
+        special: ids of tokens that add nothing to a text.
+        ids: the id of a token for each byte string.
+        longest: number of bytes of the longest token.
     """
 
     first: tuple[bytes, ...]
@@ -84,13 +85,13 @@ class _Spelling:
     longest: int
 
     def tail(self, ids: Sequence[int]) -> str:
-        """Returns the text of the last tokens, from the last special token on."""
+        """Returns the text of the last `CONTEXT` tokens of `ids`, after the last special token among them."""
         taken = list(itertools.takewhile(lambda t: t < len(self.rest) and t not in self.special,
                                          itertools.islice(reversed(ids), CONTEXT)))
         return b"".join(self.rest[t] for t in reversed(taken)).decode(errors="ignore")
 
     def parts(self, ids: Sequence[int], started: bool) -> list[bytes]:
-        """Returns the bytes that each token adds to a text."""
+        """Returns the bytes that each token adds to a text; `started` is True if the text before is not empty."""
         out = []
         for t in ids:
             out.append(self.rest[t] if started or t in self.special else self.first[t])
@@ -98,7 +99,8 @@ class _Spelling:
         return out
 
     def spell(self, data: bytes) -> list[int] | None:
-        """Returns the fewest tokens with these bytes within a text, the longest ones first; None if there are none."""
+        """Returns the fewest tokens that have these bytes within a text, the longest ones first; None if no tokens have
+        them."""
         most = len(data) + 1
         cost, step = [*[most] * len(data), 0], [0] * len(data)
         for i in reversed(range(len(data))):

@@ -1,4 +1,4 @@
-"""Chat templates: Jinja programs that turn messages into a prompt, run in a sandbox as in transformers."""
+"""Chat templates: Jinja programs that format messages as a prompt, run in a sandbox as in transformers."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class ChatTemplateError(ValueError):
 
 def render_chat(template: str, messages: Sequence[Message], *, add_generation_prompt: bool = True,
                 tools: Sequence[Mapping[str, Any]] | None = None, **variables: Any) -> str:
-    """Renders the prompt for a chat.
+    """Formats the prompt for a chat by a template.
 
     Args:
         template: Jinja source. It runs in a sandbox without access to Python's internals or to files, with limits on
             its time and output.
-        messages: the conversation so far. An assistant's reasoning is passed under the name that the template reads,
-            whichever name of `REASONING` the message has.
-        add_generation_prompt: end with the text that begins the assistant's answer.
+        messages: the conversation so far, mappings with a role and a content. An assistant's reasoning may have any of
+            the names in `REASONING`; it is passed under the name that the template uses.
+        add_generation_prompt: True ends the prompt with the text that begins the assistant's answer.
         tools: JSON schemas of functions that the model may call.
         variables: other variables of the template (bos_token, enable_thinking, documents, ...).
 
@@ -76,8 +76,8 @@ class _Generation(Extension):
 
 
 def _named(message: Message, read: Sequence[str]) -> Message:
-    """Returns the message with its reasoning under the first name that the template reads (`read`), unless it has
-    one."""
+    """Returns the message with its reasoning under the first of the names `read` that the template uses, unless the
+    message already has one of them."""
     given = next((message[name] for name in REASONING if name in message), None)
     if given is None or not read or any(name in message for name in read):
         return message
@@ -85,9 +85,10 @@ def _named(message: Message, read: Sequence[str]) -> Message:
 
 
 def _reads(tree: nodes.Template) -> tuple[str, ...]:
-    """Returns the names of `REASONING` that a template reads of its messages: `m.name`, `m["name"]`, `m.get("name")`.
+    """Returns the names in `REASONING` that a template reads from its messages: `m.name`, `m["name"]` or
+    `m.get("name")`.
 
-    Names read of a `namespace`, or of the parts of a content, are something else.
+    The same names in a `namespace` or in the parts of a content do not count.
     """
     text = lambda node: node.value if isinstance(node, nodes.Const) else None
     of_content = lambda node: any(n.attr == "content" for n in node.find_all(nodes.Getattr)) or any(

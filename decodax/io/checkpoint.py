@@ -1,7 +1,7 @@
 """Loads model directories in Hugging Face layout: `config.json` and one or several safetensors files.
 
-Every tensor's name and shape is checked against the network before any is read. Then each device's part of a tensor is
-read by itself, cast once and put on the device.
+The names and shapes of all tensors are checked against the network before any tensor is read. Then each device's part
+of a tensor is read separately, cast once and put on the device.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from decodax.models.t5 import sources as t5_sources
 from decodax.models.transformer import Transformer, Weights
 
 DTYPES = {"F64": "float32", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-"""The dtype that each stored dtype is loaded as by default."""
+"""The default dtype of weights for each stored dtype."""
 
 ROUNDED = "rounded_states"
 """Key in config.json: True for a Mamba-2 of `decodax.models.formats.quamba2`, with 8-bit activations and states."""
 
 TAKEN = ("float32", "bfloat16", "float16")
-"""Dtypes of weights and cache."""
+"""The dtypes that weights and cache can have."""
 
 
 def load_model(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | None = None, mesh: Mesh | None = None,
@@ -57,11 +57,11 @@ def load_model(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | 
 
     Args:
         directory: path of the model directory.
-        dtype: dtype of weights and cache, "float32", "bfloat16" or "float16"; None takes the stored dtype of the
-            embedding.
-        mesh: weights are sharded over its axis "model" where they divide, and replicated otherwise; None: the first
-            device.
-        context: see `Transformer.context`.
+        dtype: dtype of weights and cache, "float32", "bfloat16" or "float16"; None: the stored dtype of the embedding.
+        mesh: the weights are sharded over its axis "model" where their dimensions are divisible, and replicated
+            otherwise. None: the first device.
+        context: number of positions for which rotary scalings that depend on the length are set; None: the trained
+            number.
         weights: the format of the kernels, see `decodax.models.formats`; None: arrays of `dtype`.
 
     Returns:
@@ -69,7 +69,8 @@ def load_model(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | 
 
     Raises:
         CheckpointError: a file is missing or broken, the architecture is unknown, or a tensor is missing, unexpected or
-            of another shape than the configuration says. Nothing has been read into memory or compiled then.
+            has a shape that does not fit the configuration. The error is raised before anything is read into memory or
+            compiled.
         ValueError: `dtype`, `context` or `weights` is out of its range.
     """
     asked, packing = None if dtype is None else dtype_name(dtype), without_data(weights)
@@ -117,7 +118,7 @@ def load_model(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | 
 
 
 def _places(model: Transformer, shapes: Weights, mesh: Mesh | None) -> dict[str, jax.sharding.Sharding]:
-    """Returns the sharding of each weight by its path."""
+    """Returns the sharding of each weight by its path; the first local device if there is no mesh."""
     here = SingleDeviceSharding(jax.local_devices()[0])
     return flatten(jax.tree.map(lambda _: here, shapes) if mesh is None else model.shardings(mesh))
 
@@ -136,7 +137,7 @@ def _load_packed(root: Path, config: dict[str, Any], decoder: DecoderConfig, dty
 
 def load_t5(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | None = None,
             weights: str | Format | None = None) -> tuple[T5, Weights]:
-    """Loads the directory of a T5 onto the first device. Arguments and errors are those of `load_model`."""
+    """Loads a T5 from a model directory onto the first device. Arguments and errors are those of `load_model`."""
     asked, packing = None if dtype is None else dtype_name(dtype), without_data(weights)
     root = Path(directory)
     entries, files = read_json(root / "config.json"), Files(root)
@@ -165,13 +166,14 @@ RECURRENT: dict[str, tuple[Any, Any, Any]] = {
 
 
 def recurrent_type(config: dict[str, Any]) -> str | None:
-    """Returns the key of `RECURRENT` that a config.json describes, or None."""
+    """Returns the key in `RECURRENT` of the network that a config.json describes; None if it describes another network.
+    """
     return "mamba2" if is_mamba2(config) else name if (name := str(config.get("model_type"))) in RECURRENT else None
 
 
 def load_recurrent(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | None = None,
                    weights: str | Format | None = None) -> tuple[Mamba | Mamba2 | Rwkv7, Weights]:
-    """Loads the directory of a network in `RECURRENT` onto the first device. Arguments and errors are those of
+    """Loads a network in `RECURRENT` from a model directory onto the first device. Arguments and errors are those of
     `load_model`."""
     asked, packing = None if dtype is None else dtype_name(dtype), without_data(weights)
     root = Path(directory)
@@ -215,10 +217,10 @@ def _load_packed_mamba2(root: Path, entries: dict[str, Any], config: Mamba2Confi
 
 
 def load_diffusion(directory: str | os.PathLike[str]) -> Diffusion | None:
-    """Returns how the model of a directory fills masks, or None if it is autoregressive.
+    """Returns the masked diffusion settings of the model in a directory; None if it is autoregressive.
 
     Raises:
-        CheckpointError: its config.json has an entry that is not supported.
+        CheckpointError: config.json has an entry that is not supported.
     """
     path = Path(directory) / "config.json"
     config = read_json(path)
@@ -247,8 +249,8 @@ def dtype_name(dtype: jax.typing.DTypeLike) -> str:
 
 
 def _check(where: dict[str, WeightSource], files: Files, spare: set[str], ignored: list[re.Pattern[str]]) -> None:
-    """Checks that every tensor exists with the right shape and dtype, and that no others do except `spare` and
-    `ignored`."""
+    """Checks that every tensor that the weights need exists with the right shape and dtype, and that there are no other
+    tensors except `spare` and those that match `ignored`."""
     wanted = {tensor: source.full for source in where.values() for tensor in source.tensors}
     missing = [tensor for tensor in wanted if tensor not in files.home]
     left = sorted(tensor for tensor in files.home.keys() - wanted.keys() - spare
@@ -269,7 +271,7 @@ def _check(where: dict[str, WeightSource], files: Files, spare: set[str], ignore
 
 
 def _check_tied(files: Files, embed: str, head: str) -> None:
-    """Checks that an output head in the file of a model with tied embeddings equals the embedding."""
+    """Checks that a stored output head `head` equals the embedding `embed`, for a model with tied embeddings."""
     if head not in files.home:
         return
     one, other = files.slice(embed), files.slice(head)
@@ -289,12 +291,16 @@ def _some(tensors: list[str]) -> str:
 
 def _load(files: Files, source: WeightSource, shape: tuple[int, ...], name: str, place: jax.sharding.Sharding,
           packing: Format | None = None, table: bool = False) -> Any:
-    """Loads one weight. Each device's part is read and cast by itself; devices with the same part share one reading.
+    """Loads one weight. Each device's part is read and cast separately; devices with the same part share one read.
 
     Args:
-        name: the weight's dtype.
-        packing: the format to pack it in.
-        table: True for a table of embeddings, `[outputs, inputs]`.
+        files: the files of the directory.
+        source: the tensors that make up the weight.
+        shape: shape of the weight.
+        name: its dtype.
+        place: its sharding.
+        packing: the format in which it is packed; None: an array.
+        table: True for an embedding table, `[outputs, inputs]`.
     """
     parts: dict[Any, np.ndarray] = {}
     stored = DTYPES[files.slice(source.tensors[0]).get_dtype()]
@@ -321,7 +327,7 @@ def _packer(packing: Format, table: bool, shape: tuple[int, ...], dtype: np.dtyp
 
 
 def _read(files: Files, source: WeightSource, bounds: tuple[tuple[int, int], ...]) -> np.ndarray:
-    """Reads the part `bounds` of a weight."""
+    """Reads the part of a weight within `bounds`, a pair of start and end for each axis."""
     if len(bounds) > len(source.full):
         rest = tuple(slice(*b) for b in bounds[1:])
         parts = (files.slice(tensor) for tensor in source.tensors[slice(*bounds[0])])

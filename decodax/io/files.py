@@ -1,6 +1,6 @@
-"""Reads the files of a model directory: JSON, and memory-mapped safetensors, one file or several with an index.
+"""Reads the files of a model directory: JSON, and memory-mapped safetensors, in one file or several with an index.
 
-Everything is checked before any weight is read, and an error names the file. For weights in another format the error
+All files are checked before any weight is read, and an error names the file. For weights in another format, the error
 shows how to convert them.
 """
 
@@ -21,7 +21,7 @@ from decodax.models.names import unwrapped
 ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 OTHERS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.npz")
-"""Weight files in formats that are not read."""
+"""Weight files in formats that cannot be read."""
 
 
 class CheckpointError(ValueError):
@@ -29,16 +29,17 @@ class CheckpointError(ValueError):
 
 
 class Files:
-    """The safetensors files of a directory, memory-mapped, with the file of each tensor.
+    """The safetensors files of a directory, memory-mapped, with an index of their tensors.
 
     Attributes:
-        name: the one file, or the index of several.
-        stored: the name of each tensor in its file, by its name without those of wrappers (`unwrapped`).
-        home: the file of each tensor.
+        name: name of the only file, or of the index of several files.
+        stored: the name of each tensor in its file. The keys are names without the prefixes that wrapper modules add
+            (`unwrapped`).
+        home: the file of each tensor, by the same keys.
 
     Raises:
-        CheckpointError: there are none, one is broken, the index is wrong, or the names of two tensors differ only in
-            wrappers.
+        CheckpointError: there are no such files, a file is broken, the index is wrong, or the names of two tensors
+            differ only in the prefixes of wrappers.
     """
 
     def __init__(self, root: Path):
@@ -67,11 +68,11 @@ class Files:
         self.home = {name: homes[tensor] for name, tensor in self.stored.items()}
 
     def within(self, anchors: Sequence[str]) -> None:
-        """Removes the common prefix of all names if the model was saved as an attribute of another module.
+        """Removes the common prefix of all names, if the model was saved as an attribute of another module.
 
         Args:
-            anchors: names that one tensor of each such model has, the most likely first. If none exists, but one exists
-                exactly once after a prefix, that prefix is removed from all names that begin with it.
+            anchors: names of tensors that every such model has, the most likely first. If none of them exists, but one
+                exists exactly once after a prefix, that prefix is removed from all names that begin with it.
         """
         if any(anchor in self.home for anchor in anchors):
             return
@@ -84,7 +85,7 @@ class Files:
                 return
 
     def slice(self, tensor: str) -> Any:
-        """Returns the tensor for reading by indexing."""
+        """Returns the tensor as an object of safetensors that reads the parts by which it is indexed."""
         return self.handles[self.home[tensor]].get_slice(self.stored[tensor])
 
 
@@ -103,7 +104,8 @@ def _weight_map(path: Path) -> dict[str, str]:
 
 
 def missing(root: Path) -> str:
-    """Returns an error text about a directory without readable weights, and how to convert those that it has."""
+    """Returns the text of the error for a directory without readable weights, with the commands that convert the
+    weights that it has."""
     if (root / "adapter_config.json").is_file():
         return adapter(root)
     gguf = sorted(path.name for path in root.glob("*.gguf"))
@@ -123,7 +125,7 @@ def missing(root: Path) -> str:
 
 
 def adapter(root: Path) -> str:
-    """Returns an error text about a directory that holds an adapter and no model."""
+    """Returns the text of the error for a directory that holds an adapter and no model."""
     try:
         base = read_json(root / "adapter_config.json").get("base_model_name_or_path")
     except CheckpointError:
@@ -159,7 +161,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def write_files(root: Path, tensors: dict[str, np.ndarray], config: dict[str, Any], form: str) -> None:
-    """Writes `model.safetensors`, whose metadata names the format `form`, and `config.json`."""
+    """Writes `model.safetensors`, with `form` as the format in its metadata, and `config.json`."""
     root.mkdir(parents=True, exist_ok=True)
     # Written to another file and then renamed: an interrupted save leaves the old file intact.
     save_file(tensors, root / f".{ONE}", metadata={"format": form})

@@ -1,8 +1,8 @@
-"""Moves weights to huge pages of memory, on CPU.
+"""Moves weights to huge memory pages, on CPU.
 
-A decoding step reads every weight once and needs the address of each of their memory pages. 500 MB are 125,000 pages of
-4 kB, more than a processor caches, and looking them up takes a few hundredths of the step. Linux gives pages of 2 MB to
-a program that asks for them (`madvise`, the setting of most distributions); XLA's allocator does not ask.
+A decoding step reads every weight once and has to look up the address of each memory page. 500 MB are 125,000 pages of
+4 kB, more than a processor caches, and the lookups take a few hundredths of the step. Linux gives pages of 2 MB to a
+program that asks for them (`madvise`, the setting of most distributions); XLA's allocator does not ask.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ ALIGNMENT = 64
 
 
 def move(leaves: list[Any]) -> None:
-    """Copies the arrays of a list to huge pages, in place, so that each array's old memory is freed before the next is
-    copied.
+    """Copies the arrays in a list to huge pages and replaces them in the list. The memory of each array is freed before
+    the next one is copied.
 
-    Arrays that are not on one CPU device stay as they are. All of them do if the system has no huge pages, or if all
-    arrays together would not fill one.
+    Arrays that are not on one CPU device are not moved. No array is moved if the system has no huge pages, or if all
+    arrays together are smaller than one page.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -52,7 +52,8 @@ def move(leaves: list[Any]) -> None:
 
 
 def moved(params: Any) -> Any:
-    """Returns a pytree with its arrays in huge pages; see `move`."""
+    """Returns a pytree with its arrays in huge pages. The memory of the original arrays is freed if nothing else refers
+    to them; see `move`."""
     leaves, tree = jax.tree.flatten(params)
     move(leaves)
     return jax.tree.unflatten(tree, leaves)

@@ -37,7 +37,7 @@ ZOO = Path(decodax.models.__file__).parent / "zoo"
 
 SLOW = ("tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "merges.txt", "spiece.model",
         "tekken.json", "*.tiktoken")
-"""Tokenizer files in formats that are not read."""
+"""Tokenizer files in formats that cannot be read."""
 
 SPECIAL = ("eos_token_id", "bos_token_id", "pad_token_id")
 
@@ -47,18 +47,18 @@ class LM(Loaded):
     """A language model ready to decode: network, weights, tokenizer and defaults.
 
     Attributes:
-        model: the network, as the decoding core uses it.
+        model: the network, a `decodax.Model`.
         params: its weights.
-        vocab_size: number of its logits.
-        tokenizer: None for a model of bare token ids.
-        generation_config: the model's own defaults, by Hugging Face's names, with the ids of EOS, BOS and padding if
-            the files have them.
-        name: the name that it was loaded by.
-        mesh: the mesh that its weights are placed on; batches are placed on it too.
-        diffusion: how it fills masks; None for an autoregressive model.
-        directory: the directory that it was loaded from.
+        vocab_size: number of logits.
+        tokenizer: the tokenizer; None for a model of bare token ids.
+        generation_config: the model's default options of `generate`, with the names of Hugging Face, and the ids of
+            EOS, BOS and padding if the files have them.
+        name: the name by which it was loaded.
+        mesh: the mesh on which the weights are placed; batches are placed on it, too. None: one device.
+        diffusion: masked diffusion settings; None for an autoregressive model.
+        directory: the directory from which it was loaded.
         entries: the entries of a `config.json` for a model that was loaded from a GGUF file.
-        adapters: names of the adapters that rows may use, in the order of `with_adapters`.
+        adapters: names of the adapters among which `generate(adapter=)` chooses, in the order of `with_adapters`.
     """
 
     model: Model
@@ -74,7 +74,7 @@ class LM(Loaded):
     entries: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __repr__(self) -> str:
-        """Describes in one line the network, its size, dtypes and devices."""
+        """Returns one line with the network, its size, dtypes and devices."""
         leaves = [x for x in jax.tree.leaves(self.params) if hasattr(x, "dtype")]
         size: dict[str, int] = {}
         for x in leaves:
@@ -98,13 +98,13 @@ class LM(Loaded):
         """Returns this model with other weights, such as those of a training loop, without copying them.
 
         Nothing is recompiled if shapes, dtypes and shardings are the same. If the weights are placed on a mesh, batches
-        are placed on it too; its axes "data" and "model" are used.
+        are placed on it, too; its axes "data" and "model" are used.
 
         Args:
-            params: weights of the same structure and shapes.
+            params: weights with the same structure and shapes.
 
         Raises:
-            ValueError: weights of another structure or shape; the message names the first one.
+            ValueError: the structure or a shape differs; the message names the first difference.
         """
         old, new = shapes_of(self.params), shapes_of(params)
         for path in {**old, **new}:
@@ -117,26 +117,27 @@ class LM(Loaded):
         return dataclasses.replace(self, params=params, mesh=concrete[0] if concrete else self.mesh)
 
     def with_adapter(self, adapter: Any, merge: bool = True) -> LM:
-        """Returns this model with an adapter for all rows.
+        """Returns this model with an adapter that all rows use.
 
         Args:
             adapter: a result of `decodax.adapters`, or the directory of an adapter in peft's layout.
             merge: True adds the adapter to a copy of the weights that it changes, so that decoding is as fast as
-                without one. False keeps it beside them, which packed weights need.
+                without an adapter. False keeps it separate, which packed weights need.
 
         Raises:
-            ValueError: it does not fit the model, or cannot be read.
+            ValueError: the adapter does not fit the model, or cannot be read.
         """
         change = adapters.merge if merge else adapters.apply
         return dataclasses.replace(self, params=change(self.params, self._read(adapter)))
 
     def with_adapters(self, named: Mapping[str, Any]) -> LM:
-        """Returns this model with several adapters by name; `generate(..., adapter=)` selects one for each prompt.
+        """Returns this model with several named adapters; `generate(..., adapter=)` selects one for each prompt.
 
         Args:
-            named: adapters as in `with_adapter`, by name.
+            named: adapters by name, each as in `with_adapter`.
 
         Raises:
+            TypeError: `named` is not a mapping.
             ValueError: as in `with_adapter`.
         """
         if not isinstance(named, Mapping):
@@ -145,17 +146,18 @@ class LM(Loaded):
         return dataclasses.replace(self, params=adapters.apply(self.params, found), adapters=tuple(named))
 
     def with_dual_chunk(self, size: int | None = None, local: int | None = None) -> LM:
-        """Returns this model with dual chunk attention (An et al., 2024), for texts longer than it was trained on.
+        """Returns this model with dual chunk attention (An et al., 2024), for texts longer than the trained length.
 
-        Weights stay the same, and so does the output for texts within one chunk.
+        The weights do not change, nor does the output for texts within one chunk.
 
         Args:
-            size, local: as in `decodax.models.dual_chunk`; by default three quarters and one eighth of the trained
-                length.
+            size: number of tokens in a chunk; by default three quarters of the trained length.
+            local: number of preceding tokens, across a chunk border, that keep their true distance; by default one
+                eighth of the trained length. See `decodax.models.dual_chunk`.
 
         Raises:
             ValueError: the model is not a `Transformer` with rotary positions, has a sliding window or a soft cap on
-                its scores, or fills masks.
+                its attention scores, or is a masked diffusion model.
         """
         if not isinstance(self.model, Transformer) or self.diffusion is not None:
             fills = " that fills masks" if self.diffusion else ""
@@ -168,14 +170,16 @@ class LM(Loaded):
         """Returns this model with the linear attention of Linearized-LLM (You et al., 2024) in some layers, for further
         training.
 
-        The new network starts with the weights of this one and with factors and convolutions of zeros.
+        The new network has the weights of this one; the factors and convolutions of the linear attention are 0.
 
         Args:
-            layers, group, kernel: as in `decodax.models.linearized`.
+            layers: indices of the layers; None: all.
+            group: number of tokens in a group.
+            kernel: number of tokens in a convolution. See `decodax.models.linearized`.
 
         Raises:
-            ValueError: the model is not a `Transformer`, fills masks, or has something that `linearized` does not
-                support.
+            ValueError: the model is not a `Transformer`, is a masked diffusion model, or has something that
+                `linearized` does not support.
         """
         if not isinstance(self.model, Transformer) or self.diffusion is not None:
             fills = " that fills masks" if self.diffusion else ""
@@ -199,7 +203,7 @@ class LM(Loaded):
 
     @property
     def eos(self) -> list[int]:
-        """Ids that end a sequence, from the generation config or the tokenizer."""
+        """Ids of the tokens that end a sequence, from the generation config or the tokenizer."""
         ids = named(self.generation_config.get("eos_token_id"))
         if ids is None:
             return [i for i in self.tokenizer.eos_ids if i < self.vocab_size] if self.tokenizer else []
@@ -207,17 +211,18 @@ class LM(Loaded):
 
     @property
     def bos(self) -> int | None:
-        """The id that an empty prompt begins with, or None."""
+        """Id of the token with which an empty prompt begins, or None."""
         return self._own("bos_token_id", self.tokenizer.bos_id if self.tokenizer else None)
 
     @property
     def pad(self) -> int:
-        """The id that fills rows of `Result.tokens` beyond their length."""
+        """Id that fills rows of `Result.tokens` beyond their length."""
         own = self._own("pad_token_id", self.tokenizer.pad_id if self.tokenizer else None)
         return own if own is not None else next((i for i in self.eos if isinstance(i, int) and i < self.vocab_size), 0)
 
     def _own(self, key: str, spelt: int | None) -> int | None:
-        """Returns the id that the files name, or the tokenizer's (`spelt`) if it is within the model's vocabulary."""
+        """Returns the special token id that the files give for `key`, or else the tokenizer's id `spelt` if it is
+        within the vocabulary of the model."""
         found = named(self.generation_config.get(key))
         return found if found is not None else spelt if spelt is not None and spelt < self.vocab_size else None
 
@@ -237,7 +242,7 @@ def zoo() -> list[str]:
 
 
 def listed_models() -> list[Entry]:
-    """Returns the shipped models as entries of a listing."""
+    """Returns the shipped models as entries of `decodax list`."""
     found = []
     for name in zoo():
         text = (ZOO / name / "README.md").read_text().partition("\n# ")[2]       # the model card after its heading
@@ -249,8 +254,11 @@ def listed_models() -> list[Entry]:
 def find(name_or_dir: str | Path) -> Path:
     """Returns the directory of a model.
 
+    Args:
+        name_or_dir: the name of a shipped model, or a directory with a config.json.
+
     Raises:
-        ValueError: neither a shipped model nor a directory with a config.json; the message lists similar names.
+        ValueError: it is neither; the message lists similar names.
     """
     name = str(name_or_dir)
     if name in zoo():
@@ -275,28 +283,29 @@ def load(name_or_dir: str | Path, *, dtype: jax.typing.DTypeLike | None = None, 
     """Loads a shipped model by name, a local Hugging Face directory, or a GGUF file.
 
     Args:
-        name_or_dir: a name such as "pycode", a path with config.json, safetensors and tokenizer.json, or a `.gguf` file
-            (`decodax[gguf]`), whose kernels stay packed in its own formats.
-        dtype: dtype of weights and cache, "float32", "bfloat16" or "float16"; by default float32 on CPU, else the
-            checkpoint's own.
-        context: number of positions to serve; rotary scalings that depend on the length (dynamic, longrope) are set for
-            it.
-        mesh: places the weights on a mesh, with heads, MLP and vocabulary over its axis "model"; batches go over
-            "data".
-        tokenizer: another tokenizer, or a directory that holds one. None takes the directory's tokenizer.json, or no
+        name_or_dir: a name such as "pycode", the path of a directory with config.json, safetensors and tokenizer.json,
+            or the path of a `.gguf` file (`decodax[gguf]`), whose kernels stay packed in its own formats.
+        dtype: dtype of weights and cache, "float32", "bfloat16" or "float16". None: float32 on CPU, else the stored
+            dtype.
+        mesh: a mesh on which the weights are placed, with heads, MLP and vocabulary sharded over its axis "model";
+            batches are sharded over its axis "data".
+        context: number of positions that will be used; rotary scalings that depend on the length (dynamic, longrope)
+            are set for it.
+        tokenizer: another tokenizer, or a directory that holds one. None: the directory's tokenizer.json, or no
             tokenizer if the directory has no tokenizer files at all.
-        weights: the format in which the weights are kept and read: "int8", "int4", "fp8", "bfloat16", "float16" or
-            "float32", or a `decodax.models.formats.Format`; activations and cache keep `dtype`. None: arrays of
+        weights: the format in which the weights are stored and multiplied: "int8", "int4", "fp8", "bfloat16", "float16"
+            or "float32", or a `decodax.models.formats.Format`; activations and cache keep `dtype`. None: arrays of
             `dtype`, or the format of a directory that `decodax.save` wrote or of a GGUF file. On CPU half precision is
             a format, since XLA emulates half-precision products there.
-        adapter: the directory of a LoRA in peft's layout, which is added to the weights, or kept beside packed ones.
+        adapter: the directory of a LoRA in peft's layout. It is added to the weights, or kept separate if they are
+            packed.
 
     Returns:
         The model as an `LM`.
 
     Raises:
         ValueError: an unknown name or architecture, a broken file, a missing tensor or one of the wrong shape, weights
-            or a tokenizer in a format that is not read, or an argument out of its range; the message names it.
+            or a tokenizer in a format that cannot be read, or an argument out of its range; the message names it.
     """
     for name, given, of, takes in (
             ("name_or_dir", name_or_dir, (str, os.PathLike), "the name of a shipped model, or a path"),
@@ -365,7 +374,7 @@ def _tokenizer(path: Path, needed: bool = False) -> Tokenizer | None:
 
 
 def _generation_config(path: Path) -> dict[str, Any]:
-    """Returns the entries of generation_config.json, and special ids of config.json that it lacks."""
+    """Returns the entries of generation_config.json, and the special token ids of config.json that it lacks."""
     found: dict[str, Any] = {}
     for file in (path / "config.json", path / "generation_config.json"):
         given = read_json(file) if file.is_file() else {}
@@ -380,6 +389,6 @@ def _generation_config(path: Path) -> dict[str, Any]:
 
 
 def _inner(config: dict[str, Any], key: str) -> Any:
-    """Returns an entry of a config.json, or of its language model part."""
+    """Returns an entry of a config.json, or of its part `text_config` if the outer entry is missing."""
     inside = config.get("text_config")
     return config[key] if config.get(key) is not None else inside.get(key) if isinstance(inside, dict) else None

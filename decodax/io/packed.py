@@ -1,7 +1,7 @@
 """Reads and writes directories of packed weights: the model's `config.json` with an entry that describes the weights.
 
-A tensor's name is the weight's path in the network and the field of the packed kernel, such as
-"layers.0.attn.q.kernel.codes". Fields of nested packed kernels are appended in the same way.
+The name of a tensor is the path of its weight in the network and the field of the packed kernel, such as
+"layers.0.attn.q.kernel.codes". Names of nested packed kernels are formed in the same way.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ def write(root: Path, leaves: dict[str, Any], config: dict[str, Any]) -> None:
 
 def read(root: Path, config: dict[str, Any], shapes: dict[str, jax.ShapeDtypeStruct],
          places: dict[str, Sharding], dtype: str | None) -> dict[str, Any]:
-    """Reads weights by dotted path.
+    """Reads the weights of a directory, by dotted path.
 
     Args:
         root: the directory.
         config: the content of its `config.json`.
         shapes: shapes of the network's weights by dotted path.
-        places: their shardings.
-        dtype: dtype of the weights that are not packed; None keeps the stored one.
+        places: shardings of the weights by dotted path.
+        dtype: dtype of the weights that are not packed; None: the stored dtype.
 
     Raises:
-        CheckpointError: a file is broken, or a weight is missing, unexpected or of another shape than the network's.
-            Nothing has been read then.
+        CheckpointError: a file is broken, or a weight is missing, unexpected or has another shape than the network's.
+            The error is raised before any weight is read.
     """
     described, files = config[ENTRY], Files(root)
     if not isinstance(described, dict) or described.keys() != shapes.keys():
@@ -93,7 +93,7 @@ def _describe(leaf: Any, name: str, tensors: dict[str, np.ndarray]) -> Any:
 
 
 def _skeleton(entry: Any, name: str, files: Files) -> Any:
-    """Returns the weight with shapes in place of arrays."""
+    """Returns the described weight with shapes in place of arrays, after a check against the stored tensors."""
     if entry is None:
         return None
     if "dtype" in entry:
@@ -120,7 +120,7 @@ def _hashable(value: Any) -> Any:
 
 
 def _placed(skeleton: Any, path: str, place: Sharding, files: Files, dtype: str | None) -> Any:
-    """Returns the weight; each device's part of an array is read by itself."""
+    """Reads a weight and places it; each device's part of an array is read separately."""
     if not isinstance(skeleton, Packed):
         return _read(skeleton, path, place, files, dtype)
     table, names = path == "embed", _names(skeleton, path)
@@ -135,12 +135,12 @@ def _placed(skeleton: Any, path: str, place: Sharding, files: Files, dtype: str 
 
 
 def place_packed(packed: Packed, table: bool, place: Sharding) -> Packed:
-    """Places a packed kernel like the array that it replaces.
+    """Places a packed kernel on the devices of the array that it replaces, with the corresponding sharding.
 
     Args:
         packed: the kernel.
-        table: True for a table of embeddings.
-        place: the array's sharding.
+        table: True for an embedding table.
+        place: sharding of the array.
     """
     if not isinstance(place, NamedSharding):
         return packed
@@ -155,7 +155,8 @@ def axes(place: NamedSharding, table: bool) -> tuple[Any, Any]:
 
 
 def shardings(packed: Packed, table: bool, place: Sharding) -> Any:
-    """Returns the sharding of each array of a packed kernel."""
+    """Returns the sharding of each array of a packed kernel, as a pytree, for a kernel that replaces an array with
+    sharding `place`."""
     if not isinstance(place, NamedSharding):
         return jax.tree.map(lambda _: place, packed)
     specs = packed.specs(*axes(place, table), dict(place.mesh.shape))
@@ -164,7 +165,7 @@ def shardings(packed: Packed, table: bool, place: Sharding) -> Any:
 
 
 def _names(packed: Packed, path: str) -> list[str]:
-    """Returns the tensor names of a packed kernel's arrays, in the tree's order."""
+    """Returns the tensor names of the arrays of a packed kernel, in the order of its leaves."""
     found = []
     for field in fields(packed):
         value = getattr(packed, field.name)

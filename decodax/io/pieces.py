@@ -1,7 +1,7 @@
 """The bytes that each token of a vocabulary adds to a text.
 
-A `tokenizers` decoder works on whole lists of tokens. Streams and stop strings need the bytes token by token, since a
-character may be spread over several tokens. So the decoder's description is turned into one rule: a token adds one byte
+A `tokenizers` decoder works on whole lists of tokens. Streams and stop strings need bytes token by token, since one
+character may consist of several tokens. So the decoder's description is turned into one rule: a token adds one byte
 string at the very start of a text (where SentencePiece drops the leading space) and another one everywhere else.
 """
 
@@ -15,12 +15,12 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class TokenBytes:
-    """Bytes by token id; b"" for unknown and skipped tokens.
+    """The bytes that each token id adds to a text; b"" for unknown and skipped tokens.
 
     Attributes:
-        first: the bytes that a token adds at the beginning of a text.
-        rest: the bytes that it adds elsewhere.
-        skipped: the texts of skipped tokens, b"" for unknown ones: stop strings may contain them.
+        first: bytes that each token adds at the beginning of a text.
+        rest: bytes that each token adds elsewhere.
+        skipped: the text of each skipped token, b"" for unknown ids; stop strings may contain these texts.
     """
 
     first: tuple[bytes, ...]
@@ -28,7 +28,12 @@ class TokenBytes:
     skipped: Mapping[int, bytes]
 
     def join(self, ids: Iterable[int], started: bool = False) -> tuple[bytes, bool]:
-        """Returns the bytes of `ids` after a text that has `started` or not, and whether it has started then."""
+        """Returns the bytes that `ids` add to a text, and True if the text is not empty afterwards.
+
+        Args:
+            ids: token ids.
+            started: True if the text before is not empty.
+        """
         out = []
         for i in ids:
             if i < 0:
@@ -40,15 +45,15 @@ class TokenBytes:
 
 
 def pieces(tokens: dict[int, str], decoder: dict[str, Any] | None, skipped: frozenset[int]) -> TokenBytes:
-    """Returns the table for a vocabulary.
+    """Returns the table of bytes for a vocabulary.
 
     Args:
-        tokens: the vocabulary, added tokens included.
+        tokens: text of each token id, including added tokens.
         decoder: the "decoder" entry of a tokenizer.json.
-        skipped: ids that add nothing to a text (special tokens). Holes in the vocabulary are skipped too.
+        skipped: ids that add nothing to a text (special tokens). Ids without a token are skipped, too.
 
     Raises:
-        ValueError: the decoder has a part that cannot work token by token.
+        ValueError: the decoder has a step that cannot be applied token by token.
     """
     steps = _steps(decoder)
     ids = range(max(tokens, default=-1) + 1)
@@ -59,7 +64,7 @@ def pieces(tokens: dict[int, str], decoder: dict[str, Any] | None, skipped: froz
 
 
 def _steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """Returns the decoder's parts in order. Parts after `Fuse` see the whole text and not single tokens."""
+    """Returns the decoder's steps in order. Steps after `Fuse` apply to the whole text and not to single tokens."""
     if decoder is None:
         return [{"type": "Join"}]
     parts = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
@@ -83,7 +88,7 @@ def _steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
 
 
 def _apply(steps: list[dict[str, Any]], token: str, first: bool) -> bytes:
-    """Returns the bytes of one token."""
+    """Returns the bytes that one token adds; `first` is True at the beginning of a text."""
     text: str | bytes = token
     for step in steps:
         if isinstance(text, bytes):
@@ -125,7 +130,7 @@ def _strip(text: Any, char: Any, start: int, stop: int) -> Any:
 
 
 def _fallback_byte(token: str) -> str | bytes:
-    """Returns the byte of a token such as <0x0A>, or the token itself."""
+    """Returns the byte that a token such as <0x0A> stands for, or the token itself."""
     if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
         try:
             return bytes([int(token[3:5], 16)])
@@ -144,8 +149,8 @@ def _close_up(text: str) -> str:
 
 @functools.cache
 def byte_of_char() -> dict[str, int]:
-    """Returns GPT-2's printable characters for bytes (A. Radford et al., 2019): bytes without a glyph are mapped from
-    U+0100 on.
+    """Returns the byte of each character of GPT-2's byte alphabet, in which bytes that are not printable are mapped to
+    characters from U+0100 on (A. Radford et al., 2019).
 
     >>> byte_of_char()["A"], byte_of_char()["\u0120"]
     (65, 32)

@@ -1,4 +1,4 @@
-"""Reads prompts in all accepted forms as token ids."""
+"""Converts prompts in all accepted forms to token ids."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ tokenizer: `input_ids` and `attention_mask`."""
 TAKES = "a text, token ids, a chat (messages with role and content), or input_ids with an attention_mask"
 
 MOST = 1_000_000
-"""Largest number of entries of an iterator, which detects endless ones."""
+"""Maximum number of entries of an iterator; a longer one is taken to be endless."""
 
 
 def read_prompts(lm: LM, prompts: Any, name: str = "prompts") -> list[list[int]]:
     """Returns the token ids of one prompt or several; none of them is empty.
 
     A list of numbers is one prompt, and so is a one-dimensional array; a two-dimensional array has a prompt in each
-    row, all of whose ids count. A list of messages is one chat. Ids that an `attention_mask` masks on the left or right
-    are padding. An empty text, an empty chat and an empty list of ids begin with the model's BOS token.
+    row, without padding. A list of messages is one chat. Ids that an `attention_mask` masks on the left or right are
+    padding. An empty text, an empty chat and an empty list of ids become the model's BOS token.
 
     Args:
         lm: the model.
         prompts: the prompts.
-        name: the argument's name, for errors.
+        name: name of the argument, for errors.
 
     Raises:
-        ValueError: an unknown form, a token id outside the vocabulary, a text that the tokenizer cannot spell, or an
-            empty prompt if the model has no BOS token; the message names the prompt.
-        TypeError: something that is not a prompt.
+        ValueError: an unknown form, a token id outside the vocabulary, a text with characters that the tokenizer cannot
+            represent, or an empty prompt if the model has no BOS token; the message names the prompt.
+        TypeError: an entry is not a prompt.
     """
     return [read_prompt(lm, row, where) for row, where in prompt_rows(prompts, name)]
 
@@ -68,14 +68,15 @@ def read_prompt(lm: LM, prompt: Any, name: str) -> list[int]:
 
 def spell(lm: LM, text: str | Sequence[Mapping[str, Any]], name: str, special: bool = True,
           after: Sequence[int] = ()) -> list[int]:
-    """Returns the token ids of a text or a chat; none for an empty one.
+    """Returns the token ids of a text or a chat; an empty list for an empty text.
 
     Args:
         lm: the model.
         text: the text or the messages.
-        name: the argument's name, for errors.
-        special: True lets the tokenizer add BOS and other tokens to a text; a chat's template writes its own.
-        after: tokens before the text, which continues them (`decodax.io.appended`); no special tokens are added then.
+        name: name of the argument, for errors.
+        special: True lets the tokenizer add BOS and other special tokens to a text. It has no effect on a chat, whose
+            template writes them.
+        after: tokens that the text continues (`decodax.io.appended`); no special tokens are added then.
     """
     if lm.tokenizer is None:
         raise ValueError(f"{name}: got text, but this model has no tokenizer; takes token ids")
@@ -98,7 +99,7 @@ def _known(lm: LM, ids: list[int], got: str) -> list[int]:
 
 
 def collected(values: Any, name: str, takes: str) -> list[Any]:
-    """Returns the entries of a list, a tuple, an iterator, ...
+    """Returns the entries of a list, a tuple, an iterator or another collection as a list.
 
     Raises:
         TypeError: a text, a mapping, a set, or something that is not a collection.
@@ -116,7 +117,7 @@ def collected(values: Any, name: str, takes: str) -> list[Any]:
 
 
 def prompt_rows(prompts: Any, name: str = "prompts") -> list[tuple[Any, str]]:
-    """Returns each prompt by itself, with its name for errors."""
+    """Returns a list of pairs, each prompt and its name for errors, such as "prompts[0]"."""
     if isinstance(prompts, str):
         return [(prompts, f"{name}[0]")]
     if isinstance(prompts, (bytes, bytearray, memoryview)):
@@ -142,7 +143,7 @@ def prompt_rows(prompts: Any, name: str = "prompts") -> list[tuple[Any, str]]:
 
 
 def _of_array(array: np.ndarray, name: str, kinds: str) -> list[Any]:
-    """Returns the rows of an array."""
+    """Returns the rows of an array of token ids as lists; a one-dimensional array is one row."""
     if array.ndim not in (1, 2):
         raise ValueError(f"{name}: got an array of shape {array.shape}, takes one or two dimensions of token ids")
     if not array.size:
@@ -153,7 +154,7 @@ def _of_array(array: np.ndarray, name: str, kinds: str) -> list[Any]:
 
 
 def _encoding(given: Mapping[str, Any], name: str) -> list[Any]:
-    """Returns the rows of a tokenizer's output, without padding."""
+    """Returns the rows of `input_ids` of a tokenizer's output, without padding."""
     # token_type_ids tell two texts apart, for models with such types; there are none here.
     if other := sorted(set(map(str, given)) - {"input_ids", "attention_mask", "token_type_ids"}):
         raise ValueError(f"{name}: got {other[0]} beside input_ids, takes input_ids and attention_mask")
@@ -177,7 +178,7 @@ def _encoding(given: Mapping[str, Any], name: str) -> list[Any]:
 
 
 def _nested(value: Any, name: str, kinds: str = "iu") -> list[Any]:
-    """Returns the rows of ids of one row or several."""
+    """Returns a list of rows of token ids, from one row or several."""
     if hasattr(value, "ndim"):
         return _of_array(host(name, value, "token ids"), name, kinds)
     if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Sequence):
@@ -190,7 +191,7 @@ def _nested(value: Any, name: str, kinds: str = "iu") -> list[Any]:
 
 
 def _is_number(value: Any) -> bool:
-    """True for a single number, so that the list that contains it must be one of ids."""
+    """True for a single number; a list that contains one is a list of token ids."""
     if isinstance(value, (str, bytes)):     # NumPy's too
         return False
     return isinstance(value, (int, float, complex)) or getattr(value, "ndim", None) == 0

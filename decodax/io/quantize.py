@@ -1,4 +1,4 @@
-"""Packs the weights of a loaded model, with calibration data if the format needs it, and saves models."""
+"""Packs (quantizes) the weights of a loaded model, with calibration data if the format needs them, and saves models."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ def quantize(lm: LM, weights: str | Format | ModelFormat, data: Sequence[str | S
     """Returns the model with its kernels packed.
 
     Args:
-        lm: a decoder with arrays as weights, see `decodax.load`.
-        weights: a format by name, or a `decodax.models.formats.Format` or `ModelFormat`.
-        data: calibration texts, or their ids, of the kind that the model will see, for a format that needs them. They
-            are concatenated and cut into sequences.
-        length: number of tokens of a sequence; if the texts have fewer, all of them are one sequence.
-        sequences: largest number of sequences, taken evenly from the texts.
-        memory: largest number of bytes of calibration statistics at a time. If all kernels need more, they are packed a
-            few at a time, with one pass over the data for each group.
-        progress: shows a progress bar.
+        lm: a decoder whose weights are arrays, a result of `decodax.load`.
+        weights: the name of a format, or a `decodax.models.formats.Format` or `ModelFormat`.
+        data: calibration texts or their token ids, similar to the texts that the model will process, for a format that
+            needs them. They are concatenated and cut into sequences.
+        length: number of tokens of a sequence; if the texts have fewer, all of them form one sequence.
+        sequences: maximum number of sequences, taken at equal distances from the texts.
+        memory: maximum number of bytes of calibration statistics at a time. If all kernels need more, they are packed
+            in groups, with one pass over the data for each group.
+        progress: True shows a progress bar.
 
     Raises:
         ValueError: an unknown format, a model that cannot be packed, missing or too little data, or an argument out of
@@ -93,14 +93,15 @@ def quantize(lm: LM, weights: str | Format | ModelFormat, data: Sequence[str | S
 
 
 def save(lm: LM, directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | None = None) -> None:
-    """Writes a model that `decodax.load` reads: weights, configuration, generation config and tokenizer.
+    """Writes a model to a directory that `decodax.load` can load: weights, configuration, generation config and
+    tokenizer.
 
-    Weights that are arrays are also readable by transformers; packed ones only by `decodax.load`.
+    Weights that are arrays can also be loaded by transformers; packed weights only by `decodax.load`.
 
     Args:
         lm: the model.
         directory: path to write to; it is created if necessary.
-        dtype: dtype of the weights that are not packed ("float32", "bfloat16", "float16"); None keeps theirs.
+        dtype: dtype of the stored weights that are not packed ("float32", "bfloat16", "float16"); None: their own.
 
     Raises:
         ValueError: the model is not a decoder or lacks the configuration that it needs, its tokenizer was made in
@@ -158,7 +159,8 @@ def _tokens(lm: LM, weights: str | Format | ModelFormat, data: Sequence[str | Se
 
 
 def _groups(leaves: dict[str, Any], chosen: list[str], own: Format, memory: int) -> Iterator[list[str]]:
-    """Groups the kernels so that each group's statistics fit in memory twice, since they are accumulated."""
+    """Groups the kernels so that twice the statistics of a group fit in `memory`, since old and new sums exist at once.
+    """
     group: list[str] = []
     what, size = own.statistic, 0
     for path in chosen:

@@ -32,7 +32,7 @@ from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
 SECONDS = 10.0
-"""Time limit; an ordinary template takes milliseconds."""
+"""Time limit in seconds; an ordinary template takes milliseconds."""
 
 SIZE, GROWTH = 1_000_000, 16
 """Largest number of characters and entries that a template may make: a constant, plus a number per one given to it."""
@@ -45,12 +45,19 @@ SOURCE = 1_000_000
 
 
 class LimitError(jinja2.TemplateError):
-    """The template takes too long or makes too much."""
+    """A template exceeds a limit on its time, its number of steps or the size of its values."""
 
 
 @dataclasses.dataclass
 class Work:
-    """The remaining budget of a template, and the size limit of its values."""
+    """The remaining budget of a running template.
+
+    Attributes:
+        size: maximum size of one value, in characters and entries.
+        left: number of characters that may still be written.
+        steps: number of steps that are left.
+        end: time at which the template is stopped, in seconds of `time.monotonic`.
+    """
 
     size: int = SIZE
     left: int = SIZE
@@ -59,30 +66,30 @@ class Work:
 
     @classmethod
     def of(cls, given: Any) -> Work:
-        """Returns the budget of a template that is given these values."""
+        """Returns the budget of a template that gets the variables `given`."""
         size = SIZE + GROWTH * measure(given)
         return cls(size, size, STEPS + measure(given), time.monotonic() + SECONDS)
 
     def look(self) -> None:
-        """Raises LimitError if the time is over."""
+        """Checks the clock; raises LimitError if the template has used up its time."""
         if time.monotonic() > self.end:
             raise LimitError(f"takes longer than {SECONDS:g} s")
 
     def step(self) -> None:
-        """Counts one step."""
+        """Counts one step; raises LimitError if none is left."""
         self.look()
         self.steps -= 1
         if self.steps < 0:
             raise LimitError(f"loops more than {STEPS:,} times")
 
     def write(self, count: int) -> None:
-        """Counts written characters."""
+        """Counts written characters; raises LimitError if there are too many."""
         self.left -= count
         if self.left < 0:
             raise LimitError(f"writes more than {self.size:,} characters")
 
     def hold(self, size: int) -> None:
-        """Checks the size of a value."""
+        """Checks the size of a value; raises LimitError if it is too large."""
         self.look()
         if size > self.size:
             raise LimitError(f"makes a value of more than {self.size:,} characters or entries")
@@ -92,13 +99,14 @@ _work: contextvars.ContextVar[Work] = contextvars.ContextVar("work")
 
 
 def work() -> Work:
-    """Returns the budget of the running template; constants computed while one is compiled have a budget of their
-    own."""
+    """Returns the budget of the running template. While a template is compiled, each constant expression has a new
+    budget."""
     return _work.get(None) or Work()
 
 
 def measure(value: Any, seen: dict[int, int] | None = None) -> int:
-    """Returns the number of characters and entries of a value; shared parts count each time that they occur."""
+    """Returns the size of a value: its characters, digits and entries, including nested ones; shared parts count each
+    time they occur."""
     if isinstance(value, (str, bytes)):
         return len(value)
     if isinstance(value, int):
@@ -128,7 +136,7 @@ def _number(values: Any, at: int, name: str, keywords: Mapping[str, Any]) -> int
 
 
 def _format(text: str, values: Any) -> int:
-    """Returns an upper bound on the length of a filled format."""
+    """Returns an upper bound on the length of a format string filled with `values`."""
     widths = sum(min(int(n[:12]), 10 ** 12) for n in re.findall(r"\d+", text))
     if "*" in text or re.search(r"\{[^{}]*\{", text):      # a width among the values
         widths += max((abs(v) for v in values if isinstance(v, int)), default=0) * (text.count("*") + text.count("{"))
@@ -136,8 +144,8 @@ def _format(text: str, values: Any) -> int:
 
 
 def _grown(name: str, value: Any, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> int:
-    """Returns an upper bound on the size of a filter's or method's result if it may be far larger than its input, else
-    0."""
+    """Returns an upper bound on the size of the result of a filter or method, if it may be far larger than its input;
+    else 0."""
     text = value if isinstance(value, (str, bytes)) else ""
     match name:
         case "replace":
@@ -175,11 +183,11 @@ def _grown(name: str, value: Any, args: tuple[Any, ...], keywords: Mapping[str, 
 
 SHALLOW = frozenset({"length", "count", "first", "last", "list", "default", "d", "items", "selectattr", "rejectattr",
                      "select", "reject", "map", "int", "float", "abs", "round", "attr", "random", "reverse"})
-"""Filters that read only the entries of a container, not what they contain."""
+"""Filters that use only the entries of a container, not the contents of these entries."""
 
 
 def _filter(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a filter so that its arguments and result are measured."""
+    """Wraps a filter so that the sizes of its arguments and its result are checked."""
     first = 1 if hasattr(run, "jinja_pass_arg") else 0
 
     @functools.wraps(run)
@@ -198,7 +206,7 @@ def _filter(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _counted(made: Iterator[Any]) -> Iterator[Any]:
-    """Yields the items of a filter's result and measures them as if they were kept."""
+    """Yields the items of a filter's lazy result, and checks their total size."""
     total = 0
     for item in made:
         total += 1 + measure(item)
@@ -207,7 +215,7 @@ def _counted(made: Iterator[Any]) -> Iterator[Any]:
 
 
 def _test(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a test that compares, so that its arguments are measured."""
+    """Wraps a test that compares values, so that the sizes of its arguments are checked."""
     @functools.wraps(run)
     def measured(*args: Any) -> Any:
         return run(*map(bounded, args))
@@ -267,7 +275,7 @@ STEP, WRITE, BOUNDED, CONCAT = "step!", "write!", "bounded!", "concat!"
 
 
 class _Generator(CodeGenerator):
-    """Compiles the tree with its counters."""
+    """Compiles a template's syntax tree after `_Counting` has added the counters."""
 
     def visit_Template(self, node: nodes.Template, frame: Any = None) -> None:
         super().visit_Template(_Counting().visit(node).set_environment(self.environment), frame)
@@ -286,7 +294,7 @@ def _write(context: Any, count: int) -> None:
 
 @jinja2.pass_context
 def _finalize(context: Any, value: Any) -> Any:
-    """Returns the text that an expression writes, and counts it."""
+    """Returns the text that an expression writes, and counts its characters."""
     text = value if isinstance(value, str) else str(bounded(value))
     work().write(len(text))
     return text
@@ -298,7 +306,7 @@ def _concat(parts: list[Any]) -> str:
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """Compiles templates that count what they do; `render` runs one."""
+    """A Jinja environment whose templates count their steps and sizes; `render` runs one of them."""
 
     code_generator_class = _Generator
     intercepted_binops = frozenset({"+", "-", "*", "/", "//", "%", "**"})
@@ -313,7 +321,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             self.tests[name] = _test(self.tests[name])     # type: ignore[arg-type]
 
     def add_filter(self, name: str, run: Callable[..., Any]) -> None:
-        """Adds a filter, measured like the others."""
+        """Adds a filter; sizes of its arguments and its result are checked."""
         self.filters[name] = _filter(name, run)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
@@ -363,7 +371,7 @@ def render(template: jinja2.Template, /, **variables: Any) -> str:
     """Returns the text that a template of a `BoundedEnvironment` writes.
 
     Raises:
-        LimitError: it takes too long or makes too much.
+        LimitError: the template exceeds a limit.
     """
     token = _work.set(Work.of(variables))
     try:

@@ -35,10 +35,11 @@ def save_model(directory: str | os.PathLike[str], model: Transformer, params: We
         directory: path to write to; it is created if necessary.
         model: the network.
         params: its weights.
-        config: entries for `config.json`. With a `model_type` they are that family's whole configuration, such as the
-            one that the model was loaded from; of a model that also sees images, the language model's part is written.
-            Without a `model_type` the model is written as a Llama and the entries, such as `eos_token_id`, are added.
-        dtype: dtype of the stored weights that are not packed ("float32", "bfloat16", "float16"); None keeps theirs.
+        config: entries of `config.json`. If they include a `model_type`, they are the complete configuration of that
+            family, such as the one from which the model was loaded; of a multimodal configuration only the part of the
+            language model is written. Otherwise the model is written as a Llama, and the entries, such as
+            `eos_token_id`, are added.
+        dtype: dtype of the stored weights that are not packed ("float32", "bfloat16", "float16"); None: their own.
 
     Raises:
         ValueError: `config` does not describe this model, or the model is not a Llama and `config` has no `model_type`.
@@ -75,7 +76,8 @@ def save_model(directory: str | os.PathLike[str], model: Transformer, params: We
 
 def save_mamba2(directory: str | os.PathLike[str], model: Mamba2, params: Weights,
                 config: Mapping[str, Any] | None = None, dtype: jax.typing.DTypeLike | None = None) -> None:
-    """Writes a Mamba-2 as `save_model` does. Only the special token ids of `config` are kept."""
+    """Writes a Mamba-2 to a directory, as `save_model` does for decoders. Only the special token ids of `config` are
+    kept."""
     entries = {**{key: value for key, value in (config or {}).items() if key in ("eos_token_id", "bos_token_id",
                                                                                  "pad_token_id")},
                **entries_of(model.config)}

@@ -1,4 +1,4 @@
-"""Reads texts to be scored, in all accepted forms, as token ids and the position where scoring begins."""
+"""Converts texts to be scored, in all accepted forms, to token ids and the index of the first scored token."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ the text of its answer."""
 
 @dataclasses.dataclass(frozen=True)
 class TextSpan:
-    """Token ids whose part from `start` on is scored.
+    """Token ids of a text, whose log-probabilities are computed from index `start` on.
 
     Attributes:
-        ids: at least one token id.
-        start: at least 1; the tokens before it are only read.
+        ids: the token ids, at least one.
+        start: index of the first scored token, at least 1; the tokens before it are context only.
         bytes: number of UTF-8 bytes of the scored part; None without a tokenizer.
     """
 
@@ -35,17 +35,16 @@ class TextSpan:
 
 
 def spans(texts: Text | Iterable[Text], tokenizer: Tokenizer | None, bos: int | None, vocab: int) -> list[TextSpan]:
-    """Returns the token ids of texts to be scored and where scoring begins.
+    """Returns the token ids of texts to be scored, each with the index of its first scored token.
 
-    The texts of a prompt and its continuation are encoded as one. The continuation begins at the first token that
-    differs from the prompt encoded alone: the tokens are those of the text as the model would read it, and a token
-    across the border belongs to the continuation. White space at the end of a prompt text counts as part of the
-    continuation, as in lm-evaluation-harness.
+    A prompt and its continuation are tokenized as one text. The scored part begins at the first token that differs from
+    the tokens of the prompt alone, so a token that covers the border belongs to the continuation. White space at the
+    end of a prompt counts as part of the continuation, as in lm-evaluation-harness.
 
     Args:
         texts: one text or several, see `Text`.
         tokenizer: the model's tokenizer, or None.
-        bos: the id before a continuation whose prompt has no token, or None.
+        bos: the id that is put before a continuation whose prompt has no token, or None.
         vocab: size of the vocabulary.
 
     Raises:
@@ -97,7 +96,7 @@ def _span(row: Any, name: str, tokenizer: Tokenizer | None, bos: int | None, voc
 
 
 def _pair(prompt: Any, continuation: Any, name: str, tokenizer: Tokenizer | None) -> tuple[list[int], int]:
-    """Returns the ids of both, and the number of ids of the prompt."""
+    """Returns the token ids of a prompt with its continuation, and the number of ids of the prompt."""
     if not len(continuation):
         raise ValueError(f"{name}: the continuation is empty, takes at least one token")
     if tokenizer is None or not isinstance(continuation, str):

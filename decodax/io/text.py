@@ -1,6 +1,6 @@
-"""Text in and out: a Hugging Face tokenizer with its special ids and chat template, and text from token streams.
+"""Tokenizers of Hugging Face with their special tokens and chat templates, and conversion of token streams to text.
 
-Streamed text and the text of a result are both made by the `Detokenizer`. It never shows part of a character, nor the
+Streamed text and the text of a result are both made by `Detokenizer`. It never returns part of a character, nor the
 beginning of a stop string.
 """
 
@@ -30,10 +30,10 @@ class Tokenizer:
 
     Attributes:
         backend: the `tokenizers.Tokenizer`; truncation and padding are off.
-        bos_id: id of the beginning of a sequence, or None.
-        pad_id: id of padding, or None.
-        eos_ids: ids that end a sequence; several for many chat models, none if the files name none.
-        special_tokens: "bos_token", "eos_token", ... as text, for chat templates.
+        bos_id: id of the beginning-of-sequence token, or None.
+        pad_id: id of the padding token, or None.
+        eos_ids: ids of tokens that end a sequence; several for many chat models, none if the files name none.
+        special_tokens: the texts of "bos_token", "eos_token", ..., for chat templates.
         chat_templates: Jinja source by name; "default" is the usual one.
         template_files: the file of each template, for errors.
         directory: the directory of its files; None if it was made in memory.
@@ -57,11 +57,12 @@ class Tokenizer:
 
     @classmethod
     def from_dir(cls, path: str | Path) -> Tokenizer:
-        """Reads a tokenizer from a local directory.
+        """Loads a tokenizer from a local directory.
 
-        It reads tokenizer.json and, if present, tokenizer_config.json, special_tokens_map.json, added_tokens.json,
-        config.json, generation_config.json and chat_template.jinja. Tokens that only other files than tokenizer.json
-        have are added, see `decodax.io.added_tokens`. Negative ids mean none.
+        The directory must have a tokenizer.json. If present, tokenizer_config.json, special_tokens_map.json,
+        added_tokens.json, config.json, generation_config.json and chat_template.jinja are read, too. Tokens that
+        tokenizer.json lacks are added from the other files, see `decodax.io.added_tokens`. A negative special token id
+        counts as no id.
 
         Raises:
             FileNotFoundError: there is no tokenizer.json.
@@ -114,7 +115,7 @@ class Tokenizer:
         (path / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
     def __len__(self) -> int:
-        """Returns the size of the vocabulary, added tokens included; a model's may be padded beyond it."""
+        """Returns the size of the vocabulary, including added tokens; the logits of a model may be padded beyond it."""
         return len(self.pieces().rest)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -145,10 +146,10 @@ class Tokenizer:
 
     @functools.cached_property
     def _alphabet(self) -> frozenset[str] | None:
-        """The characters that have tokens, if the tokenizer drops others; None if it drops none.
+        """Characters that have tokens, if the tokenizer drops all others; None if it drops no characters.
 
-        A BPE without an unknown token and without byte fallback drops characters that are not in its vocabulary. The
-        usual ones, which spell all bytes, have all of them.
+        A BPE without an unknown token and without byte fallback drops characters that are not in its vocabulary.
+        Byte-level tokenizers have tokens for all bytes.
         """
         file = json.loads(self.backend.to_str())
         model = file["model"]
@@ -161,7 +162,7 @@ class Tokenizer:
         return None if bytewise and known >= byte_of_char().keys() else known
 
     def _drops(self, text: str) -> bool:
-        """True if the tokenizer, which has tokens for `_alphabet` alone, would drop a character of `text`."""
+        """True if a character of `text` is not in `_alphabet`, so that the tokenizer would drop it."""
         assert self._alphabet is not None
         whole = (t for t in self.backend.get_added_tokens_decoder().values()
                  if not (t.special and self.backend.encode_special_tokens))
@@ -174,16 +175,17 @@ class Tokenizer:
         return any(not self._alphabet.issuperset(part) for part in parts)
 
     def encode_chat(self, messages: Sequence[Message], **variables: Any) -> list[int]:
-        """Returns the token ids of `chat_text`; the template writes the special tokens itself."""
+        """Returns the token ids of the chat prompt `chat_text`. No special tokens are added, since the template writes
+        them."""
         return self.encode(self.chat_text(messages, **variables), add_special_tokens=False)
 
     def chat_text(self, messages: Sequence[Message], *, template: str | None = None, **variables: Any) -> str:
-        """Returns the prompt for a chat, as written by the model's template.
+        """Returns the prompt for a chat as text, formatted by the model's template.
 
         Args:
             messages: messages with `role` and `content`.
-            template: a name of `chat_templates`, or Jinja source; None takes "tool_use" if there are tools, else
-                "default".
+            template: a name in `chat_templates`, or Jinja source. None: "tool_use" if there are tools and it exists,
+                else "default".
             variables: passed on to `decodax.io.chat.render_chat`.
 
         Raises:
@@ -213,11 +215,11 @@ class Tokenizer:
     def continuation(self, prompt_ids: Sequence[int], new_ids: Iterable[int], *,
                      stop: str | Sequence[str] | None = None, min_new: int = 0, skip_special_tokens: bool = True,
                      include_stop: bool = False) -> str:
-        """Returns the text that `new_ids` add to that of `prompt_ids`, up to a stop string; a stream shows the same
+        """Returns the text that `new_ids` add to the text of `prompt_ids`, up to a stop string. A stream shows the same
         text.
 
-        A character that the prompt began and `new_ids` complete belongs to the continuation. The other arguments are
-        those of `Detokenizer`.
+        A character whose first bytes are in the prompt and whose last bytes are in `new_ids` belongs to the
+        continuation. The other arguments are those of `Detokenizer`.
         """
         detokenizer = self.detokenizer(prompt_ids, stop=stop, min_new=min_new, include_stop=include_stop,
                                        skip_special_tokens=skip_special_tokens)
@@ -230,12 +232,12 @@ class Tokenizer:
                            include_stop=include_stop)
 
     def token_bytes(self, skip_special_tokens: bool = True) -> list[bytes]:
-        """Returns the bytes that each token adds to a text that has begun; b"" for special tokens, or their literal if
+        """Returns the bytes that each token adds to a text that is not empty. Special tokens add b"", or their name if
         they are not skipped."""
         return list(self.pieces(skip_special_tokens).rest)
 
     def pieces(self, skip_special_tokens: bool = True) -> TokenBytes:
-        """Returns the table that `decode` uses; it is made once."""
+        """Returns the table of bytes by which `decode` works; it is computed once."""
         if skip_special_tokens not in self._pieces:
             added = self.backend.get_added_tokens_decoder()
             skipped = frozenset(i for i, token in added.items() if token.special and skip_special_tokens)
@@ -247,18 +249,18 @@ class Tokenizer:
 
 
 class Detokenizer:
-    """Turns one row's tokens into text as they arrive.
+    """Converts the tokens of one row to text as they arrive.
 
-    The strings that `feed` and `finish` return, joined, are the row's text. A string never ends inside a character;
-    bytes that are not part of a character appear as U+FFFD, at the end of the text only by `finish`. The beginning of a
-    stop string is held back until it is certain not to be one; nothing follows a stop string, and by default it is left
-    out itself.
+    The strings that `feed` and `finish` return, joined, are the text of the row. A string never ends inside a
+    character. Bytes that are not part of a character become U+FFFD; at the end of the text this happens only in
+    `finish`. Text that may be the beginning of a stop string is held back until this is decided. No text follows a stop
+    string, and by default the stop string itself is left out.
 
     Args:
-        pieces: the tokenizer's table.
-        prompt_ids: the tokens before. They determine whether a leading space is kept, and begin characters that are
-            completed here, but do not count towards stop strings.
-        stop: one stop string or several. They are searched in the visible text; a string that contains the text of a
+        pieces: the tokenizer's table of bytes.
+        prompt_ids: the tokens before the row's new ones. They determine whether a leading space is kept and may hold
+            the first bytes of a character that the new tokens complete, but stop strings are not searched in them.
+        stop: one stop string or several. They are searched in the visible text; a string that contains the name of a
             skipped special token is searched in the text with special tokens.
         min_new: a stop string counts only if it ends after this many tokens, as in the decoding loop.
         include_stop: True ends the text with the stop string.
@@ -277,11 +279,11 @@ class Detokenizer:
         self.stopped = False
 
     def feed(self, ids: Iterable[int]) -> str:
-        """Returns the text that becomes certain with `ids`."""
+        """Adds `ids` and returns the text that is now certain."""
         return "".join(self._feed(int(i)) for i in ids)
 
     def finish(self) -> str:
-        """Returns the text that was held back."""
+        """Ends the row and returns the text that was held back."""
         rest, self._pending = self._pending, b""
         return self._decode.decode(b"" if self.stopped else rest, final=True)
 
@@ -307,7 +309,8 @@ class Detokenizer:
         return self._decode.decode(out)
 
     def _match(self, new: int, written: int) -> tuple[int, int, bytes] | None:
-        """Returns begin and end, in the pending bytes, of the stop string that is completed first, and the string.
+        """Returns the stop string that is completed first: its begin and end in the pending bytes, and its bytes; None
+        if there is none.
 
         Args:
             new: number of new bytes among the pending ones.
@@ -321,14 +324,14 @@ class Detokenizer:
         return min(found, key=lambda one: (one[1], one[0]), default=None)
 
     def _visible(self, start: int) -> int:
-        """Returns the number of bytes from `start` on in the text with special tokens that do not belong to such
+        """Returns the number of bytes from index `start` on, in the text with special tokens, that belong to visible
         tokens."""
         return self._apart[start:].count(0)
 
 
 def _chat_templates(path: Path, config: Mapping[str, Any]) -> dict[str, tuple[str, Path]]:
-    """Returns templates and their files by name, from tokenizer_config.json (one, or a list of named ones) and *.jinja
-    files, which take precedence."""
+    """Returns the source and the file of each chat template by name, from tokenizer_config.json (one template, or a
+    list of named ones) and from *.jinja files, which take precedence."""
     given, where = config.get("chat_template") or {}, path / "tokenizer_config.json"
     try:
         named = {"default": given} if isinstance(given, str) else \

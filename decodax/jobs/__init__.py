@@ -1,4 +1,5 @@
-"""Large numbers of prompts: answers as they finish, and batch jobs that survive interruptions."""
+"""Functions for large numbers of prompts: results as soon as they are finished, and batch jobs that survive
+interruptions."""
 
 from decodax.engine.queue import Refused, Ticket, schedule
 from decodax.engine.slots import Slots, Use

@@ -35,17 +35,17 @@ ENDS = {Status.EOS: "stop", Status.STOP: "stop"}
 
 @dataclasses.dataclass
 class JobProgress:
-    """The progress of a job.
+    """The progress of a batch job.
 
     Attributes:
         finished: number of lines answered by this call.
         failed: number of lines that could not be answered.
-        before: number of lines that had been answered before.
+        before: number of lines that earlier calls had answered.
         tokens: number of new tokens.
         seconds: time since the call began.
-        stopped: True if the call ended because its time was over.
-        log: the file of the latest results, until their part is full or the job ends.
-        use: utilisation of the slots.
+        stopped: True if the call ended because its `max_time` was over.
+        log: the file to which the latest results are written, until their part is full or the job ends.
+        use: utilization of the slots.
     """
 
     finished: int = 0
@@ -67,13 +67,13 @@ def run(lm: Any, source: str | Path, directory: str | Path, *, slots: int = 16, 
         memory: str | None = None, token_budget: int | None = None, max_time: float | None = None,
         names: Mapping[str, Any] | None = None, report: Callable[[JobProgress], None] | None = None,
         **options: Any) -> JobProgress:
-    """Answers every line of a file and keeps the answers in a directory.
+    """Answers every line of a file and writes the answers to a directory.
 
     A result is written as soon as its prompt has ended: to a hidden file of JSON lines, `.part-000-00000.log`, which
-    becomes `part-000-00000.jsonl` (or `.parquet`) when the part is full or the job ends. A job that is killed at any
-    moment and called again continues with the missing lines: no result is lost or written twice, and each is the same
-    as without the interruption, since the randomness of a line is addressed by its id. Lines that cannot be answered
-    are written to `_errors-000.jsonl` with their number and the reason, and are tried again by the next call.
+    becomes `part-000-00000.jsonl` (or `.parquet`) when the part is full or the job ends. If the job is killed and
+    called again, it continues with the missing lines. No result is lost or written twice, and each is the same as
+    without the interruption, since the random numbers of a line depend only on its id. Lines that cannot be answered
+    are written to `_errors-000.jsonl` with their number and the reason; the next call tries them again.
 
     Args:
         lm: a model, as for `decodax.generate`.
@@ -81,29 +81,31 @@ def run(lm: Any, source: str | Path, directory: str | Path, *, slots: int = 16, 
         directory: directory of the results: `part-000-00000.jsonl` and so on, and `_manifest.json`, which describes the
             model and the options.
         slots: number of prompts that run at once.
-        fields: the fields of a line that are read.
+        fields: names of the fields of a line that hold its prompt, its id and so on.
         form: "jsonl" or "parquet".
         part: number of lines of a file.
         tokens: True adds token ids to the results.
-        process, processes: index of this process and number of processes. Each answers its share, by the hash of the id
-            (or of `line-8`, the number of a line without one), and writes files of its own. They need not know of each
-            other.
-        memory: number of bytes that rows may take, as in `decodax.serve`.
-        token_budget: number of tokens of a round, as in `decodax.serve`.
-        max_time: seconds after which the call stops; unfinished lines are left to the next call. The `max_time` of a
-            line, among its options, ends its text instead, with the status "time".
-        names: entries of the manifest that replace the options of these names, or are added to them.
-        report: called after each result.
+        process: index of this process. The hash of a line's id determines the process that answers it (line 8 has the
+            id `line-8` if it gives none). Each process writes its own files; they do not communicate.
+        processes: number of processes.
+        memory: memory that rows may take, such as "8GB"; see `decodax.serve`.
+        token_budget: maximum number of tokens in a round; see `decodax.serve`.
+        max_time: seconds after which the call stops; unfinished lines are left to the next call. (The option `max_time`
+            of a single line ends its text, with the status "time".)
+        names: entries of the manifest that replace options of the same name or are added to them, for options whose own
+            description would be too long or not stable.
+        report: called with the progress after each result.
         options: options of `decodax.generate`, for lines that do not set them.
 
     Returns:
         The progress made by this call.
 
     Raises:
-        ValueError: the directory holds results of another model or other options, or an option is out of its range.
+        ValueError: the directory holds results of another model or with other options, or an option is out of its
+            range.
         FileNotFoundError: the source does not exist.
         OSError: a result could not be written; earlier ones are kept.
-        Exception: the source ended with an error, which is raised when the lines before it have been answered.
+        Exception: reading the source failed; the error is raised when the lines before it have been answered.
     """
     if form not in FORMATS:
         raise ValueError(f"form: got {form!r}, takes {' or '.join(FORMATS)}")
@@ -184,13 +186,21 @@ def run(lm: Any, source: str | Path, directory: str | Path, *, slots: int = 16, 
 
 
 def reason(error: Exception) -> str:
-    """Returns why a line could not be answered."""
+    """Returns the text that says why a line could not be answered."""
     said = str(error).removeprefix(ALONE).encode(errors="backslashreplace").decode()
     return said if isinstance(error, (ValueError, TypeError)) and said else f"{type(error).__name__}: {said}"
 
 
 def answer(lm: LM, line: Line, prompt_tokens: int, result: Result, tokens: bool) -> dict[str, Any]:
-    """Returns the output line of a result."""
+    """Returns the output line of a result, as a dictionary.
+
+    Args:
+        lm: the model.
+        line: the input line.
+        prompt_tokens: number of tokens of the prompt.
+        result: the result of the line's prompt.
+        tokens: True adds token ids.
+    """
     one = lambda values: values[0] if len(result) == 1 else values
     if line.api is not None:
         return _api(lm, line, prompt_tokens, result)
@@ -225,7 +235,8 @@ def _api(lm: LM, line: Line, prompt_tokens: int, result: Result) -> dict[str, An
 
 
 def _noted(lm: LM, result: Result, row: int, chat: bool) -> dict[str, Any] | None:
-    """Returns log-probabilities in one of OpenAI's two formats."""
+    """Returns the log-probabilities of a row in OpenAI's format for chats or for completions; None if there are none.
+    """
     if (noted := result.logprobs) is None:
         return None
     ids, chosen = result.row(row).tolist(), noted.raw[row].tolist()
@@ -245,10 +256,10 @@ def _noted(lm: LM, result: Result, row: int, chat: bool) -> dict[str, Any] | Non
 
 
 def _spelled(lm: LM, token: int) -> tuple[str, list[int]]:
-    """Returns a token's text and its bytes.
+    """Returns the text and the bytes of a token.
 
-    As at OpenAI, the text of a token that is part of a character names its bytes, so that different tokens have
-    different texts.
+    As in OpenAI's API, the text of a token that is only part of a character lists its bytes, so that different tokens
+    have different texts.
     """
     if lm.tokenizer is None:
         return str(token), list(str(token).encode())
@@ -261,9 +272,9 @@ def _spelled(lm: LM, token: int) -> tuple[str, list[int]]:
 
 
 def fingerprint(lm: LM) -> dict[str, str]:
-    """Returns a model's name and a digest of its configuration and of the beginnings and ends of its files.
+    """Returns the name of a model and a digest of its configuration and of the beginnings and ends of its files.
 
-    For a model that was made in memory the digest covers the first numbers of each weight.
+    For a model that was made in memory, the digest covers the first numbers of each weight.
     """
     found = hashlib.blake2b(digest_size=16)
     if lm.directory is not None:
@@ -284,7 +295,7 @@ def fingerprint(lm: LM) -> dict[str, str]:
 
 
 def _plain(value: Any) -> Any:
-    """Returns an option as a value that JSON can hold."""
+    """Converts an option to a value that JSON can represent."""
     if isinstance(value, Mapping):
         return {str(key): _plain(x) for key, x in value.items()}
     if isinstance(value, (list, tuple)):
@@ -296,8 +307,8 @@ def _plain(value: Any) -> Any:
 
 
 def _said(value: Any) -> str:
-    """Describes a value completely: dataclasses field by field, arrays by a digest, others by `repr` without memory
-    addresses, which differ from process to process."""
+    """Returns a complete description of a value: dataclasses field by field, arrays by a digest, other values by `repr`
+    without memory addresses, which differ between processes."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = [f for f in dataclasses.fields(value) if f.repr]
         return f"{type(value).__qualname__}({', '.join(f'{f.name}={_said(getattr(value, f.name))}' for f in fields)})"

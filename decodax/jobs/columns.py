@@ -1,7 +1,7 @@
-"""Results as Arrow columns whose types do not depend on the results.
+"""Converts results to Arrow columns whose types do not depend on the results.
 
-Readers of a folder take the columns of its first file for those of all. So a block in which every row failed has the
-same columns and types as any other.
+Programs that read a folder of Parquet files use the columns of the first file for all of them. So a file in which every
+row failed must have the same columns and types as the others.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def table(rows: Sequence[Mapping[str, Any]], names: Sequence[str] = (),
     Args:
         rows: the results.
         names: columns that always exist; other fields of the rows come after them.
-        given: the values of kept fields in all rows, which determine the type if no result has a value.
-        many: True if a prompt has several samples unless it says otherwise, so that results hold lists.
+        given: the values of the copied input fields in all rows, which determine their type if no result has a value.
+        many: True if prompts have several samples by default, so that the fields of a result are lists.
     """
     pa = pyarrow("lib")
     return pa.table({name: _column(pa, name, [row.get(name) for row in rows], (given or {}).get(name), many)
@@ -33,7 +33,8 @@ def table(rows: Sequence[Mapping[str, Any]], names: Sequence[str] = (),
 
 
 def of_results(lm: Any, options: Mapping[str, Any], tokens: bool) -> list[str]:
-    """Returns the columns of results after kept fields, for rows without options of their own."""
+    """Returns the names of the columns of results, without copied input fields, for rows without options of their own.
+    """
     logprobs = options.get("logprobs")
     return [*([] if lm.tokenizer is None else ["text"]), "status", "prompt_tokens", "new_tokens",
             *(["tokens"] if tokens or lm.tokenizer is None else []), *([] if logprobs is None else ["logprobs"]),
@@ -41,7 +42,8 @@ def of_results(lm: Any, options: Mapping[str, Any], tokens: bool) -> list[str]:
 
 
 def _column(pa: Any, name: str, values: list[Any], given: Sequence[Any] | None, many: bool) -> Any:
-    """Returns a column. If its values have no common type it holds text: ids by `str`, everything else as JSON."""
+    """Returns the column `name`. If its values have no common type, it holds text: ids by `str`, other values as JSON.
+    """
     own = _types(pa).get(name)
     if name == "id" and len({type(x) for x in values if x is not None}) != 1:
         own = pa.string()
@@ -63,14 +65,14 @@ def _column(pa: Any, name: str, values: list[Any], given: Sequence[Any] | None, 
 
 
 def _written(pa: Any, kind: Any) -> bool:
-    """True if Parquet supports the type: it has no structs without fields."""
+    """True if Parquet supports the type; it does not support structs without fields."""
     if isinstance(kind, pa.StructType) and kind.num_fields == 0:
         return False
     return all(_written(pa, kind.field(i).type) for i in range(kind.num_fields))
 
 
 def _types(pa: Any) -> dict[str, Any]:
-    """Returns the types of a result's own fields, including answers of both of OpenAI's APIs."""
+    """Returns the types of the fields of results, including the answers of both of OpenAI's APIs."""
     text, number, real, many = pa.string(), pa.int64(), pa.float64(), pa.list_
     noted = {"token": text, "logprob": real, "bytes": many(number)}
     struct = lambda **fields: pa.struct(list(fields.items()))

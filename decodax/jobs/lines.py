@@ -29,18 +29,18 @@ ASIDE = frozenset({"temperature", *(name for name in (*OWN, *NAMED, *DEFAULTS, *
 
 
 class Filled(dict[str, Any]):
-    """A row of a table. Its structs hold None for keys that only other rows have."""
+    """A row of a table. In its structs, keys that only other rows use are present with the value None."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """A prompt of a job.
+    """One prompt of a batch job.
 
     Attributes:
         number: number of the line or row, from 1.
         id: identifies its result; a text or a number.
-        prompt: as for `decodax.generate`.
-        options: its own options.
+        prompt: the prompt, as for `decodax.generate`.
+        options: options of `decodax.generate` for this prompt.
         keep: fields that are copied to its result.
         api: "chat.completion" or "text_completion" if the line is a request to OpenAI's API, else None.
     """
@@ -55,14 +55,14 @@ class Line:
 
 @dataclasses.dataclass(frozen=True)
 class Fields:
-    """The fields of a line that are read.
+    """The names of the fields of a line, and how its prompt is read.
 
     Attributes:
-        prompt: name of the prompt's field; None: the first of `messages`, `prompt` and `text` that exists.
-        id: name of the id's field.
-        keep: names of fields that are copied to results.
-        chat: True if a prompt is a user's message.
-        system: the system message with it, or None.
+        prompt: name of the field with the prompt; None: the first of `messages`, `prompt` and `text` that exists.
+        id: name of the field with the id.
+        keep: names of the fields that are copied to the result.
+        chat: True if a prompt that is a text is a user's message of a chat.
+        system: the system message before it, or None.
     """
 
     prompt: str | None = None
@@ -76,9 +76,9 @@ class Fields:
             raise ValueError(f"keep: got {taken[0]!r}, which is a field of results; takes other fields")
 
     def name(self, number: int, row: Any) -> tuple[str, Any]:
-        """Returns the field by which the result of a line is identified, and its value.
+        """Returns the name of the field that identifies the result of a line, and its value.
 
-        The value is the line's id, or its number as in `line-8` if the id is missing or invalid. Every line has a name,
+        The value is the line's id, or `line-` and its number if the id is missing or invalid. So each line has a value,
         also one that cannot be read.
         """
         field = "custom_id" if _is_api(row) else "id"
@@ -88,10 +88,10 @@ class Fields:
         return field, name if isinstance(name, (str, int, float)) else str(name)
 
     def read(self, number: int, row: Any) -> Line:
-        """Returns the prompt of a line.
+        """Returns the prompt of a line with its options.
 
         Raises:
-            LineError: it has none, or asks for something that is not supported.
+            LineError: the line has no prompt, or asks for something that is not supported.
         """
         if isinstance(row, LineError):
             raise row
@@ -132,7 +132,7 @@ class Fields:
         return [*system, {"role": "user", "content": prompt}]
 
     def _api(self, number: int, row: Mapping[str, Any]) -> Line:
-        """Returns the prompt of a line of OpenAI's batches."""
+        """Returns the prompt and options of a line of OpenAI's batches."""
         if self.keep:
             raise LineError(f"keep: got {self.keep[0]!r}, takes none for requests to OpenAI's API")
         if self.system is not None:
@@ -155,27 +155,29 @@ class Fields:
 
 
 def _is_api(row: Any) -> bool:
-    """True if a line is a request to OpenAI's API. In a table with such lines, others have the same fields, empty."""
+    """True if a line is a request to OpenAI's API. In a table with such lines, other rows have the same fields with the
+    value None."""
     fields = ("custom_id", "body")
     return isinstance(row, Mapping) and all(name in row for name in fields) and any(
         row[name] is not None for name in fields)
 
 
 def _is_name(name: Any) -> bool:
-    """True if results can be identified by it: a text that UTF-8 can encode, a number, or something with a `str`
-    form."""
+    """True if `name` can identify a result: a text that UTF-8 can encode, a finite number, or another value with a
+    `str` form."""
     if isinstance(name, str):
         return name != "" and not any("\ud800" <= c <= "\udfff" for c in name)
     return not isinstance(name, (dict, list)) and not (isinstance(name, float) and not math.isfinite(name))
 
 
 def _own(row: Mapping[str, Any], name: str) -> Any:
-    """Returns the value of a field, without the keys that only fill up the structs of a table."""
+    """Returns the value of a field, without keys of structs that are present only because other rows use them."""
     return _unfilled(row.get(name)) if isinstance(row, Filled) else row.get(name)
 
 
 def _unfilled(value: Any) -> Any:
-    """Returns a value of a table without keys of its structs that are None; a struct without other keys becomes None.
+    """Removes the keys with the value None from the structs of a table's value; a struct with no other keys becomes
+    None.
 
     >>> _unfilled({"n": 2, "stop": None, "response_format": {"type": None}, "user": {}})
     {'n': 2, 'user': {}}
@@ -191,14 +193,15 @@ def _unfilled(value: Any) -> Any:
 
 
 def rows(path: str | Path) -> Iterator[tuple[int, Any]]:
-    """Returns the rows of a file or directory with their numbers from 1; a row that cannot be read is a `LineError`.
+    """Yields the rows of a file or directory with their numbers, from 1; a row that cannot be read is a `LineError`.
 
     Args:
-        path: a `.parquet` file or a directory of them, a dataset's directory (with `state.json`), or JSON lines, also
-            from a pipe; "-" is standard input.
+        path: a `.parquet` file or a directory of such files, the directory of a dataset (with `state.json`), or a file
+            or pipe of JSON lines; "-" is standard input.
 
     Raises:
-        FileNotFoundError, ValueError: there is nothing that can be read.
+        FileNotFoundError: there is no such file.
+        ValueError: the file or directory has none of these formats.
     """
     if str(path) == "-":
         return _json_lines(_standard_input())
@@ -219,7 +222,7 @@ def rows(path: str | Path) -> Iterator[tuple[int, Any]]:
 
 
 def count(path: str | Path) -> int | None:
-    """Returns the number of rows if it can be found cheaply, else None."""
+    """Returns the number of rows, or None if it takes long to count them or the input is standard input."""
     if str(path) == "-":
         return None
     path = Path(path)
@@ -282,10 +285,10 @@ def _arrow(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def pyarrow(part: str) -> Any:
-    """Imports a part of pyarrow.
+    """Imports a module of pyarrow, such as "parquet".
 
     Raises:
-        ValueError: it is not installed.
+        ValueError: pyarrow is not installed.
     """
     try:
         return importlib.import_module(f"pyarrow.{part}")

@@ -1,8 +1,8 @@
-"""Reads requests to OpenAI's API, as in the lines of its batches, with vLLM's extensions.
+"""Converts requests to OpenAI's API, as in the lines of its batches, with vLLM's extensions.
 
-Clients often write complete bodies, in which many entries are neutral (`echo: false`, `n: 1`, `tools: []`, null).
-Neutral entries are accepted. An entry that asks for something unsupported is refused by name, since the text would not
-be what was asked for.
+Clients often write complete bodies, in which many entries have no effect (`echo: false`, `n: 1`, `tools: []`, null).
+Such neutral entries are accepted. An entry that asks for something unsupported raises an error that names it, since the
+text would not be what was asked for.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 """Other entries of a body, with their neutral values; null is always neutral."""
 
 SPECIAL = {"/v1/chat/completions": False, "/v1/completions": True}
-"""The value of vLLM's `add_special_tokens` that corresponds to what is done here: a chat's template adds its own."""
+"""The value of vLLM's `add_special_tokens` that has no effect for each endpoint: a chat's template adds special tokens
+itself."""
 
 OUTPUTS = {"regex": "regex", "choice": "choices", "json": "json_schema", "grammar": "grammar"}
 """Keys of vLLM's `structured_outputs`, and the options here that they correspond to."""
@@ -77,10 +78,14 @@ def asks_nothing(value: Any, neutral: tuple[Any, ...]) -> bool:
 
 
 def read(url: str, body: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Returns the prompt of a body, and the options of `decodax.generate` that it asks for.
+    """Returns the prompt in the body of a request, and its options as arguments of `decodax.generate`.
+
+    Args:
+        url: the endpoint, one of `URLS`.
+        body: the body.
 
     Raises:
-        LineError: it has no prompt, or asks for something that is not supported.
+        LineError: the body has no prompt, or asks for something that is not supported.
     """
     chat = url == URLS[0]
     if (prompt := body.get("messages" if chat else "prompt")) is None:
@@ -112,9 +117,10 @@ def read(url: str, body: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 
 def _language(body: Mapping[str, Any]) -> list[tuple[str, str, Any]]:
-    """Returns the text's constraints as triples of entry, option here, and value.
+    """Returns the constraints of the text as triples: the entry of the body, the option of `decodax.generate`, and its
+    value.
 
-    They are given by `response_format`, as at OpenAI, or by `structured_outputs`, as in vLLM.
+    The constraints are in `response_format`, as in OpenAI's API, or in `structured_outputs`, as in vLLM.
     """
     form, wanted = body.get("response_format"), body.get("structured_outputs")
     found: list[tuple[str, str, Any]] = []

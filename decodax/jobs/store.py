@@ -1,10 +1,9 @@
-"""Results on disk that survive interruptions: appended as they finish, in parts that are renamed when they are
-complete.
+"""Stores results on disk so that they survive interruptions: each is appended as soon as it is finished, and a file of
+results is renamed when it is complete.
 
-A result is one line, written with a single call as soon as its prompt has ended, to a hidden file of the current part.
-A process that is killed while writing leaves an incomplete line, which the next one cuts off. Lines in a file are
-finished and are not computed again, so a job that was killed continues where it was. Nothing else has to be written for
-this, and at no moment is a result lost or written twice.
+A result is one line, written with a single call to a hidden file of the current part. A process that is killed while
+writing leaves an incomplete line, which the next process removes. Complete lines are not computed again, so that a job
+that was killed continues where it was. Nothing else has to be written for this, and no result is lost or written twice.
 """
 
 from __future__ import annotations
@@ -26,21 +25,22 @@ PART, LOG, ERRORS = "part-{:03d}-{:05d}.{}", ".part-{:03d}-{:05d}.log", "_errors
 
 
 def digest(name: Any) -> bytes:
-    """Returns 16 bytes that represent an id; 7 and "7" are the same."""
+    """Returns 16 bytes that represent an id; 7 and "7" have the same digest."""
     return hashlib.blake2b(str(name).encode(errors="surrogatepass"), digest_size=16).digest()
 
 
 @dataclasses.dataclass
 class ResultStore:
-    """The results of a job in a directory, as written by one of its processes.
+    """The results of a job in a directory, as one of its processes writes them.
 
     Attributes:
         directory: the directory.
-        identity: what identifies the job and must not change while it is unfinished; kept in `_manifest.json`.
+        identity: description of the job, which must not change while the job is unfinished; stored in `_manifest.json`.
         form: "jsonl" or "parquet".
         lines: number of lines of a part.
-        process, processes: index of this process and number of processes.
-        done: digests of the ids of results in the directory.
+        process: index of this process.
+        processes: number of processes.
+        done: digests of the ids of all results in the directory.
     """
 
     directory: Path
@@ -57,7 +57,7 @@ class ResultStore:
         self._number = self._size = self._count = 0
 
     def open(self) -> None:
-        """Reads existing results.
+        """Reads the results that exist and prepares for writing.
 
         Raises:
             ValueError: the directory holds results of another job, or other files, or it cannot be created.
@@ -122,14 +122,18 @@ class ResultStore:
 
     @property
     def log(self) -> Path:
-        """The file of the latest results, until their part is full or the job ends."""
+        """The file to which the latest results are written, until their part is full or the job ends."""
         return self.directory / LOG.format(self.process, self._number)
 
     def add(self, name: Any, row: Mapping[str, Any]) -> None:
-        """Writes a result.
+        """Appends a result.
+
+        Args:
+            name: its id.
+            row: its fields.
 
         Raises:
-            OSError: it cannot be written; no part of it is left in the file then.
+            OSError: the result cannot be written; no part of it is left in the file then.
         """
         if self._log is None:
             self._log, self._size, self._count = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), 0, 0
@@ -145,14 +149,20 @@ class ResultStore:
             self.close()
 
     def fail(self, number: int, name: Any, message: str) -> None:
-        """Records that a line failed, and why."""
+        """Records that a line failed.
+
+        Args:
+            number: number of the line.
+            name: its id.
+            message: the reason.
+        """
         if self._errors is None:
             self._errors = os.open(self.directory / ERRORS.format(self.process),
                                    os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         _whole(self._errors, _line({"line": number, "id": name, "error": message}))
 
     def close(self) -> None:
-        """Renames the current part to its final name."""
+        """Ends the current part: renames its file to the final name, or converts it to Parquet."""
         if self._log is None:
             return
         log, part = self.log, self.directory / PART.format(self.process, self._number, self.form)
@@ -163,7 +173,7 @@ class ResultStore:
         self._number, self._size, self._count = self._number + 1, 0, 0
 
     def abandon(self) -> None:
-        """Closes the files as they are; the next process continues with them."""
+        """Closes the files without ending the part; the next process continues with them."""
         for name in ("_log", "_errors"):
             if (file := getattr(self, name)) is not None:
                 os.close(file)
@@ -171,7 +181,7 @@ class ResultStore:
 
 
 def _named(log: Path, part: Path, count: int) -> None:
-    """Turns a log with `count` lines into a part."""
+    """Converts the log of `count` lines to a part with its final name."""
     if count == 0:
         log.unlink()
     elif part.suffix == ".jsonl":
@@ -191,7 +201,7 @@ def _line(row: Mapping[str, Any]) -> bytes:
 
 
 def _whole(file: int, data: bytes) -> None:
-    """Writes all of the data, in one call if possible."""
+    """Writes all of `data`, in one call if possible."""
     while data:
         data = data[os.write(file, data):]
 
@@ -212,7 +222,7 @@ def _whole_lines(path: Path) -> tuple[list[Any], int]:
 
 
 def _ids(path: Path) -> list[Any]:
-    """Returns the ids of a part's results."""
+    """Returns the ids of the results in a part."""
     if path.suffix == ".parquet":
         file = pyarrow("parquet").ParquetFile(path)
         named = [name for name in ("id", "custom_id") if name in file.schema_arrow.names]
@@ -225,7 +235,7 @@ def _ids(path: Path) -> list[Any]:
 
 
 def _id(row: Mapping[str, Any]) -> Any:
-    """Returns a result's id. Answers to OpenAI's API also have one of their own, beside the given `custom_id`."""
+    """Returns the id of a result. Answers to OpenAI's API have the id of the input in `custom_id`."""
     return row["id"] if row.get("custom_id") is None else row["custom_id"]
 
 

@@ -1,4 +1,4 @@
-"""A worker of a fleet: maps prompts in columns to results in columns, for Ray Data."""
+"""A worker for Ray Data, which answers prompts in columns and returns results in columns."""
 
 from __future__ import annotations
 
@@ -28,20 +28,21 @@ class Worker:
         prompts.map_batches(Worker, fn_constructor_kwargs=dict(lm="pycode", max_new_tokens=64), batch_size=256,
                             concurrency=4, num_gpus=1).write_parquet("out")
 
-    Randomness is addressed by the id of a row, which each row must have. So a batch that runs twice, because an actor
-    died or was too slow, gives the same results, however rows are divided. Slots are refilled as prompts end, within a
-    batch: use batches with several times as many rows as there are slots.
+    Each row must have an id, on which its random numbers depend. So a batch that runs twice, because an actor died or
+    was too slow, gives the same results, and the division of rows into batches has no effect. Within a batch, slots are
+    refilled as prompts end: use batches with several times as many rows as there are slots.
 
-    A table has the fields of `decodax.jobs.run`'s results as columns, and `error`: None, or why a row could not be
-    answered; all columns but the id are then None. Every batch has the same columns of the same types, also one in
-    which all rows fail. Only rows with their own `logprobs` or `num_samples` options add columns.
+    The resulting table has the fields of the results of `decodax.jobs.run` as columns, and `error`: None, or the reason
+    why a row could not be answered; its other columns except the id are then None. Every batch has the same columns of
+    the same types, also if all its rows fail. Only rows with their own options `logprobs` or `num_samples` add columns.
 
     Args:
         lm: a model, as for `decodax.generate`; a name or a directory is loaded where the worker runs.
         slots: number of prompts that run at once.
-        fields: the fields of a row that are read.
+        fields: names of the fields of a row that hold its prompt, its id and so on.
         tokens: True adds token ids to the results.
-        memory, token_budget: as in `decodax.serve`.
+        memory: memory that rows may take, such as "8GB"; see `decodax.serve`.
+        token_budget: number of tokens of a round, as in `decodax.serve`.
         options: options of `decodax.generate`, for rows that do not set them.
 
     Raises:
@@ -57,7 +58,7 @@ class Worker:
         self.many = Request.read(self.lm, [[0]], **by_name(self.options)).answers > 1
 
     def __call__(self, batch: Mapping[str, Any]) -> Any:
-        """Returns the results of a batch, as a `pyarrow.Table` in its order.
+        """Returns the results of a batch, as a `pyarrow.Table` with the rows in the same order.
 
         Args:
             batch: a column for each field, all of the same length.
@@ -96,7 +97,7 @@ class Worker:
         return table(found, self._names(given), given, self.many)
 
     def _names(self, given: Mapping[str, Any]) -> list[str]:
-        """Returns the columns of every batch with such fields, whatever the results."""
+        """Returns the names of the columns that every result table has for batches with these fields."""
         api = ["id", "custom_id", "response"] if {"custom_id", "body"} <= given.keys() else []
         prompts = ("messages", "prompt", "text") if self.fields.prompt is None else (self.fields.prompt,)
         own = [] if api and given.keys().isdisjoint(prompts) else \
@@ -105,10 +106,10 @@ class Worker:
 
 
 def plain(values: list[Any], restore: bool = True) -> list[Any]:
-    """Returns the values of a column in Python's types, at any depth.
+    """Converts the values of a column to Python types, at any depth.
 
-    Missing values, which NumPy writes as NaN, become None. With `restore`, integers that NumPy turned into floats to
-    write NaN beside them become integers again.
+    Missing values, which NumPy represents as NaN, become None. With `restore`, integers that NumPy turned into floats
+    because of missing values become integers again.
 
     >>> plain([{"n": 2.0, "stop": np.array(["a", "b"])}, {"n": float("nan"), "stop": None}])
     [{'n': 2, 'stop': ['a', 'b']}, {'n': None, 'stop': None}]

@@ -1,4 +1,4 @@
-"""Transforms of logits, the chain of them that samplers and verifiers share, and the draw."""
+"""Transforms of logits, the chain of transforms that samplers and verifiers share, and the drawing of tokens."""
 
 from decodax.sampling.adaptive import XTC, DynamicTemperature, Mirostat2, TopNSigma
 from decodax.sampling.arithmetic import Arithmetic

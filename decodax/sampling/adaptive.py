@@ -16,9 +16,10 @@ from decodax.sampling.threshold import probabilities
 
 @struct
 class TopNSigma(Transform):
-    """Keeps logits within `n` standard deviations of the largest (Tang et al., 2024). The temperature has no influence.
+    """Removes logits more than `n` standard deviations below the largest (Tang et al., 2024). The temperature has no
+    influence on the set of tokens that is left.
 
-    `n` is `f32[B]`; 0 or less keeps all tokens. Tokens that are already forbidden do not count.
+    `n` is `f32[B]`; 0 or less keeps all tokens. Tokens with logit -inf do not count for the standard deviation.
     """
 
     n: Array
@@ -33,13 +34,13 @@ class TopNSigma(Transform):
 
 @struct
 class XTC(Transform):
-    """Exclude top choices (p-e-w, 2024): with some probability, removes all likely tokens except the least likely of
-    them.
+    """Exclude top choices (p-e-w, 2024): with probability `probability`, removes all tokens above a threshold except
+    the least likely of them.
 
     Attributes:
         probability: `f32[B]`, the probability of removing tokens at a position; 0 changes nothing.
-        threshold: `f32[B]`, the probability from which a token counts as likely. Above 0.5 there are never two such
-            tokens, so nothing is removed.
+        threshold: `f32[B]`, the probability from which a token counts as likely. Above 0.5 nothing is removed, since
+            there cannot be two such tokens.
     """
 
     probability: Array
@@ -57,14 +58,15 @@ class XTC(Transform):
 
 @struct
 class DynamicTemperature(Transform):
-    """A temperature between `temperature - range` and `temperature + range`, by normalised entropy (kalomaze, 2023).
+    """A temperature between `temperature - range` and `temperature + range` that grows with the entropy (kalomaze,
+    2023).
 
-    The entropy is divided by its largest possible value over the tokens still allowed, so this transform belongs after
-    truncation.
+    The entropy is normalised to [0, 1] by its largest possible value over the allowed tokens, so this transform belongs
+    after the truncations.
 
     Attributes:
         temperature: `f32[B]`, the middle of the range.
-        range: `f32[B]`; 0 makes it an ordinary temperature.
+        range: `f32[B]`, half the width of the range; 0 makes it an ordinary temperature.
         exponent: `f32[B]`, the power to which the normalised entropy is raised.
     """
 
@@ -85,15 +87,14 @@ class DynamicTemperature(Transform):
 
 @struct
 class Mirostat2(Transform):
-    """Mirostat 2.0 (Basu et al., 2021): removes tokens whose surprise exceeds `mu`, which is controlled to reach a
-    target.
+    """Mirostat 2.0 (Basu et al., 2021): removes tokens whose surprisal (`-log2 p`) exceeds `mu`, which is controlled so
+    that the mean surprisal approaches `tau`.
 
-    After each token, `mu` moves by `eta` times the difference between `tau` and the token's surprise in bits under the
-    whole chain, so this transform belongs at the chain's end. `mu` starts at `2 tau`. The most likely token always
-    stays.
+    `mu` starts at `2 tau`. After each token it grows by `eta * (tau - surprisal)`, with the token's surprisal under the
+    complete chain, so this transform belongs at the chain's end. The most likely token is never removed.
 
     Attributes:
-        tau: `f32[B]`, the target surprise in bits.
+        tau: `f32[B]`, the target surprisal in bits.
         eta: `f32[B]`, the learning rate.
     """
 

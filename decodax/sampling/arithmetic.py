@@ -1,4 +1,5 @@
-"""Arithmetic sampling: several texts from evenly spaced codes, each of them a sample of the model."""
+"""Arithmetic sampling: several samples of a prompt from evenly spaced codes, so that they cover the distribution
+evenly."""
 
 from __future__ import annotations
 
@@ -29,11 +30,12 @@ class Arithmetic(Transform):
     the samples cover the distribution evenly. After a token, the code is its relative place within the token's
     interval. Tokens are ordered by id. The transform belongs at the chain's end.
 
-    With an exact code, a text would depend on the last bit of each sum: an interval of width `w` is stretched by `1 /
-    w` together with the rounding errors of its ends, so a text would differ from batch to batch. Therefore the code is
-    known only up to a cell, at first a sixteenth of the distance between two samples, which is stretched with it. Among
-    the tokens whose intervals meet the cell, one is drawn by its share of the cell. This does not change the
-    distribution. Once the cell is the whole interval, the row continues as an ordinary sample.
+    An exact code would make a text depend on rounding: a token's interval of width `w` is stretched by `1 / w`,
+    together with the rounding errors of its ends, so a text could differ from batch to batch. Therefore a row has a
+    cell of possible codes, at first a sixteenth of the distance between two samples, which is stretched with the
+    interval. Among the tokens whose intervals overlap the cell, one is drawn with probability proportional to the
+    overlap. This does not change the distribution. When the cell covers the complete interval [0, 1), the row continues
+    as an ordinary sample.
 
     Attributes:
         low: `f32[B]`, lower end of the code's cell.
@@ -60,7 +62,7 @@ class Arithmetic(Transform):
         return {"here": state["next"], "next": state["next"]}       # every other token has probability 0
 
     def _take(self, cell: tuple[Array, Array], ctx: Context, logits: Array) -> tuple[Array, tuple[Array, Array]]:
-        """Returns the token, and the cell after it."""
+        """Returns the token for a cell of codes, and the cell after it."""
         p = probabilities(logits)[1]
         ends = jnp.cumsum(p)
         low, high = cell[0], cell[0] + cell[1]

@@ -16,9 +16,11 @@ from decodax.sampling.threshold import forbid, members
 
 
 def completes(ctx: Context, sequences: Array) -> Array:
-    """Returns `bool[S]`: True for each sequence whose tokens except the last are the end of the text.
+    """Returns `bool[S]`: True for each sequence whose last token would complete it, because the text ends with the
+    tokens before.
 
     Args:
+        ctx: the text of one row.
         sequences: `i32[S, L]`, padded with -1 at the front.
     """
     before = sequences.shape[1] - 1
@@ -45,8 +47,7 @@ class LogitBias(Transform):
 
 @struct
 class SequenceBias(Transform):
-    """Adds a bias to the last token of a sequence where the text ends with the tokens before it. Biases of several
-    sequences add up.
+    """Adds a bias to the logit of a token that would complete a sequence. Biases of several sequences are added up.
 
     Attributes:
         sequences: `i32[B, S, L]`, padded with -1 at the front.
@@ -65,7 +66,7 @@ class SequenceBias(Transform):
 
 @struct
 class BadWords(Transform):
-    """Forbids the last token of a sequence where the text ends with the tokens before it.
+    """Forbids tokens that would complete one of the given sequences.
 
     Attributes:
         sequences: `i32[B, S, L]`, padded with -1 at the front.
@@ -96,8 +97,8 @@ class BeginSuppress(Transform):
 
     Attributes:
         ids: `i32[B, E]`, padded with -1.
-        after_bos: `bool[B]`, True if a `ForcedBOS` is in the chain. After a prompt of one token, the second new token
-            is then meant.
+        after_bos: `bool[B]`, True if a `ForcedBOS` is in the chain. After a prompt of one token, the tokens are then
+            forbidden as the second new token instead.
     """
 
     ids: Array
@@ -110,8 +111,7 @@ class BeginSuppress(Transform):
 
 @struct
 class AllowedTokens(Transform):
-    """Forbids everything except the tokens `ids` (`i32[B, E]`, padded with -1). A row without any id is left
-    unchanged."""
+    """Forbids all tokens except `ids` (`i32[B, E]`, padded with -1). A row without ids is not changed."""
 
     ids: Array
 

@@ -1,4 +1,4 @@
-"""Transforms of logits: the base class, the temperature, and chains of them for one row and one position."""
+"""Transforms of logits: the base class, its context, and the temperature. Each works on one row at one position."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from decodax.sampling.draw import first_argmax
 PyTree = Any
 
 Reads = Literal["nothing", "bag", "sequence"]
-"""What a transform reads of the earlier tokens: see `Transform.needs`."""
+"""The earlier tokens that a transform depends on; see `Transform.needs`."""
 
 Stage = Literal["logits", "probabilities", "last"]
-"""Position of a user's transform in the chain: see `Transform.stage`."""
+"""Position in the chain of a transform that a user adds; see `Transform.stage`."""
 
 TRUNCATIONS = "k", "p", "min_p"
-"""Truncations that `decodax.pallas_kernels.vocabulary.draw` applies after the temperature, in this order: see
-`Transform.truncation`."""
+"""Names of the truncations (top-k, top-p, min-p) that `decodax.pallas_kernels.vocabulary.draw` can apply after the
+temperature, in this order; see `Transform.truncation`."""
 
 
 @struct
 class Context(Struct):
-    """What a transform sees of one row at one position. There is no batch axis.
+    """The text of one row, for a transform at one position. There is no batch axis.
 
     Attributes:
         tokens: `i32[N]`, the sequence by position, prompt first; -1 where no token is known. In left-to-right decoding
@@ -44,13 +44,13 @@ class Context(Struct):
 
 
 class Transform(Struct):
-    """Base class of the links of a sampling chain. Its array fields hold one value per row: they have shape `[B, ...]`
-    in a `Policy` and no batch axis inside the methods below.
+    """Base class of the transforms in a sampling chain. Its array fields hold one value per row: they have shape `[B,
+    ...]` in a `Policy` and no batch axis inside the methods below.
 
-    `needs` declares what the transform reads of the text: "nothing", the "bag" of earlier tokens in any order, or the
-    "sequence". Samplers that fill positions in any order accept the first two and refuse the third. A transform with a
-    state of its own (an automaton, Mirostat's mu) returns a pytree from `init`; most read the context and need none. A
-    state must not contain an array of vocabulary size.
+    `needs` declares on which part of the text the transform depends: "nothing", the "bag" of earlier tokens in any
+    order, or their "sequence". Samplers that fill positions in any order accept the first two and refuse the third. A
+    transform with a state (an automaton, Mirostat's mu) returns a pytree from `init`; most depend on the context alone
+    and need no state. A state must not contain an array of vocabulary size.
 
     `stage` declares where `build(transforms=...)` puts the transform. It is a class variable, or a static field set by
     each instance, as in `Custom`:
@@ -61,7 +61,7 @@ class Transform(Struct):
       temperature and Mirostat. Truncations belong here.
     - "last": after all others.
 
-    After the temperature a greedy row has only its largest logit left. It keeps that token whatever later transforms
+    In a greedy row the temperature leaves only the largest logit. The row keeps that token whatever later transforms
     return.
 
     `by_token` declares that `advance` depends on the token alone, as an automaton's does. Such a state is also tracked
@@ -73,41 +73,44 @@ class Transform(Struct):
     by_token: ClassVar[bool] = False
 
     def bound(self, tables: tuple[Any, ...]) -> Transform:
-        """Returns this transform with its share of the policy's `tables`, which all rows share."""
+        """Returns this transform with the arrays that it needs from the policy's `tables`, which all rows share."""
         return self
 
     def truncation(self) -> tuple[str, Array] | None:
-        """Returns `(name, values)` if the transform does exactly one of `TRUNCATIONS` and nothing else, otherwise None.
+        """Returns `(name, values)` if the transform equals one of `TRUNCATIONS`, so that a fused kernel can replace it;
+        otherwise None.
 
-        It is called on the policy's own transforms, with a batch axis.
+        Fields and `values` have a batch axis here.
         """
         return None
 
     def init(self, ctx: Context) -> PyTree:
-        """Returns the state after the prompt in `ctx`."""
+        """Returns the transform's state after the prompt in `ctx`."""
         return None
 
     def logits(self, state: PyTree, ctx: Context, logits: Array) -> Array:
-        """Maps logits `f32[V]` to logits `f32[V]`; -inf removes a token."""
+        """Returns the new logits `f32[V]` for `logits` (`f32[V]`); -inf removes a token."""
         raise NotImplementedError
 
     def note(self, state: PyTree, ctx: Context, logits: Array) -> PyTree:
-        """Returns the state with anything that `advance` needs from `logits`, the input of this transform."""
+        """Returns the state, with values that `advance` needs from `logits`, the input of this transform. It is called
+        before the token is drawn."""
         return state
 
     def advance(self, state: PyTree, token: Array, log_prob: Array) -> PyTree:
-        """Returns the state after `token` (`i32[]`), whose log-probability under the whole chain was `log_prob`
-        (`f32[]`)."""
+        """Returns the state after `token` (`i32[]`). `log_prob` (`f32[]`) is its log-probability after all
+        transforms."""
         return state
 
 
 SCORES = (1e-30, 1e30)
-"""Range of temperatures for scores; outside of it, a log-probability divided by one overflows float32."""
+"""Range of temperatures for scores. Outside of it, a log-probability divided by the temperature overflows float32."""
 
 
 @struct
 class Temperature(Transform):
-    """Divides logits by `temperature` (`f32[B]`). At 0 only the first largest logit remains, which is greedy decoding.
+    """Divides logits by `temperature` (`f32[B]`). At 0 only the largest logit remains, the first of equal ones, which
+    is greedy decoding.
 
     For temperatures near 0 the largest logit is subtracted first, so that quotients do not overflow
     (`vocabulary.cooled`). Equal largest logits stay equally likely at every temperature above 0.
@@ -129,7 +132,7 @@ class Temperature(Transform):
 
 @struct
 class WarmTemperature(Temperature):
-    """A temperature that is above 0 in all rows, so the search for the largest logit is left out."""
+    """A temperature above 0 in all rows, which saves the search for the largest logit."""
 
     def logits(self, state: PyTree, ctx: Context, logits: Array) -> Array:
         return vocabulary.cooled(logits, self.temperature)
@@ -137,8 +140,8 @@ class WarmTemperature(Temperature):
 
 @struct
 class ScoreTemperature(WarmTemperature):
-    """Divides log-probabilities that serve as scores of texts. Nothing is subtracted, so scores of texts stay
-    comparable."""
+    """Divides log-probabilities that are added up to scores of texts by the temperature. Unlike `Temperature` it does
+    not subtract the largest one, so scores of different texts stay comparable."""
 
     def logits(self, state: PyTree, ctx: Context, logits: Array) -> Array:
         return logits / jnp.clip(self.temperature, *SCORES)

@@ -1,4 +1,4 @@
-"""Bregman top-k: one objective determines the number of tokens that stay and their probabilities."""
+"""Bregman top-k: one objective determines both the number of tokens that are kept and their probabilities."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class BregmanTopK(Transform):
     `alpha` 1 the divergence is the Kullback-Leibler divergence, and `q` is top-k sampling with an adaptive `k`.
 
     Attributes:
-        cost: `f32[B]`, the cost of each token that stays; 0 keeps all.
+        cost: `f32[B]`, the cost of each kept token; 0 keeps all.
         alpha: `f32[B]`, 1 or larger.
         dual: static; True minimises `D(p, q)` instead.
-        limit: static; the largest number of tokens that may stay.
+        limit: static; the largest number of tokens that can be kept.
     """
 
     cost: Array
@@ -65,7 +65,8 @@ class BregmanTopK(Transform):
         return jnp.where((self.cost == 0) | jnp.isnan(logits).any() | (count == 0), logits, kept)
 
     def nearest(self, p: Array, inside: Array) -> Array:
-        """Returns the best `q` on the tokens `inside` (`bool[n]`): `f32[n]`, 0 elsewhere."""
+        """Returns the best `q` with support `inside` (`bool[n]`) for probabilities `p` (`f32[n]`): `f32[n]`, 0
+        elsewhere."""
         def at(nu: Array) -> Array:
             return jnp.where(inside, self._dual(p, nu) if self.dual else self._primal(p, nu), 0)
 
@@ -83,7 +84,7 @@ class BregmanTopK(Transform):
         return _root(lambda q: (q - p) * q ** (self.alpha - 2) - nu, p, jnp.ones_like(p))
 
     def divergence(self, x: Array, y: Array) -> Array:
-        """Returns the divergence of each pair of numbers."""
+        """Returns the Bregman divergence of each pair of entries of `x` and `y`."""
         a = jnp.maximum(self.alpha, 1 + EPSILON)
         general = (x ** a - y ** a - a * y ** (a - 1) * (x - y)) / (a * (a - 1))
         log = jnp.where(x > 0, x * (jnp.log(jnp.where(x > 0, x, 1)) - jnp.log(jnp.where(y > 0, y, 1))), 0) - x + y

@@ -28,7 +28,7 @@ COMPANIONS = {
     "dynatemp_exponent": "dynatemp_range", "bregman_alpha": "bregman_lambda", "bregman_dual": "bregman_lambda",
     "fsd_beta": "fsd_alpha", "fsd_k": "fsd_alpha", "fsd_n": "fsd_alpha", "fsd_stop_words": "fsd_alpha",
     "fsd_stop_weight": "fsd_alpha"}
-"""Arguments that have no effect without another argument."""
+"""Arguments that have no effect without another argument, and the name of that argument."""
 
 
 def build(batch: int, *, do_sample: Any = None, temperature: Any = None, top_k: Any = None, top_p: Any = None,
@@ -49,42 +49,51 @@ def build(batch: int, *, do_sample: Any = None, temperature: Any = None, top_k: 
           nmst_epsilon: Any = None, min_tokens_to_keep: int = 1, transforms: tuple[Transform, ...] = (),
           eos: Any = None, eos_token_id: Any = None, vocab_size: int | None = None, stops: Any = None,
           **unknown: Any) -> Policy:
-    """Builds a policy for `batch` rows.
+    """Builds a sampling policy for `batch` rows.
 
-    Numbers are one for all rows, or a list with one for each row (None in the list is neutral). Token lists are one for
-    all rows, or a list for each row. A number that changes nothing (top_p=1) adds no transform. Other values of the
-    same arguments never recompile; adding or removing an argument does. A temperature is always part of the chain.
+    A number holds for all rows; a list has one number for each row (None in the list is neutral). In the same way,
+    token lists hold for all rows or are lists of lists. A neutral number (top_p=1) adds no transform. Other values of
+    the same arguments never recompile; adding or removing an argument does. A temperature is always part of the chain.
 
     Args:
         batch: number of rows.
-        do_sample, temperature: decoding is greedy at temperature 0 or with `do_sample=False`, which is the default.
-            `do_sample=True` alone means temperature 1. `do_sample=False` accepts only a temperature of 0 or 1.
+        do_sample: False: greedy decoding, the default unless there is a temperature; then the temperature must be None,
+            0 or 1. True without a temperature: temperature 1.
+        temperature: 0: greedy decoding.
         top_k: 0 or -1 keeps all.
-        top_p, min_p, typical_p, epsilon_cutoff, eta_cutoff, top_h: as in transformers.
-        repetition_penalty: for the whole text, as in transformers, or for its last `penalty_last_n` tokens (llama.cpp).
-        presence_penalty, frequency_penalty: for the generated tokens (OpenAI, vLLM), or, with `penalty_last_n`, for
-            that number of last tokens including the prompt (llama.cpp; -1: all of them).
-        encoder_repetition_penalty, encoder_no_repeat_ngram_size: for the tokens of the prompt.
+        top_p, min_p, typical_p, epsilon_cutoff, eta_cutoff, top_h: the truncations of transformers (`TopP`, `MinP`,
+            `Typical`, `Epsilon`, `Eta`, `TopH`).
+        repetition_penalty: for all tokens of the text, as in transformers, or for its last `penalty_last_n` tokens
+            (llama.cpp).
+        presence_penalty, frequency_penalty: amounts subtracted from logits of tokens that have been generated, once and
+            for each occurrence (OpenAI, vLLM).
+        penalty_last_n: number of last tokens, including the prompt, to which these three penalties apply (llama.cpp);
+            -1: all tokens of the text.
+        encoder_repetition_penalty, encoder_no_repeat_ngram_size: rules for tokens and n-grams of the prompt
+            (`EncoderRepetition`, `EncoderNoRepeatNgram`).
         bad_words_ids: token sequences; a single end-of-sequence token among them is ignored, as in transformers.
-        sequence_bias, logit_bias: `{(id, ...): bias}` or `[[[id, ...], bias], ...]`, and `{id: bias}`.
-        forced_eos_token_id: forced at the end set by `max_length` (with the prompt) or `max_new_tokens`.
-        min_length, min_new_tokens: minimum length with and without the prompt; `eos` is forbidden before.
+        sequence_bias: `{(id, ...): bias}` or `[[[id, ...], bias], ...]`.
+        logit_bias: `{id: bias}`.
+        forced_eos_token_id: forced as the last token that `max_length` (prompt included) or `max_new_tokens` allows.
+        min_length, min_new_tokens: minimum length with and without the prompt; `eos` is forbidden in shorter texts.
         exponential_decay_length_penalty: `(start, factor)`, `start` in new tokens.
         watermarking_config: a dictionary with greenlist_ratio, bias, hashing_key, seeding_scheme, context_width.
         dry_sequence_breakers: token sequences.
-        dynatemp_range: the temperature then acts after truncation, as in llama.cpp, within this range.
-        bregman_lambda, bregman_alpha, bregman_dual: Bregman top-k (`BregmanTopK`): the cost of each token that stays,
-            the divergence, and whether its dual is used.
-        fsd_alpha, fsd_beta, fsd_k, fsd_n, fsd_stop_words, fsd_stop_weight: frustratingly simple decoding (`FSD`), for
-            greedy rows: the weight of the n-gram model, its smoothing, the number of candidates, the longest n-gram,
-            and ids of tokens with a smaller weight. `fsd_k` and `fsd_n` are static.
-        nmst_epsilon: determines the lower bound on the probability of the end, which rises to 1 (`NonMonotonicEnd`).
-        min_tokens_to_keep: for the truncations that have it in transformers; static.
+        dynatemp_range: makes the temperature dynamic (`DynamicTemperature`), in `temperature` plus or minus this
+            number. It is then applied after the truncations, as in llama.cpp.
+        bregman_lambda, bregman_alpha, bregman_dual: Bregman top-k (`BregmanTopK`): the cost of each kept token, the
+            kind of divergence, and whether its dual is used. fsd_alpha, fsd_beta, fsd_k, fsd_n, fsd_stop_words,
+            fsd_stop_weight: frustratingly simple decoding (`FSD`), for greedy rows: the weight of the n-gram model, its
+            smoothing, the number of candidates, the longest n-gram, and ids of tokens with a smaller weight. `fsd_k`
+            and `fsd_n` are static.
+        nmst_epsilon: sets a lower bound on the probability of the end token, which rises to 1 (`NonMonotonicEnd`).
+        min_tokens_to_keep: static; smallest number of tokens that a truncation keeps, for those with this option in
+            transformers.
         transforms: further transforms with `[B, ...]` fields, placed by their `stage` (see `Transform`), in the given
             order.
         eos, eos_token_id: tokens that end a row: an id, a list, or a list for each row.
-        vocab_size: number of the model's logits. Ids are checked against it, drafts of a model with another vocabulary
-            size are brought to it, and the watermark needs it.
+        vocab_size: number of the model's logits. Ids are checked against it, logits of a draft model are cut or padded
+            to it, and the watermark requires it.
         stops: the automaton of stop strings, or None.
 
     Raises:
@@ -103,11 +112,13 @@ def build(batch: int, *, do_sample: Any = None, temperature: Any = None, top_k: 
 def assemble(batch: int, arguments: Mapping[str, Any], samples: int = 1) -> Policy:
     """Builds the policy of `build` as host arrays, for rows that are `samples` adjacent samples of each prompt.
 
-    `batch` counts all rows. Arguments with one value per row may also have one value per prompt. Values that are one
-    for all rows are stored once; `Policy.select` copies what it takes.
+    Args:
+        batch: number of rows, prompts times samples.
+        arguments: arguments of `build`. Those with one value per row may also have one value per prompt.
+        samples: number of samples of each prompt.
 
     Raises:
-        TypeError, ValueError: as in `build`.
+        TypeError, ValueError: the errors of `build`.
     """
     if unknown := sorted(arguments.keys() - DEFAULTS.keys()):
         raise unknown_argument(unknown[0], "build", DEFAULTS)
@@ -142,4 +153,4 @@ def _is_default(value: Any, default: Any) -> bool:
 
 DEFAULTS = {p.name: p.default for p in inspect.signature(build).parameters.values()
             if p.name not in ("batch", "unknown")}
-"""The arguments of `build` that determine the policy, with their defaults."""
+"""The arguments of `build`, except `batch`, with their defaults."""

@@ -1,7 +1,6 @@
-"""Policies from a Hugging Face `generation_config.json`. No key of it is dropped silently.
+"""Sampling policies from a Hugging Face `generation_config.json`. No key of the file is dropped silently.
 
-Keys that concern the text as a whole (`DRIVER`) are not part of a distribution; `decodax.generate` and the other front
-ends read them.
+Keys in `DRIVER` do not belong to a distribution; `decodax.generate` uses them.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ IDS = frozenset({"eos_token_id", "forced_bos_token_id", "forced_eos_token_id", "
 """Keys whose values are token ids; a negative number in a file means none."""
 
 DRIVER = frozenset({"stop_strings", "num_return_sequences", "max_time"})
-"""Keys that `generate` reads as `stop`, `num_samples` and `max_time`, unless the call sets them. It also reads
+"""Keys that `generate` uses as `stop`, `num_samples` and `max_time`, unless the call sets them. It also uses
 `max_length`, `max_new_tokens` and `guidance_scale`."""
 
 IGNORED = DRIVER | frozenset({
@@ -51,7 +50,7 @@ IGNORED = DRIVER | frozenset({
     "target_lookbehind", "assistant_ensemble_weight", "speculation_type", "use_mtp",
     # without effect here: a policy's distribution is normalised, and the others concern beams alone
     "renormalize_logits", "length_penalty", "early_stopping"})
-"""Keys that do not concern the distribution."""
+"""Keys without effect on the distribution."""
 
 UNEXPRESSED = ("num_beams", "num_beam_groups", "diversity_penalty", "penalty_alpha", "dola_layers", "constraints",
                "force_words_ids", "guidance_scale", "remove_invalid_values", "token_healing")
@@ -60,7 +59,7 @@ file's value."""
 
 
 def nothing(name: str) -> Any:
-    """Returns a neutral value of an argument."""
+    """Returns a neutral value of the argument `name`, one without effect."""
     return next(iter(NEUTRAL[name]), None)
 
 
@@ -86,17 +85,18 @@ def read_config(source: str | pathlib.Path | Mapping[str, Any]) -> tuple[dict[st
 
 
 def generation_settings(source: str | pathlib.Path | Mapping[str, Any], *, strict: bool = True) -> dict[str, Any]:
-    """Returns the arguments of `build` that a `generation_config.json` (a path, its folder, or its content) asks for.
+    """Returns the arguments of `build` that correspond to a generation config.
 
-    A file that samples without `top_k` gets transformers' default of 50, since that is what transformers would use.
-    Files that do not sample get none. Keys in `DRIVER` are not arguments of `build`: `generate` reads them.
+    If a file asks for sampling and has no `top_k`, `top_k` is 50, transformers' default. Keys in `DRIVER` are not
+    arguments of `build`: `generate` uses them.
 
     Args:
-        strict: raise an error for a decoding key that a policy cannot express; otherwise warn. Unknown keys, which the
-            files of many models contain, are named in a warning.
+        source: path of the file, path of its folder, or its content.
+        strict: True: a decoding key that a policy cannot express raises an error. False: it is named in a warning.
+            Unknown keys, which the files of many models have, are always named in a warning.
 
     Raises:
-        ValueError: such a key, or a file that does not contain a JSON object.
+        ValueError: there is such a key, or the file does not contain a JSON object.
         FileNotFoundError: there is no such file.
 
     >>> generation_settings({"do_sample": True, "top_p": 0.9, "use_cache": True})
@@ -138,7 +138,13 @@ def _greedy(settings: dict[str, Any]) -> dict[str, Any]:
 
 def merge(config: Mapping[str, Any], origin: str, changes: Mapping[str, Any], *, strict: bool = True
           ) -> dict[str, Any]:
-    """Returns the arguments of `build` for a generation config, with `changes` in place of its values.
+    """Returns the arguments of `build` for a generation config, overridden by the call's arguments.
+
+    Args:
+        config: content of the file.
+        origin: name of the file, for errors.
+        changes: arguments of the call. A temperature or `do_sample` among them decides whether to sample.
+        strict: see `generation_settings`.
 
     Raises:
         ValueError: the config or the changes contain a decoding key that a policy cannot express.
@@ -164,7 +170,7 @@ def merge(config: Mapping[str, Any], origin: str, changes: Mapping[str, Any], *,
 
 @contextlib.contextmanager
 def blaming(origin: str, names: Collection[str]) -> Iterator[None]:
-    """Prefixes errors about the arguments `names` with their origin, such as a file name."""
+    """Returns a context manager that puts `origin`, such as a file name, before errors about the arguments `names`."""
     try:
         yield
     except (ValueError, TypeError) as error:
@@ -176,21 +182,20 @@ def blaming(origin: str, names: Collection[str]) -> Iterator[None]:
 
 def from_generation_config(source: str | pathlib.Path | Mapping[str, Any], batch: int, *, strict: bool = True,
                            **changes: Any) -> Policy:
-    """Returns a policy from a `generation_config.json`, with `changes` in place of its values.
+    """Returns the policy of a `generation_config.json`; `changes` override its values.
 
-    A temperature in `changes` decides about sampling by itself: 0 is greedy and anything else samples, whatever the
-    file says. If neither the file nor `changes` asks for sampling, decoding is greedy and the file's sampling keys have
-    no effect. To ignore a key that a policy cannot express, such as `num_beams`, pass its neutral value
-    (`num_beams=1`).
+    A temperature in `changes` alone decides whether to sample: 0 is greedy and any other one samples, whatever the file
+    says. If neither the file nor `changes` asks for sampling, decoding is greedy and the file's sampling keys have no
+    effect. To ignore a key that a policy cannot express, such as `num_beams`, pass its neutral value (`num_beams=1`).
 
     Args:
         source: path of the file, its folder, or its content.
         batch: number of rows.
-        strict: raise an error for a key that a policy cannot express; otherwise warn.
+        strict: True: a key that a policy cannot express raises an error. False: it is named in a warning.
         changes: arguments of `build`.
 
     Raises:
-        ValueError, TypeError, FileNotFoundError: as in `generation_settings` and `build`.
+        ValueError, TypeError, FileNotFoundError: the errors of `generation_settings` and `build`.
     """
     config, origin = read_config(source)
     settings = merge(config, origin, changes, strict=strict)

@@ -1,4 +1,4 @@
-"""A transform made of a plain function."""
+"""A transform that calls a plain function."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ class Custom(Transform):
     new function object triggers a new compilation.
 
     Attributes:
-        fn: static, hashable.
-        needs: static; what `fn` reads of `ctx.tokens`: "nothing", the "bag" of known tokens, or the "sequence" so far.
+        fn: static; the function.
+        needs: static; the part of `ctx.tokens` on which `fn` depends: "nothing", the "bag" of known tokens in any
+            order, or their "sequence".
         stage: static; its position in the chain, see `Transform`.
 
     >>> import jax.numpy as jnp

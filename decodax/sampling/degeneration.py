@@ -1,4 +1,4 @@
-"""Transforms that prevent texts which repeat themselves endlessly or never end."""
+"""Transforms against texts that repeat themselves endlessly or never end."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ class FSD(Transform):
     """Frustratingly simple decoding (Yang et al., 2024): penalises tokens that an n-gram model of the text so far
     predicts.
 
-    Of the `k` most likely tokens it takes the one with the largest `(1 - alpha) p - alpha g`, where `g` is the
-    probability under the n-gram model, smoothed from the longest n-gram down. It is meant for greedy decoding, which
-    takes the largest value.
+    The new logit of each of the `k` most likely tokens is `(1 - alpha) p - alpha g`; other tokens are removed. `p` is
+    the model's probability and `g` that of the n-gram model, which combines all n-gram lengths up to `n`. It is meant
+    for greedy decoding, which takes the largest value.
 
     Attributes:
         alpha: `f32[B]` in [0, 1]; 0 changes nothing.
-        beta: `f32[B]`, the share of the remaining weight that each longer n-gram takes.
-        stop_weight: `f32[B]`, the factor of `g` for the tokens in `stop_words`.
-        stop_words: `i32[B, W]`, padded with -1.
+        beta: `f32[B]`, smoothing: starting with the longest n-gram, each length gets this share of the weight that is
+            left.
+        stop_weight: `f32[B]`, factor of `g` for the tokens in `stop_words`.
+        stop_words: `i32[B, W]`, ids of frequent tokens that are penalised less, padded with -1.
         k: static, the number of candidate tokens.
         n: static, the length of the longest n-gram.
     """
@@ -49,7 +50,8 @@ class FSD(Transform):
         return jnp.where((self.alpha == 0) | jnp.isnan(logits).any(), logits, chosen)
 
     def anti(self, ctx: Context, ids: Array) -> Array:
-        """Returns the probabilities of `ids` (`i32[k]`) under the n-gram model: `f32[k]`."""
+        """Returns the probabilities `g` of the tokens `ids` (`i32[k]`) under the n-gram model of the text in `ctx`:
+        `f32[k]`."""
         place = jnp.arange(ctx.tokens.shape[0])
         here = place < ctx.length
         hits = here & (ctx.tokens == ids[:, None])                      # [k, N], occurrences of each token
@@ -70,17 +72,17 @@ class FSD(Transform):
 
 @struct
 class NonMonotonicEnd(Transform):
-    """NMST (Choi et al., 2023): keeps the probability of the end at or above `1 - (1 - epsilon) ** t` at the `t`-th
-    token.
+    """NMST (Choi et al., 2023): keeps the probability of an end token at least at `1 - (1 - epsilon) ** t` for the
+    `t`-th new token.
 
-    The probability need not rise from token to token, yet it tends to 1, so that every text ends. If `s` is the model's
-    own probability of the end, the new one is `(1 - s) (1 - (1 - epsilon) ** t) + s`; the other tokens share the rest
-    in the same proportions as before.
+    The probability may fall from one token to the next, but it tends to 1, so every text ends. If `s` is the model's
+    probability of the end, the new one is `(1 - s) (1 - (1 - epsilon) ** t) + s`. The other tokens keep their
+    proportions.
 
     The paper trains a model whose `s` is the sigmoid of the end's logit, separate from the softmax of the other tokens.
     The logits of other models are only defined up to a constant, so here `s` is the sigmoid of the end's log-odds: its
-    logit minus the log-sum-exp of the others. This equals the paper's `s` if the others are normalised, and the softmax
-    probability of any other model, which stays unchanged as `epsilon` approaches 0.
+    logit minus the log-sum-exp of the others. For a model trained as in the paper, with the other logits normalised,
+    this is the paper's `s`. For all other models it is the softmax probability of the end.
 
     Attributes:
         ends: `i32[B, E]`, tokens that end a text, padded with -1.

@@ -1,8 +1,8 @@
-"""The policy of a decoding run, and the distribution that it makes of a model's logits.
+"""The sampling policy, and the distribution that results from applying it to a model's logits.
 
-A transform is written for one row and one position, as in its paper. `Policy` applies the chain to all rows and to
-all nodes of a window, so that a penalty, a ban or an automaton is exact at every draft position, along chains and
-trees alike. The sampler and the verifiers take tokens and probabilities from the same chain.
+A transform is written for one row and one position, as in its paper. `Policy` applies the chain to all rows and all
+nodes of a window, so that a penalty, a ban or an automaton is exact at every draft position of chains and trees. The
+sampler and the verifiers use the same chain.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from decodax.sampling.lift import Texts, advance_chain, apply_chain, bound_all, 
 
 
 class Decoding(Protocol):
-    """The fields of a decoding state that a policy reads."""
+    """The fields of a decoding state that a policy uses."""
 
     tokens: Array
     length: Array
@@ -46,15 +46,15 @@ class Decoding(Protocol):
 
 @struct
 class Policy(Struct):
-    """A chain of transforms, and the tokens and strings that end a sequence.
+    """A sampling policy: a chain of transforms, and the tokens and strings that end a sequence.
 
     Attributes:
         transforms: applied in order; every array leaf has a leading batch axis.
         eos: `i32[B, E]`, tokens that end a row, padded with -1.
-        stops: the automaton of stop strings (`decodax.core.stops.StopTable`), shared by all rows, or None. If a
-            constraint can end rows that no end-of-sequence token can end, it is a
-            `decodax.constraints.transform.Closing`.
-        tables: what transforms read and all rows share; see `Transform.bound`.
+        stops: the automaton of stop strings (`decodax.core.stops.StopTable`), shared by all rows, or None. For a
+            constraint without an end token it is a `decodax.constraints.transform.Closing`, which also ends rows whose
+            constrained text is complete.
+        tables: arrays that all rows share and transforms use, such as an automaton; see `Transform.bound`.
         vocab_size: number of logits that the policy is for, or None if unknown.
     """
 
@@ -65,13 +65,13 @@ class Policy(Struct):
     vocab_size: int | None = static(default=None)
 
     def init(self, tokens: Array, length: Array, prompt_length: Array, key: Array) -> PyTree:
-        """Returns the transforms' states per row after a prompt.
+        """Returns the transforms' states after the prompt, a tuple of pytrees with leaves `[B, ...]`.
 
         Args:
-            tokens: `i32[B, N]`.
-            length: `i32[B]`.
-            prompt_length: `i32[B]`.
-            key: `key[B]`.
+            tokens: `i32[B, N]`, the text of each row.
+            length: `i32[B]`, number of tokens of the text.
+            prompt_length: `i32[B]`, number of prompt tokens.
+            key: `key[B]`, the rows' random keys.
         """
         def one(transforms: tuple[Transform, ...], *row: Array) -> PyTree:
             return tuple(t.init(Context(*row)) for t in bound_all(transforms, self.tables))
@@ -79,11 +79,12 @@ class Policy(Struct):
         return jax.vmap(one)(self.transforms, tokens, length, prompt_length, key)
 
     def over(self, s: Decoding, window: Window, out: Out) -> Distribution:
-        """Returns the distribution at each node of a window that the model scored."""
+        """Returns the distribution at each node of a scored window, from the model's output `out`."""
         return self._at(s, window, out.hidden, out.head)
 
     def over_logits(self, s: Decoding, window: Window, logits: Array) -> Distribution:
-        """Returns the distribution at each node of a window, from given logits `f32[B, W, V]`."""
+        """Returns the distribution at each node of a window, from given logits `f32[B, W, V]` in place of the
+        model's."""
         return self._at(s, window, logits, _same)
 
     def _at(self, s: Decoding, window: Window, hidden: Array, head: Callable[[Array], Array]) -> Distribution:
@@ -93,16 +94,17 @@ class Policy(Struct):
 
     def on_draft(self, s: Decoding, window: Window, logits: Array, nodes: Array,
                  states: PyTree) -> tuple[Array, Callable[[], Array]]:
-        """Applies the chain to a draft's own logits at the nodes of a window.
+        """Applies the chain to the logits of a draft model at nodes of a window.
 
-        Transforms whose states drafts do not track are left out: a draft may propose from any distribution. Where the
-        remaining transforms with a state forbid every token, they are left out as well, since the target's text ends
-        there.
+        Transforms with a state that drafts do not track are skipped, since a draft may propose from any distribution.
+        If the tracked ones forbid every token, they are skipped as well, since the target's text ends there.
 
         Args:
-            logits: `f32[B, W', V]`, the draft's logits.
-            nodes: `i32[B, W']`, the window nodes that they belong to.
-            states: tracked states (see `drafted`) after the nodes, `[B, W', ...]` leaves.
+            s: the decoding state.
+            window: the window of drafts.
+            logits: `f32[B, W', V]`, the draft model's logits.
+            nodes: `i32[B, W']`, the window nodes of these logits.
+            states: tracked states (see `drafted`) after these nodes, leaves `[B, W', ...]`.
 
         Returns:
             The logits before the temperature, and a function that computes the logits after the whole chain.
@@ -119,11 +121,12 @@ class Policy(Struct):
         return raw, lambda: part(chain[cut:], raw)
 
     def drafted(self, states: PyTree) -> PyTree:
-        """Returns the states of transforms that drafts track, and None for the others."""
+        """Returns the states that are tracked along drafts: those of transforms with `by_token`, and None for the
+        others."""
         return tuple(state if t.by_token else None for t, state in zip(self.transforms, states, strict=True))
 
     def follow(self, states: PyTree, tokens: Array) -> PyTree:
-        """Advances tracked states (see `drafted`, `[B, w, ...]` leaves) by one token each, `i32[B, w]`."""
+        """Returns the tracked states (see `drafted`; leaves `[B, w, ...]`) after one more token each, `i32[B, w]`."""
         def row(transforms: tuple[Transform, ...], states: PyTree, tokens: Array) -> PyTree:
             chain = bound_all(transforms, self.tables)
             one = lambda states, token: tuple(t.advance(z, token, jnp.zeros(())) if t.by_token else None
@@ -134,26 +137,27 @@ class Policy(Struct):
 
     @property
     def own(self) -> Policy:
-        """The policy without what rows share."""
+        """The policy without the stop strings and tables that rows share, so that every leaf has a batch axis."""
         return self.replace(stops=None, tables=())
 
     def sharing(self, other: Policy) -> Policy:
-        """Returns this policy with the stops and tables of another one."""
+        """Returns this policy with the stop strings and tables of `other`."""
         return self.replace(stops=other.stops, tables=other.tables)
 
     def select(self, rows: Array) -> Policy:
-        """Returns the policy whose row `i` is row `rows[i]` of this one (`rows`: `i32[B']`)."""
+        """Returns the policy whose row `i` is row `rows[i]` of this one (`i32[B']`)."""
         transforms, eos = jax.tree.map(lambda x: x[rows], (self.transforms, self.eos))
         return self.replace(transforms=transforms, eos=eos)
 
     @property
     def warm(self) -> Policy:
-        """The policy with temperature 1 in place of 0, under which greedy rows have probabilities too."""
+        """The policy with temperature 1 in rows whose temperature is 0, so that greedy rows have probabilities, too."""
         return self._heated(WarmTemperature)
 
     @property
     def scoring(self) -> Policy:
-        """Like `warm`, for log-probabilities that are added up to scores of texts."""
+        """The policy for log-probabilities that are added up to scores of texts: temperature 1 in place of 0, as in
+        `warm`, and a temperature that only divides (`ScoreTemperature`)."""
         return self._heated(ScoreTemperature)
 
     def _heated(self, kind: type[WarmTemperature]) -> Policy:
@@ -162,7 +166,7 @@ class Policy(Struct):
 
     @property
     def greedy(self) -> Array:
-        """`bool[B]`, rows that a temperature of 0 makes greedy."""
+        """Rows with temperature 0, `bool[B]`."""
         cold = [t.temperature == 0 for t in self.transforms if isinstance(t, Temperature)]
         return jnp.stack(cold).any(0) if cold else jnp.zeros(self.eos.shape[0], bool)
 
@@ -175,21 +179,21 @@ def _same(logits: Array) -> Array:
 class Distribution(Struct):
     """The distribution of the next token after each node of a scored window: a policy applied to the model's logits.
 
-    The context of a node is the row's verified text plus the window nodes that it sees, each at its position. Logits
-    are computed lazily, by the methods that need them. In these methods, `nodes` is `i32[B, W']`, or None for all nodes
-    in order.
+    The context of a node is the row's verified text and the window nodes to which it attends, each at its position.
+    Logits are computed only by the methods that need them. In these methods, `nodes` is `i32[B, W']`, or None for all
+    nodes in order.
 
-    A distribution is a pytree, so it can be passed to an inner `jit` or `cond`. The model's `head` closes over weights,
-    and so over tracers of the trace that made it: do not return a distribution from that trace.
+    A distribution is a pytree, so it can be passed to an inner `jit` or `cond`. Its `head` closes over the model's
+    weights, so do not return it from the trace (such as a jitted function) that made it.
 
     Attributes:
         policy: the chain of transforms.
         texts: the verified text.
         window: the scored window.
         hidden: `f[B, W, D]`, from which `head` computes logits `f32[B, W, V]`.
-        known: `bool[B, W]`, nodes that hold a token and not a mask.
+        known: `bool[B, W]`, nodes with a token; False for mask tokens.
         predicts: `i32[B, W]`, the index of the token that each node's logits predict.
-        head: static, compared by identity.
+        head: static, compared by identity; maps hidden states to logits.
     """
 
     policy: Policy
@@ -201,10 +205,14 @@ class Distribution(Struct):
     head: Callable[[Array], Array] = static()
 
     def on_canvas(self, known: Array, predicts: Array) -> Distribution:
-        """Returns the distribution of a window whose positions are filled in any order.
+        """Returns the distribution of a window whose positions are filled in any order (text diffusion).
+
+        Args:
+            known: `bool[B, W]`, nodes with a token; False for mask tokens.
+            predicts: `i32[B, W]`, the index of the token that each node's logits predict.
 
         Raises:
-            ValueError: a transform needs the earlier tokens in sequence, which a canvas does not have.
+            ValueError: a transform depends on the sequence of earlier tokens, which is not known here.
         """
         ordered = [type(t).__name__ for t, state in zip(self.policy.transforms, self.texts.states, strict=True)
                    if t.needs == "sequence" or jax.tree.leaves(state)]
@@ -214,15 +222,14 @@ class Distribution(Struct):
         return self.replace(known=known, predicts=predicts)
 
     def first(self, count: int) -> Distribution:
-        """Returns the distribution of the first `count` nodes of the window. None of them may see a later node."""
+        """Returns the distribution of the first `count` nodes of the window. None of them may attend to a later
+        node."""
         return self.replace(window=self.window.part(0, count), hidden=self.hidden[:, :count],
                             known=self.known[:, :count], predicts=self.predicts[:, :count])
 
     def select(self, rows: Array) -> Distribution:
-        """Returns the distribution whose row `i` continues row `rows[i]` (`i32[B]`); see `Decision.rows`.
-
-        Keys and the policy's constants stay with the place in the batch.
-        """
+        """Returns the distribution whose row `i` continues the text of row `rows[i]` (`i32[B]`); see `Decision.rows`.
+        Random keys and the policy's constants stay those of row `i`."""
         t = self.texts
         texts = jax.tree.map(lambda x: x[rows], t.replace(key=None, prompt_length=None)).replace(
             key=t.key, prompt_length=t.prompt_length)
@@ -231,40 +238,40 @@ class Distribution(Struct):
 
     @property
     def warm(self) -> Distribution:
-        """The same distribution with temperature 1 in place of 0.
+        """The same distribution, with temperature 1 for rows whose temperature is 0.
 
-        A greedy row is certain of one token: all others have log-probability -inf. `dist.warm.log_probs()` returns
-        their probabilities under the rest of the policy, for beams and for rules that use confidence. Rows that sample
-        are unchanged.
+        A greedy row gives all tokens but one the log-probability -inf. `dist.warm.log_probs()` gives the
+        log-probabilities before that choice, after the rest of the policy (penalties, bans, truncations). Beam search
+        and rules that compare confidences use it. Rows with another temperature do not change.
         """
         return self.replace(policy=self.policy.warm)
 
     def logits(self, nodes: Array | None = None) -> Array:
-        """Returns the model's own logits `f32[B, W', V]`, before the policy."""
+        """Returns the model's logits at `nodes` before the policy, `f32[B, W', V]`."""
         return self.head(self.hidden if nodes is None else take(self.hidden, nodes))
 
     def scores(self, log_p: Array) -> Array:
-        """Returns the chain's output `f32[B, W, V]` for log-probabilities `f32[B, W, V]` in place of the model's
-        logits, with temperature 1 in place of 0: the amount that each token adds to the score of a text."""
+        """Returns the amount that each token adds to the score of a text, `f32[B, W, V]`: the chain's output for the
+        log-probabilities `log_p` (`f32[B, W, V]`) in place of the model's logits, with the policy `Policy.scoring`."""
         return self.replace(hidden=log_p, head=_same, policy=self.policy.scoring).processed()
 
     @property
     def stateful(self) -> bool:
-        """True if some transform carries a state from token to token."""
+        """True if some transform has a state that changes from token to token."""
         return bool(jax.tree.leaves(self.texts.states))
 
     def processed(self, nodes: Array | None = None) -> Array:
-        """Returns the chain's output `f32[B, W', V]`: unnormalised, -inf where a token is forbidden."""
+        """Returns the chain's output at `nodes`, `f32[B, W', V]`: unnormalised logits, -inf for forbidden tokens."""
         if self.stateful:
             out = self._walk()[1]
             return out if nodes is None else take(out, nodes)
         return self._map(self.policy.transforms, self.texts.states, self.logits(nodes), nodes)
 
     def stages(self) -> tuple[Array, Array]:
-        """Returns the chain's output before the temperature and at the end, both `f32[B, W, V]`.
+        """Returns the chain's output before the temperature and at its end, both `f32[B, W, V]`.
 
-        The second one has temperature 1 in place of 0. No transform may have a state. Between the two, only truncations
-        forbid tokens.
+        The second one has temperature 1 in place of 0. Tokens forbidden in the second one only were removed by
+        truncations. No transform may have a state.
         """
         chain = self.policy.warm.transforms
         cut = next((i for i, t in enumerate(chain) if isinstance(t, Temperature)), len(chain))
@@ -272,14 +279,21 @@ class Distribution(Struct):
         return front, self._map(chain[cut:], self.texts.states[cut:], front, None)
 
     def log_probs(self, nodes: Array | None = None) -> Array:
-        """Returns normalised log-probabilities `f32[B, W', V]`; all -inf where the policy allows no token."""
+        """Returns normalised log-probabilities at `nodes`, `f32[B, W', V]`; all -inf if the policy forbids every
+        token."""
         logits = self.processed(nodes)
         dead = (logits == -jnp.inf).all(-1, keepdims=True)
         return jnp.where(dead, -jnp.inf, jax.nn.log_softmax(logits, axis=-1))
 
     def draw(self, nodes: Array | None = None, purpose: Purpose = Purpose.TOKEN, salt: Array | None = None) -> Array:
-        """Draws one keyed token per node: `i32[B, W']`; INVALID where logits hold a NaN, DEAD_END where no token is
-        allowed."""
+        """Draws one token at each node, `i32[B, W']`. The result is INVALID if logits have a NaN or +inf, and DEAD_END
+        if the policy forbids every token.
+
+        Args:
+            nodes: `i32[B, W']`, or None for all nodes.
+            purpose: purpose of the draw, part of its random key.
+            salt: `i32[B]` or None, distinguishes several draws for the same position.
+        """
         if self.stateful or not any(isinstance(t, Temperature) for t in self.policy.transforms):
             return draw(self.processed(nodes), self._addresses(nodes, purpose, salt))
         tokens = lambda logits, nodes: self._draw(logits, nodes, purpose, salt)
@@ -288,7 +302,7 @@ class Distribution(Struct):
         return by_nodes(tokens, self.head, hidden, nodes, once=fused)
 
     def _draw(self, logits: Array, nodes: Array | None, purpose: Purpose, salt: Array | None) -> Array:
-        """Like `draw`, from the model's logits `f32[B, W', V]` at the nodes, if no transform has a state."""
+        """Draws as in `draw`, from the model's logits `f32[B, W', V]` at the nodes, if no transform has a state."""
         chain, cold = self.policy.transforms, self.policy.greedy
         cut = next(i for i, t in enumerate(chain) if isinstance(t, Temperature))
         logits = self._map(chain[:cut], self.texts.states[:cut], logits, nodes)
@@ -307,8 +321,8 @@ class Distribution(Struct):
         return lax.cond(cold.all(), lambda: winner(logits), warm)
 
     def _fused(self, logits: Array | jax.ShapeDtypeStruct) -> dict[str, Any] | None:
-        """Returns the arguments of `vocabulary.draw` if that kernel does all that the chain does after the temperature,
-        otherwise None. `logits` are those before the temperature, `f32[B, W, V]`."""
+        """Returns the arguments of `vocabulary.draw` if that kernel can replace the temperature and all later
+        transforms, otherwise None. `logits` are those before the temperature, `f32[B, W, V]`."""
         chain = self.policy.transforms
         cut = next(i for i, t in enumerate(chain) if isinstance(t, Temperature))
         after = [t.truncation() for t in chain[cut + 1:]]
@@ -323,7 +337,7 @@ class Distribution(Struct):
         return keys.addresses(self.texts.key, predicts, purpose, salt)
 
     def advance(self, node: Array, token: Array) -> PyTree:
-        """Returns the transforms' states after `token` (`i32[B]`), which was decided at `node` (`i32[B]`)."""
+        """Returns the transforms' states after `token` (`i32[B]`), which was drawn at `node` (`i32[B]`)."""
         if not self.stateful:
             return self.texts.states
         states, logits = self._walk()
@@ -333,14 +347,14 @@ class Distribution(Struct):
         return jax.vmap(move)(self.policy.transforms, state, token, log_prob)
 
     def _contexts(self, nodes: Array | None, transforms: tuple[Transform, ...]) -> Context:
-        """Returns the contexts of the nodes, `[B, W', ...]`; without tokens if no transform reads any."""
+        """Returns the contexts of the nodes, `[B, W', ...]`; without tokens if no transform depends on them."""
         if nodes is None:
             nodes = jnp.broadcast_to(jnp.arange(self.window.width, dtype=jnp.int32), self.window.tokens.shape)
         return contexts(self.texts, self.window, self.known, self.predicts, nodes,
                         any(t.needs != "nothing" for t in transforms))
 
     def _map(self, transforms: tuple[Transform, ...], states: PyTree, logits: Array, nodes: Array | None) -> Array:
-        """Applies the chain at each node independently, with the states `[B, W', ...]` given there."""
+        """Applies transforms at each node independently, with given states `[B, W', ...]`."""
         def row(transforms: tuple[Transform, ...], states: PyTree, contexts: Context, logits: Array) -> Array:
             chain = bound_all(transforms, self.policy.tables)
             return jax.vmap(lambda states, ctx, x: apply_chain(chain, states, ctx, x)[1])(states, contexts, logits)
@@ -350,7 +364,8 @@ class Distribution(Struct):
         return jax.vmap(row)(transforms, states, self._contexts(nodes, transforms), logits)
 
     def _walk(self) -> tuple[PyTree, Array]:
-        """Applies the chain from node to node: states `[B, W, ...]` at each node, processed logits `f32[B, W, V]`."""
+        """Applies the chain node by node, parents first: returns states `[B, W, ...]` and processed logits `f32[B, W,
+        V]`."""
         row = lambda transforms, *rest: walk(bound_all(transforms, self.policy.tables), *rest)
         contexts = self._contexts(None, self.policy.transforms)
         return jax.vmap(row)(self.policy.transforms, self.texts.states, contexts, self.logits(), self.window.tokens,

@@ -1,8 +1,8 @@
 """Classifier-free guidance for language models (Sanchez et al., 2023): one distribution from two contexts.
 
-The unconditional branch is a second cache beside the first, so guidance is a model that wraps a model: samplers,
-verifiers and trees see one set of logits and stay exact. Logits are `u + scale * (c - u)` of the log-probabilities `c`
-and `u` with and without the condition, as in transformers.
+The unconditional branch has a second cache beside the first. Guidance is a model that wraps a model, so samplers,
+verifiers and draft trees get one set of logits and stay exact. With log-probabilities `c` under the condition and `u`
+without it, the logits are `u + scale * (c - u)`, as in transformers.
 """
 
 from __future__ import annotations
@@ -30,26 +30,27 @@ from decodax.core.window import Window
 
 
 class Unconditional(Struct, abc.ABC):
-    """Base class of what the unconditional branch reads: a `@struct` of per-row arrays."""
+    """Base class of the inputs of the unconditional branch: a `@struct` of per-row arrays that maps the window of the
+    conditional branch to that of the unconditional one."""
 
     @abc.abstractmethod
     def window(self, window: Window) -> Window:
-        """Returns the window as the unconditional branch sees it."""
+        """Returns the window of the unconditional branch for that of the conditional one."""
 
     def slots(self, slots: Array) -> Array:
-        """Returns `i32[B, W]`, the slots of the unconditional cache for entries that the conditional cache keeps at
-        `slots`."""
+        """Returns the slots at which the unconditional cache stores entries (`i32[B, W]`, -1 drops one) that the
+        conditional cache stores at `slots`."""
         return slots
 
 
 @struct
 class NegativePrompt(Unconditional):
-    """An unconditional branch with another prompt, or with the last token of the prompt alone.
+    """An unconditional branch with another prompt, or with only the last token of the prompt.
 
     Attributes:
-        first: `i32[B]`, position of the last prompt token, where the unconditional branch begins.
-        opening: `i32[B]`, the token at that position: the negative prompt's last token, or the prompt's.
-        offset: `i32[B]`, the amount by which positions of this branch are smaller.
+        first: `i32[B]`, position of the last prompt token, where the unconditional branch joins the text.
+        opening: `i32[B]`, the token at that position: the last token of the negative prompt, or of the prompt.
+        offset: `i32[B]`, number by which positions in this branch are smaller.
     """
 
     first: Array
@@ -69,12 +70,12 @@ class NegativePrompt(Unconditional):
 
 @struct
 class GuidedCache(Combined):
-    """The caches of both branches.
+    """The caches of both branches of guidance.
 
     Attributes:
-        conditional: cache of the wrapped model for the prompt.
-        unconditional: cache of the wrapped model for the other branch.
-        other: what the unconditional branch reads.
+        conditional: cache of the wrapped model with the prompt.
+        unconditional: cache of the wrapped model without it.
+        other: inputs of the unconditional branch.
         scale: `f32[B]`, the guidance scale.
     """
 
@@ -92,7 +93,8 @@ class GuidedCache(Combined):
 
 @dataclasses.dataclass(frozen=True)
 class Guided(AroundModel):
-    """The model `base` under guidance. Its cache is a `GuidedCache`, made from a state by `guide`."""
+    """The model `base` with classifier-free guidance. Its cache is a `GuidedCache`, which `guide` makes from a
+    state."""
 
     def init_cache(self, batch: int, capacity: int, *, params: Any = None, inputs: Any = None) -> Cache:
         raise NotImplementedError("a guided cache is made from a state by guide()")
@@ -113,19 +115,25 @@ class Guided(AroundModel):
 
 def guide(alg: Algorithm, model: Model, params: Params, policy: Any, s: State, scale: Any,
           negative: list[list[int]] | None) -> tuple[Model, State]:
-    """Puts a prefilled state under guidance. An algorithm may have its own rule, `Algorithm.guide`, as masked diffusion
-    does.
+    """Puts a prefilled state under classifier-free guidance. An algorithm with its own rule (`GuidesItself`), such as
+    masked diffusion, uses that.
 
     Args:
+        alg: the decoding method.
+        model: the network.
+        params: weights of the model and of the method.
+        policy: the sampling policy.
+        s: the prefilled state.
         scale: one number or `f32[B]`; 1 is no guidance.
-        negative: ids of a negative prompt for each row. With None the other branch begins with the last prompt token.
+        negative: ids of a negative prompt for each row. None: the unconditional branch begins with the last prompt
+            token.
 
     Returns:
         The guided model and its state.
 
     Raises:
-        ValueError: the algorithm keeps no cache, the cache reads its text again (`Refreshes`), or the model was
-            given inputs.
+        ValueError: the algorithm uses no cache, the cache recomputes entries while decoding (`Refreshes`), or the model
+            was given inputs beside tokens.
     """
     if (own := algorithm.guide(alg, model, params, policy, s, scale)) is not None:
         if negative is not None:

@@ -1,5 +1,5 @@
-"""Rules for the beginning and the end of a text: forced first and last tokens, minimum lengths, a growing bias to the
-end."""
+"""Rules for the beginning and the end of a text: forced first and last tokens, minimum lengths, a growing bias towards
+the end token."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ UNBOUNDED = 1 << 30
 
 
 def _force(logits: Array, tokens: Array, here: Array) -> Array:
-    """Where `here`, sets `tokens` (`bool[V]`) to 0 and the rest to -inf. A NaN stays."""
+    """Sets the logits of `tokens` (`bool[V]`) to 0 and all others to -inf if `here` is True. A NaN is not changed."""
     forced = jnp.where(jnp.isnan(logits), logits, jnp.where(tokens, 0, -jnp.inf))
     return jnp.where(here, forced, logits)
 
 
 @struct
 class ForcedBOS(Transform):
-    """Forces `token` (`i32[B]`, -1 for none) as the second token of a text, that is, after a prompt of one token."""
+    """Forces the token `token` (`i32[B]`, -1 for none) as the second token of a text: the one after a prompt of one
+    token."""
 
     token: Array
 
@@ -36,9 +37,9 @@ class ForcedEOS(Transform):
     """Forces an end token as the last token within a length limit.
 
     Attributes:
-        ids: `i32[B, E]`, the allowed last tokens, padded with -1.
+        ids: `i32[B, E]`, the end tokens, one of which is forced, padded with -1.
         max_length: `i32[B]`, limit including the prompt; `UNBOUNDED` for none.
-        max_new: `i32[B]`, limit without the prompt; `UNBOUNDED` for none. The smaller limit counts.
+        max_new: `i32[B]`, limit without the prompt; `UNBOUNDED` for none. If both are set, the smaller limit counts.
     """
 
     ids: Array
@@ -52,10 +53,10 @@ class ForcedEOS(Transform):
 
 @struct
 class MinLength(Transform):
-    """Forbids end tokens while the text is too short.
+    """Forbids end tokens while the text is shorter than a minimum length.
 
     Attributes:
-        eos: `i32[B, E]`, padded with -1.
+        eos: `i32[B, E]`, the end tokens, padded with -1.
         min_length: `i32[B]`, minimum length including the prompt.
         min_new: `i32[B]`, minimum length without the prompt.
     """
@@ -71,13 +72,13 @@ class MinLength(Transform):
 
 @struct
 class ExponentialDecayLength(Transform):
-    """Raises the logits of `eos` by their absolute value times `factor ** n - 1`, where `n` is the number of new tokens
-    beyond `start`.
+    """Adds `abs(logit) * (factor ** n - 1)` to the logits of end tokens, where `n` is the number of new tokens beyond
+    `start`.
 
-    As in transformers it depends on raw logits: adding a constant to all of them changes the result.
+    As in transformers, the result depends on the level of the logits: adding a constant to all of them changes it.
 
     Attributes:
-        eos: `i32[B, E]`, padded with -1.
+        eos: `i32[B, E]`, the end tokens, padded with -1.
         start: `i32[B]`, number of new tokens before the effect begins.
         factor: `f32[B]`; 1 changes nothing.
     """

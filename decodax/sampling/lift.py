@@ -1,4 +1,4 @@
-"""Applies a chain of transforms to the nodes of a window: contexts, states, logits."""
+"""Applies a chain of transforms, written for one position, to all nodes of a window."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def bound_all(transforms: tuple[Transform, ...], tables: tuple[Any, ...]) -> tup
 
 
 def apply_chain(transforms: tuple[Transform, ...], states: PyTree, ctx: Context, logits: Array) -> tuple[PyTree, Array]:
-    """Returns the states after `Transform.note`, and the logits after all transforms."""
+    """Applies transforms to the logits `f32[V]` of one position. Returns the states after `Transform.note`, and the new
+    logits."""
     cold, only, noted = None, logits, []
     for transform, state in zip(transforms, states, strict=True):
         noted.append(transform.note(state, ctx, logits))
@@ -56,13 +57,16 @@ def advance_chain(transforms: tuple[Transform, ...], states: PyTree, token: Arra
 
 
 def contexts(texts: Texts, window: Window, known: Array, predicts: Array, nodes: Array, reads: bool) -> Context:
-    """Returns the contexts of window nodes, `[B, W', ...]`: the verified text and the window tokens that a node sees.
+    """Returns the contexts of window nodes, `[B, W', ...]`: the verified text and the window tokens to which a node
+    attends.
 
     Args:
-        known: `bool[B, W]`, nodes that hold a token.
+        texts: the verified text.
+        window: the window.
+        known: `bool[B, W]`, nodes with a token; False for mask tokens.
         predicts: `i32[B, W]`, the index of the token that each node's logits predict.
-        nodes: `i32[B, W']`.
-        reads: if False, the contexts have no tokens.
+        nodes: `i32[B, W']`, the nodes.
+        reads: False: no transform needs tokens, so the contexts have none.
     """
     width = texts.tokens.shape[1]
 
@@ -86,15 +90,18 @@ def contexts(texts: Texts, window: Window, known: Array, predicts: Array, nodes:
 
 def walk(transforms: tuple[Transform, ...], start: PyTree, contexts: Context, logits: Array, tokens: Array,
          parent: Array) -> tuple[PyTree, Array]:
-    """Applies the chain from node to node of one row's window. A node's parent comes before it.
+    """Applies the chain to the nodes of one row's window in order, for transforms with a state. A node's parent comes
+    before it.
 
-    The state of a node is its parent's, advanced by the node's token; the root has the state `start`.
+    The state at a node is its parent's state, advanced by the node's token; the root has the state `start`.
 
     Args:
-        contexts: one per node, `[W, ...]`.
-        logits: `f32[W, V]`.
-        tokens: `i32[W]`.
-        parent: `i32[W]`, negative for the root.
+        transforms: the chain, without a batch axis.
+        start: the states at the root.
+        contexts: the context of each node, `[W, ...]`.
+        logits: `f32[W, V]`, the model's logits.
+        tokens: `i32[W]`, the nodes' tokens.
+        parent: `i32[W]`, each node's parent; negative for the root.
 
     Returns:
         The states at the nodes, `[W, ...]`, and the processed logits, `f32[W, V]`.

@@ -1,6 +1,6 @@
-"""Neutral values: values with which an argument of `generate` has no effect.
+"""Neutral values: values of arguments of `generate` that have no effect.
 
-None is neutral for every argument. Neutral values are accepted wherever the argument is, whatever else is given.
+None is neutral for every argument. Neutral values are always accepted, whatever other arguments are given.
 """
 
 from __future__ import annotations
@@ -55,14 +55,15 @@ def is_neutral(name: str, value: Any) -> bool:
 
 
 def is_zero(value: Any) -> bool:
-    """True if a number or flag is 0 or False in every row."""
+    """Returns True if a number or flag is 0 or False in every row."""
     rows = value.tolist() if hasattr(value, "tolist") else value
     return all(map(is_zero, rows)) if isinstance(rows, (list, tuple)) and rows else \
         isinstance(rows, numbers.Real) and not rows
 
 
 def asks_nothing(name: str, value: Any, vocab_size: int | None = None) -> bool:
-    """Like `is_neutral`, and also True for a list of neutral entries and for a `top_k` that keeps every token.
+    """Returns True if `is_neutral` does, and also for a list of neutral entries and for a `top_k` of at least
+    `vocab_size`.
 
     >>> asks_nothing("top_p", [1.0, None]), asks_nothing("top_k", 500, vocab_size=375)
     (True, True)

@@ -1,7 +1,6 @@
-"""Transforms built from the arguments of `build`, theme by theme.
+"""Builds transforms from the arguments of `build`, in one function for each theme.
 
-Each function returns the transforms that its arguments ask for, in the order in which they are applied. A number that
-changes nothing adds none.
+Each function returns the transforms for its arguments, in the order in which they are applied. Neutral values add none.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ SAMPLING = ("top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutof
 
 
 class Arguments:
-    """The arguments of one call of `build`, read as host arrays by name."""
+    """The arguments of one call of `build`. Its methods check an argument by name and return a host array."""
 
     def __init__(self, batch: int, given: dict[str, Any], samples: int):
         self.batch, self.given, self.samples = batch, given, samples
@@ -55,7 +54,8 @@ class Arguments:
 
     def number(self, name: str, low: float = -np.inf, high: float = np.inf, *, neutral: float = 0.0,
                open_low: bool = False, open_high: bool = False) -> Any:
-        """Returns `f32[B]`, checked against the bounds."""
+        """Returns the argument `name` as `f32[B]`, checked against the bounds `low` and `high`. `neutral` replaces
+        None."""
         left, right = "(" if open_low or low == -np.inf else "[", ")" if open_high or high == np.inf else "]"
         inside = lambda x: ((x > low) if open_low else (x >= low)) & ((x < high) if open_high else (x <= high))
         value = neutral if self.given[name] is None else self.given[name]
@@ -63,25 +63,29 @@ class Arguments:
                        inside, self.samples)
 
     def count(self, name: str, low: int = 0, *, neutral: int = 0) -> Any:
-        """Returns `i32[B]`, checked to be at least `low` and cut to `UNBOUNDED`."""
+        """Returns the argument `name` as `i32[B]`, checked to be at least `low`; numbers above `UNBOUNDED` become
+        `UNBOUNDED`."""
         value = neutral if self.given[name] is None else self.given[name]
         rows = per_row(name, value, self.batch, np.int64, neutral, f"a whole number from {low} on", lambda x: x >= low,
                        self.samples)
         return np.minimum(rows, UNBOUNDED).astype(np.int32)
 
     def ids(self, name: str, bounded: bool = True) -> Any:
-        """Returns token ids, `i32[B, E]`."""
+        """Returns the token ids in the argument `name`, `i32[B, E]`; `bounded` checks them against the vocabulary
+        size."""
         value = self.given[name]
         return id_rows(name, [] if value is None else value, self.batch, self.given["vocab_size"] if bounded else None,
                        self.samples)
 
     def sequences(self, name: str, *, front: bool = True) -> Any:
-        """Returns token sequences, `i32[B, S, L]`."""
+        """Returns the token sequences in the argument `name`, `i32[B, S, L]`, padded with -1 at the front or at the
+        end."""
         return sequence_rows(name, self.given[name], self.batch, self.given["vocab_size"], front=front,
                              samples=self.samples)
 
     def eos(self, name: str) -> Any:
-        """Returns the end-of-sequence tokens for the argument `name`, which needs them."""
+        """Returns the end tokens, `i32[B, E]`. Raises ValueError if there are none, since the argument `name` needs
+        them."""
         if not (self.given["eos"] >= 0).any():
             raise ValueError(f"{name}: got {self.given[name]!r} without eos, the tokens that end a row")
         return self.given["eos"]
@@ -103,7 +107,7 @@ def biases(a: Arguments) -> list[Transform]:
 
 
 def _by_row(rows: list[Any], batch: int, read: Callable[[list[Any]], np.ndarray]) -> tuple[Any, Any]:
-    """Returns the tokens of biases, as `read` makes them, and the biases, with an entry per row."""
+    """Returns the tokens of biases, converted by `read`, and their values, with one entry for each of `batch` rows."""
     if all(row is rows[0] for row in rows):     # the same for all rows
         rows = rows[:1]
     tokens = read(rows)
@@ -198,7 +202,8 @@ def against_ngrams(a: Arguments, cold: Any) -> list[Transform]:
 
 
 def own(a: Arguments) -> dict[str, list[Transform]]:
-    """Returns the caller's transforms by stage. Their arrays have an entry for each row, or for each prompt."""
+    """Returns the caller's transforms by stage, with one entry for each row in every array. Given arrays may have one
+    entry for each row or for each prompt."""
     given = a.given["transforms"]
     if not isinstance(given, (list, tuple)) or not all(isinstance(t, Transform) for t in given):
         raise wrong("transforms", given, "decodax.sampling.Transform objects")
@@ -220,7 +225,7 @@ def own(a: Arguments) -> dict[str, list[Transform]]:
 
 
 def _temperature(a: Arguments) -> np.ndarray:
-    """Returns `f32[B]`, 0 for greedy rows."""
+    """Returns the temperatures `f32[B]`, 0 for greedy rows."""
     given, sample = a.given["temperature"], a.given["do_sample"]
     if given is None:
         a.given["temperature"] = 0.0 if sample is None else 1.0
@@ -241,11 +246,13 @@ def _temperature(a: Arguments) -> np.ndarray:
 
 
 def _without_effect(a: Arguments, given: Any, cold: np.ndarray) -> None:
-    """Raises ValueError for sampling arguments if all rows are greedy, unless an explicit temperature of 0 makes them
-    so.
+    """Raises ValueError for sampling arguments that have no effect because all rows are greedy. An explicit temperature
+    of 0 allows them.
 
     Args:
-        given: the temperature that was given, or None.
+        a: the arguments.
+        given: the temperature argument, or None.
+        cold: `bool[B]`, the greedy rows.
     """
     sample = a.given["do_sample"]
     if not cold.all() or (given is not None and (sample is None or is_zero(given))):
@@ -258,12 +265,13 @@ def _without_effect(a: Arguments, given: Any, cold: np.ndarray) -> None:
 
 
 def _array(x: np.ndarray) -> Any:
-    """Returns a host array typed as a transform's field; `build` puts it on the device."""
+    """Returns `x`; it only declares a host array as the type of a transform's field. `build` moves it to the device."""
     return x
 
 
 def samplers(a: Arguments, own: list[Transform]) -> list[Transform]:
-    """Returns the temperature and what follows it, with the caller's `own` transforms after the truncations."""
+    """Returns the temperature, the truncations, the caller's transforms `own`, then XTC, dynamic temperature and
+    Mirostat, in this order."""
     given = a.given["temperature"]
     temperature, keep = _temperature(a), whole("min_tokens_to_keep", a.given["min_tokens_to_keep"], 1)
     dynamic = a.asks("dynatemp_range")
@@ -306,7 +314,8 @@ def samplers(a: Arguments, own: list[Transform]) -> list[Transform]:
 
 
 def watermark(a: Arguments, rows: Any) -> list[Transform]:
-    """Returns the watermark for the given rows (`bool[B]`), with a bias of 0 for the others."""
+    """Returns the watermark transform (none if it was not requested), with the bias for `rows` (`bool[B]`) and 0 for
+    the others."""
     config = a.given["watermarking_config"]
     if config is None:
         return []

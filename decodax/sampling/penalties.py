@@ -13,26 +13,27 @@ from decodax.sampling.threshold import members
 
 
 def recent(ctx: Context, last_n: Array) -> Array:
-    """Returns `bool[N]`: known tokens among the `last_n` (`i32[]`) before the one to be chosen; all if `last_n` is
-    negative.
+    """Returns the positions of known tokens among the last `last_n` (`i32[]`) before the one to be chosen, `bool[N]`;
+    all known tokens if `last_n` is negative.
 
-    On a canvas, known tokens after the one to be chosen count as well.
+    On a diffusion canvas, known tokens after the one to be chosen count as well.
     """
     index = jnp.arange(ctx.tokens.shape[0])
     return (ctx.tokens >= 0) & ((last_n < 0) | ((index >= ctx.length - last_n) & (last_n > 0)))
 
 
 def _scale(logits: Array, factor: Array) -> Array:
-    """Lowers logits for a factor above 1: multiplies negative ones by it and divides the others."""
+    """Multiplies negative logits by `factor` and divides the others by it. A factor above 1 lowers all of them."""
     return jnp.where(logits < 0, logits * factor, logits / factor)
 
 
 @struct
 class Repetition(Transform):
-    """Divides positive logits of earlier tokens by `penalty` and multiplies negative ones (CTRL; Keskar et al., 2019).
+    """Divides positive logits of earlier tokens by `penalty` and multiplies negative ones by it (CTRL; Keskar et al.,
+    2019).
 
-    As in the paper and other engines it depends on the sign of raw logits: adding a constant to all of them changes the
-    result.
+    As in the paper and other engines, the result depends on the sign of the logits: adding a constant to all of them
+    changes it.
 
     Attributes:
         penalty: `f32[B]`; 1 changes nothing.
@@ -56,7 +57,7 @@ class Repetition(Transform):
 class EncoderRepetition(Transform):
     """The inverse of `Repetition` for the tokens of the prompt: a `penalty` (`f32[B]`) above 1 favours them.
 
-    Like `Repetition` it depends on the sign of raw logits.
+    Like that of `Repetition`, the result depends on the sign of the logits.
     """
 
     needs: ClassVar[Literal["nothing", "bag", "sequence"]] = "bag"
@@ -72,8 +73,8 @@ class EncoderRepetition(Transform):
 class PresenceFrequency(Transform):
     """Subtracts `presence` once, and `frequency` for each occurrence, from the logits of tokens that have occurred.
 
-    Systems count occurrences differently. OpenAI and vLLM count generated text only (`prompt` False, `last_n` -1);
-    llama.cpp counts the last 64 tokens, prompt or not.
+    OpenAI and vLLM count occurrences in the generated text only (`prompt` False, `last_n` -1). llama.cpp counts those
+    in the last 64 tokens, prompt included.
 
     Attributes:
         presence: `f32[B]`; 0 changes nothing.

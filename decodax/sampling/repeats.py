@@ -1,5 +1,5 @@
-"""Penalties on repeated passages: DRY and forbidden n-grams. Both measure how far the end of the text is a
-repetition."""
+"""Penalties on repeated passages: DRY and forbidden n-grams. Both measure the length of the repeat at the end of the
+text."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Carry = tuple[Array, Array, Array, Array]
 
 
 def repeated(tokens: Array, length: Array, most: Array) -> Array:
-    """Returns the number of tokens before each index that agree with the end of the text: `i32[N]`, at most `most`.
+    """Returns for each index the number of tokens before it that equal the end of the text: `i32[N]`, at most `most`.
 
     Entry `i` is the length of the longest common suffix of `tokens[:i]` and `tokens[:length]`; it is 0 from `length`
-    on. The function passes over the text once for each token of the longest repeat.
+    on. The cost is one pass over the text for each token of the longest repeat.
 
     Args:
         tokens: `i32[N]`, negative where unknown.
@@ -61,7 +61,7 @@ class NoRepeatNgram(Transform):
     size: Array
 
     def banned(self, ctx: Context) -> Array:
-        """Returns `bool[N]`: positions whose token would complete such an n-gram again."""
+        """Returns the positions whose token would complete a repeated n-gram if it came next, `bool[N]`."""
         n = jnp.maximum(self.size - 1, 0)
         inside = jnp.arange(ctx.tokens.shape[0]) < ctx.length
         return (repeated(ctx.tokens, ctx.length, n) >= n) & inside & (self.size > 0)
@@ -72,7 +72,8 @@ class NoRepeatNgram(Transform):
 
 @struct
 class EncoderNoRepeatNgram(NoRepeatNgram):
-    """Like `NoRepeatNgram`, for the n-grams of the prompt alone."""
+    """Forbids a token that would repeat an n-gram of the prompt. `size` is the length of the n-gram, as in
+    `NoRepeatNgram`."""
 
     def banned(self, ctx: Context) -> Array:
         return super().banned(ctx) & (jnp.arange(ctx.tokens.shape[0]) < ctx.prompt_length)
@@ -80,14 +81,16 @@ class EncoderNoRepeatNgram(NoRepeatNgram):
 
 @struct
 class Dry(Transform):
-    """DRY ("don't repeat yourself"; p-e-w, 2024) as in llama.cpp: a penalty that grows with the length of the repeat.
+    """DRY ("don't repeat yourself"; p-e-w, 2024), with the rules of llama.cpp: a penalty that grows with the length of
+    the repeat.
 
-    A token that would lengthen a repeat of `n >= allowed` tokens loses `multiplier * base ** (n - allowed)`. A repeat
-    does not reach back beyond the last sequence breaker; a token that is a breaker by itself is not penalised.
+    If the last `n >= allowed` tokens repeat an earlier passage, `multiplier * base ** (n - allowed)` is subtracted from
+    the logit of the token that followed it. A repeat ends at the last sequence breaker; a token that is a breaker by
+    itself is not penalised.
 
     Attributes:
-        multiplier: `f32[B]`; 0 changes nothing.
-        base: `f32[B]`, at least 1.
+        multiplier: `f32[B]`, factor of the penalty; 0 changes nothing.
+        base: `f32[B]`, base of the exponential growth, at least 1.
         allowed: `i32[B]`, longest repeat without a penalty.
         last_n: `i32[B]`, number of tokens at the end that are searched; negative: all, 0: none.
         breakers: `i32[B, S, L]`, token sequences padded with -1 at the end.
@@ -121,7 +124,8 @@ class Dry(Transform):
         return logits - jnp.where(hit, self.multiplier * self.base ** jnp.where(hit, exponent, 0), 0)
 
     def _limit(self, text: Array, length: Array) -> Array:
-        """Returns how far back a repeat may reach, `i32[]`: to the newest breaker, by that breaker's longest match."""
+        """Returns the largest length of a repeat, in tokens, that does not reach back into a match of a breaker:
+        `i32[]`."""
         count = self.breakers.shape[1]
         known = self.breakers >= 0
         ahead = jnp.stack([jnp.concatenate([text[i:], jnp.full(i, -1, jnp.int32)]) for i in range(count)], -1)  # [N, L]

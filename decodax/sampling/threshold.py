@@ -1,6 +1,7 @@
-"""Helpers shared by transforms: thresholds, sets of tokens, probabilities.
+"""Functions that transforms share: thresholds, sets of tokens, probabilities.
 
-The search for a threshold is in `decodax.pallas_kernels.vocabulary.threshold`; its names are exported from here too.
+The search for a threshold is in `decodax.pallas_kernels.vocabulary.threshold`; its functions can be imported from here,
+too.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ __all__ = ["by_digits", "by_halves", "forbid", "kth_largest", "largest_threshold
 
 
 def forbid(logits: Array, tokens: Array) -> Array:
-    """Sets `tokens` (`bool[V]`) to -inf, except that a NaN stays: invalid logits must reach the draw, which reports
-    them."""
+    """Sets the logits of `tokens` (`bool[V]`) to -inf. A NaN is not changed: invalid logits must reach the draw, which
+    reports them."""
     return jnp.where(tokens & ~jnp.isnan(logits), -jnp.inf, logits)
 
 
@@ -30,7 +31,8 @@ def members(ids: Array, size: int) -> Array:
 
 
 def probabilities(logits: Array) -> tuple[Array, Array, Array]:
-    """Returns log-probabilities `f32[V]`, probabilities `f32[V]`, and the entropy `f32[]` in nats."""
+    """Returns log-probabilities `f32[V]`, probabilities `f32[V]` and the entropy in nats, `f32[]`, of logits
+    `f32[V]`."""
     shifted = logits - logits.max()
     weights = jnp.exp(shifted)
     total = weights.sum()

@@ -1,8 +1,8 @@
-"""Truncation: transforms that remove the tail of a distribution.
+"""Truncations: transforms that remove the less likely tokens of a distribution.
 
-Rules and edge cases are those of the processors of the same names in Hugging Face transformers. Where a rule keeps the
-smallest set with some property, tokens as likely as the last one kept are kept too, so the set never depends on the
-order of ids. Logits that contain a NaN pass through unchanged, and so does a row that is -inf throughout.
+Rules and edge cases are those of the processors of the same names in Hugging Face transformers. If a rule keeps the
+smallest set with some property, tokens as likely as the last kept one are kept, too, so the set never depends on the
+order of ids. Logits with a NaN are not changed, and neither is a row in which all are -inf.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from decodax.sampling.threshold import kth_largest, largest_threshold, less, onc
 
 
 def _keep_best(logits: Array, removed: Array, count: int) -> Array:
-    """Sets `removed` (`bool[V]`) to -inf, except the `count` largest logits."""
+    """Sets the logits of `removed` (`bool[V]`) to -inf, except for the `count` largest ones."""
     best = logits.max() if count == 1 else top_k(logits, min(count, logits.shape[-1]))[0][-1]
     return jnp.where(removed & (logits < best), -jnp.inf, logits)
 
@@ -55,11 +55,12 @@ class TopK(Transform):
 
 @struct
 class TopP(Transform):
-    """Nucleus sampling: keeps the smallest set of most likely tokens whose mass reaches `p` (Holtzman et al., 2020).
+    """Nucleus sampling: keeps the smallest set of most likely tokens whose total probability reaches `p` (Holtzman et
+    al., 2020).
 
     Attributes:
         p: `f32[B]` in [0, 1]; 1 keeps all, 0 the most likely token.
-        min_keep: static; the least number of tokens kept.
+        min_keep: static; the smallest number of tokens kept.
 
     >>> TopP(jnp.float32(0.7)).logits(None, None, jnp.log(jnp.array([0.25, 0.5, 0.125, 0.125]))).round(2).tolist()
     [-1.3899999856948853, -0.6899999976158142, -inf, -inf]
@@ -84,7 +85,7 @@ class MinP(Transform):
 
     Attributes:
         p: `f32[B]` in [0, 1]; 0 keeps all.
-        min_keep: static; the least number of tokens kept.
+        min_keep: static; the smallest number of tokens kept.
     """
 
     p: Array
@@ -99,13 +100,14 @@ class MinP(Transform):
 
 @struct
 class Typical(Transform):
-    """Keeps the tokens whose surprisal is nearest to the entropy, up to a mass of `p` (Meister et al., 2022).
+    """Keeps the tokens whose surprisal is nearest to the entropy, until their total probability reaches `p` (Meister et
+    al., 2022).
 
     The most likely token may be removed.
 
     Attributes:
         p: `f32[B]` in (0, 1]; 1 keeps all.
-        min_keep: static; the least number of tokens kept.
+        min_keep: static; the smallest number of tokens kept.
     """
 
     p: Array
@@ -126,7 +128,7 @@ class Epsilon(Transform):
 
     Attributes:
         epsilon: `f32[B]` in [0, 1); 0 keeps all.
-        min_keep: static; the least number of tokens kept.
+        min_keep: static; the smallest number of tokens kept.
     """
 
     epsilon: Array
@@ -138,11 +140,11 @@ class Epsilon(Transform):
 
 @struct
 class Eta(Transform):
-    """Keeps tokens of probability min(epsilon, sqrt(epsilon) exp(-entropy)) or more (Hewitt et al., 2022).
+    """Keeps tokens of probability `min(epsilon, sqrt(epsilon) * exp(-entropy))` or more (Hewitt et al., 2022).
 
     Attributes:
         epsilon: `f32[B]` in [0, 1); 0 keeps all.
-        min_keep: static; the least number of tokens kept.
+        min_keep: static; the smallest number of tokens kept.
     """
 
     epsilon: Array
@@ -156,12 +158,14 @@ class Eta(Transform):
 
 @struct
 class TopH(Transform):
-    """Top-H (Potraghloo et al., 2025): keeps the most likely tokens while their entropy is at most `h` times the total.
+    """Top-H (Potraghloo et al., 2025): keeps the most likely tokens as long as their part of the entropy, the sum of
+    `-p log p`, is at most `h` times the total.
 
-    Entropies are taken over the `limit` most likely tokens, and no other token is ever kept, as in transformers.
+    The entropy is that of the `limit` most likely tokens, normalised, and no other token is ever kept, as in
+    transformers.
 
     Attributes:
-        h: `f32[B]` in (0, 1]; a row with `h` above 1 is left unchanged.
+        h: `f32[B]` in (0, 1]; a row with `h` above 1 is not changed.
         limit: static, the number of candidate tokens.
     """
 

@@ -1,10 +1,10 @@
 """The green-list watermark (Kirchenbauer et al., 2023) and its detector.
 
-The tokens before a position seed a split of the vocabulary. The logits of "green" tokens get a bias, and anybody who
-knows the key can count green tokens. Here the split is a keyed Feistel permutation with cycle walking: a token is green
-if its permuted index is below `size`. So exactly `size` tokens are green in each context, one token is tested without
-the others, and nothing is sorted or shuffled. Which tokens are green differs from transformers, which uses torch's
-generator, so a text marked by one library is not detected by the other.
+The tokens before a position determine, together with a secret key, a set of "green" tokens. Their logits get a bias,
+and anybody who knows the key can count green tokens in a text. Here the set comes from a keyed Feistel permutation with
+cycle walking: a token is green if its permuted index is below `size`. So exactly `size` tokens are green in each
+context, and a single token can be tested without sorting or shuffling the vocabulary. The green tokens differ from
+those of transformers, which uses torch's generator, so a text marked by one library is not detected by the other.
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ SCHEMES = ("lefthash", "selfhash")
 
 @struct
 class GreenList(Transform):
-    """Adds `bias` to the logits of green tokens.
+    """Adds `bias` to the logits of green tokens (the watermark of Kirchenbauer et al., 2023).
 
     Attributes:
-        bias: `f32[B]`.
+        bias: `f32[B]`; 0 changes nothing.
         size: `i32[B]`, the number of green tokens.
         key: `u32[B]`, the secret key.
-        context_width: static. "lefthash" seeds with the last token alone; "selfhash" with the smallest hash over the
-            candidate itself and the `context_width - 1` tokens before it, so the split depends on the candidate. A text
-            shorter than `context_width` is left unchanged.
-        seeding_scheme: static, "lefthash" or "selfhash". All candidates are tested; transformers tests the 40 best.
+        context_width: static; number of tokens on which the green list depends with "selfhash": the candidate itself
+            and the `context_width - 1` tokens before it, of which the smallest hash is the seed. "lefthash" uses only
+            the last token before the candidate. Logits after a text shorter than `context_width` are not changed.
+        seeding_scheme: static, "lefthash" or "selfhash". With "selfhash" all candidates are tested, while transformers
+            tests the 40 most likely.
     """
 
     needs: ClassVar[Literal["nothing", "bag", "sequence"]] = "sequence"
@@ -54,7 +55,7 @@ class GreenList(Transform):
         return 1 if self.seeding_scheme == "lefthash" else self.context_width - 1
 
     def green(self, before: Array, token: Array, vocab_size: int) -> Array:
-        """Returns `bool[...]`: True if `token` (`i32[...]`) is green after `before` (`i32[..., window]`)."""
+        """Returns True if `token` (`i32[...]`) is green after the tokens `before` (`i32[..., window]`): `bool[...]`."""
         return permute(self._seed(before, token), token.astype(jnp.uint32), vocab_size) < self.size.astype(jnp.uint32)
 
     def logits(self, state: PyTree, ctx: Context, logits: Array) -> Array:
@@ -129,17 +130,18 @@ class Detection:
 
 def detect(mark: GreenList, texts: Sequence[Sequence[int]], vocab_size: int, *, skip: int | Sequence[int] = 0,
            unique: bool = True) -> Detection:
-    """Tests texts for the watermark `mark`, as it is in a policy (a row for each text, or one row for all).
+    """Tests texts for a watermark by counting green tokens.
 
     Args:
-        mark: the watermark.
+        mark: the watermark, with one row for all texts or one row for each text.
         texts: token ids, of any lengths.
-        vocab_size: number of tokens of the vocabulary.
-        skip: number of tokens at the beginning (the prompt) that are not scored; one number, or one for each text.
-        unique: score each token with its context only once, as the paper advises: repeats carry no new evidence.
+        vocab_size: number of tokens in the vocabulary.
+        skip: number of tokens at the beginning (the prompt) that are not counted; one number, or one for each text.
+        unique: count each token with the same context only once, as the paper advises, since repeats are no new
+            evidence.
 
     Raises:
-        ValueError: `mark` has neither one row nor one for each text, or a text has nothing to score.
+        ValueError: `mark` has neither one row nor one for each text, or a text has no token to count.
 
     >>> mark = GreenList(jnp.array([2.0]), jnp.array([8]), jnp.array([7], jnp.uint32))
     >>> detect(mark, [[1, 2, 3, 4, 5, 6, 7, 8]], 16).scored.tolist()

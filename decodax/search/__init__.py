@@ -1,7 +1,9 @@
-"""Searches over texts that grow step by step, on forks of one compiled state: see `explore`.
+"""Searches over texts that grow step by step. A step is a piece of text that ends at a delimiter or after a number of
+tokens.
 
-A search uses a few operations: `Forks.extend` lets rows write a step, `Forks.fork` lets rows continue other rows,
-`Forks.feed` appends text to rows, and `Forks.ahead` looks ahead.
+A search holds the texts as rows of one compiled batch (`Forks`) and uses a few operations: `Forks.extend` generates one
+more step in chosen rows, `Forks.fork` lets rows continue the texts of other rows, `Forks.feed` appends given text to
+rows, and `Forks.ahead` returns a copy that is generated further, as a lookahead. `explore` runs a search.
 """
 
 from typing import Any

@@ -17,9 +17,13 @@ _TITLES = "mr.", "mrs.", "dr."
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """A training example: the model is to answer `prompt` by `target`.
+    """A training example of APAR: the model is to answer `prompt` with `target`.
 
-    The loss covers the tokens of `target[trained:]`, followed by an end of sequence.
+    Attributes:
+        prompt: the prompt.
+        target: the text after the prompt, with control tokens.
+        trained: number of first characters of `target` that are context only. The loss covers the tokens of
+            `target[trained:]` and an end-of-sequence token after them.
     """
 
     prompt: str
@@ -28,12 +32,12 @@ class Tuning:
 
 
 def outline(text: str) -> tuple[list[str], list[str]] | None:
-    """Splits a text into introductions, `n + 1` pieces, and details, `n` pieces between them.
+    """Splits a text into `n + 1` main pieces and the `n` details that lie between them.
 
-    It returns None for a text with fewer than three details, or with one of `CONFUSING`. In a numbered list, the
-    details of an item begin after its first colon. In a text without such a list they are what follows the first
-    sentence of a paragraph. The rules are those of the authors' code, except that all spaces and line ends are kept, so
-    that the pieces joined together are the text again.
+    The text is a numbered list, whose details begin after the first colon of each item, or else a sequence of
+    paragraphs, whose details are all sentences but the first. Returns None for a text with fewer than three details, or
+    with one of the strings in `CONFUSING`. The rules are those of the authors' code, except that all white space is
+    kept: the pieces and details, joined in turn, are the text.
 
     >>> outline("Three:\\n1. Red: warm as the sun.\\n2. Blue: cold as the sea.\\n3. Grey: neither of them.")
     (['Three:\\n1. Red:', '\\n2. Blue:', '\\n3. Grey:', ''], \
@@ -83,11 +87,17 @@ def _paragraphs(text: str) -> list[tuple[int, int]]:
 
 
 def to_apar(prompt: str, text: str, *, fork: str = "[Fork]", child: str = "[Child]") -> list[Tuning]:
-    """Returns the training examples of a prompt and its answer.
+    """Returns the training examples of a prompt and its answer for APAR.
 
-    One is for the main thread, with `fork` in place of the details. There is one for each of the details, after the
-    main thread's text before them and `child`. An answer without structure (see `outline`) has none: it is trained on
-    unchanged.
+    The first example is the main thread: the text with `fork` in place of each detail. Then there is one example for
+    each detail; it contains the main thread up to that detail, `child`, and the detail. The list is empty for an answer
+    in which `outline` finds no details; train on such an answer unchanged.
+
+    Args:
+        prompt: the prompt.
+        text: its answer.
+        fork: the control token at which a thread forks.
+        child: the control token at which a child thread begins.
 
     >>> text = "Three:\\n1. Red: warm as the sun.\\n2. Blue: cold as the sea.\\n3. Grey: neither of them."
     >>> [x.target for x in to_apar("Name three colours.", text)][:2]
@@ -111,10 +121,11 @@ def to_apar(prompt: str, text: str, *, fork: str = "[Fork]", child: str = "[Chil
 
 
 def from_apar(examples: Sequence[Tuning], *, fork: str = "[Fork]") -> str:
-    """Returns the text of the examples of `to_apar`, joined as `dx.search.explore(..., "apar")` does.
+    """Joins the examples of `to_apar` to the original answer, as `dx.search.explore(..., "apar")` joins generated
+    threads.
 
     Raises:
-        ValueError: the number of details differs from the number of places for them.
+        ValueError: the number of details differs from the number of `fork` tokens in the main thread.
     """
     details = [example.target[example.trained:] for example in examples if example.trained]
     main = next(example.target for example in examples if not example.trained)

@@ -18,13 +18,14 @@ from decodax.search.forks import Forks
                    "Snell et al. 2024", "beam search over steps by a process reward")
 @dataclasses.dataclass(frozen=True)
 class StepBeams(Explorer):
-    """Beam search over steps, by the reward of the text so far (Snell et al., 2024).
+    """Beam search over steps, ranked by a reward of the text so far (Snell et al., 2024).
 
-    `n` texts are extended by a step; the best `n / width` of them continue, `width` times each, until all have ended.
+    In each round all `n` texts are extended by a step. The `n / width` texts with the largest rewards are kept, and
+    each of them continues in `width` rows. The search ends when all texts of a prompt have ended.
 
     Attributes:
-        reward: scores texts.
-        n: number of rows.
+        reward: scores texts, finished and unfinished ones; larger is better.
+        n: number of rows of a prompt.
         width: number of continuations of each kept text, a divisor of `n`.
     """
 
@@ -64,19 +65,21 @@ def _no_cost(scores: Sequence[float]) -> float:
 class AStar(Explorer):
     """A*-decoding (Chatziveroglou, 2025): best-first search over texts.
 
-    The unfinished text with the smallest `f = g + 1 - reward` is extended by `branch` different steps, until `answers`
-    texts that have ended are better than it, or `expansions` texts have been expanded.
+    The unfinished text with the smallest `f = g + 1 - reward` is extended by `branch` sampled steps. The search ends
+    when `answers` finished texts have an `f` that is not larger than that of any unfinished text, or after `expansions`
+    extensions.
 
-    The cost `g` of the path so far is not published in full: here it is `cost` of the rewards along it, by default 0,
-    so that texts are ordered by their reward alone; `decodax.search.mean_shortfall` adds the mean of `1 - reward`.
+    The cost `g` of the path so far is not published in full. Here it is the option `cost`, a function of the rewards
+    along the path; it is 0 by default, so that only the current reward counts. `decodax.search.mean_shortfall` is
+    another choice: the mean of `1 - reward`.
 
     Attributes:
         reward: scores texts, between 0 and 1.
-        n: number of texts that are kept; the worst ones are replaced.
-        branch: number of steps that are tried.
-        expansions: largest number of expansions.
+        n: maximum number of texts that are stored; new texts replace the worst ones.
+        branch: number of steps that are sampled after a text.
+        expansions: maximum number of texts that are extended.
         answers: number of finished texts that are wanted.
-        cost: computes `g` from the rewards after each step.
+        cost: computes `g` from the rewards after each step of a text.
     """
 
     reward: Score
@@ -134,5 +137,5 @@ class AStar(Explorer):
 
 
 def mean_shortfall(rewards: Sequence[float]) -> float:
-    """Returns the mean of `1 - reward` along a path: a `cost` of `AStar`."""
+    """Returns the mean of `1 - reward` over the steps of a text, a `cost` for `AStar`; 0 without steps."""
     return float(np.mean([1 - r for r in rewards])) if len(rewards) else 0.0

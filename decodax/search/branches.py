@@ -1,4 +1,4 @@
-"""APAR: a tuned model forks its own text, and all branches are written at once (Liu et al., 2024)."""
+"""APAR: a tuned model forks its own text, and all branches are generated in parallel (Liu et al., 2024)."""
 
 from __future__ import annotations
 
@@ -26,17 +26,18 @@ NUMBERED = re.compile(r"\d+\. ")
 
 @struct
 class ControlTokens(Transform):
-    """Restricts where a thread may write the two control tokens.
+    """Restricts where a thread of APAR may generate the control tokens `[Fork]` and `[Child]`.
 
-    - `[Child]` is never written freely; at the position `child_at` it is forced.
-    - `[Fork]` is allowed if `may_fork`, not directly after a control token, and not at the depth `deepest`. The depth
-      of a text is the number of `[Child]` after its prompt, plus one.
+    - `[Child]` is forced at the position `child_at` and forbidden elsewhere.
+    - `[Fork]` is allowed if `may_fork` is True, but not directly after a control token, nor at the depth `deepest`. The
+      depth of a text is 1 plus the number of `[Child]` tokens after its prompt.
 
     Attributes:
-        fork, child: `i32[B]`, ids of the control tokens.
-        deepest: `i32[B]`, largest depth.
-        child_at: `i32[B]`, -1 in rows that are not new threads.
-        may_fork: `bool[B]`.
+        fork: `i32[B]`, id of `[Fork]`.
+        child: `i32[B]`, id of `[Child]`.
+        deepest: `i32[B]`, maximum depth.
+        child_at: `i32[B]`, position of `[Child]` in a row that is a new thread; -1 in other rows.
+        may_fork: `bool[B]`, True if the row may generate `[Fork]`.
     """
 
     fork: Array
@@ -60,16 +61,17 @@ class ControlTokens(Transform):
 
 @dataclasses.dataclass
 class Thread:
-    """A branch of an answer.
+    """One branch of an answer of APAR.
 
     Attributes:
-        path: ids before it: the prompt, what its ancestors wrote up to the `[Fork]` that it comes from, and `[Child]`.
-        parent: index of the thread that it comes from; None for the main one.
-        tokens: its own tokens, with each `[Fork]` and the token that ended it.
-        forks: for each child, the number of `tokens` before it, `[Fork]` included, and its index.
-        status: why it ended.
+        path: token ids before the thread's own tokens: the prompt, the tokens of its ancestors up to the `[Fork]` at
+            which this thread began, and `[Child]`.
+        parent: index of the thread that forked this one; None for the main thread.
+        tokens: the thread's own tokens, including each `[Fork]` and the token that ended it.
+        forks: a pair for each child: the number of `tokens` up to its `[Fork]`, inclusive, and the child's index.
+        status: why the thread ended.
         log_prob: log-probability of `tokens` under the model.
-        rounds: number of rounds of the batch when it ended.
+        rounds: number of rounds that the batch had run when the thread ended.
     """
 
     path: list[int]
@@ -87,23 +89,24 @@ class Thread:
 class APAR(Explorer):
     """Auto-parallel auto-regressive decoding (Liu et al., 2024). The model must have been tuned for it (`to_apar`).
 
-    Where a thread writes `[Fork]`, a second one begins with the same text and an appended `[Child]`. It writes the
-    details, while the first continues with what follows them; neither sees the other. All threads of all prompts form
-    one batch, whose rows share what was read, at the positions of their own texts. A thread ends like a text. The
-    answer is what a thread wrote up to its `[Fork]`, then what its child wrote, then what it wrote afterwards. Rules
-    are those of the authors' code.
+    Where a thread generates `[Fork]`, a second thread begins with the same text and an appended `[Child]`. The child
+    generates a detail, while its parent generates the text that follows the detail; neither attends to the other. All
+    threads of all prompts are rows of one batch, and a child reuses the cache of its parent. The answer joins, at each
+    `[Fork]`, the parent's text before it, the child's text, and the parent's text after it. The rules are those of the
+    authors' code.
 
-    `threads` limits the number of simultaneous threads of a prompt, where the authors limit that of the batch: here a
-    text does not depend on others. While all are in use, `[Fork]` is forbidden; threads that fork in the same round and
-    find no place wait for one.
+    `threads` limits the number of simultaneous threads of a prompt; the authors limit the number in the batch, but here
+    the text of a prompt does not depend on other prompts. While all are in use, `[Fork]` is forbidden; threads that
+    fork in the same round and find no free row wait for one.
 
-    The main thread draws with the key of the prompt's first sample. A child's key depends on its parent's and the
-    length of the text it comes from, so its text does not depend on rounds, rows, or the algorithm.
+    The main thread samples with the random key of the prompt's first sample. A child's key is derived from its parent's
+    key and the length of its text, so that its text does not depend on rounds, rows or the algorithm.
 
     Attributes:
-        fork, child: the control tokens, by id or by name (`"[SplitMask]"` and `"[SplitSop]"` in the published models).
-        threads: largest number of simultaneous threads of a prompt.
-        depth: largest nesting depth of threads, the main one included.
+        fork: the control token `[Fork]`, by id or by name (`"[SplitMask]"` in the published models).
+        child: the control token `[Child]`, by id or by name (`"[SplitSop]"` in the published models).
+        threads: maximum number of simultaneous threads of a prompt.
+        depth: maximum nesting depth of threads, the main one included.
         newlines: True repairs line breaks where texts are joined, as the authors' code does: two before the text after
             a child, and one before a child whose introduction has a number with a dot.
     """
@@ -178,7 +181,7 @@ class APAR(Explorer):
                       details=trees)
 
     def _end(self, forks: Forks, trees: list[list[Thread]], held: np.ndarray) -> None:
-        """Records what finished threads wrote, and frees their rows."""
+        """Stores the text of finished threads in `trees`, and frees their rows."""
         ended = (held >= 0) & ~forks.live
         record = forks.job.state.record
         raw = np.asarray(record.raw) if record is not None and ended.any() else None
@@ -194,15 +197,15 @@ class APAR(Explorer):
 
 def stitched(tree: Sequence[Thread], fork: int, read: Callable[[Thread, int, list[int], bool], Any],
              newlines: bool = False, which: int = 0) -> Any:
-    """Returns the answer from a thread on: its text up to its first `[Fork]`, that child, the text after it, and so on.
+    """Returns the text of a thread with the texts of its children inserted where it forked, recursively.
 
     Args:
-        tree: the threads.
+        tree: the threads of a prompt.
         fork: id of `[Fork]`.
-        read: returns the text of a piece, from a thread, the index in its tokens at which the piece begins, the piece,
-            and True if it is the last one.
-        newlines: as in `APAR`.
-        which: the thread to begin with.
+        read: returns the text of a piece of a thread. It takes the thread, the index of the piece in its tokens, the
+            tokens of the piece, and True for the last piece.
+        newlines: True repairs line breaks between pieces; see `APAR`.
+        which: index of the thread to begin with.
     """
     thread = tree[which]
     tokens = thread.tokens[:-1] if thread.status == Status.EOS else thread.tokens
@@ -239,10 +242,15 @@ def _reader(forks: Forks) -> Callable[[Thread, int, list[int], bool], Any]:
 
 
 def control_tokens(lm: Any, fork: int | str, child: int | str) -> tuple[int, int]:
-    """Returns the ids of the two tokens.
+    """Returns the ids of the control tokens of APAR.
+
+    Args:
+        lm: the model.
+        fork: `[Fork]`, as an id or a name.
+        child: `[Child]`, as an id or a name.
 
     Raises:
-        ValueError: one of them is not a single token of the model, or both are the same.
+        ValueError: a name is not a single token of the model, or both ids are the same.
     """
     found = []
     for name, token in (("fork", fork), ("child", child)):
@@ -263,13 +271,13 @@ def control_tokens(lm: Any, fork: int | str, child: int | str) -> tuple[int, int
 
 
 def _tell(forks: Forks, child_at: np.ndarray, may_fork: Any) -> None:
-    """Updates the policy: the position of `[Child]` in new threads, and which rows may fork."""
+    """Writes the position of `[Child]` in new threads, and which rows may fork, to the policy's `ControlTokens`."""
     job = forks.job
-    link, *others = job.policy.transforms
+    link, *others = job.batch.policy.transforms
     assert isinstance(link, ControlTokens)
     at, may = np.full(job.state.batch, -1, np.int32), np.zeros(job.state.batch, bool)
     at[:forks.rows] = child_at.reshape(-1)
     may[:forks.rows] = np.broadcast_to(may_fork, child_at.shape).reshape(-1)
     link = link.replace(child_at=jax.device_put(at, link.child_at.sharding),
                         may_fork=jax.device_put(may, link.may_fork.sharding))
-    job.policy = job.policy.replace(transforms=(link, *others))
+    job.batch.policy = job.batch.policy.replace(transforms=(link, *others))

@@ -1,4 +1,4 @@
-"""Rows of one compiled batch that denoise canvases, and a store of canvases that rows can return to."""
+"""Rows of one compiled batch that denoise canvases, and a store of canvases from which rows can continue later."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from decodax.core import drivers
 from decodax.core.algorithm import name_of
 from decodax.core.mesh import on_mesh
 from decodax.core.state import State, Status
-from decodax.engine.batch import Job, collect, host_rows
+from decodax.engine.batch import Job, collect
 from decodax.engine.request import Request
 from decodax.engine.result import Result
 
@@ -23,19 +23,19 @@ SIZE = 64
 
 @dataclasses.dataclass
 class Canvases:
-    """`n` rows of each of `P` prompts that are denoised, and a store of intermediate canvases.
+    """`n` rows for each of `P` prompts that denoise canvases, and a store of intermediate canvases.
 
-    A stored canvas is the complete state of a row, with its cache. Stored canvases are numbered from 0 for each prompt;
-    0 is the initial one.
+    A stored canvas is the complete decoding state of a row, with its cache. The stored canvases of a prompt are
+    numbered from 0; canvas 0 is the initial one.
 
     Attributes:
         job: the batch.
         n: number of rows of a prompt.
-        store: canvases, `SIZE` of each prompt in each part.
-        keys: random keys of the rows' places.
-        spent: number of positions that were denoised so far, in all rows.
-        fed: always 0.
-        generation: number of times that rows returned to stored canvases.
+        store: the stored canvases; each state in the list holds `SIZE` canvases of each prompt.
+        keys: random key of each row.
+        spent: number of positions that all rows together have unmasked so far.
+        fed: always 0; canvases take no text from outside.
+        generation: number of calls of `recall` so far.
     """
 
     __repr__ = short
@@ -50,10 +50,11 @@ class Canvases:
 
     @classmethod
     def begin(cls, lm: Any, prompts: Any, n: int, **options: Any) -> Self:
-        """Reads the prompts, and makes `n` rows of each.
+        """Prefills the prompts, and makes `n` rows for each.
 
         Raises:
-            ValueError, TypeError: as in `decodax.generate`, or an algorithm that fills no canvas.
+            ValueError: as in `decodax.generate`, or the algorithm does not denoise a canvas.
+            TypeError: as in `decodax.generate`.
         """
         request = Request.read(lm, prompts, num_samples=n, **options)
         if not request.algorithm.traits.canvas:
@@ -77,21 +78,21 @@ class Canvases:
         return len(self) * self.n
 
     def rng(self, prompt: int) -> np.random.Generator:
-        """Returns random numbers for a prompt at this generation, from its seed and address alone."""
+        """Returns a random generator for a prompt, seeded by its seed, its request id and the current generation."""
         r = self.job.request
         words = [*r.seeds[prompt].tolist(), int(r.request_ids[prompt]), self.generation]
         return np.random.default_rng(np.random.SeedSequence(words))
 
     def recall(self, numbers: np.ndarray, live: np.ndarray | None = None) -> None:
-        """Lets row `i` of prompt `p` continue from the canvas `numbers[p, i]`, with draws of its own.
+        """Lets row `i` of prompt `p` continue from the stored canvas `numbers[p, i]`, with new random numbers.
 
         Args:
             numbers: `i64[P, n]`.
-            live: `bool[P, n]`; other rows are paused.
+            live: `bool[P, n]`; rows that are False are paused. None: no row is.
         """
         self.generation += 1
         live = np.ones(numbers.shape, bool) if live is None else live
-        turn: Any = np.uint32(self.generation)
+        turn: Any = np.full(self.job.state.batch, self.generation, np.uint32)
         for part, held in enumerate(self.store):
             if (here := live & (numbers // SIZE == part)).any():
                 rows: Any = np.full(self.job.state.batch, -1, np.int32)
@@ -105,14 +106,14 @@ class Canvases:
             self.job.state = state.replace(status=jax.device_put(status, state.status.sharding))
 
     def _places(self, numbers: np.ndarray) -> np.ndarray:
-        """Returns rows within a part of the store."""
+        """Returns the index of each canvas within its part of the store, `i64[P, n]`."""
         return np.arange(len(self))[:, None] * SIZE + numbers % SIZE
 
     def denoise(self) -> tuple[np.ndarray, np.ndarray]:
-        """Runs one round of all running rows.
+        """Runs one denoising step of all running rows.
 
         Returns:
-            `i64[P, n]`, the number of denoising steps of each row's canvas; `i32[P, n]`, the rows' status.
+            `i64[P, n]`, the number of denoising steps of each row's canvas so far; `i32[P, n]`, the status of the rows.
         """
         before = np.asarray(self.job.state.status) == Status.RUNNING
         open_ = self._open()
@@ -141,18 +142,13 @@ class Canvases:
                     self.store[part] = drivers.put(self.store[part], self.job.state, rows)
 
     def texts(self) -> list[list[Any]]:
-        """Returns the new text of each row; ids without a tokenizer."""
+        """Returns the new text of each row, `[P][n]`; token ids if the model has no tokenizer."""
         result = self.result()
         flat = result.text if result.text is not None else [result.row(i).tolist() for i in range(len(result))]
         return [list(flat[p * self.n:(p + 1) * self.n]) for p in range(len(self))]
 
     def result(self) -> Result:
-        """Returns all rows as a result of `decodax.generate`."""
-        job = self.job
-        with on_mesh(job.request.lm.mesh):
-            s = host_rows(drivers.outcome(job.algorithm, job.state), np.arange(self.rows))
+        """Returns all rows as a result of `decodax.generate`; rows that still run get `Status.TIME`."""
+        s = jax.tree.map(lambda x: x[:self.rows], self.job.batch.outcome()[0])
         status = np.where(s.status == Status.RUNNING, np.int32(Status.TIME), s.status)
-        result = collect(job.request, s, status, {})
-        return dataclasses.replace(result, stats=dataclasses.replace(
-            result.stats, forwards=job.forwards, prefill_forwards=job.prefill_forwards, seconds=job.seconds,
-            prefill_seconds=job.prefill_seconds))
+        return self.job.timed(collect(self.job.request, s, status, {}), self.job.forwards)

@@ -17,13 +17,16 @@ from decodax.io.load import LM
 from decodax.io.prompts import read_prompts
 
 Spans = Callable[[str], Sequence[tuple[int, int]]]
-"""A function that returns the begins and ends of the items of a text."""
+"""A function of a text that returns the begin and the end of each item in it."""
 
 Threshold = Literal["mean", "least"] | float
 
 
 def separated(by: str = ";") -> Spans:
-    """Returns a function that finds items between separators, without white space around them.
+    """Returns a function that finds the items of a text, for the argument `items` of `desel`.
+
+    Args:
+        by: the separator between two items. White space around an item does not belong to it.
 
     >>> text = "a b; c ;; d"
     >>> [text[i:j] for i, j in separated()(text)]
@@ -48,10 +51,10 @@ class Selected:
     """The result of `desel`.
 
     Attributes:
-        items: for each prompt the items of the greedy text, followed by added items, the most likely first.
-        scores: for each item, the mean log-probability of its tokens.
-        greedy: number of items of the greedy text.
-        thresholds: the score that an added item had to reach.
+        items: the items of each prompt: those of the greedy text, then the added items, the most likely first.
+        scores: the mean log-probability of the tokens of each item.
+        greedy: number of items of each greedy text.
+        thresholds: the score that an added item had to reach, for each prompt.
         texts: the greedy text of each prompt, followed by the samples.
     """
 
@@ -68,23 +71,23 @@ class Selected:
 def desel(lm: LM | Any, prompts: Any, num_samples: int = 10, *, items: Spans | None = None,
           threshold: Threshold = "mean",
           same: Callable[[str], Any] = str.lower, temperature: float = 1.0, **sampling: Any) -> Selected:
-    """DeSel (Wu, Ahmad and Chang, 2023): the list of greedy decoding, extended by likely items of samples.
+    """DeSel (Wu, Ahmad and Chang, 2023): extends the list of greedy decoding by likely items of samples.
 
-    The score of an item is the mean log-probability of its tokens under the model, the largest one if it occurs in
-    several texts. All items of the greedy text are kept. Items of the samples are added if their score reaches a
-    threshold computed from the greedy items. The paper's threshold is not public as code: here it is an option, by
-    default the mean.
+    The score of an item is the mean log-probability of its tokens under the model; if it occurs in several texts, the
+    largest score counts. All items of the greedy text are kept. Items of the samples are added if their score reaches a
+    threshold that is computed from the scores of the greedy items. The paper's threshold is not public as code; here it
+    is an option, by default the mean.
 
     Args:
         lm: the model.
         prompts: one or several.
         num_samples: number of samples of each prompt.
-        items: finds the items of a text; default `separated(";")`.
-        threshold: "mean" or "least" of the greedy items' scores, or a log-probability. Without greedy items all are
-            added, unless it is a number.
-        same: returns a key that is equal for equal items.
+        items: returns the begin and end of each item in a text. None: `separated(";")`.
+        threshold: "mean" or "least" of the scores of the greedy items, or a number. Without greedy items, "mean" and
+            "least" add all items.
+        same: returns a key of an item; items with equal keys count as one.
         temperature: temperature of the samples.
-        sampling: further arguments of `generate`; truncations apply to samples only.
+        sampling: further arguments of `generate`; `top_k` and similar options apply to the samples only.
 
     Raises:
         ValueError: a model without a tokenizer, an unknown threshold, or as in `generate`.
@@ -139,7 +142,8 @@ def desel(lm: LM | Any, prompts: Any, num_samples: int = 10, *, items: Spans | N
 
 
 def _places(lm: LM, prompt: list[int], result: Result, row: int) -> tuple[str, list[int]]:
-    """Returns a row's text, and the begin of each of its tokens in it; the last entry is the end."""
+    """Returns the text of a row, and the index in it at which each of its tokens begins; a last entry is the end of the
+    text."""
     assert lm.tokenizer is not None and result.text is not None
     text, ids = result.text[row], result.row(row).tolist()
     pieces = lm.tokenizer.detokenizer(prompt)

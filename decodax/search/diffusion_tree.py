@@ -1,4 +1,4 @@
-"""A tree of canvases: search and sampling by reward along the denoising of a masked diffusion model."""
+"""Searches over a tree of canvases: the denoising of a masked diffusion model, guided by a reward."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from decodax.search.explorer import CanvasExplorer, Ranked, Score, log_mean, nor
 
 @dataclasses.dataclass
 class CanvasTree:
-    """The canvases of one prompt, by number; 0 is the initial one. A child is made of its parent by denoising.
+    """The tree of canvases of one prompt. Canvases are numbered; 0 is the initial one, and a child is its parent after
+    more denoising steps.
 
     Attributes:
-        parent: the parent of each canvas, -1 for the first.
-        children: the children of each.
-        value: soft value `v`.
-        visits: number of simulations that passed through.
-        ended: True if nothing is left to denoise.
-        step: number of denoising steps before it.
+        parent: number of each canvas's parent, -1 for canvas 0.
+        children: numbers of each canvas's children.
+        value: soft value `v` of each canvas, an estimate of `log E exp(lam reward) / lam` over the texts below it.
+        visits: number of simulations that passed through each canvas.
+        ended: True if no position of the canvas is masked.
+        step: number of denoising steps before each canvas.
     """
 
     parent: list[int] = dataclasses.field(default_factory=lambda: [-1])
@@ -36,7 +37,16 @@ class CanvasTree:
     step: list[int] = dataclasses.field(default_factory=lambda: [0])
 
     def add(self, parent: int, step: int, ended: bool) -> int:
-        """Adds a canvas, which is not among its parent's children yet, and returns its number."""
+        """Adds a canvas and returns its number.
+
+        This sets the canvas's parent, but does not change `children[parent]`: the caller appends the number there once
+        the canvas has a value.
+
+        Args:
+            parent: number of the parent canvas.
+            step: number of denoising steps before the canvas.
+            ended: True if no position of the canvas is masked.
+        """
         self.parent.append(parent)
         self.children.append([])
         self.value.append(-math.inf)
@@ -46,19 +56,21 @@ class CanvasTree:
         return len(self.parent) - 1
 
     def back_up(self, node: int, lam: float) -> None:
-        """Updates soft values from a canvas to the root: `v(x) = log(mean over children of exp(lam v)) / lam`."""
+        """Recomputes `v(x) = log(mean over children of exp(lam v)) / lam` for all ancestors of canvas `node`, up to the
+        root."""
         while (node := self.parent[node]) >= 0:
             self.value[node] = float(log_mean(lam * np.array([self.value[c] for c in self.children[node]]))) / lam
 
     def walk(self, lam: float, rng: np.random.Generator) -> int:
-        """Draws a finished canvas, child by child in proportion to `exp(lam v)`."""
+        """Draws a finished canvas: goes from the root to a child drawn with probability proportional to `exp(lam v)`,
+        and on."""
         node = 0
         while not self.ended[node]:
             node = self.draw(node, lam, rng)
         return node
 
     def draw(self, node: int, lam: float, rng: np.random.Generator) -> int:
-        """Draws a child in proportion to `exp(lam v)`."""
+        """Draws a child of canvas `node` with probability proportional to `exp(lam v)`."""
         children = self.children[node]
         return children[int(rng.choice(len(children), p=normal(lam * np.array([self.value[c] for c in children]))))]
 
@@ -69,29 +81,32 @@ class CanvasTree:
                    model="pycode-diffusion")
 @dataclasses.dataclass(frozen=True)
 class DTS(CanvasExplorer):
-    """Diffusion tree sampling (Jain et al., 2025, DTS).
+    """Diffusion tree sampling (Jain et al., 2025, DTS): samples from `p(x) exp(lam reward(x))`, where `p` is the
+    distribution of a masked diffusion sampler (`algorithm=`, any of them).
 
-    Canvases that were denoised from one another form a tree, whose leaves become samples of `p(x) exp(lam reward(x))`
-    as it grows.
+    Canvases form a tree in which a child is its parent after more denoising steps. One simulation
 
-    A simulation descends from the root to children drawn in proportion to `exp(lam v)`, until it reaches a canvas with
-    fewer children than its limit, `children * visits ** widening`. A new child is denoised from it, and from there the
-    text is denoised to its end; all canvases on the way join the tree. The reward of the text is the soft value of its
-    leaf, and `v(x) = log(mean over children of exp(lam v)) / lam` is updated up to the root. A simulation that ends at
-    a leaf costs nothing. In the end texts are drawn by walks down the tree.
+    1. goes from the root to children drawn with probability proportional to `exp(lam v)`, until it reaches a canvas
+       with fewer children than `children * visits ** widening`;
+    2. denoises a new child of that canvas, and from it on to the end; all canvases on the way join the tree;
+    3. sets the soft value `v` of the leaf to the reward of its text, and updates `v(x) = log(mean over children of
+       exp(lam v)) / lam` up to the root.
 
-    Any masked diffusion sampler can be used (`algorithm=`); its distribution is `p`. `n` simulations run side by side;
-    they share the tree as it was before, except for visits and for children that are being made, which count towards
-    the limit. `log_evidence` is `lam v` of the root, an estimate of `log E exp(lam reward)`.
+    A simulation that ends at a leaf of the tree costs nothing. After all simulations, texts are drawn by walks down the
+    tree; their distribution approaches the target as the tree grows.
+
+    `n` simulations run side by side on the same tree; only visits and children that are still denoised are counted at
+    once. `log_evidence` is `lam v` of the root, an estimate of `log E exp(lam reward)`.
 
     Attributes:
         reward: scores whole texts; -inf excludes one.
         lam: weight of the reward.
-        n: number of simulations at once, and of texts that are drawn.
+        n: number of simulations that run at once, and number of texts that are drawn.
         simulations: number of simulations of each prompt.
-        children, widening: parameters of the limit; `widening=0` makes it constant.
-        every: number of denoising steps between two canvases of the tree; larger values keep fewer canvases, with the
-            same distribution.
+        children: factor of the maximum number of children.
+        widening: exponent of the maximum number of children; 0 makes the maximum constant.
+        every: number of denoising steps between two canvases of the tree. Larger values store fewer canvases; the
+            target distribution is the same.
     """
 
     reward: Score
@@ -115,11 +130,11 @@ class DTS(CanvasExplorer):
         return self.n
 
     def child(self, tree: CanvasTree, node: int, rng: np.random.Generator) -> int:
-        """Returns the child to which a simulation goes."""
+        """Returns the child of canvas `node` at which a simulation continues."""
         return tree.draw(node, self.lam, rng)
 
     def leaves(self, tree: CanvasTree, rng: np.random.Generator) -> list[int]:
-        """Returns the `n` resulting texts, the answer first."""
+        """Returns the `n` leaves whose texts are the result; the first one is the answer."""
         return [tree.walk(self.lam, rng) for _ in range(self.n)]
 
     def search(self, canvases: Canvases, asked: Sequence[Any]) -> Ranked:
@@ -133,11 +148,11 @@ class DTS(CanvasExplorer):
         return Ranked(scores, np.zeros(len(trees), int), self.weights(scores), evidence)
 
     def weights(self, scores: np.ndarray) -> np.ndarray | None:
-        """Returns the weights of the texts, which are samples."""
+        """Returns the weight of each resulting text, `1 / n` for samples."""
         return np.full(scores.shape, 1 / self.n)
 
     def _simulate(self, canvases: Canvases, trees: list[CanvasTree], asked: Sequence[Any]) -> None:
-        """Runs one simulation in each row."""
+        """Runs one simulation in each row, and adds its canvases to the trees."""
         shape = len(trees), self.n
         at = np.zeros(shape, int)
         for p, tree in enumerate(trees):
@@ -169,7 +184,7 @@ class DTS(CanvasExplorer):
         self._evaluate(canvases, trees, asked, live, at, first, status)
 
     def _select(self, tree: CanvasTree, pending: dict[int, int], rng: np.random.Generator) -> int:
-        """Returns the canvas at which a simulation leaves the tree: one that gets another child, or a finished one."""
+        """Returns the canvas from which a simulation denoises a new child, or a finished canvas."""
         node = 0
         while True:
             tree.visits[node] += 1
@@ -184,7 +199,7 @@ class DTS(CanvasExplorer):
     def _evaluate(self, canvases: Canvases, trees: list[CanvasTree], asked: Sequence[Any], live: np.ndarray,
                   at: np.ndarray,
                   first: np.ndarray, status: np.ndarray) -> None:
-        """Computes rewards of finished texts, and updates the values above them."""
+        """Computes the rewards of finished texts, and updates the values of their canvases and of all ancestors."""
         texts = canvases.texts()
         for p, tree in enumerate(trees):
             rows = np.flatnonzero(live[p])
@@ -211,13 +226,14 @@ class DTS(CanvasExplorer):
                    model="pycode-diffusion")
 @dataclasses.dataclass(frozen=True)
 class DTSStar(DTS):
-    """Diffusion tree search (Jain et al., 2025, DTS*): `DTS` for the text with the largest reward.
+    """Diffusion tree search (Jain et al., 2025, DTS*): finds texts with a large reward, on the tree of `DTS`.
 
-    A simulation goes to the child with the largest soft value, and the best texts that were found are returned.
+    A simulation goes to the child with the largest soft value instead of a random one. The result is the best texts
+    that were found.
 
     Attributes:
-        exploration: factor `c` of the bonus `c sqrt(log(visits) / its visits)` that is added to a child's value (UCT).
-            0: only the widening of the tree explores.
+        exploration: factor `c` of the bonus `c sqrt(log(visits of the parent) / visits of the child)` that is added to
+            a child's value (UCT). 0: only the growing maximum number of children makes the search explore.
     """
 
     exploration: float = 0.0

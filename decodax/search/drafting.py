@@ -1,4 +1,4 @@
-"""Drafting by steps: a small model writes whole steps, and a large one decides which of them are kept."""
+"""Drafting by steps: a small model generates whole steps, and a large model decides which of them are kept."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def same_words(a: str, b: str) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class DraftedSteps:
-    """The result of drafting by steps.
+    """The result of `lookahead_reasoning`.
 
     Attributes:
         text: the text of each prompt.
-        steps: number of steps in it.
-        accepted: number of steps that were drafted.
-        rounds: number of rounds in which the target wrote, for all prompts together.
-        tokens: number of tokens written by the target.
-        drafted: number of tokens written by the draft model.
+        steps: number of steps of each text.
+        accepted: number of steps of each text that the draft model has generated.
+        rounds: number of rounds in which the target model generated steps, for all prompts together.
+        tokens: number of tokens that the target model has generated.
+        drafted: number of tokens that the draft model has generated.
     """
 
     text: list[str]
@@ -50,24 +50,27 @@ class DraftedSteps:
                     "Fu et al. 2025", "a small model drafts whole steps, which stand if the large one says the same")
 def lookahead_reasoning(lm: Any, draft: Any, prompts: Any, *, until: str | Sequence[str], depth: int = 4,
                         same: Same = same_words, step_tokens: int | None = None, **sampling: Any) -> DraftedSteps:
-    """Lookahead Reasoning (Fu et al., 2025): reasoning in which whole steps are drafted.
+    """Lookahead Reasoning (Fu et al., 2025): a draft model generates several reasoning steps, which the target model
+    checks in parallel.
 
-    In a round the draft model writes `depth` steps one after the other. The target then writes, side by side, its own
-    version of each step, after the drafted ones before it, and of the step after the last. A drafted step is accepted
-    if it says the same as the target's, and if the text ends with both or with neither; the first that is not is
-    replaced by the target's. So a round adds 1 to `depth + 1` steps.
+    In a round the draft model generates `depth` steps one after the other. The target model then generates, in
+    parallel, its own version of each step after the drafted steps before it, and of the step after the last. A drafted
+    step is accepted if `same` holds for both versions, and if the text ends after both or after neither. The first step
+    that is not accepted is replaced by the target's version. So a round adds from 1 to `depth + 1` steps.
 
-    The text is not that of plain decoding, but equivalent in the sense of `same`: by default steps are equal apart from
-    white space and case, so that with greedy rows little else differs. The paper's judges, which compare meanings, are
-    not included: pass one as `same` to accept more. Within steps `algorithm=` drafts tokens as usual.
+    The text is not that of plain decoding, but equivalent in the sense of `same`. By default steps have to be equal
+    apart from white space and case, so that greedy results differ in little else. The paper's judges, which compare
+    meanings, are not included: pass one as `same` to accept more steps. `algorithm=` can also draft tokens within the
+    steps.
 
     Args:
-        lm, draft: models, or names for `load`.
+        lm: the target model, or a name for `load`.
+        draft: the draft model, or a name for `load`.
         prompts: the prompts.
         until: strings that end a step.
         depth: number of drafted steps.
-        same: compares the drafted step and the target's.
-        step_tokens: largest number of tokens of a step.
+        same: returns True if the drafted step and the target's version are equivalent.
+        step_tokens: maximum number of tokens of a step. None: no limit.
         sampling: arguments of `generate`, for both models.
 
     Raises:
@@ -135,10 +138,10 @@ def lookahead_reasoning(lm: Any, draft: Any, prompts: Any, *, until: str | Seque
 
 @dataclasses.dataclass(frozen=True)
 class WrittenStep:
-    """A step that a row has written.
+    """A step that a row has generated.
 
     Attributes:
-        ids: its tokens.
+        ids: its token ids.
         text: its text.
         status: status of the row after it.
     """
@@ -149,15 +152,15 @@ class WrittenStep:
 
     @property
     def ends(self) -> bool:
-        """True if the text ends with it."""
+        """True if the row's text ends with this step."""
         return self.status != Status.RUNNING
 
 
 def _write(forks: Forks, which: np.ndarray, alike: bool) -> list[list[WrittenStep | None]]:
-    """Lets rows write a step; returns None for other rows.
+    """Lets rows generate a step, and returns the steps `[P][n]`; None for other rows.
 
-    If the step is for a model that is not `alike`, which reads its text alone, it is continued until the text ends with
-    a whole character.
+    If the other model has different tokens (`alike` is False), a step is continued until its text ends with a complete
+    character.
     """
     before = forks.lengths.copy()
     wrote = forks.extend(which)
@@ -171,12 +174,12 @@ def _write(forks: Forks, which: np.ndarray, alike: bool) -> list[list[WrittenSte
 
 
 def _joined(steps: Sequence[WrittenStep], alike: bool) -> Any:
-    """Returns steps to be fed to a model: as ids if it has the same tokens, so that no text is encoded again."""
+    """Joins steps that the other model is to read: to token ids if both models have the same tokens, else to a text."""
     return list(itertools.chain(*(step.ids for step in steps))) if alike else "".join(step.text for step in steps)
 
 
 def _alike(a: LM, b: LM) -> bool:
-    """True if two models have the same tokens."""
+    """True if two models have the same tokens, with the same ids."""
     assert a.tokenizer is not None and b.tokenizer is not None
     return a.tokenizer is b.tokenizer or a.tokenizer.token_bytes(False) == b.tokenizer.token_bytes(False)
 
@@ -187,9 +190,9 @@ class Calibrated:
 
     Attributes:
         text: the text of each prompt.
-        turns: number of turns of each prompt.
-        accepted: number of turns whose chunk the target accepted.
-        p_values: p-values of each prompt's turns.
+        turns: number of chunks of each text that the draft model has proposed.
+        accepted: number of chunks of each text that were accepted.
+        p_values: the conformal p-value of each proposed chunk, for each prompt.
     """
 
     text: list[str]
@@ -202,25 +205,28 @@ class Calibrated:
                     "a small model's chunks stand unless they are too surprising; the gate alone, in lock step")
 def atts(lm: Any, draft: Any, prompts: Any, *, step_tokens: int = 500, until: str | Sequence[str] | None = None,
          cut: float = 0.6, turns: int = 40, calibration: Sequence[float] = (), **sampling: Any) -> Calibrated:
-    """The conformal gate of asynchronous test-time scaling (Xiong et al., 2025, ATTS).
+    """The conformal test of asynchronous test-time scaling (Xiong et al., 2025, ATTS): a draft model generates chunks,
+    and a target model replaces those that it finds too surprising.
 
-    A small model writes chunks; a large one only reads them, and writes a chunk itself where the draft's is too
-    surprising. Prompts have one chain each and take turns together: nothing here is asynchronous, and a turn reads
-    whole texts to compute perplexities.
+    The target computes the perplexity of each drafted chunk and ranks it among those of all earlier chunks, of all
+    prompts. With `n` earlier chunks, the conformal p-value is (1 + number of earlier perplexities that are at least as
+    large) / (n + 1). A chunk with a p-value below `1 - cut` is replaced by one that the target generates. So a share of
+    about `cut` of the chunks is accepted, for all models. Each perplexity joins the calibration set. An end-of-sequence
+    token belongs to the chunk that it ends, and a chunk may consist of it alone. Where the draft model cannot continue,
+    the target generates the chunk.
 
-    The target's perplexity of a chunk is ranked among those of earlier chunks of all chains. With `n` of them the
-    conformal p-value is (1 + number of at least as large ones) / (n + 1). A chunk with a p-value below `1 - cut`, one
-    of the most surprising, is replaced by the target's own. So a share of about `cut` of the chunks is the draft's,
-    whatever the model. Each perplexity joins the calibration set. An end of sequence belongs to the chunk that it ends,
-    and a chunk may consist of it alone. Where the draft cannot continue, the target does.
+    All prompts take their turns together, with one text each. Unlike the paper's system, nothing is asynchronous, and
+    each turn runs the target on the whole text again to compute perplexities.
 
     Args:
-        lm, draft: models.
+        lm: the target model.
+        draft: the draft model.
         prompts: the prompts.
-        step_tokens, until: end of a chunk.
-        cut: share of chunks that are accepted.
-        turns: number of chunks of a text.
-        calibration: perplexities known beforehand.
+        step_tokens: maximum number of tokens of a chunk.
+        until: strings that end a chunk. None: only `step_tokens` does.
+        cut: share of chunks to accept, from 0 to 1.
+        turns: maximum number of chunks of a text.
+        calibration: perplexities of earlier chunks, with which the calibration set begins.
         sampling: arguments of `generate`, for both models.
 
     Raises:
@@ -273,6 +279,7 @@ def atts(lm: Any, draft: Any, prompts: Any, *, step_tokens: int = 500, until: st
 
 
 def _end(own: Forks, p: int, chunk: WrittenStep) -> list[int]:
-    """Returns the target's end of sequence if the draft's chunk ends with its own."""
+    """Returns `[id]` of the target's end-of-sequence token if the draft model's chunk ends with its own such token,
+    else `[]`."""
     ends = np.asarray(own.job.request.policy.eos)[p * own.n]
     return ends[ends >= 0][:1].tolist() if chunk.status == Status.EOS else []

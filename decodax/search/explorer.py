@@ -25,25 +25,25 @@ from decodax.search.canvases import Canvases
 from decodax.search.forks import Forks
 
 Score = Callable[[Any, Sequence[Any]], Any]
-"""`score(prompt, texts)` returns a number for each text that begins to answer a prompt, such as the result of a process
-reward model, a verifier or a constraint. A text may be cut after any step. The result is a list or an array."""
+"""`score(prompt, texts)` returns a list or array with a number for each text, which may be unfinished: the result of a
+process reward model, a verifier or a constraint, for example."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Explored:
-    """The result of a search.
+    """The result of a search. `P` is the number of prompts, `n` the number of rows of a prompt.
 
     Attributes:
-        text: the chosen text of each prompt; ids without a tokenizer.
+        text: the chosen text of each prompt; token ids if the model has no tokenizer.
         index: the row of each chosen text.
-        texts: all rows, `[P][n]`.
-        scores: `f64[P, n]`, on which the choice is based.
-        weights: `f64[P, n]`, of rows that are weighted samples, summing to 1; else None.
-        log_evidence: `f64[P]`, the log of the mean weight, for searches that estimate it; else None.
-        tokens: number of tokens generated in all, also of rows that were dropped.
-        fed: number of tokens that were appended from outside.
+        texts: the texts of all rows, `[P][n]`.
+        scores: `f64[P, n]`, the scores by which texts were chosen.
+        weights: `f64[P, n]`, weights of the rows that sum to 1, if the rows are weighted samples; else None.
+        log_evidence: `f64[P]`, the log of the estimated normalizing constant, if the search estimates it; else None.
+        tokens: number of tokens generated, including rows that were dropped.
+        fed: number of tokens that were appended from outside, such as tool results.
         result: the rows as a result of `decodax.generate`.
-        details: further findings for each prompt (the threads of `apar`); None for most searches.
+        details: further findings for each prompt, such as the threads of `apar`; None for most searches.
     """
 
     __repr__ = short
@@ -82,12 +82,14 @@ class Explorer(Search):
     """Base class of searches over texts that grow step by step: a frozen dataclass whose fields are the search's
     options.
 
-    `search` is given a `Forks`, extends and forks its rows, and returns scores of the rows.
+    A derived class defines `rows` and `search`. `search` gets a `Forks`, extends and forks its rows, and returns scores
+    of the rows.
 
     Attributes:
         until: strings that end a step.
-        step_tokens: largest number of tokens of a step. Without either, a step is the whole text.
-        reads: what the search does with texts, if it needs a model with a tokenizer; empty if ids are enough.
+        step_tokens: maximum number of tokens of a step. If neither is given, a step is the whole text.
+        reads: empty if the search works on token ids. Otherwise a verb phrase that says what it does with texts, for
+            the error that a model without a tokenizer raises.
     """
 
     until: str | tuple[str, ...] | None = dataclasses.field(default=None, kw_only=True)
@@ -98,20 +100,21 @@ class Explorer(Search):
     @property
     @abc.abstractmethod
     def rows(self) -> int:
-        """Number of rows that a prompt takes."""
+        """Number of rows of a prompt."""
 
     def begin(self, lm: Any, prompts: Any, **options: Any) -> Forks:
-        """Returns the initial rows. Options are those of `Forks.begin`.
+        """Prefills the prompts and returns the initial rows. The options are those of `Forks.begin`.
 
         Raises:
-            ValueError: a model without a tokenizer, if the search reads texts; or as in `Forks.begin`.
+            ValueError: a model without a tokenizer, if the search works on texts; or as in `Forks.begin`.
         """
         lm = text_model(lm, f"{type(self).__name__} {self.reads}") if self.reads else lm
         return Forks.begin(lm, prompts, self.rows, **options)
 
     @abc.abstractmethod
     def search(self, forks: Forks, asked: Sequence[Any]) -> Ranked:
-        """Runs the search. `asked` holds the prompts as they were given."""
+        """Runs the search on the initial rows and returns their scores. `asked` holds the prompts as the user gave
+        them."""
 
     def run(self, lm: Any, prompts: Any, options: Mapping[str, Any]) -> Result:
         return explore(lm, prompts, self, **options).answers()
@@ -119,16 +122,17 @@ class Explorer(Search):
 
 @dataclasses.dataclass(frozen=True)
 class CanvasExplorer(Search):
-    """Base class of searches over canvases that are denoised step by step: like `Explorer`, with `Canvases`."""
+    """Base class of searches over canvases that are denoised step by step. It is used as `Explorer` is, with `Canvases`
+    in place of `Forks`."""
 
     @property
     @abc.abstractmethod
     def rows(self) -> int:
-        """Number of rows that a prompt takes."""
+        """Number of rows of a prompt."""
 
     @abc.abstractmethod
     def search(self, canvases: Canvases, asked: Sequence[Any]) -> Ranked:
-        """Runs the search. The rows hold the result in the end."""
+        """Runs the search and returns the scores of the rows, which hold the resulting canvases afterwards."""
 
     def run(self, lm: Any, prompts: Any, options: Mapping[str, Any]) -> Result:
         return explore(lm, prompts, self, **options).answers()
@@ -136,13 +140,16 @@ class CanvasExplorer(Search):
 
 @dataclasses.dataclass(frozen=True)
 class Ranked:
-    """Scores of a search's rows.
+    """Scores of the rows of a search, returned by `Explorer.search`.
 
     Attributes:
         scores: `f64[P, n]`.
-        index: `i64[P]`, the chosen rows; by default those with the largest scores.
-        weights, log_evidence, details: as in `Explored`.
-        texts: texts that are not single rows, for searches that make such; `scores` and `index` then refer to them.
+        index: `i64[P]`, the chosen row of each prompt. None: the row with the largest score.
+        weights: `f64[P, n]`, weights that sum to 1 if the rows are weighted samples; else None.
+        log_evidence: `f64[P]`, the log of the estimated normalizing constant, or None.
+        texts: the texts, `[P][m]`, for searches whose texts are not single rows; `scores` and `index` then refer to
+            them. None: the texts of the rows.
+        details: further findings for each prompt, or None.
     """
 
     __repr__ = short
@@ -156,7 +163,14 @@ class Ranked:
 
 
 def scored(score: Score, forks: Forks, asked: Sequence[Any], which: np.ndarray, old: np.ndarray) -> np.ndarray:
-    """Returns scores of the texts in `which`, and `old` scores of the others: `f64[P, n]`.
+    """Returns `f64[P, n]`: new scores of the rows in `which`, and the `old` scores of the other rows.
+
+    Args:
+        score: the user's function; takes a prompt and a list of its texts, and returns a score for each text.
+        forks: the rows.
+        asked: the prompts as the user gave them.
+        which: `bool[P, n]`.
+        old: `f64[P, n]`.
 
     Raises:
         ValueError: a score is NaN, or their number differs from that of the texts.
@@ -174,14 +188,15 @@ def scored(score: Score, forks: Forks, asked: Sequence[Any], which: np.ndarray, 
 
 
 def normal(log_weights: np.ndarray) -> np.ndarray:
-    """Returns weights that sum to 1 along the last axis, from their logarithms; equal weights if all are 0."""
+    """Normalizes weights, given as logarithms, to the sum 1 along the last axis; equal weights if all are 0."""
     top = log_weights.max(-1, keepdims=True)
     w = np.where(np.isfinite(top), np.exp(log_weights - np.where(np.isfinite(top), top, 0)), 1.0)
     return w / w.sum(-1, keepdims=True)
 
 
 def log_mean(log_weights: np.ndarray) -> np.ndarray:
-    """Returns the logarithm of the mean of weights, along the last axis, from their logarithms."""
+    """Returns the logarithm of the mean of weights, given as logarithms, along the last axis; -inf if all weights are
+    0."""
     top = log_weights.max(-1)
     safe = np.where(np.isfinite(top), top, 0)
     with np.errstate(divide="ignore"):
@@ -189,13 +204,13 @@ def log_mean(log_weights: np.ndarray) -> np.ndarray:
 
 
 def resample(weights: np.ndarray, rng: np.random.Generator, how: str = "multinomial") -> np.ndarray:
-    """Draws, for each of `n` new rows, the weighted row that it continues: `i64[n]`. The first copy of a row stays in
-    its place.
+    """Draws, for each of `n` new rows, the weighted row that it continues: `i64[n]`. A row that is drawn keeps its own
+    place for its first copy.
 
     Args:
         weights: `f64[n]`, summing to 1.
         rng: random numbers.
-        how: "multinomial": independent draws; "systematic": one draw for all.
+        how: "multinomial": independent draws; "systematic": one random offset for `n` equally spaced points.
     """
     n = len(weights)
     u = rng.random(n) if how == "multinomial" else (np.arange(n) + rng.random()) / n
@@ -205,7 +220,7 @@ def resample(weights: np.ndarray, rng: np.random.Generator, how: str = "multinom
 
 
 def settled(chosen: np.ndarray) -> np.ndarray:
-    """Returns the same rows in an order in which as many as possible stay in their place."""
+    """Reorders drawn rows so that as many as possible stay in their own place: `i64[n]`, from row indices `i64[n]`."""
     n = len(chosen)
     left = np.bincount(chosen, minlength=n)
     out = np.full(n, -1)
@@ -217,7 +232,7 @@ def settled(chosen: np.ndarray) -> np.ndarray:
 
 
 def _objects(values: Sequence[Any]) -> np.ndarray:
-    """Returns an array of objects with one entry for each value, or for each value of each list."""
+    """Returns an object array with one entry for each value; two-dimensional if all values are lists of one length."""
     rows = [list(v) if isinstance(v, list) else v for v in values]
     even = all(isinstance(v, list) for v in rows) and len({len(v) for v in rows}) == 1
     out = np.empty((len(rows), len(rows[0])) if even else len(rows), object)
@@ -237,20 +252,22 @@ NOT_HERE = {**dict.fromkeys(("num_samples", "num_return_sequences"), "the search
 
 def explore(lm: LM | str | os.PathLike[str], prompts: Any, by: str | Explorer | CanvasExplorer, *,
             until: str | Sequence[str] | None = None, step_tokens: int | None = None, **sampling: Any) -> Explored:
-    """Answers each prompt by a search over steps, on forks of one compiled state.
+    """Answers each prompt by a search over steps.
 
     >>> import decodax as dx
     >>> dx.search.explore("pycode", "def area(", dx.search.particle_filter(reward=judge),
     ...                   until="\\n", temperature=0.8).text                                # doctest: +SKIP
 
     Args:
-        lm, prompts: as for `generate`.
+        lm: the model, or a name for `load`.
+        prompts: one or several, as for `generate`.
         by: a search (`decodax.search.particle_filter(n=16, reward=judge)`), or the string of one (`"treepo:n=8"`).
         until: strings that end a step.
-        step_tokens: largest number of tokens of a step. Without either, a step is the whole text. Searches over
-            canvases take neither: their steps are those of the sampler.
-        sampling: arguments of `generate`: `temperature`, `max_new_tokens`, `algorithm`, `cache`, `stop`, ... Any
-            left-to-right algorithm can write the steps; searches over canvases take any masked diffusion sampler.
+        step_tokens: maximum number of tokens of a step. If neither is given, a step is the whole text. Searches over
+            canvases take neither: their steps are the denoising steps of the sampler.
+        sampling: arguments of `generate`: `temperature`, `max_new_tokens`, `algorithm`, `cache`, `stop`, ... The
+            algorithm of a search over texts is any left-to-right one; that of a search over canvases is any masked
+            diffusion sampler.
 
     Raises:
         ValueError: an unknown search or option, or one that is missing; or as in `generate`.
@@ -282,7 +299,8 @@ def explore(lm: LM | str | os.PathLike[str], prompts: Any, by: str | Explorer | 
 
 
 def asked(prompts: Any, ids: Sequence[list[int]]) -> list[Any]:
-    """Returns the prompts as they were given, one by one, or as ids if they cannot be told apart."""
+    """Returns a list of the prompts as the user gave them; token ids where the input is not a list with one entry for
+    each prompt."""
     given = [prompts] if isinstance(prompts, str) else prompts
     same = isinstance(given, (list, tuple)) and len(given) == len(ids) and not all(isinstance(x, int) for x in given)
     return list(given) if same else list(ids)

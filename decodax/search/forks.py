@@ -1,7 +1,7 @@
-"""Rows of one compiled batch that advance by steps, fork, and are fed, between bounded runs.
+"""Rows of one compiled batch that generate text step by step and continue one another's texts.
 
-A step ends at a delimiter, after a number of tokens, or with the text. Between steps the host reads the texts, weighs
-them, and decides which row continues which. Tokens are never processed twice.
+A step ends at a delimiter, after a number of tokens, or with the text. Between two steps the host reads the texts,
+scores them, and decides which row continues which text. The model never processes a token twice.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ BY_TEXT = 0x74657874
 
 @dataclasses.dataclass
 class Forks(TextRows):
-    """Rows of texts that advance by steps, fork, and are fed. The attributes are those of `TextRows`."""
+    """Rows of texts that are extended by steps, forked, and fed with given text. The attributes are those of
+    `TextRows`."""
 
     __repr__ = short
 
@@ -45,17 +46,21 @@ class Forks(TextRows):
     def begin(cls, lm: Any, prompts: Any, n: int, *, until: str | Sequence[str] | None = None,
               step_tokens: int | None = None, marks: Sequence[int] = (),
               amend: Callable[[Request], Request] | None = None, **options: Any) -> Self:
-        """Reads the prompts, and makes `n` rows of each.
+        """Prefills the prompts, and makes `n` rows for each.
 
         Args:
+            lm: the model.
+            prompts: one or several.
+            n: number of rows of a prompt.
             until: strings that end a step, and are part of it.
-            step_tokens: largest number of tokens of a step. Without either, a step is the whole text.
+            step_tokens: maximum number of tokens of a step. If neither is given, a step is the whole text.
             marks: ids of tokens that also end a step.
-            amend: a search's changes of the request, such as transforms of its policy.
-            options: options of `decodax.generate`. `max_new_tokens` bounds the whole text, with what is fed.
+            amend: changes the request before the rows are made, for example adds transforms to its policy.
+            options: options of `decodax.generate`. `max_new_tokens` limits the whole text, including text that is fed.
 
         Raises:
-            ValueError, TypeError: as in `decodax.generate`, or an algorithm that has rows of its own.
+            ValueError: as in `decodax.generate`, or the algorithm has several rows of its own for a text.
+            TypeError: as in `decodax.generate`.
         """
         ends, stop = stop_strings(until, "until"), stop_strings(options.pop("stop", None))
         step_tokens = None if step_tokens is None else whole("step_tokens", step_tokens, 1)
@@ -85,16 +90,17 @@ class Forks(TextRows):
 
     def extend(self, which: np.ndarray | None = None, tokens: int | None = None, whole: bool = False,
                fewest: int = 0) -> np.ndarray:
-        """Lets rows write one more step.
+        """Lets rows generate one more step.
 
         Args:
             which: `bool[P, n]`; None: all live rows.
-            tokens: replaces `step_tokens`.
-            whole: True writes to the end of the text.
-            fewest: stop when at most this many rows are still within their step; these can continue it later.
+            tokens: maximum number of tokens of this step, in place of `step_tokens`.
+            whole: True generates to the end of the text.
+            fewest: return as soon as at most this many rows are still within their step; a later call can continue
+                them.
 
         Returns:
-            `bool[P, n]`, rows that have written.
+            `bool[P, n]`, rows that have generated tokens.
         """
         which = self.live if which is None else which & self.live
         tokens = self.step_tokens if tokens is None else tokens
@@ -126,7 +132,8 @@ class Forks(TextRows):
         return np.asarray(stats.rounds) + np.asarray(stats.waited)
 
     def _ended_by_stop(self, rows: np.ndarray) -> np.ndarray:
-        """Returns those of the stopped rows that were ended by a string in `stop`."""
+        """Returns `bool[P, n]`: the rows among `rows` that were ended by a string in `stop`, and not by one in `until`.
+        """
         if not rows.any() or not self.stop or not self.until:
             return rows if self.stop else np.zeros_like(rows)
         out = np.zeros_like(rows)
@@ -140,25 +147,26 @@ class Forks(TextRows):
         return out
 
     def fork(self, parents: np.ndarray, by_text: bool = False) -> None:
-        """Lets row `i` of prompt `p` continue what row `parents[p, i]` was.
+        """Lets row `i` of prompt `p` continue the text of row `parents[p, i]` (`i64[P, n]`).
 
-        A row that continues itself is unchanged. Others draw with new keys: those of their places and the generation,
-        or with `by_text` those of their parents and the lengths of their texts, independent of row and time.
+        A row that is its own parent does not change. Other rows get new random keys: from their row and the number of
+        forks of their prompt, or with `by_text` from their parent's key and the length of its text, so that the keys do
+        not depend on row and time.
         """
         parents = np.asarray(parents, np.int64)
         own = np.arange(self.n)
         if (parents == own).all():
             return
-        self.generation += 1
+        self.generation = self.generation + (parents != own).any(1)
         rows = np.arange(self.job.state.batch)
         rows[:self.rows] = (np.arange(len(self))[:, None] * self.n + parents).reshape(-1)
         with on_mesh(self.job.request.lm.mesh):
             keys: Any
             last: Any
             moved: Any = rows.astype(np.int32)
-            keys, last = self.keys, np.uint32(self.generation)
+            keys, last = self.keys, self._turn()
             if by_text:
-                s, last = self.job.state, np.uint32(BY_TEXT)
+                s, last = self.job.state, np.full(len(rows), BY_TEXT, np.uint32)
                 mothers = jax.random.wrap_key_data(jnp.asarray(np.asarray(jax.random.key_data(s.key))[rows]),
                                                    impl=jax.random.key_impl(s.key))
                 keys = jax.device_put(_folded(mothers, np.asarray(s.length)[rows]), self.keys.sharding)
@@ -167,13 +175,16 @@ class Forks(TextRows):
         self.status, self.lengths = take(self.status), take(self.lengths)
 
     def feed(self, texts: Sequence[Sequence[str | Sequence[int] | None]]) -> None:
-        """Appends a text, or ids, to live rows; None: nothing.
+        """Appends a text or token ids to live rows.
 
-        A row that becomes full ends; a text that does not fit is not appended, and ends the row too. Texts become
-        tokens in their place (`decodax.io.appended`).
+        A row that becomes full ends. A text that does not fit is not appended, and its row ends too. Texts are
+        tokenized as the continuation of the row (`decodax.io.appended`).
+
+        Args:
+            texts: `[P][n]`, a text or ids for each row; None appends nothing.
 
         Raises:
-            ValueError: a transform of the policy has a state, which cannot follow.
+            ValueError: the policy has a transform with a state, which cannot follow text from outside.
         """
         if jax.tree.leaves(self.job.state.policy):
             raise ValueError("feed: takes a policy without transforms that follow the text token by token")
@@ -210,22 +221,24 @@ class Forks(TextRows):
             status = put(np.where(given, Status.RUNNING, WAITING).astype(np.int32), s.status)
             prompt_length = s.prompt_length
             told: State = s.replace(tokens=put(tokens, s.tokens), length=at, prompt_length=at + 0, status=status)
-            told = drivers.extend(self.job.algorithm, self.job.model, self.job.params, told,
-                                  width=min(32, s.cache.capacity))
+            batch = self.job.batch
+            told = drivers.extend(batch.algorithm, batch.model, batch.params, told, width=min(32, s.cache.capacity))
             self.job.state = told.replace(prompt_length=prompt_length, stop=s.stop)
             self._restart(given, length)
         broken = (np.asarray(self.job.state.status) == Status.INVALID)[:self.rows].reshape(self.status.shape)
         self.status = np.where(broken, Status.INVALID, self.status)
 
     def cut(self, p: int, i: int, status: int = Status.LENGTH) -> None:
-        """Ends a row."""
+        """Ends row `i` of prompt `p` with `status`."""
         self.status[p, i] = status
 
     def rewind(self, made: np.ndarray) -> None:
-        """Truncates rows to the first `made[p, i]` new tokens; -1 leaves a row unchanged. They are live again.
+        """Truncates rows to their first `made[p, i]` new tokens and makes them live again, to draw with new keys; -1
+        leaves a row unchanged.
 
         Raises:
-            ValueError: the cache or a transform of the policy cannot go back, or the algorithm has a state of its own.
+            ValueError: the cache or a transform of the policy cannot be truncated, or the algorithm has a state of its
+                own.
         """
         s = self.job.state
         if not (made >= 0).any():
@@ -235,45 +248,46 @@ class Forks(TextRows):
                              "and a policy without transforms that follow the text token by token")
         start = np.array([[len(prompt)] for prompt in self.prompts])
         back = made >= 0
-        self.generation += 1
+        self.generation = self.generation + back.any(1)
         self.lengths = np.where(back, start + made, self.lengths)
         self.status = np.where(back, Status.RUNNING, self.status).astype(np.int32)
         length, moved = np.array(s.length), np.zeros(s.batch, bool)
         length[:self.rows], moved[:self.rows] = self.lengths.reshape(-1), back.reshape(-1)
         with on_mesh(self.job.request.lm.mesh):
-            self.job.state = drivers.rewind(s, *self._moves(length, moved))
+            moves: Any = length, moved, self.keys, self._turn()
+            self.job.state = drivers.rewind(s, *moves)
             self._restart(moved, np.asarray(self.job.state.prompt_length))
 
     def _restart(self, rows: np.ndarray, front: np.ndarray) -> None:
-        """Lets the automaton of stop strings read the tokens of `rows` (`bool[B]`) after the first `front` again."""
-        s, stops = self.job.state, self.job.policy.stops
+        """Recomputes the state of the stop strings' automaton in `rows` (`bool[B]`), from the tokens after the first
+        `front`."""
+        s, stops = self.job.state, self.job.batch.policy.stops
         if isinstance(stops, StopTable):        # with a constraint that ends rows too, none is fed or rewound
             stop = np.where(rows, np.asarray(stops.resume(s.tokens, jnp.asarray(front), s.length)), np.asarray(s.stop))
             self.job.state = s.replace(stop=jax.device_put(stop.astype(np.int32), s.stop.sharding))
 
-    def _moves(self, *rows: Any) -> tuple[Any, ...]:
-        """Returns the arguments that describe how rows move, with their new keys."""
-        return *rows, self.keys, np.uint32(self.generation)
+    def _turn(self) -> Any:
+        """Returns the generation of each row's prompt, `u32[B]`."""
+        turn = np.zeros(self.job.state.batch, np.uint32)
+        turn[:self.rows] = np.repeat(self.generation, self.n)
+        return turn
 
     def ahead(self, which: np.ndarray | None = None, tokens: int | None = None) -> Forks:
-        """Returns a copy in which rows have written further, to the end or by `tokens` tokens; this object is
-        unchanged."""
-        job = dataclasses.replace(self.job, state=jax.tree.map(lambda x: x.copy(), self.job.state))
+        """Returns a copy of all rows in which the rows `which` are generated further, by `tokens` tokens or to their
+        end. This object is not changed, except that the copy's tokens count in `spent`."""
+        batch = dataclasses.replace(self.job.batch, state=jax.tree.map(lambda x: x.copy(), self.job.state))
+        job = dataclasses.replace(self.job, batch=batch)
         other = dataclasses.replace(self, job=job, status=self.status.copy(), lengths=self.lengths.copy(), spent=0)
         other.extend(which, tokens, whole=tokens is None)
         self.spent += other.spent
         return other
 
     def result(self) -> Result:
-        """Returns all rows as a result of `decodax.generate`."""
+        """Returns all rows as a result of `decodax.generate`; rows that have not ended get `Status.TIME`."""
         self._set(np.where(self.live, Status.TIME, self.status), self.bound)
         s = host_rows(self.job.state, np.arange(self.rows))
-        job = self.job
-        request = dataclasses.replace(job.request, stop=self.stop)
-        result = collect(request, s, self.status.reshape(-1), {})
-        return dataclasses.replace(result, stats=dataclasses.replace(
-            result.stats, forwards=self.rounds, prefill_forwards=job.prefill_forwards, seconds=job.seconds,
-            prefill_seconds=job.prefill_seconds))
+        request = dataclasses.replace(self.job.request, stop=self.stop)
+        return self.job.timed(collect(request, s, self.status.reshape(-1), {}), self.rounds)
 
     def _set(self, status: np.ndarray, bound: np.ndarray) -> None:
         s = self.job.state

@@ -1,9 +1,9 @@
-"""Token healing: continues prompts that end within a token.
+"""Token healing: continues prompts that end in the middle of a token.
 
-A prompt that ends inside of what would be a longer token is a boundary that the model has not seen: after `http:` a
-model that knows `://` as one token finds `//` unlikely. So the last tokens are removed, and one of all ways to write
-their text again, the *covers*, is drawn: all tokens of a cover except the last lie inside of the text, and the last may
-extend beyond it.
+If a prompt ends inside what would be one longer token, the model sees a token boundary that it has not seen in
+training: after `http:`, a model that has a token `://` finds `//` unlikely. Token healing removes the last tokens of
+the prompt and draws another way to tokenize their text, a *cover*. All tokens of a cover except the last lie inside the
+text; the last token may extend beyond it.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ MOST = 1024
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TextVocabulary:
-    """Tokens by their bytes.
+    """A vocabulary sorted by the bytes of its tokens, for prefix searches.
 
     Attributes:
         texts: bytes of the tokens, sorted.
-        ids: ids in the same order.
-        longest: largest number of bytes of a token.
+        ids: token ids in the same order.
+        longest: number of bytes of the longest token.
     """
 
     texts: list[bytes]
@@ -46,18 +46,18 @@ class TextVocabulary:
 
     @classmethod
     def of(cls, token_bytes: Sequence[bytes]) -> TextVocabulary:
-        """Sorts the tokens with the given bytes."""
+        """Returns the vocabulary whose token `i` has the bytes `token_bytes[i]`; empty tokens are left out."""
         found = sorted((text, i) for i, text in enumerate(token_bytes) if text)
         return cls([text for text, _ in found], np.array([i for _, i in found]), max(len(t) for t, _ in found))
 
     def beginning(self, text: bytes) -> np.ndarray:
-        """Returns the tokens that begin with a text."""
+        """Returns the ids of the tokens that begin with `text`, which includes `text` itself."""
         low = bisect.bisect_left(self.texts, text)
         high = bisect.bisect_left(self.texts, text + b"\xff" * self.longest + b"\xff")
         return self.ids[low:high]
 
     def inside(self, text: bytes) -> list[tuple[int, bytes]]:
-        """Returns the tokens that are proper prefixes of a text, with their bytes."""
+        """Returns the ids and bytes of the tokens that are proper prefixes of `text`."""
         found = []
         for length in range(1, min(len(text) - 1, self.longest) + 1):
             at = bisect.bisect_left(self.texts, text[:length])
@@ -68,10 +68,10 @@ class TextVocabulary:
 
 
 def covers(vocabulary: TextVocabulary, text: bytes) -> list[tuple[tuple[int, ...], np.ndarray]]:
-    """Returns all covers of a text: the tokens before the last, and the possible last tokens.
+    """Returns all covers of a text: the tokens before the last one, and all ids that the last one may be.
 
     Raises:
-        ValueError: there are more than `MOST` beginnings.
+        ValueError: there are more than `MOST` different beginnings.
     """
     found: list[tuple[tuple[int, ...], np.ndarray]] = []
     todo: list[tuple[tuple[int, ...], bytes]] = [((), text)]
@@ -87,7 +87,8 @@ def covers(vocabulary: TextVocabulary, text: bytes) -> list[tuple[tuple[int, ...
 
 @functools.partial(jax.jit, static_argnums=0)
 def _behind(net: Any, params: Any, tokens: jax.Array, length: jax.Array) -> jax.Array:
-    """Returns log-probabilities of the token after `length` tokens (`i32[B]`): `f32[B, V]`."""
+    """Returns log-probabilities of the next token after the first `length` tokens (`i32[B]`) of each row: `f32[B, V]`.
+    """
     live = jnp.arange(tokens.shape[1]) < length[:, None]
     cache = net.init_cache(tokens.shape[0], tokens.shape[1], params=params)
     out = net.apply(params, causal(tokens, jnp.zeros(len(tokens), jnp.int32), live), cache)
@@ -96,7 +97,8 @@ def _behind(net: Any, params: Any, tokens: jax.Array, length: jax.Array) -> jax.
 
 
 def _next(lm: LM, texts: Sequence[Sequence[int]], rows: int = 8) -> np.ndarray:
-    """Returns log-probabilities of the token after each text: `f64[n, V]`."""
+    """Returns log-probabilities of the next token after each text: `f64[n, V]`. The model runs on `rows` texts at a
+    time."""
     width = power(max(map(len, texts)))
     out = []
     for i in range(0, len(texts), rows):
@@ -114,8 +116,10 @@ class Covered:
     """The covers of a text after a prefix.
 
     Attributes:
-        paths, ends: the result of `covers`.
-        log_probs: log-probabilities of the whole covers, a list of `f64[len(ends)]`.
+        paths: the tokens of each cover before its last one.
+        ends: for each entry of `paths`, the ids that the last token may be.
+        log_probs: for each entry of `paths`, the log-probabilities of the covers with each of its `ends`,
+            `f64[len(ends)]`.
     """
 
     __repr__ = short
@@ -126,7 +130,7 @@ class Covered:
 
     @property
     def log_prob(self) -> float:
-        """Log-probability that a text after the prefix begins with these bytes."""
+        """Log-probability that the text after the prefix begins with the covered bytes: the sum over all covers."""
         every = np.concatenate(self.log_probs)
         top = every.max()
         return float(top + np.log(np.exp(every - top).sum()))
@@ -135,8 +139,13 @@ class Covered:
 def covered(lm: LM | Any, prefix: Sequence[int], text: bytes) -> Covered:
     """Returns the covers of `text` after a prefix, with their log-probabilities (Phan et al., 2024).
 
-    The sum of their probabilities is that of the bytes: it turns a model of tokens into a model of bytes, without the
-    bias of one tokenization.
+    The sum of their probabilities is the probability of the bytes. It turns a model over tokens into a model over
+    bytes, without the bias of a fixed tokenization.
+
+    Args:
+        lm: the model.
+        prefix: token ids before the text.
+        text: the bytes to cover.
 
     Raises:
         ValueError: a model without a tokenizer, an empty prefix, no cover, or too many.
@@ -172,12 +181,13 @@ def _vocabulary(lm: LM) -> TextVocabulary:
 
 @dataclasses.dataclass(frozen=True)
 class Healed:
-    """Prompts whose end has been written again.
+    """The result of `heal`: prompts whose last tokens were drawn again.
 
     Attributes:
-        ids: the tokens of each prompt, for `generate`.
-        beyond: the text of the last token beyond the prompt.
-        log_prob: log-probability of the removed text, over all its covers, given the text before.
+        ids: the token ids of each prompt, an input of `generate`.
+        beyond: the part of the last token's text that extends beyond the prompt. The whole answer is this text and the
+            continuation of `ids`.
+        log_prob: log-probability of the removed text after the kept tokens, summed over all its covers.
     """
 
     __repr__ = short
@@ -191,11 +201,12 @@ class Healed:
                     "Phan et al. 2024", "the prompt's last tokens are drawn anew among all that cover its text")
 def heal(lm: LM | Any, prompts: str | Sequence[str], tokens: int = 1, temperature: float = 1.0,
          seed: int = 0) -> Healed:
-    """Removes the last tokens of prompts, and draws one of their covers by its probability.
+    """Removes the last tokens of prompts, and draws a cover of their text by its probability.
 
-    The model's continuation of `ids`, with `beyond` before it, is distributed as texts that begin with the prompt,
-    given the tokens that were kept (token healing without its bias: Phan et al., 2024). Masks that only allow fitting
-    tokens (`regex`, transformers' `token_healing`) have another distribution.
+    `beyond`, followed by the model's continuation of `ids`, is distributed as the model's texts after the kept tokens,
+    given that they begin with the removed text: token healing without the bias of a fixed tokenization (Phan et al.,
+    2024). Constraints that only allow fitting tokens (`regex`, transformers' `token_healing`) sample another
+    distribution.
 
     >>> import decodax as dx
     >>> healed = dx.search.heal("pycode", "import os.pa")                              # doctest: +SKIP

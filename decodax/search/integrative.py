@@ -1,4 +1,4 @@
-"""Integrative decoding: rows that see different answers write one text together."""
+"""Integrative decoding: rows with different answers in their prompts generate one text together."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from decodax.io.load import LM
 
 @dataclasses.dataclass(frozen=True)
 class Together(Algorithm):
-    """Each `group` of adjacent rows writes the same tokens, by the mean of their logits.
+    """Each `group` of adjacent rows generates the same tokens, chosen by the mean of their logits.
 
-    The mean replaces the logits of a group's first row, whose policy and address choose the token; the others take it
-    over. Rows of a group have different prompts and end together.
+    The mean replaces the logits of the first row of a group. The policy and the random key of that row choose the
+    token, and the other rows append it, too. Rows of a group have different prompts and end together.
 
     Attributes:
-        group: number of rows that write together. Remaining rows form a smaller group.
+        group: number of rows that generate together. The rows that remain at the end of the batch form a smaller group.
     """
 
     group: int
@@ -59,7 +59,7 @@ class Together(Algorithm):
 
 
 def behind_answer(prompt: Any, answer: str) -> str:
-    """Returns a prompt that asks again after one of the sampled answers."""
+    """Returns a prompt that shows a sampled answer and asks the question again."""
     return f"{prompt}\n{answer.strip()}\nAnswer the question again: {prompt}\n"
 
 
@@ -81,12 +81,12 @@ class Integrated:
 def integrate(lm: LM | Any, prompts: Any, num_samples: int = 8, *, template: Callable[[Any, str], Any] = behind_answer,
               samples: list[list[str]] | None = None, max_new_tokens: int = 64, temperature: float = 0.7,
               stop: Any = None, seed: int = 0, **options: Any) -> Integrated:
-    """Integrative decoding (Cheng et al., 2024): answers with one of the model's own answers in the prompt, averaged
-    over several.
+    """Integrative decoding (Cheng et al., 2024): answers a prompt with several sampled answers in view, by averaged
+    logits.
 
-    Each prompt is answered `num_samples` times. Then the prompt is asked again after each answer, and these
-    rows write one text in lock-step, by the largest mean of their logits. What the answers agree on is likely in all
-    rows.
+    The model first samples `num_samples` answers to each prompt. Then the prompt is asked again after each answer, and
+    these rows generate one text together: each token has the largest mean of the rows' logits. Statements on which the
+    answers agree are likely in all rows.
 
     Args:
         lm: the model.
@@ -94,11 +94,11 @@ def integrate(lm: LM | Any, prompts: Any, num_samples: int = 8, *, template: Cal
         num_samples: number of sampled answers.
         template: makes the second prompt from a prompt and an answer.
         samples: known answers, `[P][num_samples]`; None: they are sampled.
-        max_new_tokens: largest number of tokens of an answer.
-        temperature: temperature of the sampled answers; the last one is greedy.
+        max_new_tokens: maximum number of tokens of an answer.
+        temperature: temperature of the sampled answers; the final answer is greedy.
         stop: strings that end an answer.
         seed: seed of the sampled answers.
-        options: further options of `generate`, for both.
+        options: further options of `generate`, for the sampled and the final answers.
 
     Raises:
         ValueError: as in `generate`.

@@ -1,8 +1,9 @@
-"""Extended autoregressive decoding: a text longer than the model's window, read at its head and written at its tail.
+"""Extended autoregressive decoding: the model reads the head of a queue of tokens, and its output is appended to the
+tail.
 
-With a window of fixed size, a model that appends to what it reads is a lag system, a machine whose tape is a queue.
-Such machines compute whatever a Turing machine does (Schuurmans, Dai and Zanini, 2024, "Autoregressive Large Language
-Models are Computationally Universal").
+With a window of fixed size, such a model is a lag system, a machine whose tape is a queue. Lag systems can compute
+whatever a Turing machine computes (Schuurmans, Dai and Zanini, 2024, "Autoregressive Large Language Models are
+Computationally Universal").
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ Halt = Callable[[Sequence[int]], bool]
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """The result for each string.
+    """The result of `lag_decode`; the lists have an entry for each string.
 
     Attributes:
-        queue: ids that are left.
-        written: all ids that were appended, `[P][n]`.
-        steps: number of times that the window was read.
-        halted: True if the string ended by itself and not by the number of steps.
+        queue: the token ids that are left in the queue.
+        written: all token ids that were appended.
+        steps: number of steps.
+        halted: True if the string ended by itself, and not because `steps` were reached.
     """
 
     queue: list[list[int]]
@@ -43,22 +44,24 @@ class Run:
 def lag_decode(lm: LM | Any, strings: Any, *, window: int, advance: int = 1, steps: int = 100, most: int = 8,
                end: int | Sequence[int] | None = None, halt: Halt | None = None, system: Any = (), seed: int = 0,
                **sampling: Any) -> Run:
-    """Runs strings as queues.
+    """Runs strings as queues: extended autoregressive decoding (Schuurmans, Dai and Zanini, 2024).
 
-    In each step the model reads the first `window` tokens of each string, its output is appended to the string's end,
-    and the first `advance` tokens are removed. The strings run side by side; a string's tokens depend on its index and
-    `seed`, not on the others. Rows that sample draw new random numbers in each step.
+    In each step the model reads the first `window` tokens of each string, its output is appended to the end of the
+    string, and the first `advance` tokens are removed. The strings run side by side; the tokens of a string depend on
+    its index and on `seed`, but not on the other strings. With sampling, each step draws new random numbers.
 
     Args:
         lm: the model.
         strings: one or several texts or lists of ids.
-        window: number of tokens that are read, `N`.
+        window: number of tokens that the model reads in a step, `N` in the paper.
         advance: number of tokens that are removed after each step.
-        steps: largest number of steps.
-        most: largest number of tokens that a step appends.
-        end: the token or tokens that end a step; they are not appended. None: the model's own.
-        halt: returns True if a string ends, from what is left of it. A string shorter than the window always ends.
-        system: a text or ids before each window, such as a list of rules. Strings that are texts continue it.
+        steps: maximum number of steps.
+        most: maximum number of tokens that a step appends.
+        end: the token or tokens that end the output of a step; they are not appended. None: those of the model.
+        halt: returns True if a string ends; takes the token ids that are left in it. A string shorter than the window
+            always ends.
+        system: a text or ids before each window, such as a list of rules. Strings given as texts are tokenized as its
+            continuation.
         seed: seed of the random numbers.
         sampling: arguments of `generate`; greedy by default.
 

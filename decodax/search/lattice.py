@@ -1,4 +1,5 @@
-"""Lattice decoding: best-first search whose texts share nodes, so that few model calls represent very many texts.
+"""Lattice decoding: best-first search whose texts share nodes, so that few model calls represent a large number of
+texts.
 
 Source: Xu, Jonnalagadda and Durrett, 2022, "Massive-scale Decoding for Text Generation using Lattices".
 """
@@ -19,10 +20,10 @@ from decodax.search.recombination import Following, Growing, Path, Recombination
 
 
 class _Rows:
-    """Evaluates texts of each prompt on its rows.
+    """Runs the model on the texts that the searches ask for, with a few rows for each prompt.
 
-    The row with the longest common prefix is forked over the least recently used one, truncated to that prefix, fed the
-    rest, and continued greedily.
+    For a text, the row with the longest common prefix is forked over the least recently used row. The copy is truncated
+    to that prefix, fed the rest of the text, and continued greedily.
     """
 
     def __init__(self, forks: Forks, k: int) -> None:
@@ -32,8 +33,8 @@ class _Rows:
         self.read = [0] * len(forks)
 
     def __call__(self, wanted: dict[int, Path]) -> dict[int, dict[Path, Following]]:
-        """Returns the likely next tokens after the wanted text of each prompt, and after the texts to which the row
-        continued it."""
+        """Returns the most likely next tokens of the requested text of each prompt, and of the texts that its row then
+        generated."""
         forks = self.forks
         shape = len(forks), forks.n
         parents, back = np.tile(np.arange(forks.n), (len(forks), 1)), np.full(shape, -1)
@@ -81,42 +82,47 @@ def lattice_decode(lm: LM | Any, prompts: Any, *, calls: int = 256, k: int = 5, 
     """Lattice decoding (Xu, Jonnalagadda and Durrett, 2022): best-first search with depth-first completion and
     recombination.
 
-    The best unfinished text is taken from a queue and continued greedily to its end. At each token the others of the
-    `k` most likely tokens enter the queue, with their text's log-probability divided by its length to the power of
-    `length_penalty`. A greedy token is merged with an earlier one if both texts are longer than `suffix` tokens, end
-    with the same `suffix` of them, and differ in length by less than `gap`, unless this would create a loop; its text
-    then ends there. With "rcb" the earlier node gets another parent. With "zip" the two nodes become one, and so do
-    those before them, as far as the suffix reaches; queued texts after a node that is merged away are dropped. The
-    search ends when the model has been called `calls` times; a text that has begun is completed.
+    The best unfinished text is taken from a queue and continued greedily to its end. At each token, the others of the
+    `k` most likely tokens enter the queue. Their priority is the log-probability of their text divided by its length to
+    the power of `length_penalty`. A greedy token is merged with an earlier one if both texts are longer than `suffix`
+    tokens, end with the same `suffix` tokens, and differ in length by less than `gap`, unless the merge would create a
+    loop. The text ends at the merged token.
 
-    The distribution after a merged node is the model's after the first text that reached it. So most paths of a lattice
-    have never been read as a whole: this is the paper's approximation, and the reason for their large number.
+    - With "rcb", the earlier node gets another parent.
+    - With "zip", the two nodes become one, and so do the nodes before them as far as the suffix reaches. Queued texts
+      that continue a node that was merged into another are dropped.
 
-    Lengths count one token of the prompt, as the paper's count a decoder's first token. This function follows the paper
-    where its code differs: the code adds `suffix` to the length of the earlier text, its "zip" leads from the earlier
-    node to the later one and loses the former's parents, it looks for loops 10 tokens back, gives up a text that "zip"
-    would make a loop of, and writes on beyond the longest text. There a full stop also ends a text; here `eos_token_id`
-    determines the ends.
+    The search ends when the model has been called `calls` times; a text that has begun is completed.
 
-    Prompts are searched side by side and independently. Log-probabilities are the model's own.
+    The next-token distribution at a merged node is that of the first text that reached it. The model has never
+    processed most paths of a lattice as a whole text: this is the approximation of the paper.
+
+    Lengths count one token of the prompt, as the paper's lengths count the first token of a decoder. Where the authors'
+    code differs from the paper, this function follows the paper. The code adds `suffix` to the length of the earlier
+    text; its "zip" leads from the earlier node to the later one and loses the parents of the earlier one; it looks for
+    loops only 10 tokens back; it gives up a text for which "zip" would create a loop; and it continues beyond the
+    maximum length. There a full stop also ends a text; here only `eos_token_id` does.
+
+    Prompts are searched side by side and independently. Log-probabilities are those of the model, without a policy.
 
     Args:
         lm: the model.
         prompts: one or several.
-        calls: number of model calls of a prompt.
-        k: number of next tokens that are considered.
+        calls: number of model calls for each prompt.
+        k: number of most likely next tokens that are considered.
         merge: "zip" or "rcb".
-        suffix: `n`, at least 2.
-        gap: at least 1.
-        length_penalty: at least 0.
-        max_new_tokens: largest number of new tokens of a text.
-        rows: number of texts of a prompt whose cache is kept; fewer rows read more tokens again.
-        step_tokens: number of tokens that a row writes between two checks for merges. Tokens after a merge are dropped;
-            with 1 there are none.
-        eos_token_id: tokens that end a text; None: the model's.
+        suffix: number of equal tokens that a merge requires, `n` in the paper; at least 2.
+        gap: the lengths of merged texts differ by less than this; at least 1.
+        length_penalty: exponent of the length in a priority; at least 0.
+        max_new_tokens: maximum number of new tokens of a text.
+        rows: number of texts of a prompt whose cache is kept; with fewer rows, more tokens are processed again.
+        step_tokens: number of tokens that a row generates between two checks for merges. Tokens after a merge are
+            dropped; with 1 there are none.
+        eos_token_id: tokens that end a text; None: those of the model.
         cache: as in `generate`; it must support truncation.
-        reads: returns a key of a token; of siblings with equal keys only the best is queued. None: its text without
-            case and surrounding white space, as in the paper's code; its id without a tokenizer.
+        reads: returns a key of a token id; of next tokens with equal keys only the most likely one is considered. None:
+            the token's text in lower case without surrounding white space, as in the authors' code, or the id if there
+            is no tokenizer.
 
     Raises:
         ValueError: a number out of its range, an unknown merge, a cache without truncation, or as in `generate`.
@@ -147,7 +153,7 @@ def lattice_decode(lm: LM | Any, prompts: Any, *, calls: int = 256, k: int = 5, 
     why, wanted = [""] * len(forks), dict[int, Path]()
 
     def go_on(p: int, known: dict[Path, Following], sent: Following | None = None, first: bool = False) -> None:
-        """Lets a search continue as far as the known distributions reach."""
+        """Continues the search of prompt `p` until it needs a distribution that is not in `known`."""
         try:
             path = next(searches[p]) if first else searches[p].send(sent)
             while path in known:

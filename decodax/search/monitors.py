@@ -14,11 +14,11 @@ from decodax.search.explorer import Explorer, Ranked, Score, scored
 from decodax.search.forks import Forks
 
 Act = Callable[[Any, str], str | None]
-"""A function from a prompt and the text so far to the text that is appended, or None."""
+"""A function of a prompt and its text so far. It returns the text to append, or None."""
 
 
 def _likelihood(forks: Forks) -> np.ndarray:
-    """Returns the mean log-probability of a token in each row."""
+    """Returns the mean log-probability of the new tokens of each row, `f64[P, n]`."""
     made = forks.lengths - np.array([[len(prompt)] for prompt in forks.prompts])
     return forks.log_probs() / np.maximum(made, 1)
 
@@ -27,22 +27,21 @@ def _likelihood(forks: Forks) -> np.ndarray:
                    "a text that stops at a call, and goes on after its result (IterDRAG); one call of a text at a time")
 @dataclasses.dataclass(frozen=True)
 class WithTools(Explorer):
-    """A text that pauses at a call and continues after its result: interleaved retrieval (IterDRAG: Yue et al., 2024)
-    or tools.
+    """Texts that pause at a call and continue after its result: tools, or interleaved retrieval (IterDRAG: Yue et al.,
+    2024).
 
-    A step ends where a call does (`until`). `act` then gets the text and returns the result, which is appended; it runs
-    for all rows side by side, in threads. Tokens are never processed twice. After `rounds` calls of a row, `last` is
-    appended if it is given ("So the answer is"), and `act` is not called any more.
+    A step ends where a call does (`until`). `act` then gets the prompt and the text, and returns a result, which is
+    appended; None appends nothing. It runs for all rows in parallel threads. The model never processes a token twice.
+    After `rounds` calls of a row, `last` is appended ("So the answer is"), and `act` is not called any more.
 
-    A text makes one call at a time, and one result is appended. In DTA-Llama (Zhu et al., 2025) a text makes several
-    calls whose results come back together; to do this, let a step name several calls, and `act` return one text with
-    all results.
+    A text makes one call at a time. In DTA-Llama (Zhu et al., 2025) it makes several calls whose results come back
+    together; to do this, let a step contain several calls, and `act` return one text with all results.
 
     Attributes:
-        act: see `Act`.
-        n: number of chains of each prompt, from which the best is chosen.
-        rounds: largest number of calls of a chain.
-        last: text after the last call.
+        act: takes a prompt and its text so far; returns the text to append, or None.
+        n: number of texts of each prompt, from which the best is chosen.
+        rounds: maximum number of calls of a text.
+        last: text that is appended after the last call; None: no text.
         reward: scores whole texts; None: the mean log-probability of a token.
     """
 
@@ -85,22 +84,20 @@ class WithTools(Explorer):
                    "paper the trigger for overthinking alone")
 @dataclasses.dataclass(frozen=True)
 class TrimR(Explorer):
-    """Thinking that is cut short (Lin et al., 2025, TrimR).
+    """Ends redundant thinking early (TrimR; Lin et al., 2025).
 
-    A verifier reads thoughts as they are written. Where it finds that they only repeat what is known, a guidance text
-    makes the model come to its answer. Of the paper this is the trigger for overthinking, with your callable as the
-    verifier, for which the texts wait. The triggers for underthinking and repetition, and the second, forced end are
-    not included.
+    A thought is a step (`until`, such as "\\n\\n" or "Wait"). After each thought, the verifier `redundant` gets all
+    thoughts of the text and decides whether the latest one only repeats what is known. After `patience` redundant
+    thoughts in a row, `guidance` is appended to the text, once, and the answer is generated to its end.
 
-    A thought is a step (`until`, such as "\\n\\n" or "Wait"). The verifier gets the thoughts of a text and decides
-    whether the latest is redundant. After `patience` redundant ones in a row `guidance` is appended to the text, once,
-    and the text is written to its end.
+    Of the paper this is the trigger for overthinking, with your function as the verifier; generation waits for it. The
+    triggers for underthinking and repetition, and the second, forced end are not included.
 
     Attributes:
-        redundant: returns True for a redundant thought, from a prompt and the thoughts so far, the latest last.
+        redundant: returns True for a redundant thought; takes a prompt and the thoughts so far, the latest last.
         guidance: the appended text, such as "\\n</think>\\n".
-        patience: number of redundant thoughts in a row.
-        least: number of first thoughts that are never cut.
+        patience: number of redundant thoughts in a row that end the thinking.
+        least: number of first thoughts after which thinking is never ended.
         n: number of texts of each prompt; the one with the largest mean log-probability of a token is chosen.
     """
 

@@ -1,4 +1,5 @@
-"""Particle methods: texts are weighted as they grow; heavy ones are forked and light ones dropped."""
+"""Particle methods: texts get weights while they are generated; texts with large weights are forked, others are
+dropped."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ EDGE = 1e-7
 
 
 def _odds(scores: np.ndarray) -> np.ndarray:
-    """Returns the log odds of rewards between 0 and 1."""
+    """Returns the log odds of rewards between 0 and 1; rewards within `EDGE` of 0 or 1 are clipped."""
     if (scores < 0).any() or (scores > 1).any():
         raise ValueError(f"reward: got {scores.min():g} to {scores.max():g}, takes probabilities from 0 to 1")
     p = np.clip(scores, EDGE, 1 - EDGE)
@@ -31,10 +32,11 @@ def _checked_how(how: str) -> None:
 
 
 def _written(forks: Forks, which: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Lets rows write a step.
+    """Lets rows generate a step.
 
     Returns:
-        `bool[P, n]`, rows that have written, and `f64[P, n]`, the change of the log-weight given by their algorithm.
+        `bool[P, n]`, rows that have generated tokens, and `f64[P, n]`, the change of the log-weight from their
+        algorithm.
     """
     before = forks.log_weights()
     wrote = forks.extend(which)
@@ -42,10 +44,10 @@ def _written(forks: Forks, which: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _potentials(potential: Score, forks: Forks, asked: Sequence[Any], which: np.ndarray, old: np.ndarray) -> np.ndarray:
-    """Returns potentials of the texts in `which`, and `old` ones of the others.
+    """Returns `f64[P, n]`: new log potentials of the texts in `which`, and the `old` ones of the others.
 
     Raises:
-        ValueError: one is NaN or infinite, or their number differs from that of the texts.
+        ValueError: a potential is NaN or inf, or their number differs from that of the texts.
     """
     value = scored(potential, forks, asked, which, old)
     if np.isposinf(value).any():
@@ -60,18 +62,19 @@ def _potentials(potential: Score, forks: Forks, asked: Sequence[Any], which: np.
 class ParticleFilter(Explorer):
     """Particle filtering with a process reward model (Puri et al., 2025, "Rollout Roulette").
 
-    `n` particles each write a step. All are resampled by the odds of their rewards, finished ones by those of their
-    last reward, until all have ended. The answer is the particle with the largest odds, or one drawn by them.
+    In each round all `n` particles generate a step. Then they are resampled with weights equal to the odds `r / (1 -
+    r)` of their rewards `r`; a finished particle keeps its last reward. The search ends when all particles have ended.
+    The answer is the particle with the largest odds, or one drawn by the odds.
 
-    The rule is that of the authors' code, in which the weight of a step is the odds of the whole text so far, so the
-    distribution is the model's times the product of the odds after all steps. `increment=True` weights a step by the
-    change of the odds; the distribution is then the model's times the odds of the whole text, as in `SMC`.
+    By default, as in the authors' code, the weight of a step is the odds of the whole text so far. The texts are then
+    distributed as the model's distribution times the product of the odds after all steps. `increment=True` weights a
+    step by the change of the odds; the distribution is then the model's times the odds of the whole text, as in `SMC`.
 
     Attributes:
-        reward: scores texts by the probability that they are right so far.
+        reward: returns the probability that a text is correct so far, between 0 and 1.
         n: number of particles.
-        choose: "largest" or "sample".
-        increment: as above.
+        choose: how the answer is chosen: "largest" or "sample".
+        increment: True weights a step by the change of the odds.
         resampling: "multinomial", as in the paper, or "systematic".
     """
 
@@ -117,23 +120,24 @@ class ParticleFilter(Explorer):
                    "weighted samples of the model times a potential, with an estimate of how much that is")
 @dataclasses.dataclass(frozen=True)
 class SMC(Explorer):
-    """Sequential Monte Carlo (Lew et al., 2023; twisted: Zhao et al., 2024): samples of the model times a potential.
+    """Sequential Monte Carlo (Lew et al., 2023; twisted: Zhao et al., 2024): samples from the model's distribution
+    times a potential.
 
-    The potential is a function of the whole text; the normalising constant is estimated as well. The model's
-    distribution is that of the policy: temperature, truncations and constraints are part of it. If the algorithm
-    weights its draws, its weights count: with `algorithm=decodax.algorithms.contrastive.awrs.AWRS(check)` the
-    distribution is that of the policy restricted to what the check allows, times the potential, and the evidence
-    includes the allowed share. Rows of weight 0 are not continued.
+    The potential is a function of the whole text. Its mean under the model, the normalizing constant, is estimated as
+    well. The model's distribution is that of the policy: temperature, truncations and constraints are part of it. If
+    the algorithm returns weights of its own, they count, too: with
+    `algorithm=decodax.algorithms.contrastive.awrs.AWRS(check)`, the distribution is that of the policy restricted to
+    what the check allows, times the potential, and the normalizing constant includes the probability of the allowed
+    texts. Rows of weight 0 are not continued.
 
     Attributes:
-        potential: the log of the potential of a text, below infinity; -inf excludes it. For an unfinished text `twist`
-            is used in its place, or `potential` if there is none.
+        potential: returns the log of the potential of a text, less than infinity; -inf excludes the text.
         n: number of particles.
-        twist: an estimate of the log of the final potential; it changes the quality of the particles, not their
-            distribution.
-        least: share of `n` below which the effective sample size triggers resampling; 0: never.
+        twist: used in place of `potential` for unfinished texts: an estimate of the log of the final potential. It
+            changes the quality of the particles, but not their distribution. None: `potential` itself.
+        least: the particles are resampled when their effective sample size is below `least * n`; 0: never.
         resampling: "systematic" or "multinomial".
-        ended: True evaluates `potential` on finished texts only if there is no twist; other steps do not change
+        ended: True evaluates `potential` on finished texts only, if there is no twist; other steps do not change
             weights.
     """
 
@@ -187,17 +191,17 @@ class SMC(Explorer):
                    "several copies of each particle try a step, and none is kept twice")
 @dataclasses.dataclass(frozen=True)
 class Steering(Explorer):
-    """SMC steering (Lew et al., 2023): `factor` copies of each of `n` particles write the next step, and `n` distinct
-    ones are kept.
+    """SMC steering (Lew et al., 2023): each of `n` particles is copied `factor` times, the copies generate the next
+    step, and `n` distinct copies are kept.
 
-    Of the `n * factor` weights `w`, those with `c w >= 1` are kept unchanged, where `c` is such that the sum of `min(1,
-    c w)` is `n`. Of the others some are kept by one stratified draw, with weight `1 / c` (Fearnhead and Clifford,
-    2003). So the weighted particles keep their distribution, which is that of `SMC`.
+    A copy with weight `w` is kept with its weight if `c w >= 1`, where `c` is chosen so that the sum of `min(1, c w)`
+    over all copies is `n`. The others are drawn by stratified sampling, and those that are drawn get the weight `1 / c`
+    (Fearnhead and Clifford, 2003). So the weighted particles are samples from the distribution of `SMC`.
 
     Attributes:
-        potential: as in `SMC`.
+        potential: returns the log of the potential of a text, less than infinity; -inf excludes the text.
         n: number of particles.
-        factor: number of copies.
+        factor: number of copies of each particle.
     """
 
     potential: Score
@@ -245,7 +249,7 @@ class Steering(Explorer):
 
 
 def _first(chosen: np.ndarray, n: int) -> np.ndarray:
-    """Returns `chosen` in an order in which entries below `n` are at their own index."""
+    """Reorders `chosen` so that each entry below `n` is at its own index."""
     out: list[int] = [-1] * n
     rest = []
     for c in chosen.tolist():
@@ -258,8 +262,16 @@ def _first(chosen: np.ndarray, n: int) -> np.ndarray:
 
 
 def kept(log_weights: np.ndarray, n: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Returns `n` distinct rows that are kept of weighted rows, and their new log-weights, by the rule of
-    `Steering`."""
+    """Draws `n` distinct rows by the rule of `Steering`.
+
+    Args:
+        log_weights: logarithms of the weights of all rows.
+        n: number of rows to keep.
+        rng: random numbers.
+
+    Returns:
+        The indices of the kept rows and their new log-weights.
+    """
     if np.isfinite(log_weights).sum() <= n:
         order = np.argsort(~np.isfinite(log_weights), kind="stable")[:n]
         return np.sort(order), log_weights[np.sort(order)]

@@ -1,4 +1,4 @@
-"""Foresight: steps are chosen by the continuations that they lead to."""
+"""phi-Decoding: chooses steps by the continuations that follow them (foresight)."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from decodax.search.explorer import Explorer, Ranked
 from decodax.search.forks import Forks
 
 Vectors = Callable[[Sequence[str]], np.ndarray]
-"""A function that returns a point for each text, `f64[n, d]`, near for texts of similar content."""
+"""A function of `n` texts that returns a vector for each, `f64[n, d]`; texts of similar content have close vectors."""
 
 
 def tf_idf(texts: Sequence[str]) -> np.ndarray:
-    """Returns TF-IDF vectors of words, normalised to length 1."""
+    """Returns the TF-IDF vector of the words of each text, normalized to length 1: `f64[texts, words]`."""
     counts = [Counter(w for w in "".join(c.lower() if c.isalnum() else " " for c in t).split() if len(w) > 1)
               for t in texts]
     words = sorted(set().union(*counts))
@@ -31,8 +31,15 @@ def tf_idf(texts: Sequence[str]) -> np.ndarray:
 
 
 def k_means(x: np.ndarray, k: int, rng: np.random.Generator, rounds: int = 100) -> np.ndarray:
-    """Returns the cluster of each point, `i64[n]`, by Lloyd's algorithm from k-means++ (Arthur and Vassilvitskii,
-    2007)."""
+    """Returns the cluster of each point, `i64[n]`, by Lloyd's algorithm started from k-means++ (Arthur and
+    Vassilvitskii, 2007).
+
+    Args:
+        x: `f64[n, d]`, the points.
+        k: maximum number of clusters.
+        rng: random numbers.
+        rounds: maximum number of iterations.
+    """
     centres = [x[rng.integers(len(x))]]
     while len(centres) < min(k, len(x)):
         far = np.min([((x - c) ** 2).sum(1) for c in centres], 0)
@@ -62,28 +69,34 @@ def _soft(x: np.ndarray, temperature: float = 1.0) -> np.ndarray:
                    "Xu et al. 2025", "steps judged by how the model goes on from them")
 @dataclasses.dataclass(frozen=True)
 class PhiDecoding(Explorer):
-    """phi-Decoding (Xu et al., 2025): adaptive foresight sampling.
+    """phi-Decoding (Xu et al., 2025): chooses steps by sampling how the text continues after them.
 
-    Each of `beams` texts tries `samples` next steps. Steps whose mean log-probability per token is not above the mean
-    minus `sigma` standard deviations are dropped. The others are written to their end, and judged by this foresight:
-    its advantage is its mean log-probability minus that of its parent's foresight; texts with similar foresights form
-    `clusters`. Of those with a positive advantage `beams` steps are drawn without replacement, by half the softmax of
-    their advantage divided by `temperature` and half the softmax of their cluster's share. Looking ahead stops when
-    more than a share of `agreement` of them is in one cluster, or all drawn steps are the same, from the step `first`
-    on, or after `steps` steps. Then each text is written to its end, and of those with a positive advantage one in the
-    larger of two clusters is drawn by it.
+    A step is a piece of text that ends at one of the strings `until` or after `step_tokens` tokens. Each round
 
-    Rules and defaults are those of the authors' code, also if no text has a positive advantage in the end: it then
-    prefers the least likely ones. Steps keep their white space, which the authors' code strips.
+    1. samples `samples` next steps for each of `beams` texts;
+    2. drops the steps whose mean log-probability per token is at most the mean of all of them minus `sigma` standard
+       deviations, but keeps at least `beams` steps;
+    3. samples the rest of the text after each remaining step, its *foresight*. The *advantage* of a step is the mean
+       log-probability per token of its foresight, minus that of the foresight of the text that it extends;
+    4. groups the foresights of the steps with a positive advantage into `clusters` clusters of similar texts;
+    5. draws `beams` of these steps without replacement. Their probability is the average of two softmaxes: of
+       `advantage / temperature`, and of the size of the step's cluster relative to all. If fewer than `beams` steps
+       have a positive advantage, all steps take part and only the first softmax counts.
+
+    The rounds end after `steps` rounds. After `first` rounds they also end if one cluster has held more than the share
+    `agreement` of the foresights in some round, or if all drawn steps are the same text. Then each text is completed,
+    and the result is drawn by `softmax(advantage / temperature)` from the larger of two clusters of the texts with a
+    positive advantage. If there are none, the draw uses `-advantage`, as in the authors' code. Rules and defaults are
+    those of that code, but steps keep their white space.
 
     Attributes:
         beams: number of texts.
-        samples: number of steps that each tries.
-        steps: largest number of steps.
-        first: first step after which looking ahead may stop.
-        sigma: width of the filter in standard deviations.
-        agreement: share of foresights in one cluster that stops looking ahead.
-        clusters: largest number of clusters.
+        samples: number of sampled next steps of each text.
+        steps: maximum number of rounds.
+        first: number of rounds after which the rounds may end early.
+        sigma: width of the filter, in standard deviations.
+        agreement: share of the foresights in one cluster that ends the rounds early.
+        clusters: maximum number of clusters.
         temperature: temperature of the draws.
         vectors: embeds foresights for the clusters; by default TF-IDF.
     """
@@ -145,7 +158,7 @@ class PhiDecoding(Explorer):
         return self._finish(forks, value)
 
     def _choose(self, gain: np.ndarray, told: Sequence[str], rng: np.random.Generator) -> tuple[np.ndarray, bool]:
-        """Returns the steps that are taken, and True if most foresights agree."""
+        """Draws `beams` steps. Returns their indices, and True if one cluster holds more than the share `agreement`."""
         good = np.flatnonzero((gain > 0) & np.array([bool(t.strip()) for t in told]))
         if len(good) < self.beams:
             return rng.choice(len(gain), self.beams, False, _soft(gain, self.temperature)), False

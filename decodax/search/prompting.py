@@ -1,4 +1,4 @@
-"""Methods made of prompts: several ways to ask, and the combination of their answers."""
+"""Methods that combine the answers to several prompts."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from decodax.front.generate import generate
 
 @dataclasses.dataclass(frozen=True)
 class Ensembled:
-    """The result of several ways to ask.
+    """The result of `pedal`.
 
     Attributes:
-        text: the text of each prompt.
-        answers: the answers that it is based on.
-        tokens: number of tokens generated in all.
+        text: the final text of each prompt.
+        answers: the answers of each prompt from which the final text was made.
+        tokens: number of tokens generated, for all prompts together.
     """
 
     text: list[str]
@@ -30,7 +30,7 @@ class Ensembled:
 
 
 def summary(prompt: Any, answers: Sequence[str]) -> str:
-    """Returns a prompt that asks for one answer out of several."""
+    """Returns a prompt that lists several answers and asks for the answer on which most of them agree."""
     listed = "".join(f"{i + 1}. {answer.strip()}\n" for i, answer in enumerate(answers))
     return f"{prompt}\nSeveral people answered:\n{listed}The answer on which most agree: "
 
@@ -41,17 +41,17 @@ def summary(prompt: Any, answers: Sequence[str]) -> str:
 def pedal(lm: Any, prompts: Any, exemplars: Sequence[str], n: int = 3, shots: int = 3, *,
           join: Callable[[Sequence[str], Any], str] = lambda shots, prompt: "\n\n".join([*shots, str(prompt)]),
           aggregate: Callable[[Any, Sequence[str]], str] = summary, seed: int = 0, **options: Any) -> Ensembled:
-    """PEDAL (Prabhu, 2024): greedy answers after different exemplars, combined to one answer by the model.
+    """PEDAL (Prabhu, 2024): greedy answers after different exemplars, which the model combines into one answer.
 
-    Each of `n` prompts has `shots` exemplars, drawn without replacement; all are answered greedily in one batch. The
-    model then reads the answers and writes the final one.
+    Each of `n` copies of a prompt begins with `shots` exemplars, drawn without replacement; all copies are answered
+    greedily in one batch. The model then gets the answers in a second prompt and generates the final answer.
 
     Args:
         lm: the model.
         prompts: one or several.
         exemplars: solved examples, as texts.
-        n: number of answers.
-        shots: number of exemplars of an answer.
+        n: number of answers to each prompt.
+        shots: number of exemplars before a prompt.
         join: makes a prompt from exemplars and the bare prompt.
         aggregate: makes the second prompt from the bare prompt and the answers.
         seed: seed of the choice of exemplars.
@@ -82,8 +82,8 @@ class Batched:
     """The result of `batch_prompt`.
 
     Attributes:
-        answers: the answer of each item, or None.
-        votes: for each item the number of votes of its answer, and how often it was asked.
+        answers: the answer to each item; None if no round gave one.
+        votes: for each item, the number of rounds that gave its answer, and the number of rounds that asked it.
         prompts: number of prompts that were answered.
     """
 
@@ -99,23 +99,23 @@ def batch_prompt(lm: Any, items: Sequence[str], ask: Callable[[Sequence[str]], s
                  rounds: int = 5, seed: int = 0, **options: Any) -> Batched:
     """BatchPrompt (Lin et al., 2024): many items in one prompt, asked repeatedly in different orders.
 
-    In each round the items are put into prompts of `size` in a new random order (batch permutation and ensembling); an
-    item's answer is that of most rounds. An item for which two rounds in a row gave the same answer with certainty is
-    not asked again (self-reflection-guided early stopping).
+    In each round the items are shuffled and put into prompts of `size` items; the answer to an item is the one that
+    most rounds gave (batch permutation and ensembling). An item to which two rounds in a row gave the same answer, both
+    marked as sure, is not asked again (self-reflection-guided early stopping).
 
     Args:
         lm: the model.
         items: the items.
-        ask: makes a prompt of some items.
-        read: returns, from a text and the number of items, the answer to each (None if there is none) and True if the
+        ask: makes one prompt from several items.
+        read: takes a generated text and its number of items; returns for each item the answer (or None) and True if the
             model is sure of it.
-        size: number of items of a prompt.
-        rounds: largest number of rounds.
+        size: number of items in a prompt.
+        rounds: maximum number of rounds.
         seed: seed of the orders.
         options: options of `generate`.
 
     Raises:
-        ValueError: `read` returns another number of answers than there are items, or as in `generate`.
+        ValueError: `read` returns a list whose length is not the number of items, or as in `generate`.
     """
     lm, rng = text_model(lm, "its answers are read as texts"), np.random.default_rng(seed)
     given: list[list[Hashable]] = [[] for _ in items]
@@ -152,7 +152,7 @@ class Sketched:
 
     Attributes:
         text: the text of each prompt, which satisfies the constraint.
-        sketches: the sketches.
+        sketches: the sketch of each prompt.
     """
 
     text: list[str]
@@ -167,13 +167,13 @@ def sketch_guided(lm: Any, prompts: Any, sketch: Callable[[Any], str], *,
                   **constraint: Any) -> Sketched:
     """Sketch-guided constrained decoding (Geng et al., 2024).
 
-    A model without access to its logits writes a sketch, and a local model with the sketch in its prompt writes the
-    text under a constraint.
+    A model whose logits are not accessible writes a sketch. The local model then gets the sketch in its prompt and
+    generates the text under a constraint.
 
     Args:
         lm: the local model.
         prompts: one or several.
-        sketch: returns the sketch of a prompt; any black box.
+        sketch: returns the sketch of a prompt, for example by a call to a remote model.
         ask: makes the local model's prompt from a prompt and its sketch.
         constraint: `regex`, `json_schema`, `grammar`, ... and other arguments of `generate`.
 

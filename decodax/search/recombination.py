@@ -12,7 +12,7 @@ import numpy as np
 from decodax.common.struct import short
 
 Path = tuple[int, ...]
-"""The new tokens of a text."""
+"""The new tokens of a text, from its first one on."""
 
 Following = tuple[list[int], list[float]]
 """The most likely tokens after a text, best first, and their log-probabilities."""
@@ -20,22 +20,25 @@ Following = tuple[list[int], list[float]]
 
 @dataclasses.dataclass(frozen=True)
 class TextLattice:
-    """The result of a search: a directed acyclic graph whose paths from node 0 to one of `ends` are texts.
+    """The result of lattice decoding: a directed acyclic graph whose paths from node 0 to one of `ends` are texts.
 
     Attributes:
-        tokens: `i32[N]`, the token of each node; parents come before their children. Node 0 is the prompt, with its
+        tokens: `i32[N]`, the token of each node; parents come before their children. Node 0 is the prompt, and has its
             last token.
-        parents: `i32[N, M]`, nodes that a node may follow, padded with -1. The first is the one after which it was
+        parents: `i32[N, M]`, the parents of each node, padded with -1. The first one is the node after which it was
             found.
-        scores: `f64[N, M]`, the token's log-probability as found with that parent; 0 for padding.
+        scores: `f64[N, M]`, the log-probability of the node's token after each parent; 0 for padding.
         ends: `i32[E]`, nodes that end texts.
-        texts: texts that the search itself has completed, in order; ids without a tokenizer.
-        ids: their tokens.
-        log_probs: `f64[len(texts)]`, their log-probabilities, with the text that the search read before each token.
-        calls: number of model calls, by the published count.
-        read: number of tokens that the rows have read, also again or in vain.
+        texts: texts that the search itself has completed, in the order of their completion; token ids if there is no
+            tokenizer.
+        ids: the token ids of `texts`.
+        log_probs: `f64[len(texts)]`, log-probabilities of `texts`. Each token is conditioned on the text that the model
+            processed before it.
+        calls: number of model calls, counted as in the paper.
+        read: number of tokens that the rows have processed, including tokens processed again or not used.
         merges: number of merged nodes.
-        why: what ended the search: "calls", the budget; "queue", nothing was left; "logits", the model gave a NaN.
+        why: what ended the search: "calls", the budget was used; "queue", no text was left; "logits", the model
+            returned a NaN.
     """
 
     __repr__ = short
@@ -57,17 +60,17 @@ class TextLattice:
 
     @property
     def count(self) -> int:
-        """Number of paths from node 0 to an end."""
+        """Number of texts: of paths from node 0 to one of `ends`."""
         ways = [1]
         for row in self.parents[1:]:
             ways.append(sum(ways[j] for j in row if j >= 0))
         return sum(ways[e] for e in self.ends)
 
     def paths(self) -> Iterator[tuple[list[int], float]]:
-        """Yields each path's tokens, and the sum of its scores.
+        """Yields the tokens of each path and the sum of its scores.
 
-        After a merge the scores are those of the first text, so the sum approximates the text's log-probability. There
-        may be very many paths.
+        After a merge the scores are those of the first text that reached the node, so that the sum only approximates
+        the log-probability of the text. The number of paths may be huge.
         """
         for end in self.ends.tolist():
             stack: list[tuple[int, Path, float]] = [(end, (), 0.0)]
@@ -83,7 +86,7 @@ class TextLattice:
 
 @dataclasses.dataclass(frozen=True)
 class Recombination:
-    """The parameters of the search; the fields are arguments of `lattice_decode`."""
+    """The options of a lattice search: arguments of `lattice_decode`; `longest` is its `max_new_tokens`."""
 
     calls: int
     k: int
@@ -106,7 +109,8 @@ class _Node:
 
 
 class Growing:
-    """A lattice while it grows. Nodes are numbered in the order in which they were made; 0 is the prompt."""
+    """The lattice of one prompt during the search. Nodes are numbered in the order in which they were added; 0 is the
+    prompt."""
 
     def __init__(self, rule: Recombination, first: int, eos: frozenset[int], reads: Callable[[int], Hashable]) -> None:
         self.rule, self.eos, self.reads = rule, eos, reads
@@ -126,7 +130,15 @@ class Growing:
         return list(dict.fromkeys(map(self.root, self.nodes[u].prev)))
 
     def add(self, token: int, score: float, parent: int, master: int | None = None) -> int:
-        """Adds a node. Its text is the one along first parents, as they are now."""
+        """Adds a node and returns its number. Its text is the path along first parents, as they are at this moment.
+
+        Args:
+            token: its token.
+            score: log-probability of the token.
+            parent: the node after which it was found.
+            master: the greedy node beside which it was queued; the queued text is dropped if that node is merged away.
+                None: the node itself.
+        """
         path, total, at = [token], score, [parent]
         while at:
             node = self.nodes[self.root(at[0])]
@@ -153,7 +165,7 @@ class Growing:
         return seen
 
     def note(self, pointer: int, new: int) -> None:
-        """Makes `new` findable by each n-gram that ends a path to it."""
+        """Indexes the node `new`, a child of `pointer`, by each n-gram of `suffix` tokens that ends a path to it."""
         def ending(u: int, n: int) -> list[Path]:
             if n == 1:
                 return [(self.nodes[u].token,)]
@@ -163,8 +175,8 @@ class Growing:
             self.by_suffix.setdefault((*front, self.nodes[new].token), []).append(new)
 
     def matched(self, u: int, ngram: Path) -> tuple[list[int], int] | None:
-        """Returns the nodes that spell an n-gram backwards from `u`, on the first path that does, and that path's
-        length."""
+        """Returns the nodes that spell an n-gram backwards from node `u`, on the first path that does, and the length
+        of that path; None if no path does."""
         paths = [[u]]
         for token in reversed(ngram):
             paths = [[*path, v] for path in paths if self.nodes[path[-1]].token == token
@@ -178,7 +190,8 @@ class Growing:
         return nodes, length
 
     def like(self, new: int) -> tuple[int, list[int]] | None:
-        """Returns a node that `new` may be merged with, and the nodes that both have in common backwards from there."""
+        """Returns an earlier node with which the node `new` may be merged, and the nodes of its last `suffix` tokens,
+        backwards; None if there is none."""
         n, path = self.rule.suffix, self.nodes[new].path
         if len(path) <= n:
             return None
@@ -189,7 +202,7 @@ class Growing:
         return None
 
     def apart(self, a: int, b: int) -> bool:
-        """True if neither of two nodes leads to the other, so that merging them closes no loop."""
+        """True if the nodes differ and neither leads to the other, so that merging them creates no loop."""
         return a != b and a not in self.ancestors(b) and b not in self.ancestors(a)
 
     def merge(self, kept: int, new: int, common: Sequence[int]) -> bool:
@@ -216,7 +229,8 @@ class Growing:
         return merged > 0
 
     def run(self) -> Generator[Path, Following | None, str]:
-        """Yields texts to be read, receives the tokens that follow them (None: none), and returns why it ended."""
+        """Runs the search as a generator: yields texts whose next tokens it needs, and is sent the `k` most likely ones
+        (None if there are none). Returns why the search ended."""
         rule, heap, made = self.rule, [(-1.0, 0, 0)], 0
         while self.calls < rule.calls:
             if not heap:
@@ -257,7 +271,7 @@ class Growing:
         return "calls"
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Returns the nodes that lead to the end of a text, parents first."""
+        """Returns the array fields of `TextLattice`, with the nodes that lead to the end of a text, parents first."""
         last = {self.root(u) for u in self.done if u not in self.met}
         last |= {u for u in self.done if u in self.met and self.root(self.met[u]) not in last}
         order: dict[int, int] = {0: 0}

@@ -1,4 +1,4 @@
-"""Chains of retrieval: sequences of questions, documents and answers, among which the best chain is searched."""
+"""Chain-of-retrieval generation: searches for the best sequence of questions, retrieved documents and answers."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from decodax.search.explorer import Explorer, Ranked, Score
 from decodax.search.forks import Forks
 
 Retrieve = Callable[[Any, str], str | None]
-"""A function from a prompt and a text that ends with a question to what was found, as it is appended to the text; None
-if there is no question."""
+"""A function of a prompt and a text that ends with a question. It returns the retrieved documents as text to append;
+None if there is no question."""
 
 NOTHING = "No relevant information found"
 """The ending of an unsuccessful chain, in the paper's data."""
@@ -29,28 +29,32 @@ NOTHING = "No relevant information found"
 class CoRAG(Explorer):
     """Chain-of-retrieval generation (Wang et al., 2025, CoRAG).
 
-    A chain asks a question, gets what a retriever finds, answers it, and asks the next one; after `rounds` of them, or
-    if it asks none, it is finished. A step ends where a question or its answer does (`until`). The best chain is the
-    one after which the answer "No relevant information found" is the least likely, which needs no reward. `way`
-    determines the search:
+    In each round a chain asks a question, gets the documents that a retriever finds, and answers the question. The
+    chain is finished after `rounds` rounds, or if it asks no question. A step ends where a question or its answer does
+    (`until`). The penalty of a chain is the log-probability of the answer "No relevant information found" after it; the
+    chain with the smallest penalty is chosen. This needs no reward model. `way` determines the search:
 
     - "best-of-n": `n` complete chains are sampled. With `n = 1` and temperature 0 it is the paper's greedy decoding.
-    - "tree": in each round `n / rollouts` next questions are tried, and from each `rollouts` chains continue `ahead`
-      rounds further; the question whose chains have the smallest mean penalty is kept. The rollouts are discarded.
+    - "tree": in each round `n / rollouts` next questions are tried. From each of them `rollouts` chains continue for
+      `ahead` more rounds, and the question whose chains have the smallest mean penalty is kept. The rollouts are
+      discarded.
 
-    A chain is one text, so that nothing in it is read twice: a model that was trained on separate prompts for questions
-    and answers is asked in another form. DRAG is a prompt with documents; IterDRAG, chains without a choice among them,
-    is `WithTools`.
+    A chain is one text, so that the model processes no token twice. A model that was trained on separate prompts for
+    questions and answers is therefore asked in another form. DRAG is a prompt with documents; IterDRAG, chains without
+    a choice among them, is `WithTools`.
 
     Attributes:
-        retrieve: see `Retrieve`; called for all rows side by side, in threads.
+        retrieve: takes a prompt and its chain so far; returns the text of the documents to append, or None. It is
+            called for all rows in parallel threads.
         n: number of rows of a prompt.
-        rounds: largest number of questions of a chain.
-        way: as above.
-        rollouts, ahead: parameters of the tree.
-        last: appended to a finished chain, such as "So the answer is"; the text is then written to its end.
-        nothing: the answer that counts against a chain.
-        penalty: replaces its log-probability; smaller is better.
+        rounds: maximum number of questions of a chain.
+        way: "best-of-n" or "tree".
+        rollouts: number of chains that "tree" continues from each question.
+        ahead: number of further rounds of these chains.
+        last: text that is appended to a finished chain, such as "So the answer is"; the answer is then generated to its
+            end. None: no text.
+        nothing: the answer whose log-probability is the penalty.
+        penalty: replaces that log-probability; smaller is better.
     """
 
     retrieve: Retrieve
@@ -112,7 +116,7 @@ class CoRAG(Explorer):
         return Ranked(ranked)
 
     def _round(self, forks: Forks, asked: Sequence[Any], going: np.ndarray) -> np.ndarray:
-        """Runs a question, the retrieval, and the answer; returns the rows that continue."""
+        """Runs one round of question, retrieval and answer in the rows `going`; returns the rows that continue."""
         wrote = forks.extend(going) & forks.live
         waits = list(zip(*np.nonzero(wrote), strict=True))
         texts = forks.texts()

@@ -1,4 +1,4 @@
-"""Self-infilling: where the model is uncertain it writes the end of a text first, and then the missing middle."""
+"""Self-infilling: where the model is uncertain, it generates the end of a text first, and then the missing middle."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from decodax.search.forks import Forks
 
 @struct
 class Phases(Transform):
-    """The automaton over the three tokens of an infilling model (`<PRE>`, `<SUF>`, `<MID>`), which infers its phase
-    from the text.
+    """The automaton over the three tokens of an infilling model (`<PRE>`, `<SUF>`, `<MID>`). Its phase follows from the
+    text so far.
 
-    - Before `<SUF>` the model writes; if the probability of its most likely token is below `tau`, and the last line
-      does not contain the beginning of the suffix already, `<SUF>` is forced.
-    - After it the tokens `opening` are forced first; then the model writes the suffix and may write `<MID>`.
-    - After `<MID>` it writes the middle.
+    - Before `<SUF>`, the model generates freely. If the probability of its most likely token is below `tau`, and the
+      last line does not yet contain `opening`, `<SUF>` is forced.
+    - After `<SUF>`, the tokens `opening` are forced; then the model generates the suffix and may generate `<MID>`.
+    - After `<MID>`, it generates the middle.
 
-    The three tokens are forbidden otherwise.
+    In all other cases the three tokens are forbidden.
 
     Attributes:
-        marks: `i32[B, 3]`, the three tokens.
-        tau: `f32[B]`.
-        opening: `i32[B, F]`, padded with -1.
+        marks: `i32[B, 3]`, ids of the three tokens.
+        tau: `f32[B]`, threshold of the probability.
+        opening: `i32[B, F]`, the first tokens of the suffix, padded with -1.
         breaks: `i32[B, L]`, tokens that end a line, padded with -1.
     """
 
@@ -69,7 +69,7 @@ class Phases(Transform):
         return jnp.where(behind_suffix & ~behind_middle & (forced >= 0), only(forced), logits)
 
     def _begun(self, ctx: Context, place: Array, here: Array) -> Array:
-        """True if the opening occurs in the last line of what was written."""
+        """True if `opening` occurs in the last line of the generated text."""
         wanted = self.opening >= 0
         ahead = jnp.minimum(place[:, None] + jnp.arange(self.opening.shape[0]), place.shape[0] - 1)
         hit = ((ctx.tokens[ahead] == self.opening) | ~wanted).all(-1)
@@ -80,13 +80,15 @@ class Phases(Transform):
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """The parts that an infilling wrote, in reading order.
+    """The parts of the text that an infilling has generated.
 
     Attributes:
-        before, middle, after: the last two are empty for a text that was not interrupted. An `after` that the middle
-            did not reach, by an end of sequence, is left out.
-        interrupted: True if there was a `<SUF>`.
-        complete: True if the middle reached its end.
+        before: the text before the interruption; the whole text if there was none.
+        middle: the middle, generated last; empty without an interruption.
+        after: the end of the text, generated before the middle. Empty without an interruption, or if an end-of-sequence
+            token ended the middle early.
+        interrupted: True if `<SUF>` was generated.
+        complete: True if the middle ended by itself.
     """
 
     before: str
@@ -100,7 +102,8 @@ class Parts:
         return self.before + self.middle + self.after
 
     def head(self, opening: str) -> str:
-        """Returns the text after which an end is written, from left to right."""
+        """Returns the text after which the end is generated again from left to right: all text before the end, which
+        begins with `opening`."""
         written = self.before + self.middle
         if self.complete or (self.interrupted and not self.middle):
             return written
@@ -114,8 +117,8 @@ class SelfInfilled:
 
     Attributes:
         text: the text of each prompt, without the prompt.
-        parts: the parts of each of its infillings, `[P][loops]`.
-        tokens: number of tokens generated in all.
+        parts: the parts of each infilling of each prompt.
+        tokens: number of tokens generated, for all prompts together.
     """
 
     text: list[str]
@@ -130,25 +133,26 @@ def self_infill(lm: LM | Any, prompts: Any, *, marks: Sequence[int | str], openi
                 degenerate: Callable[[str], bool] | None = None, **sampling: Any) -> SelfInfilled:
     """Self-infilling (Zheng et al., 2023): an infilling model interrupts itself where it is uncertain.
 
-    It then writes the end of the text, which begins with `opening`, and fills in what is missing. Rules are those of
-    the authors' code. With `loops` the parts are rewritten in turn (its mode "vanilla"): the end, from left to right
-    after beginning and middle; and in the next loop the beginning, before this end up to the last `opening` in it. An
-    end without `opening`, or one that makes the text degenerate (so repetitive that zlib compresses it below a tenth,
-    or as decided by `degenerate`), is dropped for the text before it. Here tokens decide whether the opening is in the
-    last line; in the authors' code the text does.
+    It then generates the end of the text, which begins with `opening`, and fills in the missing middle. The rules are
+    those of the authors' code. With `loops`, the parts are rewritten in turn (mode "vanilla" of that code): first the
+    end, from left to right after beginning and middle; then, in the next loop, the beginning, before this end up to the
+    last `opening` in it. If an end has no `opening`, or makes the text degenerate, the previous text is kept. A text is
+    degenerate if `degenerate` says so; by default, if zlib compresses it to less than a tenth. To find `opening` in the
+    last line, this function compares tokens, the authors' code text.
 
-    An infilling is one run: each phase continues from the state of the one before it, and nothing is read twice.
+    An infilling is one run: each phase continues from the state of the previous one, and the model processes no token
+    twice.
 
     Args:
         lm: a model with a tokenizer.
         prompts: one or several texts.
         marks: the tokens `<PRE>`, `<SUF>` and `<MID>`, by id or by name.
-        opening: the beginning of the end.
+        opening: the text with which the end begins.
         stop: strings that end a text, and so each of its parts.
-        tau: the model continues while its most likely token has at least this probability.
-        loops: number of times that the end is written from left to right.
-        max_new_tokens: largest number of tokens of an infilling with its marks, and of each end.
-        degenerate: returns True for a degenerate text, which is passed without its prompt.
+        tau: the model interrupts itself if its most likely token has a probability below this.
+        loops: number of times that the end is generated from left to right.
+        max_new_tokens: maximum number of tokens of an infilling with its marks, and of each end.
+        degenerate: returns True for a degenerate text; takes the text without its prompt.
         sampling: arguments of `generate`. The token that ends a middle is an `eos_token_id`.
 
     Raises:
@@ -208,9 +212,9 @@ def _repeats(text: str) -> bool:
 
 def _infill(lm: LM, starts: list[list[int]], marks: list[int], opening: list[int], stop: tuple[str, ...], tau: float,
             options: dict[str, Any], begun: bool) -> tuple[list[Parts], int]:
-    """Runs one infilling of prompts that begin with `<PRE>`, and returns its parts and the number of tokens.
+    """Runs one infilling of prompts that begin with `<PRE>`; returns its parts and the number of generated tokens.
 
-    With `begun` the prompts also contain the beginnings of their ends.
+    With `begun`, the prompts also contain the beginnings of their ends.
     """
     tokenizer = lm.tokenizer
     assert tokenizer is not None

@@ -1,4 +1,4 @@
-"""Rows of texts between bounded runs: what they hold, and what can be read of them."""
+"""Rows of texts of one compiled batch, and functions that read them between two runs."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ from decodax.engine.batch import Job
 
 @dataclasses.dataclass
 class TextRows:
-    """`n` rows of each of `P` prompts. Arrays over rows have shape `[P, n]`.
+    """`n` rows for each of `P` prompts. Arrays over rows have shape `[P, n]`.
 
     Attributes:
         job: the batch.
         n: number of rows of a prompt.
-        until, step_tokens: end of a step.
+        until: strings that end a step.
+        step_tokens: maximum number of tokens of a step; None: no limit.
         stop: strings that end a text.
         status: `i32[P, n]`, why a text has ended; `Status.RUNNING` if it has not.
-        lengths: `i64[P, n]`, number of tokens of each row, with the prompt.
-        bound: `i64[P, n]`, largest number of tokens of each row.
-        keys: random keys of the places.
-        spent: number of tokens generated so far, also in rows that were dropped.
+        lengths: `i64[P, n]`, number of tokens of each row, including the prompt.
+        bound: `i64[P, n]`, maximum number of tokens of each row.
+        keys: random key of each row.
+        spent: number of tokens generated so far, including rows that were dropped.
         fed: number of tokens appended from outside.
-        generation: number of forks so far.
+        generation: `i64[P]`, number of times that rows of each prompt were forked or truncated.
         marks: ids of tokens that also end a step.
-        rounds: number of target forwards so far.
+        rounds: number of forward passes of the target model so far.
     """
 
     __repr__ = short
@@ -46,9 +47,13 @@ class TextRows:
     keys: Any
     spent: int = 0
     fed: int = 0
-    generation: int = 0
+    generation: Any = None
     marks: tuple[int, ...] = ()
     rounds: int = 0
+
+    def __post_init__(self) -> None:
+        if self.generation is None:
+            self.generation = np.zeros(len(self.status), np.int64)
 
     def __len__(self) -> int:
         return len(self.status)
@@ -59,7 +64,7 @@ class TextRows:
 
     @property
     def live(self) -> np.ndarray:
-        """`bool[P, n]`, texts that have not ended."""
+        """`bool[P, n]`, True for rows whose text has not ended."""
         return self.status == Status.RUNNING
 
     @property
@@ -67,22 +72,25 @@ class TextRows:
         return self.job.request.prompts
 
     def rng(self, prompt: int) -> np.random.Generator:
-        """Returns random numbers for a prompt at this generation, from its seed and address alone."""
+        """Returns a random generator for a prompt, seeded by its seed, its request id and its generation."""
         r = self.job.request
-        words = [*r.seeds[prompt].tolist(), int(r.request_ids[prompt]), self.generation]
+        words = [*r.seeds[prompt].tolist(), int(r.request_ids[prompt]), int(self.generation[prompt])]
         return np.random.default_rng(np.random.SeedSequence(words))
 
     def tokens(self, p: int, i: int) -> list[int]:
-        """Returns the new tokens of a row."""
+        """Returns the new tokens of row `i` of prompt `p`."""
         return self._host_tokens()[p * self.n + i, len(self.prompts[p]):int(self.lengths[p, i])].tolist()
 
     def _host_tokens(self) -> np.ndarray:
         return np.asarray(self.job.state.tokens)
 
     def texts(self, which: np.ndarray | None = None, raw: bool = False) -> list[list[Any]]:
-        """Returns the new text of each row, up to the string that ended it; ids without a tokenizer.
+        """Returns the new text of each row, `[P][n]`, without the string that ended it; token ids if there is no
+        tokenizer.
 
-        Rows that are not in `which` are empty. With `raw` the ending string and the rest of its token are included.
+        Args:
+            which: `bool[P, n]`; rows that are False get an empty text. None: all rows are read.
+            raw: True includes the string that ended the text, and the rest of its token.
         """
         lm, held = self.job.request.lm, self._host_tokens()
         out: list[list[Any]] = []
@@ -102,10 +110,11 @@ class TextRows:
         return out
 
     def since(self, lengths: np.ndarray) -> list[list[Any]]:
-        """Returns what each row has written after its first `lengths[p, i]` tokens (`i64[P, n]`, with the prompt).
+        """Returns the text that each row has generated after its first `lengths[p, i]` tokens (`i64[P, n]`, including
+        the prompt).
 
-        As in `texts`, the token that ended it is left out. A character that those tokens only began belongs to the
-        result.
+        An end-of-sequence token is left out, as in `texts`. A character whose first bytes are among the first tokens
+        belongs to the result.
         """
         request, out = self.job.request, []
         for p, prompt in enumerate(self.prompts):
@@ -125,8 +134,8 @@ class TextRows:
         return out
 
     def log_probs(self, processed: bool = False) -> np.ndarray:
-        """Returns the log-probability of each row's new tokens, `f64[P, n]`, under the model, or under the policy if
-        `processed`.
+        """Returns the log-probability of the new tokens of each row, `f64[P, n]`: under the model, or under the policy
+        if `processed` is True.
 
         Tokens that were fed count 0.
         """
@@ -139,12 +148,12 @@ class TextRows:
         return np.where(inside, values, 0).sum(1).reshape(self.status.shape)
 
     def log_weights(self) -> np.ndarray:
-        """Returns the log of each row's weight, `f64[P, n]`, for algorithms that do not draw by the policy.
+        """Returns the log-weight of each row, `f64[P, n]`, for algorithms that do not sample the policy exactly; 0 for
+        the others.
 
-        Weighted by it, rows of `decodax.algorithms.contrastive.awrs.AWRS` are draws by the policy. It is 0 for most
-        algorithms.
+        Rows of `decodax.algorithms.contrastive.awrs.AWRS` with these weights are samples from the restricted policy.
         """
-        found = findings(self.job.algorithm, self.job.state).get("log_weight")
+        found = findings(self.job.batch.algorithm, self.job.state).get("log_weight")
         if found is None:
             return np.zeros(self.status.shape)
         return np.asarray(found)[:self.rows].astype(np.float64).reshape(self.status.shape)

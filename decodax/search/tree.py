@@ -1,4 +1,4 @@
-"""A search that builds a tree of text segments."""
+"""TreePO: a search that builds a tree of text segments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ Branching = Literal["even", "likely", "unlikely"]
 
 
 def shares(weights: np.ndarray, budget: int) -> np.ndarray:
-    """Divides `budget`: one each, and the rest in proportion to weights, by the largest remainder: `i64[n]`."""
+    """Divides `budget` into `n` whole numbers, `i64[n]`: 1 each, and the rest in proportion to `weights`, by the
+    largest remainder."""
     n = len(weights)
     left = budget - n
     exact = weights / weights.sum() * left
@@ -36,24 +37,24 @@ def repeats(text: str, length: int = 32, times: int = 8) -> bool:
                    "a tree of segments that share their beginnings")
 @dataclasses.dataclass(frozen=True)
 class TreePO(Explorer):
-    """Trees of segments (Li et al., 2025, TreePO): several texts of a prompt that share their beginnings.
+    """TreePO (Li et al., 2025): samples several texts of a prompt that share their beginnings, as a tree of segments.
 
-    All unfinished texts are extended by a segment, which is a step (`step_tokens`, `until`), and then branch: of the
-    free rows each text gets one, and the rest is divided by weight, at most `divergence` for each text, and at the
-    first branching a random number within the bounds `first`. A text that repeats itself ends, if there is a tokenizer
-    to detect it. When all have ended and rows are left, the tree branches again at the beginning of a random segment
-    ("fallback").
+    A segment is a step (`step_tokens`, `until`). In each round all unfinished texts are extended by a segment and then
+    branch into free rows: each text keeps its row, and the free rows are divided among the texts by weight, so that
+    each continues in at most `divergence` rows. At the root, the maximum is a random number within `first`. A text
+    whose last characters repeat many times is ended, if the model has a tokenizer. When all texts have ended and rows
+    are free, each free row restarts at the beginning of a random segment of a random text ("fallback").
 
-    Rules and defaults are those of the authors' code, with their weights: "even", or by the log-probability of the last
-    segment, "likely" or "unlikely".
+    Rules, defaults and weights are those of the authors' code. The weights are equal ("even"), or `exp(m)` ("likely")
+    or `exp(-m)` ("unlikely") with the mean log-probability `m` of a token in the last segment.
 
     Attributes:
         n: number of texts.
-        divergence: largest number of branches of a text.
-        first: bounds of the first branching.
-        depth: largest number of segments of a text.
-        weights: as above.
-        reward: scores whole texts for the choice; None: the mean log-probability of a token.
+        divergence: maximum number of rows in which a text continues.
+        first: minimum and maximum number of rows in which the prompt continues.
+        depth: maximum number of segments of a text.
+        weights: "even", "likely" or "unlikely".
+        reward: scores whole texts to choose the answer; None: the mean log-probability of a token.
     """
 
     n: int = 16
@@ -113,7 +114,8 @@ class TreePO(Explorer):
 
     def _branch(self, p: int, held: np.ndarray, parents: np.ndarray, forks: Forks, weight: np.ndarray,
                 most: int) -> None:
-        """Gives free rows to live texts."""
+        """Assigns free rows of prompt `p` to its live texts: writes to `parents` and `held`, at most `most` rows for a
+        text."""
         live, free = np.flatnonzero(held[p] & forks.live[p]), np.flatnonzero(~held[p])
         if not len(live) or not len(free):
             return
@@ -125,7 +127,7 @@ class TreePO(Explorer):
                 parents[p, j], held[p, j] = i, True
 
     def _fall_back(self, forks: Forks, held: np.ndarray, segments: np.ndarray, ends: np.ndarray) -> np.ndarray:
-        """Lets free rows restart at the beginning of a segment of a text. Returns the new `ends`."""
+        """Restarts free rows at the beginning of a random segment of a finished text. Returns the new `ends`."""
         parents = np.tile(np.arange(self.n), (len(held), 1))
         lengths = np.where(held, -1, 0)
         for p in range(len(forks)):

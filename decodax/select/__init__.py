@@ -1,4 +1,4 @@
-"""Choosing one of several answers: votes, rewards, minimum Bayes risk, comparisons."""
+"""Rules that choose one of several answers: votes, rewards, minimum Bayes risk, comparisons of pairs."""
 
 from typing import Any
 

@@ -1,7 +1,8 @@
-"""Minimum Bayes risk: the candidate that is most like what the model would say (Eikema and Aziz, 2020, 2022).
+"""Minimum Bayes risk (MBR): chooses the candidate with the largest expected utility under the model (Eikema and Aziz,
+2020, 2022).
 
-The candidates are also the references, samples of what the model would say. The expected utility of a candidate is the
-mean of how like each reference it is; the estimators below need fewer comparisons for it.
+The candidates also serve as references, since they are samples of the model. The expected utility of a candidate is its
+mean utility, such as a similarity, against all references; the estimators below need fewer comparisons.
 """
 
 from __future__ import annotations
@@ -18,19 +19,21 @@ from decodax.select.candidates import Candidates, SelectionRule
 from decodax.select.utilities import chrf, f_score, ngrams
 
 Utility = Callable[[Sequence[str], Sequence[str]], np.ndarray]
-"""`f64[n, m]`: how good each of `n` hypotheses is if one of `m` references is true."""
+"""A function of `n` hypotheses and `m` references. It returns `f64[n, m]`, the quality of each hypothesis if a
+reference is the correct answer; larger is better."""
 
 
 @SELECTS.register("mbr", "Is MAP Decoding All You Need?", "Eikema and Aziz 2020",
                   "the largest mean utility against all samples")
 @dataclasses.dataclass(frozen=True)
 class MBR(SelectionRule):
-    """The candidate with the largest mean utility against all of them.
+    """Chooses the candidate with the largest mean utility against all candidates.
 
     Attributes:
-        utility: of pairs; default chrF. itself: whether a candidate is compared with itself, as the published
-            estimators do. weighted: whether references count by their probability under the model, each text once,
-            instead of by how often they were drawn (model-based MBR: Jinnai et al., 2023).
+        utility: compares hypotheses with references; see `Utility`.
+        itself: True compares a candidate with itself, too, as the published estimators do.
+        weighted: True weights the references by their probability under the model, and counts equal texts once
+            (model-based MBR: Jinnai et al., 2023). False: all samples have the same weight.
     """
 
     utility: Utility = chrf
@@ -50,7 +53,7 @@ class MBR(SelectionRule):
         return np.where(total > 0, (utilities * weights).sum(1) / np.where(total > 0, total, 1), 0.0)
 
     def _weights(self, candidates: Candidates) -> np.ndarray:
-        """`f64[n]`, which sum to 1."""
+        """Returns the weight of each reference, `f64[n]`, summing to 1."""
         if not self.weighted:
             return np.full(len(candidates), 1 / len(candidates))
         log_p = candidates.probable
@@ -64,11 +67,14 @@ class MBR(SelectionRule):
                   "Vamvas and Sennrich 2024", "chrF against one reference made of all samples")
 @dataclasses.dataclass(frozen=True)
 class AggregateMBR(SelectionRule):
-    """MBR with one reference made of all: chrF against the mean of their n-grams (DeNero et al., 2009; Vamvas and
-    Sennrich, 2024). It takes as many comparisons as there are candidates.
+    """MBR with chrF against a single reference, the mean of the n-gram counts of all candidates (DeNero et al., 2009;
+    Vamvas and Sennrich, 2024).
+
+    It takes `n` comparisons for `n` candidates.
 
     Attributes:
-        weighted: as of `MBR`, of each candidate (a text that was drawn twice counts twice).
+        weighted: True weights the n-grams of each candidate by its probability under the model; equal texts count each
+            time.
     """
 
     weighted: bool = False
@@ -91,11 +97,17 @@ class AggregateMBR(SelectionRule):
                   "Cheng and Vlachos 2023", "candidates are dropped as references are added")
 @dataclasses.dataclass(frozen=True)
 class PruningMBR(MBR):
-    """MBR that drops candidates early (Cheng and Vlachos, 2023): with more and more references, those stay that are at
-    least as good as the best so far in more than `1 - alpha` of the bootstrap samples of the references.
+    """MBR that drops candidates early (Cheng and Vlachos, 2023).
+
+    References are added in stages. After each stage, a candidate is kept if its mean utility is at least that of the
+    best candidate in more than `1 - alpha` of the bootstrap samples of the references. Dropped candidates get the score
+    -inf.
 
     Attributes:
-        alpha: confidence. schedule: numbers of references, ascending. samples: of the bootstrap. seed: theirs.
+        alpha: confidence.
+        schedule: number of references of each stage, ascending.
+        samples: number of bootstrap samples.
+        seed: seed of the bootstrap samples.
     """
 
     alpha: float = 0.99
@@ -134,12 +146,17 @@ class PruningMBR(MBR):
                   "Trabelsi et al. 2024", "a part of the utilities, and the rest by a matrix of low rank")
 @dataclasses.dataclass(frozen=True)
 class LowRankMBR(MBR):
-    """MBR of which a part of the utilities is computed and the rest filled in by a matrix of low rank (Trabelsi et al.,
-    2024, probabilistic MBR): alternating least squares on what was observed.
+    """MBR that computes a part of the utilities and estimates the others by a matrix of low rank (probabilistic MBR:
+    Trabelsi et al., 2024).
+
+    The matrix is fitted to the computed utilities by alternating least squares.
 
     Attributes:
-        reduction: one of so many pairs is compared. rank: of the factors. ridge: their penalty. rounds: of the
-            alternation, at most. seed: of the pairs and the first factors.
+        reduction: one of this many pairs is compared.
+        rank: rank of the matrix.
+        ridge: penalty of the squared entries of the factors.
+        rounds: maximum number of iterations.
+        seed: seed of the compared pairs and of the initial factors.
     """
 
     reduction: float = 8.0
@@ -169,7 +186,13 @@ class LowRankMBR(MBR):
 
     def factors(self, matrix: np.ndarray, known: np.ndarray, random: np.random.Generator
                 ) -> tuple[np.ndarray, np.ndarray]:
-        """`f64[n, r]` and `f64[m, r]`, whose product is near the known entries of a matrix `f64[n, m]`."""
+        """Returns `f64[n, rank]` and `f64[m, rank]`, whose product approximates the known entries of a matrix.
+
+        Args:
+            matrix: `f64[n, m]`.
+            known: `bool[n, m]`.
+            random: source of the initial factors.
+        """
         n, m = matrix.shape
         matrix = np.where(known, matrix, 0.0)
         left = random.random((n, self.rank)) * (n * self.rank) ** -0.5
@@ -192,10 +215,10 @@ class LowRankMBR(MBR):
 
 
 def pair_utilities(utility: Utility, hypotheses: Sequence[str], references: Sequence[str]) -> np.ndarray:
-    """What the utility says.
+    """Returns `f64[n, m]`, the utility of each hypothesis against each reference.
 
     Raises:
-        ValueError: it is not a matrix of that shape.
+        ValueError: `utility` returns an array of another shape.
     """
     found = np.asarray(utility(hypotheses, references), np.float64)
     if found.shape != (len(hypotheses), len(references)):

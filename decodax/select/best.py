@@ -1,4 +1,4 @@
-"""The best of several candidates by what somebody says of each: a reward model, a judge, the model itself."""
+"""Rules that choose the best candidate by a reward model, a judge, or its likelihood."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from decodax.common.registry import FUNCTIONS, SELECTS
 from decodax.select.candidates import Candidates, SelectionRule
 
 Reward = Callable[[Any, Sequence[str]], Any]
-"""Scores `[n]` of texts that answer a prompt; the larger the better."""
+"""A function of a prompt and `n` texts that answer it. It returns `n` scores; larger is better."""
 
 
 @SELECTS.register("best-of-n", "WebGPT", "Nakano et al. 2021", "the largest reward")
 @dataclasses.dataclass(frozen=True)
 class BestOfN(SelectionRule):
-    """The candidate with the largest reward (Nakano et al., 2021; Stiennon et al., 2020).
+    """Chooses the candidate with the largest reward (Nakano et al., 2021; Stiennon et al., 2020).
 
     Attributes:
-        reward: `reward(prompt, texts)` gives a number for each text, in Python or as an array of JAX.
+        reward: `reward(prompt, texts)` returns a number for each text, as a sequence or an array.
     """
 
     reward: Reward
@@ -34,11 +34,11 @@ class BestOfN(SelectionRule):
 @SELECTS.register("likelihood", "", "", "the largest mean log-probability, or sum")
 @dataclasses.dataclass(frozen=True)
 class Likelihood(SelectionRule):
-    """The candidate that the model finds most probable.
+    """Chooses the candidate that is most probable under the model.
 
     Attributes:
-        length_penalty: the sum of log-probabilities is divided by the number of tokens to this power: 0, the most
-            probable text; 1, the largest mean.
+        length_penalty: the sum of log-probabilities is divided by the number of tokens to this power. 0: the most
+            probable text; 1: the largest mean per token.
     """
 
     length_penalty: float = 1.0
@@ -55,11 +55,13 @@ class Likelihood(SelectionRule):
                   "the best by an estimate of quality, then another rule")
 @dataclasses.dataclass(frozen=True)
 class QualityAware(SelectionRule):
-    """Two stages: the best by an estimate of quality, and among them the choice of another rule (Fernandes et al.,
-    2022).
+    """Chooses in two stages: an estimate of quality keeps the best candidates, and another rule chooses among them
+    (Fernandes et al., 2022).
 
     Attributes:
-        quality: `quality(prompt, texts)`, a number for each text. rule: for those that are left. keep: how many.
+        quality: `quality(prompt, texts)` returns a number for each text; larger is better.
+        rule: the rule of the second stage.
+        keep: number of candidates that reach the second stage.
     """
 
     quality: Reward
@@ -81,17 +83,22 @@ class QualityAware(SelectionRule):
 @FUNCTIONS.register("select.allocate", "Learning How Hard to Think: Input-Adaptive Allocation of LM Computation",
                     "Damani et al. 2024", "how many samples each prompt gets, by given chances of success")
 def allocate(chances: Sequence[float], budget: int, least: int = 1, most: int | None = None) -> list[int]:
-    """How many samples each prompt gets (Damani et al., 2024, adaptive best-of-k for rewards of 0 or 1).
+    """Divides a budget of samples among prompts (adaptive best-of-k for rewards of 0 or 1; Damani et al., 2024).
 
-    The next sample goes where it gains most: with a chance `p` that one sample is right, the `b + 1`-th adds
-    `(1 - p) ** b * p` to the chance that one of them is. That is greedy, and best, since gains fall.
+    A further sample goes to the prompt where it helps most. If one sample is correct with probability `p`, sample `b +
+    1` raises the probability of at least one correct sample by `(1 - p) ** b * p`. This greedy allocation is optimal.
 
     Args:
-        chances: of a right sample, one a prompt, as a probe or a first few samples tell. budget: samples in all.
-        least, most: samples of a prompt.
+        chances: probability that one sample is correct, for each prompt, estimated by a probe or from a few samples.
+        budget: total number of samples.
+        least: minimum number of samples of a prompt.
+        most: maximum number of samples of a prompt; None: no limit.
+
+    Returns:
+        The number of samples of each prompt. The sum is less than `budget` if no further sample helps.
 
     Raises:
-        ValueError: a chance outside [0, 1], or a budget that `least` does not fit in.
+        ValueError: a probability outside [0, 1], or a budget less than `least` for each prompt.
 
     >>> allocate([0.9, 0.2, 0.0], 8)
     [2, 5, 1]

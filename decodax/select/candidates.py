@@ -1,4 +1,4 @@
-"""Several answers to one prompt, and what it means to choose among them."""
+"""The candidate answers to a prompt, and the base classes of rules that choose among them."""
 
 from __future__ import annotations
 
@@ -28,15 +28,18 @@ from decodax.io.load import LM
 
 @dataclasses.dataclass(frozen=True)
 class Candidates:
-    """Answers to one prompt, `n` of them.
+    """`n` candidate answers to one prompt.
 
     Attributes:
-        texts: `n`. prompt: what they answer; None if nobody said.
-        log_probs: `f64[n]`, the natural log-probability of each under the model, summed over its tokens; None if it is
-            not known. lengths: `i64[n]`, tokens of each; None if they are not known. log_weights: `f64[n]`, how much
-            likelier each is under the model than under what it was drawn from (`Result.log_weights`), or None.
-        address: whole numbers, the prompt's seed and request id, which address the random numbers that a rule draws for
-            it, so that they do not depend on the other prompts of a call. None: the prompt's text is the address.
+        texts: the `n` texts.
+        prompt: the prompt; None if it is not known.
+        log_probs: `f64[n]`, the log-probability of each text under the model, summed over its tokens, in nats; None if
+            it is not known.
+        lengths: `i64[n]`, number of tokens of each text; None if it is not known.
+        log_weights: `f64[n]`, log of the ratio of each text's probability under the model to its probability under the
+            distribution from which it was sampled (`Result.log_weights`); None if it is not known.
+        address: numbers that seed the random draws of a rule: the prompt's seed and request id. They make the draws
+            independent of the other prompts of a call. None: the draws are seeded by the text of the prompt.
     """
 
     __repr__ = short
@@ -59,19 +62,19 @@ class Candidates:
         return len(self.texts)
 
     def select(self, rows: Sequence[int] | np.ndarray) -> Candidates:
-        """Those at `rows`, in that order."""
+        """Returns the candidates at the indices `rows`, in that order."""
         part = lambda x: None if x is None else np.asarray(x)[np.asarray(rows, int)]
         return dataclasses.replace(self, texts=[self.texts[int(i)] for i in rows], log_probs=part(self.log_probs),
                                    lengths=part(self.lengths), log_weights=part(self.log_weights))
 
     def rng(self, seed: int) -> np.random.Generator:
-        """Random numbers of this prompt, for a rule that draws."""
+        """Returns the random generator of this prompt, for a rule that draws at random."""
         said = hashlib.blake2b(repr(self.prompt).encode(errors="surrogatepass"), digest_size=8).digest()
         return np.random.default_rng(np.random.SeedSequence([seed, *(self.address or said)]))
 
     @property
     def probable(self) -> np.ndarray:
-        """`log_probs`.
+        """`log_probs` as an array, for rules that need them.
 
         Raises:
             ValueError: they are not known.
@@ -83,10 +86,11 @@ class Candidates:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What a rule chose among candidates.
+    """The choice of a rule among the candidates of a prompt.
 
     Attributes:
-        index: of the chosen one. scores: `f64[n]`, of each; the larger the better. -inf: left out.
+        index: index of the chosen candidate.
+        scores: `f64[n]`, the score of each candidate; larger is better. -inf: the candidate was excluded.
     """
 
     __repr__ = short
@@ -97,28 +101,29 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class SelectionRule(Select):
-    """A rule that chooses among candidates: derive a frozen dataclass from this, whose fields are its options.
+    """Base class of rules that choose among candidates: a frozen dataclass whose fields are the options of the rule.
+
+    A derived class defines `scores`.
 
     Attributes:
-        greedy: whether the answer at temperature 0 is one of the candidates, the first (hedged sampling).
+        greedy: True adds the answer at temperature 0 as the first candidate (hedged sampling).
     """
 
     greedy: bool = dataclasses.field(default=False, kw_only=True)
 
     def with_model(self, lm: LM) -> SelectionRule:
-        """Returns the rule for candidates that `lm` writes; a rule that asks a model of its own asks `lm` if it was
-        given none."""
+        """Returns the rule for candidates that `lm` generates. A rule that needs a model and has none uses `lm`."""
         return self
 
     @abc.abstractmethod
     def scores(self, candidates: Candidates) -> np.ndarray:
-        """`f64[n]`: how good each candidate is; the larger the better."""
+        """Returns the score of each candidate, `f64[n]`; larger is better."""
 
     def choose(self, candidates: Candidates) -> Choice:
-        """The candidate with the largest score; of several such the first.
+        """Chooses the candidate with the largest score, the first one of equals.
 
         Raises:
-            ValueError: a score is a NaN.
+            ValueError: a score is NaN, or the scores have the wrong shape.
         """
         scores = np.asarray(self.scores(candidates), np.float64)
         if scores.shape != (len(candidates),):
@@ -128,7 +133,8 @@ class SelectionRule(Select):
         return Choice(int(scores.argmax()), scores)
 
     def drawn(self, lm: LM, prompts: Any, n: int, sampling: Mapping[str, Any]) -> Chosen:
-        """Samples `n` answers to each prompt and chooses one of them; `sampling` as of `decodax.generate`."""
+        """Samples `n` answers to each prompt and chooses one of them. `sampling` holds arguments of `decodax.generate`.
+        """
         clock, read = time.monotonic(), Request.read(lm, prompts, **sampling)
         # both calls share the time
         left = lambda: {} if read.max_time is None else {
@@ -158,10 +164,10 @@ class SelectionRule(Select):
 
 @dataclasses.dataclass(frozen=True)
 class ModelRule(SelectionRule):
-    """A rule that asks a model about the candidates.
+    """Base class of rules that ask a model about the candidates.
 
     Attributes:
-        lm: the model that is asked, from `decodax.load`; default the one that writes the candidates.
+        lm: the model that is asked, a result of `decodax.load`. None: the model that generates the candidates.
     """
 
     lm: LM | None = None
@@ -174,7 +180,7 @@ class ModelRule(SelectionRule):
         """The model that is asked.
 
         Raises:
-            ValueError: there is none yet.
+            ValueError: no model was given, and the rule is not used in a call of `generate` or `choose`.
         """
         if self.lm is None:
             raise ValueError(f"lm: {type(self).__name__} asks a model, and got none; takes lm=decodax.load(...), or a "
@@ -184,11 +190,13 @@ class ModelRule(SelectionRule):
 
 @dataclasses.dataclass(frozen=True)
 class Chosen:
-    """Answers that a rule has chosen, one a prompt.
+    """The answers that a rule has chosen, with all candidates.
 
     Attributes:
-        text: of each. candidates, choices: what there was to choose from, and the scores. result: the chosen rows as
-            `decodax.generate` gives them.
+        text: the chosen answer to each prompt.
+        candidates: the candidates of each prompt.
+        choices: the choice for each prompt, with the scores of its candidates.
+        result: the rows of the chosen answers as a result of `decodax.generate`.
     """
 
     __repr__ = short
@@ -200,15 +208,18 @@ class Chosen:
 
     @property
     def index(self) -> list[int]:
-        """Which of its candidates was chosen, of each prompt."""
+        """Index of the chosen candidate of each prompt."""
         return [choice.index for choice in self.choices]
 
     def __len__(self) -> int:
         return len(self.text)
 
     def answers(self) -> Result:
-        """Returns the chosen answers as `decodax.generate` gives them. `findings` has `index`, the chosen candidate of
-        each prompt, and `texts` and `scores` of all candidates, `[P, n]`."""
+        """Returns the chosen answers as a result of `decodax.generate`.
+
+        Its `findings` are `index`, the index of the chosen candidate of each prompt, and `texts` and `scores` of all
+        candidates, `[P, n]`.
+        """
         texts = np.array([list(c.texts) for c in self.candidates], object)
         scores = np.stack([np.asarray(choice.scores, np.float64) for choice in self.choices])
         return dataclasses.replace(self.result, text=self.text, findings={
@@ -216,13 +227,16 @@ class Chosen:
 
 
 def candidates_of(result: Result, prompts: Sequence[Any], samples: int, request: Request) -> list[Candidates]:
-    """The candidates of each prompt, from a generation with so many samples of each.
+    """Returns the candidates of each prompt from a generation.
 
     Args:
-        request: that these are answers to, or one of the same prompts.
+        result: the generation.
+        prompts: the prompts.
+        samples: number of samples of each prompt.
+        request: the request of the generation, or another one with the same prompts; it supplies seeds and request ids.
 
     Raises:
-        ValueError: the model has no tokenizer, so there are no texts.
+        ValueError: the model has no tokenizer, so that there are no texts.
     """
     if result.text is None:
         raise ValueError("lm: has no tokenizer, and rules choose among texts")
@@ -239,22 +253,22 @@ def candidates_of(result: Result, prompts: Sequence[Any], samples: int, request:
 
 def choose(lm: LM | str | os.PathLike[str], prompts: Any, by: str | SelectionRule = "self-consistency", *,
            num_samples: int = 8, **sampling: Any) -> Chosen:
-    """Answers each prompt `num_samples` times and takes one answer by a rule.
+    """Samples `num_samples` answers to each prompt and chooses one of them by a rule.
 
     >>> import decodax as dx
     >>> dx.select.choose("pycode", "def area(", "mbr", num_samples=8, temperature=0.8).text           # doctest: +SKIP
 
     Args:
-        lm, prompts: as of `generate`.
+        lm: the model, or a name for `load`.
+        prompts: one or several, as for `generate`.
         by: a rule (`decodax.select.best_of_n(reward=judge)`), or the string of one (`"mbr:greedy=true"`).
-        num_samples: samples of each prompt.
-        sampling: arguments of `generate`: `temperature`, `min_p`, `algorithm`, `stop`, ... With `algorithm` any
-            system draws the samples.
+        num_samples: number of samples of each prompt.
+        sampling: arguments of `generate`: `temperature`, `min_p`, `algorithm`, `stop`, ...
 
     Raises:
-        ValueError: an unknown rule or option, or one that is missing; a model without a tokenizer; or as `generate`.
-        TypeError: as `generate`.
-        TimeoutError: `max_time` was out before the constraints had been built.
+        ValueError: an unknown rule or option, or one that is missing; a model without a tokenizer; or as in `generate`.
+        TypeError: as in `generate`.
+        TimeoutError: `max_time` was over before the constraints had been built.
     """
     lm, num_samples = text_model(lm, "rules choose among texts"), whole("num_samples", num_samples, 1)
     sampling = without("choose", merged(sampling.pop("sampling", None), sampling),
@@ -266,7 +280,8 @@ def choose(lm: LM | str | os.PathLike[str], prompts: Any, by: str | SelectionRul
 
 
 def _asked(prompts: Any, ids: Any) -> list[Any]:
-    """The prompts as they were given, one by one; as ids where that is not plain."""
+    """Returns a list of the prompts as the user gave them; token ids where the input is not a list with one entry for
+    each prompt."""
     given = [prompts] if isinstance(prompts, str) else prompts
     return list(given) if isinstance(given, (list, tuple)) and len(given) == len(ids) else list(ids)
 

@@ -1,4 +1,4 @@
-"""Rules that ask a model about the candidates, and one that weighs them by what truncation took."""
+"""Rules that ask a model about the candidates, and a rule that corrects for truncated sampling."""
 
 from __future__ import annotations
 
@@ -21,20 +21,24 @@ def _log_softmax(x: np.ndarray, axis: int) -> np.ndarray:
 
 def equilibrium(generator: np.ndarray, discriminator: np.ndarray, rounds: int = 5000, rate: float = 0.1,
                 regularization: float = 0.1) -> tuple[np.ndarray, np.ndarray]:
-    """The consensus game (Jacob et al., 2024): a generator says a text for "correct" or for "incorrect", and a
-    discriminator guesses which of the two it was. Both gain when the guess is right, and lose by how far they move from
-    what they thought at first.
+    """Finds an equilibrium of the consensus game (Jacob et al., 2024).
 
-    By no-regret learning: with the mean of the other's strategies so far, halved, as the value `Q` of a move, each
-    one's next strategy is proportional to `exp((Q + r log first) / (1 / (rate t) + r))`.
+    A generator gets the word "correct" or "incorrect" and produces a text. A discriminator sees the text and guesses
+    the word. Both are rewarded if the guess is right, and penalized for their distance from their initial strategies.
+
+    Both strategies are updated in `rounds` steps of no-regret learning. In step `t`, let `Q` be half the mean of the
+    other player's strategies so far. The next strategy is proportional to `exp((Q + r log initial) / (1 / (rate t) +
+    r))`.
 
     Args:
-        generator: `f64[2, n]`, log-probabilities of texts given "correct" and "incorrect"; each row is normalised.
-        discriminator: `f64[n, 2]`, of "correct" and "incorrect" given a text; each row is normalised.
-        regularization: `r`, of both.
+        generator: `f64[2, n]`, log-probabilities of the texts given "correct" and "incorrect"; each row is normalized.
+        discriminator: `f64[n, 2]`, log-probabilities of "correct" and "incorrect" given a text; each row is normalized.
+        rounds: number of steps.
+        rate: learning rate.
+        regularization: `r`, the weight of the initial strategies.
 
     Returns:
-        The last strategies of both, as probabilities of the same shapes.
+        The final strategies of generator and discriminator, as probabilities of the same shapes.
     """
     first_g, first_d = _log_softmax(np.asarray(generator, float), 1), _log_softmax(np.asarray(discriminator, float), 1)
     g, d = np.exp(first_g), np.exp(first_d)
@@ -48,12 +52,13 @@ def equilibrium(generator: np.ndarray, discriminator: np.ndarray, rounds: int = 
 
 
 def ask_generator(prompt: Any, value: str) -> str:
-    """How the generator is asked for a text."""
+    """Returns the text after which the generator's probability of an answer is computed; `value` is "correct" or
+    "incorrect"."""
     return f"{prompt}\nGive an answer that is {value}.\nAnswer: "
 
 
 def ask_discriminator(prompt: Any, text: str) -> str:
-    """How the discriminator is asked about a text."""
+    """Returns the text after which the discriminator's probabilities of "correct" and "incorrect" are computed."""
     return f"{prompt}\nProposed answer: {text.strip()}\nIs the proposed answer correct or incorrect? It is "
 
 
@@ -61,15 +66,19 @@ def ask_discriminator(prompt: Any, text: str) -> str:
                   "Jacob et al. 2024", "what the model as a generator and as a judge of texts agree on")
 @dataclasses.dataclass(frozen=True)
 class EquilibriumRanking(ModelRule):
-    """The candidate on which generator and discriminator agree (Jacob et al., 2024); see `equilibrium`.
+    """Ranks the candidates by an equilibrium of generator and discriminator (Jacob et al., 2024); see `equilibrium`.
 
-    Both are one model, asked in two ways. The same text counts once.
+    One model plays both parts, asked in two ways. Equal texts count once.
 
     Attributes:
-        lm: the model that is asked; default the one that writes the candidates.
-        generator: from a prompt and "correct" or "incorrect" the text after which an answer is scored.
-        discriminator: from a prompt and a candidate the text after which those two words are scored.
-        by: "discriminator" or "generator": whose strategy ranks. rounds, rate, regularization: as of `equilibrium`.
+        lm: the model that is asked. None: the model that generates the candidates.
+        generator: makes, from a prompt and "correct" or "incorrect", the text after which an answer is scored.
+        discriminator: makes, from a prompt and a candidate, the text after which the words "correct" and "incorrect"
+            are scored.
+        by: the player whose strategy ranks the candidates: "discriminator" or "generator".
+        rounds: number of learning steps.
+        rate: learning rate.
+        regularization: weight of the initial strategies.
     """
 
     generator: Callable[[Any, str], str] = ask_generator
@@ -94,10 +103,15 @@ class EquilibriumRanking(ModelRule):
 
 
 def apart(sums: np.ndarray, tokens: Sequence[np.ndarray]) -> np.ndarray:
-    """The log-probability of each label, and of no longer one that begins with it, as "10" begins with "1".
+    """Returns the log-probability that each label is written and not continued to a longer label; "1" begins "10", for
+    example.
 
     Args:
-        sums: `f64[n]`, log-probabilities of the labels. tokens: `i32[m]` of each.
+        sums: `f64[n]`, log-probabilities of the labels' tokens.
+        tokens: `i32[m]` for each label.
+
+    Returns:
+        A list of `n` floats.
     """
     known = {tuple(row.tolist()): float(value) for row, value in zip(tokens, sums, strict=True)}
     begins = lambda a, b: len(a) < len(b) and b[:len(a)] == a
@@ -112,7 +126,7 @@ def apart(sums: np.ndarray, tokens: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def ask_which(prompt: Any, texts: Sequence[str]) -> str:
-    """How a model is asked which of several answers is the best."""
+    """Returns a prompt that lists several answers and asks for the number of the best one."""
     listed = "".join(f"Answer {i + 1}: {text.strip()}\n" for i, text in enumerate(texts))
     return f"{prompt}\n{listed}The best of these answers, by what most of them say, is answer "
 
@@ -121,15 +135,16 @@ def ask_which(prompt: Any, texts: Sequence[str]) -> str:
                   "Chen et al. 2023", "what a model names that sees all candidates")
 @dataclasses.dataclass(frozen=True)
 class Asked(ModelRule):
-    """The candidate that a model names when it sees them all in one prompt (universal self-consistency: Chen et al.,
-    2023). CHOPS (Khairi et al., 2025), which has the model write a checklist first, is not included.
+    """Shows all candidates to a model in one prompt and asks for the best one (universal self-consistency: Chen et al.,
+    2023).
 
-    Nothing is generated: each candidate's number, from 1 on, is scored after the prompt. With ten candidates or more, a
-    number that begins a longer one ("1" of "10") counts without the longer ones' share.
+    Nothing is generated: the probability of each candidate's number, from 1 on, is computed after the prompt. With ten
+    candidates or more, the probability of a number that begins a longer one ("1" and "10") excludes the longer ones.
+    CHOPS (Khairi et al., 2025), in which the model writes a checklist first, is not included.
 
     Attributes:
-        lm: the model that is asked; default the one that writes the candidates. ask: from a prompt and the candidates
-            the text after which a number is scored.
+        lm: the model that is asked. None: the model that generates the candidates.
+        ask: makes, from a prompt and the candidates, the text after which a number is scored.
     """
 
     ask: Callable[[Any, Sequence[str]], str] = ask_which
@@ -145,16 +160,16 @@ class Asked(ModelRule):
                   "a draw by what truncation took from each")
 @dataclasses.dataclass(frozen=True)
 class Corrected(SelectionRule):
-    """One candidate drawn by the weight that truncation took from it: local normalisation corrected (Kempton and
+    """Draws a candidate with a weight that corrects for truncated sampling (local normalization distortion: Kempton and
     Burrell, 2025).
 
-    Top-k, top-p and the like normalise token by token, so that a text whose steps keep little of the probability is
-    drawn too often. Weighted by the product of what each step kept, candidates are draws of the model itself, held to
-    the texts that the rule allows; with many candidates so is the one that is drawn here. Its scores are the shares.
-    Temperatures are corrected as well.
+    Top-k, top-p and similar rules renormalize at each token, so that texts whose steps keep little probability are
+    sampled too often. With the product of the kept probabilities as its weight, a candidate is a sample of the model
+    itself, restricted to the texts that the truncation allows; the drawn candidate approaches this distribution with
+    many candidates. Temperatures are corrected as well. The scores are the normalized weights.
 
     Attributes:
-        seed: of the draw, with the address of the prompt (`Candidates.address`).
+        seed: seed of the draw, combined with `Candidates.address`.
     """
 
     seed: int = 0

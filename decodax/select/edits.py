@@ -1,4 +1,4 @@
-"""Programs that are written as edits, and how many problems are solved in several attempts."""
+"""Programs that are generated as sequences of edits, and the metric pass@k."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ import numpy as np
 from decodax.common.registry import FUNCTIONS
 
 EDIT = "<|diff|>"
-"""What stands between two edits."""
+"""The separator between two edits."""
 
 _HUNK = re.compile(r"@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")
 
 
 def insert(program: str, edit: str) -> str:
-    """A program with an edit (Piterbarg et al., 2024, LintSeq): a diff that only inserts lines, in hunks of the unified
-    format with or without lines of context.
+    """Applies an edit to a program: a diff that only inserts lines, in hunks of the unified format (LintSeq: Piterbarg
+    et al., 2024).
+
+    Hunks may have lines of context or none.
 
     Raises:
-        ValueError: what is no such diff, or does not fit the program.
+        ValueError: the edit is not such a diff, or does not fit the program.
 
     >>> insert("def f():\\n    return 1", "@@ -1,0 +2,1 @@\\n+    x = 1")
     'def f():\\n    x = 1\\n    return 1'
@@ -57,14 +59,16 @@ def insert(program: str, edit: str) -> str:
                     "Training Language Models on Synthetic Edit Sequences Improves Code Synthesis",
                     "Piterbarg et al. 2024", "the program that a sequence of edits makes")
 def resolve_edits(text: str, separator: str = EDIT, program: str = "", partial: bool = True) -> str:
-    """The program that a sequence of edits makes.
+    """Returns the program that results from a sequence of edits.
 
     Args:
-        separator: between edits; with `stop=separator` a text ends behind one of them. program: what they begin with.
-        partial: whether the last edit is left out if it cannot be read, as of a text that was cut off.
+        text: the edits.
+        separator: the string between two edits. `stop=separator` in `generate` ends a text after one edit.
+        program: the program before the first edit.
+        partial: True ignores the last edit if it is not valid, for a text that was cut off.
 
     Raises:
-        ValueError: an edit that does not fit; says which.
+        ValueError: an edit does not fit; the message says which one.
     """
     edits = [edit for edit in text.split(separator) if edit.strip()]
     for i, edit in enumerate(edits):
@@ -80,14 +84,20 @@ def resolve_edits(text: str, separator: str = EDIT, program: str = "", partial: 
 @FUNCTIONS.register("select.pass_at_k", "Evaluating Large Language Models Trained on Code", "Chen et al. 2021",
                     "the chance that one of k samples is right")
 def pass_at_k(samples: Any, right: Any, k: int) -> np.ndarray:
-    """The chance that one of `k` samples is right, without bias from `n >= k` samples of which `c` are (Chen et al.,
-    2021): `1 - C(n - c, k) / C(n, k)`.
+    """Returns an unbiased estimate of the probability that at least one of `k` samples is correct (Chen et al., 2021).
+
+    With `n >= k` samples of which `c` are correct, it is `1 - C(n - c, k) / C(n, k)`.
 
     Args:
-        samples, right: `i64[...]`, `n` and `c` of each problem.
+        samples: `i64[...]`, `n` of each problem.
+        right: `i64[...]`, `c` of each problem.
+        k: number of samples.
+
+    Returns:
+        `f64[...]`.
 
     Raises:
-        ValueError: fewer samples than `k`, or more right ones than there are.
+        ValueError: fewer samples than `k`, or more correct ones than samples.
 
     >>> pass_at_k([10, 10, 10], [0, 1, 10], 5).round(3).tolist()
     [0.0, 0.5, 1.0]
@@ -103,7 +113,11 @@ def pass_at_k(samples: Any, right: Any, k: int) -> np.ndarray:
 
 
 def coverage(right: Sequence[Sequence[bool]], ks: Sequence[int] = (1, 10, 100)) -> dict[int, float]:
-    """pass@k, on average over problems, for each of `ks` that all problems have samples for.
+    """Returns the mean pass@k over all problems, for each `k` in `ks` for which all problems have enough samples.
+
+    Args:
+        right: for each problem, True for each correct sample.
+        ks: the values of `k`.
 
     >>> coverage([[True, False], [False, False]])
     {1: 0.25}

@@ -1,4 +1,5 @@
-"""Rules that compare candidates with texts from elsewhere: evidence in other words, references that calibrate."""
+"""Rules that compare candidates with other texts: evidence in other languages, or references that calibrate a reward.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +19,19 @@ from decodax.select.candidates import Candidates, SelectionRule
 from decodax.select.utilities import chrf
 
 Texts = Callable[[Any], Sequence[str]]
-"""From a prompt further texts about it."""
+"""A function of a prompt that returns further texts about it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Sampled:
-    """Samples of a model, as evidence or as references.
+    """Samples texts for a prompt from a model, as evidence or as references.
 
     Attributes:
-        lm: what `load` gave or takes; default the model that writes the candidates. num_samples: samples of each
-            prompt. ask: from the prompt those that are answered, such as the same
-            question in other languages; None: the prompt itself. sampling: arguments of `generate`.
+        lm: the model, or a name for `load`. None: the model that generates the candidates.
+        num_samples: number of samples of each prompt.
+        ask: returns the prompts that are answered in place of a prompt, such as the same question in other languages.
+            None: the prompt itself.
+        sampling: arguments of `generate`.
     """
 
     lm: Any = None
@@ -48,7 +51,7 @@ class Sampled:
 
 
 def _with_model(texts: Texts, lm: LM) -> Texts:
-    """The texts, sampled from `lm` where no other model was given."""
+    """Returns `texts`, with `lm` as its model if it is a `Sampled` without a model."""
     return dataclasses.replace(texts, lm=lm) if isinstance(texts, Sampled) and texts.lm is None else texts
 
 
@@ -57,11 +60,14 @@ def _with_model(texts: Texts, lm: LM) -> Texts:
                   "Khairi et al. 2025", "minimum Bayes risk with evidence from other languages")
 @dataclasses.dataclass(frozen=True)
 class XMBR(SelectionRule):
-    """Minimum Bayes risk with evidence from other languages (X-MBR: Khairi et al., 2025): candidates are compared with
-    one another and with texts that cannot be chosen, samples of the model in a language that it knows better.
+    """Minimum Bayes risk with evidence from other languages (X-MBR: Khairi et al., 2025).
+
+    Candidates are compared with one another and with further texts that cannot be chosen, such as samples in a language
+    that the model knows better.
 
     Attributes:
-        evidence: see `Texts`; `Sampled` makes some. utility: of pairs, across languages.
+        evidence: returns the further texts for a prompt; `Sampled` samples them.
+        utility: compares texts, also of different languages; see `Utility`.
     """
 
     evidence: Texts
@@ -76,11 +82,14 @@ class XMBR(SelectionRule):
 
 
 def calibrated(reward: Reward, references: Texts) -> Reward:
-    """A reward as its quantile among references, from 0 to 1 (Balashankar et al., 2024, InfAlign-CTRL): the share of
-    reference samples whose reward is at most as large. So rewards of different prompts can be compared.
+    """Returns a reward function with values from 0 to 1: the share of reference samples whose reward is at most that of
+    a text (InfAlign-CTRL: Balashankar et al., 2024).
+
+    Such rewards can be compared between prompts.
 
     Args:
-        references: samples of the policy that is the reference, the same ones each time for a prompt.
+        reward: the original reward.
+        references: returns samples of the reference policy for a prompt; it has to return the same ones in each call.
     """
     def quantile(prompt: Any, texts: Sequence[str]) -> np.ndarray:
         others = list(references(prompt))
@@ -97,15 +106,16 @@ def calibrated(reward: Reward, references: Texts) -> Reward:
                   "included")
 @dataclasses.dataclass(frozen=True)
 class CalibratedBestOfN(SelectionRule):
-    """Best of N by a reward that is calibrated and made for it (Balashankar et al., 2024, InfAlign-CTRL): with the
-    quantile `C` of a candidate, `(exp(t C) - 1) / t`. In training the same numbers are the reward.
+    """Best-of-N by a calibrated and transformed reward (InfAlign-CTRL: Balashankar et al., 2024).
 
-    Which candidate is chosen depends on `t` no more than on the scale of a reward; candidates that all references are
-    below count alike, and the first is taken.
+    With the quantile `C` of a candidate's reward among the references (`calibrated`), its score is `(exp(t C) - 1) /
+    t`. The same numbers serve as the reward in training. The choice itself depends neither on `t` nor on the scale of
+    the reward; of candidates that are better than all references, the first is chosen.
 
     Attributes:
-        reward: of texts. references: samples of the reference policy, see `Sampled`. t: above 0 for best of N, below 0
-            for a policy that is robust against the worst of N; 0: the quantile itself.
+        reward: scores texts.
+        references: returns samples of the reference policy for a prompt, such as a `Sampled`.
+        t: above 0 for best-of-N, below 0 for a policy that is robust against the worst of N; 0: the score is `C`.
     """
 
     reward: Reward

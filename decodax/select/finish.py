@@ -1,4 +1,5 @@
-"""First-finish search (Agarwal et al., 2025): of several samples that run side by side the one that ends first."""
+"""First-finish search (Agarwal et al., 2025): of several samples that run in parallel, takes the one that ends first.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from decodax.io.load import LM
 from decodax.select.candidates import Candidates, Choice, Chosen, SelectionRule, candidates_of
 
 BURST = 32
-"""Rounds between two looks at which rows have ended."""
+"""Number of rounds between two checks for rows that have ended."""
 
 ENDED = (Status.EOS, Status.STOP)
 
@@ -26,14 +27,14 @@ ENDED = (Status.EOS, Status.STOP)
                   "Agarwal et al. 2025", "of several samples the one that ends first; the others are not continued")
 @dataclasses.dataclass(frozen=True)
 class FirstFinish(SelectionRule):
-    """Takes the sample that ends first by itself, by an end of sequence or a stop string (Agarwal et al., 2025).
+    """Takes the sample that ends first, by an end-of-sequence token or a stop string (Agarwal et al., 2025).
 
-    Of samples that end in the same number of rounds the first counts. Where none ends within its budget, the first
-    does. The others are not continued; what they have so far is among the candidates.
+    Of samples that end in the same round, and if no sample ends within its budget, the first is taken. The others are
+    not continued; their unfinished texts are among the candidates.
     """
 
     def scores(self, candidates: Candidates) -> np.ndarray:
-        """`f64[n]`: the shorter the better, for texts that have all ended."""
+        """Returns `f64[n]`, the negative length of each text, for texts that have all ended."""
         if candidates.lengths is None:
             raise ValueError("lengths: got None, but the rule goes by which candidate is the shortest")
         return -np.asarray(candidates.lengths, np.float64)

@@ -1,7 +1,7 @@
-"""Decisions of the largest expected metric over an explicit set of candidates, and those over a tree of classes.
+"""Decisions that maximize the expected value of a metric, over explicit candidates or over a tree of classes.
 
-It is the contraction of minimum Bayes risk: the metric of each candidate against each truth, times how probable the
-truths are.
+This is minimum Bayes risk with known probabilities: the metric of each candidate for each possible truth, averaged with
+the probabilities of the truths.
 """
 
 from __future__ import annotations
@@ -19,16 +19,18 @@ from decodax.select.consensus import apart
 
 
 def best_expected(metric: Any, chances: Any) -> tuple[np.ndarray, np.ndarray]:
-    """The candidate with the largest expected metric.
+    """Returns the candidate with the largest expected metric.
 
     Args:
-        metric: `f64[n, m]`, of each of `n` candidates where each of `m` truths holds. chances: `f64[..., m]`.
+        metric: `f64[n, m]`, the metric of each of `n` candidates if truth `j` of `m` holds.
+        chances: `f64[..., m]`, the probabilities of the truths.
 
     Returns:
-        `i64[...]`, of several best ones the first, and `f64[..., n]`, the expected metric of each.
+        `i64[...]`, the index of the best candidate, the first one of equals; `f64[..., n]`, the expected metric of
+        each.
 
     Raises:
-        ValueError: shapes that do not fit each other.
+        ValueError: the shapes do not fit each other.
 
     >>> best_expected([[1, 0, 0], [0, 1, 0], [.6, .6, 0]], [.4, .3, .3])[0].item()
     2
@@ -42,11 +44,11 @@ def best_expected(metric: Any, chances: Any) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclasses.dataclass(frozen=True)
 class Hierarchy:
-    """A tree of classes, whose leaves are what is true (Plaud et al., 2025).
+    """A tree of classes; the true class of a text is a leaf (Plaud et al., 2025).
 
     Attributes:
-        parents: of each node its parent; -1 for the root, which comes first. A parent stands before its children.
-        names: of nodes, for `classify`.
+        parents: the parent of each node; -1 for the root, which is node 0. Parents come before their children.
+        names: the names of the nodes, for `classify`.
     """
 
     parents: tuple[int, ...]
@@ -62,13 +64,13 @@ class Hierarchy:
 
     @property
     def leaves(self) -> np.ndarray:
-        """`i64[m]`: nodes without children."""
+        """`i64[m]`, the nodes without children."""
         return np.setdiff1d(np.arange(len(self.parents)), np.array(self.parents))
 
     @property
     def above(self) -> np.ndarray:
-        """`bool[n, n]`: entry `[i, j]` says that `j` is `i` or an ancestor of it. The root is left out: everything is
-        below it, so it says nothing."""
+        """`bool[n, n]`: entry `[i, j]` is True if node `j` is `i` or an ancestor of `i`. Column 0 is False: the root is
+        an ancestor of all nodes and does not count in the metrics."""
         out = np.eye(len(self.parents), dtype=bool)
         for i, p in enumerate(self.parents):
             if p >= 0:
@@ -77,12 +79,15 @@ class Hierarchy:
         return out
 
     def f_beta(self, beta: float = 1.0) -> np.ndarray:
-        """`f64[n, m]`: hierarchical F-beta of each node where each leaf is true: of the sets of a node and its
-        ancestors, precision and recall."""
+        """Returns `f64[n, m]`, the hierarchical F-beta score of predicting each node if each leaf is true.
+
+        Precision and recall are those of the set of a node and its ancestors.
+        """
         return self.f_beta_of(self.above, beta)
 
     def f_beta_of(self, sets: Any, beta: float = 1.0) -> np.ndarray:
-        """The same of sets of nodes `bool[k, n]`; the root does not count."""
+        """Returns `f64[k, m]`, the hierarchical F-beta score of predicting sets of nodes, `bool[k, n]`; the root does
+        not count."""
         if beta < 0:
             raise ValueError(f"beta: got {beta}, takes a number from 0 on")
         sets = np.array(sets, bool)
@@ -93,19 +98,19 @@ class Hierarchy:
         return np.where(size > 0, (1 + beta ** 2) * both / np.where(size > 0, size, 1), 0.0)
 
     def accuracy(self) -> np.ndarray:
-        """`f64[n, m]`: 1 where a node is the leaf that is true."""
+        """Returns `f64[n, m]`, 1 where a node is the true leaf, else 0."""
         return (np.arange(len(self.parents))[:, None] == self.leaves).astype(np.float64)
 
     def best_node(self, chances: Any, beta: float = 1.0) -> np.ndarray:
-        """`i64[...]`: the node with the largest expected F-beta, of leaf probabilities `f64[..., m]`."""
+        """Returns the node with the largest expected F-beta score, `i64[...]`, for leaf probabilities `f64[..., m]`."""
         return best_expected(self.f_beta(beta), chances)[0]
 
     def best_set(self, chances: Any, beta: float = 1.0) -> np.ndarray:
-        """`bool[..., n]`: of all sets of nodes that with the largest expected F-beta; it holds the ancestors of all
-        that is in it.
+        """Returns the set of nodes with the largest expected F-beta score, `bool[..., n]`, for leaf probabilities
+        `f64[..., m]`.
 
-        With `k` nodes a set's expected F-beta is a sum over its nodes, so that the best one of each size is known, and
-        of those the best: `O(n^2)` in place of `2^n`.
+        The set contains the ancestors of its nodes. For a set of `k` nodes the expected score is a sum over the nodes,
+        so that the best set of each size is known. The best of these is found in `O(n^2)` instead of `2^n`.
         """
         chances = np.asarray(chances, np.float64)
         true, n = self.above[self.leaves], len(self.parents)
@@ -128,14 +133,19 @@ class Hierarchy:
                     "Hierarchical Classifiers", "Plaud et al. 2025", "the class that makes hierarchical F-beta largest")
 def classify(lm: LM, prompts: Sequence[str], tree: Hierarchy, *, beta: float = 1.0,
              ask: Callable[[str], str] = str) -> tuple[list[str], np.ndarray]:
-    """The class of each text in a tree of classes, by the decision that makes hierarchical F-beta largest.
+    """Predicts the class of each text in a tree of classes: the node with the largest expected hierarchical F-beta
+    score.
 
     Args:
-        lm: what `load` gave; the probability of a leaf is that of its name after the prompt, and of no longer name
-            that begins with it. ask: the prompt of a text.
+        lm: a result of `load`. The probability of a leaf is that of its name after the prompt, excluding longer names
+            that begin with it.
+        prompts: the texts.
+        tree: the classes, with names.
+        beta: weight of recall against precision.
+        ask: makes a prompt from a text.
 
     Returns:
-        The names of nodes, which need not be leaves, and the leaves' probabilities `f64[B, m]`.
+        The name of the predicted node of each text, which need not be a leaf, and the leaf probabilities `f64[B, m]`.
 
     Raises:
         ValueError: a tree without names.

@@ -1,4 +1,4 @@
-"""Choices by comparing two candidates at a time."""
+"""A rule that compares two candidates at a time."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ from decodax.common.registry import SELECTS
 from decodax.select.candidates import Candidates, SelectionRule
 
 Compare = Callable[[Any, str, str], float]
-"""How much better the first of two answers to a prompt is than the second: above 0 if it is better."""
+"""A function of a prompt and two answers. It returns a number above 0 if the first answer is better, else below 0."""
 
 
 @SELECTS.register("pair-reranker", "LLM-Blender", "Jiang et al. 2023", "the winner of comparisons of two")
 @dataclasses.dataclass(frozen=True)
 class PairRanker(SelectionRule):
-    """The candidate that wins against the others (PairReranker: Jiang et al., 2023).
+    """Chooses the candidate that wins against the others (PairReranker: Jiang et al., 2023).
 
     Attributes:
-        compare: `compare(prompt, a, b)`. Both orders are asked, since comparers are not indifferent to it.
-        way: "all" compares every pair; a candidate's score is how far it beats the others, summed ("MaxLogits" in the
-            paper). "wins" counts how many it beats. "bubble" goes over the candidates once and keeps the better of two.
+        compare: `compare(prompt, a, b)` returns by how much answer `a` is better than `b`. It is called in both orders
+            and the results are combined, since comparers depend on the order.
+        way: "all" compares all pairs, and the score of a candidate is the sum of its results ("MaxLogits" in the
+            paper). "wins" counts the pairs that it wins. "bubble" goes through the candidates once and keeps the better
+            of two.
     """
 
     compare: Compare

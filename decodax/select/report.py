@@ -1,5 +1,5 @@
-"""Reports: how well likelihood and quality go together, which says what kind of decoding a task wants, and how much
-answers rest on their rationales."""
+"""Reports: the correlation of likelihood and quality, which shows what kind of decoding suits a task, and the
+dependence of answers on their rationales."""
 
 from __future__ import annotations
 
@@ -19,9 +19,17 @@ from decodax.select.candidates import Candidates
 
 @dataclasses.dataclass(frozen=True)
 class Alignment:
-    """Attributes: pearson, spearman: correlations of log-probability and utility, on average over prompts whose
-    candidates differ in both; NaN if there is none. prompts: how many there are. best, likeliest, mean: the utility of
-    the best candidate, of the likeliest one, and of all, on average over all prompts."""
+    """The agreement of likelihood and quality; see `alignment`.
+
+    Attributes:
+        pearson: correlation of log-probability and utility, averaged over the prompts whose candidates differ in both;
+            NaN if there are none.
+        spearman: rank correlation, likewise.
+        prompts: number of these prompts.
+        best: utility of the best candidate, averaged over all prompts.
+        likeliest: utility of the most probable candidate, averaged over all prompts.
+        mean: mean utility of the candidates, averaged over all prompts.
+    """
 
     pearson: float
     spearman: float
@@ -40,18 +48,19 @@ class Alignment:
                     "Josifoski et al. 2023", "whether what the model finds likely is good")
 def alignment(candidates: Sequence[Candidates], utility: Callable[[Any, Sequence[str]], Any],
               per_token: bool = False) -> Alignment:
-    """Whether what the model finds likely is good (Josifoski et al., 2023, likelihood-utility alignment).
+    """Measures whether texts that the model finds likely are good (likelihood-utility alignment: Josifoski et al.,
+    2023).
 
-    Where the two go together greedy decoding and beams do; where they do not, samples and a reward, or minimum Bayes
-    risk, are worth their tokens.
+    Where likelihood and utility agree, greedy decoding and beam search work. Where they do not, sampling with a reward
+    model or minimum Bayes risk is worth its cost.
 
     Args:
-        candidates: of each prompt, with log-probabilities: `dx.select.choose(...).candidates`.
-        utility: maps a prompt and its candidates to a number for each; the larger the better.
-        per_token: whether log-probabilities are divided by lengths.
+        candidates: the candidates of each prompt, with log-probabilities: `dx.select.choose(...).candidates`.
+        utility: takes a prompt and its candidates, and returns a number for each; larger is better.
+        per_token: True divides log-probabilities by the number of tokens.
 
     Raises:
-        ValueError: log-probabilities, or lengths that are asked for, are not known.
+        ValueError: log-probabilities, or lengths with `per_token`, are not known.
     """
     if not candidates:
         raise ValueError("candidates: got none, takes those of one prompt or more")
@@ -74,7 +83,7 @@ def alignment(candidates: Sequence[Candidates], utility: Callable[[Any, Sequence
 
 
 def _ranks(x: np.ndarray) -> np.ndarray:
-    """The rank of each entry; the mean rank of equal ones."""
+    """Returns the rank of each entry, from 1 on; equal entries get their mean rank."""
     _, group, count = np.unique(x, return_inverse=True, return_counts=True)
     last = np.cumsum(count)
     return (last - (count - 1) / 2)[group]
@@ -82,16 +91,17 @@ def _ranks(x: np.ndarray) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Faithfulness:
-    """How much answers rest on the rationales in front of them.
+    """The dependence of answers on their rationales; see `faithfulness`.
 
     Attributes:
-        shares: `f64[k]`, which part of a rationale stood in front of the answer, from 0 to 1.
-        log_probs: `f64[k]`, of the answers behind so much of it, on average.
-        same: `f64[k]`, the share of problems in which the likeliest answer is that behind the whole rationale; NaN
-            where a problem has one answer.
-        right: `f64[k]`, the share in which the first answer is the likeliest, likewise.
-        area: over the curve `same`: 0, if answers stand without the rationale; 1, if they need all of it.
-        each: `f64[n, k]`, log-probabilities of the first answer of each problem.
+        shares: `f64[k]`, the shares of the rationale that were kept before the answer, from 0 to 1.
+        log_probs: `f64[k]`, mean log-probability of the first answer after each share.
+        same: `f64[k]`, share of the problems whose most probable answer is the same as after the whole rationale; NaN
+            if no problem has several answers.
+        right: `f64[k]`, share of the problems whose most probable answer is the first one; NaN likewise.
+        area: area above the curve `same`, 0 to 1: 0 if the answers never depend on the rationale, 1 if they need all of
+            it.
+        each: `f64[n, k]`, log-probability of the first answer to each problem.
     """
 
     __repr__ = short
@@ -114,19 +124,19 @@ class Faithfulness:
                     "whether answers rest on their rationales")
 def faithfulness(lm: LM, problems: Sequence[tuple[str, str, Sequence[str]]],
                  shares: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0), *, join: str = "") -> Faithfulness:
-    """Whether answers rest on their rationales (early answering: Lanham et al., 2023): the rationale is cut short, at a
-    space, and the answers are scored behind what is left.
+    """Measures whether answers depend on their rationales (early answering: Lanham et al., 2023).
 
-    Answers that are the same without the rationale do not come from it, and it may be cut early (FastCoT, TrimR). What
-    is likelier behind more of it, it helps.
+    The rationale is cut short at a space, and the log-probabilities of the answers are computed after it. If the
+    answers do not change without the rationale, they do not come from it, and it can be cut early (FastCoT, TrimR).
 
     Args:
-        lm: what `load` gave. problems: of each the prompt, the rationale, and its answers, of which the first one is
-            right, or the only one. shares: which parts of the rationale are kept, ascending; the last is 1.
-        join: stands between the rationale and the answer, such as "\\nAnswer: ".
+        lm: a result of `load`.
+        problems: prompt, rationale and answers of each problem; the first answer is the correct one, or the only one.
+        shares: shares of the rationale that are kept, ascending; the last is 1.
+        join: text between the rationale and the answer, such as "\\nAnswer: ".
 
     Raises:
-        ValueError: no problem, one without an answer, or shares that do not end with 1.
+        ValueError: no problem, a problem without an answer, or `shares` that are not ascending or do not end with 1.
     """
     if not problems or any(not len(answers) for _, _, answers in problems):
         raise ValueError("problems: takes one or more, each with an answer")
@@ -147,6 +157,6 @@ def faithfulness(lm: LM, problems: Sequence[tuple[str, str, Sequence[str]]],
 
 
 def shortened(text: str, share: float) -> str:
-    """The first words of a text, so many of them."""
+    """Returns the first words of a text: the share `share` of them, rounded."""
     words = re.findall(r"\s*\S+", text)
     return text if share >= 1 else "".join(words[:round(share * len(words))])

@@ -1,4 +1,4 @@
-"""How similar texts are, for rules that compare candidates with one another."""
+"""Similarities of texts, for rules that compare candidates with one another."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 ORDERS, BETA = 6, 2
-"""Of chrF: characters of the longest n-grams, and how much more recall counts than precision."""
+"""Options of chrF: the largest order of n-grams, and the weight of recall relative to precision."""
 
 Ngrams = Sequence[Mapping[str, float]]
-"""Of each order with their counts."""
+"""For each order, 1 to `ORDERS`, the count of each n-gram."""
 
 
 def chrf(hypotheses: Sequence[str], references: Sequence[str]) -> np.ndarray:
-    """Sentence-level chrF (Popović, 2015) of each pair, from 0 to 100: `f64[n, m]`.
+    """Returns the sentence-level chrF (Popović, 2015) of each pair, from 0 to 100: `f64[n, m]`.
 
-    As sacreBLEU 2 has it by default: character n-grams up to 6 without white space, beta 2, orders that neither text
-    has left out.
+    The options are the defaults of sacreBLEU 2: character n-grams up to order 6 without white space, beta 2, and no
+    orders that are longer than one of the texts.
 
     >>> chrf(["the cat"], ["the cat", "a dog"]).round(2).tolist()
     [[100.0, 5.68]]
@@ -29,13 +29,13 @@ def chrf(hypotheses: Sequence[str], references: Sequence[str]) -> np.ndarray:
 
 
 def ngrams(text: str) -> Ngrams:
-    """The character n-grams of a text."""
+    """Counts the character n-grams of a text, without its white space."""
     text = "".join(text.split())
     return [Counter(text[i:i + n] for i in range(len(text) - n + 1)) for n in range(1, ORDERS + 1)]
 
 
 def f_score(hypothesis: Ngrams, reference: Ngrams) -> float:
-    """chrF of n-grams, whose counts may be fractions."""
+    """Returns the chrF of two texts from their n-gram counts, which may be fractions."""
     precision = recall = 0.0
     orders = 0
     for h, r in zip(hypothesis, reference, strict=True):
@@ -50,7 +50,8 @@ def f_score(hypothesis: Ngrams, reference: Ngrams) -> float:
 
 
 def token_f1(hypotheses: Sequence[str], references: Sequence[str]) -> np.ndarray:
-    """The F1 score of the words of each pair, as bags and in lower case, from 0 to 1: `f64[n, m]`.
+    """Returns the F1 score of the words of each pair of texts, from 0 to 1: `f64[n, m]`. Words are compared in lower
+    case and without their order.
 
     >>> token_f1(["a big cat"], ["the big cat", "dog"]).round(3).tolist()
     [[0.667, 0.0]]
@@ -65,7 +66,7 @@ def token_f1(hypotheses: Sequence[str], references: Sequence[str]) -> np.ndarray
 
 
 def exact(hypotheses: Sequence[str], references: Sequence[str]) -> np.ndarray:
-    """1 where two texts are the same but for white space around them, else 0: `f64[n, m]`. With it, minimum Bayes risk
-    is a majority vote."""
+    """Returns `f64[n, m]`: 1 where two texts are equal apart from white space around them, else 0. With this utility,
+    minimum Bayes risk is a majority vote."""
     strip = lambda texts: np.array([text.strip() for text in texts], object)
     return (strip(hypotheses)[:, None] == strip(references)[None]).astype(np.float64)

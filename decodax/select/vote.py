@@ -1,4 +1,4 @@
-"""Votes among answers."""
+"""Votes among the answers that the candidates give."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Weight = Literal["count", "probability", "normalized"]
 
 
 def stripped(text: str) -> str | None:
-    """The text without white space around it; None if nothing is left."""
+    """Returns the text without white space around it; None if nothing is left."""
     return text.strip() or None
 
 
@@ -23,14 +23,16 @@ def stripped(text: str) -> str | None:
                   "the answer that most samples give")
 @dataclasses.dataclass(frozen=True)
 class SelfConsistency(SelectionRule):
-    """The answer that most candidates give (Wang et al., 2022); of its candidates the most probable.
+    """Chooses the answer that most candidates give, and of its candidates the most probable one (Wang et al., 2022).
+
+    Ties go to the answer whose candidates have the larger total probability, if probabilities are known, then to the
+    answer that occurs first.
 
     Attributes:
-        answer: reads the answer off a text; None: it gives none, and has no vote. Default: the whole text, without
-            white space around it.
-        weight: of a vote: 1 ("count", the paper's choice), the candidate's probability ("probability"), or that to the
-            power of one over its length ("normalized"). Ties go to the answer with the larger sum of probabilities
-            where these are known, then to the one that was given first.
+        answer: extracts the answer from a text; None: the text has no answer and no vote. By default, the whole text
+            without white space around it.
+        weight: weight of a candidate's vote: 1 ("count", the paper's choice), its probability ("probability"), or its
+            probability to the power of 1 / number of tokens ("normalized").
     """
 
     answer: Callable[[str], Hashable | None] = stripped
@@ -70,7 +72,7 @@ class SelfConsistency(SelectionRule):
         return np.exp(log_p - log_p.max())
 
     def share(self, candidates: Candidates) -> float:
-        """Which part of all votes the chosen answer has."""
+        """Returns the share of all votes that the chosen answer has."""
         answers = [self.answer(text) for text in candidates.texts]
         chosen, each = answers[self.choose(candidates).index], self._weights(candidates)
         cast = [float(w) for a, w in zip(answers, each, strict=True) if a is not None]

@@ -1,5 +1,5 @@
-"""Decoding on meshes: placement of batches, replicas with loops of their own, halves of a batch whose communication
-overlaps, and prompts that several devices read together."""
+"""Decoding on meshes: placement of batches, replicas that run separate loops, halves of a batch whose communication
+overlaps, and prompts that several devices prefill together."""
 
 from decodax.common.axes import CONTEXT, DATA, EXPERT, MODEL
 from decodax.sharding.lanes import lanes

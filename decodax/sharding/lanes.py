@@ -1,12 +1,12 @@
 """Decoding in which each replica of the data axis runs its own loop and leaves it when its own rows are finished.
 
-Under GSPMD a loop over a sharded batch asks all shards in each round whether any row still runs, so all run as long as
-the slowest. Under `shard_map` over the data axis no shard asks the others; collectives over the model axis, within a
-replica, remain.
+Under GSPMD, a loop over a sharded batch checks in each round whether any row of any shard still runs, so that all
+shards run as long as the slowest. Under `shard_map` over the data axis, shards do not communicate; only the collectives
+over the model axis, within a replica, remain.
 
 On CPU devices a `collective-permute` waits for every device of the program, not only for the devices that it names (JAX
-0.10.2), so replicas that leave their loops at different rounds would hang. There the logits, whose slices and pads
-become such permutations, are gathered first. A model that itself permutes between devices needs
+0.10.2), so replicas that leave their loops at different rounds would hang. The slices and pads of logits become such
+permutations; on CPU the logits are therefore gathered first. A model that itself permutes between devices needs
 `decodax.core.round.run` on CPUs.
 """
 
@@ -78,7 +78,7 @@ def divisible(s: State) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class GatheredLogits(AroundModel):
-    """A model with the same outputs as `base`, whose logits are replicated on all devices."""
+    """Wraps a model `base`: the outputs are the same, but the logits are replicated on all devices."""
 
     def apply(self, params: Any, window: Window, cache: Cache) -> Out:
         out = self.base.apply(params, window, cache)

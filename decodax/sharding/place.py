@@ -1,4 +1,4 @@
-"""Placement of a batch on a mesh: rows are divided over the data axis; `Transformer.shardings` places the weights."""
+"""Placement of a batch on a mesh: rows are divided over the data axis. `Transformer.shardings` places the weights."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def batch_specs(tree: Any) -> Any:
 
 
 def place(mesh: Mesh | None, tree: Any) -> Any:
-    """Places a state, a policy or arrays with a leading batch axis on the mesh; with None as mesh they stay where they
-    are.
+    """Places a state, a policy or arrays with a leading batch axis on a mesh. If the mesh is None or has no data axis,
+    they are returned unchanged.
 
     Raises:
-        ValueError: the batch does not divide among the replicas.
+        ValueError: the number of rows is not divisible by the number of replicas.
     """
     if mesh is None or DATA not in mesh.shape:
         return tree

@@ -4,7 +4,7 @@ Both are exact and yield the state of `decodax.core.drivers.prefill`. They rely 
 each device has its own queue and waits only for the arrays that are sent to it.
 
 *Chain* ("KV-Runahead: Scalable Causal LLM Inference by Parallel Key-Value Cache Generation", Cho et al., 2024): device
-`i` reads slice `i` of the text. In each layer device `i - 1` sends it the keys and values of all earlier slices; it
+`i` runs slice `i` of the text. In each layer device `i - 1` sends it the keys and values of all earlier slices; it
 attends, appends its own and sends all of them on, so the last device ends up with the whole cache. Later slices attend
 to more tokens, so they are shorter: `partition` finds the lengths with the least time to the first token.
 
@@ -34,13 +34,13 @@ from decodax.models.transformer import Transformer
 from decodax.pallas_kernels.window_attention import window_attention
 
 Cost = Callable[[int, int], float]
-"""A function from a number of new tokens and a number of cached tokens to the seconds that a layer takes for them."""
+"""A function of the numbers of new and of cached tokens, which returns the seconds that a layer takes for them."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerCost:
-    """The time of a layer from the number of its operations. Fit it to measured times, or derive it from the shape of a
-    model and the speed of a device.
+    """A model of the duration of one layer. Fit it to measured times, or derive it from the shape of a model and the
+    speed of a device.
 
     Attributes:
         linear: seconds for each token.
@@ -227,7 +227,7 @@ def chunks(tokens: int, budget: float, layers: int, cost: Cost, sizes: Sequence[
 
 @dataclasses.dataclass(frozen=True)
 class PrefillChain:
-    """Devices that each read one slice of a prompt (KV-Runahead).
+    """A group of devices that each process one slice of a prompt (KV-Runahead).
 
     Attributes:
         model: the model; its cache is dense.
@@ -274,7 +274,7 @@ class PrefillChain:
 
 @dataclasses.dataclass(frozen=True)
 class PrefillPipeline:
-    """Devices that each run some of the layers (sequence pipeline parallelism).
+    """A group of devices that each run some of the layers (sequence pipeline parallelism).
 
     Attributes:
         model: the model; its cache is dense.
@@ -290,7 +290,7 @@ class PrefillPipeline:
 
     @classmethod
     def of(cls, model: Transformer, weights: Any, devices: Sequence[Any]) -> PrefillPipeline:
-        """Returns a pipeline with the layers divided evenly; the numbers of layers differ by at most one."""
+        """Returns a pipeline whose stages have the same number of layers, or numbers that differ by one."""
         stages = len(devices)
         if not 1 <= stages <= model.depth:
             raise ValueError(f"devices: got {stages}, takes 1 to {model.depth}, the number of layers")
@@ -307,7 +307,7 @@ class PrefillPipeline:
         return cls(model, tuple(devices), borders, tuple(placed))
 
     def prefill(self, s: State, sizes: Sequence[int]) -> State:
-        """Returns the state with its prompts in the cache, as `PrefillChain.prefill` does.
+        """Returns the state with its prompts in the cache, except the newest token of each prompt.
 
         Args:
             s: a state before prefill.
@@ -330,15 +330,15 @@ class PrefillPipeline:
 
 
 def _unread(s: State) -> tuple[Dense, int]:
-    """Returns the cache, and the number of tokens of the longest prompt that must be read."""
+    """Returns the cache, and the number of tokens of the longest prompt without its newest token."""
     if not isinstance(s.cache, Dense) or s.cache.given is not None:
         raise ValueError(f"cache: got {type(s.cache).__name__}, takes a dense cache of tokens alone")
     return s.cache, max(int(s.prompt_length.max()) - 1, 0)
 
 
 def _filled(s: State, kept: Sequence[Any], total: int) -> State:
-    """Returns the state with each layer's keys and values, `f[B, G, total or more, d + e]`, in its cache, where the
-    cache is placed."""
+    """Returns the state with the given keys and values of each layer, `f[B, G, total or more, d + e]`, in its cache;
+    the cache keeps its placement."""
     cache, _ = _unread(s)
     kv = tuple(jax.device_put(_behind(jax.device_put(new[:, :, :total], old.sharding), old), old.sharding)
                for new, old in zip(kept, cache.kv, strict=True))
@@ -358,8 +358,8 @@ def _embed(model: Transformer, weights: Any, tokens: Array, start: Array) -> Arr
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _sliced(model: Transformer, layer: int, weights: Any, x: Array, before: Array | None) -> tuple[Array, Array]:
-    """Runs a layer on a slice. `before` holds the keys and values of earlier slices, `f[B, G, P, d + e]`; returns the
-    layer's output and `before` extended by the slice's own."""
+    """Runs a layer on a slice. `before` holds keys and values of earlier slices, `f[B, G, P, d + e]`. Returns the
+    output, and `before` with the slice's own keys and values appended."""
     B, W, _ = x.shape
     P = 0 if before is None else before.shape[2]
     where = jnp.broadcast_to(jnp.arange(P + W, dtype=jnp.int32), (B, P + W))

@@ -4,7 +4,7 @@ of the other.
 Source: "TokenWeave: Efficient Compute-Communication Overlap for Distributed LLM Inference" (Gond, Kwatra, Ramjee,
 2025). With weights divided over the axis "model", a layer ends its attention and its MLP with a sum over devices,
 during which a single batch has nothing else to compute. Here each round runs a step on two halves of the rows. Neither
-half reads what the other computes, so a scheduler that runs collectives asynchronously can send one half while it
+half depends on the results of the other, so a scheduler that runs collectives asynchronously can send one half while it
 multiplies the other. Tokens equal those of `run`, since rows do not depend on each other.
 
 Two parts of the paper are missing: its kernel, which joins the all-reduce with RMSNorm on a few multiprocessors of an
@@ -93,7 +93,7 @@ def weave(alg: Algorithm, model: Model, params: Params, policy: Any, s: State, m
 
 
 def _halves(tree: Any, replicas: int, cut: int) -> tuple[Any, Any]:
-    """Returns the first `cut` rows of each replica, and the other rows."""
+    """Splits a state or policy: returns the first `cut` rows of each replica, and the other rows."""
     own = tree.own if isinstance(tree, Policy) else tree
     lanes = jax.tree.map(lambda x: x.reshape(replicas, -1, *x.shape[1:]), own)
     flat = lambda x: x.reshape(-1, *x.shape[2:])

@@ -1,4 +1,5 @@
-"""Functions that train or measure what methods need beside the model: predictors, kernels, codebooks, shared heads."""
+"""Functions that train or measure the additional parts of methods, such as predictors, kernels, codebooks and shared
+heads."""
 
 from decodax.algorithms.speculative import fit_lengths, fit_predictor, fit_skipped_layers, fit_tree
 from decodax.train.aqua_kv import fit_predictors

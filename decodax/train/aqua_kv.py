@@ -1,4 +1,4 @@
-"""Measures the maps of AQUA-KV from layer to layer, and the grids of its quantizer (Shutova et al., 2025)."""
+"""Fits the linear predictors of AQUA-KV and the grids of its quantizer (Shutova et al., 2025)."""
 
 from __future__ import annotations
 
@@ -16,14 +16,17 @@ from decodax.train.samples import observed
 
 
 def gaussian_pairs(count: int, samples: int = 100_000, loops: int | None = None, seed: int = 0) -> np.ndarray:
-    """Returns a grid of pairs `f32[count, 2]` for standard normal numbers, by Lloyd's iteration on samples.
+    """Returns a grid of pairs, `f32[count, 2]`, for the vector quantization of standard normal numbers, by Lloyd's
+    iteration on samples.
 
     The squared error of a number is 0.1085 with 16 pairs and 0.0081 with 256; that of the authors' tables is 0.1083 and
-    0.0078 (50,000 other samples).
+    0.0078 (on 50,000 other samples).
 
     Args:
-        count: number of pairs. samples: number of random pairs. seed: of these.
-        loops: rounds of the iteration. None: 100 with up to 64 pairs, else 30.
+        count: number of pairs.
+        samples: number of random pairs to which the grid is fitted.
+        loops: number of iterations. None: 100 with up to 64 pairs, else 30.
+        seed: seed of the random pairs.
     """
     x = np.random.default_rng(seed).standard_normal((samples, 2))
     # a sequence that fills the square evenly, mapped to a normal distribution of twice the variance, which is how the
@@ -35,8 +38,14 @@ def gaussian_pairs(count: int, samples: int = 100_000, loops: int | None = None,
 
 
 def ridge(x: np.ndarray, y: np.ndarray, damping: float) -> np.ndarray:
-    """Returns the affine map from `f[N, c]` to `f[N, c']` with the least squared error, `f32[c + 1, c']`, with its bias
-    in the last row. `damping` times the mean of the diagonal of the normal matrix is added to its diagonal."""
+    """Returns the affine map from `f[N, c]` to `f[N, c']` with the smallest squared error, `f32[c + 1, c']`; the last
+    row is the bias.
+
+    Args:
+        x: the inputs, `f[N, c]`.
+        y: the outputs, `f[N, c']`.
+        damping: this factor times the mean of the diagonal of the normal matrix is added to its diagonal.
+    """
     x = np.concatenate([x, np.ones((len(x), 1))], 1).astype(np.float64)
     products = x.T @ x
     products[np.diag_indices_from(products)] += damping * np.abs(np.diag(products)).mean()
@@ -45,18 +54,23 @@ def ridge(x: np.ndarray, y: np.ndarray, damping: float) -> np.ndarray:
 
 def fit_predictors(lm: Any, texts: Sequence[Sequence[int]], damping: float = 1e-3, group_size: int = 1024,
                    grid: Any = None, first: Any = None, params: Any = None) -> Predictors:
-    """Measures the maps of AQUA-KV layer by layer, each from the decoded keys and values of the previous layer.
+    """Fits the predictors of AQUA-KV layer by layer: linear maps from the decoded keys and values of the previous
+    layer.
 
     Args:
-        lm, texts, params: see `decodax.train.samples.observed`. The authors take 256 texts of 8192 tokens.
-        damping: see `ridge`. group_size: largest number of channels that are transformed together, as in the cache.
-        grid, first: pairs `[16, 2]` of all layers but the first, and `[256, 2]` of the first; None: `gaussian_pairs`.
+        lm: a result of `decodax.load`, or a `Model` with its `params`.
+        texts: token ids of typical texts. The authors use 256 texts of 8192 tokens.
+        damping: damping of the least squares; see `ridge`.
+        group_size: maximum number of channels in one Hadamard transform before quantization, the same as in the cache.
+        grid: pairs of quantized numbers `[16, 2]` for all layers but the first; None: `gaussian_pairs(16)`.
+        first: pairs `[256, 2]` for the first layer; None: `gaussian_pairs(256)`.
+        params: the weights of a bare `Model`.
 
     Returns:
         The option `predictors` of `decodax.caches.aqua_kv`.
 
     Raises:
-        ValueError: layers of different shapes.
+        ValueError: no texts, or layers of different shapes.
     """
     samples = observed(lm, texts, params)
     if len({(own.keys.shape, own.values.shape) for own in samples}) > 1:

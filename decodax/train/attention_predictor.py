@@ -1,7 +1,8 @@
 """Trains the network of AttentionPredictor on the attention maps of a model (Yang et al., 2025).
 
-One network serves all layers and heads. From the attention of earlier tokens it predicts that of the next token, as the
-largest weight in each block. The loss is the mean squared error over blocks. Maps are those of full attention.
+One network serves all layers and heads. From the attention of earlier tokens it predicts the attention of the next
+token, given as the largest weight in each block of keys. The loss is the mean squared error over blocks. The maps are
+those of full attention.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from decodax.train.token_butler import Scored
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def attention_maps(model: Model, block: int, params: Any, tokens: Array) -> tuple[Array, Array]:
-    """Returns the attention of all layers and heads in a text `i32[T]`, `f32[L, H, T, T]`, and the largest weight in
-    each block, `f32[L, H, T, n]`."""
+    """Returns the attention weights of all layers and heads in a text `i32[T]`, `f32[L, H, T, T]`, and the largest
+    weight in each block of `block` keys, `f32[L, H, T, n]`."""
     window = causal(tokens[None], jnp.zeros(1, jnp.int32))
     T, found = len(tokens), []
     for q, k in model.apply(params, window, Scored()).entries:
@@ -40,10 +41,19 @@ def attention_maps(model: Model, block: int, params: Any, tokens: Array) -> tupl
 
 def squared_error(arrays: Sequence[Array], images: Array, at: Array, size: Array, history: int, sinks: int,
                   recent: int) -> Array:
-    """Returns the mean squared error of the scores for the token at `at` (`i32[]`) in images `f32[N, T, n]`, `f32[]`.
+    """Returns the mean squared error, `f32[]`, of the scores that the network predicts for one token.
 
-    It is averaged over the `size` (`i32[]`) blocks of the text before the token, without the first `sinks` and the
-    latest `recent` ones.
+    The mean is over the `N` images and over the first `size` blocks, without the first `sinks` blocks and the latest
+    `recent` blocks.
+
+    Args:
+        arrays: the weights of the network.
+        images: `f32[N, T, n]`, the largest attention weight of each token in each block, for `N` heads.
+        at: `i32[]`, position of the token.
+        size: `i32[]`, number of blocks of the text before the token.
+        history: number of earlier tokens whose attention the network gets.
+        sinks: number of first blocks that are left out.
+        recent: number of latest blocks that are left out.
     """
     found, free = scores_before(arrays, images, at, size, history, sinks, recent)
     error = jnp.square(found - images[:, at])
@@ -52,8 +62,8 @@ def squared_error(arrays: Sequence[Array], images: Array, at: Array, size: Array
 
 def scores_before(arrays: Sequence[Array], images: Array, at: Array, size: Array, history: int, sinks: int,
                   recent: int) -> tuple[Array, Array]:
-    """Returns the network's scores for the token at `at`, `f32[N, n]`, and the blocks that count, `bool[n]`; see
-    `squared_error`."""
+    """Returns the scores that the network predicts for the token at `at`, `f32[N, n]`, and the blocks that count in the
+    loss, `bool[n]`. The arguments are those of `squared_error`."""
     block = jnp.arange(images.shape[2])
     free = (block >= sinks) & (block < size - recent)
     # before the beginning of the text there is nothing
@@ -62,7 +72,13 @@ def scores_before(arrays: Sequence[Array], images: Array, at: Array, size: Array
 
 
 def first_net(channels: tuple[int, int] = (16, 32), seed: int = 0) -> AttentionNet:
-    """Returns the initial network: uniform numbers up to the root of one over the number of inputs of each sum."""
+    """Returns the initial network. A weight is drawn uniformly within `inputs ** -0.5`, where `inputs` is the number of
+    inputs of its output channel.
+
+    Args:
+        channels: number of output channels of both convolutions.
+        seed: random seed.
+    """
     r, (a, b) = np.random.default_rng(seed), channels
     draw = lambda inputs, *shape: r.uniform(-1, 1, shape) / inputs ** 0.5
     return AttentionNet.of((draw(9, a, 1, 3, 3), draw(9, a), draw(9 * a, b, a, 3, 3), draw(9 * a, b), draw(b, b),
@@ -73,20 +89,29 @@ def fit_attention_predictor(lm: Any, texts: Sequence[Sequence[int]], steps: int 
                             rate: float = 1e-3, sinks: int = 64, recent: int = 64, block: int = 16, history: int = 64,
                             skip: Sequence[int] = (), channels: tuple[int, int] = (16, 32), seed: int = 0,
                             progress: bool = False, params: Any = None) -> AttentionNet:
-    """Trains the network for a model, which stays as it is, with Adam. Takes optax (`decodax[train]`).
+    """Trains the network with Adam; the model does not change. Needs optax (`decodax[train]`).
 
     Args:
         lm: a result of `decodax.load`, or a `Model` with its `params`.
-        texts: token ids. steps: number of steps, each with one text. batch: tokens of it whose attention is predicted.
+        texts: token ids.
+        steps: number of training steps, each with one text.
+        batch: number of tokens of the text whose attention is predicted in a step.
         rate: initial learning rate, which falls to a tenth.
-        sinks, recent, block, history: as in the cache. skip: layers that are not used.
-        channels: of the two convolutions. seed: of weights and batches. progress: whether a progress bar is shown.
+        sinks: number of first tokens that the cache always attends to; they are not predicted.
+        recent: number of latest tokens that the cache always attends to; they are not predicted.
+        block: number of tokens in a block of keys.
+        history: number of earlier tokens whose attention the network gets.
+        skip: indices of layers that are not used.
+        channels: number of output channels of both convolutions.
+        seed: seed of the initial weights and of the batches.
+        progress: True shows a progress bar.
+        params: the weights of a bare `Model`.
 
     Returns:
         The option `net` of `decodax.caches.attention_predictor`.
 
     Raises:
-        ValueError: no texts, or one that is too short to choose blocks from.
+        ValueError: no texts, or one that is too short to have blocks to choose from.
     """
     if not texts:
         raise ValueError("texts: got none, takes at least one")

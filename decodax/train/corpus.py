@@ -1,7 +1,7 @@
-"""The training text of the shipped models of Python: the standard library's source, its tokenizer, and its batches.
+"""The training data of the shipped Python models: the standard library's source, its tokenizer, and its batches.
 
-The corpus is the `.py` files in the running interpreter's standard library directory (PSF licence), in a fixed order.
-A file is held out if the SHA-256 of its path inside that directory is 0 modulo 50, so the split needs no list, is the
+The corpus is the `.py` files in the running interpreter's standard library directory (PSF licence), in a fixed order. A
+file is held out if the SHA-256 of its path inside that directory is 0 modulo 50, so the split needs no list, is the
 same on every machine, and does not change when files are added. The tokenizer is a byte-level BPE (Sennrich et al.,
 2016; byte alphabet as in GPT-2): any text round-trips, because every byte is a token.
 
@@ -46,7 +46,7 @@ class Document:
 
 
 def held_out(path: str) -> bool:
-    """Returns whether the file at `path` (inside the standard library directory, with "/") is held out of training.
+    """True if the file at `path` (inside the standard library directory, with "/") is held out of training.
 
     >>> held_out("argparse.py"), sum(held_out(f"{i}.py") for i in range(5000))
     (False, 92)
@@ -55,7 +55,7 @@ def held_out(path: str) -> bool:
 
 
 def wanted(path: str) -> bool:
-    """Returns whether the file at `path` belongs to the corpus at all."""
+    """True if the file at `path` belongs to the corpus, for training or held out."""
     return not EXCLUDED_DIRECTORIES.intersection(path.split("/")[:-1]) and not path.startswith(EXCLUDED_PREFIXES)
 
 
@@ -128,9 +128,17 @@ def pack(tokenizer: Tokenizer, documents: list[Document]) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Batches:
-    """Windows of a packed stream: `Batches(stream, ...)[step]` is `i32[batch, length + 1]`, the same at every call.
+    """Windows of a packed stream of tokens: `Batches(stream, ...)[step]` is `i32[batch, length + 1]`, the same at every
+    call.
 
-    Each epoch cuts the stream at another random offset and visits every window once, in another random order.
+    Each epoch cuts the stream into windows at another random offset and visits every window once, in another random
+    order.
+
+    Attributes:
+        stream: `i32[N]`.
+        batch: number of windows in a batch.
+        length: number of predicted tokens in a window.
+        seed: seed of offsets and orders.
     """
 
     stream: np.ndarray

@@ -1,4 +1,4 @@
-"""Measures the centroids of CQ ("KV Cache is 1 Bit Per Channel", Zhang et al., 2024)."""
+"""Fits the codebooks of CQ ("KV Cache is 1 Bit Per Channel", Zhang et al., 2024)."""
 
 from __future__ import annotations
 
@@ -15,13 +15,17 @@ from decodax.train.samples import observed
 
 def fit_codebooks(lm: Any, texts: Sequence[Sequence[int]], channels: int = 4, bits: int = 8, loops: int = 100,
                   fisher: bool = True, seed: int = 0, params: Any = None) -> Codebooks:
-    """Measures the centroids of CQ, by k-means over each group of channels of each head.
+    """Fits the codebooks of CQ, by k-means in each group of channels of each head.
 
     Args:
-        lm, texts, params: see `decodax.train.samples.observed`.
-        channels: number of channels of a group, a divisor of the widths of heads. bits: of a group.
-        loops: largest number of rounds of k-means. seed: of its beginning.
-        fisher: whether points are weighted by the squared gradients of the loss on the next tokens.
+        lm: a result of `decodax.load`, or a `Model` with its `params`.
+        texts: token ids of typical texts.
+        channels: number of channels in a group, a divisor of the width of a head.
+        bits: number of bits for a group; its codebook has `2 ** bits` centroids.
+        loops: maximum number of iterations of k-means.
+        fisher: True weights the numbers by the squared gradients of the loss on the next tokens.
+        seed: seed of the initial centroids.
+        params: the weights of a bare `Model`.
 
     Returns:
         The option `codebooks` of `decodax.caches.cq`.

@@ -1,4 +1,4 @@
-"""Measures the features of CSKV (Wang et al., 2024)."""
+"""Fits the low-rank projections of CSKV (Wang et al., 2024)."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ from decodax.train.samples import observed
 
 def fit_features(lm: Any, texts: Sequence[Sequence[int]], keys: float | int = 0.2, values: float | int = 0.2,
                  params: Any = None) -> KVFeatures:
-    """Measures the features of CSKV with the least squared error of keys and values on texts.
+    """Fits the projections to features by which CSKV stores keys and values, with the smallest squared error on texts.
 
     Args:
-        lm, texts, params: see `decodax.train.samples.observed`.
-        keys, values: number of features of a token, or (below 1) a share of the channels of all heads.
+        lm: a result of `decodax.load`, or a `Model` with its `params`.
+        texts: token ids of typical texts.
+        keys: number of features of a token's keys. A float between 0 and 1 is a share of the channels of all heads.
+        values: number of features of a token's values, likewise.
+        params: the weights of a bare `Model`.
 
     Returns:
         The option `features` of `decodax.caches.cskv`.

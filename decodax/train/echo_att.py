@@ -1,9 +1,9 @@
-"""Turns a model into one whose groups of layers share the attention of their first layer ("EchoAtt: Attend, Copy, then
-Adjust for More Efficient Large Language Models", Rajabzadeh et al., 2024).
+"""Converts a model to one whose groups of layers share the attention weights of their first layer ("EchoAtt: Attend,
+Copy, then Adjust for More Efficient Large Language Models", Rajabzadeh et al., 2024).
 
-Layers share if the cosine of their attention maps is large; the first and the last layer keep their own attention. The
-student copies the weights of the model. Then it is distilled in two stages: first on the distribution of the model, the
-text, and the residual stream after each group; then on the text alone.
+Layers share their attention weights if the cosine similarity of these weights is large; the first and the last layer
+keep their own. The student begins with a copy of the model's weights. Then it is distilled in two stages: first on the
+distribution of the model, the text, and the residual stream after each group; then on the text alone.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ from decodax.train.fitting import shuffled, train
 
 
 def attention_similarity(lm: Any, texts: Sequence[Sequence[int]]) -> np.ndarray:
-    """Returns the cosine of the attention maps of each two layers, the mean over heads and texts, `f64[L, L]`.
+    """Returns the cosine similarity of the attention maps of each two layers, averaged over heads and texts, `f64[L,
+    L]`.
 
     Raises:
-        ValueError: no texts, or a model that does not show its attention.
+        ValueError: no texts, or a model whose attention maps are not available.
     """
     if not texts:
         raise ValueError("texts: got none, takes at least one")
@@ -44,11 +45,12 @@ def attention_similarity(lm: Any, texts: Sequence[Sequence[int]]) -> np.ndarray:
 
 
 def echo_groups(similarity: np.ndarray, least: float = 0.5, most: int = 2) -> tuple[tuple[int, ...], ...]:
-    """Returns groups of neighbouring layers whose attention is like that of the first of them.
+    """Returns groups of adjacent layers whose attention maps are similar to those of their first layer.
 
     Args:
-        similarity: see `attention_similarity`. least: smallest similarity of a layer of a group with the first one.
-        most: largest number of layers of a group.
+        similarity: `f64[L, L]`, the result of `attention_similarity`.
+        least: minimum similarity of a layer to the first layer of its group.
+        most: maximum number of layers in a group.
 
     >>> echo_groups(np.array([[1, .9, .2, .2, .2], [.9, 1, .8, .6, .2], [.2, .8, 1, .9, .2], [.2, .6, .9, 1, .2],
     ...                       [.2, .2, .2, .2, 1]]), most=3)
@@ -67,23 +69,29 @@ def fit_echo_att(lm: Any, texts: Sequence[Sequence[int]], groups: Sequence[Seque
                  least: float = 0.5, most: int = 2, steps: int = 0, more: int = 0, batch: int = 4, rate: float = 1e-4,
                  soft: float = 1.0, hard: float = 1.0, hidden: float = 1.0, seed: int = 0,
                  progress: bool = False) -> Any:
-    """Makes a model in which groups of layers share the attention of their first layer.
+    """Returns a model in which groups of layers share the attention weights of their first layer.
 
     Args:
-        lm: a result of `decodax.load`: a `Transformer` that reads from left to right, with arrays as weights.
+        lm: a result of `decodax.load`: an autoregressive `Transformer` whose weights are arrays.
         texts: token ids of texts of one length.
-        groups: of layers. None: `echo_groups` of the similarity on the first 8 texts, with `least` and `most`.
-        steps, more: number of steps of the first and the second stage, which take optax (`decodax[train]`).
-        batch: texts of a step. rate: initial learning rate of AdamW, which falls to a tenth.
-        soft, hard, hidden: weights of the losses of the first stage: the divergence from the model's distribution, the
-            loss on the next token, and the relative squared error of the residual stream after each group.
-        seed: of the order of texts. progress: whether progress bars are shown.
+        groups: indices of the layers of each group. None: `echo_groups` of the similarity on the first 8 texts.
+        least: minimum similarity for `echo_groups`.
+        most: maximum number of layers for `echo_groups`.
+        steps: number of steps of the first stage of distillation, which needs optax (`decodax[train]`).
+        more: number of steps of the second stage.
+        batch: number of texts in a step.
+        rate: initial learning rate of AdamW, which falls to a tenth.
+        soft: weight of the divergence from the model's distribution, in the first stage.
+        hard: weight of the loss on the next token, in the first stage.
+        hidden: weight of the relative squared error of the residual stream after each group, in the first stage.
+        seed: seed of the order of texts.
+        progress: True shows progress bars.
 
     Returns:
         `lm` with another network and other weights, in the dtypes of the old ones.
 
     Raises:
-        ValueError: no texts, texts of different lengths, no layers to share, or another model.
+        ValueError: no texts, texts of different lengths, no layers to share, or another kind of model.
     """
     model = _checked(lm)
     if len({len(text) for text in texts}) != 1 or len(texts[0]) < 2:

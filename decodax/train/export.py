@@ -39,7 +39,7 @@ The figures on this page are also in `training.json`.
 
 
 def hardware(count: int) -> str:
-    """Returns a description of `count` devices of this process."""
+    """Returns a description of the first `count` devices of this process."""
     device = jax.devices()[0]
     if device.platform != "cpu":
         return f"{count} x {device.device_kind}"
@@ -59,7 +59,7 @@ def model_card(name: str, model: Transformer, facts: Mapping[str, Any], *, intro
         model: the model.
         facts: figures of the run: parameters, steps, tokens, hardware, hours and command.
         introduction: the paragraph after the heading.
-        rows: further lines of the table, by title; "training" describes the method.
+        rows: further rows of the table, by title; the row "training" describes the method.
         figures: measurements on held-out data, as Markdown.
         tags: tags of the card.
         language: code of the natural language, if any.
@@ -79,10 +79,10 @@ def model_card(name: str, model: Transformer, facts: Mapping[str, Any], *, intro
 
 def export_model(directory: Path, model: Transformer, params: Any, tokenizer: Tokenizer, *, special: Mapping[str, str],
                  card: str, facts: Mapping[str, Any], config: Mapping[str, Any] | None = None) -> None:
-    """Writes the directory that `decodax.load` and transformers read, with README.md and training.json.
+    """Writes the directory of a model that `decodax.load` and transformers can load, with README.md and training.json.
 
     Args:
-        directory: created if it does not exist; files of an earlier export are replaced.
+        directory: path to write to; it is created if necessary. Files of an earlier export are replaced.
         model: the model.
         params: weights of any floating dtype; they are stored in bfloat16.
         tokenizer: the tokenizer.

@@ -1,15 +1,15 @@
 """Reduces the number of key/value heads of a model ("Effectively Compress KV Heads for LLM", Yu et al., 2024).
 
-Each group of neighbouring heads becomes one head. Its values are the concatenated values of the group, projected to the
-directions with the largest squares on texts (a singular value decomposition). The projection is folded into the value
-kernel, and its transpose into the output kernel. Keys and queries are treated in the same way. The result is an
+Each group of adjacent heads becomes one head. Its values are the concatenated values of the group, projected to the
+directions with the largest squared values on texts (a singular value decomposition). The projection is folded into the
+value kernel, and its transpose into the output kernel. Keys and queries are treated in the same way. The result is an
 ordinary network with grouped queries and a smaller cache.
 
-A rotary embedding lies between kernel and cache, and a projection can be folded into the kernel only if it commutes
-with rotations. So each frequency is projected separately, as a complex number: among the numbers of the heads of a
-group at a frequency, the direction with the largest squares is kept. A rotation multiplies all of them by the same
-phase, so this is the best such projection of keys before and after it. Channels without rotation are projected like
-values.
+A rotary embedding lies between the key kernel and the cache, and a projection can be folded into the kernel only if it
+commutes with rotations. So each rotary frequency is projected separately, as a complex number: of the numbers that the
+heads of a group have at a frequency, the direction with the largest squared values is kept. A rotation multiplies all
+of them by the same phase, so this is the best such projection of keys before and after it. Channels without rotation
+are projected as values are.
 """
 
 from __future__ import annotations
@@ -28,16 +28,19 @@ from decodax.models import DecoderConfig, Rope, Transformer
 from decodax.train.samples import observed
 
 Bases = tuple[np.ndarray, np.ndarray]
-"""Matrices of keys, `f64[G, d, d]`, and of values, by which heads are multiplied before those of a group are summed."""
+"""Matrices of keys, `f64[G, d, d]`, and of values. Heads are multiplied by them before the heads of a group are summed.
+"""
 
 
 def fit_kv_heads(lm: Any, texts: Sequence[Sequence[int]], kv_heads: int) -> Any:
-    """Reduces a model to `kv_heads` key/value heads by projections that are measured on texts.
+    """Reduces a model to `kv_heads` key/value heads, by projections that are computed from its keys and values on
+    texts.
 
     Args:
-        lm: a result of `decodax.load`: a `Transformer` that reads from left to right, with arrays as weights and
-            without norms of queries and keys.
-        texts: token ids of typical texts. kv_heads: a divisor of the present number of heads.
+        lm: a result of `decodax.load`: an autoregressive `Transformer` whose weights are arrays and whose queries and
+            keys are not normalized.
+        texts: token ids of typical texts.
+        kv_heads: the new number of key/value heads, a divisor of the present one.
 
     Returns:
         `lm` with another network and other weights, in the dtypes of the old ones.
@@ -55,10 +58,19 @@ def fit_kv_heads(lm: Any, texts: Sequence[Sequence[int]], kv_heads: int) -> Any:
 
 
 def mean_kv_heads(lm: Any, kv_heads: int) -> Any:
-    """Reduces a model to `kv_heads` key/value heads, each the mean of a group, as a start for further training ("GQA:
-    Training Generalized Multi-Query Transformer Models from Multi-Head Checkpoints", Ainslie et al., 2023).
+    """Reduces a model to `kv_heads` key/value heads by averaging the kernels in each group, as a start for further
+    training ("GQA: Training Generalized Multi-Query Transformer Models from Multi-Head Checkpoints", Ainslie et al.,
+    2023).
 
-    Args, Returns, Raises: see `fit_kv_heads`.
+    Args:
+        lm: a model, as in `fit_kv_heads`.
+        kv_heads: the new number of key/value heads, a divisor of the present one.
+
+    Returns:
+        `lm` with another network and other weights, in the dtypes of the old ones.
+
+    Raises:
+        ValueError: a wrong number of heads, or a model whose heads cannot be merged.
     """
     config = _checked(lm, kv_heads)
     same = np.broadcast_to(np.eye(config.head_dim), (config.kv_heads, config.head_dim, config.head_dim))
@@ -88,7 +100,8 @@ def _checked(lm: Any, kv_heads: int) -> DecoderConfig:
 
 
 def _main(x: np.ndarray, group: int) -> np.ndarray:
-    """Returns the `d` main directions of the concatenated heads of each group, `[G, d, d']`, of samples `[N, G, d]`."""
+    """Returns the `d` main directions of the concatenated heads of each group, `[G, d, d]`, from samples `[N, G, d]`.
+    """
     N, G, d = x.shape
     parts = x.reshape(N, G // group, group * d).transpose(1, 2, 0)
     squares = parts @ parts.conj().swapaxes(1, 2)
@@ -97,7 +110,7 @@ def _main(x: np.ndarray, group: int) -> np.ndarray:
 
 
 def _keys(x: np.ndarray, group: int, rope: Rope | None) -> np.ndarray:
-    """Returns `_main` for keys, with projections that commute with rotations."""
+    """Returns the main directions of keys, as `_main` does, by projections that commute with rotations."""
     _, G, d = x.shape
     made, turned = np.zeros((G, d, d)), 0 if rope is None else rope.width
     if turned < d:
@@ -112,15 +125,15 @@ def _keys(x: np.ndarray, group: int, rope: Rope | None) -> np.ndarray:
 
 
 def _folded(lm: Any, kv_heads: int, made: Sequence[Bases], read: Sequence[Bases]) -> Any:
-    """Returns the model whose keys and values are the sums over groups of the old ones times `made`, and whose queries
-    and outputs are multiplied by `read`."""
+    """Returns the model with `kv_heads` key/value heads. Its keys and values are sums over groups of the old ones
+    multiplied by the bases `made`; its queries and outputs are multiplied by the bases `read`."""
     c: DecoderConfig = lm.model.config
     place = {layer: i for i, layer in enumerate(c.own)}
     heads = np.arange(c.heads) // (c.heads // c.kv_heads)
     params = jax.tree.map(lambda x: x, lm.params)
 
     def turn(part: dict[str, Any], bases: np.ndarray, fewer: bool) -> dict[str, Any]:
-        """Multiplies a kernel `[D, n d]`, and its bias, by the bases."""
+        """Multiplies a kernel `[D, n d]`, and its bias, by the bases; with `fewer`, sums over the heads of a group."""
 
         def one(x: Array) -> Array:
             whole = np.asarray(x, np.float64).reshape(-1, len(bases), c.head_dim)

@@ -1,6 +1,7 @@
-"""A small trainer for what methods need beside a model that stays as it is: predictors, maps, students.
+"""A small trainer for the additional parts of methods, such as predictors, maps and student models, while the model
+itself does not change.
 
-`decodax.train.loop` trains whole models, with checkpoints and logs. Training here takes optax (`decodax[train]`).
+`decodax.train.loop` trains whole models, with checkpoints and logs. Training here needs optax (`decodax[train]`).
 """
 
 from __future__ import annotations
@@ -22,14 +23,17 @@ STEP = 64
 
 def train(loss: Callable[..., Array], params: Params, batches: Iterable[Sequence[Any]], optimizer: Any,
           steps: int, progress: bool | str = False, state: Any = None) -> tuple[Params, Any]:
-    """Minimizes a loss, one batch a step.
+    """Minimizes a loss, with one batch in each step.
 
     Args:
-        loss: returns `f32[]` for `params` and the arrays of a batch; it is compiled once for each of their shapes.
-        params: a pytree to begin with. batches: the arguments of `loss` after `params`, at least `steps` of them.
-        optimizer: an `optax.GradientTransformation`. steps: number of steps.
+        loss: returns `f32[]` for `params` and the arrays of a batch; it is compiled once for each combination of their
+            shapes.
+        params: the initial parameters, a pytree.
+        batches: at least `steps` batches, the arguments of `loss` after `params`.
+        optimizer: an `optax.GradientTransformation`.
+        steps: number of steps.
         progress: title of a progress bar; False: none is shown.
-        state: of the optimizer, from an earlier call; None: a new one.
+        state: state of the optimizer from an earlier call; None: a new one.
 
     Returns:
         The trained parameters, and the state of the optimizer.
@@ -50,8 +54,8 @@ def train(loss: Callable[..., Array], params: Params, batches: Iterable[Sequence
 
 
 def shuffled(count: int, batch: int, random: np.random.Generator) -> Iterator[np.ndarray]:
-    """Yields the indices of `batch` examples at a time, `i64[batch]`, forever: one permutation of all `count` examples
-    after the other."""
+    """Yields arrays of `batch` indices, `i64[batch]`, forever: random permutations of all `count` examples, one after
+    the other."""
     order: np.ndarray = np.zeros(0, np.int64)
     while True:
         while len(order) < batch:
@@ -61,7 +65,8 @@ def shuffled(count: int, batch: int, random: np.random.Generator) -> Iterator[np
 
 
 def padded(texts: Sequence[Sequence[int]]) -> np.ndarray:
-    """Returns texts as `i32[B, N]`, padded with zeros to a multiple of `STEP`."""
+    """Returns texts as `i32[B, N]`, padded with zeros to the length of the longest, rounded up to a multiple of `STEP`.
+    """
     tokens = np.zeros((len(texts), -(-max(map(len, texts)) // STEP) * STEP), np.int32)
     for row, text in zip(tokens, texts, strict=True):
         row[:len(text)] = text

@@ -1,17 +1,23 @@
-"""K-means on the host: weighted points, begun by k-means++ (Arthur and Vassilvitskii, 2007)."""
+"""K-means of weighted points on the host, started from k-means++ (Arthur and Vassilvitskii, 2007)."""
 
 from __future__ import annotations
 
 import numpy as np
 
 PART = 1 << 20
-"""Number of distances that are in memory at a time, at most."""
+"""Maximum number of distances that are in memory at a time."""
 
 
 def k_means(x: np.ndarray, weights: np.ndarray, count: int, loops: int, random: np.random.Generator) -> np.ndarray:
-    """Returns `count` centroids `f64[count, c]` of points `f64[N, c]` with `weights` (`f64[N]`).
+    """Returns the centroids of points, `f64[count, c]`. If there are at most `count` distinct points, these are
+    returned, and the last one is repeated.
 
-    If there are no more distinct points than centroids, these are the points, and the last one is repeated.
+    Args:
+        x: points, `f64[N, c]`.
+        weights: weights of the points, `f64[N]`.
+        count: number of centroids.
+        loops: maximum number of iterations.
+        random: source of the initial centroids.
     """
     weights = np.maximum(weights, weights.max() * 1e-12) if weights.max() > 0 else np.ones(len(x))
     points, index = np.unique(x, axis=0, return_inverse=True)
@@ -29,8 +35,15 @@ def k_means(x: np.ndarray, weights: np.ndarray, count: int, loops: int, random: 
 
 
 def lloyd(points: np.ndarray, mass: np.ndarray, centres: np.ndarray, loops: int) -> np.ndarray:
-    """Lloyd's iteration: moves centres `f64[count, c]` to the means of the points nearest to them, up to `loops` times
-    or until nothing moves."""
+    """Lloyd's iteration: moves each center to the weighted mean of the points nearest to it, until no center moves or
+    `loops` iterations are done.
+
+    Args:
+        points: `f64[N, c]`.
+        mass: weights of the points, `f64[N]`.
+        centres: initial centers, `f64[count, c]`.
+        loops: maximum number of iterations.
+    """
     for _ in range(loops):
         parts = np.array_split(points, -(-points.shape[0] * len(centres) // PART))
         of = np.concatenate([(np.square(centres).sum(1) - 2 * part @ centres.T).argmin(1) for part in parts])

@@ -1,10 +1,10 @@
-"""Trains the maps of KV Prediction, and the auxiliary model that they read (Horton et al., 2024).
+"""Trains the linear maps of KV Prediction and the auxiliary model whose cache they use (Horton et al., 2024).
 
-The paper trains the auxiliary model and the maps together, and leaves the target model as it is. The loss is a sum of
-three: that of the target model on predicted keys and values; that of the auxiliary model; and the absolute error of
-keys and values, averaged in each layer and added over layers (consistency). Here training starts from the maps of least
-squared error, which have a closed form. `fit_kv_prediction` leaves the auxiliary model as it is, too, and uses the
-first loss and the third; `train_kv_prediction` uses all three.
+The paper trains the auxiliary model and the maps together; the target model does not change. The loss is a sum of three
+terms: the loss of the target model on predicted keys and values, the loss of the auxiliary model, and the absolute
+error of keys and values, averaged in each layer and added over layers (consistency). Here training starts from the maps
+with the smallest squared error, which have a closed form. `fit_kv_prediction` does not change the auxiliary model and
+uses the first and third term; `train_kv_prediction` uses all three.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from decodax.train.samples import observed
 
 @struct
 class InPlace(Passing):
-    """A cache that holds nothing: attention within a window to given keys and values instead of its own.
+    """A cache that stores nothing: queries attend to given keys and values of the window in place of the layer's own.
 
     Attributes:
-        kv: rotated keys `f[B, W, G, d]` and values `f[B, W, G, e]` of each layer.
+        kv: rotated keys `f[B, W, G, d]` and values `f[B, W, G, e]` for each layer.
     """
 
     kv: tuple[tuple[Array, Array], ...]
@@ -51,8 +51,10 @@ class InPlace(Passing):
 
 
 def auxiliary_layers(count: int, auxiliary: int) -> tuple[int, ...]:
-    """Returns the auxiliary layer from which each of `count` layers is predicted: in order, equally many from each of
-    the `auxiliary` layers, and one more from each of the first ones if that does not come out even.
+    """Returns the index of the auxiliary layer from which each of `count` layers is predicted.
+
+    The indices ascend. Each of the `auxiliary` layers predicts the same number of layers, and the first ones predict
+    one more if `count` is not divisible.
 
     >>> auxiliary_layers(7, 5), auxiliary_layers(4, 2)
     ((0, 0, 1, 1, 2, 3, 4), (0, 0, 1, 1))
@@ -64,23 +66,27 @@ def auxiliary_layers(count: int, auxiliary: int) -> tuple[int, ...]:
 def fit_kv_prediction(lm: Any, auxiliary: Any, texts: Sequence[Sequence[int]], layers: Sequence[int] | None = None,
                       damping: float = 1e-3, steps: int = 0, rate: float = 1e-3, consistency: float = 1.0,
                       base: float = 1.0, seed: int = 0) -> KVMaps:
-    """Fits maps from the cache of an auxiliary model to that of the target model; both models stay as they are.
+    """Fits linear maps from the cache of an auxiliary model to that of the target model; both models do not change.
 
     Args:
-        lm, auxiliary: two models with the same tokenizer, as `decodax.load` gives them.
-        texts: token ids of texts like those to come.
-        layers: auxiliary layer from which each layer is predicted; None: as in the paper, see `auxiliary_layers`.
-        damping: of the least squares, see `decodax.train.aqua_kv.ridge`.
-        steps: number of steps of training after the least squares, by Adam with one text a step, which takes optax
-            (`decodax[train]`). rate: initial learning rate, which falls to a tenth. seed: of the order of texts.
-        consistency, base: weights of the absolute error of the prediction, and of the loss of the target model on the
-            next token, with predicted keys and values.
+        lm: the target model, a result of `decodax.load`.
+        auxiliary: a smaller model with the same tokenizer.
+        texts: token ids of texts similar to later ones.
+        layers: index of the auxiliary layer from which each layer is predicted; None: as in the paper, see
+            `auxiliary_layers`.
+        damping: damping of the least squares; see `decodax.train.aqua_kv.ridge`.
+        steps: number of training steps after the least squares, by Adam with one text in each step; needs optax
+            (`decodax[train]`).
+        rate: initial learning rate, which falls to a tenth.
+        consistency: weight of the absolute error of the prediction.
+        base: weight of the loss of the target model on the next token, with predicted keys and values.
+        seed: seed of the order of texts.
 
     Returns:
         The option `maps` of `decodax.caches.kv_prediction`.
 
     Raises:
-        ValueError: no texts, models that do not go together, or layers that there are none of.
+        ValueError: no texts, models that do not fit each other, or `layers` with an index that does not exist.
     """
     if steps < 0:
         raise ValueError(f"steps: got {steps}, takes 0 or more")
@@ -92,20 +98,29 @@ def train_kv_prediction(lm: Any, auxiliary: Any, texts: Sequence[Sequence[int]],
                         damping: float = 1e-3, steps: int = 1000, rate: float = 1e-3, consistency: float = 1.0,
                         base: float = 1.0, own: float = 1.0, seed: int = 0, progress: bool = False
                         ) -> tuple[KVMaps, Any]:
-    """Trains the maps together with the auxiliary model; the target model stays as it is. Takes optax
+    """Trains the linear maps together with the auxiliary model; the target model does not change. Needs optax
     (`decodax[train]`).
 
     Args:
-        lm, auxiliary, texts, layers, damping, steps, rate, seed: see `fit_kv_prediction`.
-        consistency, base, own: weights of the three losses: see `fit_kv_prediction`, and the loss of the auxiliary
-            model on the next token. The paper adds them up.
-        progress: whether a progress bar is shown.
+        lm: the target model, a result of `decodax.load`.
+        auxiliary: a smaller model with the same tokenizer.
+        texts: token ids of texts similar to later ones.
+        layers: index of the auxiliary layer from which each layer is predicted; None: see `auxiliary_layers`.
+        damping: damping of the initial least squares; see `decodax.train.aqua_kv.ridge`.
+        steps: number of training steps, by Adam with one text in each step.
+        rate: initial learning rate, which falls to a tenth.
+        consistency: weight of the absolute error of the prediction.
+        base: weight of the loss of the target model on the next token, with predicted keys and values.
+        own: weight of the loss of the auxiliary model on the next token. The weights are 1 in the paper.
+        seed: seed of the order of texts.
+        progress: True shows a progress bar.
 
     Returns:
         The options `maps` and `auxiliary` (with new weights) of `decodax.caches.kv_prediction`.
 
     Raises:
-        ValueError: as `fit_kv_prediction`, no steps, or an auxiliary model whose weights are no floating point numbers.
+        ValueError: as in `fit_kv_prediction`, no steps, or an auxiliary model whose weights are not floating-point
+            numbers.
     """
     if steps < 1:
         raise ValueError(f"steps: got {steps}, takes 1 or more")
@@ -135,7 +150,7 @@ def _least_squares(lm: Any, auxiliary: Any, texts: Sequence[Sequence[int]], laye
 
 def _trained(lm: Any, auxiliary: Any, maps: KVMaps, texts: Sequence[Sequence[int]], steps: int, rate: float,
              weigh: tuple[float, float, float], seed: int, progress: bool = False) -> tuple[KVMaps, PyTree]:
-    """Returns the trained maps, and the weights of the auxiliary model, which are trained if its loss has a weight."""
+    """Returns the trained maps, and the weights of the auxiliary model, which change only if its loss has a weight."""
     import optax  # only for those who train
 
     of, to = both_layers(lm, auxiliary)
@@ -159,8 +174,13 @@ def _trained(lm: Any, auxiliary: Any, maps: KVMaps, texts: Sequence[Sequence[int
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def losses(model: Model, auxiliary: Model, of: tuple[KVLayer, ...], to: tuple[KVLayer, ...], params: tuple[Any, Any],
            maps: KVMaps, tokens: Array, length: Array) -> tuple[Array, Array, Array]:
-    """Returns the three losses of `train_kv_prediction` on the first `length` (`i32[]`) of the tokens `i32[1, N]`: the
-    absolute error of the prediction, the loss of the target model, and that of the auxiliary model, `f32[]` each."""
+    """Computes the three terms of the loss of `train_kv_prediction` for the first `length` (`i32[]`) of the tokens
+    `i32[1, N]`.
+
+    Returns:
+        The absolute error of the prediction, the loss of the target model, and the loss of the auxiliary model, each
+        `f32[]`.
+    """
     live = jnp.arange(tokens.shape[1])[None] < length
     window = causal(tokens, jnp.zeros(1, jnp.int32), live)
     own, other = params

@@ -22,24 +22,25 @@ Tree = Any
 
 
 class Network(Protocol):
-    """The part of a model that training uses; hashable, because it is static under `jax.jit`."""
+    """The part of a model that training uses. It must be hashable, because it is static under `jax.jit`."""
 
     def forward(self, params: Tree, tokens: Array) -> Array:
-        """tokens `i32[B, T]` -> logits `[B, T, V]`."""
+        """Returns logits `[B, T, V]` for tokens `i32[B, T]`."""
         ...
 
 
 def cross_entropy(logits: Array, targets: Array) -> Array:
-    """Returns -log p(target) in nats. logits `[..., V]`, targets `i32[...]` -> `f32[...]`."""
+    """Returns `-log p(target)` in nats, `f32[...]`, from logits `[..., V]` and targets `i32[...]`."""
     logits = logits.astype(jnp.float32)
     picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
     return jax.nn.logsumexp(logits, axis=-1) - picked
 
 
 def divergence(teacher: Array, student: Array) -> Array:
-    """Returns KL(teacher || student) in nats (Hinton et al., 2015). logits `[..., V]` twice -> `f32[...]`.
+    """Returns KL(teacher || student) in nats (Hinton et al., 2015), `f32[...]`, from two arrays of logits `[..., V]`.
 
-    The temperature is 1, because speculative acceptance depends on the two distributions as they are sampled from.
+    The temperature is 1, because speculative acceptance depends on the two distributions at the temperature of
+    sampling.
     """
     log_p = jax.nn.log_softmax(teacher.astype(jnp.float32))
     log_q = jax.nn.log_softmax(student.astype(jnp.float32))
@@ -48,7 +49,14 @@ def divergence(teacher: Array, student: Array) -> Array:
 
 @dataclass(frozen=True)
 class NextTokens:
-    """Cross-entropy of every next token; with a teacher `mix * KL + (1 - mix) * cross-entropy`."""
+    """The cross-entropy of every next token; with a teacher, `mix * KL + (1 - mix) * cross-entropy`.
+
+    Attributes:
+        network: the trained network.
+        dtype: dtype of the computation.
+        teacher: the network whose distribution is distilled, or None.
+        mix: weight of the divergence from the teacher, 0 to 1.
+    """
 
     network: Network
     dtype: str = "float32"
@@ -56,7 +64,13 @@ class NextTokens:
     mix: float = 0.0
 
     def __call__(self, params: Tree, batch: Array, extra: Tree) -> tuple[Array, dict[str, Array]]:
-        """batch `i32[B, T + 1]`; `extra` are the teacher's weights. Returns the loss and scalars, in nats."""
+        """Returns the loss and scalars to log, in nats.
+
+        Args:
+            params: the weights.
+            batch: `i32[B, T + 1]`.
+            extra: the teacher's weights, or None.
+        """
         inputs, targets = batch[:, :-1], batch[:, 1:]
         logits = self.network.forward(cast(params, self.dtype), inputs)
         loss = truth = cross_entropy(logits, targets).mean()
@@ -68,13 +82,24 @@ class NextTokens:
 
 @dataclass(frozen=True)
 class WeightedAnswers:
-    """Cross-entropy of next tokens, in which a token outside of answers has the weight `outside`."""
+    """The cross-entropy of next tokens, with weight 1 for tokens of answers and the weight `outside` for other tokens.
+
+    Attributes:
+        network: the trained network.
+        outside: weight of tokens that do not belong to an answer.
+    """
 
     network: Network
     outside: float = 0.02
 
     def __call__(self, params: Tree, batch: tuple[Array, Array], extra: None) -> tuple[Array, dict[str, Array]]:
-        """batch: tokens `i32[B, T + 1]`, and `bool[B, T + 1]`, True for tokens of answers."""
+        """Returns the loss and scalars to log, in nats.
+
+        Args:
+            params: the weights.
+            batch: tokens `i32[B, T + 1]`, and `bool[B, T + 1]`, True for tokens of answers.
+            extra: ignored.
+        """
         tokens, answers = batch
         losses = cross_entropy(self.network.forward(params, tokens[:, :-1]), tokens[:, 1:])
         weights = jnp.where(answers[:, 1:], 1.0, self.outside)
@@ -84,29 +109,31 @@ class WeightedAnswers:
 
 @partial(jax.jit, static_argnames=("network",))
 def token_losses(network: Network, params: Tree, batch: Array) -> Array:
-    """Returns -log p of every next token in nats: batch `i32[B, T + 1]` -> `f32[B, T]`."""
+    """Returns `-log p` of every next token in nats, `f32[B, T]`, for a batch `i32[B, T + 1]`."""
     return cross_entropy(network.forward(params, batch[:, :-1]), batch[:, 1:])
 
 
 @partial(jax.jit, static_argnames=("network",))
 def likeliest(network: Network, params: Tree, tokens: Array) -> Array:
-    """Returns the most probable next token at each position: `i32[B, T]` -> `i32[B, T]`."""
+    """Returns the most probable next token at each position, `i32[B, T]`, for tokens `i32[B, T]`."""
     return network.forward(params, tokens).argmax(-1)
 
 
 @partial(jax.jit, static_argnames=("teacher", "student"))
 def overlap(teacher: Network, student: Network, teacher_params: Tree, params: Tree, batch: Array) -> Array:
-    """Returns the sum over x of min(p(x), q(x)) at every position: batch `i32[B, T + 1]` -> `f32[B, T]`.
+    """Returns the sum of `min(p(x), q(x))` over the vocabulary at every position, `f32[B, T]`, for a batch `i32[B, T +
+    1]`.
 
-    It is the probability that speculative sampling accepts a token that the student drafts for the teacher
-    (Leviathan et al., 2023), both at temperature 1.
+    It is the probability that speculative sampling accepts a token that the student drafts for the teacher (Leviathan
+    et al., 2023), both at temperature 1.
     """
     p, q = (jax.nn.softmax(n.forward(w, batch[:, :-1])) for n, w in ((teacher, teacher_params), (student, params)))
     return jnp.minimum(p, q).sum(-1)
 
 
 def token_bytes(tokenizer: Any) -> np.ndarray:
-    """Returns `i32[V]`, the bytes of text that each token of a byte-level tokenizer has; 0 for special tokens."""
+    """Returns `i32[V]`, the number of bytes of text that each token of a byte-level tokenizer has; 0 for special
+    tokens."""
     special = tokenizer.get_added_tokens_decoder()
     size = tokenizer.get_vocab_size()
     # In the byte-level alphabet each character of a token's name is one byte.

@@ -1,4 +1,4 @@
-"""Learns which channels of keys a model needs, on texts that end with answers (LeanK: Zhang et al., 2025)."""
+"""Learns which channels of keys a model needs, from texts that end with answers (LeanK: Zhang et al., 2025)."""
 
 from __future__ import annotations
 
@@ -26,13 +26,16 @@ from decodax.train.probe import Probe
 
 @struct
 class ScaledChannels(Passing):
-    """A cache that holds nothing: attention within a window, in which the queries of an answer see keys between the
-    first tokens and their latest ones with their channels scaled.
+    """A cache that stores nothing: attention within the window, in which the channels of some keys are scaled.
+
+    The keys are scaled for queries of the answer, except the keys of the first tokens of the text and the latest keys
+    before each query.
 
     Attributes:
-        factors: of channels, a tuple of one `f32[G, d]` a layer.
-        start: `i32[]`, the first token of the answer; earlier tokens see keys as they are.
-        sinks, recent: static; numbers of first and of latest tokens whose keys are not scaled.
+        factors: factor of each channel, a tuple of one `f32[G, d]` for each layer.
+        start: `i32[]`, position of the first token of the answer; queries before it see unscaled keys.
+        sinks: static; number of first tokens whose keys are not scaled.
+        recent: static; number of latest tokens whose keys are not scaled.
     """
 
     factors: tuple[Array, ...]
@@ -59,7 +62,8 @@ class ScaledChannels(Passing):
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _slope(model: Model, sinks: int, recent: int, params: Any, factors: Array, mask: Array, tokens: Array, start: Array,
            stop: Array, weight: Array) -> Array:
-    """Returns the gradient of the loss by all `factors`; those outside of `mask` count as 0 (straight-through)."""
+    """Returns the gradient of the loss with respect to all `factors`. In the loss, factors outside `mask` are 0
+    (straight-through estimator)."""
     n = tokens.shape[1]
     counts = (jnp.arange(n) >= start) & (jnp.arange(n) < stop)
     window = causal(tokens, jnp.zeros(1, jnp.int32), jnp.arange(n)[None] < stop)
@@ -81,18 +85,24 @@ def _slope(model: Model, sinks: int, recent: int, params: Any, factors: Array, m
 def fit_channels(lm: Any, probes: Sequence[Probe], ratio: float = 0.7, align: int = 32, steps: tuple[int, int] = (2000,
                  200), rates: tuple[float, float] = (0.02, 0.01), penalty: float = 0.06, sinks: int = 128,
                  recent: int = 768, seed: int = 0, params: Any = None) -> Constant:
-    """Learns the channels of LeanK in its two stages; the weights of the model stay as they are.
+    """Learns the channels of LeanK in its two stages; the weights of the model do not change.
 
-    Each channel has a factor between 0 and 1, initially 1. Factors are trained (by Adam, one text a step) on the
-    squared error of the last hidden states of answers. The first stage has a penalty on the mean of factors. In the
-    second one the factors of channels that would be pruned count as 0.
+    Each channel has a factor between 0 and 1, initially 1. The factors are trained by Adam, one text in each step, on
+    the squared error of the last hidden states of the answers. The first stage adds a penalty on the mean of the
+    factors. In the second stage, the factors of channels that would be pruned count as 0.
 
     Args:
         lm: a result of `decodax.load`, or a `Model` with its `params`.
         probes: texts with the bounds of their answers; tokens after an answer are not used.
-        ratio: share of channels that are pruned. align: each head keeps a multiple of this number of channels.
-        steps, rates: of both stages. penalty: of the first one. seed: of the order of texts.
-        sinks, recent: numbers of first and of latest tokens that keep all channels.
+        ratio: share of channels that are pruned.
+        align: each head keeps a multiple of this number of channels.
+        steps: number of steps of the two stages.
+        rates: learning rates of the two stages.
+        penalty: weight of the penalty in the first stage.
+        sinks: number of first tokens that keep all channels.
+        recent: number of latest tokens that keep all channels.
+        seed: seed of the order of texts.
+        params: the weights of a bare `Model`.
 
     Returns:
         The option `channels` of `decodax.caches.leank`.

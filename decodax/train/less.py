@@ -1,4 +1,5 @@
-"""Trains the kernels of LESS on texts (Dong et al., 2024): each layer alone, against its own full attention."""
+"""Trains the kernels of LESS on texts (Dong et al., 2024). Each layer is trained separately, against its own full
+attention."""
 
 from __future__ import annotations
 
@@ -26,12 +27,15 @@ from decodax.train.fitting import padded
 
 @struct
 class Lesson(Struct):
-    """Training data of a layer's kernels: a text of `T` tokens, or several, `[N, T, ...]`.
+    """Training data for the kernels of one layer: a text of `T` tokens, or `N` texts, `[N, T, ...]`.
 
     Attributes:
-        q, k, v: queries `f32[T, H, d]`, rotated keys `f32[T, G, d]`, values `f32[T, G, e]`.
-        wanted: `f32[T, H, e]`, full attention.
-        near, lse: attention to the tokens that are kept, `f32[T, H, e]`, and the logarithms of its sums, `f32[T, H]`.
+        q: queries, `f32[T, H, d]`.
+        k: rotated keys, `f32[T, G, d]`.
+        v: values, `f32[T, G, e]`.
+        wanted: `f32[T, H, e]`, the output of full attention.
+        near: `f32[T, H, e]`, the output of attention to the tokens that are kept exactly.
+        lse: `f32[T, H]`, the log-sum-exp of the scores of `near`.
     """
 
     q: Array
@@ -44,7 +48,12 @@ class Lesson(Struct):
 
 @struct
 class Lessons(Passing):
-    """A cache that holds nothing: full attention within a window. Its entries are `Lesson`s."""
+    """A cache that stores nothing: full attention within the window. Its entries are the `Lesson` of each layer.
+
+    Attributes:
+        sinks: static; number of first tokens that are kept exactly.
+        recent: static; number of latest tokens that are kept exactly.
+    """
 
     sinks: int = static()
     recent: int = static()
@@ -69,11 +78,15 @@ def _heard(model: Model, sinks: int, recent: int, params: Any, tokens: Array, le
 
 def synthesized(kernels: LayerKernels, own: Lesson, sinks: int, recent: int,
                 dropped: tuple[Array | float, Array | float] = (1.0, 1.0)) -> Array:
-    """Returns attention of one text, exact to the tokens that are kept and by the kernels to the others,
-    `f32[T, H, e]`.
+    """Returns the attention output of LESS for one text, `f32[T, H, e]`: exact for the tokens that are kept, by the
+    kernels for the others.
 
     Args:
-        dropped: factors of the hidden numbers of `phi` and of `psi`, for dropout.
+        kernels: the kernels of the layer.
+        own: the training data of the layer.
+        sinks: number of first tokens that are kept exactly.
+        recent: number of latest tokens that are kept exactly.
+        dropped: factors of the hidden channels of `phi` and of `psi`, for dropout.
     """
     phi, psi = kernels.phi(own.q, dropped[0]), kernels.psi(own.k, dropped[1])
     (T, H, r), G = phi.shape, psi.shape[1]
@@ -88,12 +101,18 @@ def synthesized(kernels: LayerKernels, own: Lesson, sinks: int, recent: int,
 
 def squared_error(kernels: LayerKernels, lessons: Lesson, lengths: Array, outputs: Array, sinks: int, recent: int,
                   dropout: float = 0.0, key: Array | None = None) -> Array:
-    """Returns the mean squared error of a layer's output against full attention, `f32[]`, over the tokens of texts
-    `[N, T, ...]` after the first `sinks + recent`.
+    """Returns the mean squared error of a layer's attention output (after the output projection) against full
+    attention, `f32[]`, over the tokens of texts `[N, T, ...]` after the first `sinks + recent`.
 
     Args:
-        lengths: `i32[N]`. outputs: `f32[H, e, D]`, see `Model.outputs`.
-        dropout: share of the hidden numbers that are dropped, drawn with `key`.
+        kernels: the kernels of the layer.
+        lessons: the training data of the layer.
+        lengths: `i32[N]`, number of tokens of each text.
+        outputs: `f32[H, e, D]`, the output projection.
+        sinks: number of first tokens that are kept exactly.
+        recent: number of latest tokens that are kept exactly.
+        dropout: share of the hidden channels that are dropped.
+        key: random key of the dropout; None: no dropout.
     """
     T, hidden = lessons.q.shape[1], kernels.query_in.shape[-1]
 
@@ -114,7 +133,16 @@ def squared_error(kernels: LayerKernels, lessons: Lesson, lengths: Array, output
 
 
 def first_kernels(heads: int, queries: int, width: int, rank: int, hidden: int, key: Array) -> LayerKernels:
-    """Returns the initial kernels, for `heads` key heads and `queries` query heads."""
+    """Returns the initial kernels of a layer.
+
+    Args:
+        heads: number of key heads.
+        queries: number of query heads.
+        width: number of channels of a head.
+        rank: number of features of the kernels.
+        hidden: number of hidden channels of the kernels.
+        key: random key.
+    """
     def draw(i: int, *shape: int) -> Array:
         most = (6 / (shape[1] + shape[2])) ** 0.5
         return jax.random.uniform(jax.random.fold_in(key, i), shape, jnp.float32, -most, most)
@@ -128,25 +156,34 @@ def first_kernels(heads: int, queries: int, width: int, rank: int, hidden: int, 
 def fit_less(lm: Any, texts: Sequence[Sequence[int]], start_size: int = 4, recent_size: int = 512, rank: int = 8,
              hidden: int = 512, epochs: int = 40, batch: int = 2, rate: float = 1e-3, dropout: float = 0.3,
              seed: int = 0, progress: bool = False, params: Any = None) -> LessKernels:
-    """Trains the kernels of LESS on the squared error of each layer's output. Takes optax (`decodax[train]`).
+    """Trains the kernels of LESS, which replace attention to evicted tokens. Needs optax (`decodax[train]`).
 
-    The optimizer is Adam, whose rate is halved after each quarter of the epochs. With ten or more texts, a tenth of
-    them is held out, and the kernels of the epoch with the least error on these are returned; else those of the last
-    epoch.
+    Each layer is trained by itself on the squared error of its attention output (after the output projection) against
+    full attention. The optimizer is Adam; its rate is halved after each quarter of the epochs. With ten or more texts,
+    a tenth of them is held out, and the kernels of the epoch with the smallest error on these are returned; otherwise
+    the kernels of the last epoch.
 
     Args:
         lm: a result of `decodax.load`, or a `Model` with its `params`.
-        texts: token ids, longer than the window. The authors take 512 texts as long as the model's context.
-        start_size, recent_size: numbers of first and of latest tokens, which are read exactly; as in the cache `less`.
-        rank, hidden: widths of the kernels. epochs, batch, rate, dropout: of training. seed: of weights and batches.
-        progress: whether a progress bar is shown.
+        texts: token ids; each text is longer than `start_size + recent_size`. The authors use 512 texts of the model's
+            context length.
+        start_size: number of first tokens that are attended to exactly, as in the cache.
+        recent_size: number of latest tokens that are attended to exactly, as in the cache.
+        rank: number of features of the kernels.
+        hidden: number of hidden channels of the kernels.
+        epochs: number of passes over the texts.
+        batch: number of texts in a training step.
+        rate: initial learning rate.
+        dropout: share of hidden channels that are dropped in training.
+        seed: seed of the initial kernels and of the batches.
+        progress: True shows a progress bar.
+        params: the weights of a bare `Model`.
 
     Returns:
         The option `kernels` of `decodax.caches.less`.
 
     Raises:
-        ValueError: no texts, one that is not longer than the window, a number out of its range, or layers of different
-            shapes.
+        ValueError: no texts, a text that is too short, a number out of its range, or layers of different shapes.
     """
     if not texts:
         raise ValueError("texts: got none, takes at least one")
@@ -207,6 +244,6 @@ def fit_less(lm: Any, texts: Sequence[Sequence[int]], start_size: int = 4, recen
 
 def _lessons(model: Model, sinks: int, recent: int, params: Any, tokens: np.ndarray, lengths: np.ndarray,
              layer: int) -> Lesson:
-    """Returns the training data of one layer, of all texts."""
+    """Returns the training data of one layer for all texts, `[N, T, ...]`."""
     one = lambda row, length: _heard(model, sinks, recent, params, row[None], length)[layer]
     return jax.tree.map(lambda *x: jnp.concatenate(x), *(one(*text) for text in zip(tokens, lengths, strict=True)))

@@ -1,7 +1,7 @@
 """A training loop that resumes after it was killed: learning-rate schedule, optimizer step, checkpoints, log.
 
-The caller supplies an objective and the batches. The loop is deterministic: a batch is a function of the step, and a
-run that is resumed from a checkpoint ends with the weights of one that was never interrupted. Needs the extra `train`
+The caller supplies a loss and the batches. The loop is deterministic: a batch is a function of the step, and a run that
+is resumed from a checkpoint ends with the same weights as one that was never interrupted. Needs the extra `train`
 (optax).
 """
 
@@ -36,10 +36,11 @@ Tree = Any
 
 
 class Objective(Protocol):
-    """A loss; hashable, because it is static under `jax.jit`."""
+    """A loss function for training. It must be hashable, because it is static under `jax.jit`."""
 
     def __call__(self, params: Tree, batch: Any, extra: Any) -> tuple[Array, dict[str, Array]]:
-        """Returns the loss and scalars to log, "loss" among them. `extra` is a key, a teacher's weights, or None."""
+        """Returns the loss and scalars to log, "loss" among them. `extra` is a random key, a teacher's weights, or
+        None."""
         ...
 
 
@@ -49,14 +50,14 @@ class Schedule:
 
     Attributes:
         peak: the highest learning rate.
-        warmup: the number of steps of the warm-up.
-        steps: the length of the run. None at the start of a run with a time budget: `TrainingRun.settle` sets it and
-            `decay_from` from the measured speed when the decay has to begin. A run with the same two numbers has the
-            same result.
+        warmup: number of steps of the warm-up.
+        steps: number of steps of the run. None at the start of a run with a time budget: `TrainingRun.settle` sets it
+            and `decay_from` from the measured speed when the decay has to begin. Runs with the same two numbers have
+            the same result.
         decay_from: the step at which the cosine begins; `warmup` gives the usual cosine schedule.
         floor: the rate at the end of the cosine, relative to `peak`.
         horizon: the step at which the cosine would end, if that is not `steps`.
-        cooldown: the number of steps at the end in which the rate falls linearly to 0.
+        cooldown: number of steps at the end in which the rate falls linearly to 0.
     """
 
     peak: float
@@ -83,7 +84,8 @@ class Schedule:
 
 
 def _chain(direction: optax.GradientTransformation, weight_decay: float) -> optax.GradientTransformation:
-    """Returns gradient clipping, a direction, and weight decay on matrices (norm scales are left alone)."""
+    """Returns an optimizer: gradient clipping, then `direction`, then weight decay on matrices; norm scales do not
+    decay."""
     return optax.chain(
         optax.clip_by_global_norm(1.0), direction,
         optax.add_decayed_weights(weight_decay, mask=lambda params: jax.tree.map(lambda x: x.ndim > 1, params)))
@@ -178,7 +180,7 @@ def place_state(params: Tree, tx: optax.GradientTransformation, mesh: Mesh,
 
 @dataclass
 class TrainingRun:
-    """A run in progress.
+    """A training run in progress.
 
     Attributes:
         output: directory of checkpoints and metrics.jsonl.
@@ -187,11 +189,11 @@ class TrainingRun:
         opt: the optimizer state.
         schedule: the learning rate; with a time budget its end is set during the run.
         minutes: the time budget, or None if the schedule has `steps`.
-        decay_share: the share of the time budget for the decay.
-        decay_pace: the duration of a step in the decay relative to that of a step before.
-        step: the next step.
-        seconds: the training time over all sittings.
-        tokens: the number of tokens seen.
+        decay_share: share of the time budget for the decay.
+        decay_pace: duration of a step in the decay relative to a step before it.
+        step: index of the next step.
+        seconds: training time, including earlier sessions that were interrupted.
+        tokens: number of tokens seen.
         pace: pairs of step and seconds, from which the speed is measured.
     """
 
@@ -210,12 +212,12 @@ class TrainingRun:
 
     @property
     def finished(self) -> bool:
-        """Whether every step is done."""
+        """True if all steps are done."""
         return self.schedule.steps is not None and self.step >= self.schedule.steps
 
     @property
     def decaying(self) -> bool:
-        """Whether the next step belongs to the decay."""
+        """True if the next step belongs to the decay of the learning rate."""
         return self.schedule.decay_from is not None and self.step >= self.schedule.decay_from
 
     @property
@@ -227,11 +229,12 @@ class TrainingRun:
 
     @property
     def metrics(self) -> Path:
-        """The path of the log, which has one JSON object in each line."""
+        """Path of the log, which has one JSON object in each line."""
         return self.output / "metrics.jsonl"
 
     def settle(self) -> None:
-        """Fixes the end of a run with a time budget once the decay has to begin, from the speed of its second half."""
+        """Sets the number of steps of a run with a time budget once the decay has to begin, from the speed in the later
+        half of the measurements."""
         if self.schedule.steps is not None or self.minutes is None or len(self.pace) < 2:
             return
         left = self.minutes * 60 - self.seconds
@@ -328,7 +331,7 @@ class TrainingRun:
                     on_step(self.step)
 
     def _log(self, waiting: list[dict[str, Array]], began: float) -> str:
-        """Writes the means of the steps since the last entry; waits for the device."""
+        """Writes the means of the scalars since the last entry, and returns a summary. This waits for the device."""
         means = {k: float(np.mean([np.asarray(x[k]) for x in waiting])) for k in waiting[0]}
         if not np.isfinite(means["loss"]):
             raise FloatingPointError(f"the loss is {means['loss']} at step {self.step}: try a lower --peak")
@@ -346,13 +349,14 @@ class TrainingRun:
             file.write(json.dumps(entry) + "\n")
 
     def _keep_metrics(self) -> None:
-        """Removes the log entries that a killed sitting wrote after its last checkpoint."""
+        """Removes the log entries that a killed session wrote after its last checkpoint."""
         lines = self.metrics.read_text().splitlines() if self.metrics.is_file() else []
         self.metrics.write_text("".join(f"{line}\n" for line in lines if json.loads(line)["step"] <= self.step))
 
 
 def keep_freed_memory() -> None:
-    """Makes glibc keep freed memory: returning it after each step costs a fifth of a CPU step in page faults.
+    """Makes glibc keep freed memory: returning it to the system after each step costs a fifth of a CPU step in page
+    faults.
 
     The settings (mallopt, malloc.h): M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX, M_ARENA_MAX.
     """

@@ -1,12 +1,12 @@
-"""Losses of masked diffusion models, the noise they are trained with, and greedy filling of masks.
+"""Losses of masked diffusion models, the noise for their training, and greedy filling of masks.
 
 There are three losses; the first two are upper bounds on the negative log-likelihood:
 
-- *masked diffusion* (LLaDA, Nie et al., 2025): every token sees every token. Each row has a noise level `t ~ U(0, 1)`,
-  each answer token is masked with probability `t`, and the cross-entropy at masked tokens is weighted by `1 / t`;
+- *masked diffusion* (LLaDA, Nie et al., 2025): every token attends to every token. Each row has a noise level `t ~ U(0,
+  1)`, each answer token is masked with probability `t`, and the cross-entropy at masked tokens is weighted by `1 / t`;
 - *block diffusion* (BD3-LM, Arriola et al., 2025; SDAR, Cheng et al., 2025): each block has a noise level, and a noisy
-  block sees itself and the clean blocks before it. One forward serves all blocks: it reads the noisy text followed by
-  the clean text, with a mask by which each noisy block sees the right clean ones;
+  block attends to itself and to the clean blocks before it. One forward pass serves all blocks: its input is the noisy
+  text followed by the clean text, with a mask that lets each noisy block attend to the right clean ones;
 - *set block decoding* (Gat et al., 2025): block diffusion with a causal clean text that also learns to predict its next
   tokens. Blocks are counted from the beginning of the answer, as the sampler counts them.
 
@@ -39,11 +39,11 @@ LEAST = 1e-3
 
 @struct
 class Batch(Struct):
-    """Clean sequences.
+    """A batch of clean sequences.
 
     Attributes:
         tokens: `i32[B, T]`.
-        answer: `bool[B, T]`, True where tokens are masked and learned; the prompt stays clean.
+        answer: `bool[B, T]`, True for the tokens that may be masked and are learned; the prompt stays clean.
         live: `bool[B, T]`, True where the sequence has a token; it begins at position 0 and has no gaps.
     """
 
@@ -53,7 +53,7 @@ class Batch(Struct):
 
 
 def widened(params: Tree, spread: float) -> Tree:
-    """Returns fresh weights whose kernels are multiplied by `spread`."""
+    """Returns weights whose kernels are multiplied by `spread`, for a wider initialization."""
     by = lambda path, x: x * spread if getattr(path[-1], "key", None) == "kernel" else x
     return jax.tree_util.tree_map_with_path(by, params)
 
@@ -62,7 +62,7 @@ def check(kind: Diffusion) -> None:
     """Checks that models of this kind can be trained.
 
     Raises:
-        ValueError: they cannot.
+        ValueError: models of this kind cannot be trained.
     """
     if kind.attention == "causal":
         raise ValueError("attention: got causal, takes full, block-causal or causal-prefix")
@@ -71,10 +71,10 @@ def check(kind: Diffusion) -> None:
 
 
 def blocks(kind: Diffusion, answer: Array) -> Array:
-    """Returns the block number of each position, `i32[B, T]`; 0 everywhere without blocks.
+    """Returns the block number of each position, `i32[B, T]`; 0 everywhere if there are no blocks.
 
-    Blocks are counted from the first token, or after a causal prefix from the first token of the answer
-    (`bool[B, T]`), before which numbers are negative.
+    Blocks are counted from the first token. After a causal prefix they are counted from the first token of the answer
+    (`bool[B, T]`); tokens before it have negative numbers.
 
     >>> blocks(Diffusion(9, attention="causal-prefix", block=2), jnp.arange(6)[None] > 2).tolist()
     [[-2, -1, -1, 0, 0, 1]]
@@ -87,12 +87,13 @@ def blocks(kind: Diffusion, answer: Array) -> Array:
 
 
 def visible(live: Array, at: Array, front: Array | None = None) -> Array:
-    """Returns the attention mask at decoding time, `bool[B, T, T]`: live tokens that are not in a later block.
+    """Returns the attention mask at decoding time, `bool[B, T, T]`: a token attends to all live tokens that are not in
+    a later block.
 
     Args:
-        live: `bool[B, T]`.
+        live: `bool[B, T]`, True where a sequence has a token.
         at: block numbers, `i32[B, T]`.
-        front: the number of tokens at the start that see causally, `i32[B]`; None for none.
+        front: `i32[B]`, number of tokens at the start whose attention is causal; None: none.
 
     >>> visible(jnp.ones((1, 4), bool), jnp.array([[0, 0, 1, 1]]))[0].astype(int).tolist()
     [[1, 1, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1], [1, 1, 1, 1]]
@@ -108,10 +109,11 @@ def visible(live: Array, at: Array, front: Array | None = None) -> Array:
 
 
 def visible_twice(live: Array, at: Array, causal: bool = False) -> Array:
-    """Returns the attention mask `bool[B, 2T, 2T]` of the noisy text followed by the clean text.
+    """Returns the attention mask of the noisy text followed by the clean text, `bool[B, 2T, 2T]`.
 
-    A noisy block sees itself and earlier clean blocks. A clean block sees itself and earlier clean blocks; with
-    `causal` each clean token instead sees those before it. No clean token sees a noisy one. `at` is as in `visible`.
+    A noisy block attends to itself and to earlier clean blocks. A clean block attends to itself and to earlier clean
+    blocks; with `causal`, each clean token attends to the clean tokens up to itself instead. No clean token attends to
+    a noisy one. `live` and `at` are as in `visible`.
     """
     T = live.shape[1]
     same, before = at[:, None, :] == at[:, :, None], at[:, None, :] < at[:, :, None]
@@ -122,7 +124,8 @@ def visible_twice(live: Array, at: Array, causal: bool = False) -> Array:
 
 
 def noise_levels(key: Array, rows: int, blocks: int = 1) -> Array:
-    """Returns noise levels `f32[B, blocks]` in `(LEAST, 1]`, stratified over the rows with an offset for each block."""
+    """Returns noise levels in `(LEAST, 1]`, `f32[B, blocks]`, stratified over the rows with a random offset for each
+    block."""
     start = jax.random.uniform(key, (1, blocks))
     strata = (jnp.arange(rows)[:, None] / rows + start) % 1.0
     return LEAST + (1 - LEAST) * strata
@@ -132,7 +135,8 @@ def corrupt(key: Array, batch: Batch, kind: Diffusion) -> tuple[Array, Array, Ar
     """Draws noise for a batch.
 
     Returns:
-        Noisy tokens `i32[B, T]`, True where they are masked `bool[B, T]`, and the noise level of each `f32[B, T]`.
+        Noisy tokens, `i32[B, T]`; True where a token is masked, `bool[B, T]`; the noise level of each token, `f32[B,
+        T]`.
     """
     B, T = batch.tokens.shape
     size = T if kind.block is None else kind.block
@@ -144,25 +148,25 @@ def corrupt(key: Array, batch: Batch, kind: Diffusion) -> tuple[Array, Array, Ar
 
 
 def apart(mask: Array, answer: Array, rows: Array) -> Array:
-    """Returns the mask `bool[B, T, T]` with the answer (`bool[B, T]`) hidden from the prompt in `rows` (`bool[B]`)."""
+    """Hides the answer (`bool[B, T]`) from the prompt in `rows` (`bool[B]`) of an attention mask `bool[B, T, T]`."""
     return mask & ~(rows[:, None, None] & ~answer[:, :, None] & answer[:, None, :])
 
 
 def predict(network: Transformer, params: Tree, tokens: Array, live: Array, kind: Diffusion,
             clean: Array | None = None, blind: tuple[Array, Array] | None = None,
             answer: Array | None = None) -> Array:
-    """Returns logits `f32[B, T, V]` aligned with the tokens that they predict; the mask token has probability 0.
+    """Returns logits `f32[B, T, V]` at the positions of the tokens that they predict; the mask token has probability 0.
 
     Args:
         network: the model.
         params: its weights.
         tokens: noisy tokens, `i32[B, T]`.
-        live: as in `Batch`.
+        live: `bool[B, T]`, True where a sequence has a token.
         kind: the kind of diffusion model.
-        clean: the tokens without noise, for a training step with blocks; with None blocks see `tokens`, as at decoding
-            time.
-        blind: answers and rows for `apart`, only without blocks.
-        answer: `bool[B, T]`, the answer, if blocks begin after a causal prefix; None for the whole text.
+        clean: the tokens without noise, for a training step with blocks. None: blocks attend to `tokens`, as at
+            decoding time.
+        blind: the answers and the rows for `apart`; only without blocks.
+        answer: `bool[B, T]`, the answer, if blocks begin after a causal prefix; None: the whole text.
     """
     if clean is not None and kind.block is not None:
         return predict_twice(network, params, tokens, live, kind, clean, answer)[0]
@@ -175,7 +179,8 @@ def predict(network: Transformer, params: Tree, tokens: Array, live: Array, kind
 
 
 def front(tokens: Array, at: Array, kind: Diffusion) -> Array:
-    """Returns the start of the first block with a mask, `i32[B]`; the end of the text if there is none."""
+    """Returns the position at which the first block with a masked token begins, `i32[B]`; the end of the text if there
+    is none."""
     last = at.max() + 1
     current = jnp.where(tokens == kind.mask, at, last).min(1, keepdims=True)
     return jnp.where(current == last, at.shape[1], (at >= current).argmax(1, keepdims=True))[:, 0]
@@ -183,7 +188,8 @@ def front(tokens: Array, at: Array, kind: Diffusion) -> Array:
 
 def predict_twice(network: Transformer, params: Tree, tokens: Array, live: Array, kind: Diffusion, clean: Array,
                   answer: Array | None = None) -> tuple[Array, Array]:
-    """Returns the logits of `predict` for a training step with blocks, and those of the clean text `f32[B, T, V]`."""
+    """Returns the logits of `predict` for a training step with blocks, and the next-token logits of the clean text,
+    both `f32[B, T, V]`."""
     T = tokens.shape[1]
     where = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), tokens.shape)
     at = blocks(kind, jnp.ones_like(live) if answer is None else answer)
@@ -195,17 +201,18 @@ def predict_twice(network: Transformer, params: Tree, tokens: Array, live: Array
 
 @dataclass(frozen=True)
 class Bound:
-    """The loss of masked or block diffusion: cross-entropies over `t`, per answer token, averaged over rows.
+    """The loss of masked or block diffusion: the cross-entropy at masked tokens divided by `t`, summed over a row,
+    divided by its number of answer tokens, and averaged over rows.
 
-    This is the loss of LLaDA's fine-tuning, and with blocks that of BD3-LM. After a causal prefix the cross-entropy of
+    This is the loss of LLaDA's fine-tuning, and with blocks that of BD3-LM. After a causal prefix, the cross-entropy of
     the clean text's next tokens is added with equal weight, as in set block decoding.
 
     Attributes:
         network: the model.
         kind: the kind of diffusion model.
         dtype: dtype of the computation.
-        apart: the share of rows whose prompt does not see the answer. A small model that uses the prompt's positions as
-            memory fails when the prompt comes from a cache, unless it was trained with such rows.
+        apart: share of rows whose prompt does not attend to the answer. A small model that uses the prompt's positions
+            as memory fails when the prompt comes from a cache, unless it was trained with such rows.
     """
 
     network: Transformer
@@ -214,7 +221,8 @@ class Bound:
     apart: float = 0.0
 
     def __call__(self, params: Tree, batch: Batch, key: Array) -> tuple[Array, dict[str, Array]]:
-        """Returns the loss in nats, an upper bound, and scalars: cross-entropy and accuracy at masked tokens."""
+        """Returns the loss in nats, an upper bound of the negative log-likelihood of an answer token, and scalars to
+        log: cross-entropy and accuracy at masked tokens."""
         nats, masked, levels, right, following = self.parts(params, batch, key)
         each = lambda x: (x.sum(1) / jnp.maximum(batch.answer.sum(1), 1)).mean()
         loss = each(nats / levels)
@@ -224,9 +232,13 @@ class Bound:
         return loss, {"loss": loss, "cross_entropy": nats.sum() / count, "accuracy": right.sum() / count}
 
     def parts(self, params: Tree, batch: Batch, key: Array) -> tuple[Array, Array, Array, Array, Array]:
-        """Returns five arrays `[B, T]` for the positions: nats (0 unless masked), whether masked, the noise level,
-        whether masked and predicted correctly, and the nats of the clean text's prediction of the answer's token (0
-        without a causal prefix)."""
+        """Draws noise and returns five arrays `[B, T]`.
+
+        Returns:
+            The cross-entropy in nats, 0 at positions that are not masked; True where a token is masked; the noise
+            level; True where a masked token is predicted correctly; the cross-entropy in nats of the answer token given
+            the clean text before it, 0 without a causal prefix.
+        """
         noisy, masked, levels = corrupt(key, batch, self.kind)
         blind = None
         if self.apart:
@@ -246,21 +258,22 @@ class Bound:
 
 @dataclass(frozen=True)
 class CertaintyForcing:
-    """dParallel's distillation (Chen et al., 2025): the model learns to be certain of its own answers in parallel.
+    """dParallel's distillation (Chen et al., 2025): the model learns to be certain of several tokens of its own answers
+    at once.
 
     One block of each row's answer is drawn. Tokens before it are clean, tokens after it masked, and each token in it is
-    masked with probability `ratio`. The loss is the cross-entropy at its masked tokens plus `weight` times the entropy,
-    at `temperature`, of those that are predicted correctly. The complement of the masked tokens is learned in the same
-    step, as in the authors' code.
+    masked with probability `ratio`. The loss is the cross-entropy at the masked tokens of the block plus `weight` times
+    the entropy, at `temperature`, at those that are predicted correctly. The same step also learns the complement, in
+    which the other tokens of the block are masked, as in the authors' code.
 
     Attributes:
         network: the model.
         kind: the kind of diffusion model.
         dtype: dtype of the computation.
-        span: the number of tokens of a block, counted from the beginning of the answer.
-        ratio: the probability that a token of the block is masked.
-        temperature: the temperature of the entropy.
-        weight: the factor of the entropy.
+        span: number of tokens of a block, counted from the beginning of the answer.
+        ratio: probability that a token of the block is masked.
+        temperature: temperature of the entropy.
+        weight: factor of the entropy.
     """
 
     network: Transformer
@@ -282,7 +295,8 @@ class CertaintyForcing:
         return loss, {"loss": loss, **{k: (a + figures[1][k]) / 2 for k, a in figures[0].items()}}
 
     def noise(self, key: Array, batch: Batch) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
-        """Returns the masked tokens of the block and the noisy text, for the draw and for its complement."""
+        """Returns two pairs, for the draw and for its complement: the masked tokens of the block, `bool[B, T]`, and the
+        noisy text, `i32[B, T]`."""
         keys = jax.random.split(key)
         block = jnp.where(batch.answer, (jnp.cumsum(batch.answer, 1) - 1) // self.span, -1)
         count = block.max(1) + 1
@@ -293,8 +307,8 @@ class CertaintyForcing:
         return each(here & drawn), each(here & ~drawn)
 
     def terms(self, logits: Array, tokens: Array, masked: Array) -> dict[str, Array]:
-        """Returns the mean cross-entropy of masked tokens, the mean entropy of the correctly predicted ones, and their
-        share."""
+        """Returns the mean cross-entropy of the masked tokens, the mean entropy at the correctly predicted ones, and
+        the share of the latter."""
         nats = jnp.where(masked, cross_entropy(logits, jnp.where(masked, tokens, 0)), 0.0)
         log_p = jax.nn.log_softmax(logits.astype(jnp.float32) / self.temperature)
         entropy = -jnp.where(jnp.isfinite(log_p), jnp.exp(log_p) * jnp.where(jnp.isfinite(log_p), log_p, 0.0), 0.0)
@@ -306,8 +320,8 @@ class CertaintyForcing:
 
 @partial(jax.jit, static_argnames=("network", "kind", "at_once"))
 def fill(network: Transformer, params: Tree, batch: Batch, kind: Diffusion, at_once: bool = False) -> Array:
-    """Returns rows with answers filled greedily, `i32[B, T]`, block by block: in each forward pass the most confident
-    token, or with `at_once` all tokens of the block."""
+    """Returns rows whose answers are filled greedily, `i32[B, T]`, block by block. Each forward pass fills the most
+    confident token, or with `at_once` all tokens of the block."""
     at = blocks(kind, batch.answer)
     last = at.max() + 1
 
@@ -332,20 +346,20 @@ def _row_bounds(objective: Bound, params: Tree, batch: Batch, key: Array) -> Arr
 
 def bound_per_byte(objective: Bound, params: Tree, stream: np.ndarray, byte_lengths: np.ndarray, length: int,
                    batch: int, limit: int | None = None, draws: int = 4) -> float:
-    """Estimates the bound on bits per byte of a packed stream, with `draws` noises for each window.
+    """Estimates the upper bound on bits per byte of a packed stream, with `draws` draws of noise for each window.
 
     Windows of `length` tokens overlap by half; the second half is scored, given the clean first half. The first half
-    window of the stream and the rest after the last whole window do not count.
+    window of the stream and the tokens after the last whole window do not count.
 
     Args:
         objective: the loss.
         params: the weights.
         stream: `i32[N]`.
-        byte_lengths: `i32[V]`, as from `language_model.token_bytes`.
-        length: the number of tokens of a window.
-        batch: the number of windows in one call.
-        limit: the maximum number of windows, spread evenly; None for all.
-        draws: the number of noises for each window.
+        byte_lengths: `i32[V]`, the result of `language_model.token_bytes`.
+        length: number of tokens of a window.
+        batch: number of windows in one call.
+        limit: maximum number of windows, spread evenly; None: all.
+        draws: number of draws of noise for each window.
     """
     half = length // 2
     starts = np.arange(0, len(stream) - length + 1, half)

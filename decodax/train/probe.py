@@ -1,4 +1,4 @@
-"""Measures budgets of heads (HeadKV) and of layers (PrefixKV) on a model."""
+"""Measures the cache budgets of heads (HeadKV) and of layers (PrefixKV) on a model."""
 
 from __future__ import annotations
 
@@ -24,10 +24,12 @@ from decodax.train.fitting import padded
 
 @dataclasses.dataclass(frozen=True)
 class Probe:
-    """A text that ends just before an answer that is part of the text.
+    """A text that contains an answer.
 
     Attributes:
-        tokens: ids. start, stop: bounds of the answer in the text.
+        tokens: token ids of the text. For `fit_heads` it ends just before the model would generate the answer again.
+        start: index of the first token of the answer.
+        stop: index after its last token.
     """
 
     tokens: Sequence[int]
@@ -36,16 +38,18 @@ class Probe:
 
 
 def fit_heads(lm: Any, probes: Sequence[Probe], params: Any = None) -> tuple[tuple[float, ...], ...]:
-    """Measures how important each key head is for retrieval, as HeadKV does (Fu et al., 2024).
+    """Measures the importance of each key head for retrieval (HeadKV; Fu et al., 2024).
 
     The importance of a head is the attention that the last query of a text pays to the answer, averaged over probes and
-    relative to all heads. The paper uses needles with and without reasoning as probes.
+    normalized over all heads. The paper uses needle-in-a-haystack texts with and without reasoning as probes.
 
     Args:
-        lm: a result of `decodax.load`, or a `Model` with its `params`. probes: texts with the bounds of their answers.
+        lm: a result of `decodax.load`, or a `Model` with its `params`.
+        probes: texts with the bounds of their answers.
+        params: the weights of a bare `Model`.
 
     Returns:
-        `[L][G]`, which sum to 1: the option `heads` of `decodax.caches.headkv`.
+        `[L][G]` numbers that sum to 1: the option `heads` of `decodax.caches.headkv`.
 
     Raises:
         ValueError: no probes, or an answer outside of its text.
@@ -66,18 +70,20 @@ def fit_heads(lm: Any, probes: Sequence[Probe], params: Any = None) -> tuple[tup
 
 def fit_layers(lm: Any, texts: Sequence[Sequence[int]], share: float = 0.5, sinks: int = 4,
                params: Any = None) -> tuple[float, ...]:
-    """Measures the share of a text that each layer keeps, so that all layers keep the same share of attention.
+    """Measures the share of a text that each layer keeps, such that all layers keep the same share of their attention.
 
     A layer whose attention is spread over many tokens keeps more of them ("PrefixKV: Adaptive Prefix KV Cache is What
     Vision Instruction-Following Models Need for Efficient Generation", Wang et al., 2024).
 
     Args:
         lm: a result of `decodax.load`, or a `Model` with its `params`.
-        texts: token ids of typical texts. share: of all layers together, between 0 and 1.
+        texts: token ids of typical texts.
+        share: share of the tokens that all layers together keep, between 0 and 1.
         sinks: number of first tokens, which every layer keeps, as it keeps the last token.
+        params: the weights of a bare `Model`.
 
     Returns:
-        `[L]` with the mean `share`: the option `layers` of `decodax.caches.prefixkv`.
+        `[L]` shares whose mean is `share`: the option `layers` of `decodax.caches.prefixkv`.
 
     Raises:
         ValueError: no texts, one that is too short, or a share out of its range.
@@ -98,9 +104,11 @@ def fit_layers(lm: Any, texts: Sequence[Sequence[int]], share: float = 0.5, sink
 
 
 def _dropped(paid: np.ndarray, share: float, sinks: int) -> np.ndarray:
-    """Returns how many tokens of a text each layer drops, `i64[L]`, by the attention that they received (`f64[L, T]`).
+    """Returns the number of tokens of a text that each layer drops, `i64[L]`, from the attention that they received
+    (`f64[L, T]`).
 
-    All layers keep the same share of attention, which is found by bisection so that `share` of all tokens are dropped.
+    All layers keep the same share of attention, which is found by bisection such that about the share `share` of all
+    tokens is dropped.
     """
     target, kept = paid.size * share, np.cumsum(np.sort(paid, 1)[:, ::-1], 1) / paid.sum(1, keepdims=True)
     low, high, count = 0.0, 1.0, np.zeros(len(paid), np.int64)
@@ -116,7 +124,7 @@ def _dropped(paid: np.ndarray, share: float, sinks: int) -> np.ndarray:
 
 
 def _read(model: Model, params: Any, tokens: Array, length: Array) -> Evicting:
-    """The whole cache behind the first `length` of the tokens `i32[1, N]`."""
+    """Returns the prefill cache after the first `length` of the tokens `i32[1, N]`, before any eviction."""
     cache = prefill_cache(model.init_cache(1, tokens.shape[1], params=params))
     live = jnp.arange(tokens.shape[1])[None] < length
     window = causal(tokens, jnp.zeros(1, jnp.int32), live).replace(is_prefill=True)
@@ -130,14 +138,14 @@ def _read(model: Model, params: Any, tokens: Array, length: Array) -> Evicting:
 
 @jax.jit(static_argnums=0)
 def _received(model: Model, params: Any, tokens: Array, length: Array) -> Array:
-    """Returns the attention that each token receives from all queries, the mean over heads, `f32[L, T]`."""
+    """Returns the attention that each token receives from all queries, averaged over heads, `f32[L, T]`."""
     cache = _read(model, params, tokens, length)
     return jnp.stack([own.slots[0].mean(0)[:tokens.shape[1]] for own in cache.gathered])
 
 
 @jax.jit(static_argnums=0)
 def _paid(model: Model, params: Any, tokens: Array, length: Array, start: Array, stop: Array) -> Array:
-    """Returns the attention that the last query pays to a span, `f32[L, G]`."""
+    """Returns the attention that the last query pays to the tokens from `start` to `stop`, `f32[L, G]`."""
     cache, rows = _read(model, params, tokens, length), []
     for kv, positions, queries, width in zip(cache.kv, cache.positions, cache.queries, cache.widths, strict=True):
         G, q = kv.shape[1], queries[0, :, 0].astype(jnp.float32)

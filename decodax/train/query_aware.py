@@ -1,6 +1,6 @@
-"""Measures the codebooks of A2ATS: centroids of keys in the metric of the queries that read them (He et al., 2025).
+"""Fits the codebooks of A2ATS: centroids of keys, in the metric of the queries that attend to them (He et al., 2025).
 
-Keys are taken before their rotation, and queries rotated to the distance at which all keys are scored.
+Keys are taken before their rotation; queries are rotated to the distance at which the cache scores all keys.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from decodax.train.k_means import k_means
 
 @struct
 class HearingQueries(Listening):
-    """A cache that holds nothing. Its entries are pairs of a key `f[B, W, G, d]` and a query `f[B, W, H, d]`."""
+    """A cache that stores nothing. Its entries are a key `f[B, W, G, d]` and a query `f[B, W, H, d]` for each layer."""
 
     def heard(self, layer: int, q: Array, k: Array, v: Array, window: Any, **options: Any) -> tuple[Array, PyTree]:
         out, _ = super().heard(layer, q, k, v, window, **options)
@@ -39,12 +39,12 @@ class HearingQueries(Listening):
 
 
 def metric(queries: np.ndarray, damping: float = 1e-6) -> np.ndarray:
-    """Returns the Cholesky factor of `q^T q` over queries `f[N, d]`, `f32[d, d]`, lower triangular.
+    """Returns the lower triangular Cholesky factor of `q^T q` for queries `f[N, d]`, `f32[d, d]`.
 
-    The matrix is scaled so that the mean square of its numbers is 1, and `damping` is added to its diagonal.
+    The matrix is scaled so that the mean square of its entries is 1, and `damping` is added to its diagonal.
 
     Raises:
-        ValueError: queries that are all zero.
+        ValueError: all queries are zero.
     """
     products = queries.astype(np.float64).T @ queries.astype(np.float64)
     size = np.sqrt(np.square(products).mean())
@@ -55,13 +55,16 @@ def metric(queries: np.ndarray, damping: float = 1e-6) -> np.ndarray:
 
 def fit_key_books(lm: Any, texts: Sequence[Sequence[int]], count: int = 4096, distance: int = 2048, loops: int = 300,
                   seed: int = 0, params: Any = None) -> KeyBooks:
-    """Measures the codebooks of A2ATS: the metric of the queries of each key head, and centroids of keys by k-means.
+    """Fits the codebooks of A2ATS: the metric of the queries of each key head, and centroids of keys by k-means.
 
     Args:
-        lm: a result of `decodax.load`, or a `Model` with its `params`. texts: token ids; the authors take 65,536 tokens
-            of web texts and 16,384 of random identifiers.
-        count: number of centroids of a head. distance: in tokens, as in the cache; the model has to support it.
-        loops: largest number of rounds of k-means. seed: of its beginning.
+        lm: a result of `decodax.load`, or a `Model` with its `params`.
+        texts: token ids; the authors use 65,536 tokens of web texts and 16,384 of random identifiers.
+        count: number of centroids of a head.
+        distance: distance in tokens at which the cache scores all keys; the positions of the model have to reach it.
+        loops: maximum number of iterations of k-means.
+        seed: seed of the initial centroids.
+        params: the weights of a bare `Model`.
 
     Returns:
         The option `books` of `decodax.caches.a2ats`.
@@ -96,7 +99,8 @@ def fit_key_books(lm: Any, texts: Sequence[Sequence[int]], count: int = 4096, di
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _hear(model: Model, shapes: tuple[KVLayer, ...], distance: int, params: Any, tokens: Array,
           length: Array) -> list[tuple[Array, ...]]:
-    """Returns keys before their rotation, `f32[n, G, d]`, and queries at a distance, `f32[n, H, d]`, of each layer."""
+    """Returns, for each layer, keys before their rotation, `f32[n, G, d]`, and queries rotated to `distance`, `f32[n,
+    H, d]`."""
     live = jnp.arange(tokens.shape[1])[None] < length
     window = causal(tokens, jnp.zeros(1, jnp.int32), live)
     entries, at = model.apply(params, window, HearingQueries()).entries, window.positions

@@ -1,4 +1,4 @@
-"""Measures the order of channels of RotateKV (Su et al., 2025)."""
+"""Measures the order in which RotateKV puts the channels of keys (Su et al., 2025)."""
 
 from __future__ import annotations
 
@@ -16,10 +16,14 @@ from decodax.train.samples import observed
 
 
 def fit_order(lm: Any, texts: Sequence[Sequence[int]], heads: int = 4, params: Any = None) -> Constant:
-    """Measures the order of channels of RotateKV: that of their sums over the tokens of texts, after the transform.
+    """Measures the order of channels for RotateKV: channels are sorted by their sum over the tokens of texts, after the
+    Hadamard transform.
 
     Args:
-        lm, texts, params: see `decodax.train.samples.observed`. heads: number of heads that are transformed together.
+        lm: a result of `decodax.load`, or a `Model` with its `params`.
+        texts: token ids of typical texts.
+        heads: number of heads that are transformed together.
+        params: the weights of a bare `Model`.
 
     Returns:
         The option `order` of `decodax.caches.rotatekv`.

@@ -1,4 +1,4 @@
-"""The keys (before their rotation) and values of texts in each layer, on which codecs and maps are measured."""
+"""Collects the keys (before their rotation) and values of texts in each layer, to which codecs and maps are fitted."""
 
 from __future__ import annotations
 
@@ -24,12 +24,14 @@ from decodax.train.fitting import padded
 
 @struct
 class LayerSamples(Struct):
-    """The keys (before their rotation) and values of one layer, of all tokens of all texts.
+    """The keys (before their rotation) and values of one layer, for all tokens of all texts.
 
     Attributes:
-        keys, values: `f32[N, G, d]` and `f32[N, G, e]`.
-        key_weights, value_weights: weights of their numbers, of the same shapes: squares of the gradients of the loss
-            on the next tokens (the diagonal of the Fisher information), or ones.
+        keys: `f32[N, G, d]`.
+        values: `f32[N, G, e]`.
+        key_weights: `f32[N, G, d]`, weights of the numbers in `keys`: the squared gradients of the loss on the next
+            tokens (the diagonal of the Fisher information), or ones.
+        value_weights: `f32[N, G, e]`, weights of the numbers in `values`, likewise.
     """
 
     keys: np.ndarray
@@ -43,11 +45,13 @@ def observed(lm: Any, texts: Sequence[Sequence[int]], params: Any = None,
     """Returns the keys and values of texts in each layer.
 
     Args:
-        lm: a result of `decodax.load`, or a `Model` with its `params`. texts: token ids.
-        gradients: whether numbers are weighted by squared gradients.
+        lm: a result of `decodax.load`, or a `Model` with its `params`.
+        texts: token ids.
+        params: the weights of a bare `Model`.
+        gradients: True weights the numbers by squared gradients.
 
     Raises:
-        ValueError: no texts, or one without two tokens.
+        ValueError: no texts, or a text of fewer than two tokens.
     """
     if not texts:
         raise ValueError("texts: got none, takes at least one")

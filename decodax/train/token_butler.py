@@ -1,8 +1,8 @@
-"""The predictor of TokenButler, trained with the model as it is (Akhauri et al., 2025).
+"""Trains the predictor of TokenButler; the model does not change (Akhauri et al., 2025).
 
-The loss of a layer is the mean squared error of its estimated attention logits over heads and all pairs of a query and
-a key of a text, with those that attention masks, as in the authors' code. Losses are added over layers. The optimizer
-is AdamW with a short warm-up, a cosine schedule and clipped gradients.
+The loss of a layer is the mean squared error of its estimated attention logits, over heads and all pairs of a query and
+a key of a text, including pairs that the attention mask excludes, as in the authors' code. Losses are added over
+layers. The optimizer is AdamW with a short warm-up, a cosine schedule and clipped gradients.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from decodax.train.fitting import shuffled, train
 
 @struct
 class Scored(Passing):
-    """A cache that holds nothing: attention within a window, whose entries are queries `f[B, W, H, d]`, multiplied with
-    the scale of the scores, and keys `f[B, W, G, d]`."""
+    """A cache that stores nothing: attention within the window. Its entries are queries multiplied by the scale of the
+    scores, `f[B, W, H, d]`, and keys `f[B, W, G, d]`."""
 
     def heard(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float, sliding: int | None = None,
               softcap: float | None = None, bias: Bias | None = None) -> tuple[Array, PyTree]:
@@ -40,11 +40,14 @@ class Scored(Passing):
 
 
 def first_butler(lm: Any, reduce: int = 8, inner: int = 512, width: int = 16, seed: int = 0) -> Butler:
-    """Returns the initial predictor: kernels by Glorot and Bengio's uniform rule, biases 0 and scales 1.
+    """Returns the initial predictor: kernels by the uniform rule of Glorot and Bengio, biases 0 and scales 1.
 
     Args:
-        lm: a result of `decodax.load`. reduce: width of the model divided by that of the predictor's attention.
-        inner: width of its last hidden layers. width: of the queries and keys that it returns.
+        lm: a result of `decodax.load`.
+        reduce: width of the model divided by the width of the predictor's attention.
+        inner: number of channels of its last hidden layers.
+        width: number of channels of the queries and keys that it computes.
+        seed: random seed.
 
     Raises:
         ValueError: numbers that do not fit the model.
@@ -75,7 +78,7 @@ def first_butler(lm: Any, reduce: int = 8, inner: int = 512, width: int = 16, se
 
 @functools.partial(jax.jit, static_argnums=0)
 def estimated(model: LayeredModel, params: Any, butler: Butler, tokens: Array) -> tuple[Array, Array]:
-    """Returns the estimated and the true attention logits of tokens `i32[B, T]`, `f32[L - 1, B, H, T, T]`."""
+    """Returns the estimated and the true attention logits of tokens `i32[B, T]`, both `f32[L - 1, B, H, T, T]`."""
     window = causal(tokens, jnp.zeros(tokens.shape[0], jnp.int32))
     entries = model.apply(params, window, Scored()).entries
     x, _ = model.walk(params, window, Scored())
@@ -94,14 +97,20 @@ def estimated(model: LayeredModel, params: Any, butler: Butler, tokens: Array) -
 def fit_token_butler(lm: Any, texts: Sequence[Sequence[int]], steps: int = 1000, batch: int = 1, rate: float = 1e-3,
                      reduce: int = 8, inner: int = 512, width: int = 16, clip: float = 20.0, seed: int = 0,
                      progress: bool = False) -> Butler:
-    """Trains a predictor for a model, which stays as it is. Takes optax (`decodax[train]`).
+    """Trains a predictor for a model, which does not change. Needs optax (`decodax[train]`).
 
     Args:
         lm: a result of `decodax.load`.
-        texts: token ids of texts of one length. steps: number of steps. batch: texts of a step.
-        rate: highest learning rate. clip: largest norm of gradients.
-        reduce, inner, width: see `first_butler`. seed: of its weights and the order of texts.
-        progress: whether a progress bar is shown.
+        texts: token ids of texts of one length.
+        steps: number of training steps.
+        batch: number of texts in a step.
+        rate: highest learning rate.
+        reduce: width of the model divided by the width of the predictor's attention.
+        inner: number of channels of the predictor's last hidden layers.
+        width: number of channels of the queries and keys that it computes.
+        clip: maximum norm of gradients.
+        seed: seed of the initial weights and of the order of texts.
+        progress: True shows a progress bar.
 
     Returns:
         The option `butler` of `decodax.caches.token_butler`.

@@ -1,9 +1,9 @@
-"""Training of Learn2PD's filter (Bao et al., 2025), which predicts whether the candidates of a block are final.
+"""Trains the filter of Learn2PD (Bao et al., 2025), which predicts whether the candidate tokens of a block are final.
 
-The filter sees the block's confidences: the model's probability of its best candidate at each position. It is trained
-on *extremely greedy parallel* decoding, which knows the model's final text and unmasks in each step every candidate
-that equals it. As in the authors' code it has two layers of the width of the block, and filled positions count in the
-loss, with the model's confidences there.
+The inputs of the filter are the block's confidences: the model's probability of its best candidate at each position. It
+is trained on *extremely greedy parallel* decoding, which knows the model's final text and unmasks in each step every
+candidate that equals it. As in the authors' code, it has two layers of the width of the block, and positions that are
+already filled count in the loss, with the model's confidences there.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ Tree = Any
 
 @struct
 class FilterExamples(Struct):
-    """Steps of greedy rollouts.
+    """Training examples: decoding steps of greedy rollouts.
 
     Attributes:
-        confidence: confidences at the `n` positions of a block, `f32[N, n]`.
-        final: whether the candidates are final, `bool[N, n]`.
+        confidence: `f32[N, n]`, confidences at the `n` positions of a block.
+        final: `bool[N, n]`, True where the candidate is final.
     """
 
     confidence: Array
@@ -40,7 +40,7 @@ class FilterExamples(Struct):
 
 
 def init_filter(key: Array, span: int) -> Tree:
-    """Returns fresh weights, uniform within `span ** -0.5`, as torch initialises linear layers."""
+    """Returns the initial weights of the filter, uniform within `span ** -0.5`, as torch initializes linear layers."""
     draw = lambda key, *shape: jax.random.uniform(key, shape, minval=-1.0, maxval=1.0) * span ** -0.5
     first, second, third, fourth = jax.random.split(key, 4)
     return {"hidden": {"kernel": draw(first, span, span), "bias": draw(second, span)},
@@ -48,14 +48,14 @@ def init_filter(key: Array, span: int) -> Tree:
 
 
 def apply_filter(params: Tree, confidence: Array) -> Array:
-    """Returns logits `f32[..., n]` that candidates are final, from confidences `f32[..., n]`."""
+    """Returns the logits that candidates are final, `f32[..., n]`, from confidences `f32[..., n]`."""
     hidden = jax.nn.relu(confidence @ params["hidden"]["kernel"] + params["hidden"]["bias"])
     return hidden @ params["out"]["kernel"] + params["out"]["bias"]
 
 
 @dataclass(frozen=True)
 class FilterLoss:
-    """Binary cross-entropy of the filter, the mean over positions."""
+    """The binary cross-entropy of the filter, averaged over positions."""
 
     def __call__(self, params: Tree, batch: FilterExamples, key: Array) -> tuple[Array, dict[str, Array]]:
         logits = apply_filter(params, batch.confidence)
@@ -64,7 +64,8 @@ class FilterLoss:
 
 
 def figures(params: Tree, examples: FilterExamples, threshold: float = 0.9) -> dict[str, float]:
-    """Returns the loss, the share of candidates that pass a threshold, and the share of these that are not final."""
+    """Returns the loss ("filter_loss"), the share of candidates whose probability exceeds the threshold ("passed"), and
+    the share of these that are not final ("wrongly")."""
     logits = apply_filter(params, examples.confidence)
     passed = jax.nn.sigmoid(logits) > threshold
     loss, _ = FilterLoss()(params, examples, jax.random.key(0))
@@ -82,14 +83,14 @@ def rollout(network: Transformer, params: Tree, batch: Batch, kind: Diffusion, s
         params: its weights.
         batch: rows with their final texts.
         kind: the kind of diffusion model.
-        span: the number of tokens of a block.
-        longest: the number of tokens of the longest answer, each of which takes at most two steps; None for the length
-            of a row.
+        span: number of tokens of a block.
+        longest: number of tokens of the longest answer, each of which takes at most two steps; None: the length of a
+            row.
 
     Returns:
-        Three arrays for `S` steps: confidences `f32[B, S, span]`, final `bool[B, S, span]`, and whether the row took
-            the step, `bool[B, S]`. A block ends when it is full; it is filled at once if no candidate has changed, as
-            in the authors' code.
+        Three arrays for `S` steps: confidences `f32[B, S, span]`; True where a candidate is final, `bool[B, S, span]`;
+            True where the row took the step, `bool[B, S]`. A block ends when it is full. If no candidate has changed
+            since the last step, all its positions are filled, as in the authors' code.
     """
     place = jnp.cumsum(batch.answer, 1) - 1
     first = batch.answer.argmax(1)
@@ -119,7 +120,7 @@ def rollout(network: Transformer, params: Tree, batch: Batch, kind: Diffusion, s
 
 def collect(network: Transformer, params: Tree, batch: Batch, kind: Diffusion, span: int,
             size: int = 256) -> FilterExamples:
-    """Returns the examples of all rows of a batch, `size` rows at a time."""
+    """Returns the training examples of all rows of a batch, computed for `size` rows at a time."""
     parts: list[tuple[np.ndarray, np.ndarray]] = []
     size, longest = min(size, len(batch.tokens)), int(batch.answer.sum(1).max())
     for at in range(0, len(batch.tokens), size):
@@ -132,6 +133,6 @@ def collect(network: Transformer, params: Tree, batch: Batch, kind: Diffusion, s
 
 
 def save_filter(path: Path, params: Tree) -> None:
-    """Writes the weights as safetensors; kernels are `[in, out]`."""
+    """Writes the weights of the filter as safetensors; kernels are `[in, out]`."""
     flat = {f"{layer}.{name}": np.asarray(x) for layer, part in params.items() for name, x in part.items()}
     save_file(flat, path)

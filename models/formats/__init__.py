@@ -1,4 +1,4 @@
-"""Formats of weights by name, for `decodax.load(..., weights="int8")` and, for those that need data,
+"""Weight formats by name, for `decodax.load(..., weights="int8")` and, if they need calibration data,
 `decodax.quantize`."""
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ KINDS: dict[str, type[Packed]] = {kind.__name__: kind for kind in (
 
 
 def read_format(weights: str | Format | ModelFormat | None) -> Format | ModelFormat | None:
-    """Returns a format by name, or a format unchanged.
+    """Returns the format with a name; a format object is returned unchanged.
 
     Raises:
         ValueError: an unknown name; the message lists similar ones.
@@ -83,7 +83,7 @@ def read_format(weights: str | Format | ModelFormat | None) -> Format | ModelFor
 
 
 def without_data(weights: str | Format | ModelFormat | None) -> Format | None:
-    """Returns a format that needs no data, by name or unchanged.
+    """Returns a format, given by name or as an object, and checks that it needs no calibration data.
 
     Raises:
         ValueError: an unknown name, or a format that needs data or changes a whole model.

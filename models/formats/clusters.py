@@ -23,7 +23,8 @@ WEIGHTS = 1 << 22
 
 
 def nearest(w: np.ndarray, table: np.ndarray) -> np.ndarray:
-    """Returns the codes `u8[N, K]` of weights `f[N, K]` in sorted tables `f[N, count]`."""
+    """Returns the index of the nearest table entry for each weight, `u8[N, K]`, from weights `f[N, K]` and sorted
+    tables `f[N, count]`."""
     codes = np.zeros(w.shape, np.uint8)
     for i in range(table.shape[-1] - 1):
         codes += w > (table[:, i:i + 1] + table[:, i + 1:i + 2]) / 2
@@ -31,20 +32,20 @@ def nearest(w: np.ndarray, table: np.ndarray) -> np.ndarray:
 
 
 def means(w: np.ndarray, weight: np.ndarray, count: int) -> np.ndarray:
-    """Returns the sorted means `f32[N, count]` of clusters of each output's weights, with a small weighted squared
-    error.
+    """Returns the sorted means of `count` clusters of each output's weights, `f32[N, count]`, with a small weighted
+    squared error.
 
     Clusters of numbers are intervals. They are first built optimally from up to `CUTS` parts of the sorted weights
     (Wang and Song, 2011, "Ckmeans.1d.dp"); then k-means runs until nothing changes. The parts are narrow where a good
     division has narrow intervals: they have equal shares of `weight**(1/3) * gap**(2/3)` (Panter and Dite, 1951).
 
-    On 64 outputs of 768 random weights the weighted error is 0.91 (normal, 3 bits), 0.90 (normal, 4 bits) and 0.87
+    On 64 outputs of 768 random weights, the weighted error is 0.91 (normal, 3 bits), 0.90 (normal, 4 bits) and 0.87
     (Student's t with 3 degrees of freedom, 4 bits) of that of the authors' `sklearn.cluster.KMeans`, and at most 1.0003
     of the optimum.
 
     Args:
-        w: `f32[N, K]`.
-        weight: `f32[N, K]`, not all 0 in an output.
+        w: `f32[N, K]`, the weights.
+        weight: `f32[N, K]`, their importance, not all 0 in an output.
         count: number of clusters.
     """
     found = np.empty((len(w), count), np.float32)
@@ -94,8 +95,8 @@ def _start(v: np.ndarray, f: np.ndarray, mass: np.ndarray, moment: np.ndarray, c
 
 @functools.partial(jax.jit, static_argnums=2)
 def _divide(mass: Array, moment: Array, count: int) -> Array:
-    """Divides points optimally into `count` intervals, by dynamic programming: `i32[n, count - 1]`, the begins of all
-    but the first.
+    """Divides points optimally into `count` intervals, by dynamic programming. Returns `i32[n, count - 1]`, the first
+    point of each interval after the first one.
 
     Args:
         mass: `f32[n, C]`, sums of the points' weights up to each of `C - 1` cuts and the end.

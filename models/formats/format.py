@@ -1,4 +1,4 @@
-"""The interface of a format of weights."""
+"""The base classes of weight formats."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from decodax.models.packed import Packed
 
 
 class Format(abc.ABC):
-    """Packs single kernels."""
+    """Base class of formats that pack single kernels."""
 
     @property
     def statistic(self) -> Statistic | None:
@@ -23,28 +23,29 @@ class Format(abc.ABC):
         return None
 
     def packs(self, path: str) -> bool:
-        """True if the kernel at a dotted path, such as "layers.0.attn.q.kernel", is packed; others stay arrays."""
+        """True if the kernel at a dotted path, such as "layers.0.attn.q.kernel", is packed; other kernels stay arrays.
+        """
         return True
 
     @abc.abstractmethod
     def pack(self, kernel: Array, seen: Any = None) -> Packed:
-        """Returns the packed form of a kernel `f[K, N]`, or of `f[E, K, N]`, one for each expert.
+        """Returns the packed form of a kernel `f[K, N]`, or of `f[E, K, N]` with one kernel for each of `E` experts.
 
         It is called under jit if `statistic` is None, and outside of jit otherwise.
 
         Args:
             kernel: the kernel.
-            seen: the result of `calibration.observe` for this kernel and `statistic`.
+            seen: the statistic of the kernel, a result of `calibration.observe`.
         """
 
 
 class ModelFormat(abc.ABC):
-    """Packs a whole model, for formats that change more than single kernels."""
+    """Base class of formats that pack a whole model, since they change more than single kernels."""
 
     @property
     @abc.abstractmethod
     def data(self) -> bool:
-        """True if it needs calibration data."""
+        """True if the format needs calibration data."""
 
     @abc.abstractmethod
     def convert(self, model: Any, params: Any, tokens: np.ndarray | None,
@@ -63,10 +64,10 @@ class ModelFormat(abc.ABC):
 
 
 def kernels(weights: Any) -> list[str]:
-    """Returns the dotted paths of the kernels that formats pack among a decoder's weights.
+    """Returns the dotted paths of those weights of a decoder that formats pack.
 
-    Routers of experts are left out, since their choices depend on the last digits. A tied embedding table counts as a
-    kernel.
+    The routers of experts are left out, since small errors would change the choice of experts. A tied embedding table
+    counts as a kernel.
     """
     found = flatten(weights)
     inside = [path for path in found if path.endswith(".kernel") and ".router." not in path]

@@ -47,15 +47,15 @@ DAMPING = 0.01
 
 @struct
 class Lattice(Packed):
-    """A kernel as codes of lattice points.
+    """A packed kernel whose weights are stored as codes of lattice points.
 
     Attributes:
         codes: `u8[..., planes, N, size // 8]`, a plane for each bit of a group's codes. The lowest bits of all groups
             come first, groups with more bits first, then the next bits of the groups that have them. Bit `j` of byte
             `i` belongs to input `j * size // 8 + i` of the group.
-        lattices: `f16[..., groups, d, d]`, in the order of the groups.
-        curvatures: `f16[..., groups]`.
-        scales: `f16[..., N]`, one per output; None: all are 1.
+        lattices: `f16[..., groups, d, d]`, the generation matrix of each group.
+        curvatures: `f16[..., groups]`, `mu` of each group.
+        scales: `f16[..., N]`, scale of each output; None: all are 1.
         bits: number of bits of each group's codes.
         inputs: number of inputs `K`; the last group is padded with zeros.
     """
@@ -135,7 +135,7 @@ class Lattice(Packed):
 
 
 def _order(bits: tuple[int, ...]) -> list[int]:
-    """Returns the indices of the groups, those with more bits first."""
+    """Returns the indices of the groups, with those that have more bits first."""
     return sorted(range(len(bits)), key=lambda g: -bits[g])
 
 
@@ -148,10 +148,13 @@ def _divided(x: Array, size: int) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class GroupInputs(Statistic):
-    """`X X^T` of the inputs of each group, `f32[groups, size, size]`.
+    """Computes `X X^T` for each group of a kernel's inputs, `f32[groups, size, size]`, for the calibration of `GLVQ`.
+
+    Rows whose gradient is zero are left out.
 
     Attributes:
-        group, multiple: see `group_size`.
+        group: maximum number of inputs in a group.
+        multiple: the size of a group is a multiple of this.
     """
 
     group: int
@@ -164,7 +167,8 @@ class GroupInputs(Statistic):
 
 
 def group_size(K: int, group: int, multiple: int) -> int:
-    """Returns the number of inputs of a group: at most `group`, a multiple of `multiple`, and equal for all groups.
+    """Returns the number of inputs in a group for `K` inputs: at most `group`, a multiple of `multiple`, and equal for
+    all groups.
 
     >>> group_size(768, 128, 8), group_size(320, 128, 8), group_size(33, 128, 8)
     (128, 112, 40)
@@ -174,22 +178,22 @@ def group_size(K: int, group: int, multiple: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class GLVQ(Format):
-    """Codes of points of lattices that are learned for each group of inputs.
+    """Stores weights as codes of points of lattices that are learned for each group of inputs.
 
     Attributes:
         bits: average number of bits of a weight's code, 1 to 7.
-        group: largest number of inputs of a group, a multiple of 8 and of `dimension`. Groups of a kernel have equal
-            size.
+        group: maximum number of inputs in a group, a multiple of 8 and of `dimension`. The groups of a kernel have
+            equal size.
         dimension: dimension `d` of the lattices.
         spread: number of bits by which salient groups have more and others less, 1 or 0; 0 gives all groups the same
             ("GLVQ-u").
-        scales: divide each output's weights by their root mean square relative to that of the kernel, stored as
+        scales: True divides each output's weights by their root mean square relative to that of the kernel, stored as
             float16. This is not in the paper, and helps if some outputs are much larger than others.
-        steps: largest number of learning steps; 0 keeps the initial lattices.
+        steps: maximum number of learning steps; 0 keeps the initial lattices.
         rate: step size of Adam's first step, relative to `2^(bits - 2)`, for `G` divided by its largest singular value
             and for `ln mu`. It falls to 0 as a cosine.
         penalty: weight lambda of the distance from the initial lattice.
-        tolerance: learning ends when the loss changes by a smaller share.
+        tolerance: learning ends when the relative change of the loss is smaller than this.
     """
 
     bits: int = 2
@@ -247,7 +251,8 @@ class GLVQ(Format):
         return Lattice(codes=codes, lattices=lattices, curvatures=curvatures, scales=scales, bits=bits, inputs=K)
 
     def _allocated(self, w: Array, moments: Array) -> tuple[int, ...]:
-        """Returns the number of bits of each group's codes. Experts share them, since their codes are in one array."""
+        """Returns the number of bits of each group's codes. All experts have the same, since their codes are in one
+        array."""
         groups = w.shape[1]
         if not self.spread or groups < 2:
             return (self.bits,) * groups
@@ -263,7 +268,7 @@ class GLVQ(Format):
 
 
 def _damped(moments: Array) -> Array:
-    """Adds to the diagonal of `X X^T`, also for a kernel without data."""
+    """Adds `DAMPING` times its mean to the diagonal of `X X^T`, or 1 for a kernel without data."""
     mean = jnp.trace(moments, axis1=-2, axis2=-1)[..., None, None] / moments.shape[-1]
     return moments + jnp.where(mean > 0, DAMPING * mean, 1) * jnp.eye(moments.shape[-1])
 

@@ -1,4 +1,5 @@
-"""Kernels of 8-bit integers whose rows are quantized with scales fixed beforehand, and rotations of their inputs."""
+"""Kernels of 8-bit integers, whose inputs are quantized with scales that are fixed beforehand, and rotations of inputs.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ class Integers(Packed):
         return jnp.concatenate([self._integers(0, half), self._integers(half, 2 * half)], -1).astype(dtype)
 
     def product(self, x: Array, dtype: Any) -> Array:
-        """Returns `[R, N]` from `f[R, K]`; `dtype` may be int32."""
+        """Multiplies rows `f[R, K]` by the kernel: `[R, N]` in `dtype`, which may be int32."""
         if platform() != "cpu":
             return dot(x.astype(jnp.int8), self.values(jnp.int8), jnp.int32).astype(dtype)
         whole, K = self.shape[-1], self.codes.shape[-1]
@@ -65,7 +66,8 @@ class Integers(Packed):
         return functools.reduce(jnp.add, [part.astype(jnp.int32) for part in parts]).astype(dtype)
 
     def _integers(self, start: int, stop: int) -> Array:
-        """Returns `f32[N, stop - start]` for inputs that belong to one half, and to whole groups or a single one."""
+        """Returns the integers of the inputs from `start` to `stop`, `f32[N, stop - start]`. The inputs belong to one
+        half, and to whole groups or a single group."""
         if self.codes.dtype != jnp.uint8:
             return self.codes[:, start:stop].astype(jnp.float32)
         half = self.codes.shape[-1]
@@ -81,19 +83,20 @@ class Integers(Packed):
 
     @property
     def _steps(self) -> Array | None:
-        """The steps of groups that lie within a half."""
+        """The steps, with groups divided so that each lies within one half of the inputs."""
         return self.steps if self.steps is None or self.steps.shape[-1] % 2 == 0 else jnp.repeat(self.steps, 2, -1)
 
 
 @struct
 class Static(Packed):
-    """A kernel of integers whose rows, and products if they stay in 8 bits, are quantized with scales fixed beforehand.
+    """A kernel of integers for static quantization: inputs, and outputs if they stay in 8 bits, are quantized with
+    scales that are fixed beforehand.
 
     Attributes:
         kernel: the integers.
-        scales: `f32[N, 1]`, scale of each output.
-        step: `f32[1, 1]`, scale of the rows.
-        outs: `f32[N, 1]`, scales of the products; None: they are not quantized.
+        scales: `f32[N, 1]`, scale of each output's weights.
+        step: `f32[1, 1]`, scale of the inputs.
+        outs: `f32[N, 1]`, scales of the outputs; None: outputs are not quantized.
     """
 
     kernel: Integers
@@ -127,7 +130,7 @@ class Static(Packed):
 
 @struct
 class InputsRotated(Packed):
-    """A kernel whose inputs are rotated before they are multiplied; see `rotate`."""
+    """A kernel whose inputs are rotated by a Hadamard matrix before they are multiplied; see `rotate`."""
 
     kernel: Packed
 
@@ -165,10 +168,10 @@ def rotate(x: Array) -> Array:
 
 def rotation(n: int) -> np.ndarray:
     """Returns an orthogonal matrix `f64[n, n]`: Sylvester's Hadamard matrix for the powers of 2 in `n`, times the
-    smallest one for the rest (`hadamard`).
+    smallest known Hadamard matrix for the rest (`hadamard`).
 
     Raises:
-        ValueError: no such matrix is known here.
+        ValueError: no such matrix is known for `n`.
     """
     core, many = _core(n)
     while many > 1:
@@ -178,7 +181,8 @@ def rotation(n: int) -> np.ndarray:
 
 @functools.lru_cache(maxsize=16)
 def _core(n: int) -> tuple[np.ndarray, int]:
-    """Returns the smallest Hadamard matrix that doubles up to size `n`, and the power of 2 between them."""
+    """Returns the smallest known Hadamard matrix from which doubling leads to size `n`, and the power of 2 between
+    them."""
     size = n
     while size % 2 == 0:
         try:
@@ -190,7 +194,7 @@ def _core(n: int) -> tuple[np.ndarray, int]:
 
 
 def codes_of(x: Array, scale: Array) -> Array:
-    """Returns the nearest 8-bit integers, as floats from -128 to 127, of numbers with a scale."""
+    """Returns numbers divided by their scale and rounded to the nearest 8-bit integer, as floats from -128 to 127."""
     return jnp.clip(jnp.round(x / scale), -128, 127)
 
 
@@ -202,8 +206,8 @@ def quarter(w: np.ndarray, inner: bool) -> tuple[np.ndarray, np.ndarray, np.ndar
 
     Args:
         w: the weights.
-        inner: True for W4A8: codes times steps, rounded, are 8-bit integers, which the output's scale applies to. False
-            for W4A16: codes times steps are the weights, and the scales are 1.
+        inner: True for W4A8: codes times steps, rounded, are 8-bit integers, which are multiplied by the output's
+            scale. False for W4A16: codes times steps are the weights, and the scales are 1.
     """
     w = w.astype(np.float16)
     N, K = w.shape

@@ -1,4 +1,4 @@
-"""Lattices for groups of weights, and how they are learned (Zhang, Wu, Wang and Lin, 2025); see `glvq`."""
+"""Lattices for groups of weights, and the optimization of them (Zhang, Wu, Wang and Lin, 2025); see `glvq`."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ WIDER = 4.0
 
 
 def compand(w: Array, mu: Array) -> Array:
-    """Computes the companding function `F(w)`."""
+    """Computes the companding function `F(w) = sign(w) ln(1 + mu |w|) / ln(1 + mu)`."""
     return jnp.sign(w) * jnp.log1p(mu * jnp.abs(w)) / jnp.log1p(mu)
 
 
 def expand(y: Array, mu: Array) -> Array:
-    """Computes its inverse, `F^-1(y)`."""
+    """Computes the inverse of the companding function, `F^-1(y)`."""
     return jnp.sign(y) * jnp.expm1(jnp.abs(y) * jnp.log1p(mu)) / mu
 
 
@@ -46,8 +46,8 @@ def babai(lattice: Array, y: Array, bits: Array | int) -> Array:
 
 @jax.jit
 def salience(w: Array, moments: Array) -> Array:
-    """Returns the salience of groups, `f32[E, groups]`, from weights `f32[E, groups, N, size]` and `X X^T` of their
-    inputs."""
+    """Returns the salience of each group, `f32[E, groups]`, from its weights `f32[E, groups, N, size]` and `X X^T` of
+    its inputs."""
     factor = jnp.linalg.cholesky(jnp.linalg.inv(moments))
     u = jnp.diagonal(factor, axis1=-2, axis2=-1)
     return (w ** 2 / u[..., None, :] ** 2).sum((-2, -1))
@@ -55,7 +55,7 @@ def salience(w: Array, moments: Array) -> Array:
 
 @functools.partial(jax.jit, static_argnames="dimension")
 def start_errors(w: Array, moments: Array, bits: Array | int, dimension: int) -> Array:
-    """Returns the squared error of the outputs with the initial lattices, `f32[E, groups]`."""
+    """Returns the squared error of the outputs of each group with its initial lattice, `f32[E, groups]`."""
     flat = (w.reshape(-1, *w.shape[2:]), moments.reshape(-1, *moments.shape[2:]))
 
     def one(group: tuple[Array, Array]) -> Array:
@@ -68,13 +68,13 @@ def start_errors(w: Array, moments: Array, bits: Array | int, dimension: int) ->
 @functools.partial(jax.jit, static_argnames="dimension")
 def learn(w: Array, moments: Array, bits: Array, dimension: int, steps: Array | int, rate: Array | float,
           penalty: Array | float, tolerance: Array | float) -> tuple[Array, Array, Array]:
-    """Learns the lattices of groups and returns the codes of their weights.
+    """Optimizes the lattices of groups and returns the codes of their weights.
 
     Args:
-        w: `f32[E, groups, N, size]`.
+        w: `f32[E, groups, N, size]`, the weights.
         moments: `f32[E, groups, size, size]`, `X X^T` of their inputs.
-        bits: `f32[groups]`.
-        dimension, steps, rate, penalty, tolerance: see `GLVQ`.
+        bits: `f32[groups]`, number of bits of a code.
+        dimension, steps, rate, penalty, tolerance: options of `GLVQ`.
 
     Returns:
         `u8[E, groups, N, size]`, `f16[E, groups, d, d]` and `f16[E, groups]`: codes, lattices and curvatures.
@@ -94,7 +94,7 @@ def learn(w: Array, moments: Array, bits: Array, dimension: int, steps: Array | 
 
 def _learned(w: Array, moment: Array, bits: Array, d: int, steps: Array | int, rate: Array | float,
              penalty: Array | float, tolerance: Array | float) -> tuple[Array, Array]:
-    """Returns `G` and `mu` of one group, rounded to float16."""
+    """Returns the optimized `G` and `mu` of one group, rounded to float16."""
     import optax  # only needed for conversion
 
     lattice, mu = _start(w, moment, bits, d)
@@ -167,5 +167,5 @@ def _error(w: Array, moment: Array, lattice: Array, mu: Array, bits: Array | int
 
 
 def _half(x: Array) -> Array:
-    """Rounds to float16, with the gradient of `x`."""
+    """Rounds to float16; the gradient is that of the identity."""
     return x + lax.stop_gradient(x.astype(jnp.float16).astype(x.dtype) - x)

@@ -44,7 +44,8 @@ EXACT = 1024
 
 @struct
 class Nibbles(Packed):
-    """A kernel of 8-bit integers in 4 bits: each is its code, or its code times the step of its group plus the zero.
+    """A kernel of 8-bit integers stored as 4-bit codes: an integer is its code, or its code times the step of its
+    group, plus the zero.
 
     Products with rows of integers from -127 to 127 are exact.
 
@@ -74,7 +75,7 @@ class Nibbles(Packed):
         return jnp.concatenate([self._integers(0, half, high, dtype) for high in (False, True)], -1)
 
     def product(self, x: Array, dtype: Any) -> Array:
-        """Returns `[R, N]` from `f[R, K]`; `dtype` may be int32."""
+        """Multiplies rows `f[R, K]` by the kernel: `[R, N]` in `dtype`, which may be int32."""
         half = size = self.codes.shape[-1]
         own, sums = jnp.int8, jnp.int32
         if platform() == "cpu":     # XLA has no fast integer products there

@@ -44,14 +44,15 @@ from decodax.models.transformer import Weights
 
 @dataclasses.dataclass(frozen=True)
 class Quamba2(ModelFormat):
-    """A Mamba-2 in few bits, as made by the authors' code without GPTQ.
+    """A Mamba-2 with quantized weights and activations, as made by the authors' code without GPTQ.
 
     Attributes:
         weights: number of bits of the kernels, 8 or 4.
-        activations: number of bits of everything else, 8, or 16 (with 4-bit weights) to quantize nothing.
-        heads: largest number of clusters of heads in each of the `G` groups.
-        channels: largest number of clusters of channels in each of those.
-        head, table: True quantizes the output head and the embedding table too.
+        activations: number of bits of activations and states, 8, or 16 (with 4-bit weights) for no quantization.
+        heads: maximum number of clusters of heads in each of the `G` groups.
+        channels: maximum number of clusters of channels in each cluster of heads.
+        head: True quantizes the output head, too.
+        table: True quantizes the embedding table, too.
     """
 
     weights: Literal[4, 8] = 8
@@ -145,7 +146,8 @@ class Quamba2(ModelFormat):
 
     def _kernel(self, w: np.ndarray, step: np.ndarray | None, sections: list[int] | None = None,
                 outs: np.ndarray | None = None) -> Packed:
-        """Returns the packed kernel of weights `[N, K]`, whose outputs are in `sections` with separate scales."""
+        """Returns the packed kernel of weights `[N, K]`. `sections` are the sizes of groups of outputs that have
+        separate scales."""
         row = lambda a: jnp.asarray(a, jnp.float32).reshape(-1, 1)
         if self.weights == 4:
             codes, scales, groups = quarter(w, self.activations == 8)
@@ -204,10 +206,13 @@ def fused(c: Mamba2Config, leaves: Mapping[str, np.ndarray]) -> dict[str, np.nda
 
 def reordered(c: Mamba2Config, leaves: Mapping[str, np.ndarray], layer: int, order: np.ndarray
               ) -> dict[str, np.ndarray]:
-    """Returns a layer's weights with channels and heads in another order.
+    """Returns a layer's weights with its channels and heads in another order.
 
     Args:
-        order: `i64[G, H / G, P]`, the channel at each place.
+        c: the configuration.
+        leaves: weights by dotted path.
+        layer: index of the layer.
+        order: `i64[G, H / G, P]`, the old index of the channel at each new place.
     """
     path, channels = f"layers.{layer}", order.reshape(-1)
     heads = channels.reshape(c.heads, c.head_dim)[:, 0] // c.head_dim

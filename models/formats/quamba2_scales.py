@@ -18,18 +18,19 @@ from decodax.models.t5 import nested
 from decodax.models.transformer import Weights
 
 LEAST = 1e-5
-"""Smallest maximum that a scale is computed for."""
+"""Lower bound of the maximum from which a scale is computed."""
 
 
 def arranged(mean: np.ndarray, heads: int, channels: int) -> tuple[np.ndarray, np.ndarray]:
     """Sorts and clusters the channels of a layer.
 
     Args:
-        mean: `f[G, H / G, P]`, the mean size of each channel.
-        heads, channels: largest numbers of clusters.
+        mean: `f[G, H / G, P]`, the mean absolute value of each channel.
+        heads: maximum number of clusters of heads.
+        channels: maximum number of clusters of channels.
 
     Returns:
-        The channel of each place, `i64[G, H / G, P]`, and the number of its cluster, `i64[G, H / G, P]`.
+        The index of the channel at each place, `i64[G, H / G, P]`, and the number of its cluster, `i64[G, H / G, P]`.
     """
     G, H, P = mean.shape
     order = np.arange(mean.size).reshape(mean.shape)
@@ -51,7 +52,8 @@ def arranged(mean: np.ndarray, heads: int, channels: int) -> tuple[np.ndarray, n
 
 
 def ward(x: np.ndarray, count: int) -> np.ndarray:
-    """Clusters rows `f[n, d]` by Ward's method: `i64[n]`, numbered in the order of their first rows."""
+    """Clusters the rows of `x` (`f[n, d]`) into `count` clusters by Ward's method. Returns the cluster of each row,
+    `i64[n]`, numbered in the order of their first rows."""
     clusters = [([i], row.astype(np.float64)) for i, row in enumerate(x)]
     while len(clusters) > count:
         mean, size = np.array([m for _, m in clusters]), np.array([len(i) for i, _ in clusters])
@@ -68,7 +70,8 @@ def ward(x: np.ndarray, count: int) -> np.ndarray:
 
 
 def lloyd(x: np.ndarray, count: int) -> np.ndarray:
-    """Clusters rows `f[n, d]` by k-means that starts from evenly spaced rows: `i64[n]`."""
+    """Clusters the rows of `x` (`f[n, d]`) into at most `count` clusters by k-means, started from evenly spaced rows.
+    Returns the cluster of each row, `i64[n]`."""
     x = x.astype(np.float64)
     centers = x[::max(1, len(x) // count)][:count].copy()
     label = np.full(len(x), -1)
@@ -87,8 +90,8 @@ def lloyd(x: np.ndarray, count: int) -> np.ndarray:
 
 
 def scales_of(c: Mamba2Config, seen: Mapping[str, np.ndarray], clusters: np.ndarray | None) -> dict[str, np.ndarray]:
-    """Returns the scales of a layer's activations from the statistics of `watched`; those of the head without
-    `clusters`."""
+    """Returns the scales of a layer's activations from its statistics, a result of `watched`; without `clusters`, those
+    of the output head."""
     if clusters is None:
         return {"head": scale_of(seen["head"])}
     wide = lambda names: np.concatenate([np.full(n, scale_of(seen[name]), np.float32) for name, n in names])
@@ -107,10 +110,11 @@ def scales_of(c: Mamba2Config, seen: Mapping[str, np.ndarray], clusters: np.ndar
 
 def watched(c: Mamba2Config, leaves: Mapping[str, np.ndarray], tokens: np.ndarray,
             report: Callable[[float], None] = lambda done: None) -> list[dict[str, np.ndarray]]:
-    """Runs the network made by `fused` on texts and returns statistics: a dict per layer and one for the head.
+    """Runs the network made by `fused` on texts and returns statistics of activations: a dict for each layer and one
+    for the output head.
 
-    They are largest absolute values, and "mean", the largest of the sequences' mean absolute values of each channel of
-    `x`. States are those after a sequence.
+    The statistics are maximum absolute values; "mean" is, for each channel of `x`, the maximum over sequences of the
+    mean absolute value. States are those at the end of a sequence.
     """
     params = nested({path: jnp.asarray(leaf, jnp.float32) for path, leaf in leaves.items()})
     model = _Watched(c)
@@ -143,7 +147,7 @@ class _Found:
 
 @dataclasses.dataclass(frozen=True)
 class _Watched(Mamba2):
-    """A model that records statistics of its layers, within one trace."""
+    """A model that records statistics of its layers in the list `found` while it is traced."""
 
     found: Any = None
 

@@ -1,8 +1,7 @@
 """A Mamba-2 with 8-bit activations and states, as made by Quamba2 (`decodax.models.formats.quamba2`).
 
-A state is rounded once per token while text is generated, and not while a prompt is read. Rounding is not linear, so
-windows process their nodes one by one. A node's state depends on its ancestors alone, so drafts do not change the
-tokens.
+A state is rounded once for each generated token, but not during prefill. Rounding is not linear, so windows process
+their nodes one by one. A node's state depends only on its ancestors, so drafts do not change the tokens.
 """
 
 from __future__ import annotations
@@ -31,9 +30,10 @@ from decodax.models.transformer import Weights
 
 @struct
 class Rounded(Recurrent, PromptPhase):
-    """States in 8 bits: for each layer a dict of "ring", `i8[B, R, C]`, and "state", `i8[B, H, N, P]`.
+    """Recurrent states in 8 bits: for each layer a dict of "ring", `i8[B, R, C]`, and "state", `i8[B, H, N, P]`.
 
-    While a prompt is read, states are `f32[B, H, N, P]`. They are rounded after it, independent of its chunks.
+    During prefill, states are `f32[B, H, N, P]`. They are rounded after it, so that the result does not depend on the
+    chunks.
     """
 
     def prefill_cache(self) -> Rounded:
@@ -50,8 +50,8 @@ class Rounded(Recurrent, PromptPhase):
 class QuantizedMamba2(Mamba2):
     """A Mamba-2 with 8-bit activations and states.
 
-    Its layers' weights have an additional dict "grid" of scales: "into" and "conv", `f32[channels]`, before and after
-    the convolution, and "state", `f32[H, N, P]`.
+    The weights of its layers have an additional dict "grid" of scales: "into" and "conv", `f32[channels]`, before and
+    after the convolution, and "state", `f32[H, N, P]`.
     """
 
     def init_cache(self, batch: int, capacity: int, *, params: Any = None, inputs: Any = None) -> Cache:
@@ -77,7 +77,11 @@ class QuantizedMamba2(Mamba2):
         return biased(multiply(y, p["out"]["kernel"]), p["out"]), entry
 
     def forward(self, params: Weights, tokens: Array) -> Array:
-        """Returns logits like `Mamba2.forward`: text is processed as a prompt, with states that are not rounded."""
+        """Returns logits `f32[B, T, V]` of whole sequences `i32[B, T]`, for training and scoring.
+
+        The sequence is processed like a prompt: activations are rounded to 8 bits, but states are not. The logits
+        therefore differ slightly from those of token-by-token decoding.
+        """
         window = causal(tokens, jnp.zeros(len(tokens), jnp.int32)).replace(is_prefill=True)
         cache: Any = self.init_cache(len(tokens), 0)
         return self.apply(params, window, prefill_cache(cache)).logits()
@@ -85,12 +89,18 @@ class QuantizedMamba2(Mamba2):
 
 def scanned(c: Mamba2Config, p: Weights, layer: int, into: Array, dt: Array,
             convolve: Callable[[Array], tuple[Array, Array, Array]], window: Window, cache: Any) -> tuple[Array, Any]:
-    """Computes convolution and recurrence of a layer with rounded states: `f32[B, W, H, P]`, and the layer's entry.
+    """Computes convolution and recurrence of a layer with rounded states. Returns the output `f32[B, W, H, P]` and the
+    layer's entry.
 
     Args:
-        into: `f[B, W, channels]`, multiples of the grid "into".
-        dt: `f[B, W, H]`, before the bias.
-        convolve: returns `x`, `B` and `C` from the inputs `[B, W, conv, channels]` that each node sees.
+        c: the configuration.
+        p: the layer's weights.
+        layer: index of the layer.
+        into: `f[B, W, channels]`, inputs of the convolution, multiples of the scales "into".
+        dt: `f[B, W, H]`, time steps before the bias.
+        convolve: returns `x`, `B` and `C` from the inputs `[B, W, conv, channels]` of each node's convolution.
+        window: the window.
+        cache: the cache.
     """
     grid, D = p["grid"], p["D"][:, None]
 

@@ -6,10 +6,10 @@ Large inputs of a kernel are multiplied with it, small ones with a few of its si
 
 An input is large if its magnitude times the norm of its weights exceeds a threshold, which is calibrated to keep a
 given share of the inputs. Each row of a batch and each node of a window has its own set `S`, determined by its own
-inputs alone. So a result does not depend on what is computed beside it, and speculation gives the tokens of plain
+inputs alone. So a result does not depend on other rows and nodes, and speculative decoding gives the tokens of plain
 decoding.
 
-The memory that a token reads is the share `1 - sparsity` of the kernel. `ratio` is the part of that share for large
+For a token, the share `1 - sparsity` of the kernel's memory is read. `ratio` is the part of that share for large
 inputs; the singular components get the rest.
 """
 
@@ -46,10 +46,10 @@ RATIOS = tuple(i / 20 for i in range(21))
 
 @struct
 class RankSparse(Packed):
-    """A kernel, and an approximation of its products with small inputs.
+    """A kernel that is multiplied only with large inputs, and a low-rank approximation of its products with small ones.
 
     Attributes:
-        kernel: `f[..., K, N]`. An input's weights are adjacent, since they are read or skipped together.
+        kernel: `f[..., K, N]`. The weights of an input are adjacent, since they are read or skipped together.
         limits: `f32[..., K]`. An input is large if its magnitude is above this; NaNs are large.
         down: `f[..., r, K]`; None: small inputs are left out.
         up: `f[..., N, r]`. `up @ down` is the best approximation of rank `r` of the transposed kernel.
@@ -66,7 +66,7 @@ class RankSparse(Packed):
         return *above, N, K
 
     def values(self, dtype: Any) -> Array:
-        """Returns the whole kernel, which products use only for rows of large inputs."""
+        """Returns the whole kernel, of which products use only the rows of large inputs."""
         return jnp.swapaxes(self.kernel, -1, -2).astype(dtype)
 
     @property
@@ -88,7 +88,7 @@ class RankSparse(Packed):
         return y.astype(dtype)
 
     def large(self, x: Array) -> Array:
-        """Returns `bool[R, K]`: the inputs of each row that are multiplied with the kernel."""
+        """Returns `bool[R, K]`, True for the inputs of each row that are multiplied with the kernel."""
         return ~(jnp.abs(x.astype(jnp.float32)) <= self.limits)
 
     def part(self, start: Array | int, size: int) -> Self:
@@ -132,7 +132,7 @@ def skipping(x: Array, large: Array, kernel: Array) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class Magnitudes(Statistic):
-    """Histogram of each input's magnitudes: `f32[K, bins]`."""
+    """The histogram of the magnitudes of each input, `f32[K, bins]`."""
 
     def of(self, x: Array, gradient: Array) -> Array:
         bins = (HIGHEST - LOWEST) * OCTAVE
@@ -147,16 +147,16 @@ class RSparse(Format):
     """R-Sparse with calibrated thresholds.
 
     The authors find the ratios of Llama 3 8B's kernels by an evolutionary search that runs the model repeatedly (and
-    most of them turn out to be 1). Here `ratio=None` takes for each kernel the one of `RATIOS` whose products have the
-    smallest expected squared error on the data, assuming that small inputs are uncorrelated with zero mean: the sum
-    over inputs of the mean square of the input where it is small times the squared norm of the part of its weights that
-    `up @ down` lacks.
+    most of them turn out to be 1). Here `ratio=None` takes for each kernel the ratio in `RATIOS` with the smallest
+    expected squared error of products on the data, assuming that small inputs are uncorrelated with zero mean. This
+    error is a sum over inputs: the mean square of the input where it is small, times the squared norm of the difference
+    between its weights and those in `up @ down`.
 
     Attributes:
-        sparsity: share of a kernel that a token does not read; 0.5 in the paper.
-        ratio: part of the read share for large inputs, from 0, none, to 1, all. With 1 inputs are large by their
-            magnitudes alone, as in the authors' code; else by their magnitudes times the norms of their weights. None:
-            chosen for each kernel.
+        sparsity: share of a kernel that is not read for a token; 0.5 in the paper.
+        ratio: part of the read share that is spent on large inputs, from 0 to 1. With 1, inputs are large by their
+            magnitudes alone, as in the authors' code; otherwise by their magnitudes times the norms of their weights.
+            None: chosen for each kernel.
     """
 
     sparsity: float = 0.5
@@ -215,9 +215,10 @@ def _components(kernel: Array) -> tuple[Array, Array]:
 
 
 def limits_of(counts: np.ndarray, weights: np.ndarray, shares: Sequence[float]) -> np.ndarray:
-    """Returns magnitudes `f[shares, E, K]` at which inputs times their weights reach an expert's threshold.
+    """Returns the threshold of each input's magnitude, `f[shares, E, K]`, at which it times its weight reaches the
+    threshold of its expert.
 
-    The given share of these products is below the threshold.
+    The threshold of an expert is such that the given share of these products is below it.
 
     Args:
         counts: `f[E, K, bins]`, see `Magnitudes`.
@@ -240,7 +241,8 @@ def limits_of(counts: np.ndarray, weights: np.ndarray, shares: Sequence[float]) 
 
 
 def small_squares(counts: np.ndarray, limits: np.ndarray) -> np.ndarray:
-    """Returns the sums of squares of the magnitudes `f[E, K, bins]` up to the limits `f[E, K]`: `f[E, K]`."""
+    """Returns the sum of squares of the magnitudes below the limits `f[E, K]`, for each input, `f[E, K]`, from
+    histograms `f[E, K, bins]`."""
     bins = counts.shape[-1]
     squares = counts * 4**(LOWEST + (np.arange(bins) + 0.5) / OCTAVE)
     sums = np.concatenate([np.zeros((*limits.shape, 1)), squares.cumsum(-1)], -1)

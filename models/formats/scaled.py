@@ -24,13 +24,14 @@ Convert = Callable[[Array, Any], Array]
 
 @struct
 class Scaled(Packed):
-    """A kernel as codes and scales: each weight is its code times the scale of its output, or of its group of inputs.
+    """A kernel as codes and scales: each weight is its code times the scale of its output, or of its output and group
+    of inputs.
 
     Attributes:
         codes: `[..., N, K]` of any dtype; or `u8[..., N, K // 2]` with 4-bit codes, for the first half of the inputs in
             the low bits and for the second half in the high bits.
-        scales: `f32[..., N, groups]`, one per `K // groups` consecutive inputs; None: codes are weights.
-        axes: the mesh axes that outputs and inputs are sharded over; None: unknown.
+        scales: `f32[..., N, groups]`, one for every `K // groups` consecutive inputs; None: codes are weights.
+        axes: the mesh axes over which outputs and inputs are sharded; None: unknown.
     """
 
     codes: Array
@@ -130,7 +131,7 @@ def _float8(codes: Array, dtype: Any) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class Int8(Format):
-    """8-bit integers with one scale per output, set by its largest weight."""
+    """8-bit integers with one scale for each output, determined by its largest weight."""
 
     def pack(self, kernel: Array, seen: Any = None) -> Scaled:
         w = _rows(kernel)
@@ -140,10 +141,10 @@ class Int8(Format):
 
 @dataclasses.dataclass(frozen=True)
 class Int4(Format):
-    """4-bit integers from -7 to 7 with one scale per group of inputs.
+    """4-bit integers from -7 to 7 with one scale for each output and group of inputs.
 
     Attributes:
-        group: number of inputs of a group; if it does not divide the number of inputs, their greatest common divisor.
+        group: number of inputs in a group; if it does not divide the number of inputs, their greatest common divisor.
     """
 
     group: int = 128
@@ -166,7 +167,8 @@ class Int4(Format):
 
 @dataclasses.dataclass(frozen=True)
 class Float8(Format):
-    """8-bit floats (4 exponent and 3 mantissa bits: "e4m3fn") with one scale per output, set by its largest weight."""
+    """8-bit floats (4 exponent and 3 mantissa bits: "e4m3fn") with one scale for each output, determined by its largest
+    weight."""
 
     def pack(self, kernel: Array, seen: Any = None) -> Scaled:
         w = _rows(kernel)
@@ -176,7 +178,7 @@ class Float8(Format):
 
 @dataclasses.dataclass(frozen=True)
 class Floats(Format):
-    """Floats without scales, with activations of any dtype.
+    """Floats without scales, multiplied with activations of any dtype.
 
     Attributes:
         dtype: "bfloat16", "float16" or "float32". The last only transposes the kernel: on CPU one row is multiplied

@@ -1,10 +1,10 @@
-"""SqueezeLLM (Kim et al., 2023, "SqueezeLLM: Dense-and-Sparse Quantization"): tables of values, and a few exact
-weights.
+"""SqueezeLLM (Kim et al., 2023, "SqueezeLLM: Dense-and-Sparse Quantization"): tables of values, and a few weights that
+are not quantized.
 
-Each output has a table of 8 or 16 values. They are the means of clusters of the output's weights, where the importance
-of a weight is the sensitivity of the loss to it: the diagonal of the Fisher information, which is the sum over
-sequences of the squared gradient of the sequence's loss. The weights that the loss is most sensitive to stay exact, and
-so do outliers, which would take table entries from the others.
+Each output has a table of 8 or 16 values. They are the means of clusters of the output's weights. The importance of a
+weight in its cluster is the sensitivity of the loss to it: the diagonal of the Fisher information, which is the sum
+over sequences of the squared gradient of the sequence's loss. The weights to which the loss is most sensitive are not
+quantized, nor are outliers, which would occupy table entries.
 
 The authors cluster with k-means from a random start. Here the start is the best division of the sorted weights between
 256 cuts, found by dynamic programming, and the weighted error is lower (see `means`).
@@ -99,7 +99,8 @@ class Lookup(Packed):
             if self.codes.dtype == jnp.uint4 else self
 
     def here(self) -> Self:
-        """Returns the form for this platform. XLA on TPU reads 4-bit codes within a product, but planes eight times."""
+        """Returns the form for this platform. XLA on TPU reads 4-bit codes once within a product, but planes eight
+        times."""
         if platform() == "cpu" or self.codes.dtype == jnp.uint4:
             return self
         ones = [jnp.concatenate([(plane >> s) & 1 for s in range(SLICES)], -1) for plane in self._planes()]
@@ -107,8 +108,8 @@ class Lookup(Packed):
         return self.replace(codes=codes[..., :self.inputs].astype(jnp.uint4))
 
     def specs(self, outputs: str | None, inputs: str | None, sizes: dict[str, int]) -> Any:
-        """Returns the partition of each array. An output must be on one device, so a kernel sharded along inputs is
-        sharded along outputs instead, and its products are gathered, not added up."""
+        """Returns the `PartitionSpec` of each array. The codes of an output must be on one device, so a kernel sharded
+        along inputs is sharded along outputs instead, and its products are gathered, not added up."""
         axis = outputs or inputs
         if axis is not None and self.shape[-2] % sizes[axis]:
             axis = None
@@ -134,10 +135,10 @@ class DenseSparse(Packed):
 
     Attributes:
         dense: the packed kernel.
-        outputs: `u16[..., P]`, or `i32[..., P]` for larger kernels: outputs of the sparse weights, sorted. Padding
+        outputs: `u16[..., P]`, or `i32[..., P]` for larger kernels: the output of each sparse weight, sorted. Padding
             entries have output `N`.
-        inputs: the same for their inputs.
-        weights: `f32[..., P]`.
+        inputs: `u16[..., P]` or `i32[..., P]`, the input of each sparse weight.
+        weights: `f32[..., P]`, the sparse weights.
     """
 
     dense: Packed
@@ -185,8 +186,8 @@ class DenseSparse(Packed):
         return self.replace(dense=self.dense.here())
 
     def specs(self, outputs: str | None, inputs: str | None, sizes: dict[str, int]) -> Any:
-        """Returns the partition of each array. The list may be cut anywhere: each device adds the contribution of its
-        entries."""
+        """Returns the `PartitionSpec` of each array. The list of sparse weights may be divided anywhere: each device
+        adds the contribution of its entries."""
         axis = outputs or inputs
         cut = PartitionSpec(*[None] * (self.weights.ndim - 1),
                             axis if axis is not None and self.weights.shape[-1] % sizes[axis] == 0 else None)
@@ -207,13 +208,13 @@ class Fisher(Statistic):
 
 @dataclasses.dataclass(frozen=True)
 class SqueezeLLM(Format):
-    """Tables of values for the kernels of the layers, with a few exact weights. As in the authors' code, the head and
-    the embeddings are not quantized.
+    """Tables of values for the kernels of the layers, with a few weights that are not quantized. As in the authors'
+    code, the head and the embeddings are not quantized either.
 
     Attributes:
         bits: 3 or 4, for tables of 8 or 16 values.
-        sensitive: share of a kernel's weights with the largest Fisher information, which stay exact.
-        outliers: share of a kernel's weights that stay exact for their size.
+        sensitive: share of a kernel's weights that are not quantized because their Fisher information is largest.
+        outliers: share of a kernel's weights that are not quantized because their magnitude is largest.
         spread: defines outliers as in the authors' code instead: weights whose absolute value is at least that of `q3 +
             spread * (q3 - q1)` or `q1 - spread * (q3 - q1)`, whichever is larger, where `q1` and `q3` are the kernel's
             quartiles. They use one number for the whole model, between 1.5 and 2, so that kernels with heavy tails keep
@@ -263,7 +264,7 @@ class SqueezeLLM(Format):
                          rest.reshape(w.shape))
 
     def whole(self, w: np.ndarray, fisher: np.ndarray) -> np.ndarray:
-        """Returns which of the weights `f32[N, K]` stay exact, `bool[N, K]`."""
+        """Returns `bool[N, K]`, True for the weights in `w` (`f32[N, K]`) that are not quantized."""
         found = np.zeros(w.shape, bool)
         if count := int(w.size * self.sensitive):
             # Strictly above the last of the count, as in the authors' code.

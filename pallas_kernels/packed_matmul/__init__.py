@@ -1,4 +1,4 @@
-"""Matrix products with kernels that are stored as codes and scales."""
+"""Matrix products with weights that are stored as integer codes and scales."""
 
 from decodax.pallas_kernels.packed_matmul.matmul import Axes, Implementation, packed_matmul
 

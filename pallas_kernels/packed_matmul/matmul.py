@@ -1,4 +1,4 @@
-"""Matrix products with kernels that are stored as codes and scales."""
+"""Matrix products with weights that are stored as integer codes and scales."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from decodax.pallas_kernels.packed_matmul import reference
 Implementation = Literal["xla", "mosaic_tpu"]
 
 Axes = tuple[str | None, str | None]
-"""The mesh axes over which a kernel's outputs and inputs are divided."""
+"""The mesh axes over which the outputs and the inputs of a weight matrix are divided."""
 
 
 def packed_matmul(x: Array, codes: Array, scales: Array, dtype: jax.typing.DTypeLike | None = None, *,
@@ -28,10 +28,10 @@ def packed_matmul(x: Array, codes: Array, scales: Array, dtype: jax.typing.DType
         x: `f[R, K]`.
         codes: `i8[N, K]` or `i4[N, K]`.
         scales: `f32[N, groups]`; a group is `K // groups` consecutive inputs.
-        dtype: dtype of the result; default that of `x`.
-        axes: the axes of the context's mesh over which the weights are divided; with None, if unknown, the compiler
-            divides the product.
-        implementation: "xla", or the kernel "mosaic_tpu", which runs in interpreter mode on a CPU; default the fastest
+        dtype: dtype of the result; None: that of `x`.
+        axes: the axes of the context's mesh over which the weights are divided. None: unknown; the compiler divides the
+            product.
+        implementation: "xla", or the kernel "mosaic_tpu", which runs in interpreter mode on a CPU. None: the fastest
             available (see `choose`).
 
     Returns:
@@ -62,12 +62,12 @@ def packed_matmul(x: Array, codes: Array, scales: Array, dtype: jax.typing.DType
 
 
 def choose(x: Array, codes: Array, scales: Array, axes: Axes | None) -> Implementation | None:
-    """Returns the implementation for some arrays: "xla", or None for the kernel wherever the program is lowered for a
+    """Returns the implementation for the given arrays: "xla", or None for the kernel if the program is lowered for a
     TPU.
 
-    XLA converts a kernel with one scale for each output within its product. The TPU kernel needs groups of a multiple
-    of 128 inputs that are not divided over devices, and it needs the mesh, because the compiler cannot divide it over
-    devices by itself.
+    With one scale for each output, XLA converts the weights within its product. The TPU kernel needs groups of a
+    multiple of 128 inputs that are not divided over devices, and it needs the mesh, because the compiler cannot divide
+    it over devices by itself.
     """
     (N, groups), sizes = scales.shape, free_axes()
     if platform() != "tpu" or x.dtype != jnp.bfloat16 or groups == 1 or x.shape[1] % (groups * 128):

@@ -1,4 +1,4 @@
-"""Matrix products with packed kernels in plain XLA."""
+"""Matrix products with packed weights in plain XLA."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ def scaled(codes: Array, scales: Array) -> Array:
 
 
 def packed_matmul(x: Array, codes: Array, scales: Array, dtype: Any) -> Array:
-    """See `packed_matmul` of the package. The weights are rounded to the dtype of `x`."""
+    """Returns `x @ w.T`; see `packed_matmul` of the package. The weights are rounded to the dtype of `x`."""
     kernel = scaled(codes.astype(x.dtype), scales)
     return jnp.matmul(x, kernel.T, preferred_element_type=jnp.promote_types(x.dtype, dtype)).astype(dtype)

@@ -1,8 +1,8 @@
-"""Matrix products with packed kernels on TPUs (Mosaic).
+"""Matrix products with packed weights on TPUs (Mosaic).
 
-If scales belong to groups of inputs, XLA writes the converted kernel to memory. Here a program instance takes a block
+If scales belong to groups of inputs, XLA writes the converted weights to memory. Here a program instance takes a block
 of outputs with all of their inputs. It multiplies the rows with the codes of one group after the other and adds up the
-products times their scales, so it scales `R` products for each output and group rather than `K` weights.
+products times their scales, so it scales `R` products for each output and group instead of `K` weights.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 LANES = 128
 ROWS = 16
-"""Rows of a bfloat16 tile."""
+"""Number of rows of a bfloat16 tile."""
 
 OUTPUTS = 512
 """Maximum number of outputs of an instance."""
@@ -53,8 +53,8 @@ def packed_matmul(x: Array, codes: Array, scales: Array, dtype: Any, *, block: i
         codes: `i8[N, K]` or `i4[N, K]`.
         scales: `f32[N, groups]`; each group is a multiple of 128 inputs.
         dtype: dtype of the result.
-        block: the number of outputs of an instance, a multiple of 128 or all of them; default `block_of`.
-        interpret: run without a TPU; True, or `pltpu.InterpretParams`.
+        block: number of outputs of an instance, a multiple of 128 or all of them; None: `block_of`.
+        interpret: whether to run without a TPU; True, or `pltpu.InterpretParams`.
     """
     (R, K), (N, groups) = x.shape, scales.shape
     if K % (groups * LANES):

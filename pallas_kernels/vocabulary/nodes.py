@@ -1,4 +1,4 @@
-"""Computations on the logits of many nodes, some nodes at a time."""
+"""Computations on the logits of many nodes, a few nodes at a time."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from decodax.common.axes import DATA, MODEL, free_axes, platform
 T = TypeVar("T")
 
 FAST = 64 << 20
-"""Bytes of logits that fit into a TPU's fast memory together with everything else: a v5e has 128 MiB, and XLA itself
-puts the 66 MB of `f32[16, 8, 128256]` there."""
+"""Maximum bytes of logits that fit in a TPU's fast memory together with everything else: a v5e has 128 MiB, and XLA
+itself puts the 66 MB of `f32[16, 8, 128256]` there."""
 
 TILE = 8
 """Number of nodes in a float32 tile."""
 
 READS = 4
-"""Maximum number of times that the head is read to avoid writing logits to main memory."""
+"""Maximum number of times that the head's weights are read to avoid writing logits to main memory."""
 
 
 def by_nodes(fn: Callable[[Array, Array | None], T], head: Callable[[Array], Array], hidden: Array,
              nodes: Array | None = None, once: bool = False) -> T:
-    """Returns `fn(head(hidden), nodes)`, computed in parts where the logits are large.
+    """Returns `fn(head(hidden), nodes)`, computed in parts if the logits are large.
 
-    The result holds arrays `[B, W, ...]`, in which each node's part depends on its own logits only. The logits of a
-    large tree do not fit into a TPU's fast memory. If they fit in at most `READS` parts, the head is applied to one
-    part after the other, and no logits are written to main memory. Two calls with the same `hidden` share their logits,
-    because the compiler recognizes equal computations. Logits of more nodes are written to main memory and read part by
+    The result has arrays `[B, W, ...]`, in which each node's part depends on its own logits only. The logits of a large
+    tree do not fit in a TPU's fast memory. If they fit in at most `READS` parts, the head is applied to one part after
+    the other, and no logits are written to main memory. Two calls with the same `hidden` share their logits, because
+    the compiler recognizes equal computations. With more parts, the logits are written to main memory and read part by
     part for `fn`, which usually reads them several times.
 
     Args:
         fn: takes logits `f32[B, w, V]` and the indices `i32[B, w]` of their nodes.
         head: maps hidden states `f[B, w, D]` to logits.
         hidden: `f[B, W, D]`.
-        nodes: `i32[B, W]`, or None for 0 to W - 1.
-        once: `fn` reads the logits only once, so it may read them from main memory.
+        nodes: `i32[B, W]`, indices of the nodes; None: 0 to W - 1.
+        once: True if `fn` reads the logits only once, so that it may read them from main memory.
     """
     B, W, _ = hidden.shape
     width = fitting(jax.eval_shape(head, hidden))
@@ -57,7 +57,7 @@ def by_nodes(fn: Callable[[Array, Array | None], T], head: Callable[[Array], Arr
 
 
 def fitting(logits: Array | jax.ShapeDtypeStruct) -> int:
-    """Returns how many nodes of logits `f32[B, W, V]` fit into fast memory; all of them on other platforms than
+    """Returns the number of nodes of logits `f32[B, W, V]` that fit in fast memory; `W` on other platforms than
     TPUs."""
     B, W, V = logits.shape
     free = free_axes()

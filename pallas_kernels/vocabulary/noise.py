@@ -15,18 +15,23 @@ LOG = (7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4
 def exponentials(address: Array, size: int) -> Array:
     """Returns independent draws from the exponential distribution, one for each of `size` token ids: `f32[..., size]`.
 
-    They are `-log(1 - v)` with `v` in steps of 2^-32, which is fine near 0, because an unlikely token wins by a small
-    value: tokens keep their chance down to a probability of 1e-9.
+    They are `-log(1 - v)` with `v` in steps of 2^-32. This resolution is fine enough near 0, where an unlikely token
+    wins by a small value: tokens keep their chance down to a probability of 1e-9.
 
     Args:
-        address: two words for each distribution, `u32[..., 2]`.
-        size: the number of token ids.
+        address: address of each distribution's noise, two words, `u32[..., 2]`.
+        size: number of token ids.
     """
     return exponential(jnp.arange(size, dtype=jnp.uint32), address[..., :1], address[..., 1:])
 
 
 def exponential(ids: Array, first: Array, second: Array) -> Array:
-    """Returns the draw of each token id (`u32[...]`) for an address of two words (`u32[...]` each): `f32[...]`."""
+    """Returns the draw of each token id, `f32[...]`.
+
+    Args:
+        ids: `u32[...]`, token ids.
+        first, second: `u32[...]`, the two words of the address.
+    """
     bits = _mix((ids * jnp.uint32(0x9E3779B1) ^ first) * jnp.uint32(0x85EBCA6B) + second)
     # v must stay below 1, at which the draw is infinite, as for a token of probability 0.
     return _minus_log1m(jnp.minimum((bits.astype(jnp.float32) + 0.5) * jnp.float32(2**-32), jnp.float32(1 - 2**-24)))

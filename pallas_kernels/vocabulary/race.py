@@ -1,4 +1,4 @@
-"""Draws a token from logits, with temperature, truncation and race in one pass."""
+"""Draws a token from logits: temperature, truncation and the exponential race in one pass."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def draw(logits: Array, address: Array, temperature: Array, k: Array | None = No
         logits: `f32[B, W, V]`.
         address: address of the noise, `u32[B, W, 2]`.
         temperature: `f32[B]`; 0 takes the largest logit, the first of equal ones.
-        k: `i32[B]`; below 1 for no truncation. None for no truncation in any row.
-        p: `f32[B]`; 1 for no truncation. None as for `k`.
-        min_p: `f32[B]`; 0 for no truncation. None as for `k`.
-        implementation: "xla", or the kernel "mosaic_tpu", which runs in interpreter mode on a CPU; default see
-            `choose`.
+        k: `i32[B]`, number of tokens that top-k keeps; below 1: all. None: all in every row.
+        p: `f32[B]`, probability mass that top-p keeps; 1: all. None: all in every row.
+        min_p: `f32[B]`, minimum probability of kept tokens, divided by the largest one; 0: all are kept. None: all in
+            every row.
+        implementation: "xla", or the kernel "mosaic_tpu", which runs in interpreter mode on a CPU. None: see `choose`.
 
     Returns:
         Tokens `i32[B, W]` and their scores in the race, `f32[B, W]`: +inf if a logit is NaN or +inf, -inf if all are
-            -inf.
+        -inf.
     """
     if implementation not in (None, "xla", "mosaic_tpu"):
         raise ValueError(f"implementation: got {implementation!r}, takes 'xla' or 'mosaic_tpu'")
@@ -79,10 +79,10 @@ def draw(logits: Array, address: Array, temperature: Array, k: Array | None = No
 
 
 def choose(logits: Array | jax.ShapeDtypeStruct) -> Implementation | None:
-    """Returns the implementation for logits `f32[B, W, V]`: "xla", or None for the kernel wherever the program is
-    lowered for a TPU.
+    """Returns the implementation for logits `f32[B, W, V]`: "xla", or None for the kernel if the program is lowered for
+    a TPU.
 
-    The kernel needs float32, fast memory for 8 rows of the vocabulary, which TPUs before v5 lack, and the mesh.
+    The kernel needs float32 logits, fast memory for 8 rows of the vocabulary, which TPUs before v5 lack, and the mesh.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if platform() != "tpu" or logits.dtype != jnp.float32 or (mesh.empty and jax.device_count() > 1):

@@ -1,4 +1,4 @@
-"""Draws a token in plain XLA, with the operations of the sampling policy's own transforms one after the other."""
+"""Draws a token in plain XLA, by the operations of the sampling policy's own transforms one after the other."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from decodax.pallas_kernels.vocabulary.threshold import kth_largest, largest_thr
 
 def draw(logits: Array, address: Array, temperature: Array, k: Array | None = None, p: Array | None = None,
          min_p: Array | None = None) -> tuple[Array, Array]:
-    """See `draw` of the package, for rows `f32[R, V]`."""
+    """Draws one token for each row of `f32[R, V]`; see `decodax.pallas_kernels.vocabulary.draw`."""
 
     def row(logits: Array, temperature: Array, k: Array | None, p: Array | None, min_p: Array | None) -> Array:
         x = once(cooled(logits, temperature))

@@ -21,7 +21,7 @@ def top_k(x: Array, k: int) -> tuple[Array, Array]:
 
     Args:
         x: `f32[..., V]`.
-        k: at most `V`.
+        k: number of entries, at most `V`.
 
     >>> [y.tolist() for y in top_k(jnp.array([[1.0, 4.0, 2.0, 4.0]]), 3)]
     [[[4.0, 4.0, 2.0]], [[1, 3, 2]]]
@@ -60,7 +60,7 @@ def _top_k(x: Array, k: int) -> tuple[Array, Array]:
 
 
 def by_blocks(x: Array, k: int) -> tuple[Array, Array]:
-    """Returns `lax.top_k(x, k)`, found by the maxima of blocks.
+    """Computes `lax.top_k(x, k)` by the maxima of blocks.
 
     An entry among the first `k` (by size, then by index) is in a block that is among the first `k` by maximum;
     otherwise each of `k` blocks would have an entry before it.

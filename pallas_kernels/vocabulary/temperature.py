@@ -18,7 +18,7 @@ larger one, which would turn -inf into NaN."""
 
 
 def cooled(logits: Array, temperature: Array) -> Array:
-    """Returns `logits / temperature`, shifted by a constant for each distribution where the result would be large.
+    """Returns `logits / temperature`, shifted by a constant for each distribution if the result would be large.
 
     If the largest quotient exceeds `FAR`, the largest logit is subtracted first. The maximum is then exactly 0, and no
     other entry overflows above it. A NaN or +inf among the logits remains.

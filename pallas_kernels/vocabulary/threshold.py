@@ -27,9 +27,9 @@ def largest_threshold(order: Array, weights: Array, share: Array) -> Array:
     The result is NaN if there is none. Comparisons with it are then false, so `where(x < t, -inf, x)` removes nothing.
 
     Args:
-        order: `f32[V]`.
+        order: `f32[V]`, values of the entries.
         weights: `f32[V]`, or one `f32[]` for all; not negative.
-        share: `f32[]`.
+        share: `f32[]`, share of the total weight.
 
     >>> x, one = jnp.array([3.0, -jnp.inf, 7.5, -2.0]), jnp.float32(1)
     >>> [largest_threshold(x, one, jnp.float32(share)).item() for share in (0.2, 0.5, 0.7)]
@@ -40,12 +40,13 @@ def largest_threshold(order: Array, weights: Array, share: Array) -> Array:
 
 
 def once(x: Array) -> Array:
-    """Returns `x` behind a barrier, so that `less` and the search for the threshold use one computation of it."""
+    """Returns `x` after an optimization barrier, so that `less` and the search for the threshold use the same computed
+    values."""
     return lax.optimization_barrier(x)
 
 
 def less(x: Array, threshold: Array) -> Array:
-    """Returns `x < threshold` (`bool[V]`) for exactly the numbers among which the threshold was found.
+    """Returns `x < threshold`, `bool[V]`, for the same computed values of `x` among which the threshold was found.
 
     Otherwise XLA's CPU computes `x` again for the comparison, barrier or not, and rounds it differently, so that the
     last token to keep is removed. Nothing is fused into a loop; this loop runs once, or not at all if there is no
@@ -58,7 +59,7 @@ def less(x: Array, threshold: Array) -> Array:
 
 
 def by_halves(order: Array, weights: Array, share: Array) -> Array:
-    """Returns `largest_threshold`, found in 32 passes of one sum each."""
+    """Computes `largest_threshold` in 32 passes of one sum each."""
     least = share * jnp.broadcast_to(weights, order.shape).sum()
 
     def halve(i: Array, best: Array) -> Array:
@@ -70,7 +71,7 @@ def by_halves(order: Array, weights: Array, share: Array) -> Array:
 
 
 def by_digits(order: Array, weights: Array, share: Array) -> Array:
-    """Returns `largest_threshold`, found in 11 passes of 7 sums each, or 8 passes of 15.
+    """Computes `largest_threshold` in 11 passes of 7 sums each, or 8 passes of 15.
 
     On a TPU a pass over a vocabulary takes little longer with several sums than with one. If the vocabulary is divided
     over devices, they exchange their sums in each pass, so fewer passes are used.

@@ -25,8 +25,8 @@ from decodax.pallas_kernels.vocabulary.threshold import of_order
 ROWS, LANES = 8, 128
 
 CHUNK = 64 * LANES
-"""Entries of a row that one step of a pass handles. In the search a v5e takes 21 cycles for 16 lane widths, and 79 for
-64."""
+"""Number of entries of a row that one step of a pass handles. In the search, a v5e takes 21 cycles for 16 lane widths,
+and 79 for 64."""
 
 SPARE = 4 << 20
 """Bytes of fast memory that are reserved in addition to the vocabulary."""
@@ -44,10 +44,11 @@ def bytes_of(V: int) -> int:
 
 def draw(logits: Array, address: Array, temperature: Array, k: Array | None = None, p: Array | None = None,
          min_p: Array | None = None, *, interpret: Any = False) -> tuple[Array, Array]:
-    """Returns the result of `reference.draw`.
+    """Draws one token for each row, with the arguments and results of `reference.draw`.
 
     Args:
-        interpret: run without a TPU; True, or `pltpu.InterpretParams`.
+        logits, address, temperature, k, p, min_p: see `reference.draw`.
+        interpret: whether to run without a TPU; True, or `pltpu.InterpretParams`.
     """
     R, V = logits.shape
     rows = min(R, ROWS)

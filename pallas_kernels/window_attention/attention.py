@@ -1,4 +1,4 @@
-"""Window attention: to the window's own keys and to the cache, merged by their softmax sums."""
+"""Window attention: attention to the window's own keys and to the cache, merged by their softmax sums."""
 
 from __future__ import annotations
 
@@ -22,22 +22,28 @@ Implementation = Literal["xla", "mosaic_tpu", "triton"]
 
 Added = Callable[[Array, Array], Array]
 """A function from keys `f[B, G, K, d]` and their positions `i32[B or 1, G or 1, 1, K]` (separate for each key/value
-head if a cache keeps different tokens in each) to what is added to their scores, `f32[B or 1, H or 1, W, K]`."""
+head if a cache keeps different tokens in each) to the numbers that are added to their scores, `f32[B or 1, H or 1, W,
+K]`."""
 
 Bias = Callable[[Array, Array], Added]
 """A function from the queries `f[B, H, W, d]` of a window and their positions `i32[B, 1, W, 1]` to an `Added`."""
 
 
 class FixedBias(abc.ABC):
-    """A `Bias` that holds no arrays. Subclasses are frozen dataclasses: they are compared by value, so the attention is
-    traced once for all layers, and each device of a mesh adds the bias to the scores of its own heads."""
+    """A `Bias` without arrays. Derive a frozen dataclass: it is compared by value, so the attention is traced once for
+    all layers, and each device of a mesh adds the bias to the scores of its own heads."""
 
     @abc.abstractmethod
     def __call__(self, q: Array, positions: Array) -> Added: ...
 
 
 def by_position(scores: Callable[[Array, Array], Array]) -> Bias:
-    """Returns a bias that depends on positions only: `scores(positions of queries, positions of keys)`."""
+    """Returns a bias that depends on positions only.
+
+    Args:
+        scores: maps positions of queries `i32[B, 1, W, 1]` and of keys `i32[B or 1, G or 1, 1, K]` to what is added to
+            the scores, `f32[B or 1, H or 1, W, K]`.
+    """
     return lambda q, positions: lambda k, where: scores(positions, where)
 
 def window_attention(q: Array, k: Array, v: Array, mask: Array, positions: Array, cache: Array | None = None,
@@ -47,33 +53,33 @@ def window_attention(q: Array, k: Array, v: Array, mask: Array, positions: Array
                      slot_positions: Array | None = None, bias: Bias | None = None, sinks: Array | None = None,
                      scales: Array | None = None, table: Array | None = None,
                      implementation: Implementation | None = None) -> Array:
-    """Returns the attention of window queries to the verified cache entries and to the window.
+    """Returns attention of window queries to the verified cache entries and to the window.
 
     Args:
-        q: queries, `f[B, W, H, d]`.
-        k: keys of the window, `f[B, K, G, d]`; `H` is a multiple of `G`, and `K` is `W` unless nodes of earlier windows
+        q: `f[B, W, H, d]`, queries.
+        k: `f[B, K, G, d]`, keys of the window; `H` is a multiple of `G`, and `K` is `W` unless nodes of earlier windows
             precede the window's own.
-        v: values of the window, `f[B, K, G, e]`.
-        mask: which keys each query sees within the window, `bool[B or 1, W, K]`; each query sees at least one.
-        positions: `i32[B, W]`.
-        cache: `f[B, G, S, d + e]`, the key and then the value of each entry; None without a cache (training, scoring).
-        length: the number of verified entries, `i32[B]`, of a cache whose slots are positions.
+        v: `f[B, K, G, e]`, values of the window.
+        mask: `bool[B or 1, W, K]`, the keys of the window that each query attends to, at least one.
+        positions: `i32[B, W]`, positions of the queries.
+        cache: `f[B, G, S, d + e]`, the key and then the value of each entry; None: no cache (training, scoring).
+        length: `i32[B]`, number of verified entries, for a cache whose slots are positions.
         scale: factor of the scores before softcap and softmax.
-        sliding: a query sees only positions above its own minus this.
+        sliding: a query attends only to positions above its own minus this.
         softcap: scores become `softcap * tanh(scores / softcap)` (Gemma 2).
-        key_positions: positions of `k`, `i32[B, K]`; default `positions`.
-        cached: the verified entries that a row sees, `bool[B, S]`; None for all, `bool[B, 0]` for none.
-        slot_positions: the position of the token in each slot, `i32[B, G or 1, S]`, -1 for an empty slot, of a cache
-            whose slots are not positions; replaces `length` and `cached`.
-        bias: what is added to the scores after softcap: relative position biases (T5), slopes (ALiBi), the effect of
-            another position (dual chunk attention).
+        key_positions: `i32[B, K]`, positions of `k`; None: `positions`.
+        cached: `bool[B, S]`, the verified entries that a row attends to; None: all; `bool[B, 0]`: none.
+        slot_positions: `i32[B, G or 1, S]`, position of the token in each slot, -1 for an empty slot, for a cache whose
+            slots are not positions; replaces `length` and `cached`.
+        bias: added to the scores after softcap: relative position biases (T5), slopes (ALiBi), the effect of another
+            position (dual chunk attention).
         sinks: `f[H]`, a learned score for each head that takes part in the softmax without a value (GPT-OSS), so that
             weights sum to less than one. When parts are merged, only one of them gets the sinks.
-        scales: `f[B, G, 2, S]`, factors of each slot's key and value, of an `i8` cache from `quantized`.
-        table: `i32[B, N]`, the pages of each row, of a cache `f[P, G, page, d + e]` of pages for all rows, with scales
+        scales: `f[B, G, 2, S]`, factors of each slot's key and value, for an `i8` cache from `quantized`.
+        table: `i32[B, N]`, the pages of each row, for a cache `f[P, G, page, d + e]` of pages for all rows, with scales
             `f[P, G, 2, page]`; `S` is `N * page`. Entries for pages at or beyond `length` may be any number.
-        implementation: how the cache is read: "xla", or a kernel, "mosaic_tpu" for TPUs or "triton" for GPUs, which
-            runs in interpreter mode on a CPU; default the fastest available (see `choose`).
+        implementation: implementation of attention to the cache: "xla", or a kernel, "mosaic_tpu" for TPUs or "triton"
+            for GPUs, which runs in interpreter mode on a CPU. None: the fastest available (see `choose`).
 
     Returns:
         `f[B, W, H, e]` in the dtype of `q`. Scores and sums are float32.
@@ -89,8 +95,8 @@ def window_attention(q: Array, k: Array, v: Array, mask: Array, positions: Array
 
 
 def merge(*parts: tuple[Array, Array]) -> tuple[Array, Array]:
-    """Combines attention to several sets of keys into attention to all of them. The parts and the result are as
-    `window_attention_lse` returns them."""
+    """Combines attention to several disjoint sets of keys into attention to all of them. Each part, and the result, is
+    a pair as `window_attention_lse` returns: output and logarithm of the softmax sum."""
     return functools.reduce(_merge, parts)
 
 
@@ -109,10 +115,10 @@ def window_attention_lse(q: Array, k: Array, v: Array, mask: Array, positions: A
                          slot_positions: Array | None = None, bias: Bias | None = None, sinks: Array | None = None,
                          scales: Array | None = None, table: Array | None = None,
                          implementation: Implementation | None = None) -> tuple[Array, Array]:
-    """Returns `window_attention` and the logarithm of each query's softmax sum, `f32[B, W, H]`.
+    """Returns the result of `window_attention`, and the logarithm of each query's softmax sum, `f32[B, W, H]`.
 
     The weight of a key with score `s` is `exp(s - lse)`, and `merge` adds attention to other keys. The logarithm is
-    about -1e30 for a query that sees nothing.
+    about -1e30 for a query that attends to nothing. For the arguments see `window_attention`.
     """
     _check(implementation, cache, scales)
     if bias is not None and implementation not in (None, "xla"):
@@ -129,24 +135,24 @@ def window_attention_lse(q: Array, k: Array, v: Array, mask: Array, positions: A
 def prefix_attention(q: Array, positions: Array, cache: Array, length: Array, *, scale: float,
                      sliding: int | None = None, softcap: float | None = None, scales: Array | None = None,
                      table: Array | None = None, implementation: Implementation | None = None) -> tuple[Array, Array]:
-    """Returns the attention of many rows to their common prefix, which is read once for all of them (Hydragen, Juravsky
-    et al., 2024). The queries of these rows are treated as those of one row.
+    """Returns attention of many rows to their common prefix, which is read once for all of them (Hydragen, Juravsky et
+    al., 2024). The queries of these rows are treated as those of one row.
 
-    `merge` adds the rest, a row's own cache and its window, as `window_attention_lse` returns it. In a layer with
-    `sliding` that call needs to know where the own cache begins, by `slot_positions`.
+    `merge` adds attention to a row's own cache and window, the result of `window_attention_lse`. In a layer with
+    `sliding`, that call needs `slot_positions`, since the own cache does not begin at position 0.
 
     Args:
-        q: `f[B, W, H, d]`.
-        positions: `i32[B, W]`.
-        cache: prefixes of `B / N` consecutive rows each, `f[N, G, S, d + e]`; or pages, with `table`.
-        length: `i32[N]`.
-        scale, sliding, softcap, scales, table, implementation: as in `window_attention`.
+        q: `f[B, W, H, d]`, queries.
+        positions: `i32[B, W]`, their positions.
+        cache: `f[N, G, S, d + e]`, prefixes of `B / N` consecutive rows each; or pages, with `table`.
+        length: `i32[N]`, number of tokens of each prefix.
+        scale, sliding, softcap, scales, table, implementation: see `window_attention`.
 
     Returns:
-        As `window_attention_lse`.
+        The output and the logarithms of its softmax sums; see `window_attention_lse`.
 
     Raises:
-        ValueError: as `window_attention`, or the number of rows is not a multiple of the number of prefixes.
+        ValueError: see `window_attention`; or the number of rows is not a multiple of the number of prefixes.
     """
     _check(implementation, cache, scales)
     if q.shape[0] % length.shape[0]:
@@ -159,20 +165,21 @@ def slot_weights(q: Array, lse: Array, positions: Array, cache: Array, length: A
                  sliding: int | None = None, softcap: float | None = None, cached: Array | None = None,
                  slot_positions: Array | None = None, scales: Array | None = None, table: Array | None = None,
                  causal: bool = False, implementation: Implementation | None = None) -> Array:
-    """Returns how much attention each cache slot receives: its softmax weights, summed over the queries and over the
-    heads of a group, `f32[B, G, S]`; 0 if no query sees the slot.
+    """Returns the attention that each cache slot receives: its softmax weights, summed over the queries and over the
+    heads of a group, `f32[B, G, S]`; 0 if no query attends to the slot.
 
-    Caches that evict by attention (H2O, SnapKV) use this statistic. It takes a second pass over the keys, for which
-    `window_attention_lse` and an entry of the cache keep what it needs: queries, and the logarithms of their softmax
-    sums over window and cache. So it costs nothing unless requested, and it can wait until it is known which nodes are
-    committed, because only these should count.
+    Caches that evict by attention (H2O, SnapKV) use this statistic. It takes a second pass over the keys, which needs
+    the queries and the logarithms of their softmax sums over window and cache; `window_attention_lse` returns these,
+    and an entry of the cache can store them. So it costs nothing unless requested, and it can be computed after
+    verification, because only committed nodes should count.
 
     Args:
-        q: `f[B, W, H, d]`.
-        lse: `f32[B, W, H]`, as `window_attention_lse` or `merge` returns it; inf for a query that does not count.
-        causal: a query does not see slots whose tokens are after its own position; for queries whose own keys are
-            already in the cache.
-        positions, cache, length, scale, sliding, softcap, cached, slot_positions, scales, table, implementation: as in
+        q: `f[B, W, H, d]`, queries.
+        lse: `f32[B, W, H]`, logarithms of their softmax sums, from `window_attention_lse` or `merge`; inf for a query
+            that does not count.
+        causal: whether a query does not attend to slots whose tokens are after its own position; for queries whose own
+            keys are already in the cache.
+        positions, cache, length, scale, sliding, softcap, cached, slot_positions, scales, table, implementation: see
             `window_attention`.
     """
     _check(implementation, cache, scales)
@@ -182,14 +189,14 @@ def slot_weights(q: Array, lse: Array, positions: Array, cache: Array, length: A
 
 
 def quantized(cache: Array, width: int) -> tuple[Array, Array]:
-    """Rounds keys and values to integers and returns the cache `i8[..., S, d + e]` and its scales `f32[..., 2, S]`.
+    """Rounds keys and values to integers. Returns the cache `i8[..., S, d + e]` and its scales `f32[..., 2, S]`.
 
     A key or value is rounded to multiples of a 127th of its largest entry, separately for each slot and head. Slots are
     the last axis of the scales, which a TPU pads to 128: scales `[S, 2]` would take 64 times their bytes.
 
     Args:
-        cache: `f[..., S, d + e]`.
-        width: `d`.
+        cache: `f[..., S, d + e]`, keys and then values.
+        width: width of keys, `d`.
     """
     parts = [x.astype(jnp.float32) for x in (cache[..., :width], cache[..., width:])]
     scales = [jnp.abs(x).max(-1) / 127 for x in parts]
@@ -207,7 +214,7 @@ def _check(implementation: str | None, cache: Array | None, scales: Array | None
 
 def choose(cache: Array | None) -> Implementation | None:
     """Returns the implementation for a cache `f[B, G, S, D]`, or its pages: "xla", or None for the accelerator's kernel
-    wherever the program is lowered for it.
+    if the program is lowered for it.
 
     A kernel needs the mesh, because the compiler cannot divide it over devices by itself. The TPU kernel needs slots in
     blocks of 128; the GPU kernel needs a JAX with Triton and a chip that multiplies bfloat16 (Ampere or later).
@@ -265,6 +272,9 @@ def _attention(q: Array, k: Array, v: Array, mask: Array, positions: Array, cach
     B, W, H, _ = q.shape
     G, e = k.shape[2], v.shape[3]
     added = None if bias is None else bias(q.swapaxes(1, 2), positions[:, None, :, None])
+    if added is not None and not callable(added):
+        raise TypeError(f"bias: got a function that returns {type(added).__name__}, takes one of queries and their "
+                        "positions that returns a function of keys and their positions, such as by_position(scores)")
     dtype, q = q.dtype, _folded(q, G)
     k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
 
@@ -341,8 +351,8 @@ def _repeated(positions: Array, times: int) -> Array:
 
 def _held(cache: Array, table: Array | None, length: Array | None, cached: Array | None,
           held: Array | None) -> tuple[Array, Array | None]:
-    """Returns how far a cache is read, and the positions of the tokens in visible slots, or None if slots are
-    positions."""
+    """Returns the number of slots of each row to read, and the positions of the tokens in visible slots (None if slots
+    are positions)."""
     slots = cache.shape[2] * (1 if table is None else table.shape[1])
     place = jnp.arange(slots, dtype=jnp.int32)
     if held is not None:
@@ -356,7 +366,7 @@ def _held(cache: Array, table: Array | None, length: Array | None, cached: Array
 
 def _read(name: str, implementation: Implementation | None, given: tuple[Array | None, ...], plain: dict[str, Any],
           **options: Any) -> Any:
-    """Calls the function `name` of an implementation; `plain` holds options of the reference only."""
+    """Calls the function `name` of an implementation. `plain` has options that only the reference takes."""
     walk: Callable[..., Any] = functools.partial(getattr(reference, name), **options, **plain)
     if implementation == "xla":
         return walk(*given)

@@ -24,24 +24,25 @@ from decodax.common.axes import compute_capability
 MASKED = -1e30
 
 BLOCK = 64
-"""Slots that a program handles in a step."""
+"""Number of slots that a program handles in a step."""
 
 TILE = 64
-"""Maximum number of queries of a head for a program: what a group of warps multiplies at once on Hopper."""
+"""Maximum number of queries of a head for a program: the number that a group of warps multiplies at once on Hopper."""
 
 CORES = 2 * 132
-"""Programs that an H100 or H200 runs at once: two on each multiprocessor, so that one reads while the other waits."""
+"""Number of programs that an H100 or H200 runs at once: two on each multiprocessor, so that one reads while the other
+waits."""
 
 MOST_SHARES = 128
 
 SHARED = {8.0: 163, 8.7: 163, 9.0: 227, 10.0: 227, 10.3: 227, 11.0: 227}
-"""KiB of shared memory that a program may use, by compute capability; 99 for others from 8.0 on (NVIDIA, "CUDA C++
+"""Shared memory that a program may use, in KiB, by compute capability; 99 for others from 8.0 on (NVIDIA, "CUDA C++
 Programming Guide", technical specifications)."""
 
 
 def shares_of(programs: int, steps: int, cores: int = CORES) -> int:
-    """Returns into how many shares to divide a row's slots: the fewest that keep the GPU nearly as busy as any number
-    does.
+    """Returns the number of shares into which a row's slots are divided: the smallest number that keeps the GPU nearly
+    as busy as the best number.
 
     Args:
         programs: the number of programs with one share.
@@ -63,14 +64,14 @@ def shares_of(programs: int, steps: int, cores: int = CORES) -> int:
 
 
 def depth_of(block: int, slot: int, most: int, shared: int) -> tuple[int, int]:
-    """Returns how many slots a step reads, and how many steps are read ahead of their use, so that they fit into shared
-    memory.
+    """Returns the number of slots that a step reads, and the number of steps that are read ahead of their use, so that
+    they fit in shared memory.
 
     Args:
-        block: the maximum number of slots.
-        slot: the bytes that are read of one slot.
-        most: the maximum number of steps.
-        shared: the shared memory in KiB.
+        block: maximum number of slots.
+        slot: bytes that are read of one slot.
+        most: maximum number of steps.
+        shared: shared memory in KiB.
 
     >>> depth_of(64, 512, 3, 227), depth_of(64, 1024, 3, 163), depth_of(64, 2048, 3, 99)
     ((64, 3), (64, 2), (32, 1))
@@ -89,12 +90,12 @@ def cache_attention(q: Array, cache: Array, length: Array, positions: Array, hel
                     scales: Array | None = None, table: Array | None = None, *, scale: float, value_width: int,
                     sliding: int | None = None, softcap: float | None = None, block: int = BLOCK,
                     shares: int | None = None, interpret: bool = False) -> tuple[Array, Array]:
-    """Returns the result of `reference.cache_attention`.
+    """Returns the result of `reference.cache_attention`, with the same arguments and three more.
 
     Args:
-        block: the number of slots in a step, a power of two from 16 on.
-        shares: the number of shares of a row's slots; default `shares_of`.
-        interpret: run without a GPU.
+        block: number of slots in a step, a power of two from 16 on.
+        shares: number of shares of a row's slots; None: `shares_of`.
+        interpret: whether to run without a GPU.
     """
     B, G, R, _ = q.shape
     e, page = value_width, cache.shape[2]
@@ -132,7 +133,8 @@ def slot_weights(q: Array, lse: Array, cache: Array, length: Array, positions: A
                  scales: Array | None = None, table: Array | None = None, *, scale: float, sliding: int | None = None,
                  softcap: float | None = None, causal: bool = False, block: int = BLOCK,
                  interpret: bool = False) -> Array:
-    """Returns the result of `reference.slot_weights`. `block` and `interpret` are as in `cache_attention`."""
+    """Returns the result of `reference.slot_weights`, with the same arguments and two more. `block` and `interpret`:
+    see `cache_attention`."""
     B, G, R, _ = q.shape
     page = cache.shape[2]
     S = page * (1 if table is None else table.shape[1])
@@ -151,7 +153,7 @@ def slot_weights(q: Array, lse: Array, cache: Array, length: Array, positions: A
 
 
 def _given(**arrays: Array | None) -> tuple[tuple[str, ...], list[Array]]:
-    """Returns the names and arrays of those that are not None."""
+    """Returns the names and the arrays of the arguments that are not None."""
     found = {name: array for name, array in arrays.items() if array is not None}
     return tuple(found), list(found.values())
 
@@ -162,8 +164,8 @@ def _power(n: int) -> int:
 
 
 def _both(rows: Array, col: Array, width: int) -> Array:
-    """Returns which entries of some rows exist. Columns are compared only if some are missing: Triton reads several
-    entries at once if it can tell that neighbours are all read."""
+    """Returns a mask of the entries of some rows that exist, `bool[rows, columns]`. Columns are compared with `width`
+    only if some are missing: Triton reads several entries at once if it can prove that neighbours are all read."""
     all_of_them = jnp.broadcast_to(rows[:, None], (len(rows), len(col)))
     return all_of_them if len(col) == width else all_of_them & (col < width)[None, :]
 
@@ -173,12 +175,12 @@ def _load(ref: Any, *index: Any, mask: Array) -> Array:
 
 
 class _Row:
-    """A row and a key/value head as programs read them.
+    """The data of a row and a key/value head, for a program.
 
     Attributes:
         b: the row.
         g: the head.
-        length: the number of live slots.
+        length: number of live slots.
     """
 
     def __init__(self, given: dict[str, Any], heads: int, rows: int, block: int):
@@ -189,7 +191,7 @@ class _Row:
         self.d = given["q"].shape[3]
 
     def queries(self, start: Array, tile: int) -> tuple[Array, Array, Array, Array]:
-        """Returns the indices of a tile's queries, which of them exist, their vectors and their positions."""
+        """Returns the indices of a tile's queries, a mask of those that exist, their vectors and their positions."""
         row = start + jnp.arange(tile)
         there = row < self.rows
         col = jnp.arange(_power(self.d))
@@ -198,7 +200,7 @@ class _Row:
         return row, there, q, _load(self.given["positions"], self.b, jnp.where(there, row, 0), mask=there)
 
     def slots(self, start: Array) -> tuple[Array, Array, Array, Array]:
-        """Returns the slots of a block, which of them are live, and their rows and slots in the cache."""
+        """Returns the slots of a block, a mask of the live ones, and their rows (or pages) and slots in the cache."""
         slot = start + jnp.arange(self.block)
         live = slot < self.length
         slot = jnp.where(live, slot, 0)
@@ -208,7 +210,7 @@ class _Row:
         return slot, live, jnp.where(live, row, 0), slot % self.page
 
     def part(self, row: Array, place: Array, live: Array, begin: int, width: int) -> Array:
-        """Returns keys or values of a block, `[block, power of two]`, with zeros where there are none."""
+        """Returns keys or values of a block, `[block, power of two]`, with zeros for missing ones."""
         col = jnp.arange(_power(width))
         return _load(self.given["cache"], row[:, None], self.g, place[:, None], (begin + col)[None, :],
                      mask=_both(live, col, width))
@@ -219,8 +221,8 @@ class _Row:
 
     def scores(self, q: Array, positions: Array, start: Array, *, scale: float, sliding: int | None,
                softcap: float | None, causal: bool) -> tuple[Array, Array, tuple[Array, Array, Array]]:
-        """Returns the scores of a block and which of them are visible, `[tile, block]`, and where its values are in the
-        cache."""
+        """Returns the scores of a block and a mask of the visible ones, `[tile, block]`, and the places of its values
+        in the cache (rows, slots, live)."""
         slot, live, row, place = self.slots(start)
         s = _dot(q, self.part(row, place, live, 0, self.d).astype(q.dtype).T)
         if "scales" in self.given:

@@ -1,8 +1,8 @@
 """Attention to a cache in plain XLA: a loop over blocks of slots with a running softmax.
 
-The loop ends at the longest live row, so a step costs what the cache holds, not its capacity (125M Llama shape, CPU:
-the same time at capacity 256 and 4,096; one einsum over the capacity takes four times as long at 1,024). The running
-softmax is that of Milakov and Gimelshein (2018).
+The loop ends at the longest live row, so the time of a step depends on the length of the texts, not on the capacity
+(125M Llama shape, CPU: the same time at capacity 256 and 4,096; one einsum over the capacity takes four times as long
+at 1,024). The running softmax is that of Milakov and Gimelshein (2018).
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from jax import Array, lax
 Carry = TypeVar("Carry")
 
 BLOCK = 128
-"""Cache entries in a step of the loop. On CPU 128 to 512 take the same time for long rows, but short rows read a whole
-step: with 56 live entries in a cache of 256, a step of 8 rows of the 125M shape takes 15% longer with 256 than with
-128."""
+"""Number of cache entries in a step of the loop. On CPU 128 to 512 take the same time for long rows, but short rows
+read a complete step: with 56 live entries in a cache of 256, a step of 8 rows of the 125M shape takes 15% longer with
+256 than with 128."""
 
 WIDE_BLOCK = 1024
-"""The same on accelerators, where a step is a dozen operations of a microsecond each: with 2,048 live entries XLA
-estimates a third of the cycles of blocks of 256 on a v5e (`docs/results/tpu.md`)."""
+"""Number of cache entries in a step on accelerators, where a step is a dozen operations of a microsecond each: with
+2,048 live entries, XLA estimates a third of the cycles of blocks of 256 on a v5e (`docs/results/tpu.md`)."""
 
 MASKED = -1e30
 """The score of an invisible entry: finite, so that a fully masked block gives weights that the merge scales to zero."""
@@ -43,11 +43,11 @@ class AttentionBlock(NamedTuple):
     """The data of one step of the loop.
 
     Attributes:
-        at: the first slot of the block.
+        at: first slot of the block.
         scores: `f32[B, G, R, block]`.
-        seen: which scores are visible, in the shape of `scores` or broadcastable to it.
+        seen: True for visible scores, in the shape of `scores` or broadcastable to it.
         values: `f[B, G, block, e]`.
-        worth: factors of the values, `f32[B, G, 1, block]`; None for 1.
+        worth: factors of the values, `f32[B, G, 1, block]`; None: 1.
     """
 
     at: Array
@@ -61,25 +61,24 @@ def cache_attention(q: Array, cache: Array, length: Array, positions: Array, hel
                     scales: Array | None = None, table: Array | None = None, *, scale: float, value_width: int,
                     sliding: int | None = None, softcap: float | None = None,
                     bias: Callable[[Array, Array], Array] | None = None) -> tuple[Array, Array]:
-    """Returns the attention to a cache, and the logarithm of each query's softmax sum.
+    """Returns attention to a cache, and the logarithm of each query's softmax sum.
 
     Args:
-        q: the queries of each key/value head, `f[B, G, R, d]`.
-        cache: the key and then the value of each slot, `f[B, G, S, d + e]`.
-        length: slots from this index on are invisible, `i32[B]`.
-        positions: positions of the queries, `i32[B, R]`; used by `sliding`.
-        held: the position of each slot's token, `i32[B, G or 1, S]`, -1 for an invisible slot; None if slots are
-            positions.
-        scales: factors of each slot's key and value, `f[B, G, 2, S]`, of a cache of integers.
-        table: the pages of each row, `i32[B, N]`, of a cache `f[P, G, page, d + e]` and scales `f[P, G, 2, page]` that
+        q: `f[B, G, R, d]`, queries of each key/value head.
+        cache: `f[B, G, S, d + e]`, the key and then the value of each slot.
+        length: `i32[B]`; slots from this index on are invisible.
+        positions: `i32[B, R]`, positions of the queries; used by `sliding`.
+        held: `i32[B, G or 1, S]`, position of each slot's token, -1 for an invisible slot; None: slots are positions.
+        scales: `f[B, G, 2, S]`, factors of each slot's key and value, for a cache of integers.
+        table: `i32[B, N]`, the pages of each row, for a cache `f[P, G, page, d + e]` and scales `f[P, G, 2, page]` that
             all rows share; `S` is `N * page`. Entries for pages beyond `length` may be any number.
-        scale, sliding, softcap: as in `window_attention`.
-        value_width: `e`.
-        bias: a function from keys `f[B, G, K, d]` and their positions, `i32[B or 1, G or 1, K]`, to what is added to
+        scale, sliding, softcap: see `window_attention`.
+        value_width: width of values, `e`.
+        bias: maps keys `f[B, G, K, d]` and their positions, `i32[B or 1, G or 1, K]`, to numbers that are added to
             their scores, `f32[B, G, R, K]`.
 
     Returns:
-        `f32[B, G, R, e]` and `f32[B, G, R]`; zeros and about -1e30 for a query that sees nothing.
+        `f32[B, G, R, e]` and `f32[B, G, R]`; zeros and about -1e30 for a query that attends to nothing.
     """
     B, G, R, _ = q.shape
 
@@ -107,10 +106,10 @@ def slot_weights(q: Array, lse: Array, cache: Array, length: Array, positions: A
     """Returns the weight `exp(score - lse)` that each slot receives, summed over the queries of a head: `f32[B, G, S]`.
 
     Args:
-        lse: the logarithm of each query's softmax sum over everything that it sees, `f32[B, G, R]`; inf for a query
+        lse: `f32[B, G, R]`, the logarithm of each query's softmax sum over all keys that it attends to; inf for a query
             that does not count.
-        causal: a query does not see tokens after its own position.
-        q, cache, length, positions, held, scales, table, scale, sliding, softcap: as in `cache_attention`.
+        causal: whether a query does not attend to tokens after its own position.
+        q, cache, length, positions, held, scales, table, scale, sliding, softcap: see `cache_attention`.
     """
 
     def visit(x: AttentionBlock, sums: Array) -> Array:
@@ -125,7 +124,8 @@ def slot_weights(q: Array, lse: Array, cache: Array, length: Array, positions: A
 
 
 def _unit(cache: Array, table: Array | None) -> int:
-    """Returns the number of slots of which a block is a multiple; with pages, those that make up a block on CPU."""
+    """Returns a number of slots; blocks are multiples of it. With pages, it is the number of slots of whole pages that
+    make up a block on CPU."""
     page = cache.shape[2]
     return 1 if table is None else page * max(BLOCK // page, 1)
 

@@ -1,10 +1,10 @@
 """Attention of a window to a cache on TPUs (Mosaic).
 
-A program instance handles a row, a tile of its queries and a block of its slots, with all heads: one transfer of `G x
-block` entries, keys and values side by side, runs while the block before is computed. A row's instances outside of its
-live blocks ask for a block that is already in fast memory, so nothing is transferred for them: each row reads only what
-it holds. There is nearly always one tile; the queries of a wide chunk of a prompt are divided into several tiles, each
-of which reads the cache.
+A program instance handles a row, a tile of its queries and a block of its slots, with all heads. One transfer of `G x
+block` entries, keys and values together, runs while the block before is computed. Instances outside of a row's live
+blocks ask for a block that is already in fast memory, so nothing is transferred for them: for each row, only live
+blocks are read. There is nearly always one tile; the queries of a wide chunk of a prompt are divided into several
+tiles, each of which reads the cache.
 
 `slot_weights` loops in the other order, with tiles inside of blocks, so that keys are read once.
 """
@@ -23,13 +23,14 @@ from jax.experimental.pallas import tpu as pltpu
 
 LANES = 128
 BLOCK_BYTES = 2 << 20
-"""Bytes of one transfer: large enough to hide its start, small enough that two and the scores fit a v4's 16 MiB."""
+"""Bytes of one transfer: large enough to hide its start, small enough that two of them and the scores fit in a v4's 16
+MiB."""
 
 TILE_BYTES = 8 << 20
-"""Bytes of a tile's queries, sums and results; arrays that are transferred are counted twice."""
+"""Maximum bytes of a tile's queries, sums and results; arrays that are transferred are counted twice."""
 
 SCORES = 512 << 10
-"""Maximum number of scores of a head, tile and block at once: two to three float32 arrays of them."""
+"""Maximum number of scores of a head, tile and block at a time: two to three float32 arrays of that size."""
 
 TABLE_BYTES = 512 << 10
 """Maximum bytes of a table of pages: half of the scalar memory. A larger table takes several launches."""
@@ -51,7 +52,7 @@ def block_of(heads: int, slots: int, width: int, itemsize: int) -> int | None:
 
 
 def tile_of(heads: int, rows: int, width: int, itemsize: int, block: int) -> int:
-    """Returns the number of queries of a head for an instance: about equal shares of all, in steps of 16.
+    """Returns the number of queries of a head for an instance: about equal parts of all queries, in steps of 16.
 
     >>> tile_of(8, 5, 128, 2, 512), tile_of(8, 128, 128, 2, 512), tile_of(8, 1024, 128, 2, 512)
     (16, 128, 256)
@@ -69,12 +70,12 @@ def cache_attention(q: Array, cache: Array, length: Array, positions: Array, hel
                     scales: Array | None = None, table: Array | None = None, *, scale: float, value_width: int,
                     sliding: int | None = None, softcap: float | None = None, block: int | None = None,
                     tile: int | None = None, interpret: Any = False) -> tuple[Array, Array]:
-    """Returns the result of `reference.cache_attention`.
+    """Returns the result of `reference.cache_attention`, with the same arguments and three more.
 
     Args:
-        block: the number of slots that an instance reads; default `block_of`.
-        tile: the number of queries of a head for an instance, a multiple of 16; default `tile_of`.
-        interpret: run without a TPU; True, or `pltpu.InterpretParams`.
+        block: number of slots that an instance reads; None: `block_of`.
+        tile: number of queries of a head for an instance, a multiple of 16; None: `tile_of`.
+        interpret: whether to run without a TPU; True, or `pltpu.InterpretParams`.
     """
     R = q.shape[2]
     out, lse = _call(q, None, cache, length, positions, held, scales, table, scale=scale, sliding=sliding,
@@ -86,13 +87,13 @@ def slot_weights(q: Array, lse: Array, cache: Array, length: Array, positions: A
                  scales: Array | None = None, table: Array | None = None, *, scale: float, sliding: int | None = None,
                  softcap: float | None = None, causal: bool = False, block: int | None = None,
                  tile: int | None = None, interpret: Any = False) -> Array:
-    """Returns the result of `reference.slot_weights`.
+    """Returns the result of `reference.slot_weights`, with the same arguments and three more.
 
     It reads the keys once more: half of the cache's bytes if widths are multiples of 128, otherwise all of them,
     because keys and values share lanes.
 
     Args:
-        block, tile, interpret: as in `cache_attention`.
+        block, tile, interpret: see `cache_attention`.
     """
     return _call(q, lse, cache, length, positions, held, scales, table, scale=scale, sliding=sliding, softcap=softcap,
                  causal=causal, block=block, tile=tile, interpret=interpret)[0]
@@ -121,7 +122,8 @@ class _Place(NamedTuple):
 def _call(q: Array, lse: Array | None, cache: Array, length: Array, positions: Array, held: Array | None,
           scales: Array | None, table: Array | None, *, scale: float, sliding: int | None, softcap: float | None,
           causal: bool, block: int | None, tile: int | None, interpret: Any) -> tuple[Array, ...]:
-    """Returns the attention's output and sums, with the padding of tiles; with `lse` the slot weights."""
+    """Returns the attention's output and the logarithms of its sums, with the padding of tiles; if `lse` is given, the
+    slot weights."""
     B, G, R, d = q.shape
     page, D = cache.shape[2:]
     block = block or block_of(G, page, D, cache.dtype.itemsize)

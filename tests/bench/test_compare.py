@@ -13,6 +13,7 @@ from decodax.algorithms.plain import Autoregressive
 from decodax.bench import compare, tasks
 from decodax.cli import commands as cli
 from decodax.common.registry import ALGORITHMS, Entry
+from decodax.core.algorithm import Traits
 from decodax.core.state import Status
 from decodax.engine.result import Result, Statistics
 from decodax.train.corpus import load_corpus
@@ -78,6 +79,10 @@ class Fake:
     accepted: int = 1
     guarantee: str = "seed-exact"
     off: int = 0
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(guarantee=self.guarantee)        # type: ignore[arg-type]
 
 
 TOY = tasks.Task("toy", "", lambda lm, count, new, seed: [[1, 2, 3]] * count, {})

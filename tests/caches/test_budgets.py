@@ -195,7 +195,7 @@ def test_what_cannot_be_had_is_refused_by_name() -> None:
                 make("snapkv", budget="300B", window_size=4))),        # type: ignore[arg-type]
             (r"^budget: got 32, takes more than the 32 tokens that snapkv keeps", lambda: make("snapkv", budget=32)),
             (r"^every: got 0, takes a whole number from 1 or None", lambda: make("h2o", every=0)),
-            (r"^offload: got 'no', takes True or False", lambda: CACHES.read("quest:offload=no").build()),
+            (r"^offload: got 'off', takes True or False", lambda: CACHES.read("quest:offload=off").build()),
             (r"^every: got 4; eviction chooses once", lambda: Eviction(Top(KeyNorm()), 8, 4, close_up=True)),
             (r"^budget: got one for each of 3 layers, the model has 2", lambda: arrays(
                 Eviction(Top(KeyNorm()), (8, 8, 8)))),

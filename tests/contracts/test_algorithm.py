@@ -172,15 +172,15 @@ RULES = {"seed-exact": EXACT, "distribution-exact": dx.verify.Rejection(), "appr
 @pytest.mark.parametrize("name", [n for n, e in ALGORITHMS.items() if "verify" in e.options and not e.alias_of])
 def test_the_verifier_that_is_given_decides_the_guarantee(name):
     for guarantee, verify in RULES.items():
-        assert made(name, verify=verify).guarantee == guarantee
+        assert made(name, verify=verify).traits.guarantee == guarantee
 
 
 @pytest.mark.parametrize(("name", "options"), [("fastcot", dict(cut=3)), ("fastcot", dict(cut=3, trigger=(4, 5))),
                                                ("aggressive-decoding", dict(beta=3)),
                                                ("aggressive-decoding", dict(tau=0.5))])
 def test_options_that_relax_a_system_make_it_approximate(name, options):
-    assert ALGORITHMS[name].guarantee == made(name).guarantee == "seed-exact"
-    assert made(name, **options).guarantee == "approximate"
+    assert ALGORITHMS[name].guarantee == made(name).traits.guarantee == "seed-exact"
+    assert made(name, **options).traits.guarantee == "approximate"
     assert "approximate" in ALGORITHMS[name].summary
 
 

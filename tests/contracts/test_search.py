@@ -45,7 +45,7 @@ FED = ("with-tools", "trimr", "corag", "apar")
 
 
 KNOWN = {
-    "others": {"phi-decoding": "copies are keyed by how often any prompt of the batch has forked, not this one"},
+    "others": {},
     "pages": {"corag": "chains are scored with a cache of no capacity, which pages do not have"}}
 """Bugs of the library that these laws have found: the reason is what has to change."""
 
@@ -69,7 +69,8 @@ def model(name: str) -> LM:
 
 def explored(name: str, rows: tuple[int, ...] = (0, 1, 2), **more: Any) -> search.Explored:
     steps = {} if name in CANVASES else dict(step_tokens=3)
-    return search.explore(model(name), [PROMPTS[i] for i in rows], name, options=OPTIONS[name], request_ids=rows,
+    lm = model(name)
+    return search.explore(lm, [PROMPTS[i] for i in rows], SEARCHES.make(name, lm, **OPTIONS[name]), request_ids=rows,
                           **{**steps, "max_new_tokens": NEW, "temperature": 0.8, "seed": 3, **more})
 
 

@@ -55,11 +55,12 @@ def test_the_order_of_candidates_does_not_change_their_scores(name: str, lm: LM)
 @pytest.mark.wide(but=("likelihood", "self-consistency"))
 @pytest.mark.parametrize("name", SELECTS)
 def test_the_choice_for_a_prompt_does_not_depend_on_the_other_prompts(name: str, lm: LM) -> None:
-    choose = lambda rows: select.choose(lm, [PROMPTS[i] for i in rows], name, n=3, options=OPTIONS.get(name, {}),
-                                        request_ids=rows, seed=3, temperature=1.0, max_new_tokens=6)
+    rule = SELECTS.make(name, lm, **OPTIONS.get(name, {}))
+    choose = lambda rows: select.choose(lm, [PROMPTS[i] for i in rows], rule, num_samples=3, request_ids=rows, seed=3,
+                                        temperature=1.0, max_new_tokens=6)
     whole, back, alone = choose([0, 1, 2]), choose([2, 1, 0]), choose([1])
     assert back.text == whole.text[::-1] and alone.text == whole.text[1:2]
     assert back.index == whole.index[::-1] and alone.index == whole.index[1:2]
-    answers = dx.generate(lm, [PROMPTS[1]], select=SELECTS.make(name, lm, **OPTIONS.get(name, {})), num_samples=3,
-                          request_ids=[1], seed=3, temperature=1.0, max_new_tokens=6)
+    answers = dx.generate(lm, [PROMPTS[1]], select=rule, num_samples=3, request_ids=[1], seed=3,
+                          temperature=1.0, max_new_tokens=6)
     assert answers.text == alone.text

@@ -149,7 +149,7 @@ def test_characters_that_a_tokenizer_would_drop_are_named():
     with pytest.raises(ValueError, match="no token for 'x', ' ' and would drop them"):
         words.encode("ax b")
     for tok in (words, Tokenizer(byte_level())):
-        with pytest.raises(ValueError, match=r"'\\ud800' at place 1, which is no Unicode"):
+        with pytest.raises(ValueError, match=r"text: got '\\ud800' at position 1, takes Unicode characters"):
             tok.encode("a\ud800")
     assert Tokenizer(byte_level()).encode("日x")
 

@@ -392,7 +392,7 @@ def test_wrong_configurations_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"^linear: cannot be combined with a sliding window"):
         dataclasses.replace(CONFIGS["elu"].layers[0], sliding=4)
     own = lm("jrt")
-    with pytest.raises(ValueError, match=r"^inputs: got none, a Transformer with prefix linear attention takes an Enc"):
+    with pytest.raises(ValueError, match=r"^inputs: got None, takes an EncoderText for a Transformer"):
         dx.generate(own, PROMPTS, **POLICY)
     soft = Embeddings(values=np.zeros((3, 2, 16), np.float32), given=np.ones((3, 2), bool))
     with pytest.raises(ValueError, match=r"^inputs: got a Embeddings, a Transformer with prefix linear attention"):

@@ -300,7 +300,7 @@ def test_what_it_cannot_do_is_refused_by_name(tmp_path: Path) -> None:
         tokens_of(lm, algorithm=dx.Speculative(dx.drafts.CLaSp(attention(), skips=1)))
     with pytest.raises(ValueError, match=r"context: got one for .*a Mamba-2 runs on one device"):
         dx.load(written("groups")[1], context=64)
-    with pytest.raises(ValueError, match="model: got a Mamba2, a Transformer can be counted"):
+    with pytest.raises(ValueError, match="model: got a Mamba2, takes a Transformer"):
         plan(lm, "v5e:2x2")
     with pytest.raises(ValueError, match="inputs: Mamba2 takes none"):
         tokens_of(lm, inputs=np.zeros((4, 1)))

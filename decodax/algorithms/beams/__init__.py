@@ -1,4 +1,5 @@
-"""Beam searches: the most promising texts of a prompt side by side, one round a token."""
+"""Beam searches: several texts of a prompt are extended side by side, one token in each round, and the best are
+kept."""
 
 from decodax.algorithms.beams import variants  # noqa: F401
 from decodax.algorithms.beams.beam_search import BeamSearch

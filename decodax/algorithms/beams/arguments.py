@@ -1,4 +1,4 @@
-"""Beam search and contrastive search by the arguments of transformers."""
+"""Creates beam search and contrastive search from the generation arguments of transformers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from decodax.sampling.neutral import is_neutral, is_zero
 
 ARGUMENTS = ("num_beams", "length_penalty", "early_stopping", "num_beam_groups", "diversity_penalty", "patience",
              "renormalize_logits", "penalty_alpha")
-"""Arguments of `generate` that `read` takes."""
+"""Arguments of `generate` that `read` uses."""
 
 
 CANDIDATES = 4
@@ -22,14 +22,15 @@ CANDIDATES = 4
 
 
 def read(lm: Loaded, given: Mapping[str, Any], said: Callable[..., Any]) -> Algorithm | None:
-    """Returns the search that arguments and a generation config ask for; None for a single beam without a penalty.
+    """Returns the search for the arguments of a call and a generation config; None for one beam without a penalty.
 
     Args:
-        given: arguments of the caller, those of `ARGUMENTS` among others.
-        said: `said(name, given, read, default)` returns the argument, or the config's entry, after `read`.
+        lm: the result of `decodax.load`.
+        given: arguments of the call, among them those of `ARGUMENTS`.
+        said: `said(name, given, read, default)` returns the argument or else the config's value, converted by `read`.
 
     Raises:
-        ValueError, TypeError: an argument that is out of its range, or that has no effect without beams.
+        ValueError, TypeError: an argument is out of its range, or has no effect without beams.
     """
     value = lambda name, read, default: said(name, given.get(name), read, default)
     width = value("num_beams", lambda name, x: whole(name, x, 1), 1)

@@ -1,4 +1,4 @@
-"""Beam search: keeps the most promising texts of a prompt side by side, one round a token.
+"""Beam search: extends several texts of a prompt side by side, one token in each round, and keeps the best.
 
 The rules are those of the vectorised search of transformers, for each prompt by itself. Beam sampling, patience,
 diverse groups, regularised scores and drafted beams are options of the same class.
@@ -27,6 +27,7 @@ from decodax.common.options import Count, Positive
 from decodax.common.registry import ALGORITHMS
 from decodax.core.algorithm import Concludes, Grouped, LearnsFromPrompt, Traits
 from decodax.core.cache import NONE
+from decodax.core.composed import data
 from decodax.core.record import Record, record
 from decodax.core.state import State, Status
 from decodax.core.types import Decision, Out, Params
@@ -37,56 +38,61 @@ Counting = Literal["chosen", "candidates"]
 
 
 TWO_CHAINS = Fixed.of([[0], [1], [0, 0], [1, 0], [0, 0, 0], [1, 0, 0]])
-"""Survivors often come from one beam, so a window must hold more than the likeliest token."""
+"""Default draft tree of a beam: the two most likely tokens, each with a chain of two after it. Several new beams often
+continue the same beam, so a tree with only the most likely token would not contain them."""
 
 
 @dataclasses.dataclass(frozen=True)
 class BeamSearch(LearnsFromPrompt, Grouped, Concludes):
-    """Beam search, and beam sampling where the policy samples.
+    """Beam search; beam sampling if the policy samples.
 
-    Each step takes the best candidates of all live beams of a prompt. Those that end and are among the best `width` go
-    to a pool, scored by their log-probability over `length ** length_penalty`; the best of the others live on. The
-    policy acts on log-probabilities, and its output is not normalised again unless `renormalize` is set. The search
-    under a ban or a grammar therefore finds the likeliest of the allowed texts. If the policy samples,
-    log-probabilities are divided by its temperature, and the candidates are drawn without replacement.
+    Each step ranks the extensions of all live beams of a prompt by one token. Extensions that end, if they are among
+    the best `width`, go to a pool of finished texts, with their log-probability divided by `length ** length_penalty`
+    as score. The best `width` others are the new live beams. The policy is applied to log-probabilities, and its output
+    is normalised again only with `renormalize`, so under a ban or a grammar the search finds the most likely of the
+    allowed texts. If the policy samples, log-probabilities are divided by its temperature, and the extensions are drawn
+    without replacement.
 
-    The result has the best `returns` texts of each prompt, the best first. A text that does not exist ends as
-    `Status.DEAD_END` and is empty. Numbers may change without a retrace.
+    The result has the best `returns` texts of each prompt, the best first. If there are fewer, the others are empty and
+    have `Status.DEAD_END`. Numbers that are not static (`length_penalty`, `patience`, `diversity_penalty`, `strength`)
+    may change without a retrace.
 
     Attributes:
-        width: `K`, number of live beams of a prompt, and of places of its pool.
+        width: `K`, number of live beams of a prompt, and size of its pool.
         returns: number of texts of a prompt in the result.
         length_penalty: exponent of the length by which a score is divided; positive prefers long texts, negative short
             ones.
-        early_stopping: when the search of a prompt is over. True: once the pool has had `patience` times `K` texts.
-            False: once no live beam would enter a full pool if it ended at its present length. "never": once none can
-            at any length.
+        early_stopping: when the search of a prompt ends. True: when `patience * K` texts have finished. False: when no
+            live beam would enter the full pool if it ended at its present length. "never": when none could enter it at
+            any length.
         patience: factor of `K` with `early_stopping=True` (Kasai et al., 2022).
         groups: `G`, number of groups of `K / G` beams, which are searched one after the other, each with a pool of its
             own (Diverse Beam Search: Vijayakumar et al., 2016).
-        diversity_penalty: loss of score for each time that earlier groups have taken the token in this step.
+        diversity_penalty: amount subtracted from the score of a token for each time that earlier groups have taken it
+            in this step.
         counting: tokens that count as taken: those "chosen" by live beams, as in transformers, or those among the
             "candidates", as in fairseq.
-        uid: a regulariser of surprisal, which is subtracted from the score with weight `strength`; None for none.
-        renormalize: normalise the policy's output.
-        draft: a draft or source that drafts a tree for each beam. A round makes steps as long as the trees contain all
-            live beams. The result is that of the search without it.
-        shape: how the tree of a `Source` grows; default the two likeliest tokens, each with a chain of two after it.
+        uid: a regulariser of surprisal, subtracted from the score with weight `strength`; None: none.
+        strength: weight of `uid`.
+        renormalize: True: normalise the policy's output.
+        draft: a draft or source that drafts a tree for each beam. A round then makes several steps, as long as the
+            trees contain all live beams. The result is that of the search without drafts.
+        shape: shape of the tree of a `Source`; default the two most likely tokens, each with a chain of two after it.
 
     Raises:
-        ValueError: a number out of its range, or a combination that makes no sense.
+        ValueError: a number out of its range, or options that cannot be combined.
     """
 
     width: int
     returns: int = 1
-    length_penalty: float = 1.0
+    length_penalty: float = data(1.0, bare=1.0)
     early_stopping: EarlyStopping = False
-    patience: float = 1.0
+    patience: float = data(1.0, bare=1.0)
     groups: int = 1
-    diversity_penalty: float = 0.0
+    diversity_penalty: float = data(0.0, bare=0.0)
     counting: Counting = "chosen"
     uid: UID | None = None
-    strength: float = 0.0
+    strength: float = data(0.0, bare=0.0)
     renormalize: bool = False
     draft: Draft | Source | None = None
     shape: Shape | None = None
@@ -132,14 +138,10 @@ class BeamSearch(LearnsFromPrompt, Grouped, Concludes):
 
     @property
     def weights(self) -> Any:
-        """Numbers that may change without a retrace, and the draft's weights."""
+        """Numbers that may change without a retrace, and the draft's weights, as arguments of the compiled programs."""
         number = lambda x: np.float32(x)
         return (tuple(map(number, (self.length_penalty, self.patience, self.diversity_penalty, self.strength))),
                 None if self.draft is None else self.draft.weights)
-
-    def bare(self) -> BeamSearch:
-        return dataclasses.replace(self, length_penalty=1.0, patience=1.0, diversity_penalty=0.0, strength=0.0,
-                                   draft=None if self.draft is None else self.draft.bare())
 
     @property
     def observer(self) -> Any:
@@ -147,8 +149,8 @@ class BeamSearch(LearnsFromPrompt, Grouped, Concludes):
         return None if reader is None else BeamReader(reader)
 
     def findings(self, s: State) -> dict[str, Array]:
-        """Returns `score`; `log_prob` of the text; `beam_indices` `i32[B, N]`, the beam that each token continued, -1
-        after the last."""
+        """Returns `score`, `f32[B]`; `log_prob`, `f32[B]`, log-probability of each text; and `beam_indices`, `i32[B,
+        N]`, the beam that each token continued, -1 after the last token."""
         held = s.algo.finished
         return {"score": held.score, "log_prob": held.log_prob, "beam_indices": held.beams}
 
@@ -160,11 +162,12 @@ class BeamSearch(LearnsFromPrompt, Grouped, Concludes):
                      drafts=None if self.drafter is None else self.drafter.init(self._of_draft(params), s))
 
     def memory(self, params: Params, like: Array) -> Any:
-        """Returns the search's memory of texts without a token; `like` is `f32[B]`."""
+        """Returns additional state of beams without a token, such as statistics of surprisals; None if there is none.
+        `like` is `f32[B]`."""
         return None if self.uid is None else self.uid.init(like)
 
     def stepper(self, params: Params, *scored: Any) -> Step:
-        """Returns the `Step` of a round; `scored` are its further arguments."""
+        """Returns the `Step` that a round applies; `scored` are its arguments `policy`, `s`, `processed` and `t`."""
         return Step(self, params.draft[0], *scored)
 
     def _of_draft(self, params: Params) -> Params:
@@ -207,7 +210,7 @@ class BeamSearch(LearnsFromPrompt, Grouped, Concludes):
 
     def _decision(self, s: State, window: Window, raw: Array, processed: Array, algo: Beams,
                   groups: tuple[Group, ...]) -> tuple[Decision, Beams]:
-        """What a round comes to."""
+        """Returns the decision of a round and the new state of the search, from the groups after their steps."""
         k, B = self.width // self.groups, s.batch
         flat = lambda xs: jnp.concatenate(xs, 1).reshape(B, *xs[0].shape[2:])
         rows_of = lambda pick: jax.tree.map(lambda *xs: flat(xs), *map(pick, groups))
@@ -257,12 +260,13 @@ class BeamSearch(LearnsFromPrompt, Grouped, Concludes):
                         status=status, record=noted), algo
 
     def _record(self, raw: Array, rows: Array, text: BeamText, count: int) -> Record:
-        """Returns the record of the new tokens of texts `[B, M]`, decided at nodes of rows `rows`."""
+        """Returns the record of the new tokens of texts `[B, M]`, which were scored at nodes of the rows `rows`."""
         logits = take(raw[rows], text.nodes)
         return record(logits, logits, text.tokens, count).replace(processed=text.processed)
 
     def outcome(self, s: State) -> State:
-        """Returns the best texts of each prompt. Where the search was cut short, live beams take the empty places."""
+        """Returns the state whose rows are the best texts of each prompt. If the search was stopped early, live beams
+        fill the empty places."""
         by_prompt = lambda x: x.reshape(s.batch // self.width, self.width, *x.shape[1:])
         held, algo = s.algo.finished, s.algo
         filled, cut = held.score > -jnp.inf, ~algo.over & (algo.score > -jnp.inf)
@@ -282,7 +286,7 @@ class BeamSearch(LearnsFromPrompt, Grouped, Concludes):
 
 @dataclasses.dataclass(frozen=True)
 class BeamReader:
-    """Observer of a search with drafts, which passes prompts to the draft's reader."""
+    """Passes prompt chunks to the observer of a draft, in a beam search with drafts."""
 
     reader: Any
 
@@ -294,9 +298,9 @@ class BeamReader:
 def beam_search(width: Count = 4, length_penalty: float = 1.0, early_stopping: EarlyStopping = False, *,
                 num_beam_groups: Count = 1, diversity_penalty: float = 0.0, patience: Positive = 1.0,
                 renormalize: bool = False, draft: Any = None) -> BeamSearch:
-    """Finds likely texts by keeping the best `width` beginnings of each prompt.
+    """Finds likely texts by keeping the `width` best beginnings of each prompt.
 
-    For tasks with one right answer, such as translation. The rules and options are those of transformers.
+    For tasks with one right answer, such as translation. Rules and options are those of transformers:
     `algorithms.beam_search(4)` is its `num_beams=4`. The result has the best text of each prompt, or the best
     `num_samples`; `findings` has their scores.
 
@@ -304,14 +308,16 @@ def beam_search(width: Count = 4, length_penalty: float = 1.0, early_stopping: E
         width: number of beams of a prompt.
         length_penalty: exponent of the length by which a score is divided: positive prefers long texts, negative short
             ones, 0 compares log-probabilities.
-        early_stopping: True: the search is over once `width` texts have ended. False: once no beam would be among the
-            best if it ended now. "never": once none can be at any length.
-        num_beam_groups: number of groups that are searched one after the other (diverse beam search).
-        diversity_penalty: loss of score for each earlier group that has taken a token in this step.
-        patience: with `early_stopping=True`, number of ended texts that end the search, in multiples of `width`.
-        renormalize: normalise log-probabilities again after penalties and bans.
-        draft: a draft or source of drafts; beams then take several steps in a forward, with the same result. None: one
-            step a forward.
+        early_stopping: when the search of a prompt ends. True: when `width` texts have finished. False: when no beam
+            would be among the best if it ended now. "never": when none could be at any length.
+        num_beam_groups: number of groups of beams (diverse beam search). In each step the groups are extended one after
+            the other.
+        diversity_penalty: amount subtracted from the score of a token for each beam of an earlier group that has taken
+            it in this step.
+        patience: with `early_stopping=True`, number of finished texts that end the search, in multiples of `width`.
+        renormalize: True: normalise log-probabilities again after penalties and bans.
+        draft: a draft or source of drafts; beams then make several steps in one forward pass, with the same result.
+            None: one step in each forward pass.
     """
     return BeamSearch(width, length_penalty=length_penalty, early_stopping=early_stopping, groups=num_beam_groups,
                       diversity_penalty=diversity_penalty, patience=patience, renormalize=renormalize, draft=draft)

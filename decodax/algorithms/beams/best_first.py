@@ -1,5 +1,5 @@
-"""Best-first beam search: finds what beam search finds, and reads fewer texts ("Best-First Beam Search", Meister,
-Vieira and Cotterell, 2020)."""
+"""Best-first beam search: finds the texts that beam search finds with fewer forward passes of the model ("Best-First
+Beam Search", Meister, Vieira and Cotterell, 2020)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 
 from decodax.algorithms.beams.pool import Finished
@@ -16,6 +15,7 @@ from decodax.common.options import Count
 from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
 from decodax.core.algorithm import Concludes, Grouped, Paced, Traits
+from decodax.core.composed import data
 from decodax.core.packing import Packing
 from decodax.core.record import record
 from decodax.core.state import State, Status
@@ -26,17 +26,22 @@ from decodax.pallas_kernels.vocabulary import top_k
 
 @struct
 class Queue(Struct):
-    """State of a search. Each row of a prompt is a place for a text that has been taken from the queue.
+    """State of a best-first search. Each row of a prompt holds one text that was taken from the queue. The queue has
+    extensions of these texts by one token.
 
     Attributes:
-        score: `f32[B]` of the row's text. fresh: `bool[B]`, True if it is still to be read.
-        scores, tokens, ends: `f32[B, C]`, `i32[B, C]`, `i32[B, C]`: the queue, by the row that a text continues: its
-            score, -inf if it has been taken; its last token; the `Status` with which it ends, or `RUNNING`.
-        noted: the record of those tokens `[B, C, ...]`, or None.
-        finished: the texts that have ended, in the first places of a prompt, in no order.
-        used: `i32[B]`, number of rows in use. taken, lives: `i32[B, L + 1]`, by length the number of texts that were
-            taken from the queue, and of those among them that did not end. read: `i32[B]`, number of texts read.
-        over: `bool[B]`, True if the search is over. All these are the prompt's, the same in each of its rows.
+        score: `f32[B]`, score of the row's text.
+        fresh: `bool[B]`, True if the model has not scored the row's text yet.
+        scores: `f32[B, C]`, scores of the extensions of each row's text; -inf: the extension was taken.
+        tokens: `i32[B, C]`, the last tokens of the extensions.
+        ends: `i32[B, C]`, the `Status` with which each extension ends, or `RUNNING`.
+        noted: the record of these tokens, `[B, C, ...]`, or None.
+        finished: texts that have ended, in the first places of a prompt, in no order.
+        used: `i32[B]`, number of rows in use. This field and those below are equal in all rows of a prompt.
+        taken: `i32[B, L + 1]`, number of texts of each length that were taken from the queue.
+        lives: `i32[B, L + 1]`, number of these that did not end.
+        read: `i32[B]`, number of texts that the model has scored.
+        over: `bool[B]`, True if the search has ended.
     """
 
     score: Array
@@ -55,10 +60,13 @@ class Queue(Struct):
 
 @struct
 class Taking(Struct):
-    """A prompt's queue while texts are taken from it; axes `[P, ...]` and names as in `Queue`.
+    """The queue of prompts while texts are taken from it; axes `[P, ...]`.
 
     Attributes:
-        parent, token: `i32[P, R]`, of the rows that come into use. longest: `i32[P]`, largest length of the next one.
+        q: the queue.
+        parent: `i32[P, R]`, for each row that gets a text the row that this text continues.
+        token: `i32[P, R]`, the last token of that text; -1 for other rows.
+        longest: `i32[P]`, largest length of a text that may be taken next.
     """
 
     q: Queue
@@ -69,30 +77,29 @@ class Taking(Struct):
 
 @dataclasses.dataclass(frozen=True)
 class BestFirst(Grouped, Concludes, Paced):
-    """Best-first beam search.
+    """Best-first beam search (Meister et al., 2020).
 
-    All texts that could be continued are in one queue, whatever their length. The best one is taken and, if it has not
-    ended, read by the model; at most `width` of each length are. Scores only fall as texts grow. So texts of a length
-    are taken in the order in which a beam search ranks them, and the taken texts are those that it keeps; but once
-    `returns` texts have ended, no text with a lower score is read. The texts and scores are those of
-    `BeamSearch(width, returns, early_stopping="never")` with the same `length_penalty`. With a penalty the search is
-    over when the best score in the queue, divided as that of the longest text, is no better than that of the last
+    All extensions of texts are in one queue, whatever their length. The one with the best score is taken and, if it has
+    not ended, extended by the model; at most `width` of each length are. Since scores only fall as texts grow, texts of
+    one length are taken in the order of their scores, and the taken texts are those that beam search would keep. But
+    when `returns` texts have ended, no text with a lower score is extended. The texts and scores are those of
+    `BeamSearch(width, returns, early_stopping="never")` with the same `length_penalty`. With a penalty, the search ends
+    when the best score in the queue, divided as for a text of the largest length, is no better than that of the last
     text to be returned.
 
-    In each round the best text is taken, and up to `at_once` in all that are no longer than one before. Some of them
-    would not have been read one at a time, but never more of a length are read than by a beam search.
+    Each round takes the best text and up to `at_once - 1` more that are no longer than the one before. Some of these
+    would not have been extended one at a time, but of each length never more than in a beam search.
 
-    A prompt has `1 + width * (longest - 1)` rows, of which dense layers process those that are read;
-    `cache="paged"` keeps the common entries of rows once. A temperature divides log-probabilities, and nothing is
-    drawn. A policy that makes a log-probability positive (a bias) breaks the order, and the result may then be another
-    than that of beams.
+    A prompt has `1 + width * (longest - 1)` rows, but dense layers process only those with a new text; `cache="paged"`
+    stores common entries of rows once. A temperature divides log-probabilities, and nothing is drawn. If the policy
+    makes log-probabilities positive (a bias), scores may rise and the result may differ from that of beam search.
 
     Attributes:
-        width: `K`, number of texts of a length that are read, and of places of the pool.
+        width: `K`, number of texts of each length that are extended, and size of the pool of ended texts.
         returns: number of texts of a prompt in the result.
-        longest: most new tokens of a text. `max_new_tokens` may be less.
-        length_penalty: as in `BeamSearch`, 0 or more.
-        at_once: number of texts taken in a round.
+        longest: largest number of new tokens of a text; `max_new_tokens` may be smaller.
+        length_penalty: exponent of the length by which a score is divided, 0 or more.
+        at_once: number of texts taken from the queue in a round.
 
     Raises:
         ValueError: a number out of its range, or `max_new_tokens` above `longest`.
@@ -101,7 +108,7 @@ class BestFirst(Grouped, Concludes, Paced):
     width: int
     returns: int = 1
     longest: int = 32
-    length_penalty: float = 0.0
+    length_penalty: float = data(0.0, bare=0.0)
     at_once: int = 1
 
     def __post_init__(self) -> None:
@@ -113,20 +120,12 @@ class BestFirst(Grouped, Concludes, Paced):
 
     @property
     def group(self) -> int:
-        """Number of rows of a prompt."""
+        """Number of rows of a prompt, one for each text that may be extended."""
         return max(1 + self.width * (self.longest - 1), self.width)
 
     @property
     def traits(self) -> Traits:
         return Traits(f"BestFirst({self.width})", commits=1, samples=self.group, answers=self.returns)
-
-    @property
-    def weights(self) -> Any:
-        """Number that may change without a retrace."""
-        return np.float32(self.length_penalty)
-
-    def bare(self) -> BestFirst:
-        return dataclasses.replace(self, length_penalty=0.0)
 
     def answering(self, count: int) -> BestFirst:
         if count > self.width:
@@ -144,7 +143,8 @@ class BestFirst(Grouped, Concludes, Paced):
         return 2 * self.width * budget + 8
 
     def findings(self, s: State) -> dict[str, Array]:
-        """Returns `score`; `log_prob` of the text; `expansions`, the number of texts of its prompt that were read."""
+        """Returns `score`, `f32[B]`; `log_prob`, `f32[B]`, log-probability of each text; and `expansions`, `i32[B]`,
+        the number of texts of its prompt that the model has extended."""
         q: Queue = s.algo
         return {"score": q.finished.score, "log_prob": q.finished.log_prob, "expansions": q.read}
 
@@ -159,7 +159,7 @@ class BestFirst(Grouped, Concludes, Paced):
                      over=jnp.zeros(s.batch, bool))
 
     def _offers(self, s: State) -> int:
-        """Returns the number of texts that a row puts into the queue: at least `width` of them do not end."""
+        """Returns the number of extensions of a row's text in the queue. At least `width` of them do not end."""
         return 2 * self.width + 2
 
     def propose(self, params: Params, policy: Any, s: State) -> tuple[Window, Any]:
@@ -216,8 +216,8 @@ class BestFirst(Grouped, Concludes, Paced):
                         algo=new, rows=rows, status=status, record=noted, idle=~read)
 
     def _read(self, dist: Any, s: State, q: Queue, m: int) -> tuple[Queue, Array]:
-        """Returns the queue with the continuations of the texts that have been read, and prompts with broken logits,
-        `bool[P]`."""
+        """Returns the queue with the extensions of the texts that the model has just scored, and the prompts with
+        invalid logits, `bool[P]`."""
         R, C = self.group, q.scores.shape[1]
         P = s.batch // R
         which = jnp.argsort(~q.fresh.reshape(P, R), axis=1, stable=True)[:, :m].astype(jnp.int32)
@@ -253,14 +253,15 @@ class BestFirst(Grouped, Concludes, Paced):
                          read=q.read + jnp.repeat(count, R)), broken
 
     def _open(self, q: Queue, made: Array) -> Array:
-        """Returns the queue's scores `f32[..., R, C]`, -inf where `width` texts of that length have been taken."""
+        """Returns the scores of extensions that may be taken, `f32[..., R, C]`; -inf if `width` texts of that length
+        were taken."""
         length = jnp.minimum(made + 1, self.longest)                                    # [..., R]
         seen, lives = (jnp.take_along_axis(x[..., 0, :], length, -1)[..., None] for x in (q.taken, q.lives))
         shut = jnp.where(q.ends == Status.RUNNING, lives, seen) >= self.width
         return jnp.where(shut, -jnp.inf, q.scores)
 
     def _take(self, t: Taking, made: Array, state: Any, length_penalty: Array) -> Taking:
-        """Returns the state after one text is taken from the queue of one prompt, arrays `[R, ...]`."""
+        """Returns the state after one text was taken from the queue of one prompt; arrays `[R, ...]`."""
         q, C = t.q, t.q.scores.shape[1]
         open_ = jnp.where((made + 1 <= t.longest)[:, None], self._open(q, made), -jnp.inf)
         index = jnp.argmax(open_)
@@ -294,7 +295,7 @@ class BestFirst(Grouped, Concludes, Paced):
                       jnp.where(there, jnp.minimum(t.longest, length), t.longest).astype(jnp.int32))
 
     def outcome(self, s: State) -> State:
-        """Returns the best texts of each prompt."""
+        """Returns the state whose rows are the best texts of each prompt."""
         R, q = self.group, s.algo
         held = q.finished
         filled = held.score > -jnp.inf
@@ -312,14 +313,15 @@ class BestFirst(Grouped, Concludes, Paced):
 @ALGORITHMS.register("best-first-beam-search", "Best-First Beam Search", "Meister et al. 2020", family="search")
 def best_first_beam_search(width: Count = 4, longest: Count = 32, length_penalty: float = 0.0,
                            at_once: Count = 1) -> BestFirst:
-    """Finds what beam search finds, the best text first, and reads fewer texts.
+    """Finds the texts of a beam search, the best one first, with fewer forward passes of the model.
 
-    For short answers, since a prompt takes one row for each text that may be read.
+    For short answers, since a prompt needs one row for each text that may be extended.
 
     Args:
-        width: number of texts of each length that are read.
-        longest: most new tokens of a text.
+        width: number of texts of each length that are extended.
+        longest: largest number of new tokens of a text.
         length_penalty: exponent of the length by which a score is divided, 0 or more.
-        at_once: number of texts taken from the queue in a round; more take fewer rounds and read more texts.
+        at_once: number of texts taken from the queue in a round. A larger number needs fewer rounds, but extends more
+            texts.
     """
     return BestFirst(width, longest=longest, length_penalty=length_penalty, at_once=at_once)

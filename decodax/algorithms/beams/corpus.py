@@ -1,4 +1,5 @@
-"""Suffix array of the tokens of a corpus, which gives the tokens that follow a text in it, their number and places."""
+"""Suffix array of the tokens of a corpus, to look up the tokens that follow a text in the corpus, their number and
+positions."""
 
 from __future__ import annotations
 
@@ -13,13 +14,19 @@ from jax import Array, lax
 from decodax.common.struct import Struct, struct
 
 NARROW = 64
-"""Largest number of rows of a span that is read row by row: after a long text a span has one or a few rows."""
+"""Largest number of rows of a span whose next tokens are looked up row by row. After a long text a span has one or a
+few rows."""
 
 
 @struct
 class CorpusSpan(Struct):
-    """Rows `low` to `high - 1` of a suffix array, whose suffixes have their first `depth` tokens in common; each
-    `i32[...]`."""
+    """A range of rows of a suffix array: the suffixes that begin with a certain text.
+
+    Attributes:
+        low: `i32[...]`, first row.
+        high: `i32[...]`, row after the last one.
+        depth: `i32[...]`, number of tokens of the text.
+    """
 
     low: Array
     high: Array
@@ -28,12 +35,12 @@ class CorpusSpan(Struct):
 
 @struct
 class Corpus(Struct):
-    """Documents and the suffixes of all of them in lexicographic order.
+    """Documents with a suffix array: all their suffixes in lexicographic order.
 
     Attributes:
-        tokens: `i32[n]`, the documents one after the other, -1 after each. suffixes: `i32[n]`, first positions of the
-            suffixes in `tokens`, in lexicographic order. starts: `i32[D + 1]`, first positions of the documents, and
-            `n`.
+        tokens: `i32[n]`, the documents one after the other, -1 after each.
+        suffixes: `i32[n]`, first positions of the suffixes in `tokens`, in lexicographic order.
+        starts: `i32[D + 1]`, first positions of the documents, then `n`.
     """
 
     tokens: Array
@@ -42,10 +49,11 @@ class Corpus(Struct):
 
     @classmethod
     def build(cls, documents: Sequence[Sequence[int]]) -> Corpus:
-        """Sorts the suffixes on the host, by prefix doubling.
+        """Builds the suffix array on the host, by prefix doubling.
 
         Args:
-            documents: token ids. A document whose last token is an end-of-text token can be read to its end.
+            documents: token ids of each document. With an end-of-text token as the last one, a search can end at the
+                end of the document.
 
         Raises:
             ValueError: no documents, an empty one, or a negative id.
@@ -72,7 +80,7 @@ class Corpus(Struct):
     # on the device
 
     def whole(self, shape: tuple[int, ...], prefix: Sequence[int] = ()) -> CorpusSpan:
-        """Returns the rows that begin with `prefix`; all without one."""
+        """Returns spans of the given shape with all suffixes that begin with `prefix`; all suffixes if it is empty."""
         fill = lambda x: jnp.full(shape, x, jnp.int32)
         span = CorpusSpan(fill(0), fill(self.suffixes.shape[0]), fill(0))
         for token in prefix:
@@ -80,16 +88,18 @@ class Corpus(Struct):
         return span
 
     def extend(self, span: CorpusSpan, token: Array) -> CorpusSpan:
-        """Returns the rows of texts that are longer by `token` (`i32[...]`); none where it never follows."""
+        """Returns the spans of texts that are longer by `token` (`i32[...]`). A span is empty if the token never
+        follows its text."""
         return CorpusSpan(self.bound(span, token), self.bound(span, token + 1), span.depth + 1)
 
     def follows(self, row: Array, depth: Array) -> Array:
-        """Returns the token after the first `depth` tokens of suffixes, `i32`; -1 at the end of a document."""
+        """Returns the token after the first `depth` tokens of the suffix in each row, `i32[...]`; -1 at the end of a
+        document."""
         last = self.tokens.shape[0] - 1
         return self.tokens[jnp.minimum(self.suffixes[jnp.minimum(row, last)] + depth, last)]
 
     def bound(self, span: CorpusSpan, token: Array) -> Array:
-        """Returns the first row of spans whose next token is not below `token`, by binary search."""
+        """Returns the first row of each span whose next token is at least `token`, by binary search."""
         shape = jnp.broadcast_shapes(span.low.shape, token.shape)
         wide = lambda x: jnp.broadcast_to(x, shape)
 
@@ -103,23 +113,26 @@ class Corpus(Struct):
         return lax.fori_loop(0, rounds, halve, (wide(span.low), wide(span.high)))[0]
 
     def occurs(self, span: CorpusSpan, token: Array) -> Array:
-        """Returns True where tokens `i32[..., m]` follow the texts of spans `[...]`."""
+        """Returns True for tokens (`i32[..., m]`) that follow the text of a span (`[...]`) somewhere in the corpus."""
         span = CorpusSpan(span.low[..., None], span.high[..., None], span.depth[..., None])
         row = self.bound(span, token)
         return (row < span.high) & (self.follows(row, span.depth) == token)
 
     def allowed(self, span: CorpusSpan, order: Array, need: int, look: int) -> Array:
-        """Returns tokens that follow the texts somewhere: at least the `need` best of each text, all if there are
-        fewer.
+        """Returns tokens that follow the text of each span somewhere in the corpus, `bool[..., V]`: at least the best
+        `need` of them; all if there are fewer.
 
-        The `look` best tokens are tried one by one, and the rows of spans that are narrow are read, which is nearly
-        always enough; where it is not for some text, all tokens are tried.
+        First the best `look` tokens of each span are looked up, and narrow spans are listed row by row. If this is not
+        enough for some text, all tokens are looked up.
 
         Args:
-            span: `[...]`. order: `f32[..., V]`, values by which tokens are ordered; -inf excludes a token.
+            span: the spans, `[...]`.
+            order: `f32[..., V]`, values by which tokens are ranked; -inf excludes a token.
+            need: number of tokens that are needed.
+            look: number of tokens that are looked up first.
 
         Returns:
-            `bool[..., V]`.
+            True for the tokens that were found; False for others, even if they follow the text.
         """
         V = order.shape[-1]
         look = min(look, V)
@@ -156,13 +169,13 @@ class Corpus(Struct):
 
 
 class Finder:
-    """A corpus on the host, for several look-ups."""
+    """A corpus in host memory, for several look-ups."""
 
     def __init__(self, corpus: Corpus):
         self.tokens, self.suffixes, self.starts = map(np.asarray, (corpus.tokens, corpus.suffixes, corpus.starts))
 
     def rows(self, text: tuple[int, ...]) -> tuple[int, int]:
-        """Returns the first row of suffixes that begin with a text, and the row after the last."""
+        """Returns the first row of the suffixes that begin with `text`, and the row after the last."""
         low, high = 0, len(self.suffixes)
         for depth, token in enumerate(text):
             key = lambda row, depth=depth: self.tokens[self.suffixes[row] + depth]
@@ -185,8 +198,8 @@ class Finder:
 
 
 def sorted_suffixes(tokens: np.ndarray) -> np.ndarray:
-    """Returns the order of suffixes `i64[n]`; after each round they are ordered by twice as many of their first
-    tokens."""
+    """Returns the first positions of all suffixes in lexicographic order, `i64[n]`. Each round doubles the number of
+    tokens by which they are ordered."""
     n = len(tokens)
     rank = np.unique(tokens, return_inverse=True)[1].astype(np.int64) + 1
     width = 1

@@ -1,9 +1,9 @@
 """Prefix beam search over the outputs of a CTC model, with a language model (Deep Speech 2: Amodei et al., 2016).
 
-A CTC model gives a distribution over symbols and a blank for each frame; a text is as probable as all the alignments
-together that become it when repeated symbols are joined and blanks dropped. The search keeps the best texts so far
-(prefixes), each with the probability of its alignments that end with a blank and of those that do not, and goes by
-`log p_ctc(y | x) + alpha log p_lm(y) + beta words(y)`.
+A CTC model gives a distribution over symbols and a blank for each frame. An alignment is a sequence of such outputs; it
+becomes a text when repeated symbols are joined and blanks dropped. The probability of a text is the sum over its
+alignments. The search keeps the best texts so far (prefixes), each with the probabilities of its alignments that end
+with a blank and of those that do not. Its score is `log p_ctc(y | x) + alpha log p_lm(y) + beta words(y)`.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ from decodax.common.registry import FUNCTIONS
 from decodax.common.struct import Struct, struct
 
 Language = Callable[[Array, Array], Array]
-"""Function that returns the log-probability of each next symbol `f32[V]` from a prefix `i32[L]` and its length `i32[]`.
-A model of words returns 0 for a symbol inside a word, and the word's log-probability for the symbol that ends it."""
+"""A function from a prefix `i32[L]` and its length `i32[]` to the log-probability of each next symbol, `f32[V]`. A
+model of words returns 0 for symbols inside a word, and the word's log-probability for the symbol that ends it."""
 
 
 @struct
 class CTCBeams(Struct):
-    """Texts of each row, best first.
+    """Texts of each row, the best first.
 
     Attributes:
-        tokens: `i32[B, k, L]`, filled up with -1. lengths: `i32[B, k]`.
-        scores: `f32[B, k]`, by which the search ordered texts; -inf: there are no more texts.
-        log_ctc: `f32[B, k]`, log-probability of the alignments that were found. log_prior: `f32[B, k]`, the rest of the
-            score.
+        tokens: `i32[B, k, L]`, padded with -1.
+        lengths: `i32[B, k]`, number of symbols.
+        scores: `f32[B, k]`, scores of the search; -inf: there are no more texts.
+        log_ctc: `f32[B, k]`, log-probability of the alignments that were found.
+        log_prior: `f32[B, k]`, the rest of the score: language model and number of words.
     """
 
     tokens: Array
@@ -43,7 +44,8 @@ class CTCBeams(Struct):
 
 @struct
 class _Beam(Struct):
-    """Prefixes of a row. `blank`, `symbol`: `f32[k]`, log-probability of the alignments that end so."""
+    """Prefixes of one row. `blank` and `symbol` are `f32[k]`, log-probabilities of the alignments that end with a blank
+    and with a symbol."""
 
     tokens: Array
     lengths: Array
@@ -62,18 +64,22 @@ class _Beam(Struct):
 def ctc_beam_search(log_probs: Array, frames: Array, width: int = 16, *, blank: int = 0,
                     language: Language | None = None, alpha: Array | float = 1.0, beta: Array | float = 0.0,
                     words: tuple[int, ...] | None = None, longest: int | None = None) -> CTCBeams:
-    """Returns the best texts of the outputs of a CTC model, by beams of prefixes and a language model.
+    """Returns the best texts for the outputs of a CTC model, by prefix beam search with an optional language model.
 
-    With a beam that holds all prefixes it is exact; a narrower one sums fewer alignments, as published.
+    The result is exact if `width` is at least the number of prefixes; otherwise some alignments are missing in the
+    sums, as in the paper.
 
     Args:
-        log_probs: `f32[B, T, V]`, of each frame. frames: `i32[B]`, number of frames that count.
-        width: number of prefixes `k`. blank: symbol of the blank.
-        language: see `Language`; None: no language model. alpha: its weight. beta: weight of the number
-            of words.
+        log_probs: `f32[B, T, V]`, log-probabilities of the symbols in each frame.
+        frames: `i32[B]`, number of frames of each row; later ones are ignored.
+        width: number of prefixes `k`.
+        blank: id of the blank.
+        language: the language model, a `Language`; None: none.
+        alpha: weight of the language model.
+        beta: weight of the number of words.
         words: symbols that end a word, such as the space; None: each symbol is a word. The last word of a text counts
-            if it is ended.
-        longest: symbols of a text at most; default `T`.
+            only if such a symbol follows it.
+        longest: largest number of symbols of a text; default `T`.
 
     >>> x = jnp.log(jnp.array([[[.4, .6], [.4, .6]]]))          # symbols: blank and 1
     >>> out = ctc_beam_search(x, jnp.array([2]), 4)
@@ -89,7 +95,7 @@ def ctc_beam_search(log_probs: Array, frames: Array, width: int = 16, *, blank: 
     counts = jnp.ones(V, jnp.float32) if words is None else jnp.zeros(V, jnp.float32).at[jnp.array(words, int)].set(1)
 
     def prior(beam: _Beam) -> Array:
-        """Returns `f32[k, V]`: the gain of each next symbol for the score."""
+        """Returns the amount that each next symbol adds to the score, without the CTC model's part: `f32[k, V]`."""
         new = jnp.broadcast_to(beta * counts, (width, V))
         if language is None:
             return new
@@ -115,7 +121,7 @@ def ctc_beam_search(log_probs: Array, frames: Array, width: int = 16, *, blank: 
 
 
 def _extended(beam: _Beam, log_p: Array, prior: Array, blank: int) -> _Beam:
-    """Returns the prefixes after one frame."""
+    """Returns the best prefixes after one more frame with log-probabilities `log_p` (`f32[V]`)."""
     k, L = beam.tokens.shape
     V = log_p.shape[0]
     rows = jnp.arange(k)

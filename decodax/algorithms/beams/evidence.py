@@ -1,4 +1,5 @@
-"""Ranks documents by n-grams that occur in them (SEAL's intersective score: Bevilacqua et al., 2022, section 3.3)."""
+"""Ranks documents by the n-grams of a search that occur in them (SEAL's intersective score: Bevilacqua et al., 2022,
+section 3.3)."""
 
 from __future__ import annotations
 
@@ -18,8 +19,9 @@ class Match:
     """A document that was found.
 
     Attributes:
-        document: its index in the corpus. score: sum of the contributions of its n-grams. ngrams: n-grams that count,
-            each with its contribution, in the order in which they were taken.
+        document: its index in the corpus.
+        score: sum of the contributions of its n-grams.
+        ngrams: the n-grams that contribute, each with its contribution, in the order in which they were added.
     """
 
     document: int
@@ -29,24 +31,30 @@ class Match:
 
 @dataclasses.dataclass(frozen=True)
 class Evidence:
-    """Scores n-grams and documents; the defaults are those of the authors' searcher.
+    """Scores documents by n-grams that a model has generated for a query. The defaults are those of the authors'
+    searcher.
 
     An n-gram `n` that occurs `c` times among the corpus's `N` tokens has the weight
 
-        w(n) = max(0, logit p(n | q) - logit((c + smoothing) / (N + smoothing))) ** power
+        w(n) = max(0, logit p(n | query) - logit((c + smoothing) / (N + smoothing))) ** power
 
-    The score of a document is the sum of the weights of its n-grams that do not overlap, taken greedily from the
-    largest weight down. Each counts once, and times `1 - repetition + repetition * new / all`, the share of its
-    distinct tokens that no n-gram before it has.
+    The score of a document is a sum over n-grams that occur in it and do not overlap, chosen greedily from the largest
+    weight down. Each n-gram contributes once: its weight times `1 - repetition + repetition * new / all`, where `new /
+    all` is the share of its distinct tokens that no earlier n-gram has.
 
-    With the model's distribution over first tokens, single tokens add to it: where the document has no n-gram, each
-    of the `first` likeliest has the weight `max(0, logit p - logit q)`. As many of them as there are n-grams count
-    among the n-grams.
+    Single tokens contribute if the model's distribution over first tokens is given. At positions of a document without
+    an n-gram, each of the `first` most likely tokens has the weight `max(0, logit p - logit q)`, where `q` is its
+    frequency in the corpus. The best of them are also treated as n-grams, as many as there are n-grams.
 
     Attributes:
-        power, repetition, smoothing, first: see above. rare: n-grams that occur more often than this find no document,
-            but count in those that others find. frequent: n-grams that occur more often than this do not count at all.
-            documents: number of found documents that are scored, the best by a sum over their rare n-grams alone.
+        power: see above.
+        repetition: see above, from 0 to 1.
+        smoothing: see above.
+        first: number of most likely first tokens that are used.
+        rare: n-grams that occur more often than this do not find documents, but contribute to the scores of documents
+            found by others.
+        frequent: n-grams that occur more often than this are ignored.
+        documents: number of found documents that are scored; they are selected by a sum over their rare n-grams.
 
     Raises:
         ValueError: a number out of its range.
@@ -69,11 +77,12 @@ class Evidence:
             raise ValueError(f"repetition: got {self.repetition!r}, takes at most 1")
 
     def rank(self, corpus: Corpus, ngrams: Iterable[NGram], unigrams: Sequence[float] | None = None) -> list[Match]:
-        """Returns the documents that n-grams find, the best first.
+        """Returns the documents in which n-grams occur, the best first.
 
         Args:
-            ngrams: token ids and log-probabilities; of equal ones the first counts. unigrams: `f32[V]`, the
-                model's log-probabilities of first tokens.
+            corpus: the documents.
+            ngrams: token ids and log-probability of each n-gram; of equal n-grams the first one is used.
+            unigrams: `f32[V]`, the model's log-probabilities of first tokens; None: single tokens do not contribute.
         """
         finder = Finder(corpus)
         given: dict[tuple[int, ...], float] = {}
@@ -107,8 +116,14 @@ class Evidence:
         return sorted(matches, key=lambda m: -m.score)
 
     def weight(self, log_p: float, count: int, total: int, less: float = 1e-10) -> float:
-        """Returns the log odds by which an n-gram is likelier than in the corpus; `less` keeps a probability of 1
-        finite."""
+        """Returns the weight of an n-gram, before `power`: `max(0, logit p - logit q)`.
+
+        Args:
+            log_p: log-probability `log p` of the n-gram under the model.
+            count: number of occurrences in the corpus.
+            total: number of tokens in the corpus; `q = (count + smoothing) / (total + smoothing)`.
+            less: amount subtracted from `log_p`, so that the weight is finite for `p = 1`.
+        """
         log_p, log_q = log_p - less, math.log((count + self.smoothing) / (total + self.smoothing))
         if log_p == -math.inf:
             return 0.0
@@ -116,12 +131,13 @@ class Evidence:
         return max(0.0, odds(log_p) - odds(log_q))
 
     def share(self, ngram: Iterable[int], covered: set[int]) -> float:
-        """Returns the share of an n-gram's weight that counts after n-grams with the tokens `covered`."""
+        """Returns the factor of an n-gram's weight after n-grams with the tokens `covered`: `1 - repetition +
+        repetition * new / all`."""
         own = set(ngram)
         return 1 - self.repetition + self.repetition * len(own - covered) / len(own) if covered else 1.0
 
     def _by_document(self, finder: Finder, ngram: tuple[int, ...]) -> dict[int, list[int]]:
-        """Returns the positions of an n-gram in each document that has it."""
+        """Returns the positions of an n-gram in each document in which it occurs."""
         at, found = finder.positions(ngram), defaultdict(list)
         for position, document in zip(at.tolist(), finder.document_of(at).tolist(), strict=True):
             found[document].append(position - int(finder.starts[document]))
@@ -129,8 +145,8 @@ class Evidence:
 
     def _found(self, weight: dict[tuple[int, ...], float],
                where: dict[tuple[int, ...], dict[int, list[int]]]) -> list[int]:
-        """Returns the documents that are scored, by the rare n-grams alone; an occurrence may not overlap any
-        before."""
+        """Returns the documents that are scored, selected by their rare n-grams. An n-gram contributes if one of its
+        occurrences overlaps no earlier n-gram."""
         score: defaultdict[int, float] = defaultdict(float)
         taken: defaultdict[int, set[int]] = defaultdict(set)
         covered: defaultdict[int, set[int]] = defaultdict(set)
@@ -149,7 +165,7 @@ class Evidence:
 
     def _score(self, document: int, tokens: tuple[int, ...], places: dict[tuple[int, ...], list[int]],
                weight: dict[tuple[int, ...], float], single: dict[int, float]) -> Match:
-        """Returns one document's score, from its n-grams and their first positions."""
+        """Returns the score of one document, from the positions (`places`) of its n-grams."""
         free, covered = np.ones(len(tokens), bool), set[int]()
         taken: list[NGram] = []
         for ngram in sorted(places, key=lambda n: (-weight[n], n)):
@@ -169,6 +185,6 @@ class Evidence:
 
 
 def occurrences(tokens: tuple[int, ...], ngram: tuple[int, ...]) -> list[int]:
-    """Returns the first positions of an n-gram in a text."""
+    """Returns the positions at which an n-gram begins in a text."""
     n = len(ngram)
     return [i for i in range(len(tokens) - n + 1) if tokens[i:i + n] == ngram]

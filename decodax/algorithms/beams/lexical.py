@@ -24,7 +24,7 @@ from decodax.io.appended import appended
 
 @dataclasses.dataclass(frozen=True)
 class _Lexical(BeamSearch):
-    """Base of both searches."""
+    """Base class of beam searches for texts that contain given phrases."""
 
     phrases: Phrases = ()
 
@@ -40,30 +40,30 @@ class _Lexical(BeamSearch):
         return (*super().weights, self.tables())
 
     def tables(self) -> Any:
-        """Returns the phrases as data."""
+        """Returns the phrases as arrays, which are arguments of the compiled programs."""
         raise NotImplementedError
 
     def bare(self) -> Self:
         # the compiled program depends on the phrases' lengths only
-        return dataclasses.replace(super().bare(), phrases=tuple((0,) * len(p) for p in self.phrases))  # type: ignore
+        return dataclasses.replace(super().bare(), phrases=tuple((0,) * len(p) for p in self.phrases))
 
 
 @dataclasses.dataclass(frozen=True)
 class DynamicBeams(_Lexical):
     """Beam search for texts that contain given phrases, with dynamic beam allocation (Post and Vilar, 2018; phrases in
-    any order in a trie: Hu et al., 2019).
+    any order, stored in a trie: Hu et al., 2019).
 
-    A text does not end before it has all phrases. The candidates of a step are the best ones of all beams, the best one
-    of each beam, and the tokens of each beam that begin or continue a phrase. Candidates with equally many phrase
-    tokens form a bank. The beams are given to the banks in turn, from the one with the most tokens down: to the best
-    candidate of each, then to the second best of each, and so on.
+    A text cannot end before it has all phrases. The candidates of a step are the best extensions of all beams, the best
+    one of each beam, and the tokens that begin or continue a phrase in each beam. Candidates with the same number of
+    phrase tokens form a bank. The new beams are taken from the banks in turn, from the one with the most phrase tokens
+    down: the best candidate of each bank, then the second best of each, and so on.
 
-    A text whose budget ends before it has all phrases is not in the result, which has `Status.DEAD_END` if there are no
-    others.
+    A text that reaches its largest length before it has all phrases is not in the result. If there is no other, the
+    result has `Status.DEAD_END`.
 
     Attributes:
-        phrases: tuples of token ids, the same for all prompts; others of the same lengths need no retrace.
-        progress: `Unordered()`, or `Ordered()` for phrases in their order.
+        phrases: tuples of token ids, the same for all prompts; other phrases of the same lengths need no retrace.
+        progress: `Unordered()`: phrases in any order, or `Ordered()`: in the given order.
     """
 
     progress: PhraseProgress = Unordered()
@@ -88,13 +88,15 @@ class _LexicalStep(Step):
         self.tables = tables
 
     def barred(self, i: int, g: Group, log_p: Array, met: Array) -> Array:
-        """Returns `f32[P, k, V]`, -inf at the end of texts that have not `met` all phrases."""
+        """Returns the log-probabilities `f32[P, k, V]` with -inf for end tokens of texts that have not all phrases
+        (`met` is False)."""
         ends = (jnp.arange(log_p.shape[-1]) == self.eos[:, i, :, None]).any(1)[:, None] & self.made(i, g)[2][..., None]
         return jnp.where(ends & ~met[..., None], -jnp.inf, log_p)
 
 
 class DynamicStep(_LexicalStep):
-    """Step of `DynamicBeams`."""
+    """Extends beams by one token. The new beams are chosen from the banks of equal numbers of phrase tokens in turn
+    (see `round_robin`)."""
 
     def group(self, i: int, g: Group, taken: Array | None) -> tuple[Group, Array]:
         alg, k = self.alg, self.k
@@ -137,8 +139,8 @@ class DynamicStep(_LexicalStep):
 
 
 def round_robin(bank: Array, rank: Array, there: Array) -> Array:
-    """Returns the order `i32[P, n]` in which candidates are taken: the best of each bank, from the highest bank down,
-    then the second best of each. Candidates that are not `there` come last.
+    """Returns the order in which candidates are taken, `i32[P, n]`: the best of each bank, from the highest bank down,
+    then the second best of each. Candidates for which `there` is False come last.
 
     >>> import jax.numpy as jnp
     >>> bank, rank = jnp.array([[0, 0, 2, 0, 1]]), jnp.array([[5.0, 4.0, 1.0, 3.0, 2.0]])
@@ -155,16 +157,17 @@ def round_robin(bank: Array, rank: Array, there: Array) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class GridBeams(_Lexical):
-    """Grid beam search (Hokamp and Liu, 2017): `k` beams for each number of phrase tokens, from none to all `C`.
+    """Grid beam search (Hokamp and Liu, 2017): `k` beams in each cell, where a cell has the texts with the same number
+    of phrase tokens, from 0 to all `C`.
 
-    A text of a cell grows by any token, and stays in its cell; or by the first token of a phrase that it does not have
-    yet, or the next one of an open phrase, and moves up to the next cell. An open phrase must be continued. The search
-    decides which texts move up, not the token: the same tokens may be in a cell for several reasons, and are kept once
-    for each set of phrases. Texts end in the last cell.
+    A text is extended by any token and stays in its cell. Or it is extended by the first token of a phrase that it does
+    not have yet, or by the next token of an open phrase, and moves to the next cell. An open phrase must be continued.
+    A phrase's token may also extend a text as any other token does, without a move. So a cell can have the same tokens
+    with different sets of phrases; each combination is kept once. Texts can end only in the last cell.
 
     Attributes:
-        phrases: tuples of token ids, in any order in the text, which do not overlap there; as in `DynamicBeams`.
-        beams: `k`, number of beams of each cell, and of places of the pool; `width` follows from it.
+        phrases: tuples of token ids, in any order in the text, without overlaps; the same for all prompts.
+        beams: `k`, number of beams of each cell, and size of the pool; `width` is computed from it.
     """
 
     width: int = 1
@@ -189,7 +192,8 @@ class GridBeams(_Lexical):
         return dataclasses.replace(self, returns=count)
 
     def tables(self) -> Any:
-        """Returns tokens `i32[n, longest]`, and for each phrase the number of the first equal one, `i32[n]`."""
+        """Returns the phrases' tokens `i32[n, longest]`, and for each phrase the index of the first equal one,
+        `i32[n]`."""
         tokens = np.zeros((len(self.phrases), max(map(len, self.phrases))), np.int32)
         for row, phrase in zip(tokens, self.phrases, strict=True):
             row[:len(phrase)] = phrase
@@ -204,7 +208,7 @@ class GridBeams(_Lexical):
 
 
 class GridStep(_LexicalStep):
-    """Step of `GridBeams`."""
+    """Extends beams by one token. Each cell keeps the best `beams` texts from itself and from the cell before it."""
 
     def __init__(self, alg: GridBeams, *rest: Any):
         super().__init__(alg, *rest)
@@ -268,18 +272,18 @@ class GridStep(_LexicalStep):
         return g.replace(live=g.live.replace(memory=memory)), token
 
     def up(self, x: Array) -> Array:
-        """Returns the values of cells `f32[P, banks, ...]` moved up by one cell."""
+        """Returns the values of cells, `f32[P, banks, ...]`, moved to the next cell."""
         return jnp.concatenate([jnp.full_like(x[:, :1], -jnp.inf if x.dtype == jnp.float32 else 0), x[:, :-1]], 1)
 
     def covered(self, cover: Cover, action: Array) -> Cover:
-        """Returns the state of texts after a token that continues phrase `action` (`i32[P, n]`), or none (-1)."""
+        """Returns the state of texts after a token that continues phrase `action` (`i32[P, n]`), or no phrase (-1)."""
         at = jnp.where(action >= 0, cover.at + 1, 0)
         whole = (action >= 0) & (at == self.lengths[jnp.maximum(action, 0)])
         has = cover.has | (whole[..., None] & (jnp.arange(len(self.lengths)) == action[..., None]))
         return cover.replace(has=has, phrase=jnp.where(whole, -1, action), at=jnp.where(whole, 0, at))
 
     def repeated(self, text: Array, token: Array, cover: Cover, value: Array) -> Array:
-        """Returns `bool[P, banks * m]`: candidates with the same tokens and phrases as an earlier one in their cell."""
+        """Returns candidates with the same tokens and phrases as an earlier one in their cell, `bool[P, banks * m]`."""
         P, banks, m = value.shape
         key = jnp.concatenate([text[..., None], token[..., None], cover.phrase[..., None], cover.at[..., None],
                                cover.has.astype(jnp.int32)], -1).reshape(P, banks, m, -1)
@@ -295,17 +299,17 @@ def take_all(tree: Any, index: Array) -> Any:
                      "Neural Machine Translation", "Post & Vilar 2018", family="search", needs="a model")
 def dynamic_beam_allocation(lm: Any, phrases: Any, width: Count = 4, ordered: bool = False,
                             length_penalty: float = 1.0, early_stopping: EarlyStopping = False) -> DynamicBeams:
-    """Searches for texts that contain given phrases; beams are shared out by the number of phrase tokens a text has.
+    """Searches for texts that contain given phrases, with beams divided by the number of phrase tokens in a text.
 
     The cost does not depend on the number of phrases.
 
     Args:
-        phrases: list of phrases, each a text or a list of token ids. A text is encoded as a part of a longer one, so
-            that a leading space is part of it.
+        phrases: list of phrases, each a text or a list of token ids. A text is tokenized as a part of a longer text, so
+            a leading space is part of it.
         width: number of beams of a prompt.
-        ordered: True: the phrases appear in their order. False: in any order.
+        ordered: True: the phrases appear in the given order. False: in any order.
         length_penalty: exponent of the length by which a score is divided.
-        early_stopping: as in `beam-search`.
+        early_stopping: when the search ends, see `beam-search`.
     """
     return DynamicBeams(width, phrases=_encoded(lm, phrases), length_penalty=length_penalty,
                         progress=Ordered() if ordered else Unordered(), early_stopping=early_stopping)
@@ -324,14 +328,14 @@ def grid_beam_search(lm: Any, phrases: Any, beams: Count = 4, length_penalty: fl
         phrases: list of phrases, each a text or a list of token ids.
         beams: number of beams for each number of phrase tokens.
         length_penalty: exponent of the length by which a score is divided.
-        early_stopping: as in `beam-search`.
+        early_stopping: when the search ends, see `beam-search`.
     """
     return GridBeams(phrases=_encoded(lm, phrases), beams=beams, length_penalty=length_penalty,
                      early_stopping=early_stopping)
 
 
 def _encoded(lm: Any, given: Any) -> Any:
-    """Returns phrases as token ids. Texts are encoded as parts of a longer text."""
+    """Returns phrases as token ids. Texts are tokenized as parts of a longer text."""
     if not given:
         raise ValueError(f"phrases: got {given!r}, takes a list of texts or of lists of token ids")
     if isinstance(given, str):

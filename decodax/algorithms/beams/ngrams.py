@@ -1,4 +1,4 @@
-"""N-gram model with exact counts of a corpus, looked up on the device."""
+"""An n-gram model with the exact counts of a corpus, looked up on the device."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from decodax.common.struct import Struct, struct
 
 @struct
 class NGrams(Struct):
-    """N-grams of a corpus, of orders 2 to `len(grams) + 1`, as sorted tables.
+    """N-grams of a corpus as sorted tables, of the orders (numbers of tokens) 2 to `len(grams) + 1`.
 
     Attributes:
-        grams: for each order `n` the n-grams that occur, in lexicographic order, `i32[M_n, n]`. counts: `i32[M_n]` of
-            each. contexts: their first `n - 1` tokens, `i32[C_n, n - 1]`. totals: `i32[C_n]`, number of tokens
-            that follow.
+        grams: for each order `n` the n-grams that occur, in lexicographic order, `i32[M_n, n]`.
+        counts: for each order the number of occurrences of each n-gram, `i32[M_n]`.
+        contexts: for each order the contexts, the distinct first `n - 1` tokens of n-grams, `i32[C_n, n - 1]`.
+        totals: for each order the number of tokens that follow each context, `i32[C_n]`.
     """
 
     grams: tuple[Array, ...]
@@ -29,10 +30,11 @@ class NGrams(Struct):
 
     @classmethod
     def build(cls, texts: Sequence[Sequence[int]], most: int = 6) -> NGrams:
-        """Counts the n-grams of texts, within each, on the host.
+        """Counts the n-grams of texts, on the host.
 
         Args:
-            texts: token ids. most: largest order, 2 or more.
+            texts: token ids; n-grams do not cross from one text to the next.
+            most: largest order, 2 or more.
 
         Raises:
             ValueError: `most` below 2, or no text with two tokens.
@@ -58,11 +60,12 @@ class NGrams(Struct):
         return cls(*(put(x) for x in zip(*parts, strict=True)))
 
     def probability(self, before: Array, tokens: Array, weights: Array) -> Array:
-        """Returns `f32[R, c]`: the sum over orders of the weight times the share of a token among those that follow its
-        context; an order whose context the corpus does not have adds nothing.
+        """Returns the interpolated probability of tokens, `f32[R, c]`: the sum over orders of the weight times the
+        token's share of all tokens that follow its context. An order whose context is not in the corpus adds 0.
 
         Args:
-            before: `i32[R, n]`, the latest tokens of each text, -1 where it is shorter. tokens: `i32[R, c]`.
+            before: `i32[R, n]`, the latest tokens of each text, -1 where it is shorter.
+            tokens: `i32[R, c]`, the tokens.
             weights: `f32[O]`, weights of the orders from 2 on.
         """
         total = jnp.zeros(tokens.shape, jnp.float32)
@@ -77,12 +80,13 @@ class NGrams(Struct):
 
 
 def find(table: Array, rows: Array) -> tuple[Array, Array]:
-    """Returns the places of rows `i32[..., n]` in a sorted table `i32[M, n]`, and True where they are in it."""
+    """Returns the indices of rows (`i32[..., n]`) in a sorted table (`i32[M, n]`), and True for those that are in
+    it."""
     size = table.shape[0]
     width = table.shape[1]
 
     def below(entry: Array) -> Array:
-        """Returns True where entries come before the rows."""
+        """Returns True for table entries that come before the rows in lexicographic order."""
         less = jnp.zeros(rows.shape[:-1], bool)
         for j in reversed(range(width)):
             less = (entry[..., j] < rows[..., j]) | ((entry[..., j] == rows[..., j]) & less)

@@ -1,7 +1,7 @@
 """Phrases that a text must contain, and the progress of a text through them, token by token.
 
-Phrases are sequences of tokens. The progress of a text is a pytree of arrays of any leading shape `...`, which a search
-moves with the text. The tables of the phrases are data, so that other phrases of the same lengths need no retrace.
+Phrases are sequences of tokens. The progress of a text is a pytree of arrays with any leading shape `...`, which a
+search copies with the text. The tables of the phrases are data, so other phrases of the same lengths need no retrace.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ Rule = Literal["paper", "fairseq"]
 
 
 def phrases_of(given: Any) -> Phrases:
-    """Returns phrases as tuples of ids.
+    """Returns phrases as tuples of token ids.
 
     Raises:
-        ValueError: no phrase, an empty one, or one with an entry that is no id.
+        ValueError: there is no phrase, an empty one, or one with an entry that is no id.
     """
     whole = lambda t: isinstance(t, (int, np.integer)) and not isinstance(t, bool) and t >= 0
     listed = isinstance(given, Sequence) and not isinstance(given, str) and given
@@ -41,32 +41,32 @@ def _known(rule: str) -> None:
 
 
 class PhraseProgress(abc.ABC):
-    """Tracks the phrase tokens that a text contains. `tables` come from `table`; states are pytrees `[..., ...]`."""
+    """Tracks which phrase tokens a text contains. `tables` are the result of `table`; a state is a pytree of arrays
+    with a leading shape `...`."""
 
     @abc.abstractmethod
     def table(self, phrases: Phrases) -> Any:
-        """Returns the phrases as arrays, on the host; their shapes depend on the phrases' lengths alone."""
+        """Returns the phrases as host arrays, whose shapes depend only on the lengths of the phrases."""
 
     @abc.abstractmethod
     def start(self, tables: Any, shape: tuple[int, ...]) -> Any:
-        """Returns the state of texts without a token."""
+        """Returns the state of texts without tokens, with the leading shape `shape`."""
 
     @abc.abstractmethod
     def advance(self, tables: Any, state: Any, token: Array) -> Any:
-        """Returns the state after one more token (`i32[...]`)."""
+        """Returns the state after one more token, `i32[...]`."""
 
     @abc.abstractmethod
     def bank(self, tables: Any, state: Any) -> Array:
-        """Returns `i32[...]`, the number of phrase tokens that the text has."""
+        """Returns the number of phrase tokens in the text, `i32[...]`."""
 
     @abc.abstractmethod
     def met(self, tables: Any, state: Any) -> Array:
-        """Returns `bool[...]`, True if the text has all phrases."""
+        """Returns True for texts with all phrases, `bool[...]`."""
 
     @abc.abstractmethod
     def next(self, tables: Any, state: Any) -> tuple[Array, Array]:
-        """Returns tokens `i32[..., n]` that begin or continue a phrase, and True for those that count, `bool[...,
-        n]`."""
+        """Returns tokens that begin or continue a phrase, `i32[..., n]`, and True for valid entries, `bool[..., n]`."""
 
 
 @struct
@@ -74,8 +74,9 @@ class InOrder(Struct):
     """Tables of `Ordered`.
 
     Attributes:
-        tokens: `i32[C]` of the phrases in their order. ends: `bool[C]`, True at the last token of a phrase.
-        back: `i32[C]`, number of tokens that still count if a phrase breaks after this many tokens.
+        tokens: `i32[C]`, the tokens of all phrases in their order.
+        ends: `bool[C]`, True at the last token of a phrase.
+        back: `i32[C]`, number of phrase tokens that are left if a phrase is broken after this many tokens.
     """
 
     tokens: Array
@@ -85,12 +86,12 @@ class InOrder(Struct):
 
 @dataclasses.dataclass(frozen=True)
 class Ordered(PhraseProgress):
-    """Phrases that appear in the text in their order, with anything between them. The state is the number of their
-    tokens that the text has, `i32[...]`.
+    """Phrases that appear in the text in the given order, with any tokens between them. The state is the number of
+    phrase tokens in the text, `i32[...]`.
 
     Attributes:
-        rule: loss when an open phrase breaks. "paper": that phrase (Post and Vilar, 2018). "fairseq": also the phrases
-            before it, so that a text must contain them again.
+        rule: the phrases that are lost if a token breaks an open phrase. "paper": the open phrase (Post and Vilar,
+            2018). "fairseq": also all phrases before it, so a text must contain them again.
     """
 
     rule: Rule = "paper"
@@ -110,7 +111,8 @@ class Ordered(PhraseProgress):
         return jnp.zeros(shape, jnp.int32)
 
     def _at(self, tables: InOrder, state: Array) -> tuple[Array, Array, Array]:
-        """Returns the token that continues, True if a phrase is open, and the state to which the text falls back."""
+        """Returns the token that continues the text's phrase, True if a phrase is open, and the state after the phrase
+        is broken."""
         here = jnp.minimum(state, tables.tokens.shape[0] - 1)
         is_open = (state > 0) & ~jnp.asarray(tables.ends)[jnp.maximum(state - 1, 0)]
         return jnp.asarray(tables.tokens)[here], is_open, jnp.asarray(tables.back)[here]
@@ -137,11 +139,13 @@ class Ordered(PhraseProgress):
 
 @struct
 class PhraseTrie(Struct):
-    """PhraseTrie of the phrases, node 0 its root; nodes after the last one are empty.
+    """A trie of the phrases; node 0 is its root, and nodes after the last one are empty.
 
     Attributes:
-        token, parent: `i32[n]`, -1 for the root and empty nodes. below: `i32[n]`, number of phrases that go through the
-            node or end there. ends: `i32[n]`, number of phrases that end there.
+        token: `i32[n]`, token of each node; -1 for the root and empty nodes.
+        parent: `i32[n]`, parent of each node; -1 for the root and empty nodes.
+        below: `i32[n]`, number of phrases that pass through the node or end there.
+        ends: `i32[n]`, number of phrases that end there.
     """
 
     token: Array
@@ -155,8 +159,10 @@ class Walk(Struct):
     """State of `Unordered`.
 
     Attributes:
-        node: `i32[...]` of the trie. made: `i32[..., n]`, number of times that the text went through each node for a
-            phrase that it has or that is open. whole: `i32[..., n]`, number of phrases ending there that it has.
+        node: `i32[...]`, node of the trie at which the text is.
+        made: `i32[..., n]`, number of times that the text passed through each node, for phrases that it has and the
+            open one.
+        whole: `i32[..., n]`, number of completed phrases that end at each node.
     """
 
     node: Array
@@ -166,14 +172,16 @@ class Walk(Struct):
 
 @dataclasses.dataclass(frozen=True)
 class Unordered(PhraseProgress):
-    """Phrases in any order, in a trie with counts (Hu et al., 2019). A phrase that is given twice must appear
-    twice. A text goes down the trie as long as phrases that it still needs continue with its tokens. Where none does,
-    the longest needed phrase on its way counts, the tokens after that are lost, and the token may begin a phrase at the
-    root.
+    """Phrases in any order, tracked in a trie with counts (Hu et al., 2019). A phrase that is given twice must appear
+    twice.
+
+    A text goes down the trie as long as its tokens continue phrases that it still needs. If a token does not, the
+    longest needed phrase on the path is counted as complete, the tokens of the path after it are lost, and the token
+    may begin a phrase at the root.
 
     Attributes:
-        rule: may the token that breaks a phrase begin the same one again where it is needed once? "paper": yes.
-            "fairseq": no, since the lost tokens count until after that token.
+        rule: whether a token that breaks a phrase may begin the same phrase again if it is needed only once. "paper":
+            yes. "fairseq": no, since the lost tokens still count at that token.
     """
 
     rule: Rule = "paper"
@@ -245,11 +253,13 @@ class Unordered(PhraseProgress):
 
 @struct
 class Cover(Struct):
-    """State of the texts of a grid search.
+    """State of texts in a grid search.
 
     Attributes:
-        has: `bool[..., n]`, phrases that the text has. phrase: `i32[...]`, the open one, -1: none. at: `i32[...]`,
-            number of tokens of that one. text: `i32[...]`, equal for live beams of a prompt whose tokens are equal.
+        has: `bool[..., n]`, phrases that the text has.
+        phrase: `i32[...]`, the open phrase, -1 for none.
+        at: `i32[...]`, number of tokens of the open phrase in the text.
+        text: `i32[...]`, equal for live beams of a prompt with equal tokens.
     """
 
     has: Array

@@ -1,11 +1,11 @@
-"""SEAL: beams whose texts all occur in a corpus, and the n-grams that they looked at ("Autoregressive Search Engines:
-Generating Substrings as Document Identifiers", Bevilacqua et al., 2022)."""
+"""SEAL: a beam search whose texts all occur in a corpus, and the n-grams that it has considered ("Autoregressive Search
+Engines: Generating Substrings as Document Identifiers", Bevilacqua et al., 2022)."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from decodax.algorithms.beams.step import Beams, BeamText, Group, Step
 from decodax.common.options import Count
 from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
+from decodax.core.composed import data
 from decodax.core.state import State, Status
 from decodax.core.types import Decision, Params
 from decodax.core.window import Window
@@ -28,12 +29,15 @@ NGram = tuple[tuple[int, ...], float]
 
 @struct
 class Passed(Struct):
-    """Candidates of all steps. Each row has two of the `2 k` best candidates of a step, and its live beam.
+    """Candidates of all steps of a search. A step has `2 k` best candidates; each row stores two of them, and its live
+    beam.
 
     Attributes:
-        beam, token: `i32[B, N, 2]`, the beam of the prompt that a candidate continues, and its token. log_prob:
-            `f32[B, N, 2]`, of its whole text; -inf: there is none. parent, newest: `i32[B, N]`, the same of the beam
-            that lived on.
+        beam: `i32[B, N, 2]`, the beam of the prompt that a candidate continues.
+        token: `i32[B, N, 2]`, its last token.
+        log_prob: `f32[B, N, 2]`, log-probability of its text; -inf: there is no candidate.
+        parent: `i32[B, N]`, the beam that the row's live beam continues.
+        newest: `i32[B, N]`, its last token.
     """
 
     beam: Array
@@ -45,8 +49,12 @@ class Passed(Struct):
 
 @struct
 class Known(Struct):
-    """State of the search. `span`: rows of the corpus that begin with the text of each live beam, `[B]`. `passed`: `[B,
-    N, ...]`."""
+    """Additional state of the search.
+
+    Attributes:
+        span: rows of the suffix array that begin with the text of each live beam, `[B]`.
+        passed: candidates of all steps so far, `[B, N, ...]`.
+    """
 
     span: CorpusSpan
     passed: Passed
@@ -54,31 +62,31 @@ class Known(Struct):
 
 @dataclasses.dataclass(frozen=True)
 class CorpusBeams(BeamSearch):
-    """Beam search whose texts occur in a document, at every step.
+    """Beam search whose texts occur in a document of a corpus, at every step (Bevilacqua et al., 2022).
 
-    A text is continued with the tokens that follow it somewhere in the corpus; log-probabilities are not normalised
-    over them. It ends at the end of the budget, or with an end-of-text token where the corpus has one. A prompt whose
-    beams all reach the end of documents has only such texts, or none (`Status.DEAD_END`).
+    A text is extended only by tokens that follow it somewhere in the corpus; log-probabilities are not normalised over
+    these. It ends at the largest length, or with an end-of-text token where the corpus has one. If all beams of a
+    prompt reach the end of documents, its results are the texts with an end-of-text token, or none (`Status.DEAD_END`).
 
-    The n-grams on the way matter more than the result: `passed` lists the candidates of all steps, from which
-    `decodax.algorithms.beams.evidence` computes scores of documents.
+    The candidates of all steps are in `findings` (`passed`). `ngrams` lists them, and
+    `decodax.algorithms.beams.evidence` computes scores of documents from them.
 
     Attributes:
-        length_penalty, early_stopping, patience: as in `BeamSearch`; by default a search continues to the end of the
-            budget, as the authors' does.
+        length_penalty, early_stopping, patience: see `BeamSearch`. By default a search continues to the largest length,
+            as the authors' does.
         corpus: the corpus; another one of the same size needs no retrace.
-        prefix: tokens that precede the n-grams in the corpus and are not generated (the mark of a title).
-        may_end: allow end-of-text tokens anywhere.
-        look: number of likeliest tokens of a beam that are looked up before all are; changes no result.
+        prefix: tokens that precede each n-gram in the corpus and are not generated, such as the mark of a title.
+        may_end: True: end-of-text tokens are allowed anywhere.
+        look: number of most likely tokens of a beam that are looked up first; it does not change the result.
 
     Raises:
-        ValueError: as `BeamSearch`; groups, a regulariser or a draft; or `look` below 1.
+        ValueError: the errors of `BeamSearch`; groups, a regulariser or a draft are given; or `look` is below 1.
     """
 
     length_penalty: float = 0.0
     early_stopping: EarlyStopping = True
     patience: float = math.inf
-    corpus: Corpus | None = dataclasses.field(default=None, compare=False, repr=False)
+    corpus: Corpus | None = data()
     prefix: tuple[int, ...] = ()
     may_end: bool = False
     look: int = 256
@@ -100,9 +108,6 @@ class CorpusBeams(BeamSearch):
     @property
     def weights(self) -> Any:
         return (*super().weights, self.corpus)
-
-    def bare(self) -> Self:
-        return dataclasses.replace(super().bare(), corpus=None)     # type: ignore[call-arg, return-value]
 
     def memory(self, params: Params, like: Array) -> CorpusSpan:
         corpus: Corpus | None = params.draft[2]
@@ -130,13 +135,13 @@ class CorpusBeams(BeamSearch):
         return d, after.replace(memory=Known(after.memory, passed))
 
     def findings(self, s: State) -> dict[str, Array]:
-        """Returns, beside those of `BeamSearch`, findings for `ngrams`, the same in all rows of a prompt: `passed`
-        `i32[B, N, 2 k, 2]`, beam and token of the candidates of each step; `passed_log_prob` `f32[B, N, 2 k]`; and
-        `lived` `i32[B, N, k, 2]`, beam and token of the texts that lived on."""
+        """Returns the findings of `BeamSearch`, and those that `ngrams` needs, equal in all rows of a prompt: `passed`,
+        `i32[B, N, 2 k, 2]`, beam and token of the candidates of each step; `passed_log_prob`, `f32[B, N, 2 k]`; and
+        `lived`, `i32[B, N, k, 2]`, beam and token of the texts that became live beams."""
         passed: Passed = s.algo.memory.passed
 
         def by_prompt(x: Array) -> Array:
-            """Returns `[B, N, k c]` of `[B, N, c]`."""
+            """Returns `[B, N, c]` with the rows of each prompt joined and repeated: `[B, N, k c]`."""
             x = x.reshape(-1, self.width, *x.shape[1:]).swapaxes(1, 2)
             return jnp.repeat(x.reshape(*x.shape[:2], -1), self.width, 0)
 
@@ -147,7 +152,7 @@ class CorpusBeams(BeamSearch):
 
 
 class CorpusStep(Step):
-    """Step of `CorpusBeams`."""
+    """Extends beams by tokens that follow their text in the corpus, and notes the candidates it has considered."""
 
     def __init__(self, alg: CorpusBeams, corpus: Corpus, *rest: Any):
         super().__init__(alg, *rest)
@@ -181,14 +186,16 @@ class CorpusStep(Step):
 
 
 def ngrams(findings: dict[str, np.ndarray], row: int) -> list[NGram]:
-    """Returns the n-grams that a search of `CorpusBeams` has looked at for a prompt, each once, in the order of steps.
+    """Returns the n-grams that a search with `CorpusBeams` has considered for a prompt, each once, in the order of
+    steps.
 
     Args:
-        findings: `findings` of the result. row: one of the prompt's rows.
+        findings: `findings` of the result.
+        row: one of the prompt's rows.
 
     Returns:
-        Their token ids and log-probabilities. Without penalties and temperature these are `log p(n | prompt)` of the
-        model.
+        Token ids and log-probability of each. Without penalties and temperature these are the model's `log p(n |
+        prompt)`.
     """
     passed, log_prob, lived = (findings[name][row] for name in ("passed", "passed_log_prob", "lived"))
     texts: list[tuple[int, ...]] = [()] * lived.shape[1]
@@ -206,18 +213,18 @@ def ngrams(findings: dict[str, np.ndarray], row: int) -> list[NGram]:
                      "Bevilacqua et al. 2022", family="search")
 def seal(corpus: Any, width: Count = 15, length_penalty: float = 0.0, prefix: tuple[int, ...] = (),
          may_end: bool = False, look: Count = 256) -> CorpusBeams:
-    """Searches for texts that occur in a corpus, whose n-grams find documents.
+    """Searches for texts that occur in a corpus, to find documents by their n-grams.
 
     For retrieval with a model that was trained to write parts of relevant documents. `ngrams` and `Evidence` rank the
     documents.
 
     Args:
-        corpus: a `decodax.algorithms.beams.Corpus`, or a list of lists of token ids.
+        corpus: a `decodax.algorithms.beams.Corpus`, or a list of documents, each a list of token ids.
         width: number of beams of a prompt.
         length_penalty: exponent of the length by which a score is divided.
         prefix: token ids that come before each text in the corpus, such as a mark of titles.
-        may_end: True: a text may end anywhere, not only where the corpus has an end.
-        look: number of best tokens that are looked up one by one before all are.
+        may_end: True: a text may end anywhere. False: only where the corpus has an end-of-text token.
+        look: number of most likely tokens of a beam that are looked up first; it does not change the result.
     """
     corpus = corpus if isinstance(corpus, Corpus) else Corpus.build(corpus)
     return CorpusBeams(width, length_penalty=length_penalty, corpus=corpus, prefix=tuple(prefix), may_end=may_end,

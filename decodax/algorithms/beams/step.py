@@ -1,6 +1,6 @@
-"""Step of a beam search: from the texts of each group of beams to texts that are longer by a token.
+"""A step of a beam search: extends the texts of each group of beams by one token.
 
-A round makes one step, or with drafts as many as the window has scored. Searches that rank or keep texts by other rules
+A round makes one step; with drafts, as many as the window has scored. Searches that rank or keep texts by other rules
 (lexical constraints, a corpus) derive from `Step`.
 """
 
@@ -26,15 +26,17 @@ from decodax.sampling.draw import exponentials
 
 @struct
 class Beams(Struct):
-    """State of a search. Each row is a live beam, and has a place for a finished text.
+    """State of a beam search. Each row is a live beam, and has a place for a finished text.
 
     Attributes:
-        score: `f32[B]` of the live beam, with penalties; -inf of one that is dead. log_prob: `f32[B]`, without them.
-        beams: `i32[B, N]`, as in `Finished`. memory: further state of each beam (surprisals, phrases
-            that it has), or None.
-        finished: the texts that have ended. ended: `i32[B]`, number of texts of the row's group that have ended. over:
-            `bool[B]`, True if its search is over.
-        drafts: the state of the draft, or None.
+        score: `f32[B]`, score of the live beam, with penalties; -inf: the beam is dead.
+        log_prob: `f32[B]`, its log-probability, without penalties.
+        beams: `i32[B, N]`, the beam that each new token continued; -1 after the last token.
+        memory: additional state of each beam (surprisals, phrases that it has), or None.
+        finished: the finished texts.
+        ended: `i32[B]`, number of finished texts of the row's group.
+        over: `bool[B]`, True if the search of the group has ended.
+        drafts: state of the draft, or None.
     """
 
     score: Array
@@ -49,13 +51,20 @@ class Beams(Struct):
 
 @struct
 class BeamText(Struct):
-    """Texts in the middle of a round: the beam that each continues, and the appended tokens. Axes `[P, n]`, `M` last.
+    """Texts during a round: for each text the beam that it continues and the tokens appended in this round. Axes `[P,
+    n]` for all fields, and `[P, n, M]` for tokens.
 
     Attributes:
-        origin: `i32`, the beam of the group that it continues; for a text that has ended, `k` plus its place.
-        count: `i32`, number of appended tokens. tokens: `i32[..., M]`. nodes: `i32[..., M]`, nodes whose logits decided
-            them. beams: `i32[..., M]`. processed: `f32[..., M]`, their log-probabilities after the policy.
-        score, log_prob: `f32`. status: `i32`. memory: as in `Beams`.
+        origin: `i32`, the beam of the group that it continues; for a finished text `k` plus its place.
+        count: `i32`, number of appended tokens.
+        tokens: `i32[..., M]`, the appended tokens.
+        nodes: `i32[..., M]`, window nodes whose logits they come from.
+        beams: `i32[..., M]`, the beam that each token continued.
+        processed: `f32[..., M]`, their log-probabilities after the policy.
+        score: `f32`, score of the text.
+        log_prob: `f32`, its log-probability.
+        status: `i32`, its `Status`.
+        memory: additional state, see `Beams`.
     """
 
     origin: Array
@@ -70,7 +79,7 @@ class BeamText(Struct):
     memory: Any
 
     def pick(self, index: Array) -> BeamText:
-        """Returns the texts of `index` (`i32[P, n']`)."""
+        """Returns the texts at indices `index` (`i32[P, n']`)."""
         return jax.tree.map(lambda x: take(x, index), self)
 
     def join(self, other: BeamText) -> BeamText:
@@ -79,12 +88,18 @@ class BeamText(Struct):
 
 @struct
 class Group(Struct):
-    """Group of beams in the middle of a round, `[P, ...]`.
+    """A group of beams during a round; axes `[P, ...]`.
 
     Attributes:
-        live, finished: texts. node, stop: `i32[P, k]`, the live ones' nodes and states of the stop automaton.
-        ended, over: as in `Beams`. goes: True if it makes another step in this round. steps: number of steps it has
-            made. seen: notes of a search on the step, or None.
+        live: the live beams.
+        finished: the finished texts.
+        node: `i32[P, k]`, window node of the last token of each live beam.
+        stop: `i32[P, k]`, their states of the stop automaton.
+        ended: `i32[P]`, number of finished texts.
+        over: `bool[P]`, True if the search of the group has ended.
+        goes: `bool[P]`, True if it makes another step in this round.
+        steps: `i32[P]`, number of steps in this round so far.
+        seen: data of a derived search about the step, or None.
     """
 
     live: BeamText
@@ -99,11 +114,15 @@ class Group(Struct):
 
 
 class Step:
-    """One step of all groups, from the log-probabilities that a round has scored.
+    """One step of all groups, with the log-probabilities that a round has computed. Call it with the groups.
 
     Args:
-        alg: the search, a `BeamSearch`. numbers: its weights. policy: the policy after the prompt. s: the state.
-        processed: `f32[B, W, V]`, log-probabilities at the nodes of the window. t: the tree of drafts, or None.
+        alg: the search, a `BeamSearch`.
+        numbers: its length penalty, patience, diversity penalty and strength.
+        policy: the sampling policy.
+        s: the state.
+        processed: `f32[B, W, V]`, log-probabilities after the policy at the nodes of the window.
+        t: the tree of drafts, or None.
     """
 
     def __init__(self, alg: Any, numbers: tuple[Any, ...], policy: Any, s: State, processed: Array,
@@ -121,11 +140,11 @@ class Step:
             self.parents, self.tokens, self.live = wide(t.parents), wide(t.tokens), wide(t.live)
 
     def grouped(self, x: Array) -> Array:
-        """Returns `[B, ...]` as `[P, G, k, ...]`."""
+        """Reshapes `[B, ...]` to `[P, G, k, ...]`."""
         return x.reshape(self.s.batch // self.alg.width, self.alg.groups, self.k, *x.shape[1:])
 
     def begin(self, algo: Beams) -> tuple[Group, ...]:
-        """Returns the groups before the first step."""
+        """Returns the groups before the first step of a round."""
         s, k, M = self.s, self.k, self.alg.traits.emits
         started = s.length > s.prompt_length
         alone = jnp.arange(s.batch) % k == 0            # at first all live beams are the same text, which counts once
@@ -161,8 +180,8 @@ class Step:
         return tuple(g.replace(goes=g.goes & together) for g in after)
 
     def group(self, i: int, g: Group, taken: Array | None) -> tuple[Group, Array]:
-        """Returns group `i` after one step, and the tokens `i32[P, n]` that count as taken; the vocabulary's size for
-        none."""
+        """Returns group `i` after one step, and the tokens that count as taken for later groups, `i32[P, n]`, padded
+        with the vocabulary size."""
         alg, k = self.alg, self.k
         log_p = self.at_nodes(i, g)                                                     # [P, k, V]
         V = log_p.shape[-1]
@@ -181,7 +200,7 @@ class Step:
         return self.after(i, g, text, stop, closed, first, chosen), counted
 
     def totals(self, g: Group, log_p: Array, taken: Array | None) -> Array:
-        """Returns the scores of all texts that are longer by a token: `f32[P, k, V]`."""
+        """Returns the scores of all extensions by one token, `f32[P, k, V]`."""
         gain = log_p
         if (uid := self.alg.uid) is not None:
             known = jax.tree.map(lambda x: x[..., None], g.live.memory)
@@ -192,11 +211,19 @@ class Step:
         return g.live.score[..., None] + jnp.where(log_p == -jnp.inf, -jnp.inf, gain)
 
     def candidates(self, vocabulary: int) -> int:
-        """Returns a number of candidates of which at least `k` do not end."""
+        """Returns the number of best candidates to rank in a step, so that at least `k` of them do not end their text.
+
+        Each of the `k` beams has at most `E` candidates that end it, one for each end token, so `(1 + E) * k` are
+        enough.
+
+        Args:
+            vocabulary: size of the vocabulary.
+        """
         return min(max(2, 1 + self.eos.shape[-1]) * self.k, self.k * vocabulary)
 
     def made(self, i: int, g: Group) -> tuple[Array, Array, Array]:
-        """Returns the candidates' number of tokens, its limit, and True where an end counts: `[P, 1]`."""
+        """Returns the number of new tokens of the candidates, the largest allowed number, and True if an end counts
+        already; each `[P, 1]`."""
         shared = lambda x: self.grouped(x)[:, i, :1]
         made = shared(self.s.length - self.s.prompt_length) + g.steps[:, None] + 1
         return made, shared(self.s.max_length - self.s.prompt_length), made > shared(self.s.min_new)
@@ -205,9 +232,13 @@ class Step:
         """Returns the group after a step.
 
         Args:
-            text: the candidates `[P, n]`. stop: their states of the stop automaton. closed: True where they end by
-                themselves. may: `bool[n or P, n]`, candidates that are finished texts if they end.
-            chosen: `i32[P, k]`, candidates that live on; those of score -inf or closed ones are dead.
+            i: index of the group.
+            g: the group before the step.
+            text: the candidates, `[P, n]`.
+            stop: their states of the stop automaton.
+            closed: `bool[P, n]`, True for those that end with an end token or a stop string.
+            may: `bool[n or P, n]`, candidates that become finished texts if they end.
+            chosen: `i32[P, k]`, candidates that become live beams; with score -inf or if closed, the beam is dead.
         """
         alg, places = self.alg, self.places
         made, budget, _ = self.made(i, g)
@@ -242,14 +273,14 @@ class Step:
                      steps=steps)
 
     def at_nodes(self, i: int, g: Group) -> Array:
-        """Returns log-probabilities of the tokens after each live beam: `f32[P, k, V]`."""
+        """Returns the log-probabilities after each live beam, `f32[P, k, V]`."""
         log_p = self.log_p[:, i]
         return log_p[:, :, 0] if self.tree is None else jax.vmap(lambda x, row, node: x[row, node])(
             log_p, g.live.origin, g.node)
 
     def ranks(self, i: int, g: Group, total: Array) -> Array:
-        """Returns the values `f32[P, k, V]` by which candidates are ordered: scores, with noise for draws without
-        replacement."""
+        """Returns the values by which candidates are ranked, `f32[P, k, V]`: their scores, with Gumbel noise where the
+        policy samples, which draws without replacement."""
         P, k, V = total.shape
 
         def drawn() -> Array:
@@ -263,12 +294,17 @@ class Step:
 
     def longer(self, i: int, g: Group, beam: Array, token: Array, own: Array, best: Array, log_p: Array
                ) -> tuple[BeamText, Array, Array]:
-        """Returns the candidates as texts `[P, n]`, the states of the stop automaton, and True where they end by
-        themselves.
+        """Returns the candidates as texts `[P, n]`, their states of the stop automaton, and True for those that end
+        with an end token or a stop string.
 
         Args:
-            beam, token: `i32[P, n]`. own: `f32[P, n]`, the tokens' log-probabilities, of `log_p` (`f32[P, k, V]`).
-            best: `f32[P, n]`, the texts' scores.
+            i: index of the group.
+            g: the group before the step.
+            beam: `i32[P, n]`, the beam that each candidate continues.
+            token: `i32[P, n]`, its last token.
+            own: `f32[P, n]`, log-probability of that token.
+            best: `f32[P, n]`, score of the candidate.
+            log_p: `f32[P, k, V]`, log-probabilities after each live beam.
         """
         made, budget, ripe = self.made(i, g)
         eos = (token[..., None] == self.eos[:, i, None]).any(-1) & ripe
@@ -286,11 +322,12 @@ class Step:
         return text, stop, eos | (hit & ripe)
 
     def remember(self, memory: Any, beam: Array, token: Array, own: Array, log_p: Array) -> Any:
-        """Returns the memory of texts after one more token; arguments as in `longer`."""
+        """Returns the additional state of texts after one more token; the arguments are those of `longer`."""
         return memory if (uid := self.alg.uid) is None else uid.after(memory, own, take(log_p.max(-1), beam))
 
     def next_nodes(self, i: int, g: Group, live: BeamText) -> tuple[Array, Array]:
-        """Returns True where all live beams have a node, `bool[P]`, and the nodes, `i32[P, k]`."""
+        """Returns True for prompts whose live beams are all nodes of the draft tree, `bool[P]`, and these nodes,
+        `i32[P, k]`."""
         if self.tree is None:
             return jnp.zeros_like(g.over), jnp.zeros_like(g.node)
         of = lambda x: take(x[:, i], live.origin)                                       # [P, k, n]
@@ -301,12 +338,14 @@ class Step:
 
 
 def largest(ranks: Array, count: int) -> tuple[Array, Array]:
-    """Returns the `count` best of all beams' tokens, of equal ones the first: beams and tokens, `i32[P, count]`.
+    """Returns beam and token of the `count` largest values in `ranks`, both `i32[P, count]`; of equal values the first
+    comes first.
 
-    The best of each beam are found first, so that a vocabulary that is divided over devices stays divided.
+    The best tokens of each beam are found first, so that a vocabulary sharded over devices stays sharded.
 
     Args:
-        ranks: `f32[P, k, V]`.
+        ranks: `f32[P, k, V]`, value of each token after each beam.
+        count: number of results.
 
     >>> beam, token = largest(jnp.array([[[1.0, 3.0, 0.0], [3.0, 2.0, 5.0]]]), 3)
     >>> beam.tolist(), token.tolist()

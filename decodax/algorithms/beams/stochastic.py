@@ -25,10 +25,11 @@ from decodax.sampling.draw import exponentials
 
 @struct
 class Perturbed(Struct):
-    """State of the search.
+    """State of stochastic beam search.
 
     Attributes:
-        log_prob: `f32[B]` of each text. value: `f32[B]`, that with Gumbel noise; -inf: there is no text.
+        log_prob: `f32[B]`, log-probability of each text.
+        value: `f32[B]`, the log-probability with Gumbel noise; -inf: there is no text.
         kappa: `f32[B]`, the smallest value of the prompt's rows.
     """
 
@@ -41,16 +42,16 @@ class Perturbed(Struct):
                      "Sampling Sequences Without Replacement", "Kool et al. 2019", family="search")
 @dataclasses.dataclass(frozen=True)
 class StochasticBeams(Grouped, Concludes):
-    """Draws `k` different texts of each prompt, without replacement.
+    """Draws `k` different texts of each prompt, without replacement (Kool et al., 2019).
 
-    For diverse samples, and for estimates of low variance. It is a beam search on log-probabilities with Gumbel noise.
-    The noise is passed down from each beginning to its continuations, so that the best continuation has the value of
-    its beginning. The `k` texts with the largest values are `k` draws from the policy's distribution over whole texts,
-    without replacement, in the order in which they were drawn. Greedy rows draw at temperature 1.
+    For diverse samples, and for estimates with low variance. It is a beam search on log-probabilities with Gumbel
+    noise. The noise of a text is passed on to its extensions: their noise is conditioned so that the best extension has
+    the value of the text. The `k` texts with the largest values are `k` draws without replacement from the policy's
+    distribution over complete texts, in the order in which they were drawn. Greedy rows draw at temperature 1.
 
-    One more beam gives the probability that a text is drawn at all: with `kappa`, the value of the text after the last
-    one, it is `1 - exp(-exp(log_prob - kappa))`. The mean of a function over all texts is estimated without bias by the
-    sum of the function times `exp(log_weight)`, where `log_weight` is `log_prob` minus the logarithm of that.
+    One more beam gives `kappa`, the value of the text after the last one. The probability that a text is drawn at all
+    is then `1 - exp(-exp(log_prob - kappa))`, and `log_weight` is `log_prob` minus the logarithm of that. The sum of
+    `f(text) * exp(log_weight)` over the drawn texts is an unbiased estimate of the mean of `f` over all texts.
 
     Attributes:
         k: number of texts. `findings` has `log_prob`, `value`, `kappa` and `log_weight` of each.
@@ -64,7 +65,7 @@ class StochasticBeams(Grouped, Concludes):
 
     @property
     def group(self) -> int:
-        """Number of rows of a prompt."""
+        """Number of rows of a prompt: the texts and one more beam."""
         return self.k + 1
 
     @property
@@ -132,8 +133,8 @@ class StochasticBeams(Grouped, Concludes):
 
 
 def lowered(values: Array, top: Array) -> Array:
-    """Returns Gumbel values `f32[B, V]` conditioned on `top` (`f32[B]`) as the largest of a row: Kool et al., 2019,
-    appendix B.3."""
+    """Returns Gumbel values `f32[B, V]` conditioned on `top` (`f32[B]`) being the largest of each row (Kool et al.,
+    2019, appendix B.3)."""
     largest = values.max(-1, keepdims=True)
     t = top[:, None]
     rest = jnp.where(values < largest, jnp.log1p(-jnp.exp(jnp.minimum(values - largest, -1e-30))), -jnp.inf)

@@ -1,5 +1,5 @@
-"""Regularisers of surprisal, which prefer texts whose information is spread evenly ("If beam search is the answer, what
-was the question?", Meister, Cotterell and Vieira, 2020)."""
+"""Regularisers that prefer texts whose information is spread evenly, by the surprisals of their tokens ("If beam search
+is the answer, what was the question?", Meister, Cotterell and Vieira, 2020)."""
 
 from __future__ import annotations
 
@@ -17,8 +17,16 @@ KINDS: tuple[Kind, ...] = ("greedy", "local", "variance", "max", "square")
 
 @struct
 class Surprisals(Struct):
-    """Statistics of the surprisals of some texts, each `f32[...]`: their `count`, `total`, sum of `squares`, largest
-    (`most`), `last`, and the sum of each token's term (`added`)."""
+    """Statistics of the surprisals `-log p` (in nats) of the tokens of each text, for `UID`.
+
+    Attributes:
+        count: `f32[...]`, number of tokens.
+        total: `f32[...]`, sum of the surprisals.
+        squares: `f32[...]`, sum of their squares.
+        most: `f32[...]`, the largest one.
+        last: `f32[...]`, that of the newest token.
+        added: `f32[...]`, the regulariser of the kinds "greedy" and "local" so far.
+    """
 
     count: Array
     total: Array
@@ -30,10 +38,10 @@ class Surprisals(Struct):
 
 @dataclasses.dataclass(frozen=True)
 class UID:
-    """Regulariser `R`, which a beam search subtracts from the score with weight `strength`. With surprisals `u_t =
-    -log p_t`, `R` is
+    """A regulariser `R` (uniform information density), which a beam search subtracts from the score with weight
+    `strength`. With the surprisals `u_t = -log p_t` of a text, `R` is
 
-    - "greedy": the sum of `(u_t - min_v u_t(v)) ** 2`, the least at each step over the vocabulary;
+    - "greedy": the sum of `(u_t - min_v u_t(v)) ** 2`, with the smallest surprisal over the vocabulary at each step;
     - "local": the sum of `(u_t - u_(t-1)) ** 2`, from the second token on;
     - "variance": the mean of `(u_t - mean u) ** 2`;
     - "max": the largest `u_t`;
@@ -53,7 +61,7 @@ class UID:
             raise ValueError(f"uid: got {self.kind!r}, takes one of {', '.join(KINDS)}")
 
     def init(self, like: Array) -> Surprisals:
-        """Returns the statistics of texts without a token, of the shape of `like`."""
+        """Returns the statistics of texts without tokens, with the shape of `like`."""
         zero = jnp.zeros(like.shape, jnp.float32)
         return Surprisals(zero, zero, zero, zero, zero, zero)
 
@@ -61,7 +69,9 @@ class UID:
         """Returns the statistics after one more token.
 
         Args:
-            log_p: log-probability of the token. best: of the likeliest token there.
+            state: the statistics before it.
+            log_p: log-probability of the token.
+            best: log-probability of the most likely token at this position.
         """
         u = -log_p
         gap = u + best if self.kind == "greedy" else jnp.where(state.count > 0, u - state.last, 0)
@@ -70,7 +80,7 @@ class UID:
                           added=state.added + gap * gap)
 
     def value(self, state: Surprisals) -> Array:
-        """Returns `R`."""
+        """Returns the regulariser `R` of texts with the statistics `state`, `f32[...]`."""
         if self.kind in ("greedy", "local"):
             return state.added
         if self.kind == "variance":

@@ -1,8 +1,8 @@
-"""Methods that choose the next token by more than its probability: by contrast with other layers, other models or the
-text so far, or by heads of their own.
+"""Methods that choose the next token not by probability alone: by contrast with other layers, with another model or
+with the text so far, or with trained heads.
 
-DoLa, contrastive decoding and AutoDeco are models around a model, so every decoding method takes them:
-`dx.generate(dx.algorithms.contrastive.dola(lm), ...)`.
+DoLa, contrastive decoding and AutoDeco return a model that wraps a model, so they can be combined with every decoding
+method: `dx.generate(dx.algorithms.contrastive.dola(lm), ...)`.
 """
 
 from decodax.algorithms.contrastive.adadec import AdaDec

@@ -1,5 +1,5 @@
-"""AdaDec: judges candidates by their likeliest continuation where the model is uncertain ("Towards Better Code
-Generation: Adaptive Decoding with Uncertainty Guidance", He et al., 2025)."""
+"""AdaDec: where the model is uncertain, candidates are ranked by the probability of their continuations ("Towards
+Better Code Generation: Adaptive Decoding with Uncertainty Guidance", He et al., 2025)."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from decodax.common.options import Count, Range
 from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
 from decodax.core.algorithm import Algorithm, Concludes, Paced, Traits, Varies
+from decodax.core.composed import data
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
 from decodax.core.window import Window, causal, take
@@ -25,13 +26,16 @@ Counting = Literal["ended", "running"]
 
 @struct
 class LookAhead(Struct):
-    """State of a look-ahead: `k` candidates of each row with their greedy continuations.
+    """State of the look-ahead: `k` candidates of each row with their greedy continuations. A candidate with its
+    continuation is called a chain.
 
     Attributes:
-        depth: `i32[B]`, number of tokens of each chain; 0: the row does not look ahead.
-        tokens: `i32[B, k, L + 1]`, a candidate and its continuation. score: `f32[B, k]`, the sum of their
-            log-probabilities. length: `i32[B, k]`, number of them that count. ended: `bool[B, k]`, True after an end of
-            sequence or a stop string. stop: `i32[B, k]`, state of the automaton of stop strings.
+        depth: `i32[B]`, number of tokens in each chain; 0: the row is not looking ahead.
+        tokens: `i32[B, k, L + 1]`, the chains; `L` is the largest number of tokens of a continuation.
+        score: `f32[B, k]`, sum of the log-probabilities of a chain's tokens.
+        length: `i32[B, k]`, number of tokens by which `score` is divided.
+        ended: `bool[B, k]`, True after an end token or a stop string.
+        stop: `i32[B, k]`, state of the stop automaton.
         looks: `i32[B]`, number of look-aheads so far.
     """
 
@@ -46,36 +50,36 @@ class LookAhead(Struct):
 
 @dataclasses.dataclass(frozen=True)
 class AdaDec(Varies, Concludes, Paced):
-    """Adaptive decoding by uncertainty.
+    """Adaptive decoding with uncertainty guidance (He et al., 2025): plain decoding, with a look-ahead at uncertain
+    positions.
 
-    A token is chosen as plain decoding would choose it while the entropy of the distribution is below `threshold`.
-    Otherwise each of the `k` likeliest tokens is continued greedily by up to `length` tokens, or to the end of the
-    text. The candidate with the largest mean log-probability, over itself and its continuation, is taken.
+    If the entropy of the distribution is below `threshold`, the token is that of plain decoding. Otherwise each of the
+    `k` most likely tokens is continued greedily by up to `length` tokens or to the end of the text, and the candidate
+    with the largest mean log-probability of itself and its continuation is taken.
 
-    A look-ahead takes `length + 1` forwards, which read all chains side by side. The continuation of the chosen token
-    is kept: where the distributions there are certain, their tokens are appended in the same round.
+    A look-ahead takes `length + 1` forward passes, each over all `k` chains. Tokens after the chosen one are appended
+    in the same round as long as plain decoding would give them, with entropies below the threshold.
 
-    The authors' code differs from its paper where chains have different lengths: the tokens after the end of one still
-    add to its score while others continue, and its length stays (`counting="running"`, to compare with it). There, too,
-    the best score and the greatest length of several beams of a chain are maximised one by one; with one beam, its
-    default and the case here, the two are of the same chain. Its texts end where a line of code is not indented; here
-    at the `eos_token_id` or `stop` of the request.
+    The authors' code differs from the paper if chains have different lengths. After the end of one chain, its further
+    tokens still add to its score while others continue, but not to its length; `counting="running"` does the same.
+    Their texts end at a line of code that is not indented; here they end at `eos_token_id` or `stop`.
 
-    Entropies are in nats and of the policy's distribution, at temperature 1 where it is greedy. With an infinite
-    threshold this is plain decoding, with a temperature too.
+    Entropies are in nats and those of the policy's distribution; greedy rows use temperature 1 for them. With an
+    infinite threshold this is plain decoding, also with a temperature.
 
     Attributes:
-        threshold: entropy in nats; the paper learns it by logistic regression for each model, 0.615 to 1.32. It may
-            change without a retrace.
-        k: number of candidates. length: most tokens of a continuation.
-        counting: "ended": the tokens of a chain up to its end count. "running": see above.
+        threshold: entropy in nats. The paper fits it by logistic regression for each model and gets 0.615 to 1.32. It
+            may change without a retrace.
+        k: number of candidates.
+        length: largest number of tokens of a continuation.
+        counting: "ended": tokens of a chain count up to its end. "running": as in the authors' code, see above.
         wide: set by the library: True for rounds in which some row looks ahead.
 
     Raises:
         ValueError: a number out of its range.
     """
 
-    threshold: float = 1.0
+    threshold: float = data(1.0, bare=0.0)
     k: int = 3
     length: int = 5
     counting: Counting = "ended"
@@ -93,13 +97,6 @@ class AdaDec(Varies, Concludes, Paced):
     def traits(self) -> Traits:
         emits = self.length + 2     # the chosen token, its continuation, and one token more
         return Traits(emits=emits, commits=emits, needs=frozenset(("trees",)))
-
-    @property
-    def weights(self) -> Any:
-        return np.float32(self.threshold)
-
-    def bare(self) -> AdaDec:
-        return dataclasses.replace(self, threshold=0.0)
 
     @property
     def variants(self) -> tuple[Algorithm, ...]:
@@ -188,7 +185,7 @@ class AdaDec(Varies, Concludes, Paced):
         return Decision(tokens=tokens, count=count, slots=slots, source=source, algo=a)
 
     def _grown(self, policy: Any, s: State, a: LookAhead, token: Array, log_p: Array, depth: Array | int) -> LookAhead:
-        """Returns chains with one more token, at place `depth`."""
+        """Returns the chains `a` with `token` (`i32[B, k]`, log-probability `log_p`) at index `depth`."""
         here = jnp.arange(self.length + 1) == jnp.reshape(jnp.asarray(depth), (-1, 1, 1))
         ripe = (s.length - s.prompt_length + depth >= s.min_new)[:, None]
         ends = (token[..., None] == policy.eos[:, None]).any(-1) & ripe
@@ -202,7 +199,7 @@ class AdaDec(Varies, Concludes, Paced):
                          length=a.length + counts, ended=a.ended | ends | (hit & ripe), stop=stop)
 
     def _over(self, a: LookAhead, depth: Array) -> Array:
-        """Returns `bool[B]`: True where all chains have ended."""
+        """Returns the rows in which all chains have ended, `bool[B]`."""
         return a.ended.all(1) & (depth >= (1 if self.counting == "ended" else 2))
 
 
@@ -214,14 +211,15 @@ def _where(rows: Array, new: LookAhead, old: LookAhead) -> LookAhead:
                      "He et al. 2025", family="search")
 def adadec(threshold: Annotated[float, Range(0)] = 1.0, k: Annotated[int, Range(2)] = 3, length: Count = 5,
            counting: Counting = "ended") -> AdaDec:
-    """Judges candidates by their likeliest continuation where the model is uncertain.
+    """At uncertain positions, ranks candidates by the probability of their greedy continuations.
 
-    For code. Where the model is certain it is plain decoding.
+    For code. At positions where the model is certain it is plain decoding.
 
     Args:
-        threshold: entropy in nats from which on candidates are judged; the paper learns it, 0.615 to 1.32.
+        threshold: entropy in nats from which candidates are compared; the paper fits 0.615 to 1.32 for its models.
         k: number of candidates.
-        length: most tokens of a continuation.
-        counting: "ended": a continuation counts up to its end. "running": as the authors' code counts, see `AdaDec`.
+        length: largest number of tokens of a continuation.
+        counting: "ended": tokens of a continuation count up to its end. "running": as in the authors' code, see
+            `AdaDec`.
     """
     return AdaDec(threshold, k, length, counting)

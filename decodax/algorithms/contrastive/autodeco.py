@@ -23,16 +23,26 @@ from decodax.core.window import Window
 from decodax.sampling.warpers import TopP
 
 COLDEST = 1e-2
-"""Least temperature, as in training."""
+"""Smallest temperature, as in training."""
 
 STEEPNESS = 30.0
-"""Rate at which the soft top-p of training falls beyond the bound."""
+"""Decay rate of the differentiable top-p in training, for tokens beyond the top-p set."""
 
 
 @struct
 class Head(Struct):
-    """Two layers with a ReLU between them and a final sigmoid. `up`: `f32[D, M]`, `up_bias`: `f32[M]`, `down`:
-    `f32[M]`, `down_bias`: `f32[]`."""
+    """A network that predicts a number from 0 to 1: two dense layers, with a ReLU between them and a sigmoid at the
+    end.
+
+    It maps `f32[..., F]` to `f32[...]`. `F` is the model width `D` in the temperature head, and `D + 5` in the top-p
+    head.
+
+    Attributes:
+        up: `f32[F, M]`, kernel of the first layer.
+        up_bias: `f32[M]`.
+        down: `f32[M]`, kernel of the second layer.
+        down_bias: `f32[]`.
+    """
 
     up: Array
     up_bias: Array
@@ -40,21 +50,32 @@ class Head(Struct):
     down_bias: Array
 
     def __call__(self, x: Array) -> Array:
-        """Returns `f32[...]`, from 0 to 1, of `f32[..., D]`."""
+        """Returns the prediction, `f32[...]` from 0 to 1, for features `f32[..., F]`."""
         return jax.nn.sigmoid(jax.nn.relu(x @ self.up + self.up_bias) @ self.down + self.down_bias)
 
 
 @struct
 class Heads(Struct):
-    """The two heads. `temperature` reads hidden states. `top_p` reads these, the temperature, and four statistics of
-    the distribution (`features`)."""
+    """The two heads of AutoDeco.
+
+    Attributes:
+        temperature: predicts half the temperature from the hidden state.
+        top_p: predicts top-p from the hidden state, the temperature and four statistics of the distribution
+            (`features`).
+    """
 
     temperature: Head
     top_p: Head
 
     @classmethod
     def init(cls, key: Array, width: int, middle: int = 256) -> Heads:
-        """Returns heads with random weights, for models of this width."""
+        """Returns heads with random weights, for training.
+
+        Args:
+            key: random key.
+            width: width `D` of the model's hidden states.
+            middle: width `M` of the layer in the middle.
+        """
         def one(key: Array, size: int) -> Head:
             first, second = jax.random.split(key)
             return Head(jax.random.normal(first, (size, middle)) * size ** -0.5, jnp.zeros(middle),
@@ -65,10 +86,11 @@ class Heads(Struct):
 
     @classmethod
     def of(cls, tensors: Mapping[str, Any]) -> Heads:
-        """Returns the heads of the authors' checkpoints, by their names (`temp_head.mlp.0.weight`, ...).
+        """Returns the heads in a checkpoint of the authors. `tensors` are arrays by their names
+        (`temp_head.mlp.0.weight`, ...).
 
         Raises:
-            ValueError: one is missing.
+            ValueError: a tensor is missing.
         """
         def one(name: str) -> Head:
             parts = [f"{name}.mlp.{layer}.{kind}" for layer in (0, 2) for kind in ("weight", "bias")]
@@ -81,7 +103,8 @@ class Heads(Struct):
         return cls(one("temp_head"), one("top_p_head"))
 
     def __call__(self, hidden: Array, logits: Array) -> tuple[Array, Array]:
-        """Returns temperature, from 0 to 2, and top-p `f32[...]` of hidden states `f[..., D]` and their logits."""
+        """Returns temperature (0 to 2) and top-p (0 to 1), both `f32[...]`, for hidden states `f[..., D]` and their
+        logits `f32[..., V]`."""
         hidden = hidden.astype(jnp.float32)
         temperature = 2 * self.temperature(hidden)
         known = jax.lax.stop_gradient(temperature)
@@ -89,8 +112,8 @@ class Heads(Struct):
 
 
 def features(logits: Array, temperature: Array) -> Array:
-    """Returns `f32[..., 4]` of the distribution at a temperature: its largest probability, its entropy in nats, the
-    variance of probabilities, and the sum of the five largest."""
+    """Returns four statistics of the distribution at a temperature, `f32[..., 4]`: its largest probability, its entropy
+    in nats, the variance of the probabilities, and the sum of the five largest."""
     p = jax.nn.softmax(logits / (temperature[..., None] + 1e-8))
     entropy = -(p * jnp.log(p + 1e-8)).sum(-1)
     best = jax.lax.top_k(p, min(5, p.shape[-1]))[0].sum(-1)
@@ -99,12 +122,12 @@ def features(logits: Array, temperature: Array) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class AutoDeco(Readout):
-    """Logits divided by the temperature, and cut to the top-p, that two heads choose for each position (Wang et al.,
-    2025, "The End of Manual Decoding").
+    """A model whose logits are divided by the temperature, and cut to the top-p, that two heads predict for each
+    position (Wang et al., 2025).
 
-    At `temperature=1.0` of the request a draw has the paper's distribution; another one multiplies the heads'. Greedy
-    rows take the model's own token. Penalties and bans of the request act after the heads.
-    The weights are a pair, those of the network and of the heads.
+    With `temperature=1.0` in the request, a draw has the paper's distribution; another value multiplies the predicted
+    temperature. Greedy rows take the most likely token of the model. Penalties and bans of the request are applied
+    after the heads. The weights are a pair: those of the network and the `Heads`.
     """
 
     def apply(self, params: Any, window: Window, cache: Cache) -> Out:
@@ -134,13 +157,13 @@ class AutoDeco(Readout):
 @FUNCTIONS.register("algorithms.contrastive.autodeco",
                     "The End of Manual Decoding: Towards Truly End-to-End Language Models", "Wang et al. 2025")
 def autodeco(lm: Loaded, heads: Heads | Mapping[str, Any] | str | os.PathLike[str]) -> Any:
-    """Returns a model that chooses temperature and top-p of each token itself.
+    """Returns a model that predicts temperature and top-p for each token by itself.
 
-    Replaces the tuning of both by hand; every decoding method takes the model. See `AutoDeco`.
+    It replaces tuning both by hand, and can be combined with every decoding method. See `AutoDeco`.
 
     Args:
-        lm: loaded model.
-        heads: trained heads; or tensors by the names of the authors' checkpoints, or the directory of such a checkpoint
+        lm: the result of `decodax.load`.
+        heads: trained heads; or tensors by the names of the authors' checkpoints; or the directory of such a checkpoint
             (`*.safetensors`).
 
     Raises:
@@ -155,19 +178,23 @@ def autodeco(lm: Loaded, heads: Heads | Mapping[str, Any] | str | os.PathLike[st
 
 
 def losses(heads: Heads, hidden: Array, logits: Array, labels: Array, key: Array) -> tuple[Array, Array]:
-    """Returns the training losses of the heads on a text: for the temperature, and for top-p. The network is not
-    trained; the authors minimise the sum.
+    """Returns the training losses of the heads on a text: for the temperature, and for top-p. The authors minimise
+    their sum; the network itself is not trained.
 
-    Both are cross-entropies of the next token, weighted by the probability that the network gives to it: at the
-    temperature, and after a top-p that cuts softly, by `exp(-30 * excess)`. The first loss leaves out
-    60% of the positions where the network's best token is right, at random.
+    Both are cross-entropies of the next token, weighted by the network's probability for it. The first is that of the
+    distribution at the predicted temperature, on a random subset: 60% of the positions at which the network's most
+    likely token is right are left out. The second is that of the distribution after a soft top-p, which multiplies
+    tokens beyond the set by `exp(-30 * excess)`.
 
     Args:
-        hidden: `f[..., D]`. logits: `f32[..., V]`. labels: `i32[...]`, the token after each position, negative where
-            none counts. key: for the choice of the positions that are left out.
+        heads: the heads.
+        hidden: `f[..., D]`, hidden states.
+        logits: `f32[..., V]`, their logits.
+        labels: `i32[...]`, the token after each position; a negative one leaves the position out.
+        key: random key for the choice of the subset.
 
     Returns:
-        Two means, `f32[]`, over the positions that count.
+        Two means over positions, `f32[]`.
     """
     temperature, top_p = heads(hidden, logits)
     at = lambda x: jnp.take_along_axis(x, jnp.maximum(labels, 0)[..., None], -1)[..., 0]

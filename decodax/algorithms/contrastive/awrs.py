@@ -1,4 +1,4 @@
-"""Adaptive weighted rejection sampling, AWRS: constraints that only a program can check, token by token ("Fast
+"""Adaptive weighted rejection sampling (AWRS): constraints that only a program can check, token by token ("Fast
 Controlled Generation from Language Models with Adaptive Weighted Rejection Sampling", Lipkin et al., 2025)."""
 
 from __future__ import annotations
@@ -24,13 +24,18 @@ from decodax.core.window import Window, causal
 from decodax.sampling.draw import race
 
 Check = Callable[[list[int]], bool]
-"""Function that returns True if the new tokens of a text, perhaps with an end of the sequence, can still become an
+"""A function of the new tokens of a text, which may include an end token. It returns True if they can still become an
 allowed text."""
 
 
 @struct
 class Weighed(Struct):
-    """State of the sampler. `log_weight`: `f32[B]`. `calls`: `i32[B]`, number of calls of the check."""
+    """State of `AWRS`.
+
+    Attributes:
+        log_weight: `f32[B]`, logarithm of the weight of each text.
+        calls: `i32[B]`, number of calls of the check.
+    """
 
     log_weight: Array
     calls: Array
@@ -40,22 +45,27 @@ class Weighed(Struct):
                      "Sampling", "Lipkin et al. 2025", family="search")
 @dataclasses.dataclass(frozen=True)
 class AWRS(Concludes):
-    """Draws tokens until a check accepts one, and returns the weight of the text.
+    """Samples under a constraint given as a function: draws tokens until the function accepts one, and computes the
+    weight of the text.
 
-    For constraints that are a program instead of a grammar: the check is not called for the whole vocabulary. Tokens
-    are drawn without replacement until the check accepts one: that is a draw from the allowed ones. One more token is
-    drawn for the weight, whose mean is the probability that the policy gives to all allowed tokens: the product of `1 -
-    q` over the rejected tokens, where `q` is a token's share of the remaining probability, times the share of the
-    accepted one if the token drawn after it is rejected. Weighted by the product of these, texts are draws from the
-    policy restricted to the allowed texts: `findings["log_weight"]`. If nothing is allowed a row ends as
-    `Status.DEAD_END` with weight 0. Greedy rows take the likeliest allowed token, and their weight is 1.
+    Use it for a constraint that is a program instead of a grammar, since it calls the check only for drawn tokens, not
+    for the complete vocabulary. In each round it draws tokens from the policy without replacement until the check
+    accepts one. This samples from the policy restricted to the allowed tokens.
 
-    The check is called on the host, in each round. Its result must only depend on the tokens.
+    With `proper`, each token also gets a weight, an unbiased estimate of the total probability of the allowed tokens.
+    Let `q` be the probability of a drawn token among the tokens not drawn before it, and draw one more token after the
+    accepted one. The weight is the product of `1 - q` over the rejected tokens; if the extra token is rejected too, it
+    is also multiplied by the `q` of the accepted token. `findings["log_weight"]` is the sum of the log weights of a
+    text. Weighted in this way, texts are samples from the policy restricted to allowed texts.
+
+    If no token is allowed, the row ends with `Status.DEAD_END` and weight 0. Greedy rows take the most likely allowed
+    token and have weight 1. The check runs on the host, in each round. Its result must depend on the tokens only.
 
     Attributes:
         check: function of the new tokens, a list of ids, that returns True if they can become an allowed text.
-        proper: True: compute weights, for which one more token is checked.
-        most: number of rejections of a token after which the row ends as if nothing were allowed. None: any number.
+        proper: True: compute weights, which takes one more check for each token. False: weights are 1.
+        most: largest number of tokens that are rejected at one position; then the row ends with `Status.DEAD_END`.
+            None: no limit.
     """
 
     check: Check
@@ -67,7 +77,7 @@ class AWRS(Concludes):
         return Traits(commits=1)
 
     def findings(self, s: State) -> dict[str, Array]:
-        """Returns `log_weight`, and `calls` of the check."""
+        """Returns `log_weight`, `f32[B]`, and `calls`, the number of calls of the check, `i32[B]`."""
         return {"log_weight": s.algo.log_weight, "calls": s.algo.calls}
 
     def init(self, params: Params, s: State) -> Weighed:
@@ -104,7 +114,8 @@ class AWRS(Concludes):
         return chosen, weight, calls
 
     def _one(self, text: list[int], order: np.ndarray, log_p: np.ndarray) -> tuple[int, float, int]:
-        """Returns the token, the logarithm of its weight, and the number of calls."""
+        """Returns the accepted token, the logarithm of its weight, and the number of calls of the check, for one
+        row."""
         found, share, log_weight, rejected, calls = DEAD_END, 0.0, 0.0, 0.0, 0
         for token in ranked(order):
             if not np.isfinite(log_p[token]):
@@ -130,7 +141,8 @@ class AWRS(Concludes):
 
 
 def ranked(order: np.ndarray, first: int = 16) -> Any:
-    """Yields the indices of the largest entries, largest first, without sorting all of them."""
+    """Yields the indices of the entries of `order`, largest entry first. Only as many as needed are sorted, at first
+    `first`."""
     count, done = min(first, len(order)), 0
     while done < len(order):
         top = np.argpartition(-order, count - 1)[:count] if count < len(order) else np.arange(len(order))
@@ -140,6 +152,7 @@ def ranked(order: np.ndarray, first: int = 16) -> Any:
 
 
 def on_text(tokenizer: Any, check: Callable[[str], bool], eos: Any = ()) -> Check:
-    """Returns a check of ids, made from one that takes the text; ends of the sequence are left out of the text."""
+    """Returns a check of token ids, made from a function of the decoded text. The end tokens `eos` are left out of the
+    text."""
     ends = set(eos)
     return lambda ids: check(tokenizer.decode([t for t in ids if t not in ends]))

@@ -1,5 +1,5 @@
-"""Contrastive decoding: a large model against a small one ("Contrastive Decoding: Open-ended Text Generation as
-Optimization", Li et al., 2023)."""
+"""Contrastive decoding: tokens that a large model rates higher than a small one ("Contrastive Decoding: Open-ended Text
+Generation as Optimization", Li et al., 2023)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from decodax.pallas_kernels.vocabulary import cooled
 
 @struct
 class TwoCaches(Combined):
-    """Caches of two models that read the same text."""
+    """The caches of two models that process the same text."""
 
     members = ("expert", "amateur")
 
@@ -39,15 +39,19 @@ class TwoCaches(Combined):
 
 @dataclasses.dataclass(frozen=True)
 class Contrastive(Readout):
-    """Logits are `log p - log q` of an expert and an amateur, among tokens at least `alpha` times as likely for the
-    expert as the likeliest one (Li et al., 2023); with `beta` they are `(1 + beta) l - beta k` of the logits of both
-    (O'Brien and Lewis, 2023).
+    """A model whose logits contrast a large model (the expert, `base`) with a small one (the amateur).
 
-    The weights are a pair, those of the expert and of the amateur.
+    With `beta=None` the logits are `log p - log q`, where `p` and `q` are the probabilities of expert and amateur (Li
+    et al., 2023). With `beta` they are `(1 + beta) l - beta k`, where `l` and `k` are their logits (O'Brien and Lewis,
+    2023). In both cases only tokens at least `alpha` times as likely as the expert's most likely token are kept. The
+    weights are a pair: those of expert and amateur.
 
     Attributes:
-        base, amateur: the two networks, over one vocabulary.
-        alpha: in (0, 1]. beta: None for the first rule. temperature: temperature of the amateur, in the first rule.
+        base: the expert.
+        amateur: the amateur; it has the same vocabulary.
+        alpha: in (0, 1].
+        beta: strength of the contrast in the second rule; None: the first rule.
+        temperature: temperature of the amateur in the first rule.
     """
 
     amateur: Model
@@ -101,14 +105,17 @@ class Contrastive(Readout):
                     "Contrastive Decoding: Open-ended Text Generation as Optimization", "Li et al. 2023")
 def contrast(lm: Loaded, amateur: Loaded, alpha: float = 0.1, beta: float | None = None,
              temperature: float = 1.0) -> Any:
-    """Returns a model that decodes by contrast with a smaller one.
+    """Returns a model that decodes by contrast with a smaller model.
 
-    For open-ended text; every decoding method takes the model. See `Contrastive` for the rule.
+    For open-ended text. It can be combined with every decoding method. See `Contrastive` for the rule.
 
     Args:
-        lm, amateur: loaded models with one vocabulary.
-        alpha, beta, temperature: as in `Contrastive`. `beta=0.5` is what O'Brien and Lewis advise for reasoning; Li et
-            al. search with `num_beams=5`.
+        lm: the larger model, a result of `decodax.load`.
+        amateur: the smaller model, with the same vocabulary.
+        alpha: tokens at least this times as likely as the most likely one are kept; in (0, 1]. Li et al. use 0.1.
+        beta: None: the rule of Li et al., who search with `num_beams=5`. A number: the rule of O'Brien and Lewis, who
+            advise 0.5 for reasoning.
+        temperature: temperature of the amateur in the rule of Li et al.
 
     Raises:
         ValueError: the vocabularies differ in size, or a number is out of its range.

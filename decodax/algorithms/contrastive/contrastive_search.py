@@ -1,4 +1,4 @@
-"""Contrastive search: likely tokens whose hidden state differs from those of the text so far ("A Contrastive Framework
+"""Contrastive search: likely tokens whose hidden states differ from those of the text so far ("A Contrastive Framework
 for Neural Text Generation", Su et al., 2022)."""
 
 from __future__ import annotations
@@ -8,13 +8,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
 from decodax.common.options import Count, Share
 from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
 from decodax.core.algorithm import LearnsFromPrompt, Observer, Traits
+from decodax.core.composed import data
 from decodax.core.loaded import Loaded
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
@@ -25,13 +25,13 @@ from decodax.sampling.draw import winner
 
 @struct
 class Said(Struct):
-    """State of the search.
+    """State of contrastive search.
 
     Attributes:
-        history: `f32[B, N, D]`, the direction of the hidden state at each position of the text but the newest.
-        candidates: `i32[B, k]`, the tokens that may come next; the first is negative if there are none.
+        history: `f32[B, N, D]`, the normalised hidden state at each position of the text except the newest.
+        candidates: `i32[B, k]`, the candidates for the next token; if no token is possible, the first is negative.
         chances: `f32[B, k]`, their probabilities.
-        ready: `bool[B]`, True if they are known; False before the first round.
+        ready: `bool[B]`, False before the first round, when the candidates are not known yet.
     """
 
     history: Array
@@ -41,7 +41,7 @@ class Said(Struct):
 
 
 def hidden_width(lm: Loaded) -> int:
-    """Returns the number of entries of a hidden state."""
+    """Returns the width of the model's hidden states."""
     def hidden(params: Any) -> Array:
         window = causal(jnp.zeros((1, 1), jnp.int32), jnp.zeros(1, jnp.int32))
         return lm.model.apply(params, window, lm.model.init_cache(1, 16, params=params)).hidden
@@ -51,7 +51,7 @@ def hidden_width(lm: Loaded) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class _DirectionReader(Observer):
-    """Keeps the hidden states of the prompt."""
+    """Stores the normalised hidden states of the prompt."""
 
     def observe(self, s: State, window: Window, out: Out, algo: Any) -> Any:
         at = jnp.where(window.live, window.positions, algo.history.shape[1])
@@ -66,18 +66,20 @@ def _direction(x: Array) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class ContrastiveSearch(LearnsFromPrompt):
-    """Takes, of the `k` likeliest tokens, the one with the largest `(1 - alpha) p - alpha c`, where `c` is the largest
-    cosine of its hidden state to that of an earlier token.
+    """Takes the token with the largest `(1 - alpha) p - alpha c` among the `k` most likely ones (Su et al., 2022).
 
-    The search is greedy: rows with a temperature take the distribution at that temperature for `p`, and draw nothing.
-    Each round scores the newest token and the `k` candidates after it, so a token takes one forward.
+    `p` is the token's probability, and `c` the largest cosine between its hidden state and that of an earlier token.
+    Nothing is drawn: in rows with a temperature, `p` is the probability at that temperature. Each round scores the
+    newest token and the `k` candidates after it, so a token takes one forward pass.
 
     Attributes:
-        width: size of a hidden state. alpha: in [0, 1]; it may change without a retrace. k: number of candidates.
+        width: width of the hidden states.
+        alpha: weight of `c`, in [0, 1]. It may change without a retrace.
+        k: number of candidates.
     """
 
     width: int
-    alpha: float = 0.6
+    alpha: float = data(0.6, bare=0.0)
     k: int = 4
 
     def __post_init__(self) -> None:
@@ -89,13 +91,6 @@ class ContrastiveSearch(LearnsFromPrompt):
     @property
     def traits(self) -> Traits:
         return Traits(commits=1, needs=frozenset(("trees",)))
-
-    @property
-    def weights(self) -> Any:
-        return np.float32(self.alpha)
-
-    def bare(self) -> ContrastiveSearch:
-        return dataclasses.replace(self, alpha=0.0)
 
     @property
     def observer(self) -> Observer:
@@ -142,9 +137,10 @@ class ContrastiveSearch(LearnsFromPrompt):
 @ALGORITHMS.register("contrastive-search", "A Contrastive Framework for Neural Text Generation", "Su et al. 2022",
                      family="search", needs="a model")
 def contrastive_search(lm: Any, alpha: Share = 0.6, k: Count = 4) -> ContrastiveSearch:
-    """Takes likely tokens whose hidden state differs from those of the text so far.
+    """Takes likely tokens whose hidden states differ from those of the text so far.
 
-    Avoids the repetitions of greedy decoding without sampling. The generation argument `penalty_alpha` is the same.
+    Avoids the repetitions of greedy decoding without sampling. The generation argument `penalty_alpha` selects the same
+    method.
 
     Args:
         alpha: weight of the degeneration penalty; 0 is greedy decoding.

@@ -1,5 +1,5 @@
-"""DoLa: decoding by contrast of the last layer with an early one ("DoLa: Decoding by Contrasting Layers Improves
-Factuality in Large Language Models", Chuang et al., 2024)."""
+"""DoLa: contrast of the last layer's distribution with that of an early layer ("DoLa: Decoding by Contrasting Layers
+Improves Factuality in Large Language Models", Chuang et al., 2024)."""
 
 from __future__ import annotations
 
@@ -24,15 +24,17 @@ Layers = Literal["low", "high"] | Sequence[int]
 
 @dataclasses.dataclass(frozen=True)
 class DoLa(Readout):
-    """Decoding by contrasting layers: logits are `log p - log q`, where `p` is the model's distribution and `q` that of
-    its head on an early layer, among tokens at least `relative_top` times as likely as the likeliest.
+    """A model whose logits are `log p - log q`: `p` is its distribution, and `q` that of its output head applied to an
+    early layer (Chuang et al., 2024). Only tokens at least `relative_top` times as likely as the most likely one are
+    kept.
 
-    Of several early layers, the one whose distribution is farthest from the model's counts at each position. As in the
-    authors' code and in transformers, the head reads early layers without the final norm, and the distance is the mean
-    of `KL(m || p)` and `KL(m || q)` with `m` between them; `distance="jensen-shannon"` takes that of the paper's text.
+    If there are several early layers, each position uses the one whose distribution differs most from `p`. As in the
+    authors' code and in transformers, the head is applied to early layers without the final norm, and the distance is
+    the mean of `KL(m || p)` and `KL(m || q)` with `m = (p + q) / 2`. `distance="jensen-shannon"` takes `KL(p || m)` and
+    `KL(q || m)`, as in the text of the paper.
 
     Attributes:
-        layers: early layers, in order; 0: the embeddings, `i`: after the `i`-th layer.
+        layers: the early layers in ascending order; 0: the embeddings, `i`: the output of the `i`-th layer.
         relative_top: in (0, 1].
         distance: "reference" or "jensen-shannon".
     """
@@ -63,7 +65,7 @@ class DoLa(Readout):
         return self.base.walk(params, window, cache)[0]
 
     def _far(self, log_p: Array, log_q: Array) -> Array:
-        """Returns the distance `f32[...]`, up to a factor that all layers share."""
+        """Returns the distance of two distributions, `f32[...]`, up to a constant factor."""
         p, q = jnp.exp(log_p), jnp.exp(log_q)
         m = (p + q) / 2
         log_m = jnp.log(jnp.maximum(m, jnp.finfo(m.dtype).tiny))
@@ -85,19 +87,20 @@ def dola(lm: Loaded, layers: Layers = "high", relative_top: float = 0.1,
          distance: Literal["reference", "jensen-shannon"] = "reference", tied: bool | None = None) -> Any:
     """Returns a model that decodes by contrast of its last layer with an early one.
 
-    Improves facts and short answers; every decoding method takes the model. See `DoLa` for the rule.
+    Improves facts and short answers. It can be combined with every decoding method. See `DoLa` for the rule.
 
     Args:
-        lm: loaded model.
-        layers: "low", the even layers of the lower half; "high", those of the upper half (of the last 20 of more than
-            40 layers); or layers by number. The paper advises "high" for short answers and facts, "low" for reasoning,
-            and a `repetition_penalty` of 1.2.
-        relative_top, distance: as in `DoLa`.
-        tied: True if the head is the embedding table: "low" then begins at layer 2, since the head would predict the
-            tokens of the embeddings. None: as in the model's configuration.
+        lm: the result of `decodax.load`.
+        layers: the candidates for the early layer. "low": the even layers of the lower half. "high": those of the upper
+            half; with more than 40 layers, of the first or last 20. Or numbers of layers; 0: the embeddings. The paper
+            advises "high" for short answers and facts, "low" for reasoning, and a `repetition_penalty` of 1.2.
+        relative_top: tokens at least this times as likely as the most likely one are kept; in (0, 1].
+        distance: how layers are compared, "reference" (the authors' code) or "jensen-shannon" (the paper's text).
+        tied: True if the output head is the embedding table. "low" then begins at layer 2, since the head would only
+            predict the input tokens from the embeddings. None: as in the model's configuration.
 
     Raises:
-        ValueError: a model whose layers cannot be seen, or layers that it does not have.
+        ValueError: the model does not return its layers, or does not have the given ones.
     """
     model, given = lm.model, cast(Any, lm)
     if not isinstance(model, LayeredModel):
@@ -125,7 +128,8 @@ def dola(lm: Loaded, layers: Layers = "high", relative_top: float = 0.1,
 
 
 def asked(lm: Loaded, given: Any, said: Callable[..., Any]) -> Any:
-    """Returns the model for the argument `dola_layers`, or the entry of a generation config."""
+    """Returns the model for the argument `dola_layers` or the key of a generation config. `said` calls the reader and
+    names the source in errors."""
     def read(name: str, layers: Any) -> Any:
         takes = "'low', 'high', or numbers of layers"
         rows = plain(name, layers, takes)

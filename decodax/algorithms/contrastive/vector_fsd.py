@@ -8,13 +8,13 @@ from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
 from decodax.algorithms.contrastive.contrastive_search import hidden_width
 from decodax.common.options import Count, Range, Share
 from decodax.common.registry import ALGORITHMS
 from decodax.core.algorithm import LearnsFromPrompt, Observer, Traits
+from decodax.core.composed import data
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
 from decodax.core.window import Window, causal
@@ -24,7 +24,7 @@ from decodax.sampling.draw import winner
 
 @dataclasses.dataclass(frozen=True)
 class _StateReader(Observer):
-    """Keeps the hidden states of the prompt."""
+    """Stores the hidden states of the prompt."""
 
     def observe(self, s: State, window: Window, out: Out, algo: Any) -> Any:
         at = jnp.where(window.live, window.positions, algo.shape[1])
@@ -33,25 +33,28 @@ class _StateReader(Observer):
 
 @dataclasses.dataclass(frozen=True)
 class VectorFSD(LearnsFromPrompt):
-    """Takes, of the `k` likeliest tokens, the one with the largest `(1 - alpha) p - alpha g`.
+    """Takes the token with the largest `(1 - alpha) p - alpha g` among the `k` most likely ones (Yang et al., 2024).
 
-    `g` is the largest cosine, at least 0, of the states of the last `n - 1` tokens to those before an earlier
-    occurrence of the token. This is the vectorised form; that with counts of n-grams is `FSD`, the argument
-    `fsd_alpha`. The method is greedy: rows with a temperature take the distribution at that temperature for `p`, and
-    draw nothing. States are those after the final norm; the authors' code leaves the layer open.
+    `p` is the token's probability. `g` compares the hidden states of the last `n - 1` tokens with those before each
+    earlier occurrence of the token: it is the largest cosine, or 0 if that is negative. Nothing is drawn: in rows with
+    a temperature, `p` is the probability at that temperature. Hidden states are those after the final norm; the
+    authors' code leaves the choice open. The form with counts of n-grams is `FSD` (the argument `fsd_alpha`).
 
     Attributes:
-        width: size of a hidden state. alpha: in [0, 1]; may change without a retrace. k: number of candidates.
-        n: see above.
-        stop_weight: factor of `g` at the tokens `stop_words`.
+        width: width of the hidden states.
+        alpha: weight of `g`, in [0, 1]. It may change without a retrace.
+        k: number of candidates.
+        n: the states of the last `n - 1` tokens are compared.
+        stop_words: ids of tokens that are penalised less.
+        stop_weight: factor of `g` for `stop_words`.
     """
 
     width: int
-    alpha: float = 0.45
+    alpha: float = data(0.45, bare=0.0)
     k: int = 3
     n: int = 2
     stop_words: tuple[int, ...] = ()
-    stop_weight: float = 0.0
+    stop_weight: float = data(0.0, bare=0.0)
 
     def __post_init__(self) -> None:
         if not 0 <= self.alpha <= 1:
@@ -66,18 +69,11 @@ class VectorFSD(LearnsFromPrompt):
         return Traits(commits=1)
 
     @property
-    def weights(self) -> Any:
-        return np.float32(self.alpha), np.float32(self.stop_weight)
-
-    def bare(self) -> VectorFSD:
-        return dataclasses.replace(self, alpha=0.0, stop_weight=0.0)
-
-    @property
     def observer(self) -> Observer:
         return _StateReader()
 
     def init(self, params: Params, s: State) -> Array:
-        """Returns the hidden state at each place, `f32[B, N, D]`."""
+        """Returns the hidden state at each position, `f32[B, N, D]`."""
         return jnp.zeros((*s.tokens.shape, self.width), jnp.float32)
 
     def propose(self, params: Params, policy: Any, s: State) -> tuple[Window, Any]:
@@ -117,8 +113,8 @@ def vector_fsd(lm: Any, alpha: Share = 0.45, k: Count = 3, n: Annotated[int, Ran
                stop_words: tuple[int, ...] = (), stop_weight: float = 0.0) -> VectorFSD:
     """Takes likely tokens that did not follow similar hidden states before.
 
-    Avoids repetitions without sampling, also of phrases in other words. The argument `fsd_alpha` of `generate` is the
-    form with counts of n-grams.
+    Avoids repetitions without sampling, including those in other words. The argument `fsd_alpha` of `generate` selects
+    the form with counts of n-grams.
 
     Args:
         alpha: weight of the penalty; 0 is greedy decoding.

@@ -16,18 +16,18 @@ that begins at `view.start`:
               busy(before, after, memory) -> bool[R]        nothing is open, but the window is not final yet
     Stop      early_stop(view, seen, memory) -> bool[R]     unmask all open positions now
               end(before, seen, after, memory) -> i32[R]    end of the text, if it ends early
-    Caching   needs_refresh(view, memory) -> bool[B]        rows that need a forward over the whole text
-              nodes(view, left, memory) -> Nodes            positions that the other forwards score
+    Caching   needs_refresh(view, memory) -> bool[B]        rows that need a forward pass over the whole text
+              nodes(view, left, memory) -> Nodes            positions that the other forward passes compute
               writes(view, positions, final, valid, memory) -> bool[B, n]
-    Verify    scores several canvases of a row in one forward, and says which of their steps are true
+    Verify    scores several canvases of a row in one forward pass, and returns which of them are accepted
     Adapter   mask, shift, attention (`Full`, `BlockCausal`, `PromptBlocks`, `CausalPrefix`), canvas (`Masks`,
               `Template`, `Noise`)
 
-`view` holds tokens, open, editable, the round and the confidence with which each position was decided, and counters of
-steps and rounds. `seen` holds the candidates and the statistics of their distributions. A rule with a memory creates it
-in `init` and updates it in `learn`. Random numbers come from `view.uniforms(purpose)`, addressed by row, position and
-round, never by the place in the batch. A rule never mixes rows, keeps nothing as wide as the vocabulary, and has no
-attributes that users change from call to call: those belong to the policy.
+`view` has the tokens, masks of open and editable positions, the round and the confidence with which each position was
+decided, and numbers of steps and rounds. `seen` has the candidates and the statistics of their distributions. A rule
+with a memory creates it in `init` and updates it in `learn`. Random numbers come from `view.uniforms(purpose)`; they
+depend on row, position and round, not on the index in the batch. A rule never mixes rows, stores no array as wide as
+the vocabulary, and has no attributes that users change from call to call: those belong to the policy.
 """
 
 from decodax.algorithms.diffusion.adapter import (

@@ -1,5 +1,5 @@
-"""Adapter: how a model reads a canvas. It says which position the logits predict, which positions attend to which, and
-which token an undecided position holds."""
+"""Adapter: describes how a model processes a canvas. It determines the position that logits predict, the positions that
+attend to each other, and the token of an undecided position."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from decodax.core.loaded import Loaded
 
 @struct
 class Nodes(Struct):
-    """Positions that a forward scores, `[B, n]` each.
+    """Positions that a forward pass computes, `[B, n]` each.
 
     Attributes:
-        positions: `i32`. live: `bool`.
-        own: `bool` nodes of the window. The others hold final tokens, or lie after the window.
-        prompt: `i32[B]`, the prompts' lengths.
+        positions: `i32[B, n]`.
+        live: `bool[B, n]`; dead nodes only fill up the shape.
+        own: `bool[B, n]`, nodes of the window. The others have final tokens, or are after the window.
+        prompt: `i32[B]`, number of prompt tokens.
     """
 
     positions: Array
@@ -32,7 +33,7 @@ class Nodes(Struct):
 
 
 class AttentionPattern(Protocol):
-    """Says which positions attend to which."""
+    """The contract of attention patterns, which determine the positions that attend to each other."""
 
     @property
     def causal(self) -> bool:
@@ -40,20 +41,26 @@ class AttentionPattern(Protocol):
 
     @property
     def joined(self) -> bool:
-        """True if the window attends to the last final token as one of its own, where a shifted model predicts the
-        window's first token from it. It is scored as a copy, since its entries in the cache are different."""
+        """True if the window attends to the last final token as to one of its own, and a shifted model predicts the
+        window's first token from it. It is computed as a copy, since its entries in the cache are different."""
 
     @property
     def overhangs(self) -> bool:
-        """True if the last window is as wide as the others even if the text ends inside it. Models that attend to
-        nothing after a window were trained on whole ones."""
+        """True if the last window has the full width even if the text ends inside it. Models that attend to nothing
+        after a window were trained on full windows."""
 
     def sees(self, nodes: Nodes, front: Array) -> Array:
-        """Returns `bool[B, n, n]`: entry `[b, i, j]` says that node `i` attends to node `j`. `front` (`i32[B]`) is the
+        """Returns `bool[B, n, n]`: entry `[b, i, j]` is True if node `i` attends to node `j`. `front` (`i32[B]`) is the
         start of the window: all positions before it are final."""
 
     def reach(self, start: Array, width: int, end: Array) -> Array:
-        """Returns `i32[B]`: the end of the positions that a forward reads."""
+        """Returns the end of the positions that a forward pass computes, `i32[B]`.
+
+        Args:
+            start: `i32[B]`, start of the window.
+            width: number of positions of the window.
+            end: `i32[B]`, end of the text.
+        """
 
 
 def _pairs(x: Array) -> tuple[Array, Array]:
@@ -75,9 +82,12 @@ class Full:
 
 @dataclasses.dataclass(frozen=True)
 class BlockCausal:
-    """A position attends to its own block and those before it (BD3-LM, SDAR, Fast-dLLM v2, LLaDA 2). Blocks of `block`
-    positions are counted from the beginning of the sequence, so the prompt's last tokens may share a block with the
-    first new ones."""
+    """A position attends to its own block and the blocks before it (BD3-LM, SDAR, Fast-dLLM v2, LLaDA 2).
+
+    Attributes:
+        block: number of positions of a block. Blocks are counted from the beginning of the sequence, so the prompt's
+            last tokens may be in one block with the first new ones.
+    """
 
     block: int
     causal = joined = False
@@ -93,8 +103,11 @@ class BlockCausal:
 
 @dataclasses.dataclass(frozen=True)
 class PromptBlocks:
-    """A position attends to its own block and those before it. The prompt is one block, and blocks of `block` positions
-    are counted from its end (D2F)."""
+    """A position attends to its own block and the blocks before it. The prompt is one block (D2F).
+
+    Attributes:
+        block: number of positions of a block; blocks are counted from the prompt's end.
+    """
 
     block: int
     causal = joined = False
@@ -114,8 +127,8 @@ class CausalPrefix:
     """Final tokens attend to those before them; the window attends to them and to all of itself (SBD, DiffusionGemma).
 
     Attributes:
-        joined: the last final token is also part of the window, which attends to a copy of it (SDLM).
-        ordered: the window's positions attend only to those before them: causal attention throughout (SDLM's
+        joined: True if the last final token is also part of the window, which attends to a copy of it (SDLM).
+        ordered: True if the window's positions attend only to those before them: causal attention throughout (SDLM's
             `causal_attn`).
 
     With either, the last final token predicts the window's first, so a window of `W` positions has `W - 1` masks.
@@ -127,7 +140,7 @@ class CausalPrefix:
 
     def __post_init__(self) -> None:
         if self.joined and self.ordered:
-            raise ValueError("joined: got True, takes False with ordered, where the last token has its usual entry")
+            raise ValueError("joined: got True, takes False with ordered=True")
 
     def sees(self, nodes: Nodes, front: Array) -> Array:
         (query, key), (of, to) = _pairs(nodes.positions), _pairs(nodes.own)
@@ -140,15 +153,21 @@ class CausalPrefix:
 
 
 class InitialCanvas(Protocol):
-    """Fills the positions that are not decided yet."""
+    """The contract of initial canvases, which fill the positions that are not decided yet."""
 
     def fill(self, adapter: Adapter, tokens: Array, prompt_length: Array, key: Array) -> tuple[Array, Array]:
-        """Returns the canvas `i32[B, N]` and its open positions `bool[B, N]`, from the token buffer `i32[B, N]`, the
-        prompts' lengths `i32[B]` and the rows' keys."""
+        """Returns the canvas `i32[B, N]` and its open positions `bool[B, N]`.
+
+        Args:
+            adapter: the adapter, which has the mask token.
+            tokens: `i32[B, N]`, the token buffer.
+            prompt_length: `i32[B]`, number of prompt tokens.
+            key: random keys of the rows.
+        """
 
     @property
     def given(self) -> bool:
-        """True if the end of the text is given, so that nothing follows it."""
+        """True if the end of the text is given, so that no token follows it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,8 +195,11 @@ class Template:
 
 @dataclasses.dataclass(frozen=True)
 class Noise:
-    """Puts random tokens at all positions after the prompt, uniform over the `vocabulary` (models of uniform diffusion,
-    which have no mask token)."""
+    """Puts random tokens at all positions after the prompt, for models of uniform diffusion, which have no mask token.
+
+    Attributes:
+        vocabulary: size of the vocabulary; tokens are uniform over it.
+    """
 
     vocabulary: int
     given = False
@@ -189,21 +211,20 @@ class Noise:
 
 
 def noise(uniforms: Array, vocabulary: int) -> Array:
-    """Returns random tokens `i32[...]` from `f32[..., 2]`."""
+    """Returns random tokens `i32[...]` below `vocabulary`, from uniform random numbers `f32[..., 2]`."""
     return jnp.minimum((uniforms[..., 0] * vocabulary).astype(jnp.int32), vocabulary - 1)
 
 
 @dataclasses.dataclass(frozen=True)
 class Adapter:
-    """How a model reads a canvas.
+    """Describes how a model processes a canvas.
 
     Attributes:
-        mask: the id of the mask token; None for models without one. Its logit is removed, so it never occurs in the
-            text.
+        mask: id of the mask token; None for models without one. Its logit is removed, so it never occurs in the text.
         shift: True if logits at a position predict the next position (models made from autoregressive ones, such as
-            Dream) instead of the position itself (LLaDA).
-        attention: which positions attend to which.
-        canvas: first tokens of undecided positions.
+            Dream); False if they predict the position itself (LLaDA).
+        attention: the positions that attend to each other.
+        canvas: initial tokens of undecided positions.
     """
 
     mask: int | None
@@ -220,7 +241,7 @@ class Adapter:
 
     @classmethod
     def of(cls, model: Any, canvas: InitialCanvas | None = None) -> Adapter:
-        """Returns the adapter of a loaded model; `model` is the result of `load`, or its `diffusion`.
+        """Returns the adapter of a loaded model. `model` is the result of `load`, or its `diffusion`.
 
         Raises:
             ValueError: the model is not a masked diffusion model.
@@ -239,9 +260,9 @@ class Adapter:
 
     @property
     def blank(self) -> int:
-        """Token of an open position, unless the canvas says otherwise."""
+        """Token of an open position, unless the canvas determines another."""
         return 0 if self.mask is None else self.mask
 
     def clean(self, head: Any) -> Any:
-        """Returns the model's head with the mask token's logit removed."""
+        """Wraps the model's `head`, so that the logit of the mask token is -inf."""
         return head if self.mask is None else lambda hidden: head(hidden).at[..., self.mask].set(-jnp.inf)

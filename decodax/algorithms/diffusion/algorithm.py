@@ -3,17 +3,18 @@
 All published samplers are one algorithm here. They differ in its nine policies (`policies.py`). A round works on one
 window of each row:
 
-    1. adapter: tokens, positions and attention. `Caching` decides what is recomputed and what is read from the cache.
+    1. adapter: tokens, positions and attention. `Caching` decides which entries are recomputed and which are cached.
     2. predictions: candidates and the model's probabilities (`Seen`), after the shaper and the policy's transforms.
-    3. windows: which open positions may be unmasked in this step.
+    3. windows: the open positions that may be unmasked in this step.
     4. score: the order in which they are unmasked.
-    5. unmask: which of them are unmasked; at least one a row and step, so every step makes progress.
-    6. remask: which tokens are masked or overwritten again.
-    7. stop: does the text end here? Verify picks among several canvases that took steps 2 to 7 side by side.
-    8. windows: which positions are final. They join the verified text, which is searched for end of sequence and stop
-       strings and counted against the budget, and the next window begins after them.
+    5. unmask: the positions that are unmasked; at least one for each row and step, so every step makes progress.
+    6. remask: the tokens that are masked or overwritten again.
+    7. stop: whether the text ends here. Verify chooses among several canvases that took steps 2 to 7 in parallel.
+    8. windows: the positions that are final. They join the verified text, which is searched for end of sequence and
+       stop strings and counted against the budget, and the next window begins after them.
 
-Each row has its own window, steps and phase, independent of its batch mates. Prompt and frozen tokens never change.
+Each row has its own window, steps and phase, independent of the other rows of the batch. Prompt and frozen tokens never
+change.
 """
 
 from __future__ import annotations
@@ -29,7 +30,17 @@ from decodax.algorithms.diffusion.adapter import Adapter
 from decodax.algorithms.diffusion.caching.blocks import NoCache
 from decodax.algorithms.diffusion.canvas import Canvas, look, survey
 from decodax.algorithms.diffusion.guidance import guide
-from decodax.algorithms.diffusion.policies import Caching, Remask, Score, Shaper, Stop, Unmask, Verify, Windows
+from decodax.algorithms.diffusion.policies import (
+    BudgetSized,
+    Caching,
+    Remask,
+    Score,
+    Shaper,
+    Stop,
+    Unmask,
+    Verify,
+    Windows,
+)
 from decodax.algorithms.diffusion.round import Round
 from decodax.algorithms.diffusion.rules.defaults import AsIs, Keep, Sequential
 from decodax.algorithms.diffusion.rules.scores import Confidence
@@ -47,15 +58,21 @@ from decodax.core.window import Window
 
 @dataclasses.dataclass(frozen=True)
 class MaskedDiffusion(Varies, Paced, GuidesItself):
-    """A sampler made of nine policies.
+    """A sampler of masked diffusion, made of nine policies.
 
     Attributes:
-        adapter: how the model reads a canvas.
-        windows, score, unmask, remask, caching, verify, shaper: see `decodax.algorithms.diffusion.policies`.
-        stops: any number of `Stop` rules.
+        adapter: positions, attention and mask token of the model.
+        windows: the positions that a round works on.
+        score: the order in which candidates are unmasked.
+        unmask: the candidates that are unmasked in a step.
+        remask: the tokens that are masked or overwritten again.
+        caching: the entries that are recomputed, and those that are cached.
+        verify: chooses among several canvases of a row.
+        stops: any number of rules that end a row early.
+        shaper: changes the model's distributions.
 
     Raises:
-        ValueError: parts that do not fit each other.
+        ValueError: the policies do not fit each other.
     """
 
     adapter: Adapter
@@ -76,16 +93,18 @@ class MaskedDiffusion(Varies, Paced, GuidesItself):
     def traits(self) -> Traits:
         caches, approximate = self.caching.narrow, self.caching.approximate
         needs: tuple[Feature, ...] = ("trees", "subsets", "rewrites") if approximate else ("trees", "subsets")
-        return Traits(emits=self.windows.width, canvas=True, caches=caches, needs=frozenset(needs) if caches else NONE,
+        # a window as long as the text has no width before `fit`
+        open_ = isinstance(self.windows, BudgetSized) and self.windows.size is None
+        return Traits(emits=1 if open_ else self.windows.width, canvas=True, caches=caches,
+                      needs=frozenset(needs) if caches else NONE,
                       prefills=self.caching.persists and self.adapter.attention.causal)
 
     def fit(self, budget: int) -> MaskedDiffusion:
-        """Returns the sampler for texts of `budget` new tokens, with the sizes of windows and cache filled in that were
-        None."""
+        """Returns the sampler for texts of `budget` new tokens. Sizes of windows and cache that are None are set."""
         return dataclasses.replace(self, windows=self.windows.fit(budget), caching=self.caching.fit(budget))
 
     def most_rounds(self, budget: int, rows: int) -> int:
-        """Returns an upper bound on the rounds that a batch can take for `budget` new tokens a row."""
+        """Returns an upper bound on the number of rounds of a batch of `rows` rows with `budget` new tokens each."""
         steps = max(rule.longest for rule in (self.unmask, self.remask, *self.stops))
         steps = max(steps, self.windows.width) + self.remask.most + 2
         # a window moves by its width, or by less; rows may wait for the others' wide rounds
@@ -93,17 +112,8 @@ class MaskedDiffusion(Varies, Paced, GuidesItself):
         return (count * steps + 8) * (rows + 1 if self.variants else 1)
 
     @property
-    def weights(self) -> Any:
-        """Weights of the second model, which `generate` puts into `Params.draft`; None without one."""
-        return self.verify.weights
-
-    def bare(self) -> MaskedDiffusion:
-        """Returns the sampler without the second model's weights, as the compiled programs take it."""
-        return dataclasses.replace(self, verify=self.verify.bare())
-
-    @property
     def kinds(self) -> tuple[Round, ...]:
-        """Kinds of rounds: wide ones and narrow ones of each size, as far as they occur."""
+        """The kinds of rounds of this sampler: wide ones, and narrow ones of each size."""
         if self.caching.phases:
             return tuple(Round(self, wide, phase=i) for i, wide in enumerate(self.caching.phases))
         wide = (Round(self, True),) if self.caching.wide and not self.traits.prefills else ()
@@ -111,13 +121,16 @@ class MaskedDiffusion(Varies, Paced, GuidesItself):
 
     @property
     def variants(self) -> tuple[Round, ...]:
-        """Kinds of rounds among which the core chooses each time."""
+        """The kinds of rounds, if there are several; the core chooses one of them for each round."""
         return self.kinds if len(self.kinds) > 1 else ()
 
     def choose(self, params: Params, policy: Any, s: State) -> Array:
-        """Returns the kind of the next round: a wide one where half of the running rows need it; the other rows wait.
+        """Returns the kind of the next round, `i32[]`: a wide one if half of the running rows need it; the other rows
+        wait.
 
-        Narrow rounds are as small as their rows' nodes allow. With phases it is the phase of most running rows."""
+        A narrow round has the smallest size that fits the nodes of its rows. With phases, it is the phase of the
+        largest number of running rows.
+        """
         if count := len(self.caching.phases):
             wanted = jnp.where(s.running, self.phase(s), -1)
             return jnp.argmax((wanted[:, None] == jnp.arange(count)).sum(0)).astype(jnp.int32)
@@ -155,7 +168,7 @@ class MaskedDiffusion(Varies, Paced, GuidesItself):
         return c.replace(opened=view.masked.sum(1, dtype=jnp.int32), memory=memory, drafts=self.no_drafts(view))
 
     def whole(self, s: State) -> Array:
-        """Returns `i32[B]`: the end of the text if no stop rule ends it earlier."""
+        """Returns the end of the text if no stop rule ends it earlier, `i32[B]`."""
         # a text beyond the buffer is cut there, and its status says so
         end = jnp.minimum(s.max_length, s.tokens.shape[1] - self.windows.width)
         if self.adapter.attention.overhangs and not self.adapter.canvas.given:
@@ -183,7 +196,8 @@ class MaskedDiffusion(Varies, Paced, GuidesItself):
     # the steps of a round, for one canvas a row
 
     def advance(self, view: View, seen: Seen, memory: Any) -> View:
-        """Takes steps 3 to 7 once. `view` and the result cover the same positions."""
+        """Takes one denoising step with given predictions: unmasks, remasks, and ends the text if a stop rule says so.
+        Returns the view afterwards, with the same positions as `view`."""
         view = view.replace(active=self.windows.active(view, seen, memory["windows"]) & view.masked & seen.reached)
         score = self.score(view, seen, memory["score"])
         unmask = self.unmask(view, seen, score, memory["unmask"]) & view.active
@@ -211,8 +225,8 @@ class MaskedDiffusion(Varies, Paced, GuidesItself):
         return after
 
     def drafts(self, view: View, c: Canvas) -> View:
-        """Returns the canvases of a round, `[B, K, ...]`: the window itself, then the drafts, each some steps ahead of
-        it."""
+        """Returns the canvases of a round, with axes `[B, K, ...]`: the window itself, then the drafts, each after some
+        further steps."""
         K = len(self.verify.taken)
         ahead = jnp.array([len(taken) for taken in self.verify.taken], jnp.int32)
         wide = jax.tree.map(lambda x: jnp.broadcast_to(x[:, None], (x.shape[0], K, *x.shape[1:])), view)
@@ -223,19 +237,19 @@ class MaskedDiffusion(Varies, Paced, GuidesItself):
         return wide.replace(step=wide.step + ahead, round=wide.round + ahead)
 
     def no_drafts(self, view: View) -> Any:
-        """Returns drafts that equal the canvas, so that none of them is the result of a step."""
+        """Returns drafts that equal the canvas, so that none of them equals the result of a step."""
         more = len(self.verify.taken) - 1
         again = lambda x: jnp.broadcast_to(x[:, None], (x.shape[0], more, *x.shape[1:]))
         return None if more == 0 else (again(view.tokens), again(view.open))
 
     def through(self, model: Any) -> Any:
-        """Returns the model as it makes its cache."""
+        """Returns the model that makes the cache."""
         return self.kinds[0].through(model)
 
     def phase(self, s: State) -> Array:
-        """Returns `i32[B]`: the phase of the caching rule that a row's next round is in."""
+        """Returns the phase of each row's next round, `i32[B]` (`Caching.phase`)."""
         return self.caching.phase(survey(s, s.algo, self.windows.width), s.algo.memory["caching"])
 
     def needs_refresh(self, s: State) -> Array:
-        """Returns `bool[B]`: rows whose next round is a wide one."""
+        """Returns the rows whose next round is a wide one, `bool[B]`."""
         return self.caching.needs_refresh(survey(s, s.algo, self.windows.width), s.algo.memory["caching"])

@@ -1,4 +1,4 @@
-"""State of masked diffusion: the decided and undecided positions of the text, and the statistics of each."""
+"""The state of masked diffusion: the decided and undecided positions of the text, and statistics of each position."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from decodax.core.state import State
 
 @struct
 class Canvas(Struct):
-    """Text of each row by absolute position, with its undecided positions.
+    """The text of each row by absolute position, with its undecided positions.
 
     Attributes:
-        tokens, open, editable, when, confidence: `[B, N]`, as in `View`.
-        start, end, step, round, opened, full, kept, refreshed: `i32[B]`, as in `View`.
-        final: `i32[B]` tokens before it are final. It lies beyond `start` while they wait for a commit forward.
-        valid: `bool[B, S]` cache slots that hold an entry.
-        drafts: tokens and open positions `[B, K - 1, W]` of the window after further steps, or None.
+        tokens, open, editable, when, confidence: `[B, N]`, see `View`.
+        start, end, step, round, opened, full, kept, refreshed: `i32[B]`, see `View`.
+        final: `i32[B]`; tokens before this position are final. It is larger than `start` while they wait for a commit
+            forward.
+        valid: `bool[B, S]`, cache slots that have an entry.
+        drafts: tokens and open positions of the window after further steps, `[B, K - 1, W]` each, or None.
         memory: the policies' memories, by name.
-        record: log-probabilities by position at the time the tokens were decided, or None.
+        record: log-probabilities by position at the time when the tokens were decided, or None.
         assistant: the state of a second model, or None.
     """
 
@@ -50,7 +51,8 @@ class Canvas(Struct):
 
 
 def look(s: State, c: Canvas, width: int, eos: Array | None = None) -> View:
-    """Returns the rows' windows, `width` positions from `start` on. `eos` (`i32[B, E]`): tokens that end a text."""
+    """Returns the views of the rows' windows, `width` positions from `start` on. `eos` (`i32[B, E]`) are tokens that
+    end a text."""
     window = lambda x: cut(x, c.start, width)
     return View(
         positions=c.start[:, None] + jnp.arange(width, dtype=jnp.int32), tokens=window(c.tokens), open=window(c.open),
@@ -61,7 +63,7 @@ def look(s: State, c: Canvas, width: int, eos: Array | None = None) -> View:
 
 
 def survey(s: State, c: Canvas, width: int, eos: Array | None = None) -> View:
-    """Returns what `look` does, with the whole text around the windows in `View.text`."""
+    """Returns the result of `look`, with the whole text in `View.text`."""
     return look(s, c, width, eos).replace(text=WholeText(open=c.open, when=c.when, cache=s.cache))
 
 

@@ -1,8 +1,10 @@
-"""Classifier-free guidance of masked diffusion (LLaDA, Nie et al. 2025): the prompt against a prompt of masks.
+"""Classifier-free guidance of masked diffusion (LLaDA, Nie et al., 2025): with the prompt against a prompt of mask
+tokens.
 
-As in `decodax.sampling.guidance` it is a model that wraps a model: each forward scores the canvas twice, once with the
-prompt and once with the mask token in its place, and the logits are `u + scale * (c - u)`. LLaDA's `cfg_scale` is the
-scale less 1. Algorithms see one set of logits, so every sampler, cache rule and verifier works as without it.
+As in `decodax.sampling.guidance`, it is a model that wraps a model. Each forward pass scores the canvas twice, once
+with the prompt and once with mask tokens in its place, and the logits are `u + scale * (c - u)`, with the conditional
+logits `c` and the unconditional ones `u`. LLaDA's `cfg_scale` is the scale minus 1. Algorithms get one set of logits,
+so every sampler, cache rule and verifier works as without guidance.
 """
 
 from __future__ import annotations
@@ -23,7 +25,12 @@ from decodax.sampling.guidance import Guided, GuidedCache, Unconditional
 
 @struct
 class MaskedPrompt(Unconditional):
-    """The mask token in the prompt's place. `prompt_length`: `i32[B]`. `mask`: the id of the mask token."""
+    """Replaces the prompt by mask tokens, for the unconditional logits.
+
+    Attributes:
+        prompt_length: `i32[B]`, number of prompt tokens.
+        mask: static; id of the mask token.
+    """
 
     prompt_length: Array
     mask: int = static()
@@ -37,14 +44,20 @@ class MaskedPrompt(Unconditional):
 
 def guide(alg: Algorithm, model: Model, params: Params, policy: Any, s: State, scale: Any, mask: int,
           prefills: bool) -> tuple[Model, State]:
-    """Puts a state before its first round under guidance.
+    """Puts a state before its first round under guidance, and returns the guided model and the new state.
 
     Args:
-        scale: one number or `f32[B]`; 1 is no guidance, 0 no prompt.
+        alg: the sampler.
+        model: the network.
+        params: weights.
+        policy: the sampling policy.
+        s: the state.
+        scale: guidance scale, one number or `f32[B]`. 1: no guidance; 0: the prompt is ignored.
+        mask: id of the mask token.
         prefills: True if the prompt's entries are in the cache already.
     """
     if s.cache.inputs is not None:
-        raise ValueError("guidance_scale: got one with inputs, takes tokens only: the other branch has no inputs")
+        raise ValueError("guidance_scale: got one with inputs, takes None: the branch without a prompt has no inputs")
     size = s.cache.capacity
     if prefills:
         place = jnp.arange(size, dtype=jnp.int32)

@@ -17,16 +17,18 @@ from jax import Array
 
 from decodax.algorithms.diffusion.adapter import Nodes
 from decodax.algorithms.diffusion.view import Seen, View, span
+from decodax.core.composed import Composed
 
 Memory = Any
 
 
 class DiffusionRule:
-    """Base of the policies: a frozen dataclass, static under jit. It has a memory only if it overrides `init`.
+    """Base of the policies. A policy is a frozen dataclass, static under jit. It has a memory only if it overrides
+    `init`.
 
     Attributes:
-        of: "policy" makes the algorithm compute `Seen.policy`.
-        reads: `k`, number of likeliest tokens that the rule needs in `Seen.likeliest`.
+        of: "policy" if the rule needs `Seen.policy`, else "model".
+        reads: number of likeliest tokens that the rule needs in `Seen.likeliest`, `k`.
     """
 
     of: str = "model"
@@ -34,11 +36,11 @@ class DiffusionRule:
 
     @property
     def longest(self) -> int:
-        """Largest number of steps of a window that the rule is made for; 0 if it has no such number."""
+        """Maximum number of steps of a window for which the rule is made; 0 if it has no such number."""
         return 0
 
     def fit(self, budget: int) -> Self:
-        """Returns the rule for texts of `budget` new tokens, with every size filled in that was None."""
+        """Returns the rule for texts of `budget` new tokens. Sizes that are None are set."""
         return self
 
     def init(self, view: View) -> Memory:
@@ -63,13 +65,13 @@ class Stepped:
 
 
 class BudgetSized:
-    """Base of rules with an attribute `size`, the most new tokens of a text; None until `fit`."""
+    """Base of rules with an attribute `size`, the maximum number of new tokens of a text; None until `fit` sets it."""
 
     size: int | None
 
     def fit(self, budget: int) -> Self:
-        """Returns the rule with a size for texts of `budget` new tokens: a power of two, so that few programs serve
-        all budgets."""
+        """Returns the rule with a size for texts of `budget` new tokens: a power of two, so that different budgets
+        share compiled programs."""
         if self.size is not None:
             return self
         return dataclasses.replace(self, size=max(1 << max(budget - 1, 0).bit_length(), 8))     # type: ignore[type-var]
@@ -79,7 +81,7 @@ class BudgetSized:
         """The size.
 
         Raises:
-            ValueError: it is None.
+            ValueError: the size is None.
         """
         if self.size is None:
             raise ValueError("size: got None; give the most new tokens of a text, or call `fit` with it")
@@ -91,51 +93,56 @@ class Shaper(DiffusionRule, abc.ABC):
 
     @abc.abstractmethod
     def __call__(self, view: View, logits: Array, memory: Memory) -> Array:
-        """Returns the new logits `f32[R, W, V]`, from the model's."""
+        """Returns the new logits `f32[R, W, V]`, computed from `logits`, those of the model."""
 
 
 class Windows(DiffusionRule, abc.ABC):
-    """Says which positions are worked on, and when they are final. By default all positions of the window are active,
-    and they are final once none of them is open."""
+    """Determines the positions that a round works on, and when they are final. By default all positions of the window
+    are active, and they are final once none of them is open."""
 
     @property
     def align(self) -> int | None:
-        """Multiple at which the first window starts, at or before the prompt's end. None: at the prompt's end."""
+        """The first window starts at a multiple of this number, at or before the prompt's end. None: at the prompt's
+        end."""
         return None
 
     @property
     @abc.abstractmethod
     def width(self) -> int:
-        """`W`, number of positions of a window, and the most tokens that a round can emit."""
+        """Number of positions of a window, `W`, and maximum number of tokens that a round emits."""
 
     @property
     def least(self) -> int:
-        """Fewest positions that a window moves by, except for the last one."""
+        """Minimum number of positions by which a window moves, except for the last window."""
         return self.width
 
     def active(self, view: View, seen: Seen, memory: Memory) -> Array:
-        """Returns `bool[R, W]`: the part of the window in which open positions may be unmasked."""
+        """Returns the open positions that may be unmasked in this step, `bool[R, W]`."""
         return view.masked
 
     def finished(self, view: View, memory: Memory) -> Array:
-        """Returns `i32[R]`: number of positions from `start` on that are final after a step. The next window starts
+        """Returns the number of positions from `start` on that are final after a step, `i32[R]`. The next window starts
         after them."""
         left = jnp.maximum(jnp.minimum(view.start + view.positions.shape[1], view.end) - view.start, 0)
         return jnp.where(view.masked.any(1), 0, left)
 
     def last(self, start: Array, end: Array) -> Array:
-        """Returns `i32[B]`: the end of the last window if all windows are equally wide, given the start of the first
-        one and the end of the text. It lies less than one width after the end of the text. For models whose windows
-        overhang the text."""
+        """Returns the end of the last window if all windows have the same width, `i32[B]`: less than one width after
+        the end of the text. Used for models whose windows overhang the text.
+
+        Args:
+            start: `i32[B]`, start of the first window.
+            end: `i32[B]`, end of the text.
+        """
         return end
 
 
 class Score(DiffusionRule, abc.ABC):
-    """Ranks the candidates; the best are unmasked first."""
+    """Scores the candidates; those with the largest scores are unmasked first."""
 
     @abc.abstractmethod
     def __call__(self, view: View, seen: Seen, memory: Memory) -> Array:
-        """Returns `f32[R, W]`: candidates with larger scores are unmasked sooner."""
+        """Returns the scores of the candidates, `f32[R, W]`."""
 
 
 class Unmask(DiffusionRule, abc.ABC):
@@ -143,21 +150,21 @@ class Unmask(DiffusionRule, abc.ABC):
 
     @property
     def patient(self) -> bool:
-        """True if a step may unmask nothing. Such a rule must end by its own clock."""
+        """True if a step may unmask nothing. Such a rule must unmask all positions after a bounded number of steps."""
         return False
 
     @abc.abstractmethod
     def __call__(self, view: View, seen: Seen, score: Array, memory: Memory) -> Array:
-        """Returns `bool[R, W]`: the chosen positions; only those in `view.active` count. If there are none, the best
-        one by score is unmasked, so that every step makes progress; a `patient` rule is exempt."""
+        """Returns the chosen positions, `bool[R, W]`; only those in `view.active` count. If there are none, the
+        candidate with the best score is unmasked, so that every step makes progress, unless the rule is `patient`."""
 
 
 class Remask(DiffusionRule, abc.ABC):
     """Masks or overwrites tokens again after unmasking.
 
     Attributes:
-        noisy: open positions keep the tokens that the rule gave them.
-        most: most steps that the rule may spend on a window without open positions.
+        noisy: True if open positions keep the tokens that the rule gave them; else they get the mask token.
+        most: maximum number of steps that the rule may spend on a window without open positions.
     """
 
     noisy: bool = False
@@ -165,11 +172,10 @@ class Remask(DiffusionRule, abc.ABC):
 
     @abc.abstractmethod
     def __call__(self, before: View, seen: Seen, after: View, memory: Memory) -> View:
-        """Returns `after` with other `tokens` or reopened positions (`open`). Positions that it leaves open get the
-        mask token back, unless `noisy`. Only `editable` positions change."""
+        """Returns `after` with other `tokens` or reopened positions (`open`). Only `editable` positions change."""
 
     def busy(self, before: View, after: View, memory: Memory) -> Array:
-        """Returns `bool[R]`: rows whose window has no open position left but must not be final yet."""
+        """Returns rows whose window has no open position left but is not final yet, `bool[R]`."""
         return jnp.zeros(after.start.shape, bool)
 
 
@@ -177,38 +183,41 @@ class Stop(DiffusionRule):
     """Ends a row before all of its canvas is decided (early stop); by default never.
 
     Attributes:
-        filled: the model reads the positions after the end as copies of the last token; otherwise they are left out.
+        filled: True if the model attends to the positions after the end, with copies of the last token; otherwise they
+            are left out.
     """
 
     filled: bool = False
 
     def early_stop(self, view: View, seen: Seen, memory: Memory) -> Array:
-        """Returns `bool[R]`: rows whose open positions are all unmasked in this step, without remasking."""
+        """Returns rows whose open positions are all unmasked in this step, without remasking, `bool[R]`."""
         return jnp.zeros(view.start.shape, bool)
 
     def end(self, before: View, seen: Seen, after: View, memory: Memory) -> Array:
-        """Returns `i32[R]`: the end of the text after a step; at most `after.end`."""
+        """Returns the end of the text after a step, `i32[R]`; at most `after.end`."""
         return after.end
 
 
 class Caching(DiffusionRule):
-    """Says what a forward recomputes and what it reads from the cache. By default no row needs a refresh and nothing
-    persists.
+    """Determines the positions that a forward pass recomputes; it attends to the cache for all others. By default no
+    row needs a refresh and nothing persists.
 
-    Rounds are wide (the whole text) or narrow (`nodes`). A row takes part in wide rounds while it `needs_refresh` and
-    in narrow ones otherwise, so its results never depend on the other rows of the batch.
+    Rounds are wide (they compute the whole text) or narrow (they compute `nodes`). A row takes part in wide rounds
+    while `needs_refresh` is True for it, and in narrow ones otherwise. So its results never depend on the other rows of
+    the batch.
 
     Attributes:
-        wide: there are wide rounds. narrow: there are narrow rounds; without them nothing is cached.
-        persists: tokens are emitted only once a forward has written their final entries.
-        fused: with `persists`: that forward also works on the next window. Otherwise it does nothing else (a commit
-            forward).
-        approximate: entries of tokens that are not emitted yet are written.
-        beyond: entries after the text's new end are still attended to when a stop rule has cut the text.
-        sizes: the numbers of nodes of the kinds of narrow rounds, ascending. None, which comes last, means all that
-            `nodes` gives, dead ones included. A round takes the first size that fits its rows' live nodes.
-        phases: for rules with more kinds of rounds than one wide and one narrow: which of the kinds are wide; otherwise
-            ().
+        wide: True if there are wide rounds.
+        narrow: True if there are narrow rounds; without them nothing is cached.
+        persists: True if tokens are emitted only after a forward pass has written their final entries.
+        fused: with `persists`, True if that forward pass also works on the next window. False: it does nothing else (a
+            commit forward).
+        approximate: True if entries of tokens are written before the tokens are emitted.
+        beyond: True if entries after the text's new end are still attended to when a stop rule has cut the text.
+        sizes: numbers of nodes of the kinds of narrow rounds, ascending. None, which comes last, stands for all nodes
+            that `nodes` returns, dead ones included. A round has the first size that fits its rows' live nodes.
+        phases: for rules with more kinds of rounds than one wide and one narrow: True for each kind that is wide.
+            Otherwise ().
     """
 
     wide: bool = True
@@ -221,45 +230,47 @@ class Caching(DiffusionRule):
     phases: tuple[bool, ...] = ()
 
     def phase(self, view: View, memory: Memory) -> Array:
-        """Returns `i32[B]`: the phase of a row's next round. For rules with phases this replaces `needs_refresh`."""
+        """Returns the phase of each row's next round, `i32[B]`. For rules with phases this replaces `needs_refresh`."""
         return (~self.needs_refresh(view, memory)).astype(jnp.int32)
 
     def wrap_model(self, model: Any, phase: int) -> Any:
-        """Returns the model as the rounds of one phase run it, and as it makes its cache; for rules with phases."""
+        """Returns the model for the rounds of a phase, which also makes the cache; for rules with phases."""
         return model
 
     def hint(self, view: View, positions: Array, phase: int) -> Any:
-        """Returns a struct for the model that the rule wraps, which reads it in `Window.hints`, or None; for rules with
+        """Returns a struct for the model of `wrap_model`, which gets it in `Window.hints`, or None; for rules with
         phases."""
         return None
 
     def needs_refresh(self, view: View, memory: Memory) -> Array:
-        """Returns `bool[B]`: rows that need a wide round."""
+        """Returns the rows that need a wide round, `bool[B]`."""
         return jnp.zeros(view.start.shape, bool)
 
     def nodes(self, view: View, left: int, memory: Memory) -> Nodes:
         """Returns the nodes of a narrow round: the window, the `left` positions before it (where a shifted model
-        predicts its first token), and any others that the rule recomputes. No position occurs twice among the nodes
-        that are `own`.
-        """
+        predicts its first token), and any others that the rule recomputes. Nodes that are `own` must have different
+        positions."""
         return span(view, left, view.positions.shape[1])
 
     def writes(self, view: View, positions: Array, final: Array, valid: Array, memory: Memory) -> Array:
-        """Returns `bool[B, n]`: nodes whose entries are written to the cache.
+        """Returns the nodes whose entries are written to the cache, `bool[B, n]`.
 
         Args:
-            final: `i32[B]`: tokens before it are final.
-            valid: `bool[B, n]`: the position has an entry already. No position has in a wide round, which begins with
-                an empty cache.
+            view: the windows, with the whole text.
+            positions: `i32[B, n]`, positions of the nodes.
+            final: `i32[B]`; tokens before this position are final.
+            valid: `bool[B, n]`, positions that have an entry already; all False in a wide round, which begins with an
+                empty cache.
+            memory: the rule's memory.
         """
         return jnp.zeros(positions.shape, bool)
 
 
-class Verify(DiffusionRule, abc.ABC):
-    """Chooses among several canvases of a row that one forward scored.
+class Verify(DiffusionRule, Composed, abc.ABC):
+    """Chooses among several canvases of a row that one forward pass scored.
 
     Attributes:
-        assists: a second model judges the candidates: see `decodax.algorithms.diffusion.rules.judged`.
+        assists: True if a second model judges the candidates (`decodax.algorithms.diffusion.rules.judged`).
     """
 
     assists: bool = False
@@ -267,19 +278,15 @@ class Verify(DiffusionRule, abc.ABC):
     @property
     @abc.abstractmethod
     def taken(self) -> tuple[tuple[int, ...], ...]:
-        """Steps to come, counted from 0, that each canvas of a forward has taken. The first one, `()`, is the canvas
-        itself. The others are drafts, ordered by their number of steps."""
-
-    @property
-    def weights(self) -> Any:
-        """Weights of the second model, if the rule was made with them."""
-        return None
-
-    def bare(self) -> Self:
-        """Returns the rule without those weights."""
-        return self
+        """For each canvas of a forward pass, the steps that it has taken in advance, counted from 0. The first one,
+        `()`, is the canvas itself. The others are drafts, ordered by their number of steps."""
 
     @abc.abstractmethod
     def path(self, drafts: View, results: View) -> Array:
-        """Returns `bool[B, K]`: the drafts that are true; the result of the last one is taken. `drafts` and `results`
-        have the axes `[B, K, ...]`: draft 0 is the canvas itself, and `results` are the drafts one step later."""
+        """Returns which drafts are accepted, `bool[B, K]`; decoding continues with the result of the last accepted one.
+
+        Args:
+            drafts: the `K` canvases of each row that one forward pass scored, with axes `[B, K, ...]`. Draft 0 is the
+                current canvas and is always accepted.
+            results: each draft after one more denoising step, with the same axes.
+        """

@@ -1,4 +1,4 @@
-"""Predictions of one forward at the positions of the windows: candidates, their statistics, and constraints."""
+"""The predictions of a forward pass at the positions of the windows: candidates, their statistics, and constraints."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from decodax.sampling.distribution import Distribution
 
 @struct
 class _Decided(Struct):
-    """Stands in for the state in the policy's transforms, with the decided tokens of the canvas as its text."""
+    """Replaces the state in the policy's transforms; its text is the decided tokens of the canvas."""
 
     tokens: Array
     length: Array
@@ -40,10 +40,14 @@ def predictions(of: Any, params: Params, dist: Any, s: State, c: Canvas, drafts:
     second model's entries (or None).
 
     Args:
-        of: the sampler, a `MaskedDiffusion`. params: weights. dist: the policy. s: state of the core. c: the canvas.
-        drafts: the canvases of a round, `[B, K, ...]`.
-        node: `i32[B, W]` number of the node whose logits predict a position, -1 where none does.
-        out: result of the forward.
+        of: the sampler, a `MaskedDiffusion`.
+        params: weights.
+        dist: the policy.
+        s: state of the core.
+        c: the canvas.
+        drafts: the canvases of a round, with axes `[B, K, ...]`.
+        node: `i32[B, W]`, number of the node whose logits predict a position; -1: none.
+        out: result of the forward pass.
     """
     B, K, W = drafts.tokens.shape
     hidden = out.hidden.reshape(B, -1, out.hidden.shape[-1])
@@ -99,7 +103,7 @@ def predictions(of: Any, params: Params, dist: Any, s: State, c: Canvas, drafts:
 
 def _held(of: Any, link: OnCanvas, dist: Any, s: State, c: Canvas, here: Distribution, flat: View, token: Array,
           node: Array, count: int) -> Array:
-    """Returns `i32[B, K * W]`: candidates of which each canvas can become a text of its row's constraint."""
+    """Returns candidates with which each canvas can be completed to a text of its row's constraint, `i32[B, K * W]`."""
     if of.verify.assists:
         raise ValueError("constraints: a second model decides what is unmasked; takes a sampler without one")
     if any(not isinstance(stop, EndOfText) for stop in of.stops):
@@ -129,7 +133,7 @@ def _held(of: Any, link: OnCanvas, dist: Any, s: State, c: Canvas, here: Distrib
 
 
 def side_by_side(mask: Array, count: int) -> Array:
-    """Returns the mask `bool[B, count * n, count * n]` of several canvases in one window, each attending to itself by
-    `bool[B, n, n]` and not to the others."""
+    """Returns the mask of `count` canvases in one window, `bool[B, count * n, count * n]`. Each canvas attends to
+    itself by `mask` (`bool[B, n, n]`) and not to the others."""
     apart = jnp.eye(count, dtype=bool)[:, None, :, None]
     return (apart & mask[:, None, :, None, :]).reshape(mask.shape[0], count * mask.shape[1], -1)

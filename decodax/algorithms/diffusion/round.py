@@ -1,4 +1,4 @@
-"""One round of masked diffusion: a wide forward over the whole text, or a narrow one beside the cache."""
+"""One round of masked diffusion: a wide forward pass over the whole text, or a narrow one with the cache."""
 
 from __future__ import annotations
 
@@ -22,11 +22,15 @@ from decodax.core.window import Window, take
 
 @dataclasses.dataclass(frozen=True)
 class Round(Around):
-    """One kind of round of the sampler `of`.
+    """One kind of round of a sampler.
 
-    A `wide` round reads the whole text and writes the cache if there is one.
-    A narrow one scores `size` nodes a row, or as many as the caching rule gives if that is None. `phase` is set for
-    rules with phases."""
+    Attributes:
+        of: the sampler.
+        wide: True: the round computes the whole text, and writes the cache if there is one. False: it computes some
+            nodes.
+        size: number of nodes of a narrow round for each row; None: the number that the caching rule gives.
+        phase: number of the phase, for rules with phases; else None.
+    """
 
     of: Algorithm
     wide: bool
@@ -43,18 +47,19 @@ class Round(Around):
 
     @property
     def branches(self) -> int:
-        """`K`, canvases a row; 1 in the wide rounds of a cache, which begin a window, where there are no drafts yet."""
+        """Number of canvases of a row, `K`. It is 1 in the wide rounds of a cache, which begin a window, when there are
+        no drafts yet."""
         return 1 if self.wide and self.inner.caching.narrow else len(self.inner.verify.taken)
 
     def _turn(self, s: State) -> Array:
-        """Returns `bool[B]`: rows that take part."""
+        """Returns the rows that take part, `bool[B]`."""
         if not variants(self.inner):
             return s.running
         mine = self.inner.needs_refresh(s) == self.wide if self.phase is None else self.inner.phase(s) == self.phase
         return s.running & mine
 
     def through(self, model: Any) -> Any:
-        """Returns the model as these rounds run it."""
+        """Returns the model that these rounds run."""
         return model if self.phase is None else self.inner.caching.wrap_model(model, self.phase)
 
     def propose(self, params: Params, policy: Any, s: State) -> tuple[Window, Canvas]:
@@ -85,8 +90,7 @@ class Round(Around):
                       hints=() if hint is None else (hint,)), c
 
     def _text(self, s: State, c: Canvas) -> Canvas:
-        """Returns the canvas as the model reads it. After an early end it holds the tokens that the stop rule fills in.
-        """
+        """Returns the canvas for the model. After an early end it contains the tokens that the stop rule fills in."""
         if not any(stop.filled for stop in self.inner.stops):
             return c
         N = c.tokens.shape[1]
@@ -95,7 +99,7 @@ class Round(Around):
         return c.replace(tokens=jnp.where(jnp.arange(N) >= c.end[:, None], last, c.tokens), end=end)
 
     def _nodes(self, s: State, c: Canvas) -> Nodes:
-        """Returns the nodes that this round scores."""
+        """Returns the nodes that this round computes."""
         of, attention, N, W = self.inner, self.inner.adapter.attention, c.tokens.shape[1], self.inner.windows.width
         # before the first round the entry of a prefilled prompt's last token is missing
         left = int(of.adapter.shift or of.traits.prefills)
@@ -122,16 +126,16 @@ class Round(Around):
         return nodes.replace(prompt=s.prompt_length)
 
     def _end(self, s: State, c: Canvas) -> Array:
-        """Returns `i32[B]`: the end of the positions that are attended to."""
+        """Returns the end of the positions that are attended to, `i32[B]`."""
         return self.inner.whole(s) if self.inner.caching.beyond else c.end
 
     def live_nodes(self, s: State) -> Array:
-        """Returns `i32[B]`: the number of live nodes of a narrow round."""
+        """Returns the number of live nodes of a narrow round, `i32[B]`."""
         return self._nodes(s, self._text(s, s.algo)).live.sum(1, dtype=jnp.int32)
 
     def _branch_tokens(self, drafts: Array, positions: Array, tokens: Array, c: Canvas) -> Array:
-        """Returns `i32[B, K * n]`: the nodes' tokens once for each draft (`i32[B, K, W]`), which replaces the
-        window."""
+        """Returns the nodes' tokens once for each draft, `i32[B, K * n]`; the tokens of the draft (`i32[B, K, W]`)
+        replace those of the window."""
         W = drafts.shape[-1]
         offset = positions - c.start[:, None]
         inside = (offset >= 0) & (offset < W)
@@ -214,8 +218,8 @@ class Round(Around):
             record=None if noted is None else jax.tree.map(lambda x: cut(x, s.length, W), again.record), idle=~turn)
 
     def _writes(self, view: View, c: Canvas, positions: Array, live: Array, front: Array) -> tuple[Array, Array]:
-        """Returns `bool[B, n]`, nodes whose entries are written, and `bool[B, S]`, cache slots that hold an entry
-        afterwards."""
+        """Returns the nodes whose entries are written, `bool[B, n]`, and the cache slots that have an entry afterwards,
+        `bool[B, S]`."""
         if not self.inner.traits.caches:
             return jnp.zeros(positions.shape, bool), c.valid
         S = c.valid.shape[1]
@@ -233,8 +237,7 @@ class Round(Around):
                 for name, old in memory.items()}
 
     def _drafted(self, c: Canvas, there: View, after: View, seen: Seen, works: Array, moved: Array) -> Any:
-        """Returns the next round's drafts: further steps that reuse this round's predictions. A window that has just
-        begun has none."""
+        """Returns the next round's drafts: further steps that reuse this round's predictions. A new window has none."""
         if c.drafts is None:
             return None
         wanted = self.inner.verify.taken[1:]
@@ -254,7 +257,7 @@ class Round(Around):
         return tuple(map(pick, new, self.inner.no_drafts(there), c.drafts))
 
     def _predicting(self, view: View, nodes: Nodes, size: int) -> Array:
-        """Returns `i32[B, W]`: the node whose logits predict each position of the window, -1 where none does."""
+        """Returns the node whose logits predict each position of the window, `i32[B, W]`; -1: none."""
         number = jnp.broadcast_to(jnp.arange(nodes.positions.shape[1], dtype=jnp.int32), nodes.positions.shape)
         index = jnp.full((view.start.shape[0], size), -1, jnp.int32)
         for which in (nodes.live & ~nodes.own, nodes.live & nodes.own):     # the window's own copy counts
@@ -264,8 +267,8 @@ class Round(Around):
 
     def _noted(self, view: View, after: View, drafts: View, results: View, seen: Seen, path: Array, c: Canvas,
                note: Any) -> tuple[View, Any]:
-        """Returns `after` with the round and log-probability of each decision, and the record, step by step along the
-        drafts that were true."""
+        """Returns `after` with the round and the log-probability of each decision, and the record, step by step along
+        the accepted drafts."""
         when, confidence, kept = view.when, view.confidence, None
         if note is not None:
             kept = jax.tree.map(lambda x: cut(x, c.start, view.tokens.shape[1]), c.record)
@@ -281,13 +284,13 @@ class Round(Around):
 
 
 def _scatter(x: Array, positions: Array, where: Array, new: Array) -> Array:
-    """`x[b, positions[b, i]] = new[b, i]` where `where[b, i]`."""
+    """Returns `x` with `x[b, positions[b, i]] = new[b, i]` where `where[b, i]` is True."""
     at = jnp.where(where, positions, x.shape[1])
     return jax.vmap(lambda row, at, new: row.at[at].set(new, mode="drop"))(x, at, new.astype(x.dtype))
 
 
 def _packed(nodes: Nodes, size: int) -> Nodes:
-    """The first `size` live nodes of each row, in order, filled up with dead ones."""
+    """Returns the first `size` live nodes of each row, in order, filled up with dead ones."""
     first = jnp.argsort(~nodes.live, axis=1, stable=True)[:, :size]
     return jax.tree.map(lambda x: jnp.take_along_axis(x, first, 1), nodes)
 

@@ -1,8 +1,8 @@
 """Statistics of a distribution over the vocabulary, computed in one pass.
 
-The logits are read once, in chunks that stay in the processor's cache. Each chunk is folded into running sums: the
-online softmax of Milakov and Gimelshein (2018), with the two largest logits and the entropy beside it. Only a few
-numbers a position are kept, nothing as wide as the vocabulary.
+The logits are read once, in chunks that fit in the processor's cache. Each chunk is added to running sums: the online
+softmax of Milakov and Gimelshein (2018), with the two largest logits and the entropy. Only a few numbers are stored for
+each position, and no array is as wide as the vocabulary.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from jax import Array, lax
 from decodax.common.struct import Struct, struct
 
 CHUNK = 4096
-"""Entries of the vocabulary a chunk."""
+"""Number of vocabulary entries in a chunk."""
 
 
 @struct
@@ -22,9 +22,9 @@ class DistributionStats(Struct):
     """Statistics of distributions with any leading axes `...`, all `f32[...]`, in natural logarithms.
 
     Attributes:
-        log_prob: of the given token; the relative error is 1e-7 even where the probability is close to 1.
-        entropy: in nats.
-        lse: log of the sum of exponentials of the logits.
+        log_prob: log-probability of a given token. The relative error is 1e-7 even if the probability is close to 1.
+        entropy: entropy in nats.
+        lse: logarithm of the sum of exponentials of the logits.
         top, second: the two largest logits.
     """
 
@@ -36,22 +36,23 @@ class DistributionStats(Struct):
 
     @property
     def prob(self) -> Array:
-        """Probability of the token."""
+        """Probability of the given token."""
         return jnp.exp(self.log_prob)
 
     @property
     def margin(self) -> Array:
-        """Difference of the two largest probabilities."""
+        """Difference between the two largest probabilities."""
         return jnp.exp(self.top - self.lse) - jnp.exp(self.second - self.lse)
 
     @property
     def gap(self) -> Array:
-        """Difference of the two largest logits."""
+        """Difference between the two largest logits."""
         return self.top - self.second
 
 
 def statistics(logits: Array, tokens: Array, chunk: int = CHUNK) -> DistributionStats:
-    """Returns `DistributionStats` of `f32[..., V]` and tokens `i32[...]` (negative ones count as token 0).
+    """Returns the statistics of the distributions with logits `f32[..., V]`. `tokens` (`i32[...]`) are the given
+    tokens; negative ones count as token 0.
 
     >>> s = statistics(jnp.log(jnp.array([[0.5, 0.25, 0.25]])), jnp.array([0]))
     >>> [round(float(x[0]), 4) for x in (s.prob, s.entropy, s.margin, s.gap)]
@@ -97,8 +98,8 @@ def statistics(logits: Array, tokens: Array, chunk: int = CHUNK) -> Distribution
 
 
 def cosine(a: Array, b: Array, axis: int = -1) -> Array:
-    """Returns the cosine similarity `f32[...]` along an axis. Each length counts as at least 1e-8, as in torch. A floor
-    under the product of both lengths instead would make short vectors dissimilar to themselves.
+    """Returns the cosine similarity along an axis, `f32[...]`. Lengths below 1e-8 are replaced by 1e-8, as in torch. A
+    bound on the product of both lengths instead would make short vectors dissimilar to themselves.
 
     >>> x = jnp.array([1e-6, 2e-6])
     >>> round(float(cosine(x, x)), 4)
@@ -109,8 +110,8 @@ def cosine(a: Array, b: Array, axis: int = -1) -> Array:
 
 
 def rank(score: Array, among: Array) -> Array:
-    """Returns `i32[R, W]`: places 0, 1, ... by falling score among the given positions, from left to right among
-    equals. All other positions come after these.
+    """Returns the rank of each position by falling score, `i32[R, W]`: 0, 1, ... for the positions in `among`, with
+    equal ones from left to right. All other positions come after these.
 
     >>> rank(jnp.array([[1.0, 3.0, 3.0, 2.0]]), jnp.array([[True, False, True, True]])).tolist()
     [[2, 3, 0, 1]]

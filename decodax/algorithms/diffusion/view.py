@@ -1,6 +1,6 @@
 """The arguments of all policies: the window of each row (`View`) and the model's predictions at its positions (`Seen`).
 
-The leading axis `R` of both is `B` rows, or `B * K` where a verifier scores `K` canvases a row.
+The leading axis `R` of both has `B` rows, or `B * K` if a verifier scores `K` canvases of each row.
 """
 
 from __future__ import annotations
@@ -19,8 +19,12 @@ from decodax.core.keys import Purpose
 
 @struct
 class WholeText(Struct):
-    """The whole text of each row, by absolute position: `open` (`bool[B, N]`) and `when` (`i32[B, N]`) as in `View`,
-    and the model's `cache`."""
+    """The whole text of each row, by absolute position.
+
+    Attributes:
+        open, when: `bool[B, N]` and `i32[B, N]`, see `View`.
+        cache: the model's cache.
+    """
 
     open: Array
     when: Array
@@ -29,24 +33,29 @@ class WholeText(Struct):
 
 @struct
 class View(Struct):
-    """Window of each row before or after a step.
+    """The window of each row before or after a step.
 
     Attributes:
-        positions: `i32[R, W]` absolute positions, `start` first.
-        tokens: `i32[R, W]`; an open position holds the mask token, or noise.
-        open: `bool[R, W]` positions whose token is not decided.
-        editable: `bool[R, W]` positions that decoding may write: not those of the prompt or of frozen tokens.
-        active: `bool[R, W]` open positions that may be unmasked in this round (`Windows.active`; False before it ran).
-        when: `i32[R, W]` the `round` that decided the token; -1 where the token is open, given or frozen.
-        confidence: `f32[R, W]` the model's log-probability of the token when it was decided.
-        start: `i32[R]` first position of the window; all positions before it are final.
-        end: `i32[R]` end of the row's text. It shrinks when a stop rule ends the text early.
-        step: `i32[R]` steps since the window moved to `start`. round: `i32[R]` steps of the row.
-        opened: `i32[R]` number of positions that were open when the window moved to `start`.
-        full: `i32[R]` steps since the last open position was unmasked.
-        kept: `i32[R]` the cache holds the final entries of all positions before this one (caches with `persists`).
-        refreshed: `i32[R]` the `round` of the row's last wide forward, -1 before the first.
-        prompt_length, min_new, key, eos: of the row: `i32[R]`, `i32[R]`, `key[R]`, `i32[R, E]` (padded with -1).
+        positions: `i32[R, W]`, absolute positions from `start` on.
+        tokens: `i32[R, W]`; an open position has the mask token, or noise.
+        open: `bool[R, W]`, positions whose token is not decided.
+        editable: `bool[R, W]`, positions that decoding may write; False for prompt and frozen tokens.
+        active: `bool[R, W]`, open positions that may be unmasked in this round (`Windows.active`); False before it was
+            called.
+        when: `i32[R, W]`, the `round` in which the token was decided; -1 if it is open, given or frozen.
+        confidence: `f32[R, W]`, the model's log-probability of the token when it was decided.
+        start: `i32[R]`, first position of the window; all positions before it are final.
+        end: `i32[R]`, end of the row's text. It decreases when a stop rule ends the text early.
+        step: `i32[R]`, number of steps since the window moved to `start`.
+        round: `i32[R]`, number of steps of the row.
+        opened: `i32[R]`, number of positions that were open when the window moved to `start`.
+        full: `i32[R]`, number of steps since the last open position was unmasked.
+        kept: `i32[R]`; the cache has the final entries of all positions before this one (caches with `persists`).
+        refreshed: `i32[R]`, the `round` of the row's last wide forward pass, -1 before the first.
+        prompt_length: `i32[R]`, number of prompt tokens.
+        min_new: `i32[R]`, minimum number of new tokens.
+        key: `key[R]`, random key of the row.
+        eos: `i32[R, E]`, tokens that end a text, padded with -1.
         text: the text around the window; None for all policies but `Caching`.
     """
 
@@ -78,38 +87,38 @@ class View(Struct):
 
     @property
     def masked(self) -> Array:
-        """`bool[R, W]`: open positions of the text."""
+        """`bool[R, W]`: open positions before the end of the text."""
         return self.open & self.inside
 
     @property
     def unmasked(self) -> Array:
-        """`bool[R, W]`: decided tokens that decoding wrote and may write again."""
+        """`bool[R, W]`: tokens that decoding has decided and may change again."""
         return ~self.open & self.editable & self.inside
 
     def uniforms(self, purpose: Purpose) -> Array:
-        """`f32[R, W, 2]`: two uniforms for each position, of this round."""
+        """Returns two uniform random numbers for each position in this round, `f32[R, W, 2]`."""
         return keys.uniforms(self.key, self.positions, purpose, salt=self.round)
 
     def addresses(self, purpose: Purpose) -> Array:
-        """`u32[R, W, 2]`: the address of a draw from the vocabulary at each position, in this round."""
+        """Returns the address of a random draw from the vocabulary for each position in this round, `u32[R, W, 2]`."""
         return keys.addresses(self.key, self.positions, purpose, salt=self.round)
 
 
 @struct
 class Seen(Struct):
-    """The model's predictions at each position of the window; see `DistributionStats`.
+    """The model's predictions at each position of the window.
 
     The mask token is removed from the distributions: its probability is 0.
 
     Attributes:
-        token: `i32[R, W]` the candidate, drawn from the policy; negative where there is no distribution.
-        reached: `bool[R, W]` positions that the round's forward scored. The numbers of all others are meaningless.
+        token: `i32[R, W]`, the candidate, drawn from the policy; negative if the logits are invalid.
+        reached: `bool[R, W]`, positions that the round's forward pass scored. The values at all others are undefined.
         model: statistics of the model's own distribution after the shaper.
         policy: statistics of the policy's distribution, in which a greedy row has temperature 1; None unless a rule
-            reads it.
-        likeliest: `i32[R, W, k]` and `f32[R, W, k]` the model's likeliest tokens, before the shaper, and their
-            log-probabilities; None unless a rule asks for `k`.
-        agreed: `bool[R, W]` True where a second model agrees to the token; None without one.
+            needs it.
+        likeliest: `i32[R, W, k]` and `f32[R, W, k]`, the model's likeliest tokens, before the shaper, and their
+            log-probabilities; None unless a rule asks for them.
+        agreed: `bool[R, W]`, True if a second model agrees with the candidate; None without a second model.
     """
 
     token: Array
@@ -120,15 +129,15 @@ class Seen(Struct):
     agreed: Array | None = None
 
     def of(self, name: str) -> DistributionStats:
-        """`model` or `policy`."""
+        """Returns the statistics `policy` if `name` is "policy", else `model`."""
         stats = self.policy if name == "policy" else self.model
         assert stats is not None
         return stats
 
 
 def span(view: View, before: int, width: int) -> Nodes:
-    """Returns the `width` positions from the window's start on and the `before` ones before it, as far as they lie in
-    the text."""
+    """Returns the nodes from `before` positions before the window's start to `width` positions after it, within the
+    text."""
     positions = view.start[:, None] - before + jnp.arange(before + width, dtype=jnp.int32)
     return Nodes(positions=positions, live=(positions >= 0) & (positions < view.end[:, None]),
                  own=jnp.ones(positions.shape, bool))

@@ -1,4 +1,5 @@
-"""Methods that write several positions or several texts at once: cascades, Group Think, superposed decoding."""
+"""Methods that decode several positions or several texts at once: cascaded decoding, Group Think, superposed
+decoding."""
 
 from decodax.algorithms.parallel.cascade import Cascade, TargetLengths
 from decodax.algorithms.parallel.group_think import GroupThink

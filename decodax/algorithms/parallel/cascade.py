@@ -1,5 +1,5 @@
-"""Cascaded decoding: all positions of a text at once, by Markov models of rising order ("Cascaded Text Generation with
-Markov Transformers", Deng and Rush, 2020)."""
+"""Cascaded decoding: all positions of a text at once, by Markov models of increasing order ("Cascaded Text Generation
+with Markov Transformers", Deng and Rush, 2020)."""
 
 from __future__ import annotations
 
@@ -24,12 +24,14 @@ from decodax.core.window import Window
 
 @struct
 class Survivors(Struct):
-    """Surviving n-grams of a text. Row `l` of a prompt has the n-grams that begin at position `l`.
+    """State of a cascade: the n-grams that are left at each position of a text. A prompt has one row for each position;
+    row `l` has the n-grams that begin at position `l`.
 
     Attributes:
-        order: `i32[B]`, the next to be scored. grams: `i32[B, K, m]`, of which the first `max(order, 1)` tokens count.
-        score: `f32[B, K]`: -inf in an empty place, else 0, and the log-probability of the n-gram at position 0.
-        log_prob: `f32[B]`, of the final text.
+        order: `i32[B]`, the order of the next round.
+        grams: `i32[B, K, m]`, the n-grams; the first `max(order, 1)` tokens are valid.
+        score: `f32[B, K]`, -inf for an unused place, otherwise 0; at position 0 the log-probability of the n-gram.
+        log_prob: `f32[B]`, log-probability of the final text.
     """
 
     order: Array
@@ -40,9 +42,14 @@ class Survivors(Struct):
 
 @dataclasses.dataclass(frozen=True)
 class TargetLengths:
-    """Bounds of the length of texts by that of their prompts: `round(a * T + b) + 1` tokens with the end for a prompt
-    of `T`, and up to `spread` more or fewer. Texts then always end. `a` and `b` come from a linear regression on the
-    model's training data, as in the authors' code."""
+    """Bounds on the length of a text that depend on its prompt: for a prompt of `T` tokens, `round(a * T + b) + 1`
+    tokens with the end token, plus or minus `spread`. With these bounds every text has an end token.
+
+    Attributes:
+        a: slope of a linear regression on the model's training data, as in the authors' code.
+        b: intercept of that regression.
+        spread: largest deviation in tokens.
+    """
 
     a: float = 1.0
     b: float = 0.0
@@ -51,33 +58,38 @@ class TargetLengths:
 
 @dataclasses.dataclass(frozen=True)
 class Cascade(Varies, Concludes, Paced):
-    """Cascaded decoding with a Markov transformer.
+    """Cascaded decoding with a Markov transformer (Deng and Rush, 2020): finds a likely text in `orders + 1` forward
+    passes, whatever its length.
 
-    Such a model was trained with barriers: a token in place of one of the text; tokens after it see only the prompt and
-    the tokens from the barrier on. So with `m` tokens after a barrier it is a Markov model of order `m`. A text is
-    found in `orders + 1` forwards, however long it is:
+    Such a model was trained with barriers. A barrier is a token in place of a token of the text; the tokens after it
+    attend only to the prompt and to tokens from the barrier on. So `m` tokens after a barrier the model is a Markov
+    model of order `m`. The rounds are:
 
-    - Order 0: barriers at all positions, each scored by itself. The `keep` likeliest tokens of each survive.
-    - Order `m`: each of the surviving `m`-grams of each position is read after a barrier, which scores the steps to
-      those of the next position, `(m + 1)`-grams. Of these the `keep` with the best max-marginals survive: with the
-      best texts through them (`max_plus.max_marginals`).
-    - At the last order the best text is read off.
+    - Order 0: barriers at all positions give each position a distribution by itself. The `keep` most likely tokens of
+      each position are kept.
+    - Order `m`: each kept `m`-gram of each position is processed after a barrier. This scores its extensions by one
+      token, which are `(m + 1)`-grams. Of these, each position keeps the `keep` with the largest max-marginal, the
+      score of the best complete text that contains them (`max_plus.max_marginals`).
+    - After the last order the best text is the result.
 
-    Positions after the end of a text hold epsilon, at no cost, so that texts of all lengths compete. The end and
-    epsilon survive order 0 wherever they are allowed.
+    Positions after the end of a text have the symbol epsilon, with score 0, so that texts of all lengths compete. End
+    tokens and epsilon are always kept at order 0 where the length allows them.
 
-    A prompt has `longest` rows, one for each position, whose windows see the prompt; `cache="paged"` and
-    `cache="hydragen"` store it once. A model is trained on `prompt, barrier, text` with more barriers in place of some
-    tokens of the text, so the barrier of position `l` is at the place of token `l - 1`. A temperature divides
-    log-probabilities, and nothing is drawn. The policy must not read the text (penalties, constraints); a stop string
-    cuts the text that was found.
+    A prompt has `longest` rows, one for each position, whose windows attend to the prompt; `cache="paged"` and
+    `cache="hydragen"` store it once. A model is trained on `prompt, barrier, text` with further barriers in place of
+    some tokens of the text, so the barrier of position `l` is in the place of token `l - 1`. A temperature divides
+    log-probabilities, and nothing is drawn. The policy must not depend on the text (penalties, constraints); a stop
+    string cuts the final text.
 
     Attributes:
-        barrier: id of the barrier token. orders: highest Markov order. keep: `K`, number of survivors of a position.
-        longest: most new tokens of a text. `max_new_tokens` may be less. lengths: further bounds of it, or None.
+        barrier: id of the barrier token.
+        orders: highest Markov order.
+        keep: `K`, number of n-grams that each position keeps.
+        longest: largest number of new tokens of a text; `max_new_tokens` may be smaller.
+        lengths: further bounds on the length; None: none.
 
     Raises:
-        ValueError: a number out of its range, `max_new_tokens` above `longest`, or a policy that reads the text.
+        ValueError: a number out of its range, `max_new_tokens` above `longest`, or a policy that depends on the text.
     """
 
     barrier: int
@@ -97,7 +109,8 @@ class Cascade(Varies, Concludes, Paced):
 
     @property
     def last(self) -> int:
-        """Order of the last round: a text of two tokens has no order above 1."""
+        """Markov order of the last round, `min(orders, longest - 1)`: texts of at most two tokens have no order above
+        1."""
         return min(self.orders, self.longest - 1)
 
     @property
@@ -118,7 +131,7 @@ class Cascade(Varies, Concludes, Paced):
         return self.last + 8
 
     def findings(self, s: State) -> dict[str, Array]:
-        """Returns `log_prob` of each text, by the model of the last order."""
+        """Returns `log_prob`, `f32[B]`, the log-probability of each text under the model of the last order."""
         return {"log_prob": s.algo.log_prob}
 
     def init(self, params: Params, s: State) -> Survivors:
@@ -133,7 +146,15 @@ class Cascade(Varies, Concludes, Paced):
         raise NotImplementedError("its rounds are those of its variants")
 
     def bounds(self, s: State, eos: Array) -> Bounds:
-        """Returns the bounds of each prompt, `[P]`."""
+        """Returns the minimum and maximum text length of each prompt, in tokens with the end token, and its end tokens.
+
+        Args:
+            s: the state; a prompt has `longest` rows, so there are `P = B / longest` prompts.
+            eos: `i32[B, E]`, end tokens of each row, padded with -1.
+
+        Returns:
+            `Bounds` with arrays `i32[P]` and `i32[P, E]`.
+        """
         some = lambda x: x[::self.longest]
         least, most = some(s.min_new) + 1, jnp.minimum(some(s.max_length - s.prompt_length), self.longest)
         words = most
@@ -147,10 +168,8 @@ class Cascade(Varies, Concludes, Paced):
 
 @dataclasses.dataclass(frozen=True)
 class _Order(Around):
-    """Round of a cascade that scores its n-grams at one order.
-
-    A window has the prompt's newest token, the barrier, and after it the row's n-grams side by side.
-    """
+    """The round of a cascade for one order. The window has the prompt's newest token, the barrier, and then the row's
+    n-grams side by side."""
 
     cascade: Cascade
     order: int
@@ -225,8 +244,8 @@ class _Order(Around):
                         status=jnp.where(works, status, Status.RUNNING))
 
     def _record(self, dist: Any, group: Any, path: Array, text: Array, count: int) -> Any:
-        """Returns log-probabilities of the text, in the first row of each prompt: those of its first tokens are along
-        the first position's n-gram, the others at the ends of the n-grams on the path."""
+        """Returns the log-probabilities of the final text, in the first row of each prompt. The first tokens have
+        theirs along the n-gram of the first position, the others at the ends of the n-grams on the path."""
         m, (P, L) = self.order, text.shape
         depth = jnp.arange(m + 1, dtype=jnp.int32)
         at = jnp.pad(path, ((0, 0), (0, L - path.shape[1])))[..., None]                         # [P, L, 1]
@@ -242,7 +261,8 @@ class _Order(Around):
 
 
 def sight(count: int, length: int) -> Array:
-    """Returns the attention mask of a round, `bool[W, W]`: the newest token, the barrier, `count` n-grams of a length.
+    """Returns the attention mask of a round, `bool[W, W]`, for the newest token, the barrier, and `count` n-grams of
+    `length` tokens. N-grams do not attend to each other.
 
     >>> for row in sight(2, 2).astype(int).tolist():
     ...     print(row)
@@ -261,17 +281,17 @@ def sight(count: int, length: int) -> Array:
                      family="search", needs="a model")
 def cascade(lm: Any, barrier: int | None = None, orders: Whole = 4, keep: Count = 32, longest: Count = 32,
             lengths: tuple[float, float, int] | None = None) -> Cascade:
-    """Finds all positions of a text at once, by Markov models of rising order.
+    """Finds all positions of a text at once, by Markov models of increasing order.
 
-    For models trained with barriers. A text takes `orders + 1` forwards, however long it is.
+    For models trained with barriers. A text takes `orders + 1` forward passes, whatever its length.
 
     Args:
         barrier: id of the barrier token that the model was trained with. None: the tokenizer's <|barrier|>.
         orders: highest Markov order.
-        keep: number of n-grams of a position that survive an order.
-        longest: most new tokens of a text.
-        lengths: `(a, b, spread)`: a text has `round(a * T + b) + 1` tokens, up to `spread` more or fewer, for a prompt
-            of `T` tokens. None: any length.
+        keep: number of n-grams that each position keeps after each order.
+        longest: largest number of new tokens of a text.
+        lengths: `(a, b, spread)`: for a prompt of `T` tokens, a text has `round(a * T + b) + 1` tokens, plus or minus
+            `spread`. None: any length.
     """
     if barrier is None and lm.tokenizer is not None:
         barrier = lm.tokenizer.backend.token_to_id("<|barrier|>")

@@ -1,5 +1,5 @@
-"""Group Think: several threads of one text that are written side by side and read one another token by token ("Group
-Think: Multiple Concurrent Reasoning Agents Collaborating at Token Level Granularity", Hsu et al., 2025)."""
+"""Group Think: several threads of one text that are written side by side and attend to each other token by token
+("Group Think: Multiple Concurrent Reasoning Agents Collaborating at Token Level Granularity", Hsu et al., 2025)."""
 
 from __future__ import annotations
 
@@ -23,13 +23,16 @@ from decodax.models.transformer import Transformer
 
 @struct
 class Threads(Struct):
-    """State of the threads.
+    """State of the threads of each row.
 
     Attributes:
-        owner: `i32[B, N]`, the thread of each token of the buffer; -1: the prompt.
-        live: `bool[B, n]`, threads that have not ended. newest, slot: `i32[B, n]`, the last token of each and its slot.
-        lengths: `i32[B, n]`, number of tokens of each. step: `i32[B]`, number of tokens of the live ones.
-        cut: `bool[B]`, True if a thread has reached its bound.
+        owner: `i32[B, N]`, the thread that wrote each token of the buffer; -1: the prompt.
+        live: `bool[B, n]`, threads that have not ended.
+        newest: `i32[B, n]`, the last token of each thread.
+        slot: `i32[B, n]`, cache slot of that token.
+        lengths: `i32[B, n]`, number of tokens of each thread.
+        step: `i32[B]`, number of tokens of each live thread.
+        cut: `bool[B]`, True if a thread has reached its largest length.
     """
 
     owner: Array
@@ -43,23 +46,25 @@ class Threads(Struct):
 
 @dataclasses.dataclass(frozen=True)
 class GroupThink(Concludes, Paced):
-    """Threads that think together: in a round each of `threads` writes its next token, given the prompt and the tokens
-    that all of them have written so far.
+    """Several threads that write one text together (Hsu et al., 2025): in each round every thread writes its next
+    token, given the prompt and the tokens of all threads so far.
 
-    They share one cache. A thread has a block of positions of its own after the prompt, a `threads`-th part of the new
-    tokens, which is also the most that it writes; tokens of all threads lie in the cache in the order in which they
-    were written. A window has the newest token of each thread. They see one another, since the next token of each may
-    depend on all of them. With one thread it is plain decoding, by the same draws.
+    All threads share one cache, in which tokens are stored in the order in which they are written. Each thread has a
+    range of positions of its own after the prompt: the new tokens divided by `threads`, which is also the largest
+    length of a thread. A window has the newest token of each thread, and these attend to each other. With one thread
+    the result is that of plain decoding, with the same draws.
 
-    A thread ends with an end of the sequence, which is left out of the text, and the row with its last thread. The
-    final text has its threads one after the other; `findings["thread_lengths"]` has their lengths, and `split`
-    separates them. The policy must not read the text (penalties, constraints), stop strings are not searched for, and
-    the model must have no layers with sliding windows.
+    A thread ends with an end token, which is left out of the text. A row ends with its last thread. The final text has
+    the threads one after the other; `findings["thread_lengths"]` has their lengths, and `split` separates them. The
+    policy must not depend on the text (penalties, constraints), stop strings are refused, and the model must have no
+    layers with sliding windows.
 
     Attributes:
-        threads: number of threads. starts: tokens with which each thread begins, such as those of its name; they count
-            as written. Without any the first tokens of greedy threads are the same.
-        together: True: tokens of the same step see one another. False: those of others are seen one step later.
+        threads: number of threads.
+        starts: token ids with which each thread begins, such as those of its name; they count as new tokens. Without
+            them, the first tokens of greedy threads are the same.
+        together: True: tokens of the same round attend to each other. False: a thread attends to tokens of other
+            threads one round later.
     """
 
     threads: int = 4
@@ -80,7 +85,7 @@ class GroupThink(Concludes, Paced):
         return budget + 8
 
     def findings(self, s: State) -> dict[str, Array]:
-        """Returns `thread_lengths`: `i32[B, threads]`."""
+        """Returns `thread_lengths`, `i32[B, threads]`, the number of tokens of each thread."""
         return {"thread_lengths": s.algo.lengths}
 
     def init(self, params: Params, s: State) -> Threads:
@@ -90,12 +95,12 @@ class GroupThink(Concludes, Paced):
                        newest=each(0), slot=each(0), lengths=each(0), step=none, cut=none > 0)
 
     def _places(self, s: State) -> Array:
-        """Returns `i32[B, n]`: the position of each thread's next token."""
+        """Returns the position of each thread's next token, `i32[B, n]`."""
         first = s.prompt_length[:, None] + jnp.arange(self.threads, dtype=jnp.int32) * self._bound(s)[:, None]
         return first + s.algo.step[:, None]
 
     def _bound(self, s: State) -> Array:
-        """Returns `i32[B]`: most tokens of a thread."""
+        """Returns the largest number of tokens of a thread, `i32[B]`."""
         return jnp.maximum((s.max_length - s.prompt_length) // self.threads, 1)
 
     def propose(self, params: Params, policy: Any, s: State) -> tuple[Window, Threads]:
@@ -140,14 +145,14 @@ class GroupThink(Concludes, Paced):
                         slots=jnp.where(decided, held, -1), status=over.astype(jnp.int32))
 
     def _started(self, token: Array, step: Array) -> Array:
-        """Returns the drawn tokens, replaced by those with which threads begin."""
+        """Returns the drawn tokens, replaced by those of `starts` where a thread is still at its start."""
         width = max(map(len, self.starts))
         table = jnp.array([[*start, *[-1] * (width + 1 - len(start))] for start in self.starts], jnp.int32)
         given = table[:, jnp.minimum(step, width)].T
         return jnp.where(given >= 0, given, token)
 
     def outcome(self, s: State) -> State:
-        """Returns the threads of each text one after the other."""
+        """Returns the state with the threads of each text one after the other."""
         place = jnp.arange(s.tokens.shape[1])
         inside = (place >= s.prompt_length[:, None]) & (place < s.length[:, None])
         rank = jnp.where(inside, s.algo.owner, jnp.where(place < s.prompt_length[:, None], -1, self.threads))
@@ -157,10 +162,11 @@ class GroupThink(Concludes, Paced):
 
 
 def split(tokens: Any, lengths: Any) -> list[list[int]]:
-    """Returns the threads of one text.
+    """Splits one text into its threads.
 
     Args:
-        tokens: `i32[n]`, the text (`Result.row`). lengths: `i32[threads]`, of `findings["thread_lengths"]`.
+        tokens: `i32[n]`, the text (`Result.row`).
+        lengths: `i32[threads]`, the row of `findings["thread_lengths"]`.
 
     >>> split([5, 6, 7], [1, 2])
     [[5], [6, 7]]
@@ -174,16 +180,16 @@ def split(tokens: Any, lengths: Any) -> list[list[int]]:
                      "Hsu et al. 2025", family="search", needs="a model")
 def group_think(lm: Any, threads: Count = 4, starts: tuple[tuple[int, ...], ...] = (),
                 together: bool = True) -> GroupThink:
-    """Writes several threads of one text side by side; each reads the tokens of all others.
+    """Writes several threads of one text side by side; each attends to the tokens of all others.
 
-    For problems that divide into parts, and models whose layers attend to the whole text. `split` separates the threads
-    of a result.
+    For problems that divide into parts, and models whose layers attend to the complete text. `split` separates the
+    threads of a result.
 
     Args:
         threads: number of threads.
-        starts: token ids with which each thread begins, such as those of its name. (): none, so that the first tokens
-            of greedy threads are the same.
-        together: True: tokens of the same step see one another. False: one step later.
+        starts: token ids with which each thread begins, such as those of its name. (): none; the first tokens of greedy
+            threads are then the same.
+        together: True: tokens of the same round attend to each other. False: one round later.
     """
     if isinstance(lm.model, Transformer) and any(layer.sliding for layer in lm.model.config.layers):
         raise ValueError("algorithm: 'group-think' gives threads blocks of positions of their own; takes a model whose "

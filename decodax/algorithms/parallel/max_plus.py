@@ -1,8 +1,8 @@
 """Best paths through a chain of states: max-marginals and the Viterbi path, by products of max-plus matrices.
 
-`L` columns of `K` states, and for each pair of neighbouring columns a score for each pair of states, `-inf` where there
-is no step. Products of the matrices are associative, so all of them are made by a scan of depth `log L` (the tree of
-Deng and Rush, 2020, section 3).
+There are `L` columns of `K` states. For two neighbouring columns, a matrix has a score for each pair of states, `-inf`
+if they are not connected. The product of such matrices is associative, so all products are computed by a scan of depth
+`log L` (the tree of Deng and Rush, 2020, section 3).
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from jax import Array, lax
 
 
 def product(a: Array, b: Array) -> Array:
-    """Returns the max-plus product of matrices `f32[..., K, K]`: `max over j of a[i, j] + b[j, k]`."""
+    """Returns the max-plus product of matrices `f32[..., K, K]`: entry `[i, k]` is the maximum over `j` of `a[i, j] +
+    b[j, k]`."""
     return (a[..., :, :, None] + b[..., None, :, :]).max(-2)
 
 
 def reached(edges: Array) -> tuple[Array, Array]:
-    """Returns the best scores up to each state and from it on, `f32[L, K]` twice, for steps `edges` `f32[L - 1, K, K]`.
+    """Returns the score of the best path that ends in each state, and of the best path that begins in it, both `f32[L,
+    K]`. `edges` is `f32[L - 1, K, K]`, the scores between neighbouring columns.
 
     >>> before, after = reached(jnp.array([[[1., 0.], [0., 3.]], [[0., 0.], [5., 0.]]]))
     >>> before.tolist(), after.tolist()
@@ -30,7 +32,7 @@ def reached(edges: Array) -> tuple[Array, Array]:
 
 
 def max_marginals(edges: Array) -> Array:
-    """Returns the score of the best path that takes each step: `f32[L - 1, K, K]` of the same.
+    """Returns for each edge the score of the best complete path that contains it, `f32[L - 1, K, K]`, like `edges`.
 
     >>> max_marginals(jnp.array([[[1., 0.], [0., 3.]], [[0., 0.], [5., 0.]]])).tolist()
     [[[1.0, 5.0], [0.0, 8.0]], [[1.0, 1.0], [8.0, 3.0]]]
@@ -40,11 +42,11 @@ def max_marginals(edges: Array) -> Array:
 
 
 def best_path(edges: Array) -> tuple[Array, Array]:
-    """Returns the states of the best path, `i32[L]`, and its score, `f32[]`; of equal ones the one whose last states
-    come first.
+    """Returns the states of the best path, `i32[L]`, and its score, `f32[]`, for `edges` `f32[L - 1, K, K]`. Of equally
+    good paths it is the one with the smallest last state.
 
-    The predecessor of each state is a map of states to states; the path is the composition of the maps of all columns,
-    by a scan as well.
+    Each column maps a state to its best predecessor. The path follows from the composition of these maps, also by a
+    scan.
 
     >>> [x.tolist() for x in best_path(jnp.array([[[1., 0.], [0., 3.]], [[0., 0.], [5., 0.]]]))]
     [[1, 1, 0], 8.0]

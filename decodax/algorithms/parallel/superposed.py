@@ -1,5 +1,5 @@
-"""Superposed decoding: several drafts of a text from one forward a token ("Superposed Decoding: Multiple Generations
-from a Single Autoregressive Inference Pass", Shen et al., 2024)."""
+"""Superposed decoding: several drafts of a text with one forward pass for each token ("Superposed Decoding: Multiple
+Generations from a Single Autoregressive Inference Pass", Shen et al., 2024)."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from decodax.common.struct import Struct, struct
 from decodax.core.algorithm import Concludes, Traits
 from decodax.core.around import Readout
 from decodax.core.cache import Cache
+from decodax.core.composed import data
 from decodax.core.record import record
 from decodax.core.state import State, Status
 from decodax.core.types import DEAD_END, INVALID, Decision, Model, Out, Params, embeddings
@@ -29,15 +30,24 @@ from decodax.pallas_kernels.vocabulary import cooled, top_k
 
 @struct
 class Shares(Struct):
-    """Hint for `Superposition`: the share that each row's newest token has in the embedding of its prompt, `f32[B]`."""
+    """A hint (`Window.hints`) for `Superposition`: the weight of each row's newest token in the mixed embedding of its
+    prompt.
+
+    Attributes:
+        values: `f32[B]`.
+    """
 
     values: Array
 
 
 @struct
 class Drafts(Struct):
-    """State of the drafts. `score`: `f32[B]` of each draft; -inf: there is none. `finished`: the texts that have
-    ended."""
+    """State of superposed decoding.
+
+    Attributes:
+        score: `f32[B]`, score of each draft; -inf: the row has no draft.
+        finished: the texts that have ended.
+    """
 
     score: Array
     finished: Finished
@@ -45,7 +55,8 @@ class Drafts(Struct):
 
 @dataclasses.dataclass(frozen=True)
 class Superposition(Readout):
-    """Model that runs `base` once for the `k` rows of a prompt, on the mixture of their newest tokens."""
+    """A model that runs `base` once for the `k` rows of a prompt, on the weighted mean of the embeddings of their
+    newest tokens."""
 
     k: int
 
@@ -67,43 +78,41 @@ class Superposition(Readout):
                      "Shen et al. 2024", family="search")
 @dataclasses.dataclass(frozen=True)
 class Superposed(Concludes):
-    """Writes `k` drafts with one forward a token, and tells them apart by an n-gram model.
+    """Writes `k` drafts of a text with one forward pass for each token, and ranks them with an n-gram model (Shen et
+    al., 2024).
 
-    For several suggestions at the cost of one, such as completions in an editor. The model reads the mean of the
-    drafts' newest tokens' embeddings, weighted by the probabilities of the drafts, so all of them have one
-    distribution. Its `candidates` likeliest tokens, renormalised, are scored for each draft by `(1 - alpha) log p +
-    alpha log q`, where `q` is the probability by the n-gram model after this draft, and the best `k` of all live on. A
-    draft for which the n-gram model supports none of them scores `(1 - alpha) log p - penalty`. Of the `2 k` best those
-    that end join the texts that have ended, of which the best `k` are kept; the others live on.
+    For several suggestions at the cost of one, such as completions in an editor. The input of the model is the mean of
+    the embeddings of the drafts' newest tokens, weighted by the drafts' probabilities, so all drafts get the same
+    distribution `p`. For each draft, the `candidates` most likely tokens, renormalised, are scored by `(1 - alpha) log
+    p + alpha log q`, where `q` is their probability in the n-gram model after this draft. If the n-gram model gives all
+    of them probability 0, the score is `(1 - alpha) log p - penalty`. Without a table it is `log p`. Of the `2 k` best
+    extensions of all drafts, those that end are added to the ended texts, of which the best `k` are kept; the best `k`
+    others are the new drafts.
 
-    The rows of a prompt are the places of its answers. Each has a cache, all of them equal; a round reads the first
-    one. The authors keep one.
-
-    Without a table nothing tells the drafts apart, and `log p` is the score.
-
-    The authors' code returns drafts and ended texts in two lists with their perplexities. Here the rows of a prompt are
-    the `k` of both with the least perplexity (of the score), the least first.
+    The `k` rows of a prompt are its answers: of drafts and ended texts, the `k` with the lowest perplexity (by score),
+    lowest first. The authors' code returns both lists with their perplexities. Each row has a cache, all of them equal,
+    and a round uses the first one; the authors have only one.
 
     Attributes:
         k: number of drafts.
         table: counts of n-grams in a corpus (`decodax.algorithms.beams.NGrams`). None: no n-gram model.
         alpha: weight of the n-gram model, from 0 to below 1.
-        candidates: number of likeliest tokens that are scored.
-        temperature: of rows that are greedy otherwise; the authors' setting.
+        candidates: number of most likely tokens that are scored.
+        temperature: temperature of rows for which the request sets none (greedy rows); default the authors' setting.
         weights_of: weights of the n-gram orders from 2 on.
-        penalty: loss of score where the n-gram model supports no candidate. Numbers may change without a retrace.
+        penalty: amount subtracted from the score if the n-gram model supports no candidate.
 
     Raises:
         ValueError: a number out of its range.
     """
 
     k: Count = 3
-    table: NGrams | None = dataclasses.field(default=None, compare=False, repr=False)
-    alpha: Annotated[float, Range(0, 1, below=True)] = 0.54
+    table: NGrams | None = data()
+    alpha: Annotated[float, Range(0, 1, below=True)] = data(0.54, bare=0.0)
     candidates: Count = 9
-    temperature: Positive = 0.06
+    temperature: Positive = data(0.06, bare=1.0)
     weights_of: tuple[float, ...] = (0.01, 0.04, 0.15, 0.18, 0.12)
-    penalty: float = 200.0
+    penalty: float = data(200.0, bare=0.0)
 
     def __post_init__(self) -> None:
         if self.k < 1 or self.candidates < 1:
@@ -123,14 +132,13 @@ class Superposed(Concludes):
                 np.asarray(self.weights_of, np.float32))
 
     def bare(self) -> Superposed:
-        return dataclasses.replace(self, table=None, alpha=0.0, temperature=1.0, penalty=0.0,
-                                   weights_of=(0.0,) * len(self.weights_of))
+        return dataclasses.replace(super().bare(), weights_of=(0.0,) * len(self.weights_of))
 
     def through(self, model: Model) -> Model:
         return Superposition(model, self.k)
 
     def findings(self, s: State) -> dict[str, Array]:
-        """Returns `score`, the joint score of each text."""
+        """Returns `score`, `f32[B]`, the joint score of each text."""
         return {"score": s.algo.finished.score}
 
     def init(self, params: Params, s: State) -> Drafts:
@@ -185,7 +193,7 @@ class Superposed(Concludes):
                         algo=algo, rows=rows)
 
     def _gains(self, weights: Any, s: State, logits: Array) -> Array:
-        """Returns `f32[B, V]`: the gain of each token for the score of its draft; -inf for those that are no
+        """Returns the amount that each token adds to the score of its draft, `f32[B, V]`; -inf for tokens that are no
         candidates."""
         table, alpha, _, penalty, orders = weights
         best, ids = top_k(logits, min(self.candidates, logits.shape[-1]))
@@ -200,8 +208,8 @@ class Superposed(Concludes):
 
     def _finished(self, s: State, dist: Any, held: Finished, score: Array, rows: Array, token: Array, why: Array,
                   works: Array) -> Finished:
-        """Returns the best ended texts, of those that are kept and of candidates `[P, c]` that end (`score` above
-        -inf)."""
+        """Returns the best `k` ended texts of each prompt: of those in `held` and of the candidates `[P, c]` that end
+        (`score` above -inf)."""
         k, P = self.k, score.shape[0]
         best, index = jax.lax.top_k(jnp.concatenate([held.score.reshape(P, k), score], 1), k)
         joins, pick = index >= k, jnp.maximum(index - k, 0)
@@ -223,7 +231,7 @@ class Superposed(Concludes):
                         beams=held.beams, record=noted)
 
     def outcome(self, s: State) -> State:
-        """Returns the texts of least perplexity, of the drafts and of those that have ended."""
+        """Returns the state whose rows are the texts with the lowest perplexity, of the drafts and the ended texts."""
         P = s.batch // self.k
         group = lambda x: x.reshape(P, self.k, *x.shape[1:])
         held, score = s.algo.finished, s.algo.score

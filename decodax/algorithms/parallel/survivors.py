@@ -1,7 +1,8 @@
-"""Lattice of a cascade: the n-grams that survive at each position of a text, and the scores of steps between them.
+"""The lattice of a cascade: the n-grams that are kept at each position of a text, and the scores of steps between them.
 
-Axes: P prompts, L positions, K survivors of a position, m tokens of an n-gram, V vocabulary. A column `l` holds the
-n-grams that begin at position `l`; a step goes from a column to the next one and is an n-gram of one token more.
+Axes: P prompts, L positions, K kept n-grams of a position, m tokens of an n-gram, V vocabulary. Column `l` has the
+n-grams that begin at position `l`. A step goes from an n-gram of one column to an n-gram of the next; the two together
+are an n-gram of one token more.
 """
 
 from __future__ import annotations
@@ -15,16 +16,18 @@ from decodax.common.struct import Struct, struct
 from decodax.pallas_kernels.vocabulary import top_k
 
 EPSILON = -1
-"""Symbol of the positions after the end of a text."""
+"""Symbol for the positions after the end of a text."""
 
 
 @struct
 class Bounds(Struct):
-    """Bounds of the length of each prompt's texts, in tokens with their end.
+    """Bounds on the length of each prompt's texts, in tokens with the end token.
 
     Attributes:
-        least, most: `i32[P]`. words: `i32[P]`, most tokens that do not end a text; one less than `most` where
-            texts must end. eos: `i32[P, E]`, the tokens that end them, padded with -1.
+        least: `i32[P]`, smallest length.
+        most: `i32[P]`, largest length.
+        words: `i32[P]`, largest number of tokens without the end token: `most - 1` if texts must end, otherwise `most`.
+        eos: `i32[P, E]`, end tokens, padded with -1.
     """
 
     least: Array
@@ -38,8 +41,7 @@ class Bounds(Struct):
         return (tokens[..., None] == eos).any(-1) & (tokens >= 0)
 
     def legal(self, tokens: Array, place: Array) -> Array:
-        """Returns True for tokens that are allowed at positions `place` (`i32[...]`, of `tokens` `i32[P, ...]`), by
-        length alone."""
+        """Returns True for tokens (`i32[P, ...]`) that the bounds allow at positions `place` (`i32[...]`)."""
         wide = lambda x: x.reshape(-1, *[1] * (tokens.ndim - 1))
         end = (place >= wide(self.least) - 1) & (place < wide(self.most))
         return jnp.where(tokens == EPSILON, place >= wide(self.least),
@@ -47,13 +49,17 @@ class Bounds(Struct):
 
 
 def first(log_p: Array, bounds: Bounds, keep: int, room: int) -> tuple[Array, Array]:
-    """Returns the tokens that survive order 0.
+    """Returns the tokens that are kept at order 0.
 
     Args:
-        log_p: `f32[P, L, V]`, of each position by itself. room: most tokens of an n-gram.
+        log_p: `f32[P, L, V]`, log-probabilities at each position by itself.
+        bounds: bounds on the lengths.
+        keep: `K`, number of tokens that each position keeps.
+        room: largest number of tokens of an n-gram.
 
     Returns:
-        The n-grams `i32[P, L, K, room]`, and their scores `f32[P, L, K]`; see `Survivors`.
+        The n-grams `i32[P, L, K, room]` and their scores `f32[P, L, K]`, fields of `Survivors`. A score is the
+        log-probability at position 0, and 0 at later positions; unused places have -inf.
     """
     P, L, V = log_p.shape
     names = jnp.broadcast_to(jnp.append(jnp.arange(V, dtype=jnp.int32), EPSILON), (P, L, V + 1))
@@ -70,11 +76,16 @@ def first(log_p: Array, bounds: Bounds, keep: int, room: int) -> tuple[Array, Ar
 
 
 def edges(log_p: Array, grams: Array, score: Array, bounds: Bounds, order: int) -> Array:
-    """Returns the gain of each step for the score of a text: `f32[P, L - m, K, K]`, -inf where there is no such step.
+    """Returns the amount that each step adds to the score of a text, `f32[P, L - m, K, K]`; -inf for steps that are not
+    possible.
 
     Args:
-        log_p: `f32[P, L, K, V]` of the token after each n-gram; `f32[P, L, 1, V]` of each position itself at order 0.
-        grams: `i32[P, L, K, m]`, `m` is `max(order, 1)`. score: `f32[P, L, K]`.
+        log_p: `f32[P, L, K, V]`, log-probabilities after each n-gram; at order 0 `f32[P, L, 1, V]`, those at each
+            position.
+        grams: `i32[P, L, K, m]`, the n-grams, with `m = max(order, 1)`.
+        score: `f32[P, L, K]`, their scores.
+        bounds: bounds on the lengths.
+        order: the Markov order.
     """
     L, m = grams.shape[1], grams.shape[-1]
     before, after = grams[:, :L - m], grams[:, 1:L - m + 1]
@@ -94,14 +105,17 @@ def edges(log_p: Array, grams: Array, score: Array, bounds: Bounds, order: int) 
 
 
 def prune(steps: Array, grams: Array, score: Array, order: int) -> tuple[Array, Array]:
-    """Returns the steps with the best max-marginals of each column, as n-grams of one token more.
+    """Keeps the steps with the largest max-marginals of each column, as n-grams of one token more.
 
     Args:
-        steps: `f32[P, L - m, K, K]`, of `edges` at an order `m` from 1 on. grams: `i32[P, L, K, room]`, of which `m`
-            tokens count. score: `f32[P, L, K]`.
+        steps: `f32[P, L - m, K, K]`, result of `edges` at an order `m` of at least 1.
+        grams: `i32[P, L, K, room]`, n-grams of which `m` tokens are valid.
+        score: `f32[P, L, K]`, their scores.
+        order: `m`.
 
     Returns:
-        As `first`. The last `m` columns are unused from then on.
+        The new n-grams and scores, with the shapes of `grams` and `score`. The last `m` columns are unused from then
+        on.
     """
     P, C, K, _ = steps.shape
     best, index = top_k(jax.vmap(max_marginals)(steps).reshape(P, C, K * K), K)
@@ -115,8 +129,12 @@ def prune(steps: Array, grams: Array, score: Array, order: int) -> tuple[Array, 
 
 
 def best_text(steps: Array, grams: Array) -> tuple[Array, Array, Array]:
-    """Returns the best text: its tokens `i32[P, L]`, `EPSILON` after its end; its n-grams `i32[P, L - m + 1]`; its
-    score `f32[P]`."""
+    """Returns the best text for `steps` (from `edges`) between the n-grams `grams`.
+
+    Returns:
+        Its tokens `i32[P, L]`, with `EPSILON` after its end; the index of its n-gram in each column, `i32[P, L - m +
+        1]`; its score `f32[P]`.
+    """
     m = grams.shape[-1]
     path, score = jax.vmap(best_path)(steps)
     along = jnp.take_along_axis(grams[:, :path.shape[1]], path[..., None, None], 2)[:, :, 0]

@@ -1,4 +1,4 @@
-"""Speculative decoding: one algorithm, made of a source of drafts, the shape of a draft tree, and a verifier."""
+"""Speculative decoding: one algorithm that combines a source of drafts, the shape of a draft tree, and a verifier."""
 
 from decodax.algorithms.speculative import drafts, ems_sd, trees, verify  # noqa: F401
 from decodax.algorithms.speculative.adaptive.arms import NOTHING, Adaptive

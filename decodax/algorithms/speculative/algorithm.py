@@ -1,8 +1,8 @@
-"""Speculative decoding: a source drafts, one target forward scores all drafts, and a verifier accepts some of them.
+"""Speculative decoding: a source drafts, one forward pass of the target scores all drafts, and a verifier accepts some.
 
-Leviathan, Kalman, Matias (2023) and Chen et al. (2023) for chains, SpecInfer (Miao et al. 2024) for trees, with any
-source of drafts and any verification rule. Rows accept different numbers of drafts, which costs nothing: rejected
-drafts were never written to the cache.
+It follows Leviathan, Kalman, Matias (2023) and Chen et al. (2023) for chains and SpecInfer (Miao et al. 2024) for
+trees, with any source of drafts and any verification rule. Rows of a batch may accept different numbers of drafts at no
+cost, since rejected drafts are never written to the cache.
 """
 
 from __future__ import annotations
@@ -30,20 +30,23 @@ from decodax.sampling.distribution import Distribution
 
 @dataclasses.dataclass(frozen=True)
 class Speculative(LearnsFromPrompt):
-    """Decoding with drafts, which the target scores in one forward and a verifier accepts.
+    """Speculative decoding: drafts are scored by the target in one forward pass, and a verifier accepts or rejects
+    them.
 
-    The guarantee is the verifier's: `SeedExact`, the default, gives the tokens of plain sampling with the same seed.
+    The guarantee is that of the verifier. The default, `SeedExact`, gives the tokens of plain sampling with the same
+    seed.
 
     Attributes:
-        draft: a `Draft`, which proposes chains or trees of its own making, or a `Source`, which gives a distribution at
-            any node of a tree.
-        verify: rule that accepts drafts.
-        shape: shape of the tree that a `Source` grows; default a chain. For a `Draft` a chain limits its length.
-        packed: True if dense layers get the tokens of rows with drafts of unequal number side by side, without padding
-            (EMS-SD: Ni et al., 2024). It is faster where many tokens are padding, and takes longer to compile.
+        draft: a `Draft`, which proposes chains or trees of its own, or a `Source`, which gives a distribution at any
+            node of a tree that `shape` grows.
+        verify: the rule that accepts drafts.
+        shape: shape of the tree that a `Source` grows; default its own shape, or a chain. For a `Draft` it must be a
+            chain, which limits the length of the drafts.
+        packed: True: dense layers compute the tokens of all rows concatenated, without padding (EMS-SD: Ni et al.,
+            2024). This is faster if rows have very different numbers of drafts, but takes longer to compile.
 
     Raises:
-        ValueError: a shape other than a chain for a draft that makes its own.
+        ValueError: a shape other than a chain for a `Draft`.
     """
 
     __repr__ = short
@@ -73,7 +76,7 @@ class Speculative(LearnsFromPrompt):
 
     @property
     def drafter(self) -> Draft:
-        """The draft, grown into trees if it is a `Source`."""
+        """The draft; a `Source` is combined with the shape of its trees."""
         draft = self.draft
         if isinstance(draft, Source):
             return Grown(draft, self.shape)
@@ -100,7 +103,15 @@ class Speculative(LearnsFromPrompt):
         return d.replace(algo=(self.drafter.observe(s, window, out, d, state), None))
 
     def judge(self, dist: Distribution, s: State, window: Window, out: Out, t: Tree) -> Decision:
-        """Decides what is accepted; does not update the drafter's state."""
+        """Decides which drafts are accepted; does not update the drafter's state.
+
+        Args:
+            dist: the policy's distribution at each node of the window.
+            s: the state before the round.
+            window: the window of drafts.
+            out: the model's output for it.
+            t: the drafts.
+        """
         path, accepted, own = verified(self.verify, self.verify(
             dist if window.width == t.size else dist.first(t.size), s, t), s.batch, t.longest)
         index = jnp.arange(t.longest + 1, dtype=jnp.int32)
@@ -123,7 +134,8 @@ class Speculative(LearnsFromPrompt):
 
 @dataclasses.dataclass(frozen=True)
 class PromptReader:
-    """The observer of a speculative method: the part of its drafter that learns from prompts."""
+    """The observer of a speculative method: passes prompt chunks to the part of its drafter that learns from
+    prompts."""
 
     reader: Drafter
 

@@ -1,4 +1,4 @@
-"""Checks of what users' drafts, sources, shapes and verifiers return, made while they are traced."""
+"""Checks of the values that users' drafts, sources, shapes and verifiers return, made while they are traced."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ CHAIN = ("a Proposal (decodax.algorithms.speculative.tree.chain makes one of tok
 
 
 def propose(draft: Any, params: Params, policy: Any, s: State, state: Any, drawn: Drawn) -> tuple[Proposal, Any]:
-    """Calls `draft.propose` and checks what it returns.
+    """Calls `draft.propose` with the other arguments and checks its result.
 
     Raises:
-        TypeError: it returns no pair of a `Proposal` and a state, or an array in it has another dtype or shape.
+        TypeError: the result is no pair of a `Proposal` and a state, or an array in it has another dtype or shape.
     """
     who, sizes = f"{type(draft).__name__}.propose", {"B": s.batch}
     proposal, state = pair(who, draft.propose(params, policy, s, state, drawn), CHAIN)
@@ -32,10 +32,10 @@ def propose(draft: Any, params: Params, policy: Any, s: State, state: Any, drawn
 
 
 def grow(shape: Any, grower: Any, state: Any) -> tuple[Proposal, Any, Any]:
-    """Calls `shape.grow` and checks what it returns.
+    """Calls `shape.grow` and checks its result.
 
     Raises:
-        TypeError: it returns something else.
+        TypeError: the result is no triple that begins with a `Proposal`.
     """
     who, given = f"{type(shape).__name__}.grow", shape.grow(grower, state)
     if not isinstance(given, tuple) or len(given) != 3:
@@ -46,7 +46,7 @@ def grow(shape: Any, grower: Any, state: Any) -> tuple[Proposal, Any, Any]:
 
 
 def answered(source: Any, method: str, given: Any, batch: int, width: int) -> tuple[Any, Any]:
-    """Checks and returns what a source's `start` or `extend` returned.
+    """Checks and returns the result of a source's method `start` or `extend`, for `width` nodes of each row.
 
     Raises:
         TypeError: it is no pair of a state and an `Answer`, or its logits have another dtype or shape.
@@ -60,10 +60,10 @@ def answered(source: Any, method: str, given: Any, batch: int, width: int) -> tu
 
 
 def verified(verifier: Any, given: Any, batch: int, longest: int) -> Any:
-    """Checks and returns what a verifier returned.
+    """Checks and returns the result of a verifier, for paths of at most `longest` drafts.
 
     Raises:
-        TypeError: it is no triple of a path, how many drafts of it hold, and the target's own token.
+        TypeError: it is no triple of a path, the number of accepted drafts on it, and the target's own token.
     """
     who, sizes = type(verifier).__name__, {"B": batch, "D": longest + 1}
     if not isinstance(given, tuple) or len(given) != 3:

@@ -1,4 +1,4 @@
-"""The base of drafts and sources."""
+"""The common base class of drafts and sources."""
 
 from __future__ import annotations
 
@@ -15,49 +15,61 @@ TREES: frozenset[Feature] = frozenset(("trees",))
 
 
 class Drafter(Composed):
-    """The base of drafts and sources, with defaults for a drafter without weights and state. A drafter that is made of
-    others forwards to them (`Composed`).
+    """Base class of drafts and sources, with defaults for a drafter without weights and state. A drafter with parts
+    forwards to them (`Composed`).
 
     Attributes:
-        cache_needs: features that the target's cache must have, as in `Algorithm`: trees and probes need "trees".
-        free: True if drafts come from the text at hardly any cost: they may be tried on paper (see `Adaptive`).
+        cache_needs: features that the target's cache must have (`Feature`): trees and probes need "trees".
+        free: True if drafts come from the text at almost no cost. `Adaptive` then also compares them with the decoded
+            tokens in rounds without drafts.
     """
 
     cache_needs: ClassVar[frozenset[Feature]] = TREES
     free: ClassVar[bool] = False
 
     def for_vocabulary(self, size: int) -> Self:
-        """Returns the drafter for a target whose logits have `size` entries, if its own may have another number."""
+        """Returns the drafter for a target whose logits have `size` entries; logits of another size are cut or
+        padded."""
         return self._with(lambda part: part.for_vocabulary(size))
 
     @property
     def exact(self) -> bool:
-        """True if the drafter leaves the target's output as it is; False if `through` replaces the target's cache by a
-        lossy one."""
+        """True if the drafter does not change the target's output; False if `through` gives the target a lossy
+        cache."""
         return all(part.exact for part in parts_of(self))
 
     @property
     def reader(self) -> Drafter | None:
-        """The part that learns from the prompt, whose `observe` is called with each prefill chunk, on the same state;
-        None if nothing does.
+        """The part that learns from the prompt: its `observe` is called with each prefill chunk, on the same state.
+        None if there is none.
 
-        A drafter that learns from prompts returns itself; by default, so does one with a part that learns. Prefill is
+        A drafter that learns from prompts returns itself. By default, so does one with a part that learns. Prefill is
         compiled once for each reader, so a smaller reader is shared by more methods.
         """
         return None if all(part.reader is None for part in parts_of(self)) else self
 
     def init(self, params: Params, s: State) -> Any:
-        """Returns its state for a prompt. Every leaf has an explicit dtype and a leading batch axis."""
+        """Returns the drafter's state for the prompts. Every leaf has an explicit dtype and a leading batch axis."""
         return None
 
     def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Any) -> Any:
-        """Returns the state after a scored window and its decision (None for a prefill chunk, see `reader`). It is
-        called for windows that another drafter proposed, too."""
+        """Returns the state after a round.
+
+        It is also called for prefill chunks (see `reader`), and for windows that another drafter proposed.
+
+        Args:
+            s: the decoding state before the round.
+            window: the scored window.
+            out: the target's output for it.
+            decision: the decision of the round; None for a prefill chunk.
+            state: the drafter's state.
+        """
         return state
 
 
 class AroundSource(Drafter):
-    """A drafter around another one, its field `source`, to which it forwards everything. They share one state."""
+    """A drafter that wraps another one, its field `source`, and forwards every member to it. Both have the same
+    state."""
 
     if TYPE_CHECKING:
         source: Any

@@ -1,6 +1,6 @@
-"""EMS-SD: rows of a batch with drafts of unequal number, side by side without padding ("EMS-SD: Efficient Multi-sample
-Speculative Decoding for Accelerating Large Language Models", Ni et al., 2024). `Speculative(packed=True)` does it for
-any draft; the packing is in `decodax.core.packing`."""
+"""EMS-SD: rows of a batch with different numbers of drafts, concatenated without padding ("EMS-SD: Efficient
+Multi-sample Speculative Decoding for Accelerating Large Language Models", Ni et al., 2024). `Speculative(packed=True)`
+does this for any draft; the packing is in `decodax.core.packing`."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ from decodax.common.registry import ALGORITHMS
                      "EMS-SD: Efficient Multi-sample Speculative Decoding for Accelerating Large Language Models",
                      "Ni et al. 2024", family="batching-scheduling", guarantee="seed-exact")
 def ems_sd(draft: Any = None, length: Count = 8, verify: Verifier = SeedExact()) -> Speculative:
-    """Packs the tokens of rows with drafts of unequal number side by side in dense layers, without padding.
+    """In dense layers, concatenates the tokens of all rows without padding, for rows with different numbers of drafts.
 
-    For batches in which many rows draft little: the forward is as large as the drafts are, not as the longest row's.
+    For batches in which many rows draft little: the cost of the forward pass depends on the number of drafts, not on
+    the longest row.
 
     Args:
-        draft: a draft model, whose chains end at a doubtful token; None: prompt lookup.
-        length: most drafts of a row. verify: rule that accepts drafts.
+        draft: a draft model, whose chains end at an uncertain token; None: prompt lookup.
+        length: largest number of drafts of a row.
+        verify: the rule that accepts drafts.
     """
     if draft is None:
         return Speculative(PromptLookup(length), verify, packed=True)

@@ -1,4 +1,4 @@
-"""Trees of a topology known beforehand: chains, k-ary trees, and lists of paths as in Medusa (Cai et al. 2024)."""
+"""Draft trees with a fixed topology: chains, k-ary trees, and lists of paths as in Medusa (Cai et al. 2024)."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ Path = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Fixed(Shape):
-    """A tree whose nodes are `paths`: `(0,)` is the likeliest first token, `(0, 2)` the third likeliest after it.
+    """A draft tree with a fixed list of nodes. A node is given by its path of ranks: `(0,)` is the most likely first
+    token, `(0, 2)` the third most likely token after it.
 
     Args:
-        paths: in any order; each one's prefixes must be there, and ranks under a node go from 0 up without gaps.
+        paths: the nodes, in any order. All prefixes of a path must be in the list, and the ranks of siblings are 0, 1,
+            ... without gaps.
 
     Raises:
-        ValueError: a path without its prefix or an earlier sibling, a path twice, or none at all.
+        ValueError: a path without its prefix or an earlier sibling, a path twice, or no path.
 
     >>> Fixed.of([[0], [1], [0, 0]]).parents.tolist(), Fixed.balanced(2, 2).length
     ([0, 0, 1], 2)
@@ -46,13 +48,14 @@ class Fixed(Shape):
 
     @classmethod
     def of(cls, paths: Sequence[Sequence[int]]) -> Fixed:
-        """From any sequences."""
+        """Makes the tree from any sequences of ranks."""
         return cls(tuple(tuple(int(i) for i in p) for p in paths))
 
     @classmethod
     def balanced(cls, *branching: int) -> Fixed:
-        """Makes the tree in which every node of level `i` has `branching[i]` children: SpecInfer, MCSD and, verified by
-        `MultiRound()`, RSD-C (Jeon et al. 2024), whose Gumbel-top-k is drawing without replacement.
+        """Makes the tree in which every node of level `i` has `branching[i]` children, as in SpecInfer and MCSD. With
+        the verifier `MultiRound()` it is RSD-C (Jeon et al. 2024), whose Gumbel-top-k draws siblings without
+        replacement.
 
         Raises:
             ValueError: no level, or one without children.
@@ -68,12 +71,12 @@ class Fixed(Shape):
 
     @functools.cached_property
     def order(self) -> tuple[Path, ...]:
-        """The paths in the order of their window nodes: level by level, siblings by rank."""
+        """The paths in the order of their window nodes: by level, siblings by rank."""
         return tuple(sorted(self.paths, key=lambda p: (len(p), p)))
 
     @property
     def parents(self) -> np.ndarray:
-        """Window node above each node, `i32[N]`."""
+        """Window node of each node's parent, `i32[N]`; 0 is the newest token."""
         node: dict[Path, int] = {(): 0} | {p: i + 1 for i, p in enumerate(self.order)}
         return np.array([node[p[:-1]] for p in self.order], np.int32)
 
@@ -103,15 +106,18 @@ class Fixed(Shape):
 
 
 class GrowthPlan:
-    """The plan by which a fixed tree grows: its nodes with children are expanded level by level, and all levels are
-    padded to one width so that they share a program.
+    """The plan for growing a fixed tree: its nodes with children are expanded level by level. All levels are padded to
+    one width so that they share a compiled loop body. An expanded node gets a slot.
 
     Attributes:
-        fanout: most children of a node. levels: number of levels with children. width: expanded nodes of each level.
-        room: number of expanded nodes, which have slots 1 .. room; the newest token has slot 0.
-        above, rank: `i32[levels, width]`, slot above each expanded node and its rank there.
-        real: `bool[levels, width]`, False for a node that is repeated as padding.
-        nodes: `i32[1, room]`, window nodes of the expanded ones, -1 for the padding.
+        fanout: largest number of children of a node.
+        levels: number of levels of nodes with children, below the newest token.
+        width: number of expanded nodes of each level, with padding.
+        room: number of expanded nodes in total, which have slots 1 to `room`; the newest token has slot 0.
+        above: `i32[levels, width]`, slot of each expanded node's parent.
+        rank: `i32[levels, width]`, its rank among the children of that parent.
+        real: `bool[levels, width]`, False for padding (a repeated node).
+        nodes: `i32[1, room]`, window node of each expanded one, -1 for padding.
     """
 
     def __init__(self, tree: Fixed):
@@ -135,18 +141,19 @@ class GrowthPlan:
         self.nodes[0, [i - 1 for p, i in self.slot.items() if p]] = [node[p] for p in self.slot if p]
 
     def wide(self, root: Any) -> Any:
-        """Returns arrays with room for all slots, `[B, 1 + room, ...]`, that begin with the newest token's, `[B, 1,
-        ...]`."""
+        """Pads arrays of the newest token, `[B, 1, ...]`, with zeros to all slots, `[B, 1 + room, ...]`."""
         return jax.tree.map(lambda x: jnp.zeros((x.shape[0], 1 + self.room, *x.shape[2:]), x.dtype).at[:, :1].set(x),
                             root)
 
     def put(self, found: Any, new: Any, filled: Array) -> Any:
-        """Returns the arrays with those of the level that was expanded last; `filled` slots are in use."""
+        """Writes the arrays `new` of the level that was expanded last into `found`; `filled` is the number of slots in
+        use."""
         start = filled - self.width
         return jax.tree.map(lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, start, 1), found, new)
 
     def proposal(self, tokens: Array, live: Array, log_q: Array | None) -> Proposal:
-        """Returns the tree from the children of all slots: `[B, 1 + room, fanout]`, `log_q` `f32[B, 1 + room, V]`."""
+        """Returns the tree, from the children of all slots: `tokens` and `live` are `[B, 1 + room, fanout]`, `log_q` is
+        `f32[B, 1 + room, V]`."""
         up = np.array([self.slot[p[:-1]] for p in self.order], np.int32)
         ranks = np.array([p[-1] for p in self.order], np.int32)
         if log_q is not None:       # the nodes that have children are among those up to the last one that has
@@ -158,10 +165,10 @@ class GrowthPlan:
 
 
 def Chain(length: int = 5) -> Fixed:
-    """Makes the shape of a chain of `length` drafts.
+    """Returns the shape of a chain of `length` drafts.
 
     Raises:
-        ValueError: a length below 1.
+        ValueError: `length` is below 1.
     """
     if length < 1:
         raise ValueError(f"length: got {length}, takes at least 1")

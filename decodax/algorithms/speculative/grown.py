@@ -1,4 +1,4 @@
-"""Drafts that are made of other parts: a `Source` grown by a `Shape`, and the first part of another draft's chains."""
+"""Drafts that combine other parts: a `Source` with a `Shape`, and the first drafts of another draft's chains."""
 
 from __future__ import annotations
 
@@ -17,7 +17,12 @@ from decodax.core.types import Params
 
 @dataclasses.dataclass(frozen=True)
 class Grown(AroundSource, Draft):
-    """A `Source` grown into trees by a `Shape`."""
+    """A draft that grows the trees of a `Source` by the rule of a `Shape`.
+
+    Attributes:
+        source: gives the distributions at the nodes.
+        shape: grows the tree; None: the source's own shape, or a chain.
+    """
 
     source: Source
     shape: Shape | None = None
@@ -43,7 +48,7 @@ class Grown(AroundSource, Draft):
 
 @dataclasses.dataclass(frozen=True)
 class Trimmed(AroundSource, Draft):
-    """The first `length` drafts of a chain."""
+    """A draft that keeps only the first `length` drafts of the chains of another one, `source`."""
 
     source: Draft
     length: int

@@ -1,14 +1,15 @@
-"""Runs draft model and target at the same time, each on its own half of a mesh, in one compiled program.
+"""Runs draft model and target at the same time, each on its own half of a device mesh, in one compiled program.
 
-The mesh has an axis `ROLE` of size 2. The devices at its first index run the target's forward and the verification,
-those at the second one run the draft model: a branch on the device's place in the mesh decides, so neither half waits
-for the other within a round. At its end they exchange tokens: those written, those accepted, and the target's own
-token. With a verifier that draws by address no probabilities are exchanged, where the authors of PEARL gather the whole
-distributions of both models in each round.
+The mesh has an axis `ROLE` of size 2. The devices at its first index run the target's forward pass and the
+verification, those at the second one the draft model. A branch on the device's index decides, so neither half waits for
+the other within a round. At the end of a round they exchange tokens: the new drafts, the accepted ones and the target's
+own token. The verifiers allowed here draw by address, so no probabilities are exchanged; the authors of PEARL gather
+the complete distributions of both models in each round.
 
-So a round takes max(draft, target) instead of draft + target, for drafts that are written ahead (`SpecBranch`, which
-PEARL is a case of). The tokens are those of one device. The price is memory: it is one program over all devices, so
-each half holds the weights and caches of both models, and other axes of the mesh divide them only within a half.
+A round takes max(draft, target) instead of draft + target, for drafts that are made one round ahead (`SpecBranch`, and
+PEARL as its special case). The tokens are those of one device. The price is memory: since it is one program on all
+devices, each half holds the weights and caches of both models, and other axes of the mesh shard them only within a
+half.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from decodax.sharding.lanes import GatheredLogits, divisible
 from decodax.sharding.place import DATA, batch_specs
 
 ROLE = "role"
-"""Name of the mesh axis whose first index verifies and whose second one drafts."""
+"""Name of the mesh axis that separates the two halves: index 0 verifies, index 1 drafts."""
 
 TARGET, DRAFT = 0, 1
 
@@ -50,17 +51,22 @@ T = TypeVar("T")
 
 def apart(alg: Algorithm, model: Model, params: Params, policy: Any, s: State, max_rounds: Array | int,
           mesh: Mesh) -> State:
-    """Runs rounds as `run` does, with the draft model on one half of the mesh and the target on the other. Call it
-    under `jax.jit` with everything placed on the mesh.
+    """Runs rounds as `decodax.core.round.run` does, with the draft model on one half of a mesh and the target on the
+    other. Call it under `jax.jit` with all arguments placed on the mesh.
 
     Args:
-        alg: `Speculative` with a draft that is written ahead by a `DraftModel`: `algorithms.pearl(...)`,
+        alg: `Speculative` with drafts that a `DraftModel` makes one round ahead: `algorithms.pearl(...)`,
             `algorithms.specbranch(...)`.
-        mesh: with an axis "role" of size 2. Axes "data" and "model" divide rows and weights within each half; replicas
-            of the data axis leave their loops alone, as in `lanes`.
+        model: the target.
+        params: weights of the target and of the method.
+        policy: the sampling policy.
+        s: the state.
+        max_rounds: largest number of rounds.
+        mesh: a mesh with an axis "role" of size 2. Axes "data" and "model" shard rows and weights within each half;
+            replicas along "data" end their loops independently, as in `lanes`.
 
     Returns:
-        The state, the same on both halves: a call ends with an exchange of the caches.
+        The state, equal on both halves, since the caches are exchanged at the end of a call.
 
     Raises:
         ValueError: another method, a mesh without the axis, or a cache whose rows share memory.
@@ -94,7 +100,7 @@ def apart(alg: Algorithm, model: Model, params: Params, policy: Any, s: State, m
 
 @dataclasses.dataclass(frozen=True)
 class _Ahead(AroundSource, Draft):
-    """The draft `source`, which writes only on the draft model's half."""
+    """The draft `source`, which makes drafts only on the draft model's half."""
 
     source: SpecBranch
 
@@ -116,7 +122,7 @@ class _Ahead(AroundSource, Draft):
 
 @dataclasses.dataclass(frozen=True)
 class _There(Verifier):
-    """The verifier `of`, which runs on the target's half and sends its result to the other half."""
+    """The verifier `of`, run on the target's half; its result is sent to the other half."""
 
     of: Verifier
 
@@ -134,8 +140,8 @@ class _There(Verifier):
 
 @dataclasses.dataclass(frozen=True)
 class _Target(AroundModel):
-    """The model `base` on the target's half. The other half gets zeros, which it writes to a copy of the cache that is
-    never read."""
+    """The model `base` on the target's half. The other half gets zeros and writes them to a copy of the cache that is
+    never used."""
 
     def apply(self, params: Any, window: Window, cache: Cache) -> Out:
         # a head may close over what a branch computes, so it is taken from a call beside it, whose rest is never run
@@ -150,9 +156,8 @@ class _Target(AroundModel):
 
 
 def _only(role: int, fn: Callable[[], T], before: Any = None) -> T:
-    """Returns `fn()` on one half; on the other zeros, or the leaves of `before`, a tree of which `fn` makes a new
-    version.
-    """
+    """Returns `fn()` on the half with index `role`. The other half gets zeros, or the values of `before` where `fn`
+    returns a leaf with the same path."""
     made = jax.eval_shape(fn)
     old = {} if before is None else {str(path): x for path, x in jax.tree_util.tree_leaves_with_path(before)}
 
@@ -164,7 +169,7 @@ def _only(role: int, fn: Callable[[], T], before: Any = None) -> T:
 
 
 def _from(role: int, tree: T) -> T:
-    """Returns the values of one half on both."""
+    """Copies the values of the half with index `role` to both halves."""
     def one(x: Array) -> Array:
         bits = x.astype(jnp.int8) if x.dtype == bool else x
         there = jnp.where(lax.axis_index(ROLE) == role, bits, jnp.zeros_like(bits))

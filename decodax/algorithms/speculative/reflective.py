@@ -1,6 +1,6 @@
-"""Reflective verification: the target reads each draft twice in a forward, the second time after a question about it
-("Think Before You Accept: Semantic Reflective Verification for Faster Speculative Decoding", Wang et al., 2025). The
-output is approximate."""
+"""Reflective verification: in one forward pass the target scores each draft twice, the second time after a question
+about it ("Think Before You Accept: Semantic Reflective Verification for Faster Speculative Decoding", Wang et al.,
+2025). The output is approximate."""
 
 from __future__ import annotations
 
@@ -26,16 +26,17 @@ from decodax.io.appended import appended
 
 @dataclasses.dataclass(frozen=True)
 class Reflective(Speculative):
-    """Speculation whose verifier mixes two readings of the draft.
+    """Speculative decoding whose verifier mixes two scores of each draft (Wang et al., 2025).
 
-    After the draft the window has a probe, such as "Is that right? Again: ", and the draft once more. The
-    target's distribution at a token of the second copy, after the whole draft and the probe, is its reflective
-    distribution. It is mixed with the usual one, `(1 - alpha) l + alpha l'` of the logits; the mixture decides which
-    drafts are accepted and which token follows. So drafts that say the same in other words hold more often; the text
-    is not that of plain decoding. A forward has about twice as many nodes. With `alpha = 0` it is plain speculation.
+    After the draft, the window has a probe, such as "Is that right? Again: ", and the draft once more. The target's
+    logits in the second copy, which attends to the complete draft and the probe, are the reflective logits `l'`. The
+    mixture `(1 - alpha) l + alpha l'` with the usual logits `l` decides which drafts are accepted and which token
+    follows. So drafts with the same meaning in other words are accepted more often, and the text is not that of plain
+    decoding. The forward pass has about twice as many nodes. With `alpha = 0` it is plain speculative decoding.
 
     Attributes:
-        probe: tokens of the probe. alpha: weight of the reflective logits, from 0 to 1.
+        probe: token ids of the probe.
+        alpha: weight of the reflective logits, from 0 to 1.
     """
 
     probe: tuple[int, ...] = ()
@@ -90,8 +91,8 @@ class Reflective(Speculative):
         return d.replace(algo=(self.drafter.observe(s, small, out.first(t.size), d, state), None), slots=slots)
 
     def _fused(self, dist: Any, t: Tree) -> Array:
-        """Returns the mixed logits at each node of the tree, `f32[B, N + 1, V]`. The last token of the probe predicts
-        the first draft, and the second copy of a draft the next one."""
+        """Returns the mixed logits at each node of the draft, `f32[B, N + 1, V]`. The last token of the probe predicts
+        the first draft again, and each draft of the second copy the next one."""
         logits = dist.logits()
         first, second = logits[:, :t.size], logits[:, t.size + len(self.probe) - 1:]
         return first if self.alpha == 0 else (1 - self.alpha) * first + self.alpha * second
@@ -103,15 +104,16 @@ class Reflective(Speculative):
                      guarantee="approximate")
 def reflective_verification(lm: Any, draft: Any, probe: str | tuple[int, ...] = "\nIs that right? Again:\n",
                             alpha: Share = 0.3, length: Count = 4) -> Reflective:
-    """Has the target read each draft a second time after a question, and accepts it by both readings.
+    """Scores each draft a second time after a question about it, and accepts it by a mixture of both scores.
 
-    Drafts that say the same in other words hold more often; the text is not plain decoding's.
+    Drafts with the same meaning in other words are accepted more often; the text is not that of plain decoding.
 
     Args:
-        lm: the target. draft: the draft model.
+        lm: the target.
+        draft: the draft model.
         probe: the question, as a text or token ids.
-        alpha: weight of the second reading; 0 is plain speculation.
-        length: drafts a round.
+        alpha: weight of the second score; 0 is plain speculative decoding.
+        length: number of drafts in a round.
     """
     if isinstance(probe, str) and lm.tokenizer is None:
         raise ValueError("probe: got a text, and the model has no tokenizer")

@@ -1,10 +1,6 @@
-"""The interfaces of drafting: `Draft`, which proposes whole chains or trees, `Source`, which is asked node by node, and
-`Shape`, which grows a tree from a source.
-
-A `Source` gives the distribution of the token after any node of a tree; a `Shape` decides which nodes are asked for,
-and `Grown` joins the two into a `Draft`. So each tree rule is written once, for draft models, skipped layers and
-tables.
-"""
+"""The interfaces of drafting. `Draft` proposes complete chains or trees; `Source` gives the distribution of the token
+after any node of a tree, `Shape` decides which nodes are expanded, and `Grown` combines the two into a `Draft`. So each
+tree rule is written once, for draft models, skipped layers and tables."""
 
 from __future__ import annotations
 
@@ -32,10 +28,10 @@ from decodax.sampling.draw import draw, race, winner
 
 
 class Draft(Drafter, abc.ABC):
-    """A source of drafts that makes its own chains or trees: derive a frozen dataclass from this, static under jit.
+    """A drafter that makes its own chains or trees: derive a frozen dataclass from this, static under jit.
 
     Attributes:
-        length: `K`, most drafts on one path.
+        length: `K`, largest number of drafts on a path.
     """
 
     if TYPE_CHECKING:       # a dataclass would take a property here for the default of its field
@@ -45,22 +41,22 @@ class Draft(Drafter, abc.ABC):
 
     @property
     def form(self) -> Shape | None:
-        """The shape of the trees that it drafts; None if it differs from round to round."""
+        """The shape of the drafted trees; None if it differs from round to round."""
         return None
 
     @abc.abstractmethod
     def propose(self, params: Params, policy: Any, s: State, state: Any, drawn: Drawn) -> tuple[Proposal, Any]:
-        """Proposes drafts of the tokens after each row's newest one. Returns them and the new state. Deterministic
-        drafts may ignore `drawn`."""
+        """Returns drafts of the tokens after each row's newest one, and the new state. `drawn` says how sampled drafts
+        have to be drawn; a deterministic draft may ignore it."""
 
 
 @struct
 class Answer(Struct):
-    """A source's answer for `w` nodes.
+    """The output of a source for `w` nodes.
 
     Attributes:
-        logits: `f32[B, w, V]` logits of the token after each node.
-        hidden: `f[B, w, D]` hidden states at the nodes, for predictors that read them; None from a source without any.
+        logits: `f32[B, w, V]`, logits of the token after each node.
+        hidden: `f[B, w, D]`, hidden states at the nodes, for predictors of acceptance; None if the source has none.
     """
 
     logits: Array
@@ -68,41 +64,43 @@ class Answer(Struct):
 
 
 class Source(Drafter, abc.ABC):
-    """A next-token distribution at any node of a draft tree: derive a frozen dataclass from this, static under jit.
+    """A drafter that gives the distribution of the next token at any node of a draft tree: derive a frozen dataclass
+    from this, static under jit.
 
-    A `Shape` grows the tree. `observe` gets the state that `extend` returned.
+    A `Shape` grows the tree. `observe` gets the state that the last `extend` (then `place`) returned.
     """
 
     cache_needs: ClassVar[frozenset[Feature]] = CHAINS      # the shape may need more
 
     @property
     def shape(self) -> Shape | None:
-        """The shape of its tree unless another one is asked for; None: a chain."""
+        """Default shape of the tree, if the user gives none; None: a chain."""
         return None
 
     @abc.abstractmethod
     def start(self, params: Params, s: State, state: Any, room: int) -> tuple[Any, Answer]:
-        """Begins a tree. Returns the state with room for `room` nodes, and the answer for the newest token (`w` is
+        """Begins a tree. Returns the state with space for `room` nodes, and the answer for the newest token (`w` is
         1)."""
 
     @abc.abstractmethod
     def extend(self, params: Params, s: State, state: Any, level: Level) -> tuple[Any, Answer]:
-        """Adds a level of nodes. Returns the state with them, and the answer for them."""
+        """Adds the nodes of `level` to the tree. Returns the state with them, and the answer for them."""
 
     def place(self, state: Any, slots: Array) -> Any:
-        """Returns the state with the window nodes of the tree nodes that it expanded: `slots` `i32[B or 1, room]`, -1
-        for nodes that are not in the window; a NumPy array if the topology is fixed."""
+        """Returns the state with the places of the expanded nodes in the target's window. `slots` is `i32[B or 1,
+        room]`, the window node of each expanded node, -1 for nodes that are not in it; a NumPy array if the topology is
+        fixed."""
         return state
 
     def begin(self, params: Params, s: State, state: Any, proposal: Proposal, slots: Array) -> Any:
-        """Returns the part of the target's forward over the newest token and the drafts that the source has already
-        computed (`PartialForward`), or None; for sources that run the target's own first layers. `slots` as in
-        `place`."""
+        """Returns the part of the target's forward pass over the window that the source has already computed, for
+        sources that run the target's own first layers; None: none. `slots` are those of `place`."""
         return None
 
 
 class SourceAround(AroundSource, Source):
-    """The base of sources around another source, whose state is a struct with the inner state in its field `source`."""
+    """Base class of sources that wrap another source. The state is a struct whose field `source` is the state of the
+    inner source."""
 
     @property
     def reader(self) -> Self | None:
@@ -117,19 +115,21 @@ class SourceAround(AroundSource, Source):
 
 
 PLACES, RANKS = 1 << 16, 1 << 8
-"""Largest number of places in a tree, and of children of a node, in the addresses of a shape's draws."""
+"""Largest number of slots in a tree, and of children of a node, in the addresses of a shape's draws."""
 
 
 @struct
 class Level(Struct):
-    """Tree nodes that a source is asked about together.
+    """Tree nodes that a source scores together.
 
     Attributes:
-        tokens: `i32[B, w]`. positions: `i32[B, w]`.
-        parents: `i32[B, w]`, slot of each node's parent: 0 the newest token, `i` the `i`-th node expanded before.
-        sees: `bool[B, w, room]`, True for ancestors among the nodes expanded before; entry 0 is the first.
+        tokens: `i32[B, w]`, their tokens.
+        positions: `i32[B, w]`, their positions in the text.
+        parents: `i32[B, w]`, slot of each node's parent: 0 for the newest token, `i` for the `i`-th node expanded
+            before.
+        sees: `bool[B, w, room]`, True for ancestors among the nodes expanded before; entry 0 is the first of these.
         at: `i32[]`, number of nodes expanded before.
-        chained: True if each node is the parent of the next one, which then sees those before it too.
+        chained: static; True if each node is the parent of the next, and so also attends to earlier nodes of the level.
     """
 
     tokens: Array
@@ -141,24 +141,26 @@ class Level(Struct):
 
     @property
     def inside(self) -> Array:
-        """Attention mask within the level, `bool[1, w, w]`."""
+        """Attention mask among the nodes of the level, `bool[1, w, w]`."""
         w = self.tokens.shape[1]
         return (jnp.tri(w, dtype=bool) if self.chained else jnp.eye(w, dtype=bool))[None]
 
 
 @struct
 class Children(Struct):
-    """Candidates for the tokens after some nodes.
+    """Candidates for the tokens after `w` nodes.
 
     Attributes:
-        tokens: `i32[B, w, R]` in the order in which they are tried. live: `bool[B, w, R]`, False for no candidate.
-        log_p: `f32[B, w, R]` log of the chance, by the source, that each is the target's token.
-        log_q: `f32[B, w, V]` log of the distribution that they were drawn from; None if no verifier asks for it.
-        log_all: `f32[B, w, V]` log of these chances of all tokens: the source's log-probabilities at temperature 1, or,
-            where the noise of the target's own draw is known ("coupled"), each token's share of the race, which
-            predicts that draw better.
-        log_own: `f32[B, w, V]` the source's log-probabilities at temperature 1. Loops carry what they need of these.
-        hidden: `f[B, w, D]` the source's hidden states at the nodes, or None.
+        tokens: `i32[B, w, R]`, in the order in which a verifier tries them.
+        live: `bool[B, w, R]`, False for padding.
+        log_p: `f32[B, w, R]`, the source's estimate of the log-probability that the candidate is the target's token.
+        log_q: `f32[B, w, V]`, log of the distribution from which they were drawn; None if the verifier does not need
+            it.
+        log_all: `f32[B, w, V]`, the estimate of `log_p` for all tokens: log-probabilities at temperature 1, or for
+            "coupled" drafts the log of each token's share of the race with the target's noise, which is a better
+            estimate.
+        log_own: `f32[B, w, V]`, the source's log-probabilities at temperature 1.
+        hidden: `f[B, w, D]`, the source's hidden states at the nodes, or None.
     """
 
     tokens: Array
@@ -177,12 +179,13 @@ class Children(Struct):
 
 @struct
 class Growth(Struct):
-    """A tree in the making: the newest token in slot 0, then the nodes expanded so far.
+    """A tree that is being grown: slot 0 is the newest token, and the expanded nodes follow.
 
     Attributes:
-        tokens: `i32[B, 1 + room]`. sees: `bool[B, 1 + room, 1 + room]`, True for ancestors and the node itself.
+        tokens: `i32[B, 1 + room]`, token of each slot.
+        sees: `bool[B, 1 + room, 1 + room]`, True for ancestors and the node itself.
         filled: `i32[]`, number of slots in use. source: the source's state.
-        states: states of the policy's transforms after each slot, `[B, 1 + room, ...]` leaves; see `Policy.drafted`.
+        states: states of the policy's transforms after each slot (`Policy.drafted`), leaves `[B, 1 + room, ...]`.
     """
 
     tokens: Array
@@ -194,12 +197,12 @@ class Growth(Struct):
 
 @dataclasses.dataclass(frozen=True)
 class Grower:
-    """Grows a tree for a shape, for one round. It lives inside one trace.
+    """Grows a tree for a `Shape`, in one round and inside one trace, with the arguments of `Draft.propose`.
 
     Attributes:
-        drawn: how children are chosen. With sampled drafts a shape may decide, by earlier draws, if *another* child is
-            drawn, but never by a child's own probability if it is kept: kept children would not be draws from q. A
-            shape that does so asks for "ranked" children, which no verifier takes for draws.
+        drawn: how children are drawn, see `Drawn`. For sampled drafts, a shape may use earlier draws to decide whether
+            *another* child is drawn, but not a child's own probability to decide whether it is kept: kept children
+            would not be draws from q. A shape that does so uses `ranked`, whose children no verifier treats as draws.
         stream: number that separates the draws of several sources in one round.
     """
 
@@ -212,17 +215,18 @@ class Grower:
 
     @property
     def ranked(self) -> Grower:
-        """The same grower with children that may be kept by their own probability: "coupled" or "ranked" ones."""
+        """This grower for children that may be kept or dropped by their own probability: "coupled" or "ranked" ones."""
         return self if self.drawn == "coupled" else dataclasses.replace(self, drawn="ranked")
 
     def distinct(self, shape: Any) -> None:
-        """Raises ValueError where the verifier wants siblings drawn with replacement, and `shape` draws without."""
+        """Raises ValueError if the verifier needs siblings drawn with replacement. For a `shape` that draws them
+        without."""
         if self.drawn == "independent":
             raise ValueError(f"verify: {type(shape).__name__} draws siblings without replacement; takes SeedExact or "
                              "MultiRound(replacement=False)")
 
     def start(self, state: Any, room: int, children: int) -> tuple[Growth, Children]:
-        """Returns an empty tree with room for `room` nodes below the newest token, and candidates for the first
+        """Returns a tree with space for `room` nodes below the newest token, and `children` candidates for the first
         level."""
         B = self.s.batch
         state, answer = answered(self.source, "start", self.source.start(self.params, self.s, state, room), B, 1)
@@ -234,9 +238,9 @@ class Grower:
 
     def expand(self, g: Growth, tokens: Array, parents: Array, children: int,
                chained: bool = False) -> tuple[Growth, Children]:
-        """Puts nodes (`tokens` `i32[B, w]` below the slots `parents` `i32[B or 1, w]`) into the tree. Returns the tree,
-        and candidates for the tokens after them. With `chained` only the first node's parent counts, and each node is
-        the parent of the next; not every source can answer that."""
+        """Adds nodes (`tokens` is `i32[B, w]`) with the parent slots `parents` (`i32[B or 1, w]`) to the tree. Returns
+        the tree, and `children` candidates after each node. With `chained`, each node is the parent of the next and
+        only the first entry of `parents` is used; not every source supports this."""
         B, w = tokens.shape
         slots = g.filled + jnp.arange(w, dtype=jnp.int32)
         parents = jnp.broadcast_to(parents, (B, w)).astype(jnp.int32)
@@ -256,7 +260,7 @@ class Grower:
         return g, self._children(g, answer, jnp.broadcast_to(slots, (B, w)), children)
 
     def _followed(self, g: Growth, tokens: Array, parents: Array, chained: bool) -> Any:
-        """Returns the states of the policy's transforms after a level's nodes."""
+        """Returns the states of the policy's transforms after the nodes of a level."""
         if not chained or not jax.tree.leaves(g.states):
             return self.policy.follow(_at(g.states, parents), tokens)
 
@@ -268,8 +272,8 @@ class Grower:
         return jax.tree.map(lambda x: x[:, :, 0].swapaxes(0, 1), behind)
 
     def uniforms(self, g: Growth, nodes: Array, count: int) -> Array:
-        """Returns uniforms in [0, 1) for a shape's own use at tree slots `nodes` (`i32[B, w]`): `f32[B, w, count,
-        2]`."""
+        """Returns uniform numbers in [0, 1) for a shape's own use at tree slots `nodes` (`i32[B, w]`): `f32[B, w,
+        count, 2]`."""
         return self._uniforms(g, nodes, count, Purpose.ORDER)
 
     def _children(self, g: Growth, answer: Answer, nodes: Array, count: int) -> Children:
@@ -311,7 +315,7 @@ class Grower:
         return self.s.length[:, None] - 2 + g.sees.sum(-1, dtype=jnp.int32)
 
     def _addresses(self, g: Growth, nodes: Array, count: int) -> Array:
-        """Returns the addresses of draws of drafts, `u32[B, w, count, 2]`."""
+        """Returns the addresses of `count` draws of drafts at tree slots `nodes`, `u32[B, w, count, 2]`."""
         return self._each(g, nodes, count, Purpose.DRAFT, keys.address)
 
     def _uniforms(self, g: Growth, nodes: Array, count: int, purpose: Purpose) -> Array:
@@ -320,8 +324,8 @@ class Grower:
     def _each(self, g: Growth, nodes: Array, count: int, purpose: Purpose, make: Callable[[Array], Array]) -> Array:
         """Applies `make` to the keys of `count` draws at tree slots `nodes` (`i32[B, w]`): `[B, w, count, ...]`.
 
-        No two draws at one position share noise: different rounds see it at different depths, and draws of one round
-        differ in the place in the tree, the rank among the children or the stream.
+        No two draws for one position share noise: in different rounds the position has different depths, and draws of
+        one round differ in the slot, the rank among the children or the stream.
         """
         if count > RANKS:
             raise ValueError(f"children: got {count} draws at a node, takes at most {RANKS}")
@@ -334,13 +338,13 @@ class Grower:
 
 
 def _at(states: Any, slots: Array) -> Any:
-    """Returns the states of slots (`i32[B, w]`) of a tree."""
+    """Returns the states at tree slots `slots` (`i32[B, w]`)."""
     return jax.tree.map(lambda x: take(x, slots), states)
 
 
 def likeliest(log_p: Array, count: int) -> Array:
-    """Returns the `count` likeliest tokens in order, `i32[..., count]` from log-probabilities or scores `f32[..., V]`;
-    -1 where no more are possible."""
+    """Returns the `count` most likely tokens in order, `i32[..., count]`, from log-probabilities or scores `f32[...,
+    V]`; -1 if fewer tokens are possible."""
     if count == 1:
         return jnp.maximum(winner(log_p), -1)[..., None]
     best, tokens = top_k(log_p, min(count, log_p.shape[-1]))
@@ -350,7 +354,7 @@ def likeliest(log_p: Array, count: int) -> Array:
 
 
 def fitted(source: Any, size: int | None) -> Any:
-    """Returns the drafter for a target whose logits have `size` entries; None: the drafter as it is."""
+    """Returns the drafter for a target whose logits have `size` entries; None: the drafter is not changed."""
     return source if size is None else source.for_vocabulary(size)
 
 
@@ -358,7 +362,7 @@ class Shape(abc.ABC):
     """The rule by which a draft tree grows: derive a frozen dataclass from this, static under jit.
 
     Attributes:
-        length: most drafts on one path.
+        length: largest number of drafts on a path.
     """
 
     if TYPE_CHECKING:       # as in `Draft`
@@ -368,7 +372,7 @@ class Shape(abc.ABC):
 
     @property
     def is_chain(self) -> bool:
-        """True if it is a chain of a fixed length."""
+        """True if the tree is a chain of fixed length."""
         return False
 
     @property
@@ -378,10 +382,10 @@ class Shape(abc.ABC):
 
     @property
     def batch_budget(self) -> int | None:
-        """Most drafts of all rows of a batch together; None: as many as the window has room for."""
+        """Largest number of drafts in all rows of a batch together; None: limited only by the window."""
         return None
 
     @abc.abstractmethod
     def grow(self, grower: Grower, state: Any) -> tuple[Proposal, Any, Array]:
-        """Grows a tree from the source's state. Returns the proposal, the source's state, and the window node of each
-        node that was expanded (`i32[B or 1, room]`, -1 if it was left out)."""
+        """Returns a tree grown from the source's state; the source's state; and the window node of each expanded node,
+        `i32[B or 1, room]`, -1 for those that are not in the window."""

@@ -1,18 +1,18 @@
 """Dovetail: draft model and target in two programs, each on devices of its own, which may be of different kinds
 ("Dovetail: A CPU/GPU Heterogeneous Speculative Decoding for LLM inference", Zhang et al., 2024).
 
-In the paper the draft model is on a small GPU and the target on the CPU. In each round of a loop on the host one side
-writes drafts and the other verifies them. Only tokens are exchanged: the drafts in one direction; in the other the
-target's tokens, the number of accepted drafts and the rows that have finished. Neither side has weights or caches of
-the other; with `apart` one program runs on both halves of a mesh at the same time.
+In the paper the draft model is on a small GPU and the target on the CPU. In each round of a loop on the host, one side
+drafts and then the other verifies. Only tokens are exchanged: the drafts in one direction; in the other the target's
+tokens, the number of accepted drafts and the finished rows. Neither side has weights or caches of the other. (In
+`apart`, one program runs on both halves of a mesh at the same time.)
 
-A target on slow devices gains by every accepted draft and pays for every draft that it verifies. So the number of
-drafts of a round is chosen by the costs of drafting and of verifying windows of each size, measured on these devices
-(`Split.measured`), and the acceptance seen in the text. The rule is that of `Automatic`: the size with the least time
-for a token.
+For a target on slow devices, each accepted draft saves much time, and each verified draft costs some. So the number of
+drafts of a round is chosen by the costs of drafting and verifying windows of each size, measured on these devices
+(`Split.measured`), and by the acceptance in the text so far. As in `Automatic`, the size with the least time for a
+token is chosen.
 
-Dovetail's drafter is not here: EAGLE's head with dynamic gating fusion (DGF) of features and embeddings, which is
-trained. The draft is any draft model.
+Dovetail's own drafter is not implemented: a trained EAGLE head with dynamic gating fusion (DGF) of features and
+embeddings. The draft is any draft model.
 """
 
 from __future__ import annotations
@@ -51,7 +51,12 @@ from decodax.sharding.place import place
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """Seconds of a round of each size, for drafting and for verifying, each with the transfer to the other side."""
+    """Durations of a round in seconds, for each number of drafts, with the transfer to the other side.
+
+    Attributes:
+        draft: durations of drafting.
+        verify: durations of verification.
+    """
 
     draft: tuple[float, ...]
     verify: tuple[float, ...]
@@ -63,8 +68,15 @@ class Costs:
 
 @struct
 class DraftSide(Struct):
-    """The data on the devices of the draft model: its `weights`, the `policy`, the text as a state `s` without the
-    target's cache, its own cache in `state`, and the state of the controller of sizes, `control`."""
+    """The data on the devices of the draft model.
+
+    Attributes:
+        weights: weights of the draft model.
+        policy: the sampling policy.
+        s: the text, as a state without the target's cache.
+        state: state of the draft model, with its cache.
+        control: state of the controller that chooses the number of drafts.
+    """
 
     weights: Any
     policy: Any
@@ -75,9 +87,15 @@ class DraftSide(Struct):
 
 @struct
 class Told(Struct):
-    """The target's report of a round: `tokens` `i32[B, K + 1]`, of which it wrote the first `count` `i32[B]`, the
-    number of `accepted` drafts `i32[B]`, `running` `bool[B]`, True for rows that took part, and the rows' `status`
-    `i32[B]`."""
+    """The target's result of a round, as it is sent to the draft model.
+
+    Attributes:
+        tokens: `i32[B, K + 1]`, new tokens.
+        count: `i32[B]`, number of new tokens.
+        accepted: `i32[B]`, number of accepted drafts.
+        running: `bool[B]`, True for rows that took part.
+        status: `i32[B]`, status of the rows.
+    """
 
     tokens: Array
     count: Array
@@ -90,23 +108,23 @@ class Told(Struct):
                     "Dovetail: A CPU/GPU Heterogeneous Speculative Decoding for LLM inference", "Zhang et al. 2024")
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """Speculative decoding with draft model and target on devices of different kinds, in two programs.
+    """Speculative decoding with draft model and target in two programs, on devices that may be of different kinds
+    (Zhang et al., 2024).
 
     Attributes:
-        draft: the draft model; its weights are given to `begin`.
-        lengths: numbers of drafts to choose from, ascending; 0 is plain decoding.
-        verify: a verifier that needs no distributions, so that only tokens are exchanged.
-        costs: costs of the sizes; with one size none are needed.
+        draft: the draft model; its weights are an argument of `begin`.
+        lengths: numbers of drafts in a round to choose from, ascending; 0 is plain decoding.
+        verify: a verifier that needs no distributions of the draft model, so that only tokens are exchanged.
+        costs: durations of a round for each of `lengths`, from `measured`; with one length they are not needed.
 
     Raises:
-        ValueError: a draft that is no draft model, a verifier of distributions, lengths that are not ascending numbers
-            from 0 on, or costs of another number of sizes.
+        ValueError: a draft that is no draft model, a verifier that needs distributions, lengths that are not ascending
+            numbers from 0 on, or costs for another number of lengths.
 
-    With the state `s`, begun and prefilled with `split.target` on the target's devices:
+    Use it with a state `s` that was started and prefilled with `split.target` on the target's devices:
 
-        side = split.begin(draft_weights, policy, s, devices)
-        split, s, side = split.measured(model, weights, policy, s, side)
-        s, side, lengths = split.advance(model, weights, policy, s, side, max_rounds=1000)
+        side = split.begin(draft_weights, policy, s, devices) split, s, side = split.measured(model, weights, policy, s,
+        side) s, side, lengths = split.advance(model, weights, policy, s, side, max_rounds=1000)
     """
 
     draft: DraftModel
@@ -129,18 +147,20 @@ class Split:
 
     @property
     def target(self) -> Speculative:
-        """The algorithm of the target, with the longest rounds; its states begin with it."""
+        """The target's algorithm, for the largest number of drafts; start and prefill a state with it."""
         return self._target(len(self.lengths) - 1)
 
     def begin(self, weights: Any, policy: Any, s: State, devices: Mesh | jax.Device) -> DraftSide:
-        """Returns the draft model's side of a prefilled state. The draft model reads the prompt in its first round.
+        """Returns the draft model's side of a prefilled state. The draft model prefills the prompt in its first round.
 
         Args:
-            weights: the draft model's, on `devices`.
-            devices: a mesh, over whose axis "data" rows are divided, or one device.
+            weights: weights of the draft model, on `devices`.
+            policy: the sampling policy.
+            s: the prefilled state of the target.
+            devices: a mesh, over whose axis "data" rows are split, or one device.
 
         Raises:
-            ValueError: a mesh with Explicit axes; the target's may have some.
+            ValueError: a mesh with Explicit axes; only the target's mesh may have these.
         """
         own = s.replace(cache=None, algo=None, record=None, stats=None)
         if isinstance(devices, Mesh) and set(devices.axis_types) != {AxisType.Auto}:
@@ -158,11 +178,13 @@ class Split:
 
     def measured(self, model: Model, weights: Any, policy: Any, s: State, side: DraftSide,
                  repeats: int = 3) -> tuple[Split, State, DraftSide]:
-        """Returns this split with costs measured here: the medians of `repeats` rounds of each size, taken in turn,
-        after one for the compiler. The tokens that they write are kept: the text does not depend on the sizes.
+        """Returns this object with measured costs, and the state and draft side after the measurement.
+
+        The costs are medians of `repeats` rounds of each length, in turn, after one more for compilation. The tokens of
+        these rounds are kept, since the text does not depend on the number of drafts.
 
         Raises:
-            ValueError: the rows have finished before that.
+            ValueError: all rows have finished before the end of the measurement.
         """
         seconds: list[list[tuple[float, float]]] = [[] for _ in self.lengths]
         for _ in range(repeats + 1):
@@ -177,16 +199,21 @@ class Split:
 
     def advance(self, model: Model, weights: Any, policy: Any, s: State, side: DraftSide,
                 max_rounds: int) -> tuple[State, DraftSide, tuple[int, ...]]:
-        """Runs rounds until all rows have finished, `max_rounds` at most. `s` and `side` are donated.
+        """Runs rounds until all rows have finished, at most `max_rounds`. `s` and `side` are donated.
 
         Args:
-            model, weights, policy: the target's, and where it lies.
+            model: the target.
+            weights: its weights.
+            policy: the sampling policy, on the target's devices.
+            s: the target's state.
+            side: the draft model's side.
+            max_rounds: largest number of rounds.
 
         Returns:
-            The state, the draft model's side, and the size of each round.
+            The state, the draft model's side, and the number of drafts in each round.
 
         Raises:
-            ValueError: several sizes without costs.
+            ValueError: there are several lengths and no costs.
         """
         if self.costs is None and len(self.lengths) > 1:
             raise ValueError(f"costs: got none for the sizes {self.lengths}; take those of Split.measured")
@@ -200,7 +227,7 @@ class Split:
 
     def _round(self, index: int, model: Model, weights: Any, policy: Any, s: State,
                side: DraftSide) -> tuple[State, DraftSide, tuple[float, float]]:
-        """Runs one round of a size. Returns also the seconds that the two sides have taken."""
+        """Runs one round with `lengths[index]` drafts. Also returns the seconds that each side has taken."""
         arm, start = self._arm(index), time.perf_counter()
         with _on(side.s):
             tokens, live, state = _propose(arm, side.weights, side.policy, side.s, side.state)
@@ -225,7 +252,8 @@ class Split:
                     on_paper=(False,) * len(self.lengths))
 
     def _arm(self, index: int) -> Speculative | None:
-        """Returns the algorithm of the draft model's side in rounds of a size; None: nothing is drafted."""
+        """Returns the algorithm of the draft model's side for rounds with `lengths[index]` drafts; None for no
+        drafts."""
         length = self.lengths[index]
         return Speculative(self.draft.bare(), self.verify, shape=Chain(length)) if length else None
 
@@ -235,7 +263,8 @@ class Split:
 
 @dataclasses.dataclass(frozen=True)
 class _Sent(Draft):
-    """Drafts that came from the other side; its state is tokens `i32[B, K]` and their liveness `bool[B, K]`."""
+    """Drafts received from the other side. The state has their tokens, `i32[B, K]`, and `bool[B, K]`, False for
+    padding."""
 
     length: int
     cache_needs: ClassVar[frozenset[Feature]] = CHAINS
@@ -248,7 +277,7 @@ class _Sent(Draft):
 
 
 def _on(s: State) -> contextlib.AbstractContextManager[Any]:
-    """Returns the context of a side's programs: its mesh, if it has one."""
+    """Returns the context manager for the programs of a side: its mesh, if it has one."""
     where: Any = s.length.sharding
     mesh: Any = where.mesh if isinstance(where, NamedSharding) else None
     return on_mesh(mesh)
@@ -286,8 +315,8 @@ def _verified(alg: Speculative, model: Model, params: Params, policy: Any, s: St
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=(2, 3))
 def _noted(arm: Speculative | None, policy: Any, s: State, cache: Cache, rest: Drafting,
            told: Told) -> tuple[State, Drafting]:
-    """Returns the text with the new tokens, and the draft model's cache with those of them that it drafted; `rest` is
-    the rest of the draft model's state in the round, which cannot be used again."""
+    """Returns the draft side's text with the new tokens, and its state with those cache entries of accepted drafts.
+    `rest` is the state from the round without its cache."""
     state = rest.replace(cache=cache)
     index = jnp.arange(told.tokens.shape[1], dtype=jnp.int32)
     new = index < told.count[:, None]
@@ -304,7 +333,7 @@ def _noted(arm: Speculative | None, policy: Any, s: State, cache: Cache, rest: D
 
 
 def _moved(policy: Any, states: Any, told: Told) -> Any:
-    """Returns the policy's states, those that drafts carry after the new tokens."""
+    """Returns the policy's states, of which those tracked along drafts are advanced by the new tokens."""
     def visit(here: Any, told: tuple[Array, Array]) -> tuple[Any, None]:
         token, written = told
         behind = policy.follow(jax.tree.map(lambda x: x[:, None], here), token[:, None])

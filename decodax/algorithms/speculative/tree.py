@@ -1,7 +1,8 @@
-"""Trees of drafts: the proposal of a drafter, and its topology. A chain is a tree.
+"""Draft trees: the proposal of a drafter, and its topology. A chain is a tree.
 
-Window node 0 is the newest token, nodes 1 .. N are drafts, and after them come probes, which are scored in the same
-forward and never verified. Parents come before their children, and siblings in the order in which they are tried.
+Window node 0 is the newest token, nodes 1 to N are drafts, and after them come probes, which the target scores in the
+same forward pass but a verifier never accepts. Parents come before their children, and siblings are in the order in
+which they are tried.
 """
 
 from __future__ import annotations
@@ -19,19 +20,20 @@ from decodax.core.types import PartialForward
 from decodax.core.window import Window
 
 Drawn = Literal["coupled", "ranked", "distinct", "independent"]
-"""How sampled drafts are drawn for a verifier. "coupled": in the order of arrival in the race by which the target's own
-token will be drawn, run with the draft's distribution (`decodax.sampling.draw`). "ranked": the likeliest in order.
-"distinct": children of a node are drawn without replacement. "independent": each child is a draw of its own. The last
-two report the distribution that they drew from, `log_q`."""
+"""The ways to draw drafts for a verifier. "coupled": with the noise of the target's own draw (`decodax.sampling.draw`),
+in the order of arrival in that race under the draft's distribution. "ranked": the most likely tokens in order.
+"distinct": children of a node are drawn without replacement. "independent": each child is drawn by itself. For the last
+two a drafter returns the distribution from which it drew, `log_q`."""
 
 
 @struct
 class Probes(Struct):
-    """Nodes that are scored and never verified: lookahead windows, mask tokens, parallel prompts.
+    """Window nodes that are scored but never accepted, such as lookahead windows, mask tokens or prompts in parallel.
 
     Attributes:
-        tokens: `i32[B, P]`. offset: `i32[B or 1, P]`, distance of the position from the newest token's.
-        sees: `bool[B or 1, P, 1 + N + P]`, window nodes that each attends to: newest token, drafts, probes.
+        tokens: `i32[B, P]`, their tokens.
+        offset: `i32[B or 1, P]`, their positions minus that of the newest token.
+        sees: `bool[B or 1, P, 1 + N + P]`, window nodes to which each attends: newest token, drafts, probes.
     """
 
     tokens: Array
@@ -44,20 +46,21 @@ class Proposal(Struct):
     """Drafts of the tokens after each row's newest one.
 
     Attributes:
-        tokens: `i32[B, N]`.
-        live: `bool[B, N]`, True for real drafts; a node below a dead one is dead. Dead drafts are never accepted. A
-            draft must not be dead because of its own value. Among siblings drawn without replacement a dead one before
-            a live one counts as drawn: the later ones were drawn without its token, unless the token is negative, which
-            means that nothing was drawn.
-        parents: `i32[B or 1, N]` window node above each (0: the newest token, `i`: draft `i - 1`); a NumPy array if the
-            topology is fixed; None for a chain.
-        log_q: `f32[B, J, V]` for the first J window nodes the log of the distribution that their children *were drawn
-            from*; None if drafts are deterministic. Nodes from J on have no children.
-        drawn_at: `i32[N]`, a NumPy array: the entry of `log_q` that each draft was drawn from, if that is not its
-            parent's because several sources drew; such siblings are independent draws.
-        probes: further nodes that the forward scores.
-        begun: the part of the forward over the newest token and the drafts that drafting has computed; not with probes.
-        match: `i32[B]`, number of the text's last tokens by which the drafts were looked up; None if they were not.
+        tokens: `i32[B, N]`, the drafts.
+        live: `bool[B, N]`, False for padding, which is never accepted, and whose descendants are not accepted either.
+            Whether a draft is live must not depend on its own token. Among siblings drawn without replacement, a dead
+            one before a live one counts as drawn, unless its token is negative: the later ones were drawn without its
+            token.
+        parents: `i32[B or 1, N]`, window node of each draft's parent (0: the newest token, `i`: draft `i - 1`); a NumPy
+            array if the topology is fixed; None for a chain.
+        log_q: `f32[B, J, V]`, for the first J window nodes the log of the distribution from which their children *were
+            drawn*; None if drafts are deterministic. Nodes from J on have no children.
+        drawn_at: `i32[N]`, a NumPy array: the entry of `log_q` from which each draft was drawn, if that is not its
+            parent's because several sources drew. Such siblings are independent draws.
+        probes: further nodes that the target scores; None: none.
+        begun: the part of the target's forward pass over newest token and drafts that drafting has already computed;
+            not possible with probes.
+        match: `i32[B]`, number of last tokens of the text with which the drafts were looked up; None for other drafts.
     """
 
     tokens: Array
@@ -71,12 +74,13 @@ class Proposal(Struct):
 
     @property
     def count(self) -> Array:
-        """Number of real drafts, `i32[B]`."""
+        """Number of live drafts, `i32[B]`."""
         return self.live.sum(1, dtype=jnp.int32)
 
 
 def chain(tokens: Array, count: Array, log_q: Array | None = None) -> Proposal:
-    """Makes a chain of the first `count` (`i32[B]`) of `tokens` (`i32[B, K]`), the `i`-th drawn from `log_q[:, i]`.
+    """Returns the proposal of a chain: the first `count` (`i32[B]`) of `tokens` (`i32[B, K]`), the `i`-th of them drawn
+    from `log_q[:, i]`.
 
     Raises:
         TypeError: an array of another dtype or shape.
@@ -90,14 +94,18 @@ def chain(tokens: Array, count: Array, log_q: Array | None = None) -> Proposal:
 
 @dataclasses.dataclass(frozen=True)
 class Tree:
-    """A proposal with its topology, over the newest token and the drafts. It lives inside one trace.
+    """A proposal with its topology, over the newest token and the drafts. It exists inside one trace.
 
     Attributes:
-        tokens, live: `[B, 1 + N]`; dead nodes have token 0. drawn: `i32[B, 1 + N]`, dead nodes with their own.
-        parents: `i32[B or 1, 1 + N]`, -1 above the newest token.
+        tokens: `i32[B, 1 + N]`; dead nodes have token 0.
+        live: `bool[B, 1 + N]`, False for padding and for descendants of padding.
+        drawn: `i32[B, 1 + N]`, tokens as drawn, also those of dead nodes.
+        parents: `i32[B or 1, 1 + N]`, parent of each node; -1 for the newest token.
         sees: `bool[B or 1, 1 + N, 1 + N]`, True if node `j` is node `i` or an ancestor of it.
-        depth: `i32[B or 1, 1 + N]`. longest: most drafts that a path can have.
-        log_q, drawn_at: as in `Proposal`.
+        depth: `i32[B or 1, 1 + N]`, distance from the newest token.
+        longest: largest number of drafts on a path.
+        log_q: see `Proposal`.
+        drawn_at: see `Proposal`.
     """
 
     tokens: Array
@@ -116,7 +124,8 @@ class Tree:
 
 
 def tree(newest: Array, proposal: Proposal, longest: int) -> Tree:
-    """Returns the topology of a proposal below the tokens `newest` (`i32[B]`)."""
+    """Returns the topology of a proposal after the tokens `newest` (`i32[B]`), with at most `longest` drafts on a
+    path."""
     N = proposal.tokens.shape[1]
     above = np.arange(N, dtype=np.int32)[None] if proposal.parents is None else proposal.parents
     xp: Any = np if isinstance(above, np.ndarray) else jnp      # a fixed topology is a constant of the program
@@ -135,8 +144,8 @@ def tree(newest: Array, proposal: Proposal, longest: int) -> Tree:
 
 
 def window(t: Tree, start: Array, running: Array, probes: Probes | None, begun: PartialForward | None = None) -> Window:
-    """Returns the window of a tree whose newest tokens are at positions `start` (`i32[B]`); rows that are not `running`
-    are dead."""
+    """Returns the window of a tree whose newest tokens have the positions `start` (`i32[B]`). All nodes of rows that
+    are not `running` are dead."""
     B = t.tokens.shape[0]
     start = start[:, None].astype(jnp.int32)
     live = t.live & running[:, None]
@@ -154,21 +163,22 @@ def window(t: Tree, start: Array, running: Array, probes: Probes | None, begun: 
 
 
 def path_to(t: Tree, node: Array) -> Array:
-    """Returns the window nodes from the newest token to `node` (`i32[B]`), by depth: `i32[B, longest + 1]`, 0 after
-    it."""
+    """Returns the window nodes on the path from the newest token to `node` (`i32[B]`), by depth: `i32[B, longest + 1]`,
+    padded with 0."""
     on = jnp.take_along_axis(jnp.broadcast_to(t.sees, (node.shape[0], t.size, t.size)), node[:, None, None], 1)
     here = on & (t.depth[:, None, :] == jnp.arange(t.longest + 1)[:, None])
     return jnp.argmax(here, -1).astype(jnp.int32)
 
 
 def deepest(t: Tree, holds: Array) -> tuple[Array, Array]:
-    """Returns the longest path whose drafts all hold, and its length.
+    """Returns the longest path on which all drafts may be accepted, and its length.
 
     Args:
-        holds: `bool[B, 1 + N]`, True if a node may follow its parent; the newest token's entry is not read.
+        t: the tree.
+        holds: `bool[B, 1 + N]`, True if a node may be accepted after its parent; the newest token's entry is ignored.
 
     Returns:
-        path `i32[B, longest + 1]` as in `path_to`, accepted `i32[B]`.
+        path: `i32[B, longest + 1]`, window nodes from the newest token down, padded with 0; accepted: `i32[B]`.
     """
     holds = (holds & t.live).at[:, 0].set(True)
     good = (holds[:, None, :] | ~t.sees).all(-1)
@@ -178,18 +188,18 @@ def deepest(t: Tree, holds: Array) -> tuple[Array, Array]:
 
 
 def at_parents(t: Tree, x: Array) -> Array:
-    """Returns the value of `x` (`[B, 1 + N, ...]`) at each node's parent; the newest token gets its own."""
+    """Returns the value of `x` (`[B, 1 + N, ...]`) at each node's parent; the newest token keeps its own."""
     up = jnp.maximum(jnp.broadcast_to(t.parents, t.tokens.shape), 0)
     return jnp.take_along_axis(x, up.reshape(*up.shape, *[1] * (x.ndim - 2)), 1)
 
 
 def of_tokens(t: Tree, x: Array) -> Array:
-    """Returns the entry of `x` (`[B, 1 + N, V]`) for each node's token at its parent: `[B, 1 + N]`."""
+    """Returns for each node the entry of `x` (`[B, 1 + N, V]`) at its parent and its token: `[B, 1 + N]`."""
     up = jnp.maximum(jnp.broadcast_to(t.parents, t.tokens.shape), 0)
     return x[jnp.arange(up.shape[0])[:, None], up, t.tokens]
 
 
 def at_end(x: Array, path: Array, accepted: Array) -> Array:
-    """Returns the value of `x` (`[B, 1 + N]`) at the last accepted node: `[B]`."""
+    """Returns the value of `x` (`[B, 1 + N]`) at the last accepted node of `path`: `[B]`."""
     node = jnp.take_along_axis(path, accepted[:, None], 1)
     return jnp.take_along_axis(x, node, 1)[:, 0]

@@ -1,4 +1,4 @@
-"""The interface of verifiers, the rules that accept or reject drafts, and `SeedExact`, the default."""
+"""The interface of verifiers, which accept or reject drafts, and the default verifier, `SeedExact`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from decodax.sampling.distribution import Distribution
 
 
 class Verifier(abc.ABC):
-    """A verification rule: derive a frozen dataclass from this, static under jit.
+    """A rule that accepts or rejects drafts: derive a frozen dataclass from this, static under jit.
 
     Attributes:
-        guarantee: guarantee that the output keeps.
+        guarantee: the guarantee about the output, see `Traits`.
         drawn: how sampled drafts have to be drawn, see `Drawn`.
     """
 
@@ -34,22 +34,23 @@ class Verifier(abc.ABC):
         """Accepts a path of the tree.
 
         Args:
-            dist: the policy at each of the tree's nodes; node `i` gives the distribution of the token after it.
-            s: the decoding state. tree: the drafts.
+            dist: the policy's distribution of the token after each node of the tree.
+            s: the decoding state.
+            tree: the drafts.
 
         Returns:
-            path: `i32[B, longest + 1]` window nodes from the newest token down; accepted: `i32[B]` number of accepted
-            drafts on it; own: `i32[B]` the target's token after them (INVALID and DEAD_END as in `Decision`).
+            path: `i32[B, longest + 1]`, window nodes from the newest token down; accepted: `i32[B]`, number of accepted
+                drafts on it; own: `i32[B]`, the target's token after them, or INVALID or DEAD_END.
         """
 
 
 @dataclasses.dataclass(frozen=True)
 class SeedExact(Verifier):
-    """Draws the target's own token at each node, with the key that plain sampling uses at its position, and accepts a
-    draft if it is the token drawn at its parent.
+    """Draws the target's own token at each node, with the random key that plain sampling uses for its position, and
+    accepts a draft if it is the token drawn at its parent.
 
-    With one seed the output is token-identical to plain sampling for any draft and any tree. A draft `x` is accepted
-    with probability p(x), as much as rejection sampling gives a deterministic draft. Greedy rows are a special case.
+    With the same seed, the output has exactly the tokens of plain sampling, for any draft and any tree. A deterministic
+    draft `x` is accepted with probability p(x), as in rejection sampling. Greedy decoding is a special case.
     """
 
     guarantee: ClassVar[Guarantee] = "seed-exact"

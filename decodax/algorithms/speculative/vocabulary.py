@@ -1,15 +1,16 @@
 """A tokenizer inside a compiled program: from tokens to bytes, and from bytes to tokens by byte-pair merges.
 
-A draft model with another vocabulary needs its text cut anew in every round, on the device. The rule is byte-pair
-encoding's own (Sennrich et al. 2016): in each segment the pair of neighbours with the lowest rank merges, until none
-can. Two bytes that no token holds side by side end a segment, so segments are words or less, and merge side by side.
+A draft model with another vocabulary needs the text tokenized again in every round, on the device. The rule is that of
+byte-pair encoding (Sennrich et al. 2016): in each segment, the pair of neighbours with the lowest rank merges, until no
+pair can. A segment ends between two bytes that are not adjacent in any token, so segments are words or parts of words,
+and are merged in parallel.
 
-It is not the tokenizer to the letter, and need not be, since drafts are guesses. Of a tokenizer's splits into words by
-a regular expression only one is known: whether the last space of several belongs to the word after it (GPT-2, Llama 3,
-Qwen). Added tokens are never made. A vocabulary without merges (Unigram, WordPiece) gets them from its own tokens, as
-in conversions to byte-pair encoding: any two tokens that make a third may merge, those of low id first. On Python
-source 98 to 99% of the tokens are those of `pycode`'s tokenizer, and of ones that split as GPT-2 and Llama 3 do;
-longest match, the usual shortcut, has 89 to 92% of them.
+The result may differ from that of the tokenizer, which is acceptable since drafts are guesses. Of a tokenizer's splits
+into words by a regular expression, only one is known: whether the last of several spaces belongs to the word after it
+(GPT-2, Llama 3, Qwen). Added tokens are never produced. For a vocabulary without merges (Unigram, WordPiece), any two
+tokens whose concatenation is a token may merge, low ids first, as in conversions to byte-pair encoding. On Python
+source, 98 to 99% of the tokens are those of `pycode`'s tokenizer, and of tokenizers that split as GPT-2 and Llama 3 do;
+longest match, the usual shortcut, gives 89 to 92%.
 """
 
 from __future__ import annotations
@@ -31,13 +32,14 @@ NONE = np.iinfo(np.int32).max
 
 @dataclasses.dataclass(frozen=True)
 class Merges:
-    """A vocabulary on the host. Ids from `size` on are symbols that are no token: bytes without one, and the
-    beginnings of characters that are tokens as a whole.
+    """A vocabulary with its merges, on the host. Ids from `size` on are symbols that are no tokens: bytes without a
+    token, and prefixes of characters that have a token as a whole.
 
     Attributes:
-        spelled: the bytes of each token, b"" for those that leave no trace in a text. size: `V`, tokens.
-        ids: tokens by their bytes; of several the one that the tokenizer makes.
-        byte: the symbol of each of the 256 bytes. pairs: rank and result of each pair of symbols that may merge.
+        spelled: the bytes of each token; b"" for tokens that add nothing to a text.
+        ids: token ids by their bytes; of several tokens with the same bytes, the one that the tokenizer produces.
+        byte: the symbol of each of the 256 bytes.
+        pairs: rank and result of each pair of symbols that may merge.
     """
 
     spelled: list[bytes]
@@ -51,7 +53,8 @@ class Merges:
 
     @classmethod
     def of(cls, tokenizer: Any, size: int | None = None) -> Merges:
-        """Reads a `decodax.io.text.Tokenizer`. `size`: entries of the model's logits, default the tokenizer's."""
+        """Returns the merges of a `decodax.io.text.Tokenizer`. `size`: number of the model's logits; None: the
+        tokenizer's size."""
         spelled = tokenizer.token_bytes()
         spelled = (spelled + [b""] * ((size or 0) - len(spelled)))[:size]
         names = {i: name for name, i in tokenizer.backend.get_vocab(with_added_tokens=True).items()}
@@ -89,7 +92,7 @@ class Merges:
         return cls(spelled, ids, byte, pairs)
 
     def split(self, data: bytes) -> list[int]:
-        """Returns the tokens of one segment; bytes that no token covers are left out."""
+        """Returns the tokens of the bytes of one segment; bytes without a token are left out."""
         symbols = [self.byte[b] for b in data]
         sizes = [1] * len(data)
         while True:
@@ -108,16 +111,22 @@ class Merges:
 
 @struct
 class ByteVocabulary(Struct):
-    """A vocabulary on the device; made by `build`. It travels as data.
+    """A vocabulary with its merges, on the device, as an argument of compiled programs; made by `build`.
 
     Attributes:
-        text: `u8[C]` the bytes of all tokens, one after another. starts: `i32[V + 1]` where each one's begin.
-        byte: `i32[256]` symbol of a byte. joins: `bool[256, 256]`, True if a token holds two bytes side by side.
-        spaces: `bool[2]`, True if the last of several white spaces, a space, belongs to the following word: within a
-            line, and after a line break.
-        buckets: `i32[H + 1]`, begin of each bucket of the pairs, H a power of two.
-        left, right, rank, merged: `i32[pairs + depth]`, symbols that may merge, their rank, and the result.
-        depth: pairs in the fullest bucket. longest: bytes of the longest token.
+        text: `u8[C]`, the bytes of all tokens, one after the other.
+        starts: `i32[V + 1]`, index in `text` of each token's first byte.
+        byte: `i32[256]`, symbol of each byte.
+        joins: `bool[256, 256]`, True if some token has these two bytes next to each other.
+        spaces: `bool[2]`, True if the last of several white spaces, if it is a space, belongs to the following word:
+            within a line, and after a line break.
+        buckets: `i32[H + 1]`, first entry of each bucket of the hash table of pairs; H is a power of two.
+        left: `i32[pairs + depth]`, left symbol of each pair that may merge.
+        right: `i32[pairs + depth]`, right symbol.
+        rank: `i32[pairs + depth]`, rank of the merge.
+        merged: `i32[pairs + depth]`, resulting symbol.
+        depth: static; number of pairs in the fullest bucket.
+        longest: static; number of bytes of the longest token.
     """
 
     text: Array
@@ -135,10 +144,11 @@ class ByteVocabulary(Struct):
 
     @classmethod
     def build(cls, tokenizer: Any, size: int | None = None) -> ByteVocabulary:
-        """From a `decodax.io.text.Tokenizer`, on the host. `size`: entries of the model's logits.
+        """Builds it from a `decodax.io.text.Tokenizer`, on the host. `size`: number of the model's logits; None: the
+        tokenizer's size.
 
         Raises:
-            ValueError: no text can be cut into its tokens, since none of them is a byte or a character.
+            ValueError: no text can be tokenized, since no token is a single byte or character.
         """
         merges = Merges.of(tokenizer, size)
         V = merges.size
@@ -169,22 +179,23 @@ class ByteVocabulary(Struct):
 
     @property
     def size(self) -> int:
-        """`V`."""
+        """Number of tokens, `V`."""
         return self.starts.shape[0] - 1
 
     def lengths(self, tokens: Array) -> Array:
-        """Bytes of tokens from 0 up, `i32[...]`; 0 for special ones."""
+        """Returns the number of bytes of tokens (at least 0), `i32[...]`; 0 for special tokens."""
         return self.starts[tokens + 1] - self.starts[tokens]
 
     def split(self, data: Array, count: Array) -> tuple[Array, Array]:
-        """The tokens of one row's bytes.
+        """Tokenizes the bytes of one row.
 
         Args:
-            data: `u8[T]`. count: `i32[]`, how many of them count.
+            data: `u8[T]`, the bytes.
+            count: `i32[]`, number of valid bytes.
 
         Returns:
-            `i32[T]` the token that begins at each place, -1 where none does (bytes that no token covers are left out),
-            and `i32[]` the beginning of the last segment: no later text changes what is before it.
+            `i32[T]`, the token that begins at each byte, -1 where none does (bytes without a token are left out); and
+            `i32[]`, the first byte of the last segment: text added later does not change the tokens before it.
         """
         T, V = data.shape[0], self.size
         place = jnp.arange(T, dtype=jnp.int32)
@@ -193,7 +204,8 @@ class ByteVocabulary(Struct):
         byte = jnp.where(place < count, self.byte[data], -1)
 
         def pairs(symbols: Array, size: Array) -> tuple[Array, Array]:
-            """The slot of the pair that begins at each place, and what the lowest of a segment wins by."""
+            """Returns the table index of the pair that begins at each place, and a key whose minimum in a segment is
+            the next merge."""
             beside = jnp.minimum(place + size, T - 1)
             near = (place + size < count) & (segment[beside] == segment) & (symbols >= 0)
             slot, found = self._find(symbols, symbols[beside])
@@ -216,7 +228,7 @@ class ByteVocabulary(Struct):
         return jnp.where(tokens < V, tokens, -1), jnp.max(jnp.where(ends & (place < count), place, 0))
 
     def _segments(self, data: Array, count: Array) -> Array:
-        """Returns True where a segment begins, `bool[T]`."""
+        """Returns True at the first byte of each segment, `bool[T]`."""
         place = jnp.arange(data.shape[0], dtype=jnp.int32)
         data = data.astype(jnp.int32)
         before, after = jnp.roll(data, 1), jnp.roll(data, -1)
@@ -227,7 +239,7 @@ class ByteVocabulary(Struct):
         return (place == 0) | ~self.joins[before, data] | leaves
 
     def _find(self, left: Array, right: Array) -> tuple[Array, Array]:
-        """Returns the places of pairs of symbols in the table, and True for those that are there."""
+        """Returns the indices of pairs of symbols in the table, and True for pairs that are in it."""
         begin = self.buckets[_bucket(left, right, (self.buckets.shape[0] - 1).bit_length() - 1)]
         slots = begin[..., None] + jnp.arange(self.depth, dtype=jnp.int32)
         hit = (self.left[slots] == left[..., None]) & (self.right[slots] == right[..., None])
@@ -235,15 +247,18 @@ class ByteVocabulary(Struct):
 
 
 def append(items: Array, starts: Array, buffer: Array, count: Array, tokens: Array) -> tuple[Array, Array, Array]:
-    """Writes the items of one row's tokens after the first `count` entries of a buffer.
+    """Appends the items of one row's tokens to the first `count` entries of a buffer, as far as there is space.
 
     Args:
-        items: `[C]` items of all tokens (bytes, or other tokens), one after another. starts: `i32[V + 1]`, where each
-            token's items begin.
-        buffer: `[T]`. count: `i32[]`. tokens: `i32[W]`, the first negative one ends them.
+        items: `[C]`, items of all tokens (bytes, or other tokens), one after the other.
+        starts: `i32[V + 1]`, index of each token's first item.
+        buffer: `[T]`, the buffer.
+        count: `i32[]`, number of valid entries.
+        tokens: `i32[W]`, the tokens; the first negative one ends them.
 
     Returns:
-        The buffer with as many whole tokens as there is room for, the number of its entries, and of the tokens taken.
+        The buffer, with the items of as many complete tokens as fit; the number of its valid entries; and the number of
+        tokens that were appended.
     """
     place = jnp.arange(buffer.shape[0], dtype=jnp.int32)
     begin = starts[jnp.maximum(tokens, 0)]
@@ -266,7 +281,7 @@ def _bucket(left: Any, right: Any, bits: int) -> Any:
 
 
 def _spaces(tokenizer: Any) -> np.ndarray:
-    """Returns `ByteVocabulary.spaces`, found by the tokenizer's own split into words."""
+    """Returns `ByteVocabulary.spaces`, determined from the tokenizer's own split into words."""
     splits = tokenizer.backend.pre_tokenizer
     if splits is None:
         return np.zeros(2, bool)

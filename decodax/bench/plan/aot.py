@@ -35,8 +35,8 @@ def devices(topology: str) -> list[Any]:
 
 @contextlib.contextmanager
 def _no_flags() -> Iterator[None]:
-    """Removes XLA_FLAGS within the context: libtpu reads them at its first use and ends the process if one is unknown
-    to it."""
+    """Removes XLA_FLAGS from the environment within the context. libtpu reads them at its first use and ends the
+    process if it does not know one of them."""
     flags = os.environ.pop("XLA_FLAGS", None)
     try:
         yield
@@ -47,17 +47,17 @@ def _no_flags() -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """What XLA reports about one device's program. Sizes are in bytes and include the padding of tiles.
+    """Figures that XLA reports about the program of one device. Sizes are in bytes and include the padding of tiles.
 
     Attributes:
         arguments: memory of the arguments.
         temporaries: memory of temporary arrays.
-        moved: bytes moved to and from main memory in a call of one round; None if XLA cannot print the program.
-        collectives: the number of operations of a round that wait for other devices; None if XLA cannot print the
+        moved: bytes moved to and from main memory in one round; None if XLA cannot print the program.
+        collectives: number of operations of one round that wait for other devices; None if XLA cannot print the
             program.
-        fits: whether the program fits into the device's memory.
+        fits: True if the program fits into the device's memory.
         error: XLA's message if the program does not fit or cannot be printed.
-        text: the optimised program.
+        text: the optimized program.
     """
 
     arguments: int
@@ -70,7 +70,7 @@ class Compiled:
 
 
 def compile_round(s: Setup) -> Compiled:
-    """Compiles the decoding loop of `generate` for devices that need not exist."""
+    """Compiles the decoding loop of `generate` for the devices of a setup, which need not exist on this machine."""
     import jax
 
     from decodax.bench.report import Instruction, collectives, parse, rounds, traffic

@@ -1,4 +1,5 @@
-"""Counts from shapes what a round of decoding stores, moves and computes on one device; nothing is allocated."""
+"""Counts, from shapes, the memory, memory traffic and arithmetic of a round of decoding on one device; nothing is
+allocated."""
 
 from __future__ import annotations
 
@@ -35,8 +36,21 @@ BEST = ("bfloat16", "float16")
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """A program on a mesh: the arguments with which `decodax.core.drivers.advance` is lowered. Arrays are shapes with
-    shardings."""
+    """A decoding program on a mesh: the arguments with which `decodax.core.drivers.advance` is lowered. Arrays are
+    shapes with shardings.
+
+    Attributes:
+        lm: the model.
+        algorithm: the algorithm.
+        mesh: the mesh, with or without devices.
+        params: shapes of the weights.
+        policy: shapes of the sampling policy.
+        state: shapes of the decoding state.
+        width: number of tokens that a round scores for a row.
+        rows: number of rows of a replica.
+        live: number of cache entries of each row.
+        capacity: number of cache slots of each row.
+    """
 
     lm: LM
     algorithm: Any
@@ -57,22 +71,22 @@ class Setup:
 
 @dataclasses.dataclass(frozen=True)
 class DeviceCounts:
-    """One device's share of a round. Sizes are in bytes.
+    """The share of a round that one device has. Sizes are in bytes.
 
     Attributes:
-        weights: the model's weights.
-        draft: weights other than the model's, such as those of a draft model.
-        cache: the part of the cache in the device's memory.
-        host: the part of the cache in the host's memory.
-        weights_read: weights that a round must read.
-        cache_read: entries of the cache that a round must read.
-        cache_written: entries of the cache that a round must write.
-        prompt_flops: floating-point operations of the matrix products of one row's prompt of `live` tokens; 0 without a
+        weights: size of the model's weights.
+        draft: size of other weights, such as those of a draft model.
+        cache: size of the part of the cache in the device's memory.
+        host: size of the part of the cache in the host's memory.
+        weights_read: bytes of weights that a round has to read.
+        cache_read: bytes of cache entries that a round has to read.
+        cache_written: bytes of cache entries that a round has to write.
+        prompt_flops: floating-point operations of the matrix products for one prompt of `live` tokens; 0 without a
             cache.
-        row_cache: the cache entries of that prompt; 0 without a cache.
+        row_cache: bytes of cache entries of that prompt; 0 without a cache.
         flops: floating-point operations of a round's matrix products.
-        sent: what the device sends in collectives.
-        hops: the number of sequential steps from neighbour to neighbour in those collectives.
+        sent: bytes that the device sends in collectives.
+        hops: number of sequential steps from neighbor to neighbor in those collectives.
     """
 
     weights: int
@@ -106,24 +120,24 @@ class DeviceCounts:
 def setup(lm: LM, devices: Any, mesh: tuple[int, int], *, batch: int, capacity: int, live: int | None = None,
           new: int | None = None, algorithm: Any = None, cache: Any = None, weights: Any = None, sampling: Any = None
           ) -> Setup:
-    """Returns the setup of a round of a model whose weights are shapes.
+    """Returns the decoding program of a model on a mesh, with shapes in place of arrays.
 
     Args:
-        lm: the model.
+        lm: the model, whose weights may be shapes.
         devices: an array of devices, or None for a mesh without devices, which is enough to count.
-        mesh: the number of devices along the data axis and along the model axis.
-        batch: the number of rows over all replicas.
-        capacity: the number of slots of a row.
-        live: the number of cache entries of each row; default `capacity`.
-        new: how much of the capacity is for new tokens, on which a cache's policy depends; default a quarter, at most
-            256.
+        mesh: number of devices along the data axis and along the model axis.
+        batch: number of rows over all replicas.
+        capacity: number of slots of a row.
+        live: number of cache entries of each row. None: `capacity`.
+        new: number of slots for new tokens, on which the size of some caches depends. None: a quarter of `capacity`, at
+            most 256.
         algorithm: the algorithm, as in `decodax.generate`.
         cache: the cache, as in `decodax.generate`.
         weights: a format of `decodax.models.formats`, or None.
         sampling: arguments of `decodax.sampling.build`.
 
     Raises:
-        ValueError: the batch does not divide among the replicas.
+        ValueError: the batch is not divisible by the number of replicas.
     """
     if batch % mesh[0]:
         raise ValueError(f"batch: got {batch}, takes a multiple of the {mesh[0]} replicas of the mesh "
@@ -173,8 +187,8 @@ def setup(lm: LM, devices: Any, mesh: tuple[int, int], *, batch: int, capacity: 
 
 
 def there(cache: Cache, mesh: Any) -> Cache:
-    """Returns a cache of shapes in which arrays that belong to the host's memory have that memory kind, which plain
-    shapes lose."""
+    """Returns a cache of shapes in which the arrays of the host's memory have that memory kind, which plain shapes
+    lose."""
     on_host = {id(x) for x in jax.tree.leaves(cache.layout.hosted)}
 
     def one(x: Any) -> Any:
@@ -203,7 +217,7 @@ def _laid_out(model: Any, weights: Any, mesh: Any, form: Any) -> Any:
 
 
 def local(tree: Any) -> int:
-    """Returns the bytes of one device's part of all arrays in a tree."""
+    """Returns the size in bytes of one device's part of all arrays in a pytree."""
     return sum(_bytes(x) for x in jax.tree.leaves(tree))
 
 
@@ -212,7 +226,7 @@ def _bytes(x: Any) -> int:
 
 
 def count(s: Setup) -> DeviceCounts:
-    """Counts what a round of the setup stores, moves and computes on each device."""
+    """Counts the memory, memory traffic and arithmetic of a round of the setup on each device."""
     model: Any = s.lm.model
     c = model.config
     across = s.mesh.shape[MODEL]
@@ -266,7 +280,7 @@ def _experts(weights: Any, i: int, count: int) -> list[Any]:
 
 @functools.lru_cache(maxsize=32)
 def _active(model: Transformer) -> int:
-    """Returns the number of weights that each token is multiplied with."""
+    """Returns the number of weights with which each token is multiplied; of experts only those that are chosen."""
     shapes, c = model.abstract_params(), model.config
     table = 0 if c.tied else math.prod(shapes["embed"].shape)
     whole = sum(math.prod(x.shape) for x in jax.tree.leaves(shapes)) - table

@@ -39,8 +39,8 @@ class Plan:
         capacity: the number of slots of a row.
         live: the number of slots of a row that are in use.
         width: the number of tokens that a round scores for a row.
-        counts: what was counted from shapes.
-        compiled: what XLA's compiler reports; None if it was not used.
+        counts: the counts from shapes.
+        compiled: figures of XLA's compiler; None if it was not used.
         temporaries: memory for temporary arrays, from the compiled program, or an estimate from the logits and
             activations of all tokens.
         free: the device's remaining memory; negative if the job does not fit. It ignores what is in the host's memory
@@ -187,8 +187,8 @@ def plan(model: str | Path | LM, topology: str | Sequence[str], *, batch: int = 
         batch: the number of rows over all replicas.
         capacity: the number of slots of a row, for prompt and answer.
         live: the number of slots that are in use in the timed round; default all.
-        max_new_tokens: how much of the capacity is for the answer, on which cache policies depend; default a quarter,
-            at most 256.
+        max_new_tokens: number of slots for the answer, on which the size of some caches depends; default a quarter of
+            `capacity`, at most 256.
         mesh: pairs of the number of devices along the data axis and along the model axis; default all meshes of all
             devices.
         algorithm: as in `decodax.generate`.

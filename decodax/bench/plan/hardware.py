@@ -12,19 +12,19 @@ GIB = 2 ** 30
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """One device as JAX counts devices. Figures come from the maker and are for dense matrix products.
+    """The figures of one device, as JAX counts devices. They come from the maker and hold for dense matrix products.
 
     Attributes:
         name: the name, such as "v5e".
-        memory: bytes that a program may use.
+        memory: bytes of memory that a program may use.
         bandwidth: bytes per second of that memory.
         flops: operations per second with 16-bit numbers.
         flops8: operations per second with 8-bit numbers.
-        link: bytes per second that it sends to its neighbour in a ring of devices, in one direction.
-        hop: latency of sending to a neighbour, in seconds.
+        link: bytes per second that it sends to its neighbor in a ring of devices, in one direction.
+        hop: latency of sending to a neighbor, in seconds.
         host: bytes per second between the device and its host's memory, in one direction; None if the maker does not
             publish it.
-        source: where the figures come from.
+        source: source of the figures.
     """
 
     name: str
@@ -59,12 +59,12 @@ TPUS = ("v4", "v5e", "v5p", "v6e")
 
 @dataclasses.dataclass(frozen=True)
 class Slice:
-    """Devices that work together.
+    """A group of connected devices of one kind.
 
     Attributes:
         name: the requested name, such as "v5e:2x4".
-        device: the kind of all devices.
-        count: the number of devices.
+        device: the kind of the devices.
+        count: number of devices.
     """
 
     name: str
@@ -102,8 +102,8 @@ def slice_of(name: str) -> Slice:
 
 
 def here() -> Slice:
-    """Returns this machine's devices as a slice, with the first device's measured bandwidth (of a copy) and rate (of a
-    matrix product).
+    """Returns this machine's devices as a slice. Bandwidth (of a copy) and rate (of a matrix product) of the first
+    device are measured.
 
     The link between devices is not measured; it is assumed to be as fast as the memory.
     """

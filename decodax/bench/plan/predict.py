@@ -20,16 +20,16 @@ COLUMNS = ("system", "tokens/forward here", "window", "plain round", "round", "d
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """The prediction for one system on one task and batch size.
+    """The prediction for one decoding method on one task and batch size.
 
     Attributes:
         task: the task.
         batch: the batch size.
-        system: the name of the system.
+        system: the name of the method.
         tokens: new tokens for each row and round, measured here.
         width: the number of tokens that a round scores.
         plain: minimum seconds of a round of plain decoding.
-        round: minimum seconds of a round of the system.
+        round: minimum seconds of a round of the method.
         drafting: minimum seconds of a draft model's steps in a round.
         reason: why nothing is predicted, or None.
     """
@@ -70,10 +70,10 @@ def predict(found: Comparison, chosen: Mapping[str, tuple[str, dict[str, Any]]],
     plain round for each token of the window after the first.
 
     Args:
-        found: what was measured.
-        chosen: the system's name and options for each contender of `found`.
-        topology: the slice, as `decodax.bench.plan.plan` takes it.
-        model: the large model, as `decodax.bench.plan.plan` takes it.
+        found: the measurements.
+        chosen: for each contender of `found`, the name of the decoding method and its options.
+        topology: the slice, as in `decodax.bench.plan.plan`.
+        model: the large model, as in `decodax.bench.plan.plan`.
         capacity: the number of tokens of each row.
         draft_share: bytes of the draft model relative to those of the model.
         options: further arguments of `plan`: weights, dtype, cache.

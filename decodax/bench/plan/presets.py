@@ -1,4 +1,4 @@
-"""Shapes of published models by name, as in their `config.json`."""
+"""The configurations of published models by name, as in their `config.json`."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""FreqKV: a cache of constant size, whose older part is compressed to its low frequencies each time that it is full
-("FreqKV: Frequency Domain Key-Value Compression for Efficient Context Window Extension", Kai et al., 2025).
+"""FreqKV: a cache of constant size. Each time it is full, its older part is compressed to low frequencies ("FreqKV:
+Frequency Domain Key-Value Compression for Efficient Context Window Extension", Kai et al., 2025).
 
-When the cache is full, the keys and values after the first tokens, the sinks, go through a discrete cosine transform
-over the tokens; the lower frequencies are transformed back to fewer tokens of the same scale. So older tokens are
-compressed again and again, and nothing is lost at once. Keys are transformed before their rotation, and positions are
-counted in the cache: here keys are rotated to the last positions before the tokens that follow, which is the same to a
-model whose attention depends on distances alone. A round commits no token beyond the point where the cache is full, and
-prompts are read in the same way, so that neither drafts nor chunks change the result.
+When the cache is full, the keys and values after the first tokens (the sinks) go through a discrete cosine transform
+over the tokens. The lower frequencies are transformed back to fewer tokens of the same scale. So older tokens are
+compressed again and again instead of being evicted. Keys are transformed before rotation, and positions are counted in
+the cache. Here keys are rotated to the last positions before the tokens that follow; the result is the same for a model
+whose attention depends on distances alone. A round commits no token beyond the point where the cache is full, and
+prompts are read in the same way, so neither drafts nor chunks change the result.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from decodax.core.window import causal
 from decodax.pallas_kernels.window_attention import BLOCK, Bias, window_attention
 
 CHUNK = 256
-"""Number of prompt tokens that are read at a time."""
+"""Number of prompt tokens that are prefilled at a time."""
 
 
 def low_frequencies(x: Array, count: int) -> Array:
@@ -42,13 +42,18 @@ def low_frequencies(x: Array, count: int) -> Array:
 
 @struct
 class FreqKVCache(KeyValues, PromptPhase):
-    """The first tokens, the compressed older ones, and the latest.
+    """The first tokens, the compressed older tokens, and the latest tokens.
 
     Attributes:
-        kv, given, widths: see `KeyValues`. The token at position `p` was written to slot `p - gone`, and each slot is
-            rotated to its number plus `gone`.
-        gone: `i32[B]`, the number of slots less than tokens. count: `i32[B]`, the number of filled slots.
-        size, shapes, kind: static; the longest text, the shapes of layers, and the configuration.
+        kv: for each layer `f[B, G, S, d + e]`. The token at position `p` is written to slot `p - gone`, and the key in
+            slot `s` is rotated to position `s + gone`.
+        gone: `i32[B]`, number of tokens minus number of filled slots.
+        count: `i32[B]`, number of filled slots.
+        given: inputs of each row beside its tokens; see `Cache.inputs`.
+        widths: static; the key width `d` of each layer.
+        size: static; maximum number of tokens of a text.
+        shapes: static; the `KVLayer` of each layer.
+        kind: static; the configuration.
     """
 
     kv: tuple[Array, ...]
@@ -96,7 +101,8 @@ class FreqKVCache(KeyValues, PromptPhase):
                sliding: int | None = None, softcap: float | None = None,
                bias: Bias | None = None) -> tuple[Array, PyTree]:
         if window.is_prefill:
-            raise ValueError(f"cache: {self.kind.name} moves tokens together, so it takes the model that answers")
+            raise ValueError(f"cache: {self.kind.name} moves tokens to new positions, which a draft model does not "
+                             "follow; takes another cache for the draft model")
         out = window_attention(q, k, v, window.visible(), window.positions, self.kv[layer], self.count, scale=scale,
                                softcap=softcap, key_positions=window.key_positions)
         own = k.shape[1] - q.shape[1]
@@ -146,13 +152,13 @@ class FreqKVCache(KeyValues, PromptPhase):
 class FreqKVConfig(KVConfig):
     """Keeps the first tokens, and compresses the others to their low frequencies each time that the cache is full.
 
-    Decodes texts of any length in constant memory, with a model that has rotary positions; prompts are read in the same
-    memory. The authors train the model on it for a little while.
+    Decodes texts of any length in constant memory, with a model that has rotary positions; prompts are prefilled in the
+    same memory. The authors fine-tune the model with this cache.
 
     Attributes:
-        size: number of tokens that the cache has room for.
-        sinks: number of first tokens, which stay as they are.
-        ratio: share of the other tokens that is left by a compression.
+        size: maximum number of slots; the cache is compressed when all are filled.
+        sinks: number of first tokens, which are never compressed.
+        ratio: share of the other slots that are still filled after a compression.
     """
 
     size: Count = 4096
@@ -171,7 +177,7 @@ class FreqKVConfig(KVConfig):
 
     @property
     def kept(self) -> int:
-        """Number of tokens that a compression leaves after the first ones."""
+        """Number of slots after the sinks that a compression leaves."""
         return int((self.size - self.sinks) * self.ratio)
 
     def refuses(self, layer: int, shape: KVLayer) -> frozenset[Score]:

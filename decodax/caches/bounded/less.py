@@ -2,17 +2,16 @@
 with KV Cache Compression for Efficient LLM Inference", Dong et al., 2024).
 
 The first tokens and the latest ones keep their keys and values, as in StreamingLLM. Every other token is added to a
-state of each key head: `H += psi(k)^T v` and `z += psi(k)^T`. A query reads both parts as one attention, `(phi(q) H +
-sum exp(s) v) / (phi(q) z + sum exp(s))` with the scores `s` of the kept tokens. The kernels `phi` and `psi` are small
-networks of each layer and head, which `decodax.train.less` trains.
+state of each key head: `H += psi(k)^T v` and `z += psi(k)^T`. A query attends to both parts at once: `(phi(q) H + sum
+exp(s) v) / (phi(q) z + sum exp(s))` with the scores `s` of the kept tokens. The kernels `phi` and `psi` are small
+networks of each layer and head, trained by `decodax.train.fit_less`.
 
-A query at position `p` reads the first tokens and those from `p - recent_size` on exactly, and the others through the
-kernels, whether they have left the window yet or not. So what a query sees depends on the text alone: no round is cut,
-prompts are read in the same way in chunks of any width, and no more than the window is ever kept.
+A query at position `p` attends exactly to the first tokens and to those from `p - recent_size` on, and to the others
+through the kernels, even if they are still stored. So its result depends on the text alone: drafts and chunks of a
+prompt may have any width, and no more than the window is stored.
 
-With grouped queries each query head has a `phi` of its own and shares the state of its key head, as in the authors'
-code for Falcon. Their code for generation reads a prompt with full attention. Kernels are constants of the programs
-that use them.
+With grouped queries each query head has its own `phi` and shares the state of its key head, as in the authors' code for
+Falcon. Unlike here, their code prefills a prompt with full attention. Kernels are constants of the compiled programs.
 """
 
 from __future__ import annotations
@@ -40,13 +39,14 @@ from decodax.pallas_kernels.window_attention import BLOCK, Bias, merge, window_a
 
 @struct
 class LayerKernels(Struct):
-    """The kernels of one layer, for `H` query heads and `G` key heads, with `h` hidden channels and the rank `r`.
+    """The kernels of one layer, for `H` query heads and `G` key heads, with `h` hidden channels and rank `r`.
 
     Attributes:
         query_in, query_out: `f32[H, d, h]` and `f32[H, h, r]`, the two layers of `phi`.
         key_in, key_out: `f32[G, d, h]` and `f32[G, h, r]`, the first two layers of `psi`.
-        scale: `f32[G, r]`, whose absolute values multiply the output of those.
-        mix: `f32[G, r, r]`, the third layer of `psi`, which is added. mix_scale: `f32[G, r]`, its factors.
+        scale: `f32[G, r]`; its absolute value multiplies the output of these two layers.
+        mix: `f32[G, r, r]`, the third layer of `psi`, whose output is added to its input.
+        mix_scale: `f32[G, r]`, factors of the output of `mix`.
     """
 
     query_in: Array
@@ -58,15 +58,17 @@ class LayerKernels(Struct):
     mix_scale: Array
 
     def phi(self, q: Array, dropped: Array | float = 1.0) -> Array:
-        """Returns the features of queries `f[..., H, d]`, before the scale of the scores: `f32[..., H, r]`, 0 or more.
+        """Returns the features of queries `f[..., H, d]`: `f32[..., H, r]`, at least 0. The queries must not be scaled
+        for attention.
 
         Args:
-            dropped: factor of the hidden channels before their activation, for dropout in training.
+            q: the queries.
+            dropped: factors of the hidden channels before their activation, for dropout in training.
         """
         return jnp.abs(_two_layers(q, self.query_in, self.query_out, dropped))
 
     def psi(self, k: Array, dropped: Array | float = 1.0) -> Array:
-        """Returns the features of rotated keys `f[..., G, d]`, `f32[..., G, r]`; otherwise as `phi`."""
+        """Returns the features of rotated keys `f[..., G, d]`: `f32[..., G, r]`, at least 0. `dropped`: see `phi`."""
         x = jnp.abs(self.scale) * _two_layers(k, self.key_in, self.key_out, dropped)
         return jnp.abs(x + jnp.einsum("...hr,hrs->...hs", x, self.mix) * self.mix_scale)
 
@@ -79,7 +81,7 @@ def _two_layers(x: Array, first: Array, second: Array, dropped: Array | float) -
 
 @dataclasses.dataclass(frozen=True)
 class LessKernels:
-    """The kernels of all layers: the arrays of `LayerKernels`, each with a first axis of `L` layers."""
+    """The kernels of all layers: the arrays of `LayerKernels`, each with a leading axis of `L` layers."""
 
     query_in: Constant
     query_out: Constant
@@ -91,7 +93,7 @@ class LessKernels:
 
     @classmethod
     def of(cls, layers: Sequence[LayerKernels]) -> LessKernels:
-        """Stacks the kernels of layers."""
+        """Stacks the kernels of the layers of a model."""
         return cls(**{field.name: Constant(np.stack([np.asarray(getattr(own, field.name), np.float32)
                                                      for own in layers])) for field in dataclasses.fields(cls)})
 
@@ -105,10 +107,10 @@ class LessKernels:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> LessKernels:
-        """Reads a file of `save`.
+        """Reads a file that `save` wrote.
 
         Raises:
-            ValueError: a file without one of the arrays.
+            ValueError: the file lacks one of the arrays.
         """
         with np.load(path, allow_pickle=False) as found:
             names = [field.name for field in dataclasses.fields(cls)]
@@ -118,7 +120,7 @@ class LessKernels:
             return cls(**{name: Constant(found[name]) for name in names})
 
     def check(self, shapes: Sequence[KVLayer]) -> None:
-        """Raises ValueError if these are the kernels of another model."""
+        """Raises ValueError if the kernels do not fit the shapes of a model's layers."""
         depth, heads, width = self.key_in.value.shape[:3]
         queries = self.query_in.value.shape[1]
         for shape in shapes:
@@ -132,16 +134,17 @@ class LessKernels:
 
 
 def with_ones(values: Array) -> Array:
-    """Appends a 1 to each value `f[..., e]`, in float32, so that sums of them are also sums of weights."""
+    """Appends a 1 to each value `f[..., e]` and returns float32, so that a weighted sum of them also has the sum of
+    weights."""
     return jnp.concatenate([values.astype(jnp.float32), jnp.ones((*values.shape[:-1], 1), jnp.float32)], -1)
 
 
 @struct
 class LessCache(StreamingLLMCache):
-    """The first `start_size` tokens and the latest `recent_size` ones, and a state that has taken in the others.
+    """The first `start_size` tokens, the latest `recent_size` tokens, and a state that sums up all other tokens.
 
     Attributes:
-        states: a tuple of one `f32[B, G, r, e + 1]` a layer: `H`, and in the last column `z`.
+        states: a tuple with one array `f32[B, G, r, e + 1]` for each layer: `H`, and in the last column `z`.
         kind: static; the configuration.
     """
 
@@ -171,7 +174,7 @@ class LessCache(StreamingLLMCache):
 
     def _far(self, layer: int, q: Array, k: Array, v: Array, mask: Array, at: Array,
              keys_at: Array) -> tuple[Array, Array]:
-        """Returns the attention of queries through the kernels, as a part for `merge`."""
+        """Returns attention through the kernels, as a part for `merge`."""
         kernels, (B, W, H, _), (K, G) = self.kind.kernels.layer(layer), q.shape, k.shape[1:3]
         phi = kernels.phi(q).reshape(B, W, G, H // G, -1)
         sums = jnp.einsum("bwgmr,bgre->bwgme", phi, self.states[layer])
@@ -193,8 +196,8 @@ class LessCache(StreamingLLMCache):
         return sums[..., :-1] / jnp.maximum(total, 1e-37)[..., None], lse
 
     def _oldest(self, layer: int, count: int) -> tuple[Array, Array, Array]:
-        """Returns keys `f[B, count, G, d]`, values and positions `i32[B, count]` of the tokens that leave the window
-        next; position -1 where the text is shorter."""
+        """Returns the next `count` tokens to leave the window: keys `f[B, count, G, d]`, values, and positions `i32[B,
+        count]`; position -1: none."""
         at = self.length[:, None] - self.recent_size + jnp.arange(count, dtype=jnp.int32)
         slot = self.start_size + (at - self.start_size) % self.recent_size
         some = jnp.take_along_axis(self.kv[layer], slot[:, None, :, None], 2).swapaxes(1, 2)
@@ -210,7 +213,8 @@ class LessCache(StreamingLLMCache):
         return placed.replace(states=states)
 
     def _taken_in(self, layer: int, entry: PyTree, slots: Array, length: Array) -> Array:
-        """Returns the state after the tokens that leave the window of a text of that `length` (`i32[B, 1]`)."""
+        """Returns the state of a layer after a commit: it adds the tokens that leave the window of a text of `length`
+        tokens (`i32[B, 1]`)."""
         k, v, at = self._oldest(layer, min(slots.shape[1], self.recent_size))
         if slots.shape[1] > self.recent_size:        # some of the new ones leave the window at once
             k, v, at = (jnp.concatenate([old, new.astype(old.dtype)], 1) for old, new in zip(
@@ -222,7 +226,7 @@ class LessCache(StreamingLLMCache):
 
 @dataclasses.dataclass(frozen=True)
 class LessConfig(KVConfig):
-    """Configuration of a `LessCache`; see `less`."""
+    """Configuration of a `LessCache`; see `less` for the fields."""
 
     kernels: LessKernels
     start_size: Whole = 4
@@ -248,13 +252,13 @@ class LessConfig(KVConfig):
                  "Get More with LESS: Synthesizing Recurrence with KV Cache Compression for Efficient LLM Inference",
                  "Dong et al. 2024", family="bounded")
 def less(kernels: LessKernels | str | None = None, start_size: Whole = 4, recent_size: Count = 512) -> LessConfig:
-    """Keeps the first tokens and the latest ones, and a state of constant size for the others.
+    """Keeps the first tokens and the latest ones exactly, and sums up the others in a state of constant size.
 
-    Decodes texts of any length in constant memory, and loses less than the window alone. Train the kernels of a model
-    first, by `decodax.train.fit_less`.
+    Decodes texts of any length in constant memory, with better results than the window alone. First train the kernels
+    for a model with `decodax.train.fit_less`.
 
     Args:
-        kernels: kernels that were trained on the model, or the path of a file of `LessKernels.save`. Has to be given.
+        kernels: kernels that were trained on the model, or the path of a file of `LessKernels.save`. Required.
         start_size: number of first tokens, the attention sinks.
         recent_size: number of latest tokens.
     """

@@ -1,11 +1,11 @@
 """StreamingLLM: attention sinks and a ring of the latest tokens, at positions counted in the cache ("Efficient
 Streaming Language Models with Attention Sinks", Xiao et al., 2023).
 
-The authors store keys before their rotation, and rotate all of them by their places in the cache at each step. Here
-keys are rotated once, by their positions in the text. The distances within the ring are then right, and those from a
-query to the sinks differ by one number for all sinks: so the query is moved back for the sinks, and the two parts of
-the softmax are merged. A query masks by its own position what it may not see. So rounds and chunks of a prompt may be
-of any width, and nothing but the ring is ever kept.
+The authors store keys before rotation, and rotate all of them by their places in the cache at each step. Here keys are
+rotated once, by their positions in the text. Distances within the ring are then right. Distances from a query to the
+sinks are all too large by the same number; so the query is moved back by it for the sinks, and the two parts of the
+softmax are merged. Since a mask hides from each query what has left its window, rounds and chunks of a prompt may have
+any width, and no token outside the ring is stored.
 """
 
 from __future__ import annotations
@@ -28,7 +28,12 @@ from decodax.pallas_kernels.window_attention import Bias, merge, window_attentio
 
 @struct
 class StreamingLLMCache(Slotted):
-    """The first `start_size` tokens and a ring of the latest `recent_size` ones."""
+    """The first `start_size` tokens, and a ring of the latest `recent_size` tokens.
+
+    Attributes:
+        start_size, recent_size: static; see `StreamingLLMConfig`.
+        shapes: static; the `KVLayer` of each layer.
+    """
 
     start_size: int = static()
     recent_size: int = static()
@@ -66,8 +71,8 @@ class StreamingLLMCache(Slotted):
 class StreamingLLMConfig(KVConfig):
     """Keeps the first tokens and a ring of the latest ones, at positions that are counted in the cache.
 
-    Decodes texts of any length in constant memory, with a model that has rotary positions; prompts are read in the same
-    memory. What has left the ring is lost.
+    Decodes texts of any length in constant memory, with a model that has rotary positions; prompts are prefilled in the
+    same memory. Tokens that leave the ring are lost.
 
     Attributes:
         start_size: number of first tokens, the attention sinks.

@@ -1,15 +1,15 @@
 """SubGen: a sketch of attention in place of older tokens ("SubGen: Token Generation in Sublinear Time and Memory",
 Zandieh et al., 2024).
 
-Attention is a sum of values over a sum of weights, and both are estimated from samples. Keys are clustered as they
-come: a key joins the nearest cluster if that is near enough, else it begins one. A few keys of each cluster are drawn,
-each of its keys with the same probability, and stand for all of them in the sum of weights. Some of all tokens are
-drawn by the squared norms of their values, and stand for all values, each divided by its probability. Both sums are
-unbiased. The latest tokens are kept as they are.
+Attention is a sum of weighted values, divided by a sum of weights; both are estimated from samples. Keys are clustered
+as they arrive: a key joins the nearest cluster if it is near enough, else it starts a new one. For the sum of weights,
+a few keys of each cluster are drawn uniformly, and represent all keys of the cluster. For the sum of values, tokens are
+drawn from the whole text with probability proportional to the squared norms of their values, and each value is divided
+by its probability. Both sums are unbiased. The latest tokens are stored exactly.
 
-The draws depend on a token's position and on `seed` alone, so that drafts and chunks change nothing. The latest tokens
-are sketched `every` at a time, and a round commits no token beyond that point. When there is no room for another
-cluster, a key joins the nearest one.
+The draws depend on a token's position and on `seed` alone, so drafts and chunks do not change the result. The latest
+tokens are moved to the sketch `every` at a time, and a round does not commit tokens beyond that point. When the maximum
+number of clusters is reached, each key joins the nearest one.
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ from decodax.pallas_kernels.window_attention import BLOCK, Bias, window_attentio
 
 @struct
 class Sketch(Struct):
-    """The sketch of the older tokens of a layer, of one row or of several.
+    """The sketch of a layer's older tokens, for one row or several.
 
     Attributes:
-        centres: `f32[..., G, C, d]`, the first key of each cluster. counts: `i32[..., G, C]`, the number of keys of
-            each cluster; 0 if there is none. keys: `f32[..., G, C, t, d]`, the keys that were drawn of it.
-        tokens: `f32[..., G, s, d + e]`, keys and values that were drawn of all tokens.
-        mass: `f32[..., G]`, the sum of the squared norms of all values.
+        centres: `f32[..., G, C, d]`, the first key of each cluster.
+        counts: `i32[..., G, C]`, number of keys of each cluster; 0: no cluster.
+        keys: `f32[..., G, C, t, d]`, keys drawn from each cluster.
+        tokens: `f32[..., G, s, d + e]`, keys and values drawn from all tokens.
+        mass: `f32[..., G]`, sum of the squared norms of all values.
     """
 
     centres: Array
@@ -56,9 +57,11 @@ def taken_in(sketch: Sketch, kv: Array, valid: Array, draws: Array, radius: floa
     """Adds one token to the sketch of a row.
 
     Args:
-        kv: `f32[G, d + e]`, key and value. valid: `bool[]`, False to leave the sketch as it is.
-        draws: `f32[G, t + s]`, random numbers from 0 to 1. radius: largest distance of a key to the first of its
-            cluster.
+        sketch: the sketch.
+        kv: `f32[G, d + e]`, key and value of the token.
+        valid: `bool[]`; False leaves the sketch as it is.
+        draws: `f32[G, t + s]`, random numbers from 0 to 1.
+        radius: maximum distance of a key to the first key of its cluster.
     """
     (C, d), t = sketch.centres.shape[1:], sketch.keys.shape[2]
     key, value = kv[:, :d], kv[:, d:]
@@ -81,11 +84,15 @@ def taken_in(sketch: Sketch, kv: Array, valid: Array, draws: Array, radius: floa
 
 
 def sketched(sketch: Sketch, kv: Array, start: Array, stop: Array, seed: Any, radius: float) -> Sketch:
-    """Adds tokens to the sketch of a row.
+    """Adds consecutive tokens to the sketch of a row.
 
     Args:
-        kv: `f32[G, n, d + e]`, tokens at the positions from `start` (`i32[]`). stop: `i32[]`, where to stop.
-        seed: a key of `jax.random`; the draws of a token depend on it and on the position. radius: as in `taken_in`.
+        sketch: the sketch.
+        kv: `f32[G, n, d + e]`, keys and values of the tokens at positions `start` to `start + n - 1`.
+        start: `i32[]`, position of the first token.
+        stop: `i32[]`; tokens at positions from `stop` on are ignored.
+        seed: a key of `jax.random`. The draws of a token depend on it and on the position.
+        radius: see `taken_in`.
     """
     G, n, _ = kv.shape
     more = sketch.keys.shape[2] + sketch.tokens.shape[1]
@@ -100,14 +107,16 @@ def sketched(sketch: Sketch, kv: Array, start: Array, stop: Array, seed: Any, ra
 
 
 def estimated(sketch: Sketch, q: Array, d: int) -> tuple[Array, Array, Array]:
-    """Estimates the attention of queries on the tokens of a sketch.
+    """Estimates the attention of queries to the tokens of a sketch.
 
     Args:
-        q: `f32[G, r, d]`. d: width of keys.
+        sketch: the sketch of a row.
+        q: `f32[G, r, d]`, scaled queries.
+        d: width of keys.
 
     Returns:
-        The sum of values `f32[G, r, e]` and the sum of weights `f32[G, r]`, both divided by the exponential of the
-        third, `f32[G, r]`, which is the largest exponent.
+        The sum of weighted values `f32[G, r, e]`, and the sum of weights `f32[G, r]`, both divided by `exp(top)`; and
+        `top`, the largest exponent, `f32[G, r]`.
     """
     t = sketch.keys.shape[2]
     own = jnp.einsum("grd,gctd->grct", q, sketch.keys)
@@ -129,9 +138,15 @@ class SubGenCache(KeyValues, PromptPhase):
     """The latest tokens, and a sketch of the older ones.
 
     Attributes:
-        kv, given, widths: see `KeyValues`; the token at position `p` is in slot `p` modulo the number of slots.
-        sketches: a tuple of one a layer. done: `i32[B]`, the number of tokens in the sketches.
-        length: `i32[B]`. size, shapes, kind: static; the longest text, the shapes of layers, and the configuration.
+        kv: for each layer `f[B, G, R, d + e]`, the latest tokens; position `p` is in slot `p % kind.slots`.
+        sketches: the `Sketch` of each layer.
+        done: `i32[B]`, number of tokens in the sketches.
+        length: `i32[B]`, number of tokens of the verified text.
+        given: inputs of each row beside its tokens; see `Cache.inputs`.
+        widths: static; the key width `d` of each layer.
+        size: static; maximum number of tokens of a text.
+        shapes: static; the `KVLayer` of each layer.
+        kind: static; the configuration.
     """
 
     kv: tuple[Array, ...]
@@ -163,8 +178,8 @@ class SubGenCache(KeyValues, PromptPhase):
                sliding: int | None = None, softcap: float | None = None,
                bias: Bias | None = None) -> tuple[Array, PyTree]:
         if window.is_prefill:
-            raise ValueError(f"cache: {self.kind.name} reads a prompt as a whole, which only the model that answers "
-                             "does; give a draft model another cache")
+            raise ValueError(f"cache: {self.kind.name} needs the whole prompt at once, which a draft model does not "
+                             "get; takes another cache for the draft model")
         kv, sketch, d = self.kv[layer], self.sketches[layer], self.widths[layer]
         G, R = kv.shape[1], self.kind.slots
         slot = jnp.arange(kv.shape[2], dtype=jnp.int32)
@@ -197,7 +212,7 @@ class SubGenCache(KeyValues, PromptPhase):
         return lax.while_loop(lambda c: c[0], once, (full.any(), new))[1]
 
     def _sketched(self, rows: Array) -> SubGenCache:
-        """Returns the cache with the oldest of the latest tokens of `rows` (`bool[B]`) sketched."""
+        """Returns the cache with the `every` oldest exact tokens of `rows` (`bool[B]`) moved to the sketches."""
         kind, n = self.kind, self.kind.every
         stop = jnp.where(rows, self.done + n, self.done)
 
@@ -213,7 +228,8 @@ class SubGenCache(KeyValues, PromptPhase):
 
 @struct
 class PromptToSketch(Wrapper):
-    """A whole prompt, which is sketched when it has been read."""
+    """SubGen's cache during prefill, with all tokens of the prompt in `base`. `finish_prefill` moves the older ones to
+    sketches."""
 
     base: Dense
     shapes: tuple[KVLayer, ...] = static()
@@ -237,18 +253,19 @@ class PromptToSketch(Wrapper):
                  family="bounded")
 @dataclasses.dataclass(frozen=True)
 class SubGenConfig(KVConfig):
-    """Keeps the latest tokens, and of the others samples of clustered keys and of values by their norms.
+    """Keeps the latest tokens, and samples of the others: keys drawn from clusters, and tokens drawn by the norms of
+    values.
 
-    Decodes texts of any length in constant memory; a prompt is read whole. Choose `radius` for a model, by the lengths
-    of its keys.
+    Decodes texts of any length in constant memory; the prefill stores the whole prompt. Choose `radius` for a model, by
+    the lengths of its keys.
 
     Attributes:
-        radius: largest distance of a key to the first one of its cluster.
-        clusters: largest number of clusters of each head.
-        keys: number of keys that are drawn of each cluster.
-        values: number of tokens that are drawn of all.
-        recent: number of latest tokens, which stay as they are.
-        every: number of further tokens that stay until they are sketched together.
+        radius: maximum distance of a key to the first key of its cluster.
+        clusters: maximum number of clusters of each head.
+        keys: number of keys drawn from each cluster.
+        values: number of tokens drawn from all tokens.
+        recent: minimum number of latest tokens that are stored exactly.
+        every: number of further exact tokens; when this number is reached, they are moved to the sketches together.
         seed: seed of the draws.
     """
 
@@ -267,7 +284,8 @@ class SubGenConfig(KVConfig):
 
     @property
     def slots(self) -> int:
-        """Largest number of latest tokens."""
+        """Maximum number of recent tokens that are stored exactly, `recent + every`. When it is reached, the oldest
+        `every` of them are moved to the sketches."""
         return self.recent + self.every
 
     def key(self, layer: int) -> Array:

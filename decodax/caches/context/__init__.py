@@ -1,1 +1,1 @@
-"""Caches that divide the positions of a text over devices."""
+"""Caches whose positions are divided over devices."""

@@ -1,14 +1,16 @@
 """Context parallelism: the positions of a text are divided over devices ("Context Parallelism for Scalable
 Million-Token Inference", Yang et al., 2024).
 
-Each of the `N` devices of the mesh axis "context" holds a fixed part of every text. Prompts are read in chunks whose
-tokens are divided too, by ring attention (`decodax.caches.context.ring`): a block of the text is cut into `2 N` pieces,
-and device `i` takes pieces `i` and `2 N - 1 - i`, which balances the work under a causal mask. Tokens after the prompt
-go to the devices in turn. While decoding, each device computes attention of a round's queries to its part, and one
-exchange a layer merges the results by the logarithms of the softmax sums. (The paper divides the queries of a batch
-over the devices and sends them around; Mnemosyne's KV parallelism, Agrawal et al., 2024, does it as here.)
+Each of the `N` devices of the mesh axis "context" stores a fixed part of every text. Prompts are read in chunks whose
+tokens are divided, too, by ring attention (`decodax.caches.context.ring`): a block of the text is cut into `2 N`
+pieces, and device `i` takes pieces `i` and `2 N - 1 - i`, which balances the work under a causal mask. Tokens after the
+prompt go to the devices in turn. While decoding, each device computes attention of a round's queries to its part, and
+one exchange in each layer merges the results by the logarithms of the softmax sums. (The paper instead divides the
+queries of a batch over the devices and sends them around the ring. Mnemosyne's KV parallelism, Agrawal et al., 2024,
+decodes as is done here.)
 
-Without that axis it is a cache on one device with the positions in another order. It is exact: nothing is left out.
+Without the axis "context" it is a cache on one device with positions in another order. It is exact: no token is left
+out.
 """
 
 from __future__ import annotations
@@ -36,11 +38,13 @@ from decodax.pallas_kernels.window_attention import BLOCK, Bias, window_attentio
 
 @struct
 class SlotMap(Struct):
-    """The device and the slot of each position: the first positions in blocks of `2 N` pieces, the others in turn.
+    """Maps each position to a device and a slot: the first positions are laid out in blocks of `2 N` pieces, the others
+    in turn.
 
     Attributes:
-        fixed: `i32[B]`, number of positions of each row that lie in blocks.
-        parts: static; number of devices, `N`. piece: static; number of positions of a piece.
+        fixed: `i32[B]`, number of first positions of each row that are laid out in blocks.
+        parts: static; number of devices, `N`.
+        piece: static; number of positions of a piece.
     """
 
     fixed: Array
@@ -65,17 +69,17 @@ class SlotMap(Struct):
         return jnp.where(at < fixed, first, later)
 
     def _in_blocks(self, part: Array) -> Array:
-        """Returns how many positions in blocks a device has, `i32[B, M]` for devices `i32[B or 1, M]`."""
+        """Returns the number of block positions of each device, `i32[B, M]`, for devices `part`, `i32[B or 1, M]`."""
         whole, rest = jnp.divmod(self.fixed[:, None], self.block)
         piece = lambda i: jnp.clip(rest - i * self.piece, 0, self.piece)
         return whole * 2 * self.piece + piece(part) + piece(2 * self.parts - 1 - part)
 
     def _turns(self, part: Array) -> Array:
-        """Returns how many turns a device would have had before the first position that is laid in turn."""
+        """Returns the number of positions of each device, if the positions in blocks were laid out in turn, too."""
         return (self.fixed[:, None] - part + self.parts - 1) // self.parts
 
     def position(self, part: Array, slot: Array) -> Array:
-        """Returns the position in a slot of a device, `i32[B, M]`. `part`, `slot`: `i32[M]`."""
+        """Returns the position that is stored in each slot of a device, `i32[B, M]`. `part` and `slot` are `i32[M]`."""
         part, slot, c = part[None], slot[None], self.piece
         number, place = jnp.divmod(slot % (2 * c), c)
         first = slot // (2 * c) * self.block + jnp.where(number == 0, part, 2 * self.parts - 1 - part) * c + place
@@ -85,13 +89,16 @@ class SlotMap(Struct):
 
 @struct
 class ContextParallelCache(KeyValues, PromptPhase, Truncates):
-    """Keys and values in `N` parts of `S` slots, one for each device of the axis "context".
+    """Keys and values in `N` parts of `S` slots, one part for each device of the mesh axis "context".
 
     Attributes:
-        kv, given, widths: see `KeyValues`; slot `s` of part `i` is slot `i * S + s`.
-        length: `i32[B]` tokens of the verified text.
+        kv: a tuple with one array `f[B, G, N S, d + e]` for each layer; slot `s` of part `i` is slot `i * S + s`.
+        length: `i32[B]`, number of tokens of the verified text.
         places: the device and the slot of each position.
-        size: static; largest number of tokens of a text. choice: static; whether keys or queries travel in a prompt.
+        given: inputs of each row beside its tokens; see `Cache.inputs`.
+        widths: static; the key width `d` of each layer.
+        size: static; maximum number of tokens of a text.
+        choice: static; decides whether keys or queries are sent in a prefill.
     """
 
     kv: tuple[Array, ...]
@@ -128,7 +135,8 @@ class ContextParallelCache(KeyValues, PromptPhase, Truncates):
         return bool(self.kv) and self.parts > 1 and free_axes().get(CONTEXT) == self.parts
 
     def held(self, places: SlotMap, length: Array, part: Array | None = None) -> Array:
-        """Returns the position in each slot of a device, or of all of them, `i32[B, 1, S]`; -1 for none."""
+        """Returns the position stored in each slot of the device `part`, or of all devices if it is None, `i32[B, 1,
+        S]` or `i32[B, 1, N S]`; -1: empty."""
         slots = self.kv[0].shape[2] // self.parts
         index = jnp.arange(slots * self.parts if part is None else slots, dtype=jnp.int32)
         of = index // slots if part is None else jnp.full(slots, part, jnp.int32)
@@ -149,8 +157,8 @@ class ContextParallelCache(KeyValues, PromptPhase, Truncates):
         return self._merged(layer, q, k, v, window, options), entry
 
     def _merged(self, layer: int, q: Array, k: Array, v: Array, window: Any, options: dict[str, Any]) -> Array:
-        """Returns attention in which each device reads its part, and the first one the window, too; one exchange merges
-        the results."""
+        """Computes attention of a decoding round: each device attends to its part, and the first one to the window,
+        too. One exchange merges the results."""
 
         def local(q: Array, k: Array, v: Array, mask: Array, at: Array, where: Array, cached: Array | None,
                   kv: Array, length: Array, places: Array) -> Array:
@@ -253,7 +261,7 @@ class ContextParallelCache(KeyValues, PromptPhase, Truncates):
 
 
 def _only(held: Array, cached: Array | None) -> Array:
-    """Returns the positions `held` without those that a window does not see (`Window.cached`)."""
+    """Returns the positions `held` with -1 in place of those that `cached` (`Window.cached`) hides."""
     if cached is None:
         return held
     if not cached.shape[1]:
@@ -266,15 +274,17 @@ def _only(held: Array, cached: Array | None) -> Array:
                  family="context", guarantee="exact")
 @dataclasses.dataclass(frozen=True)
 class ContextParallelConfig(KVConfig):
-    """Keeps everything, with positions divided over the mesh axis "context"; prompts are read by ring attention.
+    """Keeps all tokens, with positions divided over the mesh axis "context"; prompts are read by ring attention.
 
-    For texts that are too long for the memory of one device. `flops` and `bandwidth` matter for `mode="auto"` alone.
+    For texts that are too long for the memory of one device. `flops` and `bandwidth` are used by `mode="auto"` alone.
 
     Attributes:
-        mode: whether keys or queries travel in a prompt: "pass-kv", "pass-q", or "auto", which takes the faster form.
-        block: positions of a prompt that are cut into pieces for the devices; best the chunk of a prefill round.
-        flops: operations a second of a device. The default is that of a TPU v5e.
-        bandwidth: bytes a second of a link between devices, in one direction.
+        mode: what is sent between devices in a prefill: keys and values ("pass-kv"), queries ("pass-q"), or whichever
+            is estimated to be faster ("auto").
+        block: number of positions of a prompt that are divided into pieces at a time; best the chunk of a prefill
+            round.
+        flops: operations per second of a device. The default is that of a TPU v5e.
+        bandwidth: bytes per second of a link between devices, in one direction.
     """
 
     mode: Mode = "auto"

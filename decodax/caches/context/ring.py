@@ -1,14 +1,14 @@
 """Attention of a long chunk of text whose positions are divided over devices (Ring Attention: Liu et al., 2023), in the
 two lossless forms of "Context Parallelism for Scalable Million-Token Inference" (Yang et al., 2024).
 
-Each of `N` devices has a part of the chunk's queries, keys and values, and a part of what is cached. *pass-KV* sends
-keys and values around the ring: each device computes attention of its own queries to the keys that come by. *pass-Q*
-sends the queries around and returns the partial results, all to all. Both merge parts by the logarithms of their
-softmax sums.
+Each of `N` devices has a part of the chunk's queries, keys and values, and a part of the cached ones. *pass-KV* sends
+keys and values around the ring: each device computes attention of its own queries to the keys that pass by. *pass-Q*
+sends the queries around the ring and returns the partial results to their devices in one exchange. Both merge partial
+results by the logarithms of their softmax sums.
 
-A device's queries are two pieces of the text, an early one and a late one (`decodax.caches.context.context_parallel`),
-so that each of the `N` turns costs the same: of the four products of halves only those are computed that the causal
-mask does not hide.
+The queries of a device are two pieces of the text, an early and a late one (`decodax.caches.context.context_parallel`),
+so that each of the `N` turns costs the same. Queries and keys are split into halves, and the products that the causal
+mask hides are skipped.
 """
 
 from __future__ import annotations
@@ -32,17 +32,21 @@ Partial = tuple[Array, Array]
 
 @dataclasses.dataclass(frozen=True)
 class RingChoice:
-    """Chooses the form from sizes alone (Yang et al., 2024, algorithm 1 and its refinement for the exchange at the end
-    of pass-Q).
+    """Chooses between pass-KV and pass-Q from sizes alone (Yang et al., 2024, algorithm 1 and its refinement for the
+    exchange at the end of pass-Q).
 
-    For `T` new tokens after `P` cached ones, the keys and values that pass-KV sends are no more than the queries of
-    pass-Q where `T / (T + P) >= 2 G / H`. They are sent while a device computes, for free, where
-    `T >= N C G e / (2 H BW)`: `C` operations and `BW` bytes a second, `e` bytes a number. Else pass-Q pays where what
-    pass-KV cannot hide is more than what pass-Q returns: `T / (T + P) < 2 G / H - 4 T BW / (N C e)`.
+    With `T` new tokens after `P` cached ones, pass-KV is chosen if one of these holds, else pass-Q:
+
+    1. `T >= N C G e / (2 H BW)`: the computation takes longer than sending keys and values, which is then hidden.
+    2. `T / (T + P) >= 2 G / H - 4 T BW / (N C e)`: the time of sending that computation does not hide is shorter than
+       the time that pass-Q takes to return its results.
+
+    `C` is in operations per second, `BW` in bytes per second, and `e` in bytes per number.
 
     Attributes:
-        mode: "auto", or one of the two forms always.
-        flops: `C`, of one device. bandwidth: `BW`, of a link in one direction. The defaults are those of a TPU v5e.
+        mode: "auto" to choose, "pass-kv" or "pass-q" for always the same form.
+        flops: `C`, of one device. The default is that of a TPU v5e.
+        bandwidth: `BW`, of a link in one direction. The default is that of a TPU v5e.
     """
 
     mode: Mode = "auto"
@@ -56,10 +60,13 @@ class RingChoice:
             raise ValueError(f"flops, bandwidth: got {self.flops} and {self.bandwidth}, takes numbers above 0")
 
     def passes_kv(self, new: int, cached: Array | int, parts: int, queries: int, heads: int, size: int) -> Array | bool:
-        """Returns True if keys and values travel, False if queries do.
+        """Returns True for pass-KV, False for pass-Q.
 
         Args:
-            new, cached: `T` and `P`. parts: `N`. queries, heads: `H` and `G`. size: `e`.
+            new, cached: numbers of tokens, `T` and `P`.
+            parts: number of devices, `N`.
+            queries, heads: numbers of query heads `H` and of key/value heads `G`.
+            size: bytes per number, `e`.
 
         >>> choose = RingChoice(flops=8e14, bandwidth=2e11)
         >>> [bool(choose.passes_kv(t, 128_000 - t, 4, 128, 8, 2)) for t in (640, 12_800, 128_000)]
@@ -75,7 +82,8 @@ class RingChoice:
 
 
 class Keys(NamedTuple):
-    """Keys and values that travel: `f[B, K, G, d]`, `f[B, K, G, e]`, positions `i32[B, K]`, -1 where there is none."""
+    """Keys `f[B, K, G, d]` and values `f[B, K, G, e]` that are sent between devices, and their positions `i32[B, K]`;
+    -1: empty."""
 
     k: Array
     v: Array
@@ -83,14 +91,14 @@ class Keys(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """Queries that travel: `f[B, W, H, d]`, and their positions `i32[B, W]`."""
+    """Queries `f[B, W, H, d]` that are sent between devices, and their positions `i32[B, W]`."""
 
     q: Array
     at: Array
 
 
 def seen(queries: Queries, keys: Keys, options: dict[str, Any]) -> Partial:
-    """Attention to the keys at positions up to the queries' own, half by half."""
+    """Attends to the keys at positions up to each query's own, half by half."""
     parts = [_seen(half, keys, options) for half in _halves(queries)]
     return jax.tree.map(lambda *x: jnp.concatenate(x, 1), *parts)
 
@@ -121,12 +129,13 @@ def _product(queries: Queries, keys: Keys, options: dict[str, Any]) -> Partial:
 
 
 def _turn(x: Any, parts: int) -> Any:
-    """What the device before this one has."""
+    """Receives the arrays of the device before this one."""
     return jax.tree.map(lambda y: lax.ppermute(y, CONTEXT, [(i, (i + 1) % parts) for i in range(parts)]), x)
 
 
 def _around(keys: Keys, queries: Queries, found: Partial, parts: int, options: dict[str, Any]) -> Partial:
-    """`found` and what the queries find in the keys of all devices. The next keys travel while these are looked at."""
+    """Merges `found` with attention to the keys of all devices. While a device computes attention, the next keys are
+    sent."""
 
     def turn(_: Array, carry: tuple[Keys, Partial]) -> tuple[Keys, Partial]:
         keys, found = carry
@@ -139,13 +148,15 @@ def _around(keys: Keys, queries: Queries, found: Partial, parts: int, options: d
 
 def pass_kv(queries: Queries, keys: Keys, cached: Callable[[Array], Keys], blocks: Array, parts: int,
             options: dict[str, Any]) -> Partial:
-    """Keys and values travel, those of the chunk and then those cached, block by block.
+    """Computes attention by pass-KV: sends the chunk's keys and values around the ring, then the cached ones block by
+    block.
 
     Args:
-        queries, keys: this device's.
-        cached: block `i` of this device's part of the cache.
-        blocks: `i32[]`, how many blocks hold something; the same on all devices.
-        options: of `window_attention_lse`.
+        queries, keys: queries and keys of this device.
+        cached: returns block `i` of this device's part of the cache.
+        blocks: `i32[]`, number of blocks that hold tokens; the same on all devices.
+        parts: number of devices.
+        options: options of `window_attention_lse`.
     """
     B, W, H, _ = queries.q.shape
     none = (jnp.zeros((B, W, H, keys.v.shape[3]), jnp.float32), jnp.full((B, W, H), -1e30, jnp.float32))
@@ -156,7 +167,14 @@ def pass_kv(queries: Queries, keys: Keys, cached: Callable[[Array], Keys], block
 
 def pass_q(queries: Queries, keys: Keys, local: Callable[[Queries], Partial], parts: int,
            options: dict[str, Any]) -> Partial:
-    """Queries travel; `local` is their attention to this device's part of the cache."""
+    """Computes attention by pass-Q: sends queries around the ring.
+
+    Args:
+        queries, keys: queries and keys of this device.
+        local: computes attention of queries to this device's part of the cache.
+        parts: number of devices.
+        options: options of `window_attention_lse`.
+    """
     me = lax.axis_index(CONTEXT)
 
     def look(queries: Queries) -> Array:
@@ -176,7 +194,7 @@ def pass_q(queries: Queries, keys: Keys, local: Callable[[Queries], Partial], pa
 
 
 def gathered(parts: Array) -> Partial:
-    """Parts `f32[N, B, W, H, e + 1]`, each with its softmax sum's logarithm behind it, merged."""
+    """Merges partial results `f32[N, B, W, H, e + 1]`; the last channel is the logarithm of the softmax sum."""
     out, lse = parts[..., :-1], parts[..., -1]
     top = lse.max(0)
     weights = jnp.exp(lse - top)

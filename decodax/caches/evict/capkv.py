@@ -1,4 +1,4 @@
-"""CapKV: keeps the tokens whose values add most to the capacity of the cache, as kvpress has it (arXiv 2604.25975)."""
+"""CapKV: keeps the tokens whose values add most to the information in the cache, as in kvpress (arXiv 2604.25975)."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from decodax.common.registry import CACHES
 
 @dataclasses.dataclass(frozen=True)
 class Capacity(FutureQueries):
-    """`w v^T A^-1 v` of a value `v` with `A = I + sum w v v^T`: its leverage, weighted by the direction of its key.
+    """Scores a token by `w v^T A^-1 v` with its value `v`, its weight `w` and `A = I + sum w v v^T`: the leverage of
+    the value, weighted by the direction of the key.
 
-    The weight `w` of a token is `exp(tau * cosine)` of its key and the mean query, relative to the largest one of its
-    head.
+    The weight is `exp(tau * cosine)` with the cosine of the key and the mean query, divided by the maximum in the head.
 
     Attributes:
-        tau: sharpness of the weights. epsilon: added to the weights in `A`.
+        tau: sharpness of the weights.
+        epsilon: added to the weights in `A`.
     """
 
     tau: float = 5.0
@@ -48,14 +49,14 @@ class Capacity(FutureQueries):
 @CACHES.register("capkv", "CapKV", "kvpress 2026", family="evict")
 def capkv(budget: Budget = 0.5, every: Every = None, n_sink: Whole = 4, n_future_positions: Count = 512,
           tau: float = 5.0) -> Eviction:
-    """Keeps the tokens whose values add most to the cached ones, weighted by their keys' direction to the mean query.
+    """Keeps the tokens with the largest leverage of their values, weighted by the cosine of key and mean query.
 
     The options are those of kvpress.
 
     Args:
         budget: tokens that each head keeps; below 1, a share of the text; or bytes such as "64MB".
         every: tokens between evictions while decoding. None: evict once, after the prompt.
-        n_sink: number of first tokens, which stay.
+        n_sink: number of first tokens that are always kept.
         n_future_positions: number of next positions over which the rotation of queries is averaged.
         tau: sharpness of the weights.
     """

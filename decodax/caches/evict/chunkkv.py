@@ -19,20 +19,22 @@ from decodax.common.registry import CACHES
 
 @dataclasses.dataclass(frozen=True)
 class TokenChunks(Selection):
-    """Keeps whole chunks of tokens, the same ones in every head.
+    """Keeps chunks of consecutive tokens, the same ones in every head.
 
-    The score of a chunk is the mean over its tokens of the scores, summed over heads; the last chunk may be shorter. As
-    many chunks stay as fit into the budget, at least one; of a share of the text, that share of the chunks.
+    The score of a chunk is the mean over its tokens of the score, summed over heads; the last chunk may be shorter. The
+    number of chunks is the number that fits into the budget, at least one. If the budget is a share of the text, that
+    share of the chunks is kept.
 
     Attributes:
-        chunk_length: tokens of a chunk.
+        score: score of the tokens.
+        chunk_length: number of tokens of a chunk.
     """
 
     score: TokenScore
     chunk_length: Count = 10
 
     def table(self, budget: Budget, longest: int, layer: int, depth: int) -> np.ndarray:
-        """Returns numbers of chunks, not of tokens."""
+        """Returns a table of numbers of chunks, in place of tokens."""
         chunks = -(-np.arange(longest + 1) // self.chunk_length)
         if isinstance(budget, int):
             return np.minimum(chunks, max(budget // self.chunk_length, 1)).astype(np.int32)
@@ -58,16 +60,17 @@ class TokenChunks(Selection):
                  "Liu et al. 2025", family="evict")
 def chunkkv(budget: Budget = 2048, every: Every = None, chunk_length: Count = 10, window_size: Count = 32,
             kernel_size: Count = 5) -> Eviction:
-    """Keeps whole chunks of tokens, by SnapKV's scores.
+    """Keeps chunks of consecutive tokens, by SnapKV's scores.
 
-    Phrases stay together, where SnapKV keeps single tokens. Each layer chooses by itself; the paper lets neighbouring
-    layers share a choice.
+    Phrases are kept or dropped as a whole, while SnapKV keeps single tokens. Each layer chooses by itself; in the
+    paper, neighbouring layers may share a choice.
 
     Args:
         budget: tokens that each head keeps; below 1, a share of the text; or bytes such as "64MB".
         every: tokens between evictions while decoding. None: evict once, after the prompt.
-        chunk_length: tokens of a chunk.
-        window_size, kernel_size: of the score, as in `snapkv`.
+        chunk_length: number of tokens of a chunk.
+        window_size: number of latest queries that score the tokens; their own tokens are kept.
+        kernel_size: number of neighbouring tokens whose scores are pooled, odd.
     """
     score = WindowAttention(window_size, kernel_size)
     return Eviction(TokenChunks(score, chunk_length), budget, every, name="chunkkv")

@@ -1,4 +1,4 @@
-"""Moves the tokens that stay to the front of a layer's arrays, and the view of a layer that rules choose from."""
+"""Moves the kept tokens to the front of a layer's arrays, and makes the view of a layer for eviction rules."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from decodax.caches.rotation import moved
 
 def held_of(score: TokenScore, layer: int, depth: int, shape: KVLayer, outputs: Array | None,
             row: tuple[Any, ...]) -> HeldLayer:
-    """Returns the view of one layer of one row that a rule chooses from.
+    """Returns the view of one layer of one row for an eviction rule.
 
     Args:
-        score: score of the rule. layer, depth, shape, outputs: as in `HeldLayer`.
-        row: the layer's arrays (keys and values, positions, starts, counts, latest queries, statistics), the length,
-            `settled_at`, `since`, and one value that is not read.
+        score: score of the rule.
+        layer, depth, shape, outputs: fields of `HeldLayer`.
+        row: a pair and three more values: the layer's arrays (keys and values, positions, starts, counts, latest
+            queries, statistics), the length, `settled_at`, `since`, and one value that is ignored.
     """
     (kv, positions, starts, count, ring, gathered), length, began, since, _ = row
     if starts is not None:
@@ -43,16 +44,18 @@ def held_of(score: TokenScore, layer: int, depth: int, shape: KVLayer, outputs: 
 
 def compacted(selection: Selection, view: Callable[[Any], HeldLayer], shape: tuple[int, ...], room: int | None,
               size: int, close_up: bool, row: tuple[Any, ...]) -> tuple[Array, Array, Array | None, Array, Any]:
-    """Returns the arrays of one layer of one row with the tokens that stay: keys and values, positions, starts, counts
+    """Returns the arrays of one layer of one row with the kept tokens only: keys and values, positions, starts, counts,
     and the statistics of the slots.
 
     Args:
-        selection: says which tokens stay, if `row` does not. view: makes a `HeldLayer` of the first part of `row`.
+        selection: chooses the kept tokens, if `row` has no mask of them.
+        view: makes a `HeldLayer` from the first part of `row`.
         shape: slots of the result: `[G, S]`, or `[N, SEGMENT]` if heads are packed.
-        room: tokens that a packed head can take in before the next eviction. None: heads are not packed.
-        size: the longest text. close_up: move keys to positions without gaps.
-        row: what `held_of` takes, with the number of tokens that stay in the last place; True if this row evicts now;
-            and the mask of what stays, or None.
+        room: number of slots for later tokens of a packed head. None: heads are not packed.
+        size: maximum number of tokens of a text.
+        close_up: whether keys are moved to positions without gaps.
+        row: three values: the `row` of `held_of`, with the number of tokens to keep in the last place; True if this row
+            evicts now; and the mask of the kept tokens, or None.
     """
     own, choose, chosen = row
     held, (kv, positions, before, count, _, gathered) = view(own), own[0]

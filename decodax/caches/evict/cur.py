@@ -16,16 +16,18 @@ from decodax.common.options import Whole
 from decodax.common.registry import CACHES
 
 LeverageType = Literal["key", "value", "kv_avg", "kv_product"]
-"""Leverage of the key, of the value, the mean of both, or their product."""
+"""The score: leverage of the key, leverage of the value, their mean, or their product."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Leverage(TokenScore):
-    """Approximate leverage of keys and values: squared norms, each relative to its neighbours.
+    """Approximate leverage scores of keys and values: squared norms, each divided by the sum over a block of
+    neighbours.
 
     Attributes:
-        num_sinks: number of first tokens that stay. leverage_type: see `LeverageType`.
-        local_window_size: tokens within which norms are compared; 0: all.
+        num_sinks: number of first tokens that are always kept.
+        leverage_type: see `LeverageType`.
+        local_window_size: number of tokens of a block; 0: norms are not divided.
     """
 
     num_sinks: Whole = 4
@@ -63,8 +65,8 @@ def cur(budget: Budget = 0.5, every: Every = None, num_sinks: Whole = 4, leverag
     Args:
         budget: tokens that each head keeps; below 1, a share of the text; or bytes such as "64MB".
         every: tokens between evictions while decoding. None: evict once, after the prompt.
-        num_sinks: number of first tokens that stay.
-        leverage_type: leverage of keys, of values, their mean or their product.
-        local_window_size: tokens within which norms are compared; 0: all.
+        num_sinks: number of first tokens that are always kept.
+        leverage_type: leverage of keys ("key"), of values ("value"), their mean ("kv_avg") or product ("kv_product").
+        local_window_size: number of neighbouring tokens within which norms are compared; 0: all tokens.
     """
     return Eviction(Top(Leverage(num_sinks, leverage_type, local_window_size)), budget, every, name="cur")

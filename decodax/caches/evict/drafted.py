@@ -1,8 +1,8 @@
-"""Caches that ask a draft model, after a prompt, what the answer will look for ("Draft-based Approximate Inference for
-LLMs", Galim et al., 2025).
+"""Caches that use a draft model after the prompt, to find the tokens that the answer will attend to ("Draft-based
+Approximate Inference for LLMs", Galim et al., 2025).
 
-The weights of the draft model are data, and a cache configuration is static. So the configuration turns the target into
-a model of both, whose weights are a pair (`Paired`).
+The weights of the draft model are arrays, while a cache configuration is static. So the configuration replaces the
+target model by a model of both, whose weights are a pair (`Paired`).
 """
 
 from __future__ import annotations
@@ -25,12 +25,16 @@ from decodax.core.window import Window, causal
 from decodax.pallas_kernels.window_attention import BLOCK
 
 CHUNK = 256
-"""Number of prompt tokens that a draft model reads at a time."""
+"""Number of prompt tokens that a draft model prefills at a time."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Paired(Readout):
-    """The target `base` with a draft model that its cache asks. Its weights are a pair of the weights of both."""
+    """The target model `base`, with a draft model for its cache. Its weights are the pair of the weights of both.
+
+    Attributes:
+        draft: the draft model.
+    """
 
     draft: Model
 
@@ -54,12 +58,12 @@ class Paired(Readout):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class DraftedConfig(CacheConfig):
-    """Configuration of a cache that asks a draft model.
+    """Configuration of a cache that uses a draft model.
 
     Attributes:
-        kind: configuration of the cache, which finds the draft model by `paired`.
+        kind: configuration of the cache, which gets the draft model from `paired`.
         draft: the draft model from `decodax.load`, with the tokenizer of the target.
-        name: name for errors.
+        name: name in error messages.
     """
 
     kind: CacheConfig
@@ -68,7 +72,7 @@ class DraftedConfig(CacheConfig):
 
     @classmethod
     def checked(cls, kind: CacheConfig, draft: Any, name: str) -> DraftedConfig:
-        """Returns the configuration.
+        """Returns the configuration with these fields.
 
         Raises:
             ValueError: `draft` is not a model from `decodax.load`.
@@ -94,10 +98,14 @@ class DraftedConfig(CacheConfig):
 
 
 def paired(prompt: ReadPrompt, name: str) -> tuple[Model, PyTree, Model, PyTree]:
-    """Returns the target with its weights, and the draft model with its weights.
+    """Returns the target model, its weights, the draft model, and its weights.
+
+    Args:
+        prompt: the prompt, with a `Paired` model.
+        name: name of the cache, for the error.
 
     Raises:
-        ValueError: the prompt was read with a model that has no draft model.
+        ValueError: the model of `prompt` has no draft model.
     """
     if not isinstance(prompt.model, Paired):
         raise ValueError(f"cache: {name} asks a draft model, and {type(prompt.model).__name__} has none; takes a kind "
@@ -107,8 +115,14 @@ def paired(prompt: ReadPrompt, name: str) -> tuple[Model, PyTree, Model, PyTree]
 
 
 def read(model: Model, weights: PyTree, tokens: Array, length: Array, more: int) -> Cache:
-    """Returns the cache of a draft model that has read the first `length` (`i32[B]`) of `tokens` (`i32[B, N]`), with
-    room for `more` tokens."""
+    """Returns the cache of a draft model after a prefill.
+
+    Args:
+        model, weights: the draft model and its weights.
+        tokens: `i32[B, N]`, the prompts.
+        length: `i32[B]`, number of tokens of each prompt to prefill.
+        more: number of later tokens to reserve slots for.
+    """
     B, n = tokens.shape
     width = min(CHUNK, n)
 
@@ -129,8 +143,10 @@ def decoded(model: Model, weights: PyTree, cache: Cache, newest: Array, count: i
     """Decodes greedily.
 
     Args:
-        model, weights, cache: the model that decodes, its weights and its cache. newest: `i32[B]`, the token to go on
-            from. count: number of tokens to decode. eos: ids that end a text.
+        model, weights, cache: the model that decodes, its weights and its cache.
+        newest: `i32[B]`, the token to continue from; it is not in the cache yet.
+        count: number of tokens to decode.
+        eos: ids of the end tokens.
 
     Returns:
         The cache, the tokens `i32[B, count]`, and `bool[B, count]`: True up to the end of each text.
@@ -148,6 +164,7 @@ def decoded(model: Model, weights: PyTree, cache: Cache, newest: Array, count: i
 
 
 def newest_of(prompt: ReadPrompt, length: Array) -> Array:
-    """Returns the token of each prompt after the first `length` (`i32[B]`) ones, which a cache holds: `i32[B]`."""
+    """Returns the token at position `length` (`i32[B]`) of each prompt, the first one that is not in the cache,
+    `i32[B]`."""
     last = jnp.minimum(length, prompt.tokens.shape[1] - 1)
     return jnp.take_along_axis(prompt.tokens, last[:, None], 1)[:, 0]

@@ -1,10 +1,11 @@
-"""A cache that evicts tokens: the part that published eviction rules have in common.
+"""A cache that evicts tokens, with an eviction rule from a paper.
 
-A prompt is read into a whole cache. Then the rule chooses the tokens that stay, and decoding goes on with arrays of
-that size and room for the tokens to come. Those all stay (most papers), or the rule runs again every `every` tokens.
+All tokens of a prompt are prefilled first. Then the rule chooses the tokens to keep, and decoding continues with arrays
+of that size and slots for later tokens. Later tokens are all kept (most papers), or the rule runs again every `every`
+tokens.
 
-The cached tokens depend on the committed tokens alone: a round commits no token beyond the next eviction
-(`Cache.max_commit`), and statistics are those of committed tokens. So drafts, trees and chunks of a prompt do not
+The cache's content depends on the committed tokens alone: a round commits no token beyond the next eviction
+(`Cache.max_commit`), and statistics are gathered from committed tokens. So drafts, trees and chunks of a prompt do not
 change the result.
 """
 
@@ -41,19 +42,26 @@ TAKES = "a number of tokens from 1, a share of the text between 0 and 1, or byte
 
 @struct
 class Evicting(KeyValues, PromptPhase):
-    """Keys and values of the tokens that stay. The slots of each head are in the order of positions, without gaps.
+    """Keys and values of the tokens that are kept. The slots of each head are in the order of positions, without gaps.
 
     Attributes:
-        kv, given, widths: see `KeyValues`; layers may have different numbers of slots. If the heads of a layer keep
-            different numbers of tokens, `G, S` is `N, SEGMENT` in `kv` and `positions` (`decodax.cache.packed_heads`).
-        positions: a tuple of one `i32[B, G, S]` a layer; -1 where a slot is empty.
-        starts: a tuple of one `i32[B, G]` a layer, the first segment of each head; None if heads are not packed.
-        count: a tuple of one `i32[B, G]` a layer, the number of filled slots.
-        queries: a tuple of one `f[B, H, w, d]` a layer, the latest queries; that of position `p` at `p % w`.
-        gathered: a tuple of the score's statistics of each layer.
-        length: `i32[B]`, the tokens of the verified text. settled_at: `i32[B]`, the length after the prompt.
-        due: `i32[B]`, the length at which the rule evicts next.
-        size: static; the longest text. kind: static; the configuration. whole: static; True while a prompt is read.
+        kv: for each layer `f[B, G, S, d + e]`; layers may have different numbers of slots `S`. If the heads of a layer
+            keep different numbers of tokens, it is `f[B, N, SEGMENT, d + e]` (`decodax.cache.packed_heads`).
+        positions: for each layer the position of the token in each slot, `i32[B, G, S]` or `i32[B, N, SEGMENT]`; -1:
+            empty.
+        starts: for each layer the first segment of each head, `i32[B, G]`; None if heads are not packed.
+        count: for each layer the number of filled slots, `i32[B, G]`.
+        queries: for each layer the latest `w` queries, `f[B, H, w, d]`; that of position `p` is at `p % w`.
+        gathered: for each layer the statistics of the score.
+        length: `i32[B]`, number of tokens of the verified text.
+        settled_at: `i32[B]`, length of the text after prefill.
+        due: `i32[B]`, length of the text at which the rule evicts next.
+        given: inputs of each row beside its tokens; see `Cache.inputs`.
+        widths: static; the key width `d` of each layer.
+        size: static; maximum number of tokens of a text.
+        shapes: static; the `KVLayer` of each layer.
+        kind: static; the configuration.
+        whole: static; True during prefill, when nothing is evicted.
     """
 
     kv: tuple[Array, ...]
@@ -110,8 +118,8 @@ class Evicting(KeyValues, PromptPhase):
                sliding: int | None = None, softcap: float | None = None,
                bias: Bias | None = None) -> tuple[Array, PyTree]:
         if window.is_prefill and not self.whole:
-            raise ValueError(f"cache: {self.kind.name} reads a prompt as a whole, which only the model that answers "
-                             "does; a draft model takes another cache")
+            raise ValueError(f"cache: {self.kind.name} needs the whole prompt at once, which a draft model does not "
+                             "get; takes another cache for the draft model")
         score = self.kind.selection.score
         options: dict[str, Any] = dict(scale=scale, sliding=sliding, softcap=softcap, bias=bias,
                                        key_positions=window.key_positions)
@@ -203,7 +211,7 @@ class Evicting(KeyValues, PromptPhase):
         return self.size if self.kind.every is None else self.kind.every
 
     def _kept(self, into: Evicting, rows: Array, prompt: ReadPrompt | None) -> Evicting:
-        """Returns `into`, an empty cache or this one, with the tokens that stay of this cache in `rows`."""
+        """Returns `into`, an empty cache or this one, with the tokens that the rule keeps in `rows` (`bool[B]`)."""
         depth, made, selection = len(self.kv), [], self.kind.selection
         since = self.length if self.whole else self.due - self._every
         began = self.length if self.whole else self.settled_at
@@ -258,15 +266,15 @@ class Eviction(KVConfig):
     """Configuration of a cache that evicts: a selection with its score, and a budget.
 
     Attributes:
-        selection: the rule that says which tokens stay.
-        budget: number of tokens that each head of a layer keeps, or (below 1) their share of the text; or a tuple of
-            one such number for each layer; or the bytes that a row's layers may take for a prompt ("64MB"; keys,
-            values and positions count, layers that keep everything do not).
-        every: number of tokens from one eviction to the next. None: the tokens after the prompt all stay.
-        skip: layers that keep everything.
-        close_up: rotates keys as if the tokens of the prompt that stay had no gaps between them.
-        new: largest number of tokens after the prompt (`fit`). None: unknown.
-        name: name for errors.
+        selection: the rule that chooses the tokens to keep.
+        budget: number of tokens that each head of a layer keeps; below 1, their share of the text. A tuple has one such
+            number for each layer. A string such as "64MB" is the number of bytes of a row after prefill: keys, values
+            and positions, without layers that keep all tokens.
+        every: number of tokens between two evictions. None: all tokens after the prompt are kept.
+        skip: numbers of layers that keep all tokens.
+        close_up: whether the keys of the prompt's kept tokens are rotated as if there were no gaps between the tokens.
+        new: maximum number of tokens after the prompt, set by `fit`. None: not known.
+        name: name in error messages.
     """
 
     selection: Selection
@@ -290,7 +298,8 @@ class Eviction(KVConfig):
             raise ValueError(f"every: got {self.every}; {self.name} chooses once, after the prompt; takes None")
 
     def _check(self, budget: Budget) -> None:
-        """Raises ValueError if `budget` is not a number or share of tokens, or leaves no room for those that stay."""
+        """Raises ValueError if `budget` is not a number or share of tokens, or not larger than the number of tokens
+        that the score always keeps."""
         tokens = isinstance(budget, int) and not isinstance(budget, bool) and budget >= 1
         if not tokens and not (isinstance(budget, float) and 0 < budget < 1):
             raise ValueError(f"budget: got {budget!r}, takes {TAKES}")
@@ -313,18 +322,19 @@ class Eviction(KVConfig):
         return frozenset(("soft caps", "biases")) if looks else frozenset()
 
     def keeps_all(self, layer: int, shape: KVLayer) -> bool:
-        """Returns True for layers in `skip` and for layers with a sliding window, which keep everything."""
+        """Returns True for layers that keep all tokens: those in `skip`, and those with a sliding window."""
         return layer in self.skip or shape.sliding is not None
 
     def tables(self, size: int, depth: int, shapes: Sequence[KVLayer]) -> Sequence[np.ndarray]:
-        """Returns for each layer the number of tokens that it keeps of a text of each length up to `size`."""
+        """Returns a table for each layer: entry `n` is the number of tokens that it keeps of a text of `n` tokens,
+        `i32[size + 1]`."""
         everything = np.arange(size + 1, dtype=np.int32)
         found = tables(self.selection, self.budget, size, depth)
         return [everything if self.keeps_all(layer, shapes[layer]) else found[layer] for layer in range(depth)]
 
     def empty(self, shapes: tuple[KVLayer, ...], batch: int, size: int, dtype: Any, inputs: PyTree,
               whole: bool = False) -> Evicting:
-        """Returns an empty cache; with `whole=True` one that a prompt is read into."""
+        """Returns an empty cache; with `whole=True`, the one for prefill."""
         if isinstance(self.budget, str):
             return self._in_tokens(self.budget, shapes, dtype).empty(shapes, batch, size, dtype, inputs, whole)
         score, depth, chooses = self.selection.score, len(shapes), whole or self.every is not None
@@ -351,11 +361,11 @@ class Eviction(KVConfig):
             widths=key_widths(shapes), size=size, shapes=shapes, kind=self, whole=whole)
 
     def later(self, size: int) -> int:
-        """Returns the number of tokens that a head takes in between two evictions, or after the only one."""
+        """Returns the maximum number of tokens added to a head between two evictions, or after the only one."""
         return min(size, self.every or size if self.new is None else self.every or self.new)
 
     def _in_tokens(self, budget: str, shapes: Sequence[KVLayer], dtype: Any) -> Eviction:
-        """Returns this configuration with a budget in tokens in place of bytes."""
+        """Returns this configuration with a budget in tokens in place of the `budget` in bytes."""
         each = sum(shape.heads * (shape.both * jnp.dtype(dtype).itemsize + 4) for layer, shape in enumerate(shapes)
                    if not self.keeps_all(layer, shape))
         tokens = in_bytes(budget) // max(each, 1)

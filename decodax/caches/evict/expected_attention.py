@@ -1,4 +1,4 @@
-"""Expected Attention: scores tokens by the attention that future queries are expected to pay, if they are distributed
+"""Expected Attention: scores tokens by the attention expected from future queries, which are assumed to be distributed
 like the past ones ("Expected Attention: KV Cache Compression by Estimating Attention from Future Queries Distribution",
 Devoto et al., 2025)."""
 
@@ -21,11 +21,11 @@ from decodax.common.registry import CACHES
 
 @dataclasses.dataclass(frozen=True)
 class FutureQueries(TokenScore):
-    """Base of scores by the mean of past queries, which is taken before their rotation and without the first tokens,
-    and then rotated by the mean rotation of the next positions.
+    """Base of scores that need the mean of past queries. The mean is taken before rotation and without the queries of
+    the first tokens, and is then rotated by the mean rotation of the next positions.
 
     Attributes:
-        n_sink: number of first tokens, which stay and whose queries do not count.
+        n_sink: number of first tokens, which are always kept and whose queries do not count.
         n_future_positions: number of next positions.
     """
 
@@ -40,7 +40,8 @@ class FutureQueries(TokenScore):
 
     @property
     def squares(self) -> bool:
-        """True if the score also reads the products of the queries' channels."""
+        """True if the score needs the covariance of past queries. `gather` then also sums the outer products of
+        queries."""
         return False
 
     def start(self, shape: KVLayer, batch: int, slots: int) -> Gathered:
@@ -62,14 +63,15 @@ class FutureQueries(TokenScore):
 
 @dataclasses.dataclass(frozen=True)
 class ExpectedAttention(FutureQueries):
-    """The expected attention of future queries to a token, times the norm of its value.
+    """Scores a token by the expected attention of future queries, times the norm of its value.
 
-    Keys are scored by the mean of `exp(q k)` under a Gaussian with the mean and covariance of the past queries,
-    relative to all keys.
+    The expected attention is the mean of `exp(q k)` under a Gaussian with the mean and covariance of the past queries,
+    divided by its sum over all keys.
 
     Attributes:
-        use_covariance: uses the covariance; else the mean alone. use_vnorm: multiplies by the norms of values.
-        epsilon: added before norms are multiplied.
+        use_covariance: whether the covariance is used; else only the mean.
+        use_vnorm: whether the score is multiplied by the norm of the value.
+        epsilon: added to the expected attention before this multiplication.
     """
 
     use_covariance: bool = True
@@ -103,18 +105,19 @@ class ExpectedAttention(FutureQueries):
                  "Devoto et al. 2025", family="evict")
 def expected_attention(budget: Budget = 0.5, every: Every = None, n_sink: Whole = 4, n_future_positions: Count = 512,
                        use_covariance: bool = True, use_vnorm: bool = True, epsilon: float = 0.0) -> Eviction:
-    """Keeps the tokens that future queries are expected to attend to, if they are distributed like the past ones.
+    """Keeps the tokens with the most expected attention from future queries, assumed to be distributed like the past
+    ones.
 
-    The options are those of the authors' code. See `adaptive-expected-attention` for budgets that heads share.
+    The options are those of the authors' code. With `adaptive-expected-attention`, heads share a budget.
 
     Args:
         budget: tokens that each head keeps; below 1, a share of the text; or bytes such as "64MB".
         every: tokens between evictions while decoding. None: evict once, after the prompt.
-        n_sink: number of first tokens, which stay.
+        n_sink: number of first tokens that are always kept.
         n_future_positions: number of next positions over which the rotation of queries is averaged.
         use_covariance: use the covariance of past queries, not only their mean.
         use_vnorm: multiply the expected attention by the norm of the value.
-        epsilon: added before that product.
+        epsilon: added to the expected attention before this multiplication.
     """
     score = ExpectedAttention(n_sink, n_future_positions, use_covariance, use_vnorm, epsilon)
     return Eviction(Top(score), budget, every, name="expected-attention")

@@ -1,9 +1,9 @@
-"""GraphKV: tokens that are like better ones give way ("GraphKV: Breaking the Static Selection Paradigm with Graph-Based
-KV Cache Eviction", Li et al., 2025).
+"""GraphKV: lowers the scores of tokens that are similar to better ones ("GraphKV: Breaking the Static Selection
+Paradigm with Graph-Based KV Cache Eviction", Li et al., 2025).
 
-The best tokens by any score are often alike, and a few of them would do. So the best tokens of a head, the sources,
-send a signal to the tokens whose keys are nearest to theirs, and the scores of those decay by the similarity. Then the
-best tokens are chosen.
+The best tokens by a score are often similar, and a few of them would be enough. So the best tokens of a head, the
+sources, lower the scores of the tokens whose keys are nearest to theirs, in proportion to the similarity. Then the best
+tokens are chosen.
 """
 
 from __future__ import annotations
@@ -29,14 +29,16 @@ Sources = Annotated[float, Range(0, 1, above=True)]
 class GraphDecay(Selection):
     """Keeps the best tokens of each head, by scores that have decayed along a graph of similar keys.
 
-    With `e_ij` the cosine of the keys of source `i` and another token `j`, each source decays its nearest tokens: `s_j`
-    becomes `s_j` times the product of `1 - e_ij` over the sources that `j` is near to, once in each round. Tokens that
-    stay in any case are no part of the graph.
+    With `e_ij` the cosine of the keys of source `i` and another token `j`, each source decays the scores of its nearest
+    tokens: in each round, `s_j` is multiplied by the product of `1 - e_ij` over the sources that have `j` among their
+    nearest. Tokens that are always kept are not part of the graph.
 
     Attributes:
-        sources: the share of the tokens that stay which are sources, the best ones; at least one is.
+        score: score of the tokens.
+        sources: number of sources, as a share of the number of kept tokens; at least one. The best tokens are the
+            sources.
         neighbours: number of tokens that a source decays.
-        rounds: rounds of the propagation.
+        rounds: number of rounds of the decay.
     """
 
     score: TokenScore
@@ -51,11 +53,13 @@ class GraphDecay(Selection):
         return best(left, held.valid, count)
 
     def decayed(self, worth: Array, nodes: Array, keys: Array, sources: Array) -> Array:
-        """Returns the scores after the propagation.
+        """Returns the scores after all rounds of the decay.
 
         Args:
-            worth: `f32[G, S]`, 0 or more. nodes: `bool[G, S]`, the nodes of the graph. keys: `f32[G, S, d]`.
-            sources: `i32[]`, the number of sources; fewer if there are fewer nodes.
+            worth: `f32[G, S]`, scores, at least 0.
+            nodes: `bool[G, S]`, slots that are in the graph.
+            keys: `f32[G, S, d]`.
+            sources: `i32[]`, number of sources; at most the number of nodes is used.
         """
         unit = keys * lax.rsqrt(jnp.maximum(jnp.square(keys).sum(-1, keepdims=True), 1e-30))
         # the newer one first where two tie, as everywhere
@@ -79,17 +83,19 @@ class GraphDecay(Selection):
                  "Li et al. 2025", family="evict")
 def graphkv(budget: Budget = 512, every: Every = None, sources: Sources = 0.3, neighbours: Count = 4,
             rounds: Whole = 1, window_size: Count = 32, kernel_size: Count = 5, pooling: Pooling = "mean") -> Eviction:
-    """Keeps the best tokens by SnapKV's scores, lowered for tokens whose keys are like those of better ones.
+    """Keeps the best tokens by SnapKV's scores, which are lowered for tokens whose keys are similar to those of better
+    ones.
 
-    With `rounds=0` it is SnapKV. The paper leaves the number of neighbours open.
+    With `rounds=0` it is SnapKV. The paper does not give the number of neighbours.
 
     Args:
         budget: tokens that each head keeps; below 1, a share of the text; or bytes such as "64MB".
         every: tokens between evictions while decoding. None: evict once, after the prompt.
-        sources: the share of the tokens that stay which lower the scores of others.
-        neighbours: number of tokens whose scores a source lowers.
-        rounds: rounds of the propagation along the graph.
-        window_size, kernel_size, pooling: of the score, as in `snapkv`.
+        sources: number of best tokens that lower the scores of others, as a share of the number of kept tokens.
+        neighbours: number of tokens whose scores such a token lowers.
+        rounds: number of rounds in which scores are lowered.
+        window_size: number of latest queries that score the tokens; their own tokens are kept.
+        kernel_size, pooling: number of neighbouring tokens whose scores are pooled (odd), and how ("mean" or "max").
     """
     score = WindowAttention(window_size, kernel_size, pooling)
     return Eviction(GraphDecay(score, sources, neighbours, rounds), budget, every, name="graphkv")

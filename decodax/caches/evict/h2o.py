@@ -1,7 +1,7 @@
-"""H2O: keeps the tokens that have received the most attention, the heavy hitters, and the latest ones ("H2O:
-Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models", Zhang et al., 2023).
+"""H2O: keeps the tokens that have received the most attention (heavy hitters) and the latest ones ("H2O: Heavy-Hitter
+Oracle for Efficient Generative Inference of Large Language Models", Zhang et al., 2023).
 
-Also kvpress's "observed attention", where the attention is divided by the number of queries that could see a token.
+Also kvpress's "observed attention", which divides the attention by the number of queries that could attend to a token.
 """
 
 from __future__ import annotations
@@ -23,14 +23,16 @@ from decodax.pallas_kernels.window_attention import slot_weights
 
 @dataclasses.dataclass(frozen=True)
 class Accumulated(TokenScore):
-    """The attention that a token has received from all queries so far, its own included.
+    """Scores a token by the attention that it has received from all queries so far, its own included.
 
     Attributes:
-        recent: number of latest tokens that stay. sinks: number of first tokens that stay.
-        mean: divides by the number of queries that could see the token, so that early tokens have no advantage
+        recent: number of latest tokens that are always kept.
+        mean: divide by the number of queries that could attend to the token, so that early tokens have no advantage
             (kvpress, ZipCache).
-        every: tokens between two evictions; their queries are counted at the next one. None: there is one eviction.
-        over: "group": each group of heads has scores of its own. "heads": all heads of a layer share them (PrefixKV).
+        every: number of tokens between two evictions, whose queries are counted at the second one. None: there is one
+            eviction.
+        sinks: number of first tokens that are always kept.
+        over: "group": each group of heads has its own scores. "heads": all heads of a layer share the mean (PrefixKV).
     """
 
     recent: Whole = 0
@@ -73,8 +75,7 @@ class Accumulated(TokenScore):
 
 @dataclasses.dataclass(frozen=True)
 class LatestHalf(Top):
-    """Keeps the latest tokens in half of the budget and the best of the others in the other half, whatever the budget
-    is counted in."""
+    """Fills half of the budget with the latest tokens, and the other half with the best of the others."""
 
     def choose(self, held: HeldLayer, count: Array) -> Array:
         latest = held.index >= (held.count - count // 2)[:, None]
@@ -91,7 +92,7 @@ def h2o(budget: Budget = 1024, recent_size: Whole | None = None, every: Every = 
 
     Args:
         budget: tokens that each head keeps; below 1, a share of the text; or bytes such as "64MB".
-        recent_size: how many of them are the latest tokens. None: half of the budget, as in the paper.
+        recent_size: number of latest tokens among the kept ones. None: half of the budget, as in the paper.
         every: tokens between evictions while decoding. None: evict once, after the prompt.
     """
     score = Accumulated(recent_size or 0, every=every)
@@ -100,9 +101,10 @@ def h2o(budget: Budget = 1024, recent_size: Whole | None = None, every: Every = 
 
 @CACHES.register("observed-attention", "Observed attention", "kvpress 2024", family="evict")
 def observed_attention(budget: Budget = 0.5, every: Every = None) -> Eviction:
-    """Keeps the tokens with the largest mean attention over the queries that could see them.
+    """Keeps the tokens with the largest mean attention over the queries that could attend to them.
 
-    H2O's sum of attention, without its advantage for early tokens and without a share for the latest ones.
+    Like H2O, but with the mean in place of the sum, which favours early tokens, and without a share for the latest
+    tokens.
 
     Args:
         budget: tokens that each head keeps; below 1, a share of the text; or bytes such as "64MB".

@@ -1,5 +1,5 @@
-"""KeyDiff: evicts the tokens whose keys are most like the mean key ("KeyDiff: Key Similarity-Based KV Cache Eviction
-for Long-Context LLM Inference in Resource-Constrained Environments", Park et al., 2025)."""
+"""KeyDiff: evicts the tokens whose keys are most similar to the mean key ("KeyDiff: Key Similarity-Based KV Cache
+Eviction for Long-Context LLM Inference in Resource-Constrained Environments", Park et al., 2025)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from decodax.common.registry import CACHES
 
 @dataclasses.dataclass(frozen=True)
 class KeyDifference(TokenScore):
-    """Minus the cosine of a key and the mean of all normalized keys."""
+    """Scores a token by minus the cosine of its key and the mean of all normalized keys."""
 
     def __call__(self, held: HeldLayer) -> Array:
         keys = jnp.where(held.valid[..., None], held.keys, 0)

@@ -16,7 +16,7 @@ from decodax.common.registry import CACHES
 
 @dataclasses.dataclass(frozen=True)
 class KeyNorm(TokenScore):
-    """Minus the norm of the key: keys of small norm attract attention."""
+    """Scores a token by minus the norm of its key, since keys of small norm attract attention."""
 
     def __call__(self, held: HeldLayer) -> Array:
         return -jnp.linalg.norm(held.keys, axis=-1)
@@ -32,6 +32,6 @@ def knorm(budget: Budget = 0.5, every: Every = None, skip_layers: tuple[int, ...
     Args:
         budget: tokens that each head keeps; below 1, a share of the text; or bytes such as "64MB".
         every: tokens between evictions while decoding. None: evict once, after the prompt.
-        skip_layers: layers that keep everything, the first two in the paper; () for none.
+        skip_layers: numbers of layers that keep all tokens, the first two in the paper; () for none.
     """
     return Eviction(Top(KeyNorm()), budget, every, skip_layers, name="knorm")

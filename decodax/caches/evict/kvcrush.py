@@ -1,10 +1,11 @@
 """KVCrush: keeps representatives of the blocks that are evicted ("KVCrush: Key Value Cache Size-Reduction Using
 Similarity in Head-Behaviour", Jha et al., 2025).
 
-Most of the budget goes to the blocks of the highest scores, the rest to representatives of the others. Each block is
-described by bits, one for each token, which say whether the token is in the better half of all tokens. The blocks are
-sorted by the Hamming distance of their bits to an anchor, and taken at even steps. This is the paper's rule for paged
-caches, as its authors' code in OpenVINO GenAI has it; for single tokens the paper has a bit for each head.
+Most of the budget goes to the blocks with the highest scores, the rest to representatives of the other blocks. Each
+block is described by one bit for each of its tokens: whether the token's score is in the upper half of all scores. The
+other blocks are sorted by the Hamming distance of their bits to an anchor, and the representatives are taken at equal
+intervals. This is the paper's rule for paged caches, as in its authors' code in OpenVINO GenAI; the paper's rule for
+single tokens has one bit for each head.
 """
 
 from __future__ import annotations
@@ -24,18 +25,21 @@ from decodax.common.options import Count, Whole
 from decodax.common.registry import CACHES
 
 Anchor = Literal["random", "zeros", "ones", "mean", "alternating"]
-"""The bits that blocks are compared with; "mean": in each place the bit that most blocks have."""
+"""The bits that blocks are compared with. "mean": in each place the bit that most blocks have."""
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockRepresentatives(Selection):
-    """Keeps the best blocks of a layer, the same ones for all heads, and representatives of the others. The first
-    tokens and the latest ones stay, and those that fill no block.
+    """Keeps the best blocks of a layer, the same ones in all heads, and representatives of the other blocks. The first
+    and the latest tokens are always kept, and so are tokens that do not fill a block.
 
     Attributes:
-        score: gives all heads the same scores, and says how many first and latest tokens stay (`sinks`, `recent`).
-        block_size: tokens of a block. kvcrush_budget: number of blocks of the budget for representatives.
-        anchor_point_mode: see `Anchor`. rng_seed: seed of a random anchor.
+        score: score of the tokens, the same for all heads. Its `sinks` and `recent` are the numbers of first and latest
+            tokens.
+        block_size: number of tokens of a block.
+        kvcrush_budget: number of blocks of the budget for representatives.
+        anchor_point_mode: see `Anchor`.
+        rng_seed: seed of a random anchor.
     """
 
     score: Accumulated
@@ -46,7 +50,7 @@ class BlockRepresentatives(Selection):
 
     @property
     def least(self) -> int:
-        """The smallest budget: the tokens that stay in any case, and the representatives."""
+        """The smallest allowed budget: the tokens that are always kept, and the representatives."""
         return self.score.always + self.block_size - 1 + self.kvcrush_budget * self.block_size
 
     def choose(self, held: HeldLayer, count: Array) -> Array:
@@ -62,11 +66,13 @@ class BlockRepresentatives(Selection):
         return held.valid & stays
 
     def blocks(self, worth: Array, within: Array, number: Array) -> Array:
-        """Returns a mask of the blocks that stay, `bool[N]`: the best `number` and representatives of the others, if
-        there are enough others.
+        """Returns a mask of the blocks to keep, `bool[N]`: the best `number` blocks, and representatives of the others.
+        There are none if there are fewer others than `kvcrush_budget`.
 
         Args:
-            worth: `f32[N, P]`, the scores of the tokens of each block. within: `bool[N]`, the blocks that may stay.
+            worth: `f32[N, P]`, scores of the tokens of each block.
+            within: `bool[N]`, the blocks to choose from.
+            number: `i32[]`, number of best blocks.
         """
         size, whole = worth.shape, within.sum()
         top = best(worth.sum(1)[None], within[None], number)[0]
@@ -105,9 +111,9 @@ def kvcrush(budget: Count = 1024, every: Every = 32, block_size: Count = 32, kvc
         budget: tokens that each head keeps.
         every: tokens between evictions while decoding. None: evict once, after the prompt.
         block_size: tokens of a block.
-        kvcrush_budget: number of blocks of the budget that are representatives.
-        start_size, recent_size: number of first and of latest tokens that stay.
-        anchor_point_mode: the bits that blocks are compared with; "mean": those that most blocks have.
+        kvcrush_budget: number of blocks of the budget for representatives.
+        start_size, recent_size: numbers of first and of latest tokens that are always kept.
+        anchor_point_mode: the bits that blocks are compared with; "mean": in each place the bit that most blocks have.
         rng_seed: seed of a random anchor.
     """
     select = BlockRepresentatives(Accumulated(recent_size, every=every, sinks=start_size, over="heads"), block_size,

@@ -1,5 +1,5 @@
-"""LagKV: scores tokens by their spread relative to the tokens that follow ("LagKV: Lag-Relative Information of the KV
-Cache Tells Which Tokens Are Important", Liang et al., 2025)."""
+"""LagKV: scores tokens by the spread of their channels, relative to the tokens that follow ("LagKV: Lag-Relative
+Information of the KV Cache Tells Which Tokens Are Important", Liang et al., 2025)."""
 
 from __future__ import annotations
 
@@ -21,16 +21,18 @@ Lag = Annotated[int, Range(2)]
 
 @dataclasses.dataclass(frozen=True)
 class LagRelative(TokenScore):
-    """The spread of a token's channels, relative to the range of the tokens that follow.
+    """Scores a token by the spread of its channels, relative to the range of these channels in the tokens that follow.
 
-    The tokens after the sinks are cut into lags. The channels of each token are scaled by the smallest and largest
-    value of that channel in the next lag; their standard deviation goes through a softmax over the lag, for keys and
-    for values. The last whole lag and the tokens after it stay, and so do the sinks. A text shorter than the sinks and
-    two lags keeps its sinks and its latest tokens.
+    The tokens after the first ones (the sinks) are cut into lags of `lag_size` tokens. The channels of each token are
+    scaled by the minimum and maximum of that channel in the next lag. The standard deviation over the scaled channels
+    goes through a softmax over the lag, and the results for keys and values are averaged. The sinks are always kept,
+    and so are the last complete lag and the tokens after it. A text shorter than the sinks and two lags keeps its sinks
+    and its latest tokens.
 
     Attributes:
-        n_sink: number of first tokens that stay. lag_size: tokens of a lag.
-        cross_scoring: compares tokens of different lags; else each lag keeps the same share of its tokens.
+        n_sink: number of first tokens that are always kept.
+        lag_size: number of tokens of a lag.
+        cross_scoring: whether tokens of different lags are compared; else each lag keeps the same share of its tokens.
     """
 
     n_sink: Whole = 4
@@ -69,14 +71,14 @@ class LagRelative(TokenScore):
 @CACHES.register("lagkv", "LagKV: Lag-Relative Information of the KV Cache Tells Which Tokens Are Important",
                  "Liang et al. 2025", family="evict")
 def lagkv(budget: Budget = 0.5, every: Every = None, n_sink: Whole = 4, lag_size: Lag = 128) -> Eviction:
-    """Keeps in each lag the tokens whose channels spread most, relative to the range of the next lag.
+    """Keeps in each lag (block of tokens) those whose channels spread most, relative to the range in the next lag.
 
-    Needs no queries, so it works with any attention. The latest one to two lags stay whole.
+    Needs no queries, so it works with any attention. The tokens of the latest one to two lags are always kept.
 
     Args:
         budget: tokens that each head keeps; below 1, a share of the text; or bytes such as "64MB".
         every: tokens between evictions while decoding. None: evict once, after the prompt.
-        n_sink: number of first tokens that stay.
-        lag_size: tokens of a lag.
+        n_sink: number of first tokens that are always kept.
+        lag_size: number of tokens of a lag.
     """
     return Eviction(Top(LagRelative(n_sink, lag_size)), budget, every, name="lagkv")

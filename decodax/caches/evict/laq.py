@@ -1,9 +1,9 @@
 """LAQ: scores tokens by the queries of tokens that are decoded ahead ("Lookahead Q-Cache: Achieving More Consistent KV
 Cache Eviction via Pseudo Query", Wang et al., 2025).
 
-The first tokens of an answer are decoded on SnapKV's choice of the prompt. Their queries are closer to those of
-decoding on the whole cache than the prompt's own. Together with the latest prompt queries they choose from the whole
-prompt. The tokens that were decoded ahead are dropped.
+The first tokens of an answer are decoded with the prompt tokens that SnapKV keeps. Their queries are closer to those of
+decoding with the full cache than the prompt's own queries are. Together with the latest prompt queries they score all
+tokens of the prompt. The tokens that were decoded ahead are dropped.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ from decodax.core.capabilities import ReadPrompt
 
 @dataclasses.dataclass(frozen=True)
 class LookaheadQueries(TokenScore):
-    """The attention that the queries of decoded-ahead tokens and of the latest prompt tokens pay.
+    """Scores a token by the attention of the tokens decoded ahead, and of the latest prompt tokens.
 
     Attributes:
-        max_lookahead_size: number of tokens that are decoded ahead, fewer where a text ends. The first one follows the
-            prompt's newest token, which is not in the cache yet.
-        stage2_window_size: number of latest prompt queries (LAQ++; 0: LAQ); their tokens stay.
-        first: score of the first stage, whose window holds the queries of both.
-        eos: ids that end a text.
+        max_lookahead_size: number of tokens that are decoded ahead; fewer if the text ends. The first of them follows
+            the prompt's newest token, which is not in the cache yet.
+        stage2_window_size: number of latest prompt queries that count, too; their tokens are kept (LAQ++). 0: none
+            (LAQ).
+        first: SnapKV's score for the first stage. Its window must be large enough for the queries of both stages.
+        eos: ids of the end tokens.
     """
 
     max_lookahead_size: Count = 8
@@ -93,18 +94,19 @@ class LookaheadQueries(TokenScore):
                  "Wang et al. 2025", family="evict")
 def laq(budget: Budget = 512, max_lookahead_size: Count = 8, stage2_window_size: Whole = 8, kernel_size: Count = 7,
         pooling: Pooling = "max", lookahead_window_size: Count = 32) -> Eviction:
-    """Keeps SnapKV's choice by the queries of tokens that are decoded ahead.
+    """Keeps the tokens that SnapKV chooses with the queries of tokens that are decoded ahead.
 
-    Evicts once, after the prompt; costs `max_lookahead_size` more decoding steps. The options are those of the authors'
-    code.
+    Evicts once, after the prompt; costs `max_lookahead_size` extra decoding steps. The options are those of the
+    authors' code.
 
     Args:
         budget: tokens that each head keeps; below 1, a share of the text; or bytes such as "64MB".
         max_lookahead_size: number of tokens that are decoded ahead.
-        stage2_window_size: number of latest prompt queries that score the tokens, too, and whose tokens stay (LAQ++);
-            0: none (LAQ).
-        kernel_size, pooling: of both stages, as in `snapkv`.
-        lookahead_window_size: number of latest queries by which SnapKV chooses what the tokens ahead are decoded on.
+        stage2_window_size: number of latest prompt queries that score the tokens, too; their own tokens are kept
+            (LAQ++). 0: none (LAQ).
+        kernel_size: number of neighbouring tokens whose scores are pooled, odd; in both stages.
+        pooling: "mean" or "max", how these scores are pooled.
+        lookahead_window_size: number of latest queries by which SnapKV chooses the tokens for decoding ahead.
     """
     first = WindowAttention(lookahead_window_size, kernel_size, pooling)
     return Eviction(Top(LookaheadQueries(max_lookahead_size, stage2_window_size, first)), budget, name="laq")

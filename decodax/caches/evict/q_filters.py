@@ -1,6 +1,5 @@
 """The score of Q-Filters ("Q-Filters: Leveraging QK Geometry for Efficient KV Cache Compression", Godey et al., 2025).
-It has no name in the registry, since the filters are measured on each model: `Eviction(Top(Direction(filters)), 512)`.
-"""
+It is not in the registry, since the filters are measured on each model: `Eviction(Top(Direction(filters)), 512)`."""
 
 from __future__ import annotations
 
@@ -14,10 +13,11 @@ from decodax.caches.evict.scores import HeldLayer, TokenScore
 
 @dataclasses.dataclass(frozen=True)
 class Direction(TokenScore):
-    """Minus the projection of a key on the direction in which keys are ignored.
+    """Scores a token by minus the projection of its key onto the filter of the head, a direction in which keys get
+    little attention.
 
     Attributes:
-        filters: `[L][G][d]`, a direction for each layer and head.
+        filters: `[L][G][d]`, the filter of each layer and head.
     """
 
     filters: tuple[tuple[tuple[float, ...], ...], ...]

@@ -1,8 +1,8 @@
-"""A part of a prompt's tokens, in few bits: more tokens of lower precision in the same memory ("More Tokens, Lower
-Precision: Towards the Optimal Token-Precision Trade-off in KV Cache Compression", Zhang et al., 2024).
+"""Evicts part of a prompt's tokens and quantizes the rest: more tokens of lower precision in the same memory ("More
+Tokens, Lower Precision: Towards the Optimal Token-Precision Trade-off in KV Cache Compression", Zhang et al., 2024).
 
-An eviction chooses which tokens stay; a codec writes these and the tokens that follow. At equal bytes, four times as
-many tokens of 4 bits serve better than tokens of 16.
+An eviction rule chooses the tokens of the prompt to keep; a codec quantizes these and all later tokens. For the same
+number of bytes, tokens of 4 bits give better results than a fourth of that number at 16 bits.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from decodax.core.capabilities import ReadPrompt
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedPruningConfig(KVConfig):
-    """Configuration of a cache that evicts from the prompt, and quantizes what stays and all tokens that follow.
+    """Configuration of a cache that evicts prompt tokens, and quantizes the kept ones and all later tokens.
 
     Attributes:
-        eviction: evicts once, the same number of tokens in all heads and layers. coding: how tokens are quantized.
+        eviction: the eviction rule. It must evict once, and keep the same number of tokens in all heads and layers.
+        coding: configuration of the quantized cache.
     """
 
     eviction: Eviction
@@ -41,7 +42,7 @@ class QuantizedPruningConfig(KVConfig):
             raise ValueError(f"eviction: got {one.name}, takes one that chooses once, as many tokens in every head and "
                              "layer")
         if self.coding.codec.needs_positions:
-            raise ValueError(f"coding: got {self.coding.name}, takes a codec that does not ask where tokens stand")
+            raise ValueError(f"coding: got {self.coding.name}, takes a codec that does not ask for positions")
 
     def fit(self, new: int) -> QuantizedPruningConfig:
         return dataclasses.replace(self, eviction=self.eviction.fit(new))
@@ -64,7 +65,12 @@ class QuantizedPruningConfig(KVConfig):
 
 @struct
 class QuantizedPruningCache(Wrapper):
-    """The quantized tokens, and the configuration that prompts are pruned by."""
+    """The quantized cache while decoding, after eviction.
+
+    Attributes:
+        base: the quantized tokens.
+        kind: static; the configuration.
+    """
 
     base: QuantizedCache
     kind: QuantizedPruningConfig = static()
@@ -79,7 +85,8 @@ class QuantizedPruningCache(Wrapper):
 
 @struct
 class PromptToPrune(Wrapper):
-    """A whole prompt, which is pruned and quantized when it has been read."""
+    """The cache of a `QuantizedPruningConfig` during prefill, with all tokens of the prompt in `base`. `finish_prefill`
+    evicts tokens and quantizes the rest."""
 
     base: Evicting
     kind: QuantizedPruningConfig = static()
@@ -97,16 +104,17 @@ class PromptToPrune(Wrapper):
 def quantized_pruning(budget: Budget = 2048, bits: Literal[2, 4, 8] = 4, group_size: Count = 32,
                       residual_length: Count = 128, window_size: Count = 32,
                       kernel_size: Count = 5) -> QuantizedPruningConfig:
-    """Keeps SnapKV's choice of the prompt and all tokens that follow, in few bits.
+    """Keeps the prompt tokens that SnapKV chooses and all later tokens, quantized.
 
-    Evicts once, after the prompt. Four bits and four times the budget take the bytes of 16 bits.
+    Evicts once, after the prompt. Four bits and four times the budget take as many bytes as 16 bits.
 
     Args:
         budget: tokens that each head keeps; below 1, a share of the text.
-        bits: of each number.
-        group_size: numbers that share a scale.
-        residual_length: largest number of latest tokens that stay whole, a multiple of `group_size`.
-        window_size, kernel_size: of the score, as in `snapkv`.
+        bits: number of bits of each number.
+        group_size: number of values that share a scale.
+        residual_length: maximum number of latest tokens that are not quantized, a multiple of `group_size`.
+        window_size: number of latest queries that score the tokens; their own tokens are kept.
+        kernel_size: number of neighbouring tokens whose scores are pooled, odd.
     """
     if isinstance(budget, str):
         raise ValueError(f"budget: got {budget!r}, takes a number of tokens, or a share of the text between 0 and 1")

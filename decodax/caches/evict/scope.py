@@ -20,15 +20,16 @@ from decodax.common.registry import CACHES
 
 @dataclasses.dataclass(frozen=True)
 class DecodePool(Selection):
-    """Keeps the chosen tokens of the prompt for good, and a pool of the tokens after it: the latest ones, and of the
-    older ones those that the newest query attends to.
+    """Never evicts the chosen tokens of the prompt again, and keeps a pool of the tokens after it: the latest ones, and
+    of the older ones those with the largest attention of the newest query.
 
     Attributes:
         score: score of the prompt's tokens.
-        heavy, recent: older and latest tokens of the pool.
-        grows: "at once": the pool may have `heavy` older tokens from the start. "by steps": none at first, and one more
-            with each `delta` tokens, up to `heavy`.
-        delta: see there.
+        heavy: maximum number of older tokens in the pool.
+        recent: number of latest tokens in the pool.
+        grows: "at once": the pool has up to `heavy` older tokens from the start. "by steps": it begins with none, and
+            gets one more for every `delta` tokens, up to `heavy`.
+        delta: number of tokens after which the pool grows by one, for "by steps".
     """
 
     score: WindowAttention
@@ -56,19 +57,21 @@ class DecodePool(Selection):
 def scope(budget: Budget = 2048, decoding_window_size: Count = 1024, decoding_recent_size: Count = 256,
           scheme: Literal["slide", "adaptive", "discontinuous"] = "slide", delta: Count = 15, window_size: Count = 8,
           kernel_size: Count = 7, pooling: Pooling = "max") -> Eviction:
-    """Keeps SnapKV's choice of the prompt for good, and a bounded pool of the tokens after it.
+    """Keeps the prompt tokens that SnapKV chooses for good, and a bounded pool of the tokens after it.
 
-    For long answers to long prompts: what is evicted while decoding does not take room from the prompt.
+    For long answers to long prompts: tokens of the answer do not displace tokens of the prompt.
 
     Args:
         budget: tokens of the prompt that each head keeps; below 1, a share of it; or bytes such as "64MB".
-        decoding_window_size: largest number of tokens of the pool.
-        decoding_recent_size: how many of these are the latest tokens; the others are those that the newest query
-            attends to.
-        scheme: "slide": the pool has its full size from the start and evicts at each token. "adaptive": it grows by one
-            token every `delta` tokens. "discontinuous": it grows so, and evicts every `delta` tokens.
-        delta: see there.
-        window_size, kernel_size, pooling: of the prompt's score, as in `snapkv`.
+        decoding_window_size: maximum number of tokens of the pool.
+        decoding_recent_size: number of latest tokens in the pool; the others are those with the largest attention of
+            the newest query.
+        scheme: "slide": the pool has its full size from the start, and evicts at each token. "adaptive": the pool grows
+            by one token every `delta` tokens, and evicts at each token. "discontinuous": it grows in the same way, and
+            evicts every `delta` tokens.
+        delta: number of tokens after which the pool grows, see `scheme`.
+        window_size: number of latest prompt queries that score the prompt's tokens; their own tokens are kept.
+        kernel_size, pooling: number of neighbouring tokens whose scores are pooled (odd), and how ("mean" or "max").
     """
     if decoding_recent_size >= decoding_window_size:
         raise ValueError(f"decoding_recent_size: got {decoding_recent_size}, takes less than the "

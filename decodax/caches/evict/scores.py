@@ -1,7 +1,7 @@
-"""The contract of a score: how much each cached token is worth keeping.
+"""The contract of a score: a number for each cached token that says how much it is worth keeping.
 
-A score sees one layer of one row (`HeldLayer`) at the moment when tokens have to be evicted. The tokens with the
-highest scores stay, the newer one where two tie; tokens with an infinite score stay before all others.
+A score gets one layer of one row (`HeldLayer`) when tokens have to be evicted. The tokens with the highest scores are
+kept, and of equal ones the newer. Tokens with an infinite score are kept before all others.
 """
 
 from __future__ import annotations
@@ -26,15 +26,18 @@ class HeldLayer(Struct):
 
     Attributes:
         keys, values: `f32[G, S, d]` and `f32[G, S, e]`; keys are rotated to their positions.
-        positions: `i32[G, S]`. count: `i32[G]`, the number of filled slots of each head.
-        length: `i32[]`, the number of tokens of the text so far.
-        settled_at: `i32[]`, the length of the text when the cache first evicted, after the prompt.
-        since: `i32[]`, the length at the last eviction; the current length when a prompt has just been read.
-        queries: `f32[w, H, d]`, the latest `w` queries, the newest last, rotated and scaled as attention takes them.
-            The first ones are zeros if the text is shorter.
+        positions: `i32[G, S]`, position of the token in each slot.
+        count: `i32[G]`, number of filled slots of each head.
+        length: `i32[]`, number of tokens of the text so far.
+        settled_at: `i32[]`, length of the text at the first eviction, after prefill.
+        since: `i32[]`, length of the text at the previous eviction; equal to `length` at the first one.
+        queries: `f32[w, H, d]`, the latest `w` queries, the newest last, rotated and scaled for attention. If the text
+            is shorter, the first ones are zeros.
         gathered: statistics that the score has gathered of this row (`TokenScore.gather`).
-        outputs: `f32[H, e, D]`, the output projection of each head, for selections that read it; else None.
-        layer, depth: number of this layer, and of layers. shape: shape of the layer.
+        outputs: `f32[H, e, D]`, the output projection of each head; None unless the selection sets `projects`.
+        layer: static; number of this layer.
+        depth: static; number of layers.
+        shape: static; shape of this layer.
     """
 
     keys: Array
@@ -57,7 +60,7 @@ class HeldLayer(Struct):
 
     @property
     def index(self) -> Array:
-        """Number of each slot, `i32[1, S]`."""
+        """Index of each slot, `i32[1, S]`."""
         return jnp.arange(self.slots, dtype=jnp.int32)[None]
 
     @property
@@ -67,16 +70,17 @@ class HeldLayer(Struct):
 
     @property
     def asked_at(self) -> Array:
-        """Positions of `queries`, `i32[w]`; negative where there is no query."""
+        """Positions of `queries`, `i32[w]`; negative for queries before the beginning of the text."""
         return self.length - self.queries.shape[0] + jnp.arange(self.queries.shape[0], dtype=jnp.int32)
 
     def attention(self, queries: Array | None = None, asked_at: Array | None = None) -> Array:
-        """Returns the attention weights of queries on the cached tokens, `f32[G, r, w, S]`.
+        """Returns the attention weights of queries on the cached tokens, `f32[G, r, w, S]`, with `r = H / G`.
 
         Each query attends to the tokens up to its own position.
 
         Args:
-            queries, asked_at: `f32[w, H, d]` and their positions `i32[w]`. Default: the latest ones.
+            queries: `f32[w, H, d]`, rotated and scaled. None: the latest ones, `self.queries`.
+            asked_at: `i32[w]`, positions of the queries. None: those of the latest queries.
         """
         queries = self.queries if queries is None else queries
         asked_at = self.asked_at if asked_at is None else asked_at
@@ -92,9 +96,11 @@ class Taken(Struct):
     """Tokens that were added to a layer, for `TokenScore.gather`.
 
     Attributes:
-        queries: `f[B, W, H, d]`, scaled as attention takes them. sums: `f32[B, W, H]`, the logarithm of the sum of the
-            exponentials of each query. positions: `i32[B, W]`, -1 for nodes that were not committed.
-        kv, held: the layer's keys and values `f[B, G, S, d + e]` and positions `i32[B, G, S]`, including these tokens.
+        queries: `f[B, W, H, d]`, scaled for attention.
+        sums: `f32[B, W, H]`, logarithm of the softmax sum of each query.
+        positions: `i32[B, W]`; -1 for nodes that were not committed.
+        kv: `f[B, G, S, d + e]`, keys and values of the layer, including these tokens.
+        held: `i32[B, G, S]`, position of the token in each slot, including these tokens.
     """
 
     queries: Array
@@ -109,7 +115,8 @@ class Gathered(Struct):
     """Statistics that a score has gathered of a layer.
 
     Attributes:
-        slots: arrays `[B, G, S]` that move with the tokens. rest: arrays `[B, ...]`.
+        slots: arrays `[B, G, S]` with a value for each slot, which move with the tokens.
+        rest: arrays `[B, ...]`.
     """
 
     slots: Any = None
@@ -117,10 +124,10 @@ class Gathered(Struct):
 
 
 class Checked:
-    """Base of the frozen dataclasses that rules are made of: checks fields by their annotations.
+    """Base of the frozen dataclasses of eviction rules; checks fields against their annotations.
 
     Raises:
-        ValueError: a field of another kind or out of its range.
+        ValueError: a field is of another type or out of its range.
     """
 
     def __post_init__(self) -> None:
@@ -128,12 +135,13 @@ class Checked:
 
 
 class TokenScore(Checked, abc.ABC):
-    """How much each cached token is worth keeping. Derive a frozen dataclass from it, which is static under jit.
+    """Base of scores, which say how much each cached token is worth keeping. Derive a frozen dataclass, which is static
+    under jit.
 
     Attributes:
-        reads: the input of `gather`: "nothing"; all "queries" as they come; or the "attention" of a prompt, that is its
-            queries and their softmax sums (later queries are among the latest ones).
-        once: True if the score is defined after a prompt only, not while decoding.
+        reads: the input that `gather` needs. "nothing": it is not called. "queries": it gets all queries. "attention":
+            during prefill, it gets all queries with their softmax sums; later queries are in `HeldLayer.queries`.
+        once: True if the score is defined after prefill only, not while decoding.
     """
 
     reads: ClassVar[Literal["nothing", "queries", "attention"]] = "nothing"
@@ -141,48 +149,51 @@ class TokenScore(Checked, abc.ABC):
 
     @property
     def latest(self) -> int:
-        """Number of latest queries that the score looks at (`HeldLayer.queries`)."""
+        """Number of latest queries that the score needs (`HeldLayer.queries`)."""
         return 0
 
     @property
     def always(self) -> int:
-        """Number of tokens that stay in any case; a budget must be larger."""
+        """Number of tokens that are always kept; a budget must be larger."""
         return 0
 
     def start(self, shape: KVLayer, batch: int, slots: int) -> Gathered:
-        """Returns the statistics of an empty layer."""
+        """Returns the statistics of an empty layer with `slots` slots."""
         return Gathered()
 
     def gather(self, shape: KVLayer, gathered: Gathered, new: Taken) -> Gathered:
-        """Returns the statistics after tokens were committed."""
+        """Returns the statistics of a layer after the tokens `new` were committed."""
         return gathered
 
     def consult(self, cache: Any, prompt: ReadPrompt) -> Sequence[Gathered]:
-        """Returns the statistics of all layers after a prompt, before the first eviction.
+        """Returns the statistics of all layers after prefill, before the first eviction.
 
         Override this to run the model once more.
 
         Args:
-            cache: an `Evicting` with the whole prompt. prompt: the prompt and the model that has read it.
+            cache: an `Evicting` with all tokens of the prompt.
+            prompt: the prompt, and the model that has prefilled it.
         """
         gathered: Sequence[Gathered] = cache.gathered
         return gathered
 
     def of_model(self, lm: Any) -> TokenScore:
-        """See `CacheConfig.of_model`."""
+        """Returns the score with what it needs of a loaded model beside its layers, such as end tokens; see
+        `CacheConfig.of_model`."""
         return self
 
     def beyond(self, longest: int) -> int:
-        """See `CacheConfig.beyond`."""
+        """Returns the number of further positions that `consult` runs the model on; see `CacheConfig.beyond`."""
         return 0
 
     def renew(self, held: HeldLayer) -> Any:
-        """Returns `Gathered.slots` with the queries since `HeldLayer.since` added, just before an eviction."""
+        """Returns `Gathered.slots` with the queries since `HeldLayer.since` included. Called just before an
+        eviction."""
         return held.gathered.slots
 
     @abc.abstractmethod
     def __call__(self, held: HeldLayer) -> Array:
-        """Returns the score of each slot, `f32[G, S]`; empty slots do not matter."""
+        """Returns the score of each slot, `f32[G, S]`; the scores of empty slots are ignored."""
 
 
 def unit(x: Array) -> Array:
@@ -191,10 +202,11 @@ def unit(x: Array) -> Array:
 
 
 def by_slot(cache: Any, values: Array) -> Sequence[Gathered]:
-    """Returns the statistics of all layers with one value for each cached token.
+    """Returns the statistics of all layers with `Gathered.slots` set to one value for each cached token.
 
     Args:
-        cache: an `Evicting`. values: `[B, N]`, the value of each token of the text.
+        cache: an `Evicting`.
+        values: `[B, N]`, the value of each token of the text.
     """
     each = jax.vmap(lambda values, at: jnp.where(at >= 0, values[jnp.clip(at, 0, len(values) - 1)], 0))
     return [own.replace(slots=each(values, at).astype(values.dtype))

@@ -1,7 +1,7 @@
-"""The contract of a selection: which tokens stay, and how many in each layer and head.
+"""The contract of a selection: it chooses the tokens to keep, and how many in each layer and head.
 
-A selection turns scores into a mask of the tokens that stay. The number of tokens that a text of each length keeps is a
-table that is computed on the host, so that shares are rounded as in Python and rows of any length share one program.
+A selection turns scores into a mask of the tokens to keep. The number of tokens to keep for each length of the text is
+a table that is computed on the host. So shares are rounded as in Python, and rows of all lengths use one program.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from decodax.common.options import Count, Range
 
 Budget = Count | Annotated[float, Range(0, 1, above=True, below=True)] | str
 """Number of tokens that each head of a layer keeps; below 1, their share of the text so far; or the bytes that a row's
-whole cache may take: "64MB"."""
+cache may take in all layers, such as "64MB"."""
 
 Every = Count | None
-"""Number of tokens from one eviction to the next while decoding. None: the rule runs once, after the prompt."""
+"""Number of tokens between two evictions while decoding. None: the rule runs once, after the prompt."""
 
 
 def kept(budget: Budget, longest: int) -> np.ndarray:
-    """Returns the number of tokens that a text of each length up to `longest` keeps, `i32[longest + 1]`."""
+    """Returns a table of the number of tokens to keep for each length of the text up to `longest`, `i32[longest +
+    1]`."""
     if isinstance(budget, int):
         return np.minimum(np.arange(longest + 1), budget).astype(np.int32)
     share = float(budget)
@@ -36,8 +37,8 @@ def kept(budget: Budget, longest: int) -> np.ndarray:
 
 
 def best(worth: Array, valid: Array, count: Array) -> Array:
-    """Returns a mask of the `count` (`i32[G]` or `i32[]`) best slots of each head, `bool[G, S]`; the newer ones where
-    scores tie."""
+    """Returns a mask of the `count` (`i32[G]` or `i32[]`) best valid slots of each head, `bool[G, S]`. Of equal scores,
+    the newer slot is better."""
     slots = worth.shape[-1]
     newer = jnp.arange(slots - 1, -1, -1, dtype=jnp.int32)
     order = jnp.lexsort((jnp.broadcast_to(newer, worth.shape), jnp.where(valid, -worth, jnp.inf), ~valid), axis=-1)
@@ -46,18 +47,19 @@ def best(worth: Array, valid: Array, count: Array) -> Array:
 
 
 def whole(count: Array, share: float) -> Array:
-    """Returns a share of a number of tokens, rounded down."""
+    """Returns `count * share`, rounded down to an integer."""
     return (count * share + 1e-4).astype(jnp.int32)
 
 
 class Selection(Checked, abc.ABC):
-    """Which tokens stay. Derive a frozen dataclass with a field `score` from it, which is static under jit.
+    """Base of rules that choose the tokens to keep. Derive a frozen dataclass with a field `score`, which is static
+    under jit.
 
     Attributes:
         score: score of the tokens.
-        compares: True if layers share their tokens; then `choose_all` says what stays, else `choose`.
+        compares: True if layers share a budget; `choose_all` is called then, else `choose`.
         uniform: True if all heads of a layer keep the same number of tokens.
-        projects: True if it reads `HeldLayer.outputs`, which is there after a prompt only.
+        projects: True if the rule needs `HeldLayer.outputs`, which are available after prefill only.
     """
 
     score: TokenScore
@@ -66,29 +68,29 @@ class Selection(Checked, abc.ABC):
     projects: ClassVar[bool] = False
 
     def of_model(self, lm: Any) -> Selection:
-        """See `CacheConfig.of_model`."""
+        """Returns the selection with what its score needs of a loaded model; see `CacheConfig.of_model`."""
         return dataclasses.replace(self, score=self.score.of_model(lm))     # type: ignore[type-var]
 
     def table(self, budget: Budget, longest: int, layer: int, depth: int) -> np.ndarray:
-        """Returns the number of tokens that a head of a layer keeps of a text of each length, `i32[longest + 1]`: the
-        mean over the heads of the layer."""
+        """Returns a table of the number of tokens that a head of a layer keeps, in the mean over its heads, for each
+        length of the text: `i32[longest + 1]`."""
         return kept(budget, longest)
 
     def slots(self, table: np.ndarray, heads: int) -> int:
-        """Returns the largest number of tokens that one head of a layer with this table may keep."""
+        """Returns the maximum number of tokens that one head of a layer with this table keeps."""
         return int(table.max())
 
     def together(self, table: np.ndarray, heads: int, layer: int) -> int | None:
-        """Returns the largest number of tokens that the heads of a layer keep together, if their sum is bounded.
+        """Returns the maximum number of tokens that the heads of a layer keep together, if heads may keep different
+        numbers.
 
-        Heads of different lengths then share one array (`decodax.cache.packed_heads`). None: each head has an array of
-        its own.
+        The heads then share one array (`decodax.cache.packed_heads`). None: each head has its own array.
         """
         return None
 
     @abc.abstractmethod
     def choose(self, held: HeldLayer, count: Array) -> Array:
-        """Returns a mask of the tokens of a layer that stay, `bool[G, S]`: `count` (`i32[]`) of each head."""
+        """Returns a mask of the tokens of a layer to keep, `bool[G, S]`: `count` (`i32[]`) tokens of each head."""
 
     def choose_all(self, held: Sequence[HeldLayer], counts: Sequence[Array]) -> Sequence[Array]:
         """Returns the masks of all layers, for rules that compare layers."""
@@ -97,7 +99,7 @@ class Selection(Checked, abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class Top(Selection):
-    """Keeps the best tokens of each head."""
+    """Keeps the tokens of each head with the highest scores."""
 
     score: TokenScore
 
@@ -107,7 +109,7 @@ class Top(Selection):
 
 @functools.lru_cache(maxsize=32)
 def tables(selection: Selection, budget: Budget | tuple[Budget, ...], longest: int, depth: int) -> Sequence[np.ndarray]:
-    """Returns the table of each layer; layers with equal tables share one array.
+    """Returns the table (`Selection.table`) of each layer; layers with equal tables share one array.
 
     Raises:
         ValueError: `budget` is a tuple for another number of layers.

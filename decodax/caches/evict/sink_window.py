@@ -1,7 +1,7 @@
 """The first tokens and the latest ones, at their own positions, as in kvpress's StreamingLLM ("Efficient Streaming
 Language Models with Attention Sinks", Xiao et al., 2023).
 
-`decodax.caches.bounded.streaming_llm` is the paper's rule, which counts positions in the cache.
+The rule of the paper, which counts positions in the cache, is `decodax.caches.bounded.streaming_llm`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from decodax.common.registry import CACHES
 
 @dataclasses.dataclass(frozen=True)
 class SinksAndRecent(TokenScore):
-    """The position of a token, infinite for the first `n_sink` ones."""
+    """Scores a token by its position, so that the latest ones are kept; infinite for the first `n_sink` tokens."""
 
     n_sink: Whole = 4
 
@@ -37,8 +37,8 @@ class SinksAndRecent(TokenScore):
 def sink_window(budget: Budget = 516, n_sink: Whole = 4, every: Every = 1) -> Eviction:
     """Keeps the first tokens and the latest ones, at their own positions.
 
-    This is kvpress's StreamingLLM. `streaming-llm` is the paper's, which counts positions in the cache and needs no
-    whole cache for a prompt.
+    This is kvpress's StreamingLLM. The paper's rule is `streaming-llm`: it counts positions in the cache, and does not
+    store the whole prompt during prefill.
 
     Args:
         budget: tokens that each head keeps; below 1, a share of the text; or bytes such as "64MB".

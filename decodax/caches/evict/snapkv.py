@@ -1,8 +1,9 @@
 """SnapKV: evicts the prompt tokens that the latest queries do not attend to ("SnapKV: LLM Knows What You are Looking
 for Before Generation", Li et al., 2024).
 
-The attention of the latest queries is averaged, pooled over neighbouring tokens, and the best tokens of each head stay.
-Several other papers build on this score: TOVA, PyramidKV, ChunkKV, GraphKV, Ada-KV, CriticalKV, HeadKV, SCOPE.
+The attention weights of the latest queries are averaged and pooled over neighbouring tokens, and each head keeps the
+tokens with the largest results. Several other papers build on this score: TOVA, PyramidKV, ChunkKV, GraphKV, Ada-KV,
+CriticalKV, HeadKV, SCOPE.
 """
 
 from __future__ import annotations
@@ -20,19 +21,20 @@ from decodax.common.options import Count
 from decodax.common.registry import CACHES
 
 Pooling = Literal["mean", "max"]
-"""How neighbouring scores are pooled: "avgpool" and "maxpool" of the authors' code."""
+"""How the scores of neighbouring tokens are pooled; "avgpool" and "maxpool" in the authors' code."""
 
 
 @dataclasses.dataclass(frozen=True)
 class WindowAttention(TokenScore):
-    """The attention that the latest queries pay to a token, pooled over its neighbours. The tokens of these queries
-    stay.
+    """Scores a token by the attention of the latest queries, pooled over its neighbours. The tokens of these queries
+    are always kept.
 
     Attributes:
-        window_size: number of latest queries. kernel_size: number of neighbours that are pooled, odd.
-        pooling: "mean" (the default of the authors and of kvpress) or "max" (of Ada-KV).
-        reduce: how queries are combined: "mean" or "max".
-        over: "group": each group of heads has scores of its own. "heads": all heads of a layer share them (TOVA).
+        window_size: number of latest queries.
+        kernel_size: number of neighbouring tokens that are pooled, odd.
+        pooling: "mean" (default of the authors and of kvpress) or "max" (default of Ada-KV).
+        reduce: how the attention of the queries is combined: "mean" or "max".
+        over: "group": each group of heads has its own scores. "heads": all heads of a layer share the mean (TOVA).
     """
 
     window_size: Count = 64
@@ -64,13 +66,13 @@ class WindowAttention(TokenScore):
 
 
 def check_odd(kernel_size: int) -> None:
-    """Raises ValueError if a pooling kernel has no middle."""
+    """Raises ValueError if the size of a pooling kernel is even, so that it has no middle."""
     if not kernel_size % 2:
         raise ValueError(f"kernel_size: got {kernel_size}, takes an odd number")
 
 
 def pooled(x: Array, kernel: int, how: Pooling) -> Array:
-    """Pools neighbours along the last axis, with zeros beyond its ends."""
+    """Pools each value of the last axis with its neighbours, `kernel` values in all; values beyond the ends are 0."""
     around = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(kernel // 2, kernel // 2)])
     parts = jnp.stack([around[..., i:i + x.shape[-1]] for i in range(kernel)])
     return parts.mean(0) if how == "mean" else parts.max(0)
@@ -82,13 +84,13 @@ def snapkv(budget: Budget = 2048, every: Every = None, window_size: Count = 32, 
            pooling: Pooling = "mean") -> Eviction:
     """Keeps the tokens that the latest queries attend to, and their neighbours.
 
-    The common choice for long prompts that end with the question. `caches.snapkv(512)` keeps 512 tokens a head.
+    The common choice for long prompts that end with the question. `caches.snapkv(512)` keeps 512 tokens for each head.
 
     Args:
         budget: tokens that each head keeps; below 1, a share of the text; or bytes such as "64MB".
         every: tokens between evictions while decoding. None: evict once, after the prompt.
-        window_size: number of latest queries that score the tokens; their own tokens stay.
+        window_size: number of latest queries that score the tokens; their own tokens are kept.
         kernel_size: number of neighbouring tokens whose scores are pooled, odd.
-        pooling: how they are pooled.
+        pooling: "mean" or "max", how these scores are pooled.
     """
     return Eviction(Top(WindowAttention(window_size, kernel_size, pooling)), budget, every, name="snapkv")

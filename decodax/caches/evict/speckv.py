@@ -1,8 +1,8 @@
 """SpecKV: scores tokens by the queries of an answer that a draft model writes ("Draft-based Approximate Inference for
 LLMs", Galim et al., 2025).
 
-A draft model writes the beginning of an answer. The target runs over it once, and the queries of these tokens and of
-the latest prompt tokens choose what stays of the prompt, in each head. The drafted tokens are dropped.
+A draft model writes the beginning of an answer, and the target model prefills it once. The queries of these tokens and
+of the latest prompt tokens choose the prompt tokens that each head keeps. The drafted tokens are dropped.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ from decodax.core.window import causal
 
 @dataclasses.dataclass(frozen=True)
 class DraftQueries(TokenScore):
-    """The attention that the queries of drafted tokens and of the latest prompt tokens pay, of all heads of a group.
+    """Scores a token by the attention of drafted tokens and of the latest prompt tokens, over all heads of a group.
 
     Attributes:
-        lookahead_tokens: number of drafted tokens, fewer where a text ends.
-        window_size: number of latest tokens in the cache, which stay; the prompt's newest token follows them.
-        kernel_size, pooling: as in `WindowAttention`.
-        reduction_type: how queries and the heads of a group are combined.
-        eos: ids that end a text.
+        lookahead_tokens: number of drafted tokens; fewer if the text ends.
+        window_size: number of latest tokens in the cache, which are always kept. The prompt's newest token follows them
+            and is not in the cache yet.
+        kernel_size, pooling: number of neighbouring tokens whose scores are pooled (odd), and how.
+        reduction_type: how the attention of all queries and of the heads of a group is combined.
+        eos: ids of the end tokens.
     """
 
     lookahead_tokens: Count = 64
@@ -99,16 +100,16 @@ class DraftQueries(TokenScore):
 def speckv(draft: Any = None, budget: Budget = 512, lookahead_tokens: Count = 64, window_size: Count = 32,
            kernel_size: Count = 7, pooling: Pooling = "max", reduction_type: Literal["mean",
                                                                                      "max"] = "max") -> DraftedConfig:
-    """Keeps SnapKV's choice by the queries of an answer that a draft model writes.
+    """Keeps the tokens that SnapKV chooses with the queries of an answer that a draft model writes.
 
-    Evicts once, after the prompt. `caches.speckv(draft=small)` with a smaller model of the same tokenizer.
+    Evicts once, after the prompt. Use `caches.speckv(draft=small)` with a smaller model of the same tokenizer.
 
     Args:
         draft: a smaller model from `decodax.load`.
         budget: tokens that each head keeps; below 1, a share of the text; or bytes such as "64MB".
         lookahead_tokens: number of tokens that the draft model writes.
-        window_size: number of latest prompt queries that score the tokens, too; their tokens stay.
-        kernel_size, pooling: as in `snapkv`.
+        window_size: number of latest prompt queries that score the tokens, too; their own tokens are kept.
+        kernel_size, pooling: number of neighbouring tokens whose scores are pooled (odd), and how ("mean" or "max").
         reduction_type: how the attention of all queries, and of the heads of a group, is combined.
     """
     score = DraftQueries(lookahead_tokens, window_size, kernel_size, pooling, reduction_type)

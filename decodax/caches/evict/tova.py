@@ -11,7 +11,7 @@ from decodax.common.registry import CACHES
 
 @CACHES.register("tova", "Transformers are Multi-State RNNs", "Oren et al. 2024", family="evict")
 def tova(budget: Budget = 512, every: Every = 1) -> Eviction:
-    """Keeps the tokens that the newest query attends to, the same ones in all heads of a layer.
+    """Keeps the tokens that the newest query attends to most, the same ones in all heads of a layer.
 
     Bounds the memory of long answers: it evicts while decoding, too. `caches.tova(512, every=8)` evicts every 8 tokens.
 

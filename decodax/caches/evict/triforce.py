@@ -1,5 +1,6 @@
-"""The chunks that TriForce drafts on ("TriForce: Lossless Acceleration of Long Sequence Generation with Hierarchical
-Speculative Decoding", Sun et al., 2024). The algorithm is `decodax.algorithms.triforce`."""
+"""The chunks of the cache that TriForce's drafts attend to ("TriForce: Lossless Acceleration of Long Sequence
+Generation with Hierarchical Speculative Decoding", Sun et al., 2024). The algorithm is
+`decodax.algorithms.triforce`."""
 
 from __future__ import annotations
 
@@ -14,13 +15,13 @@ from decodax.common.options import Count
 
 @dataclasses.dataclass(frozen=True)
 class ChunkMeans(TokenScore):
-    """The product of the newest query with the mean key of a token's chunk.
+    """Scores a token by the product of the newest query with the mean key of the token's chunk.
 
-    The first chunk and the last one, which may be shorter, stay. The heads of a group share the largest of their
-    scores.
+    The first chunk and the last one, which may be shorter, are always kept. The query heads of a group share the
+    maximum of their scores.
 
     Attributes:
-        chunk: tokens of a chunk.
+        chunk: number of tokens of a chunk.
     """
 
     chunk: Count = 8

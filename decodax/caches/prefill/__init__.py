@@ -1,1 +1,1 @@
-"""Caches that change how a prompt is read."""
+"""Caches that change how a prompt is prefilled."""

@@ -1,10 +1,11 @@
-"""CritiPrefill: prompts are read segment by segment, each of which attends to a part of what is before it
+"""CritiPrefill: prompts are prefilled in segments, each of which attends to a part of the tokens before it
 ("CritiPrefill: A Segment-wise Criticality-based Approach for Prefilling Acceleration in LLMs", Lv et al., 2024).
 
-Queries of neighbouring tokens attend to much the same tokens, so they share what they read. A segment of queries and a
-block of keys are described by the smallest and the largest value of each channel. The products of these, and those of
-the layer before, say which blocks are critical to the segment. Its queries attend to these blocks and to their own
-segment. The first segments and the last one read everything, and so do all tokens after the prompt.
+Queries of neighbouring tokens attend to similar tokens, so they share their blocks of keys. A segment of queries and a
+block of keys are each represented by the minimum and maximum of each channel. The products of these, combined with
+those of the layer before, give the criticality of a block for the segment. The queries attend to the most critical
+blocks and to their own segment. The first segments and the last one use full attention, and so do all tokens after the
+prompt.
 """
 
 from __future__ import annotations
@@ -36,10 +37,12 @@ from decodax.pallas_kernels.window_attention import window_attention
 
 
 def criticality(queries: Array, keys: Array, whole: Array) -> Array:
-    """Returns how critical each of `N` blocks of keys is to a segment of queries, `f32[G, N]`, which sums to 1.
+    """Returns the criticality of each of `N` blocks of keys for a segment of queries, `f32[G, N]`, with sum 1.
 
     Args:
-        queries: `f[n, H, d]`. keys: `f[G, N, P, d]`. whole: `bool[N]`, the blocks before the segment.
+        queries: `f[n, H, d]`, queries of the segment.
+        keys: `f[G, N, P, d]`, keys of the blocks.
+        whole: `bool[N]`, True for blocks before the segment.
     """
     (_, H, d), G, f32 = queries.shape, keys.shape[0], jnp.float32
     # the mean of the products with the segment's largest and smallest values
@@ -49,10 +52,11 @@ def criticality(queries: Array, keys: Array, whole: Array) -> Array:
 
 
 class CriticalReader(WholePromptReader):
-    """Stands in for the cache while a segment is read; it hands the criticality of each layer on to the next one.
+    """Replaces the cache while the model runs on a segment, and passes the criticality of each layer on to the next
+    one.
 
     Attributes:
-        sparse: `bool[B]`, rows whose segment reads a part.
+        sparse: `bool[B]`, True for rows whose segment uses sparse attention.
     """
 
     def __init__(self, base: Dense, kind: CritiPrefillConfig, sparse: Array, shapes: tuple[KVLayer, ...]):
@@ -92,7 +96,7 @@ class CriticalReader(WholePromptReader):
 
 @struct
 class CritiPrefillCache(SparsePrefill):
-    """A dense cache, whose prompt is read by segments."""
+    """A dense cache whose prompt is prefilled by segments with sparse attention."""
 
     def read_prompt(self, prompt: ReadPrompt, length: Array) -> Cache:
         kind: Any = self.kind
@@ -113,17 +117,17 @@ class CritiPrefillCache(SparsePrefill):
                  "Lv et al. 2024", family="prefill")
 @dataclasses.dataclass(frozen=True)
 class CritiPrefillConfig(PrefillConfig):
-    """Keeps everything; each segment of a prompt attends to the blocks before it that are critical to it.
+    """Keeps all tokens; each segment of a prompt attends to the most critical blocks before it.
 
-    It saves the time of reading long prompts. Example: `cache="critiprefill:budget=1024"`.
+    It saves prefill time for long prompts. Example: `cache="critiprefill:budget=1024"`.
 
     Attributes:
-        budget: number of tokens before its own segment that a query reads; of one block at least.
-        segment_size: tokens of a segment; a multiple of the block.
-        block_size: tokens of a block.
-        threshold_len: position before which segments read everything.
+        budget: number of tokens before its own segment that a query attends to; at least `block_size`.
+        segment_size: number of tokens of a segment; a multiple of `block_size`.
+        block_size: number of tokens of a block.
+        threshold_len: segments that begin before this position use full attention.
         memory: weight of the layer before in the criticality of a block, from the third layer on.
-        skip: number of first layers that read everything.
+        skip: number of first layers that use full attention.
     """
 
     budget: Count = 2048
@@ -143,7 +147,7 @@ class CritiPrefillConfig(PrefillConfig):
 
     @property
     def blocks(self) -> int:
-        """Number of blocks that a segment reads."""
+        """Number of blocks that a segment attends to."""
         return self.budget // self.block_size
 
     def refuses(self, layer: int, shape: KVLayer) -> frozenset[Score]:

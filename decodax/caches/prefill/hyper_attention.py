@@ -1,20 +1,20 @@
-"""HyperAttention: far tokens of a prompt are read by hashing and sampling ("HyperAttention: Long-context Attention in
-Near-Linear Time", Han et al., 2023).
+"""HyperAttention: attention to far tokens of a prompt is approximated by hashing and sampling ("HyperAttention:
+Long-context Attention in Near-Linear Time", Han et al., 2023).
 
 Causal attention is divided by halving: each half of a text attends to itself in the same way, and the second half to
-    all
-of the first. Short pieces attend to themselves exactly. For a second half, queries and keys are hashed by the signs of
-a few random projections and sorted by their hashes, so that similar ones get similar places. A query reads the keys of
-its block exactly, and of the others a uniform sample of columns, each of which counts for as many keys as there are to
-a column. The parts are merged by their softmax sums. Tokens after the prompt read everything, and everything is kept.
+the whole first half. Short pieces attend to themselves exactly. For attention of a second half to the first, queries
+and keys are hashed by the signs of a few random projections and sorted by their hashes, so that similar vectors come
+close together. A query attends exactly to the keys of its own block. For the other keys, it attends to a uniform sample
+of columns, each of which counts for `s / m` keys, with `s` keys and `m` columns. The parts are merged by their softmax
+sums. Tokens after the prompt use full attention, and all tokens are kept.
 
-Halves are counted from the beginning of a text: pieces of `min_seq_len` tokens, two of which make one that is twice as
-long, and so on. So a first half is always full, and only the last second half of a text may be shorter than its first.
-Random numbers are addressed by the layer and the place of a half, so that a row depends on its own prompt alone.
+Halves are counted from the beginning of a text: two pieces of `min_seq_len` tokens form one that is twice as long, and
+so on. So a first half is always full, and only the last second half of a text may be shorter than its first. Random
+numbers depend on the layer and the position of a half, so the result of a row depends on its own prompt alone.
 
-A shorter second half has its sorted queries divided evenly over the blocks; with fewer than `min_seq_len` of them it
-reads everything. The authors' float32 and CUDA paths count columns twice that a query has read in its block; here as in
-their Triton kernel they count once.
+The sorted queries of a shorter second half are divided evenly over the blocks. With fewer than `min_seq_len` queries it
+uses full attention. In the authors' float32 and CUDA code, columns that a query has attended to in its block count
+twice; here they count once, as in their Triton kernel.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ from decodax.core.capabilities import ReadPrompt
 from decodax.pallas_kernels.window_attention import BLOCK, merge, prefix_attention, window_attention_lse
 
 Part = tuple[Array, Array]
-"""Attention to some keys, and the logarithms of the softmax sums."""
+"""Attention to some of the keys, and the logarithms of its softmax sums."""
 
 UNSEEN = -1e30
 
 
 def bucket(x: Array, projections: Array) -> Array:
-    """Returns the places of vectors `f[..., d]` in the order of their hashes, `i32[...]`. A hash is the signs of the
-    products with `projections` (`f32[d, R]`), read as a Gray code."""
+    """Returns the hash by which vectors `f[..., d]` are sorted, `i32[...]`: the Gray code of the number whose bits are
+    the signs of their products with `projections` (`f32[d, R]`)."""
     signs = jnp.matmul(x.astype(jnp.float32), projections) > 0
     number = (signs.astype(jnp.int32) << jnp.arange(projections.shape[1], dtype=jnp.int32)).sum(-1)
     return number ^ (number >> 1)
@@ -61,16 +61,20 @@ def bucket(x: Array, projections: Array) -> Array:
 
 def sampled_attention(q: Array, k: Array, v: Array, count: Array, sample: Array, projections: Array, *, block: int,
                       scale: float) -> Part:
-    """Returns attention of the first `count` queries to all of `s` keys, without a mask: exact within blocks of similar
+    """Returns attention of the first `count` queries to all `s` keys, without a mask: exact within blocks of similar
     vectors, and by a sample of the other keys.
 
     Args:
-        q: `f[r, s, d]`, of the query heads that share the keys `f[s, d]` and the values `f[s, e]`. count: `i32[]`.
-        sample: `i32[r, m]`, places among the sorted keys. projections: `f32[d, R]`.
-        block: keys of a block, a divisor of `s`.
+        q: `f[r, s, d]`, of the query heads that share the keys.
+        k, v: `f[s, d]` and `f[s, e]`, keys and values.
+        count: `i32[]`, number of queries.
+        sample: `i32[r, m]`, indices of sampled columns among the sorted keys.
+        projections: `f32[d, R]`, random projections of the hash.
+        block: number of keys of a block, a divisor of `s`.
+        scale: factor of the scores.
 
     Returns:
-        `f32[r, s, e]` and `f32[r, s]`; zeros and -1e30 from `count` on.
+        `f32[r, s, e]`, and the logarithms of the softmax sums, `f32[r, s]`; zeros and -1e30 from `count` on.
     """
     s, f32 = k.shape[0], jnp.float32
     blocks = s // block
@@ -110,7 +114,8 @@ def sampled_attention(q: Array, k: Array, v: Array, count: Array, sample: Array,
 
 
 class Halves(WholePromptReader):
-    """Stands in for the cache while the first `length` (`i32[B]`) of `N` tokens are read."""
+    """Replaces the cache while the model runs on prompts of up to `N` tokens, the first `length` (`i32[B]`) of which
+    count."""
 
     def __init__(self, base: Dense, kind: HyperAttentionConfig, length: Array, N: int, shapes: tuple[KVLayer, ...]):
         super().__init__(base)
@@ -133,7 +138,7 @@ class Halves(WholePromptReader):
         return out.astype(q.dtype), (k, v)
 
     def _within(self, q: Array, k: Array, v: Array, segment: int, **options: Any) -> Part:
-        """Returns causal attention within each segment."""
+        """Returns exact causal attention within each segment of `segment` tokens."""
         (B, N, H, _), chunk = q.shape, self.kind.chunk
         kv = jnp.concatenate([k, v], -1).swapaxes(1, 2)
         mask, inside = jnp.tril(jnp.ones((1, chunk, chunk), bool)), jnp.arange(chunk, dtype=jnp.int32)
@@ -170,7 +175,8 @@ class Halves(WholePromptReader):
 
     def _across(self, layer: int, qkv: tuple[Array, ...], columns: Array, start: Array, half: int,
                 scale: float) -> Part:
-        """Returns attention of the half that begins at `start` to the one before it."""
+        """Returns attention of the half that begins at `start` to the one before it. `columns` are the sampled columns,
+        `i32[H, m]`."""
         q, k, v = (lax.dynamic_slice_in_dim(x, at, half, 1) for x, at in zip(
             qkv, (start, start - half, start - half), strict=True))
         kind, (B, _, H, d), G = self.kind, q.shape, k.shape[2]
@@ -207,7 +213,7 @@ def _padded(x: Array, unit: int) -> Array:
 
 
 def _walked(kv: Array) -> Array:
-    """Returns `f[B, G, S, d]` padded to as many slots as attention walks over."""
+    """Pads the slots of `f[B, G, S, d]` to a number that the attention kernels take: whole blocks."""
     S = kv.shape[2]
     return jnp.pad(kv, ((0, 0), (0, 0), (0, -S % BLOCK if S > BLOCK else 0), (0, 0)))
 
@@ -223,7 +229,7 @@ def _put(part: Part, found: Part, start: Array) -> Part:
 
 @struct
 class HyperAttentionCache(SparsePrefill):
-    """A dense cache, whose prompt is read by halves."""
+    """A dense cache whose prompt is prefilled by halves with approximate attention."""
 
     def read_prompt(self, prompt: ReadPrompt, length: Array) -> Cache:
         kind: Any = self.kind
@@ -239,18 +245,19 @@ class HyperAttentionCache(SparsePrefill):
                  family="prefill")
 @dataclasses.dataclass(frozen=True)
 class HyperAttentionConfig(PrefillConfig):
-    """Keeps everything; of far tokens of a prompt, queries read those with similar hashes and a sample of the others.
+    """Keeps all tokens; queries of a prompt attend to far tokens with similar hashes, and to a sample of the other far
+    tokens.
 
-    It saves the time of reading long prompts. Example: `cache="hyper-attention:min_seq_len=2048"`.
+    It saves prefill time for long prompts. Example: `cache="hyper-attention:min_seq_len=2048"`.
 
     Attributes:
-        block_size: number of sorted keys that a query reads exactly.
-        sample_size: number of other keys that all queries of a half read.
-        min_seq_len: tokens of a piece that attends to itself exactly, a multiple of the block; a half with fewer
-            queries reads everything.
+        block_size: number of sorted keys that a query attends to exactly.
+        sample_size: number of other keys that all queries of a half attend to.
+        min_seq_len: number of tokens of a piece that attends to itself exactly, a multiple of `block_size`. A half with
+            fewer queries uses full attention.
         lsh_num_projs: number of random projections of a hash.
-        skip: number of first layers that read everything.
-        seed: of projections and sampled columns.
+        skip: number of first layers that use full attention.
+        seed: seed of the projections and of the sampled columns.
     """
 
     block_size: Count = 256
@@ -269,23 +276,24 @@ class HyperAttentionConfig(PrefillConfig):
 
     @property
     def chunk(self) -> int:
-        """Number of queries that are read exactly at a time."""
+        """Number of queries in one step of exact attention."""
         return math.gcd(self.min_seq_len, 256)
 
     def places(self, N: int) -> tuple[list[int], list[int]]:
-        """Returns the sizes and the starts of first halves in `N` tokens, in the order of their sizes."""
+        """Returns the sizes and the start positions of all first halves in `N` tokens, in the order of their sizes."""
         sizes = [self.min_seq_len << i for i in range(N.bit_length()) if self.min_seq_len << i < N]
         found = [(half, start) for half in sizes for start in range(0, N - half, 2 * half)]
         return [half for half, _ in found], [start for _, start in found]
 
     def projected(self, keys: Array, width: int) -> Array:
-        """Returns the projections of each layer, `f32[L, d, R]`, which its heads share."""
+        """Returns the projections of each layer, `f32[L, d, R]`, shared by its heads. `keys` has one random key for
+        each layer."""
         one = lambda key: jax.random.normal(jax.random.fold_in(key, 0), (width, self.lsh_num_projs))
         return jax.vmap(one)(keys)
 
     def sampled(self, keys: Array, halves: Sequence[int], starts: Sequence[int], heads: int) -> Array:
-        """Returns the sampled columns of first halves of these sizes and starts, `i32[L, P, H, m]`, drawn with
-        replacement."""
+        """Returns sampled columns, drawn with replacement, for the first halves of the given sizes and start positions,
+        `i32[L, P, H, m]`. `keys` has one random key for each layer."""
         def one(key: Array, half: Array, start: Array) -> Array:
             key = jax.random.fold_in(jax.random.fold_in(key, half), start)
             return jax.random.randint(key, (heads, self.sample_size), 0, half, jnp.int32)

@@ -1,17 +1,17 @@
 """KV Prediction: keys and values of a prompt are predicted from the cache of a smaller model ("KV Prediction for
 Improved Time to First Token", Horton et al., 2024).
 
-An auxiliary model reads the prompt. Each layer of the model that answers is predicted from one layer of the auxiliary
-model: a linear map with a bias takes keys to keys, and another one values to values, all heads together and keys before
-their rotation. The model that answers reads the newest token of the prompt and what follows, and nothing before.
-`decodax.train.kv_prediction` finds the maps.
+An auxiliary model prefills the prompt. The cache of each layer of the target model is predicted from one layer of the
+auxiliary model by two linear maps with a bias, one for keys (before rotation) and one for values, over all heads
+together. The target model runs on the newest token of the prompt and on later tokens only.
+`decodax.train.kv_prediction` fits the maps.
 
-What is predicted is a function of the prompt alone and never changes, so that drafts and trees give the tokens of plain
-decoding on the same cache.
+The predicted entries depend on the prompt alone and never change. So drafts and trees give the same tokens as plain
+decoding with this cache.
 
-`fit_kv_prediction` takes the maps of least squared error, and with `steps` trains them by two of the paper's three
-losses: the absolute error of keys and values, and the loss of a model that attends to predicted ones alone.
-`train_kv_prediction` trains the auxiliary model as well, with its own loss for the third.
+`fit_kv_prediction` finds the maps of least squared error, and with `steps` trains them with two of the paper's three
+losses: the absolute error of keys and values, and the loss of the target model if it attends to predicted entries
+alone. `train_kv_prediction` also trains the auxiliary model, with its own loss as the third.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ KeysAndValues = Sequence[tuple[Array, Array]]
 
 @struct
 class KVMaps(Struct):
-    """Maps from the cache of an auxiliary model to that of the model that answers.
+    """Linear maps from the cache of an auxiliary model to that of the target model.
 
     Attributes:
-        keys: a tuple of one `f32[G' d' + 1, G d]` for each layer of the model that answers, from the keys of all heads
-            of an auxiliary layer side by side, with the bias in the last row.
-        values: the same of values, `f32[G' e' + 1, G e]`.
+        keys: for each layer of the target model `f32[G' d' + 1, G d]`, the map from the keys of all heads of an
+            auxiliary layer, concatenated; the last row is the bias.
+        values: the maps of values in the same form, `f32[G' e' + 1, G e]`.
         layers: static; the auxiliary layer from which each layer is predicted.
     """
 
@@ -63,7 +63,7 @@ class KVMaps(Struct):
     layers: tuple[int, ...] = static()
 
     def check(self, of: Sequence[KVLayer], to: Sequence[KVLayer]) -> None:
-        """Raises ValueError unless these maps go from the layers `of` an auxiliary model `to` those of another one."""
+        """Raises ValueError unless the maps fit the layers `of` the auxiliary model and the layers `to` predict."""
         if not len(self.layers) == len(self.keys) == len(self.values) == len(to):
             raise ValueError(f"maps: got {len(self.keys)} of keys, {len(self.values)} of values and {len(self.layers)} "
                              f"layers to read, takes one for each of the {len(to)} layers")
@@ -80,10 +80,13 @@ class KVMaps(Struct):
 
     def predicted(self, of: Sequence[KVLayer], to: Sequence[KVLayer], entries: KeysAndValues,
                   positions: Array) -> list[tuple[Array, Array]]:
-        """Returns keys, before their rotation, and values of the layers `to`, in float32.
+        """Returns predicted keys, not rotated yet, and values of the layers `to`, in float32.
 
         Args:
-            entries: of the auxiliary layers `of`, with keys rotated to `positions` (`i32[B, W]`).
+            of: layers of the auxiliary model.
+            to: layers of the target model.
+            entries: keys and values of the auxiliary layers; keys are rotated to `positions`.
+            positions: `i32[B, W]`.
         """
         found = []
         for layer, shape, *maps in zip(self.layers, to, self.keys, self.values, strict=True):
@@ -95,13 +98,14 @@ class KVMaps(Struct):
 
 
 def placed(to: Sequence[KVLayer], kv: KeysAndValues, positions: Array) -> list[tuple[Array, Array]]:
-    """Returns what `KVMaps.predicted` gave as layers have it in their cache: with keys rotated to `positions`."""
+    """Rotates the keys in `kv`, a result of `KVMaps.predicted`, to `positions` (`i32[B, W]`), and returns keys and
+    values as the cache stores them."""
     return [(rotated(shape, k, positions), v) for shape, (k, v) in zip(to, kv, strict=True)]
 
 
 @struct
 class KVPredictionCache(ReadAtOnce, Wrapper):     # type: ignore[misc]
-    """A dense cache in which the tokens of the prompt are predicted, and what follows is computed by the model."""
+    """A dense cache with predicted entries for the tokens of the prompt, and computed ones for later tokens."""
 
     base: Dense
     shapes: tuple[KVLayer, ...] = static()
@@ -135,7 +139,8 @@ class KVPredictionCache(ReadAtOnce, Wrapper):     # type: ignore[misc]
 
 @dataclasses.dataclass(frozen=True)
 class KVPredictionConfig(CacheConfig):
-    """A `KVPredictionCache`, for a model with an auxiliary model (`kv_prediction` makes one of both).
+    """Configuration of a `KVPredictionCache`, for a target model paired with an auxiliary model; `kv_prediction` makes
+    it.
 
     Attributes:
         of: layers of the auxiliary model.
@@ -156,10 +161,10 @@ class KVPredictionConfig(CacheConfig):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class FromAuxiliary(DraftedConfig):
-    """A kind of cache that is predicted from that of an auxiliary model.
+    """Configuration that pairs a model with an auxiliary model, from which its cache is predicted.
 
     Attributes:
-        maps: of the prediction. They are data, beside the weights of the auxiliary model.
+        maps: the maps of the prediction. They are arrays, passed with the weights of the auxiliary model.
     """
 
     maps: KVMaps
@@ -174,16 +179,15 @@ class FromAuxiliary(DraftedConfig):
 @CACHES.register("kv-prediction", "KV Prediction for Improved Time to First Token", "Horton et al. 2024",
                  family="prefill")
 def kv_prediction(auxiliary: Any = None, maps: KVMaps | None = None) -> CacheConfig:
-    """Keeps everything; keys and values of a prompt are predicted from those of a smaller model, so that the model that
-    answers reads the newest token alone.
+    """Keeps all tokens; keys and values of a prompt are predicted from those of a smaller model, and the target model
+    runs on the newest token only.
 
-    It shortens the time to the first token. The maps are measured once for a pair of models:
-    `maps = decodax.train.fit_kv_prediction(lm, auxiliary, texts)`. Example:
-    `cache=caches.kv_prediction(auxiliary, maps)`.
+    It shortens the time to the first token. The maps are fitted once for a pair of models: `maps =
+    decodax.train.fit_kv_prediction(lm, auxiliary, texts)`. Example: `cache=caches.kv_prediction(auxiliary, maps)`.
 
     Args:
         auxiliary: a smaller model with the same tokenizer, from `decodax.load`.
-        maps: from its keys and values to those of the model that answers.
+        maps: the maps from its keys and values to those of the target model.
     """
     taken("auxiliary", auxiliary, Loaded, "a smaller model with the same tokenizer, as decodax.load gives it")
     maps = taken("maps", maps, KVMaps, "what decodax.train.kv_prediction measures on both models")
@@ -191,11 +195,11 @@ def kv_prediction(auxiliary: Any = None, maps: KVMaps | None = None) -> CacheCon
 
 
 def both_layers(lm: Any, auxiliary: Any) -> tuple[tuple[KVLayer, ...], tuple[KVLayer, ...]]:
-    """Returns the layers of an auxiliary model and those of the model that answers, both from `decodax.load`.
+    """Returns the layers of the auxiliary model and those of the target model, both from `decodax.load`.
 
     Raises:
-        ValueError: one of them is no model with weights, or has layers whose keys cannot be predicted, or their tokens
-            differ.
+        ValueError: one of them is not a model with weights, has layers whose keys cannot be predicted, or their
+            tokenizers differ.
     """
     found = []
     for name, each in (("auxiliary", auxiliary), ("lm", lm)):
@@ -207,8 +211,8 @@ def both_layers(lm: Any, auxiliary: Any) -> tuple[tuple[KVLayer, ...], tuple[KVL
                              "whose layers have their own")
         layers = _layers(each.model)
         if any(shape.rope is not None and shape.rope.chunks is not None for shape in layers):
-            raise ValueError(f"{name}: got a model with dual chunk attention, whose keys have no positions in the text "
-                             "to be turned back from, takes one without")
+            raise ValueError(f"{name}: got a model with dual chunk attention, takes one without: its keys cannot be "
+                             "turned back to position 0")
         found.append(layers)
     ours, theirs = getattr(lm, "tokenizer", None), getattr(auxiliary, "tokenizer", None)
     if ours is not None and theirs is not None:

@@ -1,5 +1,5 @@
-"""Caches that hold nothing: the tokens of a window attend to each other alone. What is measured on a model reads its
-keys, values and queries through these."""
+"""Caches that store nothing: the tokens of a window attend only to each other. Functions that measure a model get its
+keys, values and queries from the entries of these caches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from decodax.pallas_kernels.window_attention import Bias, window_attention
 
 
 class Passing(Cache):
-    """Base of caches that hold nothing, for models whose layers all have keys and values."""
+    """Base of caches that store nothing, for models whose layers all have keys and values."""
 
     @property
     def capacity(self) -> int:
@@ -29,7 +29,8 @@ class Passing(Cache):
     @abc.abstractmethod
     def heard(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float, sliding: int | None = None,
               softcap: float | None = None, bias: Bias | None = None) -> tuple[Array, PyTree]:
-        """As `Cache.attend`."""
+        """Computes attention within the window, and returns its output and the entry of the layer; see
+        `Cache.attend`."""
 
     def commit(self, entries: Entries, slots: Array) -> Self:
         return self
@@ -37,11 +38,11 @@ class Passing(Cache):
 
 @struct
 class Listening(Passing):
-    """A cache that holds nothing; its entries are pairs of a key `f[B, W, G, d]` and a value `f[B, W, G, e]`.
+    """A cache that stores nothing. Its entries are pairs of keys `f[B, W, G, d]` and values `f[B, W, G, e]`.
 
     Attributes:
-        added: pairs that are added to keys and values of each layer, so that losses can be differentiated by them; or
-            `()`.
+        added: pairs that are added to the keys and values of each layer, to compute gradients with respect to keys and
+            values; `()`: none.
     """
 
     added: tuple[tuple[Array, Array], ...] = ()

@@ -1,17 +1,17 @@
-"""MInference: prompts are read a long segment at a time, each query head of which attends to the columns and diagonals
-that the segment's last queries attend to ("MInference 1.0: Accelerating Pre-filling for Long-Context LLMs via Dynamic
-Sparse Attention", Jiang et al., 2024; by segments as in "Qwen2.5-1M Technical Report", Yang et al., 2025).
+"""MInference: prompts are prefilled in long segments. Each query head attends to the columns and diagonals of the score
+matrix that the last queries of the segment attend to ("MInference 1.0: Accelerating Pre-filling for Long-Context LLMs
+via Dynamic Sparse Attention", Jiang et al., 2024; by segments as in "Qwen2.5-1M Technical Report", Yang et al., 2025).
 
 The pattern is that of the authors' `vertical_and_slash_kernel` and of its converter
-(`decodax.caches.prefill.vertical_slash`), with their sizes by default: 1000 columns and 6096 diagonals. They read a
-whole prompt as one segment, of whatever length (`segment_size` at least as long, `threshold=0`). Qwen2.5-1M reads 32768
-tokens at a time, as is done here, and prompts of at most 32768 tokens whole. vLLM's code for it differs from this in
-three points: its segments also end at each border of a chunk of dual chunk attention; a size of 30 columns becomes 130;
-and the pattern is estimated by queries whose distance to earlier chunks is not clamped, while here the estimate and
-attention have the same scores.
+(`decodax.caches.prefill.vertical_slash`), by default with their sizes: 1000 columns and 6096 diagonals. The authors
+treat the whole prompt as one segment (`segment_size` at least its length, `threshold=0`). The defaults here are those
+of Qwen2.5-1M: segments of 32768 tokens, and full attention for prompts of at most 32768 tokens. vLLM's code for it
+differs from this in three points: its segments also end at each border of a chunk of dual chunk attention; a size of 30
+columns becomes 130; and it estimates the pattern by queries whose distance to earlier chunks is not clamped, while here
+the estimate and attention have the same scores.
 
-If all columns are kept it is dense attention. Tokens after a prompt read everything, and so do layers with sliding
-windows, within those.
+If all columns are kept, it is dense attention. Tokens after a prompt attend to all tokens. Layers with sliding windows
+always use full attention within the window.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ from decodax.core.capabilities import ReadPrompt
 from decodax.pallas_kernels.window_attention import FixedBias, window_attention
 
 HeadSizes = tuple[tuple[tuple[int, int, int], ...], ...]
-"""For each layer, for some of its heads: the head, its number of columns, and its number of diagonals."""
+"""For each layer, triples for some of its heads: the head, its number of columns, and its number of diagonals."""
 
 
 def read_sizes(table: str | Path | Sequence[Mapping[Any, Sequence[Any]]]) -> HeadSizes:
-    """Returns the sizes in a table of the form that the authors publish for models: for each layer the pattern of each
-    head.
+    """Returns the sizes in a table that the authors publish for a model.
 
     Args:
-        table: for each layer `{head: (pattern, columns, diagonals, score)}`, or the path of a JSON file of that.
+        table: for each layer `{head: (pattern, columns, diagonals, score)}`, or the path of a JSON file with this
+            content.
 
     Raises:
-        ValueError: another pattern than "vertical_and_slash", or sizes that are no numbers from 1.
+        ValueError: a pattern is not "vertical_and_slash", or a size is not an integer from 1.
 
     >>> read_sizes([{"0": ["vertical_and_slash", 30, 800, 0.99]}])
     (((0, 30, 800),),)
@@ -73,11 +73,12 @@ def read_sizes(table: str | Path | Sequence[Mapping[Any, Sequence[Any]]]) -> Hea
 
 
 class SegmentReader(WholePromptReader):
-    """Stands in for the cache while a segment is read.
+    """Replaces the cache while the model runs on a segment.
 
     Attributes:
-        sparse: `bool[B]`, rows that read a part; None: no row does. start: `i32[]`, where the segment begins.
-        stop: `i32[B]`, where a row's part of it ends.
+        sparse: `bool[B]`, True for rows with sparse attention; None: all rows use full attention.
+        start: `i32[]`, position of the first token of the segment.
+        stop: `i32[B]`, position where each row's part of the segment ends.
     """
 
     def __init__(self, base: Dense, kind: MInferenceConfig, sparse: Array | None, start: Array, stop: Array,
@@ -110,8 +111,8 @@ class SegmentReader(WholePromptReader):
 
 def _whole(q: Array, k: Array, v: Array, held: Array, start: Array, stop: Array, *, step: int,
            **options: Any) -> Array:
-    """Returns attention of a segment to everything before it and in it, `step` queries at a time and none from `stop`
-    on."""
+    """Returns full causal attention of a segment, `step` queries at a time; queries from position `stop` on are
+    skipped."""
     (B, W), e = q.shape[:2], v.shape[-1]
     mask = jnp.tril(jnp.ones((1, step, step), bool))
 
@@ -133,7 +134,13 @@ def _part(q: Array, held: Array, start: Array, stop: Array, sizes: Array, *, mos
     """Returns sparse attention of a segment, head by head, `f[B, W, H, e]`.
 
     Args:
-        stop: `i32[B]`, 0 for rows that read everything. sizes: `i32[2, H]`, numbers of columns and of diagonals.
+        q: `f[B, W, H, d]`.
+        held: `f[B, G, S, d + e]`, keys and values up to the segment's end.
+        start: `i32[]`, position of the first query.
+        stop: `i32[B]`, position where queries end; 0 for rows with full attention.
+        sizes: `i32[2, H]`, numbers of columns and of diagonals.
+        most: the maxima of both over heads.
+        kind, scale, bias: the configuration, and options of attention.
     """
 
     def local(q: Array, held: Array, start: Array, stop: Array, sizes: Array) -> Array:
@@ -158,7 +165,7 @@ def _part(q: Array, held: Array, start: Array, stop: Array, sizes: Array, *, mos
 
 @struct
 class MInferenceCache(SparsePrefill):
-    """A dense cache, whose prompt is read by segments."""
+    """A dense cache whose prompt is prefilled by segments with sparse attention."""
 
     def read_prompt(self, prompt: ReadPrompt, length: Array) -> Cache:
         kind: Any = self.kind
@@ -192,21 +199,21 @@ class MInferenceCache(SparsePrefill):
                  "Jiang et al. 2024", family="prefill")
 @dataclasses.dataclass(frozen=True)
 class MInferenceConfig(PrefillConfig):
-    """Keeps everything; each head of a segment of a prompt attends to the columns and the diagonals of the score matrix
+    """Keeps all tokens; each head of a segment of a prompt attends to the columns and diagonals of the score matrix
     that its last queries attend to.
 
-    It saves the time of reading prompts of many thousand tokens. Example: `cache="minference:vertical_size=500"`.
+    It saves prefill time for prompts of many thousand tokens. Example: `cache="minference:vertical_size=500"`.
 
     Attributes:
-        vertical_size: number of columns that a head keeps, at least the first `first`.
-        slash_size: number of diagonals that a head keeps, at least the nearest `near`.
-        heads: other sizes for single heads: a JSON file of the authors' form or its content, see `read_sizes`.
-        segment_size: tokens that are read at a time; a multiple of the block.
+        vertical_size: number of columns (keys) that a head keeps, at least `first`.
+        slash_size: number of diagonals (distances) that a head keeps, at least `near`.
+        heads: other sizes for single heads: a JSON file in the authors' format or its content, see `read_sizes`.
+        segment_size: number of tokens of a segment; a multiple of `block_size`.
         last_q: number of last queries of a segment that choose the columns and diagonals.
         first: number of first columns that are always kept.
         near: number of nearest diagonals that are always kept.
-        block_size: number of queries that read the same tiles, and of keys of a tile.
-        threshold: length up to which prompts are read whole.
+        block_size: number of queries that share tiles of keys, and number of keys of a tile.
+        threshold: maximum length of prompts that are prefilled with full attention.
     """
 
     vertical_size: Count = 1000

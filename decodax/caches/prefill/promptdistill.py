@@ -1,8 +1,8 @@
 """PromptDistill: all layers keep the tokens that the newest query of one layer attends to ("PromptDistill: Query-based
 Selective Token Retention in Intermediate Layers for Efficient Large Language Model Inference", Jin et al., 2025).
 
-Layers up to the chosen one read the whole prompt, later ones only the tokens of highest score and the newest token. The
-first layers keep the same tokens in the end.
+Layers up to the chosen one run on the whole prompt, later ones only on the tokens with the highest scores and the
+newest token. In the end the first layers keep the same tokens, too.
 """
 
 from __future__ import annotations
@@ -24,8 +24,12 @@ from decodax.core.cache import CacheConfig
 
 @dataclasses.dataclass(frozen=True)
 class NewestScores(TokenScore):
-    """Scores of tokens by the newest query's products with keys, before any softmax, averaged over all heads and pooled
-    over `kernel_size` neighbours; the newest token stays (PromptDistill)."""
+    """Scores a token by the product of its key with the newest query, without a softmax, averaged over all heads and
+    pooled over neighbours. The newest token is always kept (PromptDistill).
+
+    Attributes:
+        kernel_size: number of neighbouring tokens that are pooled, odd.
+    """
 
     kernel_size: int = 5
 
@@ -48,16 +52,16 @@ class NewestScores(TokenScore):
 @CACHES.register("promptdistill", "PromptDistill: Query-based Selective Token Retention in Intermediate Layers for "
                  "Efficient Large Language Model Inference", "Jin et al. 2025", family="prefill")
 def promptdistill(budget: Count = 1024, layer: int | None = None, kernel_size: Count = 5) -> CacheConfig:
-    """Keeps the tokens of a prompt that the newest query of one layer attends to; later layers read no others.
+    """Keeps the prompt tokens that the newest query of one layer attends to; later layers run on these only.
 
-    It saves memory, and the time of reading long prompts. It takes a `decodax.models.Transformer`. Example:
+    It saves memory, and prefill time for long prompts. It needs a `decodax.models.Transformer`. Example:
     `cache="promptdistill:budget=512"`.
 
     Args:
         budget: number of tokens of a prompt that are kept beside its newest one.
-        layer: the layer that chooses, and the last one that reads the whole prompt, from 0; None: 14 of 32 layers
-            deep, as in the authors' experiments.
-        kernel_size: number of neighbours over which scores are pooled; an odd number.
+        layer: the layer that chooses, and the last one that runs on the whole prompt, from 0. None: `depth * 14 / 32 -
+            1`, rounded down, for a model of `depth` layers, as in the authors' experiments.
+        kernel_size: number of neighbouring tokens whose scores are pooled, odd.
     """
     if not isinstance(budget, int):
         raise ValueError(f"budget: got {budget!r}, takes a number of tokens")

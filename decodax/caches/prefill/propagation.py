@@ -1,8 +1,8 @@
-"""Prompts of which deep layers read a part: from one layer on, only chosen tokens go on.
+"""Caches for which deep layers run on a part of the prompt: from one layer on, only chosen tokens are propagated.
 
-The first layers read the whole prompt. There some of its tokens are chosen by attention, and their states alone run
-through the later layers, at their true positions, where they see each other. Reading takes less time, and deep layers
-hold no more than those tokens. FastKV and PromptDistill are made of this.
+The first layers run on the whole prompt. After one of them, some tokens are chosen by attention. Only their hidden
+states go through the later layers, at their true positions, and attend to each other. Prefill takes less time, and deep
+layers store only these tokens. FastKV and PromptDistill are built on this.
 """
 
 from __future__ import annotations
@@ -33,12 +33,14 @@ from decodax.pallas_kernels.window_attention import window_attention
 
 @dataclasses.dataclass(frozen=True)
 class Decoupled(Top):
-    """Keeps the best tokens of each head. A budget that is a share means a share of the whole text, in deep layers, too
-    (FastKV).
+    """Keeps the best tokens of each head. If the budget is a share, it is a share of the whole text even in layers that
+    run on a part of it (FastKV).
 
     Attributes:
-        window: number of latest tokens that stay in any case. layer: the last layer that reads all. passed: number or
-            share of tokens that it passes on.
+        score: score of the tokens.
+        window: number of latest tokens that are always kept.
+        layer: the last layer that runs on all tokens.
+        passed: number or share of tokens that it passes on.
     """
 
     score: TokenScore
@@ -59,21 +61,23 @@ class Decoupled(Top):
 
 
 def at_least(table: np.ndarray, window: int) -> np.ndarray:
-    """Returns a table of numbers of tokens, raised so that each text keeps at least its latest `window` tokens."""
+    """Raises the numbers of a table, so that each text keeps at least its latest `window` tokens."""
     return np.maximum(table, np.minimum(np.arange(len(table)), window)).astype(np.int32)
 
 
 @dataclasses.dataclass(frozen=True)
 class Propagation(CacheConfig):
-    """A kind of cache whose deep layers read a part of a prompt.
+    """Configuration of a cache for which deep layers run on a part of the prompt.
 
     Attributes:
-        eviction: what each layer keeps of the tokens that it has read. It chooses once.
-        chooser: score of the tokens that go on.
-        passed: number of tokens that go on, or (below 1) their share of the prompt.
-        layer: the last layer that reads all, from 0; None: the `default`-th part of the layers, less one.
-        same: whether the first layers keep the tokens that go on, and no others.
-        width: of the residual stream (`of_model`).
+        eviction: the rule by which each layer keeps some of the tokens that it runs on. It evicts once.
+        chooser: score of the tokens that are passed on.
+        passed: number of tokens that are passed on; below 1, their share of the prompt.
+        layer: the last layer that runs on all tokens, from 0. None: `int(depth * default) - 1` for a model of `depth`
+            layers.
+        default: see `layer`.
+        same: whether the first layers keep exactly the tokens that are passed on.
+        width: number of channels of the residual stream, set by `of_model`.
     """
 
     eviction: Eviction
@@ -104,14 +108,15 @@ class Propagation(CacheConfig):
         return dataclasses.replace(self, eviction=self.eviction.of_model(lm), width=lm.model.config.width)
 
     def at(self, depth: int) -> int:
-        """Returns the last layer that reads all."""
+        """Returns the last layer that runs on all tokens, in a model of `depth` layers."""
         layer = max(int(depth * self.default) - 1, 0) if self.layer is None else self.layer
         if not 0 <= layer < depth - 1:
             raise ValueError(f"layer: got {layer}, takes 0 to {depth - 2} of a model of {depth} layers")
         return layer
 
     def numbers(self, size: int) -> np.ndarray:
-        """Returns how many tokens of prompts of each length up to `size` go on, `i32[size + 1]`."""
+        """Returns a table of the number of tokens that are passed on, for each length of the prompt, `i32[size +
+        1]`."""
         return at_least(kept(self.passed, size), self.chooser.always)
 
     def placed(self, depth: int) -> Eviction:
@@ -130,7 +135,7 @@ class Propagation(CacheConfig):
 
 @struct
 class Propagated(Wrapper):
-    """A cache of the tokens that were kept, which reads prompts in part."""
+    """The cache of a `Propagation` while decoding, with the kept tokens in `base`."""
 
     base: Evicting
     kind: Propagation = static()
@@ -140,8 +145,8 @@ class Propagated(Wrapper):
         if not base.kv:
             return self
         if kind.width is None:
-            raise ValueError(f"cache: {kind.name} as a kind that was set by hand does not know the width of the model; "
-                             "takes one that was given to generate")
+            raise ValueError(f"cache: {kind.name} does not know the width of the model; takes a cache that was given "
+                             "to generate")
         batch, dtype = base.length.shape[0], base.kv[0].dtype
         first = Eviction(Top(kind.chooser), kind.eviction.budget)
         whole = first.empty(base.shapes[:kind.at(len(base.shapes)) + 1], batch, base.size, dtype, base.given, True)
@@ -151,7 +156,14 @@ class Propagated(Wrapper):
 
 @struct
 class ReadInPart(Wrapper):
-    """A prompt in the first layers, and the residual stream after them, `f[B, S, D]`."""
+    """The cache of a `Propagation` during prefill. `finish_prefill` runs the deep layers on the chosen tokens.
+
+    Attributes:
+        base: keys and values of the first layers, for all tokens of the prompt.
+        stream: `f[B, S, D]`, the residual stream after these layers.
+        shapes: static; the `KVLayer` of each layer of the model.
+        kind: static; the configuration.
+    """
 
     base: Evicting
     stream: Array
@@ -210,7 +222,8 @@ class ReadInPart(Wrapper):
         return Propagated(base=whole.finish_prefill(prompt), kind=kind)
 
     def _go_on(self, prompt: ReadPrompt, at: Array, live: Array, first: int) -> list[Any]:
-        """Returns keys, values and queries of the layers after the `first` ones, of the tokens at positions `at`."""
+        """Returns the keys, values and scaled queries of the layers from `first` on, for the tokens at positions `at`
+        (`i32[B, K]`)."""
         K = at.shape[1]
         tokens = jnp.take_along_axis(prompt.tokens, jnp.minimum(at, prompt.tokens.shape[1] - 1), 1)
         window = Window(tokens=tokens, positions=at, mask=jnp.tril(jnp.ones((1, K, K), bool)), live=live)
@@ -223,7 +236,8 @@ class ReadInPart(Wrapper):
 
 
 class Among:
-    """Stands in for a cache: tokens attend to each other alone. It notes their keys, values and scaled queries."""
+    """Replaces the cache while chosen tokens attend only to each other. Appends keys, values and scaled queries of each
+    layer to `made`."""
 
     def __init__(self, made: list[Any], given: PyTree):
         self.made, self.inputs = made, given
@@ -235,8 +249,14 @@ class Among:
 
 
 def _ring(q: Array, number: Array, length: Array, latest: int) -> Array:
-    """Returns the latest of queries `f[B, K, H, d]`, of which each row has `number`, as a ring `f[B, H, w, d]`, that of
-    position `p` at `p % w`."""
+    """Returns the latest `latest` queries of each row as a ring `f[B, H, latest, d]`: that of position `p` at `p %
+    latest`.
+
+    Args:
+        q: `f[B, K, H, d]`, the queries of a row's chosen tokens.
+        number: `i32[B]`, number of these tokens.
+        length: `i32[B]`, number of tokens of the text, whose end the latest queries are taken for.
+    """
     back = (jnp.arange(latest) - (length[:, None] - latest)) % max(latest, 1)
     node = jnp.clip(number[:, None] - latest + back, 0, q.shape[1] - 1)
     return jnp.take_along_axis(q, node[:, :, None, None], 1).swapaxes(1, 2)

@@ -1,10 +1,10 @@
-"""QuickPrefill: prompts are read group by group, and a part of each group's tokens is kept ("QuickVideo: Real-Time Long
-Video Understanding with System Algorithm Co-Design", Schneider et al., 2025).
+"""QuickPrefill: prompts are prefilled in groups, and a share of each group's tokens is kept ("QuickVideo: Real-Time
+Long Video Understanding with System Algorithm Co-Design", Schneider et al., 2025).
 
-A group of tokens attends to what was kept of the groups before it, and to itself. Of its tokens those are kept whose
-keys, of all heads of a layer together, have the smallest norms; each layer keeps its own ones. So a long prompt is
-never in memory as a whole: there is room for the share that is kept and for one group. The latest tokens of a prompt,
-which hold the question, and everything after it are kept.
+A group of tokens attends to the kept tokens of the groups before it, and to itself. Of its tokens those are kept whose
+keys have the smallest norms, over all heads of a layer together; each layer keeps its own tokens. So a long prompt is
+never entirely in memory: there are slots for the kept share and for one group. The latest tokens of a prompt, which
+contain the question, and all tokens after the prompt are kept.
 
 The authors' groups are frames of a video. Here they are any tokens of a prompt.
 """
@@ -30,8 +30,8 @@ from decodax.core.capabilities import ReadPrompt
 
 
 def smallest(keys: Array, number: int) -> Array:
-    """Returns which `number` tokens have the keys `f[B, W, G, d]` of smallest norm over all heads, `bool[B, W]`;
-    earlier ones if norms are equal."""
+    """Returns a mask of the `number` tokens whose keys `f[B, W, G, d]` have the smallest norms over all heads, `bool[B,
+    W]`. Of equal norms the earlier token is chosen."""
     norms = jnp.square(keys.astype(jnp.float32)).sum((2, 3))
     rank = jnp.argsort(jnp.argsort(norms, axis=1, stable=True), axis=1, stable=True)
     return rank < number
@@ -39,10 +39,12 @@ def smallest(keys: Array, number: int) -> Array:
 
 @struct
 class QuickPrefillCache(ReadAtOnce, Slotted):
-    """A cache of the tokens that were kept of a prompt's groups, and of what follows the prompt.
+    """The kept tokens of a prompt, and the tokens after it.
 
     Attributes:
-        count: `i32[B]`, number of tokens that each layer holds. kind: static. The others: see `Slotted`.
+        kv, positions, length, given, widths, size: see `Slotted`.
+        count: `i32[B]`, number of tokens that each layer stores.
+        kind: static; the configuration.
     """
 
     count: Array
@@ -61,8 +63,13 @@ class QuickPrefillCache(ReadAtOnce, Slotted):
         return self._with(entries, [slots] * len(self.kv), slots) if self.kv else self
 
     def _with(self, entries: Entries, chosen: Sequence[Array], read: Array) -> QuickPrefillCache:
-        """Returns the cache with the tokens at positions `chosen` (`i32[B, W]`, -1 for none) in each layer, of those
-        that were `read`."""
+        """Returns the cache with further tokens.
+
+        Args:
+            entries: the entries of a window.
+            chosen: `i32[B, W]` for each layer, positions of the nodes to store; -1: not stored.
+            read: `i32[B, W]`, positions of all nodes; -1: dead.
+        """
         new = [self._placed(layer, entry, at) for layer, (entry, at) in enumerate(zip(entries, chosen, strict=True))]
         kv, positions = zip(*new, strict=True)
         return self.replace(kv=kv, positions=positions, length=jnp.maximum(self.length, read.max(1) + 1),
@@ -90,16 +97,16 @@ class QuickPrefillCache(ReadAtOnce, Slotted):
                  "Schneider et al. 2025", family="prefill")
 @dataclasses.dataclass(frozen=True)
 class QuickPrefillConfig(PaperConfig):
-    """Keeps, of each group of tokens of a prompt, those whose keys have the smallest norms; and the latest tokens of
-    the prompt and what follows it.
+    """Keeps, of each group of prompt tokens, those whose keys have the smallest norms; and the latest tokens of the
+    prompt and all tokens after it.
 
-    It saves memory and time of long prompts with much repetition, such as the frames of a video. Example:
+    It saves memory and prefill time for long prompts with much repetition, such as the frames of a video. Example:
     `cache="quick-prefill:keep=0.5"`.
 
     Attributes:
         keep: share of a group that is kept; the default is that of the authors' example.
-        group_size: tokens of a group.
-        recent: number of latest tokens of a prompt that are kept, with the groups in which they are.
+        group_size: number of tokens of a group.
+        recent: number of latest tokens of a prompt; their groups are kept entirely.
     """
 
     keep: Annotated[float, Range(0, 1, above=True)] = 0.2
@@ -116,7 +123,7 @@ class QuickPrefillConfig(PaperConfig):
 
     @property
     def kept(self) -> int:
-        """Number of tokens of a group that are kept."""
+        """Number of tokens of a group to keep."""
         return int(self.group_size * self.keep)
 
     def fit(self, new: int) -> QuickPrefillConfig:

@@ -1,11 +1,11 @@
-"""SpecPC: a prompt is cut to the tokens that a draft model attends to, before the model that answers reads any of them
-("Draft-based Approximate Inference for LLMs", Galim et al., 2025).
+"""SpecPC: a draft model chooses the tokens of a prompt, and the target model prefills only these ("Draft-based
+Approximate Inference for LLMs", Galim et al., 2025).
 
-The draft model reads the prompt. The score of a token is the largest attention that it receives from the prompt's
-latest queries, later ones with more weight, and from those of tokens that are decoded ahead, in any head of the draft
-model's layers but the first. The best tokens and their neighbours are kept, and the latest ones. The model that answers
-reads these as if they were the prompt, without gaps. Their positions here are the last ones before what follows, which
-makes no difference to a model whose attention depends on distances alone.
+The draft model prefills the prompt. The score of a token is the maximum attention that it receives from the prompt's
+latest queries, with larger weights for later ones, and from those of tokens that are decoded ahead, in any head of the
+draft model's layers except the first ones. The best tokens and their neighbours are kept, and the latest tokens. The
+target model prefills these as if they were the prompt, without gaps. Here their positions are the last ones before the
+tokens that follow, which is the same for a model whose attention depends on distances alone.
 """
 
 from __future__ import annotations
@@ -37,11 +37,15 @@ from decodax.pallas_kernels.window_attention import BLOCK
 
 @struct
 class SpecPCCache(ReadAtOnce, Wrapper):     # type: ignore[misc]
-    """A cache of the tokens of a prompt that were kept, without gaps, and of what follows.
+    """The kept tokens of a prompt, without gaps, and the tokens after it.
 
     Attributes:
-        gone: `i32[B]`, number of tokens of the prompt that were not kept: the token at position `p` after it is in slot
-            `p - gone`. size: static; the capacity.
+        base: the dense cache of these tokens.
+        gone: `i32[B]`, number of tokens of the prompt that were not kept. The token at position `p` after the prompt is
+            in slot `p - gone`.
+        size: static; maximum number of tokens of a text.
+        shapes: static; the `KVLayer` of each layer.
+        kind: static; the configuration.
     """
 
     base: Dense
@@ -67,7 +71,8 @@ class SpecPCCache(ReadAtOnce, Wrapper):     # type: ignore[misc]
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, **options: Any) -> tuple[Array, PyTree]:
         if window.is_prefill:
-            raise ValueError(f"cache: {self.kind.name} moves tokens together, so it takes the model that answers")
+            raise ValueError(f"cache: {self.kind.name} moves tokens to new positions, which a draft model does not "
+                             "follow; takes another cache for the draft model")
         return self.base.attend(layer, q, k, v, window, **options)
 
     def commit(self, entries: Entries, slots: Array) -> SpecPCCache:
@@ -98,7 +103,7 @@ class SpecPCCache(ReadAtOnce, Wrapper):     # type: ignore[misc]
 
 @dataclasses.dataclass(frozen=True)
 class SpecPCConfig(PaperConfig):
-    """A `SpecPCCache`, for a model with a draft model (`specpc` describes the options)."""
+    """Configuration of a `SpecPCCache`, for a target model paired with a draft model. See `specpc` for the fields."""
 
     budget: Count = 1024
     lookahead_tokens: Count = 1
@@ -125,8 +130,13 @@ class SpecPCConfig(PaperConfig):
         return self.lookahead_tokens - 1
 
     def attention(self, draft: Any, weights: PyTree, tokens: Array, length: Array) -> Array:
-        """Returns the attention that the draft model pays to each of the first `length` (`i32[B]`) of `tokens` (`i32[B,
-        N]`), `f32[B, N]`."""
+        """Returns the attention of the draft model to each token, `f32[B, N]`; 0 from `length` on.
+
+        Args:
+            draft, weights: the draft model and its weights.
+            tokens: `i32[B, N]`, the prompts.
+            length: `i32[B]`, number of tokens of each prompt.
+        """
         B, n = tokens.shape
         w, before = self.window_size, jnp.maximum(length - self.window_size, 0)
         cache = read(draft, weights, tokens, before, w + self.lookahead_tokens)
@@ -154,8 +164,8 @@ class SpecPCConfig(PaperConfig):
 
     def _paid(self, draft: Any, weights: PyTree, base: AskingDense, window: Window, share: Array,
               n: int) -> tuple[Array, AskingDense, Any]:
-        """Returns the attention that the queries of a window pay to the first `n` tokens, weighted by `share` (`f32[B,
-        w]`), the cache with the window, and the output of the draft model."""
+        """Runs the draft model on a window. Returns the attention of its queries to the first `n` tokens, weighted by
+        `share` (`f32[B, w]`), the cache after the window, and the model's output."""
         out = draft.apply(weights, window, base)
         if self.first >= len(out.entries):
             raise ValueError(f"first: got {self.first}, the draft model has {len(out.entries)} layers")
@@ -179,8 +189,13 @@ class SpecPCConfig(PaperConfig):
         return paid.max(0) if self.reduction_type == "max" else paid.sum(0), base, out
 
     def chosen(self, paid: Array, length: Array) -> Array:
-        """Returns which tokens of a row are kept, `bool[N]`, by the attention `f32[N]` that each receives: the latest,
-        and the best ones with their neighbours, the nearest first, as far as the budget goes."""
+        """Returns a mask of the tokens of a row to keep, `bool[N]`: the latest ones, then the best ones with their
+        neighbours (the nearest first), up to the budget.
+
+        Args:
+            paid: `f32[N]`, attention to each token.
+            length: `i32[]`, number of tokens.
+        """
         n, valid = len(paid), jnp.arange(len(paid)) < length
         left = (self.kernel_size - 1) // 2
         around = jnp.pad(paid, (left, self.kernel_size - 1 - left))
@@ -219,23 +234,24 @@ class SpecPCConfig(PaperConfig):
 def specpc(draft: Any = None, budget: Count = 1024, lookahead_tokens: Count = 1, window_size: Count = 64,
            kernel_size: Count = 64, pooling: Literal["mean", "max"] = "max", neighbours: Count | None = None,
            reduction_type: Literal["mean", "max"] = "max", first: int = 8, weighted: bool = True) -> CacheConfig:
-    """Keeps the tokens of a prompt that a draft model attends to, and their neighbours; the model that answers reads no
-    others.
+    """Keeps the prompt tokens that a draft model attends to, and their neighbours; the target model prefills only
+    these.
 
-    It saves the time of reading long prompts, and memory. The draft model has the same tokenizer. Example:
+    It saves prefill time for long prompts, and memory. The draft model must have the same tokenizer. Example:
     `cache=caches.specpc(draft=decodax.load("small"), budget=512)`.
 
     Args:
         draft: the draft model, from `decodax.load`.
-        budget: number of tokens of a prompt that are kept, its newest one among them; at least `window_size`.
-        lookahead_tokens: number of tokens that the draft model decodes ahead; the first has no query of its own.
+        budget: number of tokens of a prompt that are kept, including its newest one; at least `window_size`.
+        lookahead_tokens: number of tokens that the draft model decodes ahead; the queries of all but the last one
+            count.
         window_size: number of latest tokens whose queries count, and which are kept.
-        kernel_size: number of neighbours over which scores are pooled.
-        pooling: "max" or "mean" of the neighbours.
+        kernel_size: number of neighbouring tokens over which scores are pooled.
+        pooling: "max" or "mean", how they are pooled.
         neighbours: number of tokens around each of the best ones that are kept; None: `kernel_size`.
         reduction_type: "max" or "mean" over queries, heads and layers.
         first: number of first layers of the draft model that do not count.
-        weighted: whether later queries of the window count more, from 0 to 1.
+        weighted: whether the queries of the window have weights from 0 for the first to 1 for the last; else 1 for all.
     """
     kind = SpecPCConfig(budget, lookahead_tokens, window_size, kernel_size, pooling, neighbours, reduction_type,
                         first, weighted)

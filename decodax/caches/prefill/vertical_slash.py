@@ -3,19 +3,19 @@ matrix ("MInference 1.0: Accelerating Pre-filling for Long-Context LLMs via Dyna
 2024).
 
 The pattern is estimated for each query head from the softmax weights of the last queries: the score of a column is its
-sum (vertical), that of a diagonal the sum of the weights at one distance (slash). Diagonals are read in tiles, by all
-queries of a block together, and a tile is as wide as a block. The converter of the authors' kernel lays them out as
-follows (`end` is where the block ends):
+sum (vertical), that of a diagonal the sum of the weights at one distance (slash). The keys of diagonals are loaded in
+tiles of `block` keys, which all queries of a block share. The converter of the authors' kernel lays out the tiles of a
+block as follows (`end` is the position where the block ends):
 
 - Kept distances are visited from the farthest to the nearest. Those of `end` or more have no key and are skipped.
-- A distance reaches to the key before `max(end - distance, block)`. If this is more than a block after the last tile's
-  end, a tile ends there. If it is after the last tile's end at all, a tile follows that one without a gap. Otherwise
-  the distance is covered already.
+- A distance needs keys up to `max(end - distance, block)`. If this is more than a block after the end of the last tile,
+  a new tile ends there. If it is less after the last tile's end, a tile follows that one without a gap. Otherwise the
+  distance is covered already.
 
-So a tile may begin after the first key of its diagonal, which the tile before it has, and end after the last one. A
-query reads the kept columns and all keys of its block's tiles, up to its own position.
+So a tile may begin after the first key of its diagonal, which is in the tile before, and end after the last one. A
+query attends to the kept columns and to all keys of its block's tiles, up to its own position.
 
-All functions are about one query head. Memory is that of the keys that a group of blocks reads at once.
+All functions treat one query head. They need memory for the keys that a group of blocks loads at a time.
 """
 
 from __future__ import annotations
@@ -28,20 +28,25 @@ from decodax.pallas_kernels.window_attention import FixedBias
 
 MASKED = -1e30
 GROUP = 512
-"""Number of queries of one step, in blocks."""
+"""Number of queries in one step of the computation; they form blocks."""
 TILES = 4
-"""Number of tiles of each block that one step reads. On CPU 4 take half of the time of 8 if a block has 3 tiles, and no
-more if it has many (8192 queries of a head of 64: 27 and 46 ms; 240 and 230 ms where the tiles are nearly all keys)."""
+"""Number of tiles of each block that one step loads. On CPU, 4 take half of the time of 8 if a block has 3 tiles, and
+the same time if it has many (8192 queries of a head of 64: 27 and 46 ms; 240 and 230 ms if the tiles have nearly all
+keys)."""
 
 
 def last_weights(q: Array, keys: Array, start: Array, end: Array, *, scale: float, bias: FixedBias | None) -> Array:
-    """Returns the softmax weights of the last queries of a segment, over all keys up to their own positions, `f32[B, N,
-    S]`.
+    """Returns the softmax weights of the last `N` queries of a segment on all keys up to their own positions, `f32[B,
+    N, S]`.
 
     Args:
-        q: `f[B, N, d]`, at the positions `end - N` to `end - 1`. Those before `start` are not in the segment and get
-            zeros.
-        keys: `f[B, S, d]`. start: `i32[]`. end: `i32[B]`.
+        q: `f[B, N, d]`, queries at the positions `end - N` to `end - 1`. Those before `start` are not in the segment
+            and get zeros.
+        keys: `f[B, S, d]`, keys at the positions 0 to `S - 1`.
+        start: `i32[]`, position of the first query of the segment.
+        end: `i32[B]`, position where the segment ends.
+        scale: factor of the scores.
+        bias: added to the scores; None: nothing.
     """
     N, S = q.shape[1], keys.shape[1]
     at = end[:, None] - N + jnp.arange(N, dtype=jnp.int32)
@@ -54,10 +59,11 @@ def last_weights(q: Array, keys: Array, start: Array, end: Array, *, scale: floa
 
 
 def diagonal_sums(weights: Array, end: Array) -> Array:
-    """Returns the sum of the weights at each distance between a query and a key, `f32[B, S]`.
+    """Returns the sum of the weights at each distance between query and key, `f32[B, S]`.
 
     Args:
-        weights: `f32[B, N, S]`, of the queries at the positions `end - N` to `end - 1`. end: `i32[B]`.
+        weights: `f32[B, N, S]`, weights of the queries at the positions `end - N` to `end - 1`.
+        end: `i32[B]`.
 
     >>> diagonal_sums(jnp.array([[[1., 2., 0.], [3., 4., 5.]]]), jnp.array([3])).tolist()
     [[7.0, 5.0, 3.0]]
@@ -73,14 +79,15 @@ def diagonal_sums(weights: Array, end: Array) -> Array:
 
 def pattern(weights: Array, end: Array, vertical: Array, slash: Array, most: tuple[int, int], first: int,
             near: int) -> tuple[Array, Array]:
-    """Returns the columns and the distances that are kept, `i32[B, V]` and `i32[B, D]`, -1 for none.
+    """Returns the columns and the distances to keep, `i32[B, V]` and `i32[B, D]`, padded with -1.
 
     Of equal scores the earlier column and the smaller distance are kept.
 
     Args:
-        weights: `f32[B, N, S]`, as `last_weights` gives them. end: `i32[B]`, number of keys.
-        vertical, slash: `i32[]`, numbers of columns and of distances that are kept. most: `V` and `D`, static; at least
-            as many, at most `S`.
+        weights: `f32[B, N, S]`, the result of `last_weights`.
+        end: `i32[B]`, number of keys.
+        vertical, slash: `i32[]`, numbers of columns and of distances to keep.
+        most: static; the sizes `V` and `D` of the results, at most `S`.
         first, near: numbers of first columns and of smallest distances that are kept whatever their scores.
     """
     def best(scores: Array, always: int, number: Array, most: int) -> Array:
@@ -93,14 +100,14 @@ def pattern(weights: Array, end: Array, vertical: Array, slash: Array, most: tup
 
 
 def marks(index: Array, size: int) -> Array:
-    """Returns which numbers are in `index` (`i32[B, n]`), `bool[B, size]`; numbers below 0 are ignored."""
+    """Returns a mask of the numbers in `index` (`i32[B, n]`), `bool[B, size]`; negative numbers are ignored."""
     at = jnp.where(index >= 0, index, size)
     return jax.vmap(lambda at: jnp.zeros(size, bool).at[at].set(True, mode="drop"))(at)
 
 
 def farthest_below(distances: Array, size: int) -> Array:
-    """Returns for each number the largest of the distances (`i32[B, n]`) that is smaller, `i32[B, size + 1]`, -1 if
-    none is.
+    """Returns for each number from 0 to `size` the largest smaller one among `distances` (`i32[B, n]`), `i32[B, size +
+    1]`; -1 if there is none.
 
     >>> farthest_below(jnp.array([[0, 3, -1]]), 5).tolist()
     [[-1, 0, 0, 0, 3, 3]]
@@ -110,11 +117,13 @@ def farthest_below(distances: Array, size: int) -> Array:
 
 
 def next_tile(below: Array, end: Array, last_end: Array, block: int) -> tuple[Array, Array]:
-    """Returns where the next tile of each block ends, `i32[B, J]`, and whether there is one, `bool[B, J]`.
+    """Returns the end of each block's next tile, `i32[B, J]`, and True if there is one, `bool[B, J]`.
 
     Args:
-        below: `i32[B, S + 1]`, as `farthest_below` gives it. end: `i32[J]`, where the blocks of queries end.
-        last_end: `i32[B, J]`, where the last tile ends; 0 for none yet.
+        below: `i32[B, S + 1]`, the result of `farthest_below`.
+        end: `i32[J]`, positions where the blocks of queries end.
+        last_end: `i32[B, J]`, end of the last tile; 0: there is none yet.
+        block: number of keys of a tile.
     """
     far = jnp.take_along_axis(below, jnp.clip(end - last_end, 0, below.shape[1] - 1), 1)
     return jnp.where(far >= 0, jnp.maximum(end - far, last_end + block), last_end), far >= 0
@@ -122,16 +131,18 @@ def next_tile(below: Array, end: Array, last_end: Array, block: int) -> tuple[Ar
 
 def sparse_attention(q: Array, kv: Array, start: Array, stop: Array, columns: Array, distances: Array, *, scale: float,
                      block: int, bias: FixedBias | None = None) -> Array:
-    """Returns attention of a segment of queries to the kept columns and the tiles of the kept distances, `f32[B, W,
+    """Returns attention of a segment of queries to the kept columns and to the tiles of the kept distances, `f32[B, W,
     e]`.
 
     Args:
-        q: `f[B, W, d]`, `W` a multiple of the queries of a step (`step_of`). kv: `f[B, S, d + e]`, the keys and values
-            of everything up to the segment's end; `S` is larger than `block`.
-        start: `i32[]`, the position of the first query. stop: `i32[]`, where the queries end; later ones
-            get zeros.
-        columns, distances: as `pattern` gives them.
-        bias: is added to the scores; it must be the same for all heads, as any without arrays of its own is.
+        q: `f[B, W, d]`; `W` is a multiple of `step_of`.
+        kv: `f[B, S, d + e]`, keys and values up to the segment's end; `S` is larger than `block`.
+        start: `i32[]`, position of the first query.
+        stop: `i32[]`, position where the queries end; later queries get zeros.
+        columns, distances: the result of `pattern`.
+        scale: factor of the scores.
+        block: number of queries of a block, and of keys of a tile.
+        bias: added to the scores; it must be the same for all heads, as a bias without arrays is.
     """
     (B, W, d), (S, D) = q.shape, kv.shape[1:]
     group = step_of(W, block)
@@ -195,7 +206,8 @@ def sparse_attention(q: Array, kv: Array, start: Array, stop: Array, columns: Ar
 
 
 def step_of(queries: int, block: int) -> int:
-    """Returns the number of queries of a step of `sparse_attention`: whole blocks, no more than there are.
+    """Returns the number of queries that `sparse_attention` processes in a step: a multiple of `block`, at most
+    `queries`.
 
     >>> step_of(4096, 64), step_of(128, 64), step_of(4096, 640)
     (512, 128, 640)

@@ -1,8 +1,8 @@
-"""Prompts that are read when all of their tokens are known, not as they come in chunks.
+"""Base classes of caches that prefill a prompt only when all of its tokens are known, instead of chunk by chunk.
 
-While a prompt comes in, no layer of the model runs; `Collected` counts its tokens. Then the cache reads it with
-`ReadAtOnce.read_prompt`, for instance segment by segment. Segments are counted from the beginning of a text, whatever
-the chunks that it comes in.
+While chunks of a prompt arrive, no layer of the model runs; `Collected` counts the tokens. Then
+`ReadAtOnce.read_prompt` runs the model, for instance segment by segment. Segments are counted from the beginning of the
+text, so the chunks do not matter.
 """
 
 from __future__ import annotations
@@ -25,23 +25,24 @@ from decodax.core.window import Window, causal
 
 
 class ReadAtOnce(PromptPhase):
-    """Base of caches that read a prompt when it is known as a whole."""
+    """Base of caches that prefill a prompt when all of its tokens are known. Implement `read_prompt`."""
 
     def prefill_cache(self) -> Cache:
         return Collected(length=jnp.zeros_like(self.length), into=self) if self.capacity else self
 
     @abc.abstractmethod
     def read_prompt(self, prompt: ReadPrompt, length: Array) -> Cache:
-        """Returns the cache with the first `length` tokens (`i32[B]`) of `prompt.tokens`; the newest one comes after
-        them."""
+        """Returns the cache after a prefill of the first `length` (`i32[B]`) tokens of `prompt.tokens`. The token at
+        position `length` is the newest one, which is not prefilled."""
 
 
 @struct
 class Collected(PromptPhase):
-    """A stand-in while a prompt comes in: counts its tokens.
+    """A cache that only counts the tokens of a prompt while its chunks arrive.
 
     Attributes:
-        length: `i32[B]`, number of tokens so far. into: the cache that will read them.
+        length: `i32[B]`, number of tokens so far.
+        into: the cache that will prefill them.
     """
 
     length: Array
@@ -73,10 +74,12 @@ class Collected(PromptPhase):
 
 @struct
 class SparsePrefill(ReadAtOnce, Wrapper):     # type: ignore[misc]
-    """Base of dense caches whose prompts are read with sparse attention; what follows reads everything.
+    """Base of dense caches whose prompts are prefilled with sparse attention. Later tokens attend to all tokens.
 
     Attributes:
-        base: the dense cache. shapes, kind: static; the layers, and the config.
+        base: the dense cache.
+        shapes: static; the `KVLayer` of each layer.
+        kind: static; the configuration.
     """
 
     base: Dense
@@ -85,18 +88,18 @@ class SparsePrefill(ReadAtOnce, Wrapper):     # type: ignore[misc]
 
 
 class PrefillConfig(PaperConfig):
-    """Base of the configs of `SparsePrefill` caches; a derived class is a frozen dataclass."""
+    """Base of configs of `SparsePrefill` caches. Derive a frozen dataclass, and implement `around`."""
 
     @abc.abstractmethod
     def around(self, base: Dense, shapes: tuple[KVLayer, ...]) -> Cache:
-        """Returns the cache around an empty dense one."""
+        """Returns the cache that wraps `base`, an empty dense cache."""
 
     def empty(self, shapes: tuple[KVLayer, ...], batch: int, size: int, dtype: Any, inputs: PyTree) -> Cache:
         return self.around(dense(shapes, batch, size, dtype, inputs), shapes)
 
 
 class WholePromptReader:
-    """Stands in for a cache while the model reads a part of a prompt: derived classes implement `attend`."""
+    """Replaces the cache while the model runs on a part of a prompt. Derived classes implement `attend`."""
 
     def __init__(self, base: Any):
         self.base = base
@@ -118,18 +121,18 @@ class AskingDense(Wrapper):
 
 
 def padded(tokens: Array, width: int) -> Array:
-    """Returns tokens `i32[B, N]` padded to a multiple of `width`."""
+    """Pads tokens `i32[B, N]` with zeros, so that `N` is a multiple of `width`."""
     return jnp.pad(tokens, ((0, 0), (0, -tokens.shape[1] % width)))
 
 
 def segment(tokens: Array, start: Array, width: int, stop: Array) -> Window:
-    """Returns the tokens of prompts at `width` positions from `start` (`i32[]`) on as a window; those from `stop`
-    (`i32[B]`) on are dead."""
+    """Returns a causal window of the prompts' tokens at positions `start` to `start + width - 1` (`start` is `i32[]`).
+    Tokens at positions from `stop` (`i32[B]`) on are dead."""
     at = jnp.broadcast_to(start + jnp.arange(width, dtype=jnp.int32), (len(tokens), width))
     return causal(lax.dynamic_slice_in_dim(tokens, start, width, 1), at[:, 0], at < stop[:, None])
 
 
 def slots_of(window: Window, out: Out) -> Array:
-    """Returns the slots at which the nodes of a window that the model has read are committed, `i32[B, W]`, -1 for dead
-    ones. They depend on the output, or XLA on CPU copies the cache to protect its readers."""
+    """Returns the slots for the commit of a window, `i32[B, W]`: the position of each live node, -1 for dead ones. They
+    depend on the output `out`, since XLA on CPU would otherwise copy the cache to protect its readers."""
     return jnp.where(window.live & jnp.isfinite(out.hidden).all(-1), window.positions, -1)

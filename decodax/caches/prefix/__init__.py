@@ -1,1 +1,1 @@
-"""Caches that reuse keys and values of texts that were read before."""
+"""Caches that reuse keys and values of texts that were prefilled before."""

@@ -1,9 +1,9 @@
-"""CacheBlend: joins texts that were read separately, and recomputes a few of their tokens ("CacheBlend: Fast Large
+"""CacheBlend: joins texts that were prefilled separately, and recomputes a few of their tokens ("CacheBlend: Fast Large
 Language Model Serving for RAG with Cached Knowledge Fusion", Yao et al., 2024).
 
-With `score="kvshare"` tokens are chosen as in the first stage of KVShare ("KVShare: An LLM Service System with
-Efficient and Effective Multi-Tenant KV Cache Reuse", Yang et al., 2025), and the result holds what its second stage
-needs (`decodax.caches.prefix.kvshare`).
+With `score="kvshare"`, tokens are chosen as in the first stage of KVShare ("KVShare: An LLM Service System with
+Efficient and Effective Multi-Tenant KV Cache Reuse", Yang et al., 2025), and the result includes the statistics that
+its second stage needs (`decodax.caches.prefix.kvshare`).
 """
 
 from __future__ import annotations
@@ -34,10 +34,13 @@ ROUNDING = 64
 
 
 def matched(prefix: Prefix, text: Sequence[int], least: int = 8) -> list[Prefix | list[int]]:
-    """Divides a text into parts that a prefix has, too, and new ids, in order, for `blended`.
+    """Divides a text into parts that also occur in a prefix, and the token ids between them, in order. The result is
+    the `parts` of `blended`.
 
     Args:
-        least: smallest number of tokens of a part that is reused.
+        prefix: the prefix.
+        text: token ids.
+        least: minimum number of tokens of a part that is reused.
     """
     ids = [int(token) for token in text]
     parts: list[Prefix | list[int]] = []
@@ -56,23 +59,26 @@ def matched(prefix: Prefix, text: Sequence[int], least: int = 8) -> list[Prefix 
 @on_model_mesh
 def blended(lm: Any, parts: Sequence[Prefix | Sequence[int]], recompute: float = 0.15, check: int = 1,
             params: Any = None, score: Score = "cacheblend") -> Prefix:
-    """Joins prefixes that were read separately, and new ids, to one text, and recomputes a share of their tokens.
+    """Joins prefixes and token ids into one text, and recomputes a share of the prefixes' tokens.
 
     Keys are rotated to their new positions. The layers up to `check` are computed for all tokens, and there the tokens
-    with the highest scores are chosen. Only they and the new ids go through the later layers, where they attend to all
-    tokens before them. The first prefix needs no recomputation, but its tokens compete with the others, as in the code
-    of CacheBlend's authors.
+    with the highest scores are chosen. Only these tokens and the new ids go through the later layers, where they attend
+    to all tokens before them. The first prefix needs no recomputation, but its tokens compete with the others, as in
+    the code of CacheBlend's authors.
 
     Args:
-        lm: a result of `decodax.load`, or a `Model` with its `params`.
-        parts: prefixes and token ids, in order. recompute: share of the tokens of prefixes that are recomputed.
-        check: layer in which tokens are chosen; the second one, as in the code of CacheBlend's authors.
-        score: of a token in layer `check`. "cacheblend": squared difference between its value and the cached one.
-            "kvshare": sum of the absolute differences, times the attention that the token receives from all queries.
+        lm: a result of `decodax.load`, or a `Model`.
+        parts: prefixes and token ids, in order.
+        recompute: share of the prefixes' tokens that are recomputed.
+        check: layer in which tokens are chosen, from 0. The default is that of the code of CacheBlend's authors.
+        params: the weights of a bare `Model`.
+        score: score of a token in layer `check`. "cacheblend": squared difference between its new value and the stored
+            one. "kvshare": sum of the absolute differences, times the attention that the token receives from all
+            queries.
 
     Raises:
-        ValueError: no tokens, numbers out of their range, or a model whose positions are not rotary or whose layers
-            cannot be run one by one.
+        ValueError: there are no tokens, a number is out of its range, or the model has no rotary positions or cannot be
+            run layer by layer.
     """
     model, weights = network_of(lm, params)
     if not isinstance(model, LayeredModel):
@@ -115,8 +121,8 @@ def _blend(model: LayeredModel, check: int, count: int, score: Score, *arrays: A
 
 def _blending(model: LayeredModel, check: int, count: int, score: Score, params: Any, tokens: Array, known: Array,
               kv: tuple[Array, ...], length: Array) -> tuple[tuple[Array, ...], tuple[Array, Array] | None]:
-    """Returns keys and values `f[1, G, N, d + e]` of each layer, and for KVShare the arrays of `PrefixReuse`, `f32[1,
-    N]`."""
+    """Returns keys and values of each layer, `f[1, G, N, d + e]`, and for KVShare the arrays of `PrefixReuse`, `f32[1,
+    N]`, else None."""
     network, N = model.pieces(params), tokens.shape[1]
     every = jnp.arange(N, dtype=jnp.int32)[None]
     live = every < length
@@ -165,7 +171,7 @@ def _blending(model: LayeredModel, check: int, count: int, score: Score, params:
 
 def _received(q: Array, lse: Array, options: dict[str, Any], at: Array, live: Array, kv: Array,
               length: Array) -> Array:
-    """Returns the attention that each token receives from those that are `live`, the mean over heads, `f32[1, N]`."""
+    """Returns the attention that each token receives from `live` tokens, averaged over heads, `f32[1, N]`."""
     if options.get("bias") is not None or options.get("sinks") is not None:
         raise ValueError("score: kvshare goes by attention of queries to keys alone; takes a model without a bias or "
                          "sinks of its attention scores, or score='cacheblend'")

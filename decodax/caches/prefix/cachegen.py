@@ -1,10 +1,11 @@
 """CacheGen: saves prefixes in compressed files ("CacheGen: KV Cache Compression and Streaming for Fast Large Language
-Model Serving", Liu et al., 2024). Only its codec is here, not its choice of a level by the bandwidth of a network.
+Model Serving", Liu et al., 2024). Only its codec is implemented, not its choice of a compression level by network
+bandwidth.
 
-Neighbouring tokens have similar keys and values. The first of each `group` tokens is an anchor, in 8 bits. Of the other
-tokens the differences from their anchor are quantized, with steps that are coarser in deeper layers, which matter less.
-The step of a channel is a multiple of the standard deviation of its differences. The codes are entropy coded with the
-frequencies of their channel and layer.
+Neighbouring tokens have similar keys and values. The first token of each group of `group` tokens is the anchor, which
+is stored in 8 bits. For the other tokens, the differences from their anchor are quantized, with larger steps in deeper
+layers, which matter less. The step of a channel is a multiple of the standard deviation of its differences. The codes
+are entropy coded with the frequencies of their channel and layer.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from decodax.caches.prefix.prefix import Prefix
 VERSION = 1
 
 LARGEST = (1 << 15) - 1
-"""Largest number of steps of a difference, so that with its sign it fits 16 bits."""
+"""Largest number of quantization steps of a difference, so that it fits in 16 bits with its sign."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,9 +34,10 @@ class CacheGen:
     """A codec of prefixes.
 
     Attributes:
-        group: number of tokens that share an anchor, their first.
-        steps: of differences, in standard deviations, in the first third of the layers, the second and the last.
-        most: largest number of steps of a difference, up to 32,767; larger differences are clipped.
+        group: number of tokens that share an anchor, the first of them.
+        steps: quantization steps of differences, in standard deviations, for the first, second and last third of the
+            layers.
+        most: largest number of steps of a difference, at most 32,767; larger differences are clipped.
     """
 
     group: int = 10
@@ -61,7 +63,7 @@ class CacheGen:
                  begin=np.array(prefix.begin), **parts)       # type: ignore[arg-type]
 
     def _layer(self, x: np.ndarray, step: float) -> dict[str, np.ndarray]:
-        """Encodes a layer, `f32[T, C]`."""
+        """Encodes a layer `f32[T, C]` as named arrays of the file."""
         codes, scales = anchors(x[::self.group])
         rest, of = others(len(x), self.group)
         apart = x[rest] - (codes * scales[:, None])[of]
@@ -76,23 +78,25 @@ class CacheGen:
 
 
 def anchors(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Quantizes tokens `f32[n, C]` to 8 bits, scaled by the largest number of each: `i8[n, C]` and `f32[n]`."""
+    """Quantizes tokens `f32[n, C]` to 8 bits. Returns `i8[n, C]` and the scale of each token, `f32[n]`."""
     scales = (np.abs(x).max(1, initial=0) / 127).astype(np.float32)
     return np.round(x / np.where(scales > 0, scales, 1)[:, None]).astype(np.int8), scales
 
 
 def others(length: int, group: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the indices of tokens that are no anchors, and the number of the anchor of each."""
+    """Returns the indices of the tokens that are not anchors, and the number of the group of each."""
     at = np.arange(length)
     rest = at[at % group > 0]
     return rest, rest // group
 
 
 def save_prefix(prefix: Prefix, file: Any, group: int = 10, steps: Sequence[float] = (0.5, 1.0, 1.5)) -> None:
-    """Saves a prefix to a file in CacheGen's format; see `CacheGen`.
+    """Saves a prefix to a file in CacheGen's format.
 
     Args:
+        prefix: the prefix.
         file: a path, or a binary file that is open for writing.
+        group, steps: see `CacheGen`.
     """
     CacheGen(group, tuple(map(float, steps))).save(prefix, file)        # type: ignore[arg-type]
 
@@ -104,7 +108,7 @@ def load_prefix(file: Any) -> Prefix:
         file: a path, or a binary file that is open for reading.
 
     Raises:
-        ValueError: the file is no prefix, or has been cut.
+        ValueError: the file was not written by `save_prefix`, or is truncated.
     """
     try:
         with np.load(file) as parts:

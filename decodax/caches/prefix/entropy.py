@@ -1,5 +1,5 @@
-"""Entropy coding of many parallel streams of small numbers, by asymmetric numeral systems (Duda, 2009). The length of a
-code follows from the frequency of the number in its stream, as in arithmetic coding."""
+"""Entropy coding of many parallel streams of small integers, with asymmetric numeral systems (Duda, 2009). As in
+arithmetic coding, frequent symbols of a stream get short codes."""
 
 from __future__ import annotations
 
@@ -10,12 +10,17 @@ WHOLE = 1 << 16
 
 
 def frequencies(symbols: np.ndarray, count: int) -> np.ndarray:
-    """Returns the frequencies of symbols `[T, C]` below `count` in each stream, `i64[C, count]`, which sum to `WHOLE`.
+    """Returns the frequency of each symbol below `count` in each stream, `i64[C, count]`, scaled so that the sum is
+    `WHOLE`.
 
     A symbol that occurs has a frequency of at least 1.
 
+    Args:
+        symbols: `[T, C]`, `C` streams of `T` symbols.
+        count: number of different symbols.
+
     Raises:
-        ValueError: more symbols in a stream than `WHOLE`.
+        ValueError: a stream has more than `WHOLE` different symbols.
     """
     T, C = symbols.shape
     if not T:
@@ -32,22 +37,26 @@ def frequencies(symbols: np.ndarray, count: int) -> np.ndarray:
 
 
 def in_16_bits(share: np.ndarray) -> np.ndarray:
-    """Converts frequencies to `u16[C, count]`. If a stream has only one symbol, its frequency `WHOLE` does not fit, and
-    is written as `WHOLE - 1`. The sum of the stream tells it from a symbol with that frequency (`from_16_bits`)."""
+    """Converts frequencies to `u16[C, count]`. The frequency `WHOLE` of a stream with only one symbol does not fit, and
+    is written as `WHOLE - 1`; `from_16_bits` recognizes this case by the sum of the stream."""
     return (share - (share == WHOLE)).astype(np.uint16)
 
 
 def from_16_bits(stored: np.ndarray) -> np.ndarray:
-    """The inverse of `in_16_bits`: `i64[C, count]`."""
+    """Inverts `in_16_bits`, and returns frequencies `i64[C, count]`."""
     share = stored.astype(np.int64)
     return share + ((share == WHOLE - 1) & (share.sum(1, keepdims=True) == WHOLE - 1))
 
 
 def encoded(symbols: np.ndarray, share: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Encodes symbols `[T, C]` of `C` streams with their `frequencies`.
+    """Encodes `C` streams of `T` symbols.
+
+    Args:
+        symbols: `[T, C]`, the symbols.
+        share: `[C, count]`, their `frequencies`.
 
     Returns:
-        `u32[C]` states, and `u16[n]` words, which `decoded` takes.
+        States `u32[C]` and words `u16[n]`, the code that `decoded` takes.
     """
     T, C = symbols.shape
     each, begin = np.arange(C), np.cumsum(share, 1) - share
@@ -62,10 +71,10 @@ def encoded(symbols: np.ndarray, share: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 
 def decoded(state: np.ndarray, words: np.ndarray, share: np.ndarray, length: int) -> np.ndarray:
-    """The inverse of `encoded`: `i64[length, C]`.
+    """Inverts `encoded`, and returns symbols `i64[length, C]`.
 
     Raises:
-        ValueError: too few words, or too many.
+        ValueError: there are too few words, or too many.
     """
     C = len(share)
     each, ends = np.arange(C), np.cumsum(share, 1)

@@ -1,17 +1,17 @@
-"""KVShare, second stage: reused keys and values are recomputed while decoding, a few tokens a step ("KVShare: An LLM
-Service System with Efficient and Effective Multi-Tenant KV Cache Reuse", Yang et al., 2025).
+"""KVShare, second stage: reused keys and values are recomputed while decoding, a few tokens after each step ("KVShare:
+An LLM Service System with Efficient and Effective Multi-Tenant KV Cache Reuse", Yang et al., 2025).
 
-The context is a text that `decodax.caches.blended` joined with `score="kvshare"`, the first stage. Attention of each
-decoded token to reused tokens, in the layer where their values were compared, is added to the attention that they have
-received before. The `tokens` tokens with the largest product of attention and change of their values are recomputed,
-from all tokens before them, before the next token is decoded. When none are left, the cache is a dense one.
+The context is a text that `decodax.caches.blended` joined with `score="kvshare"`, the first stage. The attention of
+each decoded token to the reused tokens, in the layer where their values were compared, is added to the attention that
+they have received before. The `tokens` tokens with the largest product of attention and change of value are recomputed,
+from all tokens before them, before the next token is decoded. When none are left, the cache behaves like a dense one.
 
-The cache changes after each token, so a round commits one token as long as some are left to recompute. Any draft works,
-but gains nothing until then.
+The cache changes after each token, so a round commits only one token until no token is left to recompute. Drafts are
+allowed, but are of no use until then.
 
-No code is public. The layer whose values are compared is CacheBlend's (`check=1`), with its attention in the mean over
-heads. The attention of the newest token is added to what was received before (`past=1.0`) or decides alone
-(`past=0.0`). Tokens are recomputed in a forward of its own, which the statistics count.
+The authors have published no code. Here values are compared in the same layer as in CacheBlend (`check=1`), and
+attention is averaged over heads. With `past=1.0` the attention of the newest token is added to that received before;
+with `past=0.0` it counts alone. Tokens are recomputed in a separate forward pass, which the statistics count.
 """
 
 from __future__ import annotations
@@ -36,13 +36,18 @@ from decodax.pallas_kernels.window_attention import Bias, slot_weights, window_a
 
 @struct
 class KVShareCache(KeyValues, PromptPhase, Refreshes):
-    """Everything, in the order of positions, and what is known of the tokens that were reused.
+    """All tokens in the order of positions, with statistics of the reused ones.
 
     Attributes:
-        kv, given, widths: see `KeyValues`.
-        attention, change: `f32[B, S]`, as in `PrefixReuse`; tokens with a change above 0 are still to be recomputed.
-        asked: `bool[B]`, rows with a token that has attended since the last recomputation.
-        length: `i32[B]`. kind: static.
+        kv: for each layer `f[B, G, S, d + e]`.
+        attention: `f32[B, S]`, attention that each token has received; see `PrefixReuse`.
+        change: `f32[B, S]`, change of each token's value; see `PrefixReuse`. Tokens with a change above 0 are still to
+            be recomputed.
+        asked: `bool[B]`, True if a token was committed since the last recomputation.
+        length: `i32[B]`, number of tokens of the verified text.
+        given: inputs of each row beside its tokens; see `Cache.inputs`.
+        widths: static; the key width `d` of each layer.
+        kind: static; the configuration.
     """
 
     kv: tuple[Array, ...]
@@ -90,7 +95,7 @@ class KVShareCache(KeyValues, PromptPhase, Refreshes):
 
     def _weights(self, layer: int, q: Array, lse: Array, at: Array, scale: float, sliding: int | None,
                  softcap: float | None) -> Array:
-        """Returns the attention of each node to each token, the mean over heads, `f32[B, W, S]`."""
+        """Returns the attention of each node to each token, averaged over heads, `f32[B, W, S]`."""
         one = lambda q, lse, at: slot_weights(q[:, None], lse[:, None], at[:, None], self.kv[layer], self.length,
                                               scale=scale, sliding=sliding, softcap=softcap).sum(1) / q.shape[1]
         weights: Array = each_node(one, q, lse, at)
@@ -129,11 +134,15 @@ class KVShareCache(KeyValues, PromptPhase, Refreshes):
 
 @struct
 class Replacing(KeyValues):
-    """A text of which some tokens are recomputed, each from all tokens before it, with recomputed ones among them.
+    """A cache for recomputing tokens in the middle of a text. Each attends to all tokens before it; recomputed ones
+    replace the stored ones.
 
     Attributes:
-        kv, given, widths: see `KeyValues`. at: `i32[B, W]`, positions of the window's nodes; -1: none.
-        length: `i32[B]`.
+        kv: for each layer `f[B, G, S, d + e]`, the stored keys and values.
+        at: `i32[B, W]`, positions of the window's nodes; -1: none.
+        length: `i32[B]`, number of tokens of the text.
+        given: inputs of each row beside its tokens; see `Cache.inputs`.
+        widths: static; the key width `d` of each layer.
     """
 
     kv: tuple[Array, ...]
@@ -143,7 +152,8 @@ class Replacing(KeyValues):
     widths: tuple[int, ...] = static()
 
     def over(self, layer: int, k: Array, v: Array) -> Array:
-        """Returns the keys and values of a layer, with those of the window's nodes in their places."""
+        """Returns the keys and values of a layer, `f[B, G, S, d + e]`, with those of the window's nodes at their
+        positions."""
         return write(self.kv[layer], jnp.concatenate([k, v], -1), self.at)
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
@@ -164,7 +174,12 @@ class Replacing(KeyValues):
 
 @struct
 class PromptToRepair(Wrapper, LoadsPrefix):
-    """A text that is read or brought, and what holds it then, without its keys and values."""
+    """KVShare's cache during prefill.
+
+    Attributes:
+        base: the tokens that were prefilled or loaded.
+        into: the `KVShareCache` to make, without its keys and values.
+    """
 
     base: Dense
     into: KVShareCache
@@ -183,16 +198,16 @@ class PromptToRepair(Wrapper, LoadsPrefix):
 
 @dataclasses.dataclass(frozen=True)
 class KVShareConfig(KVConfig):
-    """Recomputes reused keys and values while decoding.
+    """Keeps all tokens, and recomputes reused keys and values while decoding.
 
-    For a `context` that `decodax.caches.blended` joined with `score="kvshare"`: the text after it comes nearer to what
-    plain decoding gives.
+    For a `context` that `decodax.caches.blended` joined with `score="kvshare"`: the output comes closer to that of
+    plain decoding.
 
     Attributes:
         tokens: number of tokens that are recomputed after each decoded token.
         check: layer where values were compared, as in `decodax.caches.blended`.
-        past: factor of the attention received so far when the next token attends. 1: attention is summed over all
-            tokens of the text; 0: the newest one alone counts.
+        past: factor of the attention received before, for each decoded token. 1: attention is summed over all decoded
+            tokens; 0: only that of the newest one counts.
     """
 
     tokens: int = 3

@@ -1,7 +1,7 @@
 """PIE: edits a text whose keys and values are cached ("Let the Code LLM Edit Itself When You Edit the Code", He et al.,
 2024).
 
-Positional integrity encoding computes the new tokens alone, and moves the keys of later tokens to their new positions.
+Positional integrity encoding computes only the new tokens, and moves the keys of later tokens to their new positions.
 """
 
 from __future__ import annotations
@@ -18,16 +18,20 @@ from decodax.core.loaded import network_of
 
 @on_model_mesh
 def edited(lm: Any, prefix: Prefix, start: int, stop: int, new: Sequence[int], params: Any = None) -> Prefix:
-    """Replaces tokens `start` to `stop` of a prefix by others.
+    """Returns a prefix in which the tokens `start` to `stop` are replaced by others.
 
-    Only the new tokens are computed, from the tokens before them. Later keys are rotated to their new positions, and do
-    not see the change, so the result approximates that of reading the text again.
+    Only the new tokens are computed, from the tokens before them. Later keys are rotated to their new positions; they
+    do not attend to the new tokens, so the result approximates that of a new prefill.
 
     Args:
-        lm: a result of `decodax.load`, or a `Model` with its `params`. new: token ids.
+        lm: a result of `decodax.load`, or a `Model`.
+        prefix: the prefix to edit.
+        start, stop: the tokens to replace, from `start` to `stop - 1`.
+        new: token ids to insert there.
+        params: the weights of a bare `Model`.
 
     Raises:
-        ValueError: an edit outside of the text, or that leaves nothing; or a model whose positions are not rotary.
+        ValueError: the edit is outside of the text or leaves no tokens, or the model has no rotary positions.
     """
     if not 0 <= start <= stop <= len(prefix):
         raise ValueError(f"start, stop: got {start} to {stop}, takes a part of the {len(prefix)} tokens")

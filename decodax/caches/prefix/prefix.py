@@ -1,8 +1,8 @@
-"""Keys and values of texts outside of any batch, which `decodax.generate` takes as `context=`.
+"""Keys and values of texts that are computed independently of a batch, for `decodax.generate(context=...)`.
 
-`read_prefix` reads a text. `decodax.caches.prefix.pie` edits it, and `decodax.caches.prefix.cacheblend` joins texts
-that were read separately. Both move keys: since rotations add up, a key at position `a` is rotated by `b - a` more to
-move it to position `b`.
+`read_prefix` computes those of a text. `decodax.caches.prefix.pie` edits the text, and
+`decodax.caches.prefix.cacheblend` joins texts that were prefilled separately. Both move keys: since rotations add up, a
+key is moved from position `a` to position `b` by rotating it by `b - a` positions.
 """
 
 from __future__ import annotations
@@ -38,12 +38,13 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PrefixReuse:
-    """Statistics of tokens whose keys and values come from another text, in the layer where both were compared.
+    """Statistics of reused keys and values, which were computed in another text, for KVShare. They are taken in the
+    layer where reused and new values were compared.
 
     Attributes:
-        attention: `f32[T]`, attention that each token receives from all queries of the text, the mean over heads.
-        change: `f32[T]`, sum of the absolute differences between its value and the reused one. 0: it was not reused, or
-            has been recomputed.
+        attention: `f32[T]`, attention that each token receives from all queries of the text, averaged over heads.
+        change: `f32[T]`, sum of the absolute differences between the new value of each token and the reused one. 0: the
+            token was not reused, or has been recomputed.
     """
 
     __repr__ = short
@@ -57,9 +58,11 @@ class Prefix:
     """A text of `T` tokens with its keys and values.
 
     Attributes:
-        tokens: ids. kv: `f[G, T, d + e]` of each layer. begin: the position to which the first key is rotated; 0,
-            except for a part of a longer text.
-        reuse: statistics, if `blended` joined the text by the score of KVShare. Parts, edits and files have none.
+        tokens: token ids.
+        kv: `f[G, T, d + e]` for each layer, keys and then values; keys are rotated.
+        begin: the position to which the first key is rotated; 0, except for a part of a longer text.
+        reuse: statistics for KVShare, if `blended` joined the text with `score="kvshare"`. None for parts, edited texts
+            and loaded files.
     """
 
     __repr__ = short
@@ -73,7 +76,7 @@ class Prefix:
         return len(self.tokens)
 
     def check(self, model: Model) -> None:
-        """Raises ValueError if the model has other layers, or the text is a part of a longer one."""
+        """Raises ValueError if the prefix does not fit the model's layers, or is a part of a longer text."""
         wanted = [(shape.heads, len(self), shape.both) for shape in layers_of(model)]
         if [x.shape for x in self.kv] != wanted:
             raise ValueError(f"context: got a prefix of {len(self.kv)} layers {self.kv[0].shape if self.kv else ()}, "
@@ -82,7 +85,7 @@ class Prefix:
             raise ValueError("context: got a part of a prefix that began elsewhere; decodax.caches.blended moves it")
 
     def __getitem__(self, part: slice) -> Prefix:
-        """Returns a part of the text, for `blended`. Its keys keep their positions."""
+        """Returns a part of the text, for `blended`. Its keys are not moved."""
         if not isinstance(part, slice) or part.step not in (None, 1):
             raise TypeError("prefix: takes a slice without steps")
         start, stop, _ = part.indices(len(self))
@@ -91,7 +94,7 @@ class Prefix:
 
 
 def on_model_mesh(fn: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
-    """Runs a function of a loaded model on the mesh of the model."""
+    """Wraps a function whose first argument is a loaded model, so that it runs on the model's mesh."""
     @functools.wraps(fn)
     def there(lm: Any, *args: P.args, **options: P.kwargs) -> T:
         with on_mesh(lm.mesh if isinstance(lm, Loaded) else None):
@@ -105,10 +108,12 @@ def read_prefix(lm: Any, text: Sequence[int], params: Any = None) -> Prefix:
     """Computes the keys and values of a text.
 
     Args:
-        lm: a result of `decodax.load`, or a `Model` with its `params`. text: token ids.
+        lm: a result of `decodax.load`, or a `Model`.
+        text: token ids.
+        params: the weights of a bare `Model`.
 
     Raises:
-        ValueError: an empty text.
+        ValueError: the text is empty.
     """
     if not len(text):
         raise ValueError("text: got no tokens, takes at least one")
@@ -124,7 +129,7 @@ def model_dtype(model: Model) -> Any:
 
 
 def shifted(shape: KVLayer, kv: np.ndarray, by: int) -> np.ndarray:
-    """Moves the keys of `f[G, n, d + e]` by a number of positions."""
+    """Moves the keys of `kv`, `f[G, n, d + e]`, by `by` positions."""
     if by == 0 or kv.shape[1] == 0:
         return kv
     if shape.rope is None:
@@ -141,7 +146,16 @@ def _moved(shape: KVLayer, kv: Array, by: Array) -> Array:
 
 def extended(model: Model, shapes: Sequence[KVLayer], params: Any, kv: Sequence[np.ndarray], start: int,
           new: Sequence[int]) -> tuple[np.ndarray, ...]:
-    """Appends the keys and values of new tokens to those of the first `start` tokens."""
+    """Computes the keys and values of new tokens, and appends them to those of the tokens before.
+
+    Args:
+        model: the network.
+        shapes: the `KVLayer` of each layer.
+        params: the weights.
+        kv: for each layer `f[G, start, d + e]`.
+        start: number of tokens before the new ones.
+        new: token ids.
+    """
     stop = start + len(new)
     tokens = np.zeros((1, -(-len(new) // STEP) * STEP), np.int32)
     tokens[0, :len(new)] = [int(token) for token in new]

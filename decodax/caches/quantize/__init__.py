@@ -1,1 +1,1 @@
-"""Caches that write keys and values in fewer bits."""
+"""Caches that store keys and values in fewer bits."""

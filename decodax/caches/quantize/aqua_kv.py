@@ -1,11 +1,11 @@
 """AQUA-KV: residual quantization against a linear prediction from the previous layer ("Cache Me If You Must: Adaptive
 Key-Value Quantization for Large Language Models", Shutova et al., 2025).
 
-A linear map predicts the keys of a layer (before their rotation, all heads together) from those of the previous layer.
-Another one predicts its values from its keys and the values of the previous layer. Both maps read decoded keys and
-values. The residual is transformed (Hadamard), divided by its norm, and quantized to the nearest points of a small grid
-of pairs, 2 bits a number (HIGGS: Malinovskii et al., 2024). The first layer is quantized with a grid of 256 pairs. The
-first tokens and the latest ones stay whole. `decodax.train.fit_predictors` finds the maps.
+A linear map predicts the keys of a layer (before rotation, all heads together) from those of the previous layer.
+Another one predicts its values from its keys and the values of the previous layer. The inputs of both maps are decoded
+keys and values. The residual is transformed (Hadamard), divided by its norm, and quantized to the nearest points of a
+small grid of pairs, 2 bits per number (HIGGS: Malinovskii et al., 2024). The first layer is quantized with a grid of
+256 pairs. The first tokens and the latest ones are not quantized. `decodax.train.fit_predictors` fits the maps.
 
 A layer can only be decoded after the layers below it. Each layer decodes all of them again, so the time of a round
 grows with the square of the depth: this saves memory, not time.
@@ -35,12 +35,14 @@ from decodax.core.capabilities import ReadPrompt
 
 @dataclasses.dataclass(frozen=True)
 class Predictors:
-    """Linear maps between layers, and the grids that residuals are quantized to.
+    """Linear maps between layers, and the grids to which residuals are quantized.
 
     Attributes:
-        keys: `f32[L, G d + 1, G d]`, maps with their biases in the last row; that of the first layer is not used.
-        values: `f32[L, G d + G e + 1, G e]`. grid, first: pairs `f32[N, 2]` of all layers but the first, and of the
-            first.
+        keys: `f32[L, G d + 1, G d]`, maps to the keys of each layer, with biases in the last row. The map of the first
+            layer is not used.
+        values: `f32[L, G d + G e + 1, G e]`, maps to the values of each layer, in the same form.
+        grid: `f32[N, 2]`, pairs for all layers but the first.
+        first: `f32[N, 2]`, pairs for the first layer.
     """
 
     keys: Constant
@@ -50,12 +52,13 @@ class Predictors:
 
 
 def affine(x: Any, weights: Any) -> Any:
-    """Applies a map `f[c + 1, c']`, with its bias in the last row, to `f[n, c]`."""
+    """Applies the linear map `weights`, `f[c + 1, c']` with the bias in the last row, to `x`, `f[n, c]`."""
     return x @ weights[:-1] + weights[-1]
 
 
 def transform_size(channels: int, most: int) -> int:
-    """Returns how many channels are transformed together: the largest power of two that divides them, or `most`.
+    """Returns the number of channels that are transformed together: the largest power of two that divides `channels`,
+    at most `most`.
 
     >>> transform_size(1024, 1024), transform_size(96, 1024)
     (1024, 32)
@@ -65,10 +68,11 @@ def transform_size(channels: int, most: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class HIGGS:
-    """Quantizes pairs of numbers to the nearest points of a grid, after a Hadamard transform of each `most` channels.
+    """Quantizes pairs of numbers to the nearest points of a grid, after a Hadamard transform.
 
     Attributes:
-        grid: `f32[N, 2]`, `N` a power of two up to 256. most: largest number of channels transformed together.
+        grid: `f32[N, 2]`; `N` is a power of two up to 256.
+        most: maximum number of channels that are transformed together.
     """
 
     grid: Constant
@@ -79,7 +83,8 @@ class HIGGS:
         return (len(self.grid.value) - 1).bit_length()
 
     def encode(self, x: Array) -> tuple[Array, Array]:
-        """Returns indices of pairs, `u8[n, c / 2 * bits / 8]`, and norms of groups, `f[n, c / g]`, for `f[n, c]`."""
+        """Encodes `x`, `f[n, c]`. Returns indices of pairs, `u8[n, c / 2 * bits / 8]`, and norms of groups of `g`
+        channels, `f[n, c / g]`."""
         n, c = x.shape
         g = transform_size(c, self.most)
         groups = x.astype(jnp.float32).reshape(n, -1, g)
@@ -91,7 +96,7 @@ class HIGGS:
         return (pack(near, self.bits) if packs(c // 2, self.bits) else near), norms.astype(x.dtype)
 
     def decode(self, codes: tuple[Array, Array], c: int, dtype: Any) -> Array:
-        """The inverse of `encode`, up to the quantization error: `f[n, c]`."""
+        """Inverts `encode`, up to the quantization error, and returns `f[n, c]`."""
         numbers, norms = codes
         g = transform_size(c, self.most)
         which = unpack(numbers, self.bits) if packs(c // 2, self.bits) else numbers
@@ -102,11 +107,12 @@ class HIGGS:
 
 @dataclasses.dataclass(frozen=True)
 class AQUAKVCodec(Codec):
-    """Quantized residuals of predicted keys and values.
+    """Stores keys and values as the quantized error of a linear prediction from the previous layer (AQUA-KV).
 
     Attributes:
-        predictors: maps and grids. group_size: largest number of channels that are transformed together.
-        sinks: number of first tokens, which stay whole.
+        predictors: the linear maps that predict, and the grids of quantized values.
+        group_size: maximum number of channels in one Hadamard transform before quantization; a power of two.
+        sinks: number of first tokens that are stored unquantized.
     """
 
     predictors: Predictors
@@ -183,15 +189,17 @@ class AQUAKVCodec(Codec):
                  "Shutova et al. 2025", family="quantize")
 def aqua_kv(predictors: Predictors | None = None, group_size: Count = 1024, sinks: Whole = 4,
             residual_length: Count = 128) -> QuantizedConfig:
-    """Keeps residuals of a linear prediction from the previous layer in 2 bits, the first and the latest tokens whole.
+    """Keeps all tokens as residuals of a linear prediction from the previous layer in 2 bits; the first and the latest
+    tokens are not quantized.
 
-    Accurate at 2 bits, but slow for deep models. The maps are measured once, with `decodax.train.fit_predictors`.
+    Accurate at 2 bits, but slow for deep models. First fit the maps with `decodax.train.fit_predictors`.
 
     Args:
-        predictors: maps and grids. Has to be given.
-        group_size: largest number of channels that are transformed together, a power of two from 2.
-        sinks: number of first tokens that stay whole.
-        residual_length: tokens that are quantized together; fewer than these are whole.
+        predictors: maps and grids. Required.
+        group_size: maximum number of channels that are transformed together, a power of two from 2.
+        sinks: number of first tokens that are not quantized.
+        residual_length: number of tokens that are quantized together; the latest tokens are unquantized until there are
+            that many.
     """
     predictors = measured("predictors", predictors, Predictors, "fit_predictors")
     return QuantizedConfig(AQUAKVCodec(predictors, group_size, sinks), residual_length, "aqua-kv")

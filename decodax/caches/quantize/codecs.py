@@ -1,7 +1,7 @@
-"""The contract of a codec: how the keys and values of tokens are written in fewer bytes and read again.
+"""The contract of a codec, which encodes the keys and values of tokens in fewer bytes and decodes them.
 
-A codec encodes consecutive tokens, `unit` of them or a multiple, and the codes of one unit do not depend on the next.
-`decodax.caches.quantize.quantized` keeps the codes of the older tokens, and the latest tokens as they are. Each paper
+A codec encodes consecutive tokens, a multiple of `unit`, and the codes of one unit do not depend on the next.
+`decodax.caches.quantize.quantized` stores the codes of the older tokens, and the latest tokens unquantized. Each paper
 has a file with its codec.
 """
 
@@ -26,7 +26,8 @@ class Codes(Struct):
     """Quantized numbers with the scales of their groups.
 
     Attributes:
-        codes: `u8[..., n * bits / 8]`, see `pack`. steps, lows: step and zero point of each group.
+        codes: `u8[..., n * bits / 8]`, packed numbers; see `pack`.
+        steps, lows: quantization step and zero point of each group.
     """
 
     codes: Array
@@ -35,7 +36,7 @@ class Codes(Struct):
 
 
 def pack(codes: Array, bits: int) -> Array:
-    """Packs `u8[..., n]`, numbers below `2^bits`, into `u8[..., m]` with `m = n * bits / 8`.
+    """Packs numbers below `2^bits`, `u8[..., n]`, into bytes, `u8[..., m]` with `m = n * bits / 8`.
 
     Number `i` is in bits `bits * (i // m)` and above of byte `i % m`.
     """
@@ -46,36 +47,36 @@ def pack(codes: Array, bits: int) -> Array:
 
 
 def unpack(codes: Array, bits: int) -> Array:
-    """The inverse of `pack`."""
+    """Inverts `pack`, and returns `u8[..., n]`."""
     each = 8 // bits
     shifts = (bits * jnp.arange(each, dtype=jnp.uint8))[:, None]
     return ((codes[..., None, :] >> shifts) & ((1 << bits) - 1)).reshape(*codes.shape[:-1], -1)
 
 
 def packs(count: int, bits: int) -> bool:
-    """True if `count` numbers of `bits` bits fill whole bytes, so that `pack` takes them."""
+    """Returns True if `count` numbers of `bits` bits fill whole bytes, as `pack` requires."""
     return bits in (1, 2, 4) and count * bits % 8 == 0
 
 
 def join_heads(x: Array) -> Array:
-    """Concatenates the heads of each token: `f[G, n, d]` as `f[n, G d]`."""
+    """Concatenates the heads of each token: `f[G, n, d]` becomes `f[n, G d]`."""
     return x.swapaxes(0, 1).reshape(x.shape[1], -1)
 
 
 def split_heads(x: Array, heads: int) -> Array:
-    """The inverse of `join_heads`."""
+    """Inverts `join_heads`: `f[n, G d]` becomes `f[G, n, d]`."""
     return x.reshape(len(x), heads, -1).swapaxes(0, 1)
 
 
 @struct
 class Span(Struct):
-    """Where the tokens that are encoded or decoded together are, for codecs that need it.
+    """The position and layer of tokens that are encoded or decoded together, for codecs that need them.
 
     Attributes:
-        start: `i32[]`, the position of the first token; the others follow it.
-        study: what the codec measured on this layer of this row's prompt (`Codec.study`).
+        start: `i32[]`, position of the first token; the others follow it.
+        study: the result of `Codec.study` for this layer and row.
         layer: static; number of the layer.
-        below: what the layer below predicts from (`Codec.below`). None: there is none, or the codec has no use for it.
+        below: the result of `Codec.below` for the layer below. None: there is none, or the codec does not use it.
     """
 
     start: Array
@@ -88,9 +89,10 @@ class Codec(abc.ABC):
     """Base of codecs. Derive a frozen dataclass; it is compared by value and static under jit.
 
     Attributes:
-        needs_positions: whether `encode` and `decode` need a `Span`.
-        stacked: whether a layer can only be decoded together with the layers below it. `decode` is then given the codes
-            of all layers up to its own, which have one shape, and `encode` what `below` returned for the layer before.
+        needs_positions: True if `encode` and `decode` need a `Span`.
+        stacked: True if a layer can only be decoded together with the layers below it. `decode` then gets the codes of
+            all layers up to its own, which have one shape, and `encode` gets the result of `below` for the layer
+            before.
     """
 
     needs_positions: ClassVar[bool] = False
@@ -106,30 +108,32 @@ class Codec(abc.ABC):
         """Encodes the keys and values of one layer of one row.
 
         Args:
+            shape: shape of the layer.
             kv: `f[G, n, d + e]`; `n` is a multiple of `unit`.
+            span: position and layer of the tokens.
 
         Returns:
-            A pytree of arrays `[G, n * c, ...]`, where `c` may differ between arrays; the first axis is 1 where all
-            heads are encoded together.
+            A pytree of arrays `[G, n * c, ...]`, where `c` may differ between arrays; the first axis is 1 if all heads
+            are encoded together.
         """
 
     @abc.abstractmethod
     def decode(self, shape: KVLayer, codes: PyTree, dtype: Any, span: Span | None = None) -> Array:
-        """Returns the keys and values that codes represent, `f[G, n, d + e]`."""
+        """Returns the decoded keys and values, `f[G, n, d + e]`."""
 
     def below(self, shape: KVLayer, codes: PyTree, dtype: Any, span: Span) -> PyTree:
-        """Returns what the next layer's tokens are predicted from, arrays `[n, ...]`, given the codes of this layer's.
-        None: nothing."""
+        """Returns the values from which the next layer's tokens are predicted, arrays `[n, ...]`, given the codes of
+        this layer. None: there is no prediction."""
         return None
 
     def reads(self, layer: int, coded: Array, study: PyTree) -> Array | None:
-        """Returns the number of a text's first tokens that each head attends to, `i32[B, G]`, when `coded` (`i32[B]`)
-        are encoded. None: all."""
+        """Returns the number of encoded tokens that each head attends to, `i32[B, G]`, the first ones of `coded`
+        (`i32[B]`). None: all."""
         return None
 
     def for_drafts(self) -> Codec | None:
-        """Returns a codec that decodes the same codes from fewer bytes, for drafts of the model itself. None: there is
-        none."""
+        """Returns a codec that decodes the same codes from fewer bytes, for drafting with the same model. None: there
+        is none."""
         return None
 
     def start(self, shape: KVLayer, batch: int) -> PyTree:
@@ -138,16 +142,26 @@ class Codec(abc.ABC):
         return None
 
     def gather(self, shape: KVLayer, gathered: PyTree, queries: Array, live: Array) -> PyTree:
-        """Adds rotated queries `f[B, W, H, d]` of a prompt to the statistics, where `live` (`bool[B, W]`)."""
+        """Returns the statistics of a prompt with further queries.
+
+        Args:
+            shape: shape of the layer.
+            gathered: the statistics so far.
+            queries: `f[B, W, H, d]`, rotated.
+            live: `bool[B, W]`, queries that count.
+        """
         return gathered
 
     def study(self, shapes: Sequence[KVLayer], kv: Sequence[Array], length: Array, gathered: Sequence[PyTree],
               prompt: ReadPrompt | None) -> Sequence[PyTree]:
-        """Measures what the codec needs to know of each layer of a prompt; used for all tokens that follow.
+        """Computes what the codec needs to know about each layer of a prompt; it is used for all later tokens, too.
 
         Args:
-            kv: `f[B, G, S, d + e]` of each layer, of which the first `length` (`i32[B]`) tokens count.
-            gathered: the statistics of each layer. prompt: None if only the shapes of the result are wanted.
+            shapes: shape of each layer.
+            kv: `f[B, G, S, d + e]` for each layer.
+            length: `i32[B]`, number of tokens.
+            gathered: the statistics of each layer (`gather`).
+            prompt: the prompt and the model. None if only the shapes of the result are needed.
 
         Returns:
             A pytree of arrays `[B, ...]` for each layer.
@@ -160,10 +174,11 @@ class Codec(abc.ABC):
 
 @struct
 class WholeTokens(Struct):
-    """Tokens of a prompt that are kept as they are, beside the codes.
+    """Tokens of a prompt that are stored unquantized beside the codes.
 
     Attributes:
-        at: `i32[..., P]` positions, -1 for none; of equal positions the first counts. kv: `f[..., G, P, d + e]`.
+        at: `i32[..., P]`, positions, -1: none; of equal positions the first counts.
+        kv: `f[..., G, P, d + e]`, keys and values.
     """
 
     at: Array
@@ -171,14 +186,16 @@ class WholeTokens(Struct):
 
     @classmethod
     def first(cls, kv: Array, length: Array, count: int) -> WholeTokens:
-        """Keeps the first `count` tokens of `f[B, G, S, d + e]`, texts of `length` (`i32[B]`)."""
+        """Returns the first `count` tokens of texts with keys and values `f[B, G, S, d + e]` and `length` (`i32[B]`)
+        tokens."""
         at = jnp.arange(count, dtype=jnp.int32)
         more = max(count - kv.shape[2], 0)
         return cls(at=jnp.where(at < length[:, None], at, -1),
                    kv=jnp.pad(kv[:, :, :count], ((0, 0), (0, 0), (0, more), (0, 0))))
 
     def put(self, decoded: Array, start: Array) -> Array:
-        """Replaces these tokens in decoded ones, `f[G, n, d + e]` from position `start` on, of one row."""
+        """Returns decoded tokens of one row, `f[G, n, d + e]` from position `start` on, with the unquantized ones in
+        their places."""
         at = self.at - start
         return decoded.at[:, jnp.where((at >= 0) & (self.at >= 0), at, decoded.shape[1])].set(
             self.kv.astype(decoded.dtype), mode="drop")

@@ -1,8 +1,8 @@
-"""CQ: coupled quantization, several channels as the index of the nearest centroid ("KV Cache is 1 Bit Per Channel:
-Efficient Large Language Model Inference with Coupled Quantization", Zhang et al., 2024).
+"""CQ: coupled quantization encodes several channels together as the index of the nearest centroid ("KV Cache is 1 Bit
+Per Channel: Efficient Large Language Model Inference with Coupled Quantization", Zhang et al., 2024).
 
 Channels of a key or a value depend on one another, so encoding several of them together takes fewer bits than encoding
-each of them alone. Keys are encoded before their rotation. `decodax.train.fit_codebooks` finds the centroids.
+each alone. Keys are encoded before rotation. `decodax.train.fit_codebooks` finds the centroids.
 """
 
 from __future__ import annotations
@@ -27,7 +27,12 @@ PART = 256
 
 @dataclasses.dataclass(frozen=True)
 class Codebooks:
-    """Centroids of each layer, head and group of `c` channels: `f32[L, G, d / c, 2^bits, c]` of keys and of values."""
+    """Centroids for each group of `c` channels.
+
+    Attributes:
+        keys: `f32[L, G, d / c, 2^bits, c]`, centroids of keys before rotation.
+        values: `f32[L, G, e / c, 2^bits, c]`, centroids of values.
+    """
 
     keys: Constant
     values: Constant
@@ -39,8 +44,12 @@ class Codebooks:
 
 
 def nearest(x: Array, centroids: Array) -> Array:
-    """Returns the index of the centroid, of `f[G, d / c, K, c]`, that is nearest to each group of channels of
-    `f[G, n, d]`: `i32[G, n, d / c]`."""
+    """Returns the index of the nearest centroid of each group of `c` channels, `i32[G, n, d / c]`.
+
+    Args:
+        x: `f[G, n, d]`.
+        centroids: `f[G, d / c, K, c]`.
+    """
     G, n, d = x.shape
     squares = jnp.square(centroids).sum(-1)
 
@@ -56,7 +65,7 @@ def nearest(x: Array, centroids: Array) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class CQCodec(Codec):
-    """The index of the nearest centroid, for each group of channels.
+    """Stores the index of the nearest centroid for each group of channels.
 
     Attributes:
         books: the centroids.
@@ -106,12 +115,13 @@ class CQCodec(Codec):
                  "KV Cache is 1 Bit Per Channel: Efficient Large Language Model Inference with Coupled Quantization",
                  "Zhang et al. 2024", family="quantize")
 def cq(codebooks: Codebooks | None = None, residual_length: Count = 32) -> QuantizedConfig:
-    """Keeps all tokens as the nearest of measured centroids of coupled channels, and the latest tokens whole.
+    """Keeps all tokens as indices of the nearest centroids of coupled channels; the latest tokens are not quantized.
 
-    Goes down to one bit a channel. The centroids are measured once for a model, with `decodax.train.fit_codebooks`.
+    Needs as little as one bit per channel. First fit the centroids of a model with `decodax.train.fit_codebooks`.
 
     Args:
-        codebooks: the centroids. Has to be given.
-        residual_length: tokens that are quantized together; fewer than these are whole.
+        codebooks: the centroids. Required.
+        residual_length: number of tokens that are quantized together; the latest tokens are unquantized until there are
+            that many.
     """
     return QuantizedConfig(CQCodec(measured("codebooks", codebooks, Codebooks, "fit_codebooks")), residual_length, "cq")

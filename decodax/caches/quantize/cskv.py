@@ -1,11 +1,11 @@
 """CSKV: low-rank features of each token in place of its keys and values ("CSKV: Training-Efficient Channel Shrinking
 for KV Cache in Long-Context Scenarios", Wang et al., 2024).
 
-The projections of keys (before their rotation) and values are factored, `W = A B`. The outputs of the narrow factor `A`
-are cached, and `B` maps them back to keys and values. The latest tokens stay whole. The authors train the factors layer
-by layer for the least squared error of keys and values on texts. Here this problem is solved in closed form: the best
-`X A B` of rank `r` for keys `K = X W` is `K V V'` with the first `r` right singular vectors `V` of `K`. So `A = W V`,
-`B = V'`, and the features of a token are its key times `V`. `decodax.train.fit_features` finds them.
+The projections to keys (before rotation) and values are factored, `W = A B`. The outputs of the narrow factor `A` are
+cached, and `B` maps them back to keys and values. The latest tokens are stored exactly. The authors train the factors
+layer by layer for the least squared error of keys and values on texts. Here this problem is solved in closed form: the
+best `X A B` of rank `r` for keys `K = X W` is `K V V'` with the first `r` right singular vectors `V` of `K`. So `A = W
+V`, `B = V'`, and the features of a token are its key times `V`. `decodax.train.fit_features` finds them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,12 @@ from decodax.common.registry import CACHES
 
 @dataclasses.dataclass(frozen=True)
 class KVFeatures:
-    """Orthonormal directions that keys, `f32[L, G d, r]`, and values, `f32[L, G e, r']`, are projected on."""
+    """Orthonormal directions onto which keys and values are projected.
+
+    Attributes:
+        keys: `f32[L, G d, r]`.
+        values: `f32[L, G e, r']`.
+    """
 
     keys: Constant
     values: Constant
@@ -43,11 +48,13 @@ class KVFeatures:
 
 @dataclasses.dataclass(frozen=True)
 class CSKVCodec(Codec):
-    """Features of all heads of a layer together.
+    """Stores the features (projections) of keys and values, of all heads of a layer together.
 
     Attributes:
-        features: the directions. bits: of a feature, 2, 4 or 8; None: not quantized.
-        group_size: tokens of a feature of keys, or features of a token's values, that share a step.
+        features: the directions.
+        bits: number of bits of a feature: 2, 4 or 8; None: not quantized.
+        group_size: number of values that share a quantization step: of one feature of keys over tokens, or of a token's
+            features of values.
     """
 
     features: KVFeatures
@@ -101,16 +108,16 @@ class CSKVCodec(Codec):
                  "Wang et al. 2024", family="quantize")
 def cskv(features: KVFeatures | None = None, bits: Bits | None = None, group_size: Count = 32,
          residual_length: Count = 32) -> QuantizedConfig:
-    """Keeps a few measured features of each token in place of its keys and values, and the latest tokens whole.
+    """Keeps a few features of each token in place of its keys and values; the latest tokens are stored exactly.
 
-    The features are measured once for a model, with `decodax.train.fit_features`; `bits` quantizes them, too.
+    First fit the features of a model with `decodax.train.fit_features`; `bits` quantizes them, too.
 
     Args:
-        features: the directions. Has to be given.
-        bits: of a feature. None: features are not quantized.
-        group_size: numbers that share a scale, with `bits`.
-        residual_length: tokens that are encoded together; fewer than these are whole. With `bits`, a multiple of
-            `group_size`.
+        features: the directions onto which keys and values are projected. Required.
+        bits: number of bits of a feature. None: features are not quantized.
+        group_size: number of values that share a scale, with `bits`.
+        residual_length: number of tokens that are encoded together; the latest tokens are stored exactly until there
+            are that many. With `bits`, a multiple of `group_size`.
     """
     codec = CSKVCodec(measured("features", features, KVFeatures, "fit_features"), bits, group_size)
     return QuantizedConfig(codec, residual_length, "cskv")

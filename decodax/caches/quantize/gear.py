@@ -1,4 +1,4 @@
-"""GEAR: quantization with outliers kept apart and a low-rank approximation of the error ("GEAR: An Efficient KV Cache
+"""GEAR: quantization with separate outliers and a low-rank approximation of the error ("GEAR: An Efficient KV Cache
 Compression Recipe for Near-Lossless Generative Inference of LLM", Kang et al., 2024)."""
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ class GEARCodes(Struct):
     """The codes of keys or of values.
 
     Attributes:
-        coarse: quantized numbers. small, large: outliers, `f[..., k]` each. at: `i16[..., 2 k]`, their places.
+        coarse: quantized numbers.
+        small, large: `f[..., k]` each, the smallest and largest numbers of a line, its outliers.
+        at: `i16[..., 2 k]`, indices of the outliers.
         left, right: `f[G, n, r]` and `f[G, n / unit * d, r]`, factors of the approximated error.
     """
 
@@ -46,20 +48,24 @@ class GEARCodes(Struct):
 
 @dataclasses.dataclass(frozen=True)
 class GEARCodec(Codec):
-    """Quantized numbers, their outliers, and a matrix of low rank for the error.
+    """Stores quantized numbers, their outliers, and a low-rank approximation of the error.
 
-    The largest and the smallest numbers of a channel of keys, or of a token's values, are kept as they are, and the
-    mean is quantized in their places. The remaining error of `buffer` tokens of a head is approximated by a matrix of
-    rank `rank`, found by power iteration.
+    The largest and the smallest numbers of each line, which is a channel of keys or a token's value, are stored
+    exactly, and the mean is quantized in their place. The remaining error of `buffer` tokens of a head is approximated
+    by a matrix of rank `rank`, found by power iteration.
 
-    The authors compress a prompt as one matrix and later tokens `buffer` at a time. Here a prompt is cut in the same
-    way, so that the codes of a text do not depend on how it was read. Their levels are `bits^2 - 1`, which equals
-    `2^bits - 1` for 2 and 4 bits. Outliers of values are found in each head, theirs in all heads together.
+    The authors compress a prompt as one matrix, and later tokens `buffer` at a time. Here a prompt is cut in the same
+    way, so that the codes of a text do not depend on where the prompt ends. Their code has `bits^2 - 1` levels, which
+    equals `2^bits - 1` for 2 and 4 bits. Here outliers of values are found in each head, by the authors in all heads
+    together.
 
     Attributes:
-        bits: 2, 4 or 8. group_size: numbers that share a step. buffer: tokens that are encoded together.
+        bits: number of bits of a number: 2, 4 or 8.
+        group_size: number of values that share a quantization step.
+        buffer: number of tokens that are encoded together.
         outliers: share of numbers that are outliers, at least one at each end of a line; 0: none.
-        rank: of the approximation. loops: of the power iteration.
+        rank: rank of the approximated error.
+        loops: number of power iterations.
     """
 
     bits: int = 4
@@ -141,14 +147,15 @@ class GEARCodec(Codec):
         return self._back(lines, plain.shape, keys) + error.astype(dtype)
 
     def _lines(self, x: Array, keys: bool) -> Array:
-        """Returns lines in which outliers are found: channels of a buffer, `[G, n / buffer, d, buffer]`, or tokens."""
+        """Returns the lines in which outliers are found: for keys the channels of each buffer, `[G, n / buffer, d,
+        buffer]`, for values the tokens, `[G, n, d]`."""
         return x.reshape(x.shape[0], -1, self.buffer, x.shape[-1]).swapaxes(2, 3) if keys else x
 
     def _back(self, lines: Array, shape: tuple[int, ...], keys: bool) -> Array:
         return lines.swapaxes(2, 3).reshape(shape) if keys else lines
 
     def _flat(self, x: Array, n: int) -> Array:
-        """Moves the axis of tokens of lines of channels to its place."""
+        """Merges the axes of buffers and channels of lines, if `x` has both."""
         return x.reshape(len(x), x.shape[1] * x.shape[2], x.shape[3]) if x.ndim == 4 else x
 
 
@@ -157,16 +164,17 @@ class GEARCodec(Codec):
 def gear(bits: Bits = 4, group_size: Count = 64, buffer: Count = 64,
          outliers: Annotated[float, Range(0, 1, below=True)] = 0.02, rank: Count = 4,
          loops: Count = 3) -> QuantizedConfig:
-    """Keeps all tokens in 4 bits with their outliers, and a low-rank matrix of the quantization error.
+    """Keeps all tokens in 4 bits with their outliers, and a low-rank approximation of the quantization error.
 
-    More accurate than `kivi` at the same bits, and slower to write and to read.
+    More accurate than `kivi` at the same bits, but encoding and decoding are slower.
 
     Args:
-        bits: of each number.
-        group_size: numbers that share a scale.
-        buffer: tokens that are encoded together; fewer than these are whole. A multiple of `group_size`.
-        outliers: share of numbers that are kept as they are, half of them at each end.
-        rank: of the approximated error.
-        loops: rounds of the power iteration that finds it.
+        bits: number of bits of each number.
+        group_size: number of values that share a scale.
+        buffer: number of tokens that are encoded together; the latest tokens are unquantized until there are that many.
+            A multiple of `group_size`.
+        outliers: share of numbers that are stored exactly, half of them at each end.
+        rank: rank of the approximated error.
+        loops: number of power iterations that find it.
     """
     return QuantizedConfig(GEARCodec(bits, group_size, buffer, outliers, rank, loops), buffer, "gear")

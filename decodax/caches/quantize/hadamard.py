@@ -1,4 +1,4 @@
-"""The Walsh-Hadamard transform, which spreads large channels over all channels."""
+"""The Walsh-Hadamard transform, which spreads channels of large values over all channels."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from jax import Array
 
 
 def hadamard(width: int) -> np.ndarray:
-    """Returns the Walsh-Hadamard matrix `f32[width, width]` in Sylvester's order, orthonormal and its own inverse.
+    """Returns the Walsh-Hadamard matrix `f32[width, width]` in Sylvester's order; it is orthonormal and its own
+    inverse.
 
     >>> (hadamard(2) * 2 ** 0.5).round().tolist()
     [[1.0, 1.0], [1.0, -1.0]]
@@ -22,5 +23,5 @@ def hadamard(width: int) -> np.ndarray:
 
 
 def transformed(x: Array, width: int) -> Array:
-    """Transforms each `width` channels of `f[n, c]`. This is its own inverse."""
+    """Transforms each group of `width` channels of `x`, `f[n, c]`. The transform is its own inverse."""
     return (x.reshape(len(x), -1, width) @ jnp.asarray(hadamard(width), x.dtype)).reshape(x.shape)

@@ -1,8 +1,8 @@
 """KIVI: asymmetric quantization of keys by channel and of values by token ("KIVI: A Tuning-Free Asymmetric 2bit
 Quantization for KV Cache", Liu et al., 2024).
 
-Single channels of keys are large in all tokens, so each channel has a scale of its own. KV-AdaQuant, GEAR, SQuat and
-QuantSpec build on this quantization.
+Some channels of keys are large in all tokens, so each channel has its own scale. KV-AdaQuant, GEAR, SQuat and QuantSpec
+build on this quantization.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from decodax.common.options import Count
 from decodax.common.registry import CACHES
 
 Bits = Literal[2, 4, 8]
-"""Bits of a quantized number."""
+"""Number of bits of a quantized number."""
 
 
 def affine_codes(x: Array, bits: int, axis: int, dtype: Any) -> tuple[Array, Array, Array]:
-    """Quantizes `x` in groups that run over `axis`: returns codes `u8` of the shape of `x`, and the steps and lows of
-    the groups, which lack that axis."""
+    """Quantizes `x` in groups along `axis`. Returns codes `u8` of the shape of `x`, and the steps and lows of the
+    groups, without that axis."""
     low, high = x.min(axis, keepdims=True), x.max(axis, keepdims=True)
     # one bit stands for the middles of both halves of the range: its ends would be too large (SpeCache)
     low, step = ((3 * low + high) / 4, (high - low) / 2) if bits == 1 else (low, (high - low) / (2**bits - 1))
@@ -34,26 +34,26 @@ def affine_codes(x: Array, bits: int, axis: int, dtype: Any) -> tuple[Array, Arr
 
 
 def quantize_keys(x: Array, bits: int, group_size: int) -> Codes:
-    """Quantizes `f[G, S, d]` in groups of `group_size` tokens of a channel; steps are `f[G, S / group_size, d]`."""
+    """Quantizes `f[G, S, d]` in groups of `group_size` tokens for each channel; steps are `f[G, S / group_size, d]`."""
     G, S, d = x.shape
     codes, steps, lows = affine_codes(x.reshape(G, -1, group_size, d), bits, 2, x.dtype)
     return Codes(codes=pack(codes.reshape(G, S, d), bits), steps=steps, lows=lows)
 
 
 def quantize_values(x: Array, bits: int, group_size: int) -> Codes:
-    """Quantizes `f[G, S, e]` in groups of `group_size` channels of a token; steps are `f[G, S, e / group_size]`."""
+    """Quantizes `f[G, S, e]` in groups of `group_size` channels for each token; steps are `f[G, S, e / group_size]`."""
     G, S, e = x.shape
     codes, steps, lows = affine_codes(x.reshape(G, S, -1, group_size), bits, 3, x.dtype)
     return Codes(codes=pack(codes.reshape(G, S, e), bits), steps=steps, lows=lows)
 
 
 def dequantize_keys(own: Codes, bits: int, group_size: int, dtype: Any) -> Array:
-    """The inverse of `quantize_keys`, up to the quantization error."""
+    """Inverts `quantize_keys`, up to the quantization error, and returns `f[G, S, d]`."""
     return _dequantize(own, bits, group_size, -2, dtype)
 
 
 def dequantize_values(own: Codes, bits: int, group_size: int, dtype: Any) -> Array:
-    """The inverse of `quantize_values`, up to the quantization error."""
+    """Inverts `quantize_values`, up to the quantization error, and returns `f[G, S, e]`."""
     return _dequantize(own, bits, group_size, -1, dtype)
 
 
@@ -71,13 +71,15 @@ def check_bits(**given: int) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class KIVICodec(Codec):
-    """Codes `round((x - low) / step)` with `step = (high - low) / (2^bits - 1)`.
+    """Stores codes `round((x - low) / step)` with `step = (high - low) / (2^bits - 1)`, where a group ranges from `low`
+    to `high`.
 
     A group of keys is one channel of `group_size` consecutive tokens. A group of values is `group_size` channels of one
     token, or all of them if the width is no multiple of `group_size`.
 
     Attributes:
-        key_bits, value_bits: 2, 4 or 8. group_size: numbers that share a step.
+        key_bits, value_bits: number of bits of a number: 2, 4 or 8.
+        group_size: number of values that share a step.
     """
 
     key_bits: int = 2
@@ -118,8 +120,8 @@ class KIVICodec(Codec):
 
 @dataclasses.dataclass(frozen=True)
 class OneBitCodec(KIVICodec):
-    """KIVI's groups with one bit, which stands for a quarter and three quarters of a group's range ("SpeCache:
-    Speculative Key-Value Caching for Efficient Generation of LLMs", Jie et al., 2025)."""
+    """KIVI's groups with one bit, which is decoded as the lower or the upper quarter point of a group's range
+    ("SpeCache: Speculative Key-Value Caching for Efficient Generation of LLMs", Jie et al., 2025)."""
 
     key_bits: int = 1
     value_bits: int = 1
@@ -133,13 +135,15 @@ class OneBitCodec(KIVICodec):
 @CACHES.register("kivi", "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache", "Liu et al. 2024",
                  family="quantize")
 def kivi(bits: Bits = 2, group_size: Count = 32, residual_length: Count = 128) -> QuantizedConfig:
-    """Keeps all tokens in 2 bits, keys quantized by channel and values by token, and the latest tokens whole.
+    """Keeps all tokens in 2 bits, keys quantized by channel and values by token; the latest tokens are not quantized.
 
-    Needs no measuring and works with any model; `caches.kivi(4)` is nearly lossless at a quarter of 16 bits.
+    Works with any model, and nothing has to be fitted; `caches.kivi(4)` is nearly lossless at a quarter of the size of
+    16 bits.
 
     Args:
-        bits: of each number.
-        group_size: numbers that share a scale.
-        residual_length: tokens that are quantized together; fewer than these are whole. A multiple of `group_size`.
+        bits: number of bits of each number.
+        group_size: number of values that share a scale.
+        residual_length: number of tokens that are quantized together; the latest tokens are unquantized until there are
+            that many. A multiple of `group_size`.
     """
     return QuantizedConfig(KIVICodec(bits, bits, group_size), residual_length, "kivi")

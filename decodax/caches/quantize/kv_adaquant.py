@@ -18,8 +18,9 @@ def kv_adaquant(key_bits: Bits = 4, value_bits: Bits = 2, group_size: Count = 32
     Keys have larger norms than values, so their quantization errors matter more. The paper recommends 4 and 2 bits.
 
     Args:
-        key_bits, value_bits: of each number of a key and of a value.
-        group_size: numbers that share a scale.
-        residual_length: tokens that are quantized together; fewer than these are whole. A multiple of `group_size`.
+        key_bits, value_bits: number of bits of each number of a key and of a value.
+        group_size: number of values that share a scale.
+        residual_length: number of tokens that are quantized together; the latest tokens are unquantized until there are
+            that many. A multiple of `group_size`.
     """
     return QuantizedConfig(KIVICodec(key_bits, value_bits, group_size), residual_length, "kv-adaquant")

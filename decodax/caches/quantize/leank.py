@@ -1,9 +1,9 @@
-"""LeanK: static pruning of the channels of keys ("LeanK: Learnable K Cache Channel Pruning for Efficient Decoding",
-Zhang et al., 2025).
+"""LeanK: static pruning of channels of keys ("LeanK: Learnable K Cache Channel Pruning for Efficient Decoding", Zhang
+et al., 2025).
 
-The channels of a head's rotated keys that are kept are the same for all texts; `decodax.train.fit_channels` learns
-them. The first tokens and the latest ones keep all channels. A head that keeps no channel attends to no other tokens,
-and their values are dropped, too.
+The same channels of a head's rotated keys are kept for all texts; `decodax.train.fit_channels` learns them. The first
+tokens and the latest ones keep all channels. A head that keeps no channel attends to no other tokens, and their values
+are dropped, too.
 """
 
 from __future__ import annotations
@@ -27,8 +27,13 @@ from decodax.core.capabilities import ReadPrompt
 
 
 def sparsified(factors: np.ndarray, ratio: float, align: int) -> np.ndarray:
-    """Returns which channels are kept, `bool[L, G, d]`, by factors `f[L, G, d]`: the largest ones of each head, as many
-    as are above the `ratio`-quantile of all factors together, rounded to a multiple of `align`.
+    """Returns a mask of the channels to keep, `bool[L, G, d]`. Each head keeps its channels with the largest factors;
+    their number is the number of factors above the `ratio`-quantile of all factors, rounded to a multiple of `align`.
+
+    Args:
+        factors: `f[L, G, d]`, importance of each channel.
+        ratio: share of all channels to drop.
+        align: the number of kept channels of a head is a multiple of this, or all.
 
     >>> sparsified(np.arange(8.0).reshape(1, 2, 4), 0.5, 2).astype(int).tolist()
     [[[0, 0, 0, 0], [1, 1, 1, 1]]]
@@ -41,10 +46,11 @@ def sparsified(factors: np.ndarray, ratio: float, align: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class LeanKCodec(Codec):
-    """Some channels of keys, and values as they are.
+    """Stores some channels of keys, and values unchanged.
 
     Attributes:
-        channels: `bool[L, G, d]`, True for those that are kept. sinks: number of first tokens, which stay whole.
+        channels: `bool[L, G, d]`, True for kept channels.
+        sinks: number of first tokens that keep all channels.
     """
 
     channels: Constant
@@ -61,7 +67,7 @@ class LeanKCodec(Codec):
             raise ValueError(f"channels: got {self.channels}, takes bool[L, {shape.heads}, {shape.width}]")
 
     def _kept(self, layer: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the channels that are kept of all heads together, and the heads that keep any."""
+        """Returns the indices of the kept channels over all heads together, and the heads that keep at least one."""
         own = self.channels.value[layer].astype(bool)
         return np.flatnonzero(own), np.flatnonzero(own.any(-1))
 
@@ -94,15 +100,16 @@ class LeanKCodec(Codec):
                  family="quantize")
 def leank(channels: Constant | None = None, sinks: Whole = 128, recent: Whole = 768,
           every: Count = 128) -> QuantizedConfig:
-    """Keeps the channels of keys that a model was found to need, and the first and the latest tokens whole.
+    """Keeps the channels of keys that a model needs, learned beforehand; the first and the latest tokens keep all
+    channels.
 
-    The channels are learned once for a model, with `decodax.train.fit_channels`; values stay as they are.
+    First learn the channels of a model with `decodax.train.fit_channels`. Values are not changed.
 
     Args:
-        channels: `bool[L, G, d]`, True for those that are kept. Has to be given.
-        sinks: number of first tokens that stay whole.
-        recent: number of latest tokens that stay whole.
-        every: tokens that are pruned together; up to so many more are whole.
+        channels: `bool[L, G, d]`, True for kept channels. Required.
+        sinks: number of first tokens that keep all channels.
+        recent: minimum number of latest tokens that keep all channels.
+        every: number of tokens that are pruned together, when the latest tokens exceed `recent` by that number.
     """
     return QuantizedConfig(LeanKCodec(measured("channels", channels, Constant, "fit_channels"), sinks), every, "leank",
                            recent)

@@ -1,10 +1,10 @@
 """MiniCache: pairs of neighbouring layers share the directions of their keys and values ("MiniCache: KV Cache
 Compression in Depth Dimension for Large Language Models", Liu et al., 2024).
 
-In the deep half of a network, a token's key of one layer has nearly the direction of that of the next layer, and so do
-its values. From the middle on, layers are merged in pairs: for each token of a prompt, one interpolated direction is
-kept for both layers, and the norm of each. The tokens whose directions differ most stay whole. So do the tokens after
-the prompt.
+In the deep half of a network, a token's key in one layer has nearly the same direction as in the next layer, and so has
+its value. From the middle on, layers are merged in pairs: for each token of a prompt, one interpolated direction is
+stored for both layers, and the norm for each. The tokens whose directions differ most are stored exactly, and so are
+the tokens after the prompt.
 """
 
 from __future__ import annotations
@@ -32,11 +32,13 @@ from decodax.pallas_kernels.window_attention import Bias, merge, prefix_attentio
 
 @struct
 class SharedDirections(Struct):
-    """Keys, or values, of a pair of layers, of one row or of several.
+    """Keys, or values, of a pair of layers, for one row or several.
 
     Attributes:
-        direction: `f[..., S, d]`. lengths: `f[..., S, 2]`, of the earlier and of the later layer.
-        at: `i32[..., R]`, tokens that stay whole, `S` for none. earlier, later: `f[..., R, d]` these.
+        direction: `f[..., S, d]`, the common direction of each token.
+        lengths: `f[..., S, 2]`, norms in the earlier and in the later layer.
+        at: `i32[..., R]`, tokens that are stored exactly; `S`: none.
+        earlier, later: `f[..., R, d]`, these tokens in both layers.
     """
 
     direction: Array
@@ -46,7 +48,8 @@ class SharedDirections(Struct):
     later: Array
 
     def restored(self, later: bool) -> Array:
-        """Returns the keys, or values, of one of the layers, `f[..., S, d]`."""
+        """Returns the keys, or values, of the later layer if `later` is True, else those of the earlier one, `f[..., S,
+        d]`."""
         whole = self.direction * self.lengths[..., int(later), None]
         own = self.later if later else self.earlier
         put = lambda x, at, new: x.at[at].set(new, mode="drop")
@@ -57,11 +60,14 @@ class SharedDirections(Struct):
 
 def merged(earlier: Array, later: Array, length: Array, interpolation: float, most: int,
            retention: float) -> SharedDirections:
-    """Merges `f[G, S, d]` of two layers, of which the first `length` (`i32[]`) tokens count.
+    """Merges the keys, or values, of two layers.
 
     Args:
-        interpolation: place of the direction along the great circle, from 0 (the earlier layer's) to 1.
-        most: number of tokens that there is room for to stay whole. retention: share of the length that does.
+        earlier, later: `f[G, S, d]`, those of both layers.
+        length: `i32[]`, number of tokens.
+        interpolation: place of the direction on the great circle, from 0 (the earlier layer's) to 1 (the later one's).
+        most: maximum number of tokens that are stored exactly.
+        retention: share of the tokens that are stored exactly.
     """
     f32 = lambda x: x.astype(jnp.float32)
     norm = lambda x: jnp.maximum(jnp.linalg.norm(f32(x), axis=-1, keepdims=True), 1e-6)
@@ -86,8 +92,12 @@ class MiniCacheCache(Tail, PromptPhase):
     """A prompt whose deep layers share directions, and the tokens after it.
 
     Attributes:
-        prompt: a tuple of one `f[B, G, S, d + e]` for each layer that is alone. pairs: a tuple of keys and values for
-            each pair of layers. start: `i32[B]`, length of the prompt. kv, length, given: see `Tail`.
+        prompt: `f[B, G, S, d + e]` for each layer that is not merged.
+        pairs: directions of keys and of values, for each pair of merged layers.
+        start: `i32[B]`, number of prefilled tokens.
+        kv, length, given, size: see `Tail`.
+        shapes: static; the `KVLayer` of each layer.
+        kind: static; the configuration.
     """
 
     prompt: tuple[Array, ...]
@@ -127,7 +137,8 @@ class MiniCacheCache(Tail, PromptPhase):
 
 @struct
 class PromptToMerge(Wrapper, LoadsPrefix):
-    """A prompt whose layers are merged when it has been read."""
+    """MiniCache's cache during prefill, with all tokens of the prompt in `base`. `finish_prefill` merges pairs of
+    layers."""
 
     base: Dense
     shapes: tuple[KVLayer, ...] = static()
@@ -159,14 +170,14 @@ class PromptToMerge(Wrapper, LoadsPrefix):
                  "Liu et al. 2024", family="quantize")
 @dataclasses.dataclass(frozen=True)
 class MiniCacheConfig(TailConfig):
-    """Keeps all tokens, where pairs of deep layers share the directions of a prompt's keys and values.
+    """Keeps all tokens; pairs of deep layers share the directions of a prompt's keys and values.
 
-    For deep models with long prompts; the tokens after the prompt stay whole.
+    For deep models with long prompts; the tokens after the prompt are stored exactly.
 
     Attributes:
         start_layer: the first layer that is merged with the next one. None: the middle layer.
         interpolation: place of the common direction, from 0 (the earlier layer's) to 1 (the later one's).
-        retention: share of the prompt's tokens that stay whole.
+        retention: share of the prompt's tokens that are stored exactly.
     """
 
     start_layer: Whole | None = None
@@ -177,7 +188,7 @@ class MiniCacheConfig(TailConfig):
         check_options(type(self), vars(self))
 
     def first(self, depth: int) -> int:
-        """Returns the first layer that is merged, of `depth`."""
+        """Returns the first layer that is merged, in a model of `depth` layers."""
         return min(depth // 2 if self.start_layer is None else self.start_layer, depth)
 
     def refuses(self, layer: int, shape: KVLayer) -> frozenset[Score]:

@@ -22,7 +22,12 @@ Sparsity = Annotated[float, Range(0, 1, below=True)]
 
 @struct
 class SparseTokens(Struct):
-    """The numbers that are kept of each token, `f[G, n, k]`, and a bitmap of their places, `u8[G, n, d / 8]`."""
+    """The kept numbers of each token.
+
+    Attributes:
+        kept: `f[G, n, k]`, the numbers.
+        which: `u8[G, n, d / 8]`, a bitmap of their places.
+    """
 
     kept: Array
     which: Array
@@ -30,7 +35,7 @@ class SparseTokens(Struct):
 
 @dataclasses.dataclass(frozen=True)
 class MustafarCodec(Codec):
-    """The numbers of largest magnitude of each token's key and value; the others count as 0.
+    """Stores the numbers of largest magnitude of each token's key and value; the others are decoded as 0.
 
     As in the authors' code, the numbers from the `int(sparsity * d)`-th smallest on are kept.
 
@@ -73,12 +78,14 @@ class MustafarCodec(Codec):
                  "Joo et al. 2025", family="quantize")
 def mustafar(key_sparsity: Sparsity = 0.5, value_sparsity: Sparsity = 0.5,
              residual_length: Count = 32) -> QuantizedConfig:
-    """Keeps the numbers of largest magnitude of each token's key and value, and the latest tokens whole.
+    """Keeps the numbers of largest magnitude of each token's key and value; the latest tokens are stored exactly.
 
-    Needs no measuring. A bitmap says which numbers are kept, so at sparsity 0.5 it takes about 0.56 of 16 bits.
+    Nothing has to be fitted. A bitmap marks the kept numbers, so at sparsity 0.5 it takes about 0.56 of the size of 16
+    bits.
 
     Args:
         key_sparsity, value_sparsity: share of the numbers of a key and of a value that are dropped.
-        residual_length: tokens that are pruned together; fewer than these are whole.
+        residual_length: number of tokens that are pruned together; the latest tokens are stored exactly until there are
+            that many.
     """
     return QuantizedConfig(MustafarCodec(key_sparsity, value_sparsity), residual_length, "mustafar")

@@ -1,12 +1,12 @@
-"""QAQ: the number of bits of each token follows from a bound of its error ("QAQ: Quality Adaptive Quantization for LLM
-KV Cache", Dong et al., 2024).
+"""QAQ: the number of bits of each token is derived from a bound of its error ("QAQ: Quality Adaptive Quantization for
+LLM KV Cache", Dong et al., 2024).
 
-Attention is more sensitive to errors of keys than to those of values. So each token of a prompt takes as few bits as
-its bound allows. All keys have the same bound; that of a value is tighter, the more the latest queries attend to the
-token. The largest and smallest numbers of a token are outliers, which are kept as they are.
+Attention is more sensitive to errors of keys than to those of values. So each token of a prompt gets the smallest
+number of bits that its bound allows. All keys have the same bound; the bound of a value is tighter, the more the latest
+queries attend to the token. The largest and smallest numbers of a token are outliers, which are not quantized.
 
-Codes of different widths lie one after the other in a pool of bytes of a fixed size: `mean_bits` a number on average.
-If a text needs more, the widest codes get fewer bits, until it fits. Tokens after the prompt stay whole.
+Codes of different widths are concatenated in a pool of bytes of fixed size: `mean_bits` for each number on average. If
+a text needs more, the widest codes get fewer bits until it fits. Tokens after the prompt are not quantized.
 """
 
 from __future__ import annotations
@@ -35,12 +35,15 @@ from decodax.pallas_kernels.window_attention import Bias, merge, prefix_attentio
 
 @struct
 class Pool(Struct):
-    """The keys or the values of a prompt in one layer, of one row or of several; all numbers of a token form one unit.
+    """The keys or the values of a prompt in one layer, for one row or several. All numbers of a token form one unit.
 
     Attributes:
-        codes: `u8[..., P]`, the units one after the other. starts: `i32[..., S]`, the first byte of each.
-        bits: `u8[..., S]`, bits of each number of a unit. means, steps: `f32[..., S]`.
-        at: `u16[..., S, o]`, indices of the outliers of a token. outliers: `f[..., S, o]`.
+        codes: `u8[..., P]`, the concatenated units.
+        starts: `i32[..., S]`, the first byte of each unit.
+        bits: `u8[..., S]`, number of bits of each number of a unit.
+        means, steps: `f32[..., S]`, mean and quantization step of each unit.
+        at: `u16[..., S, o]`, indices of the outliers of a token.
+        outliers: `f[..., S, o]`, the outliers.
     """
 
     codes: Array
@@ -53,28 +56,45 @@ class Pool(Struct):
 
 
 def needed(spread: Array, error: Array | float, least: int, most: int) -> Array:
-    """Returns the bits that keep the error of numbers in a range of `spread` (`f32[S]`) below `error`, `i32[S]`."""
+    """Returns the smallest number of bits from `least` to `most` that keeps the error below `error`, for numbers in a
+    range of size `spread` (`f32[S]`): `i32[S]`."""
     bits = jnp.ceil(jnp.log2(spread / (2 * error) + 1))
     return jnp.clip(jnp.where(jnp.isfinite(bits), bits, least), least, most).astype(jnp.int32)
 
 
 def key_error(length: Array, target: float, norm: float) -> Array:
-    """Returns the largest error of keys in a text of `length` tokens, for queries of a `norm`, `f32[]`."""
+    """Returns the allowed error of keys, `f32[]`.
+
+    Args:
+        length: number of tokens of the text.
+        target: allowed error of the output of attention.
+        norm: norm of the queries.
+    """
     n = length.astype(jnp.float32)
     return jnp.sqrt(12 / norm * jnp.log(n**3 / jnp.maximum(n - 1, 1) * target**2 + 1))
 
 
 def value_error(length: Array, target: float, paid: Array) -> Array:
-    """Returns the largest error of values that receive at most `paid` (`f32[S]`) of a query's attention, `f32[S]`."""
+    """Returns the allowed error of values, `f32[S]`.
+
+    Args:
+        length: number of tokens of the text.
+        target: allowed error of the output of attention.
+        paid: `f32[S]`, maximum attention weight of each token.
+    """
     return jnp.sqrt(12 / jnp.maximum(length, 1).astype(jnp.float32)) * target / paid
 
 
 def encoded(x: Array, error: Array | float, valid: Array, late: Array, kind: QAQConfig, size: int) -> Pool:
-    """Encodes the numbers `f[S, N]` of a row into a pool of `size` bytes.
+    """Encodes the keys or values `f[S, N]` of a row into a pool of `size` bytes.
 
     Args:
-        error: largest error of each token, `f32[S]` or one for all. valid, late: `bool[S]`, True for tokens that exist,
-            and for those that take the most bits in any case.
+        x: the numbers of each token.
+        error: allowed error of each token, `f32[S]`, or one for all.
+        valid: `bool[S]`, True for tokens that exist.
+        late: `bool[S]`, True for tokens that always get the maximum number of bits.
+        kind: the configuration.
+        size: number of bytes of the pool.
     """
     (S, N), store, x = x.shape, x.dtype, x.astype(jnp.float32)
     low, high = kind.apart(N)
@@ -105,7 +125,7 @@ def encoded(x: Array, error: Array | float, valid: Array, late: Array, kind: QAQ
 
 
 def decoded(pool: Pool, numbers: int, dtype: Any) -> Array:
-    """Returns the numbers of units, `f[S, N]`. All arrays of `pool` but its codes may be slices."""
+    """Returns the decoded numbers, `f[S, N]` with `N = numbers`. All arrays of `pool` except `codes` may be slices."""
     bits = pool.bits.astype(jnp.int32)[:, None]
     bit = bits * jnp.arange(numbers)
     byte = pool.starts[:, None] + (bit >> 3)
@@ -121,8 +141,11 @@ class QAQCache(Tail, PromptPhase):
     """A prompt in pools, and the tokens after it.
 
     Attributes:
-        pools: of each layer a pool of keys and one of values. start: `i32[B]`, length of the prompt.
-        kv, length, given: see `Tail`.
+        pools: for each layer a pool of keys and one of values.
+        start: `i32[B]`, number of prefilled tokens.
+        kv, length, given, size: see `Tail`.
+        shapes: static; the `KVLayer` of each layer.
+        kind: static; the configuration.
     """
 
     pools: tuple[tuple[Pool, Pool], ...]
@@ -170,8 +193,12 @@ class QAQCache(Tail, PromptPhase):
 
 @struct
 class PromptToEncode(Wrapper):
-    """A prompt that is encoded when it has been read. `queries`: scaled queries of its latest `n` tokens in each layer,
-    `f[B, n, H, d]`, that of position `p` in place `p % n`."""
+    """QAQ's cache during prefill, with all tokens of the prompt in `base`. `finish_prefill` encodes them.
+
+    Attributes:
+        queries: for each layer `f[B, n, H, d]`, scaled queries of the latest `n` tokens; that of position `p` at index
+            `p % n`.
+    """
 
     base: Dense
     queries: tuple[Array, ...]
@@ -203,18 +230,19 @@ class PromptToEncode(Wrapper):
 @CACHES.register("qaq", "QAQ: Quality Adaptive Quantization for LLM KV Cache", "Dong et al. 2024", family="quantize")
 @dataclasses.dataclass(frozen=True)
 class QAQConfig(TailConfig):
-    """Keeps each token of a prompt in as many bits as a bound of its error needs, and later tokens whole.
+    """Keeps each token of a prompt in as many bits as the bound of its error needs; later tokens are not quantized.
 
-    For long prompts with short answers. Takes a model without sliding windows and soft cap of its scores.
+    For long prompts with short answers. It needs a model without sliding windows, soft caps and biases of its scores.
 
     Attributes:
-        bits: the fewest and the most bits of a number, from 1 to 8.
-        mean_bits: bits of a number that there is room for, on average over a prompt.
-        target_quantization_error: error of the outputs of attention from which the bounds follow, for keys and for
+        bits: minimum and maximum number of bits of a number, from 1 to 8.
+        mean_bits: mean number of bits of a number over a prompt, for which there is memory.
+        target_quantization_error: error of the outputs of attention from which the bounds are derived, for keys and for
             values.
         q_norm: norm of a query, in the bound for keys.
-        last_n_attentions: number of latest queries that measure attention; their own tokens take the most bits.
-        outliers_ratio: share of a token's numbers that are kept as they are, half of them at each end.
+        last_n_attentions: number of latest queries whose attention is measured; their own tokens get the maximum number
+            of bits.
+        outliers_ratio: share of a token's numbers that are not quantized, half of them at each end.
     """
 
     bits: tuple[int, int] = (1, 4)
@@ -234,14 +262,24 @@ class QAQConfig(TailConfig):
             raise ValueError(f"target_quantization_error: got {self.target_quantization_error}, takes numbers above 0")
 
     def apart(self, numbers: int) -> tuple[int, int]:
-        """Returns which of a token's sorted numbers are encoded, as the bounds of a slice; the others are outliers."""
+        """Returns the range of a token's sorted numbers that are encoded, as the bounds of a slice; the others are
+        outliers."""
         if not self.outliers_ratio:
             return 0, numbers
         return math.ceil(self.outliers_ratio / 2 * numbers), math.floor((1 - self.outliers_ratio / 2) * numbers)
 
     def pools(self, shape: KVLayer, slots: int, sizes: tuple[int, int], kv: Array, queries: Array, length: Array
               ) -> tuple[Pool, Pool]:
-        """Encodes a layer of one row, `f[G, S, d + e]`, of which the first `length` (`i32[]`) tokens count."""
+        """Encodes a layer of one row into a pool of keys and one of values.
+
+        Args:
+            shape: shape of the layer.
+            slots: number of tokens of a pool.
+            sizes: numbers of bytes of both pools.
+            kv: `f[G, S, d + e]`, keys and values.
+            queries: `f[n, H, d]`, the latest queries, as in `PromptToEncode`.
+            length: `i32[]`, number of tokens.
+        """
         kv, place = jnp.pad(kv, ((0, 0), (0, slots - kv.shape[1]), (0, 0))), jnp.arange(slots)
         n, errors = self.last_n_attentions, self.target_quantization_error
         flat = lambda x: x.swapaxes(0, 1).reshape(slots, -1)

@@ -1,8 +1,8 @@
-"""The cache that codecs write into: codes of the older tokens, and the latest tokens as they are.
+"""The cache for codecs: codes of the older tokens, and the latest tokens unquantized.
 
-When `keep + residual_length` tokens are whole, the oldest `residual_length` of them are encoded together by a codec
-(`decodax.caches.quantize.codecs`). A round commits no token beyond that point, so that speculative decoding sees what
-plain decoding would see. A prompt is read whole and then encoded.
+When `keep + residual_length` tokens are unquantized, the oldest `residual_length` of them are encoded together by a
+codec (`decodax.caches.quantize.codecs`). A round commits no token beyond that point, so speculative decoding gets the
+same result as plain decoding. A prompt is prefilled unquantized, and then encoded.
 """
 
 from __future__ import annotations
@@ -28,22 +28,27 @@ from decodax.pallas_kernels.window_attention import Bias, merge, prefix_attentio
 BLOCK = 512
 """Number of tokens that are decoded at a time."""
 
-WHOLE_PROMPT = ("cache: {} reads a prompt as a whole, which only the model that answers does; give a draft model "
-                "another cache")
-"""Error of caches that encode a whole prompt and are used as those of a draft model."""
+WHOLE_PROMPT = ("cache: {} needs the whole prompt at once, which a draft model does not get; takes another cache for "
+                "the draft model")
+"""Error if a cache that encodes a prompt after prefill is used for a draft model."""
 
 
 @struct
 class QuantizedCache(Sized, DraftBase, PromptPhase):
-    """Codes of the older tokens, and the latest tokens.
+    """Codes of the older tokens, and the latest tokens unquantized.
 
     Attributes:
-        codes: a tuple of the codes of each layer, arrays `[B, G, S * c, ...]`.
-        rest: a tuple of one `f[B, G, R, d + e]` a layer, a ring: the token in place `p` is in slot `p % ring`.
-        length: `i32[B]` tokens of the text. gone: `i32[B]`, number of tokens of the prompt that were dropped: the token
-            at position `p` after it is in place `p - gone`.
-        studies: a tuple of what the codec measured on each layer of the prompt (`Codec.study`).
-        given: see `Cache.inputs`. size, most: static; largest number of tokens of a text, and of those it holds.
+        codes: for each layer the codes, arrays `[B, G, S * c, ...]`.
+        rest: for each layer `f[B, G, R, d + e]`, a ring: the token with index `p` in the cache is in slot `p % ring`.
+        length: `i32[B]`, number of tokens of the text.
+        gone: `i32[B]`, number of prompt tokens that were evicted: a token at position `p` after the prompt has index `p
+            - gone` in the cache.
+        studies: for each layer the result of `Codec.study`.
+        given: inputs of each row beside its tokens; see `Cache.inputs`.
+        shapes: static; the `KVLayer` of each layer.
+        size: static; maximum number of tokens of a text.
+        most: static; maximum number of tokens in the cache.
+        kind: static; the configuration.
     """
 
     codes: tuple[PyTree, ...]
@@ -61,7 +66,7 @@ class QuantizedCache(Sized, DraftBase, PromptPhase):
 
     @property
     def slots(self) -> int:
-        """Number of tokens that the codes have room for."""
+        """Number of tokens for which there is memory for codes."""
         return self.kind.slots(self.most)
 
     @property
@@ -128,7 +133,7 @@ class QuantizedCache(Sized, DraftBase, PromptPhase):
         return lax.while_loop(lambda c: c[0], once, (full.any(), new))[1]
 
     def _flushed(self, rows: Array) -> QuantizedCache:
-        """Encodes the oldest whole tokens of some rows (`bool[B]`)."""
+        """Encodes the oldest unquantized tokens of some rows (`bool[B]`)."""
         R = self.kind.residual_length
 
         def put(into: Array, new: Array, start: Array, choose: Array) -> Array:
@@ -147,15 +152,21 @@ class QuantizedCache(Sized, DraftBase, PromptPhase):
         return self.replace(codes=tuple(made))
 
     def draft_view(self, kind: Any = None) -> Cache:
-        """Returns the same codes, of which drafts read less (`Codec.for_drafts`)."""
+        """Returns a cache of the same codes that decodes them from fewer bytes (`Codec.for_drafts`)."""
         if kind is not None or (codec := self.kind.codec.for_drafts()) is None:
             return super().draft_view(kind)
         return self.replace(kind=dataclasses.replace(self.kind, codec=codec))
 
     def filled(self, kv: Sequence[Array], length: Array, held: Array,
                studies: Sequence[PyTree] | None = None) -> QuantizedCache:
-        """Fills the cache with the first `held` (`i32[B]`) of the tokens `f[B, G, S, d + e]` of each layer, which were
-        kept of texts of `length` (`i32[B]`)."""
+        """Returns the cache with given tokens.
+
+        Args:
+            kv: `f[B, G, S, d + e]` for each layer, the kept tokens of the prompts.
+            length: `i32[B]`, number of tokens of the prompts.
+            held: `i32[B]`, number of kept tokens.
+            studies: for each layer the result of `Codec.study`; None: those of this cache.
+        """
         latest, below = self.rest[0].shape[2], None
         codes: list[PyTree] = []
         rests: list[Array] = []
@@ -189,7 +200,7 @@ class QuantizedCache(Sized, DraftBase, PromptPhase):
 
 
 def _by_head(q: Array, at: Array, kv: Array, number: Array, **options: Any) -> tuple[Array, Array]:
-    """`prefix_attention` in which each group of heads reads a number of tokens of its own, `i32[B, G]`."""
+    """Computes `prefix_attention` with a different number of tokens for each group of heads, `i32[B, G]`."""
     B, W, H, d = q.shape
     G = kv.shape[1]
     q = q.reshape(B, W, G, H // G, d).swapaxes(1, 2).reshape(B * G, W, H // G, d)
@@ -200,7 +211,12 @@ def _by_head(q: Array, at: Array, kv: Array, number: Array, **options: Any) -> t
 
 @struct
 class PromptToQuantize(Wrapper, LoadsPrefix):
-    """A prompt that is encoded when it has been read. `gathered`: the codec's statistics of each layer."""
+    """The cache of a `QuantizedConfig` during prefill, with all tokens of the prompt in `base`. `finish_prefill`
+    encodes them by the codec.
+
+    Attributes:
+        gathered: the codec's statistics of each layer (`Codec.gather`).
+    """
 
     base: Dense
     gathered: tuple[PyTree, ...]
@@ -243,8 +259,10 @@ class QuantizedConfig(KVConfig):
 
     Attributes:
         codec: encodes tokens.
-        residual_length: number of tokens that are encoded together, a multiple of the codec's unit. Fewer than these
-            are whole, and `keep` more. name: what errors call it.
+        residual_length: number of tokens that are encoded together, a multiple of the codec's unit.
+        name: name in error messages.
+        keep: number of latest tokens that are always unquantized. From `keep` to `keep + residual_length - 1` tokens
+            are unquantized.
     """
 
     codec: Codec
@@ -261,34 +279,34 @@ class QuantizedConfig(KVConfig):
 
     @property
     def ring(self) -> int:
-        """Largest number of tokens that are whole."""
+        """Maximum number of unquantized tokens."""
         return self.keep + self.residual_length
 
     def whole(self, held: Array) -> Array:
-        """Returns how many of `held` (`i32[B]`) tokens are whole."""
+        """Returns the number of unquantized tokens if the cache has `held` (`i32[B]`) tokens."""
         return jnp.where(held < self.keep, held, self.keep + (held - self.keep) % self.residual_length)
 
     def places(self, coded: Array, slots: int) -> Array:
-        """Returns the place of the token in each slot of the ring, `i32[B, slots]`, after `coded` (`i32[B]`) encoded
-        ones; a large number for slots outside of it."""
+        """Returns the index in the cache of the token in each slot of the ring, `i32[B, slots]`, if `coded` (`i32[B]`)
+        tokens are encoded; a large number for slots outside of the ring."""
         slot = jnp.arange(slots, dtype=jnp.int32)
         at = coded[:, None] + (slot - coded[:, None]) % self.ring
         return jnp.where(slot < self.ring, at, jnp.iinfo(jnp.int32).max)
 
     def encoded(self, shape: KVLayer, layer: int, kv: Array, start: Array, study: PyTree,
                 below: PyTree) -> tuple[PyTree, PyTree]:
-        """Returns the codes of tokens `f[G, n, d + e]` of a layer of a row, from position `start` on, and what the
-        next layer is predicted from (`Codec.below`)."""
+        """Encodes tokens `kv`, `f[G, n, d + e]`, of a layer of a row, from position `start` on. Returns the codes, and
+        the result of `Codec.below`. `study` and `below` are the fields of `Span`."""
         span = Span(start, study, layer, below)
         codes = self.codec.encode(shape, kv, span)
         return codes, self.codec.below(shape, codes, kv.dtype, span)
 
     def block(self, slots: int) -> int:
-        """Returns the number of tokens that are decoded at a time, whole units, of `slots`."""
+        """Returns the number of tokens that are decoded at a time, a multiple of the codec's unit, at most `slots`."""
         return min(max(BLOCK // self.codec.unit, 1) * self.codec.unit, slots)
 
     def slots(self, size: int) -> int:
-        """Returns the number of tokens that the codes of texts of `size` have room for: whole blocks."""
+        """Returns the number of tokens for which codes need memory in texts of `size` tokens: whole blocks."""
         whole = -(-size // self.codec.unit) * self.codec.unit
         return -(-whole // self.block(whole)) * self.block(whole) if size else 0
 
@@ -297,7 +315,7 @@ class QuantizedConfig(KVConfig):
 
     def empty(self, shapes: tuple[KVLayer, ...], batch: int, size: int, dtype: Any, inputs: PyTree,
               most: int | None = None) -> QuantizedCache:
-        """Returns an empty cache. `most`: largest number of tokens that it holds; None: of the whole text."""
+        """Returns an empty cache. `most` is the maximum number of tokens in the cache; None: `size`."""
         most = size if most is None else most
         for shape in shapes:
             self.codec.check(shape)

@@ -1,4 +1,4 @@
-"""QuantSpec's codec: 8 bits, of which a draft reads the upper 4 ("QuantSpec: Self-Speculative Decoding with
+"""QuantSpec's codec: codes of 8 bits, of which drafts use the upper 4 ("QuantSpec: Self-Speculative Decoding with
 Hierarchical Quantized KV Cache", Tiwari et al., 2025). The algorithm `quantspec` uses it."""
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from decodax.caches.quantize.kivi import KIVICodec
 
 @dataclasses.dataclass(frozen=True)
 class QuantSpecCodec(Codec):
-    """KIVI's codes in 4 bits, and 4 more bits of the quantization error.
+    """Stores KIVI's codes in 4 bits, and 4 more bits for the quantization error.
 
-    A number is `low + step * upper` to a draft and `low + step * (upper + lower / 16)` to the target model, with
-    `lower` from -8 to 7.
+    A number is decoded as `low + step * upper` for drafts and as `low + step * (upper + lower / 16)` for the target
+    model, with `lower` from -8 to 7.
 
     Attributes:
-        group_size: numbers that share a step. lower: whether both halves are read.
+        group_size: number of values that share a quantization step.
+        lower: True to decode both halves, False for the upper half only.
     """
 
     group_size: int = 128

@@ -2,8 +2,8 @@
 Quantization for LLMs via Outlier-Aware Adaptive Rotations", Su et al., 2025).
 
 The transform spreads the large channels of keys, before their rotary embedding, over the channels of several heads.
-Then channels are reordered by their sums on texts, so that channels that share a step are alike. Values are transformed
-head by head. The tokens of massive activations, which act as attention sinks, stay whole.
+Then channels are reordered by their sums on texts, so that channels that share a step are similar. Values are
+transformed head by head. The tokens of massive activations, which act as attention sinks, are not quantized.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from decodax.core.types import LayeredModel
 from decodax.core.window import causal
 
 CHUNK = 256
-"""Number of tokens of a prompt whose activations are computed at a time."""
+"""Number of prompt tokens whose activations are computed at a time."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RotateKVCodec(Codec):
-    """Transformed channels of each token in few bits.
+    """Stores quantized transformed channels of each token.
 
     Let a group of channels range from `low` to `high`. With `step = clip (high - low) / (2^bits - 1)` and `zero =
     round(-clip low / step)`, a code is `round(x / step) + zero`. The authors' code has `bits^2 - 1` levels, which is
@@ -46,9 +46,11 @@ class RotateKVCodec(Codec):
 
     Attributes:
         order: `i32[L, G d]`, a permutation of the transformed channels (`decodax.train.fit_order`).
-        bits: 2 or 4. group_size: channels of a head that share a step. clip: share of the range that is covered.
+        bits: number of bits of a number: 2 or 4.
+        group_size: number of channels of a head that share a step.
+        clip: share of a group's range that is covered.
         heads: number of heads that are transformed together.
-        sinks: number of largest activations at the input of a layer whose tokens stay whole, of a prompt.
+        sinks: number of largest activations at the input of a layer, in a prompt; their tokens are not quantized.
     """
 
     order: Constant
@@ -84,7 +86,8 @@ class RotateKVCodec(Codec):
 
     def study(self, shapes: Sequence[KVLayer], kv: Sequence[Array], length: Array, gathered: Sequence[PyTree],
               prompt: ReadPrompt | None) -> Sequence[WholeTokens]:
-        """Finds the tokens with the largest activations at the input of each layer. Reads the prompt once more."""
+        """Finds the tokens with the largest activations at the input of each layer. Runs the model on the prompt once
+        more."""
         B = length.shape[0]
         at = jnp.full((len(shapes), B, self.sinks), -1, jnp.int32)
         if prompt is not None and self.sinks:
@@ -93,7 +96,7 @@ class RotateKVCodec(Codec):
         return [WholeTokens(at=own, kv=take(whole, own)) for own, whole in zip(at, kv, strict=True)]
 
     def _massive(self, shapes: Sequence[KVLayer], kv: Sequence[Array], length: Array, prompt: ReadPrompt) -> Array:
-        """Returns the positions of the largest activations, `i32[L, B, sinks]`; -1 for none."""
+        """Returns the positions of the largest activations, `i32[L, B, sinks]`; -1: none."""
         model, n = prompt.model, prompt.tokens.shape[1]
         if not isinstance(model, LayeredModel) or model.depth != len(shapes):
             raise ValueError("cache: rotatekv looks at what enters each layer, so it takes a model whose layers can be "
@@ -136,7 +139,7 @@ class RotateKVCodec(Codec):
         return self._quantize(keys), self._quantize(values)
 
     def _quantize(self, x: Array) -> Codes:
-        """Quantizes `f[G, n, d]`; `Codes.lows` are the zeros."""
+        """Quantizes `f[G, n, d]`; `Codes.lows` are the values of `zero`."""
         G, n, d = x.shape
         groups = x.reshape(G, n, -1, self.group_size if d % self.group_size == 0 else d)
         high, low = (self.clip * of(groups, -1) for of in (jnp.max, jnp.min))
@@ -150,7 +153,7 @@ class RotateKVCodec(Codec):
         return Codes(codes=pack(codes, self.bits), steps=step.astype(x.dtype), lows=zero.astype(x.dtype))
 
     def _dequantize(self, codes: Codes, dtype: Any) -> Array:
-        """The inverse of `_quantize`."""
+        """Inverts `_quantize`, up to the quantization error."""
         x = unpack(codes.codes, self.bits).astype(dtype)
         groups = x.reshape(*codes.steps.shape, -1)
         return (codes.steps[..., None] * (groups - codes.lows[..., None])).reshape(x.shape).astype(dtype)
@@ -170,19 +173,21 @@ class RotateKVCodec(Codec):
 def rotatekv(order: Constant | None = None, bits: Literal[2, 4] = 2, group_size: Count = 128,
              clip: Annotated[float, Range(0, 1, above=True)] | None = None, heads: Count = 4, sinks: Whole = 20,
              residual_length: Count = 32) -> QuantizedConfig:
-    """Keeps all tokens in 2 bits after a rotation of channels, tokens of massive activations and the latest whole.
+    """Keeps all tokens in 2 bits after a rotation of channels; tokens of massive activations and the latest tokens are
+    not quantized.
 
-    Robust at 2 bits. The order of channels is measured once for a model, with `decodax.train.fit_order`.
+    Robust at 2 bits. First fit the order of a model's channels with `decodax.train.fit_order`.
 
     Args:
-        order: `i32[L, G d]`, a permutation of the rotated channels. Has to be given.
-        bits: of each number.
-        group_size: channels of a head that share a scale.
+        order: `i32[L, G d]`, a permutation of the rotated channels. Required.
+        bits: number of bits of each number.
+        group_size: number of channels of a head that share a scale.
         clip: share of a group's range that is covered. None: 0.8 with 2 bits, 1 with 4.
         heads: number of key heads that are rotated together.
-        sinks: number of largest activations of a layer whose tokens stay whole. 0: none, for models whose layers
-            cannot be run one by one.
-        residual_length: tokens that are quantized together; fewer than these are whole.
+        sinks: number of largest activations of a layer whose tokens are not quantized. 0: none, for models that cannot
+            be run layer by layer.
+        residual_length: number of tokens that are quantized together; the latest tokens are unquantized until there are
+            that many.
     """
     order = measured("order", order, Constant, "fit_order")
     clip = (0.8 if bits == 2 else 1.0) if clip is None else clip

@@ -1,9 +1,9 @@
-"""SQuat: key quantization whose errors are nearly orthogonal to the queries ("SQuat: Subspace-orthogonal KV Cache
+"""SQuat: quantization of keys with errors nearly orthogonal to the queries ("SQuat: Subspace-orthogonal KV Cache
 Quantization", Wang et al., 2025).
 
-Most of a head's queries lie near a subspace: that of the largest singular values of the prompt's queries. A key is
-quantized some channels at a time, and the channels that follow compensate the error of these, so that the products with
-queries of the subspace change least.
+Most queries of a head are close to a subspace, that of the largest singular values of the prompt's queries. A key is
+quantized a few channels at a time, and the remaining channels compensate the error, so that the products with queries
+of the subspace change least.
 """
 
 from __future__ import annotations
@@ -35,17 +35,19 @@ from decodax.core.capabilities import ReadPrompt
 
 @dataclasses.dataclass(frozen=True)
 class SQuatCodec(Codec):
-    """KIVI's codes, of keys that are corrected on the way.
+    """KIVI's codes for keys that are corrected during quantization.
 
-    Let `Q = diag(s) V'` be the `subspace_dim` largest singular values `s` of the prompt's rotated queries of a group,
-    with their right singular vectors. The loss of an error `e` of a key is `e' (I + squat_lambda Q'Q) e`. Given the
-    errors of the channels that are quantized, the other channels are moved to where the loss is least.
+    Let `Q = diag(s) V'` be the `subspace_dim` largest singular values `s` of the rotated queries of a head group in the
+    prompt, with their right singular vectors. The loss of an error `e` of a key is `e' (I + squat_lambda Q'Q) e`. Given
+    the errors of the channels that are quantized, the other channels are set to the values of least loss.
 
     Attributes:
-        key_bits, value_bits: 2, 4 or 8. group_size: numbers that share a step.
-        quant_group_size: channels of a key that are quantized together. subspace_dim: of the subspace.
+        key_bits, value_bits: number of bits of a number: 2, 4 or 8.
+        group_size: number of values that share a quantization step.
+        quant_group_size: number of channels of a key that are quantized together.
+        subspace_dim: dimension of the subspace.
         squat_lambda: weight of errors within the subspace.
-        keys: quantized "before" their rotation or "after" it; the authors' code has both.
+        keys: whether keys are quantized "before" their rotation or "after" it; the authors' code has both.
     """
 
     key_bits: int = 2
@@ -79,11 +81,12 @@ class SQuatCodec(Codec):
     def check(self, shape: KVLayer) -> None:
         self._kivi.check(shape)
         if shape.queries is None:
-            raise ValueError("cache: squat takes a model that says how many query heads a layer has")
+            raise ValueError("cache: squat takes a model that says how many query heads a layer has "
+                             "(`KVLayer.queries`)")
 
     def start(self, shape: KVLayer, batch: int) -> Array:
-        """Returns zeros for the sum of `q q'` over a group's queries, `f32[B, G, d, d]`, whose eigenvectors are the
-        singular vectors of the queries."""
+        """Returns zeros for the sum of `q q'` over the queries of each head group, `f32[B, G, d, d]`, whose
+        eigenvectors are the singular vectors of the queries."""
         return jnp.zeros((batch, shape.heads, shape.width, shape.width), jnp.float32)
 
     def gather(self, shape: KVLayer, gathered: Array, queries: Array, live: Array) -> Array:
@@ -97,7 +100,7 @@ class SQuatCodec(Codec):
         return [self.weighing(own) for own in gathered]
 
     def weighing(self, products: Array) -> Array:
-        """Returns `I + squat_lambda Q'Q`, given the sums of products of queries `f32[..., d, d]`."""
+        """Returns the matrix of the loss, `I + squat_lambda Q'Q`, from the sums of `q q'`, `f32[..., d, d]`."""
         squares, vectors = jnp.linalg.eigh(products)        # the largest last
         vectors = vectors[..., -self.subspace_dim:]
         squares = jnp.maximum(squares[..., None, -self.subspace_dim:], 0)
@@ -112,7 +115,7 @@ class SQuatCodec(Codec):
                 quantize_values(values, self.value_bits, self._kivi.value_group(values.shape[-1])))
 
     def quantize_keys(self, keys: Array, weighing: Array) -> Codes:
-        """Returns the codes of keys `f[G, n, d]`. `weighing`: matrix of the loss, `f32[G, d, d]`."""
+        """Returns the codes of keys `f[G, n, d]`. `weighing` is the matrix of the loss, `f32[G, d, d]`."""
         (G, n, d), dtype = keys.shape, keys.dtype
         x = keys.astype(jnp.float32).reshape(G, -1, self.group_size, d)
         made = []
@@ -141,15 +144,17 @@ class SQuatCodec(Codec):
 def squat(bits: Bits = 2, group_size: Count = 32, residual_length: Count = 32, quant_group_size: Count = 64,
           subspace_dim: Count = 20, squat_lambda: Annotated[float, Range(0)] = 0.001,
           keys: Literal["before", "after"] = "before") -> QuantizedConfig:
-    """Keeps all tokens in 2 bits, with key errors nearly orthogonal to the prompt's queries, and the latest whole.
+    """Keeps all tokens in 2 bits, with errors of keys nearly orthogonal to the prompt's queries; the latest tokens are
+    not quantized.
 
-    More accurate than `kivi` at the same bits; needs no measuring beforehand, since it looks at the prompt's queries.
+    More accurate than `kivi` at the same bits. Nothing has to be fitted beforehand, since it uses the prompt's queries.
 
     Args:
-        bits: of each number.
-        group_size: numbers that share a scale.
-        residual_length: tokens that are quantized together; fewer than these are whole. A multiple of `group_size`.
-        quant_group_size: channels of a key that are quantized together; the next ones compensate their error.
+        bits: number of bits of each number.
+        group_size: number of values that share a scale.
+        residual_length: number of tokens that are quantized together; the latest tokens are unquantized until there are
+            that many. A multiple of `group_size`.
+        quant_group_size: number of channels of a key that are quantized together; the next ones compensate their error.
         subspace_dim: dimension of the subspace of queries.
         squat_lambda: weight of errors within the subspace.
         keys: whether keys are quantized before or after their rotation.

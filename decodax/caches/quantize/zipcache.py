@@ -1,13 +1,13 @@
 """ZipCache: more bits for salient tokens ("ZipCache: Accurate and Efficient KV Cache Quantization with Salient Token
 Identification", He et al., 2024).
 
-The salience of a token is the attention that it receives, averaged over the queries that can see it. It is estimated
-with probes: the latest queries of a prompt, and as many random ones. Salient tokens are quantized with more bits than
-the others. Keys have a step for each channel. Values are divided by a scale of their channel, and have a step for each
-token of a head.
+The salience of a token is the attention that it receives, averaged over the queries that can attend to it. It is
+estimated with probes: the latest queries of a prompt, and the same number of random ones. Salient tokens are quantized
+with more bits than the others. Keys have a quantization step for each channel. Values are divided by a scale for each
+channel, and have a step for each token of a head.
 
-Tokens after the prompt stay whole until there are `stream_gap` of them. Then the query of the newest one measures
-their salience, and all are quantized. A round commits no token beyond that point.
+Tokens after the prompt are not quantized until there are `stream_gap` of them. Then the attention of the newest one
+measures their salience, and all are quantized. A round commits no token beyond that point.
 """
 
 from __future__ import annotations
@@ -37,11 +37,13 @@ from decodax.pallas_kernels.window_attention import Bias, merge, prefix_attentio
 
 @struct
 class Grade(Struct):
-    """Tokens of one number of bits, of one row or of several, which were quantized in up to `E` groups.
+    """Tokens with the same number of bits, for one row or several, quantized in up to `E` groups.
 
     Attributes:
-        keys, values: `u8[..., G, S, d * bits / 8]`. key_steps, key_lows: `f[..., G, E, d]`.
-        value_steps, value_lows: `f[..., G, S]`. scales: `f[..., G, E, e]`, of the channels of values.
+        keys, values: `u8[..., G, S, d * bits / 8]`, codes; `e` in place of `d` for values.
+        key_steps, key_lows: `f[..., G, E, d]`, steps and zero points of keys.
+        value_steps, value_lows: `f[..., G, S]`, those of values.
+        scales: `f[..., G, E, e]`, scales of the channels of values.
     """
 
     keys: Array
@@ -54,12 +56,15 @@ class Grade(Struct):
 
 
 def salience(queries: Array, asked_at: Array, counts: Array, keys: Array, length: Array) -> Array:
-    """Returns the attention that tokens of a prompt receive from probes, averaged over all queries that can see them,
-    `f32[G, S]`.
+    """Returns the attention of probes to tokens of a prompt, averaged over all queries that can attend to them, `f32[G,
+    S]`.
 
     Args:
-        queries: scaled probes, `f[P, H, d]`, at `asked_at` (`i32[P]`). counts: `bool[P]`, True for probes that exist.
-        keys: `f[G, S, d]`, of which the first `length` (`i32[]`) count.
+        queries: `f[P, H, d]`, scaled probes.
+        asked_at: `i32[P]`, positions of the probes.
+        counts: `bool[P]`, True for probes that exist.
+        keys: `f[G, S, d]`.
+        length: `i32[]`, number of tokens.
     """
     (P, H, d), (G, S, _) = queries.shape, keys.shape
     f32 = lambda x: x.astype(jnp.float32)
@@ -69,13 +74,26 @@ def salience(queries: Array, asked_at: Array, counts: Array, keys: Array, length
 
 
 def channel_scales(values: Array, valid: Array) -> Array:
-    """Returns the square root of each channel's largest magnitude among `valid` tokens of `f[G, n, e]`, `f[G, e]`."""
+    """Returns the square root of each channel's largest magnitude among valid tokens, `f[G, e]`.
+
+    Args:
+        values: `f[G, n, e]`.
+        valid: `bool[n]`, tokens that exist.
+    """
     scale = jnp.sqrt(jnp.where(valid[:, None], jnp.abs(values), 0).max(1))
     return jnp.where(scale > 0, scale, 1)
 
 
 def graded(kv: Array, valid: Array, scales: Array, d: int, bits: int) -> Grade:
-    """Quantizes tokens `f[G, n, d + e]`, of which those that are `valid` (`bool[n]`) count, as one group."""
+    """Quantizes tokens as one group.
+
+    Args:
+        kv: `f[G, n, d + e]`, keys and values.
+        valid: `bool[n]`, tokens that exist.
+        scales: `f[G, e]`, scales of the channels of values.
+        d: width of keys.
+        bits: number of bits of a number.
+    """
     keys, values = kv[..., :d], kv[..., d:] / scales[:, None]
     some, dtype = valid[:, None], kv.dtype
 
@@ -95,7 +113,7 @@ def graded(kv: Array, valid: Array, scales: Array, d: int, bits: int) -> Grade:
 
 
 def restored(own: Grade, event: Array, bits: int, dtype: Any) -> Array:
-    """Returns the keys and values of tokens, `f[G, n, d + e]`, which belong to the groups `event` (`i32[n]`)."""
+    """Returns decoded keys and values, `f[G, n, d + e]`. `event` (`i32[n]`) is the group of each token."""
     keys = unpack(own.keys, bits).astype(dtype) * own.key_steps[:, event] + own.key_lows[:, event]
     values = unpack(own.values, bits).astype(dtype) * own.value_steps[..., None] + own.value_lows[..., None]
     return jnp.concatenate([keys, values * own.scales[:, event]], -1)
@@ -103,12 +121,15 @@ def restored(own: Grade, event: Array, bits: int, dtype: Any) -> Array:
 
 @struct
 class ZipCacheCache(Tail, PromptPhase):
-    """Salient tokens, other tokens, and the latest ones, which are whole.
+    """Salient tokens and other tokens, quantized, and the latest ones, unquantized.
 
     Attributes:
-        grades: of each layer a pair, salient tokens and the others. kv, length, given: see `Tail`.
-        first: `i32[B, 2]`, number of tokens of the prompt in each. times: `i32[B]`, number of groups quantized after
-            the prompt.
+        grades: for each layer a pair, salient tokens and the others.
+        first: `i32[B, 2]`, number of prompt tokens in each grade.
+        times: `i32[B]`, number of groups quantized after the prompt.
+        kv, length, given, size: see `Tail`.
+        shapes: static; the `KVLayer` of each layer.
+        kind: static; the configuration.
     """
 
     grades: tuple[tuple[Grade, Grade], ...]
@@ -123,7 +144,7 @@ class ZipCacheCache(Tail, PromptPhase):
 
     @property
     def start(self) -> Array:
-        """`i32[B]`: number of tokens that are quantized."""
+        """`i32[B]`: number of quantized tokens."""
         return self.first.sum(1) + self.times * self.kind.stream_gap
 
     def room(self, running: Array) -> Array | None:
@@ -145,7 +166,7 @@ class ZipCacheCache(Tail, PromptPhase):
 
     def _walk(self, own: Grade, which: int, q: Array, at: Array, scale: float,
               so_far: tuple[Array, Array]) -> tuple[Array, Array]:
-        """Merges attention to the tokens of a grade, block by block."""
+        """Merges attention to the tokens of a grade into `so_far`, block by block."""
         bits, each = self.kind.bits[which], self.kind.each(self.kind.stream_gap)[which]
         slots, first = own.keys.shape[2], self.first[:, which]
         held, block = first + self.times * each, min(BLOCK, own.keys.shape[2])
@@ -179,8 +200,8 @@ class ZipCacheCache(Tail, PromptPhase):
         return lax.while_loop(lambda c: c[0], once, (full.any(), new))[1]
 
     def _written(self, rows: Array, asked: Any) -> ZipCacheCache:
-        """Quantizes the whole tokens of some rows (`bool[B]`). `asked`: the newest token's queries in each layer, and
-        the logarithms of their softmax sums."""
+        """Quantizes the latest tokens of some rows (`bool[B]`). `asked` has, for each layer, the newest token's queries
+        and the logarithms of their softmax sums."""
         kind, gap, made = self.kind, self.kind.stream_gap, []
         each = kind.each(gap)
         for shape, grades, kv, (q, sums) in zip(self.shapes, self.grades, self.kv, asked, strict=True):
@@ -208,7 +229,8 @@ class ZipCacheCache(Tail, PromptPhase):
 
 
 def _put(into: Grade, new: Grade, start: Array, event: Array, choose: Array) -> Grade:
-    """Writes a group of tokens from a place on, in the rows where `choose`."""
+    """Writes a group of tokens to a grade, in the rows where `choose` is True. `start` is the first slot, `event` the
+    number of the group."""
 
     def put(name: str, at: Array) -> Array:
         x, y = getattr(into, name), getattr(new, name)
@@ -222,7 +244,12 @@ def _put(into: Grade, new: Grade, start: Array, event: Array, choose: Array) -> 
 
 @struct
 class PromptToQuantizeBySalience(Wrapper):
-    """A prompt that is quantized when it has been read. `queries`: `f[B, H, S, d]` of each layer, scaled."""
+    """ZipCache's cache during prefill, with all tokens of the prompt in `base`. `finish_prefill` quantizes them by
+    their salience.
+
+    Attributes:
+        queries: for each layer `f[B, H, S, d]`, scaled queries.
+    """
 
     base: Dense
     queries: tuple[Array, ...]
@@ -269,15 +296,17 @@ class PromptToQuantizeBySalience(Wrapper):
                  "He et al. 2024", family="quantize")
 @dataclasses.dataclass(frozen=True)
 class ZipCacheConfig(KVConfig):
-    """Keeps salient tokens in 4 bits and the other tokens in 2, and the latest tokens whole.
+    """Keeps salient tokens in 4 bits and the other tokens in 2; the latest tokens are not quantized.
 
-    Salience is measured on the prompt, so nothing is measured beforehand. Takes a model without sliding windows.
+    Salience is measured on the prompt, so nothing has to be fitted. It needs a model without sliding windows, soft caps
+    and biases of its scores.
 
     Attributes:
-        bits: of salient tokens, and of the others: 2, 4 or 8.
+        bits: number of bits of salient tokens, and of the others: 2, 4 or 8.
         unimportant_ratio: share of tokens that are not salient.
         probe_ratio: share of a prompt's queries that are probes; half of these are the latest ones.
-        stream_gap: number of tokens after the prompt that are quantized together; fewer than these are whole.
+        stream_gap: number of tokens after the prompt that are quantized together; the latest tokens are unquantized
+            until there are that many.
     """
 
     bits: tuple[int, int] = (4, 2)
@@ -291,12 +320,12 @@ class ZipCacheConfig(KVConfig):
             raise ValueError(f"bits: got {self.bits}, takes 2, 4 or 8 for salient tokens, and for the others")
 
     def each(self, count: int) -> tuple[int, int]:
-        """Returns how many of `count` tokens are salient, and how many are not."""
+        """Returns the numbers of salient and of other tokens among `count` tokens."""
         return count - int(self.unimportant_ratio * count), int(self.unimportant_ratio * count)
 
     def tables(self, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns, for prompts of each length up to `size`, where the latest probes begin, the number of random probes,
-        and the number of tokens that are not salient."""
+        """Returns three tables over the length of a prompt up to `size`: the position of the first of the latest
+        probes, the number of random probes, and the number of tokens that are not salient."""
         n, half = range(size + 1), self.probe_ratio / 2
         return tuple(np.array(x, np.int32) for x in (       # type: ignore[return-value]
             [min(int(i - half * i), max(i - 1, 0)) for i in n], [int(half * i) for i in n],
@@ -304,8 +333,16 @@ class ZipCacheConfig(KVConfig):
 
     def split(self, kv: Array, paid: Array, valid: Array, low: Array | int, room: tuple[int, int],
               d: int) -> tuple[Grade, Grade]:
-        """Returns the grades of `f[G, n, d + e]`, with room for `room` tokens each. The `low` tokens with the smallest
-        `paid` (`f[G, n]`) are not salient; heads choose different tokens, but equally many."""
+        """Returns the grades of tokens. Heads choose different tokens, but the same number.
+
+        Args:
+            kv: `f[G, n, d + e]`, keys and values.
+            paid: `f[G, n]`, salience.
+            valid: `bool[n]`, tokens that exist.
+            low: number of tokens with the smallest salience that are not salient.
+            room: numbers of slots of the two grades.
+            d: width of keys.
+        """
         order = jnp.argsort(jnp.where(valid, paid, jnp.inf), -1)
         rank = jnp.argsort(order, -1)
         scales = channel_scales(kv[..., d:], valid)

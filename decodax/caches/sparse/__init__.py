@@ -1,1 +1,1 @@
-"""Caches that keep everything and read a part while decoding."""
+"""Caches that store all tokens, and attend to a part of them while decoding."""

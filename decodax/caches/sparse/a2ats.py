@@ -1,18 +1,18 @@
-"""A2ATS: each query finds the tokens that it reads by vector-quantized keys ("A2ATS: Retrieval-Based KV Cache Reduction
-via Windowed Rotary Position Embedding and Query-Aware Vector Quantization", He et al., 2025).
+"""A2ATS: each query finds the tokens that it attends to by vector-quantized keys ("A2ATS: Retrieval-Based KV Cache
+Reduction via Windowed Rotary Position Embedding and Query-Aware Vector Quantization", He et al., 2025).
 
-The code of a key, before its rotation, is the number of the nearest centroid. Distances are measured in a metric of the
-queries: with `H` the mean of `q^T q` over queries of a head and `H = L L^T`, the squared distance of `k L` to `c L` is
-the mean squared error of their products with `c` in the place of `k`. `decodax.train.fit_key_books` finds centroids and
-factors.
+The code of a key, before rotation, is the number of the nearest centroid. The metric depends on the queries: with `H`
+the mean of `q^T q` over the queries of a head and `H = L L^T`, the squared distance of `k L` and `c L` is the mean
+squared error of the products of queries with `k` if it is replaced by `c`. `decodax.train.fit_key_books` fits centroids
+and factors.
 
 The score of a token is the product of the query with the token's centroid, as if all tokens were at one distance from
-the query (windowed rotary position embedding). Positions of far tokens then do not influence the choice, and products
-with the centroids are all that has to be computed. Each query head takes the tokens of highest score, and a group of
-heads reads those that any of its heads has taken, the first tokens, and those of the latest `recent` positions.
+the query (windowed rotary position embedding). So positions of far tokens do not influence the choice, and only
+products with the centroids have to be computed. Each query head takes the tokens with the highest scores. The heads of
+a group attend to all tokens that one of them has taken, to the first tokens, and to the latest `recent` positions.
 
-A code depends on its own key alone, and the latest positions are read in any case, so that it does not matter which of
-them a round has committed. Prompts are read whole.
+A code depends on its own key alone, and the latest positions are always attended to, so it does not matter which of
+them are committed. Prompts are prefilled with full attention.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class KeyBooks:
     """Codebooks of the keys of a model, one for each head.
 
     Attributes:
-        centroids: `f32[L, G, C, d]`, keys before their rotation. factors: `f32[L, G, d, d]`, the `L` of the metric.
+        centroids: `f32[L, G, C, d]`, keys before rotation.
+        factors: `f32[L, G, d, d]`, the matrix `L` of the metric.
     """
 
     centroids: Constant
@@ -57,7 +58,7 @@ class KeyBooks:
                              "and f32[L, G, d, d]")
 
     def codes(self, layer: int, keys: Array) -> Array:
-        """Returns the nearest centroids `i32[G, n]` of keys `f[G, n, d]` before their rotation."""
+        """Returns the nearest centroid of each key, `i32[G, n]`. `keys` is `f[G, n, d]`, before rotation."""
         factors = self.factors.value[layer]
         centroids = np.einsum("gcd,gde->gce", self.centroids.value[layer], factors)
         return nearest(jnp.einsum("gnd,gde->gne", keys.astype(jnp.float32), factors), centroids[:, None])[..., 0]
@@ -65,11 +66,11 @@ class KeyBooks:
 
 @struct
 class A2ATSCache(SparseCache):
-    """Everything, with the codes of keys.
+    """All tokens, with the codes of their keys.
 
     Attributes:
-        codes: a tuple of one `u16[B, G, S, 1]` a layer; None where a layer reads everything.
-        The others: see `SparseCache`.
+        codes: for each layer `u16[B, G, S, 1]`; None: the layer attends to all tokens.
+        kv, length, given, shapes, kind: see `SparseCache`.
     """
 
     codes: tuple[Array | None, ...]
@@ -84,8 +85,8 @@ class A2ATSCache(SparseCache):
         return jax.vmap(one)(self.codes[layer], self.length, far, positions)
 
     def _slots(self, layer: int, codes: Array, length: Array, far: Array, at: Array) -> Array:
-        """Returns the slots that the query of one row at `at` (`i32[]`) reads, `i32[G, n]`; `far`: `f32[H, d]`, the
-        query at the distance for which scores are computed."""
+        """Returns the slots that the query of one row at position `at` (`i32[]`) attends to, `i32[G, n]`. `far` is the
+        query rotated to the distance for which scores are computed, `f32[H, d]`."""
         kind, G, S = self.kind, self.shapes[layer].heads, self.capacity
         near = min(kind.recent, S)
         first = jnp.clip(at - kind.recent + 1, 0, S - near)
@@ -98,7 +99,7 @@ class A2ATSCache(SparseCache):
         return jnp.concatenate([jnp.broadcast_to(always, (G, len(always))), found], 1)
 
     def _found(self, layer: int, codes: Array, far: Array, at: Array) -> Array:
-        """Returns the slots that the queries `f32[G, r, d]` of each head take by their codes, `i32[G, n]`, -1 for
+        """Returns the slots that the queries `far` (`f32[G, r, d]`) of each head take by their codes, `i32[G, n]`; -1:
         none."""
         kind, S, (G, r, _) = self.kind, self.capacity, far.shape
         table = kept(kind.budget, S)
@@ -132,20 +133,20 @@ class A2ATSCache(SparseCache):
                  "Query-Aware Vector Quantization", "He et al. 2025", family="sparse")
 @dataclasses.dataclass(frozen=True)
 class A2ATSConfig(SparseConfig):
-    """Keeps everything; each query reads the tokens whose quantized keys have the largest products with it, the first
-    tokens and the latest.
+    """Keeps all tokens; each query attends to the tokens whose quantized keys have the largest products with it, the
+    first tokens and the latest.
 
-    Codebooks are measured once for a model: `books = decodax.train.fit_key_books(lm, texts)`. The cache saves the time
-    of attention to long texts, not memory. Example: `cache=caches.a2ats(books, budget=0.1)`.
+    Codebooks are fitted once for a model: `books = decodax.train.fit_key_books(lm, texts)`. The cache saves the time of
+    attention to long texts, not memory. Example: `cache=caches.a2ats(books, budget=0.1)`.
 
     Attributes:
         books: centroids and metrics of the model's keys.
-        budget: number of tokens that each query head takes, or (below 1) their share of the text so far.
-        sinks: number of first tokens that are read in any case.
-        recent: number of latest positions that are read in any case; no window may be wider.
-        distance: distance in tokens at which scores are computed, whatever the positions of keys; one that the model
-            was trained on.
-        skip: layers that read everything.
+        budget: number of tokens that each query head takes; below 1, their share of the text so far.
+        sinks: number of first tokens that are always attended to.
+        recent: number of latest positions that are always attended to; no window may be wider.
+        distance: distance in tokens for which scores are computed, whatever the positions of keys; it should be within
+            the trained context.
+        skip: numbers of layers that attend to all tokens.
     """
 
     books: KeyBooks = None      # type: ignore[assignment]

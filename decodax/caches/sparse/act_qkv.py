@@ -1,23 +1,24 @@
-"""ActQKV: each query reads blocks that a probe query chooses ("Activation-aware Probe-Query: Effective Key-Value
-Retrieval for Long-Context LLMs Inference", Xiao et al., 2025).
+"""ActQKV: each query attends to blocks of tokens that a probe query chooses ("Activation-aware Probe-Query: Effective
+Key-Value Retrieval for Long-Context LLMs Inference", Xiao et al., 2025).
 
-A prompt is read a window of tokens at a time. The probe query of a window is the mean of its queries, weighted by their
-activation bias: the distance of a query, in standard deviations, from the mean of the queries so far. While decoding
-each query is its own probe. A block of keys is described by the mean of its few keys that receive the most attention
-while they are among the latest `recent` tokens. The cosine of the probe with these descriptions, of all heads of a
-layer together, decides which blocks are read; the first tokens and the latest are read in any case. Blocks are scored
-as if all their keys were at one distance.
+A prompt is prefilled in windows of tokens. The probe query of a window is the mean of its queries, weighted by their
+activation bias: the distance of a query, in standard deviations, from the mean of the queries so far. While decoding,
+each query is its own probe. A block of keys is represented by the mean of a few keys, those that receive the most
+attention while they are among the latest `recent` tokens. The score of a block is the cosine of the probe and this
+mean, over all heads of a layer together. The blocks of highest score, the first tokens and the latest tokens are
+attended to. Scores are computed as if all keys were at one distance.
 
-While decoding, the layers divide what they read by information density: the entropy of a layer's scores of blocks, over
-its largest value, averaged over the latest `samples` windows and tokens.
+While decoding, the layers share a budget of blocks by information density: the entropy of a layer's scores of blocks,
+divided by its maximum, averaged over the latest `samples` windows and tokens.
 
-What a token reads depends on committed tokens and on itself. Windows are counted from the beginning of a text, whatever
-the chunks that it comes in. The description of a block and the division over layers use only tokens that are at least
-`room` positions earlier, so that a round with that many nodes reads what plain decoding would.
+The tokens that a query attends to depend on committed tokens and on the query itself. Windows are counted from the
+beginning of a text, whatever the chunks of the prefill. The mean of a block and the division over layers use only
+tokens that are at least `room` positions earlier, so a round with up to `room` nodes gives the same result as plain
+decoding.
 
-The authors count what queries were like once for all layers and texts together, and their windows read some keys twice
-when they come in larger chunks; here each layer of a text has its own statistics, and each key is read once. Their code
-can add a question's own query to the scores of a prompt, which is not here.
+The authors keep one set of query statistics for all layers and texts, and in larger chunks their windows attend to some
+keys twice. Here each layer of a text has its own statistics, and each key is attended to once. Their option to add a
+question's query to the scores of a prompt is not implemented.
 """
 
 from __future__ import annotations
@@ -47,17 +48,18 @@ from decodax.pallas_kernels.window_attention import Bias, merge, window_attentio
 
 @struct
 class ActQKVCache(ReadAtOnce, SparseCache):
-    """Everything, with a description of each block.
+    """All tokens, with a representative key of each block.
 
-    An entry holds, after key and value, the scaled query, the logarithms of its softmax sums, and the density of its
-    scores.
+    An entry holds key, value, scaled query, logarithms of its softmax sums, and density of its scores.
 
     Attributes:
-        blocks: a tuple of one `f32[B, H, N, d]` a layer, the mean of a block's representative keys before their
-            rotation; None where a layer reads everything.
-        paid: a tuple of one `f32[B, H, S, 1]` a layer, the attention that each token has received that counts.
-        densities: `f32[B, L, M]`, of each layer with blocks, in the latest windows and tokens, which end at the
-            positions `sampled` (`i32[B, M]`, -1 for none). The others: see `SparseCache`.
+        blocks: for each layer `f32[B, H, N, d]`, the mean of a block's representative keys before rotation; None: the
+            layer attends to all tokens.
+        paid: for each layer `f32[B, H, S, 1]`, the attention that each token has received while it was recent; None as
+            for `blocks`.
+        densities: `f32[B, L, M]`, densities of each layer with blocks, for the latest windows and tokens.
+        sampled: `i32[B, M]`, positions at which these windows and tokens end; -1: none.
+        kv, length, given, shapes, kind: see `SparseCache`.
     """
 
     blocks: tuple[Array | None, ...]
@@ -106,11 +108,14 @@ class ActQKVCache(ReadAtOnce, SparseCache):
 
     def _read(self, layer: int, kv: Array, blocks: Array, densities: Array, sampled: Array, length: Array, q: Array,
               far: Array, at: Array) -> tuple[Array, Array, Array]:
-        """Returns attention of a query `f32[H, d]` of one row at `at` (`i32[]`) to what it reads of the cache, and the
-        density of its scores.
+        """Returns attention of a query of one row to the tokens that it chooses, the logarithms of the softmax sums,
+        and the density of its scores.
 
         Args:
-            far: `f32[H, d]`, the query at the distance for which scores are computed.
+            q: `f32[H, d]`, the scaled query.
+            far: `f32[H, d]`, the query rotated to the distance for which scores are computed.
+            at: `i32[]`, its position.
+            layer, kv, blocks, densities, sampled, length: the layer and the row's arrays.
         """
         kind, G, d = self.kind, kv.shape[0], self.widths[layer]
         there = kind.available(at)
@@ -121,8 +126,8 @@ class ActQKVCache(ReadAtOnce, SparseCache):
         return out, lse, found
 
     def _where(self, blocks: Array, probe: Array, there: Array, number: Array, length: Array) -> tuple[Array, Array]:
-        """Returns the slots that a probe reads, `i32[n]`, -1 for none: the best `number` of the first `there` blocks,
-        the first tokens and the latest. And the density of its scores."""
+        """Returns the slots that a probe attends to, `i32[n]` (-1: none), and the density of its scores. The slots are
+        the first tokens, the latest ones, and the best `number` of the first `there` blocks."""
         kind, N = self.kind, blocks.shape[1]
         P, S = kind.block_size, self.capacity
         scores = cosines(probe, blocks)
@@ -135,8 +140,8 @@ class ActQKVCache(ReadAtOnce, SparseCache):
         return where, density(scores, there)
 
     def _cut(self, layer: int, densities: Array, sampled: Array, there: Array, at: Array) -> Array:
-        """Returns how many of `there` blocks a layer reads at a position, `i32[]`, by densities that are at least
-        `room` before it."""
+        """Returns the number of blocks that a layer attends to at position `at`, `i32[]`, at most `there`. Only
+        densities of at least `room` positions before count."""
         kind = self.kind
         known = (sampled >= 0) & (sampled <= at - kind.room)
         used = known & (jnp.cumsum(known[::-1])[::-1] <= kind.samples)
@@ -170,8 +175,8 @@ class ActQKVCache(ReadAtOnce, SparseCache):
         return new_cache.replace(blocks=tuple(blocks), paid=tuple(paid), densities=densities, sampled=sampled)
 
     def _received(self, d: int, paid: Array, kv: Array, length: Array, slots: Array, q: Array, lse: Array) -> Array:
-        """Returns the attention that tokens of one row have received, with that of the queries `f32[W, H, d]`, the
-        logarithms of whose sums are `lse` (`f32[W, H]`)."""
+        """Returns the attention that tokens of one row have received, including that of the queries `q` (`f32[W, H,
+        d]`) with logarithms of softmax sums `lse` (`f32[W, H]`)."""
         kind, (W, H, _), (G, S, _) = self.kind, q.shape, kv.shape
         n = min(kind.recent + W, S)
         first = jnp.clip(length - n, 0, S - n)
@@ -187,8 +192,8 @@ class ActQKVCache(ReadAtOnce, SparseCache):
         return lax.dynamic_update_slice_in_dim(paid, old + new, first, 1)
 
     def _described(self, layer: int, blocks: Array, kv: Array, paid: Array, length: Array, width: int) -> Array:
-        """Returns the descriptions of blocks, with those that have received all attention that counts for them with a
-        window of `width` nodes."""
+        """Returns the means of blocks (`ActQKVCache.blocks`), with those that a window of `width` nodes has
+        completed."""
         kind, d, (B, H, N, _) = self.kind, self.widths[layer], blocks.shape
         P, S, G = kind.block_size, self.capacity, kv.shape[1]
         which = kind.complete(self.length)[:, None] + jnp.arange(min(width // P + 2, N), dtype=jnp.int32)
@@ -202,10 +207,11 @@ class ActQKVCache(ReadAtOnce, SparseCache):
 
 
 class ProbingWindow(WholePromptReader):
-    """Stands in for the cache while a window of a prompt is read.
+    """Replaces the cache while the model runs on a window of a prompt.
 
     Attributes:
-        count: `i32[]`, number of windows before this one. before: statistics of the queries of each layer in these.
+        count: `i32[]`, number of windows before this one.
+        before: for each layer the statistics of the queries in these windows.
         after: the same with this window; filled layer by layer.
     """
 
@@ -242,24 +248,24 @@ class ProbingWindow(WholePromptReader):
                  "Xiao et al. 2025", family="sparse")
 @dataclasses.dataclass(frozen=True)
 class ActQKVConfig(SparseConfig):
-    """Keeps everything; a window of a prompt, and each token after it, read the blocks that a probe query chooses, the
-    first tokens and the latest.
+    """Keeps all tokens; each window of a prompt, and each later token, attends to the blocks that a probe query
+    chooses, the first tokens and the latest.
 
-    Layers divide blocks by information density. It saves the time of attention to long texts, prompts included, but no
+    Layers share blocks by information density. It saves the time of attention to long texts, prompts included, but no
     memory. Example: `cache="act-qkv:budget=4096"`.
 
     Attributes:
-        budget: number of tokens that a window or a token reads beside its own window: first ones, latest ones, and
-            blocks. While decoding it is an average over layers, each of which reads twice as many blocks at most.
-        sinks: number of first tokens that are read in any case.
-        recent: number of latest tokens that are read in any case.
-        block_size: tokens of a block.
-        window_size: tokens of a prompt that are read at a time; at most `recent`.
-        representatives: number of keys that describe a block.
-        samples: number of windows and tokens whose densities divide the blocks over layers; before there are that many,
-            all layers read the same number.
-        least: the fewest blocks that a layer reads.
-        room: the most nodes of a round; fewer than `recent`.
+        budget: number of tokens outside its own window that a window or a token attends to: first ones, latest ones,
+            and blocks. While decoding it is an average over layers; each layer gets at most twice as many blocks.
+        sinks: number of first tokens that are always attended to.
+        recent: number of latest tokens that are always attended to.
+        block_size: number of tokens of a block.
+        window_size: number of prompt tokens that are prefilled at a time; at most `recent`.
+        representatives: number of keys whose mean represents a block.
+        samples: number of windows and tokens over which densities are averaged. Before there are that many, all layers
+            get the same number of blocks.
+        least: minimum number of blocks of a layer.
+        room: maximum number of nodes of a round; less than `recent`.
     """
 
     budget: Count = 2048
@@ -287,19 +293,21 @@ class ActQKVConfig(SparseConfig):
 
     @property
     def blocks(self) -> int:
-        """Number of blocks that a layer reads on average."""
+        """Mean number of blocks that a layer attends to."""
         return (self.budget - self.sinks - self.recent) // self.block_size
 
     def available(self, at: Array) -> Array:
-        """Returns the number of whole blocks before the latest tokens at a position."""
+        """Returns the number of complete blocks before the latest tokens at position `at`."""
         return jnp.maximum((at - self.recent - self.sinks) // self.block_size, 0)
 
     def complete(self, length: Array) -> Array:
-        """Returns the number of blocks that have received all attention that counts for them, in a text of a length."""
+        """Returns the number of blocks whose mean can be computed in a text of `length` tokens, since their tokens are
+        no longer recent."""
         return self.available(length + self.room - 1)
 
     def at_one_distance(self, shape: KVLayer, q: Array, at: Array) -> Array:
-        """Returns queries `f32[B, W, H, d]` at `i32[B, W]`, rotated to the distance at which keys are scored."""
+        """Returns queries `f32[B, W, H, d]` at positions `i32[B, W]`, rotated to the position of one fixed distance
+        from unrotated keys."""
         return rotated(shape, turned(shape, q, -at), jnp.full_like(at, self.recent - 1))
 
     def empty(self, shapes: tuple[KVLayer, ...], batch: int, size: int, dtype: Any, inputs: PyTree) -> Cache:
@@ -307,7 +315,8 @@ class ActQKVConfig(SparseConfig):
         blocks: list[Array | None] = []
         for layer, shape in enumerate(shapes):
             if shape.queries is None:
-                raise ValueError(f"cache: {self.name} takes a model that says how many query heads it has")
+                raise ValueError(f"cache: {self.name} takes a model that says how many query heads a layer has "
+                                 "(`KVLayer.queries`)")
             blocks.append(None if self.keeps_dense(layer, shape) else
                           jnp.zeros((batch, shape.queries, N, shape.width), jnp.float32))
         paid = tuple(None if own is None else jnp.zeros((batch, own.shape[1], size, 1), jnp.float32) for own in blocks)

@@ -10,19 +10,25 @@ from jax import Array, lax
 from decodax.common.struct import Struct, struct
 
 LONGEST = 1000
-"""Number of windows from which on the running mean counts no more of them."""
+"""Maximum number of windows in the running mean: later windows get the weight of the last one."""
 
 
 @struct
 class Activations(Struct):
-    """Mean and variance of the queries of a layer in the windows so far, `f32[B, m]`."""
+    """Mean and variance of the queries of a layer in the windows so far, both `f32[B, m]` with `m` channels of all
+    heads."""
 
     mean: Array
     variance: Array
 
     def after(self, x: Array, live: Array, count: Array) -> Activations:
-        """Returns them with the queries `f32[B, W, m]` of one more window, where `live` (`bool[B, W]`), after `count`
-        (`i32[]`) windows."""
+        """Returns the statistics after one more window.
+
+        Args:
+            x: `f32[B, W, m]`, its queries.
+            live: `bool[B, W]`, nodes that count.
+            count: `i32[]`, number of windows before.
+        """
         size = jnp.maximum(live.sum(1), 1)[:, None].astype(jnp.float32)
         some = live[..., None]
         mean = jnp.where(some, x, 0).sum(1) / size
@@ -36,8 +42,8 @@ class Activations(Struct):
         return jax.tree.map(lambda old, new: jnp.where(live.any(1)[:, None], new, old), self, new)
 
     def bias(self, x: Array, live: Array) -> Array:
-        """Returns the activation biases of queries `f32[B, W, m]`, `f32[B, W]`, which sum to 1; equal ones if all are
-        zero."""
+        """Returns the activation biases of the queries `x` (`f32[B, W, m]`) at live nodes, `f32[B, W]`, which sum to 1;
+        if all are zero, they are equal."""
         spread = self.variance + self.variance.mean(-1, keepdims=True) / 100
         off = jnp.square(x - self.mean[:, None]) / jnp.maximum(spread, 1e-30)[:, None]
         off = jnp.where(live, off.mean(-1), 0)
@@ -47,8 +53,8 @@ class Activations(Struct):
 
 
 def cosines(probe: Array, blocks: Array) -> Array:
-    """Returns the cosines of a probe query `f32[H, d]` with the descriptions of blocks `f32[H, N, d]`, all heads
-    together, `f32[N]`, rounded to 14 bits."""
+    """Returns the cosines of a probe query `f32[H, d]` and the means of blocks `f32[H, N, d]`, over all heads together,
+    `f32[N]`, rounded to 14 bits."""
     products = jnp.einsum("hd,hnd->n", probe, blocks)
     norms = jnp.sqrt(jnp.square(blocks).sum((0, 2))), jnp.sqrt(jnp.square(probe).sum())
     # in the first layer, blocks with the same tokens have the same keys up to the rounding of their rotation and its
@@ -57,16 +63,16 @@ def cosines(probe: Array, blocks: Array) -> Array:
 
 
 def density(scores: Array, there: Array) -> Array:
-    """Returns the entropy of the softmax of the first `there` (`i32[]`) of scores `f32[N]`, divided by its largest
-    value, `f32[]`; -1 if there are fewer than 2."""
+    """Returns the entropy of the softmax over the first `there` (`i32[]`) scores of `f32[N]`, divided by its maximum,
+    `f32[]`; -1 if there are fewer than 2."""
     shares = jax.nn.softmax(scores, where=jnp.arange(len(scores)) < there)
     entropy = -(shares * jnp.log(shares + 1e-10)).sum()
     return jnp.where(there > 1, entropy / jnp.log(jnp.maximum(there, 2).astype(jnp.float32)), -1)
 
 
 def divided(densities: Array, total: int, least: Array, most: Array) -> Array:
-    """Divides `total` blocks over layers: each takes, of what the layers before it have left, its share of the
-    densities from it on, but no less than `least` and no more than `most` (`i32[]`). Returns `i32[L]`."""
+    """Divides `total` blocks over layers, and returns the number of each, `i32[L]`. In turn, each layer gets a share of
+    the blocks that are left: its density divided by the sum from it on, clipped to `least` and `most` (`i32[]`)."""
     def one(left: Array, layer: tuple[Array, Array]) -> tuple[Array, Array]:
         own, rest = layer
         part = jnp.round(own / jnp.maximum(rest, 1e-30) * left)

@@ -18,11 +18,12 @@ from decodax.caches.constant import Constant
 
 @dataclasses.dataclass(frozen=True)
 class AttentionNet:
-    """Two convolutions over time and blocks, the mean over time, and a weighted sum.
+    """Two convolutions over time and blocks, then the mean over time, then a weighted sum of the channels.
 
     Attributes:
-        first, first_bias: `f32[c, 1, 3, 3]` and `f32[c]`. second, second_bias: `f32[c', c, 3, 3]` and `f32[c']`.
-        last, last_bias: `f32[c']` and `f32[]`. In the paper `c` is 16 and `c'` 32.
+        first, first_bias: `f32[c, 1, 3, 3]` and `f32[c]`, the first convolution; `c` is 16 in the paper.
+        second, second_bias: `f32[c', c, 3, 3]` and `f32[c']`, the second convolution; `c'` is 32 in the paper.
+        last, last_bias: `f32[c']` and `f32[]`, the weights of the sum.
     """
 
     first: Constant
@@ -34,7 +35,7 @@ class AttentionNet:
 
     @classmethod
     def of(cls, arrays: Sequence[Any]) -> AttentionNet:
-        """Returns the network with these arrays, in the order of the attributes."""
+        """Returns the network with the given arrays, in the order of the attributes."""
         return cls(*(Constant(np.asarray(x, np.float32)) for x in arrays))
 
     @property
@@ -48,10 +49,10 @@ class AttentionNet:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> AttentionNet:
-        """Reads what `save` wrote.
+        """Reads a file that `save` wrote.
 
         Raises:
-            ValueError: a file without one of the arrays.
+            ValueError: the file lacks one of the arrays.
         """
         names = [field.name for field in dataclasses.fields(cls)]
         with np.load(path, allow_pickle=False) as found:
@@ -62,11 +63,13 @@ class AttentionNet:
 
 
 def expected(arrays: Sequence[Array], image: Array, real: Array) -> Array:
-    """Returns the scores of blocks `f32[N, n]` that the arrays of an `AttentionNet` give to images `f32[N, t, n]`.
+    """Returns the scores of blocks that an `AttentionNet` predicts, `f32[N, n]`.
 
     Args:
+        arrays: the arrays of the network.
+        image: `f32[N, t, n]`, images over time and blocks.
         real: `bool[t, n]` or `bool[N, t, n]`, the part of each array that belongs to the image; the rest counts as 0,
-            as convolutions pad an image.
+            like the padding of a convolution.
     """
     first, first_bias, second, second_bias, last, last_bias = arrays
     real = jnp.broadcast_to(real, image.shape)[:, None]

@@ -1,17 +1,19 @@
-"""AttentionPredictor: each query reads the blocks of tokens that a small network expects to be attended to next
+"""AttentionPredictor: each query attends to the blocks of tokens that a small network predicts to be attended to next
 ("AttentionPredictor: Temporal Patterns Matter for KV Cache Compression", Yang et al., 2025).
 
-The attention of the latest `history` tokens, as the largest weight in each block of `block_size` tokens, is an image
-over time and blocks for each head. A convolutional network, the same for all layers and heads, reads it and gives a
-score to each block. A query reads the first tokens, the latest ones, and the blocks of highest score. Its own attention
-becomes the next row of the image. No token is ever lost. `decodax.train.attention_predictor` trains the network.
+The attention of the latest `history` tokens, as the maximum weight in each block of `block_size` tokens, is an image
+over time and blocks for each head. A convolutional network, the same for all layers and heads, takes this image and
+predicts a score for each block. A query attends to the first tokens, the latest ones, and the blocks with the highest
+scores. Its own attention becomes the next row of the image. No token is ever evicted.
+`decodax.train.attention_predictor` trains the network.
 
-The prediction depends on the attention of all tokens before. So blocks are chosen when a token is committed, and are
-read by the next `every` tokens; a round of drafts is cut there. `every=1` is the paper, whose rounds commit one token.
+The prediction depends on the attention of all tokens before. So blocks are chosen when a token is committed, and the
+next `every` tokens attend to them; a round of drafts is cut there. `every=1` is the rule of the paper, with rounds that
+commit one token.
 
-Where all blocks are chosen, everything is read; after a text of whole blocks the authors' code leaves out one token.
-`fit_attention_predictor` takes full attention on your texts, all layers and heads with the same weight, and the squared
-error of the largest weights in blocks.
+If all blocks are chosen, all tokens are attended to; the authors' code leaves out one token after a text of complete
+blocks. `fit_attention_predictor` trains on full attention over your texts, with the same weight for all layers and
+heads, and the squared error of the maximum weights of blocks.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from decodax.pallas_kernels.window_attention import Bias
 
 
 def pooled(weights: Array, at: Array, blocks: int, block: int) -> Array:
-    """Returns the largest of the weights `f32[n]` of tokens at positions `i32[n]` (-1 for none) in each block,
+    """Returns the maximum in each block of the weights `f32[n]` of tokens at positions `at` (`i32[n]`, -1: none),
     `f32[blocks]`."""
     where = jnp.where(at >= 0, at // block, blocks)
     return jnp.zeros(blocks, jnp.float32).at[where].max(weights, mode="drop")
@@ -46,15 +48,15 @@ def pooled(weights: Array, at: Array, blocks: int, block: int) -> Array:
 
 @struct
 class AttentionPredictorCache(SparseCache, PromptPhase):
-    """Everything, the latest attention, and the blocks that are read next. An entry also holds the node's own
-    attention.
+    """All tokens, their latest attention, and the chosen blocks. An entry also holds the node's own attention.
 
     Attributes:
-        images: a tuple of one `f32[B, H, t, n]` a layer, the largest weight that each of the latest `t` tokens gave to
-            each of `n` blocks, that of position `p` at `p % t`; None: the layer reads everything.
-        chosen: a tuple of one `i32[B, H, C]` a layer, blocks, -1 for none; None: as in `images`.
-        start: `i32[B]`, position of the first token that chose. since: `i32[B]`, position of the first token that reads
-            what is chosen now. The others: see `SparseCache`.
+        images: for each layer `f32[B, H, t, n]`, the maximum weight of each of the latest `t` tokens on each of `n`
+            blocks; that of position `p` is at index `p % t`. None: the layer attends to all tokens.
+        chosen: for each layer `i32[B, H, C]`, the chosen blocks, -1: none. None as for `images`.
+        start: `i32[B]`, number of prefilled tokens.
+        since: `i32[B]`, position of the first token that attends to the chosen blocks.
+        kv, length, given, shapes, kind: see `SparseCache`.
     """
 
     images: tuple[Array | None, ...]
@@ -98,7 +100,7 @@ class AttentionPredictorCache(SparseCache, PromptPhase):
         return out.astype(v.dtype), (*entry, row)
 
     def _read(self, layer: int) -> Array:
-        """Returns the slots that the heads of each row read, each once, `i32[B, H, n]`, -1 for none."""
+        """Returns the slots that the heads of each row attend to, without duplicates, `i32[B, H, n]`; -1: none."""
         kind, chosen = self.kind, self.chosen[layer]
         assert chosen is not None
         first = jnp.arange(kind.sinks, dtype=jnp.int32)
@@ -118,8 +120,16 @@ class AttentionPredictorCache(SparseCache, PromptPhase):
 
     def _attend(self, layer: int, q: Array, k: Array, v: Array, seen: Array, keys_at: Array,
                 at: Array) -> tuple[Array, Array]:
-        """Returns attention `f32[B, W, H, e]` of queries `f32[B, W, H, d]` to the slots `at` (`i32[B, H, n]`) and to
-        the nodes of the window that they see, and the largest weight in each block, `f32[B, W, H, blocks]`."""
+        """Returns attention of scaled queries to slots and to the window, `f32[B, W, H, e]`, and the maximum weight in
+        each block, `f32[B, W, H, blocks]`.
+
+        Args:
+            layer: number of the layer.
+            q, k, v: `f32[B, W, H, d]`, `f[B, K, G, d]` and `f[B, K, G, e]`.
+            seen: `bool[B, W, K]`, nodes of the window that a query attends to.
+            keys_at: `i32[B, K]`, their positions.
+            at: `i32[B, H, n]`, the slots; -1: none.
+        """
         image, d, block = self.images[layer], self.widths[layer], self.kind.block_size
         assert image is not None
 
@@ -142,8 +152,8 @@ class AttentionPredictorCache(SparseCache, PromptPhase):
         return jax.vmap(lambda *row: one(row))(self.kv[layer], k, v, q, seen, keys_at, at)
 
     def _everything(self, layer: int, q: Array, k: Array, seen: Array, keys_at: Array) -> Array:
-        """Returns the largest weight in each block, `f32[B, W, H, blocks]`, of attention to everything; arguments as in
-        `_attend`."""
+        """Returns the maximum weight in each block of attention to all tokens, `f32[B, W, H, blocks]`; for the
+        arguments see `_attend`."""
         image, d, block = self.images[layer], self.widths[layer], self.kind.block_size
         assert image is not None
         n = image.shape[3]
@@ -178,7 +188,7 @@ class AttentionPredictorCache(SparseCache, PromptPhase):
         return new.replace(chosen=chosen, since=jnp.where(due, length, self.since))
 
     def choose(self, rows: Array) -> Self:
-        """Returns the cache with the blocks that the network expects next, in `rows` (`bool[B]`)."""
+        """Returns the cache with new chosen blocks in `rows` (`bool[B]`), those with the highest predicted scores."""
         kind, arrays, made = self.kind, self.kind.net.arrays, []
 
         def one(image: Array, old: Array, length: Array, start: Array) -> Array:
@@ -199,18 +209,27 @@ class AttentionPredictorCache(SparseCache, PromptPhase):
 
 
 def ring(slots: Array, length: Array, size: int) -> Array:
-    """Returns the places in a ring of `size` of nodes at positions `slots` (`i32[B, W]`), `i32[B, W]`, -1 for nodes
-    that are not among the latest `size` tokens of texts of a `length` (`i32[B]`)."""
+    """Returns the indices of nodes in a ring of the latest `size` tokens, `i32[B, W]`; -1 for nodes that are not among
+    them.
+
+    Args:
+        slots: `i32[B, W]`, positions of the nodes; -1: none.
+        length: `i32[B]`, number of tokens of the text with these nodes.
+        size: number of places of the ring.
+    """
     return jnp.where((slots >= 0) & (slots >= length[:, None] - size), slots % size, -1)
 
 
 @struct
 class PromptToPredict(Wrapper):
-    """A prompt in a dense cache, and the queries of its latest tokens.
+    """AttentionPredictor's cache during prefill: a dense cache, and the queries of the latest tokens.
 
     Attributes:
-        queries: a tuple of one `f[B, H, t, d]` a layer, that of position `p` at `p % t`; None: the layer
-            reads everything.
+        base: the dense cache.
+        queries: for each layer `f[B, H, t, d]`, the query of position `p` at index `p % t`; None: the layer attends to
+            all tokens.
+        shapes: static; the `KVLayer` of each layer.
+        kind: static; the configuration.
     """
 
     base: Dense
@@ -262,24 +281,24 @@ class PromptToPredict(Wrapper):
                  "Yang et al. 2025", family="sparse")
 @dataclasses.dataclass(frozen=True)
 class AttentionPredictorConfig(SparseConfig):
-    """Keeps everything; each head of a query reads the blocks that a trained network expects to be attended to next,
-    the first tokens and the latest.
+    """Keeps all tokens; each head of a query attends to the blocks that a trained network predicts to be attended to
+    next, the first tokens and the latest.
 
     The network is trained once for a model: `net = decodax.train.fit_attention_predictor(lm, texts)`. It saves the time
     of attention to long texts, not memory. Example: `cache=caches.attention_predictor(net, budget=512)`.
 
     Attributes:
-        net: the network, or a file that `AttentionNet.save` wrote.
-        budget: number of tokens that a query reads, with the first and the latest ones, its own included; at least two
-            blocks beside those.
-        sinks: number of first tokens that are read in any case; whole blocks.
-        recent: number of latest tokens that are read in any case; whole blocks, one at least.
-        every: number of tokens that read what is chosen once.
-        block_size: tokens of a block.
-        history: number of tokens whose attention the network sees.
-        full: number of tokens after which the network sees what attention to everything would have been, once; None:
+        net: the network, or the path of a file that `AttentionNet.save` wrote.
+        budget: number of tokens that a query attends to, including the first and the latest ones and itself; at least
+            two blocks more than those.
+        sinks: number of first tokens that are always attended to; a multiple of `block_size`.
+        recent: number of latest tokens that are always attended to; a multiple of `block_size`, at least one block.
+        every: number of tokens between two choices.
+        block_size: number of tokens of a block.
+        history: number of tokens whose attention the network gets.
+        full: number of tokens after which one token's row of the image is computed from attention to all tokens; None:
             never.
-        skip: layers that read everything.
+        skip: numbers of layers that attend to all tokens.
     """
 
     net: AttentionNet = None        # type: ignore[assignment]
@@ -308,7 +327,7 @@ class AttentionPredictorConfig(SparseConfig):
 
     @property
     def blocks(self) -> int:
-        """Number of blocks that are chosen."""
+        """Number of blocks to choose."""
         return (self.budget - self.sinks - self.recent) // self.block_size
 
     def empty(self, shapes: tuple[KVLayer, ...], batch: int, size: int, dtype: Any, inputs: PyTree) -> Cache:
@@ -321,7 +340,8 @@ class AttentionPredictorConfig(SparseConfig):
                 chosen.append(None)
                 continue
             if shape.queries is None:
-                raise ValueError("cache: attention-predictor takes a model that says how many heads its queries have")
+                raise ValueError("cache: attention-predictor takes a model that says how many query heads a layer has "
+                                 "(`KVLayer.queries`)")
             images.append(jnp.zeros((batch, shape.queries, self.history, count), jnp.float32))
             chosen.append(jnp.full((batch, shape.queries, min(self.blocks, count)), -1, jnp.int32))
         zeros = jnp.zeros(batch, jnp.int32)

@@ -1,14 +1,14 @@
-"""ClusterKV: each query reads clusters of tokens whose keys are similar ("ClusterKV: Manipulating LLM KV Cache in
+"""ClusterKV: each query attends to clusters of tokens whose keys are similar ("ClusterKV: Manipulating LLM KV Cache in
 Semantic Space for Recallable Compression", Liu et al., 2024).
 
-After a prompt the keys of each head are clustered by their directions, all but the first tokens, the sinks. A query
-takes clusters in the order of its products with their centroids, whole ones until its budget is full, and of the last
-one the earliest tokens. It reads these, the sinks, and the tokens that were committed since the last clustering. When
-there are `every` of the latter, they become clusters of their own. A round commits no token beyond that point, so that
-its nodes read what plain decoding would. Each node of a tree takes clusters of its own.
+After a prompt, the keys of each head are clustered by their directions, except those of the first tokens (the sinks). A
+query takes the clusters with the largest products of query and centroid until its budget is full, and the earliest
+tokens of the last one. It attends to these, to the sinks, and to the tokens that were committed since the last
+clustering. When there are `every` of these, they are clustered, too. A round commits no token beyond that point, so its
+nodes get the same result as in plain decoding. Each node of a tree takes its own clusters.
 
-The authors keep what is not read in the host's memory. Here everything stays on the device: the cache saves time and no
-memory.
+The authors store tokens that are not attended to in host memory. Here all tokens are on the device: the cache saves
+time but no memory.
 """
 
 from __future__ import annotations
@@ -32,12 +32,14 @@ from decodax.core.cache import Cache, Entries, PyTree
 
 @struct
 class ClusterKVCache(IndexedCache):
-    """Everything, and the clusters of all but the first tokens and the latest.
+    """All tokens, and the clusters of all but the first and the latest tokens.
 
     Attributes:
-        clusters: a tuple of one `Clusters` a layer, arrays `[B, ...]`; None where a layer reads everything.
-        sinks: `i32[B]`, number of tokens before the clustered ones. done: `i32[B]`, where the clustered ones end.
-        used: `i32[B]`, number of clusters. The others: see `SparseCache`.
+        clusters: the `Clusters` of each layer, with arrays `[B, ...]`; None: the layer attends to all tokens.
+        sinks: `i32[B]`, number of first tokens that are not clustered.
+        done: `i32[B]`, position where the clustered tokens end.
+        used: `i32[B]`, number of clusters.
+        kv, length, given, shapes, kind: see `SparseCache`.
     """
 
     clusters: tuple[Clusters | None, ...]
@@ -84,7 +86,7 @@ class ClusterKVCache(IndexedCache):
         return if_any(full, lambda cache: cache._grown(full), new)
 
     def _grown(self, rows: Array) -> Self:
-        """Returns the cache with clusters of the latest tokens of `rows` (`bool[B]`)."""
+        """Returns the cache with the latest `every` tokens of `rows` (`bool[B]`) clustered."""
         kind, n, made = self.kind, self.kind.every, []
 
         def one(row: Any, d: int) -> Clusters:
@@ -110,7 +112,7 @@ class ClusterKVCache(IndexedCache):
 
 
 def cluster_slots(clusters: Clusters, q: Array, count: int) -> Array:
-    """Returns the positions that queries `f32[G, r, d]` of one row take, `i32[G, r, count]`, -1 for none."""
+    """Returns the positions of the tokens that queries `f32[G, r, d]` of one row take, `i32[G, r, count]`; -1: none."""
     worth = jnp.einsum("grd,gcd->grc", q, clusters.centroids)
     place = cluster_places(clusters.sizes, clusters.starts, worth, count)
     at = jax.vmap(lambda order, place: order[jnp.clip(place, 0, len(order) - 1)])(clusters.order, place)
@@ -121,19 +123,20 @@ def cluster_slots(clusters: Clusters, q: Array, count: int) -> Array:
                  "Liu et al. 2024", family="sparse")
 @dataclasses.dataclass(frozen=True)
 class ClusterKVConfig(SparseConfig):
-    """Keeps everything; each query reads clusters of tokens whose keys are similar, the first tokens and the latest.
+    """Keeps all tokens; each query attends to clusters of tokens whose keys are similar, the first tokens and the
+    latest.
 
     It saves the time of attention to long texts, not memory. Example: `cache="clusterkv:budget=512"`.
 
     Attributes:
-        budget: number of tokens that a query reads beside the latest ones, sinks included.
+        budget: number of tokens that a query attends to beside the latest ones, sinks included.
         cluster_size: mean number of tokens of a cluster of the prompt.
-        sinks: number of first tokens, which are in no cluster and are read in any case.
+        sinks: number of first tokens, which are in no cluster and are always attended to.
         every: number of tokens after the prompt that are clustered together.
-        new_clusters: number of clusters that they form.
-        iterations: of k-means.
-        seed: of the random keys that k-means begins with.
-        skip: layers that read everything; the first two, as in the authors' code.
+        new_clusters: number of clusters that these form.
+        iterations: number of iterations of k-means.
+        seed: seed of the random keys that k-means starts from.
+        skip: numbers of layers that attend to all tokens; the first two, as in the authors' code.
     """
 
     budget: Count = 1024
@@ -157,15 +160,15 @@ class ClusterKVConfig(SparseConfig):
         return dataclasses.replace(self, _new=new)
 
     def reads(self, size: int) -> int:
-        """Returns the number of tokens of clusters that a query reads, in texts of `size` tokens."""
+        """Returns the number of tokens in clusters that a query attends to, in texts of `size` tokens."""
         return min(self.budget - self.sinks, size)
 
     def clusters(self, size: int) -> int:
-        """Returns the most clusters of a prompt of `size` tokens."""
+        """Returns the maximum number of clusters of a prompt of `size` tokens."""
         return max((size - self.sinks) // self.cluster_size, 1)
 
     def later(self, size: int) -> int:
-        """Returns the most clusters of what follows a prompt, in texts of `size` tokens."""
+        """Returns the maximum number of clusters of tokens after a prompt, in texts of `size` tokens."""
         return (size if self._new is None else min(self._new, size)) // self.every * self.new_clusters
 
     def empty(self, shapes: tuple[KVLayer, ...], batch: int, size: int, dtype: Any, inputs: PyTree) -> Cache:

@@ -1,5 +1,5 @@
-"""Clusters of tokens whose keys point in similar directions, for caches whose queries read whole clusters: k-means by
-cosines, and the tokens of the clusters that a query likes best."""
+"""Clusters of tokens whose keys point in similar directions, for caches whose queries attend to clusters: k-means by
+cosines, and the choice of the clusters with the highest scores."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from decodax.common.struct import Struct, struct
 
 @struct
 class Clusters(Struct):
-    """Clusters of the keys of a layer, of one row or of several.
+    """Clusters of the keys of a layer, for one row or several.
 
     Attributes:
-        centroids: `f32[..., G, C, d]`, mean keys. sizes: `i32[..., G, C]`, numbers of tokens; 0 for no cluster.
-        starts: `i32[..., G, C]`, the place in `order` of each cluster's first token. order: `i32[..., G, S]`, positions
-            of all tokens, cluster by cluster and in each of them in ascending order.
+        centroids: `f32[..., G, C, d]`, mean keys.
+        sizes: `i32[..., G, C]`, numbers of tokens; 0: no cluster.
+        starts: `i32[..., G, C]`, index in `order` of each cluster's first token.
+        order: `i32[..., G, S]`, positions of all tokens, cluster by cluster, in ascending order within each.
     """
 
     centroids: Array
@@ -28,21 +29,24 @@ class Clusters(Struct):
 
     @classmethod
     def empty(cls, batch: int, heads: int, count: int, size: int, width: int) -> Clusters:
-        """Returns `count` clusters without tokens, in texts of up to `size` tokens."""
+        """Returns `count` empty clusters for each head, for texts of up to `size` tokens."""
         zeros = lambda *rest, of=jnp.int32: jnp.zeros((batch, heads, *rest), of)
         return cls(centroids=zeros(count, width, of=jnp.float32), sizes=zeros(count), starts=zeros(count),
                    order=zeros(size))
 
 
 def k_means(keys: Array, valid: Array, first: Array, iterations: int) -> tuple[Array, Array]:
-    """Clusters the keys `f32[n, d]` of one head that are `valid` (`bool[n]`), by their cosines to centroids.
+    """Clusters the keys of one head by their cosines to centroids.
 
     Args:
-        first: `i32[C]`, the keys that are the centroids at first; -1 for no cluster. iterations: how often centroids
-            are moved to the means of their keys; one without keys stays where it is.
+        keys: `f32[n, d]`.
+        valid: `bool[n]`, the keys to cluster.
+        first: `i32[C]`, indices of the keys that are the initial centroids; -1: no cluster.
+        iterations: number of times that centroids are moved to the means of their keys. A centroid without keys is not
+            moved.
 
     Returns:
-        The centroids `f32[C, d]`, and the cluster of each key, `i32[n]`, `C` where it is not valid.
+        The centroids `f32[C, d]`, and the cluster of each key, `i32[n]`; `C` for keys that are not valid.
     """
     unit = lambda x: x / (jnp.linalg.norm(x, axis=-1, keepdims=True) + 1e-8)
     C, directions = len(first), unit(keys)
@@ -61,11 +65,16 @@ def k_means(keys: Array, valid: Array, first: Array, iterations: int) -> tuple[A
 
 
 def first_centroids(seed: int, start: Array, length: Array, number: Array, most: int) -> Array:
-    """Draws the keys that are the first centroids of `number` (`i32[]`) clusters, from `start` on and before `length`
-    (`i32[]`).
+    """Draws the keys that are the initial centroids.
+
+    Args:
+        seed: seed of the draws.
+        start, length: `i32[]`; positions are drawn from `start` to `length - 1`.
+        number: `i32[]`, number of clusters.
+        most: maximum of `number`, the size of the result. The draws do not depend on it.
 
     Returns:
-        `i32[most]`, -1 for no cluster. Random numbers are addressed one by one, so that they do not depend on `most`.
+        Positions `i32[most]`; -1: no cluster.
     """
     draw = lambda i: jax.random.uniform(jax.random.fold_in(jax.random.key(seed), i))
     some = jnp.floor(jax.vmap(draw)(jnp.arange(most, dtype=jnp.uint32)) * (length - start)).astype(jnp.int32)
@@ -73,10 +82,13 @@ def first_centroids(seed: int, start: Array, length: Array, number: Array, most:
 
 
 def clustered(keys: Array, start: Array, length: Array, first: Array, iterations: int) -> Clusters:
-    """Clusters the keys `f32[G, n, d]` of one row from `start` on and before `length` (`i32[]`).
+    """Clusters the keys of one row at positions from `start` to `length - 1`.
 
     Args:
-        first: `i32[C]`, the first centroids of every head, -1 for no cluster; see `k_means`.
+        keys: `f32[G, n, d]`.
+        start, length: `i32[]`.
+        first: `i32[C]`, initial centroids of every head; see `k_means`.
+        iterations: see `k_means`.
     """
     at = jnp.arange(keys.shape[1], dtype=jnp.int32)
     valid = (at >= start) & (at < length)
@@ -89,8 +101,16 @@ def clustered(keys: Array, start: Array, length: Array, first: Array, iterations
 
 def prompt_clusters(prompt: Dense, layer: int, sinks: Array, number: Array, most: int, seed: int,
                     iterations: int) -> Clusters:
-    """Clusters the keys of a layer of prompts, all but the first `sinks` (`i32[B]`) of each row, into `number`
-    (`i32[B]`) clusters, `most` at most."""
+    """Clusters the keys of a layer for all prompts.
+
+    Args:
+        prompt: the cache of the prompts.
+        layer: number of the layer.
+        sinks: `i32[B]`, number of first tokens of each row that are not clustered.
+        number: `i32[B]`, number of clusters of each row.
+        most: maximum of `number`.
+        seed, iterations: see `first_centroids` and `k_means`.
+    """
 
     def one(row: tuple[Array, ...]) -> Clusters:
         keys, start, length, number = row
@@ -101,12 +121,15 @@ def prompt_clusters(prompt: Dense, layer: int, sinks: Array, number: Array, most
 
 
 def cluster_places(sizes: Array, starts: Array, worth: Array, count: int, cut: bool = True) -> Array:
-    """Returns the places of `count` tokens of the clusters of highest worth, `i32[G, r, count]`, -1 for no token.
+    """Returns indices in `Clusters.order` of up to `count` tokens, taken from the clusters of highest score, `i32[G, r,
+    count]`; -1: no token.
 
     Args:
-        sizes, starts: `i32[G, C]`, as in `Clusters`. worth: `f32[G, r, C]`.
-        cut: whether the first cluster that is too large for what is left of `count` gives its earliest tokens; else it
-            gives none, and no cluster after it does.
+        sizes, starts: `i32[G, C]`, see `Clusters`.
+        worth: `f32[G, r, C]`, scores of the clusters.
+        count: number of tokens.
+        cut: True takes the earliest tokens of the first cluster that does not fit into `count`. False takes none of it,
+            and no later cluster.
     """
     _, best = lax.top_k(jnp.where(sizes[:, None] > 0, worth, -jnp.inf), worth.shape[-1])
     in_order = lambda x: jax.vmap(lambda own, best: own[best])(x, best)

@@ -1,10 +1,9 @@
-"""Pages of a sparse cache in the memory of the host, of which a round fetches those that its queries choose.
+"""Sparse caches whose pages are in host memory; a round fetches the pages that its queries choose.
 
-The cache is that of `decodax.caches.sparse.pages`, but the device holds digests and the latest tokens alone. Queries
-choose the same pages, so all results are the same. A page travels to the host once, when it is full. While a prompt is
-read, pages come from the host block by block, so that the whole prompt is never on the device. Layers that read
-everything in each round stay on the device: those in `skip`, those with a sliding window, and all of them where the
-text is no longer than what a query reads.
+The rules are those of `decodax.caches.sparse.pages`, and so are all results, but the device holds only digests and the
+latest tokens. A page is copied to the host once, when it is full. During prefill, pages are fetched block by block, so
+that the whole prompt is never on the device. Some layers are stored on the device entirely: those in `skip`, those with
+a sliding window, and all layers if the text is no longer than what a query attends to.
 
 The latest tokens are a ring: the token at position `p` is in slot `p % R`.
 """
@@ -26,18 +25,18 @@ from decodax.core.host_memory import PAGES, empty_pages, fetch, permute_rows, ru
 from decodax.pallas_kernels.window_attention import merge, prefix_attention, window_attention_lse
 
 AT_ONCE = 512
-"""Number of tokens of a row that are fetched together while a prompt is read."""
+"""Number of tokens of a row that are fetched together during prefill."""
 
 
 @struct
 class HostPageCache(PageCache):
-    """Full pages in the host's memory, and digests and the latest tokens on the device.
+    """Full pages in host memory, with digests and the latest tokens on the device.
 
     Attributes:
-        kv: a tuple of one `f[B, G, R, d + e]` a layer, the ring of the latest tokens; where `pages` is None, of all
-            tokens, `f[B, G, S, d + e]`.
-        pages: a tuple of one `f[B, G, N, P, d + e]` a layer in the host's memory; None where `kv` holds all of it.
-        The others: see `PageCache`.
+        kv: for each layer `f[B, G, R, d + e]`, the ring of the latest tokens; if `pages` is None, `f[B, G, S, d + e]`,
+            all tokens.
+        pages: for each layer `f[B, G, N, P, d + e]` in host memory; None: the layer is stored in `kv`.
+        length, given, shapes, kind, digests: see `PageCache`.
     """
 
     pages: tuple[Array | None, ...]
@@ -114,8 +113,8 @@ class HostPageCache(PageCache):
         return self.replace(pages=tuple(pages), kv=tuple(held), digests=tuple(digests), length=length)
 
     def _page_tokens(self, ring: Array, new: Array, slots: Array, full: Array) -> Array:
-        """Returns the tokens `f[B, G, n, P, d + e]` of the pages `full` (`i32[B, n]`), from what the ring holds and the
-        new tokens `f[B, W, G, d + e]` at `slots` (`i32[B, W]`)."""
+        """Returns the tokens of the pages `full` (`i32[B, n]`), `f[B, G, n, P, d + e]`. They come from the ring, and
+        from the new tokens `f[B, W, G, d + e]` at positions `slots` (`i32[B, W]`)."""
         (B, W), P, R = slots.shape, self.kind.page_size, ring.shape[2]
         after = slots - self.length[:, None]
         node = jnp.zeros((B, W), jnp.int32).at[
@@ -129,7 +128,8 @@ class HostPageCache(PageCache):
 
 
 def run(page: int, pages: int) -> int:
-    """Returns how many of a row's pages, of `page` tokens each, are fetched together while a prompt is read."""
+    """Returns the number of pages of a row that are fetched together during prefill. `page` is the number of tokens of
+    a page, `pages` the maximum result."""
     return min(max(AT_ONCE // page, 1), pages)
 
 

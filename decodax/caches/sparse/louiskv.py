@@ -1,22 +1,24 @@
-"""LouisKV: a layer chooses anew what it reads where the text turns to something else ("LouisKV: Efficient KV Cache
-Retrieval for Long Input-Output Sequences", Wu et al., 2025).
+"""LouisKV: a layer chooses the tokens to attend to only where the query changes ("LouisKV: Efficient KV Cache Retrieval
+for Long Input-Output Sequences", Wu et al., 2025).
 
-After a prompt the keys of each head are clustered, all but the first tokens, the sinks. While decoding, each layer
-compares the queries of a token with those of the token before, by the cosine `r` averaged over heads. Where `r < tau`
-the token is a boundary. A new segment begins with it, and each head of keys chooses clusters and segments by the
-softmax of its queries over their mean keys, averaged over the queries, best first until the budget is full. Until the
-next boundary, tokens read what was chosen there, the sinks, and the latest tokens, which are in the buffer. A segment
-can be chosen once the buffer is full and it is the oldest one in it. Segments are never clustered.
+After a prompt, the keys of each head are clustered, except those of the first tokens (the sinks). While decoding, each
+layer compares the queries of a token with those of the token before, by the cosine `r` averaged over heads. If `r <
+tau`, the token is a boundary. A new segment begins with it, and each key head chooses clusters and segments: the score
+is the softmax of its queries over their mean keys, averaged over the queries, and the best ones are taken until the
+budget is full. Until the next boundary, tokens attend to what was chosen there, to the sinks, and to the latest tokens,
+which are in the buffer. A segment can be chosen once it has left the buffer: it leaves when the buffer is full and it
+is the oldest one in it. Segments are never clustered.
 
-The buffer is full at `p` when it holds `buffer` tokens before `p`, so a segment has left it if and only if it begins
-`buffer` tokens or more before `p`. That is known of each node of a window. What a node reads follows from the nodes
-before it that it sees: its own query and its parent's say whether it is a boundary, and the entry of the last boundary
-among them holds what is read. A round ends before a segment leaves the buffer of which a part is in the round's window.
+The buffer is full at position `p` if it holds `buffer` tokens before `p`, so a segment has left it if and only if it
+begins at least `buffer` tokens before `p`. This is known for each node of a window. What a node attends to follows from
+the nodes before it that it sees: its own query and its parent's decide whether it is a boundary, and the entry of the
+last boundary among them holds the choice. A round ends before a segment leaves the buffer that is partly in the round's
+window.
 
-No code is public. The paper leaves open the number of sinks, the size of the buffer, how k-means begins and how often
-it runs, and whether the cluster that passes the budget is cut; these are options. Queries are compared as attention has
-them, rotated; the budget counts clusters and segments alone; the newest token of a prompt is the first that chooses.
-Mean keys take memory for a segment a token.
+The authors have published no code. The paper leaves open the number of sinks, the size of the buffer, the start and the
+iterations of k-means, and whether the cluster that exceeds the budget is cut; these are options. Queries are compared
+after rotation; the budget counts clusters and segments alone; the newest token of a prompt is the first one that
+chooses. The memory for mean keys suffices for one segment per token.
 """
 
 from __future__ import annotations
@@ -45,14 +47,16 @@ NEVER = jnp.iinfo(jnp.int32).max
 
 @struct
 class RetrievedLayer(Struct):
-    """Clusters and segments that a layer can choose, and what it has chosen, of one row or of several.
+    """The clusters and segments that a layer can choose from, and its last choice, for one row or several.
 
     Attributes:
-        clusters: those of the prompt.
-        starts: `i32[..., N]`, positions at which segments begin; `NEVER` for none yet. newest: `i32[...]`, number of
-            the segment that is being written. sums: `f32[..., G, N, d]`, of the keys of each segment.
-        queries: `f32[..., H, d]`, of the latest token. chosen: `i32[..., G, n]`, positions; -1 for none.
-        buffer: static; tokens in the buffer.
+        clusters: clusters of the prompt.
+        starts: `i32[..., N]`, positions at which segments begin; `NEVER`: no segment yet.
+        newest: `i32[...]`, number of the segment that is being written.
+        sums: `f32[..., G, N, d]`, sum of the keys of each segment.
+        queries: `f32[..., H, d]`, queries of the latest token.
+        chosen: `i32[..., G, n]`, the chosen positions; -1: none.
+        buffer: static; number of tokens of the buffer.
     """
 
     clusters: Clusters
@@ -65,19 +69,20 @@ class RetrievedLayer(Struct):
 
     @property
     def begun(self) -> Array:
-        """`i32[...]`: position at which the segment begins that is being written."""
+        """`i32[...]`: position of the first token of the segment that is being written."""
         return jnp.take_along_axis(self.starts, self.newest[..., None], -1)[..., 0]
 
 
 @struct
 class LouisKVCache(IndexedCache):
-    """Everything, and for each layer what it chooses from and has chosen.
+    """All tokens, and for each layer its clusters, segments and last choice.
 
-    An entry holds, after key and value, the query, whether the node is a boundary, and what it chooses.
+    An entry holds key, value, query, whether the node is a boundary, and what it chooses.
 
     Attributes:
-        retrieved: a tuple of one `RetrievedLayer` a layer; None where a layer reads everything.
-        prompt: `i32[B]`, length of the prompt. The others: see `SparseCache`.
+        retrieved: the `RetrievedLayer` of each layer; None: the layer attends to all tokens.
+        prompt: `i32[B]`, number of prefilled tokens.
+        kv, length, given, shapes, kind: see `SparseCache`.
     """
 
     retrieved: tuple[RetrievedLayer | None, ...]
@@ -100,8 +105,8 @@ class LouisKVCache(IndexedCache):
                                    bias=bias), entry
         assert held is not None
         if own and window.before is None:
-            raise ValueError("cache: louiskv compares the queries of the tokens of a text; takes a model and a method "
-                             "that read each token once, by its own key")
+            raise ValueError("cache: louiskv compares the queries of the tokens of a text; takes a method that does "
+                             "not read a token twice")
         at, before, f32 = window.positions, window.before, q.astype(jnp.float32)
         with_before = lambda i, x: x if before is None else jnp.concatenate([before[i], x], 1)
         seen = jnp.broadcast_to(window.visible(), (*q.shape[:2], k.shape[1]))
@@ -130,8 +135,8 @@ class LouisKVCache(IndexedCache):
         return found
 
     def _read(self, layer: int, row: tuple[Array, ...], q: Array, at: Array, reads: Array) -> tuple[Array, Array]:
-        """Returns attention of a query `f32[H, d]` of one row at `at` (`i32[]`) to the sinks, to the slots `reads`
-        (`i32[G, n]`) and to the buffer."""
+        """Returns attention of a query `f32[H, d]` of one row at position `at` (`i32[]`) to the sinks, to the slots
+        `reads` (`i32[G, n]`) and to the buffer."""
         (kv, starts, newest, length, prompt), kind = row, self.kind
         (G, S, _), d = kv.shape, self.widths[layer]
         first = jnp.arange(min(kind.sinks, S), dtype=jnp.int32)
@@ -166,7 +171,8 @@ class LouisKVCache(IndexedCache):
         return new.replace(retrieved=retrieved)
 
     def _grown(self, held: RetrievedLayer, entry: Any, slots: Array, length: Array) -> RetrievedLayer:
-        """Returns what a layer can choose from after tokens at `slots`, with which texts have a `length` (`i32[B]`)."""
+        """Returns the state of a layer after a commit at `slots`, after which the text has `length` (`i32[B]`)
+        tokens."""
         k, _, queries, boundary, chosen = entry
         wanted, none = slots >= 0, held.starts.shape[1]
         turned = wanted & boundary
@@ -190,17 +196,20 @@ class LouisKVCache(IndexedCache):
 
 
 def likeness(one: Array, other: Array) -> Array:
-    """Returns the cosines of queries `f32[..., H, d]`, averaged over heads, `f32[...]`."""
+    """Returns the mean over heads of the cosine of two queries `f32[..., H, d]`, `f32[...]`."""
     norms = jnp.linalg.norm(one, axis=-1) * jnp.linalg.norm(other, axis=-1)
     return ((one * other).sum(-1) / jnp.maximum(norms, 1e-12)).mean(-1)
 
 
 def chosen_slots(held: RetrievedLayer, q: Array, at: Array, count: int, cut: bool) -> Array:
-    """Returns the slots that each head of keys chooses for the queries of one token of a row, `i32[G, count]`, -1 for
-    none.
+    """Returns the slots that each key head chooses for the queries of one token of a row, `i32[G, count]`; -1: none.
 
     Args:
-        q: `f32[H, d]`. at: `i32[]`, position of the token. cut: as in `cluster_places`.
+        held: the clusters and segments of the row.
+        q: `f32[H, d]`, the queries.
+        at: `i32[]`, position of the token.
+        count: number of slots.
+        cut: see `cluster_places`.
     """
     (G, N, d), prompt, number = held.sums.shape, held.clusters, jnp.arange(len(held.starts))
     S = prompt.order.shape[-1]
@@ -219,8 +228,8 @@ def chosen_slots(held: RetrievedLayer, q: Array, at: Array, count: int, cut: boo
 
 
 def with_means(clusters: Clusters, keys: Array) -> Clusters:
-    """Returns the clusters of a row with the means of their keys (`f[G, S, d]`) as centroids, which those of the last
-    iteration of k-means are not."""
+    """Returns the clusters of a row with the means of their keys (`f[G, S, d]`) as centroids. The centroids of k-means
+    are the means before its last assignment."""
     keys = keys.astype(jnp.float32)
     C, place = clusters.sizes.shape[1], jnp.arange(keys.shape[1])
     of = jax.vmap(lambda ends: jnp.searchsorted(ends, place, side="right"))(clusters.starts + clusters.sizes)
@@ -233,23 +242,24 @@ def with_means(clusters: Clusters, keys: Array) -> Clusters:
                  family="sparse")
 @dataclasses.dataclass(frozen=True)
 class LouisKVConfig(SparseConfig):
-    """Keeps everything; where a query differs from the one before, heads choose clusters of the prompt and segments of
-    the answer, which are read until the next such place.
+    """Keeps all tokens; where a query differs from the one before, heads choose clusters of the prompt and segments of
+    the answer, to which tokens attend until the next such place.
 
-    It suits long answers, since queries of neighbouring tokens mostly agree and nothing is chosen for them. It saves
-    the time of attention, not memory. Example: `cache="louiskv:budget=512"`.
+    It suits long answers: queries of neighbouring tokens are mostly similar, and then nothing is chosen. It saves the
+    time of attention, not memory. Example: `cache="louiskv:budget=512"`.
 
     Attributes:
         budget: number of tokens of clusters and segments that a head chooses.
-        tau: cosine of queries below which a token is a boundary.
+        tau: a token is a boundary if the cosine of its query and the one before is below this.
         cluster_size: mean number of tokens of a cluster of the prompt.
-        sinks: number of first tokens of a prompt, which are in no cluster and are read in any case.
-        buffer: number of latest tokens after a prompt that are read in any case; whole segments leave the buffer.
-        iterations: of k-means.
-        seed: of the random keys that k-means begins with.
-        cut: whether the first cluster or segment that is too large for what is left of the budget gives its earliest
-            tokens; else it gives none, and no cluster or segment after it does.
-        skip: layers that read everything.
+        sinks: number of first tokens of a prompt, which are in no cluster and are always attended to.
+        buffer: number of latest tokens after a prompt that are always attended to; segments leave the buffer as a
+            whole.
+        iterations: number of iterations of k-means.
+        seed: seed of the random keys that k-means starts from.
+        cut: True takes the earliest tokens of the first cluster or segment that does not fit into the budget. False
+            takes none of it, and no later one.
+        skip: numbers of layers that attend to all tokens.
     """
 
     budget: Count = 1024
@@ -269,11 +279,12 @@ class LouisKVConfig(SparseConfig):
         return dataclasses.replace(self, _new=new)
 
     def clusters(self, size: int) -> int:
-        """Returns the most clusters of a prompt of `size` tokens."""
+        """Returns the maximum number of clusters of a prompt of `size` tokens."""
         return max((size - self.sinks) // self.cluster_size, 1)
 
     def segments(self, size: int) -> int:
-        """Returns the most segments after a prompt, in texts of `size` tokens: one a token, and one to be written."""
+        """Returns the maximum number of segments after a prompt, in texts of `size` tokens: one for each token, and one
+        that is being written."""
         return (size if self._new is None else min(self._new, size)) + 1
 
     def empty(self, shapes: tuple[KVLayer, ...], batch: int, size: int, dtype: Any, inputs: PyTree) -> Cache:

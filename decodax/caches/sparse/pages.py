@@ -1,11 +1,11 @@
-"""Sparse caches that are divided into pages of tokens, of which each query reads a few.
+"""Sparse caches that are divided into pages of tokens; each query attends to a few pages.
 
-A page is described by a digest: a few numbers for each head. A query scores all digests and reads the pages of highest
-score; nothing else of the cache is touched. Prompts are read whole. The page that is being filled and the latest
-`recent` tokens are read in any case, so that it does not matter which of them a round has committed and which are in
-its own window: a round of drafts reads what plain decoding would. No page is ever lost.
+A page is represented by a digest: a few numbers for each head. A query scores all digests and attends to the pages with
+the highest scores; the rest of the cache is not loaded. Prompts are prefilled with full attention. The page that is
+being filled and the latest `recent` tokens are always attended to. So it does not matter which of them are committed
+and which are in the window, and a round of drafts gives the same result as plain decoding. No page is ever evicted.
 
-The pages may be in the host's memory (`decodax.caches.sparse.host_pages`); digests and the latest tokens stay on the
+The pages may be in host memory (`decodax.caches.sparse.host_pages`); digests and the latest tokens are always on the
 device.
 """
 
@@ -29,7 +29,7 @@ from decodax.core.window import each_node
 
 
 class PageScore(abc.ABC):
-    """Base of rules that digest and score pages: derive a frozen dataclass and declare it as the `score` of a
+    """Base of rules that compute digests and scores of pages. Derive a frozen dataclass, and use it as the `score` of a
     `PageConfig`."""
 
     @abc.abstractmethod
@@ -38,7 +38,7 @@ class PageScore(abc.ABC):
 
     @abc.abstractmethod
     def __call__(self, q: Array, digests: Array) -> Array:
-        """Returns the scores `f32[G, r, N]` that queries `f[G, r, d]` give to pages with digests `f[G, N, m]`."""
+        """Returns the scores `f32[G, r, N]` of pages with digests `f[G, N, m]` for queries `f[G, r, d]`."""
 
 
 @struct
@@ -46,7 +46,8 @@ class PageCache(SparseCache):
     """Keys and values of all tokens, with a digest of each full page.
 
     Attributes:
-        digests: a tuple of one `f[B, G, S / P, m]` a layer. The others: see `SparseCache`.
+        digests: for each layer `f[B, G, S / P, m]`.
+        kv, length, given, shapes, kind: see `SparseCache`.
     """
 
     digests: tuple[Array, ...]
@@ -76,26 +77,34 @@ class PageCache(SparseCache):
         return found
 
     def pages_of(self, layer: int, pages: Array, found: Array) -> Array:
-        """Returns the tokens `f[B, G, n P, d + e]` of the pages `i32[B, G, n]` that are `found` (`bool[B, G, n]`)."""
+        """Returns the tokens of some pages, `f[B, G, n P, d + e]`.
+
+        Args:
+            layer: number of the layer.
+            pages: `i32[B, G, n]`, numbers of pages.
+            found: `bool[B, G, n]`, pages that exist; the tokens of others are undefined.
+        """
         P = self.kind.page_size
         slots = (pages[..., None] * P + jnp.arange(P, dtype=jnp.int32)).reshape(*pages.shape[:2], -1)
         return jnp.take_along_axis(self.kv[layer], slots[..., None], 2)
 
     def latest(self, layer: int, first: Array, count: int) -> Array:
-        """Returns `count` tokens from position `first` (`i32[B]`) on, `f[B, G, count, d + e]`; any numbers where there
-        is no token."""
+        """Returns `count` tokens from position `first` (`i32[B]`) on, `f[B, G, count, d + e]`; undefined where there is
+        no token."""
         return jax.vmap(lambda kv, first: lax.dynamic_slice_in_dim(kv, first, count, 1))(self.kv[layer], first)
 
     def first_late_page(self, positions: Array) -> Array:
-        """Returns the first page that queries at positions `i32[...]` read in any case."""
+        """Returns the first page that queries at positions `i32[...]` always attend to."""
         return jnp.maximum(positions - self.kind.recent, 0) // self.kind.page_size
 
     def choose(self, layer: int, q: Array, positions: Array) -> tuple[Array, Array]:
-        """Returns the pages `i32[B, G, n]` of highest score to one query of each row, and which of them exist,
-        `bool[B, G, n]`.
+        """Returns the pages with the highest scores for one query of each row, `i32[B, G, n]`, and a mask of those that
+        exist, `bool[B, G, n]`.
 
         Args:
-            q: `f32[B, H, d]`. positions: `i32[B]`.
+            layer: number of the layer.
+            q: `f32[B, H, d]`, queries.
+            positions: `i32[B]`, their positions.
         """
         digests, shape, score = self.digests[layer], self.shapes[layer], self.kind.score
         pages = min(self.kind.pages, digests.shape[2])
@@ -109,8 +118,14 @@ class PageCache(SparseCache):
         return jax.vmap(choose)(q, digests, self.first_late_page(positions))
 
     def always_read(self, layer: int, positions: Array, length: Array) -> tuple[Array, Array]:
-        """Returns the tokens that one query of each row, at `i32[B]`, reads in any case, `f[B, G, n, d + e]`, and which
-        of them are among the first `length` (`i32[B]`), `bool[B, G, n]`."""
+        """Returns the tokens that one query of each row always attends to, `f[B, G, n, d + e]`, and a mask of those
+        that exist, `bool[B, G, n]`.
+
+        Args:
+            layer: number of the layer.
+            positions: `i32[B]`, positions of the queries.
+            length: `i32[B]`, number of tokens of the text.
+        """
         start, near = self.first_late_page(positions) * self.kind.page_size, min(
             self.kind.recent + self.kind.page_size, self.capacity)
         first = jnp.minimum(start, self.capacity - near)
@@ -131,8 +146,8 @@ class PageCache(SparseCache):
         return new.replace(digests=tuple(digests))
 
     def filled(self, slots: Array) -> tuple[Array, Array]:
-        """Returns the length `i32[B]` after tokens at `slots` (`i32[B, W]`), and the pages that they may have filled,
-        `i32[B, n]`, -1 for one that is not full."""
+        """Returns the length after a commit at `slots` (`i32[B, W]`), `i32[B]`, and the pages that it may have filled,
+        `i32[B, n]`; -1 for a page that is not full."""
         P, W = self.kind.page_size, slots.shape[1]
         length = jnp.maximum(self.length, slots.max(1) + 1)
         first = jnp.where(slots >= 0, slots, self.capacity).min(1) // P
@@ -140,20 +155,21 @@ class PageCache(SparseCache):
         return length, jnp.where((pages + 1) * P <= length[:, None], pages, -1)
 
     def digested(self, layer: int, pages: Array, keys: Array) -> Array:
-        """Returns the digests of a layer with those of `pages` (`i32[B, n]`), whose keys are `f[B, G, n, P, d]`."""
+        """Returns the digests of a layer, with those of `pages` (`i32[B, n]`; -1: none) computed from their `keys`,
+        `f[B, G, n, P, d]`."""
         return write(self.digests[layer], self.kind.score.digest(keys).swapaxes(1, 2), pages)
 
 
 @dataclasses.dataclass(frozen=True)
 class PageConfig(SparseConfig):
-    """Base of the configs of paged sparse caches; a derived class declares `name` and `score`.
+    """Base of the configs of paged sparse caches. A derived class declares `name` and `score`.
 
     Attributes:
-        budget: number of tokens of the pages that a query reads; three pages at least.
-        page_size: tokens of a page.
-        recent: number of latest tokens that are read in any case; no window may be wider.
-        skip: layers that read everything.
-        score: digests of pages, and their scores.
+        budget: number of tokens of the pages that a query attends to; at least three pages.
+        page_size: number of tokens of a page.
+        recent: number of latest tokens that are always attended to; no window may be wider.
+        skip: numbers of layers that attend to all tokens.
+        score: rule that computes digests and scores of pages.
     """
 
     budget: Count = 1024
@@ -165,11 +181,11 @@ class PageConfig(SparseConfig):
 
     @property
     def pages(self) -> int:
-        """Number of pages that a query reads."""
+        """Number of pages that a query attends to."""
         return max(3, self.budget // self.page_size)
 
     def is_sparse(self, capacity: int) -> bool:
-        """Returns True if a text of `capacity` tokens has more of them than a query reads."""
+        """Returns True if a text of `capacity` tokens is longer than what a query attends to."""
         return capacity > self.pages * self.page_size + self.recent
 
     def parts(self, shapes: tuple[KVLayer, ...], batch: int, size: int, dtype: Any, inputs: PyTree) -> dict[str, Any]:
@@ -181,7 +197,7 @@ class PageConfig(SparseConfig):
         return -(-size // self.page_size) * self.page_size
 
     def digests(self, shapes: tuple[KVLayer, ...], batch: int, size: int, dtype: Any) -> tuple[Array, ...]:
-        """Returns digests of no pages."""
+        """Returns the empty digests of all layers."""
         found = []
         for shape in shapes:
             one = jax.eval_shape(self.score.digest, jax.ShapeDtypeStruct((self.page_size, shape.width), dtype))

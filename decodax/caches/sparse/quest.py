@@ -1,9 +1,9 @@
-"""Quest: each query reads the pages of the cache whose keys may have the largest products with it ("Quest: Query-Aware
-Sparsity for Efficient Long-Context LLM Inference", Tang et al., 2024).
+"""Quest: each query attends to the pages whose keys may have the largest products with it ("Quest: Query-Aware Sparsity
+for Efficient Long-Context LLM Inference", Tang et al., 2024).
 
-The digest of a page is the smallest and the largest value of each channel of its keys. They bound the product of a
-query with any key of the page, and pages are chosen by that bound. See `decodax.caches.sparse.pages` for how pages are
-read and what is read in any case.
+The digest of a page is the minimum and the maximum of each channel over its keys. They give an upper bound of the
+product of a query with any key of the page, which is the score of the page. `decodax.caches.sparse.pages` describes
+which tokens are attended to.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ class KeyBounds(PageScore):
                  family="sparse")
 @dataclasses.dataclass(frozen=True)
 class QuestConfig(PageConfig):
-    """Keeps everything; each query reads the pages whose keys may have the largest products with it, and the latest
-    tokens.
+    """Keeps all tokens; each query attends to the pages whose keys may have the largest products with it, and to the
+    latest tokens.
 
-    It saves the time of attention to long texts. It saves memory of the device with `offload=True` alone, which is
-    slower. Example: `decodax.generate(lm, prompt, cache="quest:budget=512")`.
+    It saves the time of attention to long texts. It saves device memory only with `offload=True`, which is slower.
+    Example: `decodax.generate(lm, prompt, cache="quest:budget=512")`.
 
     Attributes:
-        budget: number of tokens of the pages that a query reads; three pages at least.
-        page_size: tokens of a page.
-        recent: number of latest tokens that are read in any case; no window may be wider.
-        skip: layers that read everything; the first two, as in the authors' code.
-        offload: whether full pages are kept in the host's memory, and digests and latest tokens alone on the device.
+        budget: number of tokens of the pages that a query attends to; at least three pages.
+        page_size: number of tokens of a page.
+        recent: number of latest tokens that are always attended to; no window may be wider.
+        skip: numbers of layers that attend to all tokens; the first two, as in the authors' code.
+        offload: whether full pages are stored in host memory, and only digests and the latest tokens on the device.
     """
 
     offload: bool = False

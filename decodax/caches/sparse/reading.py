@@ -1,11 +1,11 @@
-"""The base of caches that keep every token and read a part of them while decoding.
+"""The base of caches that store all tokens, and attend to a part of them while decoding.
 
-Such a cache holds keys and values of all tokens and, for each layer, an index of them: digests of pages, clusters,
-codes. A query scores the index and reads the slots that it selects; no token is ever lost. A subclass implements
-`select_slots`, or `read` if what it reads is no list of slots, and updates its index in `commit`. Attention to the
-tokens of the window and attention to what is read of the cache are computed apart and merged.
+Such a cache holds keys and values of all tokens and an index of them for each layer, such as digests of pages, clusters
+or codes. A query scores the index and attends to the slots that it selects; no token is ever evicted. A derived class
+implements `select_slots`, or `read` if the selection is not a list of slots, and updates its index in `commit`.
+Attention to the window and attention to the selected slots are computed separately and merged.
 
-Each node of a window selects by its own query, so that a draft chain or a draft tree reads what plain decoding would.
+Each node of a window selects by its own query, so drafts and trees give the same result as plain decoding.
 """
 
 from __future__ import annotations
@@ -36,7 +36,11 @@ class SparseCache(KeyValues):
     """Keys and values of all tokens, in the order of positions.
 
     Attributes:
-        kv, given: see `KeyValues`. length: `i32[B]`. shapes, kind: static; the layers, and the config.
+        kv: for each layer `f[B, G, S, d + e]`.
+        length: `i32[B]`, number of tokens of the verified text.
+        given: inputs of each row beside its tokens; see `Cache.inputs`.
+        shapes: static; the `KVLayer` of each layer.
+        kind: static; the configuration.
     """
 
     kv: tuple[Array, ...]
@@ -52,36 +56,44 @@ class SparseCache(KeyValues):
         return key_widths(self.shapes)
 
     def is_dense(self, layer: int, is_prefill: bool) -> bool:
-        """Returns True if the nodes of a window read everything in this layer: those of a prompt (`is_prefill`) do, and
-        all nodes in layers with a sliding window or in `skip`."""
+        """Returns True if the nodes of a window attend to all tokens in this layer: in a prefill (`is_prefill`), in
+        layers with a sliding window, and in layers in `skip`."""
         return is_prefill or self.kind.keeps_dense(layer, self.shapes[layer])
 
     def always(self, layer: int) -> Array | None:
-        """Returns the slots that every node reads, `i32[B, 1 or G, n]`, -1 for none; None: nodes have none in
-        common."""
+        """Returns the slots that every node attends to, `i32[B, 1 or G, n]`, with -1 for none. None: there are no such
+        slots."""
         return None
 
     def select_slots(self, layer: int, q: Array, positions: Array) -> Array:
-        """Returns the slots that one query of each row reads, `i32[B, G or H, n]`, -1 for none.
+        """Returns the slots that one query of each row attends to, `i32[B, G or H, n]`; -1: none.
 
         Args:
-            q: `f32[B, H, d]`, scaled. positions: `i32[B]`.
+            layer: number of the layer.
+            q: `f32[B, H, d]`, scaled queries.
+            positions: `i32[B]`, their positions.
         """
         raise NotImplementedError
 
     def read(self, layer: int, q: Array, positions: Array) -> tuple[Array, Array] | None:
-        """Returns attention of scaled queries `f32[B, W, H, d]` at positions `i32[B, W]` to what each selects, `f32[B,
-        W, H, e]`, and the logarithms of the softmax sums, `f32[B, W, H]`; None: they select nothing beside `always`."""
+        """Returns attention to the slots that each query selects, `f32[B, W, H, e]`, and the logarithms of its softmax
+        sums, `f32[B, W, H]`. None: queries select no slots beside `always`.
+
+        Args:
+            layer: number of the layer.
+            q: `f32[B, W, H, d]`, scaled queries.
+            positions: `i32[B, W]`, their positions.
+        """
         one = lambda q, at: attention_at(self.kv[layer], q, self.select_slots(layer, q, at), self.widths[layer])
         found: tuple[Array, Array] = each_node(one, q, positions)
         return found
 
     def full(self, window: Any) -> Array | None:
-        """Returns which nodes read everything, `bool[B, 1 or W]`; None: none ever does."""
+        """Returns a mask of the nodes that attend to all tokens, `bool[B, 1 or W]`. None: no node ever does."""
         return None
 
     def attend_all(self, layer: int, q: Array, k: Array, v: Array, window: Any, **options: Any) -> Array:
-        """Returns attention to the window and to the whole cache."""
+        """Returns attention to the window and to all cached tokens."""
         return window_attention(q, k, v, window.visible(), window.positions, self.kv[layer], self.length,
                                 key_positions=window.key_positions, **options)
 
@@ -117,7 +129,8 @@ class SparseCache(KeyValues):
 
 
 class IndexedCache(SparseCache, PromptPhase):
-    """Base of sparse caches whose index is made of a whole prompt, which is read into a dense cache first."""
+    """Base of sparse caches whose index is computed from the whole prompt, which is prefilled into a dense cache first.
+    Implement `index`."""
 
     def prefill_cache(self) -> Cache:
         if not self.kv:
@@ -133,12 +146,14 @@ class IndexedCache(SparseCache, PromptPhase):
 
     @abc.abstractmethod
     def index(self, prompt: Dense) -> Self:
-        """Returns this cache, which is empty, with the tokens of a prompt and their index."""
+        """Returns this empty cache with the tokens of the prompts and their index. `prompt` is the dense cache after
+        prefill."""
 
 
 @struct
 class PromptToIndex(Wrapper):
-    """A prompt in a dense cache, of which an `IndexedCache` will be made."""
+    """The cache of an `IndexedCache` during prefill, with the prompt in the dense cache `base`. `finish_prefill`
+    computes the index."""
 
     base: Dense
     shapes: tuple[KVLayer, ...] = static()
@@ -152,34 +167,29 @@ class PromptToIndex(Wrapper):
 
 
 class SparseConfig(PaperConfig):
-    """Base of the configs of sparse caches; a derived class is a frozen dataclass.
-
-    Attributes:
-        scores: what the index scores, for error messages.
-    """
+    """Base of the configs of sparse caches. Derive a frozen dataclass."""
 
 
     def refuses(self, layer: int, shape: KVLayer) -> frozenset[Score]:
         return frozenset() if self.keeps_dense(layer, shape) else frozenset(("soft caps", "biases"))
 
     def keeps_dense(self, layer: int, shape: KVLayer) -> bool:
-        """Returns True if a layer always reads everything: it is in the option `skip`, or has a sliding window."""
+        """Returns True if a layer always attends to all tokens: it is in the option `skip`, or has a sliding window."""
         return layer in getattr(self, "skip", ()) or shape.sliding is not None
 
     def check_window(self, nodes: int) -> None:
-        """Raises ValueError if a window is wider than the latest tokens that are read in any case. Otherwise some
-        nodes would find tokens in the cache that others, in plain decoding, would find in the window."""
+        """Raises ValueError if a window has more nodes than the number of latest tokens that are always attended to.
+        Some nodes would then attend to fewer tokens than in plain decoding."""
         recent = getattr(self, "recent", None)
         if recent is not None and nodes > recent:
             raise ValueError(f"cache: {self.name} takes windows of at most its {recent} recent tokens, got one of "
                              f"{nodes} nodes; takes recent={nodes} or more")
 
     def check_prompt(self, is_prefill: bool) -> None:
-        """Raises ValueError if a window is that of a prompt (`is_prefill`), for caches that read a prompt in another
-        way than window by window."""
+        """Raises ValueError if `is_prefill` is True, for caches that do not prefill a prompt window by window."""
         if is_prefill:
-            raise ValueError(f"cache: {self.name} reads a prompt as a whole, which only the model that answers does; "
-                             "give a draft model another cache")
+            raise ValueError(f"cache: {self.name} needs the whole prompt at once, which a draft model does not get; "
+                             "takes another cache for the draft model")
 
     def parts(self, shapes: tuple[KVLayer, ...], batch: int, size: int, dtype: Any, inputs: PyTree) -> dict[str, Any]:
         """Returns the fields of an empty `SparseCache`, by name."""
@@ -188,11 +198,12 @@ class SparseConfig(PaperConfig):
 
 
 def gathered(kv: Array, slots: Array) -> tuple[Array, Array]:
-    """Returns keys and values at some slots, `f[B, G, n', d + e]`, and the slots, padded with -1 to as many as
-    attention walks over.
+    """Returns keys and values at some slots, `f[B, G, n', d + e]`, and the slots, padded with -1 to the number `n'`
+    that the attention kernels take.
 
     Args:
-        kv: `f[B, G, S, d + e]`. slots: `i32[B, 1 or G, n]`, -1 for none.
+        kv: `f[B, G, S, d + e]`.
+        slots: `i32[B, 1 or G, n]`; -1: none.
     """
     n = slots.shape[2]
     slots = jnp.pad(slots, ((0, 0), (0, 0), (0, -n % BLOCK if n > BLOCK else 0)), constant_values=-1)
@@ -200,11 +211,14 @@ def gathered(kv: Array, slots: Array) -> tuple[Array, Array]:
 
 
 def attention_at(kv: Array, q: Array, slots: Array, width: int) -> tuple[Array, Array]:
-    """Returns attention of one query of each row to the slots that it selected, as `attention_to`.
+    """Returns attention of one query of each row to the slots that it selected, and the logarithms of its softmax sums,
+    as `attention_to` does.
 
     Args:
-        kv: `f[B, G, S, d + e]`. q: `f32[B, H, d]`, scaled. slots: `i32[B, N, n]` of each head of keys or of queries
-            (`N` is `G` or `H`), -1 for none. width: `d`.
+        kv: `f[B, G, S, d + e]`.
+        q: `f32[B, H, d]`, scaled.
+        slots: `i32[B, N, n]` for each key head (`N = G`) or query head (`N = H`); -1: none.
+        width: key width `d`.
     """
     B, N, n = slots.shape
     some = jnp.take_along_axis(kv, jnp.maximum(slots, 0).reshape(B, kv.shape[1], -1)[..., None], 2)
@@ -214,8 +228,15 @@ def attention_at(kv: Array, q: Array, slots: Array, width: int) -> tuple[Array, 
 
 
 def attention_to(q: Array, kv: Array, seen: Array, width: int) -> tuple[Array, Array]:
-    """Returns attention of queries `f32[N, r, d]` to keys and values `f32[N, n, d + e]` where `seen` (`bool[N, n]`):
-    `f32[N r, e]`, and the logarithms of the softmax sums, `f32[N r]`, about -1e30 where nothing is seen."""
+    """Returns attention of queries to some keys, `f32[N r, e]`, and the logarithms of its softmax sums, `f32[N r]`,
+    about -1e30 if there are no keys.
+
+    Args:
+        q: `f32[N, r, d]`, scaled queries.
+        kv: `f32[N, n, d + e]`, keys and values.
+        seen: `bool[N, n]`, keys that the queries attend to.
+        width: key width `d`.
+    """
     scores = jnp.where(seen[:, None], jnp.einsum("grd,gnd->grn", q, kv[..., :width]), -1e30)
     top = scores.max(-1, keepdims=True)
     weights = jnp.where(seen[:, None], jnp.exp(scores - top), 0)
@@ -226,6 +247,6 @@ def attention_to(q: Array, kv: Array, seen: Array, width: int) -> tuple[Array, A
 
 
 def if_any(rows: Array, change: Callable[[X], X], x: X) -> X:
-    """Returns `change(x)` if any of `rows` (`bool[B]`) is set, and `x` otherwise. It is a loop of one trip or none,
-    since XLA copies what a conditional writes to."""
+    """Returns `change(x)` if any of `rows` (`bool[B]`) is True, and `x` otherwise. It is a loop of at most one
+    iteration, since XLA copies the arrays that a conditional writes to."""
     return lax.while_loop(lambda c: c[0], lambda c: (jnp.zeros((), bool), change(c[1])), (rows.any(), x))[1]

@@ -1,11 +1,11 @@
-"""Recycled Attention: attention to all tokens now and then, and in between to those that it went to then ("Recycled
-Attention: Efficient inference for long-context language models", Xu et al., 2024).
+"""Recycled Attention: periodically a token attends to all tokens, and the tokens after it attend only to those that got
+the most of its attention ("Recycled Attention: Efficient inference for long-context language models", Xu et al., 2024).
 
-Every `stride` tokens a query reads the whole cache, and the `budget` tokens of each head of keys that it attends to
-most are noted. Until the next time, queries read those and the tokens that have come since. No token is ever lost. The
-token that reads everything is verified in a round of its own, since those after it read what it noted. Heads of a group
-are combined by the largest of their weights, as in the authors' code. Their stride is fixed here, and does not depend
-on the similarity of queries.
+Every `stride` tokens, a query attends to the whole cache, and each key head records the `budget` tokens that it attends
+to most. Until the next time, queries attend to these and to the tokens since then. No token is ever evicted. The token
+that attends to all tokens is verified in a round of its own, since the tokens after it need its choice. The heads of a
+group are combined by the maximum of their weights, as in the authors' code. The stride is fixed here, and does not
+depend on the similarity of queries.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ from decodax.core.cache import Cache, Entries, PyTree
 
 @struct
 class RecycledAttentionCache(SparseCache):
-    """Everything, and which tokens are read. An entry also holds the scaled query.
+    """All tokens, and the recorded ones. An entry also holds the scaled query.
 
     Attributes:
-        chosen: a tuple of one `i32[B, G, K]` a layer, positions; -1 for none.
-        since: `i32[B]`, position of the token that chose last. due: `i32[B]`, length at which the next one chooses.
-        The others: see `SparseCache`.
+        chosen: for each layer `i32[B, G, K]`, the recorded positions; -1: none.
+        since: `i32[B]`, position of the token that chose last.
+        due: `i32[B]`, length of the text at which the next token chooses.
+        kv, length, given, shapes, kind: see `SparseCache`.
     """
 
     chosen: tuple[Array, ...]
@@ -45,7 +46,7 @@ class RecycledAttentionCache(SparseCache):
 
     @property
     def now(self) -> Array:
-        """`bool[B]`: rows whose newest token reads everything."""
+        """`bool[B]`: True for rows whose newest token attends to all tokens."""
         return self.length >= self.due
 
     def max_commit(self) -> Array | None:
@@ -77,8 +78,8 @@ class RecycledAttentionCache(SparseCache):
         return if_any(rows, lambda cache: cache._chosen([entry[2][:, 0] for entry in entries], rows), new)
 
     def _chosen(self, queries: Sequence[Array], rows: Array) -> Self:
-        """Returns the cache with what the newest tokens of `rows` (`bool[B]`) attend to; `queries` are theirs, `f[B, H,
-        d]` of each layer."""
+        """Returns the cache with the tokens that the newest tokens of `rows` (`bool[B]`) attend to most. `queries` are
+        those of the newest tokens, `f[B, H, d]` for each layer."""
         made, newest = [], self.length - 1
         for kv, q, old, d in zip(self.kv, queries, self.chosen, self.widths, strict=True):
             B, G, S, _ = kv.shape
@@ -96,13 +97,14 @@ class RecycledAttentionCache(SparseCache):
                  "Xu et al. 2024", family="sparse")
 @dataclasses.dataclass(frozen=True)
 class RecycledAttentionConfig(SparseConfig):
-    """Keeps everything; one query in `stride` reads all of it, and the others read the tokens that it attended to most.
+    """Keeps all tokens; one query in `stride` attends to all of them, and the others to the tokens that it attended to
+    most.
 
     It saves the time of attention to long texts, not memory. Example: `cache="recycled-attention:budget=1024"`.
 
     Attributes:
-        budget: number of tokens that are noted for each head of keys.
-        stride: number of tokens from one that reads everything to the next.
+        budget: number of tokens that each key head records.
+        stride: number of tokens between two that attend to all tokens.
     """
 
     budget: Count = 4096

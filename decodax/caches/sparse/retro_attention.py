@@ -1,16 +1,17 @@
-"""Retrospective sparse attention: a token chooses pages for the tokens before it, too ("Retrospective Sparse Attention
-for Efficient Long-Context Generation", Choi et al., 2025).
+"""Retrospective sparse attention: the pages that a token chooses are also used by the tokens before it ("Retrospective
+Sparse Attention for Efficient Long-Context Generation", Choi et al., 2025).
 
-Each query chooses pages as in Quest. The `window - 1` tokens before it also read the pages that it loads, as far as
-they have not read them yet: what they find is merged into what their attention has found so far. Their outputs change,
-and with them their keys and values in later layers, which are written anew. So the network reads `window` tokens for
-each token, the newest one and those before it, and the logits are those of the newest one.
+Each query chooses pages as in Quest. The `window - 1` tokens before it attend to these pages, too, unless they have
+done so already, and the result is merged into that of their earlier attention. This changes their outputs, and their
+keys and values in later layers, which are written again. So for each new token the network runs on `window` tokens, the
+newest one and those before it; the logits are those of the newest one.
 
-A window of nodes is read in rows: row `(n, v)` is the token `v` positions before node `n` on its path, as it is read
-again when `n` is. Its attention is what it found at each step since its own, by the query and the keys of that step.
-So `(n, v)` merges the finds of `(n, v)`, of its parent's `(., v - 1)`, and so on down to its own step. All of these are
-computed side by side and merged along paths; those of the latest committed steps are kept. A key is final
-`window - 1` steps after its own. Until then, later rows read it as it is among the rows.
+A window of nodes is processed as rows: row `(n, v)` is the token `v` positions before node `n` on its path, as it is
+recomputed together with `n`. Its attention is the merge of partial results, one for each step since its own, each with
+the query and the keys of that step. So `(n, v)` merges the partial results of `(n, v)`, of its parent's `(., v - 1)`,
+and so on down to its own step. All of these are computed in parallel and merged along paths; those of the latest
+committed steps are stored. A key is final `window - 1` steps after its own. Until then, later rows attend to the
+version that is among the rows.
 """
 
 from __future__ import annotations
@@ -37,17 +38,18 @@ from decodax.core.window import Window, each_node, take
 from decodax.pallas_kernels.window_attention import Bias, merge, window_attention_lse
 
 NOTHING = -1e30
-"""Logarithm of the softmax sums of attention to nothing."""
+"""Logarithm of the softmax sum of attention to no keys."""
 
 
 @struct
 class Rows(Struct):
-    """A window whose nodes are read together with the tokens before them, `w` rows for each node.
+    """A window whose nodes are processed together with the tokens before them. Each node has `w` rows; row `v` is the
+    token `v` positions before the node.
 
     Attributes:
-        nodes: the rows as a window; first those of `v = 0`, which are the nodes themselves.
-        ancestors: `i32[B, W, w]`, the node `v` positions before each node on its path; -1 if that is in the cache.
-        seen: `bool[B, W, w W]`, the rows whose keys a node sees.
+        nodes: the rows as a window; the rows with `v = 0`, the nodes themselves, come first.
+        ancestors: `i32[B, W, w]`, the node `v` positions before each node on its path; -1 if it is in the cache.
+        seen: `bool[B, W, w W]`, the rows whose keys a node attends to.
     """
 
     nodes: Window
@@ -57,15 +59,17 @@ class Rows(Struct):
 
 @struct
 class RetroAttentionCache(PageCache):
-    """Pages with digests, and what the latest tokens have found so far.
+    """Pages with digests, and the partial results of attention of the latest tokens.
 
     Attributes:
-        found: a tuple of one `f32[B, H, (w - 1) (w - 1), e + 1]` a layer: what row `v` found at the step of the token
-            at position `p`, in place `p % (w - 1) * (w - 1) + v`, and in the last channel the logarithm of the sum.
-        chosen: a tuple of one `i32[B, G, w - 1, n]` a layer, the pages that the token at `p` chose, in place
-            `p % (w - 1)`, -1 for none; None where a layer reads everything.
-        recent_tokens: `i32[B, w - 1]`, the tokens themselves.
-        began: `i32[B]`, position of the first token that is read again. The others: see `PageCache`.
+        found: for each layer `f32[B, H, (w - 1) (w - 1), e + 1]`: the partial result of row `v` at the step of the
+            token at position `p` is at index `p % (w - 1) * (w - 1) + v`; its last channel is the logarithm of the
+            softmax sum.
+        chosen: for each layer `i32[B, G, w - 1, n]`, the pages that the token at `p` chose, at index `p % (w - 1)`; -1:
+            none. None: the layer attends to all tokens.
+        recent_tokens: `i32[B, w - 1]`, ids of these tokens.
+        began: `i32[B]`, position of the first token that is recomputed.
+        digests, kv, length, given, shapes, kind: see `PageCache`.
     """
 
     found: tuple[Array, ...]
@@ -77,8 +81,8 @@ class RetroAttentionCache(PageCache):
         kind: RetroAttentionConfig
 
     def tree_buffer(self, entries: Entries, room: int) -> Draftable:
-        raise ValueError("cache: retro-attention reads tokens again with each one after them, which nodes of earlier "
-                         "windows are not; takes a method that does not draft on this cache")
+        raise ValueError("cache: retro-attention reads the last tokens again with each new one, but not the nodes of "
+                         "earlier windows; takes a method that does not draft with this cache")
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, **options: Any) -> tuple[Array, PyTree]:
         if not window.is_prefill and self.kind.is_sparse(self.capacity):
@@ -87,7 +91,7 @@ class RetroAttentionCache(PageCache):
         return super().attend(layer, q, k, v, window, **options)
 
     def rows(self, window: Window) -> Rows:
-        """Returns the rows of a window: its nodes and the tokens before them."""
+        """Returns the rows of a window: its nodes, and the tokens before them."""
         at, seen, w = window.positions, window.visible(), self.kind.window
         (B, W), back = at.shape, jnp.arange(w, dtype=jnp.int32)
         if W + w - 2 > self.kind.recent:
@@ -116,7 +120,8 @@ class RetroAttentionCache(PageCache):
     def reread(self, layer: int, q: Array, k: Array, v: Array, window: Window, rows: Rows, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
                bias: Bias | None = None) -> tuple[Array, PyTree]:
-        """Returns what `attend` does, for all rows of a window: queries, keys and values `f[B, w W, ...]`."""
+        """Computes attention of all rows of a window. The arguments and results are those of `attend` with queries,
+        keys and values `f[B, w W, ...]`."""
         (B, W), w, H = window.positions.shape, self.kind.window, q.shape[2]
         limit = jnp.maximum(self.began, self.length - w + 1)        # later tokens are read as they are among the rows
         split = lambda x: x.reshape(B, w, W, *x.shape[2:]).swapaxes(1, 2)
@@ -138,11 +143,16 @@ class RetroAttentionCache(PageCache):
         return jnp.stack(merged, 1).reshape(B, w * W, H, -1).astype(v.dtype), entry
 
     def _find(self, layer: int, q: Array, at: Array, rows: Rows, limit: Array) -> tuple[Array, Array]:
-        """Returns the pages that nodes at `at` (`i32[B, W]`) choose, `i32[B, W, G, n]`, -1 for none, and what their
-        rows find there, `f32[B, W, w, H, e + 1]`; the nodes themselves also read the latest tokens of the cache.
+        """Returns the pages that nodes at positions `at` (`i32[B, W]`) choose, `i32[B, W, G, n]` (-1: none), and the
+        partial results of attention of their rows to these pages, `f32[B, W, w, H, e + 1]`. For the nodes themselves
+        they include the latest tokens of the cache.
 
         Args:
-            q: `f32[B, W, w, H, d]`.
+            layer: number of the layer.
+            q: `f32[B, W, w, H, d]`, scaled queries of the rows.
+            at: positions of the nodes.
+            rows: the rows.
+            limit: `i32[B]`, cached tokens from this position on are not attended to.
         """
         shape, P, w = self.shapes[layer], self.kind.page_size, self.kind.window
         chosen = each_node(lambda q, at: jnp.where((x := self.choose(layer, q, at))[1], x[0], -1), q[:, :, 0], at)
@@ -174,7 +184,8 @@ class RetroAttentionCache(PageCache):
         return chosen, each_node(one, q, at, chosen, jnp.stack(fresh, 2))
 
     def _piece(self, layer: int, pieces: Array, at: Array, rows: Rows, back: int, row: int) -> Array:
-        """Returns what `row` found at the step `back` before that of each node, `f32[B, W, H, e + 1]`."""
+        """Returns the partial result of row `row` at the step `back` before that of each node, `f32[B, W, H, e +
+        1]`."""
         if back == 0:
             return pieces[:, :, row]
         node, w = rows.ancestors[:, :, back], self.kind.window
@@ -216,7 +227,7 @@ def _joined(out: Array, lse: Array) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class _Reading:
-    """Stands in for the cache while the network reads the rows of a window."""
+    """Replaces the cache while the network runs on the rows of a window."""
 
     cache: RetroAttentionCache
     window: Window
@@ -232,8 +243,7 @@ class _Reading:
 
 @dataclasses.dataclass(frozen=True)
 class Rereading(Readout):
-    """`base`, which reads the latest tokens again with each token that follows them, if its cache is a
-    `RetroAttentionCache`."""
+    """The model `base`; with a `RetroAttentionCache`, it recomputes the latest tokens together with each new token."""
 
     def apply(self, params: Any, window: Window, cache: Cache) -> Out:
         if window.is_prefill or not isinstance(cache, RetroAttentionCache) or not cache.kind.is_sparse(cache.capacity):
@@ -248,18 +258,18 @@ class Rereading(Readout):
                  "Choi et al. 2025", family="sparse")
 @dataclasses.dataclass(frozen=True)
 class RetroAttentionConfig(PageConfig):
-    """Keeps everything; each query reads pages as in Quest, and the tokens before it read them as well, so that their
-    keys and values in later layers are computed anew.
+    """Keeps all tokens; each query attends to pages as in Quest, and the tokens before it attend to these pages, too,
+    so that their keys and values in later layers are recomputed.
 
-    The network reads `window` tokens for each new one. Layers that read everything have nothing to add to earlier
-    outputs. Example: `cache="retro-attention:budget=512,window=3"`.
+    For each new token the network runs on `window` tokens. In layers that attend to all tokens, earlier outputs do not
+    change. Example: `cache="retro-attention:budget=512,window=3"`.
 
     Attributes:
-        budget: number of tokens of the pages that a query reads; three pages at least.
-        page_size: tokens of a page.
-        recent: number of latest tokens that are read in any case.
-        skip: layers that read everything; the first two, as in Quest.
-        window: number of tokens that are read for each new one, itself included.
+        budget: number of tokens of the pages that a query attends to; at least three pages.
+        page_size: number of tokens of a page.
+        recent: number of latest tokens that are always attended to.
+        skip: numbers of layers that attend to all tokens; the first two, as in Quest.
+        window: number of tokens that the network runs on for each new one, itself included.
     """
 
     window: Annotated[int, Range(2)] = 2

@@ -1,15 +1,16 @@
-"""SentenceKV: each query reads whole sentences ("SentenceKV: Efficient LLM Inference via Sentence-Level Semantic KV
-Caching", Zhu et al., 2025).
+"""SentenceKV: each query attends to whole sentences ("SentenceKV: Efficient LLM Inference via Sentence-Level Semantic
+KV Caching", Zhu et al., 2025).
 
-Of a prompt, `factor` times as many tokens are kept as a query reads, those that SnapKV chooses. Each sentence of them
-is described by the mean of its keys in a head. A query takes sentences in the order of the products of their mean keys
-with the mean query of its own sentence so far, whole ones until the budget is full, and of the last one the earliest
-tokens. It reads these, the first `sinks` tokens and the latest `recent` ones. A token that ends a sentence, and the
-first `threshold` of a sentence, read everything. A sentence that has ended can be chosen from then on.
+Of a prompt, SnapKV keeps `factor` times as many tokens as a query attends to. Each sentence of the kept tokens is
+represented by the mean of its keys in a head. The score of a sentence is the product of this mean with the mean query
+of the sentence that is being written. A query takes the sentences of highest score until the budget is full, and the
+earliest tokens of the last one. It attends to these, to the first `sinks` tokens and to the latest `recent` tokens. A
+token that ends a sentence, and the first `threshold` tokens of a sentence, attend to all tokens. A sentence can be
+taken as soon as it has ended.
 
-Which tokens of a window belong to the sentence of a node follows from the tokens before it that the node sees: the
-entries of a layer hold each node's query and whether it ends a sentence. So every node of a chain or a tree reads what
-plain decoding would. A query that has no more than `budget` tokens before it reads all of them.
+The sentence of each node is determined from the tokens before it that the node attends to: entries hold the query of
+each node and whether it ends a sentence. So every node of a chain or tree gets the same result as in plain decoding. A
+query with at most `budget` tokens before it attends to all of them.
 """
 
 from __future__ import annotations
@@ -37,22 +38,24 @@ from decodax.core.window import each_node
 from decodax.pallas_kernels.window_attention import Bias, merge, window_attention_lse
 
 ENDS = (".", "!", "?", ". ", "! ", "? ", "...", "\n\n", "\n\n\n", "。", "！", "？", "。。")
-"""Tokens that end a sentence, as the authors list them."""
+"""Tokens that end a sentence, from the authors' list."""
 
 
 def is_one_of(tokens: Array, ids: tuple[int, ...]) -> Array:
-    """Returns which tokens are one of `ids`, `bool[...]`."""
+    """Returns a mask of the tokens that are one of `ids`, `bool[...]`."""
     return (tokens[..., None] == jnp.asarray(ids, jnp.int32)).any(-1)
 
 
 @struct
 class SentenceKeys(Struct):
-    """Sentences of a layer. Slots are those of `Evicting`, the same number in every head.
+    """Sentences of a layer. Slots are those of `Evicting`; every head has the same number.
 
     Attributes:
-        means: `f32[B, G, N, d]`, the mean key of each sentence that has ended. of: `i32[B, G, S]`, the sentence of each
-            slot. ended: `i32[B, G]`, number of sentences that have ended, which is the number of the one being written.
-        queries, keys: `f32[B, H, d]` and `f32[B, G, d]`, sums over the tokens of the sentence that is being written.
+        means: `f32[B, G, N, d]`, mean key of each sentence that has ended.
+        of: `i32[B, G, S]`, number of the sentence of each slot.
+        ended: `i32[B, G]`, number of sentences that have ended; the one that is being written has this number.
+        queries: `f32[B, H, d]`, sum of the queries of the sentence that is being written.
+        keys: `f32[B, G, d]`, sum of its keys.
     """
 
     means: Array
@@ -64,11 +67,13 @@ class SentenceKeys(Struct):
 
 @struct
 class SentenceKVCache(Wrapper):
-    """Tokens that an eviction keeps of a prompt and all that follow, with their sentences.
+    """The kept tokens of a prompt and all later tokens, with their sentences.
 
     Attributes:
-        base: the tokens. sentences: a tuple of one `SentenceKeys` a layer; None where a layer reads everything.
+        base: the cache of these tokens.
+        sentences: the `SentenceKeys` of each layer; None: the layer attends to all tokens.
         written: `i32[B]`, number of tokens of the sentence that is being written.
+        kind: static; the configuration.
     """
 
     base: Evicting
@@ -81,8 +86,8 @@ class SentenceKVCache(Wrapper):
                bias: Bias | None = None) -> tuple[Array, PyTree]:
         own = k.shape[1] - q.shape[1]
         if window.tokens is None or (own and window.before is None):
-            raise ValueError("cache: sentence-kv depends on the tokens of a window; takes a model and a method that "
-                             "read each token once, by its own key")
+            raise ValueError("cache: sentence-kv depends on the ids of the tokens of a window; takes a model that "
+                             "reads tokens by id, and a method that does not read a token twice")
         ends = is_one_of(window.tokens, self.kind.marks)
         entry, held = (k[:, own:], v[:, own:], q, ends), self.sentences[layer]
         options: dict[str, Any] = dict(scale=scale, sliding=sliding, softcap=softcap, bias=bias)
@@ -118,8 +123,8 @@ class SentenceKVCache(Wrapper):
         return jnp.where(full[:, :, None, None], everything, out), entry
 
     def _read(self, kv: Array, count: Array, held: SentenceKeys, node: tuple[Array, ...]) -> tuple[Array, Array]:
-        """Returns attention of one node of one row to what it reads of a layer, `f32[H, e]`, and the logarithms of the
-        softmax sums."""
+        """Returns attention of one node of one row to the tokens of a layer that it chooses, `f32[H, e]`, and the
+        logarithms of the softmax sums."""
         (q, mean, open_mean, closed, place), kind = node, self.kind
         (G, S, _), (H, d) = kv.shape, q.shape
         mean = mean.reshape(G, -1, d)
@@ -180,7 +185,8 @@ class SentenceKVCache(Wrapper):
 
 @struct
 class PromptOfSentences(Wrapper):
-    """A prompt of which SnapKV will choose tokens."""
+    """SentenceKV's cache during prefill, with all tokens of the prompt in `base`. `finish_prefill` evicts tokens and
+    finds the sentences."""
 
     base: Evicting
     kind: SentenceKVConfig = static()
@@ -215,20 +221,20 @@ class PromptOfSentences(Wrapper):
                  "Zhu et al. 2025", family="sparse")
 @dataclasses.dataclass(frozen=True)
 class SentenceKVConfig(SparseConfig):
-    """Keeps SnapKV's choice of a prompt, `factor` times what is read; each query reads the sentences that are similar
-    to the one being written, the first tokens and the latest.
+    """Keeps prompt tokens that SnapKV chooses; each query attends to the sentences that are similar to the one being
+    written, to the first tokens and to the latest.
 
-    It saves memory of long prompts, and the time of attention. Example: `cache="sentence-kv:budget=512"`.
+    It saves memory for long prompts, and the time of attention. Example: `cache="sentence-kv:budget=512"`.
 
     Attributes:
-        ends: ids of the tokens that end a sentence; None: those of the tokenizer that spell one of `ENDS`.
-        budget: number of tokens that a query reads, first and latest ones included.
-        factor: number of tokens of a prompt that are kept, in multiples of the budget.
-        sinks: number of first tokens that are read in any case.
-        recent: number of latest tokens that are read in any case; no window may be wider.
-        threshold: number of tokens at the beginning of a sentence that read everything.
-        window_size: number of latest queries by which SnapKV chooses.
-        kernel_size: number of neighbours over which SnapKV pools, by the maximum; an odd number.
+        ends: ids of the tokens that end a sentence; None: the tokenizer's tokens whose text is one of `ENDS`.
+        budget: number of tokens that a query attends to, first and latest ones included.
+        factor: number of prompt tokens to keep, divided by the budget.
+        sinks: number of first tokens that are always attended to.
+        recent: number of latest tokens that are always attended to; no window may be wider.
+        threshold: number of tokens at the beginning of a sentence that attend to all tokens.
+        window_size: number of latest queries by which SnapKV scores prompt tokens.
+        kernel_size: number of neighbouring tokens over which SnapKV takes the maximum score, odd.
     """
 
     ends: tuple[int, ...] | None = None
@@ -256,18 +262,18 @@ class SentenceKVConfig(SparseConfig):
     def marks(self) -> tuple[int, ...]:
         """Ids of the tokens that end a sentence."""
         if self.ends is None:
-            raise ValueError("ends: got None; a model without a tokenizer, or a kind of cache that was set by hand, "
-                             "takes the ids of the tokens that end a sentence")
+            raise ValueError("ends: got None; a model without a tokenizer, or a cache that was not given to "
+                             "generate, takes the ids of the tokens that end a sentence")
         return self.ends
 
     @property
     def chosen(self) -> int:
-        """Number of tokens of the sentences that a query chooses."""
+        """Number of tokens in sentences that a query attends to."""
         return self.budget - self.sinks - self.recent
 
     @property
     def eviction(self) -> Eviction:
-        """Config that evicts tokens of a prompt."""
+        """The rule that evicts tokens of a prompt."""
         return Eviction(Top(WindowAttention(self.window_size, self.kernel_size, "max")), int(self.budget * self.factor),
                         new=self._new, name="sentence-kv")
 
@@ -282,7 +288,7 @@ class SentenceKVConfig(SparseConfig):
                                                     if piece in spelled))
 
     def around(self, base: Evicting) -> SentenceKVCache:
-        """Returns a cache of the tokens of `base`, without sentences."""
+        """Returns a cache that wraps `base`, without sentences."""
         made: list[SentenceKeys | None] = []
         for layer, shape in enumerate(base.shapes if base.kv else ()):
             B, G, S, _ = base.kv[layer].shape

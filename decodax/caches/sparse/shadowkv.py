@@ -1,14 +1,14 @@
-"""ShadowKV: keys of low rank, and queries that choose chunks by their mean keys ("ShadowKV: KV Cache in Shadows for
-High-Throughput Long-Context LLM Inference", Sun et al., 2024).
+"""ShadowKV: keys are stored as low-rank matrices, and queries choose chunks by their mean keys ("ShadowKV: KV Cache in
+Shadows for High-Throughput Long-Context LLM Inference", Sun et al., 2024).
 
-After a prompt the keys of a layer, before their rotation, are written by a matrix of low rank, all heads together. The
-prompt is cut into chunks. Those whose keys are farthest from their mean, the outliers, are kept as they are, and so are
-the last chunks and all tokens that follow. Each query reads these, and the chunks whose mean keys, the landmarks, it
-attends to most: their keys are computed from the low-rank matrices and rotated to their positions, their values are
-fetched.
+After a prompt, the keys of a layer before rotation, of all heads together, are approximated by a matrix of low rank.
+The prompt is cut into chunks. The chunks whose keys are farthest from their mean, the outliers, are stored exactly, and
+so are the last chunks and all later tokens. Each query attends to these, and to the chunks whose mean keys, the
+landmarks, it attends to most: their keys are computed from the low-rank matrices and rotated to their positions, and
+their values are fetched.
 
-The authors keep values in the host's memory. So does `offload=True`, chunk by chunk. Otherwise they stay on the device,
-and the memory that is saved is that of keys.
+The authors store values in host memory. `offload=True` does the same, chunk by chunk. Otherwise they are on the device,
+and only the memory of keys is saved.
 """
 
 from __future__ import annotations
@@ -38,13 +38,14 @@ from decodax.pallas_kernels.window_attention import BLOCK, Bias, merge, window_a
 
 @struct
 class Shadow(Struct):
-    """A prompt as a layer holds it, beside the tokens that are kept as they are.
+    """The compressed prompt of a layer.
 
     Attributes:
-        codes: `f[B, T, R]` and basis: `f[B, G, R, d]`, whose products are the keys before their rotation.
-        values: `f[B, G, T, e]`, or `f[B, G, C, P, e]` in the host's memory, chunks of `P`.
+        codes: `f[B, T, R]`; its product with `basis` gives the keys before rotation.
+        basis: `f[B, G, R, d]`.
+        values: `f[B, G, T, e]`; in host memory `f[B, G, C, P, e]`, chunks of `P` tokens.
         landmarks: `f[B, G, C, d]`, mean rotated keys of the chunks.
-        far: `bool[B, G, C]`, chunks that queries choose from.
+        far: `bool[B, G, C]`, True for chunks that queries can choose.
     """
 
     codes: Array
@@ -56,14 +57,16 @@ class Shadow(Struct):
 
 @struct
 class ShadowKVCache(IndexedCache):
-    """Some tokens as they are, and a `Shadow` of the prompt.
+    """Tokens that are stored exactly, and a `Shadow` of the prompt.
 
     Attributes:
-        kv: a tuple of one `f[B, G, S, d + e]` a layer: outliers, the end of the prompt and what follows; everything in
-            layers with a sliding window.
-        shadows: one a layer; None where the layer keeps everything.
-        kept: `i32[B]`, number of tokens of the prompt in `kv`. began: `i32[B]`, the prompt's length.
-        size: static; the capacity. The others: see `SparseCache`.
+        kv: for each layer `f[B, G, S, d + e]`: outliers, the end of the prompt, and later tokens; all tokens in layers
+            with a sliding window.
+        shadows: the `Shadow` of each layer; None: the layer stores all tokens exactly.
+        kept: `i32[B]`, number of tokens of the prompt in `kv`.
+        began: `i32[B]`, number of prefilled tokens.
+        size: static; maximum number of tokens of a text.
+        length, given, shapes, kind: see `SparseCache`.
     """
 
     shadows: tuple[Shadow | None, ...]
@@ -108,7 +111,8 @@ class ShadowKVCache(IndexedCache):
         return out, (k[:, own:], v[:, own:])
 
     def _read(self, shape: KVLayer, shadow: Shadow, q: Array) -> tuple[Array, Array]:
-        """Returns attention of one query of each row, `f32[B, H, d]`, to the chunks that it chooses."""
+        """Returns attention of one query of each row, `f32[B, H, d]`, to the chunks that it chooses, and the logarithms
+        of its softmax sums."""
         P, d = self.kind.chunk_size, shape.width
         q = q.reshape(len(q), shape.heads, -1, d)
         keys, chosen, found = jax.vmap(lambda *row: self._chosen(shape, *row))(shadow.replace(values=None), q)
@@ -122,8 +126,8 @@ class ShadowKVCache(IndexedCache):
         return jax.vmap(lambda q, some, seen: attention_to(q, some, seen, d))(q, some, jnp.repeat(found, P, 2))
 
     def _chosen(self, shape: KVLayer, shadow: Shadow, q: Array) -> tuple[Array, Array, Array]:
-        """Returns, for the query `f32[G, r, d]` of one row, the keys `f32[G, n * P, d]` of the chunks that it chooses,
-        these chunks, `i32[G, n]`, and which of them exist, `bool[G, n]`."""
+        """Returns, for the query `f32[G, r, d]` of one row, the keys of the chunks that it chooses, `f32[G, n * P, d]`,
+        the numbers of these chunks, `i32[G, n]`, and a mask of those that exist, `bool[G, n]`."""
         kind, C = self.kind, shadow.landmarks.shape[1]
         scores = jnp.einsum("grd,gcd->grc", q, shadow.landmarks.astype(jnp.float32))
         weights = jax.nn.softmax(scores, axis=-1, where=shadow.far[:, None]).max(1)
@@ -172,8 +176,8 @@ def _tokens(chunks: Array, size: int) -> Array:
 
 
 def _shadow(kind: ShadowKVConfig, shape: KVLayer, slots: int, kv: Array, length: Array) -> tuple[Array, Shadow]:
-    """Returns, for a layer of one row, `f[G, T, d + e]`, the tokens that are kept, in `slots` slots, and the shadow of
-    the rest."""
+    """Returns, for a layer of one row, the tokens that are stored exactly, in `slots` slots, and the `Shadow` of the
+    others. `kv` is `f[G, T, d + e]`."""
     (G, T, _), d, P = kv.shape, shape.width, kind.chunk_size
     keys = jnp.where(jnp.arange(T)[:, None] < length, kv[..., :d].astype(jnp.float32), 0)
     cut = keys[:, :T // P * P].reshape(G, -1, P, d)
@@ -201,18 +205,18 @@ def _shadow(kind: ShadowKVConfig, shape: KVLayer, slots: int, kv: Array, length:
                  "Sun et al. 2024", family="sparse")
 @dataclasses.dataclass(frozen=True)
 class ShadowKVConfig(SparseConfig):
-    """Keeps keys of low rank; each query reads the chunks whose mean keys it attends to, outliers and what follows the
-    prompt.
+    """Keeps all tokens, with keys of low rank; each query attends to the chunks whose mean keys it attends to most, to
+    outliers and to later tokens.
 
     It saves the memory of keys, and with `offload=True` that of values, too. Example: `cache="shadowkv:budget=1024"`.
 
     Attributes:
-        budget: number of tokens of the chunks that a query reads; of one chunk at least.
-        chunk_size: tokens of a chunk.
-        rank: of the matrix of keys of all heads of a layer.
-        outlier_chunk: number of chunks of each head that are kept as they are.
-        local_chunk: number of whole chunks at the end of the prompt that are kept as they are.
-        offload: whether values are kept in the host's memory.
+        budget: number of tokens of the chunks that a query attends to; at least one chunk.
+        chunk_size: number of tokens of a chunk.
+        rank: rank of the matrix of the keys of all heads of a layer.
+        outlier_chunk: number of chunks of each head that are stored exactly.
+        local_chunk: number of complete chunks at the end of the prompt that are stored exactly.
+        offload: whether values are stored in host memory.
     """
 
     budget: Count = 2048
@@ -234,7 +238,8 @@ class ShadowKVConfig(SparseConfig):
         return dataclasses.replace(self, _new=new)
 
     def chunks(self, length: Array) -> Array:
-        """Returns the number of chunks of a prompt that are outliers or chosen from; the tokens after them are kept."""
+        """Returns the number of chunks of a prompt that are outliers or can be chosen; the tokens after them are stored
+        exactly."""
         return jnp.maximum(length // self.chunk_size - self.local_chunk, 0)
 
     def empty(self, shapes: tuple[KVLayer, ...], batch: int, size: int, dtype: Any, inputs: PyTree) -> Cache:

@@ -1,19 +1,20 @@
-"""SpeCache: a low-bit cache on the device, the whole one in the host's memory, and a guessed token that chooses what is
-fetched ("SpeCache: Speculative Key-Value Caching for Efficient Generation of LLMs", Jie et al., 2025).
+"""SpeCache: a low-bit cache on the device, the full-precision one in host memory, and a guessed token that chooses what
+is fetched ("SpeCache: Speculative Key-Value Caching for Efficient Generation of LLMs", Jie et al., 2025).
 
-The device holds keys and values in one or two bits, the latest tokens as they are, and the `top` positions of each head
-that were fetched from the host. A round reads two tokens in one forward: the newest one, and a guess of the token after
-it. Both attend to the low-bit cache, in which the fetched positions are replaced by their full values. The newest token
-gives the next one, and is committed: in few bits on the device, in full on the host. The guess gives the guess of the
-next round, and the positions that it attends to most are fetched for that round. So what a round reads of the host is
-known one round before, and may travel meanwhile.
+The device holds keys and values in one or two bits, the latest tokens unquantized, and the `top` positions of each head
+that were fetched from the host. A round runs the model on two tokens in one forward pass: the newest one, and a guess
+of the token after it. Both attend to the low-bit cache, in which the fetched positions are replaced by their full
+values. The newest token gives the next one, and is committed: quantized on the device, unquantized on the host. The
+guess gives the guess of the next round, and the positions that it attends to most are fetched for that round. So what a
+round needs from the host is known one round before, and can be copied meanwhile.
 
-The first round reads the newest token of the prompt alone, which gives the first guess and the first positions and is
-read again in the second; nothing is committed in between (Algorithms 1 to 3 of the paper). A guess is drawn as the
-token in its place would be, and is never emitted. Heads of a group take the positions of the largest mean weight.
+The first round runs on the newest token of the prompt alone, which gives the first guess and the first positions, and
+runs again in the second round; nothing is committed in between (Algorithms 1 to 3 of the paper). A guess is drawn as
+the token in its place would be, and is never emitted. The heads of a group take the positions of the largest mean
+weight.
 
-No code of the authors is public. The paper does not say how heads of a group share positions; a reimplementation
-(github.com/intelli-jsong/SpeCache, b447f6f) takes means, as here.
+The authors have published no code. The paper does not say how heads of a group share positions; a reimplementation
+(github.com/intelli-jsong/SpeCache, b447f6f) takes means, as is done here.
 """
 
 from __future__ import annotations
@@ -46,21 +47,23 @@ from decodax.pallas_kernels.window_attention import merge, prefix_attention, slo
 
 @struct
 class Chooser(Struct):
-    """A hint: the node of each row that chooses what is fetched for the next round, `i32[B]`."""
+    """A hint (`Window.hint`): the index of the node of each row whose attention chooses what is fetched for the next
+    round, `i32[B]`."""
 
     node: Array
 
 
 @struct
 class SpeCacheCache(Wrapper):
-    """A low-bit cache, and the whole one in the host's memory.
+    """A low-bit cache, and the unquantized one in host memory.
 
     Attributes:
         base: the low-bit cache, with the latest tokens.
-        pages: a tuple of one `f[B, G, S, 2, d]` a layer in the host's memory, each token a page of a key and a value.
-        chosen, fetched: tuples of one `i32[B, G, K]` and one `f[B, G, K, 2, d]` a layer: the positions that the next
-            round reads in full, -1 for none, and their keys and values.
-        ready: `bool[B]`, rows for which positions have been chosen. kind: static.
+        pages: for each layer `f[B, G, S, 2, d]` in host memory; each token is a page with a key and a value.
+        chosen: for each layer `i32[B, G, K]`, the positions that the next round attends to unquantized; -1: none.
+        fetched: for each layer `f[B, G, K, 2, d]`, their keys and values.
+        ready: `bool[B]`, True after the first choice of positions.
+        kind: static; the configuration.
     """
 
     base: QuantizedCache
@@ -134,7 +137,7 @@ class SpeCacheCache(Wrapper):
         return out, (k, v, jnp.broadcast_to(best[:, None], (*k.shape[:2], *best.shape[1:])))
 
     def _block(self, layer: int, i: Array, dtype: Any) -> Array:
-        """Returns block `i` of the low-bit cache, `f[B, G, n, d + e]`, with full values where they were fetched."""
+        """Returns block `i` of the low-bit cache, `f[B, G, n, d + e]`, with the fetched positions unquantized."""
         base, kind = self.base, self.base.kind
         block = kind.block(base.slots)
 
@@ -167,7 +170,8 @@ class SpeCacheCache(Wrapper):
 
 @struct
 class PromptToPrefetch(Wrapper):
-    """A prompt that is read in full on the device before it goes to the host."""
+    """SpeCache's cache during prefill, with all tokens of the prompt on the device. `finish_prefill` quantizes them and
+    copies them to the host."""
 
     base: PromptToQuantize
     kind: SpeCacheConfig = static()
@@ -183,13 +187,14 @@ class PromptToPrefetch(Wrapper):
 
 @dataclasses.dataclass(frozen=True)
 class SpeCacheConfig(PaperConfig):
-    """A `SpeCacheCache`.
+    """Configuration of a `SpeCacheCache`.
 
     Attributes:
-        bits: 1 or 2, of the cache on the device.
+        bits: number of bits of the cache on the device, 1 or 2.
         top: number of positions of each head that are fetched for a round.
-        group_size: number of numbers that share a quantization step.
-        residual_length: number of tokens that are quantized together; fewer than that are kept in full.
+        group_size: number of values that share a quantization step.
+        residual_length: number of tokens that are quantized together; the latest tokens are unquantized until there are
+            that many.
     """
 
     bits: Annotated[int, Range(1, 2)] = 2
@@ -213,7 +218,7 @@ class SpeCacheConfig(PaperConfig):
         return QuantizedConfig(codec, self.residual_length, "specache")
 
     def around(self, base: QuantizedCache, dtype: Any) -> SpeCacheCache:
-        """Returns a low-bit cache with an empty memory of the host beside it."""
+        """Returns a cache with the low-bit cache `base` and empty host memory."""
         B = base.length.shape[0]
         some = lambda shape: (B, shape.heads, min(self.top, base.size))
         return SpeCacheCache(
@@ -231,10 +236,10 @@ class SpeCacheConfig(PaperConfig):
 
 @dataclasses.dataclass(frozen=True)
 class SpeCache(Algorithm):
-    """Plain decoding on a `SpeCacheCache`, with a guessed token beside each newest one.
+    """Plain decoding with a `SpeCacheCache`: each round runs on the newest token and on a guess of the token after it.
 
     Attributes:
-        cache: config of the cache that replaces the model's dense one.
+        cache: configuration of the cache, which replaces the model's dense one.
     """
 
     cache: SpeCacheConfig = SpeCacheConfig()

@@ -1,14 +1,14 @@
-"""SpecPV: tokens are verified against a part of the cache, and now and then against all of it ("SpecPV: Improving
+"""SpecPV: tokens are verified with a part of the cache, and periodically with all of it ("SpecPV: Improving
 Self-Speculative Decoding for Long-Context Generation via Partial Verification", Tan et al., 2025).
 
-Tokens read the first blocks of the text, some blocks that were chosen, the latest ones, and what has come since the
-choice. After `buffer` such tokens, their keys and values, which were computed from a part of the cache, are computed
-anew from everything; the next token reads everything, and chooses blocks. No token is ever lost, and none is taken
-back. Any draft goes with it: the output is that of plain decoding on this cache.
+Tokens attend to the first blocks of the text, to chosen blocks, to the latest blocks, and to the tokens since the
+choice. After `buffer` such tokens, their keys and values, which were computed from a part of the cache, are recomputed
+from all of it; the next token attends to all tokens, and chooses blocks. No token is evicted or taken back. Any draft
+can be combined with it: the output is that of plain decoding with this cache.
 
-The authors' rounds that read everything also verify their drafts that way, and drafts choose blocks together with the
-newest token. What a text holds would then depend on what was drafted. Here the newest token alone reads everything and
-chooses.
+In the authors' code, rounds that attend to all tokens verify their drafts in that way, too, and drafts choose blocks
+together with the newest token. The output would then depend on the drafts. Here only the newest token attends to all
+tokens and chooses.
 """
 
 from __future__ import annotations
@@ -34,13 +34,15 @@ from decodax.core.window import causal, take
 
 
 def block_scores(q: Array, keys: Array) -> Array:
-    """Returns the scores `f32[G, N]` of blocks: the larger of the query's products with the largest and with the
-    smallest value of each channel of the keys, averaged over the queries of a group.
+    """Returns the scores of blocks, `f32[G, N]`: the larger of the query's products with the channelwise maximum and
+    minimum of the keys, averaged over the queries of a group.
 
-    Quest takes the larger product channel by channel, which bounds the product with any key. This is no such bound.
+    Quest takes the larger product channel by channel, which bounds the product with any key. This score is no such
+    bound.
 
     Args:
-        q: `f[G, r, d]`. keys: `f[G, N, P, d]`.
+        q: `f[G, r, d]`, queries.
+        keys: `f[G, N, P, d]`, keys of the blocks.
     """
     q, keys = q.astype(jnp.float32), keys.astype(jnp.float32)
     high, low = (jnp.einsum("grd,gnd->grn", q, ends) for ends in (keys.max(2), keys.min(2)))
@@ -49,12 +51,13 @@ def block_scores(q: Array, keys: Array) -> Array:
 
 @struct
 class SpecPVCache(IndexedCache, Refreshes):
-    """Everything, and which blocks of it are read.
+    """All tokens, and the chosen blocks.
 
     Attributes:
-        chosen: a tuple of one `i32[B, G, n]` a layer, blocks after the first ones; -1 for none.
-        since: `i32[B]`, position of the token that chose last; -1 if none has, and everything is read. due: `i32[B]`,
-            length at which the next one chooses. The others: see `SparseCache`.
+        chosen: for each layer `i32[B, G, n]`, the chosen blocks, counted after the first ones; -1: none.
+        since: `i32[B]`, position of the token that chose last; -1: none has, and tokens attend to all tokens.
+        due: `i32[B]`, length of the text at which the next token chooses.
+        kv, length, given, shapes, kind: see `SparseCache`.
     """
 
     chosen: tuple[Array, ...]
@@ -116,8 +119,8 @@ class SpecPVCache(IndexedCache, Refreshes):
         return new._chosen(queries, rows)
 
     def _chosen(self, queries: Sequence[Array], rows: Array) -> Self:
-        """Returns the cache with the blocks that the newest tokens of `rows` (`bool[B]`) choose; `queries` are theirs,
-        `f[B, H, d]` of each layer."""
+        """Returns the cache with the blocks that the newest tokens of `rows` (`bool[B]`) choose. `queries` are those of
+        these tokens, `f[B, H, d]` for each layer."""
         P, first, made = self.kind.block_size, self.kind.first, []
         free = self.kind.blocks_before(self.length)
         for kv, q, old, d in zip(self.kv, queries, self.chosen, self.widths, strict=True):
@@ -137,18 +140,18 @@ class SpecPVCache(IndexedCache, Refreshes):
                  "Tan et al. 2025", family="sparse")
 @dataclasses.dataclass(frozen=True)
 class SpecPVConfig(SparseConfig):
-    """Keeps everything; tokens read chosen blocks, the first and the latest ones, and every `buffer` tokens what was
-    computed from these is computed anew from everything.
+    """Keeps all tokens; tokens attend to chosen blocks, to the first and the latest ones. Every `buffer` tokens, keys
+    and values are recomputed with attention to all tokens.
 
-    It is made for long texts with drafts, such as `algorithm="prompt-lookup"`, which are then verified on a part of the
-    cache. Example: `cache="specpv:budget=1024"`.
+    It is made for long texts with drafts, such as `algorithm="prompt-lookup"`, which are then verified with a part of
+    the cache. Example: `cache="specpv:budget=1024"`.
 
     Attributes:
-        budget: number of tokens of the blocks that are chosen, of one block at least.
-        sinks: number of blocks at the beginning of a text that are always read.
-        window: number of blocks at the end of a text that are always read.
-        block_size: tokens of a block.
-        buffer: number of tokens that read a part before one reads everything.
+        budget: number of tokens of the chosen blocks; at least one block.
+        sinks: number of blocks at the beginning of a text that are always attended to.
+        window: number of blocks at the end of a text that are always attended to.
+        block_size: number of tokens of a block.
+        buffer: number of tokens that attend to a part, before one attends to all tokens.
     """
 
     budget: Count = 4096
@@ -166,26 +169,27 @@ class SpecPVConfig(SparseConfig):
 
     @property
     def blocks(self) -> int:
-        """Number of blocks that are chosen."""
+        """Number of blocks to choose."""
         return self.budget // self.block_size
 
     @property
     def first(self) -> int:
-        """Number of tokens at the beginning of a text that are always read."""
+        """Number of tokens at the beginning of a text that are always attended to."""
         return self.sinks * self.block_size
 
     @property
     def latest(self) -> int:
-        """The most tokens that are read at the end of a text: those of the window, of a block before it that is not
-        full, and those since the choice."""
+        """Maximum number of tokens attended to at the end of a text: those of the window, of an incomplete block before
+        it, and those since the choice."""
         return self.window * self.block_size + self.block_size + self.buffer
 
     def blocks_before(self, length: Any) -> Any:
-        """Returns the number of full blocks between the first ones and the window of a text of `length` tokens."""
+        """Returns the number of complete blocks between the first blocks and the window, for a text of `length`
+        tokens."""
         return jnp.maximum(length - self.first - self.window * self.block_size, 0) // self.block_size
 
     def parts_of(self, capacity: int) -> bool:
-        """Returns True if texts of `capacity` tokens have blocks that are not read."""
+        """Returns True if texts of `capacity` tokens have blocks that are not attended to."""
         return (capacity - self.first) // self.block_size - self.window > self.blocks
 
     def empty(self, shapes: tuple[KVLayer, ...], batch: int, size: int, dtype: Any, inputs: PyTree) -> Cache:

@@ -1,17 +1,18 @@
-"""TokenButler: each query reads the tokens that a small predictor holds important ("TokenButler: Token Importance Is
-Predictable", Akhauri et al., 2025).
+"""TokenButler: each query attends to the tokens that a small predictor rates as important ("TokenButler: Token
+Importance Is Predictable", Akhauri et al., 2025).
 
-The predictor reads what enters the first layer of the model, with one small causal attention and one small MLP. For
-each token it computes a query and a key of few channels for each head of every layer but the first. Their products
-estimate the attention logits there, and a query reads the tokens of highest estimate for its head. No token is ever
-lost. `decodax.train.token_butler` trains a predictor for a model.
+The input of the predictor is the input of the model's first layer; it has one small causal attention and one small MLP.
+For each token it computes a query and a key of few channels for each head of every layer but the first. Their products
+estimate the attention logits of that head, and a query attends to the tokens with the highest estimates. No token is
+ever evicted. `decodax.train.token_butler` trains a predictor for a model.
 
-The predictor runs before the model (`Butlered`), with keys and values of its own in the cache, as one more layer. Its
-queries and keys go to the cache beside those of the layers. What a token reads therefore depends on the tokens before
-it alone, and a node of a draft tree chooses among the committed tokens and its own ancestors, as plain decoding would.
+The predictor runs before the model (`Butlered`). Its own keys and values are in the cache as one more layer, and its
+queries and keys for the model's layers are passed to the cache together with those of the layers. So the tokens that a
+query attends to depend on the tokens before it alone, and a node of a draft tree chooses among the committed tokens and
+its own ancestors, as in plain decoding.
 
-The loss of `fit_token_butler` counts all pairs of a query and a key, masked ones too, as the authors' code does. What
-enters the first layer is normed by a norm of the predictor's own, where theirs reads it after the model's norm.
+The loss of `fit_token_butler` includes all pairs of a query and a key, masked ones too, as in the authors' code. The
+input is normalised by a norm of the predictor's own, while in their code it is taken after the model's norm.
 """
 
 from __future__ import annotations
@@ -47,19 +48,21 @@ from decodax.pallas_kernels.window_attention import Bias
 
 @struct
 class Butler(Struct):
-    """Predictor of TokenButler, for a model of width `D` with `L` layers of `H` heads.
+    """The predictor of TokenButler, for a model of width `D` with `L` layers of `H` heads.
 
-    `R`, a multiple of `H`, is its inner width, `I` that of each projection, and `m` that of the queries and keys that
-    it computes.
+    `R`, a multiple of `H`, is its inner width, `I` the inner width of each projection, and `m` the number of channels
+    of the queries and keys that it computes.
 
     Attributes:
         norm: `f32[D]`, scale of a root mean square norm of the input.
-        reduce: `f32[D, R]`. query, key, value: `f32[R, R]`, of its attention.
-        scale, shift: `f32[R]`, of the layer norm after that.
+        reduce: `f32[D, R]`, projection of the normed input.
+        query, key, value: `f32[R, R]`, projections of its attention.
+        scale, shift: `f32[R]`, of the layer norm after the attention.
         up, up_bias, down, down_bias: `f32[R, 2 R]`, `f32[2 R]`, `f32[2 R, D]` and `f32[D]`, its MLP, whose output is
             added to the normed input.
-        query_in, key_in: `f32[D, I]`. query_out, key_out: `f32[I, H, L - 1, m]`.
-        theta: static; base of its rotations, which have Llama 3's scaling by 32 as in the authors' code.
+        query_in, key_in: `f32[D, I]`, first layers of the projections to queries and keys.
+        query_out, key_out: `f32[I, H, L - 1, m]`, second layers of these projections.
+        theta: static; base of its rotary embeddings, which have Llama 3's scaling by 32 as in the authors' code.
     """
 
     norm: Array
@@ -81,26 +84,29 @@ class Butler(Struct):
 
     @property
     def heads(self) -> int:
-        """`H`."""
+        """Number of query heads of the model, `H`."""
         return self.query_out.shape[1]
 
     @property
     def width(self) -> int:
-        """`m`."""
+        """Number of channels of the computed queries and keys, `m`."""
         return self.query_out.shape[3]
 
     @property
     def layer(self) -> KVLayer:
-        """Shape of the predictor's own keys and values."""
+        """The shape of the keys and values of the predictor's own attention."""
         return KVLayer(self.heads, self.reduce.shape[1] // self.heads, queries=self.heads)
 
     def __call__(self, x: Array, positions: Array, attend: Callable[..., tuple[Array, PyTree]]
                  ) -> tuple[Array, Array, PyTree]:
-        """Returns queries and keys `f32[B, W, H, L - 1, m]`, and the entry of its attention.
+        """Returns queries and keys for the model's layers, both `f32[B, W, H, L - 1, m]`, and the entry of its own
+        attention.
 
         Args:
-            x: the residual stream `f[B, W, D]` before the first layer. positions: `i32[B, W]`.
-            attend: as `Cache.attend`, of one layer.
+            x: `f[B, W, D]`, the residual stream before the first layer.
+            positions: `i32[B, W]`.
+            attend: computes the attention of the predictor from queries, keys and values, as `Cache.attend` of one
+                layer.
         """
         B, W, _ = x.shape
         x = x.astype(jnp.float32)
@@ -124,7 +130,7 @@ class Butler(Struct):
         return rotate(flat, *rope.table(positions)).reshape(x.shape)
 
     def check(self, shapes: Sequence[KVLayer], width: int) -> None:
-        """Raises ValueError if it was trained for a model of another shape."""
+        """Raises ValueError if the predictor was trained for a model of another shape."""
         found = self.query_out.shape[2] + 1, self.heads, self.norm.shape[0]
         takes = len(shapes), shapes[0].queries, width
         if found != takes:
@@ -138,10 +144,10 @@ class Butler(Struct):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Butler:
-        """Reads what `save` wrote.
+        """Reads a file that `save` wrote.
 
         Raises:
-            ValueError: a file without one of the arrays.
+            ValueError: the file lacks one of the arrays.
         """
         names = [field.name for field in fields(cls)]
         with np.load(path, allow_pickle=False) as found:
@@ -154,11 +160,11 @@ class Butler(Struct):
 
 @struct
 class Marking(Wrapper):
-    """A cache during one call of the model: it gets each layer's queries and keys with those of the predictor beside
-    them.
+    """A cache during one call of the model: concatenates each layer's queries and keys with those of the predictor.
 
     Attributes:
-        queries, keys: `f32[B, W, H, L - 1, m]`.
+        base: the cache that gets them.
+        queries, keys: `f32[B, W, H, L - 1, m]`, computed by the predictor.
     """
 
     base: Any
@@ -175,7 +181,7 @@ class Marking(Wrapper):
 
 @dataclasses.dataclass(frozen=True)
 class Butlered(Readout):
-    """`base` with a predictor that runs before it. Weights are the pair of both."""
+    """The model `base` with a predictor that runs before it. Its weights are the pair of the weights of both."""
 
     base: LayeredModel
 
@@ -201,12 +207,12 @@ class Butlered(Readout):
 
 @struct
 class TokenButlerCache(SparseCache):
-    """Everything, with the predictor's keys of each token.
+    """All tokens, with the predictor's keys of each token.
 
     Attributes:
-        kv, shapes: of the layers and, last, of the predictor.
-        marks: a tuple of one `f[B, G, S, H / G m]` a layer, the predictor's keys; None: the layer reads everything.
-        The others: see `SparseCache`.
+        marks: for each layer `f[B, G, S, H / G m]`, the predictor's keys; None: the layer attends to all tokens.
+        kv, shapes: keys and values, and shapes, of the model's layers and last of the predictor.
+        length, given, kind: see `SparseCache`.
     """
 
     marks: tuple[Array | None, ...]
@@ -229,7 +235,7 @@ class TokenButlerCache(SparseCache):
         return each_node(functools.partial(each, row), nodes).astype(v.dtype), entry
 
     def _read(self, d: int, row: tuple[Array, ...], node: tuple[Array, ...]) -> Array:
-        """Returns attention `f32[H, e]` of one query `f[H, d + m]` of one row to the tokens that its heads choose."""
+        """Returns attention of one query `f[H, d + m]` of one row to the tokens that its heads choose, `f32[H, e]`."""
         (kv, marks, length, k, v, keys_at), (q, seen, at) = row, node
         (G, S, _), m, kind = kv.shape, q.shape[-1] - d, self.kind
         q = q.astype(jnp.float32).reshape(G, -1, d + m)
@@ -260,11 +266,13 @@ class TokenButlerCache(SparseCache):
 
 @dataclasses.dataclass(frozen=True)
 class PredictedReading(SparseConfig):
-    """Static part of a `TokenButlerConfig`: the config of the cache of a model with its predictor.
+    """The cache config that `TokenButlerConfig.put_on` gives to the model: the options without the predictor's weights.
 
     Attributes:
-        budget, sinks: see `TokenButlerConfig`. layer: shape of the predictor's keys and values. width: of the queries
-            and keys that it computes for layers.
+        budget: number or share of tokens that a query attends to; see `TokenButlerConfig`.
+        sinks: number of first tokens that are always attended to.
+        layer: shape of the keys and values of the predictor's own attention.
+        width: number of channels `m` of the queries and keys that the predictor computes for the model's layers.
     """
 
     budget: int | float
@@ -276,14 +284,15 @@ class PredictedReading(SparseConfig):
     alone: ClassVar[bool] = True
 
     def table(self, size: int) -> np.ndarray:
-        """Returns the number of tokens that are read of texts of each length up to `size`, `i32[size + 1]`."""
+        """Returns a table of the number of tokens attended to, for each length of the text up to `size`, `i32[size +
+        1]`."""
         length = np.arange(size + 1)
         if isinstance(self.budget, int):
             return np.minimum(length, self.budget).astype(np.int32)
         return np.ceil(length.astype(np.float32) * np.float32(self.budget)).astype(np.int32)
 
     def count(self, size: int) -> int:
-        """Returns the most tokens that are read of texts of up to `size` tokens."""
+        """Returns the maximum number of tokens attended to, in texts of up to `size` tokens."""
         return int(self.table(size).max())
 
     def empty(self, shapes: tuple[KVLayer, ...], batch: int, size: int, dtype: Any, inputs: PyTree) -> Cache:
@@ -299,16 +308,16 @@ class PredictedReading(SparseConfig):
 @CACHES.register("token-butler", "TokenButler: Token Importance Is Predictable", "Akhauri et al. 2025", family="sparse")
 @dataclasses.dataclass(frozen=True, eq=False)
 class TokenButlerConfig(SparseConfig):
-    """Keeps everything; each head of a query reads the tokens that a trained predictor holds important for it.
+    """Keeps all tokens; each head of a query attends to the tokens that a trained predictor rates as important for it.
 
-    The predictor is trained once for a model: `butler = decodax.train.fit_token_butler(lm, texts)`. It is data, beside
-    the weights of the model. The cache saves the time of attention to long texts, not memory. Example:
+    The predictor is trained once for a model: `butler = decodax.train.fit_token_butler(lm, texts)`. Its arrays are
+    passed with the weights of the model. The cache saves the time of attention to long texts, not memory. Example:
     `cache=caches.token_butler(butler, budget=0.3)`.
 
     Attributes:
-        butler: the predictor, or a file that `Butler.save` wrote.
-        budget: number of tokens that a query reads, or (below 1) their share of the text so far, rounded up.
-        sinks: number of first tokens that are read beside them.
+        butler: the predictor, or the path of a file that `Butler.save` wrote.
+        budget: number of tokens that a query attends to; below 1, their share of the text so far, rounded up.
+        sinks: number of first tokens that are attended to beside these.
     """
 
     butler: Butler = None       # type: ignore[assignment]
@@ -340,7 +349,7 @@ def layered(model: Any) -> LayeredModel:
     """Returns the model, if a predictor can be trained for it and run before it.
 
     Raises:
-        ValueError: it cannot.
+        ValueError: the model does not run layer by layer, or has fewer than two layers or layers with different heads.
     """
     if not isinstance(model, LayeredModel) or getattr(model.config, "shared", False):
         raise ValueError(f"lm: got a {type(model).__name__}, takes a model that runs layer by layer, each with keys "

@@ -20,6 +20,7 @@ from decodax.algorithms.speculative.drafts.text.history import prefix_tree, tail
 from decodax.algorithms.speculative.drafts.text.sam_decoding import suffix_array
 from decodax.algorithms.speculative.source import Answer, Draft, Source
 from decodax.common.struct import Struct, struct
+from decodax.core.composed import data
 from decodax.models import Transformer, llama
 from decodax.models.diffusion import Diffusion
 
@@ -53,18 +54,11 @@ class Rest(Draft):
         length: tokens of each continuation. nodes: drafts of a tree, 64 in the authors' code.
     """
 
-    store: Any = dataclasses.field(default=None, compare=False, repr=False)
+    store: Any = data()
     longest: int = 8
     matches: int = 16
     length: int = 6
     nodes: int = 24
-
-    @property
-    def weights(self):
-        return self.store
-
-    def bare(self):
-        return dataclasses.replace(self, store=None)
 
     def propose(self, params, policy, s, state, drawn):
         find = lambda context: self.continuations(params.draft, context)
@@ -216,14 +210,7 @@ assert fast.stats.accepted.sum() > 0
 class Pairs(Source):
     """Drafts by how often a token followed another: `counts` is `f32[V, V]`."""
 
-    counts: Any = dataclasses.field(default=None, compare=False, repr=False)
-
-    @property
-    def weights(self):
-        return self.counts
-
-    def bare(self):
-        return dataclasses.replace(self, counts=None)
+    counts: Any = data()
 
     def start(self, params, s, state, room):
         return state, Answer(jnp.log(params.draft[s.newest] + 0.1)[:, None])
@@ -242,7 +229,7 @@ assert [fast.row(i).tolist() for i in range(3)] == [plain.row(i).tolist() for i 
 
 others = dx.Speculative(Pairs(counts), verify=dx.verify.Rejection(), shape=dx.trees.Chain(3))
 fast = dx.generate(lm, prompts, max_new_tokens=24, temperature=0.7, algorithm=others)
-print(others.guarantee, fast.stats.draft_acceptance_rate)
+print(others.traits.guarantee, fast.stats.draft_acceptance_rate)
 
 
 @dataclasses.dataclass(frozen=True)

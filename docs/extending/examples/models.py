@@ -1,4 +1,5 @@
-"""Models beyond dense decoders: a gated delta net, T5, experts, soft prompts, and a model around another one.
+"""Models beyond dense decoders: a gated delta net, T5, experts, soft prompts, a model of flax.nnx, and a model around
+another one.
 
 All of it runs as one program, `tests/extending` runs it, and the pages of docs/extending explain the contracts.
 """
@@ -8,8 +9,10 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 import decodax as dx
+from decodax import cache
 from decodax.cache import Recurrent
 from decodax.core.around import AroundModel
 from decodax.core.types import no_inputs
@@ -105,6 +108,40 @@ out = dx.generate(experts, prompts, max_new_tokens=12, algorithm=lookup)
 soft = np.random.default_rng(0).normal(0, 0.02, (2, 3, 16)).astype(np.float32)       # 3 embeddings for each prompt
 given = np.ones((2, 3), bool)
 out = dx.generate(target, [[0, 0, 0, 5, 6], [0, 0, 0, 7]], inputs=Embeddings(soft, given), max_new_tokens=8)
+
+
+class Net(nnx.Module):
+    """A layer of attention. It is split once: its structure becomes part of the model's value."""
+
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(64, 32, rngs=rngs)
+        self.position = nnx.Embed(512, 32, rngs=rngs)
+        self.qkv = nnx.Linear(32, 96, rngs=rngs)
+
+    def __call__(self, tokens, positions, attend):
+        x = self.embed(tokens) + self.position(positions)
+        q, k, v = jnp.split(self.qkv(x)[:, :, None], 3, axis=-1)
+        seen, entry = attend(q, k, v)
+        return x + seen[:, :, 0], entry
+
+
+@dataclasses.dataclass(frozen=True)
+class Wrapped(dx.Model):
+    graph: nnx.GraphDef
+
+    def init_cache(self, batch, capacity, *, params=None, inputs=None):
+        return cache.dense([(1, 32)], batch, capacity, jnp.float32)
+
+    def apply(self, params, window, cache):
+        net = nnx.merge(self.graph, params)
+        attend = lambda q, k, v: cache.attend(0, q, k, v, window, scale=32 ** -0.5)
+        hidden, entry = net(window.tokens, window.positions, attend)
+        return dx.Out(hidden=hidden, entries=[entry], head=net.embed.attend)
+
+
+graph, params = nnx.split(Net(nnx.Rngs(0)))
+split = dx.LM(model=Wrapped(graph), params=params, vocab_size=64)
+out = dx.generate(split, prompts, max_new_tokens=8)
 
 
 @dataclasses.dataclass(frozen=True)

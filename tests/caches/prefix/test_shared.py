@@ -54,7 +54,7 @@ def test_forks_copy_no_prefix() -> None:
     prompt = begun(PROMPTS[:1])
     count = jnp.zeros(32, jnp.int32)
     where = [x.unsafe_buffer_pointer() for x in prompt.state.cache.prefixes]
-    forked = drivers.fan_out(prompt.state, job.policy, count, count == 0, np.zeros((32, 2), np.uint32),
+    forked = drivers.fan_out(prompt.state, job.batch.policy, count, count == 0, np.zeros((32, 2), np.uint32),
                              count.astype(jnp.uint32), count.astype(jnp.uint32))
     assert [x.unsafe_buffer_pointer() for x in forked.cache.prefixes] == where
     assert forked.cache.length.tolist() == [40] * 32

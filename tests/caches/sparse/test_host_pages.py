@@ -172,9 +172,9 @@ def test_a_round_copies_no_pages() -> None:
                                  max_new_tokens=4))
     pages = job.state.cache.pages[0]
     assert pages.sharding.memory_kind == "pinned_host"
-    text = advance.lower(job.algorithm, job.request.lm.model, job.params, job.policy, job.state, jnp.int32(4)).compile(
-        ).as_text()
-    program, size = parse(text), pages.size
+    batch = job.batch
+    lowered = advance.lower(batch.algorithm, batch.model, batch.params, batch.policy, batch.state, jnp.int32(4))
+    program, size = parse(lowered.compile().as_text()), pages.size
     assert any(size == math.prod(b.dims) for x in program.all() for b in x.result)
     assert not [x for loop in program.loops() for x in copies(program, size, loop.attribute("body"))]
     assert not callbacks(program)

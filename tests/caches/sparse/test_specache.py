@@ -19,7 +19,7 @@ from decodax.core.capabilities import ReadPrompt
 from decodax.core.window import causal
 from tests.caches.small import PROMPTS, SMALL
 
-FEW: dict[str, Any] = dict(top=4, group=4, residual=8)
+FEW: dict[str, Any] = dict(top=4, group_size=4, residual_length=8)
 
 
 def run(algorithm: Any = None, rows: tuple[int, ...] = (0, 1, 2), **more: Any) -> Any:

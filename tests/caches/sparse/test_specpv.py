@@ -128,5 +128,5 @@ def test_a_model_drafts_for_itself_on_another_cache_or_on_this_one(answers: Any,
 def test_what_cannot_be_had_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^buffer: got 0, takes a whole number from 1"):
         dx.caches.make("specpv", buffer=0)
-    with pytest.raises(ValueError, match=r"^guidance_scale: got one with SpecPVCache, which reads its text again"):
+    with pytest.raises(ValueError, match=r"^guidance_scale: cannot be combined with SpecPVCache, which"):
         dx.generate(SMALL, PROMPTS[:1], cache=FEW, guidance_scale=2.0, max_new_tokens=4)

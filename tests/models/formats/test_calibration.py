@@ -149,7 +149,7 @@ def test_bad_models_and_formats_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^lm: got 'model' with packed weights"):
         dx.quantize(dx.quantize(lm(), "int8"), "int8")
     blind = dataclasses.replace(lm(), diffusion=Diffusion(mask=60, attention="causal", block=2))
-    with pytest.raises(ValueError, match=r"^lm: has causal attention"):
+    with pytest.raises(ValueError, match=r"^lm: got causal attention, takes a model with full"):
         dx.quantize(blind, Loudest(), [[1, 2]])
     with pytest.raises(ValueError, match=r"^weights: Loudest\(keep=4\) needs calibration data: decodax.quan"):
         pack(lm().params, Loudest())
@@ -211,7 +211,7 @@ def test_broken_packed_weights_are_named(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=message):
             dx.load(tmp_path)
 
-    fails(r"config.json: packed_weights: other weights than the network's: " + path, **{path: "gone"})
+    fails(r"config.json: packed_weights: differs from the network: " + path, **{path: "gone"})
     fails(path + r": kind: got 'Other', takes Scaled", **{path: {"kind": "Other", "fields": {}}})
     fails(path + r": 'codes'", **{path: {"kind": "Scaled", "fields": {}}})
     array = {"dtype": "float32", "shape": [32, 48]}

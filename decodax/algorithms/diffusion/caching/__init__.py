@@ -1,2 +1,2 @@
-"""Cache rules: what a forward recomputes and what it reads from the cache. Papers that are about nothing else have
+"""Cache rules, which determine the positions that a forward pass recomputes. Papers that are only about caching have
 their files and registry entries here; `blocks` has the rules that many samplers share."""

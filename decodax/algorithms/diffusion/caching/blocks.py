@@ -1,4 +1,4 @@
-"""Shared cache rules of samplers that work block by block: no cache, and the exact caches of finished blocks.
+"""Cache rules for samplers that work block by block: no cache, and exact caches of finished blocks.
 
 The caches of single papers are in files named after them, here and in `decodax.algorithms.diffusion.samplers`.
 """
@@ -19,7 +19,7 @@ from decodax.algorithms.diffusion.view import View, span
 
 @dataclasses.dataclass(frozen=True)
 class NoCache(Caching):
-    """Keeps nothing: every forward scores the whole text."""
+    """Stores nothing: every forward pass computes the whole text."""
 
     narrow = False
 
@@ -28,8 +28,8 @@ class NoCache(Caching):
 class BlockCache(Caching):
     """Exact cache of finished blocks, for block-causal and causal models (SDAR, Fast-dLLM v2, LLaDA 2, DiffusionGemma).
 
-    When a block is done, one more forward writes the entries of its final tokens; then the tokens are emitted. The
-    prompt of a block-causal model is written by one wide forward, that of a causal model by the prefill.
+    When a block is decided, one more forward pass writes the entries of its final tokens; then the tokens are emitted.
+    The prompt of a block-causal model is written by one wide forward pass, that of a causal model by the prefill.
     """
 
     persists = True
@@ -43,9 +43,10 @@ class BlockCache(Caching):
 
 @dataclasses.dataclass(frozen=True)
 class FusedCache(BlockCache):
-    """Exact cache of finished blocks without extra forwards (SDLM, SBD).
+    """Exact cache of finished blocks without extra forward passes (SDLM, SBD).
 
-    The final tokens of a block are scored once more beside the next block, in a forward that is twice as wide.
+    The final tokens of a block are computed once more together with the next block, in a forward pass of twice the
+    width.
     """
 
     fused = True
@@ -61,11 +62,13 @@ def blocks(adapter: Adapter, block_length: int | None, default: int = 32) -> tup
     """Returns block windows, and the exact cache that the model's attention allows.
 
     Args:
-        adapter: how the model reads a canvas.
-        block_length: positions of a block. None: those that a block-causal model was trained with, or `default`.
+        adapter: describes how the model processes a canvas.
+        block_length: number of positions of a block. None: the number with which a block-causal model was trained, or
+            `default`.
+        default: number of positions of a block for other models.
 
     Raises:
-        ValueError: a length other than the one that a block-causal model was trained with.
+        ValueError: `block_length` differs from the number with which a block-causal model was trained.
     """
     attention = adapter.attention
     if isinstance(attention, BlockCausal):

@@ -1,8 +1,8 @@
-"""dKV-Cache: a token's entries enter the cache one step after the token was decided ("dKV-Cache: The Cache for
-Diffusion Language Models", Ma et al., 2025).
+"""dKV-Cache: a token's entries are cached one step after the token was decided ("dKV-Cache: The Cache for Diffusion
+Language Models", Ma et al., 2025).
 
-A token's own embedding changes most in the step that decides it, so its entries are computed once more. Wide forwards
-refresh all entries every few steps. The cache is approximate.
+A token's own embedding changes most in the step that decides it, so its entries are computed once more. Wide forward
+passes refresh all entries every few steps. The cache is approximate.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from decodax.common.registry import ALGORITHMS
 
 @dataclasses.dataclass(frozen=True)
 class DelayedTokens(Rewriting):
-    """dKV-Cache-Decode: recomputes the open positions, and those that the last step decided.
+    """dKV-Cache-Decode: a narrow forward pass recomputes the open positions, and those that the last step decided.
 
-    With logits that point to the next position, the positions before open ones count as open, as in the authors'
-    variant for Dream. Wide forwards are those of the authors' code for LLaDA: the first `1 + delay` steps of a window,
-    and every step whose number is a multiple of `refresh`.
+    If logits predict the next position, the positions before open ones count as open, as in the authors' variant for
+    Dream. Wide forward passes, over the whole text, are those of the authors' code for LLaDA: the first `1 + delay`
+    steps of a window, and every step whose number is a multiple of `refresh`.
 
     Attributes:
-        delay: number of steps in which a decided token is recomputed. 0: its entry stays that of the mask token.
-            None: until the next wide forward.
-        refresh: steps from one wide forward to the next; None: only the first ones of a window are wide.
-        packed: sizes of narrow rounds, ascending: live nodes are gathered into the smallest size that fits. If none
-            fits, the narrow round is as long as the text.
+        delay: number of steps in which a decided token is recomputed. 0: its entry is still that of the mask token.
+            None: until the next wide forward pass.
+        refresh: number of steps from one wide forward pass to the next; None: only the first ones of a window are wide.
+        packed: sizes of narrow forward passes, ascending. Live nodes are gathered into the smallest size that fits. If
+            none fits, the forward pass is as long as the text.
     """
 
     delay: int | None = 1
@@ -71,19 +71,19 @@ class DelayedTokens(Rewriting):
 
 @dataclasses.dataclass(frozen=True)
 class DKVCacheGreedy(Rewriting):
-    """dKV-Cache-Greedy: recomputes only what this step and the last one decide, and the open positions nearest to what
-    this step decides.
+    """dKV-Cache-Greedy: recomputes only the positions that this step and the last one decide, and the open positions
+    nearest to those that this step decides.
 
-    These positions must be known before the forward: the sampler's score has to be `Random(once=True)`, and its
+    These positions must be known before the forward pass: the sampler's score has to be `Random(once=True)`, and its
     unmasking rule this `quota`.
 
     Attributes:
-        quota: the sampler's unmasking rule, which says what the step decides.
+        quota: the sampler's unmasking rule, which determines the positions that the step decides.
         window: number of open positions recomputed for each decided one: the nearest, alternately on its left and
             right.
-        refresh: a wide forward in every step of the window whose number is a multiple of this.
-        packed: as in `DelayedTokens`. A step that unmasks `q` positions recomputes at most `q * (2 + window)`, and `q`
-            more where logits point to the next position.
+        refresh: every step of the window whose number is a multiple of this has a forward pass over the whole text.
+        packed: sizes of the other forward passes, see `DelayedTokens`. A step that unmasks `q` positions recomputes at
+            most `q * (2 + window)`, and `q` more if logits predict the next position.
     """
 
     quota: Quota = Quota()
@@ -126,7 +126,7 @@ def _text(view: View) -> WholeText:
 
 
 def _decided(view: View, since: Array) -> Array:
-    """Returns `bool[B, N]`: positions decided in the round `since` (`i32[B]`) or later."""
+    """Returns the positions that were decided in the round `since` (`i32[B]`) or later, `bool[B, N]`."""
     when = _text(view).when
     return (when >= 0) & (when >= since[:, None])
 
@@ -136,18 +136,18 @@ def _decided(view: View, since: Array) -> Array:
 def dkv_cache(lm: Any, variant: Literal["decode", "greedy"] = "decode", block_length: Count = 32,
               steps: Count | None = None, cache_steps: Count | None = None, window_size: WholeNumber = 4,
               packed: tuple[int, ...] | None = None) -> MaskedDiffusion:
-    """LLaDA's sampler with a cache that a token enters one step after it was decided.
+    """LLaDA's sampler with a cache in which a token's entries are stored one step after the token was decided.
 
     For models with attention in both directions. "greedy" computes less and decides in random order.
 
     Args:
         variant: "decode" or "greedy", as in the paper.
-        block_length: positions of a block.
-        steps: steps of a block. None: one position a step.
-        cache_steps: steps from one forward over the whole text to the next. None: 8, and 2 for "greedy".
-        window_size: open positions that "greedy" recomputes beside each one that it decides.
-        packed: sizes of narrow forwards, ascending. None: 64 and 128 for "decode"; for "greedy", the most that a step
-            takes.
+        block_length: number of positions of a block.
+        steps: number of steps of a block. None: one position per step.
+        cache_steps: number of steps from one forward pass over the whole text to the next. None: 8, and 2 for "greedy".
+        window_size: number of open positions that "greedy" recomputes for each position that it decides.
+        packed: sizes of narrow forward passes, ascending. None: 64 and 128 for "decode"; for "greedy", the maximum that
+            a step needs.
     """
     adapter, quota = Adapter.of(lm), Quota(steps)
     if variant == "greedy":

@@ -1,12 +1,13 @@
-"""dLLM-Cache: reuses features of earlier forwards token by token inside each layer ("dLLM-Cache: Accelerating Diffusion
-Large Language Models with Adaptive Caching", Liu et al., 2025).
+"""dLLM-Cache: reuses features of earlier forward passes token by token inside each layer ("dLLM-Cache: Accelerating
+Diffusion Large Language Models with Adaptive Caching", Liu et al., 2025).
 
-Between refreshes most tokens' features hardly move, and the change of their values tells which did. Each layer computes
-the values of all nodes of the response and compares them with the cached ones. It runs queries, keys, attention and MLP
-only for the share of least cosine similarity. For all others, what attention and MLP added to the residual stream comes
-from the cache. The prompt's entries are refreshed rarely, the response's more often. The cache is approximate.
+Between refreshes, the features of most tokens hardly change, and the change of their values shows for which tokens they
+do. Each layer computes the values of all nodes of the response and compares them with the cached ones. It computes
+queries, keys, attention and MLP only for the share of nodes with the smallest cosine similarity. For all others, the
+outputs of attention and MLP, which are added to the residual stream, come from the cache. The prompt's entries are
+refreshed rarely, the response's more often. The cache is approximate.
 
-The network takes part layer by layer, through `Transformer.pieces`: `Reusing` is a model that wraps the model.
+The model is run layer by layer, through `Transformer.pieces`: `Reusing` is a model that wraps the model.
 """
 
 from __future__ import annotations
@@ -37,20 +38,29 @@ from decodax.core.types import LayeredModel, Model, Out
 from decodax.core.window import Window, take
 
 EVERYTHING, RESPONSE, PART, PROMPT = range(4)
-"""Kinds of rounds: all is computed; the response; a part of it; the prompt and a part of the response."""
+"""Kinds of rounds, which compute the whole text, the response, a part of it, or the prompt and a part of the
+response."""
 
 
 @struct
 class ReusedNodes(Struct):
-    """Hint for `Reusing`. `nodes`: `bool[B, W]`, nodes whose features may be reused."""
+    """A hint (`Window.hint`) for `Reusing`.
+
+    Attributes:
+        nodes: `bool[B, W]`, nodes whose features may be reused.
+    """
 
     nodes: Array
 
 
 @struct
 class Features(Struct):
-    """Features that a forward's layers computed: the `entries` of the cache, and what attention and MLP added, `f[B, W,
-    D]` a layer."""
+    """Features that the layers of a forward pass computed.
+
+    Attributes:
+        entries: entries of the cache.
+        attention, mlp: for each layer `f[B, W, D]`, outputs of attention and MLP.
+    """
 
     entries: Entries
     attention: tuple[Array, ...]
@@ -59,8 +69,12 @@ class Features(Struct):
 
 @struct
 class FeatureCache(Wrapper):
-    """Cache of keys and values, `base`, and of what attention and MLP of each layer added: `f[B, S, D]` a layer, slot =
-    position."""
+    """A cache of keys and values, and of the outputs of attention and MLP of each layer.
+
+    Attributes:
+        base: the cache of keys and values.
+        attention, mlp: for each layer `f[B, S, D]`; the slot of a token is its position.
+    """
 
     base: Dense
     attention: tuple[Array, ...]
@@ -75,36 +89,36 @@ class FeatureCache(Wrapper):
                             attention=both(self.attention, entries.attention), mlp=both(self.mlp, entries.mlp))
 
     def at(self, layer: int, slots: Array) -> tuple[Array, ...]:
-        """Returns keys and values `f[B, W, G, d]` and the outputs of attention and MLP `f[B, W, D]`, at `slots`
-        (`i32[B, W]`)."""
+        """Returns the cached keys and values, `f[B, W, G, d]`, and outputs of attention and MLP, `f[B, W, D]`, at
+        `slots` (`i32[B, W]`)."""
         entry = lambda x: jax.vmap(lambda row, at: row[:, at].swapaxes(0, 1))(x, slots)
         return (entry(self.base.keys(layer)), entry(self.base.values(layer)), take(self.attention[layer], slots),
                 take(self.mlp[layer], slots))
 
 
 def dense_cache(model: Model, batch: int, capacity: int, params: Any, inputs: Any) -> Dense:
-    """Returns the model's cache.
+    """Returns an empty cache of the model.
 
     Raises:
-        ValueError: it is of another kind than dense.
+        ValueError: the cache is not dense.
     """
     cache = model.init_cache(batch, capacity, params=params, inputs=inputs)
     if not isinstance(cache, Dense):
-        raise ValueError(f"cache: got {type(cache).__name__}, this caching rule looks into a dense one")
+        raise ValueError(f"cache: got {type(cache).__name__}, takes a dense cache")
     return cache
 
 
 @dataclasses.dataclass(frozen=True)
 class Reusing(Model):
-    """Model that recomputes, of the nodes that the hint `ReusedNodes` names, only those whose values changed most.
+    """A model that recomputes, of the nodes in the hint `ReusedNodes`, only those whose values changed most.
 
-    The first layer recomputes all of them, as in the authors' hooks: its input has just been embedded anew.
+    The first layer recomputes all of them, as in the authors' hooks, since its input is a new embedding.
 
     Attributes:
         model: a `Transformer` with a dense cache.
         ratio: share of those nodes that each layer recomputes, rounded down.
-        gather: True: only the chosen nodes are run. False: all nodes are run, and the results of the others are
-            dropped; for windows with many nodes that are computed in any case.
+        gather: True: only the chosen nodes are computed. False: all nodes are computed, and the results of the others
+            are dropped; for windows in which many nodes are computed anyway.
     """
 
     model: Any
@@ -113,7 +127,8 @@ class Reusing(Model):
 
     def init_cache(self, batch: int, capacity: int, *, params: Any = None, inputs: Any = None) -> Cache:
         if not isinstance(self.model, LayeredModel):
-            raise ValueError(f"model: got {type(self.model).__name__}, takes a Transformer, whose layers run in pieces")
+            raise ValueError(f"model: got {type(self.model).__name__}, takes a Transformer, whose layers can be run "
+                             "one by one")
         base = dense_cache(self.model, batch, capacity, params, inputs)
         width, dtype = self.model.config.width, base.kv[0].dtype
         zeros = lambda: tuple(jnp.zeros((batch, capacity, width), dtype) for _ in base.kv)
@@ -158,8 +173,8 @@ class Reusing(Model):
         return attend
 
     def _choice(self, v: Array, old: Array, reuse: Array, live: Array) -> tuple[Callable[[Array], Array], Any]:
-        """Returns two functions: one takes the nodes to recompute out of a window's, the other puts their new features
-        in the place of the old ones."""
+        """Returns two functions: the first takes the nodes to recompute out of a window's nodes, the second replaces
+        their old features by new ones."""
         flat = lambda x: x.reshape(*x.shape[:2], -1).astype(jnp.float32)
         similarity = cosine(flat(v), flat(old))
         among = reuse & live
@@ -177,16 +192,18 @@ class Reusing(Model):
 
 @dataclasses.dataclass(frozen=True)
 class Similarity(BudgetSized, Rewriting):
-    """dLLM-Cache's schedule: the prompt is computed every `prompt` rounds of a row, the response every `response`.
+    """dLLM-Cache's schedule: the prompt is computed every `prompt` rounds of a row, the response every `response`
+    rounds.
 
     In all other rounds a share of the response's nodes is computed, layer by layer. The rule is that of the authors'
-    hooks for LLaDA. With logits that point to the next position the prompt's last one, which predicts the first new
-    token, counts as the response's (the authors' hooks for Dream leave its logits as old as the prompt's features).
+    hooks for LLaDA. If logits predict the next position, the prompt's last position, which predicts the first new
+    token, counts as part of the response (in the authors' hooks for Dream, its logits are refreshed with the prompt
+    only).
 
     Attributes:
-        prompt, response: the intervals in rounds; with 1 and 1 everything is always computed.
-        ratio: share of the response's nodes, above 0, to 1.
-        size: most new tokens of a text; longer texts are computed without a cache. None: filled in by `fit`.
+        prompt, response: the intervals in rounds; with 1 and 1 all positions are always computed.
+        ratio: share of the response's nodes, above 0, at most 1.
+        size: maximum number of new tokens of a text; longer texts are computed without a cache. None: set by `fit`.
     """
 
     prompt: int = 50
@@ -231,12 +248,12 @@ def dllm_cache(lm: Any, block_length: Count = 32, steps: Count | None = None, pr
     For long prompts and models of the `Transformer` family.
 
     Args:
-        block_length: positions of a block.
-        steps: steps of a block. None: one position a step.
-        prompt_interval_steps: rounds after which the prompt's entries are refreshed.
-        gen_interval_steps: rounds after which the response's entries are refreshed.
-        transfer_ratio: share of the response's tokens that are recomputed in between.
-        size: most new tokens of a text. None: the budget of the call.
+        block_length: number of positions of a block.
+        steps: number of steps of a block. None: one position per step.
+        prompt_interval_steps: number of rounds after which the prompt's entries are refreshed.
+        gen_interval_steps: number of rounds after which the response's entries are refreshed.
+        transfer_ratio: share of the response's tokens that are recomputed in the other rounds.
+        size: maximum number of new tokens of a text. None: the budget of the call.
     """
     return MaskedDiffusion(Adapter.of(lm), Blocks(block_length), unmask=Quota(steps),
                            caching=Similarity(prompt_interval_steps, gen_interval_steps, transfer_ratio, size))

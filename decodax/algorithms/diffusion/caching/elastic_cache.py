@@ -1,15 +1,16 @@
-"""Elastic-Cache: recomputes entries when, and from the layer where, attention moved ("Attention Is All You Need for KV
-Cache in Diffusion LLMs", Nguyen-Tri, Ranjan, Shen, 2025).
+"""Elastic-Cache: recomputes entries when attention changes, from the layer on where it changes ("Attention Is All You
+Need for KV Cache in Diffusion LLMs", Nguyen-Tri, Ranjan, Shen, 2025).
 
-A forward runs a few nodes only: tokens that were just decided, the first masked positions, and *tracked* tokens: for
-each layer the decided one that masked positions attended to most. They read all other entries from the cache. Where the
-attention of the tracked tokens is no longer similar to that of the forward before, the layers above run for the whole
-text, from the residual stream that was cached below the first of them. When an end of sequence is decided, the masks
-after it are not decided any more; they stay where they are and are still seen, as in the authors' loop.
+A forward pass computes a few nodes only: tokens that were just decided, the first masked positions, and *tracked*
+tokens: for each layer the decided token that masked positions attended to most. They attend to the cache for all other
+positions. If the attention of the tracked tokens is no longer similar to that in the forward pass before, the layers
+above are computed for the whole text, from the residual stream that was cached below the first of them. When an end of
+sequence is decided, the masks after it are not decided any more; they stay in the canvas and are still attended to, as
+in the authors' loop.
 
-The network takes part layer by layer, through `Transformer.pieces`: `Tracking` is a model that wraps the model. The
-rule is that of the authors' code for LLaDA: similarity is the cosine over heads, averaged over tracked tokens and keys
-(the paper writes the cosine of attention rows). The cache is approximate.
+The model is run layer by layer, through `Transformer.pieces`: `Tracking` is a model that wraps the model. The rule is
+that of the authors' code for LLaDA: similarity is the cosine over heads, averaged over tracked tokens and keys (the
+paper defines it as the cosine of attention rows). The cache is approximate.
 """
 
 from __future__ import annotations
@@ -42,21 +43,28 @@ from decodax.core.window import Window, take
 
 @struct
 class TextEnd(Struct):
-    """Hint for `Tracking`. `end`: `i32[B]`, the end of the text; positions after it are not decided."""
+    """A hint (`Window.hint`) for `Tracking`.
+
+    Attributes:
+        end: `i32[B]`, the end of the text; positions after it are not decided.
+    """
 
     end: Array
 
 
 @struct
 class Tracked(Struct):
-    """Features that a forward of `Tracking` leaves for its cache.
+    """Features that a forward pass of `Tracking` returns for its cache.
 
     Attributes:
-        entries, streams, queries: of its nodes, for each layer: keys and values, `f[B, W, D]` before the layer, `f[B,
-            W, H, d]`.
-        text: the same four for all slots, or None where the nodes are the text.
-        renewed: for each layer `bool[B]`, rows of which `text` holds.
-        track: `i32[B, L]`. masked: `bool[B, S]`. renewals: `i32[B]`, number of layers that ran for the whole text.
+        entries: keys and values of the nodes, for each layer.
+        streams: for each layer `f[B, W, D]`, the residual stream of the nodes before the layer.
+        queries: for each layer `f[B, W, H, d]`, queries of the nodes.
+        text: for each layer keys, values, residual stream and queries of all slots; None if the nodes are the text.
+        renewed: for each layer `bool[B]`, rows for which `text` was computed.
+        track: `i32[B, L]`, the tracked position of each layer.
+        masked: `bool[B, S]`, masked positions.
+        renewals: `i32[B]`, number of layers that were computed for the whole text.
     """
 
     entries: Entries
@@ -71,12 +79,15 @@ class Tracked(Struct):
 
 @struct
 class TrackingCache(Wrapper):
-    """Cache of keys and values, `base`, and for each layer of the residual stream before it `f[B, S, D]` and the
-    queries `f[B, S, H, d]`, slot = position.
+    """A cache of keys and values, of residual streams and of queries. The slot of a token is its position.
 
     Attributes:
-        track: `i32[B, L]` the tracked position of each layer. masked: `bool[B, S]` as the last forward saw them.
-        renewals: `i32[B]` number of layers that ran for the whole text, except for the first forward.
+        base: the cache of keys and values.
+        streams: for each layer `f[B, S, D]`, the residual stream before it.
+        queries: for each layer `f[B, S, H, d]`.
+        track: `i32[B, L]`, the tracked position of each layer.
+        masked: `bool[B, S]`, masked positions in the last forward pass.
+        renewals: `i32[B]`, number of layers that were computed for the whole text, without the first forward pass.
     """
 
     base: Dense
@@ -106,7 +117,7 @@ class TrackingCache(Wrapper):
 
 
 def _scores(q: Array, keys: Array) -> Array:
-    """`f32[B, H, n, S]` of queries `f[B, n, H, d]` to keys `f[B, G, S, d]`."""
+    """Returns the products of queries `f[B, n, H, d]` and keys `f[B, G, S, d]`, `f32[B, H, n, S]`."""
     (B, n, H, d), G = q.shape, keys.shape[1]
     grouped = q.reshape(B, n, G, H // G, d).transpose(0, 2, 3, 1, 4).reshape(B, G, -1, d)
     scores = jnp.einsum("bgqd,bgsd->bgqs", grouped, keys, preferred_element_type=jnp.float32)
@@ -114,8 +125,8 @@ def _scores(q: Array, keys: Array) -> Array:
 
 
 def _renew(caches: tuple[Array, ...], text: tuple[Array, ...], rows: Array) -> tuple[Array, ...]:
-    """A layer's caches with those of `text` (`[B, S, ...]`) in the given rows. As a loop of one trip or none, since XLA
-    copies the caches that a conditional writes to."""
+    """Returns a layer's caches, with those of `text` (`[B, S, ...]`) in the given rows. It is a loop of at most one
+    iteration, since XLA copies the caches that a conditional writes to."""
     def write(carry: Any) -> Any:
         kv, *rest = carry[1]
         k, v, *more = text
@@ -127,7 +138,7 @@ def _renew(caches: tuple[Array, ...], text: tuple[Array, ...], rows: Array) -> t
 
 
 class Held:
-    """A cache's `attend` for one window, which remembers the queries that it was called with and their scale."""
+    """A cache's `attend` for one window, which stores the queries that it was called with and their scale."""
 
     queries: Array
     scale: float
@@ -142,13 +153,14 @@ class Held:
 
 @dataclasses.dataclass(frozen=True)
 class Tracking(Model):
-    """Model that runs the layers above a drift of attention for the whole text.
+    """A model that computes layers for the whole text if attention has changed below them.
 
     Attributes:
         model: a `Transformer` with a dense cache.
-        gamma: least similarity of attention; below it is a drift. mask: id of the mask token.
-        window: number of masked positions whose attention counts; the first ones of the text.
-        whole: the nodes are the text, and there is nothing to compare with.
+        gamma: minimum similarity of attention; if it is smaller, the layers above are computed for the whole text.
+        mask: id of the mask token.
+        window: number of first masked positions of the text whose attention counts.
+        whole: True if the nodes are the text, and there is no earlier attention to compare with.
     """
 
     model: Any
@@ -159,7 +171,8 @@ class Tracking(Model):
 
     def init_cache(self, batch: int, capacity: int, *, params: Any = None, inputs: Any = None) -> Cache:
         if not isinstance(self.model, LayeredModel):
-            raise ValueError(f"model: got {type(self.model).__name__}, takes a Transformer, whose layers run in pieces")
+            raise ValueError(f"model: got {type(self.model).__name__}, takes a Transformer, whose layers can be run "
+                             "one by one")
         base, c = dense_cache(self.model, batch, capacity, params, inputs), self.model.config
         zeros = lambda *shape: tuple(jnp.zeros((batch, capacity, *shape), base.kv[0].dtype) for _ in c.layers)
         return TrackingCache(
@@ -237,7 +250,8 @@ class Tracking(Model):
         return self._softmax(_scores(q, keys), text, scale)
 
     def _rows(self, q: Array, k: Array, at: Array, cache: Any, layer: int, text: Array, scale: float) -> Array:
-        """Returns the same for the cached keys, with `k` (`f[B, W, G, d]`) in place of those of the nodes."""
+        """Returns attention weights `f32[B, H, n, S]` for the cached keys, in which `k` (`f[B, W, G, d]`) replaces
+        those of the nodes."""
         old = _scores(q, cache.base.keys(layer))
         new = _scores(q, k.swapaxes(1, 2))
         joined = jax.vmap(lambda row, at, new: row.at[..., at].set(new, mode="drop"))(old, at, new)
@@ -247,7 +261,7 @@ class Tracking(Model):
         return jax.nn.softmax(jnp.where(text[:, None, None], scores * scale, -1e30), -1)
 
     def _likeness(self, cache: Any, layer: int, q: Array, places: Array, node: Any, text: Array, scale: float) -> Array:
-        """Returns `f32[B]`: the similarity of the tracked tokens' attention to that of the forward before."""
+        """Returns the similarity of the tracked tokens' attention to that in the forward pass before, `f32[B]`."""
         tracked = cache.track
         index = jnp.argmax(places[:, None, :] == tracked[:, :, None], 2)
         now = node(take(q, index))
@@ -260,12 +274,12 @@ class Tracking(Model):
 
 @dataclasses.dataclass(frozen=True)
 class Drift(Rewriting):
-    """Elastic-Cache's rule: one forward over the text, then `Tracking` ones.
+    """Elastic-Cache's rule: one forward pass over the text, then those of `Tracking`.
 
     Attributes:
         mask: id of the mask token.
-        window: masked positions of a forward, from the first on; the sampler must not unmask others.
-        gamma: least similarity of attention; above 1 every layer but the first runs for the whole text.
+        window: number of first masked positions that a forward pass computes; the sampler must not unmask others.
+        gamma: minimum similarity of attention; above 1 every layer but the first is computed for the whole text.
     """
 
     mask: int
@@ -306,8 +320,8 @@ class Drift(Rewriting):
 
 @dataclasses.dataclass(frozen=True)
 class Leading(Whole):
-    """The whole text, of which the first `window` open positions may be unmasked. The decided positions before the
-    first open one are final."""
+    """The whole text is one window, and the first `window` open positions may be unmasked. The decided positions before
+    the first open one are final."""
 
     window: int = 16
 
@@ -326,15 +340,16 @@ class Leading(Whole):
                      "Nguyen-Tri, Ranjan, Shen 2025", family="diffusion-cache", needs="a diffusion model")
 def elastic_cache(lm: Any, window_size: Count = 16, threshold: Share = 0.9, gamma: float = 0.9,
                   size: Count | None = None) -> MaskedDiffusion:
-    """Unmasks the sure ones of the first masks, and recomputes entries where attention moved.
+    """Unmasks the confident ones among the first masks, and recomputes entries where attention has changed.
 
     For models with a mask token whose logits predict their own position, such as LLaDA.
 
     Args:
-        window_size: number of masked positions that a forward scores.
-        threshold: least probability of a candidate that is unmasked.
-        gamma: least similarity of attention to that of the forward before; a lower one recomputes the layers above.
-        size: most new tokens of a text. None: the budget of the call.
+        window_size: number of masked positions that a forward pass computes.
+        threshold: minimum probability of a candidate that is unmasked.
+        gamma: minimum similarity of attention to that in the forward pass before; if it is smaller, the layers above
+            are recomputed.
+        size: maximum number of new tokens of a text. None: the budget of the call.
     """
     adapter = Adapter.of(lm)
     if adapter.mask is None or adapter.shift:

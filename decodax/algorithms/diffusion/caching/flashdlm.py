@@ -1,7 +1,7 @@
-"""FlashDLM: a cache that is never refreshed, and an autoregressive model that decides how many tokens are kept
+"""FlashDLM: a cache that is never refreshed, and an autoregressive model that determines how many tokens are kept
 ("Accelerating Diffusion Language Model Inference via Efficient KV Caching and Guided Diffusion", Hu et al., 2025).
 
-FreeCache freezes the entries of finished blocks. Guided diffusion unmasks from left to right the tokens that a second
+FreeCache freezes the entries of finished blocks. Guided diffusion unmasks, from left to right, the tokens that a second
 model finds likely, too.
 """
 
@@ -25,23 +25,24 @@ from decodax.algorithms.diffusion.rules.windows import Blocks, Sliding
 from decodax.algorithms.diffusion.view import View, span
 from decodax.common.options import Count, Range, Share
 from decodax.common.registry import ALGORITHMS
+from decodax.core.composed import data
 
 PAPER = "Accelerating Diffusion Language Model Inference via Efficient KV Caching and Guided Diffusion"
 
 
 @dataclasses.dataclass(frozen=True)
 class Frozen(Rewriting):
-    """FreeCache: one wide forward at the beginning, and no other.
+    """FreeCache: one forward pass over the whole text at the beginning, and no other.
 
-    A narrow forward recomputes the window and what follows it. Once the window has moved past a position, its entry
-    stays as the last forward computed it. For tokens that were unmasked last, that forward still saw their mask tokens.
+    All later ones recompute the window and the positions after it. Once the window has moved past a position,
+    its entry is no longer changed. For tokens that were unmasked last, it was computed while they were still masked.
 
     Attributes:
-        suffix: number of positions, from the window's start on, that are recomputed; entries of positions after them
-            are read from the cache.
+        suffix: number of positions from the window's start on that are recomputed; the cache is used for positions
+            after them.
         before: number of positions before the window that are recomputed too, and frozen later (FlashDLM's sliding
             window).
-        near: positions after the suffix are seen by the first forward only.
+        near: True if positions after the suffix are attended to by the first forward pass only.
     """
 
     suffix: int = 256
@@ -61,18 +62,20 @@ class Frozen(Rewriting):
 
 @dataclasses.dataclass(frozen=True)
 class GuidedDiffusion(Judged):
-    """Guided diffusion: an autoregressive model agrees to the tokens that it finds likeliest itself.
+    """Guided diffusion: an autoregressive model agrees with the tokens that are among its own likeliest ones.
 
     Attributes:
-        model, weights, chunk: as in `decodax.algorithms.diffusion.samplers.apd.Product`.
-        top: number of likeliest tokens that are accepted; 1 is the authors' "deterministic" rule, more is their "topk".
-        relative: least probability of an accepted token, as a share of the likeliest one's ("topk_relative").
+        model: the second model: a `Model`, or the result of `decodax.load`.
+        top: number of likeliest tokens that are accepted; 1 is the authors' "deterministic" rule, more their "topk".
+        relative: minimum probability of an accepted token, divided by that of the likeliest one ("topk_relative").
+        weights: the weights of a bare `Model`.
+        chunk: number of prompt tokens in a forward pass of its prefill.
     """
 
     model: Any
     top: int = 1
     relative: float = 0.0
-    weights: Any = dataclasses.field(default=None, compare=False, repr=False)
+    weights: Any = data()
     chunk: int = 64
 
     def __post_init__(self) -> None:
@@ -92,14 +95,14 @@ class GuidedDiffusion(Judged):
 
 @ALGORITHMS.register("freecache", PAPER, "Hu et al. 2025", family="diffusion-cache", needs="a diffusion model")
 def freecache(lm: Any, block_length: Count = 32, steps: Count | None = None, suffix: Count = 256) -> MaskedDiffusion:
-    """LLaDA's sampler with a cache that is never refreshed: blocks freeze when they are done.
+    """LLaDA's sampler with a cache that is never refreshed: the entries of a block are frozen when it is finished.
 
     FlashDLM's cache without its guided diffusion; for models with attention in both directions.
 
     Args:
-        block_length: positions of a block.
-        steps: steps of a block. None: one position a step.
-        suffix: positions that each forward recomputes, from the block's start on.
+        block_length: number of positions of a block.
+        steps: number of steps of a block. None: one position per step.
+        suffix: number of positions that each forward pass recomputes, from the block's start on.
     """
     return MaskedDiffusion(Adapter.of(lm), Blocks(block_length), unmask=Quota(steps), caching=Frozen(suffix))
 
@@ -108,20 +111,20 @@ def freecache(lm: Any, block_length: Count = 32, steps: Count | None = None, suf
                      needs="a diffusion model and a draft model")
 def flashdlm(lm: Any, draft: Any, top: Count = 1, relative: Share = 0.0,
              window_size: Annotated[int, Range(2)] = 128, lookahead: Count = 32) -> MaskedDiffusion:
-    """Unmasks from left to right what a small autoregressive model would have said too, with FreeCache.
+    """Unmasks from left to right the tokens with which a small autoregressive model agrees, with FreeCache.
 
     Guided diffusion with the authors' sliding window. Their code judges all masks of the window, and in the first
-    forward all of the text; here a forward judges `lookahead` masks. Their cache writes new entries where the window of
-    the forward before began; here each entry is at its own position.
+    forward pass of the whole text; here a forward pass judges `lookahead` masks. Their cache writes new entries at the
+    start of the previous window; here each entry is written at its own position.
 
     Args:
         draft: loaded autoregressive model with the same vocabulary.
         top: number of the autoregressive model's likeliest tokens that are accepted. 1 is the authors' "deterministic"
-            rule, more is their "topk".
-        relative: least probability of an accepted token, as a share of the likeliest one's ("topk_relative").
+            rule, more their "topk".
+        relative: minimum probability of an accepted token, divided by that of the likeliest one ("topk_relative").
         window_size: number of positions before the last decided one that are recomputed, and number of masks after it.
-            Only the first forward scores what lies further ahead.
-        lookahead: number of masks judged at once.
+            Only the first forward pass computes positions further ahead.
+        lookahead: number of masks that are judged at a time.
     """
     return MaskedDiffusion(Adapter.of(lm), Sliding(min(lookahead, window_size - 1)), Position(), Agreed(go_on=False),
                            caching=Frozen(window_size - 1, window_size + 1, near=True),

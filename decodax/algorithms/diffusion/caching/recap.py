@@ -1,9 +1,9 @@
-"""ReCAP: masked generation with a full step now and then, and cheap local steps in between ("Plug-and-Play Context
+"""ReCAP: masked generation with occasional full steps, and cheap local steps between them ("Plug-and-Play Context
 Feature Reuse for Efficient Masked Generation", Liu et al., 2025).
 
-A full step scores the whole text and chooses the targets, the positions that it and the following local steps decide:
-as many as their quotas add up to, in the order of its scores. A local step scores only the targets, against the entries
-that the full step wrote for all other positions, and decides the next of them. The cache is approximate.
+A full step computes the whole text and chooses the targets, the positions that it and the following local steps decide:
+the number that their quotas add up to, in the order of its scores. A local step computes only the targets, attends to
+the entries that the full step wrote for all other positions, and decides the next targets. The cache is approximate.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from decodax.common.registry import ALGORITHMS
 
 @dataclasses.dataclass(frozen=True)
 class Turns:
-    """Says which steps of a window are full: the first `lead` steps; of the following ones, the first and every
+    """Determines which steps of a window are full: the first `lead` steps; of the following ones, the first and every
     `every`-th after it."""
 
     every: int = 2
@@ -42,13 +42,18 @@ class Turns:
             raise ValueError(f"every, lead: got {self.every}, {self.lead}, take 1 or more and 0 or more")
 
     def full(self, step: Array) -> Array:
-        """Returns `bool[R]`: rows whose step is a full one."""
+        """Returns the rows for which `step` (`i32[R]`) is a full step, `bool[R]`."""
         return (step < self.lead) | ((step - self.lead) % self.every == 0)
 
 
 @dataclasses.dataclass(frozen=True)
 class FullStepOrder(Score):
-    """Ranks by the scores that `score` gave in the last full step. The memory is these scores, `f32[B, W]`."""
+    """Scores positions by their scores in the last full step. The memory is these scores, `f32[B, W]`.
+
+    Attributes:
+        score: the score that is computed in full steps.
+        turns: determines which steps are full.
+    """
 
     score: Any
     turns: Turns
@@ -69,14 +74,16 @@ class FullStepOrder(Score):
 
 @dataclasses.dataclass(frozen=True)
 class Targets(Rewriting):
-    """ReCAP's cache: full steps are wide forwards, local steps score the targets.
+    """ReCAP's cache: full steps are forward passes over the whole text, local steps compute the targets.
 
     The memory is the targets, `bool[B, W]`.
 
     Attributes:
-        quota: number of positions that a step decides. score: their order. turns: which steps are full.
-        packed: sizes of narrow rounds, ascending: the live nodes are gathered into the smallest size that fits. If none
-            fits, the round is as long as the text.
+        quota: number of positions that a step decides.
+        score: order in which positions are decided.
+        turns: determines which steps are full.
+        packed: sizes of local forward passes, ascending. Live nodes are gathered into the smallest size that fits. If
+            none fits, the forward pass is as long as the text.
     """
 
     quota: Quota = Quota()
@@ -119,19 +126,19 @@ def recap(lm: Any, steps: Count = 24, every: Count = 2, pre_full_iters: WholeNum
           order: Literal["random", "confidence"] = "confidence", choice_temperature: float = 5.5,
           schedule: Literal["power", "cosine"] = "power", size: Count | None = None,
           packed: tuple[int, ...] = ()) -> MaskedDiffusion:
-    """MaskGIT whose full steps choose targets, and whose local steps compute only these.
+    """MaskGIT's sampler whose full steps choose targets, and whose local steps compute only these.
 
     Halves the computation of a sampler that fills the whole text at once.
 
     Args:
         steps: number of steps, full and local.
-        every: steps from one full step to the next (the authors' `num_cache_iters` plus 1).
+        every: number of steps from one full step to the next (the authors' `num_cache_iters` plus 1).
         pre_full_iters: number of full steps at the beginning.
         order: "confidence", with Gumbel noise that fades, or "random" (MAR).
-        choice_temperature: scale of that noise; 0 for none.
-        schedule: of the quotas: "power" (the authors') or "cosine".
-        size: most new tokens of a text. None: the budget of the call.
-        packed: sizes of local forwards, ascending. (): as long as the text.
+        choice_temperature: scale of that noise; 0: no noise.
+        schedule: schedule of the quotas: "power" (the authors') or "cosine"; see `Quota`.
+        size: maximum number of new tokens of a text. None: the budget of the call.
+        packed: sizes of local forward passes, ascending. (): as long as the text.
     """
     turns, quota = Turns(every, pre_full_iters), Quota(steps, schedule)
     score: Score = Random() if order == "random" else \

@@ -1,4 +1,5 @@
-"""The policies that change nothing: the model's own distributions, no remasking, one canvas a forward."""
+"""The default policies, which change nothing: the model's own distributions, no remasking, one canvas in a forward
+pass."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from decodax.algorithms.diffusion.view import Seen, View
 
 @dataclasses.dataclass(frozen=True)
 class AsIs(Shaper):
-    """Takes the model's own distributions."""
+    """Keeps the model's own distributions."""
 
     def __call__(self, view: View, logits: Array, memory: Memory) -> Array:
         return logits
@@ -21,7 +22,7 @@ class AsIs(Shaper):
 
 @dataclasses.dataclass(frozen=True)
 class Keep(Remask):
-    """Keeps unmasked tokens."""
+    """Keeps unmasked tokens: never remasks."""
 
     def __call__(self, before: View, seen: Seen, after: View, memory: Memory) -> View:
         return after
@@ -29,7 +30,7 @@ class Keep(Remask):
 
 @dataclasses.dataclass(frozen=True)
 class Sequential(Verify):
-    """Scores one canvas of each row and takes one step a forward."""
+    """Scores one canvas of each row, and takes one step in a forward pass."""
 
     taken = ((),)
 

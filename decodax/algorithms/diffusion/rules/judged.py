@@ -1,6 +1,6 @@
 """A second, autoregressive model that judges the candidates of a diffusion model (APD, FlashDLM).
 
-The text is written from left to right. The candidates are kept up to the first one on which the models disagree.
+The text is decided from left to right. Candidates are kept up to the first one on which the models disagree.
 """
 
 from __future__ import annotations
@@ -31,17 +31,23 @@ from decodax.sampling.draw import draw
 
 @struct
 class Assistant(Struct):
-    """State of the second model. `cache`: its entries of all final tokens but the last."""
+    """The state of the second model.
+
+    Attributes:
+        cache: its cache, with the entries of all final tokens but the last.
+    """
 
     cache: Cache
 
 
 class Judged(Sequential):
     """Base of rules by which a second, autoregressive model with the same tokenizer judges the candidates
-    (`Seen.agreed`).
+    (`Seen.agreed`). Implement `verdict`.
 
-    Subclasses define `verdict`. Their attributes include `model`, `weights` and `chunk`, as in
-    `decodax.algorithms.diffusion.samplers.apd.Product`.
+    Attributes:
+        model: the second model: a `Model`, or the result of `decodax.load`.
+        weights: the weights of a bare `Model`.
+        chunk: number of prompt tokens in a forward pass of its prefill.
     """
 
     model: Any
@@ -56,11 +62,9 @@ class Judged(Sequential):
         object.__setattr__(self, "model", network)
         object.__setattr__(self, "weights", self.weights if weights is None else weights)
 
-    def bare(self) -> Any:
-        return dataclasses.replace(self, weights=None)      # type: ignore[call-arg]
-
     def begin(self, params: Params, s: State, slots: int) -> Assistant:
-        """Puts the prompts, except for their last tokens, into a cache of `slots`."""
+        """Prefills the second model with the prompts, except for their last tokens. `slots` is the capacity of its
+        cache."""
         if params.draft is None:
             raise ValueError(f"params: {type(self).__name__} needs its model's weights in Params.draft")
         cache = self.model.init_cache(s.batch, slots, params=params.draft)
@@ -80,12 +84,15 @@ class Judged(Sequential):
 
     def judge(self, weights: Any, state: Assistant, view: View, last: Array, logits: Array,
               process: Callable[[Array], Array]) -> tuple[Array, Array, Entries]:
-        """Returns the candidates `i32[B, W]`, True where the second model agrees to them `bool[B, W]`, and its entries
-        of the positions `start - 1 ..`.
+        """Returns the candidates, `i32[B, W]`, a mask of those with which the second model agrees, `bool[B, W]`, and
+        its entries of the positions from `start - 1` on.
 
         Args:
-            weights: the second model's.
-            last: `i32[B]` the token before the window. logits: `f32[B, W, V]` the diffusion model's.
+            weights: weights of the second model.
+            state: its state.
+            view: the windows.
+            last: `i32[B]`, the token before the window.
+            logits: `f32[B, W, V]`, logits of the diffusion model.
             process: the policy's chain of transforms at the window's positions.
         """
         V = logits.shape[-1]
@@ -102,17 +109,24 @@ class Judged(Sequential):
         return token, verdict, out.entries
 
     def verdict(self, token: Array, logits: Array, own: Array, draw: Callable[[Array], Array]) -> Array:
-        """Returns `bool[B, W]`: True where the second model agrees to the candidates `token`.
+        """Returns a mask of the candidates with which the second model agrees, `bool[B, W]`.
 
         Args:
-            logits, own: `f32[B, W, V]` of the diffusion model and of the second model.
-            draw: the policy's token from given logits, with the noise that drew the candidates.
+            token: `i32[B, W]`, the candidates.
+            logits: `f32[B, W, V]`, logits of the diffusion model.
+            own: `f32[B, W, V]`, logits of the second model.
+            draw: draws tokens from given logits by the policy, with the noise that drew the candidates.
         """
         raise NotImplementedError
 
     def settle(self, state: Assistant, entries: Entries, begun: Array, start: Array) -> Assistant:
-        """Writes the entries of newly final tokens, after a step that moved the window from `begun` to `start`
-        (`i32[B]`)."""
+        """Returns the state after a step, with the entries of newly final tokens written.
+
+        Args:
+            state: the state before.
+            entries: entries of the second model, from `judge`.
+            begun, start: `i32[B]`, start of the window before and after the step.
+        """
         positions = begun[:, None] - 1 + jnp.arange(jax.tree.leaves(entries)[0].shape[1], dtype=jnp.int32)
         true = (positions >= 0) & (positions < start[:, None] - 1)
         return Assistant(cache=state.cache.commit(entries, jnp.where(true, positions, -1)))
@@ -120,11 +134,10 @@ class Judged(Sequential):
 
 @dataclasses.dataclass(frozen=True)
 class Agreed(Unmask):
-    """Unmasks the first open position, and those that follow it up to the first on which the models disagree.
+    """Unmasks the first open position, and the following ones up to the first on which the models disagree.
 
     Attributes:
-        go_on: True: if the models disagree on the first position, the run continues after it (APD). False: it ends
-            there (FlashDLM).
+        go_on: if the models disagree on the first position, True continues after it (APD), False ends there (FlashDLM).
     """
 
     go_on: bool = True

@@ -1,5 +1,5 @@
-"""Scores, which give the order of unmasking: by confidence, margin or entropy, at random, or from left to right; each
-with optional Gumbel noise."""
+"""Scores, which determine the order of unmasking: by confidence, margin or entropy, at random, or from left to right;
+each with optional Gumbel noise."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from decodax.core.keys import Purpose
 from decodax.sampling.draw import exponentials
 
 Of = Literal["model", "policy"]
-"""Whose distribution: the model's own, or the policy's (temperature, top-p, ...), where a greedy row's temperature
-counts as 1."""
+"""The distribution: the model's own, or the policy's (temperature, top-p, ...), in which a greedy row has temperature
+1."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Confidence(Score):
-    """The candidate's log-probability ("low-confidence remasking", LLaDA), or its probability with `log=False`."""
+    """Scores a candidate by its log-probability ("low-confidence remasking", LLaDA), or by its probability with
+    `log=False`."""
 
     of: Of = "model"
     log: bool = True
@@ -34,7 +35,7 @@ class Confidence(Score):
 
 @dataclasses.dataclass(frozen=True)
 class Margin(Score):
-    """The difference of the two largest probabilities (Dream's "topk_margin")."""
+    """Scores a position by the difference of the two largest probabilities (Dream's "topk_margin")."""
 
     of: Of = "model"
 
@@ -44,7 +45,7 @@ class Margin(Score):
 
 @dataclasses.dataclass(frozen=True)
 class NegEntropy(Score):
-    """Minus the entropy in nats (Dream's "entropy")."""
+    """Scores a position by minus its entropy in nats (Dream's "entropy")."""
 
     of: Of = "model"
 
@@ -54,7 +55,8 @@ class NegEntropy(Score):
 
 @dataclasses.dataclass(frozen=True)
 class Random(Score):
-    """A uniform random number, drawn anew in each step, or with `once` a single time for the whole text."""
+    """Scores a position by a uniform random number, drawn again in each step, or with `once` one time for the whole
+    text."""
 
     once: bool = False
 
@@ -65,7 +67,7 @@ class Random(Score):
 
 @dataclasses.dataclass(frozen=True)
 class Position(Score):
-    """Minus the position: from left to right."""
+    """Scores a position by minus its number, so that positions are unmasked from left to right."""
 
     def __call__(self, view: View, seen: Seen, memory: Memory) -> Array:
         return -view.positions.astype(jnp.float32)
@@ -73,10 +75,10 @@ class Position(Score):
 
 @dataclasses.dataclass(frozen=True)
 class Noisy(Score):
-    """A score plus `temperature` times Gumbel noise.
+    """Adds `temperature` times Gumbel noise to a score.
 
-    The `n` best are then `n` draws without replacement from softmax(score / temperature): Dream's `alg_temp`. With
-    `steps` the temperature falls linearly to 0 over that many steps: MaskGIT's choice temperature.
+    The `n` best positions are then `n` draws without replacement from softmax(score / temperature): Dream's `alg_temp`.
+    With `steps`, the temperature falls linearly to 0 over that number of steps: MaskGIT's choice temperature.
     """
 
     score: Any

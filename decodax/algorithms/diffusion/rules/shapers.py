@@ -1,7 +1,7 @@
-"""Memory of shapers that mix distributions of earlier steps into those of the current one (CCD, dInfer).
+"""The memory of shapers that mix distributions of earlier steps into those of the current one (CCD, dInfer).
 
-Distributions are remembered for their likeliest tokens only: a carry as wide as the vocabulary would cost more than the
-cache. Each rule says what is lost by that.
+Only the likeliest tokens of a distribution are stored: an array as wide as the vocabulary would take more memory than
+the cache. The docstring of each rule says what is lost.
 """
 
 from __future__ import annotations
@@ -16,8 +16,12 @@ from decodax.common.struct import Struct, struct
 
 @struct
 class Past(Struct):
-    """Amounts for some tokens of each position: ids `i32[B, W, n]` and amounts `f32[B, W, n]`; an unused place has
-    amount 0."""
+    """Amounts for some tokens of each position.
+
+    Attributes:
+        ids: `i32[B, W, n]`, token ids.
+        amount: `f32[B, W, n]`, their amounts; 0 for unused places.
+    """
 
     ids: Array
     amount: Array
@@ -28,10 +32,10 @@ class Past(Struct):
         return cls(ids=jnp.zeros(shape, jnp.int32), amount=jnp.zeros(shape, jnp.float32))
 
     def unless(self, gone: Array) -> Past:
-        """The same, with all amounts 0 in the rows `gone` (`bool[B]`)."""
+        """Returns a copy with all amounts 0 in the rows `gone` (`bool[B]`)."""
         keep = ~gone[:, None, None]
         return Past(jnp.where(keep, self.ids, 0), jnp.where(keep, self.amount, 0))
 
     def onto(self, x: Array) -> Array:
-        """`x` (`f32[B, W, V]`) plus the amounts."""
+        """Returns `x` (`f32[B, W, V]`) with the amounts added to their tokens."""
         return jax.vmap(jax.vmap(lambda row, at, new: row.at[at].add(new)))(x, self.ids, self.amount)

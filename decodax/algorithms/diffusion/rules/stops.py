@@ -19,7 +19,7 @@ def ends(view: View, tokens: Array) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class EndOfText(Stop):
-    """Ends the text after the first end of sequence that has no open position before it. The rest is dropped."""
+    """Ends the text after the first end of sequence without open positions before it. The rest is dropped."""
 
     def end(self, before: View, seen: Seen, after: View, memory: Memory) -> Array:
         clean = jnp.cumprod(~after.open | ~after.inside, 1).astype(bool)
@@ -28,14 +28,14 @@ class EndOfText(Stop):
 
 @dataclasses.dataclass(frozen=True)
 class FirstEnd(Stop):
-    """Ends the text after the first end of sequence that is decided, even if positions before it are open.
+    """Ends the text after the first decided end of sequence, even if positions before it are open.
 
     Attributes:
-        filled: the canvas keeps its length. Positions that are open before the end then attend to more ends of sequence
-            after it (d3LLM).
-        once: the canvas is cut only once (Elastic-Cache's loop). If an end of sequence is decided later at an earlier
-            position, the positions between the two are still filled in, and the returned text ends at the earlier one.
-            The memory is True for rows that have been cut, `bool[B]`.
+        filled: True if the canvas keeps its length: open positions before the end then attend to copies of the end of
+            sequence after it (d3LLM).
+        once: True if the canvas is cut only once (Elastic-Cache's loop). If an end of sequence is decided later at an
+            earlier position, the positions between the two are still filled in, and the returned text ends at the
+            earlier one. The memory is True for rows that have been cut, `bool[B]`.
     """
 
     filled: bool = False
@@ -53,7 +53,7 @@ class FirstEnd(Stop):
 
 
 def behind(view: View, hit: Array) -> Array:
-    """Returns `i32[R]`: the end of the text if it ends after the first position of `hit` (`bool[R, W]`); unchanged if
+    """Returns the end of the text if it ends after the first position of `hit` (`bool[R, W]`), `i32[R]`; unchanged if
     there is none."""
     return jnp.where(hit.any(1), view.start + jnp.argmax(hit, 1).astype(jnp.int32) + 1, view.end)
 

@@ -17,8 +17,16 @@ Measure = Literal["confidence", "margin", "entropy"]
 
 
 def reaches(seen: Seen, of: Of, measure: Measure, value: float, strict: bool = False) -> Array:
-    """Returns `bool[R, W]`: True where the candidate's probability or margin is at least `value`, or its entropy at
-    most `value`; with `strict` above or below it."""
+    """Returns a mask of the candidates that are confident enough, `bool[R, W]`.
+
+    Args:
+        seen: the predictions.
+        of: "model" or "policy", see `Of`.
+        measure: "confidence" or "margin": the candidate's probability, or the margin, must be at least `value`.
+            "entropy": the entropy in nats must be at most `value`.
+        value: the threshold.
+        strict: whether the measure must be above (for entropy below) `value`.
+    """
     stats = seen.of(of)
     x, bar = {"confidence": (stats.log_prob, jnp.log(jnp.float32(value))), "margin": (stats.margin, jnp.float32(value)),
               "entropy": (-stats.entropy, jnp.float32(-value))}[measure]
@@ -26,31 +34,31 @@ def reaches(seen: Seen, of: Of, measure: Measure, value: float, strict: bool = F
 
 
 def best(score: Array, among: Array, count: Array) -> Array:
-    """Returns `bool[R, W]`: the `count` (`i32[R]`) best positions."""
+    """Returns a mask of the `count` (`i32[R]`) positions in `among` with the best scores, `bool[R, W]`."""
     return among & (rank(score, among) < count[:, None])
 
 
 def time(step: Array, steps: int, eps: float = 0.0) -> tuple[Array, Array]:
-    """Returns the times at which a step of `steps` begins and ends, `f32[R]` each: time falls evenly from 1 to `eps`.
-    """
+    """Returns the times at which step `step` of `steps` begins and ends, `f32[R]` each. Time falls evenly from 1 to
+    `eps`."""
     at = lambda i: 1 - (1 - eps) * jnp.minimum(i, steps).astype(jnp.float32) / steps
     return at(step), at(step + 1)
 
 
 @dataclasses.dataclass(frozen=True)
 class Quota(Stepped, Unmask):
-    """Unmasks the best candidates by score, as many as a schedule says.
+    """Unmasks the candidates with the best scores; their number is given by a schedule.
 
     Attributes:
-        steps: steps of a window; None: one position a step.
-        schedule: "even": LLaDA's split of the positions open at first, with the remainder in the first steps. "width":
-            the same split of the whole window, including the prompt's tokens in it (SDAR, LLaDA 2). "time": Dream's
-            share `1 - s/t` of the positions still open, rounded down; all of them in the last step. The share may be
-            less than one position: such a step unmasks nothing (with as many steps as positions, the published default,
-            the first step). "cosine": MaskGIT's: after step `i` (from 1) `floor(opened * cos(pi/2 * i/steps))`
-            positions are left, but at least one before the last step. "power": ReCAP's: the decrease of `floor(opened *
-            (1 - (i/steps)^2.5))` from step to step, at least one; all in the last step.
-        eps: the last time ("time").
+        steps: number of steps of a window; None: one position per step.
+        schedule: "even": LLaDA's even split of the initially open positions over the steps; the first steps take the
+            remainder. "width": the same split of the whole window, including the prompt's tokens in it (SDAR, LLaDA 2).
+            "time": Dream's share `1 - s/t` of the positions that are still open, rounded down; all of them in the last
+            step. The share may be less than one position: such a step unmasks nothing (with the published default of
+            one step for each position, the first step). "cosine": MaskGIT's: `floor(opened * cos(pi/2 * i/steps))`
+            positions are left after step `i` (from 1), but at least one before the last step. "power": ReCAP's: the
+            decrease of `floor(opened * (1 - (i/steps)^2.5))` from step to step, at least one; all in the last step.
+        eps: time at the end of the last step, for "time".
     """
 
     steps: int | None = None
@@ -66,7 +74,7 @@ class Quota(Stepped, Unmask):
         return self.schedule == "time" and self.steps is not None
 
     def count(self, view: View) -> Array:
-        """`i32[R]`."""
+        """Returns the number of positions to unmask in this step, `i32[R]`."""
         if self.steps is None:
             return jnp.ones_like(view.step)
         left = view.masked.sum(1, dtype=jnp.int32)
@@ -87,8 +95,8 @@ class Quota(Stepped, Unmask):
 
 
 def remaining(view: View, steps: int) -> Array:
-    """Returns `i32[R]`: positions that MaskGIT's cosine schedule leaves open after this step, at least one before the
-    last step."""
+    """Returns the number of positions that MaskGIT's cosine schedule leaves open after this step, `i32[R]`; at least
+    one before the last step."""
     ratio = (view.step + 1).astype(jnp.float32) / steps
     left = jnp.maximum(jnp.floor(view.opened * jnp.cos(jnp.pi / 2 * ratio)).astype(jnp.int32), 1)
     return jnp.where(view.step + 1 >= steps, 0, left)
@@ -96,13 +104,17 @@ def remaining(view: View, steps: int) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class Threshold(Unmask):
-    """Unmasks all candidates that are sure enough (Fast-dLLM's threshold, Wu et al. 2025; dParallel's by entropy, Chen
-    et al. 2025).
+    """Unmasks all candidates that are confident enough (Fast-dLLM's threshold, Wu et al., 2025; dParallel's by entropy,
+    Chen et al., 2025).
 
     Attributes:
-        value, measure, of, strict: see `reaches`.
-        slack: for "confidence": the threshold is at most the largest probability minus this, so that candidates almost
-            as sure as the surest one are taken with it (dInfer's threshold decoder, 1e-5).
+        value: the threshold.
+        measure: "confidence", "margin" or "entropy", see `reaches`.
+        of: "model" or "policy", see `Of`.
+        strict: whether the measure must be above (for entropy below) the threshold.
+        slack: for "confidence", the threshold is at most the largest probability minus this, so that candidates almost
+            as confident as the best one are unmasked with it (dInfer's threshold decoder, 1e-5). None: the threshold is
+            fixed.
     """
 
     value: float = 0.9
@@ -129,8 +141,8 @@ class All(Unmask):
 
 @dataclasses.dataclass(frozen=True)
 class AtLeast(Unmask):
-    """Unmasks what `rule` does if these are at least as many as the step's quota, else the quota (SDAR's dynamic rule,
-    LLaDA 2)."""
+    """Unmasks the candidates of `rule` if their number is at least the step's quota, else those of the quota (SDAR's
+    dynamic rule, LLaDA 2)."""
 
     rule: Any
     quota: Quota = Quota()
@@ -150,11 +162,15 @@ class AtLeast(Unmask):
 
 @dataclasses.dataclass(frozen=True)
 class BlockQuota(Stepped, Unmask):
-    """LLaDA's even quota for each block of a window that is filled block by block (`WholeBlocks`): `steps` a block,
-    with the remainder in the first steps; one position a step after them.
+    """LLaDA's even quota for each block, in a window that is filled block by block (`WholeBlocks`). After the last of
+    the steps, one position per step is unmasked.
 
     The memory is the step in which the block began and its number of positions then, `i32[B]` each, since the text may
     later end inside the block.
+
+    Attributes:
+        block: number of positions of a block.
+        steps: number of steps of a block; None: one position per step.
     """
 
     block: int = 32
@@ -180,21 +196,24 @@ class BlockQuota(Stepped, Unmask):
 
 
 def number(view: View, block: int) -> Array:
-    """Returns `i32[R, W]`: the number of the window's block that a position lies in."""
+    """Returns the number of the block, within the window, of each position, `i32[R, W]`."""
     return (view.positions - view.start[:, None]) // block
 
 
 def current(view: View, block: int) -> Array:
-    """Returns `i32[R]`: the first block with open positions, or a large number."""
+    """Returns the number of the first block with open positions, `i32[R]`; if there is none, a number larger than that
+    of any block."""
     return jnp.where(view.masked, number(view, block), view.positions.shape[1]).min(1)
 
 
 @dataclasses.dataclass(frozen=True)
 class Anchored(Unmask):
-    """Unmasks only a window's first position in its first step, however sure it is; afterwards what `rule` does.
+    """In a window's first step, unmasks only the window's first position, whatever its confidence; afterwards, the
+    candidates of `rule`.
 
-    This is Fast-dLLM's code for Dream, where the cached forwards of a block do not include the position that predicts
-    its first one, and Fast-dLLM v2, where the forward that finishes a block predicts the first token of the next.
+    This is Fast-dLLM's code for Dream, where the cached forward passes of a block do not include the position that
+    predicts its first one, and Fast-dLLM v2, where the forward pass that finishes a block predicts the first token of
+    the next.
     """
 
     rule: Any

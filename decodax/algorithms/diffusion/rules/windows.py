@@ -1,4 +1,4 @@
-"""Windows that several samplers share: the whole text, blocks, or a window that slides."""
+"""Windows that several samplers share: the whole text, blocks, or a sliding window."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from decodax.algorithms.diffusion.view import Seen, View
 
 @dataclasses.dataclass(frozen=True)
 class Whole(BudgetSized, Windows):
-    """The whole text as one window of at most `size` positions; a longer text is filled in several windows. None: the
-    largest budget of the call."""
+    """The whole text is one window of at most `size` positions; a longer text is filled in several windows. `size=None`
+    is replaced by the largest budget of the call."""
 
     size: int | None = None
     align = None
@@ -31,8 +31,8 @@ class Whole(BudgetSized, Windows):
 
 @dataclasses.dataclass(frozen=True)
 class WholeBlocks(Whole):
-    """The whole text as one window, in which blocks of `block` positions are filled from left to right. It unmasks what
-    `Blocks` does, for rules that look at the whole text."""
+    """The whole text is one window, in which blocks of `block` positions are filled from left to right. It unmasks the
+    same positions as `Blocks`, for rules that need the whole text."""
 
     block: int = 32
 
@@ -49,8 +49,8 @@ class WholeBlocks(Whole):
 class Blocks(Windows):
     """Blocks of `block` positions from left to right (semi-autoregressive).
 
-    They are counted from the prompt's end, or with `aligned` from the beginning of the sequence, as block-causal models
-    are trained.
+    Blocks are counted from the prompt's end, or with `aligned` from the beginning of the sequence, as block-causal
+    models are trained.
     """
 
     block: int = 32
@@ -74,7 +74,8 @@ class Blocks(Windows):
 
 @dataclasses.dataclass(frozen=True)
 class Sliding(Windows):
-    """The `size` positions after the last final one. Positions are final once no open one lies before them (SDLM)."""
+    """A sliding window: the `size` positions after the last final one. A position is final once there is no open
+    position up to it (SDLM)."""
 
     size: int = 8
     align = None

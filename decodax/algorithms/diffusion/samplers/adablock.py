@@ -24,13 +24,17 @@ from decodax.common.registry import ALGORITHMS
 class Delimited(BudgetSized, Windows):
     """Blocks that end with a delimiter, as in the authors' code.
 
-    In a block's first step the candidates of the next positions (`share` of the text's new ones) are searched for
-    `delimiters`. The surest delimiter ends the block if its probability is at least `threshold`; otherwise the block
-    has `block` positions. The memory is the block's length, `i32[B]`. The window is as wide as the longest possible
-    block.
+    In a block's first step, the delimiters are searched among the candidates of the next positions, a share `share` of
+    the text's new positions. The most confident delimiter ends the block if its probability is at least `threshold`;
+    otherwise the block has `block` positions. The memory is the block's length, `i32[B]`. The window has the width of
+    the longest possible block.
 
     Attributes:
-        size: most new tokens of a text, of which the window takes `share`; None: the largest budget of the call.
+        delimiters: ids of the tokens that may end a block.
+        threshold: minimum probability of a delimiter that ends a block.
+        block: number of positions of a block without a delimiter.
+        share: share of the text that is searched, and width of the window as a share of `size`.
+        size: maximum number of new tokens of a text; None: the largest budget of the call.
     """
 
     delimiters: tuple[int, ...]
@@ -52,7 +56,7 @@ class Delimited(BudgetSized, Windows):
         return max(int(self.known_size * self.share), self.block)
 
     def _length(self, view: View, seen: Seen) -> Array:
-        """Returns `i32[R]`: the length of a block that begins now."""
+        """Returns the length of a block that begins now, `i32[R]`."""
         text = (view.end - view.prompt_length).astype(jnp.float32)
         searched = view.inside & (view.positions - view.start[:, None] < jnp.floor(text * self.share)[:, None])
         found = searched & seen.reached & (seen.token[..., None] == jnp.array(self.delimiters, jnp.int32)).any(-1)
@@ -77,11 +81,11 @@ class Delimited(BudgetSized, Windows):
 
 @dataclasses.dataclass(frozen=True)
 class OwnBlock(DualCache):
-    """Dual cache of blocks of different lengths: a narrow forward recomputes the block, not the whole window in which
-    its end was searched.
+    """Dual cache for blocks of different lengths: a narrow forward pass recomputes the block, instead of the whole
+    window in which its end was searched.
 
     Attributes:
-        windows: the sampler's `Delimited` rule. The block lengths that it remembers are kept here a second time.
+        windows: the sampler's `Delimited` rule, whose memory of block lengths is kept here a second time.
     """
 
     windows: Any = None
@@ -110,19 +114,19 @@ class OwnBlock(DualCache):
 def adablock(lm: Any, delimiters: tuple[int, ...] | None = None, delimiter_threshold: float = 0.3,
              block_length: Count = 32, threshold: Share = 0.9, cache: Literal["none", "prefix", "dual"] = "none",
              suffix: Count = 256, size: Count | None = None) -> MaskedDiffusion:
-    """Fills blocks that end with a line, all sure positions at once.
+    """Fills blocks that end at the end of a line, all confident positions at once.
 
-    With a cache, a model whose logits point to the next position decides as in the authors' code for Dream: see
+    With a cache, a model whose logits predict the next position decides as in the authors' code for Dream; see
     `Anchored`.
 
     Args:
         delimiters: ids of the tokens that may end a block. None: the newline.
-        delimiter_threshold: least probability of a delimiter that ends a block.
-        block_length: positions of a block where no delimiter is found.
-        threshold: least probability of a candidate that is unmasked.
+        delimiter_threshold: minimum probability of a delimiter that ends a block.
+        block_length: number of positions of a block if no delimiter is found.
+        threshold: minimum probability of a candidate that is unmasked.
         cache: Fast-dLLM's "prefix" or "dual" cache, or "none".
-        suffix: positions that the prefix cache recomputes, from the block's start on.
-        size: most new tokens of a text. None: the budget of the call.
+        suffix: number of positions that the prefix cache recomputes, from the block's start on.
+        size: maximum number of new tokens of a text. None: the budget of the call.
     """
     if delimiters is None:
         delimiters = tuple(lm.tokenizer.encode_after(None, "\n")) if lm.tokenizer else ()

@@ -1,15 +1,15 @@
-"""APD, adaptive parallel decoding: a diffusion model writes from left to right, and a small autoregressive model
-decides how many of its tokens are kept at once ("Accelerating Diffusion LLMs via Adaptive Parallel Decoding", Israel,
-Van den Broeck, Grover, 2025).
+"""APD, adaptive parallel decoding: a diffusion model decides tokens from left to right, and a small autoregressive
+model determines how many of them are kept in a step ("Accelerating Diffusion LLMs via Adaptive Parallel Decoding",
+Israel, Van den Broeck, Grover, 2025).
 
-One forward gives a distribution `p_D` at each of the next positions, and candidates are drawn from it with Gumbel
+One forward pass gives a distribution `p_D` at each of the next positions, and candidates are drawn from it with Gumbel
 noise. The autoregressive model scores the candidates as a sequence, `p_AR`, and a token is drawn with the same noise
 from the product of both, `p_D^R p_AR^(1-R)`. Candidates are kept up to the first one that differs; the first candidate
-is always kept. With shared noise two similar distributions draw the same token, so the run is longer the more the
-models agree.
+is always kept. With shared noise, two similar distributions draw the same token, so the more the models agree, the more
+candidates are kept.
 
-The rule is the paper's. The authors' code draws the product's token without noise, so it is a token of largest
-probability at any temperature; at temperature 0 the two are the same.
+The rule is the paper's. The authors' code draws the product's token without noise, so it is the likeliest token at any
+temperature; at temperature 0 the two are the same.
 """
 
 from __future__ import annotations
@@ -32,22 +32,25 @@ from decodax.algorithms.diffusion.rules.windows import Sliding
 from decodax.algorithms.diffusion.view import Seen, View, span
 from decodax.common.options import Count, Share
 from decodax.common.registry import ALGORITHMS
+from decodax.core.composed import data
 
 
 @dataclasses.dataclass(frozen=True)
 class Product(Judged):
-    """APD's judge: it agrees if the token drawn from the product of both models is the candidate.
+    """APD's judge: it agrees with a candidate if the token drawn from the product of both models is the same.
 
     Attributes:
-        model: a `Model`, or what `decodax.load` returns.
-        weight: `R`, 0 to 1. 1 agrees with everything; 0 agrees only with the autoregressive model's own draws.
-        weights: the model's weights, if it is a bare `Model`; at low level they go into `Params.draft` instead.
-        chunk: prompt tokens a forward when the model begins.
+        model: the autoregressive model: a `Model`, or the result of `decodax.load`.
+        weight: `R`, from 0 to 1. 1 agrees with every candidate; 0 agrees only with the autoregressive model's own
+            draws.
+        weights: the weights of a bare `Model`. If you call `decodax.core.drivers` yourself, put them into
+            `Params.draft` instead.
+        chunk: number of prompt tokens in a forward pass of its prefill.
     """
 
     model: Any
     weight: float = 0.7
-    weights: Any = dataclasses.field(default=None, compare=False, repr=False)
+    weights: Any = data()
     chunk: int = 64
 
     def __post_init__(self) -> None:
@@ -64,7 +67,7 @@ class Product(Judged):
 
 @dataclasses.dataclass(frozen=True)
 class LimitedLookahead(Full):
-    """Full attention to the text up to the window's end. The positions after it are not scored (APD's `M`)."""
+    """Full attention to the text up to the window's end. The positions after it are not computed (APD's `M`)."""
 
     def reach(self, start: Array, width: int, end: Array) -> Array:
         return jnp.minimum(start + width, end)
@@ -72,11 +75,11 @@ class LimitedLookahead(Full):
 
 @dataclasses.dataclass(frozen=True)
 class Trailing(Caching):
-    """APD's cache: a forward recomputes what the one before it decided, the `window - 1` positions before that, and the
-    sampler's window. Older entries stay as they were computed last.
+    """APD's cache: a forward pass recomputes the tokens that the one before it decided, the `window - 1` positions
+    before these, and the sampler's window. Older entries are not changed.
 
     Attributes:
-        window: `W`, 1 or more.
+        window: the paper's `W`, at least 1.
     """
 
     window: int = 16
@@ -108,18 +111,19 @@ class Trailing(Caching):
                      needs="a diffusion model and a draft model")
 def apd(lm: Any, draft: Any, mixture_weight: Share = 0.7, max_lookahead: Count = 32,
         kv_window: Count | None = 16) -> MaskedDiffusion:
-    """Writes from left to right, as many tokens at once as a small autoregressive model agrees to.
+    """Decides tokens from left to right, in each step up to the first one with which a small autoregressive model
+    disagrees.
 
-    The diffusion model has to see the whole text, and share its vocabulary with the draft model. No shipped model does;
-    this makes one of `pycode` and writes it to `runs/pycode-full/model`:
+    The diffusion model has to attend to the whole text, and share its vocabulary with the draft model. No shipped model
+    does; this makes one of `pycode` and writes it to `runs/pycode-full/model`:
 
         python scripts/train.py diffusion --preset pycode-diffusion --block 0 --output runs/pycode-full
 
     Args:
         draft: loaded autoregressive model.
         mixture_weight: weight of the diffusion model in the product, the paper's R.
-        max_lookahead: masked positions that are scored, the paper's M (theirs: 100 and more).
-        kv_window: positions recomputed before them, the paper's W. None: all.
+        max_lookahead: number of masked positions that are computed, the paper's M (theirs: 100 and more).
+        kv_window: number of positions before them that are recomputed, the paper's W. None: all.
     """
     adapter = Adapter.of(lm)
     if adapter.attention.causal or isinstance(adapter.attention, BlockCausal):

@@ -1,11 +1,11 @@
-"""CCD, coherent contextual decoding: positions on which successive steps agree ("Beyond Confidence: Adaptive and
-Coherent Decoding for Diffusion Language Models", Chen et al., 2025).
+"""CCD, coherent contextual decoding: unmasks positions on which successive steps agree ("Beyond Confidence: Adaptive
+and Coherent Decoding for Diffusion Language Models", Chen et al., 2025).
 
-`Agreeing` is the rule of the released code (CCD-DS). Each step remembers the surest positions that it left open, and
-the likeliest token of every position. The next step looks at its own surest positions: those among them that were
-remembered, and whose likeliest token is unchanged, are decided together. If the surest positions of all are new, or too
-few agree, the step decides its quota. The list of remembered positions grows by one a step. `Average` is the paper's
-estimate of a token's distribution over contexts.
+`Agreeing` is the rule of the released code (CCD-DS). Each step stores the most confident positions that it left open,
+and the likeliest token of every position. The next step compares its own most confident positions: those that were
+stored, and whose likeliest token is unchanged, are decided together. If none of the step's best positions was stored,
+or too few agree, the step decides its quota. The number of stored positions grows by one in each step. `Average` is the
+paper's estimate of a token's distribution over contexts.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ class Kept(Struct):
     """Memory of `Agreeing` from one step to the next.
 
     Attributes:
-        surest: `bool[B, W]`: the surest positions that stayed open. token: `i32[B, W]`: the likeliest tokens.
-        size: `i32[B]`: largest number of positions of `surest`.
+        surest: `bool[B, W]`, the most confident positions that are still open.
+        token: `i32[B, W]`, the likeliest tokens.
+        size: `i32[B]`, maximum number of positions of `surest`.
     """
 
     surest: Array
@@ -52,12 +53,12 @@ class Agreeing(Stepped, Unmask):
     """Unmasks the positions on which this step and the one before it agree, or the step's quota.
 
     Attributes:
-        steps: steps of a window: the quota is its open positions divided by them, rounded down, and at least 1. None:
-            one position a step. The last step takes its quota.
-        adaptive: True: all that agree are decided (CCD-DS). False: at most the quota, chosen among them.
-        grow: the list of remembered positions grows to `1 + grow` times the quota.
+        steps: number of steps of a window. The quota is the number of its initially open positions divided by this,
+            rounded down, and at least 1. None: one position per step. The last step takes its quota.
+        adaptive: True: all positions that agree are decided (CCD-DS). False: at most the quota, chosen among them.
+        grow: the number of stored positions grows up to `1 + grow` times the quota.
         warmup: number of first steps that take their quota.
-        score: which positions are the surest.
+        score: score by which positions are the most confident.
     """
 
     steps: int | None = None
@@ -82,11 +83,11 @@ class Agreeing(Stepped, Unmask):
                     size=jnp.ones(view.start.shape, jnp.int32))
 
     def _quota(self, view: View) -> Array:
-        """`i32[R]`."""
+        """Returns the number of positions that a step decides without agreement, `i32[R]`."""
         return jnp.maximum(view.opened // (view.opened if self.steps is None else self.steps), 1)
 
     def _size(self, view: View, memory: Kept) -> Array:
-        """Returns `i32[R]`: the number of surest positions that the step looks at, and keeps."""
+        """Returns the number of most confident positions that the step compares and stores, `i32[R]`."""
         quota, left = self._quota(view), view.masked.sum(1, dtype=jnp.int32)
         late = left <= 0.1 * view.opened.astype(jnp.float32)
         grown = jnp.where(late, 1, memory.size) + 1
@@ -94,7 +95,7 @@ class Agreeing(Stepped, Unmask):
         return jnp.where(view.step < self.warmup - 1, 1, jnp.minimum(grown, most))
 
     def _chosen(self, view: View, seen: Seen, score: Array, open: Array, memory: Kept) -> Array:
-        """Returns `bool[R, W]`: the chosen ones of the positions `open`."""
+        """Returns the chosen ones of the positions `open`, `bool[R, W]`."""
         assert seen.likeliest is not None
         order, quota = rank(score, open), self._quota(view)
         surest = best(score, open, quota)
@@ -122,12 +123,16 @@ class Agreeing(Stepped, Unmask):
 
 @dataclasses.dataclass(frozen=True)
 class Average(Shaper):
-    """Mean of a position's distributions in this step and in the `past` steps before it, an estimate of its marginal
-    over contexts.
+    """Returns the mean of a position's distributions in this step and in the `past` steps before it, an estimate of its
+    marginal over contexts.
 
-    Past distributions count with their `kept` likeliest tokens; the mass of all others is lost, and the mean is
-    normalised without it. The paper averages over all steps so far and keeps a few of the last ones. The released code
+    Past distributions have their `kept` likeliest tokens only; the mass of all others is lost, and the mean is
+    normalised without it. The paper averages over all steps so far, and over a few of the last ones. The released code
     decides by agreement instead (`Agreeing`).
+
+    Attributes:
+        past: number of past steps.
+        kept: number of likeliest tokens of a past distribution.
     """
 
     past: int = 3
@@ -165,22 +170,23 @@ def ccd(lm: Any, rule: Literal["agreement", "mean"] = "agreement", steps: Count 
         grow: float = 4.0, order: Literal["confidence", "entropy"] = "entropy", size: Count | None = None,
         past: WholeNumber = 3, kept: Count = 8, bound: float | None = None,
         block_length: Count | None = None) -> MaskedDiffusion:
-    """Unmasks what two successive steps agree on, or candidates by the mean of the last steps' distributions.
+    """Unmasks positions on which two successive steps agree, or candidates by the mean of the last steps'
+    distributions.
 
-    "agreement" is what the authors released, over the whole text. "mean" is the paper's estimate of a token's
-    distribution over contexts, which the released code does not compute, in blocks.
+    "agreement" is the rule that the authors released, over the whole text. "mean" is the paper's estimate of a token's
+    distribution over contexts, which the released code does not compute; it fills blocks.
 
     Args:
         rule: "agreement" or "mean".
-        steps: steps of the text, or of a block for "mean", for the quota. None: one position a step.
+        steps: number of steps of the text, or for "mean" of a block, for the quota. None: one position per step.
         adaptive: True: all positions that agree are unmasked. False: at most the quota.
-        grow: the list of positions that are compared grows to `1 + grow` times the quota.
-        order: "entropy" or "confidence": which positions are the surest.
-        size: most new tokens of a text, for "agreement". None: the budget of the call.
+        grow: the number of positions that are compared grows up to `1 + grow` times the quota.
+        order: score by which positions are the most confident: "entropy" or "confidence".
+        size: maximum number of new tokens of a text, for "agreement". None: the budget of the call.
         past: number of earlier steps in the mean.
-        kept: number of likeliest tokens with which an earlier distribution counts.
+        kept: number of likeliest tokens of an earlier distribution in the mean.
         bound: "mean" unmasks all positions whose mean has at most this entropy, in nats. None: the quota.
-        block_length: positions of a block, for "mean". None: the model's, or 32.
+        block_length: number of positions of a block, for "mean". None: the model's, or 32.
     """
     adapter = Adapter.of(lm)
     score: Score = NegEntropy() if order == "entropy" else Confidence()

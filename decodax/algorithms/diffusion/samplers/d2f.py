@@ -1,8 +1,8 @@
-"""D2F: a pipeline of blocks, in which work on a block begins before the block in front of it is done ("Diffusion LLMs
-Can Do Faster-Than-AR Inference via Discrete Diffusion Forcing", Wang et al., 2025).
+"""D2F: a pipeline of blocks, in which a block is begun before the one before it is finished ("Diffusion LLMs Can Do
+Faster-Than-AR Inference via Discrete Diffusion Forcing", Wang et al., 2025).
 
-`BlockPipeline` says when a block begins, `Pipelined` which candidates of blocks with incomplete context are unmasked.
-The rules are those of the authors' code. `BlockPipeline(add=1, full=1)` is `Blocks`.
+`BlockPipeline` determines when a block is begun, `Pipelined` the candidates that are unmasked in blocks with incomplete
+context. The rules are those of the authors' code. `BlockPipeline(add=1, full=1)` is `Blocks`.
 """
 
 from __future__ import annotations
@@ -29,11 +29,13 @@ class BlockPipeline(Blocks):
     """Blocks of `block` positions, at most `most` of them at a time. The window begins with the first unfinished block.
 
     A block is added when the share `add` of the block before it is decided, and becomes fully active when that share
-    reaches `full`. The authors add blocks without a bound; with as many blocks as the text has this is the published
-    rule.
+    reaches `full`. The authors add blocks without a bound; with `most` at least the number of blocks of the text, this
+    is the published rule.
 
     Attributes:
-        add: more than 0. full: used by `Pipelined` only. most: bounds the positions of a round.
+        add: share of decided positions at which the next block is added, above 0.
+        full: share at which the next block is fully active; used by `Pipelined` only.
+        most: maximum number of blocks in a round.
     """
 
     add: float = 0.1
@@ -57,11 +59,12 @@ class BlockPipeline(Blocks):
         return self.block
 
     def count(self, positions: Array) -> Array:
-        """Returns `i32[R, most]`: the number of the given positions `bool[R, W]` in each block."""
+        """Returns the number of the given positions (`bool[R, W]`) in each block, `i32[R, most]`."""
         return positions.reshape(-1, self.most, self.block).sum(2, dtype=jnp.int32)
 
     def decided(self, view: View, share: float) -> Array:
-        """Returns `bool[R, most]`: blocks whose predecessor has this share decided; True for the first block."""
+        """Returns the blocks for which at least `share` of the block before is decided, `bool[R, most]`; True for the
+        first block."""
         all_ = self.count(view.editable & view.inside)
         done = (all_ - self.count(view.masked)) / jnp.maximum(all_, 1) >= jnp.float32(share)
         return jnp.pad((done | (all_ == 0))[:, :-1], ((0, 0), (1, 0)), constant_values=True)
@@ -77,12 +80,14 @@ class BlockPipeline(Blocks):
 
 @dataclasses.dataclass(frozen=True)
 class Pipelined(Unmask):
-    """Unmasks what `rule` does in any block, and the best candidate by score of each fully active block in which there
-    is none.
+    """Unmasks the candidates of `rule` in any block, and in each fully active block without such a candidate the one
+    with the best score.
 
     Attributes:
+        rule: an unmasking rule.
         windows: the pipeline to which the blocks belong.
-        force: "each" fully active block (D2F), or only the "first" block with open positions (d3LLM).
+        force: the fully active blocks in which a candidate is unmasked in any case: "each" of them (D2F), or only the
+            "first" one with open positions (d3LLM).
     """
 
     rule: Any
@@ -106,7 +111,7 @@ class Pipelined(Unmask):
 
 
 def pipeline(adapter: Adapter, block_length: int | None, add: float, full: float, most: int) -> BlockPipeline:
-    """Returns the pipeline of blocks that suit the model."""
+    """Returns the pipeline of blocks for a model. For the arguments see `BlockPipeline` and `blocks`."""
     windows, _ = blocks(adapter, block_length)
     return BlockPipeline(windows.block, windows.aligned, add, full, most)
 
@@ -123,10 +128,10 @@ def d2f(lm: Any, skip_threshold: Share = 0.9, block_add_threshold: Share = 0.1, 
 
     Args:
         skip_threshold: probability above which a candidate is unmasked.
-        block_add_threshold: decided share of a block at which the next one is added.
-        decoded_token_threshold: decided share of a block at which the next one is fully active.
-        most: most blocks at once; the authors set no bound.
-        block_length: positions of a block. None: the model's, or 32.
+        block_add_threshold: share of decided positions of a block at which the next one is added.
+        decoded_token_threshold: share of decided positions of a block at which the next one is fully active.
+        most: maximum number of blocks at a time; the authors set no bound.
+        block_length: number of positions of a block. None: the model's, or 32.
     """
     adapter = Adapter.of(lm)
     windows = pipeline(adapter, block_length, block_add_threshold, decoded_token_threshold, most)

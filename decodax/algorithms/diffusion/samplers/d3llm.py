@@ -1,8 +1,8 @@
-"""d3LLM: a pipeline of blocks by entropy, cached with a delay ("d3LLM: Ultra-Fast Diffusion LLM using Pseudo-Trajectory
-Distillation", Qian et al., 2026).
+"""d3LLM: a pipeline of blocks by entropy, with a delayed cache ("d3LLM: Ultra-Fast Diffusion LLM using
+Pseudo-Trajectory Distillation", Qian et al., 2026).
 
-`Delayed` says when a finished block may be cached. The rules are those of the authors' code, which differ for LLaDA and
-Dream (`WithBest`, `InTurn`). `Delayed(0, refresh=1)` is no cache.
+`Delayed` determines when a finished block may be cached. The rules are those of the authors' code, which differ for
+LLaDA and Dream (`WithBest`, `InTurn`). `Delayed(0, refresh=1)` is no cache.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from decodax.common.struct import Struct, struct
 
 @dataclasses.dataclass(frozen=True)
 class WithBest(Unmask):
-    """Unmasks what `rule` does, and always the best candidate by score in all active blocks (the authors' code for
-    LLaDA, whose loop over the positions by rising entropy never skips the first)."""
+    """Unmasks the candidates of `rule`, and always the candidate with the best score in all active blocks (the authors'
+    code for LLaDA, whose loop over the positions by rising entropy never skips the first)."""
 
     rule: Any
 
@@ -45,8 +45,12 @@ class WithBest(Unmask):
 
 @struct
 class Lag(Struct):
-    """Memory of `Delayed`. `begins`: `i32[B, delay]`, start of the window in the last steps, oldest first. `cached`:
-    `i32[B]`, the cache holds the positions before it."""
+    """Memory of `Delayed`.
+
+    Attributes:
+        begins: `i32[B, delay]`, start of the window in the last steps, oldest first.
+        cached: `i32[B]`; the cache has the positions before this one.
+    """
 
     begins: Array
     cached: Array
@@ -56,18 +60,19 @@ class Lag(Struct):
 class Delayed(Caching):
     """d3LLM's cache for models that attend to the whole text: blocks are cached from left to right.
 
-    A block is cached `delay` forwards after it and all blocks before it are done, when its neighbours have settled (the
-    authors' code for Dream; `InTurn` is that for LLaDA). While a finished block waits, forwards are wide and also
-    refresh what was cached before. Afterwards a narrow forward recomputes all that is not cached: the finished blocks
-    that it stores, the window, and what follows. With block-causal models the entries of finished blocks are exact, and
-    so is this cache.
+    A block is cached `delay` forward passes after it and all blocks before it are finished, when its neighbours change
+    less (the authors' code for Dream; `InTurn` is that for LLaDA). While a finished block waits, forward passes are
+    wide and also refresh the blocks cached before. Afterwards a narrow forward pass recomputes all positions that are
+    not cached: the finished blocks that it stores, the window, and the positions after it. With block-causal models the
+    entries of finished blocks are exact, and so is this cache.
 
     Attributes:
-        delay: 0 or more. refresh: steps from one wide forward to the next, except where a forward is to store a block;
-            with 1 each forward is wide.
-        suffix: number of positions, from the window's start on, that a narrow forward scores. In the published rule it
-            is at least the number of new tokens.
-        lead: number of finished positions that a narrow forward can store; if there are more, the forward is wide.
+        delay: number of forward passes, 0 or more.
+        refresh: number of steps from one wide forward pass to the next, unless the forward pass stores a block; with 1
+            each is wide. None: they are wide only while blocks wait.
+        suffix: number of positions, from the window's start on, that a narrow forward pass computes. In the published
+            rule it is at least the number of new tokens.
+        lead: maximum number of finished positions that a narrow forward pass can store; if there are more, it is wide.
             None: the width of a window.
     """
 
@@ -95,7 +100,7 @@ class Delayed(Caching):
         return Lag(begins=begins[:, 1:], cached=begins[:, 0])
 
     def _ripe(self, view: View, memory: Any) -> Array:
-        """Returns `i32[B]`: positions before it have been done long enough."""
+        """Returns the position before which all blocks have been finished for `delay` forward passes, `i32[B]`."""
         return memory.begins[:, 0] if self.delay else view.start
 
     def needs_refresh(self, view: View, memory: Any) -> Array:
@@ -118,9 +123,14 @@ class Delayed(Caching):
 
 @struct
 class Turn(Struct):
-    """Memory of `InTurn`. `first`: `i32[B]`, start of the text's first block. `cached`: `i32[B]`, the cache holds the
-    positions before it. `since`: `i32[B]`, the forward, counted from 1, in which the delay of the next block to be
-    cached began; -1 while that block is not done."""
+    """Memory of `InTurn`.
+
+    Attributes:
+        first: `i32[B]`, start of the text's first block.
+        cached: `i32[B]`; the cache has the positions before this one.
+        since: `i32[B]`, number of the forward pass, from 1, in which the delay of the next block to be cached began; -1
+            while that block is not finished.
+    """
 
     first: Array
     cached: Array
@@ -129,8 +139,8 @@ class Turn(Struct):
 
 @dataclasses.dataclass(frozen=True)
 class InTurn(Delayed):
-    """`Delayed`, except that a block's delay begins only once the block before it is cached (the authors' code for
-    LLaDA): two blocks that are done at once are cached `delay` forwards apart."""
+    """d3LLM's cache as in the authors' code for LLaDA. Unlike in `Delayed`, a block's delay begins only when the block
+    before it is cached, so two blocks that are finished at once are cached `delay` forward passes apart."""
 
     block: int = 32
 
@@ -139,13 +149,13 @@ class InTurn(Delayed):
         return Turn(first=view.start + 0, cached=zero, since=zero)
 
     def _done(self, view: View, memory: Turn, cached: Array) -> tuple[Array, Array]:
-        """Returns the end of the block after `cached` (`i32[B]`), and True where it is done (`bool[B]`)."""
+        """Returns the end of the block after `cached` (`i32[B]`), `i32[B]`, and True if it is finished, `bool[B]`."""
         end = jnp.where(cached < memory.first, memory.first, cached + self.block)
         return end, end <= view.start
 
     def _timed(self, view: View, memory: Turn) -> tuple[Array, Array]:
-        """Returns `i32[B]` each: the end of the positions that the next forward caches, and the forward in which the
-        delay of the block after them began."""
+        """Returns the end of the positions that the next forward pass caches, and the forward pass in which the delay
+        of the block after them began, `i32[B]` each."""
         if not self.delay:
             return view.start, memory.since
         now = view.round + 1
@@ -170,23 +180,24 @@ def d3llm(lm: Any, threshold: float = 0.5, block_add_threshold: Share = 0.1, dec
           most: Count = 8, cache_delay_iter: WholeNumber | None = 1, refresh_interval: Count | None = None,
           suffix: Count = 256, kind: Literal["llada", "dream"] | None = None,
           block_length: Count | None = None) -> MaskedDiffusion:
-    """Fills several blocks at once by entropy, and caches them with a delay, when they have settled.
+    """Fills several blocks at once by entropy, and caches finished blocks with a delay.
 
     The loop for LLaDA always unmasks the position of lowest entropy, and starts the delay of a block when the one
     before it is cached. The loop for Dream, with a cache, predicts the first position that it recomputes from that
-    position's own logits; here it is predicted from the position before it, as everywhere.
+    position's own logits; here it is predicted from the position before it, as all others.
 
     Args:
-        threshold: most entropy, in nats, of a candidate that is unmasked.
-        block_add_threshold: decided share of a block at which the next one is added.
-        decoded_token_threshold: decided share of a block at which the next one is fully active.
-        most: most blocks at once; the authors set no bound.
-        cache_delay_iter: forwards after which a finished block is cached. None: no cache.
-        refresh_interval: steps from one forward over the whole text to the next. None: only where blocks wait.
-        suffix: positions that a forward recomputes, from the first unfinished block on.
-        kind: which of the authors' two loops. None: "dream" if the model's logits point to the next position, else
+        threshold: maximum entropy, in nats, of a candidate that is unmasked.
+        block_add_threshold: share of decided positions of a block at which the next one is added.
+        decoded_token_threshold: share of decided positions of a block at which the next one is fully active.
+        most: maximum number of blocks at a time; the authors set no bound.
+        cache_delay_iter: number of forward passes after which a finished block is cached. None: no cache.
+        refresh_interval: number of steps from one forward pass over the whole text to the next. None: only while blocks
+            wait.
+        suffix: number of positions that a forward pass recomputes, from the first unfinished block on.
+        kind: which of the authors' two loops. None: "dream" if the model's logits predict the next position, else
             "llada".
-        block_length: positions of a block. None: the model's, or 32.
+        block_length: number of positions of a block. None: the model's, or 32.
     """
     adapter = Adapter.of(lm)
     windows = pipeline(adapter, block_length, block_add_threshold, decoded_token_threshold, most)

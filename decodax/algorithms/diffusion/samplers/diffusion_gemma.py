@@ -1,5 +1,5 @@
-"""DiffusionGemma: a canvas of random tokens that is decided anew in each step until it no longer changes (Google
-DeepMind, 2026), as in transformers."""
+"""DiffusionGemma: a canvas of random tokens of which every position is decided again in each step, until it no longer
+changes (Google DeepMind, 2026), as in transformers."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ from decodax.pallas_kernels.vocabulary import cooled
 
 @dataclasses.dataclass(frozen=True)
 class Anneal(Shaper):
-    """Divides the logits by a temperature that falls linearly from `first` in a window's first step and would reach
-    `last` one step after `steps` steps. The policy's temperature is applied on top; the published rule has 1 there."""
+    """Divides the logits by a temperature. It falls linearly from `first` in a window's first step, so that it would be
+    `last` one step after the last of `steps` steps. The policy's temperature is applied in addition; in the published
+    rule it is 1."""
 
     first: float = 0.8
     last: float = 0.4
@@ -45,7 +46,11 @@ class Anneal(Shaper):
 @dataclasses.dataclass(frozen=True)
 class Renoise(Remask):
     """Uniform diffusion: positions that were not accepted in this step get a random token, and all positions are
-    decided again in the next step, until a stop rule ends it."""
+    decided again in the next step, until a stop rule ends the window.
+
+    Attributes:
+        vocabulary: size of the vocabulary.
+    """
 
     vocabulary: int
     noisy = True
@@ -59,11 +64,11 @@ class Renoise(Remask):
 
 @dataclasses.dataclass(frozen=True)
 class Stable(Stop):
-    """Early stop when the likeliest tokens are the same as in the `times` steps before and their mean entropy is below
+    """Early stop if the likeliest tokens are the same as in the `times` steps before and their mean entropy is below
     `entropy` nats.
 
     This is the rule of transformers; google-deepmind/gemma compares with the tokens on the canvas, noise included. The
-    memory is those tokens, `i32[B, times, W]`.
+    memory is the likeliest tokens of these steps, `i32[B, times, W]`.
     """
 
     entropy: float = 0.005
@@ -89,19 +94,20 @@ class Stable(Stop):
 def diffusion_gemma(lm: Any, entropy_bound: float = 0.1, steps: Count = 48, canvas_length: Count | None = None,
                     confidence_threshold: float = 0.005,
                     temperatures: tuple[float, float] = (0.8, 0.4)) -> MaskedDiffusion:
-    """Decides a canvas of random tokens anew in each step until it no longer changes, with an exact block cache.
+    """Decides every position of a canvas of random tokens again in each step until the canvas no longer changes, with
+    an exact block cache.
 
-    Set the temperature of the call to 1: the sampler has its own. A canvas that stops early or has no step left gets
-    this step's candidates, and no noise stays at unsure positions. transformers takes the likeliest tokens there, which
-    are the same at temperature 0. Self-conditioning is not included; it needs a model that reads embeddings beside
-    tokens.
+    Set the temperature of the call to 1, since the sampler has its own. A canvas that stops early, or has no step left,
+    gets this step's candidates at all positions, and no noise is left. transformers takes the likeliest tokens there,
+    which are the same at temperature 0. Self-conditioning is not included; it needs a model that takes embeddings
+    beside tokens.
 
     Args:
         entropy_bound: entropy budget of a step, in nats.
-        steps: most steps of a canvas.
-        canvas_length: positions of a canvas. None: the model's block, or 256.
-        confidence_threshold: mean entropy, in nats, below which a canvas that did not change is done.
-        temperatures: of the first step, and of the step after the last one.
+        steps: maximum number of steps of a canvas.
+        canvas_length: number of positions of a canvas. None: the model's block, or 256.
+        confidence_threshold: mean entropy, in nats, below which a canvas that did not change is finished.
+        temperatures: temperature of the first step, and of the step after the last one.
     """
     adapter = Adapter.of(lm, Noise(lm.vocab_size))
     windows, caching = blocks(adapter, canvas_length, lm.diffusion.block or 256)

@@ -24,14 +24,16 @@ from decodax.common.registry import ALGORITHMS
 
 @dataclasses.dataclass(frozen=True)
 class Confident(Stepped, Unmask):
-    """Unmasks all positions whose candidate has a probability above `threshold`, else as many as the noise schedule
-    says, the best by score.
+    """Unmasks all positions whose candidate has a probability above `threshold`. If there are none, unmasks the
+    positions with the best scores; their number is given by the noise schedule.
 
-    Time runs from 1 to `eps` in even steps. The share of positions that are still open gives the current time, and the
-    first later step of time that yields at least one position is taken. The last step unmasks all that is left.
+    Time runs from 1 to `eps` in even steps. The share of positions that are still open is the current time; the first
+    later time step that yields at least one position is taken. The last step unmasks all open positions.
 
     Attributes:
-        threshold, eps: see above. steps: steps of a window; None: as many as it has open positions.
+        threshold: probability above which a candidate is unmasked.
+        steps: number of steps of a window; None: the number of its initially open positions.
+        eps: time at the end of the last step.
     """
 
     threshold: float = 0.95
@@ -46,7 +48,7 @@ class Confident(Stepped, Unmask):
         return jnp.maximum(view.opened, 1) if self.steps is None else jnp.full_like(view.opened, self.steps)
 
     def count(self, view: View) -> Array:
-        """Returns `i32[R]`: the number of positions that the schedule gives."""
+        """Returns the number of positions given by the schedule, `i32[R]`."""
         steps, left = self._steps(view)[:, None], view.masked.sum(1, dtype=jnp.int32)[:, None]
         step = jnp.arange(max(self.steps or 0, view.positions.shape[1]) + 1, dtype=jnp.int32)
         time = 1 - (1 - self.eps) * step.astype(jnp.float32) / steps                        # s
@@ -68,17 +70,17 @@ class Confident(Stepped, Unmask):
 def dimple(lm: Any, threshold: Share = 0.95, steps: Count | None = None,
            order: Literal["random", "confidence", "margin", "entropy"] = "random", size: Count | None = None,
            prefill: bool = True) -> MaskedDiffusion:
-    """Unmasks all sure positions of the whole text, or as many as the noise schedule says.
+    """Unmasks all confident positions of the whole text; if there are none, a number given by the noise schedule.
 
     Structure priors are given tokens in the canvas: `decodax.infill`.
 
     Args:
         threshold: probability above which a candidate is unmasked, in any order.
-        steps: steps of the text. None: as many as tokens.
-        order: score by which a step unmasks if no position is above the threshold; "random" is the authors' "origin",
-            "confidence" their "maskgit_plus".
-        size: most new tokens of a text. None: the budget of the call.
-        prefill: compute the prompt's entries, except its last token's, in the first forward only.
+        steps: number of steps for the whole text. None: the number of new tokens.
+        order: score by which a step unmasks positions if none is above the threshold; "random" is the authors'
+            "origin", "confidence" their "maskgit_plus".
+        size: maximum number of new tokens of a text. None: the budget of the call.
+        prefill: whether the prompt's entries, except its last token's, are computed in the first forward pass only.
     """
     scores: dict[str, Score] = {"random": Random(), "confidence": Confidence(), "margin": Margin(),
                                 "entropy": NegEntropy()}

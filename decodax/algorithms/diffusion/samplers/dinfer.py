@@ -28,8 +28,8 @@ PAPER = "dInfer: An Efficient Inference Framework for Diffusion Language Models"
 
 @dataclasses.dataclass(frozen=True)
 class Segments(Unmask):
-    """Hierarchy decoder: unmasks all candidates above `threshold`, and in each run of adjacent open positions the
-    surest one if it is above `low`; it divides the run."""
+    """Hierarchy decoder: unmasks all candidates with a probability above `threshold`. In each run of adjacent open
+    positions it also unmasks the most confident one if its probability is above `low`; this divides the run."""
 
     threshold: float = 0.9
     low: float = 0.4
@@ -45,12 +45,12 @@ class Segments(Unmask):
 
 @dataclasses.dataclass(frozen=True)
 class Credit(Shaper):
-    """Credit decoding, after the authors' code: a token that stays the likeliest earns credit.
+    """Credit decoding, after the authors' code: a token that is the likeliest in several steps earns credit.
 
-    In each step an open position's likeliest token earns its probability to the power `gamma`, older credit is
-    multiplied by `beta`, and logits rise by `alpha * log(1 + credit)`. The published matrix `[B, W, V]` is kept for the
-    `kept` tokens of most credit at each position. One token of a position earns credit in a step, so this is exact for
-    the first `kept` steps, and as long as no more than `kept` different tokens were likeliest.
+    In each step, an open position's likeliest token earns its probability to the power `gamma`, older credit is
+    multiplied by `beta`, and logits rise by `alpha * log(1 + credit)`. Of the published matrix `[B, W, V]`, only the
+    `kept` tokens with the most credit at each position are stored. One token of a position earns credit in a step, so
+    this is exact for the first `kept` steps, and as long as at most `kept` different tokens were the likeliest.
     """
 
     alpha: float = 0.7
@@ -90,11 +90,11 @@ class Credit(Shaper):
 
 @dataclasses.dataclass(frozen=True)
 class Vicinity(DualCache):
-    """Vicinity refresh: Fast-dLLM's dual cache, except that narrow forwards also recompute the positions around the
+    """Vicinity refresh: Fast-dLLM's dual cache, whose narrow forward passes also recompute the positions around the
     block, since entries change most near tokens that were just decided.
 
     Attributes:
-        before, after: number of recomputed positions on either side of the block.
+        before, after: number of recomputed positions before and after the block.
         warmup: number of first steps of the text that are wide, besides the one that fills the cache.
     """
 
@@ -112,14 +112,14 @@ class Vicinity(DualCache):
 @ALGORITHMS.register("dinfer-hierarchy", PAPER, "Ma et al. 2025", family="masked-diffusion", needs="a diffusion model")
 def dinfer_hierarchy(lm: Any, threshold: Share = 0.9, low_threshold: Share = 0.4,
                      block_length: Count | None = None) -> MaskedDiffusion:
-    """Unmasks all sure positions, and one in each run of adjacent open ones.
+    """Unmasks all confident positions, and one in each run of adjacent open ones.
 
     The extra position divides its run, so that the next step has more context on both sides.
 
     Args:
         threshold: probability above which a candidate is unmasked.
-        low_threshold: probability above which the surest candidate of a run is unmasked.
-        block_length: positions of a block. None: the model's, or 32.
+        low_threshold: probability above which the most confident candidate of a run is unmasked.
+        block_length: number of positions of a block. None: the model's, or 32.
     """
     adapter = Adapter.of(lm)
     windows, caching = blocks(adapter, block_length)
@@ -129,15 +129,15 @@ def dinfer_hierarchy(lm: Any, threshold: Share = 0.9, low_threshold: Share = 0.4
 @ALGORITHMS.register("dinfer-credit", PAPER, "Ma et al. 2025", family="masked-diffusion", needs="a diffusion model")
 def dinfer_credit(lm: Any, threshold: Share = 0.9, alpha: float = 0.7, gamma: float = 0.2, beta: float = 0.8,
                   kept: Annotated[int, Range(2)] = 8, block_length: Count | None = None) -> MaskedDiffusion:
-    """Unmasks all sure positions, where a token that stays the likeliest from step to step counts as surer.
+    """Unmasks all confident positions; a token that is the likeliest in several steps counts as more confident.
 
     Args:
-        threshold: least probability of a candidate that is unmasked.
+        threshold: minimum probability of a candidate that is unmasked.
         alpha: weight of the credit in the logits.
-        gamma: power to which a token's probability is added to its credit.
+        gamma: the credit that a token earns is its probability to this power.
         beta: factor by which credit decays in each step.
-        kept: number of tokens of a position for which credit is kept.
-        block_length: positions of a block. None: the model's, or 32.
+        kept: number of tokens of a position for which credit is stored.
+        block_length: number of positions of a block. None: the model's, or 32.
     """
     adapter = Adapter.of(lm)
     windows, caching = blocks(adapter, block_length)
@@ -148,17 +148,17 @@ def dinfer_credit(lm: Any, threshold: Share = 0.9, alpha: float = 0.7, gamma: fl
 @ALGORITHMS.register("dinfer-vicinity", PAPER, "Ma et al. 2025", family="diffusion-cache", needs="a diffusion model")
 def dinfer_vicinity(lm: Any, block_length: Count = 32, threshold: Share = 0.9, prefix_look: WholeNumber = 16,
                     after_look: WholeNumber = 16, warmup_steps: WholeNumber = 0) -> MaskedDiffusion:
-    """Unmasks all sure positions at once, with a dual cache that also recomputes the vicinity of the block.
+    """Unmasks all confident positions at once, with a dual cache that also recomputes the positions around the block.
 
-    Closer to decoding without a cache than Fast-dLLM's dual cache. Where the first steps over the whole text end after
-    the first block, the authors' code scores the whole text twice more, here once.
+    Closer to decoding without a cache than Fast-dLLM's dual cache. If the `warmup_steps` end after the first block, the
+    authors' code computes the whole text twice more, here once.
 
     Args:
-        block_length: positions of a block.
-        threshold: least probability of a candidate that is unmasked.
-        prefix_look: positions before the block that are recomputed.
-        after_look: positions after the block that are recomputed.
-        warmup_steps: first steps that score the whole text.
+        block_length: number of positions of a block.
+        threshold: minimum probability of a candidate that is unmasked.
+        prefix_look: number of positions before the block that are recomputed.
+        after_look: number of positions after the block that are recomputed.
+        warmup_steps: number of first steps that compute the whole text.
     """
     return MaskedDiffusion(Adapter.of(lm), Blocks(block_length), unmask=Threshold(threshold, slack=1e-5),
                            caching=Vicinity(before=prefix_look, after=after_look, warmup=warmup_steps))

@@ -19,12 +19,12 @@ from decodax.common.registry import ALGORITHMS
 def dparallel(lm: Any, entropy: float = 0.5, block_length: Count | None = None) -> MaskedDiffusion:
     """Unmasks all positions of low entropy at once.
 
-    For models trained to be certain early. The comparison is strict, as in the authors' loop for Dream; theirs for
-    LLaDA also takes equal entropies.
+    For models trained to be certain early. A candidate whose entropy equals the bound is not unmasked, as in the
+    authors' loop for Dream; in theirs for LLaDA it is.
 
     Args:
         entropy: entropy in nats below which a candidate is unmasked.
-        block_length: positions of a block. None: the model's, or 32.
+        block_length: number of positions of a block. None: the model's, or 32.
     """
     adapter = Adapter.of(lm)
     windows, caching = blocks(adapter, block_length)

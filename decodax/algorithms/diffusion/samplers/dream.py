@@ -20,18 +20,18 @@ from decodax.common.registry import ALGORITHMS
                      needs="a diffusion model")
 def dream(lm: Any, steps: Count = 64, alg: Literal["entropy", "topk_margin", "maskgit_plus", "origin"] = "entropy",
           alg_temp: float = 0.0, size: Count | None = None) -> MaskedDiffusion:
-    """Unmasks positions of the whole text by entropy, margin or confidence, in quotas along the noise schedule.
+    """Unmasks positions of the whole text by entropy, margin or confidence, with quotas along the noise schedule.
 
     A step may decide nothing, since its quota is rounded down (`Quota`). Scores are those of the filtered
-    distributions: `generate(top_p=..., temperature=0)` filters what they see, as in the authors' code. If top-k is
-    given too, it is applied before top-p (in the authors' code after it).
+    distributions: `generate(top_p=..., temperature=0)` changes the scores, as in the authors' code. If top-k is given
+    too, it is applied before top-p (in the authors' code after it).
 
     Args:
-        steps: steps of the text.
-        alg: order of unmasking, as the authors name it: "entropy", "topk_margin", "maskgit_plus" (confidence) or
+        steps: number of steps for the whole text.
+        alg: order of unmasking, with the authors' names: "entropy", "topk_margin", "maskgit_plus" (confidence) or
             "origin" (each position at a random time).
-        alg_temp: scale of Gumbel noise on the order; 0 for none.
-        size: most new tokens of a text. None: the budget of the call.
+        alg_temp: scale of Gumbel noise on the order; 0: no noise.
+        size: maximum number of new tokens of a text. None: the budget of the call.
     """
     scores: dict[str, Score] = {"entropy": NegEntropy("policy"), "topk_margin": Margin("policy"), "origin": Random(),
                                 "maskgit_plus": Confidence("policy", log=False)}

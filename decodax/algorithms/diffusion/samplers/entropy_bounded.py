@@ -2,7 +2,8 @@
 via Entropy Bounded Unmasking", Ben-Hamu et al., 2025; "Set Block Decoding is a Language Model Inference Accelerator",
 Gat et al., 2025).
 
-A step unmasks as many positions as an entropy budget allows: the entropies bound the error of deciding them at once.
+The number of positions that a step unmasks is limited by an entropy budget: the entropies bound the error of deciding
+them at once.
 """
 
 from __future__ import annotations
@@ -27,7 +28,13 @@ from decodax.common.registry import ALGORITHMS
 @dataclasses.dataclass(frozen=True)
 class EntropyBound(Unmask):
     """Unmasks the longest list by falling score whose entropies, without the largest of them, sum to at most `bound`;
-    so at least one is taken. `inclusive` counts the largest too (SDAR)."""
+    so at least one position is unmasked.
+
+    Attributes:
+        bound: entropy budget in nats.
+        inclusive: whether the largest entropy counts, too (SDAR).
+        of: "model" or "policy", see `Of`.
+    """
 
     bound: float = 0.1
     inclusive: bool = False
@@ -45,13 +52,13 @@ class EntropyBound(Unmask):
                      "Unmasking", "Ben-Hamu et al. 2025", family="masked-diffusion", needs="a diffusion model")
 def entropy_bounded(lm: Any, gamma: float = 0.1, block_length: Count | None = None,
                     order: Literal["entropy", "confidence", "margin"] = "entropy") -> MaskedDiffusion:
-    """Unmasks as many positions at once as an entropy budget allows.
+    """Unmasks several positions at once, up to an entropy budget.
 
-    Faster than one position a step at nearly the same quality; `gamma` trades one for the other.
+    Faster than one position per step at nearly the same quality; `gamma` trades one for the other.
 
     Args:
         gamma: entropy budget of a step, in nats.
-        block_length: positions of a block. None: the model's, or 32.
+        block_length: number of positions of a block. None: the model's, or 32.
         order: score by which positions are listed.
     """
     adapter = Adapter.of(lm)
@@ -63,7 +70,7 @@ def entropy_bounded(lm: Any, gamma: float = 0.1, block_length: Count | None = No
 @ALGORITHMS.register("sbd", "Set Block Decoding is a Language Model Inference Accelerator", "Gat et al. 2025",
                      family="masked-diffusion", needs="a diffusion model")
 def sbd(lm: Any, gamma: float = 0.35, block_size: Count | None = None) -> MaskedDiffusion:
-    """Fills blocks of masks after a causal prefix, as many positions at once as an entropy budget allows.
+    """Fills blocks of masks after a causal prefix, several positions at once, up to an entropy budget.
 
     For models made from autoregressive ones whose masks attend to one another and predict their own positions. The
     cache is exact: a block's entries are written by the first forward of the next one (the paper's algorithm 3). No
@@ -74,7 +81,8 @@ def sbd(lm: Any, gamma: float = 0.35, block_size: Count | None = None) -> Masked
 
     Args:
         gamma: entropy budget of a step, in nats; the paper has 0.1 and 0.35 for reasoning, 0.35 and 0.6 for chat.
-        block_size: positions of a block, the paper's k; its models are trained with 2 to 16. None: the model's, or 16.
+        block_size: number of positions of a block, the paper's k; its models are trained with 2 to 16. None: the
+            model's, or 16.
     """
     adapter = Adapter.of(lm)
     if not adapter.attention.causal or adapter.shift:

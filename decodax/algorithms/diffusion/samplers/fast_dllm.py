@@ -1,7 +1,7 @@
-"""Fast-dLLM: all sure positions of a block at once, with an approximate prefix or dual cache ("Fast-dLLM: Training-free
-Acceleration of Diffusion LLM by Enabling KV Cache and Parallel Decoding", Wu et al., 2025).
+"""Fast-dLLM: unmasks all confident positions of a block at once, with an approximate prefix or dual cache ("Fast-dLLM:
+Training-free Acceleration of Diffusion LLM by Enabling KV Cache and Parallel Decoding", Wu et al., 2025).
 
-`decodax.algorithms.diffusion.rules.unmasking.Threshold` is its threshold rule, which many other papers share.
+Its threshold rule is `decodax.algorithms.diffusion.rules.unmasking.Threshold`, which many other papers share.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ from decodax.common.registry import ALGORITHMS
 
 @dataclasses.dataclass(frozen=True)
 class Factor(Unmask):
-    """Fast-dLLM's factor rule: the more candidates are unmasked at once, the surer each of them must be.
+    """Fast-dLLM's factor rule: the more candidates are unmasked at once, the more confident each of them must be.
 
     Candidates are taken by falling confidence `c_r`, with rank `r` from 1, as long as the condition of the variant
     holds; the first one is always taken.
 
     Attributes:
-        factor: `f`.
-        variant: "a": `c_r >= 1 - f / (r + 1)`, as in the paper. "b": as the authors' code, which also takes the last of
-            all open positions when it is the only one to fail. "c": `c_r > 1 - f / r`, looser.
+        factor: the number `f` in the condition.
+        variant: "a": `c_r >= 1 - f / (r + 1)`, as in the paper. "b": as in the authors' code, which also takes the last
+            of all open positions if it is the only one that fails. "c": `c_r > 1 - f / r`, which takes more.
+        of: "model" or "policy", see `Of`.
     """
 
     factor: float = 1.0
@@ -58,14 +59,15 @@ class Factor(Unmask):
 
 @dataclasses.dataclass(frozen=True)
 class DualCache(Caching):
-    """Fast-dLLM's dual cache: one wide forward when a block begins; its entries of all other positions are read until
-    the block is done.
+    """Fast-dLLM's dual cache: one wide forward pass, over the whole text, when a block begins. Until the block is
+    finished, narrow ones, over the block, attend to its entries of all other positions.
 
     Attributes:
-        refresh: a wide forward also after this many steps; with 1 each forward is wide, as without a cache.
-        anchored: where logits point to the next position, do not recompute the position before the block, which
-            predicts the block's first token. Wide forwards must then unmask that token (Fast-dLLM's code for Dream; see
-            `Anchored`).
+        refresh: number of steps after which there is another wide forward pass; with 1 each is wide, as without a
+            cache. None: there is none.
+        anchored: if logits predict the next position, True does not recompute the position before the block, which
+            predicts the block's first token. Wide forward passes must then unmask that token (Fast-dLLM's code for
+            Dream; see `Anchored`).
     """
 
     refresh: int | None = None
@@ -89,11 +91,11 @@ class DualCache(Caching):
 
 @dataclasses.dataclass(frozen=True)
 class PrefixCache(DualCache):
-    """Fast-dLLM's prefix cache: a narrow forward recomputes the block and what follows it.
+    """Fast-dLLM's prefix cache: a narrow forward pass recomputes the block and the positions after it.
 
     Attributes:
         suffix: number of positions, from the block's start on, that are recomputed. In the published rule it is at
-            least the number of new tokens. The entries of all positions after them are read from the cache.
+            least the number of new tokens. The cache is used for all positions after them.
     """
 
     suffix: int = 256
@@ -107,22 +109,22 @@ class PrefixCache(DualCache):
 def fast_dllm(lm: Any, block_length: Count = 32, threshold: float | None = 0.9, steps: Count | None = None,
               factor: float | None = None, variant: Literal["a", "b", "c"] = "a",
               cache: Literal["dual", "prefix", "none"] = "dual", suffix: Count = 256) -> MaskedDiffusion:
-    """Unmasks all sure positions of a block at once, with a prefix or dual cache that each block refreshes.
+    """Unmasks all confident positions of a block at once, with a prefix or dual cache that is refreshed for each block.
 
-    The common choice for LLaDA and Dream. With a cache, a model whose logits point to the next position decides as in
-    the authors' code for Dream: see `Anchored`. Its quotas go by entropy along the noise schedule, as Dream's.
+    The common choice for LLaDA and Dream. With a cache, a model whose logits predict the next position decides as in
+    the authors' code for Dream; see `Anchored`. Its quotas are by entropy along the noise schedule, as Dream's.
 
     Args:
-        block_length: positions of a block.
-        threshold: least probability of a candidate that is unmasked. None without a factor: quotas of `steps` a block,
-            so that only the cache is Fast-dLLM's.
-        steps: steps of a block, for the quotas. None: one position a step.
+        block_length: number of positions of a block.
+        threshold: minimum probability of a candidate that is unmasked. None without a factor: quotas of `steps` steps
+            for each block, so that only the cache is Fast-dLLM's.
+        steps: number of steps of a block, for the quotas. None: one position per step.
         factor: replaces the threshold by the factor rule. None: the threshold.
-        variant: of the factor rule. "a" is the paper's. The authors' code ("b") also takes the last open position when
-            it alone fails, which the paper's bound does not cover. "c" is looser.
-        cache: "dual" recomputes the block, "prefix" the block and what follows it, "none" everything.
-        suffix: positions that the prefix cache recomputes, from the block's start on; at least the new tokens in the
-            paper.
+        variant: variant of the factor rule. "a" is the paper's. The authors' code ("b") also takes the last open
+            position if it alone fails, which the paper's bound does not cover. "c" takes more.
+        cache: "dual" recomputes the block, "prefix" the block and the positions after it, "none" all positions.
+        suffix: number of positions that the prefix cache recomputes, from the block's start on; at least the number of
+            new tokens in the paper.
     """
     adapter = Adapter.of(lm)
     anchored = adapter.shift and cache != "none"

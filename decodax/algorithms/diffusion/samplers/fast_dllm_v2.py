@@ -1,5 +1,5 @@
-"""Fast-dLLM v2: blocks that are filled in small blocks, with an exact cache of finished blocks ("Fast-dLLM v2:
-Efficient Block-Diffusion LLM", Wu et al., 2025)."""
+"""Fast-dLLM v2: blocks that are filled in sub-blocks, with an exact cache of finished blocks ("Fast-dLLM v2: Efficient
+Block-Diffusion LLM", Wu et al., 2025)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from decodax.core.window import take
 
 @dataclasses.dataclass(frozen=True)
 class SubBlocks(Blocks):
-    """Blocks filled in small blocks of `sub` positions from left to right."""
+    """Blocks that are filled in sub-blocks of `sub` positions from left to right."""
 
     sub: int = 8
 
@@ -38,11 +38,11 @@ class SubBlocks(Blocks):
 
 @dataclasses.dataclass(frozen=True)
 class AnchorCache(BlockCache):
-    """Exact cache: the forward over a finished block, which writes its entries, also predicts the next block's first
-    token where logits point to the next position.
+    """Exact cache: the forward pass over a finished block, which writes its entries, also predicts the next block's
+    first token, if logits predict the next position.
 
-    All other forwards score the current block only, without the token before it. Use it with the unmasking rule
-    `Anchored`, which makes the wide forward of the prompt unmask that first token only.
+    All other forward passes compute the current block only, without the token before it. Use it with the unmasking rule
+    `Anchored`, with which the wide forward pass over the prompt unmasks only that first token.
     """
 
     fused = True
@@ -51,7 +51,7 @@ class AnchorCache(BlockCache):
         return view.start - view.kept > view.positions.shape[1]
 
     def _stores(self, view: View) -> Array:
-        """Returns `bool[R]`: rows whose next forward is over the block before the current one."""
+        """Returns rows whose next forward pass is over the block before the current one, `bool[R]`."""
         return view.kept < view.start
 
     def nodes(self, view: View, left: int, memory: Memory) -> Nodes:
@@ -64,15 +64,16 @@ class AnchorCache(BlockCache):
 
 @dataclasses.dataclass(frozen=True)
 class SubBlockCache(AnchorCache):
-    """Cache inside a block: forwards score the whole block until the small block's first token is decided.
+    """Cache inside a block: forward passes compute the whole block until the sub-block's first token is decided.
 
-    Afterwards they score the small block only and read the entries that the last such forward wrote for the rest of the
-    block. Finished blocks are exact. Each row changes over by itself, where the authors' code waits for all rows.
+    Afterwards they compute the sub-block only, and attend to the entries that the last such forward pass wrote for the
+    rest of the block. Finished blocks are exact. Each row changes over by itself, while the authors' code waits for all
+    rows.
 
-    The memory is the block (its first position, `i32[B]`) that a forward over the whole of it has written.
+    The memory is the first position of the last block that was computed as a whole, `i32[B]`.
 
     Attributes:
-        sub: positions of a small block, as in `SubBlocks`.
+        sub: number of positions of a sub-block, as in `SubBlocks`.
     """
 
     sub: int = 8
@@ -91,7 +92,8 @@ class SubBlockCache(AnchorCache):
         return jnp.where(self._whole(before, memory) & ~blind, before.start, memory)
 
     def _whole(self, view: View, memory: Memory) -> Array:
-        """Returns `bool[R]`: rows whose next forward is over a whole block, the current one or the one before it."""
+        """Returns rows whose next forward pass is over a whole block, the current one or the one before it,
+        `bool[R]`."""
         first = jnp.minimum(current(view, self.sub) * self.sub, view.positions.shape[1] - 1)
         begins = self._stores(view) | (memory != view.start) | ~view.masked.any(1)
         return begins | take(view.masked, first[:, None])[:, 0]
@@ -109,16 +111,16 @@ class SubBlockCache(AnchorCache):
                      family="masked-diffusion", needs="a diffusion model")
 def fast_dllm_2(lm: Any, small_block_size: Count = 8, threshold: Share = 0.9,
                 cache: Literal["block", "dual"] = "block") -> MaskedDiffusion:
-    """Fills blocks in small blocks, all sure positions at once, with an exact block cache.
+    """Fills blocks in sub-blocks, all confident positions at once, with an exact block cache.
 
-    For block-causal models. Where logits point to the next position, as in the authors' models, a block's first token
-    is the likeliest one of the forward that finishes the block before it.
+    For block-causal models. If logits predict the next position, as in the authors' models, a block's first token is
+    the likeliest one in the forward pass that finishes the block before it.
 
     Args:
-        small_block_size: positions of a small block.
+        small_block_size: number of positions of a sub-block.
         threshold: probability above which a candidate is unmasked.
-        cache: "block" is exact for finished blocks; "dual" also caches inside a block (the authors'
-            `use_block_cache`), which is approximate.
+        cache: "block" is exact for finished blocks; "dual" also caches inside a block (the authors' `use_block_cache`),
+            which is approximate.
     """
     adapter = Adapter.of(lm)
     windows, caching = blocks(adapter, None)

@@ -1,9 +1,10 @@
-"""FreeDave and FreeDave++: several steps of a sampler in one forward ("Free Draft-and-Verification: Toward Lossless
-Parallel Decoding for Diffusion Large Language Models", Wu and Zhang, 2025).
+"""FreeDave and FreeDave++: several steps of a sampler in one forward pass ("Free Draft-and-Verification: Toward
+Lossless Parallel Decoding for Diffusion Large Language Models", Wu and Zhang, 2025).
 
-Drafts are what the next steps would make of the canvas if the current candidates stayed the same. One forward scores
-the canvas and all of its drafts. A draft that equals the result of a true canvas is true itself, so its own result is
-the sampler's next state. A round therefore takes as many steps as the candidates foresaw correctly, and at least one.
+A draft is the canvas after some further steps, under the assumption that the current candidates do not change. One
+forward pass scores the canvas and all of its drafts. A draft that equals the result of an accepted canvas is accepted,
+too, so its own result is the sampler's next state. A round therefore takes the number of steps that the candidates
+predicted correctly, and at least one.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ Cache = Literal["none", "prefix", "dual"]
 
 
 def walk(agree: Array) -> Array:
-    """Returns `bool[B, K]`: the drafts that a walk from draft 0 visits.
+    """Returns the drafts that a walk from draft 0 visits, `bool[B, K]`.
 
-    From each draft it goes to the last one that `agree`s with that draft's result: `agree[b, i, j]` says that draft `j`
-    may follow the result of draft `i`, for `j > i` only.
+    From each draft it goes to the last one that agrees with that draft's result. `agree[b, i, j]` is True if draft `j`
+    may follow the result of draft `i`; only for `j > i`.
 
     >>> walk(jnp.array([[[0, 1, 0], [0, 0, 0], [0, 0, 0]]], bool)).tolist()
     [[True, True, False]]
@@ -50,8 +51,8 @@ def walk(agree: Array) -> Array:
 
 
 def compare(drafts: View, results: View, loose: bool) -> Array:
-    """Returns `bool[B, K, K]`: True where draft `j` equals the result of draft `i`, and the latter is not done. With
-    `loose`, draft `j` may leave more positions open."""
+    """Returns `bool[B, K, K]`: True if draft `j` equals the result of draft `i`, and the latter has open positions.
+    With `loose`, draft `j` may leave more positions open."""
     pair = lambda a, b: (a[:, None] == b[:, :, None])
     tokens, open = pair(drafts.tokens, results.tokens), pair(drafts.open, results.open)
     same = (tokens & open) | drafts.open[:, None] if loose else tokens & open
@@ -60,7 +61,8 @@ def compare(drafts: View, results: View, loose: bool) -> Array:
 
 
 def exact_path(steps: tuple[tuple[int, ...], ...], drafts: View, results: View) -> Array:
-    """Returns `Verify.path` if a draft is true when it equals the result of a true one and is one step further."""
+    """Returns `Verify.path` for the rule that a draft is accepted if it equals the result of an accepted one and is one
+    step further. `steps` is `Verify.taken`."""
     taken = np.array([len(own) for own in steps])
     return walk(compare(drafts, results, loose=False) & (taken == taken[:, None] + 1))
 
@@ -69,11 +71,12 @@ def exact_path(steps: tuple[tuple[int, ...], ...], drafts: View, results: View) 
 class BranchExact(Verify):
     """FreeDave with the rule "exact match": the drafts are the canvas after 1 .. K - 1 more steps.
 
-    The output equals that of one step a forward, token for token, in no more forwards, for every unmasking rule. The
-    exception is a cache that is refreshed every few steps: a forward that takes several steps may skip a refresh.
+    The output equals that of one step per forward pass, token for token, in no more forward passes, for every unmasking
+    rule. The exception is a cache that is refreshed every few steps: a forward pass that takes several steps may skip a
+    refresh.
 
     Attributes:
-        branches: `K`, canvases a forward.
+        branches: number of canvases in a forward pass, `K`.
     """
 
     branches: int = 4
@@ -92,18 +95,19 @@ class BranchExact(Verify):
 
 @dataclasses.dataclass(frozen=True)
 class BranchLater(BranchExact):
-    """FreeDave++, as in the authors' code: of all later drafts that may follow a result, the last one is taken, even if
-    it is several steps further.
+    """FreeDave++, as in the authors' code: of all later drafts that may follow a result, the last one is accepted, even
+    if it is several steps further.
 
-    By the rule "exact match" it equals the result; by the rule "subset" it may lack some of the result's tokens. With
-    one token a step both rules are `BranchExact`. With an unmasking rule that decides several tokens at once
-    (`Threshold`) a result may equal a draft two steps further. By "exact match" the output of a greedy row is still
-    that of one step a forward. A sampled row may differ, since draws are addressed by the number of the step. By
-    "subset" a row may continue from a draft that lacks some of a result's tokens, so neither its output nor its number
-    of forwards need be those of the sampler alone.
+    By the rule "exact match" it must equal the result; by the rule "subset" it may lack some of the result's tokens.
+    With one token per step, both rules are `BranchExact`. With an unmasking rule that decides several tokens at once
+    (`Threshold`), a result may equal a draft two steps further. By "exact match" the output of a greedy row is still
+    that of one step per forward pass. A sampled row may differ, since draws depend on the number of the step. By
+    "subset", a row may continue from a draft that lacks some of a result's tokens, so its output and its number of
+    forward passes may differ from those of the sampler alone.
 
     Attributes:
-        branches: `K`, canvases a forward. match: "exact" or "subset".
+        branches: number of canvases in a forward pass, `K`.
+        match: "exact" or "subset".
     """
 
     match: Literal["exact", "subset"] = "subset"
@@ -123,10 +127,10 @@ def verified(lm: Any, verify: Verify, unmask: Unmask, block_length: int | None, 
         lm: loaded diffusion model.
         verify: the verifier.
         unmask: the unmasking rule.
-        block_length: positions of a block. None: the model's, or 32.
-        cache: Fast-dLLM's, for models that attend to the whole text; with it the blocks of a shifted model are
+        block_length: number of positions of a block. None: the model's, or 32.
+        cache: Fast-dLLM's cache, for models that attend to the whole text; with it the blocks of a shifted model are
             `Anchored`.
-        suffix: see `PrefixCache`.
+        suffix: number of positions that the prefix cache recomputes; see `PrefixCache`.
 
     Raises:
         ValueError: a cache for a model with another attention.
@@ -147,16 +151,16 @@ def verified(lm: Any, verify: Verify, unmask: Unmask, block_length: int | None, 
                      needs="a diffusion model")
 def freedave(lm: Any, draft_steps: Count = 4, block_length: Count | None = None, steps: Count | None = None,
              cache: Cache = "none", suffix: Count = 256) -> MaskedDiffusion:
-    """Takes several steps of LLaDA's sampler in one forward, with token for token the same output.
+    """Takes several steps of LLaDA's sampler in one forward pass, with the same output token for token.
 
     The authors always use a cache. Their eager mode, which drafts into the next block, is not included.
 
     Args:
-        draft_steps: canvases that a forward scores.
-        block_length: positions of a block. None: the model's, or 32.
-        steps: steps of a block. None: one position a step, as published.
+        draft_steps: number of canvases that a forward pass scores.
+        block_length: number of positions of a block. None: the model's, or 32.
+        steps: number of steps of a block. None: one position per step, as published.
         cache: Fast-dLLM's "prefix" or "dual" cache, for models with full attention, or "none".
-        suffix: positions that the prefix cache recomputes, from the block's start on.
+        suffix: number of positions that the prefix cache recomputes, from the block's start on.
     """
     return verified(lm, BranchExact(draft_steps), Quota(steps), block_length, cache, suffix)
 
@@ -165,19 +169,20 @@ def freedave(lm: Any, draft_steps: Count = 4, block_length: Count | None = None,
 def freedave_plus_plus(lm: Any, draft_steps: Count = 4, threshold: float | None = 0.9,
                        match: Literal["exact", "subset"] | None = None, block_length: Count | None = None,
                        cache: Cache = "none", suffix: Count = 256) -> MaskedDiffusion:
-    """Takes several steps of threshold decoding in one forward; a draft may lack some of a step's tokens.
+    """Takes several steps of threshold decoding in one forward pass; a draft may lack some of a step's tokens.
 
-    With a cache and shifted logits the authors draft a block's first canvases token by token; here they are drafted by
+    With a cache and shifted logits, the authors draft a block's first canvases token by token; here they are drafted by
     the threshold, as all others.
 
     Args:
-        draft_steps: canvases that a forward scores.
-        threshold: least probability of a candidate that is unmasked. None: one token a step, which makes it FreeDave.
+        draft_steps: number of canvases that a forward pass scores.
+        threshold: minimum probability of a candidate that is unmasked. None: one token per step, which makes it
+            FreeDave.
         match: "exact": a draft must equal a step's result. "subset": it may lack some of its tokens. None: the authors'
             choice, "exact" for block-causal models and "subset" for those with full attention.
-        block_length: positions of a block. None: the model's, or 32.
+        block_length: number of positions of a block. None: the model's, or 32.
         cache: Fast-dLLM's "prefix" or "dual" cache, for models with full attention, or "none".
-        suffix: positions that the prefix cache recomputes, from the block's start on.
+        suffix: number of positions that the prefix cache recomputes, from the block's start on.
     """
     match = match or ("subset" if isinstance(Adapter.of(lm).attention, Full) else "exact")
     unmask: Unmask = Quota() if threshold is None else Threshold(threshold)

@@ -2,12 +2,12 @@
 the end that the model predicts ("Learning to Parallel: Accelerating Diffusion Large Language Models via Adaptive
 Parallel Decoding", Bao et al., 2025).
 
-As in the authors' code, a block's candidates are unmasked where the filter's probability is above a threshold, and the
-step's quota of the surest ones in any case. End-of-text prediction looks at the whole canvas. If some candidate is an
-end of sequence that the filter accepts, the text ends after the first such candidate. Otherwise, if some candidate is
-an end of sequence, the text ends after the surest of them. That token is not unmasked yet, and later steps of the
-authors' code may decide another one there, which leaves a text without an end. Here the last token of a cut text is
-always an end of sequence.
+As in the authors' code, a block's candidates are unmasked if the filter's probability is above a threshold, and the
+most confident ones, up to the step's quota, in any case. End-of-text prediction uses the whole canvas. If the filter
+accepts a candidate that is an end of sequence, the text ends after the first such candidate. Otherwise, if there is a
+candidate that is an end of sequence, the text ends after the most confident of them. This token is not unmasked yet,
+and later steps of the authors' code may decide another one there, which leaves a text without an end. Here the last
+token of a cut text is always an end of sequence.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from decodax.common.struct import short
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Filter:
-    """Network of two layers on a block's confidences, compared by its weights: a few thousand numbers that are compiled
-    into the program.
+    """A network of two layers that takes the confidences of a block's candidates. It is compared by its weights, a few
+    thousand numbers that are compiled into the program.
 
     Attributes:
-        hidden, out: kernels `f32[n, h]` and `f32[h, n]`, for blocks of `n` positions.
-        hidden_bias, out_bias: `f32[h]`, `f32[n]`.
+        hidden, hidden_bias: `f32[n, h]` and `f32[h]`, the first layer, for blocks of `n` positions.
+        out, out_bias: `f32[h, n]` and `f32[n]`, the second layer.
 
     Raises:
-        ValueError: weights whose shapes do not fit each other.
+        ValueError: the shapes of the weights do not fit each other.
     """
 
     __repr__ = short
@@ -79,11 +79,11 @@ class Filter:
 
     @property
     def block(self) -> int:
-        """`n`, number of positions of a block."""
+        """Number of positions of a block, `n`."""
         return self.hidden.shape[0]
 
     def __call__(self, confidence: Array) -> Array:
-        """Returns logits `f32[..., n]` that the candidates are final, given their probabilities `f32[..., n]`."""
+        """Returns logits that the candidates are final, `f32[..., n]`, given their probabilities `f32[..., n]`."""
         return jax.nn.relu(confidence @ self.hidden + self.hidden_bias) @ self.out + self.out_bias
 
     def _key(self) -> tuple[Any, ...]:
@@ -101,7 +101,9 @@ class Learned(Stepped, Unmask):
     """Unmasks the candidates that the filter accepts with a probability above `threshold`, and the step's quota.
 
     Attributes:
-        steps: steps of a block, for the quota; None: one position a step.
+        filter: the network.
+        threshold: probability above which it accepts a candidate.
+        steps: number of steps of a block, for the quota; None: one position per step.
     """
 
     filter: Filter
@@ -119,7 +121,7 @@ class Learned(Stepped, Unmask):
         return self.quota.learn(before, seen, after, memory)
 
     def accepts(self, view: View, seen: Seen) -> Array:
-        """Returns `bool[R, W]`: the positions of the current block whose candidates the filter accepts."""
+        """Returns the positions of the current block whose candidates the filter accepts, `bool[R, W]`."""
         n, W = self.filter.block, view.positions.shape[1]
         block = current(view, n)[:, None]
         place = block * n + jnp.arange(n, dtype=jnp.int32)
@@ -136,8 +138,8 @@ class Learned(Stepped, Unmask):
 class PredictedEnd(Stop):
     """Ends the text after the first candidate that is an end of sequence and that the filter accepts.
 
-    If there is none, the text ends after the surest candidate that is an end of sequence. That position may still be
-    open, and is decided later.
+    If there is none, the text ends after the most confident candidate that is an end of sequence. That position may
+    still be open, and is decided later.
 
     Attributes:
         learned: the sampler's unmasking rule.
@@ -155,9 +157,9 @@ class PredictedEnd(Stop):
 
 @dataclasses.dataclass(frozen=True)
 class ClosingToken(Keep):
-    """Puts an end of sequence into the last position of a text that was cut, instead of the candidate.
+    """Puts an end of sequence into the last position of a text that was cut, in place of the candidate.
 
-    The memory is the first end of the text, `i32[B]`.
+    The memory is the initial end of the text, `i32[B]`.
     """
 
     def init(self, view: View) -> Memory:
@@ -182,12 +184,12 @@ def learn2pd(lm: Any, filter: Filter | str | None = None, threshold: Share = 0.9
     writes `runs/filter/model/filter.safetensors`.
 
     Args:
-        filter: the filter, or its file; its width is the block. None: the `filter.safetensors` in the model's
-            directory.
+        filter: the filter, or the path of its file; its width is the number of positions of a block. None: the
+            `filter.safetensors` in the model's directory.
         threshold: the filter's probability above which a candidate is unmasked.
-        steps: steps of a block, for the quota. None: one position a step.
-        end_of_text: cut the canvas at the predicted end.
-        size: most new tokens of a text. None: the budget of the call.
+        steps: number of steps of a block, for the quota. None: one position per step.
+        end_of_text: whether the canvas is cut at the predicted end.
+        size: maximum number of new tokens of a text. None: the budget of the call.
 
     Raises:
         ValueError: no filter given, and none in the model's directory.

@@ -1,8 +1,8 @@
-"""LLaDA, LLaDA 2.0 and 2.1: blocks from left to right, and in each step the surest positions of a block ("Large
+"""LLaDA, LLaDA 2.0 and 2.1: blocks from left to right, and in each step the most confident positions of a block ("Large
 Language Diffusion Models", Nie et al., 2025, and its successors by Bie et al., 2025 and 2026).
 
-LLaDA unmasks a fixed quota a step. LLaDA 2.0 unmasks all sure positions, or the quota if these are fewer. LLaDA 2.1
-also overwrites decided tokens. Only the last two need block-causal models.
+LLaDA unmasks a fixed quota per step. LLaDA 2.0 unmasks all confident positions, or the quota if these are fewer. LLaDA
+2.1 also overwrites decided tokens. Only the last two need block-causal models.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from decodax.common.registry import ALGORITHMS
 class Edit(Remask):
     """Replaces a decided token by another candidate whose probability is above `threshold` (LLaDA 2.1).
 
-    A window without open positions is edited until nothing changes, for at most `most` more steps.
+    A window without open positions is edited until no token changes, for at most `most` more steps.
     """
 
     threshold: float = 0.9
@@ -49,14 +49,14 @@ class Edit(Remask):
                      needs="a diffusion model")
 def llada(lm: Any, block_length: Count | None = None, steps: Count | None = None,
           remasking: Literal["low_confidence", "random"] = "low_confidence") -> MaskedDiffusion:
-    """Fills blocks from left to right, a fixed number of tokens a step, the surest first.
+    """Fills blocks from left to right, a fixed number of tokens per step, the most confident first.
 
-    The default for every diffusion model. Fewer steps are faster and worse.
+    The default for every diffusion model. Fewer steps are faster, with a lower quality.
 
     Args:
-        block_length: positions of a block. None: the model's, or 32.
-        steps: steps of a block. None: one position a step.
-        remasking: "low_confidence" unmasks the surest positions, "random" random ones.
+        block_length: number of positions of a block. None: the model's, or 32.
+        steps: number of steps of a block. None: one position per step.
+        remasking: order of unmasking: "low_confidence": the most confident positions first; "random": in random order.
     """
     adapter = Adapter.of(lm)
     windows, caching = blocks(adapter, block_length)
@@ -68,14 +68,14 @@ def llada(lm: Any, block_length: Count | None = None, steps: Count | None = None
                      family="masked-diffusion", needs="a diffusion model")
 def llada2(lm: Any, threshold: Share = 0.95, steps: Count | None = 32,
            block_length: Count | None = None) -> MaskedDiffusion:
-    """Unmasks all sure positions of a block or the step's quota, whichever is more, with an exact block cache.
+    """Unmasks all confident positions of a block or the step's quota, whichever is more, with an exact block cache.
 
     The quotas divide the whole block, even if it begins with tokens of the prompt.
 
     Args:
         threshold: probability above which a candidate is unmasked.
-        steps: steps of a block, for the quota. None: one position a step.
-        block_length: positions of a block. None: the model's, or 32.
+        steps: number of steps of a block, for the quota. None: one position per step.
+        block_length: number of positions of a block. None: the model's, or 32.
     """
     adapter = Adapter.of(lm)
     windows, caching = blocks(adapter, block_length)
@@ -89,14 +89,14 @@ def llada2_1(lm: Any, threshold: Share = 0.7, editing_threshold: Share = 0.5, ma
              block_length: Count | None = None) -> MaskedDiffusion:
     """LLaDA 2 that also overwrites decided tokens.
 
-    Allows a lower threshold, since early errors are edited. A step in which nothing reaches the threshold unmasks one
-    position.
+    Allows a lower threshold, since early errors are edited. A step in which no candidate is above the threshold unmasks
+    one position.
 
     Args:
         threshold: probability above which a candidate is unmasked.
         editing_threshold: probability above which another candidate replaces a decided token.
-        max_post_steps: editing steps of a block without open positions, after which the end of the text is searched.
-        block_length: positions of a block. None: the model's, or 32.
+        max_post_steps: maximum number of editing steps of a block without open positions.
+        block_length: number of positions of a block. None: the model's, or 32.
     """
     sampler = llada2(lm, threshold, None, block_length)
     return dataclasses.replace(sampler, remask=Edit(editing_threshold, max_post_steps))

@@ -1,5 +1,5 @@
-"""LocalLeap: sure positions, and less sure ones near them ("Accelerating Diffusion LLM Inference via Local Determinism
-Propagation", Kong et al., 2025)."""
+"""LocalLeap: unmasks confident positions, and less confident ones near them ("Accelerating Diffusion LLM Inference via
+Local Determinism Propagation", Kong et al., 2025)."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ from decodax.common.registry import ALGORITHMS
 
 @dataclasses.dataclass(frozen=True)
 class LocalLeap(Unmask):
-    """Unmasks candidates with a probability of at least `anchor`, and candidates within `radius` of one of them with a
-    probability of at least `relaxed`. Only open positions of the block are anchors, as in the authors' code."""
+    """Unmasks candidates with a probability of at least `anchor` (the anchors), and candidates within `radius`
+    positions of an anchor with a probability of at least `relaxed`. Only open positions of the block are anchors, as in
+    the authors' code."""
 
     anchor: float = 0.9
     relaxed: float = 0.75
@@ -44,15 +45,15 @@ class LocalLeap(Unmask):
                      "Kong et al. 2025", family="masked-diffusion", needs="a diffusion model")
 def localleap(lm: Any, threshold: Share = 0.9, relaxed_threshold: Share = 0.75, radius: WholeNumber = 4,
               block_length: Count | None = None) -> MaskedDiffusion:
-    """Unmasks sure positions, and less sure ones in their neighbourhood.
+    """Unmasks confident positions, and less confident ones in their neighbourhood.
 
     The defaults are the authors' values for LLaDA.
 
     Args:
-        threshold: least probability of a sure candidate, an anchor.
-        relaxed_threshold: least probability of a candidate near an anchor.
-        radius: distance in positions that counts as near.
-        block_length: positions of a block. None: the model's, or 32.
+        threshold: minimum probability of a confident candidate, an anchor.
+        relaxed_threshold: minimum probability of a candidate near an anchor.
+        radius: maximum distance from an anchor, in positions.
+        block_length: number of positions of a block. None: the model's, or 32.
     """
     adapter = Adapter.of(lm)
     windows, caching = blocks(adapter, block_length)

@@ -21,8 +21,14 @@ from decodax.common.registry import ALGORITHMS
 
 @dataclasses.dataclass(frozen=True)
 class MaskBottom(Stepped, Remask):
-    """MaskGIT as its loop is written: all candidates are taken (`All`), and the least sure of this step's are masked
-    again, as many as the cosine schedule leaves open; at least one stays."""
+    """MaskGIT as its loop is written: all candidates are unmasked (`All`), and the least confident ones of this step
+    are masked again. The cosine schedule gives the number of positions that are masked afterwards; at least one
+    candidate is kept.
+
+    Attributes:
+        steps: number of steps of a window.
+        score: the confidence of candidates.
+    """
 
     steps: int = 12
     score: Any = Confidence()
@@ -42,13 +48,13 @@ class MaskBottom(Stepped, Remask):
 def maskgit(lm: Any, steps: Count = 12, choice_temperature: float = 4.5, size: Count | None = None) -> MaskedDiffusion:
     """Fills the whole text at once, with cosine quotas, by confidence with Gumbel noise that fades.
 
-    For very few steps. The loop of the paper draws all open positions and masks the least sure ones again
-    (`MaskBottom`); unmasking only the others is the same.
+    For very few steps. The loop of the paper draws all open positions and masks the least confident ones again
+    (`MaskBottom`); unmasking only the others is equivalent.
 
     Args:
-        steps: steps of the text.
+        steps: number of steps for the whole text.
         choice_temperature: scale of the noise in the first step; it falls linearly to 0.
-        size: most new tokens of a text. None: the budget of the call.
+        size: maximum number of new tokens of a text. None: the budget of the call.
     """
     score = Noisy(Confidence("policy"), choice_temperature, steps)
     return MaskedDiffusion(Adapter.of(lm), Whole(size), score, Quota(steps, "cosine"))

@@ -25,13 +25,13 @@ from decodax.core.keys import Purpose, uniforms
 
 @dataclasses.dataclass(frozen=True)
 class Ancestral(Stepped, Unmask):
-    """Unmasks each position at a random time of its own, over `steps` even steps of time from 1 to `eps` (MDLM; Dream's
-    "origin"). The last step takes all that is left.
+    """Unmasks each position at its own random time, over `steps` even steps of time from 1 to `eps` (MDLM; Dream's
+    "origin"). The last step unmasks all positions that are left.
 
-    In the step from t to s a position is unmasked with probability `1 - s/t`, independently of all others: that is, at
-    a uniform random time. So each position draws its time at once. Steps in which no position's time comes would not
-    change the canvas (MDLM's cached sampler skips their forward), so they are left out. With infinitely many steps this
-    is first-hitting sampling: one position at a time, in random order (`Quota` by `Random`).
+    In the step from t to s, a position is unmasked with probability `1 - s/t`, independently of all others; its time is
+    therefore uniform. So the times of all positions are drawn at once. Steps in which no position is unmasked would not
+    change the canvas (MDLM's cached sampler skips their forward passes), so they are left out. With infinitely many
+    steps this is first-hitting sampling: one position at a time, in random order (`Quota` by `Random`).
     """
 
     steps: int = 64
@@ -50,13 +50,13 @@ class Ancestral(Stepped, Unmask):
 @ALGORITHMS.register("mdlm", "Simple and Effective Masked Diffusion Language Models", "Sahoo et al. 2024",
                      family="masked-diffusion", needs="a diffusion model")
 def mdlm(lm: Any, steps: Count = 64, size: Count | None = None) -> MaskedDiffusion:
-    """Samples the absorbing process: each position is unmasked at a random time of its own.
+    """Samples the absorbing process: each position is unmasked at its own random time.
 
-    Steps in which no position is unmasked take no forward, as in the authors' cached sampler.
+    Steps in which no position is unmasked take no forward pass, as in the authors' cached sampler.
 
     Args:
-        steps: steps of the text.
-        size: most new tokens of a text. None: the budget of the call.
+        steps: number of steps for the whole text.
+        size: maximum number of new tokens of a text. None: the budget of the call.
     """
     return MaskedDiffusion(Adapter.of(lm), Whole(size), Random(), Ancestral(steps))
 
@@ -69,8 +69,8 @@ def bd3_lm(lm: Any, block_size: Count | None = None, steps: Count | None = None)
     For block-causal models.
 
     Args:
-        block_size: positions of a block. None: the model's, or 16.
-        steps: steps of a block. None: first-hitting times, one position a step.
+        block_size: number of positions of a block. None: the model's, or 16.
+        steps: number of steps of a block. None: first-hitting times, one position per step.
     """
     adapter = Adapter.of(lm)
     windows, caching = blocks(adapter, block_size, 16)

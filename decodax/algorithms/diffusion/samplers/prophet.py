@@ -1,5 +1,5 @@
-"""Prophet: an early stop as soon as the answer is sure ("Diffusion Language Models Know the Answer Before Decoding", Li
-et al., 2025)."""
+"""Prophet: an early stop as soon as the answer is certain ("Diffusion Language Models Know the Answer Before Decoding",
+Li et al., 2025)."""
 
 from __future__ import annotations
 
@@ -22,15 +22,18 @@ from decodax.common.registry import ALGORITHMS
 
 @dataclasses.dataclass(frozen=True)
 class Gap(Stepped, Stop):
-    """Unmasks everything at once when the answer is sure.
+    """Stops early: unmasks all remaining positions as soon as the answer is certain.
 
-    It is sure when the mean difference of the two largest logits over its positions reaches 7.5, 5.0 or 2.5 in the
-    first, second and last third of the steps (progress below 0.33, below 0.67, and beyond, as in the authors' code).
+    The answer counts as certain when the gap between the two largest logits, averaged over the answer's positions,
+    reaches a threshold. The threshold falls with progress, the share of all planned steps that are done: `gaps[0]`
+    below 0.33, `gaps[1]` below 0.67, then `gaps[2]` (the limits of the authors' code).
 
     Attributes:
-        steps: steps of a block. block: positions of one.
-        answer: first position of the answer after the prompt, and its length; None: the whole text.
-        gaps: the three thresholds.
+        steps: number of steps for each block.
+        block: number of positions of a block.
+        answer: `(first, length)` of the answer in tokens, counted from the end of the prompt. None: the answer is the
+            whole text after the prompt.
+        gaps: thresholds for the first, second and last third of the steps.
     """
 
     steps: int
@@ -61,16 +64,17 @@ class Gap(Stepped, Stop):
                      family="masked-diffusion", needs="a diffusion model")
 def prophet(lm: Any, block_length: Count = 32, steps: Count | None = None, answer: tuple[int, int] | None = None,
             gaps: tuple[float, float, float] = (7.5, 5.0, 2.5), size: Count | None = None) -> MaskedDiffusion:
-    """LLaDA's sampler that unmasks everything at once as soon as the answer is sure.
+    """LLaDA's sampler that unmasks all remaining positions as soon as the answer is certain.
 
     For tasks with a short answer at a known place.
 
     Args:
-        block_length: positions of a block.
-        steps: steps of a block. None: one position a step.
-        answer: first position of the answer after the prompt, and its length (5 as published). None: the whole text.
-        gaps: differences of the two largest logits that count as sure, in each third of the steps.
-        size: most new tokens of a text. None: the budget of the call.
+        block_length: number of positions of a block.
+        steps: number of steps of a block. None: one position per step.
+        answer: first position of the answer, counted from the end of the prompt, and its length (5 as published). None:
+            the whole text.
+        gaps: gaps between the two largest logits from which the answer is certain, in each third of the steps.
+        size: maximum number of new tokens of a text. None: the budget of the call.
     """
     gap = Gap(block_length if steps is None else steps, block_length, answer, gaps)
     return MaskedDiffusion(Adapter.of(lm), WholeBlocks(size, block_length), unmask=BlockQuota(block_length, steps),

@@ -1,5 +1,5 @@
-"""ReMDM: ancestral sampling that also masks decided tokens again ("Remasking Discrete Diffusion Models with
-Inference-Time Scaling", Wang et al., 2025)."""
+"""ReMDM: ancestral sampling that also remasks decided tokens ("Remasking Discrete Diffusion Models with Inference-Time
+Scaling", Wang et al., 2025)."""
 
 from __future__ import annotations
 
@@ -24,15 +24,19 @@ from decodax.core.keys import Purpose
 
 @dataclasses.dataclass(frozen=True)
 class ReMDM(Stepped, Remask):
-    """Masks each decided token again with probability sigma.
+    """Remasks each decided token with probability sigma. Sigma has an upper bound, `min(1, (1 - a_s) / a_t)`, where
+    `a_t` and `a_s` are the shares of decided positions at the beginning and the end of a step.
 
     Attributes:
-        steps: steps of a window. eta: scale of sigma.
-        kind: "cap": `min(eta, (1 - a_s) / a_t)`. "rescale": `eta` times that bound. "conf": the bound times each
+        steps: number of steps of a window.
+        eta: scale of sigma.
+        kind: "cap": the minimum of `eta` and the bound. "rescale": `eta` times the bound. "conf": the bound times each
             token's share of softmax(-p) over the decided ones, with `p` its probability when it was decided. "loop":
-            the share of decided positions rises to `held` until time `on`, stays there until `off` while sigma is
+            the share of decided positions rises to `held` until time `on`, does not change until `off` while sigma is
             `eta`, and then rises to 1; as in the authors' code, with their numbers.
-        eps: the last time; the last step decides all that is open.
+        on, off: times at which the loop of "loop" begins and ends; time falls from 1 to 0.
+        held: share of decided positions in the loop.
+        eps: time at the end of the last step, in which all open positions are decided.
     """
 
     steps: int = 64
@@ -50,7 +54,7 @@ class ReMDM(Stepped, Remask):
             raise ValueError(f"held: got {self.held}, takes more than 0 up to 1 / (1 + eta)")
 
     def shares(self, view: View) -> tuple[Array, Array]:
-        """Returns `f32[R]` each: the share of positions that are masked at the beginning and at the end of a step."""
+        """Returns the share of positions that are masked at the beginning and at the end of a step, `f32[R]` each."""
         t, s = time(view.step, self.steps, self.eps)
         if self.kind != "loop":
             return t, s
@@ -63,7 +67,7 @@ class ReMDM(Stepped, Remask):
         return jnp.where(t < 1, jnp.minimum(s / jnp.where(t < 1, 1 - t, 1), 1), 1)
 
     def scale(self, view: View) -> Array:
-        """Returns `f32[R]`: sigma at masked positions, for `Coins`."""
+        """Returns sigma for `Coins`, `f32[R]`."""
         if self.kind == "conf":
             return jnp.zeros(view.start.shape)
         if self.kind == "loop":
@@ -86,14 +90,15 @@ class ReMDM(Stepped, Remask):
 
 @dataclasses.dataclass(frozen=True)
 class Coins(Stepped, Unmask):
-    """Unmasks each position with a probability of its own, for processes that also remask tokens.
+    """Unmasks each position independently with a probability, for processes that also remask tokens.
 
-    In the step from time t to s a position is decided with probability `(a_s - (1 - sigma) a_t) / (1 - a_t)`, where `a`
-    is the share of decided positions by the schedule, `1 - t` unless `remask` has its own. The last step decides all
-    positions. A step may unmask nothing.
+    In the step from time t to s, a position is decided with probability `(a_s - (1 - sigma) a_t) / (1 - a_t)`, where
+    `a` is the share of decided positions in the schedule, `1 - t` unless `remask` has its own. The last step decides
+    all positions. A step may unmask nothing.
 
     Attributes:
-        steps: steps of a window. remask: a `ReMDM` with the same steps, which gives sigma; None: sigma is 0.
+        steps: number of steps of a window.
+        remask: a `ReMDM` with the same number of steps, which gives sigma; None: sigma is 0.
     """
 
     steps: int = 64
@@ -112,18 +117,18 @@ class Coins(Stepped, Unmask):
                      family="masked-diffusion", needs="a diffusion model")
 def remdm(lm: Any, steps: Count = 64, eta: float = 0.02, kind: Literal["cap", "rescale", "conf", "loop"] = "cap",
           t_on: Share = 0.55, t_off: Share = 0.05, alpha_on: Share = 0.9, size: Count | None = None) -> MaskedDiffusion:
-    """Samples the absorbing process and masks some decided tokens again, so that more steps give better texts.
+    """Samples the absorbing process and remasks some decided tokens, so that more steps give better texts.
 
-    Each step takes a forward; the authors' code does not score an unchanged canvas again.
+    Each step takes a forward pass; the authors' code skips it if the canvas has not changed.
 
     Args:
-        steps: steps of the text.
-        eta: scale of the probability with which a decided token is masked again.
+        steps: number of steps for the whole text.
+        eta: scale of the probability with which a decided token is remasked.
         kind: schedule of that probability, see `ReMDM`.
         t_on: time at which the loop of "loop" begins; time falls from 1 to 0.
         t_off: time at which it ends.
         alpha_on: share of decided positions in the loop.
-        size: most new tokens of a text. None: the budget of the call.
+        size: maximum number of new tokens of a text. None: the budget of the call.
     """
     remask = ReMDM(steps, eta, kind, t_on, t_off, alpha_on)
     return MaskedDiffusion(Adapter.of(lm), Whole(size), Random(), Coins(steps, remask), remask, stops=())

@@ -22,14 +22,14 @@ def sdar(lm: Any, rule: Literal["dynamic", "static", "sequential", "entropy", "r
          threshold: Share = 0.9, steps: Count | None = None, eb_threshold: float = 0.1) -> MaskedDiffusion:
     """Fills small blocks with an exact cache, by static, dynamic, sequential or entropy-bounded quotas.
 
-    For block-causal models. Where fewer positions are open than the quota, the authors' static and dynamic rules also
-    overwrite decided ones, including the prompt's; here such a step takes only the open ones.
+    For block-causal models. If fewer positions are open than the quota, the authors' static and dynamic rules also
+    overwrite decided ones, including the prompt's; here such a step unmasks only the open ones.
 
     Args:
-        rule: "dynamic" unmasks all sure positions, or the quota if these are fewer; "static" the quota, by confidence;
-            "sequential" from left to right; "random" in random order; "entropy" by an entropy budget.
+        rule: "dynamic" unmasks all confident positions, or the quota if these are fewer; "static" the quota, by
+            confidence; "sequential" from left to right; "random" in random order; "entropy" by an entropy budget.
         threshold: probability above which "dynamic" unmasks a candidate.
-        steps: steps of a block, for the quota. None: one position a step.
+        steps: number of steps of a block, for the quota. None: one position per step.
         eb_threshold: entropy budget of "entropy", in nats, inclusive.
     """
     adapter = Adapter.of(lm)

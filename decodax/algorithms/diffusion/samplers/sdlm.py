@@ -1,5 +1,5 @@
-"""SDLM: a few masks after a causal prefix, of which the longest sure run is kept ("Sequential Diffusion Language
-Models", Liu et al., 2025)."""
+"""SDLM: predicts a few masks after a causal prefix, and keeps the longest confident run of them ("Sequential Diffusion
+Language Models", Liu et al., 2025)."""
 
 from __future__ import annotations
 
@@ -23,8 +23,12 @@ from decodax.common.registry import ALGORITHMS
 
 @dataclasses.dataclass(frozen=True)
 class ConfidentPrefix(Unmask):
-    """Unmasks the candidates before the first one that is not sure enough. With `Position` as the score the first open
-    position is always taken."""
+    """Unmasks the candidates before the first one that is not confident enough. With `Position` as the score, the first
+    open position is always unmasked.
+
+    Attributes:
+        value, measure, of, strict: the threshold and its measure, see `reaches`.
+    """
 
     value: float = 0.9
     measure: Measure = "confidence"
@@ -40,15 +44,16 @@ class ConfidentPrefix(Unmask):
                      needs="a diffusion model")
 def sdlm(lm: Any, size: Count | None = None, threshold: float = 0.9,
          measure: Literal["confidence", "entropy"] = "confidence") -> MaskedDiffusion:
-    """Predicts a few masks after a causal prefix and keeps the longest sure run of them.
+    """Predicts a few masks after a causal prefix and keeps the longest confident run of them.
 
-    For models with causal-prefix attention. The self-speculative mode is not included: each of its drafts has masks of
-    its own after it, beyond the window that drafts share.
+    For models with causal-prefix attention. The self-speculative mode is not included: each of its drafts is followed
+    by masks of its own, outside of the window that drafts share.
 
     Args:
-        size: positions predicted at once, from the last token and `size - 1` masks. None: the model's block, or 4.
-        threshold: tokens above this probability are kept, or below this entropy in nats, where the authors' code takes
-            `1 - entropy / log(vocabulary)`.
+        size: number of positions predicted at once, from the last token and `size - 1` masks. None: the model's block,
+            or 4.
+        threshold: tokens are kept with a probability above this, or with an entropy below this in nats, where the
+            authors' code takes `1 - entropy / log(vocabulary)`.
         measure: "confidence" (probability) or "entropy".
     """
     adapter = Adapter.of(lm)

@@ -20,17 +20,18 @@ from decodax.common.registry import ALGORITHMS
 
 @dataclasses.dataclass(frozen=True)
 class BranchTree(Verify):
-    """Drafts take the next steps, those of the surest candidates, in several orders, so that a step that comes a little
-    earlier or later than foreseen is found as well.
+    """Drafts take the next steps, those of the most confident candidates, in several orders. So a draft is also
+    accepted if a step comes a little earlier or later than expected.
 
-    The output equals that of one step a forward, token for token, in no more forwards. A draft's children take one of
-    the first `top` steps that it has not taken; drafts that took the same steps in another order are one canvas. With
-    `top` = 1 it is the chain of `BranchExact`. The paper has a chain and a mixed order; sharing canvases within a tree
-    is an addition of this library.
+    The output equals that of one step per forward pass, token for token, in no more forward passes. A draft's children
+    take one of the first `top` steps that it has not taken; drafts that took the same steps in another order are one
+    canvas. With `top` = 1 it is the chain of `BranchExact`. The paper has a chain and a mixed order; sharing canvases
+    within a tree is an addition of this library.
 
     Attributes:
-        length: steps ahead. top: choices at each.
-        most: canvases a forward; those of the fewest steps come first.
+        length: number of steps that drafts look ahead.
+        top: number of choices for each step.
+        most: maximum number of canvases in a forward pass; those with the fewest steps come first.
 
     >>> BranchTree(2, 2).taken
     ((), (0,), (1,), (0, 1))
@@ -68,13 +69,13 @@ def _orders(length: int, top: int) -> tuple[tuple[int, ...], ...]:
                      family="masked-diffusion", guarantee="seed-exact", needs="a diffusion model")
 def ssd(lm: Any, length: Count = 3, top: Count = 2, most: Count = 16,
         block_length: Count | None = None) -> MaskedDiffusion:
-    """Verifies a tree of LLaDA's surest candidates in several orders in one forward, with the same output token for
-    token.
+    """Verifies several orders of LLaDA's next steps as a tree of drafts in one forward pass, with the same output token
+    for token.
 
     Args:
         length: number of steps that drafts look ahead.
         top: number of choices at each step; 1 drafts a chain.
-        most: most canvases of a forward.
-        block_length: positions of a block. None: the model's, or 32.
+        most: maximum number of canvases in a forward pass.
+        block_length: number of positions of a block. None: the model's, or 32.
     """
     return verified(lm, BranchTree(length, top, most), Quota(), block_length)

@@ -1,1 +1,2 @@
-"""The length and the source of drafts, chosen while decoding: arms, controllers that pick one, and what is fitted."""
+"""Draft lengths and sources that are chosen while decoding: arms, controllers that choose one, and functions that fit
+or measure what they need."""

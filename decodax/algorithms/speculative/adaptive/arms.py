@@ -1,12 +1,13 @@
-"""Several ways to draft, of which a controller picks one for each round: how long, from which source, or not at all.
+"""Several ways to draft, called arms, of which a controller chooses one for each round: a draft length, a source, or no
+drafts.
 
-An *arm* is a `Speculative` algorithm; `NOTHING` is the arm that drafts nothing. All arms observe every round, whoever
-drafted it. The whole batch has one arm, since the window has one shape. With `SeedExact` the tokens do not depend on
-the choice, with the other verifiers their distribution does not.
+An arm is a `Speculative` algorithm; `NOTHING` is the arm without drafts. All arms observe every round. The batch has
+one arm, since the window has one shape. With `SeedExact` the tokens do not depend on the choice; with other verifiers
+their distribution does not.
 
-While nothing is drafted, drafts that come from the text (`free`) are tried on paper: now and then one is kept and
-compared with the tokens of plain decoding. That shows their acceptance for the cost of the lookup, where a real trial
-costs a wider window.
+In rounds without drafts, drafts that come from the text (`Drafter.free`) are tested without a forward pass: now and
+then one is looked up, stored, and compared with the tokens of plain decoding. This shows how often they would be
+accepted, at the cost of the lookup alone.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from decodax.core.window import Window, take
 
 @dataclasses.dataclass(frozen=True)
 class Nothing(Draft):
-    """A draft of no tokens: the round is plain decoding."""
+    """A draft with no tokens: the round is plain decoding."""
 
     length: ClassVar[int] = 0
     cache_needs: ClassVar[frozenset[Feature]] = CHAINS
@@ -49,23 +50,24 @@ class Nothing(Draft):
 
 
 NOTHING = Speculative(Nothing())
-"""The arm that drafts nothing."""
+"""The arm without drafts, plain decoding."""
 
 
 def chains(draft: Any, lengths: tuple[int, ...]) -> tuple[Speculative, ...]:
-    """Returns an arm for each length, 0 for `NOTHING`: chains of a draft model from `decodax.load`, or of prompt lookup
-    if `draft` is None."""
+    """Returns an arm for each length: chains of a draft model from `decodax.load`, or of prompt lookup if `draft` is
+    None; `NOTHING` for length 0."""
     source = PromptLookup(max(lengths)) if draft is None else DraftModel(draft)
     return tuple(NOTHING if k == 0 else Speculative(source, shape=Chain(k)) for k in lengths)
 
 
 @struct
 class Paper(Struct):
-    """Drafts that are compared with plain decoding's tokens, without a forward of their own.
+    """Drafts that are compared with the tokens of plain decoding, without a forward pass.
 
     Attributes:
-        tokens: `i32[B, K]`, -1 beyond the draft. next: `i32[B]` index of the one that the next token is compared with.
-        held: `bool[B]` True if all before it held; False before the first draft.
+        tokens: `i32[B, K]`, the drafts, padded with -1.
+        next: `i32[B]`, index of the draft that is compared with the next token.
+        held: `bool[B]`, True if all drafts before it were equal; False before the first draft.
     """
 
     tokens: Array
@@ -74,20 +76,21 @@ class Paper(Struct):
 
 
 EVERY = 8
-"""Rounds between lookups of drafts on paper: small beside what the rounds themselves cost, even of a tiny model."""
+"""Number of rounds between lookups of drafts that are only compared. Their cost is then small compared with the rounds,
+even of a tiny model."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Adaptive(LearnsFromPrompt, Varies):
-    """Speculation with several arms, of which a controller picks one for each round.
+    """Speculative decoding with several arms, of which a controller chooses one for each round.
 
     Attributes:
-        arms: the algorithms; those with equal drafts share the draft's state.
-        controller: rule that picks the next arm.
+        arms: the algorithms; arms with equal drafts share the draft's state.
+        controller: the rule that chooses the next arm.
 
     Raises:
-        ValueError: no arms, arms whose verifiers keep different guarantees, or drafts that differ in weights alone (a
-            corpus, a model's parameters): programs could not tell them apart.
+        ValueError: no arms, arms whose verifiers have different guarantees, or two drafts that differ only in their
+            weights (a corpus, a model's parameters), since compiled programs could not distinguish them.
     """
 
     arms: tuple[Speculative, ...]
@@ -113,7 +116,7 @@ class Adaptive(LearnsFromPrompt, Varies):
 
     @functools.cached_property
     def drafts(self) -> tuple[Any, ...]:
-        """The distinct drafts, each of which has a state."""
+        """The distinct drafts; each has a state."""
         return tuple(dict.fromkeys(arm.draft for arm in self.arms))
 
     @property
@@ -152,12 +155,13 @@ class Adaptive(LearnsFromPrompt, Varies):
         return None if all(observer(arm) is None for arm in self.arms) else self
 
     def observe(self, s: State, window: Window, out: Out, algo: Any) -> Any:
-        """Returns the state after a prefill chunk."""
+        """Returns the state of all arms after a prefill chunk."""
         return algo[0], self._tell(s, window, out, None, algo[1]), algo[2]
 
     @functools.cached_property
     def free(self) -> tuple[int, ...]:
-        """Arms whose drafts are tried on paper: the longest of each draft."""
+        """Indices of the arms whose drafts are also compared in rounds of `NOTHING`: for each draft with `free` its
+        longest arm."""
         if NOTHING not in self.arms or not self.controller.notes:
             return ()
         longest = {arm.draft: i for i, arm in sorted(enumerate(self.arms), key=lambda x: x[1].traits.emits)
@@ -178,14 +182,14 @@ class Adaptive(LearnsFromPrompt, Varies):
 
 @dataclasses.dataclass(frozen=True)
 class _Arm(Around):
-    """The rounds of one arm, which all arms observe."""
+    """The rounds of one arm; all arms observe them."""
 
     adaptive: Adaptive
     index: int
 
     @property
     def inner(self) -> Adaptive:
-        """All arms: they have a state, weights and a cache together."""
+        """The method with all arms, which have a common state, weights and cache."""
         return self.adaptive
 
     @property
@@ -225,7 +229,7 @@ class _Arm(Around):
         return lax.cond(due, look, lambda: paper)
 
     def _compare(self, control: Any, papers: Any, s: State, d: Decision, seen: RoundOutcome) -> tuple[Any, Any]:
-        """Compares the drafts on paper with this round's tokens. A round in which another arm drafted ends them."""
+        """Compares stored drafts with this round's tokens. A round in which another arm drafted drops them."""
         if self.arm != NOTHING:
             return control, tuple(paper.replace(held=jnp.zeros_like(paper.held)) for paper in papers)
         renewed = []
@@ -258,7 +262,7 @@ class _Arm(Around):
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Returns True if the weights of two drafts that are otherwise equal are the same arrays."""
+    """Returns True if two pytrees of weights have the same arrays."""
     equal = lambda x, y: x is y or (isinstance(x, np.ndarray) and isinstance(y, np.ndarray) and np.array_equal(x, y))
     one, other = jax.tree.leaves(a), jax.tree.leaves(b)
     return len(one) == len(other) and all(map(equal, one, other))

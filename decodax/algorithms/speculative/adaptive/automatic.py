@@ -1,4 +1,4 @@
-"""Draft lengths by measured cost and observed acceptance: chains as long as they pay here, or none."""
+"""Chooses the draft length by measured costs and observed acceptance: chains of the length that pays, or no drafts."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ from decodax.core.state import State
 
 @struct
 class Rates(Struct):
-    """The state of `Automatic`.
+    """State of `Automatic`.
 
     Attributes:
-        tried, held: `f32[B, A, K]` fading counts by row, arm and depth; arms with one draft share them.
-        wait: `i32[B]` rounds until drafts that were given up are probed again. probes: `i32[B]` number of times that
-            they failed in a row, at least 1 once they were tried and 0 before. round: `i32[B]` number of updates. These
-            three belong to the batch (`of_batch`).
+        tried: `f32[B, A, K]`, number of tested drafts by row, arm and depth, with exponential decay; arms with the same
+            draft share them.
+        held: `f32[B, A, K]`, number of these that were accepted.
+        wait: `i32[B]`, number of rounds until drafts that were given up are probed again. This field and those below
+            are common to the batch (`of_batch`).
+        probes: `i32[B]`, number of failed probes in a row; at least 1 after drafts were tried, 0 before.
+        round: `i32[B]`, number of updates.
     """
 
     tried: Array
@@ -33,25 +36,27 @@ class Rates(Struct):
 
 @dataclasses.dataclass(frozen=True)
 class Automatic(Controller):
-    """Picks the arm with which the batch is done first, from measured costs and the acceptance seen by row and depth.
+    """Chooses the arm with which the batch would finish first, from measured costs and from the acceptance observed for
+    each row and depth.
 
-    A row gains 1 + sum over k of the product of the first k acceptance rates a round from an arm of length K, and the
-    batch lasts as long as the row with the most rounds before it. So text that one row copies is not drafted at the
-    cost of others that write anew and have as much to write. Of a batch of one this is the most tokens a second.
+    With an arm of length K, a row gains 1 + sum over k = 1 .. K of the product of the first k acceptance rates in a
+    round, and the batch takes as many rounds as its slowest row. So drafts that help only one row are not made at the
+    cost of other rows that have as much left to write. For a batch of one, this is the arm with the most tokens per
+    second.
 
-    Drafts that are free to try on paper start when they are seen to hold there. Others are tried until they are seen to
-    fail, and then probed so rarely that it costs `probing` of the time, ever more rarely, at least every `patience`
-    rounds.
+    Drafts that can be compared without a forward pass (`Arms.on_paper`) are used once the comparison shows that they
+    would be accepted. Others are used until they fail. Then they are probed with growing intervals, so that probes take
+    the share `probing` of the time, but at least every `patience` rounds.
 
     Attributes:
-        costs: seconds of a round of each arm (or any other unit), as `measure` finds them for a batch size.
-        memory: rounds after which an observation weighs 1/e.
-        shared: number of a row's observations that the batch's rate counts for.
-        probing: share of the time that is spent on probes of drafts that were given up.
-        patience: the longest wait between probes.
+        costs: duration of a round of each arm, in seconds or any other unit, from `measure` for the batch size.
+        memory: number of rounds after which the weight of an observation is 1/e.
+        shared: weight of the batch's acceptance rate in that of a row, in observations.
+        probing: share of the time for probes of drafts that were given up.
+        patience: largest number of rounds between probes.
 
     Raises:
-        ValueError: a cost, memory, weight, share or patience that is not positive.
+        ValueError: a number that is not positive.
     """
 
     notes: ClassVar[bool] = True
@@ -107,7 +112,7 @@ class Automatic(Controller):
         return self.note(of, state.replace(wait=wait, probes=probes, round=round), seen)
 
     def note(self, of: Arms, state: Rates, seen: RoundOutcome) -> Rates:
-        """Adds what was seen of an arm's drafts to the rates of all arms with the same draft."""
+        """Returns the state after an observation of an arm's drafts, which counts for all arms with the same draft."""
         family = jnp.array(of.families)
         same = (family == family[seen.arm])[:, None] & seen.tried[:, None, :]
         fade = jnp.where(same, jnp.exp(-1 / self.memory), 1.0)

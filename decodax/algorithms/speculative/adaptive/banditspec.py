@@ -1,5 +1,5 @@
-"""BanditSpec: drafts and their lengths as the arms of a bandit ("BanditSpec: Adaptive Speculative Decoding via Bandit
-Algorithms", Hou et al., 2025)."""
+"""BanditSpec: chooses drafts and their lengths by a multi-armed bandit ("BanditSpec: Adaptive Speculative Decoding via
+Bandit Algorithms", Hou et al., 2025)."""
 
 from __future__ import annotations
 
@@ -24,9 +24,14 @@ from decodax.core.state import State
 
 @struct
 class Pulls(Struct):
-    """The state of `Bandit`, which belongs to the batch (`of_batch`): for each arm the number of pulls `count`
-    `f32[A]`, the summed `reward` `f32[A]` and the log-weight `weight` `f32[A]`; `round` `i32[]`, the number of
-    updates."""
+    """State of `Bandit`, common to the batch (`of_batch`).
+
+    Attributes:
+        count: `f32[A]`, number of rounds of each arm.
+        reward: `f32[A]`, sum of rewards of each arm.
+        weight: `f32[A]`, log-weight of each arm for "exp3".
+        round: `i32[]`, number of updates.
+    """
 
     count: Array
     reward: Array
@@ -36,15 +41,17 @@ class Pulls(Struct):
 
 @dataclasses.dataclass(frozen=True)
 class Bandit(Controller):
-    """Picks arms as a bandit; the reward of a round is the number of tokens that a row gains, scaled to [0, 1] by the
-    longest arm.
+    """Chooses arms by a bandit algorithm (Hou et al., 2025). The reward of a round is the mean number of tokens of a
+    row, divided by the largest possible number, so that it is in [0, 1].
 
     Attributes:
-        rule: "ucb", the largest mean plus `sqrt(explore * ln t / pulls)` (UCBSpec, for rewards that stay the same), or
-            "exp3", exponential weights of importance-weighted rewards (EXP3Spec, for any sequence of rewards).
+        rule: "ucb": the arm with the largest mean reward plus `sqrt(explore * ln t / pulls)` (UCBSpec, for rewards that
+            do not change over time). "exp3": exponential weights of importance-weighted rewards (EXP3Spec, for any
+            rewards).
         explore: factor of the bonus of "ucb".
-        rate: learning rate of "exp3". mix: share of its choice that is uniform.
-        costs: costs of a round of each arm; the reward is then tokens for the cost, where the paper counts tokens.
+        rate: learning rate of "exp3".
+        mix: share of the choices of "exp3" that are uniform.
+        costs: cost of a round of each arm; rewards are then tokens divided by cost. None: tokens, as in the paper.
 
     Raises:
         ValueError: an unknown rule or a number out of range.
@@ -97,7 +104,8 @@ class Bandit(Controller):
 
 
 def _arms(lm: Any, draft: Any, lengths: tuple[int, ...], arms: Any) -> tuple[Speculative, ...]:
-    """Returns the given arms, or chains of several lengths from the text, and from a draft model if there is one."""
+    """Returns the given arms; or, if None, chains of several lengths from the text, and from the draft model if there
+    is one."""
     if arms is None:
         return (*chains(None, lengths), Speculative(SuffixAutomaton(max(lengths))), Speculative(NGram(max(lengths))),
                 *(() if draft is None else chains(draft, tuple(k for k in lengths if k))))
@@ -111,14 +119,15 @@ def _arms(lm: Any, draft: Any, lengths: tuple[int, ...], arms: Any) -> tuple[Spe
 @ALGORITHMS.register("ucbspec", "BanditSpec: Adaptive Speculative Decoding via Bandit Algorithms", "Hou et al. 2025",
                      family="speculative-theory", guarantee="seed-exact")
 def ucbspec(lm: Any = None, draft: Any = None, lengths: tuple[int, ...] = (0, 3, 7), arms: Any = None) -> Adaptive:
-    """Picks a draft and its length for each round by upper confidence bounds.
+    """Chooses a draft and its length for each round by upper confidence bounds.
 
-    For texts whose character stays the same; `exp3spec` is for texts that change.
+    For texts that do not change their character; `exp3spec` is for texts that do.
 
     Args:
-        lm: the target. draft: a draft model, whose chains become arms too; None: drafts from the text alone.
+        lm: the target.
+        draft: a draft model, whose chains become arms, too; None: drafts from the text only.
         lengths: lengths of the chains; 0 is plain decoding.
-        arms: `Speculative` algorithms, or names of them, in place of the default arms.
+        arms: `Speculative` algorithms or their names, in place of the default arms.
     """
     return Adaptive(_arms(lm, draft, lengths, arms), Bandit("ucb"))
 
@@ -126,13 +135,14 @@ def ucbspec(lm: Any = None, draft: Any = None, lengths: tuple[int, ...] = (0, 3,
 @ALGORITHMS.register("exp3spec", "BanditSpec: Adaptive Speculative Decoding via Bandit Algorithms", "Hou et al. 2025",
                      family="speculative-theory", guarantee="seed-exact")
 def exp3spec(lm: Any = None, draft: Any = None, lengths: tuple[int, ...] = (0, 3, 7), arms: Any = None) -> Adaptive:
-    """Picks a draft and its length for each round by exponential weights.
+    """Chooses a draft and its length for each round by exponential weights.
 
-    For texts whose character changes; it never stops to explore.
+    For texts that change their character; the method never stops exploring.
 
     Args:
-        lm: the target. draft: a draft model, whose chains become arms too; None: drafts from the text alone.
+        lm: the target.
+        draft: a draft model, whose chains become arms, too; None: drafts from the text only.
         lengths: lengths of the chains; 0 is plain decoding.
-        arms: `Speculative` algorithms, or names of them, in place of the default arms.
+        arms: `Speculative` algorithms or their names, in place of the default arms.
     """
     return Adaptive(_arms(lm, draft, lengths, arms), Bandit("exp3"))

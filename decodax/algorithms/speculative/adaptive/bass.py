@@ -1,5 +1,5 @@
-"""BASS: one draft length for the batch, which follows the best row ("BASS: Batched Attention-optimized Speculative
-Sampling", Qian et al., 2024)."""
+"""BASS: one draft length for the batch, adapted to the row with the most accepted drafts ("BASS: Batched
+Attention-optimized Speculative Sampling", Qian et al., 2024)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,13 @@ from decodax.core.state import State
 
 @struct
 class BassState(Struct):
-    """The state of `Bass`, which belongs to the batch (`of_batch`): the length `i32[]`, 1 in `cut` `i32[]` if it was
-    cut last time, and the number of updates, `round` `i32[]`."""
+    """State of `Bass`, common to the batch (`of_batch`).
+
+    Attributes:
+        length: `i32[]`, the draft length.
+        cut: `i32[]`, 1 if it was reduced in the last round, else 0.
+        round: `i32[]`, number of updates.
+    """
 
     length: Array
     cut: Array
@@ -28,13 +33,16 @@ class BassState(Struct):
 
 @dataclasses.dataclass(frozen=True)
 class Bass(Controller):
-    """Keeps one draft length for the batch, which grows when some row accepts all drafts and shrinks otherwise.
+    """Keeps one draft length for the batch, which grows if some row accepts all drafts and shrinks otherwise (Qian et
+    al., 2024).
 
-    It shrinks by a `shrink`-th and, if it shrank the round before, by one more, never below what the best row accepted.
-    The longest arm that is not longer is picked. The defaults are the paper's.
+    It shrinks by `ceil(length / shrink)`, and by one more if it shrank in the round before, but not below the largest
+    number of drafts that a row accepted. The longest arm that is not longer is chosen. The defaults are the paper's.
 
     Attributes:
-        start: first length. grow: tokens that it grows by. shrink: share that it shrinks by, as a divisor.
+        start: first length.
+        grow: number of tokens by which it grows.
+        shrink: divisor of the length that gives the number of tokens by which it shrinks.
 
     Raises:
         ValueError: a number below 1.
@@ -72,11 +80,12 @@ class Bass(Controller):
 @ALGORITHMS.register("bass", "BASS: Batched Attention-optimized Speculative Sampling", "Qian et al. 2024",
                      family="batching-scheduling", needs="a draft model", guarantee="seed-exact")
 def bass(draft: Any, lengths: tuple[int, ...] = (1, 2, 3, 5, 7)) -> Adaptive:
-    """Drafts with a draft model; rows accept different numbers of drafts, and one draft length follows the best row.
+    """Drafts with a draft model, with one draft length that is adapted to the row with the most accepted drafts.
 
-    For batches whose draft length should adapt without measured costs.
+    For batches whose draft length should adapt without measured costs. Rows may accept different numbers of drafts.
 
     Args:
-        draft: the draft model. lengths: draft lengths to choose from.
+        draft: the draft model.
+        lengths: draft lengths to choose from.
     """
     return Adaptive(chains(draft, lengths), Bass())

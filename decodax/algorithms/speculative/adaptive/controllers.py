@@ -1,4 +1,4 @@
-"""The interface of controllers, the rules that pick the arm of the next round."""
+"""The interface of controllers, which choose the arm of the next round."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Arms:
-    """The arms that a controller picks from.
+    """The arms from which a controller chooses.
 
     Attributes:
-        lengths: most drafts on a path of each arm.
-        families: a number for each arm; arms with the same draft have the same.
-        on_paper: for each arm, True if its drafts may be tried on paper, at no cost.
+        lengths: largest number of drafts on a path of each arm.
+        families: a number for each arm; arms with the same draft have the same number.
+        on_paper: for each arm, True if its drafts can be compared with plain decoding without a forward pass.
     """
 
     lengths: tuple[int, ...]
@@ -40,13 +40,15 @@ class Arms:
 
 @struct
 class RoundOutcome(Struct):
-    """The outcome of a round, for a controller.
+    """The result of a round, for a controller.
 
     Attributes:
-        arm: `i32[]` arm of the round. running: `bool[B]` rows that ran.
-        tokens: `i32[B]` number of tokens decided. accepted: `i32[B]` number of drafts accepted.
-        tried: `bool[B, K]` True if all drafts before depth 1 .. K held. held: `bool[B, K]` True if that draft held too;
-            False in a row without such a draft. Both are False in rows that are not running.
+        arm: `i32[]`, arm of the round.
+        running: `bool[B]`, rows that took part.
+        tokens: `i32[B]`, number of decided tokens.
+        accepted: `i32[B]`, number of accepted drafts.
+        tried: `bool[B, K]`, True if all drafts before depth 1 .. K were accepted; False in rows that are not running.
+        held: `bool[B, K]`, True if the draft at this depth was accepted, too; False if the row had no draft there.
     """
 
     arm: Array
@@ -58,41 +60,48 @@ class RoundOutcome(Struct):
 
 
 class Controller(abc.ABC):
-    """A rule that picks arms: derive a frozen dataclass from this, static under jit.
+    """A rule that chooses arms: derive a frozen dataclass from this, static under jit.
 
     Attributes:
-        notes: True if `note` has to be called for drafts that were tried on paper.
+        notes: True if `note` has to be called for drafts that were compared without a forward pass.
     """
 
     notes: ClassVar[bool] = False
 
     @abc.abstractmethod
     def init(self, of: Arms, batch: int) -> Any:
-        """Returns its first state. Every leaf has an explicit dtype and a leading batch axis, since what a decoding
-        state carries is selected, repeated and sharded by rows; `for_rows` gives that axis to what belongs to the
-        batch. A row that begins in the place of another one gets this state; `of_batch` finds the batch's among
-        them."""
+        """Returns the first state.
+
+        Every leaf has an explicit dtype and a leading batch axis, since decoding states are selected, repeated and
+        sharded by rows. `for_rows` adds this axis to state that is common to the batch, and `of_batch` removes it. A
+        new row in the place of a finished one gets this first state.
+
+        Args:
+            of: the arms.
+            batch: number of rows.
+        """
 
     @abc.abstractmethod
     def choose(self, of: Arms, state: Any, s: State) -> Array:
-        """Returns the next arm, `i32[]`."""
+        """Returns the index of the next arm, `i32[]`."""
 
     @abc.abstractmethod
     def update(self, of: Arms, state: Any, seen: RoundOutcome) -> Any:
-        """Returns the state after a round."""
+        """Returns the state after a round with the result `seen`."""
 
     def note(self, of: Arms, state: Any, seen: RoundOutcome) -> Any:
-        """Returns the state after drafts were tried on paper."""
+        """Returns the state after drafts were compared with plain decoding without a forward pass; `seen` has the
+        result."""
         return state
 
 
 def for_rows(state: T, batch: int) -> T:
-    """Returns a copy for each row of a state that belongs to the batch."""
+    """Repeats state that is common to the batch for each of `batch` rows."""
     return jax.tree.map(lambda x: jnp.broadcast_to(x, (batch, *x.shape)), state)
 
 
 def of_batch(state: T, round: Array) -> T:
-    """Returns the batch's part of a state that has a copy of it for each row: the copy of the row with the largest
-    `round` (`i32[B]`), the number of updates it has seen. A row that has just come in has seen none, and an update
-    gives all rows the new copy, so the batch's memory lasts as long as any of its rows."""
+    """Returns the common state of a batch from its copies in each row: that of the row with the largest `round`
+    (`i32[B]`), the number of updates. A new row has had no update, and an update renews the copies of all rows, so the
+    state of the batch lasts as long as any of its rows."""
     return jax.tree.map(lambda x: x[jnp.argmax(round)], state)

@@ -1,4 +1,4 @@
-"""Fits the classifier of SpecBranch's draft lengths to a target and a draft: the training of H-RAD (Shen et al.,
+"""Fits the classifier that sets SpecBranch's draft lengths to a target and a draft: the training of H-RAD (Shen et al.,
 2025)."""
 
 from __future__ import annotations
@@ -23,21 +23,27 @@ from decodax.core.window import causal
 def fit_lengths(lm: Any, draft: Any, samples: Sequence[Sequence[int]], *, gamma: int = 4, branches: int = 3,
                 layers: int = 4, max_new_tokens: int = 64, epochs: int = 200, rate: float = 1e-3, seed: int = 0,
                 **sampling: Any) -> Lengths:
-    """Fits the classifier of H-RAD for `SpecBranch` to a target and a draft.
-
-    Samples are continued by SpecBranch with continuations that are always pending as a whole; each that the target has
-    verified is an example. The classifier is trained by Adam on all of them at once, which takes optax
+    """Fits the classifier of H-RAD for `SpecBranch` to a target and a draft (Shen et al., 2025). Needs optax
     (`decodax[train]`).
 
+    The samples are continued by SpecBranch with drafts of full length. Each draft that the target verifies is an
+    example. The classifier is trained by Adam on all examples at once.
+
     Args:
-        lm: what `decodax.load` gave; its layers must be accessible. draft: a `Source`, as `drafts.DraftModel(small)`.
-        samples: prompts of the kind to come, as token ids. They are continued together, in one batch.
-        gamma, branches: values that it will run with. layers: number of the target's last layers that it reads.
-        epochs: steps of Adam. rate: learning rate.
-        sampling: the policy, as in `decodax.generate`.
+        lm: the result of `decodax.load`; the model has to be a `LayeredModel`.
+        draft: a `Source`, such as `drafts.DraftModel(small)`.
+        samples: token ids of prompts that are typical for later use. They are decoded in one batch.
+        gamma: the value for `SpecBranch` that you will use.
+        branches: the value for `SpecBranch` that you will use.
+        layers: number of last layers of the target whose outputs are features.
+        max_new_tokens: number of tokens to decode for each sample.
+        epochs: number of steps of Adam.
+        rate: learning rate.
+        seed: random seed of decoding and training.
+        sampling: sampling options of `decodax.generate`.
 
     Raises:
-        ValueError: no samples or an empty one, a model without single layers, or none verified.
+        ValueError: no samples or an empty one, a model that is no `LayeredModel`, or no draft was verified.
 
         lengths = fit_lengths(lm, drafts.DraftModel(small), samples)
         out = generate(lm, prompts, algorithm=algorithms.make("specbranch", draft=small, lengths=lengths))
@@ -61,8 +67,9 @@ def embeddings(lm: Any) -> Array:
 
 def examples(lm: Any, draft: Any, samples: Sequence[Sequence[int]], gamma: int, branches: int, layers: int,
              max_new_tokens: int, seed: int = 0, **sampling: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns for each continuation that was verified while samples were continued the target's features before it
-    `f32[n, F]`, the token there `i32[n]`, and the class `i32[n]`."""
+    """Returns an example for each draft that is verified while the samples are continued: the target's features before
+    it, `f32[n, F]`; the token there, `i32[n]`; and the class (0: nothing of the draft was accepted, 1: a part, 2: all),
+    `i32[n]`."""
     if not isinstance(lm.model, LayeredModel):
         raise ValueError(f"lm: got {type(lm.model).__name__}, takes a model whose layers run one by one")
     if not 1 <= layers <= lm.model.depth:
@@ -84,7 +91,7 @@ def examples(lm: Any, draft: Any, samples: Sequence[Sequence[int]], gamma: int, 
 
 def fitted_to(seen: np.ndarray, token: np.ndarray, kind: np.ndarray, embedding: Array, epochs: int, rate: float,
               seed: int) -> dict[str, Array]:
-    """Returns the weights that Adam finds for the examples."""
+    """Trains the classifier on the examples and returns its weights."""
     x, tokens, kinds = jnp.asarray(seen), jnp.asarray(token, jnp.int32), jnp.asarray(kind, jnp.int32)
     norm = dict(mean=x.mean(0), scale=x.std(0) + 1e-3)
     table = lambda w: {**{k: v for k, v in w.items() if k != "embed"}, **norm, "table": embedding @ w["embed"]}
@@ -108,7 +115,7 @@ def fitted_to(seen: np.ndarray, token: np.ndarray, kind: np.ndarray, embedding: 
 
 
 def start(features: int, embedding: Array, key: Array) -> dict[str, Array]:
-    """Returns initial weights, with the embedding `f32[V, D]` in place of the table."""
+    """Returns initial weights, with a projection of the embeddings (`f32[V, D]`) in place of the table."""
     sizes = dict(hidden=(features, WIDTHS[0]), embed=(embedding.shape[1], WIDTHS[0]), second=WIDTHS,
                  third=(WIDTHS[1], 3))
     fan = dict(hidden=features + embedding.shape[1], embed=features + embedding.shape[1], second=WIDTHS[0],

@@ -1,4 +1,5 @@
-"""Fits a draft tree to samples: a large tree drafts on them, and its most accepted positions are kept."""
+"""Fits a draft tree to samples: decodes them with a large tree, and keeps the positions that are accepted most
+often."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from decodax.sampling import build
 
 @dataclasses.dataclass(frozen=True)
 class Counted(Around):
-    """The algorithm `of` with a count of the acceptances of each draft position, `i32[B, N]`, beside its own state."""
+    """The algorithm `of`, with a count of acceptances of each draft position, `i32[B, N]`, beside its state."""
 
     of: Speculative
 
@@ -52,7 +53,7 @@ class Counted(Around):
         return None if observer(self.of) is None else self
 
     def observe(self, s: State, window: Window, out: Out, algo: Any) -> Any:
-        """Returns the state after a prefill chunk; nothing is counted."""
+        """Returns the state after a prefill chunk; the counts do not change."""
         own = observer(self.of)
         assert own is not None
         return own.observe(s, window, out, algo[0]), algo[1]
@@ -73,17 +74,21 @@ def tree_of(algorithm: Speculative) -> Fixed:
 
 def fit_tree(lm: Any, algorithm: Speculative, samples: Sequence[Sequence[int]], nodes: int, *, max_new_tokens: int = 64,
              seed: int = 0, **sampling: Any) -> Fixed:
-    """Returns the tree of the `nodes` positions of an algorithm's large tree that its verifier accepts most often.
+    """Fits a draft tree to sample prompts: returns the `nodes` positions of a large tree that are accepted most often.
 
-    For any draft with a fixed tree: a `Source` with a `Fixed` shape, or `TokenRecycling`. STAND (Song et al. 2025) fits
-    its tree so; `from_acceptance` chooses the positions.
+    The algorithm decodes the samples with its large tree and counts how often the verifier accepts each position.
+    `from_acceptance` then chooses the best connected subtree. This works for every draft with a fixed tree: a `Source`
+    with a `Fixed` shape, or `TokenRecycling`. STAND (Song et al., 2025) fits its tree in this way.
 
     Args:
-        lm: what `decodax.load` gave.
-        algorithm: with the large tree, `Fixed.balanced(8, 4, 3, 2)` say, and the verifier that it will run with.
-        samples: prompts of the kind to come, as token ids. They are continued together, in one batch.
-        nodes: drafts of the tree to keep.
-        sampling: the policy, as in `decodax.generate`; accept rates depend on the temperature.
+        lm: the result of `decodax.load`.
+        algorithm: speculative decoding with the large tree, such as `Fixed.balanced(8, 4, 3, 2)`, and with the verifier
+            that you will use.
+        samples: token ids of prompts that are typical for later use. They are decoded in one batch.
+        nodes: number of drafts in the returned tree.
+        max_new_tokens: number of tokens to decode for each sample.
+        seed: random seed of the decoding.
+        sampling: sampling options of `decodax.generate`. Acceptance depends on the temperature.
 
     Raises:
         ValueError: an algorithm without a fixed tree, no samples or an empty one, or a number out of range.
@@ -100,10 +105,10 @@ def fit_tree(lm: Any, algorithm: Speculative, samples: Sequence[Sequence[int]], 
 
 def continued(lm: Any, algorithm: Any, samples: Sequence[Sequence[int]], max_new_tokens: int, seed: int = 0,
               **sampling: Any) -> State:
-    """Continues samples, token ids, by an algorithm in one batch, and returns the state.
+    """Continues samples (token ids) with an algorithm in one batch, and returns the state.
 
     Raises:
-        ValueError: as `begun`.
+        ValueError: no samples or an empty one, or `max_new_tokens` is below 1.
     """
     alg, params, policy, s = begun(lm, algorithm, samples, max_new_tokens, seed, **sampling)
     return drivers.advance(alg, lm.model, params, policy, s, jnp.int32(max_new_tokens))
@@ -111,11 +116,11 @@ def continued(lm: Any, algorithm: Any, samples: Sequence[Sequence[int]], max_new
 
 def begun(lm: Any, algorithm: Any, samples: Sequence[Sequence[int]], max_new_tokens: int, seed: int = 0,
           **sampling: Any) -> tuple[Any, Params, Any, State]:
-    """Prepares the run of an algorithm on samples, token ids, in one batch. Returns the algorithm without its weights,
-    the weights, the policy, and the state after the prompts.
+    """Prepares the decoding of samples (token ids) with an algorithm in one batch. Returns the algorithm without its
+    weights, the weights, the policy, and the state after the prompts.
 
     Raises:
-        ValueError: no samples or an empty one, or no tokens to make.
+        ValueError: no samples or an empty one, or `max_new_tokens` is below 1.
     """
     if not samples or not all(map(len, samples)):
         raise ValueError(f"samples: got {len(samples)} prompts, the shortest of {min(map(len, samples), default=0)} "

@@ -1,12 +1,12 @@
 """H-RAD of SpecBranch (Shen et al., 2025): predicts from the target's hidden states how much of a draft it will accept.
 
-A perceptron with three layers reads the outputs of the target's last layers at the last verified place, and the
-embedding of the token that the target drew there. It has three classes: of the chain after that token the target
-accepts nothing, a part, or all. Widths (256 and 64), the number of layers read (4) and dropout (0.2) are the
-authors'; it is trained by cross entropy.
+The classifier is a perceptron with three layers. Its inputs are the outputs of the target's last layers at the last
+verified position, and the embedding of the token that the target drew there. Its three classes are that the target
+accepts nothing, a part, or all of the draft after that token. Widths (256 and 64), the number of layers (4) and dropout
+(0.2) are the authors'; it is trained with cross-entropy.
 
-The first layer's share of the embedding is a table with a row for each token, made when the classifier is fitted: the
-same numbers, and it needs nothing of the target's weights.
+The product of the first layer and the embedding is stored as a table with a row for each token, made when the
+classifier is fitted. The numbers are the same, and the target's weights are not needed.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ WIDTHS, DROPOUT = (256, 64), 0.2
 
 @dataclasses.dataclass(frozen=True)
 class Lengths:
-    """The classifier of draft lengths.
+    """The classifier that sets the draft lengths of `SpecBranch`.
 
     Attributes:
         weights: weights of its layers; they become a part of `Params.draft`.
-        layers: number of the target's layers that it reads.
+        layers: number of last layers of the target whose outputs are features.
     """
 
     weights: Any = dataclasses.field(default=None, compare=False, repr=False)
@@ -40,14 +40,14 @@ class Lengths:
         return dataclasses.replace(self, weights=None)
 
     def features(self, weights: Any) -> int:
-        """Returns the number of features that it reads of the target."""
+        """Returns the number of features from the target's layers."""
         return weights["hidden"].shape[0]
 
     def read(self, out: Out, node: Array) -> Array:
-        """Returns the features `f32[B, F]` of a forward at window nodes `node` (`i32[B]`).
+        """Returns the features `f32[B, F]` of the target's output at window nodes `node` (`i32[B]`).
 
         Raises:
-            ValueError: a target that does not show what its layers give, or has too few of them.
+            ValueError: the target does not return the outputs of its layers, or has too few layers.
         """
         if out.layers is None or len(out.layers) < self.layers:
             raise ValueError(f"lengths: reads {self.layers} layers of the target, which shows "
@@ -56,13 +56,14 @@ class Lengths:
             jnp.float32)
 
     def classify(self, weights: Any, seen: Array, token: Array) -> Array:
-        """Returns the class `i32[B]`: 0 nothing, 1 a part, 2 all of the draft after `token` (`i32[B]`) will be
-        accepted."""
+        """Returns the predicted class of the draft after `token` (`i32[B]`), `i32[B]`: 0 for nothing accepted, 1 for a
+        part, 2 for all. `seen` has the features."""
         return jnp.argmax(scores(weights, seen, token), -1).astype(jnp.int32)
 
 
 def scores(weights: Any, seen: Array, token: Array, key: Array | None = None) -> Array:
-    """Returns the logits of the classes, `f32[B, 3]`; with a key, dropout is applied as in training."""
+    """Returns the logits of the classes, `f32[B, 3]`, from the features `seen` and the token. With a random key,
+    dropout is applied as in training."""
     x = (seen - weights["mean"]) / weights["scale"] @ weights["hidden"] + weights["table"][token] + weights["first"]
     for i, (kernel, bias) in enumerate((("second", "second_bias"), ("third", "third_bias"))):
         x = jax.nn.relu(x)
@@ -74,7 +75,7 @@ def scores(weights: Any, seen: Array, token: Array, key: Array | None = None) ->
 
 
 def always(kind: int, features: int, vocabulary: int) -> dict[str, Array]:
-    """Returns the weights of a classifier that always predicts `kind`."""
+    """Returns the weights of a classifier that always predicts the class `kind`."""
     zeros = lambda *size: jnp.zeros(size, jnp.float32)
     return dict(mean=zeros(features), scale=jnp.ones(features), hidden=zeros(features, 1), table=zeros(vocabulary, 1),
                 first=zeros(1), second=zeros(1, 1), second_bias=zeros(1), third=zeros(1, 3),

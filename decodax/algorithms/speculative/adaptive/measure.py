@@ -1,4 +1,4 @@
-"""Measures the seconds of a round of each arm on the model itself, and builds `Automatic` from them."""
+"""Measures the duration of a round of each arm on the model itself, and creates `Automatic` from the results."""
 
 from __future__ import annotations
 
@@ -28,14 +28,19 @@ from decodax.sampling import build
 
 def measure(model: Model, weights: Any, arms: Sequence[Speculative], *, batch: int = 1, length: int = 128,
             vocab_size: int, repeats: int = 5, rounds: int = 8, **sampling: Any) -> tuple[float, ...]:
-    """Returns the seconds of a round of each arm, as `Adaptive` runs it: all drafts look at the round, and the target
-    keeps what any of them reads.
+    """Returns the duration in seconds of a round of each arm, under the conditions of `Adaptive`: all drafts observe
+    the round, and the target's cache keeps what any of them needs.
 
     Args:
-        weights: the target's. Drafts bring their own.
-        batch: rows. length: tokens in the cache when the clock starts.
-        repeats: measurements of each arm, taken in turn; the median counts. rounds: of which each is the mean.
-        sampling: the policy, as in `decodax.generate`.
+        model: the target.
+        weights: its weights. Drafts have their own.
+        arms: the arms.
+        batch: number of rows.
+        length: number of tokens in the cache when the measurement starts.
+        vocab_size: number of token ids.
+        repeats: number of measurements of each arm, in turn; the result is their median.
+        rounds: number of rounds in a measurement.
+        sampling: sampling options of `decodax.generate`.
 
     Raises:
         ValueError: a number below 1, or arms that `Adaptive` refuses.
@@ -71,13 +76,17 @@ def measure(model: Model, weights: Any, arms: Sequence[Speculative], *, batch: i
 
 def automatic(lm: Any, draft: Any, lengths: Sequence[int] = (2, 4, 7), *, batch: int = 1, length: int = 128,
               verify: Any = None, **sampling: Any) -> Adaptive:
-    """Makes speculation whose draft length, or none at all, is chosen by costs that are measured here and now for this
-    batch size, and by the acceptance that the text shows.
+    """Returns speculative decoding that chooses its draft length, or no drafts, by the acceptance in the text and by
+    costs. The costs are measured now, on this machine and for this batch size.
 
     Args:
-        lm: what `decodax.load` gave. draft: a `Draft` or `Source`; a `Draft` proposes chains of at least
-            `max(lengths)`.
-        verify: a verifier, default `SeedExact`. Others as in `measure`.
+        lm: the result of `decodax.load`.
+        draft: a `Draft` or `Source`; a `Draft` has to propose chains of at least `max(lengths)`.
+        lengths: draft lengths to choose from, beside no drafts.
+        batch: number of rows for the measurement.
+        length: number of tokens in the cache for the measurement.
+        verify: a verifier; None: `SeedExact`.
+        sampling: sampling options of `decodax.generate`.
 
     Raises:
         ValueError: no lengths, or a length below 1.
@@ -93,14 +102,15 @@ def automatic(lm: Any, draft: Any, lengths: Sequence[int] = (2, 4, 7), *, batch:
 @ALGORITHMS.register("automatic", "Draft length by measured cost and acceptance", "", family="speculative-theory",
                      needs="a model", guarantee="seed-exact")
 def automatic_entry(lm: Any, draft: Any = None, lengths: tuple[int, ...] = (2, 4, 7), batch: Count = 1) -> Adaptive:
-    """Drafts chains as long as they pay here, or none, by measured costs and the acceptance that the text shows.
+    """Drafts chains of the length that pays on this machine, or none, by measured costs and the acceptance in the text.
 
-    The choice where you do not know what pays: it never costs much more than plain decoding. Making it measures the
-    model, which takes seconds.
+    For use if you do not know what pays: it never costs much more than plain decoding. Creating it measures the model,
+    which takes seconds.
 
     Args:
-        lm: the target. draft: a draft model; None: prompt lookup.
+        lm: the target.
+        draft: a draft model; None: prompt lookup.
         lengths: draft lengths to choose from, beside plain decoding.
-        batch: rows of the batch, for which costs are measured.
+        batch: number of rows for which costs are measured.
     """
     return automatic(lm, PromptLookup(max(lengths)) if draft is None else DraftModel(draft), lengths, batch=batch)

@@ -1,11 +1,10 @@
-"""Predictors of acceptance fitted to a target and a draft, which decide when drafting stops.
+"""Predictors of acceptance, fitted to a target and a draft, which decide when drafting stops.
 
-DISCO (Mamou et al. 2024) trains a small classifier for it, SpecDec++ (Huang et al. 2024) a head on the draft model.
-Both are trained on samples: chains are drafted and verified, and each draft that was tested is an example, accepted or
-rejected, with what was known when it was drafted. Here the predictor is a logistic regression on the draft's
-probability, the entropy of its distribution and its place. DISCO's
-classifier is a two-layer network on features of that kind; SpecDec++'s head reads the draft model's hidden states,
-which this one does not.
+DISCO (Mamou et al. 2024) trains a small classifier for this, SpecDec++ (Huang et al. 2024) a head on the draft model.
+Both are trained on samples: chains are drafted and verified, and each tested draft is an example, accepted or rejected,
+with the features known when it was drafted. Here the predictor is a logistic regression on the draft's probability, the
+entropy of its distribution and its index in the chain. DISCO's classifier is a two-layer network on similar features;
+the head of SpecDec++ uses the draft model's hidden states, which are not used here.
 """
 
 from __future__ import annotations
@@ -36,8 +35,9 @@ from decodax.core.window import Window
 
 @dataclasses.dataclass(frozen=True)
 class Logistic:
-    """Predicts the chance that a draft is accepted, `sigmoid(weights . (1, p, log p, H, log(1 + place)))`: a
-    `Predictor`.
+    """A `Predictor` by logistic regression: the probability that a draft is accepted is `sigmoid(weights . (1, p, log
+    p, H, log(1 + place)))`, with the draft's probability `p`, the entropy `H` of its distribution, and its index
+    `place` in the chain.
 
     >>> float(Logistic((0.0,) * 5)(DraftFeatures(jnp.float32(-1), jnp.float32(0.5), jnp.int32(2))))
     0.5
@@ -55,18 +55,21 @@ class Logistic:
 
 
 def features(xp: Any, log_p: Any, entropy: Any, position: Any) -> tuple[Any, ...]:
-    """Returns the five inputs of the regression, from NumPy or JAX arrays. Probabilities are at least e^-12."""
+    """Returns the five inputs of the regression, as NumPy (`xp=numpy`) or JAX arrays. Log-probabilities are at least
+    -12."""
     log_p = xp.maximum(log_p, -12.0)
     return 1.0, xp.exp(log_p), log_p, entropy, xp.log1p(position * 1.0)
 
 
 @struct
 class AcceptanceExamples(Struct):
-    """The state of `Watched`.
+    """State of `Watched`.
 
     Attributes:
-        now: `f32[B, K, 2]` log-probability and entropy of this round's drafts. source: the source's state.
-        seen: `f32[B, M, K, 2]` the same of each round. accepted: `i32[B, M]` drafts accepted in it, -1 for no round.
+        now: `f32[B, K, 2]`, log-probability and entropy of this round's drafts.
+        seen: `f32[B, M, K, 2]`, the same for each round.
+        accepted: `i32[B, M]`, number of accepted drafts in each round, -1 for no round.
+        source: the source's state.
     """
 
     now: Array
@@ -77,7 +80,8 @@ class AcceptanceExamples(Struct):
 
 @dataclasses.dataclass(frozen=True)
 class Watched(AroundSource, Draft):
-    """Drafts chains from a source, and records drafts and acceptance of up to `rounds` rounds."""
+    """Drafts chains of `length` from a source, and records features and acceptance of the drafts for up to `rounds`
+    rounds."""
 
     source: Source
     length: int
@@ -122,17 +126,22 @@ class Watched(AroundSource, Draft):
 
 def fit_predictor(lm: Any, draft: Any, samples: Sequence[Sequence[int]], *, length: int = 8, verify: Any = None,
                   rejected: float = 1.0, max_new_tokens: int = 64, seed: int = 0, **sampling: Any) -> Logistic:
-    """Fits a predictor of acceptance for the shapes that stop by one: `ConfidenceChain`, `RiskThreshold`, `Sliced`.
+    """Fits a predictor of acceptance to a target and a draft, for shapes that stop by a predictor: `ConfidenceChain`,
+    `RiskThreshold`, `Sliced`.
 
     Args:
-        lm: what `decodax.load` gave. draft: a `Source`, such as `drafts.DraftModel(small)`.
-        samples: prompts of the kind to come, as token ids. They are continued together, in one batch.
-        length: drafts a round. verify: the verifier that it will run with, default `SeedExact`.
-        rejected: weight of an example of a rejected draft, where an accepted one has 1; SpecDec++ trains with 6.
-        sampling: the policy, as in `decodax.generate`.
+        lm: the result of `decodax.load`.
+        draft: a `Source`, such as `drafts.DraftModel(small)`.
+        samples: token ids of prompts that are typical for later use. They are decoded in one batch.
+        length: number of drafts in a round.
+        verify: the verifier that you will use; None: `SeedExact`.
+        rejected: weight of an example with a rejected draft; accepted ones have weight 1. SpecDec++ trains with 6.
+        max_new_tokens: number of tokens to decode for each sample.
+        seed: random seed of the decoding.
+        sampling: sampling options of `decodax.generate`.
 
     Raises:
-        ValueError: no samples or an empty one, a number out of range, or drafts that all held or all failed.
+        ValueError: no samples or an empty one, a number out of range, or drafts that were all accepted or all rejected.
 
         predictor = fit_predictor(lm, drafts.DraftModel(small), samples)
         out = generate(lm, prompts, algorithm=algorithms.make("disco", lm, small, predictor=predictor))
@@ -148,8 +157,8 @@ def fit_predictor(lm: Any, draft: Any, samples: Sequence[Sequence[int]], *, leng
 
 def examples(lm: Any, draft: Any, samples: Sequence[Sequence[int]], length: int, verify: Any, max_new_tokens: int,
              seed: int = 0, **sampling: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the features `f64[n, 5]` of the drafts that were tested while samples were continued, and `bool[n]`, True
-    for those that held."""
+    """Returns the features `f64[n, 5]` of the drafts that are tested while the samples are continued, and True for
+    those that were accepted, `bool[n]`."""
     at_least(length=length)
     alg = Speculative(Watched(draft, length, max_new_tokens), verify or SeedExact())
     noted: AcceptanceExamples = continued(lm, alg, samples, max_new_tokens, seed, **sampling).algo[0]
@@ -161,8 +170,8 @@ def examples(lm: Any, draft: Any, samples: Sequence[Sequence[int]], length: int,
 
 
 def logistic(x: np.ndarray, y: np.ndarray, weight: np.ndarray, ridge: float = 1e-2, steps: int = 50) -> np.ndarray:
-    """Returns the weights `f64[F]` of a logistic regression of `y` (`bool[n]`) on `x` (`f64[n, F]`) by Newton's
-    method."""
+    """Fits a logistic regression of `y` (`bool[n]`) on `x` (`f64[n, F]`) by Newton's method. Returns its weights,
+    `f64[F]`."""
     w = np.zeros(x.shape[1])
     for _ in range(steps):
         p = 1 / (1 + np.exp(-x @ w))
@@ -176,7 +185,7 @@ def logistic(x: np.ndarray, y: np.ndarray, weight: np.ndarray, ridge: float = 1e
 
 
 def given_or_fitted(name: str, lm: Any, draft: Any, predictor: Any, samples: Any, rejected: float = 1.0) -> Any:
-    """Returns the predictor of the entry `name`: the given one, or one that is fitted to samples.
+    """Returns the predictor for the entry `name`: the given one, or one fitted to samples.
 
     Raises:
         ValueError: both are given, or none.

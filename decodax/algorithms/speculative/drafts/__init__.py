@@ -1,4 +1,5 @@
-"""Sources of drafts, one file each: from the text, from another model, from the target itself, from its own guesses."""
+"""Sources of drafts, one file for each: from the text, from another model, from the target with fewer layers or a
+smaller cache, and from Jacobi iteration of the target's own guesses."""
 
 from decodax.algorithms.speculative.drafts.fallback import Fallback
 from decodax.algorithms.speculative.drafts.forced import Forced

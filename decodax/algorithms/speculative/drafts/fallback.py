@@ -1,9 +1,9 @@
-"""Two sources, of which each row takes the second one where the first has only a short match.
+"""Combines two sources of drafts: a row uses the second one if the first has only a short match in the text.
 
-This is the rule of SAM-Decoding (Hu et al. 2024): where a long suffix of the text occurred before, what followed it is
-drafted; elsewhere another source drafts, such as Token Recycling's tree or a draft model. The length of the match tells
-how likely its continuation is. `Adaptive` chooses one draft for the batch, by cost; this chooses for each row, and both
-sources run.
+This is the rule of SAM-Decoding (Hu et al. 2024). If a long suffix of the text has occurred before, its continuation is
+drafted; otherwise another source drafts, such as Token Recycling's tree or a draft model. The length of the match
+indicates how likely its continuation is. `Adaptive` chooses one draft for the batch, by cost; this class chooses for
+each row, and both sources run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,13 @@ from decodax.core.window import Window
 
 @struct
 class Both(Struct):
-    """The states of both sources, and `mine` `bool[B]`, True for rows with drafts of the first source in this round."""
+    """State of `Fallback`.
+
+    Attributes:
+        first: state of the first source.
+        second: state of the second source.
+        mine: `bool[B]`, True for rows with drafts of the first source in this round.
+    """
 
     first: Any
     second: Any
@@ -36,16 +42,18 @@ class Both(Struct):
 
 @dataclasses.dataclass(frozen=True)
 class Fallback(Draft):
-    """Drafts with `first` where its match has at least `at_least` tokens, and with `second` elsewhere.
+    """Drafts with `first` in rows where its match has at least `at_least` tokens, and with `second` in the others.
 
     Attributes:
-        first: a `Draft` of deterministic chains that reports the length of its matches: `SuffixAutomaton`,
+        first: a `Draft` of deterministic chains that returns the length of its matches: `SuffixAutomaton` or
             `PromptLookup`.
-        second: a `Draft` or `Source` of chains or trees; `shape` grows the latter.
+        second: a `Draft` or `Source` of chains or trees.
+        at_least: smallest length of a match of the first source, in tokens.
+        shape: shape of the tree, if the second one is a `Source`.
 
     Raises:
-        ValueError: at_least below 1; while it is traced: a first one that says nothing of matches or makes trees, or a
-            second one with probes.
+        ValueError: `at_least` is below 1; or, while it is traced, the first source returns no lengths of matches or
+            makes trees, or the second one has probes.
     """
 
     first: Draft

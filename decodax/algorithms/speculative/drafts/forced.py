@@ -1,4 +1,5 @@
-"""Drafts of the tokens that a constraint forces: the names of a JSON object, brackets, the rest of a choice."""
+"""Drafts of the tokens that a constraint forces, such as the names of a JSON object, brackets, or the rest of a
+choice."""
 
 from __future__ import annotations
 
@@ -21,15 +22,14 @@ from decodax.core.window import Window
 
 @dataclasses.dataclass(frozen=True)
 class Forced(Draft):
-    """Drafts the tokens that a constraint forces, the longest first, and where there is a choice those of another
-    draft.
+    """Drafts the tokens that a constraint forces. Rows in which no token is forced use another draft.
 
-    The forward that scores the tokens is the one that would have been made for the first of them, so they come for
-    free. They remain drafts: where a text may be cut into tokens in several ways, the model chooses.
+    The forward pass that scores the tokens would also have been made for the first of them alone, so the others are
+    free. They are only drafts: if the forced text can be split into tokens in several ways, the model chooses.
 
     Attributes:
-        length: most tokens of a draft.
-        base: the draft where there is a choice, with chains of at most `length`; None: no drafts there.
+        length: largest number of tokens in a draft.
+        base: the draft for rows without a forced token, with chains of at most `length`; None: no drafts there.
     """
 
     length: int = 8
@@ -70,7 +70,7 @@ class Forced(Draft):
 
 
 def forced(policy: Any, s: State, length: int) -> tuple[Array, Array]:
-    """Returns the tokens that must follow each row, `i32[B, length]`, and their number, `i32[B]`."""
+    """Returns the tokens that the constraint forces next in each row, `i32[B, length]`, and their number, `i32[B]`."""
     found, number = jnp.zeros((s.batch, length), jnp.int32), jnp.zeros(s.batch, jnp.int32)
     for link, state in zip(policy.transforms, s.policy, strict=True):
         if not isinstance(link, Constrained):

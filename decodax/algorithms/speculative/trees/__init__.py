@@ -1,4 +1,4 @@
-"""Shapes of draft trees, one file each."""
+"""Shapes of draft trees, one file for each."""
 
 from decodax.algorithms.speculative.fixed_trees import Chain, Fixed
 from decodax.algorithms.speculative.trees.acceptance import from_acceptance

@@ -1,9 +1,9 @@
-"""STAND's data-driven tree (Song et al. 2025): keeps the positions of a large tree that were accepted most often.
+"""STAND's data-driven tree (Song et al. 2025): keeps the nodes of a large tree that were accepted most often.
 
-The paper drafts a large tree on samples, counts how often each node position lies on the accepted path, and keeps the
-most accepted ones. Here what is kept is a tree too: a position needs its parent and, since children are tried in order,
-its earlier siblings. Of all such trees of a size the one with the most acceptances is found, by a dynamic program over
-"first child, next sibling". `fit_tree` in `decodax.algorithms.speculative` does the counting.
+The paper drafts a large tree on samples, counts how often each node is on the accepted path, and keeps the nodes with
+the largest counts. Here the result is always a valid tree: a node needs its parent and, since children are tried in
+order, its earlier siblings. Of all such trees with a given number of nodes, the one with the most acceptances is found
+by a dynamic program over "first child, next sibling". `fit_tree` in `decodax.algorithms.speculative` does the counting.
 """
 
 from __future__ import annotations
@@ -16,13 +16,16 @@ from decodax.algorithms.speculative.fixed_trees import Fixed, Path
 
 
 def from_acceptance(tree: Fixed, accepted: Sequence[float], nodes: int) -> Fixed:
-    """Returns the tree of the `nodes` positions of `tree` that together were accepted most often.
+    """Returns the subtree of `tree` with `nodes` nodes and the largest total number of acceptances.
 
     Args:
-        accepted: acceptances of each position, counts or rates, in the order of `tree.order`.
+        tree: the large tree.
+        accepted: acceptances of each node, as counts or rates, in the order of `tree.order`.
+        nodes: number of nodes to keep.
 
     Raises:
-        ValueError: not one number of 0 or more for each position, or a number of nodes outside 1 to all of them.
+        ValueError: `accepted` is not one number of at least 0 for each node, or `nodes` is not between 1 and the number
+            of nodes.
 
     >>> large = Fixed.of([[0], [1], [0, 0], [0, 1], [1, 0]])
     >>> from_acceptance(large, [6, 3, 1, 1, 2], 3).order

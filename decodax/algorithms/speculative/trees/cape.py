@@ -1,12 +1,12 @@
-"""CaPE, confidence-aware proposal expansion: a chain with spare candidates ("GliDe with a CaPE: A Low-Hassle Method to
-Accelerate Speculative Decoding", Du et al., 2024).
+"""CaPE, confidence-aware proposal expansion: a chain with additional candidates at each position ("GliDe with a CaPE: A
+Low-Hassle Method to Accelerate Speculative Decoding", Du et al., 2024).
 
-At each position of a drafted chain, the less confident the draft is of its best token the more candidates are beside
-the chain's own: 7 where the greatest probability is at most 0.3, 5 up to 0.6, 3 up to 0.8 and 1 above, which are the
-authors' 8, 6, 4 and 2 in all. The tree is a comb; if a candidate beside the chain is accepted the round ends there.
+The less confident the draft is at a position, the more siblings the chain's token gets there: 7 if the largest
+probability is at most 0.3, 5 up to 0.6, 3 up to 0.8 and 1 above; with the chain's token these are the authors' 8, 6, 4
+and 2. If a sibling of the chain is accepted, the round ends there.
 
-How many candidates a position gets depends on its distribution and not on what is drawn from it, so draws stay draws,
-and every verifier of trees keeps its guarantee.
+The number of candidates depends on the distribution at the position and not on the drawn tokens, so these are valid
+draws, and every verifier for trees keeps its guarantee.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from decodax.common.registry import ALGORITHMS
 
 @dataclasses.dataclass(frozen=True)
 class CaPE(Shape):
-    """A chain with more siblings where the draft is less confident.
+    """A chain with more siblings at positions where the draft is less confident (Du et al., 2024).
 
     Attributes:
-        length: drafts of the chain.
-        bins: pairs of an upper bound of confidence, ascending to 1, and the number of candidates up to it, the chain's
-            own token among them.
-        nodes: most drafts in all, the width of the target's forward; the chain comes first, then spare candidates from
-            the first position on. None takes every candidate of every bin.
+        length: number of drafts in the chain.
+        bins: pairs of an upper bound of the confidence, ascending to 1, and the number of candidates up to it,
+            including the chain's own token.
+        nodes: largest number of drafts in all, which sets the width of the target's forward pass. The chain comes
+            first, then siblings from the first position on. None: all candidates of every bin.
 
     Raises:
-        ValueError: a length below 1, bins that do not ascend to 1 or hold no candidate, fewer nodes than the chain.
+        ValueError: a length below 1, bins that do not ascend to 1 or have no candidate, or fewer nodes than the chain.
     """
 
     length: int = 5
@@ -95,11 +95,13 @@ class CaPE(Shape):
 @ALGORITHMS.register("cape", "GliDe with a CaPE: A Low-Hassle Method to Accelerate Speculative Decoding (its tree)",
                      "Du et al. 2024", family="speculative-tree", needs="a draft model", guarantee="seed-exact")
 def cape(draft: Any, length: Count = 5, nodes: Count | None = 12) -> Speculative:
-    """Drafts a chain with more sibling candidates where the draft model is in doubt.
+    """Drafts a chain with more sibling candidates where the draft model is less confident.
 
-    Costs as many draft steps as a chain; the siblings only widen the window.
+    It takes as many draft steps as a chain; the siblings only widen the window.
 
     Args:
-        draft: the draft model. length: drafts of the chain. nodes: most drafts in all; None: every candidate.
+        draft: the draft model.
+        length: number of drafts in the chain.
+        nodes: largest number of drafts in all; None: all candidates.
     """
     return Speculative(DraftModel(draft), shape=CaPE(length, nodes=nodes))

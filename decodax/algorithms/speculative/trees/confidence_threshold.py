@@ -1,8 +1,8 @@
-"""A chain that ends at the first doubtful draft: assisted generation with a confidence threshold (Gante, 2023; Joao et
+"""A chain that ends at the first uncertain draft: assisted generation with a confidence threshold (Gante, 2023; Joao et
 al., 2024).
 
 With the default predictor, the draft's own probability, the threshold is `assistant_confidence_threshold` of
-transformers; with a fitted one the shape is DISCO's.
+transformers. With a fitted predictor the shape is that of DISCO.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from decodax.common.registry import ALGORITHMS
 
 @dataclasses.dataclass(frozen=True)
 class ConfidenceChain(Shape):
-    """A chain that ends after the first draft whose chance of acceptance is below a threshold.
+    """A chain that ends after the first draft whose predicted probability of acceptance is below a threshold.
 
     Attributes:
-        length: most drafts. threshold: chance below which the chain ends.
-        predictor: chance that a draft is accepted; default its probability.
+        length: largest number of drafts.
+        threshold: probability of acceptance below which the chain ends.
+        predictor: predicts the probability that a draft is accepted; default the draft's own probability.
 
     Raises:
         ValueError: a length below 1, or `threshold` outside [0, 1].
@@ -52,12 +53,13 @@ class ConfidenceChain(Shape):
                      "Gante 2023; Joao et al. 2024", family="speculative-linear", needs="a draft model",
                      guarantee="seed-exact")
 def confidence_threshold(draft: Any, length: Count = 12, threshold: Share = 0.4) -> Speculative:
-    """Drafts with a draft model until its first doubtful token.
+    """Drafts with a draft model until its first uncertain token.
 
-    Long drafts where the text is easy, and short ones where it is not, without anything to fit.
+    Chains are long where the text is easy and short where it is not, and nothing has to be fitted.
 
     Args:
-        draft: the draft model. length: most drafts a round.
+        draft: the draft model.
+        length: largest number of drafts in a round.
         threshold: probability of a draft below which the chain ends.
     """
     return Speculative(DraftModel(draft), shape=ConfidenceChain(length, threshold))

@@ -1,5 +1,5 @@
-"""DISCO: a fitted predictor ends the draft ("Accelerating Speculative Decoding using Dynamic Speculation Length", Mamou
-et al., 2024)."""
+"""DISCO: a fitted predictor decides when the draft ends ("Accelerating Speculative Decoding using Dynamic Speculation
+Length", Mamou et al., 2024)."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ from decodax.common.registry import ALGORITHMS
                      family="speculative-linear", needs="a draft model and samples", guarantee="seed-exact")
 def disco(lm: Any, draft: Any, length: Count = 12, threshold: Share = 0.4, predictor: Predictor | None = None,
           samples: Any = None) -> Speculative:
-    """Drafts with a draft model until a fitted predictor says that a draft will be rejected.
+    """Drafts with a draft model until a fitted predictor expects that a draft will be rejected.
 
-    The predictor is a logistic regression on five numbers of the draft; the paper's is a network of two layers. It is
-    given, or fitted to samples.
+    The predictor is a logistic regression on five features of a draft (in the paper a network with two layers). Give
+    it, or samples to fit it to.
 
     Args:
-        lm: the target. draft: the draft model. length: most drafts a round.
-        threshold: chance of acceptance below which the chain ends.
-        predictor: from `decodax.train.fit_predictor`.
+        lm: the target.
+        draft: the draft model.
+        length: largest number of drafts in a round.
+        threshold: predicted probability of acceptance below which the chain ends.
+        predictor: a result of `decodax.train.fit_predictor`.
         samples: prompts as token ids, to fit a predictor to.
     """
     found = given_or_fitted("disco", lm, draft, predictor, samples)

@@ -1,15 +1,16 @@
-"""DySpec: grows a tree greedily by the value that a draw has before it is made ("DySpec: Faster Speculative Decoding
-with Dynamic Token Tree Structure", Xiong, Zhang, Li, Wu, Zou, 2024).
+"""DySpec: grows a tree greedily by the value of each further draw ("DySpec: Faster Speculative Decoding with Dynamic
+Token Tree Structure", Xiong, Zhang, Li, Wu, Zou, 2024).
 
-Drawing one more child at a node is worth the product of draft probabilities down to the node times what the children
-drawn there before leave of its distribution: that is the chance, if the target were the draft, that verification gets
-to the new child. The paper's heap pops the best such draw, makes it, and pushes two: the child's first child and the
-child's next sibling. Values fall along both, so its tree is the best N draws of all; here they are found layer by
-layer, in `length` steps of the draft and not N, and are the heap's own as long as no layer needs more than `width`
-expanded nodes. `threshold` is the paper's second variant: only draws worth that much, however many steps they take.
+The value of drawing one more child at a node is the product of the draft probabilities down to the node, times the
+probability that the children drawn there before leave in its distribution. If the target were equal to the draft, this
+is the probability that verification reaches the new child. The paper's heap takes the best such draw and adds two new
+ones: the child's first child and its next sibling. Values fall along both, so its tree has the best N draws of all.
+Here these are found layer by layer, in `length` instead of N steps of the draft; the result is that of the heap if no
+layer needs more than `width` expanded nodes. `threshold` is the paper's second variant: all draws of at least this
+value, however many steps they take.
 
-A draw's worth does not depend on its outcome, so every child is a true draw without replacement from q given what was
-drawn before it, and `MultiRound()` keeps the target's distribution.
+The value of a draw does not depend on its outcome, so every child is a true draw without replacement from q given the
+earlier ones, and `MultiRound()` keeps the target's distribution.
 """
 
 from __future__ import annotations
@@ -33,16 +34,20 @@ from decodax.common.registry import ALGORITHMS
 
 @dataclasses.dataclass(frozen=True)
 class DySpec(Shape):
-    """A tree that grows where the next draw is worth most. For `SeedExact` and `MultiRound()`.
+    """A tree that grows by the most valuable draws (Xiong et al., 2024). For `SeedExact` and `MultiRound()`.
+
+    The value of a draw is the probability that verification would reach it if the target were equal to the draft.
 
     Attributes:
-        nodes: most drafts. length: most layers. fanout: most children of a node.
-        width: most nodes expanded in a layer, the most valuable ones; None: no bound.
-        threshold: draws worth less are not made; 0 spends the whole budget.
+        nodes: largest number of drafts.
+        length: largest number of layers.
+        fanout: largest number of children of a node.
+        width: largest number of nodes expanded in a layer, the most valuable ones; None: no limit.
+        threshold: draws of a smaller value are not made; 0: no threshold.
 
     Raises:
-        ValueError: a number below 1, a threshold outside [0, 1), or, when it grows, a verifier that wants siblings
-            drawn with replacement.
+        ValueError: a number below 1, a threshold outside [0, 1), or, when the tree grows, a verifier that needs
+            siblings drawn with replacement.
     """
 
     nodes: int = 32
@@ -73,12 +78,14 @@ class DySpec(Shape):
                      "Xiong et al. 2024", family="speculative-tree", needs="a draft model",
                      guarantee="distribution-exact")
 def dyspec(draft: Any, nodes: Count = 16, length: Count = 6, width: Count | None = 8) -> Speculative:
-    """Drafts a tree that grows greedily where the next draw is worth most.
+    """Drafts a tree that grows by the draws that are most likely to be reached in verification.
 
     For sampled texts: children are true draws, and the tree still follows the draft model's confidence.
 
     Args:
-        draft: the draft model. nodes: number of drafts. length: most layers.
-        width: most nodes expanded in a layer; None: no bound.
+        draft: the draft model.
+        nodes: number of drafts.
+        length: largest number of layers.
+        width: largest number of nodes expanded in a layer; None: no limit.
     """
     return Speculative(DraftModel(draft), MultiRound(), DySpec(nodes, length, width=width))

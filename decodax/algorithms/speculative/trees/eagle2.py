@@ -1,10 +1,10 @@
 """EAGLE-2's dynamic trees: keeps the drafts of which the draft model is most confident ("EAGLE-2: Faster Inference of
 Language Models with Dynamic Draft Trees", Li, Wei, Zhang, Zhang, 2024).
 
-A node's value is the product of draft probabilities down to it. Each layer asks what follows its `width` most valuable
-nodes, each giving `width` candidates; then all candidates of all layers are ranked again and the best `nodes` are
-verified. Of equal values the shallower comes first, then the more valuable parent's and the likelier sibling, so what
-is kept is always a tree.
+A node's value is the product of the draft probabilities down to it. In each layer the `width` most valuable nodes are
+expanded by `width` candidates each. Then all candidates of all layers are ranked, and the best `nodes` are verified. Of
+equal values the shallower node ranks first, then the one with the more valuable parent, then the more likely sibling,
+so the kept nodes are always a tree.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ from decodax.common.registry import ALGORITHMS
 
 @dataclasses.dataclass(frozen=True)
 class ConfidenceTree(Shape):
-    """A tree of the most confident drafts. The paper takes 60 drafts, 6 deep, for a 7B target.
+    """A tree of the most confident drafts (EAGLE-2). For a 7B target the paper takes 60 drafts in 6 layers.
 
-    Children are the likeliest at temperature 1 and never draws: a draw that is kept for its own probability is no draw
-    from q. Verifiers see deterministic drafts, and every one of them keeps its guarantee. Where a row samples under
-    `SeedExact` the noise of the target's draw is known, and each token's share of the race takes the place of its
-    probability.
+    Children are the most likely tokens at temperature 1 and never draws, since a draw that is kept because of its own
+    probability is no draw from q. Verifiers treat them as deterministic drafts and keep their guarantee. For a sampling
+    row under `SeedExact` the noise of the target's draw is known; each token's share of the race with this noise then
+    takes the place of its probability.
 
     Attributes:
-        nodes: drafts to verify. length: layers; the source is asked `length - 1` times after the newest token.
-        width: nodes expanded in a layer, and children of each.
+        nodes: number of drafts to verify.
+        length: number of layers; a draft takes `length - 1` steps of the source after the newest token.
+        width: number of nodes expanded in a layer, and of children of each.
     """
 
     nodes: int = 60
@@ -51,7 +52,7 @@ class ConfidenceTree(Shape):
 
 
 def confidence(g: Growth, slots: Array, children: Children, path: Array) -> tuple[Array, Array]:
-    """Ranks children by the log-probabilities of their paths, and hands these on."""
+    """Ranks children by the log-probabilities of their paths; a `Rank` for `grow_layers`."""
     value = path[..., None] + children.log_p
     return value, value
 
@@ -60,12 +61,15 @@ def confidence(g: Growth, slots: Array, children: Children, path: Array) -> tupl
                      "EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees (its tree)",
                      "Li et al. 2024", family="speculative-tree", needs="a draft model", guarantee="seed-exact")
 def confidence_tree(draft: Any, nodes: Count = 24, length: Count = 5, width: Count = 6) -> Speculative:
-    """Drafts the likeliest nodes of each layer, ranked again over all layers (EAGLE-2's tree with a draft model).
+    """Drafts the most likely nodes of each layer, then keeps the best of all layers (EAGLE-2's tree with a draft
+    model).
 
-    The common choice of a tree for greedy decoding; the paper grows it with a trained head.
+    The usual tree for greedy decoding; the paper grows it with a trained head.
 
     Args:
-        draft: the draft model. nodes: drafts to verify. length: layers.
-        width: nodes expanded in a layer, and children of each.
+        draft: the draft model.
+        nodes: number of drafts to verify.
+        length: number of layers.
+        width: number of nodes expanded in a layer, and of children of each.
     """
     return Speculative(DraftModel(draft), shape=ConfidenceTree(nodes, length, width))

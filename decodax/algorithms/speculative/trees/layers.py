@@ -1,7 +1,8 @@
-"""Trees that grow layer by layer and are cut to their best nodes: the base of EAGLE-2, OPT-Tree, DySpec and RSD-S.
+"""Trees that grow layer by layer and are then cut to their best nodes: the common code of EAGLE-2, OPT-Tree, DySpec and
+RSD-S.
 
-Each candidate has a rank that never rises from parent to child nor from sibling to sibling, so the best ones of all
-layers are a tree. A layer that adds nothing to them ends the growth of its row, and the last row's end the loop.
+The rank of a candidate never rises from parent to child or from sibling to sibling, so the best candidates of all
+layers are a tree. The growth of a row ends with a layer that adds nothing to them, and the loop ends with the last row.
 """
 
 from __future__ import annotations
@@ -19,24 +20,37 @@ from decodax.algorithms.speculative.tree import Proposal
 from decodax.core.window import take
 
 Rank = Callable[[Growth, Array, Children, Any], tuple[Array, Any]]
-"""Maps (growth, slots `i32[B, w]`, their children, the values that each node received) to the children's ranks
-`f32[B, w, R]` (-inf: no candidate) and the values that each child hands on, a pytree of `[B, w, R]`."""
+"""A function that ranks the children of expanded nodes.
+
+It takes the growth, the nodes' slots `i32[B, w]`, their children, and the values that the nodes got from their parents
+(a pytree of `[B, w]`). It returns the children's ranks, `f32[B, w, R]` (-inf: no candidate), and the values for the
+children, a pytree of `[B, w, R]`.
+"""
 
 
 def grow_layers(grower: Grower, state: Any, rank: Rank, root: Any, *, nodes: int, depth: int, width: int, fanout: int,
                 keep: int | None = None,
                 deeper: Callable[[Array, Array], Array] | None = None) -> tuple[Proposal, Any, Array]:
-    """Grows the best `nodes` of `depth` layers, in each of which the best `width` nodes are asked for `fanout`
-    children.
+    """Grows a tree of the best `nodes` candidates of `depth` layers. In each layer the best `width` nodes are expanded
+    by `fanout` children.
 
     Args:
+        grower: grows the tree.
+        state: the source's state.
+        rank: maps (tree, slots of nodes `i32[B, w]`, their `Children`, the values that each node received) to the ranks
+            of the children, `f32[B, w, R]` (-inf: no candidate), and the values that each child hands on, a pytree of
+            `[B, w, R]`.
         root: values of the newest token, a pytree of `f32[B, 1]`.
-        keep: candidates that a layer keeps; default as many as can matter.
-        deeper: maps the ranks of the best nodes before and after a layer, `f32[B, N]` each, to `bool[B]`, True to go
-            on; default: as long as a layer changes them.
+        nodes: largest number of drafts.
+        depth: largest number of layers.
+        width: number of nodes expanded in a layer.
+        fanout: number of children of an expanded node.
+        keep: number of candidates that a layer keeps; None: as many as can be in the result.
+        deeper: a function of the ranks of the best nodes before and after a layer, `f32[B, N]` each, that returns True
+            for rows that grow another layer, `bool[B]`. None: they grow as long as a layer changes the best nodes.
 
     Returns:
-        The same as `Shape.grow`. Window nodes are ordered by layer, and in a layer by rank.
+        The results of `Shape.grow`. Window nodes are ordered by layer, and in a layer by rank.
     """
     keep = keep or min(nodes, max(width, 1) * fanout)
     width = min(width, keep)
@@ -45,7 +59,8 @@ def grow_layers(grower: Grower, state: Any, rank: Rank, root: Any, *, nodes: int
     deeper = deeper or (lambda before, after: (before != after).any(-1))
 
     def layer(g: Growth, slots: Array, children: Children, handed: Any, above: Array) -> tuple[Any, Any]:
-        """Candidates (tokens, ranks, parents' slots) `[B, keep]`, and what the first `width` hand on."""
+        """Returns the layer's candidates (tokens, ranks, parents' slots), each `[B, keep]`, and the values for the
+        children of the first `width`."""
         r, passed = rank(g, slots, children, handed)
         # rounding must not lift a node over its parent or an earlier sibling
         r = jnp.where(children.live, jax.lax.cummin(jnp.minimum(r, above[..., None]), axis=2), -jnp.inf)
@@ -106,21 +121,22 @@ def grow_layers(grower: Grower, state: Any, rank: Rank, root: Any, *, nodes: int
 
 
 def drawn_from(children: Children) -> Array:
-    """Returns each child's log-probability in the distribution that it was drawn from, or in the source if drafts are
-    deterministic, `f32[B, w, R]`."""
+    """Returns each child's log-probability in the distribution from which it was drawn, `f32[B, w, R]`; for
+    deterministic drafts, that of the source."""
     if children.log_q is None:
         return children.log_p
     return jnp.where(children.live, jnp.take_along_axis(children.log_q, children.tokens, -1), -jnp.inf)
 
 
 def left_before(log_q: Array) -> Array:
-    """Returns the log of the probability that earlier siblings leave, `f32[..., R]`, from log-probabilities."""
+    """Returns the log of the probability that earlier siblings leave, `f32[..., R]`, from the siblings'
+    log-probabilities."""
     q = jnp.exp(log_q)
     return jnp.log(jnp.maximum(1 - (jnp.cumsum(q, -1) - q), 0))
 
 
 def at_least(**numbers: int) -> None:
-    """Raises ValueError for a number below 1."""
+    """Raises ValueError if one of the numbers is below 1; the error names it."""
     for name, value in numbers.items():
         if value < 1:
             raise ValueError(f"{name}: got {value}, takes at least 1")

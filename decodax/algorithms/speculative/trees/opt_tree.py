@@ -1,9 +1,10 @@
-"""OPT-Tree: drafts the tree with the greatest expected acceptance length ("OPT-Tree: Speculative Decoding with Adaptive
+"""OPT-Tree: drafts the tree with the largest expected acceptance length ("OPT-Tree: Speculative Decoding with Adaptive
 Draft Tree Structure", Wang, Su, Li, Xia, Ye, Duan, Wang, Zhang, 2024).
 
-The expectation is E = the sum over nodes of the product of draft probabilities down to them. Each layer keeps the n
-nodes of greatest path probability, the best n of all layers are the tree so far, and the draft goes one layer deeper
-while E grows by more than `delta`. The layer whose gain was too small is drafted already, so its nodes still count.
+The expectation E is the sum over nodes of the product of draft probabilities down to them. Each layer keeps the n nodes
+with the largest path probability, and the best n of all layers are the tree so far. The draft goes one layer deeper as
+long as E grows by more than `delta`. The nodes of the last layer, whose gain was too small, are kept, too, since they
+have been drafted.
 """
 
 from __future__ import annotations
@@ -26,15 +27,16 @@ from decodax.common.registry import ALGORITHMS
 
 @dataclasses.dataclass(frozen=True)
 class OptTree(Shape):
-    """A tree of the drafts with the greatest expected acceptance. Rows stop growing one by one.
+    """A tree of the drafts with the largest expected number of accepted tokens `E` (Wang et al., 2024). Each row stops
+    growing by itself.
 
-    Children are chosen as in `ConfidenceTree`: likeliest first, deterministic.
+    Children are the most likely tokens, as in `ConfidenceTree`, and count as deterministic drafts.
 
     Attributes:
         nodes: number of drafts, `n`.
-        delta: least gain of E in one layer that lets a row go deeper; the cost of a draft step, in target forwards, is
-            a good value.
-        length: most layers.
+        delta: smallest gain of `E` by a layer for which a row grows another layer; a good value is the cost of a draft
+            step, in forward passes of the target.
+        length: largest number of layers.
 
     Raises:
         ValueError: nodes or length below 1, or a delta below 0.
@@ -58,13 +60,15 @@ class OptTree(Shape):
 @ALGORITHMS.register("opt-tree", "OPT-Tree: Speculative Decoding with Adaptive Draft Tree Structure",
                      "Wang et al. 2024", family="speculative-tree", needs="a draft model", guarantee="seed-exact")
 def opt_tree(draft: Any, nodes: Count = 24, delta: Annotated[float, Range(0)] = 0.5, length: Count = 8) -> Speculative:
-    """Drafts the tree with the largest expected number of accepted tokens, and goes deeper while that pays.
+    """Drafts the tree with the largest expected number of accepted tokens, and goes deeper as long as that pays.
 
-    The tree follows the draft model's probabilities round by round; nothing is fitted.
+    The tree follows the draft model's probabilities in each round; nothing has to be fitted.
 
     Args:
-        draft: the draft model. nodes: number of drafts.
-        delta: least gain of a layer for which a row goes deeper; the cost of a draft step in target forwards.
-        length: most layers.
+        draft: the draft model.
+        nodes: number of drafts.
+        delta: smallest gain in expected tokens by a layer for which a row grows another layer; a good value is the cost
+            of a draft step, in forward passes of the target.
+        length: largest number of layers.
     """
     return Speculative(DraftModel(draft), shape=OptTree(nodes, delta, length))

@@ -1,17 +1,16 @@
 """RSD-S: a draft tree by stochastic beam search ("Recursive Speculative Decoding: Accelerating LLM Inference via
 Sampling Without Replacement", Jeon, Gagrani, Goel, Park, Lee, Lott, 2024; stochastic beams: Kool et al., 2019).
 
-Each path has a perturbed log-probability G; a layer keeps the `width` greatest of its children's. Given its parent's G,
-a node's children have Gumbel-perturbed log-probabilities conditioned on their greatest being that G. So the first child
-has its parent's G, and the k-th one's is a Gumbel variable at the log-probability that the children before it leave,
-cut off at the G of the one before. The order of the perturbed children is a draw without replacement from q, and
-*which* token is next is independent of the next G. The tokens are therefore drawn here in that order, and G beside them
-with noise of its own: the same distribution, without a Gumbel variable for every word of the vocabulary.
+Each path has a log-probability with Gumbel noise, G, and a layer keeps the `width` children with the largest G. Given
+the G of a node, its children have Gumbel-perturbed log-probabilities conditioned on their maximum being that G. So the
+first child has its parent's G. The G of the k-th child is a Gumbel variable at the log-probability that the children
+before it leave, truncated at the G of the one before. The order of the perturbed children is a draw without replacement
+from q, and *which* token comes next is independent of its G. Therefore the tokens are drawn here in that order, and
+their G with separate noise. The distribution is the same, without a Gumbel variable for every token of the vocabulary.
 
-For the same reason truncation by G keeps children true draws without replacement from q at their node, and sibling by
-sibling rejection with the node's own q (`MultiRound()`, the paper's recursive rejection) keeps the target's
-distribution.
-RSD-C, a constant number of children drawn without replacement, is `Fixed.balanced` with `MultiRound()`.
+For the same reason, truncation by G keeps the children true draws without replacement from q at their node, and
+rejection sibling by sibling with the node's own q (`MultiRound()`, the paper's recursive rejection) keeps the target's
+distribution. RSD-C, a constant number of children drawn without replacement, is `Fixed.balanced` with `MultiRound()`.
 """
 
 from __future__ import annotations
@@ -34,13 +33,17 @@ from decodax.common.registry import ALGORITHMS
 
 @dataclasses.dataclass(frozen=True)
 class StochasticBeam(Shape):
-    """A tree of `length` layers with `width` nodes each, drawn without replacement. For `MultiRound()`, and
-    `SeedExact`, under which siblings are the likeliest tokens.
+    """A tree of `length` layers with `width` nodes each, drawn without replacement by stochastic beam search. For
+    `MultiRound()`, and for `SeedExact`, under which siblings are the most likely tokens.
 
-    Greedy rows have no noise: theirs is the beam search of the draft.
+    Greedy rows have no noise; their tree is that of a beam search of the draft.
+
+    Attributes:
+        width: number of nodes of a layer.
+        length: number of layers.
 
     Raises:
-        ValueError: a number below 1, or, when it grows, a verifier that wants siblings drawn with replacement.
+        ValueError: a number below 1, or, when the tree grows, a verifier that needs siblings drawn with replacement.
     """
 
     width: int = 4
@@ -68,7 +71,8 @@ class StochasticBeam(Shape):
 
 
 def below(top: Array, location: Array, u: Array) -> Array:
-    """A Gumbel variable at `location`, given that it is at most `top`, from a uniform."""
+    """Returns a Gumbel variable with location `location`, conditioned on being at most `top`, from a uniform number
+    `u`."""
     there = (location > -jnp.inf) & (top > -jnp.inf)
     location, top = jnp.where(there, location, 0), jnp.where(there, top, 0)
     return jnp.where(there, location - jnp.logaddexp(location - top, jnp.log(-jnp.log(u))), -jnp.inf)
@@ -81,9 +85,11 @@ def below(top: Array, location: Array, u: Array) -> Array:
 def rsd_s(draft: Any, width: Count = 4, length: Count = 4) -> Speculative:
     """Drafts a tree by stochastic beam search, verified by recursive rejection sampling.
 
-    For sampled texts: whole paths are drawn without replacement, so likely ones go deep.
+    For sampled texts: complete paths are drawn without replacement, so likely paths are deep.
 
     Args:
-        draft: the draft model. width: nodes of a layer. length: layers.
+        draft: the draft model.
+        width: number of nodes of a layer.
+        length: number of layers.
     """
     return Speculative(DraftModel(draft), MultiRound(), StochasticBeam(width, length))

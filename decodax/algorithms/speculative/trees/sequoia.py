@@ -1,9 +1,10 @@
-"""Sequoia: the best draft tree for given chances of acceptance ("Sequoia: Scalable, Robust, and Hardware-aware
+"""Sequoia: the best draft tree for given probabilities of acceptance ("Sequoia: Scalable, Robust, and Hardware-aware
 Speculative Decoding", Chen, May, Svirschevski, Huang, Ryabinin, Jia, Chen, 2024).
 
-If the k-th child of a node is accepted with probability p_k, whatever the node, a tree gains in expectation the sum
-over its nodes of the product of p down to them. A dynamic program over (size, depth, children) finds the best tree of a
-size; `sequoia_for` also chooses size and depth, by given times. Nothing here measures chances or times.
+If the k-th child of any node is accepted with probability p_k, the expected number of accepted drafts of a tree is the
+sum over its nodes of the product of p down to them. A dynamic program over (size, depth, children) finds the best tree
+of a given size. `sequoia_for` also chooses size and depth, by given times. This module measures neither probabilities
+nor times.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from decodax.common.registry import ALGORITHMS
 
 
 def expected(acceptance: Sequence[float], tree: Fixed) -> float:
-    """Returns the expected number of tokens of a round with `tree`, the target's own among them.
+    """Returns the expected number of tokens in a round with `tree`, including the target's own token. `acceptance[k]`
+    is the probability that the k-th child of a node is accepted.
 
     >>> expected([0.5, 0.25], Fixed.of([[0], [1], [0, 0]]))
     2.0
@@ -32,15 +34,16 @@ def expected(acceptance: Sequence[float], tree: Fixed) -> float:
 
 
 def sequoia_tree(acceptance: Sequence[float], nodes: int, length: int | None = None) -> Fixed:
-    """Returns the tree of `nodes` drafts, at most `length` deep, with the most expected tokens.
+    """Returns the tree of `nodes` drafts with the largest expected number of tokens in a round.
 
     Args:
-        acceptance: p_k, the chance that the k-th child is accepted; a node has at most as many children.
-        nodes: number of drafts. length: most drafts on a path; None: no bound.
+        acceptance: the probability that the k-th child is accepted, for each k; a node has at most this number of
+            children.
+        nodes: number of drafts.
+        length: largest number of drafts on a path; None: no limit.
 
     Raises:
-        ValueError: numbers below 1, probabilities outside [0, 1], or so few of them that no such tree has `nodes`
-            drafts.
+        ValueError: numbers below 1, probabilities outside [0, 1], or too few of them for a tree of `nodes` drafts.
 
     >>> sequoia_tree([0.5, 0.1], 3).paths
     ((0,), (0, 0), (0, 0, 0))
@@ -50,15 +53,17 @@ def sequoia_tree(acceptance: Sequence[float], nodes: int, length: int | None = N
 
 
 def sequoia_for(acceptance: Sequence[float], verify: Mapping[int, float], draft: float, length: int = 16) -> Fixed:
-    """Returns the tree with the most expected tokens per second; its size and depth are chosen by given times.
+    """Returns the tree with the largest expected number of tokens per second; its size and depth are chosen by given
+    times.
 
     Args:
-        acceptance: as in `sequoia_tree`. verify: seconds of a round without drafting, for each number of drafts to
-            consider.
-        draft: seconds of one step of the draft, of which a tree takes as many as it is deep. length: the most steps.
+        acceptance: the probability that the k-th child is accepted, for each k.
+        verify: numbers of drafts to consider, with the seconds of a round with each, without drafting.
+        draft: seconds of one draft step; a tree takes one step for each layer.
+        length: largest number of layers.
 
     Raises:
-        ValueError: as `sequoia_tree`, no size, or a time that is not positive (`draft` may be 0).
+        ValueError: the errors of `sequoia_tree`, no size, or a time that is not positive (`draft` may be 0).
 
     >>> tree = sequoia_for([0.8, 0.1], {2: 1.0, 4: 1.1, 8: 4.0}, draft=0.1)
     >>> len(tree.paths), tree.length
@@ -81,22 +86,25 @@ def sequoia_for(acceptance: Sequence[float], verify: Mapping[int, float], draft:
                      guarantee="distribution-exact")
 def sequoia(draft: Any, acceptance: tuple[float, ...] = (0.6, 0.15, 0.07, 0.04), nodes: Count = 24,
             length: Count | None = 8) -> Speculative:
-    """Drafts the tree with the most expected tokens for given chances of acceptance, found by dynamic programming.
+    """Drafts the tree with the largest expected number of tokens for given probabilities of acceptance, found by
+    dynamic programming.
 
-    The chances are not measured here; the default suits no pair of models in particular. `sequoia_tree` makes the tree
-    alone, and `sequoia_for` also chooses its size.
+    The probabilities are not measured; the default is a typical example. `sequoia_tree` makes only the tree, and
+    `sequoia_for` also chooses its size.
 
     Args:
         draft: the draft model.
-        acceptance: chance that the k-th child of a node is accepted; a node has at most as many children.
-        nodes: number of drafts. length: most drafts on a path; None: no bound.
+        acceptance: probability that the k-th child of a node is accepted, for each k; a node has at most this number of
+            children.
+        nodes: number of drafts.
+        length: largest number of drafts on a path; None: no limit.
     """
     return Speculative(DraftModel(draft), MultiRound(), sequoia_tree(acceptance, nodes, length))
 
 
 class _Table:
-    """The dynamic program. `best[d, n]`: expected tokens of the best tree of `n` drafts below a node, at most `d` deep,
-    the node counted."""
+    """The dynamic program. `best[d, n]` is the expected number of tokens of the best tree with `n` drafts below a node
+    and depth at most `d`, including the node itself."""
 
     def __init__(self, acceptance: Sequence[float], nodes: int, depth: int):
         p = np.asarray(acceptance, float)

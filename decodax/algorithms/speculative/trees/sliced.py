@@ -1,14 +1,15 @@
-"""A fixed tree that is cut at the depth at which drafting no longer pays (Lu, Zeng, Ma, Yu, Levorato 2024).
+"""A fixed tree that is cut at the depth from which drafting no longer pays (Lu, Zeng, Ma, Yu, Levorato 2024).
 
-The dynamic sliced tree of "Improving Multi-candidate Speculative Decoding": topology and mask are those of one tree,
-made once, and a round uses its first levels. After each level a decision model predicts if rejection is likely by then;
-if so the row drafts no further. The authors train a small network on the draft model's hidden states for it; here
-it is a `Predictor` of each node's acceptance, and a row goes on while the target is likely enough to get to one of the
-nodes that would be expanded next: while the sum over them of the product of f down to each is at least `threshold`.
+This is the dynamic sliced tree of "Improving Multi-candidate Speculative Decoding": topology and mask are those of one
+tree, made once, and a round uses its first levels. After each level a decision model predicts whether a rejection is
+likely by then; if so, the row drafts no further. The authors train a small network on the draft model's hidden states
+for it. Here it is a `Predictor` f of each node's acceptance: a row goes on while the target is likely enough to reach
+one of the nodes that would be expanded next, that is, while the sum over them of the product of f down to each is at
+least `threshold`.
 
-The window is as wide as the whole tree, since its shape is static; what was not drafted is dead, and drafting ends with
-the longest row. Whether a level is drafted depends on the levels above it alone, so draws stay draws and every verifier
-keeps its guarantee. A row's tree does not depend on its batch mates.
+Since its shape is static, the window has the width of the complete tree; nodes that were not drafted are padding.
+Drafting ends with the longest row. Whether a level is drafted depends only on the levels above, so draws are valid and
+every verifier keeps its guarantee. A row's tree does not depend on the other rows of the batch.
 """
 
 from __future__ import annotations
@@ -28,12 +29,13 @@ from decodax.algorithms.speculative.trees.threshold import DraftFeatures, Predic
 
 @dataclasses.dataclass(frozen=True)
 class Sliced(Shape):
-    """A fixed tree of which a row drafts the first levels, as many as the target is likely to reach, at least one.
+    """A fixed tree of which each row drafts the first levels: those that the target is likely to reach, at least one.
 
     Attributes:
-        tree: the whole tree.
-        threshold: chance of being reached below which a level is not drafted.
-        predictor: f, of one node; as in `ConfidenceChain`, with `position` the node's level, 0 the first.
+        tree: the complete tree.
+        threshold: predicted probability of being reached below which a level is not drafted.
+        predictor: predicts the probability that a node is accepted; `place` in its input is the node's level, 0 for the
+            first. Default the draft's own probability.
 
     Raises:
         ValueError: `threshold` outside [0, 1].
@@ -59,7 +61,8 @@ class Sliced(Shape):
         B = g.tokens.shape[0]
 
         def ahead(level: Array, found: Any, chance: Array, grows: Array) -> tuple[Array, Array]:
-            """The chances `f32[B, w]` of the nodes of a level that have children, and the rows that go on to these."""
+            """Returns the probabilities of reaching the nodes of a level that have children, `f32[B, w]`, and the rows
+            that draft the next level, `bool[B]`."""
             _, live, _, log_p, H, hidden = found
             up, r = above[level], rank[level]
             hidden = None if hidden is None else hidden[:, up].reshape(-1, hidden.shape[-1])

@@ -1,6 +1,6 @@
-"""SpecDec++: a chain that ends once it is likely that some draft is rejected ("SpecDec++: Boosting Speculative Decoding
-via Adaptive Candidate Lengths", Huang, Guo, Wang, 2024): `1 - prod f_j > h`, with `f_j` the chance that draft `j`
-holds."""
+"""SpecDec++: a chain that ends when a rejection of some draft is likely ("SpecDec++: Boosting Speculative Decoding via
+Adaptive Candidate Lengths", Huang, Guo, Wang, 2024): `1 - prod f_j > h`, where `f_j` is the predicted probability that
+draft `j` is accepted."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ from decodax.common.registry import ALGORITHMS
 
 @dataclasses.dataclass(frozen=True)
 class RiskThreshold(Shape):
-    """A chain that ends as soon as the chance that some draft is rejected is above a threshold.
+    """A chain that ends when the predicted probability that some draft is rejected exceeds a threshold.
 
     Attributes:
-        length: most drafts. threshold: chance of a rejection above which the chain ends, `h` in the paper.
-        predictor: chance that a draft is accepted; default its probability.
+        length: largest number of drafts.
+        threshold: probability of a rejection above which the chain ends, `h` in the paper.
+        predictor: predicts the probability that a draft is accepted; default the draft's own probability.
 
     Raises:
         ValueError: a length below 1, or `threshold` outside [0, 1].
@@ -53,13 +54,15 @@ def specdec_plus_plus(lm: Any, draft: Any, length: Count = 12, threshold: Share 
                       predictor: Predictor | None = None, samples: Any = None) -> Speculative:
     """Drafts with a draft model until it is likely that some draft will be rejected.
 
-    The predictor is a logistic regression on five numbers of the draft; the paper trains a head on the draft model's
-    hidden states. It is given, or fitted to samples.
+    The predictor is a logistic regression on five features of a draft (in the paper a head on the draft model's hidden
+    states). Give it, or samples to fit it to.
 
     Args:
-        lm: the target. draft: the draft model. length: most drafts a round.
-        threshold: chance of a rejection above which the chain ends.
-        predictor: from `decodax.train.fit_predictor`.
+        lm: the target.
+        draft: the draft model.
+        length: largest number of drafts in a round.
+        threshold: predicted probability of a rejection above which the chain ends.
+        predictor: a result of `decodax.train.fit_predictor`.
         samples: prompts as token ids, to fit a predictor to.
     """
     found = given_or_fitted("specdec++", lm, draft, predictor, samples, rejected=6.0)

@@ -1,10 +1,10 @@
-"""TETRIS: the batch shares one budget of draft tokens ("TETRIS: Optimal Draft Token Selection for Batch Speculative
-Decoding", Wu et al., 2025).
+"""TETRIS: all rows of a batch share one budget of draft tokens ("TETRIS: Optimal Draft Token Selection for Batch
+Speculative Decoding", Wu et al., 2025).
 
-Every row drafts a chain; of all rows' drafts the `capacity` with the largest chance of being accepted, the product of
-the draft's probabilities down to them, are verified. Products never rise along a chain, so what is kept of a row is a
-prefix: easy rows get long windows and hard ones short. The window is as wide as the longest chain; it is packed
-(`Speculative.packed`) that the budget saves time.
+Every row drafts a chain. Of all drafts in the batch, the `capacity` with the largest probability of being accepted are
+verified; this probability is the product of the draft's probabilities down to a token. Products never rise along a
+chain, so each row keeps a prefix: easy rows verify many drafts and hard rows few. The window has the width of the
+longest chain; the budget saves time only if it is packed (`Speculative.packed`).
 """
 
 from __future__ import annotations
@@ -26,13 +26,15 @@ from decodax.common.registry import ALGORITHMS
 
 @dataclasses.dataclass(frozen=True)
 class Tetris(Shape):
-    """Chains whose drafts share a budget of the batch.
+    """Chains whose drafts share one budget of the batch (Wu et al., 2025).
+
+    The drafts of a row depend on the other rows of the batch, but its tokens do not. Sampled drafts that are left out
+    because of their own probability would not be draws from q. So if a verifier needs q, the drafts are the most likely
+    tokens and count as deterministic.
 
     Attributes:
-        capacity: drafts of the batch in a round. length: most drafts of a row.
-
-    A row's drafts depend on its batch mates, its tokens do not: sampled drafts that were left out by their own
-    probability would not be drawn from q, so a verifier that wants q gets the likeliest tokens as deterministic drafts.
+        capacity: number of verified drafts of the batch in a round.
+        length: largest number of drafts of a row.
 
     Raises:
         ValueError: a number below 1.
@@ -70,11 +72,13 @@ class Tetris(Shape):
 @ALGORITHMS.register("tetris", "TETRIS: Optimal Draft Token Selection for Batch Speculative Decoding", "Wu et al. 2025",
                      family="batching-scheduling", needs="a draft model", guarantee="seed-exact")
 def tetris(draft: Any, capacity: Count = 16, length: Count = 7) -> Speculative:
-    """Spends one budget of drafts on the likeliest drafts of the whole batch.
+    """Spends one budget of drafts on the most likely drafts of the batch.
 
-    For batches of easy and hard rows, whose forward is bound by its number of tokens.
+    For batches of easy and hard rows, if the time of a forward pass depends on its number of tokens.
 
     Args:
-        draft: the draft model. capacity: drafts of the batch in a round. length: most drafts of a row.
+        draft: the draft model.
+        capacity: number of verified drafts of the batch in a round.
+        length: largest number of drafts of a row.
     """
     return Speculative(DraftModel(draft), shape=Tetris(capacity, length), packed=True)

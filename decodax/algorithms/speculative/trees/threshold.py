@@ -1,8 +1,8 @@
-"""Helpers of chains that end where the draft becomes doubtful: the predictors, and the loop that grows a chain.
+"""Functions for chains that end where the draft becomes uncertain: predictors, and the loop that grows a chain.
 
-The doubtful token is drafted and verified; only what would follow it is not. So whether a position is drafted depends
-on the tokens before it and never on its own, and sampled drafts stay exact under every verifier. Drafting takes as many
-steps as the longest row; a row's chain does not depend on its batch mates.
+The uncertain token itself is drafted and verified; only the tokens after it are not. So whether a position is drafted
+depends on the tokens before it and not on its own, and sampled drafts are exact under every verifier. The number of
+draft steps is that of the longest row; the chain of a row does not depend on other rows.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from decodax.common.struct import Struct, struct
 
 @struct
 class DraftFeatures(Struct):
-    """Inputs of a predictor.
+    """Inputs of a `Predictor` for one draft of each row.
 
     Attributes:
-        log_p: `f32[B]` log-probability of the draft by the source, at temperature 1.
-        entropy: `f32[B]` entropy of the source's distribution, in nats.
-        place: `i32[]` place of the draft in the chain, 0 for the first.
-        hidden: `f[B, D]` the source's hidden state at the node before it, or None from a source without any.
+        log_p: `f32[B]`, log-probability of the draft under the source, at temperature 1.
+        entropy: `f32[B]`, entropy of the source's distribution, in nats.
+        place: `i32[]`, index of the draft in the chain, 0 for the first.
+        hidden: `f[B, D]`, the source's hidden state at the node before it; None if the source has none.
     """
 
     log_p: Array
@@ -37,27 +37,36 @@ class DraftFeatures(Struct):
 
 
 Predictor = Callable[[DraftFeatures], Array]
-"""Gives the chance that a draft is accepted, `f32[B]`. It is static under jit: a module's function, or an instance of a
-frozen dataclass with `__call__`."""
+"""A function that predicts the probability that a draft is accepted, `f32[B]`. It is static under jit: a function of a
+module, or an instance of a frozen dataclass with `__call__`."""
 
 
 def probability(draft: DraftFeatures) -> Array:
-    """Returns the draft's own probability."""
+    """The default `Predictor`: returns the draft's own probability, `f32[B]`."""
     return jnp.exp(draft.log_p)
 
 
 def chances(predictor: Predictor) -> Callable[[Children, Array], Array]:
-    """Returns the function that gives a predictor's chance for a chain's next draft."""
+    """Returns a function of a chain's next draft and its index that calls the predictor with the draft's features."""
     return lambda child, i: predictor(DraftFeatures(child.own[:, 0, 0], entropy(child.log_own[:, 0]), i,
                                               None if child.hidden is None else child.hidden[:, 0]))
 
 
 def grow_chain(grower: Grower, state: Any, length: int, chance: Callable[[Children, Array], Array],
                goes_on: Callable[[Array, Array], Array]) -> tuple[Proposal, Any, Array]:
-    """Grows a chain while `goes_on` is true of the newest draft's chance and the product of all chances, `f32[B]` each.
+    """Grows a chain of at most `length` drafts.
 
     Args:
-        chance: gives the chance `f32[B]` of the draft at place `i32[]`.
+        grower: grows the tree.
+        state: the source's state.
+        length: largest number of drafts.
+        chance: a function of the newest draft and its index `i32[]` that returns its probability of acceptance,
+            `f32[B]`.
+        goes_on: a function of that probability and of the product of all of them so far that returns True for rows that
+            draft another token, `bool[B]`.
+
+    Returns:
+        The results of `Shape.grow`.
     """
     g, first = grower.start(state, length - 1, 1)
     B = g.tokens.shape[0]
@@ -90,12 +99,12 @@ def grow_chain(grower: Grower, state: Any, length: int, chance: Callable[[Childr
 
 
 def entropy(log_p: Array) -> Array:
-    """Returns the entropy `f32[...]`, in nats, of log-probabilities `f32[..., V]`."""
+    """Returns the entropy in nats, `f32[...]`, of log-probabilities `f32[..., V]`."""
     p = jnp.exp(log_p)
     return -jnp.where(p > 0, p * log_p, 0).sum(-1)
 
 
 def check_chance(name: str, value: float) -> None:
-    """Raises ValueError for a number outside [0, 1]."""
+    """Raises ValueError if `value` is outside [0, 1]; the error begins with `name`."""
     if not 0 <= value <= 1:
         raise ValueError(f"{name}: got {value}, takes 0 to 1")

@@ -1,4 +1,4 @@
-"""Verifiers, the rules that accept or reject drafts; each states the guarantee that it keeps."""
+"""Verifiers: rules that accept or reject drafts. Each states its guarantee about the output."""
 
 from decodax.algorithms.speculative.verifier import Guarantee, SeedExact, Verifier
 from decodax.algorithms.speculative.verify.block_verification import BlockVerification

@@ -1,15 +1,15 @@
-"""Block verification: accepts a chain of drafts as a whole, not token by token ("Block Verification Accelerates
-Speculative Decoding", Sun et al., 2024). The output keeps the target's distribution.
+"""Block verification: accepts or rejects a chain of drafts jointly instead of token by token ("Block Verification
+Accelerates Speculative Decoding", Sun et al., 2024). The output has the target's distribution.
 
-With the weights w_0 = 1 and
-w_i = min(1, w_{i-1} p(x_i) / q(x_i)), the first i drafts hold with probability w_i: a draft that p likes more than q
-does makes up for one that it likes less. In the paper's terms, for i = 0 .. n - 1 and n drafts
+Let w_0 = 1 and w_i = min(1, w_{i-1} p(x_i) / q(x_i)). The first i drafts are accepted with probability w_i, so a draft
+that is more likely under p than under q makes up for one that is less likely. In the paper's terms, for i = 0 .. n - 1
+and n drafts
 
     h_i = S_i / (S_i + 1 - w_i),    S_i = sum_x max(w_i p(x | x_1 .. x_i) - q(x | x_1 .. x_i), 0),
 
-and h_n = w_n; draft i passes where a uniform of its own lies below h_i; the last draft that passes holds together with
-all before it, whatever became of those. The next token comes from the normalised max(w_i p - q, 0), after the last
-draft from p. Of all rules that keep p and look at one block, none accepts more drafts in expectation.
+and h_n = w_n. Draft i passes if a uniform number of its own is below h_i. The last draft that passes is accepted
+together with all drafts before it, whether or not those passed. The next token is drawn from the normalised max(w_i p -
+q, 0), and after the last draft from p. No rule that keeps p and looks at one block accepts more drafts in expectation.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from decodax.sampling.draw import draw
 
 @dataclasses.dataclass(frozen=True)
 class BlockVerification(Verifier):
-    """Block verification of a chain; the distribution of the output is the target's, and in expectation it accepts at
-    least as many drafts as `Rejection`; of deterministic drafts exactly as many.
+    """Block verification of a chain (Sun et al., 2024). The output has the target's distribution. In expectation it
+    accepts at least as many drafts as `Rejection`, and exactly as many deterministic drafts.
 
-    Acceptance depends on later drafts, some of which are thrown away and drafted again. So unlike the other rules
-    this one needs drafts that take fresh noise each round, not noise addressed by position alone. Drafts that a `Shape`
-    grows do: their noise has the node's depth in its address.
+    Acceptance depends on later drafts, some of which are dropped and drafted again. So unlike other rules, this one
+    needs drafts with new noise in each round, not noise that depends on the position alone. Drafts grown by a `Shape`
+    have it: their noise depends also on the depth of the node.
     """
 
     guarantee: ClassVar[Guarantee] = "distribution-exact"
@@ -92,11 +92,13 @@ class BlockVerification(Verifier):
 @ALGORITHMS.register("block-verification", "Block Verification Accelerates Speculative Decoding", "Sun et al. 2024",
                      family="speculative-theory", needs="a draft model", guarantee="distribution-exact")
 def block_verification(draft: Any, length: Count = 6) -> Speculative:
-    """Accepts a draft model's chain as a whole: in expectation never fewer drafts than token by token.
+    """Accepts a draft model's chain jointly; in expectation at least as many drafts as with token-by-token
+    verification.
 
-    It takes the place of `speculative_decoding` where chains are long; the output keeps the target's distribution.
+    It replaces `speculative_decoding` for long chains; the output has the target's distribution.
 
     Args:
-        draft: the draft model. length: drafts a round.
+        draft: the draft model.
+        length: number of drafts in a round.
     """
     return Speculative(DraftModel(draft), BlockVerification(), Chain(length))

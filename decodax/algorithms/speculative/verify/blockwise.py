@@ -1,6 +1,6 @@
 """Acceptance rules of blockwise parallel decoding ("Blockwise Parallel Decoding for Deep Autoregressive Models", Stern,
-Shazeer, Uszkoreit, 2018): a draft holds if it is the argmax, one of the k likeliest tokens, or near the argmax as a
-number. The output is approximate; `Greedy` is exact for greedy rows."""
+Shazeer, Uszkoreit, 2018): a draft is accepted if it is the most likely token, one of the k most likely, or numerically
+near the most likely one. The output is approximate; `Greedy` is exact for greedy rows."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ from decodax.sampling.draw import winner
 
 @dataclasses.dataclass(frozen=True)
 class Greedy(Verifier):
-    """Accepts a draft if it is the most likely token after its parent; the next token is the most likely one too.
+    """Accepts a draft if it is the most likely token after its parent. The token after the accepted drafts is the most
+    likely one, too.
 
-    Exact for greedy rows (Stern et al. 2018; every method's greedy verification). A row that samples gets the most
-    likely tokens instead, so in general the rule is approximate.
+    Exact for greedy rows (Stern et al. 2018, and the greedy verification of most methods). Rows with a temperature also
+    get the most likely tokens, so in general the rule is approximate.
     """
 
     guarantee: ClassVar[Guarantee] = "approximate"
@@ -45,10 +46,10 @@ class Greedy(Verifier):
 class TopKAcceptance(Verifier):
     """Accepts a draft if it is among the `k` most likely tokens after its parent.
 
-    It is `SpecVerification` without a bound on the log-probability; with k 1 it is `Greedy`.
+    It is `SpecVerification` without a bound on the log-probability; with `k=1` it is `Greedy`.
 
     Raises:
-        ValueError: k below 1.
+        ValueError: `k` is below 1.
     """
 
     k: int
@@ -65,13 +66,13 @@ class TopKAcceptance(Verifier):
 
 @dataclasses.dataclass(frozen=True)
 class Distance(Verifier):
-    """Accepts a draft if its id is at most `epsilon` away from that of the most likely token after its parent, and the
-    policy allows it. For tokens whose ids are ordinal, such as intensities of pixels.
+    """Accepts a draft if its id differs by at most `epsilon` from that of the most likely token after its parent, and
+    the policy allows it. For tokens whose ids are ordinal, such as pixel intensities.
 
-    The next token is the most likely one. With epsilon 0 it is `Greedy`.
+    The token after the accepted drafts is the most likely one. With `epsilon=0` the rule is `Greedy`.
 
     Raises:
-        ValueError: epsilon below 0.
+        ValueError: `epsilon` is below 0.
     """
 
     epsilon: int
@@ -96,12 +97,13 @@ class Distance(Verifier):
                      "Stern, Shazeer, Uszkoreit 2018", family="blockwise-parallel", needs="a draft model",
                      guarantee="approximate")
 def greedy_verification(draft: Any, length: Count = 4) -> Speculative:
-    """Accepts drafts of a draft model while they are the target's most likely token.
+    """Accepts drafts of a draft model as long as they are the target's most likely tokens.
 
-    Greedy rows get greedy decoding exactly; rows that sample get the most likely tokens, too.
+    Greedy rows get exactly the tokens of greedy decoding. Rows with a temperature also get the most likely tokens.
 
     Args:
-        draft: the draft model. length: drafts a round.
+        draft: the draft model.
+        length: number of drafts in a round.
     """
     return Speculative(DraftModel(draft), Greedy(), Chain(length))
 
@@ -110,12 +112,14 @@ def greedy_verification(draft: Any, length: Count = 4) -> Speculative:
                      "Stern, Shazeer, Uszkoreit 2018", family="blockwise-parallel", needs="a draft model",
                      guarantee="approximate")
 def blockwise_top_k(draft: Any, k: Count = 3, length: Count = 4) -> Speculative:
-    """Accepts drafts of a draft model while they are among the target's k most likely tokens.
+    """Accepts drafts of a draft model as long as they are among the target's k most likely tokens.
 
-    The larger `k` is, the more drafts hold and the further the text is from the target's own.
+    With a larger `k` more drafts are accepted, and the text differs more from the target's own.
 
     Args:
-        draft: the draft model. k: rank up to which a draft holds; 1 is greedy verification. length: drafts a round.
+        draft: the draft model.
+        k: largest rank of an accepted draft; 1 is greedy verification.
+        length: number of drafts in a round.
     """
     return Speculative(DraftModel(draft), TopKAcceptance(k), Chain(length))
 
@@ -125,13 +129,13 @@ def blockwise_top_k(draft: Any, k: Count = 3, length: Count = 4) -> Speculative:
                      "Stern, Shazeer, Uszkoreit 2018", family="blockwise-parallel", needs="a draft model",
                      guarantee="approximate")
 def blockwise_distance(draft: Any, epsilon: Whole = 2, length: Count = 4) -> Speculative:
-    """Accepts drafts of a draft model while their ids are near that of the target's most likely token.
+    """Accepts drafts of a draft model as long as their ids are near that of the target's most likely token.
 
-    For models whose token ids are ordinal, such as intensities of pixels.
+    For models whose token ids are ordinal, such as pixel intensities.
 
     Args:
         draft: the draft model.
         epsilon: largest difference of ids; 0 is greedy verification.
-        length: drafts a round.
+        length: number of drafts in a round.
     """
     return Speculative(DraftModel(draft), Distance(epsilon), Chain(length))

@@ -1,4 +1,4 @@
-"""The verifier of FastCoT's early cut: in one round all drafts are accepted as they are (Zhang et al., 2023)."""
+"""The verifier for FastCoT's early cut (Zhang et al., 2023): in one round it accepts all drafts without a test."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from decodax.sampling.distribution import Distribution
 
 @dataclasses.dataclass(frozen=True)
 class Cut(Verifier):
-    """`SeedExact`, except that a row that has had `rounds` rounds accepts all of its drafts in the next one.
+    """`SeedExact`, except that each row accepts all its drafts in one round, the one after `rounds` rounds.
 
-    Approximate: the tokens accepted then are guesses. Tokens before them are plain decoding's, and tokens after them
-    are plain decoding's after this text. For chains, `FastCoT`'s with the same `cut`.
+    Approximate: the tokens accepted in that round are guesses. Tokens before them are those of plain decoding, and
+    tokens after them are those of plain decoding given this text. For chains; use it with a `FastCoT` draft with the
+    same `cut`.
 
     Raises:
-        ValueError: rounds below 1; while it is traced: a tree that is not a chain.
+        ValueError: `rounds` is below 1; or, while it is traced, the tree is not a chain.
     """
 
     rounds: int

@@ -1,4 +1,5 @@
-"""The verifier of target-initialised multi-candidate decoding: the longest branch wins (Lu et al., 2024)."""
+"""The verifier of multi-candidate decoding with target-initialised trees (Lu et al., 2024): takes the longest
+branch."""
 
 from __future__ import annotations
 
@@ -18,25 +19,28 @@ from decodax.sampling.distribution import Distribution
 
 @dataclasses.dataclass(frozen=True)
 class LongestBranch(Verifier):
-    """A first token holds if it is among the target's `k` likeliest, every later one if it is what the target draws at
-    its parent; of all branches the longest is taken, and of equal ones the first. For `TargetRooted` drafts.
+    """Accepts the longest branch of a tree from `TargetRooted` drafts. The first token of a branch is accepted if it is
+    among the target's `k` most likely tokens, a later one if it is the token that the target draws at its parent. Of
+    equally long branches the first is taken.
 
     "Improving Multi-candidate Speculative Decoding" (Lu, Zeng, Ma, Yu, Levorato 2024). The round ends with the last
-    accepted draft. The token after it is not drawn: the k likeliest are the first tokens of the next round's branches.
+    accepted draft. The token after it is not drawn, since the k most likely tokens there are the first tokens of the
+    branches in the next round.
 
-    Approximate. The first token of a round is chosen for what the draft could continue, not by the target's
-    distribution, and a greedy row may leave the most likely token for a less likely one. That is the paper's rule and
-    its gain, and there is no exact one: of several first tokens an exact rule can keep only the one that the target
-    draws, which is known before anything is drafted, so the other branches would be drafted for nothing. `SeedExact`
-    with the same drafts settles that token at once and gives plain decoding's tokens.
+    Approximate. The first token of a round is chosen by how far the draft can continue it, not by the target's
+    distribution, and a greedy row may get a less likely token. This is the paper's rule and its gain. An exact rule
+    could accept only the first token that the target draws; since that token is known before anything is drafted, the
+    other branches would be useless. `SeedExact` with the same drafts decides that token at once and gives the tokens of
+    plain decoding.
 
-    Two variants. In the paper's code a sampled first level is drawn without replacement; here it is the target's own
-    draw, as far as the kept logits tell, and then the likeliest, so that on a tie the row stays with plain sampling. A
-    later token passes there with probability min(1, p / q), each sibling by itself; here by the target's keyed draw, so
-    that what follows a first token is the target's own sample.
+    There are two differences from the paper's code. There, the first level of a sampled tree is drawn without
+    replacement; here it has the target's own draw, as far as the kept logits determine it, and then the most likely
+    tokens, so that with branches of equal length the text is that of plain sampling. There, each later token is
+    accepted with probability min(1, p / q) by itself; here it must be the target's own draw, so that the text after the
+    first token is the target's own sample.
 
     Raises:
-        ValueError: k below 1.
+        ValueError: `k` is below 1.
     """
 
     k: int = 4

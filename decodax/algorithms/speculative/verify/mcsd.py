@@ -1,11 +1,10 @@
 """Multi-round rejection sampling: tests the children of a node one after the other ("Multi-Candidate Speculative
-Decoding", Yang et al., 2024). The output keeps the target's distribution.
+Decoding", Yang et al., 2024). The output has the target's distribution.
 
-At a node the children are tried in turn: one is accepted with probability min(1, p(x) / q(x)); after a rejection the
-target becomes the normalised positive part of p - q, and, where children are drawn without replacement, the rejected
-token leaves q. The first accepted child is the next node; if none is, the token comes from what is left of p.
-SpecInfer (Miao et al. 2024) draws children with replacement; MCSD, RSD (Jeon et al. 2024) and Sequoia (Chen et al.
-2024) without.
+A child x is accepted with probability min(1, p(x) / q(x)). After a rejection, p becomes the normalised positive part of
+p - q; if children are drawn without replacement, the rejected token is also removed from q. The first accepted child is
+the next node. If no child is accepted, the token is drawn from the remaining p. SpecInfer (Miao et al. 2024) draws
+children with replacement; MCSD, RSD (Jeon et al. 2024) and Sequoia (Chen et al. 2024) without.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ from decodax.sampling.distribution import Distribution
 
 @dataclasses.dataclass(frozen=True)
 class MultiRound(Verifier):
-    """Multi-round rejection sampling; the distribution of the output is the target's.
+    """Multi-round rejection sampling of the children of each node; the output has the target's distribution.
+
+    A deterministic draft is accepted with its probability in what earlier siblings have left of p. A dead child is not
+    tested; without replacement, later children were drawn without its token, so it is removed from q.
 
     Attributes:
-        replacement: True if siblings are independent draws from q. By default they are distinct, so that no token that
-            was rejected before is tried again.
-
-    Deterministic drafts are tried against what is left of p: each is accepted with its probability there. A dead child
-    is not tried. Without replacement the children after it were drawn without its token, which leaves q.
+        replacement: True: siblings are independent draws from q. False: they are drawn without replacement, so that a
+            rejected token is not tested again.
     """
 
     replacement: bool = False
@@ -51,7 +50,7 @@ class MultiRound(Verifier):
 
     def siblings(self, p: Array, q: Any, tokens: Array, children: Array, dead: Array,
                  u: Array) -> tuple[Array, Array, Array]:
-        """See `decodax.algorithms.speculative.verify.walk.Siblings`."""
+        """Tests the children of one node; the arguments and results are those of `walk.Siblings`."""
         if q is None:
             return certain(p, tokens, children, u)
         if callable(q) and not self.replacement:
@@ -86,11 +85,11 @@ class MultiRound(Verifier):
 def mcsd(draft: Any, branching: tuple[int, ...] = (4, 2, 2)) -> Speculative:
     """Drafts several candidates at each node with a draft model, drawn without replacement.
 
-    For sampled texts: a second and third candidate catch many of the rejections of a chain.
+    For sampled texts: if the first candidate is rejected, a second or third is often accepted.
 
     Args:
         draft: the draft model.
-        branching: number of children of each node, level by level; the paper's k-configuration.
+        branching: number of children of each node, by level; the paper's k-configuration.
     """
     return Speculative(DraftModel(draft), MultiRound(), Fixed.balanced(*branching))
 

@@ -22,11 +22,12 @@ from decodax.sampling.draw import draw
 
 @dataclasses.dataclass(frozen=True)
 class Rejection(Verifier):
-    """Accepts a draft `x` with probability min(1, p(x) / q(x)); at the first rejection draws from the normalised
-    positive part of p - q, and after the last draft from p (Leviathan et al. 2023, Chen et al. 2023).
+    """Rejection sampling of a chain (Leviathan et al. 2023, Chen et al. 2023). A draft `x` is accepted with probability
+    min(1, p(x) / q(x)). After the first rejection, the token is drawn from the normalised positive part of p - q, and
+    after the last draft from p.
 
-    The distribution of the output is the target's; the tokens differ from plain sampling's. Accept, residual and bonus
-    draws have keys of their own, apart from the draft's. For chains; `MultiRound` is the rule for trees.
+    The output has the target's distribution; its tokens differ from those of plain sampling. The draws of acceptance,
+    residual and drafts have separate keys. For chains; `MultiRound` is the rule for trees.
     """
 
     guarantee: ClassVar[Guarantee] = "distribution-exact"
@@ -50,8 +51,8 @@ class Rejection(Verifier):
 
 
 def chain_drafts(rule: Any, tree: Tree, vocabulary: int) -> tuple[Array, Array, Array]:
-    """Returns the drafts `i32[B, K]` of a chain, their liveness `bool[B, K]`, and the distribution that each was drawn
-    from, `f32[B, K, V]`, one-hot if drafts are deterministic.
+    """Returns the drafts of a chain, `i32[B, K]`; `bool[B, K]`, False for padding; and the distribution from which each
+    was drawn, `f32[B, K, V]`, one-hot for deterministic drafts. `rule` is the verifier, for the error.
 
     Raises:
         ValueError: the tree is not a chain.

@@ -1,4 +1,4 @@
-"""Helpers of the approximate verifiers, which accept drafts that are likely enough."""
+"""Functions for the approximate verifiers, which accept drafts that are likely enough."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from decodax.sampling.draw import winner
 
 
 def among(dist: Distribution, tree: Tree, beta: int, tau: float) -> tuple[Array, Array, Array]:
-    """Accepts drafts that are among the `beta` likeliest tokens and whose logits are at most `tau` below the best.
+    """Accepts drafts that are among the `beta` most likely tokens and whose logits are at most `tau` below the largest.
 
-    Of equal logits the smaller id ranks first. Returns what a `Verifier` does.
+    Of equal logits the smaller id ranks first. The results are those of a `Verifier`.
     """
     logits = before_temperature(dist)
     values, tokens = top_k(logits, min(beta, logits.shape[-1]))
@@ -30,8 +30,8 @@ def among(dist: Distribution, tree: Tree, beta: int, tau: float) -> tuple[Array,
 
 
 def before_temperature(dist: Distribution) -> Array:
-    """Returns the processed logits, `f32[B, 1 + N, V]`. Greedy rows get the logits before the temperature, which would
-    leave a single token."""
+    """Returns the processed logits, `f32[B, 1 + N, V]`. For greedy rows these are the logits before the temperature,
+    which would leave only one token."""
     chain, hot = dist.policy.transforms, dist.processed()
     cut = next((i for i, t in enumerate(chain) if isinstance(t, Temperature)), None)
     if cut is None:
@@ -42,8 +42,9 @@ def before_temperature(dist: Distribution) -> Array:
 
 
 def likeliest(tree: Tree, holds: Array, score: Array) -> tuple[Array, Array]:
-    """Returns the longest path whose drafts all hold, and its length, as `deepest` does. Of equally long paths it takes
-    the one with the largest sum of `score` (`f32[B, 1 + N]`), and the first of those."""
+    """Returns the longest path on which all drafts may be accepted (`holds`), and its length, with the results of
+    `deepest`. Of equally long paths it is the one with the largest sum of `score` (`f32[B, 1 + N]`), and of those the
+    first."""
     holds = (holds & tree.live).at[:, 0].set(True)
     good = (holds[:, None, :] | ~tree.sees).all(-1)
     depth = jnp.where(good, tree.depth, -1)

@@ -1,6 +1,6 @@
-"""Spec-Verification: accepts drafts that are among the likeliest tokens and near the best one ("Speculative Decoding:
-Exploiting Speculative Execution for Accelerating Seq2seq Generation", SpecDec, Xia et al., 2023; GAD++, Ge et al.,
-2022). The output is approximate."""
+"""Spec-Verification: accepts drafts that are among the most likely tokens and not much less likely than the best
+("Speculative Decoding: Exploiting Speculative Execution for Accelerating Seq2seq Generation", SpecDec, Xia et al.,
+2023; GAD++, Ge et al., 2022). The output is approximate."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from decodax.sampling.distribution import Distribution
 @dataclasses.dataclass(frozen=True)
 class SpecVerification(Verifier):
     """Accepts a draft if it is among the `beta` most likely tokens after its parent and its log-probability is at most
-    `tau` below the best one's.
+    `tau` below that of the most likely one.
 
-    The next token is the most likely one. Ranks and log-probabilities are those of the row's processed distribution;
-    of a greedy row, where only one token would be left, those before the temperature. With beta 1, or tau 0 and no
-    ties, it is `Greedy`; otherwise approximate. Among equally deep paths the one nearest to the best tokens is taken.
+    The token after the accepted drafts is the most likely one. Ranks and log-probabilities are those of the row's
+    processed distribution; for greedy rows, those before the temperature. With `beta=1`, or `tau=0` and no ties, the
+    rule is `Greedy`; otherwise it is approximate. Of equally long paths, the one with the smallest distance from the
+    best tokens is taken.
 
     Raises:
-        ValueError: beta below 1 or tau below 0.
+        ValueError: `beta` is below 1 or `tau` below 0.
     """
 
     beta: int = 3

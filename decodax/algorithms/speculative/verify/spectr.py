@@ -1,16 +1,16 @@
-"""k-SEQ: tries independent siblings in turn against p lowered by a common factor ("SpecTr: Fast Speculative Decoding
-via Optimal Transport", Sun et al., 2023). The output keeps the target's distribution.
+"""k-SEQ: tests independent siblings one after the other against p divided by a common factor ("SpecTr: Fast Speculative
+Decoding via Optimal Transport", Sun et al., 2023). The output has the target's distribution.
 
-Of k independent draws from q the first is accepted that passes with probability
-min(1, p(x) / (rho q(x))). With beta(rho) = sum_x min(q(x), p(x) / rho), the chance of one draw, one of the k is
+Each of k independent draws from q passes with probability min(1, p(x) / (rho q(x))), and the first that passes is
+accepted. Let beta(rho) = sum_x min(q(x), p(x) / rho), the probability that one draw passes. Then one of the k is
 accepted with probability 1 - (1 - beta)^k, and is distributed as min(q, p / rho) / beta. So the output is exactly p if
-the token that replaces them when none is accepted comes from the normalised
+the token after k rejections is drawn from the normalised
 
-    p(x) - min(q(x), p(x) / rho) * (1 - (1 - beta)^k) / beta,
+    p(x) - min(q(x), p(x) / rho) * (1 - (1 - beta)^k) / beta.
 
-which is no distribution unless 1 - (1 - beta)^k <= rho * beta. The left side falls in rho and the right side grows, and
-the smallest rho that will do, where they are equal, accepts most often: at least 1 - 1/e times as often as the best
-coupling that there is. It lies between 1 and k; for k = 1 it is 1 and the rule is plain rejection sampling.
+This is a distribution if 1 - (1 - beta)^k <= rho * beta. The left side falls with rho and the right side grows. The
+smallest valid rho, for which both are equal, has the largest acceptance: at least 1 - 1/e times that of the best
+coupling. It is between 1 and k; for k = 1 it is 1, and the rule is plain rejection sampling.
 """
 
 from __future__ import annotations
@@ -37,13 +37,15 @@ HALVINGS = 12
 
 @dataclasses.dataclass(frozen=True)
 class KSeq(Verifier):
-    """The k-SEQ rule at each node of a tree, k its live children; the distribution of the output is the target's.
+    """The k-SEQ rule at each node of a tree, where k is the number of its live children (Sun et al., 2023). The output
+    has the target's distribution.
+
+    Deterministic drafts are no draws from a common q. They are tested as in `MultiRound`, against what earlier siblings
+    have left of p.
 
     Attributes:
-        rho: "auto", the smallest factor that is exact, found by bisection at each node; or a number of at least 1,
-            which is used where it is larger.
-
-    Deterministic drafts are not draws from one q: they are tried against what is left of p, as by `MultiRound`.
+        rho: "auto": the smallest exact factor, found by bisection at each node. A number of at least 1: a lower bound
+            on the factor.
 
     Raises:
         ValueError: a number below 1.
@@ -62,7 +64,7 @@ class KSeq(Verifier):
 
     def siblings(self, p: Array, q: Any, tokens: Array, children: Array, dead: Array,
                  u: Array) -> tuple[Array, Array, Array]:
-        """See `decodax.algorithms.speculative.verify.walk.Siblings`."""
+        """Tests the children of one node; the arguments and results are those of `walk.Siblings`."""
         if q is None:
             return certain(p, tokens, children, u)
         if callable(q):
@@ -78,19 +80,20 @@ class KSeq(Verifier):
 
 
 def overlap(p: Array, q: Array, rho: Array) -> tuple[Array, Array]:
-    """Returns `min(q, p / rho)`, `f32[V]`, and its sum beta, the chance that one draw from q is accepted."""
+    """Returns `min(q, p / rho)`, `f32[V]`, and its sum beta, `f32[]`, the probability that one draw from q passes."""
     common = jnp.minimum(q, p / rho)
     return common, jnp.minimum(common.sum(), 1)
 
 
 def some(beta: Array, k: Array) -> Array:
-    """`1 - (1 - beta)^k`: the chance that one of k draws is accepted, precise for a small beta too."""
+    """Returns `1 - (1 - beta)^k`, the probability that one of k draws passes, with full precision also for a small
+    beta."""
     return -jnp.expm1(jnp.maximum(k, 1) * jnp.log1p(-beta))
 
 
 def smallest(p: Array, q: Array, k: Array) -> Array:
-    """The smallest rho with `1 - (1 - beta)^k <= rho * beta`, from above: any larger one is exact too, so that twelve
-    halvings of [1, k] cost no exactness, and of acceptance less than k / 4096."""
+    """Returns the smallest rho with `1 - (1 - beta)^k <= rho * beta`, rounded up. Any larger rho is exact, too, so
+    twelve bisections of [1, k] reduce acceptance by less than k / 4096 and keep exactness."""
     def halve(_: int, ends: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = ends
         rho = (low + high) / 2
@@ -105,11 +108,14 @@ def smallest(p: Array, q: Array, k: Array) -> Array:
 @ALGORITHMS.register("spectr", "SpecTr: Fast Speculative Decoding via Optimal Transport", "Sun et al. 2023",
                      family="speculative-theory", needs="a draft model", guarantee="distribution-exact")
 def spectr(draft: Any, num_drafts: Count = 3, length: Count = 3) -> Speculative:
-    """Drafts several independent chains with a draft model and accepts them by k-SEQ, an approximate optimal transport.
+    """Drafts several independent chains with a draft model and accepts one with k-SEQ, an approximate optimal
+    transport.
 
-    More drafts hold than with one chain where the draft model is often wrong about the first token.
+    If the draft model is often wrong about the first token, more drafts are accepted than with one chain.
 
     Args:
-        draft: the draft model. num_drafts: number of chains. length: drafts of each chain.
+        draft: the draft model.
+        num_drafts: number of chains.
+        length: number of drafts in each chain.
     """
     return Speculative(DraftModel(draft), KSeq(), Fixed.balanced(num_drafts, *(1,) * (length - 1)))

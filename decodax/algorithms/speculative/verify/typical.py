@@ -25,16 +25,17 @@ from decodax.sampling.draw import winner
 
 @dataclasses.dataclass(frozen=True)
 class TypicalAcceptance(Verifier):
-    """Accepts a draft `x` if `p(x) > min(epsilon, delta * exp(-H(p)))`, with the entropy `H` in nats: if it is likely
-    enough, or not much less likely than a typical token.
+    """Accepts a draft `x` if `p(x) > min(epsilon, delta * exp(-H(p)))`, with the entropy `H` in nats: if it is likely,
+    or not much less likely than a typical token (Cai et al., 2024).
 
-    The token after the accepted drafts is the most likely one, as in the paper. Of equally deep paths the likeliest is
-    taken, as in the authors' code. `p` is the row's processed distribution, so a greedy row gets greedy decoding
-    exactly; sampled rows are approximate.
+    The token after the accepted drafts is the most likely one, as in the paper. Of equally long paths the most likely
+    is taken, as in the authors' code. `p` is the row's processed distribution, so greedy rows get exactly the tokens of
+    greedy decoding; sampled rows are approximate.
 
     Attributes:
-        epsilon: hard threshold, between 0 and 1. delta: entropy-dependent threshold, above 0; the authors recommend
-            the square root of `epsilon`. The defaults are those of their code.
+        epsilon: hard threshold, between 0 and 1.
+        delta: factor of the threshold that depends on the entropy, above 0. The authors recommend the square root of
+            `epsilon`. Both defaults are those of their code.
 
     Raises:
         ValueError: a threshold out of range.
@@ -67,12 +68,13 @@ def typical_acceptance(draft: Any, epsilon: Annotated[float, Range(0, 1, above=T
                        delta: Positive = 0.3, shape: Shape | None = Chain(4)) -> Speculative:
     """Accepts drafts of a draft model that are not much less likely than a typical token.
 
-    More drafts hold than under an exact rule, and sampled texts differ from plain sampling's.
+    More drafts are accepted than under an exact rule, and sampled texts have another distribution than in plain
+    sampling.
 
     Args:
         draft: the draft model.
-        epsilon: probability above which a draft always holds.
-        delta: factor of the bound that falls with the entropy; the authors recommend the square root of `epsilon`.
-        shape: how the draft tree grows.
+        epsilon: probability above which a draft is always accepted.
+        delta: factor of the threshold that falls with the entropy; the authors recommend the square root of `epsilon`.
+        shape: shape of the draft tree.
     """
     return Speculative(DraftModel(draft), TypicalAcceptance(epsilon, delta), shape)

@@ -1,4 +1,5 @@
-"""The walk down a tree of verifiers that test a node's children together (`MultiRound`, `KSeq`)."""
+"""Verification of a tree from the root down, for verifiers that test the children of a node together (`MultiRound`,
+`KSeq`)."""
 
 from __future__ import annotations
 
@@ -17,18 +18,21 @@ from decodax.sampling.distribution import Distribution
 from decodax.sampling.draw import draw
 
 Siblings = Callable[[Array, Any, Array, Array, Array, Array], tuple[Array, Array, Array]]
-"""Tests one node's children. Takes p `f32[V]`, q `f32[V]` (None: drafts are deterministic; a function of a child's node
-`i32[]`: each was drawn from its own), and for the tree's nodes their tokens `i32[1 + N]`, masks of the live and of the
-dead children `bool[1 + N]`, and a uniform each `f32[1 + N]`. Returns the accepted child `i32[]`, True if there is one
-`bool[]`, and the unnormalised distribution of the token if there is none, `f32[V]`."""
+"""A function that tests the children of one node.
+
+It takes p, `f32[V]`; q, `f32[V]` (None: drafts are deterministic; a function of a child's index `i32[]`: each child was
+drawn from a distribution of its own); the tokens of all nodes of the tree, `i32[1 + N]`; masks of the live and the dead
+children, `bool[1 + N]`; and a uniform number for each node, `f32[1 + N]`. It returns the accepted child, `i32[]`; True
+if there is one, `bool[]`; and the unnormalised distribution of the next token if there is none, `f32[V]`.
+"""
 
 
 def walk(siblings: Siblings, dist: Distribution, s: State, tree: Tree) -> tuple[Array, Array, Array]:
-    """Goes from accepted child to accepted child, and draws `own` from the last one's residual. Returns what a
-    `Verifier` does.
+    """Goes from the root to accepted children, and draws `own` from the residual distribution at the last one. The
+    results are those of a `Verifier`.
 
-    A level's outcome depends on nothing below it, and its position is decided this round, so noise addressed by
-    position and rank is never used twice.
+    The outcome at a level does not depend on the levels below, and its position is decided in this round. So noise
+    addressed by position and rank is never used twice.
     """
     log_p = dist.log_probs()
     parents = jnp.broadcast_to(tree.parents, tree.tokens.shape)
@@ -62,18 +66,19 @@ def walk(siblings: Siblings, dist: Distribution, s: State, tree: Tree) -> tuple[
 
 
 def residual(left: Array, p: Array) -> Array:
-    """Returns the positive part of `left` (`f32[..., V]`), or `p` where nothing is positive.
+    """Returns the positive part of `left` (`f32[..., V]`), or `p` if nothing is positive.
 
-    No residual means no rejection but by rounding, and then p is the right limit. A p that is NaN or 0 all over stays,
-    and becomes the row's status.
+    Without a positive part a rejection is possible only by rounding, and p is the right limit. A p with NaN or only
+    zeros is returned as it is, and then determines the row's status.
     """
     left = jnp.maximum(left, 0)
     return jnp.where(left.sum(-1, keepdims=True) > 0, left, p)
 
 
 def certain(p: Array, tokens: Array, children: Array, u: Array) -> tuple[Array, Array, Array]:
-    """`Siblings` for deterministic drafts, without q: each is accepted with its probability in what the ones before it
-    left of p. No rule that keeps p accepts more often: it accepts with the sum of p over the children."""
+    """Tests deterministic children, for which q is None (a `Siblings` without q): each is accepted with its probability
+    in what earlier children have left of p. In total, one is accepted with the sum of p over the children; no rule that
+    keeps p accepts more often."""
     n = jnp.arange(tokens.shape[0])
     again = ((tokens[:, None] == tokens) & children & (n < n[:, None])).any(-1)
     chance = jnp.where(children & ~again, p[tokens], 0)

@@ -1,1 +1,1 @@
-"""Eviction rules that give heads and layers budgets of their own."""
+"""Eviction rules in which heads and layers have different budgets."""

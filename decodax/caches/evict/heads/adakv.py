@@ -19,15 +19,16 @@ from decodax.common.options import Count, Range, Share, Whole
 from decodax.common.registry import CACHES
 
 HeadCap = Annotated[float, Range(1)] | None
-"""Largest number of tokens of one head, as a multiple of an even budget. It bounds the memory of heads. None: any."""
+"""Maximum number of tokens of one head, as a multiple of the budget; it bounds the memory of a head. None: no bound."""
 
 
 @dataclasses.dataclass(frozen=True)
 class AdaptiveHeads(Selection):
-    """Keeps the best tokens of all heads of a layer together.
+    """Keeps the best tokens of all heads of a layer together: heads with better tokens keep more of them.
 
     Attributes:
-        floor_alpha: share of an even budget that each head keeps in any case.
+        score: score of the tokens.
+        floor_alpha: share of the budget that each head keeps at least.
         head_cap: see `HeadCap`.
     """
 
@@ -49,7 +50,14 @@ class AdaptiveHeads(Selection):
         return self.shared(self.score(held), held.valid, count)
 
     def shared(self, worth: Array, valid: Array, count: Array) -> Array:
-        """Returns a mask of the best tokens of all heads, `bool[G, S]`, with `count` tokens a head on the average."""
+        """Returns a mask of the best tokens of all heads together, `bool[G, S]`: `count` tokens for each head on
+        average.
+
+        Args:
+            worth: `f32[G, S]`, scores.
+            valid: `bool[G, S]`, filled slots.
+            count: `i32[]`, mean number of tokens of a head.
+        """
         safe = best(worth, valid, whole(count, self.floor_alpha))
         worth = jnp.where(safe, jnp.inf, worth)
         if self.head_cap is not None:
@@ -63,16 +71,17 @@ class AdaptiveHeads(Selection):
                  "Feng et al. 2024", family="evict")
 def adakv(budget: Budget = 1024, every: Every = None, window_size: Count = 32, kernel_size: Count = 7,
           pooling: Pooling = "max", floor_alpha: Share = 0.2, head_cap: HeadCap = None) -> Eviction:
-    """Keeps SnapKV's choice, where the heads of a layer share their budget.
+    """Keeps the tokens that SnapKV chooses, with one budget for all heads of a layer.
 
-    Better than SnapKV in the same memory, since heads that look at few tokens leave theirs to the others.
+    Better than SnapKV in the same memory, since heads that attend to few tokens leave slots to the others.
 
     Args:
-        budget: tokens that each head keeps on the average; below 1, a share of the text; or bytes such as "64MB".
+        budget: tokens that each head keeps on average; below 1, a share of the text; or bytes such as "64MB".
         every: tokens between evictions while decoding. None: evict once, after the prompt.
-        window_size, kernel_size, pooling: of the score, as in `snapkv`.
-        floor_alpha: share of the budget that each head keeps in any case.
-        head_cap: a head keeps at most this many times the budget. None: any number.
+        window_size: number of latest queries that score the tokens; their own tokens are kept.
+        kernel_size, pooling: number of neighbouring tokens whose scores are pooled (odd), and how ("mean" or "max").
+        floor_alpha: share of the budget that each head keeps at least.
+        head_cap: a head keeps at most this multiple of the budget. None: no bound.
     """
     score = WindowAttention(window_size, kernel_size, pooling)
     return Eviction(AdaptiveHeads(score, floor_alpha, head_cap), budget, every, name="adakv")
@@ -84,16 +93,18 @@ def adakv(budget: Budget = 1024, every: Every = None, window_size: Count = 32, k
 def adaptive_expected_attention(budget: Budget = 0.5, every: Every = None, n_sink: Whole = 4,
                                 n_future_positions: Count = 512, epsilon: float = 0.01, floor_alpha: Share = 0.2,
                                 head_cap: HeadCap = None) -> Eviction:
-    """Keeps Expected Attention's choice, where the heads of a layer share their budget.
+    """Keeps the tokens that Expected Attention chooses, with one budget for all heads of a layer.
 
-    The form in which the paper's authors evaluate it.
+    The authors of the paper evaluate this form.
 
     Args:
-        budget: tokens that each head keeps on the average; below 1, a share of the text; or bytes such as "64MB".
+        budget: tokens that each head keeps on average; below 1, a share of the text; or bytes such as "64MB".
         every: tokens between evictions while decoding. None: evict once, after the prompt.
-        n_sink, n_future_positions, epsilon: of the score, as in `expected-attention`.
-        floor_alpha: share of the budget that each head keeps in any case.
-        head_cap: a head keeps at most this many times the budget. None: any number.
+        n_sink: number of first tokens that are always kept.
+        n_future_positions: number of next positions over which the rotation of queries is averaged.
+        epsilon: added to the expected attention before it is multiplied by the norm of the value.
+        floor_alpha: share of the budget that each head keeps at least.
+        head_cap: a head keeps at most this multiple of the budget. None: no bound.
     """
     score = ExpectedAttention(n_sink, n_future_positions, epsilon=epsilon)
     return Eviction(AdaptiveHeads(score, floor_alpha, head_cap), budget, every, name="adaptive-expected-attention")

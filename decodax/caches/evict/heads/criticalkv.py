@@ -1,8 +1,8 @@
-"""CriticalKV: scores tokens by their attention and by what their values change in the output ("Identify Critical KV
+"""CriticalKV: scores tokens by their attention and by how much their values change the output ("Identify Critical KV
 Cache in LLM Inference from an Output Perturbation Perspective", Feng et al., 2025).
 
-The first part of the budget goes to the best tokens by another score, SnapKV's. The second part goes to the best of the
-others by that score times the norm of their projected values.
+The first part of the budget goes to the best tokens by SnapKV's score. The second part goes to the best of the
+remaining tokens by this score times the norm of their projected values.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ from decodax.common.registry import CACHES
 
 @dataclasses.dataclass(frozen=True)
 class TwoStages(Selection):
-    """Keeps the best tokens by a score, and the best of the others by that score times what their values change in the
-    output of attention.
+    """Keeps the best tokens by a score, and the best of the others by that score times the norm of their projected
+    values.
 
     Attributes:
-        score: should not count norms of values itself.
-        first_stage_ratio: share of the budget that goes by the score alone.
-        floor_alpha: the heads of a layer share their budget, as in `AdaptiveHeads`. None: all heads keep the same
-            number of tokens.
-        head_cap: as in `AdaptiveHeads`. epsilon: added to the score.
+        score: score of the tokens; it should not include norms of values.
+        first_stage_ratio: share of the budget for the score alone.
+        floor_alpha: None: all heads keep the same number of tokens. A number: the heads of a layer share their budget,
+            and each keeps at least this share, as in `AdaptiveHeads`.
+        head_cap: see `HeadCap`.
+        epsilon: added to the score before it is multiplied by the norm.
     """
 
     score: TokenScore
@@ -49,7 +50,7 @@ class TwoStages(Selection):
 
     @property
     def _sizes(self) -> Selection:
-        """The selection that says how many tokens each head keeps."""
+        """The selection that determines the number of tokens of each head."""
         return Top(self.score) if self.floor_alpha is None else AdaptiveHeads(
             self.score, self.floor_alpha, self.head_cap)
 
@@ -70,7 +71,7 @@ class TwoStages(Selection):
         return best(jnp.where(chosen, jnp.inf, (worth + self.epsilon) * self._norms(held)), valid, own)
 
     def _norms(self, held: HeldLayer) -> Array:
-        """Returns `|W_o v|_1` of each token, in the mean over the heads of a group, `f32[G, S]`."""
+        """Returns `|W_o v|_1` for each token, averaged over the heads of a group, `f32[G, S]`."""
         assert held.outputs is not None
         G = held.values.shape[0]
         heads = held.outputs.reshape(G, -1, *held.outputs.shape[1:])
@@ -82,17 +83,18 @@ class TwoStages(Selection):
                  "Feng et al. 2025", family="evict")
 def criticalkv(budget: Budget = 1024, window_size: Count = 32, kernel_size: Count = 7, pooling: Pooling = "max",
                first_stage_ratio: Share = 0.5, floor_alpha: Share | None = None, head_cap: HeadCap = None) -> Eviction:
-    """Keeps SnapKV's choice, and tokens whose values change the output of attention most.
+    """Keeps the tokens that SnapKV chooses, and tokens whose values change the output of attention most.
 
     Evicts once, after the prompt.
 
     Args:
         budget: tokens that each head keeps; below 1, a share of the text; or bytes such as "64MB".
-        window_size, kernel_size, pooling: of the score, as in `snapkv`.
-        first_stage_ratio: share of the budget that goes by SnapKV's scores alone.
-        floor_alpha: the heads of a layer share their budget, and each keeps this share in any case, as in `adakv`.
-            None: all heads keep the same number of tokens.
-        head_cap: a head keeps at most this many times the budget. None: any number.
+        window_size: number of latest queries that score the tokens; their own tokens are kept.
+        kernel_size, pooling: number of neighbouring tokens whose scores are pooled (odd), and how ("mean" or "max").
+        first_stage_ratio: share of the budget that is chosen by SnapKV's scores alone.
+        floor_alpha: None: all heads keep the same number of tokens. A number: the heads of a layer share their budget,
+            and each keeps at least this share, as in `adakv`.
+        head_cap: a head keeps at most this multiple of the budget. None: no bound.
     """
     score = WindowAttention(window_size, kernel_size, pooling)
     return Eviction(TwoStages(score, first_stage_ratio, floor_alpha, head_cap), budget, name="criticalkv")

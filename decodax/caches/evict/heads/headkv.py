@@ -1,5 +1,5 @@
-"""HeadKV: each head keeps a number of tokens that its measured importance gives it ("Not All Heads Matter: A Head-Level
-KV Cache Compression Method with Integrated Retrieval and Reasoning", Fu et al., 2024).
+"""HeadKV: the number of tokens of each head depends on its measured importance ("Not All Heads Matter: A Head-Level KV
+Cache Compression Method with Integrated Retrieval and Reasoning", Fu et al., 2024).
 
 `decodax.train.fit_heads` measures the importance of heads.
 """
@@ -23,10 +23,11 @@ from decodax.common.registry import CACHES
 
 @dataclasses.dataclass(frozen=True)
 class HeadSizes(Selection):
-    """Keeps the best tokens of each head, as many as a table says, whatever the budget.
+    """Keeps the best tokens of each head; their numbers are fixed, and the budget is ignored.
 
     Attributes:
-        sizes: `[L][G]` tokens, including those of the window.
+        score: score of the tokens.
+        sizes: `[L][G]`, number of tokens of each head, including those of the window.
     """
 
     score: WindowAttention
@@ -35,7 +36,7 @@ class HeadSizes(Selection):
     uniform = False
 
     def table(self, budget: Budget, longest: int, layer: int, depth: int) -> np.ndarray:
-        """Returns the numbers of tokens of the largest head."""
+        """Returns a table of the number of tokens of the layer's largest head."""
         if len(self.sizes) != depth:
             raise ValueError(f"heads: got those of {len(self.sizes)} layers, the model has {depth}")
         return np.minimum(np.arange(longest + 1), max(self.sizes[layer])).astype(np.int32)
@@ -54,8 +55,14 @@ def head_sizes(heads: tuple[tuple[float, ...], ...], budget: int, window_size: i
                temperature: float) -> tuple[tuple[int, ...], ...]:
     """Returns the number of tokens that each head keeps, `[L][G]`.
 
-    Of `budget - window_size` tokens a head, the `beta`-th part goes into a pool, which is shared by `importance **
-    temperature`; each head keeps the rest.
+    Of the `budget - window_size` tokens of each head, the share `1 / beta` goes into a pool, and the head keeps the
+    rest. The pool of all heads is divided in proportion to `heads ** temperature`.
+
+    Args:
+        heads: importance of each head, `[L][G]`.
+        budget: mean number of tokens of a head.
+        window_size: number of latest tokens that are always kept.
+        beta, temperature: see above.
     """
     worth = np.asarray(heads, np.float64) ** temperature
     beyond = budget - window_size
@@ -69,16 +76,17 @@ def head_sizes(heads: tuple[tuple[float, ...], ...], budget: int, window_size: i
 def headkv(heads: tuple[tuple[float, ...], ...] = (), budget: Count = 512, beta: Annotated[float, Range(1)] = 1.5,
            temperature: Positive = 1.0, window_size: Count = 8, kernel_size: Count = 7,
            pooling: Pooling = "max") -> Eviction:
-    """Keeps SnapKV's choice, with a number of tokens for each head by its measured importance.
+    """Keeps the tokens that SnapKV chooses; the number of tokens of each head depends on its measured importance.
 
-    Evicts once, after the prompt. Measure the heads of a model first, by `decodax.train.fit_heads`.
+    Evicts once, after the prompt. First measure the heads of a model with `decodax.train.fit_heads`.
 
     Args:
         heads: importance of each head of each layer, `[L][G]`.
-        budget: tokens that each head keeps on the average.
-        beta: the `beta`-th part of the budget is shared by importance; each head keeps the rest.
+        budget: tokens that each head keeps on average.
+        beta: the share `1 / beta` of the budget is divided by importance; each head keeps the rest.
         temperature: exponent of the importance.
-        window_size, kernel_size, pooling: of the score, as in `snapkv`.
+        window_size: number of latest queries that score the tokens; their own tokens are kept.
+        kernel_size, pooling: number of neighbouring tokens whose scores are pooled (odd), and how ("mean" or "max").
     """
     if not heads:
         raise ValueError("heads: got none, takes the importance of each head of each layer, as "

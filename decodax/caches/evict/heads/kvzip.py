@@ -1,10 +1,10 @@
 """KVzip: scores tokens by the attention that they receive when the model repeats the text ("KVzip: Query-Agnostic KV
 Cache Compression with Context Reconstruction", Kim et al., 2025).
 
-After the text the model is asked to repeat it, and is given the text once more, a chunk at a time. The score of a token
-is the largest attention that any of these queries pays to it, where a query sees the first tokens, the chunk and the
-part of it that has been repeated. No question is needed, so the cache serves any question. It takes about twice the
-time of reading.
+After the text, the model is asked to repeat it, and the text is prefilled once more, a chunk at a time. The score of a
+token is the maximum attention that it receives from any of these queries, where a query attends to the first tokens,
+the original chunk, and the repeated tokens before it. The score does not depend on a question, so the cache suits any
+question. It takes about twice the time of a prefill.
 """
 
 from __future__ import annotations
@@ -29,26 +29,28 @@ from decodax.core.capabilities import ReadPrompt
 from decodax.core.window import causal
 
 Words = str | tuple[int, ...]
-"""A text, which the tokenizer of the model encodes, or token ids."""
+"""A text, which the tokenizer of the model encodes, or a tuple of token ids."""
 
 BEFORE = 8
-"""Number of tokens before a chunk that follow the sentence which asks for it."""
+"""Number of tokens before a chunk that are appended to the request to repeat it (`go_on`)."""
 
 ChunkSize = Annotated[int, Range(BEFORE)]
 
 QUERIES = 256
-"""Number of queries whose weights are in memory at once."""
+"""Number of queries whose attention weights are in memory at a time."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Reconstruction(TokenScore):
-    """The largest attention that a token receives while the model repeats the text.
+    """Scores a token by the maximum attention that it receives while the model repeats the text.
 
     Attributes:
-        chunk_size: tokens that are repeated at once. n_sink: number of first tokens, which stay and are not repeated.
-        ask: asks for the first chunk. go_on: asks for a later one; the 8 tokens before that chunk follow it.
-        answer: put between that and the chunk. None: what the chat template puts after a user's message, or a line
-            break.
+        chunk_size: number of tokens that are repeated at a time.
+        n_sink: number of first tokens, which are always kept and not repeated.
+        ask: request to repeat the first chunk.
+        go_on: request to repeat a later chunk; it is followed by the 8 tokens before that chunk.
+        answer: put between the request and the chunk. None: what the chat template puts after a user's message, or a
+            line break if there is none.
     """
 
     chunk_size: ChunkSize = 2048
@@ -76,8 +78,8 @@ class Reconstruction(TokenScore):
     def consult(self, cache: Evicting, prompt: ReadPrompt) -> Sequence[Gathered]:
         for name in ("ask", "go_on", "answer"):
             if not isinstance(getattr(self, name), tuple):
-                raise ValueError(f"{name}: got a text; a model without a tokenizer, or a kind of cache that was set by "
-                                 "hand, takes token ids")
+                raise ValueError(f"{name}: got a text; a model without a tokenizer, or a cache that was not given "
+                                 "to generate, takes token ids")
         # row by row: a chunk is as wide as many rows of other windows
         one = lambda row: self._repeated(jax.tree.map(lambda x: x[None], row[0]), row[1], prompt)
         worth = lax.map(one, (cache, prompt.tokens))
@@ -87,13 +89,12 @@ class Reconstruction(TokenScore):
         return self._width(longest)
 
     def _width(self, longest: int) -> int:
-        """Returns the number of nodes of a window: the sentence that asks, and a chunk of a text of `longest`
-        tokens."""
+        """Returns the number of nodes of a window with a request and a chunk, for a text of `longest` tokens."""
         head = max(len(self.ask), len(self.go_on) + BEFORE) + len(self.answer or ())
         return head + min(self.chunk_size, longest)
 
     def _repeated(self, cache: Evicting, tokens: Array, prompt: ReadPrompt) -> list[Array]:
-        """Returns the scores of each layer of one row, `f32[G, S]`."""
+        """Returns the scores of the tokens of one row for each layer, `f32[G, S]`."""
         assert self.answer is not None
         length, width = cache.length[0], self._width(cache.size)
         chunk = min(self.chunk_size, cache.size)
@@ -125,7 +126,7 @@ class Reconstruction(TokenScore):
 
     def _most(self, worth: Array, kv: Array, entry: Any, live: Array, start: Array, number: Array,
               chunk: int) -> Array:
-        """Returns the scores with the largest weights that the tokens of a chunk receive."""
+        """Returns the scores of a layer, updated by the maximum weights that the tokens of a chunk receive."""
         k, _, q = (x[0].astype(jnp.float32) for x in entry)
         W, H, d = q.shape
         G, S = kv.shape[1:3]
@@ -163,6 +164,7 @@ class AcrossLayers(Selection):
     """Keeps the best tokens of all heads of all layers together.
 
     Attributes:
+        score: score of the tokens.
         head_cap: see `HeadCap`.
     """
 
@@ -197,7 +199,8 @@ def _spelled(lm: Any, words: str, name: str) -> tuple[int, ...]:
 
 
 def _after_user(lm: Any) -> str:
-    """Returns what a chat template puts between a user's message and the answer; a line break without a template."""
+    """Returns the text that a chat template puts between a user's message and the answer; a line break without a
+    template."""
     if lm.tokenizer is None or "default" not in lm.tokenizer.chat_templates:
         return "\n"
     mark = "decodax"
@@ -211,20 +214,20 @@ def kvzip(budget: Budget = 0.5, chunk_size: ChunkSize = 2048, n_sink: Whole = 4,
           go_on: Words = Reconstruction.go_on, answer: Words | None = None) -> Eviction:
     """Keeps the tokens that the model attends to when it repeats the text.
 
-    The best choice where several questions are asked of one text (`context=`). Evicts once, after the prompt, which is
-    read a second time.
+    The best choice if several questions are asked about one text (`context=`). Evicts once, after the prompt, which is
+    prefilled a second time.
 
     Args:
-        budget: tokens that each head keeps on the average; below 1, a share of the text; or bytes such as "64MB".
-        chunk_size: tokens that are repeated at once.
-        n_sink: number of first tokens, which stay and are not repeated.
-        layers: "together": all heads of all layers share the budget, as in the paper. "each": those of a layer do.
-        head_cap: a head keeps at most this many times the budget, since memory is that of the largest head. None: any
-            number, as in the paper.
-        ask: asks the model to repeat the text, as a text or token ids.
-        go_on: asks for each later chunk.
-        answer: put between that and the chunk. None: what the chat template puts after a user's message, or a line
-            break.
+        budget: tokens that each head keeps on average; below 1, a share of the text; or bytes such as "64MB".
+        chunk_size: number of tokens that are repeated at a time.
+        n_sink: number of first tokens, which are always kept and not repeated.
+        layers: "together": all heads of all layers share one budget, as in the paper. "each": the heads of a layer do.
+        head_cap: a head keeps at most this multiple of the budget; arrays are as large as the largest head. None: no
+            bound, as in the paper.
+        ask: request to repeat the text, as a text or token ids.
+        go_on: request to repeat a later chunk.
+        answer: put between the request and the chunk. None: what the chat template puts after a user's message, or a
+            line break if there is none.
     """
     score = Reconstruction(chunk_size, n_sink, ask, go_on, answer)
     selection = AcrossLayers(score, head_cap) if layers == "together" else AdaptiveHeads(score, 0.0, head_cap)

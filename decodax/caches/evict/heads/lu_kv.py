@@ -1,5 +1,5 @@
-"""The selection of LU-KV, as kvpress has it: each head keeps a share of the text that a table says. It has no name in
-the registry, since the table is measured on each model."""
+"""The selection of LU-KV, as in kvpress: each head keeps a share of the text, from a table. It is not in the registry,
+since the table is measured on each model."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from decodax.common.options import Whole
 
 @dataclasses.dataclass(frozen=True)
 class HeadShares(Selection):
-    """Keeps the best tokens of each head, a share of the text that a table says, whatever the budget.
+    """Keeps the best tokens of each head; their number is a fixed share of the text, and the budget is ignored.
 
     Attributes:
-        shares: `[L][G]`, from 0 to 1.
-        sinks, window: number of first and of latest tokens, which stay in any case.
+        score: score of the tokens.
+        shares: `[L][G]`, the share of each head, from 0 to 1.
+        sinks, window: numbers of first and of latest tokens that are always kept.
     """
 
     score: TokenScore
@@ -31,7 +32,7 @@ class HeadShares(Selection):
     uniform = False
 
     def table(self, budget: Budget, longest: int, layer: int, depth: int) -> np.ndarray:
-        """Returns the numbers of tokens of the largest head."""
+        """Returns a table of the number of tokens of the layer's largest head."""
         if len(self.shares) != depth:
             raise ValueError(f"shares: got those of {len(self.shares)} layers, the model has {depth}")
         lengths = np.arange(longest + 1)

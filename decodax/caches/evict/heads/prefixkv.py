@@ -19,7 +19,8 @@ from decodax.common.registry import CACHES
 
 @dataclasses.dataclass(frozen=True)
 class NearestTop(Top):
-    """`Top`, where a share of a text is rounded to the nearest number of tokens."""
+    """Keeps the tokens of each head with the highest scores. Unlike in `Top`, a share of a text is rounded to the
+    nearest number of tokens."""
 
     def table(self, budget: Budget, longest: int, layer: int, depth: int) -> np.ndarray:
         if isinstance(budget, int):
@@ -33,11 +34,11 @@ class NearestTop(Top):
 def prefixkv(layers: tuple[float, ...] = (), start_size: Whole = 4) -> Eviction:
     """Keeps in each layer a measured share of the tokens, those that have received the most attention.
 
-    Evicts once, after the prompt. Measure the layers of a model first, by `decodax.train.fit_layers`.
+    Evicts once, after the prompt. First measure the layers of a model with `decodax.train.fit_layers`.
 
     Args:
-        layers: the share of the text that each layer keeps; 1: everything.
-        start_size: number of first tokens that stay.
+        layers: the share of the text that each layer keeps; 1: all tokens.
+        start_size: number of first tokens that are always kept.
     """
     if not layers:
         raise ValueError("layers: got none, takes the share of each layer, as decodax.train.fit_layers measures it")

@@ -18,13 +18,14 @@ from decodax.common.registry import CACHES
 class Pyramid(Top):
     """Keeps the best tokens of each head, more in the first layers than in the last ones.
 
-    If layers keep `n` tokens beyond the window on the average, the last one keeps `n / beta` and the first one as many
-    more as that keeps fewer; between them the numbers fall evenly. A text with fewer tokens than the first layer may
-    keep stays whole there. A number of tokens is divided in whole numbers, as the authors do: a text shorter than the
-    budget stays whole, and one of less than `2 n` tokens keeps the budget in every layer. A share of the text is
-    divided and rounded as kvpress does.
+    If layers keep `n` tokens beyond the window on average, the last layer keeps `n / beta`, the first layer `2 n - n /
+    beta`, and between them the number falls linearly. If the text is shorter than the first layer's number, the first
+    layer keeps all of it, and the other numbers rise so that the mean is the same. A budget in tokens is divided with
+    integer arithmetic, as by the authors: a text shorter than the budget is kept entirely, and for a text of less than
+    `2 n` tokens every layer keeps the budget. A share of the text is divided and rounded as in kvpress.
 
     Attributes:
+        score: score of the tokens.
         beta: steepness of the pyramid.
     """
 
@@ -63,15 +64,16 @@ class Pyramid(Top):
                  "Cai et al. 2024", family="evict")
 def pyramidkv(budget: Budget = 2048, every: Every = None, window_size: Count = 8, kernel_size: Count = 7,
               pooling: Pooling = "max", beta: Count = 20) -> Eviction:
-    """Keeps SnapKV's choice, with more tokens for the first layers and fewer for the last ones.
+    """Keeps the tokens that SnapKV chooses, more of them in the first layers and fewer in the last ones.
 
-    For models whose deep layers attend to few tokens; the memory of all layers together is that of `snapkv`.
+    For models whose deep layers attend to few tokens; the layers together take as much memory as with `snapkv`.
 
     Args:
-        budget: tokens that each head keeps, in the mean over layers; below 1, a share of the text; or bytes such as
+        budget: tokens that each head keeps, averaged over layers; below 1, a share of the text; or bytes such as
             "64MB".
         every: tokens between evictions while decoding. None: evict once, after the prompt.
-        window_size, kernel_size, pooling: of the score, as in `snapkv`.
-        beta: the last layer keeps the `beta`-th part of the mean.
+        window_size: number of latest queries that score the tokens; their own tokens are kept.
+        kernel_size, pooling: number of neighbouring tokens whose scores are pooled (odd), and how ("mean" or "max").
+        beta: the last layer keeps the share `1 / beta` of the mean.
     """
     return Eviction(Pyramid(WindowAttention(window_size, kernel_size, pooling), beta), budget, every, name="pyramidkv")

@@ -1,1 +1,1 @@
-"""Eviction rules that know what a token is: an image token, the end of an example, or a mark."""
+"""Eviction rules that use token ids: an image token, the end of an example, or a mark."""

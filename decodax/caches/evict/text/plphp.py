@@ -1,9 +1,9 @@
 """PLPHP: evicts image tokens of a prompt, more of them in layers that attend to them less ("PLPHP: Per-Layer Per-Head
 Vision Token Pruning for Efficient Large Vision-Language Models", Meng et al., 2025).
 
-After a prompt, a layer is judged by the attention that its newest token pays to all image tokens, in the mean over
-heads. An attentive layer keeps a larger share of them, an indifferent one a smaller share. Each head chooses its own,
-by the same attention. Text stays.
+After a prompt, a layer is judged by the attention of the newest token to all image tokens, in the mean over heads. An
+attentive layer keeps a larger share of the image tokens, an indifferent one a smaller share. Each head chooses its own
+tokens, by the same attention. Text tokens are kept.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ EVERYTHING = 1 << 30
 
 @dataclasses.dataclass(frozen=True)
 class ImageAttention(TokenScore):
-    """The attention of the newest query to a token, in the mean over a group of heads. Its statistics say which tokens
-    are those of an image (`Gathered.slots`).
+    """Scores a token by the attention of the newest query, in the mean over a group of heads. `Gathered.slots` is True
+    for image tokens.
 
     Attributes:
-        image: the first and the last id of image tokens.
+        image: first and last id of the range of image tokens.
     """
 
     image: tuple[int, int]
@@ -54,11 +54,14 @@ class ImageAttention(TokenScore):
 
 @dataclasses.dataclass(frozen=True)
 class ImageShares(Selection):
-    """Keeps all text, and a share of the image tokens that depends on the layer.
+    """Keeps all text tokens, and a share of the image tokens that depends on the layer.
 
     Attributes:
-        rate: the share that a layer keeps. change: added to it in an attentive layer, subtracted in an indifferent one.
-        attentive, indifferent: the attention to image tokens from which, and up to which, a layer is called so.
+        score: score of the tokens.
+        rate: share of image tokens that a layer keeps.
+        change: added to `rate` in attentive layers, subtracted from it in indifferent ones.
+        attentive: minimum attention to image tokens of an attentive layer.
+        indifferent: maximum attention to image tokens of an indifferent layer.
     """
 
     score: ImageAttention
@@ -92,24 +95,25 @@ class ImageShares(Selection):
 def plphp(image: tuple[int, int] | None = None, rate: Share | None = None, change: Share | None = None,
           attentive: Share | None = None, indifferent: Share | None = None, budget: Budget | None = None,
           skip: tuple[int, ...] = ()) -> Eviction:
-    """Keeps all text, and the image tokens of a prompt that the newest token attends to, more in attentive layers.
+    """Keeps all text, and the image tokens of a prompt that the newest token attends to; attentive layers keep more of
+    them.
 
-    For vision-language models. Evicts once, after the prompt. The paper's numbers are those of its models, so all five
-    have to be given.
+    For vision-language models. Evicts once, after the prompt. The numbers in the paper are tuned to its models, so the
+    first five arguments are required.
 
     Args:
-        image: the first and the last id of the model's image tokens.
-        rate: the share of image tokens that a layer keeps (`r` of the paper).
+        image: first and last id of the model's image tokens.
+        rate: share of image tokens that a layer keeps (`r` in the paper).
         change: added to `rate` in an attentive layer, subtracted in an indifferent one (`delta r`).
-        attentive: the attention to image tokens from which a layer is attentive (`alpha`).
-        indifferent: the attention up to which it is indifferent (`beta`).
+        attentive: minimum attention to image tokens of an attentive layer (`alpha`).
+        indifferent: maximum attention to image tokens of an indifferent layer (`beta`).
         budget: bound of the tokens that each head keeps; below 1, a share of the text; or bytes. None: no bound.
-        skip: layers that keep everything.
+        skip: numbers of layers that keep all tokens.
     """
     if image is None or len(image) != 2 or not 0 <= image[0] <= image[1]:
         raise ValueError(f"image: got {image!r}, takes the first and the last id of the model's image tokens")
     if rate is None or change is None or attentive is None or indifferent is None:
         raise ValueError(f"rate, change, attentive, indifferent: got {rate}, {change}, {attentive} and {indifferent}; "
-                         "the numbers of the paper are those of its models, so plphp takes all four")
+                         "plphp takes all four: the numbers of the paper hold for its models only")
     shares = ImageShares(ImageAttention(image), rate, change, attentive, indifferent)
     return Eviction(shares, EVERYTHING if budget is None else budget, None, skip, name="plphp")

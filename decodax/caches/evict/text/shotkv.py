@@ -1,14 +1,14 @@
-"""ShotKV: whole examples of a prompt stay or go, and single ones of the tokens after it ("Can LLMs Maintain Fundamental
+"""ShotKV: keeps or evicts whole examples of a prompt, and single tokens after it ("Can LLMs Maintain Fundamental
 Abilities under KV Cache Compression?", Liu et al., 2025).
 
-A prompt is cut after each separator. The score of an example is the mean over its tokens of the attention that they
-receive, summed over the heads of all layers; it stays or goes in all of them. Examples stay in the order of their
-scores as long as they fit into the budget; one that does not fit is passed over. While decoding, the prompt's tokens
-stay, and of those after it a pool, by the same sum.
+A prompt is cut into examples, each ending with a separator. The score of an example is the mean over its tokens of the
+attention that they receive, summed over the heads of all layers, and all layers keep the same examples. Examples are
+kept in the order of their scores if they fit into the rest of the budget; one that does not fit is skipped. While
+decoding, these tokens are kept, and of the tokens after the prompt a pool, by the same attention.
 
-The paper leaves open which queries count and how often tokens are evicted: here the latest ones, every `every` tokens.
-The examples of the latest tokens come first, since the question is there. If the last of them alone does not fit, the
-latest tokens stay.
+The paper does not say which queries count and how often tokens are evicted. Here the latest queries count, and tokens
+are evicted every `every` tokens. The examples of the latest tokens are kept first, since they contain the question. If
+the last example alone does not fit, the latest tokens are kept instead.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from decodax.core.capabilities import ReadPrompt
 
 @dataclasses.dataclass(frozen=True)
 class ShotAttention(TokenScore):
-    """The attention that the latest queries pay to a token, summed over heads. Its statistics are the number of the
-    example that each token is in (`Gathered.slots`).
+    """Scores a token by the attention of the latest queries, summed over heads. `Gathered.slots` is the number of the
+    example that each token belongs to.
 
     Attributes:
-        window_size: number of latest queries; their tokens stay.
-        separator: marks that end an example. None: a blank line, as the tokenizer writes it.
+        window_size: number of latest queries; their own tokens are kept.
+        separator: marks that end an example. None: a blank line, as the tokenizer encodes it.
     """
 
     window_size: Count = 32
@@ -63,8 +63,8 @@ class ShotAttention(TokenScore):
 
     def consult(self, cache: Evicting, prompt: ReadPrompt) -> Sequence[Gathered]:
         if self.separator is None:
-            raise ValueError("separator: got None; a model without a tokenizer, or a kind of cache that was set by "
-                             "hand, takes the token ids that an example ends with")
+            raise ValueError("separator: got None; a model without a tokenizer, or a cache that was not given to "
+                             "generate, takes the token ids that an example ends with")
         cuts = (marked(prompt.tokens, self.separator) > 0).astype(jnp.int32)
         number = jnp.cumsum(cuts, 1) - cuts
         return by_slot(cache, number)
@@ -79,7 +79,8 @@ class Shots(Selection):
     """Keeps whole examples of a prompt, the same ones in all heads of all layers, and a pool of the tokens after it.
 
     Attributes:
-        pool: number of tokens after the prompt that stay, including the latest `score.window_size`.
+        score: score of the tokens.
+        pool: number of tokens after the prompt to keep, including the latest `score.window_size`.
     """
 
     score: ShotAttention
@@ -112,13 +113,15 @@ class Shots(Selection):
 
 
 def _examples(worth: Array, example: Array, valid: Array, late: Array, count: Array, number: Array) -> Array:
-    """Returns a mask of the tokens of a prompt that stay, `bool[S]`.
+    """Returns a mask of the tokens of a prompt to keep, `bool[S]`.
 
     Args:
-        worth: `f32[S]`, the scores. example: `i32[S]`, the number of the example of each token.
-        valid, late: `bool[S]`, the filled slots, and the latest tokens. Their examples come first, the last one before
-            the others.
-        count: `i32[]`, the largest number of tokens that stay. number: `i32[]`, the length of the prompt.
+        worth: `f32[S]`, scores of the tokens.
+        example: `i32[S]`, number of the example of each token.
+        valid: `bool[S]`, the filled slots.
+        late: `bool[S]`, the latest tokens. Examples with one of them are kept first, the last one before the others.
+        count: `i32[]`, maximum number of tokens to keep.
+        number: `i32[]`, number of tokens of the prompt.
     """
     S = len(worth)
     of = jnp.where(valid, example, S)
@@ -144,15 +147,15 @@ def shotkv(budget: Budget = 2048, pool: Count = 512, every: Count = 32, window_s
            separator: Any = None) -> Eviction:
     """Keeps whole examples of a prompt, by the mean attention to their tokens, and a pool of the tokens after it.
 
-    For prompts that consist of examples or facts: each is kept or dropped as a whole, in all heads and layers.
+    For prompts that consist of examples or facts: each is kept or evicted as a whole, in all heads and layers.
 
     Args:
         budget: tokens of the prompt that each head keeps; below 1, a share of it; or bytes such as "64MB".
-        pool: number of tokens after the prompt that stay, including the latest `window_size`.
+        pool: number of tokens after the prompt to keep, including the latest `window_size`.
         every: tokens between evictions while decoding.
-        window_size: number of latest queries that score the tokens; their own tokens stay.
-        separator: token id that ends an example, or a tuple of ids or of tuples of ids in a row. None: a blank line, as
-            the tokenizer writes it.
+        window_size: number of latest queries that score the tokens; their own tokens are kept.
+        separator: token id that ends an example, or a tuple of ids and of tuples of ids (sequences). None: a blank
+            line, as the tokenizer encodes it.
     """
     marks = None if separator is None else read_marks(separator, "separator")
     return Eviction(Shots(ShotAttention(window_size, marks), pool), budget, every, name="shotkv")

@@ -1,14 +1,14 @@
-"""TIM and TIMRUN: drops finished subtasks from the cache and computes the tokens after them anew ("Beyond Context
-Limits: Subconscious Threads for Long-Horizon Reasoning", Luo et al., 2025).
+"""TIM and TIMRUN: evicts finished subtasks, and recomputes the tokens after them ("Beyond Context Limits: Subconscious
+Threads for Long-Horizon Reasoning", Luo et al., 2025).
 
 A text is a tree of tasks: the tokens between an opening and its closing mark are a list of subtasks, which may contain
-such lists. A finished list goes onto a stack; when there are more than `depth`, the oldest are dropped, from after
-their opening mark to before their closing one. The tokens after a hole move up to it: the model computes them anew at
-the positions that were freed, from what is left. The cache is then that of the text without its holes, and so are the
-distances from a new token.
+such lists. Finished lists are put onto a stack. When there are more than `depth`, the oldest ones are evicted; their
+opening and closing marks are kept. The later tokens move up into the gap: the model recomputes them at the freed
+positions, from the tokens that are left. The cache then equals that of the text without the evicted lists, and so do
+the distances from a new token.
 
-TIMRUN drops a list when it is finished. Here that happens after the prompt and every `every` tokens, so that the cache
-depends on the committed tokens alone, and drafts are cut there and nowhere else.
+TIMRUN evicts a list when it is finished. Here this happens after the prompt and then every `every` tokens. So the cache
+depends on the committed tokens alone, and rounds are only cut at these points.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from decodax.core.window import causal
 from decodax.pallas_kernels.window_attention import Bias, window_attention
 
 NESTED = 32
-"""Largest depth of nested lists of subtasks; deeper ones stay."""
+"""Maximum depth of nested lists of subtasks; deeper lists are never evicted."""
 
 CHUNK = 64
-"""Number of tokens that are computed anew at once."""
+"""Number of tokens that are recomputed at a time."""
 
 
 def finished(opens: Array, closes: Array) -> tuple[Array, Array]:
     """Finds the finished lists of a text.
 
     Args:
-        opens: `bool[N]`, True at the last token of an opening mark. closes: `i32[N]`, the number of tokens of a closing
-            mark, at its last token; else 0.
+        opens: `bool[N]`, True at the last token of an opening mark.
+        closes: `i32[N]`, at the last token of a closing mark the number of tokens of the mark; 0 elsewhere.
 
     Returns:
-        For each token the first token of the list that it finishes, `i32[N]`, -1 if none; and the token after that
-        list.
+        For each token the first token of the list that it finishes, `i32[N]`, -1 if none; and the first token after
+        that list, `i32[N]`.
     """
     def read(stack: tuple[Array, Array], token: tuple[Array, ...]) -> tuple[Any, Array]:
         (begun, number), (at, opened, closed) = stack, token
@@ -64,10 +64,13 @@ def finished(opens: Array, closes: Array) -> tuple[Array, Array]:
 
 
 def holes(tokens: Array, length: Array, opens: Marks, closes: Marks, depth: int) -> Array:
-    """Returns a mask of the tokens in finished lists, `bool[B, N]`, without the `depth` lists that were finished last.
+    """Returns a mask of the tokens in finished lists, except the `depth` lists that were finished last, `bool[B, N]`.
 
     Args:
-        tokens, length: `i32[B, N]`, of which the first `i32[B]` count. opens, closes: marks around a list.
+        tokens: `i32[B, N]`, the text.
+        length: `i32[B]`, number of its tokens.
+        opens, closes: marks before and after a list.
+        depth: number of finished lists to keep.
     """
     N = tokens.shape[1]
     begin, end = jax.vmap(finished)(marked(tokens, opens) > 0, marked(tokens, closes))
@@ -79,11 +82,16 @@ def holes(tokens: Array, length: Array, opens: Marks, closes: Marks, depth: int)
 
 @struct
 class TIMCache(KeyValues, PromptPhase, Refreshes):
-    """The tokens that were not dropped, without gaps. Positions are counted among them.
+    """The tokens that were not evicted, without gaps. Their positions are counted without the evicted ones.
 
     Attributes:
-        kv, given, widths: see `KeyValues`. dropped: `bool[B, S]`, by positions in the text.
-        due: `i32[B]`, the length at which lists are dropped next. length: `i32[B]`, of the text.
+        kv: for each layer `f[B, G, S, d + e]`.
+        dropped: `bool[B, S]`, the evicted tokens, by their position in the text.
+        due: `i32[B]`, length of the text at which lists are evicted next.
+        length: `i32[B]`, number of tokens of the text, the evicted ones included.
+        given: inputs of each row beside its tokens; see `Cache.inputs`.
+        widths: static; the key width `d` of each layer.
+        shapes: static; the `KVLayer` of each layer.
         kind: static; the configuration.
     """
 
@@ -100,7 +108,7 @@ class TIMCache(KeyValues, PromptPhase, Refreshes):
 
     @property
     def removed(self) -> Array:
-        """Number of dropped tokens, `i32[B]`."""
+        """Number of evicted tokens, `i32[B]`."""
         return self.dropped.sum(1, dtype=jnp.int32)
 
     def max_commit(self) -> Array | None:
@@ -166,8 +174,8 @@ class TIMConfig(KVConfig):
 
     Attributes:
         opens, closes: marks before and after a list of subtasks.
-        depth: number of finished lists that stay. every: number of tokens from one time that lists are dropped to the
-            next.
+        depth: number of finished lists to keep.
+        every: number of tokens between two evictions.
     """
 
     opens: Marks
@@ -190,15 +198,15 @@ class TIMConfig(KVConfig):
 @CACHES.register("tim", "Beyond Context Limits: Subconscious Threads for Long-Horizon Reasoning", "Luo et al. 2025",
                  family="evict")
 def tim(open: Any = (), close: Any = (), depth: Whole = 2, every: Count = 16) -> TIMConfig:
-    """Keeps everything but finished lists of subtasks, and computes the tokens after them anew.
+    """Evicts finished lists of subtasks, and recomputes the tokens after them.
 
     For models that write their subtasks between marks. It saves positions and time, not memory.
 
     Args:
-        open: token id of the mark before a list, or a tuple of ids or of tuples of ids in a row. Has to be given.
-        close: the mark after a list. Has to be given.
-        depth: number of finished lists that stay, the latest ones.
-        every: number of tokens from one time that lists are dropped to the next.
+        open: token id of the mark before a list, or a tuple of ids and of tuples of ids (sequences). Required.
+        close: the mark after a list, in the same form. Required.
+        depth: number of finished lists to keep, the latest ones.
+        every: number of tokens between two evictions.
     """
     marks = {name: read_marks(given, name) for name, given in (("open", open), ("close", close))}
     for name, found in marks.items():

@@ -1,1 +1,1 @@
-"""Drafts that are the target's own guesses at several positions at once."""
+"""Drafts by Jacobi iteration: the target's own guesses at several positions at once."""

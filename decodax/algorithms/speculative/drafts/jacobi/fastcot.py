@@ -1,15 +1,15 @@
 """FastCoT: Jacobi decoding of a chain of thought with a window whose size depends on the position ("Fast
 Chain-of-Thought: A Glance of Future from Parallel Decoding Leads to Answers Faster", Zhang et al., 2023).
 
-Each forward carries the newest token, which it decodes as usual, and a window of approximate tokens of the future,
-which it improves by a Jacobi update; what is verified is committed, and approximate tokens that are still wrong stay
-and are used by the next forward. The window's size changes with the position: many approximate tokens where the text
-settles early, few or none where they would be wasted.
+Each forward pass has the newest token, which it decodes as usual, and a window of approximate tokens for the next
+positions, which it improves by a Jacobi update. Verified tokens are committed; approximate tokens that are still wrong
+are used in the next forward pass. The size of the window changes with the position: many approximate tokens where they
+soon become right, few or none where they would be wasted.
 
-That much is exact. The paper also cuts the rationale early: after a number of forwards it stops, wherever it is, and
-the answer is generated from exact and approximate tokens together. With `cut` and `trigger` the window of the next
-forward holds the approximate tokens as they are and then the tokens that open the answer; the verifier `Cut` accepts
-all of it, and decoding goes on after it. The output then is approximate.
+This part is exact. The paper also cuts the rationale early: after a number of forward passes it stops at any point, and
+the answer is generated from exact and approximate tokens together. With `cut` and `trigger`, the next window has the
+approximate tokens as they are, then the tokens that start the answer. The verifier `Cut` accepts all of it, and
+decoding continues after it. The output is then approximate.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from decodax.core.types import Params
 
 @dataclasses.dataclass(frozen=True)
 class FastCoT(Iterated):
-    """Iterates a Jacobi window whose size follows a schedule.
+    """Iterates a Jacobi window whose size follows a schedule (Zhang et al., 2023).
 
     Attributes:
-        schedule: pairs of a number of new tokens and a size: from that number on, the window has that size (0 is plain
-            decoding). Tokens that a shrinking window leaves out are forgotten.
-        fill: the first guess of a position that enters the window.
-        cut: number of forwards after which the rationale ends; None never cuts it. trigger: token ids that open the
-            answer.
+        schedule: pairs of a number of new tokens and a window size: from that number on, the window has that size (0 is
+            plain decoding). Approximate tokens beyond a smaller window are dropped.
+        fill: the first guess for a position that enters the window.
+        cut: number of forward passes after which the rationale ends; None: it is never cut.
+        trigger: token ids that start the answer.
 
     Raises:
-        ValueError: a schedule that does not start at 0, does not rise, or never has a window; a fill that is none; a
-            cut below 1, or a trigger without one or with a negative id.
+        ValueError: a schedule that does not start at 0, is not ascending, or never has a window; an invalid fill; a cut
+            below 1; or a trigger without a cut or with a negative id.
 
     >>> FastCoT(((0, 4), (32, 16), (128, 0))).length
     16
@@ -73,12 +73,12 @@ class FastCoT(Iterated):
 
     @property
     def widest(self) -> int:
-        """The largest size."""
+        """The largest window size in the schedule."""
         return max(size for _, size in self.schedule)
 
     @property
     def length(self) -> int:  # type: ignore[override]
-        """The largest size, and the trigger."""
+        """Largest number of drafts: the largest window size and the trigger."""
         return self.widest + len(self.trigger)
 
     def width(self, s: State) -> Array:
@@ -107,13 +107,13 @@ def fastcot(schedule: tuple[tuple[int, int], ...] = ((0, 4), (16, 8), (64, 12)),
             trigger: tuple[int, ...] = (), verify: Verifier | None = None) -> Speculative:
     """Iterates a Jacobi window whose size follows a schedule; `cut` ends a rationale early, with approximate tokens.
 
-    The answer is then written after guesses of the rationale's end.
+    After a cut, the answer is written after guesses of the rationale's end.
 
     Args:
-        schedule: pairs of a number of new tokens and the window's size from there on.
-        cut: number of forwards after which the rationale ends; None never cuts it.
-        trigger: token ids that open the answer.
-        verify: rule that accepts drafts, unless `cut` is given; None: `SeedExact`.
+        schedule: pairs of a number of new tokens and the window size from there on.
+        cut: number of forward passes after which the rationale ends; None: it is never cut.
+        trigger: token ids that start the answer.
+        verify: the rule that accepts drafts, not possible with `cut`; None: `SeedExact`.
     """
     if cut is not None and verify is not None:
         raise ValueError(f"verify: got {verify} beside a cut, which is a verifier of its own")

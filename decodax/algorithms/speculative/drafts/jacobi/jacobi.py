@@ -1,17 +1,17 @@
 """Jacobi decoding: drafts are the target's own guesses of the next tokens, iterated in parallel until they no longer
 change ("Accelerating Transformer Inference for Translation via Parallel Decoding", Santilli et al., 2023).
 
-Decoding is the triangular system `y_i = f_i(y_<i)`: here `f_i` is the draw that plain decoding makes at position `i`
-with that position's key (the argmax where a row is greedy), under the whole policy. A round runs one forward over the
-newest token and the guesses, and every guess is replaced by what its left neighbour draws. The guesses in front that
-were right are the settled part, and leave the window as accepted drafts; the others are the next round's guesses. So
-position `i` of a window is settled after `i` rounds at the latest, for sampled rows too: since `f_i` is the draw of
-`SeedExact`, the fixed point is the text of plain decoding.
+Decoding is the triangular system `y_i = f_i(y_<i)`. Here `f_i` is the draw of plain decoding at position `i` with that
+position's random key (the argmax in greedy rows), under the complete policy. A round runs one forward pass over the
+newest token and the guesses, and each guess is replaced by the token that its left neighbour draws. The leading guesses
+that were right leave the window as accepted drafts; the others are the guesses of the next round. So position `i` of a
+window is right after at most `i` rounds, also in sampled rows: since `f_i` is the draw of `SeedExact`, the fixed point
+is the text of plain decoding.
 
-`Jacobi` slides: as positions settle, fresh ones enter at the far end. `PGJ` (Gauss-Seidel between blocks, Jacobi
-inside) opens the next block when one is settled. The paper's PJ is PGJ with one block, and HGJ is PGJ for a first part
-and plain decoding after it. Settled tokens are committed in the round that proves them; their forwards are
-counted as in the paper, where a block stops at the iteration that changes none of its inputs.
+`Jacobi` has a sliding window: for each accepted position a new one enters at its end. `PGJ` (Gauss-Seidel between
+blocks, Jacobi inside) starts the next block when one is complete. The paper's PJ is PGJ with one block, and HGJ is PGJ
+for the first part of a text and plain decoding after it. Accepted tokens are committed in the round that verifies them.
+The number of forward passes is that of the paper, where a block stops at the iteration that changes none of its inputs.
 """
 
 from __future__ import annotations
@@ -39,28 +39,32 @@ from decodax.core.types import Decision, Out, Params
 from decodax.core.window import Window
 
 Fill = int | Literal["repeat", "text"]
-"""The first guess of a position: a token id (the paper's PAD), the newest token again, or a token of the text so far
-at a random place."""
+"""The first guess for a position: a token id (the paper's PAD), "repeat" (the newest token), or "text" (a token at a
+random position of the text so far)."""
 
 
 @struct
 class Guesses(Struct):
-    """Guesses of the tokens after the newest one: `tokens` `i32[B, K]`, -1 for no guess; within a round also the
-    `policy`, so that `observe` draws as plain decoding does."""
+    """State of Jacobi iteration: guesses of the tokens after the newest one.
+
+    Attributes:
+        tokens: `i32[B, K]`, -1 for no guess.
+        policy: within a round, the sampling policy, so that `observe` draws as plain decoding does.
+    """
 
     tokens: Array
     policy: Any = None
 
 
 class Iterated(Draft):
-    """The base of drafts by Jacobi iteration: a chain of guesses, whose length in a round is defined by `width`."""
+    """Base class of drafts by Jacobi iteration: a chain of guesses, whose length in a round is given by `width`."""
 
     length: int
     fill: Fill
     cache_needs: ClassVar[frozenset[Feature]] = CHAINS
 
     def width(self, s: State) -> Array:
-        """Returns the number of guesses that each row runs in this round, `i32[B]`, at most `length`."""
+        """Returns the number of guesses of each row in this round, `i32[B]`, at most `length`."""
         raise NotImplementedError
 
     def init(self, params: Params, s: State) -> Guesses:
@@ -80,12 +84,12 @@ class Iterated(Draft):
 
 
 def nodes_after(s: State, window: Window, decision: Decision, length: int) -> tuple[Array, Array]:
-    """Returns the window nodes that predict the tokens after the round's last one, along the chain of guesses.
+    """Returns the window nodes, along the chain of guesses, that predict the tokens after the last decided one.
 
-    The node after the last accepted one holds a rejected guess for that token; its logits are the next guess.
+    The first of these nodes is a rejected guess of the last decided token; its logits give the next guess.
 
     Returns:
-        `i32[B, length]` nodes and `bool[B, length]`, True for those that were run.
+        The nodes, `i32[B, length]`, and True for those that were in the window, `bool[B, length]`.
     """
     at = decision.count[:, None] + jnp.arange(length, dtype=jnp.int32)
     nodes = jnp.minimum(at, window.width - 1)
@@ -95,7 +99,8 @@ def nodes_after(s: State, window: Window, decision: Decision, length: int) -> tu
 
 
 def filling(fill: Fill, s: State, length: int, salt: int = 0) -> Array:
-    """Returns first guesses for the positions after the newest token, `i32[B, length]`."""
+    """Returns first guesses for the positions after the newest token, `i32[B, length]`. `salt` distinguishes several
+    draws in one round."""
     if isinstance(fill, int):
         return jnp.full((s.batch, length), fill, jnp.int32)
     if fill == "repeat":
@@ -109,20 +114,21 @@ def filling(fill: Fill, s: State, length: int, salt: int = 0) -> Array:
 
 
 def check_fill(fill: Fill) -> None:
-    """Raises ValueError for what is no `Fill`."""
+    """Raises ValueError if `fill` is no `Fill`."""
     if fill not in ("repeat", "text") and not (isinstance(fill, int) and fill >= 0):
         raise ValueError(f"fill: got {fill!r}, takes a token id, 'repeat' or 'text'")
 
 
 @dataclasses.dataclass(frozen=True)
 class Jacobi(Iterated):
-    """A sliding window of `length` guesses.
+    """Jacobi decoding with a sliding window of `length` guesses (Santilli et al., 2023).
 
     Attributes:
-        fill: the first guess of a position that enters the window.
+        length: number of guesses.
+        fill: the first guess for a position that enters the window.
 
     Raises:
-        ValueError: a length below 1, or a fill that is none.
+        ValueError: a length below 1, or an invalid fill.
     """
 
     length: int = 8
@@ -139,14 +145,16 @@ class Jacobi(Iterated):
 
 @dataclasses.dataclass(frozen=True)
 class PGJ(Iterated):
-    """Iterates blocks of `block` new tokens from left to right, each until it is settled, in `block` rounds at most.
+    """Jacobi decoding of blocks of `block` new tokens from left to right, each until it is complete, in at most `block`
+    rounds (Santilli et al., 2023).
 
     Attributes:
-        fill: the first guess of every position of a block; the paper takes PAD.
-        until: number of new tokens that are drafted; the rest is decoded plainly. None drafts all.
+        block: number of new tokens in a block.
+        fill: the first guess for every position of a block; the paper uses PAD.
+        until: number of new tokens that are drafted; the rest is decoded plainly. None: all are drafted.
 
     Raises:
-        ValueError: a block below 2, an `until` below 1, or a fill that is none.
+        ValueError: a block below 2, an `until` below 1, or an invalid fill.
     """
 
     block: int = 5
@@ -162,7 +170,7 @@ class PGJ(Iterated):
 
     @property
     def length(self) -> int:  # type: ignore[override]
-        """The newest token's own prediction is the first of the block, so it takes one guess less."""
+        """Largest number of guesses, `block - 1`, since the first token of a block is predicted by the newest token."""
         return self.block - 1
 
     def width(self, s: State) -> Array:
@@ -176,14 +184,15 @@ class PGJ(Iterated):
 @ALGORITHMS.register("jacobi", "Accelerating Transformer Inference for Translation via Parallel Decoding",
                      "Santilli et al. 2023", family="parallel-jacobi", guarantee="seed-exact")
 def jacobi(length: Count = 8, fill: Fill = "repeat", verify: Verifier = SeedExact()) -> Speculative:
-    """Iterates a window of the target's own guesses to its fixed point, which moves with the text.
+    """Iterates a sliding window of the target's own guesses until they no longer change.
 
-    It needs nothing but the target; it saves little unless the model was trained for it.
+    It needs no other model, but saves little time unless the target was trained for it.
 
     Args:
-        length: guesses in the window.
-        fill: first guess of a position: a token id, "repeat" (the newest token) or "text" (a token of the text).
-        verify: rule that accepts drafts.
+        length: number of guesses in the window.
+        fill: first guess for a position: a token id, "repeat" (the newest token) or "text" (a random token of the
+            text).
+        verify: the rule that accepts drafts.
     """
     return Speculative(Jacobi(length, fill), verify)
 
@@ -191,13 +200,14 @@ def jacobi(length: Count = 8, fill: Fill = "repeat", verify: Verifier = SeedExac
 @ALGORITHMS.register("pj", "Accelerating Transformer Inference for Translation via Parallel Decoding",
                      "Santilli et al. 2023", family="parallel-jacobi", guarantee="seed-exact")
 def pj(size: Annotated[int, Range(2)] = 64, fill: Fill = "repeat", verify: Verifier = SeedExact()) -> Speculative:
-    """Iterates guesses of the whole output at once (parallel Jacobi decoding).
+    """Iterates guesses of the complete output at once (parallel Jacobi decoding).
 
     For short outputs of known length, such as translations.
 
     Args:
-        size: most new tokens; after them another block begins.
-        fill: first guess of a position, as in `jacobi`. verify: rule that accepts drafts.
+        size: largest number of new tokens; after them another block begins.
+        fill: first guess for a position, see `jacobi`.
+        verify: the rule that accepts drafts.
     """
     return Speculative(PGJ(size, fill), verify)
 
@@ -207,11 +217,12 @@ def pj(size: Annotated[int, Range(2)] = 64, fill: Fill = "repeat", verify: Verif
 def pgj(block: Annotated[int, Range(2)] = 5, fill: Fill = "repeat", verify: Verifier = SeedExact()) -> Speculative:
     """Iterates guesses block by block (parallel Gauss-Seidel-Jacobi decoding).
 
-    A block is small enough that most of its forwards settle a token.
+    Choose a block so small that most of its forward passes complete a token.
 
     Args:
-        block: new tokens of a block.
-        fill: first guess of a position, as in `jacobi`. verify: rule that accepts drafts.
+        block: number of new tokens in a block.
+        fill: first guess for a position, see `jacobi`.
+        verify: the rule that accepts drafts.
     """
     return Speculative(PGJ(block, fill), verify)
 
@@ -220,12 +231,15 @@ def pgj(block: Annotated[int, Range(2)] = 5, fill: Fill = "repeat", verify: Veri
                      "Santilli et al. 2023", family="parallel-jacobi", guarantee="seed-exact")
 def hgj(block: Annotated[int, Range(2)] = 5, until: Count = 48, fill: Fill = "repeat",
         verify: Verifier = SeedExact()) -> Speculative:
-    """Iterates guesses block by block up to a length, and decodes plainly after it (hybrid Gauss-Seidel-Jacobi).
+    """Iterates guesses block by block up to a length, and decodes plainly after it (hybrid Gauss-Seidel-Jacobi
+    decoding).
 
     `until` is an estimate of the output's length.
 
     Args:
-        block: new tokens of a block. until: number of new tokens that are drafted.
-        fill: first guess of a position, as in `jacobi`. verify: rule that accepts drafts.
+        block: number of new tokens in a block.
+        until: number of new tokens that are drafted.
+        fill: first guess for a position, see `jacobi`.
+        verify: the rule that accepts drafts.
     """
     return Speculative(PGJ(block, fill, until), verify)

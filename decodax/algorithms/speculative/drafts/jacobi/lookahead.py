@@ -3,25 +3,25 @@ token ("Break the Sequential Dependency of LLM Inference Using Lookahead Decodin
 
 One forward runs two branches after the newest token:
 
-The lookahead branch is a window of `W` columns and `N - 1` levels, the last iterations of a Jacobi trajectory, oldest
-first. Cell (level `l`, column `c`) is `l + c` positions after the newest token, which itself is cell (0, 0). It sees
-the past, the columns up to `c` of level 0, and of the levels 1 to `l` column `c` alone (itself the last of them). So a
-column is one n-gram going down, after the oldest trajectory. With `W = 4`, `N = 4`, by distances:
+The lookahead branch is a window of `W` columns and `N - 1` levels, which are the last iterations of a Jacobi
+trajectory, oldest first. The cell at level `l` and column `c` is `l + c` positions after the newest token, which itself
+is cell (0, 0). A cell attends to the text, to the columns up to `c` of level 0, and to column `c` of the levels 1 to
+`l`, including itself. So a column, read downwards, is one n-gram that continues the oldest trajectory. With `W = 4`, `N
+= 4`, by distance from the newest token:
 
-    level 0   newest 1 2 3
-    level 1        1 2 3 4        the 4 in level 1 sees newest, 1, 2, 3 of level 0 and itself
+    level 0   newest 1 2 3 level 1        1 2 3 4        the 4 in level 1 sees newest, 1, 2, 3 of level 0 and itself
     level 2        2 3 4 5        the 5 in level 2 sees the same and that 4
 
-The last level's argmaxes are the next trajectory, and with the columns above them `W` new n-grams. Then each level
-takes the place of the one before it.
+The argmaxes of the last level are the next trajectory; together with the columns above them they are `W` new n-grams.
+Then each level replaces the one before it.
 
-The verification branch is a tree of up to `G` pooled n-grams that begin with the newest token; n-grams with a common
-beginning share nodes, so that a token is tried once, as in the paper's rule for sampling.
+The verification branch is a tree of up to `G` n-grams from a pool that begin with the newest token. N-grams with a
+common prefix share nodes, so that a token is tested once, as in the paper's rule for sampling.
 
-Variants: the window moves by one whatever was accepted, the pool keeps `G` n-grams a key, least recently seen out
-first (both as the authors' code does by default). Levels are filled one a round, and the cell that a sliding level
-leaves open is a token of the text at random, where the authors begin with a level `N - 2` wider. End-of-sequence tokens
-stay in the window. Drafts are deterministic, and every verifier keeps its guarantee.
+As in the authors' code by default, the window moves by one position however many drafts are accepted, and the pool
+keeps `G` n-grams for each key and drops the least recently seen. One level is filled in each round; the cell that a
+moving level leaves open gets a random token of the text, while the authors begin with a level that is wider by `N - 2`.
+End tokens stay in the window. Drafts are deterministic, and every verifier keeps its guarantee.
 """
 
 from __future__ import annotations
@@ -50,11 +50,12 @@ from decodax.sampling.draw import first_argmax
 
 @struct
 class Ahead(Struct):
-    """The state of `Lookahead`: window and pool of each row.
+    """State of `Lookahead`: the window and the pool of each row.
 
     Attributes:
-        levels: `i32[B, N - 1, W]`; cell (0, 0) is not read. filled: `i32[B]`, levels that are in use.
-        pool: `i32[B, buckets, G, N]` n-grams, the newest of a bucket last; -1 where there is none.
+        levels: `i32[B, N - 1, W]`, tokens of the window; cell (0, 0) is not used.
+        filled: `i32[B]`, number of levels in use.
+        pool: `i32[B, buckets, G, N]`, n-grams, the newest of a bucket last; -1 for none.
     """
 
     levels: Array
@@ -64,17 +65,19 @@ class Ahead(Struct):
 
 @dataclasses.dataclass(frozen=True)
 class Lookahead(Draft):
-    """Drafts pooled n-grams and probes a window of Jacobi levels; a forward has `1 + G (N - 1) + W (N - 1) - 1` nodes.
+    """Drafts n-grams from a pool, which is filled from a window of Jacobi iterations (Fu et al., 2024). A forward pass
+    has `1 + G (N - 1) + W (N - 1) - 1` nodes.
 
     Attributes:
-        window_size: `W`, columns of the window.
-        ngram_size: `N`, tokens of an n-gram, its first token included; "level" in the authors' code.
-        guess_set_size: `G`, n-grams that are verified in a round.
-        buckets: sets of `G` n-grams in a row's pool; first tokens that are equal modulo it share one.
-        text: True if n-grams of the prompt and of the output enter the pool too.
+        window_size: `W`, number of columns of the window.
+        ngram_size: `N`, number of tokens of an n-gram, its first token included; "level" in the authors' code.
+        guess_set_size: `G`, number of n-grams that are verified in a round.
+        buckets: number of sets of `G` n-grams in a row's pool; n-grams whose first tokens are equal modulo this number
+            share a set.
+        text: True: n-grams of the prompt and of the output enter the pool, too.
 
     Raises:
-        ValueError: `window_size`, `guess_set_size` or `buckets` below 1, `ngram_size` below 2.
+        ValueError: `window_size`, `guess_set_size` or `buckets` below 1, or `ngram_size` below 2.
     """
 
     window_size: int = 7
@@ -120,7 +123,7 @@ class Lookahead(Draft):
         return state.replace(pool=self._read(s, decision, state.pool)) if self.text else state
 
     def _advance(self, s: State, out: Out, state: Ahead, drafts: int) -> Ahead:
-        """Returns the state with the next iteration of the window and its n-grams in the pool."""
+        """Returns the state after one more iteration of the window, with its n-grams in the pool."""
         cell = (state.filled[:, None] - 1) * self.window_size + jnp.arange(self.window_size, dtype=jnp.int32)
         new = first_argmax(out.logits(jnp.where(cell > 0, drafts + cell, 0)))      # `[B, W]`, of the last level in use
         full = state.filled == self.length
@@ -137,7 +140,7 @@ class Lookahead(Draft):
                      filled=jnp.where(full, state.filled, state.filled + 1))
 
     def _read(self, s: State, decision: Decision, pool: Array) -> Array:
-        """Returns the pool with the n-grams that end with the round's tokens."""
+        """Returns the pool with the n-grams of the text that end with the round's tokens."""
         N, M = self.ngram_size, decision.tokens.shape[1]
         at = s.length[:, None] - N + 1 + jnp.arange(N - 1)
         text = jnp.concatenate([jnp.take_along_axis(s.tokens, jnp.maximum(at, 0), 1), decision.tokens], 1)
@@ -148,10 +151,11 @@ class Lookahead(Draft):
 
 
 def layout(W: int, N: int, drafts: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the lookahead branch without its cell (0, 0), the newest token, with `drafts` drafts between the two.
+    """Returns positions and attention mask of the lookahead branch without cell (0, 0), the newest token. There are
+    `drafts` drafts between the newest token and the branch.
 
     Returns:
-        `i32[P]` distances from the newest token, and `bool[P, 1 + drafts + P]` who sees whom.
+        Distances from the newest token, `i32[P]`, and the mask `bool[P, 1 + drafts + P]`.
 
     >>> layout(2, 3)[0].tolist(), layout(2, 3)[1].astype(int).tolist()
     ([1, 1, 2], [[1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]])
@@ -165,11 +169,12 @@ def layout(W: int, N: int, drafts: int = 0) -> tuple[np.ndarray, np.ndarray]:
 
 
 def guesses(pool: Array, newest: Array) -> tuple[Array, Array, Array]:
-    """Returns the n-grams of one row's pool (`i32[buckets, G, N]`) that begin with `newest` (`i32[]`), as a tree.
+    """Returns the n-grams in one row's pool (`i32[buckets, G, N]`) that begin with the token `newest` (`i32[]`), as a
+    tree.
 
     Returns:
-        tokens, live and parents, `[G (N - 1)]`, n-gram by n-gram, the newest first. A node that an n-gram shares with
-        an earlier one is dead, and what follows it hangs below the earlier one's.
+        Tokens, live and parents, each `[G (N - 1)]`, n-gram by n-gram, the newest first. A node that an n-gram shares
+        with an earlier one is dead there; its children have the earlier node as parent.
     """
     bucket = pool[newest % pool.shape[0]][::-1]
     mine, tokens = bucket[:, 0] == newest, bucket[:, 1:]
@@ -184,8 +189,9 @@ def guesses(pool: Array, newest: Array) -> tuple[Array, Array, Array]:
 
 
 def insert(pool: Array, grams: Array, valid: Array) -> Array:
-    """Inserts `grams` (`i32[B, n, N]`) one after the other into their buckets, each as the newest; a full bucket loses
-    its oldest, and one that was there moves up. Those that are not `valid` (`bool[B, n]`) are left out."""
+    """Inserts `grams` (`i32[B, n, N]`) one after the other into their buckets, each as the newest. A full bucket drops
+    its oldest n-gram; an n-gram that is already there becomes the newest. Those with `valid` False (`bool[B, n]`) are
+    skipped."""
     def row(pool: Array, grams: Array, valid: Array) -> Array:
         ways = jnp.arange(pool.shape[1])
 
@@ -206,14 +212,14 @@ def insert(pool: Array, grams: Array, valid: Array) -> Array:
                      "Fu et al. 2024", family="parallel-jacobi", guarantee="seed-exact")
 def lookahead(window_size: Count = 7, ngram_size: Annotated[int, Range(2)] = 5, guess_set_size: Count = 7,
               verify: Verifier = SeedExact()) -> Speculative:
-    """Drafts n-grams that were collected from a window of Jacobi iterations.
+    """Drafts n-grams that are collected from a window of Jacobi iterations.
 
-    It needs no draft model; its forwards are wide, so it pays where a wide window costs little.
+    It needs no draft model. Its forward passes are wide, so it pays if a wide window costs little.
 
     Args:
-        window_size: W, columns of the window.
-        ngram_size: N, tokens of an n-gram, its first token included.
-        guess_set_size: G, n-grams that are verified in a round.
-        verify: rule that accepts drafts.
+        window_size: W, number of columns of the window.
+        ngram_size: N, number of tokens of an n-gram, its first token included.
+        guess_set_size: G, number of n-grams that are verified in a round.
+        verify: the rule that accepts drafts.
     """
     return Speculative(Lookahead(window_size, ngram_size, guess_set_size), verify)

@@ -2,16 +2,17 @@
 ("Accelerating Auto-regressive Text-to-Image Generation with Training-free Speculative Jacobi Decoding", Teng et al.,
 2024).
 
-The window's tokens are draws from the conditionals `p_{j-1}` of the previous iteration, and those serve as
-the draft distribution of this one: under `Rejection` token `x_i` is accepted with probability
-min(1, p_j(x_i) / p_{j-1}(x_i)); at the first rejection the token comes from the positive part of p_j - p_{j-1}, the
-tokens after it are drawn anew from `p_j`, and fresh ones enter at the far end. Under `SeedExact` the draws take the
-noise that the target will draw with, and the window is a coupled Jacobi iteration.
+The window's tokens are draws from the conditionals `p_{j-1}` of the previous iteration, which are the draft
+distribution of this one. Under `Rejection`, token `x_i` is accepted with probability min(1, p_j(x_i) / p_{j-1}(x_i)).
+After the first rejection the token is drawn from the positive part of p_j - p_{j-1}, the tokens after it are drawn
+again from `p_j`, and new tokens enter at the end. Under `SeedExact` the draws use the noise of the target's own draws,
+and the window is a coupled Jacobi iteration.
 
-`p_{j-1}` itself would be a vocabulary-sized carry. What is carried is its `top` most likely tokens, renormalised, and
-tokens are drawn from exactly that, so q sampled is q reported and the output's distribution is the target's whatever
-`top` is; where the policy leaves at most `top` tokens (top-k, the paper's setting) q is `p_{j-1}` itself. A fresh
-token is a certain draft (q puts all on it), as in the authors' code. SJD++'s and MC-SJD's refinements are not included.
+To carry `p_{j-1}` would need an array of vocabulary size for each position. Only its `top` most likely tokens are kept,
+renormalised, and tokens are drawn from exactly this distribution. So the reported q is the sampled q, and the output
+has the target's distribution for any `top`. If the policy leaves at most `top` tokens (top-k, the paper's setting), q
+is `p_{j-1}` itself. A new token is a deterministic draft (q has all probability on it), as in the authors' code. The
+refinements of SJD++ and MC-SJD are not implemented.
 """
 
 from __future__ import annotations
@@ -45,11 +46,12 @@ from decodax.sampling.draw import draw
 
 @struct
 class Conditionals(Struct):
-    """The previous iteration's conditionals for the tokens after the newest one.
+    """State of `SJD`: conditionals of the previous iteration for the tokens after the newest one.
 
     Attributes:
-        tokens: `i32[B, K, top]`. log_p: `f32[B, K, top]`, not normalised; all -inf where there are none yet.
-        policy: within a round the policy of `p_j`.
+        tokens: `i32[B, K, top]`, the most likely tokens.
+        log_p: `f32[B, K, top]`, their log-probabilities, not renormalised; all -inf if there are none yet.
+        policy: within a round, the sampling policy for `p_j`.
     """
 
     tokens: Array
@@ -59,16 +61,16 @@ class Conditionals(Struct):
 
 @dataclasses.dataclass(frozen=True)
 class SJD(Draft):
-    """Drafts a window of draws from the target's own conditionals of the previous iteration.
+    """Drafts a window of draws from the target's own conditionals in the previous iteration (Teng et al., 2024).
 
     Attributes:
-        vocab_size: entries of the target's logits.
-        length: tokens in the window.
-        top: number of tokens of a conditional that are kept.
+        vocab_size: number of the target's logits.
+        length: number of tokens in the window.
+        top: number of most likely tokens of a conditional that are kept.
         fill: the token that enters the window; the paper draws it from the text or at random, or repeats a neighbour.
 
     Raises:
-        ValueError: a vocab_size, length or top below 1, or a fill that is none; in tracing, logits of another size.
+        ValueError: a number below 1, or an invalid fill; or, while it is traced, logits of another size.
     """
 
     vocab_size: int
@@ -100,7 +102,8 @@ class SJD(Draft):
         return chain(tokens, count, None if drawn in ("coupled", "ranked") else log_q), state.replace(policy=policy)
 
     def _log_q(self, s: State, state: Conditionals) -> Array:
-        """Returns the kept conditionals `f32[B, K, V]`, with all probability on one token where there are none."""
+        """Returns the draft distributions as log-probabilities, `f32[B, K, V]`; a position without a conditional has
+        all probability on one token."""
         known = (state.log_p > -jnp.inf).any(-1)
         fresh = filling(self.fill, s, self.length)[..., None] == jnp.arange(self.vocab_size)
         log_p = jax.nn.log_softmax(jnp.where(known[..., None], state.log_p, 0), -1)
@@ -126,13 +129,14 @@ class SJD(Draft):
                      "Jacobi Decoding", "Teng et al. 2024", family="parallel-jacobi", needs="a model",
                      guarantee="distribution-exact")
 def sjd(lm: Any, length: Count = 16, top: Count = 64, verify: Verifier = Rejection()) -> Speculative:
-    """Iterates a window of draws, with the previous iteration's conditionals as the draft distribution.
+    """Iterates a window of draws, with the conditionals of the previous iteration as the draft distribution.
 
-    For sampled texts and images, where plain Jacobi iteration accepts few tokens.
+    For sampled texts and images, for which plain Jacobi iteration accepts few tokens.
 
     Args:
-        lm: the target. length: tokens in the window.
-        top: number of tokens of a conditional that are kept.
-        verify: rule that accepts drafts.
+        lm: the target.
+        length: number of tokens in the window.
+        top: number of most likely tokens of a conditional that are kept.
+        verify: the rule that accepts drafts.
     """
     return Speculative(SJD(lm.vocab_size, length, min(top, lm.vocab_size)), verify)

@@ -1,1 +1,1 @@
-"""Drafts of a second model."""
+"""Drafts from a second model."""

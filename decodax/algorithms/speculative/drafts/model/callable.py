@@ -1,4 +1,4 @@
-"""Drafts from a user's own function."""
+"""Drafts from a function that the user writes."""
 
 from __future__ import annotations
 
@@ -19,20 +19,19 @@ from decodax.core.types import Params
 
 @dataclasses.dataclass(frozen=True)
 class UserDraft(Draft):
-    """Drafts what a user's function returns. With `SeedExact` the output is plain decoding's, whatever it returns.
+    """Drafts the tokens that a user's function returns. With `SeedExact` the output is that of plain decoding for any
+    function. A draft ends at its first negative token.
 
     Attributes:
-        fn: a pure JAX function `(tokens i32[B, N], length i32[B]) -> (drafts i32[B, K], count i32[B])`: drafts of the
-            tokens after the first `length` of each row, and their number. Tokens beyond a row's length have no meaning,
-            and a row must not look at another. Give a function of a module, not a fresh lambda
-            each time: it is compared by identity, and a new one compiles anew.
-        length: `K`.
-
-    A draft ends at its first negative token.
+        fn: a pure JAX function `(tokens i32[B, N], length i32[B]) -> (drafts i32[B, K], count i32[B])`: it returns
+            drafts of the tokens after the first `length` tokens of each row, and their number. Tokens beyond a row's
+            length are undefined, and the result for a row must not depend on other rows. Use a function of a module
+            instead of a new lambda for each call: it is compared by identity, and a new function compiles again.
+        length: `K`, largest number of drafts.
 
     Raises:
-        ValueError: `fn` is not callable or not hashable, a length below 1; while it is traced: results of another
-            structure, shape or type.
+        ValueError: `fn` is not callable or not hashable, or the length is below 1; or, while it is traced, results of
+            another structure, shape or dtype.
 
     >>> UserDraft(lambda tokens, length: (tokens[:, :4], length * 0 + 4), length=4).length
     4

@@ -1,8 +1,9 @@
 """A draft model: a smaller network with the target's tokenizer (Leviathan et al. 2023, Chen et al. 2023).
 
-It has a cache of its own, which holds verified tokens only; the nodes of a growing tree lie in a scratch beside it, and
-the accepted ones are moved to the cache. A round begins with a window of the two newest tokens, since the last accepted
-draft was never run; whatever else is missing (the prompt, rounds in which another source drafted) is caught up first.
+It has its own cache, which has verified tokens only. The nodes of a growing tree are kept in a buffer beside the cache,
+and the accepted ones are moved to the cache. A round begins with a window of the two newest tokens, since the last
+accepted draft has not been processed yet. Other missing tokens (the prompt, rounds in which another source drafted) are
+processed before that.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from decodax.common.axes import constrain
 from decodax.common.struct import Struct, short, struct
 from decodax.core.cache import Cache
 from decodax.core.capabilities import Draftable, tree_buffer
+from decodax.core.composed import data
 from decodax.core.loaded import Loaded, network_of
 from decodax.core.mesh import heads
 from decodax.core.resized import Resized
@@ -28,8 +30,13 @@ from decodax.core.window import Window, causal, take
 
 @struct
 class Drafting(Struct):
-    """The state of a draft model: `cache`; within a round also the tree's `scratch` and the window node of each of its
-    entries, `nodes` `i32[B or 1, room]`."""
+    """State of a draft model.
+
+    Attributes:
+        cache: the draft model's cache of verified tokens.
+        scratch: within a round, the buffer with the nodes of the tree.
+        nodes: within a round, `i32[B or 1, room]`, the window node of each entry of the buffer.
+    """
 
     cache: Cache
     scratch: Draftable | None = None
@@ -38,22 +45,27 @@ class Drafting(Struct):
 
 @dataclasses.dataclass(frozen=True)
 class DraftModel(Source):
-    """Drafts from a model of its own.
+    """Drafts with a second, smaller model, which has a cache of its own.
 
     Attributes:
-        model: a `Model`, or what `decodax.load` gave.
-        weights: the model's, if it is a bare `Model`; at low level they go into `Params.draft` instead.
-        vocab_size: entries of the target's logits; default what the policy is built for, or the draft model's own.
-        chunk: tokens of a forward while it reads text that its cache lacks.
-        reads: number of ids that the model reads; default those of what `decodax.load` gave, or any.
+        model: the draft model: a `Model`, or the result of `decodax.load`.
+        weights: the weights of a bare `Model`; None if `model` is the result of `decodax.load`. `generate` passes them
+            to the compiled programs. If you call `decodax.core.drivers` yourself, put them into `Params.draft`.
+        vocab_size: number of logits of the target. None: that of the sampling policy if it is known, else that of the
+            draft model.
+        chunk: number of tokens in one forward pass while the draft model processes text that is missing in its cache,
+            such as the prompt.
+        reads: number of token ids that the draft model knows; larger ids are replaced by `reads - 1`. None: the
+            vocabulary size of the result of `decodax.load`; a bare `Model` gets all ids as they are.
 
-    The vocabularies may be padded to different sizes, as those of small and large Qwen 2.5 are; see `Resized`.
+    The two vocabularies may be padded to different sizes, as in small and large Qwen 2.5 models. `Resized` then cuts or
+    pads the draft's logits to `vocab_size`.
     """
 
     __repr__ = short
 
     model: Any
-    weights: Any = dataclasses.field(default=None, compare=False, repr=False)
+    weights: Any = data()
     vocab_size: int | None = None
     chunk: int = 64
     reads: int | None = None
@@ -67,16 +79,13 @@ class DraftModel(Source):
         object.__setattr__(self, "model", network)
         object.__setattr__(self, "weights", self.weights if weights is None else weights)
 
-    def bare(self) -> DraftModel:
-        return dataclasses.replace(self, weights=None)
-
     def for_vocabulary(self, size: int) -> DraftModel:
-        """Returns it with logits of `size` entries, unless `vocab_size` is set."""
+        """Returns the drafter for a target with `size` logits; if `vocab_size` is set, it is not changed."""
         return self if self.vocab_size else dataclasses.replace(self, vocab_size=size)
 
     @property
     def fitted(self) -> Resized:
-        """The model with the target's vocabulary."""
+        """The model with its logits cut or padded to the target's vocabulary."""
         return Resized(self.model, self.reads, self.vocab_size)
 
     def init(self, params: Params, s: State) -> Drafting:
@@ -118,7 +127,8 @@ class DraftModel(Source):
 
 
 def catch_up(model: Model, weights: Any, s: State, cache: Any, chunk: int, newest: int = 2) -> Any:
-    """Commits the tokens of each row's text that the cache lacks, except the `newest` ones. Mostly it lacks none."""
+    """Processes the tokens of each row that are missing in `cache`, in chunks, except the `newest` last ones. Returns
+    the new cache. In most rounds no token is missing."""
     lacks = jnp.where(s.running, s.length - newest - cache.length, 0)
 
     def visit(i: Array, cache: Any) -> Any:

@@ -1,16 +1,15 @@
-"""Target-initialised drafts: the target's own last logits pick the first tokens, and another source continues each
-("Improving Multi-candidate Speculative Decoding", Lu, Zeng, Ma, Yu, Levorato, 2024).
+"""Target-initialised drafts: the target's own last logits give the first tokens of the branches, and another source
+continues each ("Improving Multi-candidate Speculative Decoding", Lu, Zeng, Ma, Yu, Levorato, 2024).
 
-MCSD draws the newest token from the
-target, then all candidates from the draft model. Here a round does not settle the token after the last accepted one:
-the target's distribution there, known from the round that accepted it, names the k first tokens of the next round's
-branches, and the draft model grows each of them. `LongestBranch` verifies such trees and says what that guarantees;
-`Sliced` is the paper's tree.
+MCSD draws the newest token from the target, then all candidates from the draft model. Here a round does not decide the
+token after the last accepted one. The target's distribution there, known from the round that accepted it, gives the k
+first tokens of the next round's branches, and the draft model continues each of them. `LongestBranch` verifies such
+trees and describes the guarantee; `Sliced` is the paper's tree.
 
-Of the distribution the `keep` largest logits are carried from round to round, and processed by the policy like the
-draft's (logits, since a repetition penalty looks at their sign). Where none is known, after the prompt and wherever a
-verifier has settled the newest token by a draw of its own, the source gives the first tokens too. So with a verifier
-that always does, every exact one, these drafts are the source's own.
+The `keep` largest logits of this distribution are carried from round to round. The policy is applied to them as to the
+draft's logits (logits instead of probabilities, since a repetition penalty depends on their sign). If no distribution
+is known, after the prompt and after a verifier that has drawn the newest token itself, the source gives the first
+tokens, too. So with an exact verifier, which always draws that token, these drafts are the source's own.
 """
 
 from __future__ import annotations
@@ -41,11 +40,12 @@ from decodax.pallas_kernels.vocabulary import top_k
 
 @struct
 class Rooted(Struct):
-    """The state of `TargetRooted`: the target's distribution of the token after the newest one.
+    """State of `TargetRooted`: the target's distribution of the token after the newest one.
 
     Attributes:
-        tokens: `i32[B, keep]`. logits: `f32[B, keep]` the target's logits of them, all -inf if nothing is known.
-        source: the state of the source that continues.
+        tokens: `i32[B, keep]`, the most likely tokens.
+        logits: `f32[B, keep]`, the target's logits for them; all -inf if they are not known.
+        source: the state of the source that continues the branches.
     """
 
     tokens: Array
@@ -55,15 +55,17 @@ class Rooted(Struct):
 
 @dataclasses.dataclass(frozen=True)
 class TargetRooted(SourceAround):
-    """Drafts first tokens from the target's last distribution, and their continuations from another source.
+    """Drafts first tokens from the target's last distribution, and their continuations with another source (Lu et al.,
+    2024).
 
     Attributes:
         source: a `Source` over the target's vocabulary, such as a `DraftModel`.
-        keep: number of logits that are carried; at least as many as the tree has first tokens, and some more for those
-            that the policy forbids.
+        keep: number of logits that are carried; at least the number of first tokens in the tree, and some more for
+            tokens that the policy forbids.
 
     Raises:
-        ValueError: keep below 1, or a draft that makes its own trees; in tracing, fewer tokens than are kept.
+        ValueError: `keep` is below 1, or a draft that makes its own trees; or, while it is traced, fewer tokens than
+            `keep`.
     """
 
     source: Source
@@ -108,17 +110,18 @@ class TargetRooted(SourceAround):
                      guarantee="approximate")
 def improved_mcsd(draft: Any, branching: tuple[int, ...] = (4, 2, 1, 1), threshold: Share = 0.3,
                   predictor: Predictor = probability, verify: Verifier | None = None) -> Speculative:
-    """Lets the target pick the first tokens of several branches, and keeps the longest branch that holds.
+    """Takes the first tokens of several branches from the target, and accepts the longest branch.
 
-    Drafting stops when a rejection is likely, by the draft's own probability or a fitted predictor. More drafts hold
-    than under `mcsd`, and the text is not plain decoding's.
+    Drafting stops when a rejection is likely, by the draft's own probability or a fitted predictor. More drafts are
+    accepted than with `mcsd`, and the text is not that of plain decoding.
 
     Args:
         draft: the draft model.
-        branching: number of children of each node, level by level.
-        threshold: chance of being reached below which a level is not drafted.
-        predictor: chance that a draft is accepted; default its probability, or from `decodax.train.fit_predictor`.
-        verify: rule that accepts drafts; None: the paper's.
+        branching: number of children of each node, by level.
+        threshold: predicted probability of being reached below which a level is not drafted.
+        predictor: predicts the probability that a draft is accepted; default the draft's own probability; or a result
+            of `decodax.train.fit_predictor`.
+        verify: the rule that accepts drafts; None: the paper's, `LongestBranch`.
     """
     shape = Sliced(Fixed.balanced(*branching), threshold, predictor)
     source = TargetRooted(DraftModel(draft), min(16, draft.vocab_size))

@@ -1,13 +1,13 @@
-"""PEARL: the draft model writes the next chain while the target verifies the last one ("PEARL: Parallel Speculative
+"""PEARL: the draft model makes the next chain while the target verifies the last one ("PEARL: Parallel Speculative
 Decoding with Adaptive Draft Length", Liu et al., 2024).
 
-In a round both models read the same text: the verified tokens and the pending drafts after them. The target verifies
-the pending drafts (post-verify), and, by its prediction after them, the first token that the draft model writes
-meanwhile; without pending drafts it verifies that token alone (pre-verify). If all of them hold, the rest of what was
-written is pending in the next round. If one does not, what was written is dropped, and nothing is pending. So the
-number of drafts accepted in a row has no bound and adapts to the draft model.
+In a round both models process the same text: the verified tokens and the pending drafts after them. The target verifies
+the pending drafts (post-verify) and, by its prediction after them, the first token that the draft model makes in the
+same round; without pending drafts it verifies that token alone (pre-verify). If all of them are accepted, the rest of
+the new chain is pending in the next round. If one is rejected, the new chain is dropped, and nothing is pending. So the
+number of consecutive accepted drafts has no limit and adapts to the draft model.
 
-This is `SpecBranch` with one branch that never stops.
+This is `SpecBranch` with one branch and no confidence threshold.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from decodax.common.registry import ALGORITHMS
 @ALGORITHMS.register("pearl", "PEARL: Parallel Speculative Decoding with Adaptive Draft Length", "Liu et al. 2024",
                      family="speculative-linear", needs="a draft model", guarantee="seed-exact")
 def pearl(draft: Any, gamma: Annotated[int, Range(2)] = 4) -> Speculative:
-    """Has the draft model write the next chain while the target verifies the last one.
+    """Makes the next chain with the draft model while the target verifies the last one.
 
-    It pays with devices of their own for both models, `decodax.apart`.
+    It pays if each model has devices of its own; see `decodax.algorithms.speculative.apart`.
 
     Args:
-        draft: the draft model. gamma: tokens that it writes in a round.
+        draft: the draft model.
+        gamma: number of tokens that the draft model makes in a round.
     """
     return Speculative(SpecBranch(DraftModel(draft), gamma, branches=1, threshold=0.0))

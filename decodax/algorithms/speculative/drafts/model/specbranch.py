@@ -1,28 +1,28 @@
-"""SpecBranch: while the target verifies, the draft model goes on from several tokens at once ("SpecBranch: Speculative
-Decoding via Hybrid Drafting and Rollback-Aware Branch Parallelism", Shen et al., 2025).
+"""SpecBranch: while the target verifies, the draft model continues several possible tokens at once ("SpecBranch:
+Speculative Decoding via Hybrid Drafting and Rollback-Aware Branch Parallelism", Shen et al., 2025).
 
-As in PEARL the draft model writes ahead of the target. It goes on from the *branch point*, the place after the last
-pending draft: there it takes the `branches` likeliest tokens, and writes a continuation of each. If all pending drafts
-hold and the target's own token after them is one of the branch tokens, its continuation is pending next, and nothing is
-rolled back. Only if it is none of them is everything dropped that was written.
+As in PEARL, the draft model works one round ahead of the target. It continues from the *branch point*, the position
+after the last pending draft: there it takes the `branches` most likely tokens and makes a continuation of each. If all
+pending drafts are accepted and the target's own token after them is one of the branch tokens, its continuation is
+pending in the next round, and nothing is rolled back. Otherwise all continuations are dropped.
 
-The number of tokens of a continuation that become pending decides where the next branch point is, so that a likely
-rejection falls on it, where several tokens are prepared:
+The number of tokens of a continuation that become pending sets the next branch point. It is chosen so that a likely
+rejection falls on the branch point, for which several tokens are prepared:
 
-- The draft model's confidence, the probability of its likeliest token: drafting stops before the first token below
-  `threshold`. As in the authors' code the first token is not tested.
-- With `lengths` (H-RAD) a classifier predicts from the target's hidden states whether the target will reject all of it
-  (then nothing is pending, and the branch point is right after the target's token), accept all of it (then all of it is
-  pending), or neither, in which case the confidence decides.
+- By the draft model's confidence, the probability of its most likely token: the pending drafts end before the first
+  token below `threshold`. As in the authors' code the first token is not tested.
+- With `lengths` (H-RAD), a classifier predicts from the target's hidden states whether the target will reject all of
+  the continuation (then nothing is pending, and the branch point is right after the target's token), accept all of it
+  (then all of it is pending), or neither, in which case the confidence decides.
 
-Neither model depends on what the other computes in the round, so the two can run at the same time on devices of their
-own (`decodax.algorithms.speculative.halves`). On the same devices one runs after the other, with the same result.
+Neither model needs the other's results of the round, so the two can run at the same time on separate devices
+(`decodax.algorithms.speculative.halves`). On the same devices one runs after the other, with the same result.
 
-The authors accept the branch token that the target finds likeliest, with probability p / q, and draw from the residual
-otherwise, which keeps the target's distribution for greedy decoding alone, as their branches are the likeliest tokens
-and not draws. Here the target draws its own token and the branch that has it goes on: the law is the verifier's, and no
-rule accepts a set of deterministic candidates more often. All `branches` are written in each round, as in their code,
-since a program of a fixed width saves nothing with fewer.
+The authors accept the most likely branch token under the target with probability p / q, and otherwise draw from the
+residual. Since their branches are the most likely tokens and not draws, this keeps the target's distribution only for
+greedy decoding. Here the target draws its own token, and the branch with this token continues: the guarantee is that of
+the verifier, and no rule accepts a set of deterministic candidates more often. All `branches` continuations are made in
+each round, as in their code, since a program with a fixed width saves nothing with fewer.
 """
 
 from __future__ import annotations
@@ -49,16 +49,18 @@ from decodax.core.window import Window, take
 
 @struct
 class Branches(Struct):
-    """The state of `SpecBranch`; `K` is gamma - 1.
+    """State of `SpecBranch`; `K` is gamma - 1.
 
     Attributes:
         source: the state of the source.
-        waiting: `i32[B, K]` the continuation that may be pending. waits: `bool[B]` True if it is.
-        sure: `i32[B]` number of its tokens that are confident enough.
-        offered: `i32[B]` number of drafts that are verified in this round.
-        seen: `f32[B, F]` features of the target for the classifier; F is 0 without one.
-        heads: `i32[B, k]` tokens at the branch point, -1 for none. rest: `i32[B, k, K]` continuation of each.
-        confident: `i32[B, k]` number of tokens of each continuation that are confident enough.
+        waiting: `i32[B, K]`, the continuation that may be pending.
+        sure: `i32[B]`, number of its tokens before the confidence falls below the threshold.
+        waits: `bool[B]`, True if it is pending.
+        offered: `i32[B]`, number of drafts that are verified in this round.
+        seen: `f32[B, F]`, features of the target for the classifier; F is 0 without one.
+        heads: `i32[B, k]`, tokens at the branch point, -1 for none.
+        rest: `i32[B, k, K]`, continuation of each.
+        confident: `i32[B, k]`, number of tokens of each continuation before the confidence falls below the threshold.
     """
 
     source: Any
@@ -74,15 +76,17 @@ class Branches(Struct):
 
 @dataclasses.dataclass(frozen=True)
 class SpecBranch(AroundSource, Draft):
-    """Drafts chains of a source, written one round ahead for several tokens that the target may choose.
+    """Drafts chains of a source that are made one round ahead, for several tokens that the target may choose (Shen et
+    al., 2025).
 
     Attributes:
-        source: a `Source` that can be asked about a chain of nodes at once, such as `DraftModel`.
-        gamma: tokens that the source writes in a round, 2 or more. branches: number of branch tokens.
-        threshold: confidence below which drafting stops, from 0, where it never does, to 1.
+        source: a `Source` that supports `chained` levels, such as `DraftModel`.
+        gamma: number of tokens that the source makes in a round, at least 2.
+        branches: number of branch tokens.
+        threshold: confidence below which pending drafts end, from 0 (never) to 1.
         lengths: the classifier of H-RAD, from `fit_lengths`; None: confidence alone.
-        written: fields of the state that `write` makes beside `source`, which the target's devices need. Only the draft
-            model's devices need `source`.
+        written: fields of the state that `write` sets beside `source` and that the target's devices need. Only the
+            draft model's devices need `source`.
 
     Raises:
         ValueError: a number out of range.
@@ -142,7 +146,7 @@ class SpecBranch(AroundSource, Draft):
         return Proposal(tokens=state.waiting, live=live), state.replace(offered=count)
 
     def write(self, params: Params, policy: Any, s: State, state: Branches, drawn: Drawn) -> Branches:
-        """Runs the draft model's part of the round. Returns the state with a new `source` and the fields `written`."""
+        """Runs the draft model's part of the round. Returns the state with a new `source` and new fields `written`."""
         source, K, k, n = fitted(self.source, policy.vocab_size), self.length, self.branches, state.offered
         grower = Grower(source, self._own(params), policy, s, drawn).ranked     # the branches are no draws
         # the pending drafts are in slots 1 to K; nothing goes on from others there
@@ -166,14 +170,15 @@ class SpecBranch(AroundSource, Draft):
         return self.learn(s, window, out, decision, self.look(out, decision), state)
 
     def look(self, out: Out, decision: Decision | None) -> Any:
-        """Returns the features that it reads of the target's forward; None: nothing."""
+        """Returns the features from the target's output for the classifier; None if there is none."""
         if self.lengths is None or decision is None or decision.accepted is None:
             return None
         return self.lengths.read(out, take(decision.source, decision.accepted[:, None])[:, 0])
 
     def learn(self, s: State, window: Window, out: Out, decision: Decision | None, seen: Any,
               state: Branches) -> Branches:
-        """Does what `observe` does, with the result of `look` in `seen`. Only the source may read more of `out`."""
+        """Updates the state as `observe` does, with the result of `look` as `seen`. Except for this, only the source
+        uses `out`."""
         source = self.source.observe(s, window, out, decision, state.source)
         if decision is None or decision.accepted is None:
             return state.replace(source=source, waits=jnp.zeros_like(state.waits))
@@ -195,15 +200,16 @@ class SpecBranch(AroundSource, Draft):
                      "Shen et al. 2025", family="speculative-linear", needs="a draft model", guarantee="seed-exact")
 def specbranch(draft: Any, gamma: Annotated[int, Range(2)] = 4, branches: Count = 3, threshold: Share = 0.4,
                lengths: Lengths | None = None) -> Speculative:
-    """Has the draft model go on from several likely tokens while the target verifies.
+    """Continues several likely tokens with the draft model while the target verifies.
 
-    As `pearl`, with fewer rollbacks; it pays with devices of their own for both models, `decodax.apart`.
+    Like `pearl`, with fewer rollbacks. It pays if each model has devices of its own; see
+    `decodax.algorithms.speculative.apart`.
 
     Args:
         draft: the draft model.
-        gamma: tokens that it writes in a round.
-        branches: number of tokens from which it goes on.
-        threshold: confidence of the draft model below which drafting stops; 0 never stops.
-        lengths: classifier of draft lengths from `decodax.train.fit_lengths` (H-RAD); None: confidence alone.
+        gamma: number of tokens that the draft model makes in a round.
+        branches: number of tokens that it continues.
+        threshold: confidence of the draft model below which pending drafts end; 0: never.
+        lengths: classifier of draft lengths (H-RAD), from `decodax.train.fit_lengths`; None: confidence alone.
     """
     return Speculative(SpecBranch(DraftModel(draft), gamma, branches, threshold, lengths))

@@ -1,12 +1,12 @@
-"""SpecInfer: the trees of several draft models, merged into one ("SpecInfer: Accelerating Large Language Model Serving
+"""SpecInfer: merges the trees of several draft models into one ("SpecInfer: Accelerating Large Language Model Serving
 with Tree-based Speculative Inference and Verification", Miao et al., 2024).
 
-Each source grows a tree of its own below the newest token, and the trees are merged: nodes of equal tokens below equal
-prefixes are one, with the children of all of them. So a draft of one source may go on from a draft of another.
+Each source grows a tree of its own after the newest token, and the trees are merged: nodes with equal tokens and equal
+prefixes become one, with the children of all of them. So a draft of one source may continue a draft of another.
 
-Draws stay draws. A node that two sources drew occurs in the window once for each of them, with its children below the
-first; `MultiRound(replacement=True)`, the paper's multi-step speculative sampling, tries each draw against the
-distribution that it came from, and the target's distribution is kept. Sources draw with noise of their own.
+All draws remain valid. A node that two sources drew is in the window once for each of them, with its children below the
+first. `MultiRound(replacement=True)`, the paper's multi-step speculative sampling, tests each draw against the
+distribution from which it was drawn, and the output has the target's distribution. Sources draw with independent noise.
 """
 
 from __future__ import annotations
@@ -35,14 +35,15 @@ from decodax.core.window import Window, take
 
 @dataclasses.dataclass(frozen=True)
 class Merged(Draft):
-    """Drafts the merged trees of several sources.
+    """Drafts the merged trees of several sources (SpecInfer).
 
     Attributes:
-        sources: two or more, `DraftModel`s for instance. shape: shape of the tree of each.
+        sources: two or more sources, such as `DraftModel`s.
+        shape: shape of the tree of each.
 
     Raises:
-        ValueError: fewer than two sources, or drafts that make their own trees; while it is traced: a verifier that
-            wants siblings drawn without replacement.
+        ValueError: fewer than two sources, or drafts that make their own trees; or, while it is traced, a verifier that
+            needs siblings drawn without replacement.
     """
 
     sources: tuple[Source, ...]
@@ -90,7 +91,7 @@ class Merged(Draft):
                         log_q=log_q, drawn_at=drawn_at), states
 
     def _first(self, tokens: Array, live: Array, parents: np.ndarray) -> Array:
-        """Returns for each window node the first one with its prefix, `i32[B, 1 + N]`."""
+        """Returns for each window node the first node with the same prefix, `i32[B, 1 + N]`."""
         depths = np.tile([len(path) for path in self.shape.order], len(self.sources))
         first = jnp.zeros((tokens.shape[0], 1 + tokens.shape[1]), jnp.int32)
         for depth in range(1, self.length + 1):
@@ -116,12 +117,12 @@ class Merged(Draft):
 def specinfer(draft: Any, branching: tuple[int, ...] = (3, 2, 1), verify: Verifier | None = None) -> Speculative:
     """Merges the draft trees of one or several draft models, and verifies them by multi-round rejection sampling.
 
-    Several small draft models together cover more of what the target may say than each alone.
+    Several small draft models together propose more of the target's likely tokens than each alone.
 
     Args:
         draft: the draft model, or a tuple of draft models.
-        branching: number of children of each node, level by level.
-        verify: rule that accepts drafts; None: multi-round rejection of draws with replacement.
+        branching: number of children of each node, by level.
+        verify: the rule that accepts drafts; None: multi-round rejection sampling of draws with replacement.
     """
     models = tuple(map(DraftModel, draft if isinstance(draft, (tuple, list)) else (draft,)))
     shape, rule = Fixed.balanced(*branching), verify or MultiRound(replacement=True)

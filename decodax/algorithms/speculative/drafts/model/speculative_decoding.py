@@ -1,6 +1,6 @@
-"""Speculative decoding with a draft model's chain: the original method, and its variant that keeps the tokens of the
-seed ("Fast Inference from Transformers via Speculative Decoding", Leviathan, Kalman, Matias, 2023; "Accelerating Large
-Language Model Decoding with Speculative Sampling", Chen et al., 2023).
+"""Speculative decoding with a draft model's chain: the original method, and a variant that gives the tokens of plain
+sampling with the same seed ("Fast Inference from Transformers via Speculative Decoding", Leviathan, Kalman, Matias,
+2023; "Accelerating Large Language Model Decoding with Speculative Sampling", Chen et al., 2023).
 
 The parts have files of their own: `DraftModel`, `Rejection` and `SeedExact`.
 """
@@ -25,11 +25,12 @@ from decodax.common.registry import ALGORITHMS
 def speculative_decoding(draft: Any, length: Count = 4) -> Speculative:
     """Drafts a chain with a draft model and accepts it by rejection sampling.
 
-    The output has the target's distribution; its tokens differ from those of plain sampling with the same seed, which
-    `seed_exact` keeps.
+    The output has the target's distribution. Its tokens differ from those of plain sampling with the same seed;
+    `seed_exact` gives those.
 
     Args:
-        draft: the draft model. length: drafts a round.
+        draft: the draft model.
+        length: number of drafts in a round.
     """
     return Speculative(DraftModel(draft), Rejection(), Chain(length))
 
@@ -42,13 +43,14 @@ ALGORITHMS.alias("speculative-sampling", "speculative-decoding",
 @ALGORITHMS.register("seed-exact", "Speculative sampling that keeps the seed's tokens", "",
                      family="speculative-linear", needs="a draft model", guarantee="seed-exact")
 def seed_exact(draft: Any, length: Count = 4, shape: Shape | None = None) -> Speculative:
-    """Drafts a chain with a draft model; the output is plain sampling's, token for token.
+    """Drafts a chain with a draft model; the output has exactly the tokens of plain sampling with the same seed.
 
-    Draft and target share the noise of the draw, so about as many drafts hold as under rejection sampling.
+    Draft and target share the noise of their draws, so about as many drafts are accepted as with rejection sampling.
 
     Args:
-        draft: the draft model. length: drafts a round.
-        shape: how the draft tree grows; None: a chain of `length`.
+        draft: the draft model.
+        length: number of drafts in a round.
+        shape: shape of the draft tree; None: a chain of `length`.
     """
     return Speculative(DraftModel(draft), SeedExact(), shape or Chain(length))
 

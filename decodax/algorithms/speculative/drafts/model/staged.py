@@ -1,17 +1,17 @@
-"""Staged speculation: the draft is a tree, and the draft model's own decoding is speculative ("Accelerating LLM
+"""Staged speculation: the draft is a tree, and the draft model's own decoding is speculative, too ("Accelerating LLM
 Inference with Staged Speculative Decoding", Spector and Ré, 2023).
 
-First the trunk, the draft model's own continuation, `length` tokens. A forward of the draft model runs the last of them
-together with the guesses of `inner`, an n-gram model in the paper, and the guesses that equal the draft model's own
-choice are the trunk's next tokens: the same chain in fewer forwards.
+First comes the trunk, the draft model's own continuation of `length` tokens. A forward pass of the draft model
+processes the last trunk token together with the guesses of `inner`, in the paper an n-gram model. Guesses that equal
+the draft model's own choice are the next tokens of the trunk. The result is the same chain with fewer forward passes.
 
-Every node of the trunk also gives the next likeliest tokens, siblings of the trunk's own. The likeliest
-`branches` of them, by the product of draft probabilities down to each, are run in one forward, and what may follow them
-joins the candidates. The `nodes - length` likeliest of all candidates are verified beside the trunk. So the depth of
-the tree costs few steps of the draft model and its width hardly any.
+Every node of the trunk also gives the next most likely tokens, as siblings of the trunk's own. The `branches` most
+likely of them, by the product of draft probabilities down to each, are processed in one forward pass, and their
+children join the candidates. The `nodes - length` most likely of all candidates are verified beside the trunk. So the
+depth of the tree costs few steps of the draft model, and its width costs almost none.
 
-A model may guess, too. In TriForce (Sun et al., 2024) a small one guesses a token after the trunk, which the target
-decodes on a part of its cache (`OwnCache`).
+The inner draft may be a model, too. In TriForce (Sun et al., 2024) a small model guesses a token after the trunk, which
+the target decodes with a part of its cache (`OwnCache`).
 """
 
 from __future__ import annotations
@@ -48,9 +48,11 @@ class Trunk(Struct):
     """The trunk while it grows.
 
     Attributes:
-        tokens, live, log_p: `[B, K, R]` candidates at each depth, the trunk's own first.
-        slots: `i32[B, K]` slot of each of its nodes in the growth, -1 while it has none; the last one never has one.
-        count: `i32[B]` number of tokens of the trunk so far.
+        tokens: `i32[B, K, R]`, candidates at each depth, the trunk's own first.
+        live: `bool[B, K, R]`, False for padding.
+        log_p: `f32[B, K, R]`, their log-probabilities.
+        slots: `i32[B, K]`, slot of each trunk node in the growth, -1 if it has none; the last node never has one.
+        count: `i32[B]`, number of tokens of the trunk so far.
     """
 
     tokens: Array
@@ -60,7 +62,7 @@ class Trunk(Struct):
     count: Array
 
     def add(self, c: Children, held: Array) -> Trunk:
-        """Returns the trunk with the children of a chain's first `1 + held` nodes (`i32[B]`)."""
+        """Returns the trunk with the children of the first `1 + held` nodes (`i32[B]`) of a chain."""
         at = self.count[:, None] + jnp.arange(c.tokens.shape[1])
         at = jnp.where(at <= (self.count + held)[:, None], at, self.tokens.shape[1])
         put = jax.vmap(lambda x, at, new: x.at[at].set(new, mode="drop"))
@@ -71,19 +73,22 @@ class Trunk(Struct):
 
 @dataclasses.dataclass(frozen=True)
 class Staged(Draft):
-    """Drafts a tree along the continuation of one source, the trunk, which another draft speeds up by guesses.
+    """Drafts a tree along the continuation of one source, the trunk, which is itself decoded with guesses of another
+    draft (Spector and Ré, 2023).
 
     Attributes:
-        draft: the source of the trunk: a `DraftModel`, or an `OwnCache`.
-        inner: the draft that guesses for it: a `Draft` of deterministic chains that is made from the text alone
-            (`NGram`, `PromptLookup`), or a `Source`.
-        length: tokens of the trunk. guesses: guesses of an inner source at each forward.
-        nodes: drafts to verify; default the trunk alone. width: candidates of a node.
-        branches: number of siblings of the trunk that are run; 0 for none.
+        draft: the source of the trunk: a `DraftModel` or an `OwnCache`.
+        inner: the draft that guesses for it: a `Draft` of deterministic chains that depends on the text alone (`NGram`,
+            `PromptLookup`), or a `Source`.
+        length: number of tokens in the trunk.
+        nodes: number of drafts to verify; None: the trunk alone.
+        width: number of candidates after a node.
+        branches: number of siblings of the trunk that are expanded; 0 for none.
+        guesses: number of guesses in each forward pass, if `inner` is a `Source`.
 
     Raises:
-        ValueError: a number out of range; while it is traced: an inner draft with a state or of trees, or a verifier
-            that wants drafts drawn from q.
+        ValueError: a number out of range; or, while it is traced, an inner draft with a state or with trees, or a
+            verifier that needs drafts drawn from q.
     """
 
     draft: Source
@@ -107,12 +112,12 @@ class Staged(Draft):
 
     @property
     def run(self) -> int:
-        """Number of siblings that are run; no path gets longer than the trunk."""
+        """Number of siblings that are expanded. No path becomes longer than the trunk."""
         return min(self.branches, (self.length - 1) * (self.width - 1), (self.nodes or self.length) - self.length)
 
     @property
     def most(self) -> int:
-        """Number of tokens that are guessed at once; no more than the trunk may still take."""
+        """Number of tokens that are guessed at once, at most `length - 1`."""
         return min(self.guesses if isinstance(self.inner, Source) else self.inner.length, self.length - 1)
 
     if not TYPE_CHECKING:       # of a class variable
@@ -174,7 +179,8 @@ class Staged(Draft):
         return proposal, (state, kept)
 
     def _guesser(self, grower: Grower, kept: Any) -> tuple[Callable[[Trunk], tuple[Array, Array]], Any]:
-        """Returns a function that guesses with an inner source, as `_guess`, and the source's state after the round."""
+        """Returns a function that guesses with an inner source (with the results of `_guess`), and the source's state
+        after the round."""
         K, most = self.length, self.most
         began, _ = grower.start(kept, K + most - 1, 1)
 
@@ -194,7 +200,8 @@ class Staged(Draft):
         return guess, grower.source.place(began.source, jnp.asarray(np.full((1, K + most - 1), -1, np.int32)))
 
     def _guess(self, params: Params, policy: Any, s: State, trunk: Trunk) -> tuple[Array, Array]:
-        """Returns the inner draft's guesses of the tokens after the trunk, `i32[B, most]`, and their number."""
+        """Returns the inner draft's guesses of the tokens after the trunk, `i32[B, most]`, and their number,
+        `i32[B]`."""
         if not (most := self.most):
             return jnp.zeros((s.batch, 0), jnp.int32), jnp.zeros(s.batch, jnp.int32)
         place = s.length[:, None] + jnp.arange(self.length)
@@ -208,7 +215,7 @@ class Staged(Draft):
         return p.tokens[:, :most], jnp.minimum(p.count, most)
 
     def _tree(self, grower: Grower, g: Growth, trunk: Trunk) -> tuple[Proposal, Any]:
-        """Returns the tree of the trunk and the likeliest drafts beside it."""
+        """Returns the tree of the trunk and of the most likely drafts beside it, and the source's state."""
         B, K, R = trunk.tokens.shape
         live = jnp.cumprod(trunk.live[:, :, 0], 1) > 0
         above = jnp.cumsum(jnp.where(live, trunk.log_p[:, :, 0], 0), 1)
@@ -262,14 +269,17 @@ class Staged(Draft):
                      family="speculative-tree", needs="a draft model", guarantee="seed-exact")
 def staged(draft: Any, length: Count = 6, nodes: Count = 16, width: Count = 4, branches: Whole = 4, inner: Count = 4,
            order: Annotated[int, Range(2)] = 3) -> Speculative:
-    """Drafts a tree along the draft model's continuation, which n-grams draft for it in turn.
+    """Drafts a tree along the draft model's continuation, which is itself decoded with drafts from n-grams.
 
-    For draft models whose own steps cost something beside the target's.
+    For draft models whose own steps take a noticeable part of the time.
 
     Args:
         draft: the draft model.
-        length: tokens of its continuation. nodes: drafts in all. width: candidates of a node.
-        branches: number of siblings of the continuation that are run; 0 for none.
-        inner: most tokens that n-grams draft for the draft model. order: the longest n-gram.
+        length: number of tokens in its continuation.
+        nodes: number of drafts in all.
+        width: number of candidates after a node.
+        branches: number of siblings of the continuation that are expanded; 0 for none.
+        inner: largest number of tokens that n-grams draft for the draft model at once.
+        order: length of the longest n-gram.
     """
     return Speculative(Staged(DraftModel(draft), NGram(inner, order), length, nodes, width, branches))

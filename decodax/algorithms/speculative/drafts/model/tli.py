@@ -1,15 +1,15 @@
-"""Token-level intersection, TLI: a draft model with another vocabulary, limited to the tokens that the target has too
+"""Token-level intersection (TLI): a draft model with another vocabulary, limited to the tokens that the target has, too
 ("Accelerating LLM Inference with Lossless Speculative Decoding Algorithms for Heterogeneous Vocabularies", Timor et
 al., 2025).
 
-The draft model's distribution, limited to the tokens that the target has too and normalised again, is a distribution
-over the target's ids like any other. So every verifier keeps its guarantee, `Rejection` as in the paper, and every
-shape of a tree works. Tokens are common if their bytes are, or, special ones, if their names are.
+The draft model's distribution, limited to the common tokens and normalised again, is a distribution over the target's
+ids like any other. So every verifier keeps its guarantee, `Rejection` as in the paper, and every tree shape works. Two
+tokens are the same if they have the same bytes; special tokens, if they have the same name.
 
-The text may hold target tokens that the draft model lacks. Systems that map ids give it the unknown token there; here
-it reads the token's bytes, cut into its own tokens, each target token by itself. Its positions therefore differ from
-the target's, row by row, and nothing that it has read is ever taken back. Where the vocabularies have little in common
-`Realigned` reads and drafts better, since it follows the draft model's own cut of the text.
+The text may have target tokens that the draft model lacks. Systems that map ids give it the unknown token there. Here
+it gets the token's bytes, tokenized with its own vocabulary, separately for each target token. So its positions differ
+from the target's in each row, and tokens in its cache never change. If the vocabularies have little in common,
+`Realigned` drafts better, since it uses the draft model's own tokenization of the text.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from decodax.common.options import Count
 from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, short, static, struct
 from decodax.core.cache import require
+from decodax.core.composed import data
 from decodax.core.mesh import heads
 from decodax.core.state import State, Status
 from decodax.core.types import Decision, Out, Params
@@ -45,12 +46,13 @@ class CommonTokens(Struct):
     """The weights of `Intersection`, in `Params.draft`.
 
     Attributes:
-        weights: the draft model's.
-        ids: `i32[V]`, for each target token the equal token of the draft model, or -1.
-        pieces: `i32[C]` the draft model's tokens for all target tokens, one after another; a common token has itself.
-        starts: `i32[V + 1]`, where the pieces of each target token begin.
-        prefix: `i32[P]` tokens that the draft model expects before a text.
-        longest: most pieces of a token.
+        weights: weights of the draft model.
+        ids: `i32[V]`, for each target token the draft model's id of the same token, or -1.
+        pieces: `i32[C]`, the draft model's tokens for each target token, one after the other; for a common token the
+            token itself.
+        starts: `i32[V + 1]`, index in `pieces` of each target token's first piece.
+        prefix: `i32[P]`, tokens that the draft model expects before a text.
+        longest: static; largest number of pieces of a target token.
     """
 
     weights: Any
@@ -63,10 +65,12 @@ class CommonTokens(Struct):
 
 @struct
 class Mapped(Struct):
-    """Each row's text in the draft model's tokens.
+    """State of `Intersection`: each row's text in the draft model's tokens.
 
     Attributes:
-        tokens: `i32[B, M]`, of which `length` `i32[B]` are valid. seen: `i32[B]`, number of target tokens read.
+        tokens: `i32[B, M]`, the text.
+        length: `i32[B]`, number of valid tokens in it.
+        seen: `i32[B]`, number of target tokens that have been converted.
         drafting: the draft model's own state, with M slots.
     """
 
@@ -78,21 +82,24 @@ class Mapped(Struct):
 
 @dataclasses.dataclass(frozen=True)
 class Intersection(Source):
-    """Drafts from a draft model, limited to the tokens that the target has too; `Intersection.of` makes one.
+    """Drafts with a draft model of another vocabulary, limited to the tokens that the target has, too (Timor et al.,
+    2025). Make one with `Intersection.of`.
 
     Attributes:
-        source: the draft model. room: as in `Realigned`; a row that runs out of it goes on with worse drafts.
-        weights: a `CommonTokens`; at low level it goes into `Params.draft` instead.
+        source: the draft model.
+        room: number of slots of the draft model's cache for each slot of the target's. A row whose text needs more
+            continues with worse drafts.
+        weights: a `CommonTokens`. If you call `decodax.core.drivers` yourself, put it into `Params.draft`.
 
     Raises:
-        ValueError: room below 1.
+        ValueError: `room` is below 1.
     """
 
     __repr__ = short
 
     source: DraftModel
     room: int = 2
-    weights: Any = dataclasses.field(default=None, compare=False, repr=False)
+    weights: Any = data()
 
     def __post_init__(self) -> None:
         if self.room < 1:
@@ -100,13 +107,16 @@ class Intersection(Source):
 
     @classmethod
     def of(cls, lm: Any, draft: Any, room: int | None = None) -> Intersection:
-        """For a target and a draft model, both as `decodax.load` gives them, with their tokenizers.
+        """Makes the source for a target and a draft model, both results of `decodax.load` with tokenizers.
 
         Args:
-            room: default by how many of the draft model's tokens a target token takes, and one more.
+            lm: the target.
+            draft: the draft model.
+            room: see `Intersection`; None: the mean number of the draft model's tokens for a target token, rounded up,
+                plus one.
 
         Raises:
-            ValueError: one of them has no tokenizer, or they have no token in common.
+            ValueError: a model has no tokenizer, or they have no token in common.
         """
         with_tokenizer(lm, draft)
         ids, pieces = common(lm, draft)
@@ -116,11 +126,8 @@ class Intersection(Source):
                                starts=jnp.asarray(starts, jnp.int32), longest=max(map(len, pieces)))
         return cls(DraftModel(draft.model), room or int(np.ceil(starts[-1] / len(pieces))) + 1, weights)
 
-    def bare(self) -> Intersection:
-        return dataclasses.replace(self, weights=None)
-
     def for_vocabulary(self, size: int) -> Intersection:
-        """Returns it unchanged: the draft model keeps a vocabulary of its own."""
+        """Returns the source unchanged, since the draft model keeps its own vocabulary."""
         return self
 
     def init(self, params: Params, s: State) -> Mapped:
@@ -158,16 +165,16 @@ class Intersection(Source):
         return state.replace(drafting=self.source.observe(s, window, out, decision, state.drafting))
 
     def _fits(self, state: Mapped) -> Array:
-        """Returns True for rows for whose text the draft model has room, `bool[B]`."""
+        """Returns True for rows whose text fits in the draft model's cache, `bool[B]`."""
         return (state.length > 0) & (state.length <= state.tokens.shape[1])
 
     def _own(self, s: State, state: Mapped) -> State:
-        """Returns the decoding state as the draft model sees it."""
+        """Returns the decoding state with the text in the draft model's tokens."""
         status = jnp.where(self._fits(state), s.status, jnp.asarray(Status.CAPACITY, jnp.int32))
         return s.replace(tokens=state.tokens, length=state.length, status=status)
 
     def _read(self, own: CommonTokens, s: State, state: Mapped) -> Mapped:
-        """Returns the state after reading all of each row's text."""
+        """Returns the state after all of each row's text has been converted to the draft model's tokens."""
         block = jnp.zeros(max(64, own.longest), jnp.int32)
 
         def row(running: Array, text: Array, length: Array, tokens: Array, end: Array,
@@ -195,10 +202,11 @@ class Intersection(Source):
 
 
 def common(lm: Any, draft: Any) -> tuple[np.ndarray, list[list[int]]]:
-    """Returns the draft model's id of each target token, `i32[V]`, -1 where it has none, and its tokens for each.
+    """Returns the draft model's id of each target token, `i32[V]`, -1 if it has none, and the draft model's tokens for
+    each target token.
 
     Raises:
-        ValueError: no token is common.
+        ValueError: the vocabularies have no token in common.
     """
     target, own = (Merges.of(x.tokenizer, x.vocab_size) for x in (lm, draft))
     ids = np.full(target.size, -1, np.int32)
@@ -213,7 +221,7 @@ def common(lm: Any, draft: Any) -> tuple[np.ndarray, list[list[int]]]:
 
 
 def _special(tokenizer: Any, merges: Merges) -> dict[bytes, int]:
-    """Returns the special tokens by name."""
+    """Returns the ids of the special tokens by name."""
     literal = tokenizer.token_bytes(skip_special_tokens=False)[:merges.size]
     return {word: i for i, word in enumerate(literal) if word and not merges.spelled[i]}
 
@@ -223,7 +231,7 @@ def _inner(params: Params) -> Params:
 
 
 def _limited(own: CommonTokens, answer: Answer) -> Answer:
-    """Returns the draft model's answer over the target's ids, -inf outside the intersection."""
+    """Returns the draft model's answer with logits for the target's ids, -inf for tokens that are not common."""
     chosen = answer.logits[..., jnp.maximum(own.ids, 0)]
     return answer.replace(logits=jnp.where(own.ids >= 0, chosen, -jnp.inf))
 
@@ -234,9 +242,11 @@ def _limited(own: CommonTokens, answer: Answer) -> Answer:
 def tli(lm: Any, draft: Any, length: Count = 4) -> Speculative:
     """Drafts with a draft model of another vocabulary, limited to the tokens that both vocabularies have.
 
-    The choice for sampled texts where most tokens are common; both models need a tokenizer.
+    For sampled texts, if most tokens are common; both models need a tokenizer.
 
     Args:
-        lm: the target. draft: the draft model. length: drafts a round.
+        lm: the target.
+        draft: the draft model.
+        length: number of drafts in a round.
     """
     return Speculative(Intersection.of(lm, draft), Rejection(), Chain(length))

@@ -1,18 +1,18 @@
-"""Universal assisted generation: a draft model with another tokenizer, whose text is cut into the target's tokens
-(Korat et al., 2024). It is string-level exact match, SLEM, of "Accelerating LLM Inference with Lossless Speculative
+"""Universal assisted generation: a draft model with another tokenizer, whose text is tokenized again for the target
+(Korat et al., 2024). It is string-level exact match (SLEM) of "Accelerating LLM Inference with Lossless Speculative
 Decoding Algorithms for Heterogeneous Vocabularies" (Timor et al., 2025).
 
-Each round the bytes that the target has added are cut into the draft model's tokens, the draft model goes on, and the
-bytes of what it made are cut into the target's tokens, which are the drafts. With `SeedExact` the output is plain
-decoding's, token for token: that is the papers' exact match, of greedy and of sampled tokens alike. The draft model
-takes its likeliest token; a draft of its own that it drew would match a drawn token less often.
+In each round the bytes of the target's new tokens are tokenized for the draft model, the draft model continues the
+text, and the bytes of its continuation are tokenized for the target; these tokens are the drafts. With `SeedExact` the
+output has exactly the tokens of plain decoding, greedy or sampled, which is the papers' exact match. The draft model
+takes its most likely token, since its own draw would equal the target's draw less often.
 
-The papers call the two tokenizers between rounds; here all of it is inside the compiled round. So text is cut as
-`decodax.algorithms.speculative.vocabulary` says, which is the tokenizer's own rule but for its split into words. That
-decides how much is accepted, not what comes out. New bytes may change how the last word was cut: tokens count as final
-up to the last border that no token crosses, and the draft model's cache falls back to the tokens that stayed (the
-papers look a fixed number of tokens back). Special tokens have no bytes: the draft model does not see the target's, as
-in the papers, and one of its own ends the draft.
+The papers call the two tokenizers between rounds; here all of this happens inside the compiled round. So text is
+tokenized by `decodax.algorithms.speculative.vocabulary`, which follows the tokenizer's own rule except for its split
+into words. This affects how much is accepted, but not the output. New bytes may change the tokenization of the last
+word. Tokens count as final up to the last border that no token crosses, and the draft model's cache is truncated to the
+tokens that did not change (the papers go back a fixed number of tokens). Special tokens have no bytes: as in the
+papers, the draft model does not get the target's, and one of its own ends the draft.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from decodax.common.options import Count
 from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, short, struct
 from decodax.core.cache import Feature, require
+from decodax.core.composed import data
 from decodax.core.mesh import heads
 from decodax.core.round import run
 from decodax.core.state import State, Stats, Status
@@ -48,7 +49,7 @@ from decodax.sampling.base import Temperature
 from decodax.sampling.distribution import Policy
 
 WIDTH = 32
-"""Number of target tokens that are read at once."""
+"""Number of target tokens that are converted at once."""
 
 
 @struct
@@ -56,8 +57,11 @@ class AlignedVocabularies(Struct):
     """The weights of `Realigned`, in `Params.draft`.
 
     Attributes:
-        weights: the draft model's. draft, target: the vocabularies.
-        prefix: `i32[P]` tokens that the draft model expects before a text. ends: `i32[E]` its ends of a sequence.
+        weights: weights of the draft model.
+        draft: the draft model's vocabulary.
+        target: the target's vocabulary.
+        prefix: `i32[P]`, tokens that the draft model expects before a text.
+        ends: `i32[E]`, the draft model's end tokens.
     """
 
     weights: Any
@@ -69,13 +73,16 @@ class AlignedVocabularies(Struct):
 
 @struct
 class Reading(Struct):
-    """Each row's text in the draft model's tokens.
+    """State of `Realigned`: each row's text in the draft model's tokens.
 
     Attributes:
-        tokens: `i32[B, M + 1]`, the text and after it the draft model's continuation. cache: its cache, M slots.
-        length: `i32[B]`, number of tokens of the text. final: `i32[B]`, number of them that no later text changes.
-        tail: `u8[B, T]`, bytes that are not final, of which `waiting` `i32[B]` are valid.
-        seen: `i32[B]`, number of target tokens read.
+        tokens: `i32[B, M + 1]`, the text, and after it the draft model's continuation.
+        cache: the draft model's cache, with M slots.
+        length: `i32[B]`, number of tokens of the text.
+        final: `i32[B]`, number of these that later text cannot change.
+        tail: `u8[B, T]`, the bytes after the final tokens.
+        waiting: `i32[B]`, number of valid bytes in `tail`.
+        seen: `i32[B]`, number of target tokens that have been converted.
     """
 
     tokens: Array
@@ -89,20 +96,21 @@ class Reading(Struct):
 
 @dataclasses.dataclass(frozen=True)
 class Realigned(Draft):
-    """Drafts the text of a draft model in the target's tokens; `Realigned.of` makes one.
+    """Drafts the text of a draft model in the target's tokens (Korat et al., 2024; Timor et al., 2025). Make one with
+    `Realigned.of`.
 
     Attributes:
         model: the draft model.
-        length: `K`, most target tokens of a draft.
-        steps: tokens of the draft model a round, default `length`; a draft model with short tokens, such as bytes,
-            needs more.
-        room: slots of the draft model's cache for each of the target's. A row whose text has more of the draft model's
-            tokens, or more than that model's positions, goes on without drafts.
-        window: bytes `T` that are cut at once: twice the longest target token or more.
-        weights: an `AlignedVocabularies`; at low level it goes into `Params.draft` instead.
+        length: `K`, largest number of target tokens in a draft.
+        steps: number of tokens that the draft model makes in a round; None: `length`. A draft model with short tokens,
+            such as bytes, needs more.
+        room: number of slots of the draft model's cache for each slot of the target's. A row whose text needs more, or
+            more positions than the draft model has, continues without drafts.
+        window: number of bytes `T` that are tokenized at once, at least twice the longest target token.
+        weights: an `AlignedVocabularies`. If you call `decodax.core.drivers` yourself, put it into `Params.draft`.
 
     Raises:
-        ValueError: a number below 1, or a `model` that is none.
+        ValueError: a number below 1, or `model` is no `Model`.
     """
 
     __repr__ = short
@@ -112,7 +120,7 @@ class Realigned(Draft):
     steps: int | None = None
     room: int = 2
     window: int = 256
-    weights: Any = dataclasses.field(default=None, compare=False, repr=False)
+    weights: Any = data()
     cache_needs: ClassVar[frozenset[Feature]] = CHAINS
 
     def __post_init__(self) -> None:
@@ -125,13 +133,18 @@ class Realigned(Draft):
 
     @classmethod
     def of(cls, lm: Any, draft: Any, length: int = 5, steps: int | None = None, room: int | None = None) -> Realigned:
-        """For a target and a draft model, both as `decodax.load` gives them, with their tokenizers.
+        """Makes the draft for a target and a draft model, both results of `decodax.load` with tokenizers.
 
         Args:
-            room: default by the mean length of the vocabularies' tokens, and one more.
+            lm: the target.
+            draft: the draft model.
+            length: see `Realigned`.
+            steps: see `Realigned`.
+            room: see `Realigned`; None: the ratio of the mean lengths of both vocabularies' tokens, rounded up, plus
+                one.
 
         Raises:
-            ValueError: one of them has no tokenizer, or no text can be cut into its tokens.
+            ValueError: a model has no tokenizer, or no text can be split into its tokens.
         """
         with_tokenizer(lm, draft)
         own, target = (ByteVocabulary.build(x.tokenizer, x.vocab_size) for x in (draft, lm))
@@ -140,9 +153,6 @@ class Realigned(Draft):
                               ends=jnp.array(draft.eos, jnp.int32))
         return cls(draft.model, length, steps, room or int(np.ceil(mean(target) / mean(own))) + 1,
                    max(128, 1 << (2 * target.longest - 1).bit_length()), alignment)
-
-    def bare(self) -> Realigned:
-        return dataclasses.replace(self, weights=None)
 
     def init(self, params: Params, s: State) -> Reading:
         if not isinstance(params.draft, AlignedVocabularies):
@@ -190,7 +200,7 @@ class Realigned(Draft):
         return state
 
     def _read(self, own: AlignedVocabularies, s: State, state: Reading) -> Reading:
-        """Returns the state after reading all of each row's text."""
+        """Returns the state after all of each row's text has been converted to the draft model's tokens."""
         place = jnp.arange(self.window, dtype=jnp.int32)
 
         def row(running: Array, text: Array, length: Array, tokens: Array, final: Array, tail: Array, waiting: Array,
@@ -217,7 +227,8 @@ class Realigned(Draft):
         return lax.while_loop(lambda state: (s.running & (state.seen < s.length)).any(), step, state)
 
     def _drafts(self, target: ByteVocabulary, data: Array, count: Array) -> tuple[Array, Array]:
-        """Returns one row's bytes as target tokens, `i32[K]`, and the number of them before a byte that none covers."""
+        """Returns the bytes of one row as target tokens, `i32[K]`, and the number of tokens before the first byte
+        without a token."""
         found, _ = target.split(data, count)
         order = jnp.nonzero(found >= 0, size=self.length, fill_value=self.window - 1)[0].astype(jnp.int32)
         tokens = found[order]
@@ -241,8 +252,8 @@ def prefix(draft: Any) -> Array:
 
 
 def room_for(model: Model, wanted: int) -> tuple[int, int]:
-    """Returns the number of tokens of a text, `wanted` or as many as the model has positions, and the slots of a cache
-    for them."""
+    """Returns the number of tokens of a text (`wanted`, or the number of the model's positions if it is smaller), and
+    the number of cache slots for them."""
     tokens = min(wanted, model.max_positions or wanted)
     return tokens, tokens if tokens <= BLOCK else -(-tokens // BLOCK) * BLOCK
 
@@ -252,15 +263,15 @@ def room_for(model: Model, wanted: int) -> tuple[int, int]:
                      needs="a model and a draft model", guarantee="seed-exact")
 def uag(lm: Any, draft: Any, length: Count = 5, steps: Count | None = None,
         verify: Verifier = SeedExact()) -> Speculative:
-    """Drafts with a draft model of any vocabulary, whose text is cut into the target's tokens.
+    """Drafts with a draft model of any vocabulary, whose text is tokenized again for the target.
 
-    The choice where the two tokenizers have little in common; both models need one. This is string-level exact match
-    (SLEM).
+    For tokenizers that have little in common; both models need one. This is string-level exact match (SLEM).
 
     Args:
-        lm: the target. draft: the draft model.
-        length: most target tokens of a draft.
-        steps: tokens of the draft model a round; None: `length`.
-        verify: rule that accepts drafts.
+        lm: the target.
+        draft: the draft model.
+        length: largest number of target tokens in a draft.
+        steps: number of tokens that the draft model makes in a round; None: `length`.
+        verify: the rule that accepts drafts.
     """
     return Speculative(Realigned.of(lm, draft, length, steps), verify)

@@ -1,1 +1,1 @@
-"""Drafts of the target itself with a part of its layers."""
+"""Drafts from the target itself, with a part of its layers or a smaller cache."""

@@ -1,21 +1,21 @@
-"""CLaSp: chooses the layers that the draft leaves out from what the target has just computed ("CLaSp: In-Context Layer
-Skip for Self-Speculative Decoding", Chen et al., 2025).
+"""CLaSp: chooses the layers that the draft skips from the hidden states that the target has just computed ("CLaSp:
+In-Context Layer Skip for Self-Speculative Decoding", Chen et al., 2025).
 
-The target's residual stream after every layer, at the last accepted token, is what a draft
-with M layers left out should come close to. With `d[i][j]` the best stream after `i` layers of which `j` were skipped,
+A draft that skips M layers should come close to the target's residual stream after every layer at the last accepted
+token. Let `d[i][j]` be the best stream after `i` layers of which `j` were skipped:
 
     d[i][j] = the one nearer to the target's stream after layer i, by cosine, of
               d[i-1][j-1]             layer i is skipped
               layer_i(d[i-1][j])      layer i is run
 
-(an approximation: the nearest of a cell need not lead to the nearest of the next), and the choices that led to
-`d[L][M]` are the set for the next round. All `j` of a layer are one window, so finding a set costs about a target
-forward over M + 1 tokens; `interval` spreads that over rounds. Before the first round the last cached prompt token
-serves.
+(This is an approximation: the nearest stream of a cell need not lead to the nearest one of the next.) The choices that
+led to `d[L][M]` are the layers for the next round. All `j` of a layer are one window, so a search costs about a forward
+pass of the target over M + 1 tokens; with `interval` it is made only in some rounds. Before the first round the last
+cached prompt token is used.
 
-One set serves the whole batch, since only what no row runs is saved: each choice is made by the mean cosine over the
-running rows. So what a row *drafts* depends on its batch mates. Its output does not under `SeedExact` and for greedy
-rows; under other verifiers its distribution does not.
+All rows of the batch skip the same layers, since only layers that no row runs save time: each choice is made by the
+mean cosine over the running rows. So the *drafts* of a row depend on the other rows. Its output does not, under
+`SeedExact` and in greedy rows; under other verifiers its distribution does not.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ from decodax.core.window import Window, take
 
 @struct
 class InContext(Struct):
-    """The state of `CLaSp`, by row, so that rows can be selected and sharded.
+    """State of `CLaSp`, with a batch axis so that rows can be selected and sharded.
 
     Attributes:
-        keep: `bool[B, L]`, layers that the draft runs; after a search the same for all rows.
-        states: `f[B, L, D]`, the target's stream after each layer at the token before the newest one.
-        known: `bool[B]`, True if there is such a token.
-        wait: `i32[B]`, rounds until the next search.
-        scratch: keys and values of the tree within a round.
+        keep: `bool[B, L]`, layers that the draft runs; after a search equal in all rows.
+        states: `f[B, L, D]`, the target's residual stream after each layer at the token before the newest one.
+        known: `bool[B]`, True if `states` is known.
+        wait: `i32[B]`, number of rounds until the next search.
+        scratch: within a round, keys and values of the tree's nodes.
     """
 
     keep: Array
@@ -64,15 +64,15 @@ class InContext(Struct):
 
 @dataclasses.dataclass(frozen=True)
 class CLaSp(SelfDraft):
-    """Drafts with the target without the layers that matter least in this context.
+    """Drafts with the target without the layers that matter least in the present context (Chen et al., 2025).
 
     Attributes:
-        model: the target: a `Transformer`, or what `decodax.load` gave. Weights are `Params.target`.
-        skips: `M`, number of layers that are left out; the paper finds about half of them best.
-        interval: rounds from one search to the next (layer optimization interval).
+        model: the target: a `Transformer`, or the result of `decodax.load`. Its weights are `Params.target`.
+        skips: `M`, number of skipped layers; in the paper about half of them is best.
+        interval: number of rounds from one search to the next (layer optimization interval).
 
     Raises:
-        ValueError: a number of layers that leaves none, or `interval` below 1.
+        ValueError: `skips` leaves no layer, or `interval` is below 1.
     """
 
     model: Any
@@ -132,7 +132,8 @@ class CLaSp(SelfDraft):
         return state.replace(states=jnp.where(found[:, None, None], states, state.states), known=state.known | found)
 
     def _walk(self, params: Params, s: State, width: int) -> tuple[Array, Callable[[int, Array], Array]]:
-        """Returns the network at the token before the newest one, for `width` streams that do not see each other."""
+        """Returns functions to run the network layer by layer at the token before the newest one (`LayeredModel.walk`),
+        for `width` streams that do not attend to each other."""
         at = jnp.maximum(s.length - 2, 0)
         wide = lambda x: jnp.broadcast_to(x[:, None], (s.batch, width))
         window = Window(tokens=wide(jnp.take_along_axis(s.tokens, at[:, None], 1)[:, 0]), positions=wide(at),
@@ -141,16 +142,17 @@ class CLaSp(SelfDraft):
 
 
 def skip_set(run: Callable[[int, Array], Array], embedded: Array, states: Array, use: Array, skips: int) -> Array:
-    """Returns the layers to skip.
+    """Returns the layers to skip, found by the dynamic program of CLaSp.
 
     Args:
         run: maps (layer, streams `f[B, J, D]`) to the streams after it.
-        embedded: `f[B, J, D]`, `J = skips + 1` times the stream before the first layer.
+        embedded: `f[B, J, D]`, `J = skips + 1` copies of the stream before the first layer.
         states: `f[B, L, D]`, the target's stream after each layer.
         use: `f32[B]`, weight of each row's cosine.
+        skips: number of layers to skip.
 
     Returns:
-        `bool[L]`, `skips` of them true.
+        `bool[L]`, True for the `skips` layers to skip.
     """
     L, J = states.shape[1], skips + 1
     d, choices = embedded, []
@@ -180,12 +182,14 @@ def _cosine(a: Array, b: Array) -> Array:
 @ALGORITHMS.register("clasp", "CLaSp: In-Context Layer Skip for Self-Speculative Decoding", "Chen et al. 2025",
                      family="speculative-self", needs="a model", guarantee="seed-exact")
 def clasp(lm: Any, skips: Count | None = None, interval: Count = 4, length: Count = 4) -> Speculative:
-    """Drafts with the target without the layers that matter least in this context, found by dynamic programming.
+    """Drafts with the target without the layers that matter least in the present context, found by dynamic programming.
 
-    Nothing is fitted beforehand; the search costs about a forward every `interval` rounds.
+    Nothing is fitted beforehand; the search costs about one forward pass every `interval` rounds.
 
     Args:
-        lm: the target. skips: number of layers that are left out; None: half of them.
-        interval: rounds from one search to the next. length: drafts a round.
+        lm: the target.
+        skips: number of skipped layers; None: half of them.
+        interval: number of rounds from one search to the next.
+        length: number of drafts in a round.
     """
     return Speculative(CLaSp(lm, skips or max(len(lm.model.config.layers) // 2, 1), interval), shape=Chain(length))

@@ -1,15 +1,14 @@
-"""The adaptive draft exit of Draft & Verify (Zhang et al., 2023): drafting ends at a doubtful token, by a threshold
-that follows the acceptance rate.
+"""The adaptive draft exit of Draft & Verify (Zhang et al., 2023): drafting ends at an uncertain token, with a threshold
+that adapts to the acceptance rate.
 
-A chain ends after the first draft whose probability is
-below `gamma`, and after each round
+A chain ends after the first draft whose probability is below `gamma`, and after each round
 
     AR    <- beta1 AR + (1 - beta1) accepted / drafted
     gamma <- beta2 gamma + (1 - beta2) gamma'
 
-where gamma' is gamma + epsilon while AR is below the aim alpha, gamma as it is after a round that drafted all it may,
-and gamma - epsilon else. Each row has a threshold of its own. As in `ConfidenceChain` the doubtful token is verified
-and only what would follow it is not drafted, so every verifier keeps its guarantee.
+where gamma' is gamma + epsilon if AR is below the target rate alpha, gamma if the round had the largest number of
+drafts, and otherwise gamma - epsilon. Each row has its own threshold. As in `ConfidenceChain`, the uncertain token
+itself is verified and only the tokens after it are not drafted, so every verifier keeps its guarantee.
 """
 
 from __future__ import annotations
@@ -32,10 +31,12 @@ from decodax.core.window import Window
 
 @struct
 class Exit(Struct):
-    """The state of `DraftExit`.
+    """State of `DraftExit`.
 
     Attributes:
-        gamma: `f32[B]` the threshold. rate: `f32[B]` AR. mine: `bool[B]` True if its own drafts are in the window.
+        gamma: `f32[B]`, the threshold.
+        rate: `f32[B]`, the acceptance rate AR.
+        mine: `bool[B]`, True if the window of this round has its own drafts.
         source: the source's state.
     """
 
@@ -47,12 +48,17 @@ class Exit(Struct):
 
 @dataclasses.dataclass(frozen=True)
 class DraftExit(SourceAround):
-    """Drafts chains of another source that end at a token less likely than a threshold, which follows the acceptance.
+    """Drafts chains of another source that end at a token below a probability threshold, which adapts to the acceptance
+    rate (Draft & Verify: Zhang et al., 2023). The defaults are those of the authors' code.
 
     Attributes:
-        source: a `Source`, `LayerSkip` in the paper. length: the most drafts.
-        gamma: first threshold. alpha: acceptance rate that is aimed at. epsilon: step of the threshold.
-        beta1, beta2: weights of the old acceptance rate and of the old threshold. Defaults of the authors' code.
+        source: a `Source`, in the paper `LayerSkip`.
+        length: largest number of drafts.
+        gamma: first threshold.
+        alpha: target acceptance rate.
+        epsilon: step of the threshold.
+        beta1: weight of the old acceptance rate.
+        beta2: weight of the old threshold.
 
     Raises:
         ValueError: a number out of range, or a draft that makes its own trees.
@@ -75,7 +81,7 @@ class DraftExit(SourceAround):
 
     @property
     def shape(self) -> DoubtfulEnd:
-        """The shape of its chain unless another one is asked for."""
+        """The default shape of its chain, `DoubtfulEnd(length)`."""
         return DoubtfulEnd(self.length)
 
     def init(self, params: Params, s: State) -> Exit:
@@ -103,7 +109,8 @@ class DraftExit(SourceAround):
 
 @dataclasses.dataclass(frozen=True)
 class DoubtfulEnd(Shape):
-    """A chain of at most `length` that ends after a draft less likely than the source's `gamma`."""
+    """A chain of at most `length` drafts that ends after a draft with a probability below the threshold `gamma` of its
+    row."""
 
     length: int
 

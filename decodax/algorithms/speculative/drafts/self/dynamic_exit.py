@@ -1,34 +1,34 @@
-"""DEL: an early exit whose layer and draft length are chosen anew for each round ("DEL: Context-Aware Dynamic Exit
-Layer for Efficient Self-Speculative Decoding", Entezari Zarch et al., 2025).
+"""DEL: an early exit whose layer and draft length are chosen in each round ("DEL: Context-Aware Dynamic Exit Layer for
+Efficient Self-Speculative Decoding", Entezari Zarch et al., 2025).
 
-What layer `l` would have drafted is known without drafting: its state in the
-verification, put through the target's norm and head, gives a *shadow token* at each node. Shadow tokens are compared
-with what the target decided there, at the newest token and the accepted drafts (after a rejected one the context is
-wrong), and the acceptance of each layer is the share that agreed, older rounds fading:
+The token that layer `l` would have drafted is known without drafting: the target's norm and head, applied to the output
+of this layer in the verification, give a *shadow token* at each node. Shadow tokens are compared with the target's
+decisions at the newest token and the accepted drafts (after a rejected one the context is wrong). The acceptance of a
+layer is the share of equal tokens, with exponential decay over rounds:
 
     a_l = sum_r decay^(R-r) matches_l(r) / sum_r decay^(R-r) nodes(r)
 
-The next round drafts `d` tokens with the first `l` layers, the pair with the most tokens per layer run,
+The next round drafts `d` tokens with the first `l` layers, the pair with the most tokens per executed layer,
 
     TPL(l, d) = (1 + a_l + ... + a_l^d) / (d l + L)
 
-and ends before that after a draft less likely than a threshold, which follows the context as the acceptance does. It
-lies midway between how sure layer `l` has been of shadow tokens that agreed and of those that did not,
+and ends earlier after a draft whose probability is below a threshold. The threshold adapts, too: it is the mean of the
+average confidence of layer `l` in shadow tokens that were equal and in those that were not,
 
     h_l = (mean confidence of the former + mean confidence of the latter) / 2
 
-the means faded like the counts, the confidence of a shadow token its probability.
+with the same decay. The confidence of a shadow token is its probability.
 
-Each row chooses for itself, so its drafts do not depend on its batch mates; a draft step runs as deep, and drafting
-goes on as long, as the row that asks for most. A draft in doubt is verified, only what would follow it is not drafted:
-so the drafting of a position depends only on the tokens before it, and every verifier keeps its guarantee. Shadow
-tokens cost a head for each layer of `exits` and each decided node.
+Each row chooses for itself, so its drafts do not depend on the other rows of the batch. A draft step runs as many
+layers, and drafting takes as many steps, as the row that needs most. An uncertain draft is verified, and only the
+tokens after it are not drafted. So whether a position is drafted depends only on the tokens before it, and every
+verifier keeps its guarantee. Shadow tokens cost an output head for each layer in `exits` and each decided node.
 
-TPL and shadow tokens are the paper's. That the threshold is a running one of each layer, from the confidences of
-accepted and rejected tokens, is from memory; the formula, `decay` 0.95 for acceptance and confidence alike and what
-holds before any evidence are settled here: layer `l` then counts as accepted `l` times in `L`, with the weight of one
-node and no confidence, and no draft is in doubt. The verification runs all layers: exits differ by row and round, and
-what is shared with the drafts (see `LayerSkip`) would be the least of them.
+TPL and shadow tokens are the paper's. The running threshold for each layer, from the confidences of accepted and
+rejected tokens, is from memory. The formula, `decay` 0.95 for acceptance and confidence, and the values before the
+first observation are chosen here: layer `l` then counts as accepted `l` times in `L`, with the weight of one node and
+no confidence, and no draft is uncertain. The verification runs all layers: exits differ by row and round, and only the
+smallest could be shared with the drafts (see `LayerSkip`).
 """
 
 from __future__ import annotations
@@ -57,14 +57,16 @@ from decodax.sampling.draw import first_argmax
 
 @struct
 class Exits(Struct):
-    """The state of `DynamicExit`.
+    """State of `DynamicExit`.
 
     Attributes:
-        matched: `f32[B, E]` faded count of shadow tokens that agreed, for each exit; nodes: `f32[B]` of all.
-        sure: `f32[B, E, 2]` faded sums of the confidence of those that agreed and of the others.
-        layer, length: `i32[B]`, exit layer and draft length of the next round. least: `f32[B]`, probability below
-            which a draft is the round's last.
-        scratch: the tree's keys within a round.
+        matched: `f32[B, E]`, number of equal shadow tokens of each exit, with decay.
+        nodes: `f32[B]`, number of all compared nodes, with decay.
+        sure: `f32[B, E, 2]`, sums of the confidence in equal and in other shadow tokens, with decay.
+        layer: `i32[B]`, exit layer of the next round.
+        length: `i32[B]`, draft length of the next round.
+        least: `f32[B]`, probability below which a draft is the last of the round.
+        scratch: within a round, keys and values of the tree's nodes.
     """
 
     matched: Array
@@ -78,15 +80,16 @@ class Exits(Struct):
 
 @dataclasses.dataclass(frozen=True)
 class DynamicExit(SelfDraft):
-    """Drafts with the target's first layers; the number of layers and of drafts follows the acceptance (DEL).
+    """Drafts with the target's first layers; the number of layers and of drafts adapts to the acceptance (DEL: Entezari
+    Zarch et al., 2025).
 
-    Under a shape other than its own, `ChosenLength`, only the layer is chosen.
+    With a shape other than its own, `ChosenLength`, only the layer is chosen.
 
     Attributes:
-        model: the target: a `Transformer`, or what `decodax.load` gave. Weights are `Params.target`.
-        length: most drafts a round.
-        exits: the layers after which drafting may stop; default every one but the last.
-        decay: factor of a round's evidence with each later round.
+        model: the target: a `Transformer`, or the result of `decodax.load`. Its weights are `Params.target`.
+        length: largest number of drafts in a round.
+        exits: the layers after which drafting may stop; None: all but the last.
+        decay: factor by which the weight of observations falls with each round.
 
     Raises:
         ValueError: a number out of range, or exits that the model does not have.
@@ -111,7 +114,7 @@ class DynamicExit(SelfDraft):
 
     @property
     def shape(self) -> ChosenLength:
-        """The shape of its tree unless another one is asked for."""
+        """The default shape of its chain, `ChosenLength(length)`."""
         return ChosenLength(self.length)
 
     def init(self, params: Params, s: State) -> Exits:
@@ -155,10 +158,14 @@ class DynamicExit(SelfDraft):
 
 
 def tokens_per_layer(acceptance: Array, exits: Array, layers: int, most: int) -> Array:
-    """TPL `f32[B, E, most]` of drafting 1 .. `most` tokens at each exit.
+    """Returns TPL, the expected number of tokens per executed layer, `f32[B, E, most]`, for drafting 1 to `most` tokens
+    at each exit.
 
     Args:
-        acceptance: `f32[B, E]`. exits: `i32[E]`. layers: `L`.
+        acceptance: `f32[B, E]`, acceptance rate of each exit.
+        exits: `i32[E]`, numbers of layers.
+        layers: `L`, number of layers of the model.
+        most: largest number of drafts.
 
     >>> [f"{x:.3f}" for x in tokens_per_layer(jnp.array([[0.5]]), jnp.array([1]), 4, 2)[0, 0]]
     ['0.300', '0.292']
@@ -170,8 +177,8 @@ def tokens_per_layer(acceptance: Array, exits: Array, layers: int, most: int) ->
 
 @dataclasses.dataclass(frozen=True)
 class ChosenLength(Shape):
-    """A chain of at most `length` drafts that ends at the row's own length (`state.length`), and earlier after a draft
-    that is less likely than the row's threshold (`state.least`)."""
+    """A chain of at most `length` drafts that ends at the row's own length (`state.length`), or earlier after a draft
+    with a probability below the row's threshold (`state.least`)."""
 
     length: int
 
@@ -183,11 +190,13 @@ class ChosenLength(Shape):
 @ALGORITHMS.register("del", "DEL: Context-Aware Dynamic Exit Layer for Efficient Self-Speculative Decoding",
                      "Entezari Zarch et al. 2025", family="speculative-self", needs="a model", guarantee="seed-exact")
 def del_(lm: Any, length: Count = 6) -> Speculative:
-    """Drafts with the target's first layers, with the exit layer and the length that promise most tokens a layer.
+    """Drafts with the target's first layers, with the exit layer and draft length that give the most expected tokens
+    per layer.
 
-    As `layerskip`, without a layer to choose: it follows what the text accepts.
+    Like `layerskip`, without a layer to set: it adapts to the acceptance in the text.
 
     Args:
-        lm: the target. length: most drafts a round.
+        lm: the target.
+        length: largest number of drafts in a round.
     """
     return Speculative(DynamicExit(lm, length))

@@ -1,16 +1,17 @@
-"""KNN-SSD: leaves out the layers of the sample domain that is nearest to the prompt ("KNN-SSD: Enabling Dynamic
+"""KNN-SSD: skips the layers that the sample domain nearest to the prompt does not need ("KNN-SSD: Enabling Dynamic
 Self-Speculative Decoding via Nearest Neighbor Layer Set Optimization", Song et al., 2025).
 
-Which layers a draft can do without depends on the domain. Anchors are vectors of sample
-prompts, the mean of the target's last hidden states, with the set of halves (attention, MLP) that their domain can
-skip; a new prompt's vector picks the nearest one by cosine, and its set drafts the whole answer.
+The layers that a draft does not need depend on the domain. Anchors are sample prompts: each has a vector, the mean of
+the target's last hidden states, and a set of half layers (attention or MLP) that its domain can skip. The anchor whose
+vector has the largest cosine with that of a new prompt gives the set for all drafts of the answer.
 
-Each row has its own set, so its drafts do not depend on its batch mates. Only halves that every row skips are saved:
-batches of one domain draft fastest. The prompt's last token, which opens the first window, is not in its vector.
+Each row has its own set, so its drafts do not depend on the other rows of the batch. But only half layers that every
+row skips save time, so batches of one domain draft fastest. The prompt's last token, which opens the first window, is
+not part of its vector.
 
 `fit_anchors` finds anchors and sets on the host. The paper searches sets by Bayesian optimisation of the measured
-speed; here the search is greedy, by agreement with the whole target (see there). Anchors found otherwise, of the
-paper's kind or any other, are an `Anchors` too.
+speed; here the search is greedy, by agreement with the complete target. Anchors from another procedure can be given as
+an `Anchors`, too.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from decodax.common.options import Count
 from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
 from decodax.core.capabilities import Draftable
+from decodax.core.composed import data
 from decodax.core.loaded import network_of
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
@@ -42,21 +44,32 @@ from decodax.sampling.draw import first_argmax
 
 @struct
 class Anchors(Struct):
-    """Sample prompts: their `vectors` `f32[A, D]`, and for each the halves of layers to run, `keep` `bool[A, L, 2]`."""
+    """Sample prompts and their sets of half layers.
+
+    Attributes:
+        vectors: `f32[A, D]`, vector of each prompt.
+        keep: `bool[A, L, 2]`, True for the halves (attention, MLP) of each layer that run.
+    """
 
     vectors: Array
     keep: Array
 
     def nearest(self, vector: Array) -> Array:
-        """The anchor with the largest cosine to each vector (`f32[B, D]`): `i32[B]`, of equal ones the first."""
+        """Returns the index of the anchor with the largest cosine to each vector (`f32[B, D]`), `i32[B]`; of equal ones
+        the first."""
         unit = self.vectors / jnp.maximum(jnp.linalg.norm(self.vectors, axis=1, keepdims=True), 1e-30)
         return jnp.argmax(vector @ unit.T, 1).astype(jnp.int32)
 
 
 @struct
 class Matched(Struct):
-    """The state of `KNNSkip`: `vector` `f32[B, D]`, the prompt's hidden states summed; within a round also the halves
-    that draft, `keep` `bool[B, L, 2]`, and the tree's `scratch`."""
+    """State of `KNNSkip`.
+
+    Attributes:
+        vector: `f32[B, D]`, sum of the prompt's hidden states.
+        keep: within a round, `bool[B, L, 2]`, the half layers that draft.
+        scratch: within a round, keys and values of the tree's nodes.
+    """
 
     vector: Array
     keep: Array | None = None
@@ -65,21 +78,18 @@ class Matched(Struct):
 
 @dataclasses.dataclass(frozen=True)
 class KNNSkip(SelfDraft):
-    """Drafts with the target without the layers that the nearest anchor leaves out.
+    """Drafts with the target without the layers that the nearest anchor skips (Song et al., 2025).
 
     Attributes:
-        model: the target: a `Transformer`, or what `decodax.load` gave. Its weights are `Params.target`.
-        weights: the anchors; at low level they go into `Params.draft` instead.
+        model: the target: a `Transformer`, or the result of `decodax.load`. Its weights are `Params.target`.
+        weights: the anchors. If you call `decodax.core.drivers` yourself, put them into `Params.draft`.
     """
 
     model: Any
-    weights: Anchors | None = dataclasses.field(default=None, compare=False, repr=False)
+    weights: Anchors | None = data()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "model", layered(self.model))
-
-    def bare(self) -> KNNSkip:
-        return dataclasses.replace(self, weights=None)
 
     @property
     def reader(self) -> KNNSkip:
@@ -112,21 +122,22 @@ class KNNSkip(SelfDraft):
 
 def fit_anchors(model: Any, domains: Sequence[Sequence[Sequence[int]]], params: Any = None, *, per_domain: int = 10,
                 skips: int | None = None, length: int = 5) -> Anchors:
-    """Fits anchors and their skip sets to sample prompts.
+    """Fits anchors and their sets of half layers to sample prompts.
 
-    Of each domain the `per_domain` prompts nearest to their mean direction become anchors. Its set is searched
-    greedily: from the whole network on, the half is dropped without which the most next tokens of the samples stay the
-    same as the whole network's, until `skips` halves are gone; of the sets on that path the one counts that promises
-    the most tokens for its cost, `(1 + a + ... + a^length) / (length * share of halves run + 1)` with `a` the share of
-    equal tokens. That takes about `2 L * skips` forwards over the domain's samples.
+    In each domain, the `per_domain` prompts nearest to their mean direction become anchors. The set of a domain is
+    found by a greedy search. Starting from the complete network, it drops in each step the half layer without which
+    most next tokens of the samples stay the same as those of the complete network, until `skips` half layers are
+    dropped. Of all sets on this path, the result is the one with the most expected tokens for its cost, `(1 + a + ... +
+    a^length) / (length * share of half layers that run + 1)`, where `a` is the share of equal tokens. This takes about
+    `2 L * skips` forward passes over the domain's samples.
 
     Args:
-        model: a `Transformer`, or what `decodax.load` gave.
-        domains: sample prompts of each domain, token ids, two or more a prompt.
+        model: a `Transformer`, or the result of `decodax.load`.
+        domains: sample prompts of each domain, as token ids; at least two tokens in each prompt.
         params: the weights of a bare `Transformer`.
-        per_domain: `k`, anchors of each domain.
-        skips: the most halves to leave out, of `2 L`; default half of them.
-        length: draft length that the sets are for.
+        per_domain: `k`, number of anchors of each domain.
+        skips: largest number of half layers to skip, of `2 L`; None: half of them.
+        length: the draft length that you will use.
 
     Raises:
         ValueError: no domain, a domain without prompts, a prompt of one token, or a number out of range.
@@ -164,7 +175,7 @@ def fit_anchors(model: Any, domains: Sequence[Sequence[Sequence[int]]], params: 
 
 
 def _search(agreement: Any, keep: np.ndarray, skips: int, length: int) -> np.ndarray:
-    """The best set `bool[1, L, 2]` on the greedy path from `keep`."""
+    """Returns the best set, `bool[1, L, 2]`, on the greedy path from `keep`."""
     def gain(keep: np.ndarray, a: float) -> float:
         return sum(a**i for i in range(length + 1)) / (length * keep.mean() + 1)
 
@@ -183,8 +194,8 @@ def _search(agreement: Any, keep: np.ndarray, skips: int, length: int) -> np.nda
 
 @functools.partial(jax.jit, static_argnums=0)
 def _read(network: Any, weights: Any, tokens: Array, sizes: Array, keep: Array) -> tuple[Array, Array]:
-    """A prompt's hidden states summed, all but the last token's, `f32[N, D]`, and the likeliest token after each,
-    `i32[N, T]`. Prompt by prompt, for the logits' sake."""
+    """Returns for each prompt the sum of its hidden states except the last token's, `f32[N, D]`, and the most likely
+    token after each token, `i32[N, T]`. Prompts are processed one by one, to save memory for logits."""
     def one(prompt: tuple[Array, Array]) -> tuple[Array, Array]:
         tokens, size = prompt
         hidden, head = network.features(weights, tokens[None], keep=keep)
@@ -199,12 +210,14 @@ def _read(network: Any, weights: Any, tokens: Array, sizes: Array, keep: Array) 
                      "KNN-SSD: Enabling Dynamic Self-Speculative Decoding via Nearest Neighbor Layer Set Optimization",
                      "Song et al. 2025", family="speculative-self", needs="samples", guarantee="seed-exact")
 def knn_ssd(lm: Any, domains: Any = None, length: Count = 4) -> Speculative:
-    """Drafts with the target without the layers that the nearest of some sampled domains can do without.
+    """Drafts with the target without the layers that the nearest of several sampled domains does not need.
 
-    Making it searches the layer sets with `fit_anchors`, which takes many forwards over the samples.
+    Creating it searches the sets of layers with `fit_anchors`, which takes many forward passes over the samples.
 
     Args:
-        lm: the target. domains: for each domain a list of samples as token ids. length: drafts a round.
+        lm: the target.
+        domains: for each domain a list of samples as token ids.
+        length: number of drafts in a round.
     """
     if domains is None:
         raise ValueError("system: 'knn-ssd' needs domains=, for each domain a list of samples as token ids")

@@ -1,24 +1,24 @@
-"""LayerSkip: drafts with the target's first layers and its head ("LayerSkip: Enabling Early Exit Inference and
+"""LayerSkip: drafts with the target's first layers and its output head ("LayerSkip: Enabling Early Exit Inference and
 Self-Speculative Decoding", Elhoushi et al., 2024), or with any fixed set of its layers (Draft & Verify, Zhang et al.,
 2023).
 
-`LayerSkip.exit(model, layer)` stops after some layers and puts the target's own norm and head on their output, which
-pays on models trained for early exits. `LayerSkip(model, skip=...)` leaves out layers, or their attention and MLP
-halves. As in both papers a draft attends to what the full model cached of the verified text.
+`LayerSkip.exit(model, layer)` stops after some layers and applies the target's own norm and head to their output, which
+works well with models trained for early exits. `LayerSkip(model, skip=...)` leaves out layers, or their attention or
+MLP. As in both papers, drafts attend to the full model's cache of the verified text.
 
-The layers that run whole from the first one on, E of L, all of an early exit's, are the target's own forward over the
-drafts. As in LayerSkip the verification goes on from there: it takes over their keys, values and states
-(`PartialForward`), and runs only the layers after them. Nodes that were not expanded, a chain's last draft, run through
-the E layers first. So a round of K drafts costs a row `K E + E + (K + 1) (L - E)` layers instead of `K E + (K + 1) L`:
-5 L instead of 7 L with K 4 and half of the layers. Weights are read as often either way, `K E + L` layers of them, and
-so is the cache: where reading is all that counts, nothing is gained. On two busy CPU cores (float32, K 4, half of the
-layers, pairs of runs side by side) a round takes 0.88 to 0.94 times as long, of the shipped `pycode` and of a 125M
-shape, at batch 1 and 8.
+The first E of the L layers, those before the first skipped one (for an early exit all that draft), compute exactly the
+target's own forward pass over the drafts. As in LayerSkip, the verification reuses their keys, values and states
+(`PartialForward`) and runs only the layers after them. Nodes that were not expanded, such as a chain's last draft, run
+through the E layers first. So a round of K drafts costs a row `K E + E + (K + 1) (L - E)` layers instead of `K E + (K +
+1) L`: 5 L instead of 7 L with K = 4 and half of the layers. Weights and cache are read equally often in both cases (`K
+E + L` layers), so if reading them dominates, nothing is gained. On two busy CPU cores (float32, K = 4, half of the
+layers, pairs of runs side by side) a round takes 0.88 to 0.94 times as long, for the shipped `pycode` and for a 125M
+shape, at batch sizes 1 and 8.
 
-What is taken over was computed a node at a time, by a whole forward all nodes at once: the same sums, rounded in
-another order. Plain decoding takes a token at a time, too. So the guarantee, which is the verifier's, holds with reuse
-as without: tokens are equal except where two candidates are as close as rounding. The shape must have a fixed topology
-(`Chain`, `Fixed`); under others the verification is whole.
+The reused values were computed one node at a time, instead of all nodes at once: the same sums with another rounding.
+Plain decoding also computes one token at a time. So the guarantee, which is the verifier's, holds with and without
+reuse: tokens are equal unless two candidates are as close as rounding errors. Reuse needs a shape with a fixed topology
+(`Chain`, `Fixed`); with others the verification runs all layers.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ from decodax.core.window import Window
 
 @struct
 class Shared(Struct):
-    """The nodes that have been run in a round.
+    """The nodes that have been processed in a round.
 
     Attributes:
-        scratch: their keys and values. layers: residual stream after each layer that the target shares, `f[B, 1 + room,
-            D]` each.
+        scratch: their keys and values.
+        layers: the residual stream after each of the E shared layers, `f[B, 1 + room, D]` each.
     """
 
     scratch: Draftable
@@ -60,14 +60,16 @@ class Shared(Struct):
 
 @dataclasses.dataclass(frozen=True)
 class LayerSkip(SelfDraft):
-    """Drafts with the target without a fixed set of its layers.
+    """Drafts with the target without a fixed set of its layers (Elhoushi et al., 2024; Zhang et al., 2023).
 
     Attributes:
-        model: the target: a `Transformer`, or what `decodax.load` gave. Weights are `Params.target`.
-        skip: layers left out, from 0. skip_attention, skip_mlp: layers that lose only that half.
+        model: the target: a `Transformer`, or the result of `decodax.load`. Its weights are `Params.target`.
+        skip: skipped layers, counted from 0.
+        skip_attention: layers whose attention is skipped.
+        skip_mlp: layers whose MLP is skipped.
 
     Raises:
-        ValueError: a model that cannot leave layers out, or a layer that it does not have.
+        ValueError: a model whose layers cannot be skipped, or a layer that it does not have.
     """
 
     model: Any
@@ -86,7 +88,7 @@ class LayerSkip(SelfDraft):
 
     @classmethod
     def exit(cls, model: Any, layer: int) -> LayerSkip:
-        """Makes the draft of the first `layer` layers alone."""
+        """Makes the draft that uses only the first `layer` layers."""
         L = layered(model).depth
         if not 1 <= layer <= L:
             raise ValueError(f"layer: got {layer}, takes 1 to {L}")
@@ -94,13 +96,13 @@ class LayerSkip(SelfDraft):
 
     @property
     def keep(self) -> tuple[tuple[bool, bool], ...]:
-        """For each layer, True if its attention and if its MLP run."""
+        """For each layer a pair: True if its attention runs, True if its MLP runs."""
         return tuple((i not in self.skip + self.skip_attention, i not in self.skip + self.skip_mlp)
                      for i in range(self.model.depth))
 
     @property
     def shared(self) -> int:
-        """`E`, number of layers from the first on that run whole, as in the target."""
+        """`E`, number of first layers that run completely, as in the target."""
         return next((i for i, halves in enumerate(self.keep) if not all(halves)), self.model.depth)
 
     def running(self, s: State, state: Any) -> tuple[tuple[bool, bool], ...]:
@@ -120,7 +122,7 @@ class LayerSkip(SelfDraft):
         return Shared(scratch, layers), Answer(out.logits(), out.hidden)
 
     def begin(self, params: Params, s: State, state: Shared, proposal: Proposal, slots: Array) -> PartialForward | None:
-        """Returns the shared layers of the target's forward over the newest token and the drafts."""
+        """Returns the shared layers of the target's forward pass over the newest token and the drafts."""
         if not (self.shared and isinstance(slots, np.ndarray)):
             return None
         t = tree(s.newest, proposal, proposal.tokens.shape[1])
@@ -145,12 +147,14 @@ class LayerSkip(SelfDraft):
 @ALGORITHMS.register("layerskip", "LayerSkip: Enabling Early Exit Inference and Self-Speculative Decoding",
                      "Elhoushi et al. 2024", family="speculative-self", needs="a model", guarantee="seed-exact")
 def layerskip(lm: Any, layer: Count | None = None, length: Count = 4) -> Speculative:
-    """Drafts with the target's first layers and its head, and shares their work with the verification.
+    """Drafts with the target's first layers and its output head; the verification reuses their results.
 
-    For models that were trained for early exits; others draft badly from half of their layers.
+    For models that were trained for early exits; others draft badly with half of their layers.
 
     Args:
-        lm: the target. layer: number of layers that draft; None: half of them. length: drafts a round.
+        lm: the target.
+        layer: number of layers that draft; None: half of them.
+        length: number of drafts in a round.
     """
     layer = layer or max(len(lm.model.config.layers) // 2, 1)
     return Speculative(LayerSkip.exit(lm, layer), shape=Chain(length))

@@ -1,5 +1,5 @@
-"""MagicDec: drafts with the target on a part of the prompt ("MagicDec: Breaking the Latency-Throughput Tradeoff for
-Long Context Generation with Speculative Decoding", Sadhukhan et al., 2024)."""
+"""MagicDec: drafts with the target and the cache of a part of the prompt ("MagicDec: Breaking the Latency-Throughput
+Tradeoff for Long Context Generation with Speculative Decoding", Sadhukhan et al., 2024)."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ from decodax.common.registry import ALGORITHMS
                      guarantee="seed-exact")
 def magicdec(lm: Any, budget: Count = 512, keep: Literal["snapkv", "sink-window"] = "snapkv",
              length: Count = 4) -> Speculative:
-    """Drafts with the target on the tokens that SnapKV, or sinks and a window, keep of the prompt.
+    """Drafts with the target, which attends only to prompt tokens that SnapKV, or sinks and a window, keep.
 
-    For long prompts and large batches, where reading the cache takes most of the time.
+    For long prompts and large batches, for which reading the cache takes most of the time.
 
     Args:
-        lm: the target. budget: prompt tokens that drafts attend to. keep: policy that chooses them.
-        length: drafts a round.
+        lm: the target.
+        budget: number of prompt tokens to which drafts attend.
+        keep: the policy that chooses them.
+        length: number of drafts in a round.
     """
     if keep not in ("snapkv", "sink-window"):
         raise ValueError(f"keep: got {keep!r}, takes one of snapkv, sink-window")

@@ -1,9 +1,9 @@
-"""Drafting with the target itself on a smaller cache: a part of the tokens, or fewer bits.
+"""Drafting with the target itself and a smaller cache, with fewer tokens or fewer bits.
 
-With `OwnCache(lm, kind)` the target keeps a second cache of that kind beside its own (`decodax.cache.views`), or one
-cache of which drafts read a part (QuantSpec's halves). Drafts attend to the smaller cache, and the verification to the
-whole one. Only verified tokens are ever written to either, so no buffers for drafts are needed. MagicDec, TriForce and
-QuantSpec are built from it.
+With `OwnCache(lm, kind)` the target has a second cache of that configuration beside its own (`decodax.cache.views`), or
+one cache of which drafts use a part (QuantSpec). Drafts attend to the smaller cache, and the verification to the
+complete one. Only verified tokens are written to either, so no buffers for drafts are needed. MagicDec, TriForce and
+QuantSpec are built from this class.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from decodax.cache.views import WithView
 from decodax.common.struct import short
 from decodax.core.cache import Cache, CacheConfig, Feature
 from decodax.core.capabilities import Draftable, draft_view
+from decodax.core.composed import data
 from decodax.core.loaded import network_of
 from decodax.core.state import State
 from decodax.core.types import Decision, Model, Out, Params, wrap_cache
@@ -26,15 +27,16 @@ from decodax.core.window import Window
 
 @dataclasses.dataclass(frozen=True)
 class OwnCache(SelfDraft):
-    """Drafts with the target on a smaller view of its cache.
+    """Drafts with the target and a smaller view of its cache.
 
     Attributes:
-        model: the target: a `Model`, or what `decodax.load` gave. Weights are `Params.target`.
-        kind: config of the cache that drafts read beside the target's own; or with `alone` of one cache for both, whose
-            `view` drafts read.
-        alone: True if `kind` takes the place of the target's cache.
-        packed: the target with other weights to draft with, as `decodax.quantize` gives it; None: its own.
-        weights: those, if `packed` is a bare `Model`.
+        model: the target: a `Model`, or the result of `decodax.load`. Its weights are `Params.target`.
+        kind: configuration of the cache for drafts, beside the target's own. With `alone`: of one cache for both, of
+            which drafts use the view.
+        alone: True: `kind` replaces the target's cache.
+        packed: the target with other weights for drafting, such as a result of `decodax.quantize`; None: its own
+            weights.
+        weights: weights of `packed`, if that is a bare `Model`.
     """
 
     __repr__ = short
@@ -43,7 +45,7 @@ class OwnCache(SelfDraft):
     kind: Any
     alone: bool = False
     packed: Any = None
-    weights: Any = dataclasses.field(default=None, compare=False, repr=False)
+    weights: Any = data()
     cache_needs: ClassVar[frozenset[Feature]] = frozenset()
 
     def __post_init__(self) -> None:
@@ -58,9 +60,6 @@ class OwnCache(SelfDraft):
     @property
     def exact(self) -> bool:
         return not self.alone
-
-    def bare(self) -> OwnCache:
-        return dataclasses.replace(self, weights=None)
 
     def fit(self, budget: int) -> OwnCache:
         fits = isinstance(self.kind, CacheConfig)

@@ -1,5 +1,6 @@
-"""QuantSpec: drafts with the target on 4 of 8 bits of its cache ("QuantSpec: Self-Speculative Decoding with
-Hierarchical Quantized KV Cache", Tiwari et al., 2025). The output is plain decoding's on the cache of 8 bits."""
+"""QuantSpec: drafts with the target and the upper 4 of the 8 bits in its cache ("QuantSpec: Self-Speculative Decoding
+with Hierarchical Quantized KV Cache", Tiwari et al., 2025). The output is that of plain decoding with the 8-bit
+cache."""
 
 from __future__ import annotations
 
@@ -18,13 +19,15 @@ from decodax.io.quantize import quantize
 @ALGORITHMS.register("quantspec", "QuantSpec: Self-Speculative Decoding with Hierarchical Quantized KV Cache",
                      "Tiwari et al. 2025", family="speculative-self", needs="a model", guarantee="approximate")
 def quantspec(lm: Any, group: Count = 128, length: Count = 4, weights: str | None = "int4") -> Speculative:
-    """Drafts with quantized weights on 4 bits of a cache whose 8 bits the verification reads.
+    """Drafts with quantized weights and 4 bits of each cache entry; the verification uses all 8 bits.
 
-    The output equals plain decoding on the 8-bit cache. For long prompts on one device.
+    The output equals that of plain decoding with the 8-bit cache. For long prompts on one device.
 
     Args:
-        lm: the target. group: tokens that share a scale. length: drafts a round.
-        weights: format of the weights that draft; None: the target's own weights.
+        lm: the target.
+        group: number of tokens that share a scale.
+        length: number of drafts in a round.
+        weights: format of the weights for drafting; None: the target's own weights.
     """
     cache = QuantizedConfig(QuantSpecCodec(group), group, "quantspec")
     packed = None if weights is None else quantize(lm, weights)

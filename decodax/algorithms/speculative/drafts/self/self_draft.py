@@ -1,7 +1,7 @@
-"""The base of sources that draft with the target itself: with a part of its layers, or on another cache.
+"""Base class of sources that draft with the target itself, with a part of its layers or with another cache.
 
-Drafts attend to what the target cached of the verified text; there is no second model and no cache to keep in step. The
-keys and values of draft nodes lie in a scratch until the round ends.
+Drafts attend to the target's cache of the verified text, so there is neither a second model nor a second cache to keep
+up to date. Keys and values of draft nodes are kept in a buffer until the round ends.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from decodax.core.window import Window, causal
 from decodax.sampling.guidance import GuidedCache
 
 Keep = Sequence[tuple[bool, bool]] | Array
-"""Halves of each layer that run, attention and MLP, static; or layers that each row runs, `bool[B, L]`, traced."""
+"""The parts of the layers that run: static, a pair of bools (attention, MLP) for each layer; or traced, `bool[B, L]`
+for complete layers or `bool[B, L, 2]` for halves, by row."""
 
 
 class SelfDraft(Source):
-    """A source that drafts with the target. By default its state is a struct with a field `scratch`, which holds the
-    round's nodes and is None between rounds. Derive a frozen dataclass from this.
+    """A source that drafts with the target. Derive a frozen dataclass from it. By default its state is a struct with a
+    field `scratch`, the buffer of the round's nodes, which is None between rounds.
 
     Attributes:
         model: the target's network. Its weights are `Params.target`.
@@ -38,23 +39,23 @@ class SelfDraft(Source):
     cache_needs: ClassVar[frozenset[Feature]] = TREES       # its own nodes lie beside the target's cache
 
     def running(self, s: State, state: Any) -> Keep | None:
-        """Returns the layers, or halves of layers, that draft in this round; None: all of them."""
+        """Returns the layers, or halves of layers, that run in this round's drafts; None: all."""
         return None
 
     def view(self, s: State) -> Any:
-        """Returns the cache that drafts attend to. Under guidance it is that of the branch with the prompt."""
+        """Returns the cache to which drafts attend; under guidance, that of the branch with the prompt."""
         return conditional(s)
 
     def forward(self, params: Params, window: Window, cache: Any, keep: Keep | None) -> Out:
-        """Runs the network that drafts."""
+        """Runs the drafting network on a window."""
         return self.model.apply(params.target, window, cache, *(() if keep is None else (keep,)))
 
     def run_root(self, params: Params, s: State, state: Any, room: int) -> tuple[Draftable, Out]:
-        """Runs the newest token.
+        """Runs the drafting network on the newest token.
 
         Returns:
-            A scratch that holds it and has room for `room` nodes, without its base (the cache), so that a loop may
-            carry it; and the network's output.
+            A buffer with its keys and values and space for `room` more nodes, without its base (the cache) so that a
+            loop can carry it; and the network's output.
         """
         cache = self.view(s)
         out = self.forward(params, causal(s.newest[:, None], s.length - 1), cache, self.running(s, state))
@@ -64,7 +65,8 @@ class SelfDraft(Source):
 
     def run_level(self, params: Params, s: State, state: Any, scratch: Draftable,
                   level: Level) -> tuple[Draftable, Out]:
-        """Runs the nodes of a level. Returns the scratch with them, without its base, and the network's output."""
+        """Runs the drafting network on the nodes of a level. Returns the buffer with these nodes, without its base, and
+        the network's output."""
         sees = jnp.pad(level.sees, ((0, 0), (0, 0), (1, 0)), constant_values=True)  # all are below the newest token
         out = self.run_nodes(params, s, scratch, level.tokens, level.positions, sees, level.inside,
                              self.running(s, state))
@@ -72,8 +74,18 @@ class SelfDraft(Source):
 
     def run_nodes(self, params: Params, s: State, scratch: Draftable, tokens: Array, positions: Array, sees: Array,
                   inside: Array, keep: Keep | None) -> Out:
-        """Runs nodes `i32[B, w]` that see `sees` (`bool[B, w, 1 + room]`) of a scratch and `inside` (`bool[1, w, w]`)
-        of one another."""
+        """Runs the drafting network on nodes with the given `tokens` and `positions`, each `i32[B, w]`.
+
+        Args:
+            params: the weights.
+            s: the decoding state.
+            scratch: the buffer with earlier nodes.
+            tokens: the nodes' tokens.
+            positions: their positions.
+            sees: `bool[B, w, 1 + room]`, nodes of the buffer to which each attends.
+            inside: `bool[1, w, w]`, nodes of this call to which each attends.
+            keep: the parts of the layers that run.
+        """
         window = Window(tokens=tokens, positions=positions, mask=inside, live=jnp.ones(tokens.shape, bool))
         return self.forward(params, window, scratch.replace(base=self.view(s)).seen_by(sees), keep)
 
@@ -87,10 +99,10 @@ class SelfDraft(Source):
 
 
 def layered(model: Any) -> LayeredModel:
-    """Returns the network of a model from `decodax.load`, or a network as it is.
+    """Returns the network of a result of `decodax.load`; a network is returned as it is.
 
     Raises:
-        ValueError: it cannot run without some of its layers.
+        ValueError: its layers cannot be skipped.
     """
     network, _ = network_of(model)
     if not isinstance(network, LayeredModel):
@@ -99,5 +111,5 @@ def layered(model: Any) -> LayeredModel:
 
 
 def conditional(s: State) -> Any:
-    """Returns the target's cache; under guidance that of the branch with the prompt."""
+    """Returns the target's cache; under guidance, that of the branch with the prompt."""
     return s.cache.conditional if isinstance(s.cache, GuidedCache) else s.cache

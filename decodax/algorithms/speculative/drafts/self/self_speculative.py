@@ -1,13 +1,13 @@
-"""Self-speculative decoding: drafts with the target without the layers that a search leaves out ("Draft & Verify:
-Lossless Large Language Model Acceleration via Self-Speculative Decoding", Zhang et al., 2023).
+"""Self-speculative decoding: drafts with the target without layers that a search has found dispensable ("Draft &
+Verify: Lossless Large Language Model Acceleration via Self-Speculative Decoding", Zhang et al., 2023).
 
 `LayerSkip` drafts, `DraftExit` ends the drafts, and this file has the search and the registry entry. The paper measures
-the tokens a second of self-speculative decoding on some samples as a black-box function of which attention and MLP
-halves are skipped, and maximises it by Bayesian optimisation: a Gaussian process is fitted to what was measured, and
-the next set to try is the one with the highest upper confidence bound (the code uses `bayes_opt` with its Matern 5/2
-kernel, noise 1e-2 and 1,000 trials). Here the function is the tokens for the work: a target forward is 1, a draft step
-the share of the weights that it reads. It has no noise, needs no idle machine, and equals speed where a step is bound
-by reading weights. All sets run in one compiled program.
+the tokens per second of self-speculative decoding on samples as a black-box function of the skipped attention and MLP
+halves, and maximises it by Bayesian optimisation: a Gaussian process is fitted to the measurements, and the next set to
+try is the one with the largest upper confidence bound (its code uses `bayes_opt` with a Matern 5/2 kernel, noise 1e-2
+and 1,000 trials). Here the function is the number of tokens divided by the work: a forward pass of the target is 1, a
+draft step the share of the weights that it reads. This has no noise, needs no idle machine, and is proportional to the
+speed if steps are bound by reading weights. All sets run in one compiled program.
 """
 
 from __future__ import annotations
@@ -31,13 +31,18 @@ from decodax.common.options import Count, Share
 from decodax.common.registry import ALGORITHMS
 
 KAPPA = 2.576
-"""Standard deviations of the confidence bound above the mean, the default of `bayes_opt`."""
+"""Number of standard deviations of the confidence bound above the mean, the default of `bayes_opt`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Skips:
-    """Layers whose attention and whose MLP a draft leaves out, and `gain`, the tokens for the work of a target
-    forward."""
+    """The result of a search for layers to skip.
+
+    Attributes:
+        attention: layers whose attention is skipped.
+        mlp: layers whose MLP is skipped.
+        gain: number of tokens for the work of one forward pass of the target.
+    """
 
     attention: tuple[int, ...]
     mlp: tuple[int, ...]
@@ -46,13 +51,16 @@ class Skips:
 
 def fit_skipped_layers(lm: Any, samples: Sequence[Sequence[int]], *, trials: int = 100, length: int = 8,
                max_new_tokens: int = 32, seed: int = 0, **sampling: Any) -> Skips:
-    """Searches the halves of layers that `LayerSkip` drafts best without.
+    """Searches the halves of layers (attention or MLP) whose omission gives `LayerSkip` the most tokens for its work.
 
     Args:
-        lm: what `decodax.load` gave.
-        samples: prompts of the kind to come, as token ids. They are continued together, in one batch, once a trial.
-        trials: sets of halves that are tried. length: the most drafts of a round, which end by `DraftExit`'s rule.
-        sampling: the policy, as in `decodax.generate`.
+        lm: the result of `decodax.load`.
+        samples: token ids of prompts that are typical for later use. They are decoded in one batch, once in each trial.
+        trials: number of sets that are tried.
+        length: largest number of drafts in a round; chains end by the rule of `DraftExit`.
+        max_new_tokens: number of tokens to decode for each sample.
+        seed: random seed of decoding and search.
+        sampling: sampling options of `decodax.generate`.
 
     Raises:
         ValueError: no samples or an empty one, or a number below 1.
@@ -87,18 +95,22 @@ def self_speculative(lm: Any, samples: Any = None, skip: tuple[int, ...] = (), s
                      skip_mlp: tuple[int, ...] = (), trials: Count = 100, length: Count = 8, gamma: Share = 0.8,
                      alpha: Share = 0.9, epsilon: Share = 0.01, beta1: Share = 0.5,
                      beta2: Share = 0.9) -> Speculative:
-    """Drafts with the target without the layers that a search leaves out, until a draft is in doubt.
+    """Drafts with the target without layers that a search has found dispensable, until a draft is uncertain.
 
-    Give `samples` to search the layers, or the layers that `fit_skipped_layers` found.
+    Give `samples` to search the layers, or the layers that `fit_skipped_layers` has found.
 
     Args:
         lm: the target.
-        samples: prompts as token ids to search the layers with. trials: sets of layers that are tried.
-        skip: layers left out. skip_attention, skip_mlp: layers that lose only that half.
-        length: most drafts a round.
-        gamma: first threshold of a draft's probability, which then follows the acceptance.
-        alpha: acceptance rate that is aimed at. epsilon: step of the threshold.
-        beta1, beta2: weights of the old acceptance rate and of the old threshold.
+        samples: prompts as token ids, for the search.
+        skip: layers that are skipped.
+        skip_attention, skip_mlp: layers whose attention or MLP alone is skipped.
+        trials: number of sets of layers that the search tries.
+        length: largest number of drafts in a round.
+        gamma: first threshold of a draft's probability, which then adapts to the acceptance rate.
+        alpha: target acceptance rate.
+        epsilon: step of the threshold.
+        beta1: weight of the old acceptance rate.
+        beta2: weight of the old threshold.
     """
     if (samples is None) != bool(skip or skip_attention or skip_mlp):
         raise ValueError("system: 'self-speculative' needs samples=, prompts as token ids to search the layers with, "
@@ -116,8 +128,9 @@ def _given(alg: Speculative, anchors: Anchors) -> Speculative:
 
 
 def shares(params: Any, layers: int) -> np.ndarray:
-    """Returns the shares of the weights that a step reads, attention and MLP layer by layer, `f64[2 L]`. Of an
-    embedding that is not the head, too, it reads a row."""
+    """Returns the share of all weights read in a step that each half layer has, `f64[2 L]`, attention and MLP of each
+    layer in turn. An embedding table that is not also the output head is not counted, since a step reads only one of
+    its rows."""
     sizes, rest, embed = np.zeros((layers, 2)), 0, 0
     for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
         names = [str(getattr(key, "key", getattr(key, "name", key))) for key in path]
@@ -134,10 +147,11 @@ def shares(params: Any, layers: int) -> np.ndarray:
 
 def maximise(function: Callable[[np.ndarray], float], size: int, trials: int,
              seed: int = 0) -> tuple[np.ndarray, float]:
-    """Returns the best of `trials` binary vectors `bool[size]` and its value, by Bayesian optimisation.
+    """Maximises a function of binary vectors by Bayesian optimisation. Returns the best of `trials` vectors,
+    `bool[size]`, and its value.
 
-    The first ones are nothing, every second entry, and random ones of different density; then the next one to try is
-    that of the highest upper confidence bound among random ones and neighbours of the best.
+    The first vectors are all False, every second pair of entries, and random ones of different density. Then the next
+    vector is the one with the largest upper confidence bound among random ones and neighbours of the best.
     """
     draw = np.random.default_rng(seed)
     random = lambda n: draw.random((n, size)) < draw.random((n, 1))
@@ -160,8 +174,9 @@ def maximise(function: Callable[[np.ndarray], float], size: int, trials: int,
 
 
 def posterior(x: np.ndarray, y: np.ndarray, at: np.ndarray, noise: float = 1e-2) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and deviation `f64[m]` of a Gaussian process with a Matern 5/2 kernel at `at` (`f64[m, d]`), given values
-    `y` (`f64[n]`) at `x` (`f64[n, d]`). Values are standardised; of some length scales the likeliest is taken."""
+    """Returns mean and standard deviation, `f64[m]` each, of a Gaussian process with a Matern 5/2 kernel at the points
+    `at` (`f64[m, d]`), given values `y` (`f64[n]`) at `x` (`f64[n, d]`). Values are standardised; of several length
+    scales the one with the largest likelihood is used."""
     shift, scale = y.mean(), y.std() or 1.0
     z = (y - shift) / scale
     distance = lambda a, b: np.sqrt(np.maximum(((a[:, None] - b[None]) ** 2).sum(-1), 0))

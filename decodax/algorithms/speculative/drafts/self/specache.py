@@ -1,6 +1,6 @@
-"""SpeCache: decodes with a low-bit cache and prefetches from the host what a guess of the token attends to ("SpeCache:
-Speculative Key-Value Caching for Efficient Generation of LLMs", Jie et al., 2025). The cache is in
-`decodax.caches.sparse.specache`."""
+"""SpeCache: decodes with a low-bit cache, and prefetches from host memory the entries to which a guess of the next
+token attends ("SpeCache: Speculative Key-Value Caching for Efficient Generation of LLMs", Jie et al., 2025). The cache
+is in `decodax.caches.sparse.specache`."""
 
 from __future__ import annotations
 
@@ -15,13 +15,17 @@ from decodax.common.registry import ALGORITHMS
                      "Jie et al. 2025", family="speculative-self", needs="a model", guarantee="approximate")
 def specache(lm: Any, bits: Annotated[int, Range(1, 2)] = 2, top: Count = 64, group_size: Count = 32,
              residual_length: Count = 32) -> SpeCache:
-    """Decodes on a low-bit cache, and in full on the positions that a guess of the token attended to.
+    """Decodes with a low-bit cache, and with full keys and values at the positions to which a guess of the next token
+    attended.
 
-    For contexts that do not fit the device: full keys and values stay in the host's memory.
+    For contexts that do not fit in the device's memory: full keys and values are kept in host memory.
 
     Args:
-        lm: the target. bits: bits of a number of the low-bit cache. top: positions fetched from the host.
-        group_size: numbers that share a scale.
-        residual_length: tokens that are quantized together; the latest, fewer than that, are kept in full.
+        lm: the target.
+        bits: number of bits of each number in the low-bit cache.
+        top: number of positions fetched from host memory.
+        group_size: number of values that share a scale.
+        residual_length: number of tokens that are quantized together; the latest tokens, fewer than this, are kept in
+            full precision.
     """
     return SpeCache(SpeCacheConfig(bits, top, group_size, residual_length))

@@ -1,4 +1,4 @@
-"""TriForce: the target drafts on chunks of its cache, and a draft model guesses for it ("TriForce: Lossless
+"""TriForce: the target drafts with chunks of its cache, and a draft model guesses tokens for it ("TriForce: Lossless
 Acceleration of Long Sequence Generation with Hierarchical Speculative Decoding", Sun et al., 2024)."""
 
 from __future__ import annotations
@@ -23,15 +23,19 @@ from decodax.common.registry import ALGORITHMS
                      needs="a model and a draft model", guarantee="seed-exact")
 def triforce(lm: Any, draft: Any, budget: Count = 4096, chunk: Count = 8, length: Count = 6, guesses: Count = 1,
              sinks: Whole = 16, recent: Count = 496) -> Speculative:
-    """Drafts with the target on chunks of its cache that the newest query chose, with guesses of a draft model.
+    """Drafts with the target and chunks of its cache that the newest query has selected, with guesses of a draft model.
 
-    For prompts of many thousand tokens, for which both models' caches are costly to read.
+    For prompts of many thousand tokens, for which the caches of both models are slow to read.
 
     Args:
-        lm: the target. draft: the draft model, which keeps `sinks` first and `recent` latest tokens.
-        budget: tokens that the target's drafts attend to. chunk: tokens that are chosen together.
-        length: drafts a round. guesses: tokens that the draft model guesses at each step of the target's drafts.
-        sinks, recent: tokens that the draft model keeps.
+        lm: the target.
+        draft: the draft model.
+        budget: number of tokens to which the target's drafts attend.
+        chunk: number of tokens that are selected together.
+        length: number of drafts in a round.
+        guesses: number of tokens that the draft model guesses in each step of the target's drafts.
+        sinks: number of first tokens that the draft model's cache keeps.
+        recent: number of latest tokens that it keeps.
     """
     ring = caches.make("streaming-llm", start_size=sinks, recent_size=recent)
     small = dataclasses.replace(draft, model=draft.model.with_cache(ring))

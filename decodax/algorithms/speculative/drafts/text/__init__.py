@@ -1,1 +1,1 @@
-"""Drafts read off the text, or out of tables of earlier texts."""
+"""Drafts from the text so far, or from tables of earlier texts."""

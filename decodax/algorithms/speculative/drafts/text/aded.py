@@ -1,21 +1,22 @@
 """ADED, adaptive draft-verification: drafts by a tree search on a trigram matrix ("Adaptive Draft-Verification for
 Efficient Large Language Model Decoding", Liu et al., 2024).
 
-The matrix estimates the chance of each token after the last two, from the prompt and whatever was decided since (and a
-corpus, if there is one). The draft tree is that of a Monte-Carlo tree search under the newest token: each simulation
-descends to the child with the highest
+The matrix estimates the probability of each token after the last two tokens, from the prompt, the tokens decided since,
+and a corpus if there is one. The draft tree is that of a Monte-Carlo tree search from the newest token. Each simulation
+goes down to the child with the largest
 
     PUCT = Q + explore * P * sqrt(visits of the parent) / (1 + visits of the child)
 
-until it meets one that is not in the tree yet, adds it, and returns its chance of being reached (the product of P along
-its path) to all nodes above, whose mean Q is. So likely branches grow deep, and rarely visited siblings get their turn.
+until it reaches a child that is not in the tree yet. It adds this child, and adds the child's probability of being
+reached (the product of P along its path) to all nodes above, whose mean of these values is Q. So likely branches become
+deep, and rarely visited siblings are also tried.
 
-The matrix is a hashed table with `rows` rows of `k` counted successors a batch row; two pairs of one hash displace each
-other, and in a full row a new successor takes the place of the least counted one.
+The matrix is a hash table for each batch row, with `rows` entries of `k` counted successors. Two pairs with the same
+hash replace each other, and in a full entry a new successor replaces the one with the smallest count.
 
-The rule is the plain one of that name (Rosin 2011). The authors' code (liuxukun2000/Adaptix) is random: a simulation
-opens all children of a node, goes on at random for four tokens and returns 1 plus the sum of their chances, with 32 or
-more for `explore`; the drafts are the 24 paths that were visited most.
+The rule is the standard PUCT (Rosin 2011). The authors' code (liuxukun2000/Adaptix) is randomised: a simulation expands
+all children of a node, continues at random for four tokens and returns 1 plus the sum of their probabilities, with 32
+or more for `explore`; the drafts are the 24 most visited paths.
 """
 
 from __future__ import annotations
@@ -42,11 +43,12 @@ from decodax.core.window import Window
 
 @struct
 class Trigrams(Struct):
-    """Counts of what followed pairs of tokens.
+    """Counts of the tokens that followed pairs of tokens, in a hash table.
 
     Attributes:
-        pair: `i32[..., rows, 2]`, pair whose successors a row holds, -1 for none. tokens: `i32[..., rows, k]`.
-        counts: `f32[..., rows, k]`, 0 where a place is free.
+        pair: `i32[..., rows, 2]`, the pair of tokens of each entry, -1 for none.
+        tokens: `i32[..., rows, k]`, their successors.
+        counts: `f32[..., rows, k]`, their counts; 0 for a free place.
     """
 
     pair: Array
@@ -63,7 +65,7 @@ class Trigrams(Struct):
         return ((mixed ^ (mixed >> 15)) % jnp.uint32(self.pair.shape[0])).astype(jnp.int32)
 
     def add(self, first: Array, second: Array, token: Array) -> Trigrams:
-        """Adds a trigram (`i32[]` each) to one row's table, unless a token is negative."""
+        """Adds a trigram (`i32[]` each) to one row's table; nothing is added if one of the tokens is negative."""
         at = self.slot(first, second)
         pair = jnp.stack([first, second])
         counts = jnp.where((self.pair[at] == pair).all(), self.counts[at], 0)
@@ -76,14 +78,15 @@ class Trigrams(Struct):
                         counts=self.counts.at[at].set(counts, mode="drop"))
 
     def read(self, text: Array, begin: Array, end: Array) -> Trigrams:
-        """Adds every trigram of `text` (`i32[N]`) whose last token is at a place from `begin` to before `end`."""
+        """Adds every trigram of `text` (`i32[N]`) whose last token has an index from `begin` to `end - 1`."""
         def step(i: Array, table: Trigrams) -> Trigrams:
             return table.add(text[i - 2], text[i - 1], text[i])
 
         return lax.fori_loop(jnp.maximum(begin, 2), end, step, self)
 
     def after(self, first: Array, second: Array) -> tuple[Array, Array]:
-        """Returns the successors `i32[k]` of a pair and their chances `f32[k]`, 0 for empty places."""
+        """Returns the successors of a pair of tokens, `i32[k]`, and their probabilities, `f32[k]`; 0 for free
+        places."""
         at = self.slot(first, second)
         known = (self.pair[at] == jnp.stack([first, second])).all() & (second >= 0)
         counts = jnp.where(known, self.counts[at], 0)
@@ -92,14 +95,17 @@ class Trigrams(Struct):
 
 @dataclasses.dataclass(frozen=True)
 class ADED(FromText, Draft):
-    """Drafts the tree that a PUCT search finds in the trigrams of the text.
+    """Drafts the tree of a PUCT search on the trigrams of the text (Liu et al., 2024).
 
     Attributes:
-        nodes, depth: nodes of the tree and most tokens of a path. k: successors kept for each pair. rows: rows of the
-            table. explore: the weight of exploration.
+        nodes: number of nodes of the tree.
+        depth: largest number of tokens on a path.
+        k: number of successors kept for each pair of tokens.
+        rows: number of entries of the hash table.
+        explore: weight of exploration.
 
     Raises:
-        ValueError: one of the numbers below 1, or a negative weight.
+        ValueError: a number below 1, or a negative weight.
     """
 
     nodes: int = 24
@@ -144,7 +150,7 @@ class ADED(FromText, Draft):
         return jax.vmap(row)(state, s.tokens, s.length, decision.tokens, decision.count)
 
     def _search(self, table: Trigrams, before: Array, newest: Array) -> Proposal:
-        """Returns one row's tree from its last two tokens, `i32[]` each."""
+        """Returns the tree of one row, from its last two tokens, `i32[]` each."""
         size, k = 1 + self.nodes, self.k
         slots = lambda fill, dtype: jnp.full((size, k), fill, dtype)
         at_root, p_root = table.after(before, newest)
@@ -194,11 +200,13 @@ class ADED(FromText, Draft):
 @ALGORITHMS.register("aded", "Adaptive Draft-Verification for Efficient Large Language Model Decoding",
                      "Liu et al. 2024", family="speculative-tree", guarantee="seed-exact")
 def aded(nodes: Count = 24, depth: Count = 6, verify: Verifier = SeedExact()) -> Speculative:
-    """Drafts a tree by a PUCT search on a trigram matrix that is kept up to date while decoding.
+    """Drafts a tree by a PUCT search on a trigram matrix that is updated while decoding.
 
-    It needs no draft model; likely branches grow deep, and rarely tried siblings get their turn.
+    It needs no draft model. Likely branches become deep, and rarely visited siblings are also tried.
 
     Args:
-        nodes: nodes of the draft tree. depth: most tokens of a path. verify: rule that accepts drafts.
+        nodes: number of nodes of the draft tree.
+        depth: largest number of tokens on a path.
+        verify: the rule that accepts drafts.
     """
     return Speculative(ADED(nodes, depth), verify)

@@ -3,8 +3,8 @@ Shallow Aggressive Decoding", Sun et al., 2021; "Lossless Acceleration for Seq2s
 Ge et al., 2022).
 
 For outputs that repeat most of their input: corrections, edits, simplifications. Drafts are the input's tokens from its
-beginning on. After the first token that differs, decoding goes on token by token until some suffix of the output occurs
-exactly once in the input; then the copy goes on after that place.
+beginning on. After the first token that differs, tokens are decoded one by one until some suffix of the output occurs
+exactly once in the input; then drafts are the tokens after that place.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from decodax.core.window import Window, take
 
 @struct
 class Copying(Struct):
-    """The state of the copy.
+    """State of `InputGuided`.
 
     Attributes:
-        match: `i32[B, N]`, number of the output's last tokens that the input has up to each place.
-        at: `i32[B]`, the place of the next token to copy, -1 while there is none.
+        match: `i32[B, N]`, number of last tokens of the output that equal the input's tokens up to each place.
+        at: `i32[B]`, place of the next token to copy, -1 if there is none.
     """
 
     match: Array
@@ -46,20 +46,20 @@ class Copying(Struct):
 
 @dataclasses.dataclass(frozen=True)
 class InputGuided(Draft):
-    """Drafts the next tokens of the input, from the place that the output has reached.
+    """Drafts the next tokens of the input, from the place that the output has reached (input-guided aggressive
+    decoding).
+
+    The paper verifies the complete rest of the input at once; here `length` limits the window.
 
     Attributes:
-        length: most tokens of a draft.
-        skip: tokens of the prompt before the input (a template's opening, an instruction).
-        leave: tokens of the prompt after the input.
-        min_match: the shortest suffix that resumes a copy.
-        max_match: the longest suffix that is looked up, 3 in the authors' code; None sets no bound.
-
-    The paper verifies the whole rest of the input at once; `length` bounds the window instead.
+        length: largest number of tokens in a draft.
+        skip: number of prompt tokens before the input, such as an instruction or the start of a template.
+        leave: number of prompt tokens after the input.
+        min_match: length of the shortest suffix after which the copy resumes.
+        max_match: length of the longest suffix that is looked up, 3 in the authors' code; None: no limit.
 
     Raises:
-        ValueError: a length or match below 1, a longest match below the shortest, or a negative number to skip or
-            leave.
+        ValueError: a length or match below 1, `max_match` below `min_match`, or a negative number to skip or leave.
     """
 
     length: int = 16
@@ -95,8 +95,7 @@ class InputGuided(Draft):
 
     def _follow(self, text: Array, prompt_length: Array, match: Array, at: Array, tokens: Array,
                 count: Array) -> tuple[Array, Array]:
-        """Returns the state of one row after its decided tokens: `i32[N]`, `i32[]`, `i32[N]`, `i32[]`, `i32[M]`,
-        `i32[]`."""
+        """Returns `match` and `at` of one row (see `Copying`) after its decided tokens."""
         place = jnp.arange(text.shape[0], dtype=jnp.int32)
         given = (place >= self.skip) & (place < prompt_length - self.leave)
 
@@ -122,17 +121,19 @@ class InputGuided(Draft):
                      "Ge, Xia, Sun, Chen, Wei 2022", family="speculative-linear", guarantee="seed-exact")
 def aggressive_decoding(length: Count = 16, max_match: Count | None = None, beta: Count | None = None,
                         tau: Annotated[float, Range(0)] | None = None, verify: Verifier | None = None) -> Speculative:
-    """Drafts the input itself, from the place that the output has reached; with `beta` or `tau` tokens are approximate.
+    """Drafts the input itself, from the place that the output has reached. With `beta` or `tau` the output is
+    approximate.
 
     For outputs that copy most of the input, such as corrected sentences (input-guided aggressive decoding). `beta` and
-    `tau` accept drafts as in GAD++; GAD's non-autoregressive drafter is not included.
+    `tau` accept drafts as in GAD++; GAD's non-autoregressive drafter is not implemented.
 
     Args:
-        length: most tokens of a draft.
-        max_match: longest suffix of the output that is looked up to resume the copy; None sets no bound.
-        beta: rank up to which a draft is accepted, 3 if only `tau` is given. None: exact verification.
-        tau: most that a draft's log-probability may lie below the best token's, 1 if only `beta` is given.
-        verify: rule that accepts drafts, unless `beta` or `tau` is given; None: `SeedExact`.
+        length: largest number of tokens in a draft.
+        max_match: length of the longest suffix of the output that is looked up to resume the copy; None: no limit.
+        beta: largest rank of an accepted draft, 3 if only `tau` is given. None: exact verification.
+        tau: largest distance of a draft's log-probability from that of the most likely token, 1 if only `beta` is
+            given.
+        verify: the rule that accepts drafts, not possible with `beta` or `tau`; None: `SeedExact`.
     """
     draft = InputGuided(length, max_match=max_match)
     if beta is None and tau is None:

@@ -1,13 +1,14 @@
-"""Helpers of drafts from text: a history to search, n-gram matches in it, and prefix trees of the tokens after them.
+"""Functions for drafts from text: a history to search, n-gram matches in it, and prefix trees of the tokens after them.
 
-The tables of the papers (n-gram counts, tries, automata) answer "where did these tokens occur before, and what came
-next?". A vectorised pass over the tokens gives the same answer with nothing to build, and costs microseconds.
+The tables of the papers (n-gram counts, tries, automata) answer the question where certain tokens occurred before and
+which tokens followed. A vectorised pass over the tokens gives the same answer without building a table, and costs
+microseconds.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,16 +26,16 @@ Corpus = tuple[tuple[int, ...], ...]
 
 @dataclasses.dataclass(frozen=True)
 class FromText(Drafter):
-    """The base of drafts from text. It has no state, and searches a corpus before each row's own text.
+    """Base class of drafts from text. By default it has no state. It searches a corpus before each row's own text.
 
     Attributes:
-        corpus: documents of token ids. They reach the compiled programs as data (`weights`).
+        corpus: documents of token ids. They are arguments of the compiled programs (`weights`).
 
     Raises:
         ValueError: an empty document, or a negative id.
     """
 
-    corpus: Corpus = dataclasses.field(default=(), kw_only=True)
+    corpus: Corpus = dataclasses.field(default=(), kw_only=True, metadata={"bare": ()})
 
     def __post_init__(self) -> None:
         for i, document in enumerate(self.corpus):
@@ -44,16 +45,14 @@ class FromText(Drafter):
 
     @property
     def weights(self) -> Any:
-        """The documents one after another, each followed by -1: `i32[C]`, or None."""
+        """The documents one after the other, each followed by -1: `i32[C]`; None if there are none."""
         if not self.corpus:
             return None
         return np.concatenate([np.array([*document, -1], np.int32) for document in self.corpus])
 
-    def bare(self) -> Self:
-        return dataclasses.replace(self, corpus=())
-
     def history(self, params: Params, s: State) -> Array:
-        """Returns the corpus, then each row's text, -1 where a document or the text ends: `i32[B, C + N]`."""
+        """Returns the corpus, followed by each row's text, `i32[B, C + N]`, with -1 at the end of each document and of
+        the text."""
         own = known(s)
         corpus = self.weights if params.draft is None else params.draft
         if corpus is None:
@@ -62,24 +61,26 @@ class FromText(Drafter):
 
 
 def known(s: State) -> Array:
-    """Returns each row's text, -1 beyond its end: `i32[B, N]`."""
+    """Returns each row's text, `i32[B, N]`, -1 beyond its end."""
     return jnp.where(jnp.arange(s.tokens.shape[1]) < s.length[:, None], s.tokens, -1)
 
 
 def tail(s: State, count: int) -> Array:
-    """Returns the last `count` tokens of each row, oldest first, -1 before its beginning: `i32[B, count]`."""
+    """Returns the last `count` tokens of each row, `i32[B, count]`, oldest first, padded with -1 at the front."""
     index = s.length[:, None] - count + jnp.arange(count, dtype=jnp.int32)
     return jnp.where(index >= 0, take(s.tokens, jnp.maximum(index, 0)), -1)
 
 
 def matched(history: Array, context: Array) -> Array:
-    """Returns the number of a context's last tokens that a history has up to each place; 0 where nothing follows.
+    """Returns the length of the match at each place of a history: the number of last tokens of a context that equal the
+    tokens up to this place.
 
     Args:
-        history: `i32[..., H]`, -1 matches nothing. context: `i32[..., n]`, oldest first.
+        history: `i32[..., H]`; -1 matches nothing.
+        context: `i32[..., n]`, oldest token first.
 
     Returns:
-        `i32[..., H]`, from 0 to n.
+        `i32[..., H]`, from 0 to n; 0 also where no token follows.
 
     >>> matched(jnp.array([5, 6, 7, 9, 6, 7, -1]), jnp.array([5, 6, 7])).tolist()
     [0, 0, 3, 0, 0, 0, 0]
@@ -96,13 +97,15 @@ def matched(history: Array, context: Array) -> Array:
 
 
 def best_places(length: Array, count: int) -> tuple[Array, Array]:
-    """Returns the `count` places with the longest matches, the most recent first among equals.
+    """Returns the `count` places with the longest matches; of equally long ones the most recent comes first.
 
     Args:
-        length: `i32[..., H]` as from `matched`.
+        length: `i32[..., H]`, lengths of matches from `matched`.
+        count: number of places.
 
     Returns:
-        places `i32[..., R]`, their lengths `i32[..., R]` (0: no match), with R the smaller of `count` and H.
+        Places `i32[..., R]` and the lengths of their matches `i32[..., R]` (0: no match), where R is the smaller of
+            `count` and H.
     """
     H = length.shape[-1]
     score = jnp.where(length > 0, length * H + jnp.arange(H, dtype=jnp.int32), -1)
@@ -111,26 +114,29 @@ def best_places(length: Array, count: int) -> tuple[Array, Array]:
 
 
 def following(history: Array, places: Array, count: int) -> Array:
-    """Returns the tokens after some places, -1 beyond the end: `i32[B, R, count]` from `i32[B, H]` and `i32[B, R]`."""
+    """Returns the `count` tokens after each of the places (`i32[B, R]`) in a history (`i32[B, H]`): `i32[B, R, count]`,
+    -1 beyond the end."""
     index = places[..., None] + 1 + jnp.arange(count, dtype=jnp.int32)
     tokens = take(jnp.pad(history, ((0, 0), (0, count + 1)), constant_values=-1), index)
     return jnp.where(jnp.cumprod(tokens >= 0, -1) > 0, tokens, -1)
 
 
 def shared(paths: Array) -> Array:
-    """Returns True for paths that agree in the first d + 1 tokens: `bool[B, R, R, D]` from `i32[B, R, D]`."""
+    """Returns True for pairs of paths (`i32[B, R, D]`) whose first d + 1 tokens are equal: `bool[B, R, R, D]`."""
     alike = (paths[:, :, None] == paths[:, None]) & (paths[:, :, None] >= 0)
     return jnp.cumprod(alike, -1) > 0
 
 
 def prefix_tree(paths: Array, weight: Array, nodes: int) -> Proposal:
-    """Returns the heaviest prefixes of some paths, as a tree of `nodes` drafts.
+    """Returns the prefixes of paths with the largest weights, as a tree of `nodes` drafts.
 
-    The weight of a prefix is the sum over the paths that begin with it, so no prefix is lighter than one that extends
-    it. Heavier ones come first, then shorter ones, then those of the earlier path.
+    The weight of a prefix is the sum over the paths that begin with it, so it is at least that of a longer prefix.
+    Prefixes are ordered by weight, then the shorter first, then by the index of their path.
 
     Args:
-        paths: `i32[B, R, D]`, -1 beyond each one's end. weight: `i32[B, R]`; paths of weight 0 are left out.
+        paths: `i32[B, R, D]`, padded with -1.
+        weight: `i32[B, R]`; paths of weight 0 are left out.
+        nodes: number of drafts.
     """
     alike = shared(paths) & (weight > 0)[:, None, :, None] & (weight > 0)[:, :, None, None]
     total = (alike * weight[:, :, None, None]).sum(1)
@@ -138,14 +144,16 @@ def prefix_tree(paths: Array, weight: Array, nodes: int) -> Proposal:
 
 
 def best_prefixes(paths: Array, alike: Array, score: Array, nodes: int, most: Array | None = None) -> Proposal:
-    """Returns the prefixes of highest score, as a tree of `nodes` drafts. Of equal ones the shorter comes first, then
-    that of the earlier path.
+    """Returns the prefixes with the largest scores, as a tree of `nodes` drafts. Of equal scores the shorter prefix
+    comes first, then that of the earlier path.
 
     Args:
-        paths: `i32[B, R, D]`. alike: `bool[B, R, R, D]` as from `shared`, False for paths that are left out.
-        score: `[B, R, D]` score of the prefix of d + 1 tokens of each path, equal for paths that begin alike, never
-            below that of a longer prefix, and below 0 where there is none.
-        most: `i32[B]` most drafts of a row's tree; default `nodes`.
+        paths: `i32[B, R, D]`, padded with -1.
+        alike: `bool[B, R, R, D]`, the result of `shared`, False for paths that are left out.
+        score: `[B, R, D]`, score of the prefix of d + 1 tokens of each path: equal for equal prefixes, at least that of
+            a longer prefix, and negative if there is none.
+        nodes: number of drafts.
+        most: `i32[B]`, largest number of drafts of each row; None: `nodes`.
     """
     R, D = paths.shape[1:]
 

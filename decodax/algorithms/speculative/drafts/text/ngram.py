@@ -1,12 +1,13 @@
 """N-gram drafts: the most frequent continuation of the last tokens, and a smoothed n-gram model as a source for trees.
 
-`NGram` is the plain table: the longest context of at most `order - 1` tokens that occurred before (prompt, output, an
-optional corpus) decides, and the token that followed it most often is the next draft; ties go to the most recent. The
-context moves along with the draft, so drafts need not have stood in the text as a whole.
+`NGram` is the plain table. The longest context of at most `order - 1` tokens that has occurred before (in the prompt,
+the output or an optional corpus) is used, and the token that followed it most often is the next draft; of equally
+frequent tokens it is the most recent. The context includes the drafts so far, so a draft need not occur in the text as
+a whole.
 
-`NGramModel` is the classic model: orders from `order` down to 1, each smoothed with the next lower one after Witten and
-Bell (1991), order 1 with the uniform distribution. It is a proper distribution over the whole vocabulary, so any shape
-can grow it and any verifier take it.
+`NGramModel` is the classic model: orders from `order` down to 1, each smoothed with the next lower one by the method of
+Witten and Bell (1991), and order 1 with the uniform distribution. It is a proper distribution over the vocabulary, so
+it can be used with every shape and every verifier.
 
 Counts are taken by a pass over the tokens for each drafted node instead of from stored tables.
 """
@@ -38,11 +39,12 @@ from decodax.core.window import Window, take
 
 @dataclasses.dataclass(frozen=True)
 class NGram(FromText, Draft):
-    """Drafts a chain of the tokens that most often followed the last n-gram.
+    """Drafts a chain of the tokens that most often followed the last tokens.
 
     Attributes:
-        length: most tokens of a draft. order: the longest n-gram, the drafted token included; the shortest is a bigram.
-        places: occurrences of a context that are counted, the most recent ones.
+        length: largest number of tokens in a draft.
+        order: length of the longest n-gram, including the drafted token; the shortest is a bigram.
+        places: largest number of occurrences of a context that are counted; the most recent ones.
 
     Raises:
         ValueError: a length or number of places below 1, or an order below 2.
@@ -79,18 +81,22 @@ class NGram(FromText, Draft):
 
 @struct
 class Paths(Struct):
-    """The last tokens at the newest token and at each node expanded so far: `contexts` `i32[B, 1 + room, n]`."""
+    """State of a tree: the last tokens at each of its nodes.
+
+    Attributes:
+        contexts: `i32[B, 1 + room, n]`, for the newest token and each node expanded so far.
+    """
 
     contexts: Array
 
     @classmethod
     def start(cls, s: State, count: int, room: int) -> Paths:
-        """Begins at the newest token, with its last `count` tokens."""
+        """Returns a tree with the newest token alone, whose context has `count` tokens, and space for `room` nodes."""
         contexts = jnp.full((s.batch, 1 + room, count), -1, jnp.int32)
         return cls(contexts.at[:, 0].set(tail(s, count)))
 
     def extend(self, level: Level) -> tuple[Paths, Array]:
-        """Returns the paths with a level's nodes, and their contexts `i32[B, w, n]`."""
+        """Returns the tree with the nodes of a level, and their contexts `i32[B, w, n]`."""
         above = take(self.contexts, level.parents)
         new = jnp.concatenate([above[..., 1:], level.tokens[..., None]], -1)
         return Paths(lax.dynamic_update_slice_in_dim(self.contexts, new, 1 + level.at, 1)), new
@@ -98,11 +104,11 @@ class Paths(Struct):
 
 @dataclasses.dataclass(frozen=True)
 class NGramModel(FromText, Source):
-    """A smoothed n-gram model of the text so far: a `Source`, for any shape and any verifier.
+    """A smoothed n-gram model of the text so far: a `Source` for any shape and any verifier.
 
     Attributes:
         vocab: size of the target's vocabulary.
-        order: the longest n-gram, the predicted token included.
+        order: length of the longest n-gram, including the predicted token.
 
     Raises:
         ValueError: a vocabulary or order below 1.
@@ -129,7 +135,7 @@ class NGramModel(FromText, Source):
         return None         # the tree's contexts end with the round
 
     def _logits(self, history: Array, contexts: Array) -> Array:
-        """Returns logits `f32[B, w, V]` from a history `i32[B, C + N]` and contexts `i32[B, w, n]`."""
+        """Returns logits `f32[B, w, V]` for a history `i32[B, C + N]` and contexts `i32[B, w, n]`."""
         def node(history: Array, context: Array) -> Array:
             next_ = jnp.pad(history[1:], (0, 1), constant_values=-1)
             match = matched(history, context)
@@ -149,13 +155,13 @@ def ngram(length: Count = 5, order: Annotated[int, Range(2)] = 4, corpus: Corpus
           verify: Verifier = SeedExact()) -> Speculative:
     """Drafts the most frequent continuation of the last tokens.
 
-    Unlike `prompt_lookup` it puts drafts together that never occurred as a whole.
+    Unlike `prompt_lookup` it can combine drafts from parts that never occurred together.
 
     Args:
-        length: most tokens of a draft.
-        order: the longest n-gram, the drafted token included.
+        length: largest number of tokens in a draft.
+        order: length of the longest n-gram, including the drafted token.
         corpus: documents of token ids that are counted beside the text.
-        verify: rule that accepts drafts.
+        verify: the rule that accepts drafts.
     """
     return Speculative(NGram(length, order, corpus=corpus), verify)
 
@@ -164,12 +170,14 @@ def ngram(length: Count = 5, order: Annotated[int, Range(2)] = 4, corpus: Corpus
                      guarantee="seed-exact")
 def ngram_model(lm: Any, order: Count = 4, shape: Shape | None = Chain(4),
                 verify: Verifier = SeedExact()) -> Speculative:
-    """Drafts from a smoothed n-gram model of the text, grown into any shape of tree.
+    """Drafts with a smoothed n-gram model of the text, for any shape of tree.
 
-    A baseline for shapes and verifiers that need a distribution over the whole vocabulary.
+    A baseline for shapes and verifiers that need a distribution over the complete vocabulary.
 
     Args:
-        lm: the target. order: the longest n-gram, the predicted token included.
-        shape: how the draft tree grows. verify: rule that accepts drafts.
+        lm: the target.
+        order: length of the longest n-gram, including the predicted token.
+        shape: shape of the draft tree.
+        verify: the rule that accepts drafts.
     """
     return Speculative(NGramModel(lm.vocab_size, order), verify, shape)

@@ -1,11 +1,13 @@
-"""Lookahead with a trie of n-grams: drafts the most frequent branches of what followed the last tokens ("Lookahead: An
-Inference Acceleration Framework for Large Language Model with Lossless Generation Accuracy", Zhao et al., 2023).
+"""Lookahead with a trie of n-grams: drafts the most frequent branches among the continuations of the last tokens
+("Lookahead: An Inference Acceleration Framework for Large Language Model with Lossless Generation Accuracy", Zhao et
+al., 2023).
 
-The paper keeps a trie of all n-grams of prompts and outputs with their frequencies. A retrieval descends from the last
-tokens, the longest suffix first; the first suffix with at least a branch's worth of nodes, its last token counted,
-gives the draft, or else the one with the most; its most frequent nodes are the draft tree. Here the trie below a suffix
-is made when it is asked for, from the places where the suffix occurred: the same nodes and the same frequencies, with
-nothing to insert, prune or evict. The `places` with the longest matches and, among those, the most recent take part.
+The paper keeps a trie of all n-grams of prompts and outputs with their frequencies. A lookup goes down from the last
+tokens, the longest suffix first. The first suffix with at least as many nodes as a branch has, counting its last token,
+gives the draft; if there is none, the one with the most nodes. Its most frequent nodes are the draft tree. Here the
+trie of a suffix is built when it is needed, from the places where the suffix occurred: nodes and frequencies are the
+same, and nothing has to be inserted, pruned or evicted. Only the `places` with the longest matches are used, and among
+equally long ones the most recent.
 """
 
 from __future__ import annotations
@@ -37,16 +39,18 @@ from decodax.core.types import Params
 
 @dataclasses.dataclass(frozen=True)
 class NGramTrie(FromText, Draft):
-    """Drafts the most frequent continuations of the longest suffix with enough of them, as a tree.
+    """Drafts a tree of the most frequent continuations of the longest suffix that has enough continuations (Zhao et
+    al., 2023).
 
     Attributes:
-        decoding_length, branch_length: most nodes of the tree and of a path; the paper uses 64 and 8, and 128 and 32.
-        suffix: longest suffix that is looked up.
-        places: number of occurrences that are counted.
-        corpus: warm-up samples, as in `FromText`.
+        decoding_length: largest number of nodes of the tree; 64 or 128 in the paper.
+        branch_length: largest number of tokens on a path; 8 or 32 in the paper.
+        suffix: length of the longest suffix that is looked up.
+        places: largest number of occurrences that are counted.
+        corpus: documents of token ids that are searched before the text (`FromText`).
 
     Raises:
-        ValueError: one of the numbers below 1.
+        ValueError: a number below 1.
     """
 
     decoding_length: int = 32
@@ -85,13 +89,14 @@ class NGramTrie(FromText, Draft):
                      guarantee="seed-exact")
 def pain_lookahead(decoding_length: Count = 32, branch_length: Count = 8, corpus: Corpus = (),
                    verify: Verifier = SeedExact()) -> Speculative:
-    """Drafts a tree of the most frequent continuations of the last tokens, by a trie of n-grams.
+    """Drafts a tree of the most frequent continuations of the last tokens, with a trie of n-grams.
 
-    Several branches at once catch what `prompt_lookup` misses where one context goes on in different ways.
+    If a context has several continuations, a tree covers more of them than the single chain of `prompt_lookup`.
 
     Args:
-        decoding_length: most nodes of the draft tree. branch_length: most tokens of a path.
+        decoding_length: largest number of nodes of the draft tree.
+        branch_length: largest number of tokens on a path.
         corpus: documents of token ids that are searched beside the text.
-        verify: rule that accepts drafts.
+        verify: the rule that accepts drafts.
     """
     return Speculative(NGramTrie(decoding_length, branch_length, corpus=corpus), verify)

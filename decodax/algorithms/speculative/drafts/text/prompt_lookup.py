@@ -1,19 +1,19 @@
-"""Prompt lookup decoding: drafts what followed the last n-gram earlier in the text (Saxena, 2023; LLMA, Yang et al.,
-2023).
+"""Prompt lookup decoding: drafts the tokens that followed the last n-gram at an earlier place in the text (Saxena,
+2023; LLMA, Yang et al., 2023).
 
-The longest n-gram at the end of the text, `max_ngram` down to `min_ngram` tokens, is looked up in the prompt and the
-output; what followed the match is the draft. Where it occurs more than once implementations differ:
+The n-gram at the end of the text, with `max_ngram` down to `min_ngram` tokens, is looked up in the prompt and the
+output. The tokens after the match are the draft. If it occurs more than once, implementations differ:
 
-- "latest", the default here: the most recent place that is followed by a full draft, or else by the longest one.
-- "first", as in transformers: the first place, however much follows it.
-- "whole", as in Saxena's code: the first place that is followed by a full draft; a place with less is no match, and a
-  shorter n-gram is looked up instead.
+- "latest", the default here: the most recent place that is followed by a draft of full length; if there is none, the
+  place with the longest draft.
+- "first", as in transformers: the first place, whatever the length of the draft after it.
+- "whole", as in Saxena's code: the first place that is followed by a draft of full length; other places are no match,
+  and a shorter n-gram is looked up instead.
 
-Tokens a forward with `pycode`, drafts of 10 after at most 3 tokens, 48 prompts of each task of `decodax compare`:
+Tokens for each forward pass with `pycode`, drafts of 10 tokens, n-grams of at most 3 tokens, 48 prompts of each task of
+`decodax compare`:
 
-    pick    copy-edit  completion  sampled
-    latest       7.97        4.38     1.73
-    first        7.63        4.07     1.67
+    pick    copy-edit  completion  sampled latest       7.97        4.38     1.73 first        7.63        4.07     1.67
     whole        7.60        3.63     1.59
 
 The defaults of length and n-grams are Saxena's; in transformers `max_matching_ngram_size` is 2.
@@ -44,11 +44,16 @@ Pick = Literal["latest", "first", "whole"]
 
 @dataclasses.dataclass(frozen=True)
 class PromptLookup(Draft):
-    """Drafts the tokens that followed the last n-gram earlier in the text. It costs a few passes over the token buffer.
+    """Drafts the tokens that followed the last n-gram at an earlier place in the text. It costs a few passes over the
+    token buffer.
 
     Attributes:
-        length: most tokens of a draft. max_ngram, min_ngram: longest and shortest n-gram that is looked up.
-        pick: place that counts where the n-gram occurs more than once: "latest", "first" or "whole".
+        length: largest number of tokens in a draft.
+        max_ngram: length of the longest n-gram that is looked up.
+        min_ngram: length of the shortest n-gram that is looked up.
+        pick: the place that is used if the n-gram occurs more than once: "latest": the most recent with a draft of full
+            length after it, or else with the longest draft. "first": the first. "whole": the first with a draft of full
+            length.
 
     Raises:
         ValueError: a length below 1, not 1 <= min_ngram <= max_ngram, or an unknown `pick`.
@@ -75,7 +80,8 @@ class PromptLookup(Draft):
         return chain(tokens, count).replace(match=match), state
 
     def _look(self, text: Array, length: Array) -> tuple[Array, Array, Array]:
-        """Returns the drafts `i32[K]` of one row (`i32[N]`, `i32[]`), their number, and the length of the n-gram."""
+        """Returns the drafts `i32[K]` of one row (text `i32[N]`, length `i32[]`), their number, and the length of the
+        matched n-gram."""
         end = jnp.arange(text.shape[0], dtype=jnp.int32)          # a match ends here, its continuation starts after it
         matched = jnp.zeros_like(end)                             # length of the longest n-gram that ends here
         equal = jnp.ones(text.shape, bool)
@@ -103,16 +109,16 @@ class PromptLookup(Draft):
                      guarantee="seed-exact")
 def prompt_lookup(length: Count = 10, max_ngram: Count = 3, min_ngram: Count = 1, pick: Pick = "latest",
                   verify: Verifier = SeedExact()) -> Speculative:
-    """Drafts what followed the last n-gram earlier in the text.
+    """Drafts the tokens that followed the last n-gram at an earlier place in the text.
 
     The first choice for texts that repeat their prompt: edits, summaries, code, retrieval. It needs no draft model.
     `algorithm="prompt-lookup:length=5"`.
 
     Args:
-        length: most tokens of a draft.
-        max_ngram, min_ngram: longest and shortest n-gram that is looked up.
-        pick: place that counts where the n-gram occurs more than once: the "latest" that leaves the fullest draft,
-            the "first" (transformers), or the first with a "whole" draft after it (Saxena's code).
-        verify: rule that accepts drafts.
+        length: largest number of tokens in a draft.
+        max_ngram, min_ngram: lengths of the longest and the shortest n-gram that is looked up.
+        pick: the place that is used if the n-gram occurs more than once: the "latest" with a draft of full length after
+            it, the "first" (transformers), or the first with a "whole" draft after it (Saxena's code).
+        verify: the rule that accepts drafts.
     """
     return Speculative(PromptLookup(length, max_ngram, min_ngram, pick), verify)

@@ -1,22 +1,22 @@
-"""SAM-Decoding: drafts what followed the longest suffix that occurred before ("SAM Decoding: Speculative Decoding via
-Suffix Automaton", Hu et al., 2024).
+"""SAM-Decoding: drafts the tokens that followed the longest suffix of the text that has occurred before ("SAM Decoding:
+Speculative Decoding via Suffix Automaton", Hu et al., 2024).
 
-The suffix may have any length and may end earlier in the text or in a corpus; the longer the match, the longer the
-draft. The paper finds it with a suffix automaton; here two structures of fixed size give the same match exactly. For a
-row's own text: the length of the match that ends at each place, brought forward by each decided token (one more than at
-the place before, or 0). For the corpus: a suffix array of its documents read backwards, built on the host and searched
+The suffix may have any length, and the match may be in the text or in a corpus; the longer the match, the longer the
+draft. The paper finds it with a suffix automaton; here two structures of fixed size give exactly the same match. For a
+row's own text it is the length of the match that ends at each place, updated with each decided token (one more than at
+the place before, or 0). For the corpus it is a suffix array of its reversed documents, built on the host and searched
 by bisection.
 
-As in the authors' code the earliest of several longest matches in the row's own text counts, which leaves the most to
-copy, and the corpus only where its match is more than `len_bias` tokens longer. How much is drafted depends there on
-whether another source drafts where matches are short (`Fallback`):
+As in the authors' code, the earliest of several longest matches in the row's own text is used, which leaves the most
+tokens to copy, and the corpus only if its match is more than `len_bias` tokens longer. The length of the draft depends
+on whether another source drafts for rows with short matches (`Fallback`):
 
-- alone, at most `factor` times the match's tokens, 4 in the code;
-- with another source, always a full draft (`full`): if fewer tokens follow the earliest longest match, the longest
-  shorter match with enough of them takes its place.
+- alone, at most `factor` times the length of the match, 4 in the code;
+- with another source, always a draft of full length (`full`): if fewer tokens follow the earliest longest match, the
+  longest shorter match with enough of them is used instead.
 
-Of several places in the corpus any counts. The code takes the first, and alone it grows a tree of the commonest
-continuations there; `SuffixTree` (Oliaro et al. 2024) grows trees.
+Of several places in the corpus any may be used. The authors' code takes the first, and without another source it grows
+a tree of the most frequent continuations there; `SuffixTree` (Oliaro et al. 2024) grows trees.
 """
 
 from __future__ import annotations
@@ -49,19 +49,20 @@ from decodax.core.window import Window, take
 
 @dataclasses.dataclass(frozen=True)
 class SuffixAutomaton(FromText, Draft):
-    """Drafts what followed the longest suffix of the text that occurred before.
+    """Drafts the tokens that followed the longest suffix of the text that has occurred before (Hu et al., 2024).
 
     Attributes:
-        length: most tokens of a draft. factor: most drafts for each token of the match.
-        full: True if a shorter match with a full draft after it is preferred to a longer one without, and no factor
-            bounds the draft.
-        min_match: shorter matches draft nothing.
-        len_bias: tokens by which a match in the corpus must be longer than that in the text itself.
-        longest: corpus matches are compared up to this many tokens; those in the text itself have no bound.
+        length: largest number of tokens in a draft.
+        factor: largest number of drafts for each token of the match.
+        min_match: length of the shortest match; shorter ones draft nothing.
+        len_bias: number of tokens by which a match in the corpus must be longer than that in the text itself.
+        longest: largest length of a match in the corpus, in tokens; matches in the text itself have no limit.
+        full: True: a shorter match with a draft of full length after it is preferred to a longer one without, and
+            `factor` does not limit the draft.
 
     Raises:
-        ValueError: a length, match or bound below 1, a factor of 0 or less, a negative len_bias, or a corpus in which
-            nothing follows anything.
+        ValueError: a length, match or limit below 1, a factor of 0 or less, a negative `len_bias`, or a corpus in which
+            every document has one token.
     """
 
     length: int = 10
@@ -85,7 +86,8 @@ class SuffixAutomaton(FromText, Draft):
 
     @property
     def weights(self) -> Any:
-        """The documents `i32[C]`, and the places in them in the order of the text that ends there, read backwards."""
+        """The documents, `i32[C]`, and the places in them, in lexicographic order of the reversed text up to each
+        place."""
         text = super().weights
         if text is None:
             return None
@@ -95,7 +97,8 @@ class SuffixAutomaton(FromText, Draft):
         return dict(text=text, order=order[usable].astype(np.int32))
 
     def init(self, params: Params, s: State) -> Any:
-        """Returns the length of the longest common suffix of the text and the text up to each place, `i32[B, N]`."""
+        """Returns the length of the match at each place, `i32[B, N]`: that of the longest common suffix of the text and
+        of the text up to this place."""
         return jax.vmap(common_suffixes)(known(s), s.length)
 
     def propose(self, params: Params, policy: Any, s: State, state: Any, drawn: Drawn) -> tuple[Proposal, Any]:
@@ -133,8 +136,8 @@ class SuffixAutomaton(FromText, Draft):
         return jax.vmap(follow)(known(s), s.length, state, decision.tokens, decision.count)
 
     def _bisect(self, corpus: Any, row: Array, end: Array) -> tuple[Array, Array]:
-        """Returns a place of the corpus whose text ends like a row's (`i32[N]`, `i32[]`), and the length of the
-        match."""
+        """Returns the place in the corpus with the longest match with the end of a row's text (`i32[N]`, length
+        `i32[]`), and the length of the match."""
         text, order = jnp.asarray(corpus["text"]), jnp.asarray(corpus["order"])
         back = jnp.arange(self.longest, dtype=jnp.int32)
         read = lambda x, place: jnp.where(back <= place, x[jnp.maximum(place - back, 0)], -2)
@@ -160,7 +163,7 @@ class SuffixAutomaton(FromText, Draft):
 
 
 def suffix_array(text: np.ndarray) -> np.ndarray:
-    """The starts of a text's suffixes in lexicographic order, by prefix doubling: O(C log^2 C) on the host.
+    """Returns the starts of a text's suffixes in lexicographic order, by prefix doubling: O(C log^2 C) on the host.
 
     >>> suffix_array(np.array([2, 1, 2, 1])).tolist()
     [3, 1, 2, 0]
@@ -180,10 +183,10 @@ def suffix_array(text: np.ndarray) -> np.ndarray:
 
 
 def common_suffixes(text: Array, length: Array) -> Array:
-    """Returns the number of tokens by which the text up to each place agrees with its end: `i32[N]` from `i32[N]`,
-    `i32[]`.
+    """Returns the length of the longest common suffix of a text (`i32[N]` with `length` valid tokens) and of the text
+    up to each place: `i32[N]`.
 
-    A pass over the text for each token of the longest match. At the last place itself the value means nothing.
+    The cost is one pass over the text for each token of the longest match. At the last place the value is undefined.
 
     >>> common_suffixes(jnp.array([1, 2, 3, 1, 2, 9, 1, 2, -1]), jnp.int32(8)).tolist()[:7]
     [0, 2, 0, 0, 2, 0, 0]
@@ -203,10 +206,15 @@ def common_suffixes(text: Array, length: Array) -> Array:
 
 
 def follow(text: Array, length: Array, match: Array, tokens: Array, count: Array) -> Array:
-    """Returns `common_suffixes` after the first `count` (`i32[]`) of `tokens` (`i32[M]`) were appended to a text.
+    """Returns the result of `common_suffixes` after the first `count` (`i32[]`) of `tokens` (`i32[M]`) are appended to
+    a text.
 
     Args:
-        text: `i32[N]`. length: `i32[]`, before them. match: `i32[N]`, before them.
+        text: `i32[N]`, the text before them.
+        length: `i32[]`, its length.
+        match: `i32[N]`, the result of `common_suffixes` before them.
+        tokens: the new tokens.
+        count: number of new tokens.
     """
     def step(carry: tuple[Array, Array], x: tuple[Array, Array]) -> tuple[tuple[Array, Array], None]:
         text, match = carry
@@ -222,14 +230,14 @@ def follow(text: Array, length: Array, match: Array, tokens: Array, count: Array
 @ALGORITHMS.register("sam-decoding", "SAM Decoding: Speculative Decoding via Suffix Automaton", "Hu et al. 2024",
                      family="speculative-linear", guarantee="seed-exact")
 def sam_decoding(length: Count = 10, corpus: Corpus = (), verify: Verifier = SeedExact()) -> Speculative:
-    """Drafts what followed the longest suffix that occurred before, in the text or in a corpus.
+    """Drafts the tokens that followed the longest suffix that has occurred before, in the text or in a corpus.
 
-    As `prompt_lookup`, with matches of any length; a corpus of earlier outputs helps where prompts are new.
+    Like `prompt_lookup`, with matches of any length. A corpus of earlier outputs helps with new prompts.
 
     Args:
-        length: most tokens of a draft.
+        length: largest number of tokens in a draft.
         corpus: documents of token ids that are searched beside the text.
-        verify: rule that accepts drafts.
+        verify: the rule that accepts drafts.
     """
     return Speculative(SuffixAutomaton(length, corpus=corpus), verify)
 
@@ -238,18 +246,18 @@ def sam_decoding(length: Count = 10, corpus: Corpus = (), verify: Verifier = See
                      family="speculative-linear", guarantee="seed-exact")
 def sam_decoding_hybrid(draft: Any = None, length: Count = 39, len_threshold: Count = 5, len_bias: Whole = 5,
                         corpus: Corpus = (), model_length: Count = 4, verify: Verifier = SeedExact()) -> Speculative:
-    """Drafts what followed a long suffix match, and with another source where the match is short.
+    """Drafts the tokens that followed a long suffix match; with another source in rows where the match is short.
 
-    The other source is a draft model if there is one, and else Token Recycling's tree.
+    The other source is a draft model if there is one, otherwise Token Recycling's tree.
 
     Args:
         draft: the draft model; None: Token Recycling.
-        length: tokens of a draft from the text.
-        len_threshold: shortest match whose continuation is drafted.
-        len_bias: tokens by which a match in the corpus must be longer than that in the text itself.
+        length: number of tokens in a draft from the text.
+        len_threshold: length of the shortest match whose continuation is drafted.
+        len_bias: number of tokens by which a match in the corpus must be longer than that in the text itself.
         corpus: documents of token ids that are searched beside the text.
-        model_length: drafts of the draft model a round.
-        verify: rule that accepts drafts.
+        model_length: number of drafts of the draft model in a round.
+        verify: the rule that accepts drafts.
     """
     text = SuffixAutomaton(length, len_bias=len_bias, full=True, corpus=corpus)
     other = TokenRecycling() if draft is None else DraftModel(draft)

@@ -1,32 +1,31 @@
-"""STAND, stochastic adaptive n-gram drafting: drafts from averaged next-token distributions of n-grams ("Accelerated
-Test-Time Scaling with Model-Free Speculative Sampling", Song et al., 2025).
+"""STAND, stochastic adaptive n-gram drafting: drafts from the target's average distribution after each n-gram
+("Accelerated Test-Time Scaling with Model-Free Speculative Sampling", Song et al., 2025).
 
-Where an n-gram table keeps counts of what was drawn, STAND keeps what the target thought: for each n-gram the average
-of its next-token distributions, cut to the likeliest tokens. The longest n-gram at the end of a path that was seen
-before gives the distribution from which children are drawn: without replacement (Gumbel-top-k's distribution) for
-`MultiRound`, one by one for `Rejection`, coupled with the target's own draws for `SeedExact`. q is what they were
-drawn from, so the first two keep the target's distribution.
+An n-gram table usually counts drawn tokens. STAND keeps for each n-gram the average of the target's next-token
+distributions, limited to the most likely tokens. The longest n-gram at the end of a path that has occurred before gives
+the distribution from which children are drawn: without replacement (as by Gumbel-top-k) for `MultiRound`, independently
+for `Rejection`, and coupled with the target's own draws for `SeedExact`. q is the distribution from which they were
+drawn, so the first two keep the target's distribution.
 
-The paper computes its Gumbel noise once and uses it again from step to step. Not here: a draft whose noise has already
-decided an earlier token is no draw from q given the text, and the distribution would not be kept. Each draw has noise
-of its own, addressed by position, node and rank. What is shared is noise between draft and target, under `SeedExact`:
-children come in the order of the race that will pick the target's token.
+The paper computes its Gumbel noise once and uses it in every step. This is not done here: a draft whose noise has
+already decided an earlier token is no draw from q given the text, and the target's distribution would not be kept. Each
+draw has its own noise, addressed by position, node and rank. Under `SeedExact`, draft and target share noise: children
+come in the order of the race that will give the target's token.
 
-Here the distributions are kept with the text, one for each place of the prompt and the output, and averaged where an
-n-gram is looked up, over its latest `places` occurrences; the paper's table keeps a running average, which it cuts to
-the likeliest tokens after each update.
+Here one distribution is kept for each place of the prompt and the output. When an n-gram is looked up, the average is
+taken over its latest `places` occurrences. The paper's table keeps a running average, which is limited to the most
+likely tokens after each update.
 
-The paper has one table for all rollouts of a problem. So here, with `share`, a row looks into the texts of all rows of
-the batch that have its prompt, finished ones too, its own last; and a later call can go on from what `remember` keeps
-of a state. What a row *drafts* then depends on its batch mates. Its output does not under `SeedExact` and for greedy
-rows; under other verifiers its distribution does not.
+The paper has one table for all rollouts of a problem. With `share`, a row here also searches the texts of all rows of
+the batch with the same prompt, finished ones included; and a later call can start with the memory that `remember`
+returns. The *drafts* of a row then depend on the other rows. Its output does not, under `SeedExact` and in greedy rows;
+under other verifiers its distribution does not.
 
-The tree is fitted to data, as the paper's is: positions of a large tree that were accepted most often. `TREE` is fitted
-to Python code; this fits one to other texts:
+As in the paper, the tree is fitted to data: it has the positions of a large tree that were accepted most often. `TREE`
+is fitted to Python code. To fit a tree to other texts:
 
-    large = Speculative(Stand(lm.vocab_size), shape=Fixed.balanced(6, 3, 2, 2, 1))
-    tree = fit_tree(lm, large, samples, nodes=15, temperature=0.8)
-    stand = Speculative(Stand(lm.vocab_size), shape=tree)
+    large = Speculative(Stand(lm.vocab_size), shape=Fixed.balanced(6, 3, 2, 2, 1)) tree = fit_tree(lm, large, samples,
+    nodes=15, temperature=0.8) stand = Speculative(Stand(lm.vocab_size), shape=tree)
 """
 
 from __future__ import annotations
@@ -49,6 +48,7 @@ from decodax.algorithms.speculative.verifier import SeedExact, Verifier
 from decodax.common.options import Count
 from decodax.common.registry import ALGORITHMS
 from decodax.common.struct import Struct, struct
+from decodax.core.composed import data
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
 from decodax.core.window import Window, take
@@ -56,8 +56,8 @@ from decodax.pallas_kernels.vocabulary import top_k
 
 TREE = Fixed.of([[0], [1], [2], [3], [0, 0], [0, 1], [1, 0], [2, 0], [0, 0, 0], [0, 0, 1], [0, 1, 0], [1, 0, 0],
                  [0, 0, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0, 0]])
-"""15 of the 110 positions of `Fixed.balanced(5, 3, 2, 1, 1)`, fitted to Python code: `pycode` at temperature 0.8, top-p
-0.95, three samples each of 12 held-out functions, 48 new tokens, with a shared table."""
+"""A tree of 15 of the 110 positions of `Fixed.balanced(5, 3, 2, 1, 1)`, fitted to Python code: `pycode` at temperature
+0.8 and top-p 0.95, three samples for each of 12 held-out functions, 48 new tokens, with a shared table."""
 
 
 @struct
@@ -65,7 +65,9 @@ class Memory(Struct):
     """Texts with the target's predictions after each of their places.
 
     Attributes:
-        text: `i32[C]`, -1 after each text. tokens: `i32[C, k]`, the likeliest next tokens. chances: `f32[C, k]`.
+        text: `i32[C]`, the texts one after the other, -1 after each.
+        tokens: `i32[C, k]`, the most likely next tokens at each place.
+        chances: `f32[C, k]`, their probabilities.
     """
 
     text: Array
@@ -75,13 +77,13 @@ class Memory(Struct):
 
 @struct
 class TargetPredictions(Struct):
-    """The target's predictions after each place of the text.
+    """State of `Stand`: the target's predictions after each place of the text.
 
     Attributes:
-        tokens: `i32[B, N, k]`, its likeliest tokens. chances: `f32[B, N, k]`, their probabilities, 0 if nothing is
-            known.
-        prompt: `i32[B]`, a hash of the prompt, by which rows find others with the same prompt.
-        paths: contexts of the tree's nodes between `start` and `observe`, else None.
+        tokens: `i32[B, N, k]`, the most likely next tokens.
+        chances: `f32[B, N, k]`, their probabilities, 0 if nothing is known.
+        prompt: `i32[B]`, a hash of the prompt, to find rows with the same prompt.
+        paths: within a round, contexts of the tree's nodes, else None.
     """
 
     tokens: Array
@@ -92,22 +94,21 @@ class TargetPredictions(Struct):
 
 @dataclasses.dataclass(frozen=True)
 class Stand(Source):
-    """A `Source` whose distributions are averages of the target's own distributions after the same n-gram.
+    """A `Source` whose distribution is the average of the target's own distributions after the same n-gram (Song et
+    al., 2025). If a node's last token has not occurred before, its distribution is uniform.
 
     Attributes:
         vocab: size of the target's vocabulary.
-        order: length of the longest n-gram that is looked up, without the predicted token; the shortest is one token.
-        k: tokens kept of each distribution.
-        places: number of occurrences that are averaged.
-        shape: how its tree grows unless `Speculative` is given another shape.
-        share: True if rows with the same prompt look into each other's texts. The lookup then costs a pass over the
-            whole batch's texts for each row and node.
+        order: length of the longest n-gram that is looked up, without the predicted token; the shortest has one token.
+        k: number of most likely tokens kept of each distribution.
+        places: largest number of occurrences that are averaged.
+        shape: default shape of its tree.
+        share: True: rows also search the texts of rows with the same prompt. A lookup then costs a pass over all texts
+            of the batch for each row and node.
         warm: memory of earlier generations, from `remember`.
 
-    Where nothing is known of a node's last token its distribution is uniform.
-
     Raises:
-        ValueError: one of the numbers below 1, or more tokens kept than there are.
+        ValueError: a number below 1, or `k` larger than the vocabulary.
     """
 
     vocab: int
@@ -116,7 +117,7 @@ class Stand(Source):
     places: int = 16
     shape: Shape = TREE
     share: bool = False
-    warm: Memory | None = dataclasses.field(default=None, compare=False, repr=False)
+    warm: Memory | None = data()
 
     def __post_init__(self) -> None:
         for name in ("vocab", "order", "k", "places"):
@@ -126,13 +127,6 @@ class Stand(Source):
             raise ValueError(f"k: got {self.k}, takes at most {self.vocab}, the vocabulary")
         if self.warm is not None and self.warm.tokens.shape[-1] != self.k:
             raise ValueError(f"warm: got {self.warm.tokens.shape[-1]} tokens of each distribution, takes {self.k}")
-
-    @property
-    def weights(self) -> Any:
-        return self.warm
-
-    def bare(self) -> Stand:
-        return dataclasses.replace(self, warm=None)
 
     @property
     def reader(self) -> Stand:
@@ -202,20 +196,20 @@ class Stand(Source):
 def stand(lm: Any, order: Count = 3, k: Count = 10, share: bool = True, warm: Memory | None = None,
           shape: Shape | None = None, samples: Any = None, nodes: Count = 15,
           verify: Verifier = SeedExact()) -> Speculative:
-    """Drafts from n-gram tables of the target's own distributions, shared among the samples of a prompt.
+    """Drafts with n-gram tables of the target's own distributions, shared among the samples of a prompt.
 
     For many samples of one prompt (`num_samples`), whose texts have much in common.
 
     Args:
         lm: the target.
         order: length of the longest n-gram that is looked up.
-        k: tokens kept of each distribution.
-        share: True if rows with the same prompt look into each other's texts.
+        k: number of most likely tokens kept of each distribution.
+        share: True: rows also search the texts of rows with the same prompt.
         warm: memory of earlier generations, from `remember`.
         shape: the draft tree; None: 15 positions fitted to Python code, or to `samples`.
         samples: prompts as token ids, to which a tree of `nodes` nodes is fitted.
-        nodes: size of the tree that is fitted.
-        verify: rule that accepts drafts.
+        nodes: number of nodes of the fitted tree.
+        verify: the rule that accepts drafts.
     """
     source = Stand(lm.vocab_size, order, min(k, lm.vocab_size), share=share, warm=warm)
     if samples is not None:
@@ -227,7 +221,7 @@ def stand(lm: Any, order: Count = 3, k: Count = 10, share: bool = True, warm: Me
 
 
 def hashed(s: State) -> Array:
-    """Returns hashes of the prompts, `i32[B]`. Prompts of equal hash share their drafts, nothing else."""
+    """Returns hashes of the prompts, `i32[B]`. If two prompts have the same hash, only their drafts are shared."""
     place = jnp.arange(s.tokens.shape[1], dtype=jnp.uint32)
     mixed = (s.tokens.astype(jnp.uint32) + 1) * (place * jnp.uint32(0x9E3779B1) | jnp.uint32(1))
     mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(0x2C1B3C6D)
@@ -236,16 +230,16 @@ def hashed(s: State) -> Array:
 
 
 def remember(s: State, before: Memory | None = None, most: int = 1 << 15) -> Memory:
-    """Returns the predictions that a state's rows have collected, for the `warm` of later generations, on the host.
+    """Returns the predictions in a state, for `warm` in later generations; computed on the host.
 
     Args:
-        s: a state of `Speculative(Stand(...))`, as `decodax.run` or a `Job` leaves it.
-        before: earlier memory, to which this is added.
-        most: number of places to keep, the latest ones. The size is rounded up to a multiple of 1,024, since each one
-            compiles anew.
+        s: a state of `Speculative(Stand(...))`, the result of `decodax.run` or of a `Job`.
+        before: earlier memory, which is put before them.
+        most: largest number of places to keep, the latest ones. The size is rounded up to a multiple of 1,024, since
+            each size compiles a new program.
 
     Raises:
-        ValueError: another algorithm's state, or `most` below 1.
+        ValueError: the state of another algorithm, or `most` is below 1.
     """
     seen = s.algo[0] if isinstance(s.algo, tuple) else None
     if not isinstance(seen, TargetPredictions):

@@ -1,21 +1,21 @@
-"""SuffixDecoding: drafts the likeliest continuations in a suffix tree with frequencies ("SuffixDecoding: Extreme
+"""SuffixDecoding: drafts the most likely continuations in a suffix tree with frequencies ("SuffixDecoding: Extreme
 Speculative Decoding for Emerging AI Applications", Oliaro, Jia, Campos, Qiao, 2024).
 
-The paper keeps two suffix trees, one of the request's own prompt and output and one of earlier outputs, with a count at
-each node. A pattern, the last p tokens of the text, leads to a node N. From there the draft tree grows greedily: the
-node is added next whose
+The paper keeps two suffix trees with a count at each node: one of the request's own prompt and output, and one of
+earlier outputs. A pattern, the last p tokens of the text, leads to a node N. From there the draft tree grows greedily:
+the next node is the one with the largest
 
     D(node) = D(parent) * C(node),    C(node) = count(node) / count of all children of its parent,    D(N) = 1
 
-is the highest, the empirical chance that the text goes on to it, until it has `alpha * p` nodes: a longer match is
-trusted for a longer draft. The score of a tree is the sum of its nodes' D, the expected number of accepted drafts. Over
-all pattern lengths p and both trees the one with the highest score is the draft; of equal ones, which the paper leaves
-open, that of the request's own text and then of the longer pattern.
+which is the empirical probability that the text continues to this node. The tree gets `alpha * p` nodes, so a longer
+match gives a larger draft. The score of a tree is the sum of its nodes' D, the expected number of accepted drafts. Over
+all pattern lengths p and both suffix trees, the draft is the tree with the largest score; of equal ones, which the
+paper leaves open, that of the request's own text, then that of the longer pattern.
 
-Here the tree below a pattern is made when it is asked for, from the places where it occurred, as in `NGramTrie`: the
-same nodes and counts with nothing to insert. Of a pattern with more than `places` occurrences those with the longest
-matches and among them the most recent are counted. The paper's hybrid, which hands over to a draft model where the
-score is low, is not included.
+Here the tree of a pattern is built when it is needed, from the places where the pattern occurred, as in `NGramTrie`:
+nodes and counts are the same, and nothing has to be inserted. Of a pattern with more than `places` occurrences, those
+with the longest matches are counted, and among equally long ones the most recent. The paper's hybrid, which uses a
+draft model if the score is low, is not implemented.
 """
 
 from __future__ import annotations
@@ -50,17 +50,19 @@ from decodax.core.types import Params
 
 @dataclasses.dataclass(frozen=True)
 class SuffixTree(FromText, Draft):
-    """Drafts the likeliest continuations of the pattern whose tree promises the most accepted tokens.
+    """Drafts the most likely continuations of the pattern whose tree has the most expected accepted tokens (Oliaro et
+    al., 2024).
 
     Attributes:
-        alpha: most drafts for each token of the pattern; the paper's is between 1 and 4.
-        pattern: longest pattern, in tokens.
-        nodes, branch: most nodes of the draft tree and of a path, bounds that the paper does not have.
-        places: number of occurrences that are counted in each of the two texts.
-        corpus: earlier outputs, as in `FromText`.
+        alpha: largest number of drafts for each token of the pattern; the paper's is between 1 and 4.
+        pattern: length of the longest pattern, in tokens.
+        nodes: largest number of nodes of the draft tree, a limit that the paper does not have.
+        branch: largest number of tokens on a path, a limit that the paper does not have.
+        places: largest number of occurrences that are counted in each of the two texts.
+        corpus: earlier outputs, as documents of token ids (`FromText`).
 
     Raises:
-        ValueError: one of the numbers below 1, or an alpha of 0 or less.
+        ValueError: a number below 1, or an alpha of 0 or less.
     """
 
     alpha: float = 2.0
@@ -92,7 +94,8 @@ class SuffixTree(FromText, Draft):
         return draft, state
 
     def _search(self, history: Array, ending: Array) -> tuple[Array, Proposal]:
-        """The best score over the pattern lengths, `f32[B]`, and its tree: from `i32[B, H]` and `i32[B, pattern]`."""
+        """Returns the largest score over the pattern lengths, `f32[B]`, and its tree. `history` is `i32[B, H]`, and
+        `ending`, the last tokens of the text, `i32[B, pattern]`."""
         places, match = best_places(matched(history, ending), self.places)
         paths = jnp.where(match[..., None] > 0, following(history, places, self.length), -1)
         lengths = jnp.arange(1, self.pattern + 1)
@@ -122,15 +125,16 @@ class SuffixTree(FromText, Draft):
                      "Oliaro et al. 2024", family="speculative-tree", guarantee="seed-exact")
 def suffix_decoding(alpha: Positive = 2.0, pattern: Count = 16, nodes: Count = 16, branch: Count = 12,
                     corpus: Corpus = (), verify: Verifier = SeedExact()) -> Speculative:
-    """Drafts the likeliest continuations of the best matching pattern, by a suffix tree with frequencies.
+    """Drafts the most likely continuations of the best matching pattern, with a suffix tree with frequencies.
 
     For agents and other loops whose outputs repeat earlier ones, which are given as the corpus.
 
     Args:
-        alpha: most drafts for each token of the pattern; the paper's is between 1 and 4.
-        pattern: longest pattern, in tokens.
-        nodes: most nodes of the draft tree. branch: most tokens of a path.
+        alpha: largest number of drafts for each token of the pattern; the paper's is between 1 and 4.
+        pattern: length of the longest pattern, in tokens.
+        nodes: largest number of nodes of the draft tree.
+        branch: largest number of tokens on a path.
         corpus: earlier outputs, as documents of token ids.
-        verify: rule that accepts drafts.
+        verify: the rule that accepts drafts.
     """
     return Speculative(SuffixTree(alpha, pattern, nodes, branch, corpus=corpus), verify)

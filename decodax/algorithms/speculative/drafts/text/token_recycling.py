@@ -1,14 +1,14 @@
-"""Token Recycling: drafts a tree from a matrix of each token's latest likely successors ("Turning Trash into Treasure:
-Accelerating Inference of Large Language Models with Token Recycling", Luo et al., 2024).
+"""Token Recycling: drafts a tree from a matrix of the latest likely successors of each token ("Turning Trash into
+Treasure: Accelerating Inference of Large Language Models with Token Recycling", Luo et al., 2024).
 
-Row `t` of the matrix holds the `k` likeliest tokens that the target saw after `t` when it last scored that token, in
-the prompt, in the output or on a draft that was rejected. Drafts are a fixed imbalanced tree under the newest token:
-node `(2, 0)` is the likeliest successor of its third likeliest successor. After each round all scored nodes overwrite
-their tokens' rows; of several nodes with one token the last in the window counts.
+Row `t` of the matrix has the `k` most likely tokens after `t` when the target last scored that token, in the prompt, in
+the output or in a rejected draft. Drafts are a fixed imbalanced tree after the newest token: node `(2, 0)` is the most
+likely successor of its third most likely successor. After each round all scored nodes overwrite their tokens' rows; of
+several nodes with the same token the last in the window counts.
 
-The matrix begins with the prompt's own prefill, on top of one that an earlier generation left (`warm`) or of nothing,
-where no draft is made. The authors' code does not read the prefill; its one matrix, at first full of token 0, goes on
-from prompt to prompt.
+The matrix is first filled during prefill of the prompt, starting from that of an earlier generation (`warm`) or from an
+empty one, whose rows make no drafts. The authors' code does not use the prefill; its single matrix, at first filled
+with token 0, is kept from prompt to prompt.
 """
 
 from __future__ import annotations
@@ -30,18 +30,20 @@ from decodax.algorithms.speculative.trees.published import RECYCLING_80
 from decodax.algorithms.speculative.verifier import SeedExact, Verifier
 from decodax.common.options import Count
 from decodax.common.registry import ALGORITHMS
+from decodax.core.composed import data
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
 from decodax.core.window import Window
 from decodax.pallas_kernels.vocabulary import by_nodes, top_k
 
 RANKS = (0.52, 0.18, 0.09, 0.06, 0.05, 0.04, 0.03, 0.03)
-"""Assumed chances that the target's token is the successor of each rank; they shape trees of other sizes."""
+"""Assumed probabilities that the target's token is the successor of each rank; they determine the trees of
+`template`."""
 
 
 def template(nodes: int, ranks: tuple[float, ...] = RANKS, depth: int = 6) -> Fixed:
-    """Returns the tree of the `nodes` paths that are likeliest if each rank holds with its own chance: for sizes other
-    than the published one, where nothing is fitted (`fit_tree`).
+    """Returns the tree of the `nodes` most likely paths, at most `depth` deep, if the successor of each rank is right
+    with the probability in `ranks`. For sizes other than the published one, if no tree is fitted (`fit_tree`).
 
     >>> template(4, (0.6, 0.3)).order
     ((0,), (1,), (0, 0), (0, 0, 0))
@@ -61,33 +63,34 @@ def template(nodes: int, ranks: tuple[float, ...] = RANKS, depth: int = 6) -> Fi
 
 
 LANES = 128
-"""Entries of a line of the array that holds the matrix, the width of a TPU's vector lanes."""
+"""Number of entries in a line of the array that stores the matrix, the width of a TPU's vector lanes."""
 
 
 SMALL_TREE = template(15)
-"""For hardware on which a wide window costs: a CPU, or a large batch."""
+"""A tree for hardware on which a wide window is slow: a CPU, or a large batch."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TokenRecycling(Draft):
-    """Drafts a fixed tree from the tokens that the target found likely when it last scored each token.
+    """Drafts a fixed tree from the tokens that the target found likely when it last scored each token (Luo et al.,
+    2024).
 
     Attributes:
-        tree: the template; default the authors'.
-        k: successors kept for each token; at least as many as the template has ranks.
-        rows: rows of the matrix. With at least the vocabulary's size it is the paper's; with fewer, tokens of one
-            remainder share a row, in which the latest stays.
+        tree: the tree; default the authors'.
+        k: number of successors kept for each token; at least the number of ranks in the tree.
+        rows: number of rows of the matrix. With at least the vocabulary size it is the paper's. With fewer, tokens with
+            the same remainder modulo `rows` share a row, which has the successors of the latest of them.
         warm: the matrix of an earlier generation, `i32[(1 + k) * rows]`: the first entries of one row of its
             `state.algo[0]`, line by line.
 
     Raises:
-        ValueError: `k` smaller than the template's ranks, or less than one row.
+        ValueError: `k` is smaller than the number of ranks in the tree, or `rows` is below 1.
     """
 
     tree: Fixed = RECYCLING_80
     k: int = 8
     rows: int = 32_768
-    warm: Any = dataclasses.field(default=None, compare=False, repr=False)
+    warm: Any = data()
 
     def __post_init__(self) -> None:
         ranks = 1 + max(max(path) for path in self.tree.paths)
@@ -100,7 +103,7 @@ class TokenRecycling(Draft):
 
     @property
     def size(self) -> int:
-        """Numbers of the matrix."""
+        """Number of entries of the matrix."""
         return (1 + self.k) * self.rows
 
     @property
@@ -112,23 +115,16 @@ class TokenRecycling(Draft):
         return self.tree.length
 
     @property
-    def weights(self) -> Any:
-        return self.warm
-
-    def bare(self) -> TokenRecycling:
-        return dataclasses.replace(self, warm=None)
-
-    @property
     def reader(self) -> TokenRecycling:
         return self
 
     def init(self, params: Params, s: State) -> Any:
-        """Returns the matrix, `i32[B, n, 128]`, line by line: first the token whose successors each row holds, -1 for
-        none; then the likeliest successor of each row, then the second of each, and so on.
+        """Returns the matrix, stored in lines of 128 entries, `i32[B, n, 128]`: first the token of each row, -1 for
+        none; then the most likely successor of each row, then the second of each, and so on.
 
-        With lines of 128 a TPU writes single entries in place. Other shapes that were tried (`[B, rows, 1 + k]`,
-        `[B, 1 + k, rows]`, successors by themselves, and `[B, (1 + k) * rows]` on v6e) were laid out anew for the
-        scatter, on some mesh, with up to 128 MiB of padding around each call.
+        With lines of 128 a TPU writes single entries in place. Arrays of other shapes that were tried (`[B, rows, 1 +
+        k]`, `[B, 1 + k, rows]`, successors alone, and `[B, (1 + k) * rows]` on v6e) were copied to another layout for
+        the scatter on some mesh, with up to 128 MiB of padding in each call.
         """
         held = jnp.full(self.size, -1, jnp.int32) if params.draft is None else jnp.asarray(params.draft, jnp.int32)
         lines = jnp.pad(held, (0, -self.size % LANES)).reshape(-1, LANES)
@@ -161,7 +157,7 @@ class TokenRecycling(Draft):
 
 
 def _at(matrix: Array, entry: Array) -> Array:
-    """Returns entries `i32[B, W]` of the matrix `i32[B, n, 128]`."""
+    """Returns the entries with indices `i32[B, W]` of the matrix `i32[B, n, 128]`."""
     return jax.vmap(lambda matrix, entry: matrix[entry // LANES, entry % LANES])(matrix, entry)
 
 
@@ -171,16 +167,16 @@ def token_recycling(k: Count = 8, nodes: Count | None = None, tree: Fixed | None
                     verify: Verifier = SeedExact()) -> Speculative:
     """Drafts a tree of the tokens that the target last found likely after each token.
 
-    It needs no draft model and no repetition in the text. `nodes=15` suits a CPU or a large batch, where a wide window
-    costs.
+    It needs neither a draft model nor repetition in the text. `nodes=15` is for a CPU or a large batch, with which a
+    wide window is slow.
 
     Args:
-        k: successors kept for each token.
-        nodes: size of the draft tree; None: the authors' 80 nodes.
+        k: number of successors kept for each token.
+        nodes: number of nodes of the draft tree; None: the authors' 80 nodes.
         tree: the draft tree itself, in place of `nodes`.
         warm: the matrix of an earlier generation: `i32[rows, 1 + k]`, each row a token and its successors, or flat as
             in `TokenRecycling`.
-        verify: rule that accepts drafts.
+        verify: the rule that accepts drafts.
     """
     if tree is not None and nodes is not None:
         raise ValueError(f"nodes: got {nodes} beside a tree, takes one of the two")
