@@ -84,7 +84,8 @@ def _q6_k(raw: np.ndarray) -> GgmlBlocks:
     high = pairs[..., 0] | pairs[..., 1] << 2 | pairs[..., 2] << 4 | pairs[..., 3] << 6
     return GgmlBlocks(codes=_nibbles(codes), high=high.view(np.uint32)[..., 0],             # type: ignore[arg-type]
                       steps=raw[..., 192:208].reshape(N, S * 16).view(np.int8),             # type: ignore[arg-type]
-                      scales=np.ascontiguousarray(raw[..., 208:]).view(np.float16)[..., 0], offset=32)
+                      scales=np.ascontiguousarray(raw[..., 208:]).view(np.float16)[..., 0],     # type: ignore[arg-type]
+                      offset=32)
 
 
 def _nibbles(codes: np.ndarray) -> np.ndarray:
