@@ -80,7 +80,7 @@ class Packed(Struct, abc.ABC):
             return self.product(x, dtype)
         N, K = self.shape
         if self.by_sums(x):
-            x, block = _made(x), SUMS // slices(K)[0]
+            x, block = materialized(x), SUMS // slices(K)[0]
             return self.product(x, dtype) if N < 2 * block else self.by_blocks(x, dtype, block)
         if N == 1 or not self.converts:
             return self.product(x, dtype)
@@ -215,7 +215,7 @@ def total(sums: Array) -> Array:
     return made[..., 0].T
 
 
-def _made(x: Array) -> Array:
+def materialized(x: Array) -> Array:
     """Returns `x` written to memory.
 
     Otherwise XLA fuses its computation into the product and repeats it for each output. No fusion crosses a
