@@ -214,7 +214,7 @@ class DecoderLayer(nnx.Module):
     def _attention(self, index: int, x: Array, tables: dict[Any, Any], attend: Attend,
                    keep: bool | Array) -> tuple[Array, Any]:
         def inside(x: Array) -> tuple[Array, Any]:
-            branch, entry = self.attn(index, x, tables if isinstance(self.attn, Attention) else tables[None], attend)
+            branch, entry = self.attn(index, x, tables, attend)
             return _optional(self.attn_out, branch), entry
 
         if keep is False:

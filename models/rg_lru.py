@@ -28,7 +28,7 @@ State = dict[str, Array]
 """`h`, `f32[B, C]`, and `ring`, `f[B, K - 1, C]`."""
 
 
-class Walk(NamedTuple):
+class Recurrence(NamedTuple):
     """A recurrence over the nodes of a window; see `Recurrent.walk`."""
 
     step: Callable[[State, Any], tuple[State, Array]]
@@ -50,7 +50,7 @@ def recurrent_states(c: DecoderConfig, batch: int, capacity: int, dtype: jax.typ
                      size=capacity, given=inputs)
 
 
-def walk_text(c: DecoderConfig, layer: int, walk: Walk, mask: Array | None) -> Array:
+def walk_text(c: DecoderConfig, layer: int, walk: Recurrence, mask: Array | None) -> Array:
     """Runs the recurrence of a layer over whole texts without a cache.
 
     Raises:
@@ -75,9 +75,10 @@ class RecurrentBlock(nnx.Module):
         self.input_bias, self.decay_bias = (nnx.Param(jnp.zeros((rule.blocks, size)), axes=(None,) * 2)
                                             for _ in range(2))
 
-    def __call__(self, index: int, x: Array, positions: Array, attend: Any) -> tuple[Array, Any]:
+    def __call__(self, index: int, x: Array, tables: dict[Any, Any], attend: Any) -> tuple[Array, Any]:
         y = ACTIVATIONS[self.activation](self.y(x))
-        h, entry = attend(index, None, None, None, walk=Walk(self._step, (self.x(x), positions == 0), self._along))
+        walk = Recurrence(self._step, (self.x(x), tables[None] == 0), self._along)
+        h, entry = attend(index, None, None, None, walk=walk)
         return self.out(h.astype(x.dtype) * y), entry
 
     def _terms(self, before: list[Array], first: Array) -> tuple[Array, Array]:

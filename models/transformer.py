@@ -32,7 +32,7 @@ from decodax.models.decoder import Attend, Decoder, Keep
 from decodax.models.echoes import value_width
 from decodax.models.inputs import AdapterRows, Embeddings, EncoderText, named
 from decodax.models.packed import Adapted, Packed, embedded
-from decodax.models.rg_lru import Walk, recurrent_states, walk_text
+from decodax.models.rg_lru import Recurrence, recurrent_states, walk_text
 from decodax.models.rope import Dynamic, LongRope
 from decodax.pallas_kernels.window_attention import window_attention
 
@@ -269,7 +269,7 @@ class Transformer(LayeredModel):
         near = lambda q, k, v, **options: window_attention(q, k, v, seen, where, **options)
 
         def attend(layer: int, q: Array, k: Any, v: Any, *, linear: LinearTerms | None = None,
-                   walk: Walk | None = None, **options: Any) -> tuple[Array, Any]:
+                   walk: Recurrence | None = None, **options: Any) -> tuple[Array, Any]:
             if walk is not None:
                 return walk_text(self.config, layer, walk, mask), ()
             if linear is None:
