@@ -372,6 +372,19 @@ def llama(*, vocab: int, width: int, layers: int, heads: int, mlp: int, kv_heads
           tied: bool = False) -> DecoderConfig:
     """Returns the configuration of a Llama-shaped decoder (Touvron et al., 2023), for models trained from scratch.
 
+    Args:
+        vocab: size of the vocabulary.
+        width: model width `D`.
+        layers: number of layers.
+        heads: number of query heads.
+        mlp: number of inner channels of the MLP.
+        kv_heads: number of key-value heads; None: `heads`.
+        head_dim: width of a head; None: `width // heads`.
+        context: trained number of positions.
+        theta: base of the rotary frequencies.
+        eps: added to the mean square in the norms.
+        tied: True uses the embedding table as the output head.
+
     >>> c = llama(vocab=64, width=32, layers=2, heads=4, mlp=96)
     >>> c.head_dim, len(c.layers), c.layers[0].rope.theta
     (8, 2, 10000.0)

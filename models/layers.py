@@ -25,7 +25,14 @@ STD = 0.02
 
 
 def weight(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str | None, ...], std: float = STD) -> nnx.Param[Array]:
-    """Declares a weight: its shape, initial standard deviation and the logical axes for sharding."""
+    """Returns a weight with random normal values.
+
+    Args:
+        rngs: the random generators.
+        shape: shape of the weight.
+        axes: the logical name of each axis, for sharding; None: never sharded.
+        std: standard deviation of the values.
+    """
     return nnx.Param(jax.random.normal(rngs.params(), shape) * std, axes=axes)
 
 

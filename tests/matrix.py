@@ -1,7 +1,5 @@
 """Parameters of laws: those that run by default, and the rest marked `full`, which `scripts/test.sh --all` runs."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Collection, Hashable, Iterable
 from typing import Any

@@ -1,7 +1,5 @@
 """What a notebook shows of an object that holds arrays is a line: how large it is and of what, not its numbers."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

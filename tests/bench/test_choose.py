@@ -1,7 +1,5 @@
 """Choosing what to run: settings that are measured, systems by their logs, and idealized runtimes."""
 
-from __future__ import annotations
-
 import time
 import types
 from typing import Any

@@ -1,7 +1,5 @@
 """Models in lm-evaluation-harness, against its own model of transformers on the same weights."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

@@ -4,8 +4,6 @@ docs/results/tpu.md has the figures and what they mean. By default a few layers 
 bounds of whole models, on every mesh and chip, are marked `full`.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import json

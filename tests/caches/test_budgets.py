@@ -1,7 +1,5 @@
 """Laws that every cache policy of the table keeps, on the smallest model that can break them."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """Cache policies over a mesh: rows over one axis, heads over the other."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

@@ -1,7 +1,5 @@
 """Questions behind a context that the cache has settled on."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

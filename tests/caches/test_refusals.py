@@ -4,8 +4,6 @@ What the annotations of options declare is refused by `tests/contracts/test_opti
 a module are in that module.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any

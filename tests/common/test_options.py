@@ -1,7 +1,5 @@
 """Options by name: a value of another kind is refused by the option's name, whoever takes it."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """One table of methods, which anybody fills at any time."""
 
-from __future__ import annotations
-
 import inspect
 import subprocess
 import sys

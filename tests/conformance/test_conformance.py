@@ -5,8 +5,6 @@ README.md there. Three cases run by default, the first one of the files in OFTEN
 `-m matrix`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

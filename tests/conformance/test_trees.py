@@ -3,8 +3,6 @@
 Each file in `trees/` holds what one repository's code built, as numbers; see README.md.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

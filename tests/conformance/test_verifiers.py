@@ -4,8 +4,6 @@ Each file in `verify/` holds what one repository's code did, as numbers; see REA
 uniforms of both sides come from NumPy's `RandomState`, whose streams are frozen.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

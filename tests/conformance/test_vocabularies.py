@@ -4,8 +4,6 @@
 `order` is the draft model's id of each of the target's tokens.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

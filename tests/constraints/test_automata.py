@@ -1,8 +1,6 @@
 """Automata against Python's `re` on random expressions, anchors included; their sizes, and how quickly they are made or
 refused."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import re

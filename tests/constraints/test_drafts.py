@@ -1,7 +1,5 @@
 """Draft models under constraints: held to them as the target is, they change nothing but how much is accepted."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

@@ -5,8 +5,6 @@ With JSON_SCHEMA_TEST_SUITE, a directory such as `JSON-Schema-Test-Suite/tests/d
 are decoded as well.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import random

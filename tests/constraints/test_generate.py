@@ -1,7 +1,5 @@
 """Constraints on texts of models: each text is of its language, however it is decoded, and closes within its budget."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """Grammars, tools, phrases, and constraints that begin later; masks against those of llguidance."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Automata of regular expressions and schemas against Python's `re` and the `jsonschema` package."""
 
-from __future__ import annotations
-
 import datetime
 import itertools
 import json

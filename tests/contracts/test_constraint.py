@@ -1,7 +1,5 @@
 """The contract of constraints: however a text is decoded, it is of its language, and rows without one are free."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

@@ -4,8 +4,6 @@ What a model says of a text does not depend on how the text came into its cache:
 as drafts, in trees or beside other rows. The numbers of the papers and of transformers are in `tests/models`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -34,6 +32,7 @@ from decodax.models import (
     cla,
     diffqkv,
     dual_chunk,
+    echo_att,
     jrt,
     linear,
     linearized,
@@ -52,6 +51,9 @@ MODELS: dict[str, Callable[[], Any]] = {
     "cla of 3": lambda: Transformer(cla(BASE, 3)), "yoco": lambda: Transformer(yoco(BASE, 8)),
     "diffqkv": lambda: Transformer(diffqkv(llama(vocab=16, width=16, layers=1, heads=8, kv_heads=4, head_dim=4, mlp=24,
                                                  context=256), key_heads=2)),
+    "echoes": lambda: Transformer(echo_att(dataclasses.replace(BASE, layers=BASE.layers[:1] * 5), ((1, 2, 3),))),
+    "echoes of fewer keys": lambda: Transformer(echo_att(diffqkv(dataclasses.replace(
+        BASE, kv_heads=4, layers=BASE.layers[:1] * 5), 2), ((1, 2, 3),))),
     "experts": lambda: Transformer(dataclasses.replace(BASE, layers=(*BASE.layers[:2], dataclasses.replace(
         BASE.layers[2], experts=Experts(count=6, chosen=2, width=12))))),
     "dual chunks": lambda: Transformer(dual_chunk(BASE, 12, 4)),

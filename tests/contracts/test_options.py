@@ -4,8 +4,6 @@ A value of another kind, a number out of its range and a word that is none of th
 the option's name. Bounds that one option sets to another are tested in the module of the method.
 """
 
-from __future__ import annotations
-
 import re
 import types
 from typing import Annotated, Any, Literal, Union, get_args, get_origin

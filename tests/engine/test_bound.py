@@ -1,7 +1,5 @@
 """`decodax.bind`: pure functions of weights and rows give the tokens that `generate` gives."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A process that compiles hundreds of configurations goes on: old programs are dropped before memory maps run out."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Keeping compiled programs: another process takes them from the directory."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,8 +1,6 @@
 """What a caller may give and how it is read: prompts in every form, arguments for each prompt and sample, what the
 model's own files ask for. Programs are shared: a batch of one or two rows, plain or sampled."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """Parts of a user's own that break their contract: an error names the class, what it returned and what is taken."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

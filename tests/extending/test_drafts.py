@@ -1,7 +1,5 @@
 """The drafts, the source and the rule of docs/extending/examples/drafts.py against plain Python."""
 
-from __future__ import annotations
-
 import collections
 from collections.abc import Iterator
 from typing import Any

@@ -3,8 +3,6 @@
 None of them is the example of its page. A page that leaves out what such a file needs is wrong, and is corrected.
 """
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import importlib

@@ -1,7 +1,5 @@
 """A recurrent model fits without an edit of the core: the example of `docs/extending`."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

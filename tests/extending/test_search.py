@@ -1,7 +1,5 @@
 """The beam search and the particle filter of docs/extending/examples, against enumeration and transformers."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

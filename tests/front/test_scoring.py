@@ -1,7 +1,5 @@
 """Scoring of given texts: the figures, what they do not depend on, and what is scored of each form of text."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import json

@@ -1,7 +1,5 @@
 """Prompts that say their context twice (JRT-Prompt)."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

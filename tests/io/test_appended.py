@@ -1,7 +1,5 @@
 """Text after tokens that are already there: exactly that text, in the tokens that it has in its place."""
 
-from __future__ import annotations
-
 import pytest
 
 import decodax as dx

@@ -1,7 +1,5 @@
 """What results say of lines: ids, log-probabilities, and answers in the form of OpenAI's API."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pyarrow.parquet as pq

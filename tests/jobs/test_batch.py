@@ -1,7 +1,5 @@
 """Batch jobs: what goes in, what comes out, and that nothing is lost or done twice."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """What stands in the lines of jobs: names, options, and requests to OpenAI's API."""
 
-from __future__ import annotations
-
 import os
 import threading
 import warnings

@@ -1,7 +1,5 @@
 """Answers as they finish."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import itertools

@@ -1,7 +1,5 @@
 """A prompt that takes the place of another gets the tokens that it gets alone."""
 
-from __future__ import annotations
-
 import functools
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A worker of a fleet answers what `generate` answers, however often and wherever a batch is run."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

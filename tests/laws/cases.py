@@ -1,7 +1,5 @@
 """What the laws run over: models, algorithms, policies, and one way to decode with them."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any

@@ -3,8 +3,6 @@
 The vocabulary has 500,000 entries, as the codebook of UniCode^2 (2025).
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """Two halves of a batch in one loop: the tokens of `run`, and no collective of one half waits for the other."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import re

@@ -1,7 +1,5 @@
 """Prompts, policies and runs that tests of several model families share."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +10,7 @@ import jax.numpy as jnp
 import decodax as dx
 from decodax.core.window import Window, causal
 from decodax.models import Transformer, llama
+from tests.small_models import random_lm
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8], [1, 5], [7, 7, 7, 7], [60]]
 NEW = 10
@@ -22,9 +21,7 @@ POLICY: dict[str, Any] = dict(temperature=[0.0, 0.0, 1.0, 1.0], top_p=0.95, seed
 @functools.cache
 def attention(vocabulary: int = 64) -> Any:
     """A Llama with weights that give distributions with a shape."""
-    network = Transformer(llama(vocab=vocabulary, width=16, layers=2, heads=4, kv_heads=2, mlp=24))
-    weights = jax.tree.map(lambda x: x * 8 if x.ndim > 1 else x, network.init_params(jax.random.key(1)))
-    return dx.LM(model=network, params=weights, vocab_size=vocabulary)
+    return random_lm(Transformer(llama(vocab=vocabulary, width=16, layers=2, heads=4, kv_heads=2, mlp=24)))
 
 
 def tokens_of(lm: Any, prompts: Any = PROMPTS, **options: Any) -> list[list[int]]:

@@ -1,7 +1,5 @@
 """Adapters: rows with adapters of their own are rows of merged models, files are those of peft, errors say why."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

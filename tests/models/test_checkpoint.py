@@ -1,7 +1,5 @@
 """Model directories: reading, refusing and writing them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Fewer heads of keys than of values."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

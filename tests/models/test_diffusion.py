@@ -1,7 +1,5 @@
 """Masked-diffusion checkpoints in their released layouts, against transformers under masks that are built here."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

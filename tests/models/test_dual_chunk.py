@@ -1,7 +1,5 @@
 """Dual chunk attention, against the authors' code and with everything that decodes."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json
@@ -14,7 +12,7 @@ import numpy as np
 import pytest
 
 import decodax as dx
-from decodax.algorithms.speculative import Rejection, Speculative, drafts, trees
+from decodax.algorithms.speculative import Rejection, Speculative, drafts
 from decodax.io.load import LM
 from decodax.io.saving import save_model
 from decodax.models import Chunks, Rope, Transformer, dual_chunk, llama
@@ -75,21 +73,6 @@ def test_a_text_within_one_chunk_is_read_as_without_chunks() -> None:
     # distances below `local` are true across the border, where all that is before lies nearer than that
     np.testing.assert_allclose(plain[8:13], chunked[8:13], atol=1e-4)
     assert (jnp.abs(plain[13:] - chunked[13:]).max(-1) > 1e-2).all()
-
-
-DRAFTS: dict[str, Any] = {
-    "chain": lambda: Speculative(drafts.PromptLookup(4)),
-    "tree": lambda: Speculative(drafts.DraftModel(lm()), shape=trees.Fixed.balanced(2, 2, 1)),
-    "table": lambda: "token-recycling"}
-
-
-@pytest.mark.wide
-@pytest.mark.parametrize("name", often(["tree"], DRAFTS))
-def test_drafts_give_the_tokens_of_plain_decoding(name: str) -> None:
-    one = lambda **more: dx.generate(lm(), PROMPTS, max_new_tokens=24, seed=5, temperature=[0.0, 0.9, 0.0], **more)
-    plain, drafted = one(), one(algorithm=DRAFTS[name]())
-    assert plain.tokens.tolist() == drafted.tokens.tolist()
-    assert name == "chain" or drafted.stats.rounds.sum() < plain.stats.rounds.sum()
 
 
 @pytest.mark.wide

@@ -1,7 +1,5 @@
 """Mixtures of experts. Logits and greedy tokens against transformers are tests of `test_families.py`."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any
@@ -10,21 +8,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import decodax as dx
 from decodax.models import Experts, Transformer, llama
 from decodax.models.experts import mix
 from decodax.models.layers import ACTIVATIONS
 from decodax.models.routing import route
 from tests.models.small import PROMPTS
+from tests.small_models import random_lm
 
 
 @functools.cache
 def mixture() -> Any:
     config = llama(vocab=64, width=16, layers=2, heads=4, kv_heads=2, mlp=24)
     layer = dataclasses.replace(config.layers[0], experts=Experts(count=6, chosen=2, width=12))
-    network = Transformer(dataclasses.replace(config, layers=(config.layers[0], layer)))
-    weights = jax.tree.map(lambda x: x * 8 if x.ndim > 1 else x, network.init_params(jax.random.key(2)))
-    return dx.LM(model=network, params=weights, vocab_size=64)
+    return random_lm(Transformer(dataclasses.replace(config, layers=(config.layers[0], layer))), 2)
 
 
 def test_a_mixture_is_the_weighted_sum_of_the_chosen_experts_for_every_token() -> None:

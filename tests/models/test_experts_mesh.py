@@ -1,7 +1,5 @@
 """Mixtures of experts on a mesh: each device has a part of every expert's inner width, or of some whole experts."""
 
-from __future__ import annotations
-
 import math
 
 import jax

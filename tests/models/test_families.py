@@ -1,7 +1,5 @@
 """Every family against transformers: logits under each padding, cached decoding, greedy tokens."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable

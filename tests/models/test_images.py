@@ -1,7 +1,5 @@
 """Models that also see images: their language model, from the files and under the names that they are released with."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

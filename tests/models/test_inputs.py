@@ -1,7 +1,5 @@
 """T5, an encoder with a decoder, and soft prompts: models that read more than the ids of a prompt."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from typing import Any

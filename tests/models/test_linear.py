@@ -1,8 +1,6 @@
 """Layers of linear attention: alone, beside softmax layers with any cache, grouped (Linearized-LLM), and with a prefix
 (JRT-RNN)."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any

@@ -1,7 +1,5 @@
 """Mamba, the first version, against transformers."""
 
-from __future__ import annotations
-
 import functools
 import tempfile
 from pathlib import Path

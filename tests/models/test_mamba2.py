@@ -1,7 +1,5 @@
 """Mamba-2 against transformers, and its products against the recurrence one token after the other."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

@@ -1,7 +1,5 @@
 """RWKV-7 against numbers of the authors' code."""
 
-from __future__ import annotations
-
 import functools
 import json
 import tempfile

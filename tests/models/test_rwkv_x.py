@@ -1,7 +1,5 @@
 """RWKV-X against numbers of the authors' code, in chunks and where a store is cut down; drafts in chains and trees."""
 
-from __future__ import annotations
-
 import functools
 import json
 import tempfile

@@ -1,7 +1,5 @@
 """`Transformer` as a value and as a function of its weights."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

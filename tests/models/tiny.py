@@ -1,7 +1,5 @@
 """Tiny configurations of every family, as transformers writes them: the cases of the model tests."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The kernels that read a cache and their XLA reference, against attention in float64."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import itertools

@@ -1,7 +1,5 @@
 """The draw of a token at once, by the kernel and by XLA, against float64; and the policy's own chain."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

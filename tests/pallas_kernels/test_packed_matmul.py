@@ -1,7 +1,5 @@
 """The product with packed kernels and its XLA reference, both against float64."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Attention of windows by each implementation: sinks, forms of the cache, prefixes in common, meshes."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from typing import Any, get_args

@@ -1,7 +1,5 @@
 """Drawing through a policy: the right frequencies, never a forbidden token, and names for what is no distribution."""
 
-from __future__ import annotations
-
 import itertools
 
 import jax

@@ -1,7 +1,5 @@
 """Every node of a window has the distribution of the text that leads to it, along chains and trees."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -1,7 +1,5 @@
 """Values that ask for nothing are accepted wherever they stand; values that ask for what would be ignored are not."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

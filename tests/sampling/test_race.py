@@ -1,7 +1,5 @@
 """The exponential race: draws from the distribution, independent of one another, and shared by like distributions."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -1,7 +1,5 @@
 """Sampling rules of papers: Bregman top-k against the exhaustive minimum, ends in time, arithmetic sampling's law."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The green list: exact share, bias where it belongs, and a detector that tells marked text from unmarked."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """The benchmark program on small shapes: kernels give equal results in every form, caches give a table."""
 
-from __future__ import annotations
-
 import itertools
 
 import benchmark

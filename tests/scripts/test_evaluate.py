@@ -1,7 +1,5 @@
 """The evaluation program: grids, figures, and a whole run on an untrained model."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

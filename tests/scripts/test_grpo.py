@@ -1,7 +1,5 @@
 """A policy gradient on `sums`: a model sampled from while it is trained."""
 
-from __future__ import annotations
-
 import gc
 import json
 

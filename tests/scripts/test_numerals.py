@@ -1,7 +1,5 @@
 """Numbers in words: what they are, what trains a Markov model of them, and cascades of the shipped one."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Problems with checkable answers: seeds, splits, checkers, tokens."""
 
-from __future__ import annotations
-
 import doctest
 import re
 

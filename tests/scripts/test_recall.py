@@ -1,7 +1,5 @@
 """Questions on long texts: what they are, a model trained on them, and what cache policies lose."""
 
-from __future__ import annotations
-
 import doctest
 import json
 from pathlib import Path

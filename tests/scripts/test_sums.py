@@ -1,7 +1,5 @@
 """Sums with steps: what they are, what trains a model of them, and what measures searches with it."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Training of diffusion models: resumption, export, the stages that follow."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The training program: data split, tokenizer, schedule, resumption, distillation, export."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """The shipped models: their cards, their size, and that they are as good as the cards say."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

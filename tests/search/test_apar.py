@@ -5,8 +5,6 @@ are those of `net` with a bias on `[Fork]` (22; `[Child]` is 23, the end 2), 16 
 threads with their paths, and the text, in which `SAID` or a letter stands for a token.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

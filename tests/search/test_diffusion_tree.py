@@ -1,7 +1,5 @@
 """Trees of canvases: the law of their leaves by enumeration, and what a search of them finds."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """Rows that go on by steps: as if they had been written at once, whoever stands beside them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Models of tokens as models of bytes, against all ways to write a text."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from typing import Any

@@ -5,8 +5,6 @@
 new tokens; texts in order, their log-probabilities, calls, nodes, edges, the sum of the edges' scores, merges.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Several ways to ask, rows that write together, and rules that ask a model about the candidates."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """Chains of retrieval: which of them stands, by counting it out."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

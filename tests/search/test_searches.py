@@ -1,7 +1,5 @@
 """Searches over steps: laws by enumeration, rules by what they must come to."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import re
@@ -26,15 +24,15 @@ from decodax.search.particles import kept
 from decodax.search.phi import k_means, tf_idf
 from decodax.search.tree import shares
 from tests.algorithms.contrastive.test_contrastive import PROMPTS, net
+from tests.small_models import random_lm
 
 V, NEW, EOS = 5, 4, 2
 
 
 @functools.cache
 def tiny() -> dx.LM:
-    network = Transformer(llama(vocab=V, width=8, layers=1, heads=2, kv_heads=1, mlp=8, context=64))
-    weights = jax.tree.map(lambda x: 6 * x if x.ndim > 1 else x, network.init_params(jax.random.key(4)))
-    return dx.LM(model=network, params=weights, vocab_size=V, generation_config={"eos_token_id": EOS})
+    network = llama(vocab=V, width=8, layers=1, heads=2, kv_heads=1, mlp=8, context=64)
+    return random_lm(Transformer(network), 4, by=6, generation_config={"eos_token_id": EOS})
 
 
 @functools.cache

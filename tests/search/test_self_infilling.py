@@ -5,8 +5,6 @@
 `tau`, the end's token, text with marks, where `$` is token 23.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

@@ -1,7 +1,5 @@
 """Beam search against transformers, against enumeration, and with drafts against itself without them."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools
@@ -25,6 +23,7 @@ from decodax.io.saving import save_model
 from decodax.models import Transformer, llama
 from tests.laws.toy import Toy
 from tests.matrix import often
+from tests.small_models import random_lm
 
 PROMPTS = [[1, 2, 3, 4], [9, 3], [5, 5, 5, 2, 7, 1]]
 NEW, SMALL, EOS = 9, 6, 2
@@ -32,9 +31,8 @@ NEW, SMALL, EOS = 9, 6, 2
 
 @functools.cache
 def lm() -> dx.LM:
-    network = Transformer(llama(vocab=24, width=16, layers=2, heads=4, kv_heads=2, mlp=24, context=256))
-    weights = jax.tree.map(lambda x: 8 * x if x.ndim > 1 else x, network.init_params(jax.random.key(1)))
-    return dx.LM(model=network, params=weights, vocab_size=24, generation_config={"eos_token_id": 4})
+    network = llama(vocab=24, width=16, layers=2, heads=4, kv_heads=2, mlp=24, context=256)
+    return random_lm(Transformer(network), generation_config={"eos_token_id": 4})
 
 
 @functools.cache

@@ -1,7 +1,5 @@
 """Samples, beams and constraints over a mesh."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

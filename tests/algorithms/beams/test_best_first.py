@@ -1,7 +1,5 @@
 """Best-first beam search against beam search: the same texts and scores, with fewer texts read."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from typing import Any

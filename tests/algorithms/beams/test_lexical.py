@@ -5,8 +5,6 @@ facebookresearch/fairseq 038e491: texts with the states' banks and whether they 
 with their scores, ended at `k` finished ones.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json

@@ -4,8 +4,6 @@
 `toy`, whose index answered from plain lists of tokens, and the documents that `aggregate_evidence` scores.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from pathlib import Path

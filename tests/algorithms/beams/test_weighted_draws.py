@@ -1,7 +1,5 @@
 """Stochastic beams and adaptive weighted rejection sampling: draws and their weights against enumeration."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from typing import Any

@@ -4,8 +4,6 @@
 where tokens 12 and 15 are a line's end, and 4, 8, 13 and 14 are not indented.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

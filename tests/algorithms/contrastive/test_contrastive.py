@@ -3,8 +3,6 @@
 `expected.json` has their tokens, for models with random weights that `net` makes.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from pathlib import Path
@@ -21,6 +19,7 @@ from decodax.core.window import causal
 from decodax.engine.names import by_name
 from decodax.models import Transformer, llama
 from tests.matrix import often
+from tests.small_models import random_lm
 
 EXPECTED = json.loads((Path(__file__).parent / "expected.json").read_text())
 PROMPTS = [[1, 2, 3, 4], [9, 3], [5, 5, 5, 2, 7, 1]]
@@ -28,9 +27,8 @@ PROMPTS = [[1, 2, 3, 4], [9, 3], [5, 5, 5, 2, 7, 1]]
 
 @functools.cache
 def net(layers: int = 2, seed: int = 1, tied: bool = False) -> dx.LM:
-    network = Transformer(llama(vocab=24, width=16, layers=layers, heads=4, kv_heads=2, mlp=24, context=256, tied=tied))
-    weights = jax.tree.map(lambda x: 8 * x if x.ndim > 1 else x, network.init_params(jax.random.key(seed)))
-    return dx.LM(model=network, params=weights, vocab_size=24, generation_config={"eos_token_id": 4})
+    network = llama(vocab=24, width=16, layers=layers, heads=4, kv_heads=2, mlp=24, context=256, tied=tied)
+    return random_lm(Transformer(network), seed, generation_config={"eos_token_id": 4})
 
 
 @pytest.mark.wide(but=("4-1.0",))

@@ -5,8 +5,6 @@ with the states behind the final norm, for the weights of `net` without token 4:
 alpha, k, n, stop words of weight 0.2, tokens.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

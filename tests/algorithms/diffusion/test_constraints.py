@@ -1,7 +1,5 @@
 """Constraints on canvases: every text is of its language, whatever is committed first, and the draws are exact."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

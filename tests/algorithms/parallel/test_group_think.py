@@ -1,7 +1,5 @@
 """Group Think: every token is what the model says of all threads' earlier tokens."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -4,8 +4,6 @@
 of `sharp` and n-grams of its corpus: drafts that are alive in the end, and texts that have ended.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import functools

@@ -9,7 +9,7 @@ import pytest
 
 from decodax import algorithms
 from decodax.algorithms.speculative import Speculative, fit_skipped_layers
-from decodax.algorithms.speculative.drafts import DraftExit, LayerSkip, PromptLookup
+from decodax.algorithms.speculative.drafts import DraftExit, LayerSkip
 from decodax.algorithms.speculative.drafts.self.self_speculative import maximise, posterior, shares
 from decodax.core import drivers
 from decodax.io.load import LM
@@ -100,13 +100,3 @@ def test_the_system_asks_for_samples_or_for_what_a_search_found():
     with pytest.raises(ValueError, match="takes one of the two"):
         algorithms.make("self-speculative", lm("llama"), samples=SAMPLES[0], skip=(1,))
     assert algorithms.make("self-speculative", lm("llama"), skip=(1,)).draft.source == LayerSkip(NETWORK, skip=(1,))
-
-
-@pytest.mark.parametrize(("make", "message"), [
-    (lambda: DraftExit(PromptLookup()), "source: PromptLookup makes its own trees"),
-    (lambda: DraftExit(LayerSkip(NETWORK), alpha=1.5), "alpha: got 1.5, takes 0 to 1"),
-    (lambda: fit_skipped_layers(lm("llama"), [[1]], trials=0), "trials: got 0"),
-])
-def test_bad_arguments_are_refused_by_name(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()

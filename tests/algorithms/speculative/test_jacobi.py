@@ -285,14 +285,3 @@ def test_lookahead_harvests_what_a_rerun_by_hand_harvests():
             for key in range(VOCABULARY):
                 assert [x for x in pools[i, key].tolist() if x[0] >= 0] == pool.get(key, [])
     assert all(row["filled"] == N - 1 for row in hand) and sum(row["accepted"] for row in hand) > 0
-
-
-@pytest.mark.parametrize(("make", "message"), [
-    (lambda: Jacobi(0), "length: got 0"), (lambda: Jacobi(fill="pad"), "fill: got 'pad'"), (lambda: PGJ(1), "block"),
-    (lambda: PGJ(4, until=0), "until"), (lambda: FastCoT(((1, 4),)), "schedule"),
-    (lambda: FastCoT(((0, 0),)), "schedule"),
-    (lambda: FastCoT(trigger=(3,)), r"trigger: got \(3,\) with cut=None"), (lambda: Cut(0), "rounds: got 0"),
-    (lambda: SJD(16, top=0), "top: got 0"), (lambda: Lookahead(ngram_size=1), "ngram_size: got 1, takes at least 2")])
-def test_bad_arguments_are_refused_by_name(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()

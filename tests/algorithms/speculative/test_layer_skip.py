@@ -1,7 +1,5 @@
 """Drafting with the target's own layers: exact, accepted where it should be, and the papers' rules."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any
@@ -268,16 +266,3 @@ def test_anchors_are_fitted_to_what_a_domain_can_miss() -> None:
     assert anchors.vectors.shape == (3, 16) and anchors.keep.shape == (3, 3, 2)
     assert not anchors.keep[0, 2].any() and anchors.keep[0].sum() == 4      # what does nothing goes first
     assert (anchors.keep[0] == anchors.keep[1]).all()
-
-
-@pytest.mark.parametrize(("make", "message"), [
-    (lambda: LayerSkip(NETWORK, skip=(2,)), r"skip: got \(2,\), takes layers from 0 to 1"),
-    (lambda: LayerSkip.exit(NETWORK, 0), "layer: got 0, takes 1 to 2"),
-    (lambda: LayerSkip(cases.Toy()), "model: got Toy, takes a Transformer"),
-    (lambda: CLaSp(NETWORK, skips=2), "skips: got 2, takes 1 to 1"),
-    (lambda: DynamicExit(NETWORK, exits=(3,)), r"exits: got \(3,\), takes layers from 1 to 2"),
-    (lambda: fit_anchors(NETWORK, [[[1]]]), "domains: got a prompt of 1 tokens, takes at least 2"),
-])
-def test_bad_arguments_are_refused_by_name(make: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()

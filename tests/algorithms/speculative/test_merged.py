@@ -7,11 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import decodax as dx
 from decodax import algorithms
-from decodax.algorithms.speculative import KSeq, MultiRound, Speculative
-from decodax.algorithms.speculative.drafts import Merged, PromptLookup
-from decodax.algorithms.speculative.trees import Chain, Fixed
+from decodax.algorithms.speculative import MultiRound, Speculative
+from decodax.algorithms.speculative.drafts import Merged
+from decodax.algorithms.speculative.trees import Fixed
 from tests.contracts.test_algorithm import decode as batch
 from tests.contracts.test_algorithm import lm, plain, texts
 from tests.contracts.test_verifier import ALARM, PROMPT, chi_square, joint
@@ -48,19 +47,3 @@ def test_two_draft_models_make_specinfers_tree():
     greedy, new = np.arange(len(texts(s))) % 2 == 0, np.array(list(map(len, texts(s))))
     assert (np.asarray(s.stats.rounds)[greedy] <= -(-new[greedy] // 3) + 1).all()
     assert algorithms.make("specinfer", draft=[lm("sliding")]) == algorithms.make("specinfer", draft=lm("sliding"))
-
-
-@pytest.mark.parametrize(("make", "message"), [
-    (lambda: Merged((Table(),)), "sources: got 1, takes two or more"),
-    (lambda: Merged((Table(), PromptLookup())), "sources: PromptLookup makes its own trees"),
-    (lambda: run(KSeq()), "verify: KSeq takes draws of one source"),
-    (lambda: run(MultiRound()), "verify: Merged takes MultiRound"),
-])
-def test_sources_and_rules_that_cannot_be_merged_are_refused(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
-
-
-def run(rule):
-    return dx.generate(lm("llama"), [[1, 2]], algorithm=Speculative(Merged((Table(), Table()), Chain(2)), rule),
-                       max_new_tokens=2)

@@ -1,7 +1,5 @@
 """Drafts of the target itself on another view of its cache."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any

@@ -23,9 +23,7 @@ from decodax.algorithms.speculative.trees import (
     RiskThreshold,
     Sliced,
     StochasticBeam,
-    from_acceptance,
     probability,
-    sequoia_tree,
 )
 from decodax.algorithms.speculative.trees.threshold import DraftFeatures
 from decodax.common.struct import Struct, struct
@@ -336,18 +334,3 @@ def test_a_rows_tree_does_not_depend_on_its_batch_mates(shape):
     for mates in ((2,) * 5, (4, 5, 1, 0, 3)):
         other, _ = grow(shape, newest=(3, *mates))
         assert tree_of(other, 0) == tree_of(p, 3)
-
-
-@pytest.mark.parametrize(("make", "message"), [
-    (lambda: ConfidenceChain(0), "length: got 0, takes at least 1"),
-    (lambda: ConfidenceChain(threshold=2), "threshold: got 2, takes 0 to 1"),
-    (lambda: OptTree(delta=-1), "delta: got -1"), (lambda: CaPE(bins=((0.5, 2),)), "bins: got"),
-    (lambda: CaPE(5, nodes=4), "nodes: got 4, takes at least the length, 5"), (lambda: DySpec(nodes=0), "nodes: got 0"),
-    (lambda: sequoia_tree([1.5], 2), "acceptance: got"), (lambda: from_acceptance(Chain(2), [1], 1), "accepted: got"),
-    (lambda: from_acceptance(Chain(2), [1, 1], 3), "nodes: got 3, takes 1 to 2"),
-    (lambda: Sliced(threshold=-1), "threshold: got -1, takes 0 to 1"), (lambda: Fixed.balanced(), "branching: got"),
-    (lambda: grow(DySpec(4), "independent"), "verify: DySpec draws siblings without replacement"),
-])
-def test_bad_arguments_are_refused_by_name(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()

@@ -123,10 +123,6 @@ def test_a_fitted_classifier_tells_the_classes_of_its_samples_apart():
 
 
 def test_bad_arguments_are_refused_by_name():
-    with pytest.raises(ValueError, match="branches: got 0, takes at least 1"):
-        SpecBranch(SOURCE, branches=0)
-    with pytest.raises(ValueError, match=r"threshold: got 1\.5, takes a number from 0 to 1"):
-        SpecBranch(SOURCE, threshold=1.5)
     toy = LM(model=model("toy")[0], params=model("toy")[1], vocab_size=VOCABULARY)
     with pytest.raises(ValueError, match="lm: got Toy, takes a model whose layers run one by one"):
         fit_lengths(toy, SOURCE, IDS)

@@ -1,7 +1,5 @@
 """Draft model and target in two programs on devices of their own give the tokens of plain decoding."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

@@ -1,13 +1,11 @@
 """Target-initialised multi-candidate decoding: the whole method against a transcription, and its exact variant."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
 from decodax.algorithms.plain import Autoregressive
 from decodax.algorithms.speculative import LongestBranch, SeedExact, Speculative
-from decodax.algorithms.speculative.drafts import PromptLookup, TargetRooted
+from decodax.algorithms.speculative.drafts import TargetRooted
 from decodax.algorithms.speculative.trees import Fixed, Sliced
 from tests.algorithms.speculative.drafting import toys_logits
 from tests.laws.cases import POLICIES, VOCABULARY, Table, decode, prompts, texts
@@ -99,13 +97,3 @@ def test_a_sampled_row_leaves_its_seeds_text_only_at_first_tokens():
     s = decode(ALGORITHM, "toy", IDS, POLICIES["truncated"])
     assert [len(row) for row in texts(s)] == [12] * 6
     assert 0 < np.asarray(s.stats.accepted).sum() < np.asarray(s.stats.drafted).sum()
-
-
-@pytest.mark.parametrize(("make", "message"), [
-    (lambda: LongestBranch(0), "k: got 0"), (lambda: TargetRooted(Table(), 0), "keep: got 0"),
-    (lambda: TargetRooted(PromptLookup()), "source: PromptLookup makes its own trees"),
-    (lambda: decode(Speculative(TargetRooted(Table(), 17)), "toy", [[1]], {}), "keep: got 17, takes at most 16"),
-])
-def test_bad_arguments_are_refused_by_name(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()

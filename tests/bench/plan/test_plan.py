@@ -1,7 +1,5 @@
 """Plans against arithmetic by hand, and against what XLA's TPU compiler says."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """A cache of which the older tokens are made fewer by their frequencies."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A window, and a state that takes in what has left it through kernels."""
 
-from __future__ import annotations
-
 import functools
 import json
 from pathlib import Path

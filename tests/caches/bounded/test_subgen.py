@@ -1,7 +1,5 @@
 """A sketch of attention in place of older tokens."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

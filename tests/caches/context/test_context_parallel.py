@@ -1,7 +1,5 @@
 """Where the positions of a divided cache lie, and which of keys and queries travel."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """Context parallelism on virtual devices: the tokens of one device, whatever travels."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

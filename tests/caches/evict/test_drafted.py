@@ -1,7 +1,5 @@
 """Policies that ask a draft model what the answer will look for."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

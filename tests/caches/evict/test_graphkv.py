@@ -1,7 +1,5 @@
 """GraphKV (Li et al., 2025): scores that decay along a graph of similar keys."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """Blocks that stand for others."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

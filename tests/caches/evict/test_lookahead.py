@@ -1,7 +1,5 @@
 """What LAQ and KVzip ask the model for, and where they refuse."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """PLPHP against its rule written out in NumPy: which image tokens of a prompt stay."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax.numpy as jnp

@@ -1,7 +1,5 @@
 """Selections by tables and pools."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

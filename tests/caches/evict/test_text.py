@@ -1,7 +1,5 @@
 """Caches that know what a token is: examples and lists of subtasks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax.numpy as jnp

@@ -1,7 +1,5 @@
 """Prompts whose far tokens are hashed and sampled."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

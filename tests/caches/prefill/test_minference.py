@@ -1,7 +1,5 @@
 """Prompts of which segments read columns and diagonals."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

@@ -1,7 +1,5 @@
 """Prompts of which deep layers read a part."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """SpecPC: prompts that are cut to what a draft model attends to."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

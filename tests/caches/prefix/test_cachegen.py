@@ -1,7 +1,5 @@
 """Prefixes in files: what is coded comes back, and in few bytes."""
 
-from __future__ import annotations
-
 import io
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Texts that are put together by the score of KVShare, and computed anew while decoding."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

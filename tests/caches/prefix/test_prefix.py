@@ -1,7 +1,5 @@
 """Keys and values of texts that are read apart, edited and put together."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -1,7 +1,5 @@
 """Rows that share a prefix: the tokens of a dense cache, with nothing copied."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

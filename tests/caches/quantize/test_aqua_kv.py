@@ -1,7 +1,5 @@
 """Keys and values as what the layer before does not say of them."""
 
-from __future__ import annotations
-
 import hashlib
 from typing import Any
 

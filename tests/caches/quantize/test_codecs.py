@@ -1,7 +1,5 @@
 """Codecs that ask where tokens stand, what queries look at, or what was measured on a model."""
 
-from __future__ import annotations
-
 import hashlib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Keys without the channels that a model can do without."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

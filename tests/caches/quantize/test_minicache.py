@@ -1,7 +1,5 @@
 """Layers that share the directions of their keys and values."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import numpy as np
 import pytest

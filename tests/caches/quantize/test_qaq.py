@@ -1,7 +1,5 @@
 """QAQ (Dong et al., 2024): a prompt's tokens in as many bits as a bound of each one's error takes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Keys and values in few bits."""
 
-from __future__ import annotations
-
 import hashlib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Caches whose queries find tokens by codes of their keys."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

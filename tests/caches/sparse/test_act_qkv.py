@@ -1,7 +1,5 @@
 """Caches of which a probe query chooses what a window and a token read."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Blocks that a network expects to be attended to next."""
 
-from __future__ import annotations
-
 import functools
 import json
 from pathlib import Path

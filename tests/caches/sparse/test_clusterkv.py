@@ -1,7 +1,5 @@
 """Caches whose queries read clusters of tokens."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Pages in the host's memory: results are those of the same policy on the device, and what is read alone travels."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 import re

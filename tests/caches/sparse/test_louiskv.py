@@ -1,7 +1,5 @@
 """LouisKV against its rule written out token by token."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any

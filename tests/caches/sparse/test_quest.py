@@ -1,7 +1,5 @@
 """Quest: queries choose pages."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

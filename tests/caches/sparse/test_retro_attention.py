@@ -1,7 +1,5 @@
 """RetroAttention against its rule told token by token: outputs that are kept and added to, pages that were seen."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """SentenceKV: queries that read whole sentences."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """SpeCache: what a guess looks at is what the next round reads in full."""
 
-from __future__ import annotations
-
 import importlib.util
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Caches of which rounds read a part, whose entries are computed anew from everything now and then."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Tokens that a predictor holds important."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

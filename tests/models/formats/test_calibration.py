@@ -1,7 +1,5 @@
 """What data shows of kernels, packing by it, and saving what was packed."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

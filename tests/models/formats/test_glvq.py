@@ -1,7 +1,5 @@
 """Grouped lattice vector quantisation: rounding to lattices, how they are learned, and models that are kept in them."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Packed weights on a mesh: loaded, made, saved. It imports no torch, beside which collectives on CPU crash."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

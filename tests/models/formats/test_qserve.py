@@ -1,7 +1,5 @@
 """QServe: codes and scales, exact products of integers, models in it, and its authors' checkpoints."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import re

@@ -10,8 +10,6 @@ its Triton kernels `quamba2_sscan_update_triton` and `_quamba2_mamba_chunk_scan_
 interpreter, without their checks for a GPU, with `rint` and `softplus` written out.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import hashlib

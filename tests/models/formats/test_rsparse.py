@@ -1,7 +1,5 @@
 """R-Sparse: the authors' sets and products, its laws, and what it does to a model."""
 
-from __future__ import annotations
-
 import argparse
 import functools
 import inspect

@@ -4,8 +4,6 @@ Figures called the authors' were made with their code, https://github.com/Squeez
 scikit-learn 1.3.1, which they name.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from pathlib import Path

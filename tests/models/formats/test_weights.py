@@ -1,7 +1,5 @@
 """Packed weights: what a format keeps of a kernel, products with it, and models loaded in it."""
 
-from __future__ import annotations
-
 import functools
 import os
 import re
