@@ -17,20 +17,18 @@ import argparse
 import collections
 import json
 import re
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import commands
+from commands import Command
 
 IGNORED = re.compile(r"^sparse_threshold\.|rotary_emb\.inv_freq$|kv_scale_quant_orig$|_kv_scale$")
 
 
 def packed(directory: Path, checkpoint: Path) -> Any:
-    """Returns the model of a directory with the weights of a QServe or SqueezeLLM checkpoint.
-
-    Raises:
-        ValueError: a weight is missing, has another shape than config.json says, or is left over.
-    """
+    """Returns the model of a directory with the weights of a QServe or SqueezeLLM checkpoint."""
     import jax
     import jax.numpy as jnp
     import torch
@@ -90,22 +88,18 @@ def _kernel(module: str, tensors: Mapping[str, Any]) -> Any:
     from decodax.models.formats import qserve, squeezellm
 
     readers = {"s1_scales": qserve.read_tensors, "lookup_table": squeezellm.read_tensors}
-    reader = next((reader for name, reader in readers.items() if name in tensors), None)
-    if reader is None:
-        raise ValueError(f"checkpoint: {module} has tensors {', '.join(sorted(tensors))}; takes one of "
-                         f"{', '.join(readers)} beside qweight")
-    try:
-        return reader(tensors)
-    except (KeyError, ValueError) as e:
-        raise ValueError(f"checkpoint: {module}: {e}") from None
+    for name, reader in readers.items():
+        if name in tensors:
+            try:
+                return reader(tensors)
+            except (KeyError, ValueError) as error:
+                raise ValueError(f"checkpoint: {module}: {error}") from None
+    raise ValueError(f"checkpoint: {module} has tensors {', '.join(sorted(tensors))}; takes one of "
+                     f"{', '.join(readers)} beside qweight")
 
 
 def rwkv(checkpoint: Path, directory: Path) -> None:
-    """Writes config.json and model.safetensors of an RWKV-7 or RWKV-X.
-
-    Raises:
-        ValueError: the file is neither, or the directory exists.
-    """
+    """Writes config.json and model.safetensors of an RWKV-7 or RWKV-X."""
     import torch
     from safetensors.torch import save_file
 
@@ -124,28 +118,27 @@ def rwkv(checkpoint: Path, directory: Path) -> None:
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
+given = lambda name, text: dict(positional=True, type=Path, metavar=name, help=text)
+FILES: dict[str, Any] = {"checkpoint": given("CHECKPOINT", "file such as pytorch_model.bin"),
+                         "out": given("OUT", "directory to write; for rwkv it must not exist")}
+COMMANDS = {"packed": Command("a published QServe or SqueezeLLM",
+                              model=given("MODEL", "directory with config.json and tokenizer"), **FILES),
+            "rwkv": Command("a published RWKV-7 or RWKV-X", **FILES)}
+
+
+def call(args: argparse.Namespace) -> None:
+    """Converts with the arguments of the command line."""
+    if args.command == "rwkv":
+        rwkv(args.checkpoint, args.out)
+    else:
+        import decodax as dx
+
+        dx.save(packed(args.model, args.checkpoint), args.out)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Runs a command line and returns the exit status."""
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = p.add_subparsers(dest="command", required=True, metavar="NAME")
-    for name, text in (("packed", "QServe or SqueezeLLM"), ("rwkv", "RWKV-7 or RWKV-X")):
-        one = commands.add_parser(name, help=text, description=f"Converts a published {text}.")
-        if name == "packed":
-            one.add_argument("model", type=Path, metavar="MODEL", help="directory with config.json and tokenizer")
-        one.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="file such as pytorch_model.bin")
-        one.add_argument("out", type=Path, metavar="OUT", help="directory to write; for rwkv it must not exist")
-    args = p.parse_args(argv)
-    try:
-        if args.command == "rwkv":
-            rwkv(args.checkpoint, args.out)
-        else:
-            import decodax as dx
-
-            dx.save(packed(args.model, args.checkpoint), args.out)
-    except (ValueError, FileNotFoundError, ModuleNotFoundError) as error:
-        print(f"convert.py {args.command}: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return commands.run("convert.py", commands.parser(__doc__, COMMANDS, {}, "Converts").parse_args(argv), call)
 
 
 if __name__ == "__main__":

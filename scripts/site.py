@@ -1,23 +1,22 @@
 """Pages of the documentation site that are made from the code: one for each registry entry, and those of the API.
 
-`mkdocs build` calls `on_config` and `on_files`; see mkdocs.yml. A page is made of the registry entry, the docstring of
-the module that is named after the paper, the docstrings of the parts that a method is made of, and the rows of the
-tables of figures in docs/.
+`mkdocs build` calls the functions that begin with `on_`; see mkdocs.yml. A page has the facts of an entry, the
+docstrings of what makes it and of its module, and the rows of the tables of figures in docs/. mkdocstrings renders the
+docstrings.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib
-import inspect
 import itertools
 import re
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from site_examples import example, search_example
+import griffe
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -32,6 +31,7 @@ FAMILIES = {
 GUARANTEES = {
     "seed-exact": "with one seed the tokens are those of plain decoding, greedy or sampled",
     "distribution-exact": "the text has the distribution of plain decoding; with one seed it is another draw",
+    "exact": "a model with this cache computes what it does with a dense one; a text belongs to the language",
     "approximate": "the text may differ from plain decoding's: that is the method's trade"}
 
 GUIDES = {"masked-diffusion": "choose/diffusion.md", "diffusion-cache": "choose/diffusion.md",
@@ -39,35 +39,54 @@ GUIDES = {"masked-diffusion": "choose/diffusion.md", "diffusion-cache": "choose/
           "bounded": "choose/caches_evict.md", "quantize": "choose/caches_quantize.md",
           "sparse": "choose/caches_sparse.md", "prefill": "choose/caches_prefill.md",
           "prefix": "choose/caches_prefix.md", "context": "usage/meshes.md"}
-"""Guides of families; of the others choose/drafts.md."""
+"""Guides of families that are not the guide of their folder."""
 
 FIGURES = ("results/speculation.md", "choose/diffusion.md", "choose/beam_search.md", "choose/search.md",
-           "results/conformance.md")
-"""Files whose tables have figures of algorithms and searches."""
+           "choose/search_steps.md", "choose/best_of_n.md", "results/conformance.md", "results/caches.md",
+           "choose/caches.md", "choose/caches_sparse.md", "choose/caches_prefill.md")
+"""Files whose tables have figures of entries."""
 
-CACHE_FIGURES = ("results/caches.md", "choose/caches.md", "choose/caches_sparse.md", "choose/caches_prefill.md")
 
-API = {
-    "decodax": ("decodax", "What most programs need."),
-    "policies": ("decodax.sampling", "The chain of transforms that makes the distribution, and rules to sample."),
-    "drafts": ("decodax.algorithms.speculative.drafts", "Where drafts come from."),
-    "shapes": ("decodax.algorithms.speculative.trees", "How drafts are laid out as trees."),
-    "diffusion": ("decodax.algorithms.diffusion", "Samplers of masked diffusion."),
-    "caches": ("decodax.caches", "What the cache keeps."),
-    "constraints": ("decodax.constraints", "Texts that match."),
-    "search": ("decodax.algorithms.beams", "Beams and related searches."),
-    "steps": ("decodax.search", "Search over steps, on forks of one state."),
-    "select": ("decodax.select", "One of several samples."),
-    "contrastive": ("decodax.algorithms.contrastive", "Layers or models contrasted with one another."),
-    "jobs": ("decodax.jobs", "Many prompts."),
-    "models": ("decodax.models", "Networks."),
-    "formats": ("decodax.models.formats", "Weights in fewer bits."),
-    "adapters": ("decodax.models.adapters", "LoRA."),
-    "core": ("decodax.core.types", "The contracts of the round."),
-    "plan": ("decodax.bench.plan", "Planning a job."),
-    "harness": ("decodax.bench.harness", "lm-evaluation-harness."),
+class Folder(NamedTuple):
+    """The pages of a shelf: its name in the registry, the title of the list, and the guide."""
+
+    shelf: str
+    title: str
+    guide: str
+
+
+FOLDERS = {
+    "systems": Folder("algorithms", "Systems", "choose/drafts.md"),
+    "caches": Folder("caches", "Caches by name", "choose/caches.md"),
+    "searches": Folder("search", "Searches over steps by name", "choose/search_steps.md"),
+    "rules": Folder("select", "Rules that choose one of several samples, by name", "choose/best_of_n.md"),
+    "constraints": Folder("constraints", "Constraints by name", "choose/constraints.md"),
+    "formats": Folder("formats", "Formats by name", "choose/weights.md"),
 }
-"""Pages of the API: the module, and a line."""
+
+API = ("decodax", *(f"decodax.{name}" for name in """algorithms.beams algorithms.contrastive algorithms.diffusion
+algorithms.speculative.drafts algorithms.speculative.trees bench.harness bench.plan caches constraints core.types jobs
+models models.adapters models.formats sampling search select""".split()))
+"""Modules of the API."""
+
+
+class Doctests(griffe.Extension):
+    """Shows the doctests of docstrings as code."""
+
+    def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
+        if obj.docstring is not None:
+            obj.docstring.value = re.sub(r"(?m)^>>> (?:.+\n?)+", lambda found: f"```pycon\n{found[0].rstrip()}\n```\n",
+                                         obj.docstring.value)
+
+
+def on_startup(**_: Any) -> None:
+    """Links the library for mkdocstrings as it is installed, with models/ and pallas_kernels/ in the package."""
+    root = DOCS.parent
+    tree = root / ".cache" / "site" / "decodax"
+    shutil.rmtree(tree, ignore_errors=True)
+    tree.mkdir(parents=True)
+    for path in (*(root / "decodax").iterdir(), root / "models", root / "pallas_kernels"):
+        (tree / path.name).symlink_to(path)
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -81,17 +100,11 @@ def on_files(files: Any, config: Any) -> Any:
 
 def on_config(config: Any) -> Any:
     """Puts the made pages where the navigation of mkdocs.yml names their folder, as in "systems/"."""
-    from decodax.common.registry import ALGORITHMS, CACHES
-
-    families = dict.fromkeys(e.family for e in ALGORITHMS.values())
-    made: dict[str, list[Any]] = {
-        "systems/": ["systems/index.md", *(
-            {FAMILIES.get(family, family): [{name: f"systems/{name}.md"} for name, e in ALGORITHMS.items()
-                                            if e.family == family]} for family in families)],
-        "caches/": ["caches/index.md", *({name: f"caches/{name}.md"} for name in CACHES)],
-        **{f"{kind}/": [f"{kind}/index.md", *({name: f"{kind}/{name}.md"} for name in table)]
-           for kind, (_, table, _) in {**_searches(), **_others()}.items()},
-        "api/": ["api/index.md", *({module: f"api/{name}.md"} for name, (module, _) in API.items())]}
+    made: dict[str, list[Any]] = {"api/": ["api/index.md", *({module: f"api/{module}.md"} for module in API)]}
+    for name, folder in FOLDERS.items():
+        made[f"{name}/"] = [f"{name}/index.md", *({e.name: f"{name}/{e.name}.md"} for e in entries(folder))]
+    made["systems/"][1:] = [{title: [{e.name: f"systems/{e.name}.md"} for e in each]}
+                            for title, each in by_family(entries(FOLDERS["systems"])).items()]
     filled = lambda where: ([{title: filled(below) for title, below in entry.items()} for entry in where]
                             if isinstance(where, list) else made.get(where, where))
     config.nav = filled(config.nav)
@@ -99,260 +112,110 @@ def on_config(config: Any) -> Any:
 
 
 def pages() -> dict[str, str]:
-    """Every made page by its path below docs/."""
-    from decodax.common.registry import ALGORITHMS, CACHES
-
-    found = {"systems/index.md": systems_index(ALGORITHMS.values()), "caches/index.md": caches_index(CACHES.values()),
-             "api/index.md": "# API\n\n| module | |\n|---|---|\n" + "".join(
-                 f"| [`{module}`]({name}.md) | {line} |\n" for name, (module, line) in API.items())}
-    found |= {f"systems/{name}.md": system_page(entry) for name, entry in ALGORITHMS.items()}
-    found |= {f"caches/{name}.md": cache_page(entry) for name, entry in CACHES.items()}
-    for kind, (slot, table, guide) in _searches().items():
-        found[f"{kind}/index.md"] = searches_index(slot, table.values(), guide)
-        found |= {f"{kind}/{name}.md": search_page(slot, entry, guide) for name, entry in table.items()}
-    for kind, (slot, table, guide) in _others().items():
-        found[f"{kind}/index.md"] = others_index(kind, slot, table.values(), guide)
-        found |= {f"{kind}/{name}.md": other_page(slot, entry, guide) for name, entry in table.items()}
-    return found | {f"api/{name}.md": api_page(module, line) for name, (module, line) in API.items()}
+    """Returns every made page by its path below docs/."""
+    first = lambda module: cell((importlib.import_module(module).__doc__ or "").partition("\n\n")[0].replace("\n", " "))
+    found = {"api/index.md": "# API\n\n" + table(("module", ""), [
+        (f"[`{module}`]({module}.md)", first(module)) for module in API])}
+    for module in API:
+        found[f"api/{module}.md"] = f"# {module}\n\n::: {module}\n    options: {exported(module)}\n"
+    for name, folder in FOLDERS.items():
+        found[f"{name}/index.md"] = index(folder)
+        found |= {f"{name}/{e.name}.md": page(folder, e) for e in entries(folder)}
+    return found
 
 
-def _searches() -> dict[str, tuple[str, dict[str, Any], str]]:
-    """By folder: the slot of `generate` that takes the names, their table, and the guide."""
-    from decodax.common.registry import SEARCHES, SELECTS
-
-    return {"searches": ("search", SEARCHES, "choose/search_steps.md"),
-            "rules": ("select", SELECTS, "choose/best_of_n.md")}
-
-
-def _others() -> dict[str, tuple[str, Any, str]]:
-    """The same for constraints and formats of weights."""
-    from decodax.common.registry import CONSTRAINTS, FORMATS
-
-    return {"constraints": ("constraint", CONSTRAINTS, "choose/constraints.md"),
-            "formats": ("weights", FORMATS, "choose/weights.md")}
-
-
-def systems_index(entries: Iterable[Any]) -> str:
-    """All systems, by family."""
-    lines = ["# Systems", "", "Published decoding methods by name; `decodax list algorithms` prints the same table. "
-             "*Guarantee* says what holds of the text with the default "
-             "options (`dx.algorithms.make(...).traits.guarantee` is that of what was made): "
-             + "; ".join(f"**{name}**: {text}" for name, text in GUARANTEES.items()) + ".", ""]
-    entries = list(entries)
-    for family in dict.fromkeys(e.family for e in entries):
-        lines += [f"## {FAMILIES.get(family, family)}", "", "| name | paper | guarantee | needs |", "|---|---|---|---|"]
-        for e in entries:
-            if e.family == family:
-                lines.append(f"| [`{e.name}`]({e.name}.md) | {_paper(e)} | {e.guarantee} | {e.needs} |")
-        lines.append("")
-    return "\n".join(lines)
-
-
-def system_page(e: Any) -> str:
-    """One system: paper, rule, guarantee, options, an example, figures."""
-    guide = GUIDES.get(e.family, "choose/drafts.md")
-    lines = [f"# {e.name}", "", f"*{e.title}*" + (f", {e.authors}" if e.authors else ""), ""]
-    if e.alias_of:
-        lines += [f"Another name for [`{e.alias_of}`]({e.alias_of}.md): the papers come to the same algorithm.", ""]
-    lines += [f"{e.summary[:1].upper()}{e.summary[1:]}.", "",
-              f"**Guarantee:** {e.guarantee} with the default options: {GUARANTEES[e.guarantee]}.", "",
-              f"**Needs:** {e.needs}. **Family:** {FAMILIES.get(e.family, e.family)}; see {_link(guide)}.", "",
-              "## Example", "", "```python", example(e), "```", ""]
-    lines += options(e) + sections(method(e.make) + parts(e.make))
-    return "\n".join(lines + figures(e.alias_of or e.name, FIGURES))
-
-
-def caches_index(entries: Iterable[Any]) -> str:
-    lines = ["# Caches by name", "", "For `cache=`; [the guide](../choose/caches.md) says which to choose.", "",
-             "| name | paper | keeps | effect |", "|---|---|---|---|"]
-    return "\n".join(lines + [f"| [`{e.name}`]({e.name}.md) | {_cell(e.title)} ({_cell(e.authors)}) | "
-                              f"{_cell(e.summary)} | {e.guarantee} |" for e in entries]) + "\n"
-
-
-def cache_page(e: Any) -> str:
-    """One cache policy."""
-    effect = {"exact": "a model with this cache computes what it does with a dense one",
-              "approximate": "what is left out is missed"}[e.guarantee]
-    lines = [f"# {e.name}", "", f"*{e.title}*" + (f", {e.authors}" if e.authors else ""), "",
-             e.summary if e.summary.endswith(".") else f"Keeps {e.summary}.", "",
-             f"**Effect:** {e.guarantee}: {effect}. See {_link(GUIDES.get(e.family, 'choose/caches.md'))}.", "",
-             "## Example", "", "```python", "import decodax as dx", "",
-             'lm = dx.load("pycode")',
-             f'out = dx.generate(lm, "def fib(n):", max_new_tokens=32, cache="{e.name}")', "print(out.text[0])", "```",
-             ""]
-    lines += options(e) + sections(method(e.make) + parts(e.make))
-    return "\n".join(lines + figures(e.name, CACHE_FIGURES))
-
-
-def searches_index(slot: str, entries: Iterable[Any], guide: str) -> str:
-    """All searches over steps, or all rules that choose one of several samples."""
-    what = {"search": "Searches over steps by name", "select": "Rules that choose one of several samples, by name"}
-    listing = {"search": "searches", "select": "selects"}[slot]
-    lines = [f"# {what[slot]}", "", f"For `dx.generate(..., {slot}=)`; see [the guide](../{guide}). "
-             f"`decodax list {listing}` prints the same table.", "", "| name | paper | rule |", "|---|---|---|"]
-    rows = [_row(e) for e in entries]
-    if slot == "search":
-        from decodax.common.registry import FUNCTIONS
-        rows += ["", "## Methods that are functions", "", "| call | paper | |", "|---|---|---|"]
-        rows += [f"| `decodax.{e.name}` | {_paper(e)} | {_cell(e.summary)} |" for e in FUNCTIONS.values()]
-    return "\n".join([*lines, *rows, ""])
-
-
-def search_page(slot: str, e: Any, guide: str) -> str:
-    """One search over steps, or rule."""
-    lines = [f"# {e.name}", "", *([f"*{e.title}*" + (f", {e.authors}" if e.authors else ""), ""] if e.title else []),
-             f"{e.summary[:1].upper()}{e.summary[1:].rstrip('.')}. See {_link(guide)}.", "",
-             "## Example", "", "```python", search_example(slot, e), "```", ""]
-    lines += options(e) + sections([*method(e.make), ("Rule", inspect.getdoc(e.make) or "")])
-    return "\n".join(lines + figures(e.name, (*FIGURES, guide)))
-
-
-def others_index(kind: str, slot: str, entries: Iterable[Any], guide: str) -> str:
-    """All constraints, or all formats of weights."""
-    lines = [f"# {kind.capitalize()} by name", "", f"For `{slot}=`; {_link(guide)} says which to choose.", "",
-             "| name | paper | |", "|---|---|---|"]
-    return "\n".join([*lines, *map(_row, entries), ""])
-
-
-def other_page(slot: str, e: Any, guide: str) -> str:
-    """One constraint, or one format of weights."""
-    lines = [f"# {e.name}", "", *([f"*{e.title}*" + (f", {e.authors}" if e.authors else ""), ""] if e.title else []),
-             f"{e.summary[:1].upper()}{e.summary[1:].rstrip('.')}. For `{slot}=`; see {_link(guide)}.", ""]
-    lines += options(e) + sections([*method(e.make), ("Rule", inspect.getdoc(e.make) or "")])
-    return "\n".join(lines)
-
-
-def _paper(e: Any) -> str:
-    return _cell(f"{e.title} ({e.authors})" if e.authors else e.title)
-
-
-def _row(e: Any) -> str:
-    return f"| [`{e.name}`]({e.name}.md) | {_paper(e)} | {_cell(e.summary)} |"
-
-
-def _link(guide: str) -> str:
-    title = (DOCS / guide).read_text().partition("\n")[0].removeprefix("# ")
-    return f"[{title}](../{guide})"
-
-
-def _value(value: Any) -> str:
-    return value.__name__ if inspect.isfunction(value) else repr(value)
-
-
-def api_page(module: str, line: str) -> str:
-    """What a module exports: signatures and docstrings."""
-    found = importlib.import_module(module)
-    names = getattr(found, "__all__", None) or [
-        n for n, x in vars(found).items() if not n.startswith("_") and getattr(x, "__module__", "") == module]
-    lines = [f"# {module}", "", line, ""]
-    for name in sorted(names, key=str.lower):
-        value = getattr(found, name)
-        if inspect.isclass(value):
-            lines += _class(name, value)
-        elif callable(value) and inspect.getdoc(value):
-            lines += [f"## {name}", "", *_signature(name, value), docstring(inspect.getdoc(value) or ""), ""]
-    return "\n".join(lines)
-
-
-def _class(name: str, value: type) -> list[str]:
-    """A class with its own public methods and properties."""
-    lines = [f"## {name}", "", *_signature(name, value), docstring(inspect.cleandoc(value.__doc__ or ""))
-             if _written(value) else "", ""]
-    for own, what in vars(value).items():
-        what = what.__func__ if isinstance(what, (classmethod, staticmethod)) else what
-        text = inspect.getdoc(what)
-        if own.startswith("_") or not text or not (inspect.isfunction(what) or isinstance(what, property)):
-            continue
-        head = [] if isinstance(what, property) else _signature(own, what)
-        lines += [f"### {name}.{own}", "", *head, docstring(text), ""]
-    return lines
-
-
-def _signature(name: str, value: Any) -> list[str]:
-    try:
-        signature = inspect.signature(value)
-    except (TypeError, ValueError):
-        return []
-    shown = [re.sub(r"<factory>|<object object at 0x\w+>", "...", str(p)) for n, p in signature.parameters.items()
-             if n != "self"]
-    back = "" if signature.return_annotation in (signature.empty, None) or inspect.isclass(value) else \
-        f" -> {signature.return_annotation!r}"
-    one = f"{name}({', '.join(shown)}){back}"
-    if len(one) > 90:
-        shown = [("*, " if p.kind is p.KEYWORD_ONLY and before.kind is not p.KEYWORD_ONLY else "") + text
-                 for text, p, before in zip(shown, [p for n, p in signature.parameters.items() if n != "self"],
-                                            [next(iter(signature.parameters.values())), *signature.parameters.values()],
-                                            strict=False)]
-        one = f"{name}(\n    " + ",\n    ".join(shown) + f",\n){back}"
-    return ["```python", re.sub(r"(: |-> )'([^'\n]*)'", r"\1\2", one), "```", ""]
-
-
-def options(e: Any) -> list[str]:
-    """The table of an entry's options."""
-    rows = [f"| `{name}` | `{_cell(str(value))}` |" for name, value in e.options.items()]
-    return ["## Options", "", "| option | default |", "|---|---|", *rows, ""] if rows else []
-
-
-def sections(found: Iterable[tuple[str, str]]) -> list[str]:
-    """Docstrings under their titles."""
-    return [line for name, text in found for line in (f"## {name}", "", docstring(text), "")]
-
-
-def method(make: Any) -> list[tuple[str, str]]:
-    """The docstring of the module that an entry is made in, if it has the module for itself and its kin."""
+def entries(folder: Folder) -> list[Any]:
+    """Returns the entries of a folder."""
     from decodax.common.registry import SHELVES
 
-    module = inspect.getmodule(inspect.unwrap(make))
-    if module is None or not module.__name__.startswith("decodax."):
-        return []
-    kin = sum(entry.module == module.__name__ for shelf in SHELVES.values() for entry in shelf.values())
-    return [("Method", inspect.cleandoc(module.__doc__))] if module.__doc__ and kin <= 3 else []
+    return list(SHELVES[folder.shelf].values())
 
 
-def parts(make: Any) -> list[tuple[str, str]]:
-    """The parts that a maker builds, with their docstrings: classes of this library whose names stand in its source."""
-    if inspect.isclass(make):       # its docstring says everything
-        return [("Rule", inspect.getdoc(make) or "")]
-    source, names = inspect.getsource(make), {**vars(inspect.getmodule(make)), **inspect.getclosurevars(make).nonlocals}
-    own, found = inspect.getdoc(make), {}
-    for path in re.findall(r"\b((?:\w+\.)*\w+)\(", source):
-        value: Any = names.get(path.partition(".")[0])
-        for step in path.split(".")[1:]:
-            value = getattr(value, step, None)
-        if inspect.isclass(value) and value.__module__.startswith("decodax.") and _written(value):
-            found[value.__name__] = inspect.cleandoc(value.__doc__ or "")
-    last = ("Speculative", "MaskedDiffusion")       # what most systems are made of
-    return ([("Rule", own)] if own else []) + sorted(found.items(), key=lambda part: part[0] in last)
+def by_family(found: Iterable[Any]) -> dict[str, list[Any]]:
+    """Returns algorithms by the title of their family."""
+    out: dict[str, list[Any]] = {}
+    for e in found:
+        out.setdefault(FAMILIES.get(e.family, e.family), []).append(e)
+    return out
 
 
-def _written(value: type) -> bool:
-    """Whether a class has a docstring of its own: dataclasses make one up."""
-    return bool(value.__doc__) and not (dataclasses.is_dataclass(value) and
-                                        (value.__doc__ or "").startswith(f"{value.__name__}("))
+def index(folder: Folder) -> str:
+    """Returns the list of a folder, of algorithms by family, of searches with the methods that are functions."""
+    from decodax.common.registry import FUNCTIONS, SHELVES
+
+    slot = SHELVES[folder.shelf].slot
+    lines = [f"# {folder.title}",
+             f"For `{slot}=`, as `decodax list` prints them; {link(folder.guide)} says which to choose."]
+    row = lambda e: (f"[`{e.name}`]({e.name}.md)", cell(e.paper), cell(e.summary), e.guarantee, e.needs)
+    columns = ("name", "paper", "what it does", "guarantee", "needs")
+    if folder.shelf != "algorithms":
+        lines.append(table(columns, map(row, entries(folder))))
+    else:
+        lines.append("The guarantee is that with the default options (`dx.algorithms.make(...).traits.guarantee` is "
+                     "that of what was made): " + "; ".join(f"**{k}**: {v}" for k, v in GUARANTEES.items()) + ".")
+        lines += [f"## {title}\n\n{table(columns, map(row, each))}"
+                  for title, each in by_family(entries(folder)).items()]
+    if folder.shelf == "search":
+        lines.append("## Methods that are functions\n\n" + table(("call", "paper", ""), [
+            (f"`decodax.{e.name}`", cell(e.paper), cell(e.summary)) for e in FUNCTIONS.values()]))
+    return "\n\n".join(lines) + "\n"
 
 
-def docstring(text: str) -> str:
-    """Markdown of a docstring in Google's style."""
+def page(folder: Folder, e: Any) -> str:
+    """Returns the page of an entry: paper, summary, guarantee, example, options, docstrings and figures."""
+    said = e.summary if e.summary.endswith(".") else f"{e.summary}."
+    lines = [f"# {e.name}", *([f"*{e.title}*" + (f", {e.authors}" if e.authors else "")] if e.title else []),
+             f"{said[:1].upper()}{said[1:]} See {link(GUIDES.get(e.family, folder.guide))}."]
+    if e.alias_of:
+        lines.append(f"Another name for [`{e.alias_of}`]({e.alias_of}.md): the papers come to the same algorithm.")
+    lines.append(f"**Guarantee:** {e.guarantee}: {GUARANTEES[e.guarantee]}. **Needs:** {e.needs}.")
+    if e.example:
+        lines.append(f"```python\n{e.example}\n```")
+    if e.options:
+        lines.append("## Options\n\n" + table(("option", "takes"), [
+            (f"`{name}`", cell(str(option))) for name, option in e.options.items()]))
+    make = getattr(e.make, "func", e.make)
+    lines.append(f"## Rule\n\n::: {make.__module__}.{make.__qualname__}")
+    if has_own_module(make.__module__):
+        lines.append(f"## Method\n\n::: {make.__module__}\n    options: {{members: []}}")
+    return "\n\n".join([*lines, *figures(e.alias_of or e.name)]) + "\n"
+
+
+def has_own_module(module: str) -> bool:
+    """Returns True if a module has a docstring and makes at most three entries."""
+    from decodax.common.registry import SHELVES
+
+    kin = sum(other.module == module for shelf in SHELVES.values() for other in shelf.values())
+    return kin <= 3 and bool(importlib.import_module(module).__doc__)
+
+
+def exported(module: str) -> str:
+    """Returns the option of mkdocstrings that shows what a module exports."""
+    names = getattr(importlib.import_module(module), "__all__", None)
+    return f"{{members: [{', '.join(names)}]}}" if names else "{}"
+
+
+def table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """Returns a table in Markdown."""
+    from decodax.bench.figures import markdown_table
+
+    return markdown_table(list(columns), [list(row) for row in rows])
+
+
+def cell(text: str) -> str:
+    """Returns a text as a cell of a table."""
+    return text.replace("|", "\\|").replace("<", "&lt;")
+
+
+def link(guide: str) -> str:
+    """Returns a link from a made page to a page of docs/, by its title."""
+    return f"[{(DOCS / guide).read_text().partition(chr(10))[0].removeprefix('# ')}](../{guide})"
+
+
+def figures(name: str) -> list[str]:
+    """Returns the rows of a name in the tables of figures, under the headings of the tables."""
     out: list[str] = []
-    section = False
-    for line in text.splitlines():
-        if re.fullmatch(r"(Attributes|Args|Raises|Returns):", line):
-            out += ["", f"**{line}**", ""]
-            section = True
-        elif section and re.match(r" {4}\S", line):
-            out.append("- " + re.sub(r"^(\w+(?:, \w+)*):", r"`\1`:", line.strip()))
-        elif line.startswith((">>>", "...")):
-            out.append("    " + line)
-        else:
-            section = section and (not line or line.startswith(" "))
-            out.append(("  " + line.strip()) if section and line.strip() else line)
-    return "\n".join(out)
-
-
-def figures(name: str, files: Iterable[str]) -> list[str]:
-    """The rows of a name in the tables of figures, under the headings of the tables."""
-    out: list[str] = []
-    for file in files:
+    for file in FIGURES:
         folder = file.rpartition("/")[0]
         linked = functools.partial(re.sub, r"\]\((?!http|#)([^)]*)\)", rf"](../{folder}/\1)")
         header: list[str] = []
@@ -365,9 +228,5 @@ def figures(name: str, files: Iterable[str]) -> list[str]:
                 header.append(line)
             elif line.split("|")[1].strip().strip("`").split(":")[0] == name and "| paper |" not in header[0]:
                 text = "" if said[:1] and said[0].startswith(("#", "    ", "!", "```")) else linked(" ".join(said))
-                out += [f"From {_link(file)}{': ' + text if text else ''}", "", *header, linked(line), ""]
-    return ["## Figures", "", *out] if out else []
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("<", "&lt;")
+                out += [f"From {link(file)}{': ' + text if text else ''}", "\n".join([*header, linked(line)])]
+    return ["## Figures", *out] if out else []

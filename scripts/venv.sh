@@ -35,19 +35,10 @@ same_version() {
 # The newest suitable Python: $PYTHON if set, else python3.13 down to python3.11 on the PATH and among pyenv's versions
 # (pyenv's own shims fail for versions that are installed but not switched on), else whatever python3 is.
 find_python() {
-    local version python
-    if [ -n "${PYTHON:-}" ]; then
-        set -- "$PYTHON"
-    else
-        set --
-        for version in 3.13 3.12 3.11; do
-            set -- "$@" "python$version"
-            while IFS= read -r python; do
-                set -- "$@" "$python"
-            done < <(ls -d "${PYENV_ROOT:-$HOME/.pyenv}/versions/$version".*/bin/python 2>/dev/null | sort -rV)
-        done
-        set -- "$@" python3 python
-    fi
+    local pyenv=${PYENV_ROOT:-$HOME/.pyenv}/versions python
+    set -- ${PYTHON:+"$PYTHON"}
+    [ $# -gt 0 ] || set -- python3.13 "$pyenv"/3.13.*/bin/python python3.12 "$pyenv"/3.12.*/bin/python \
+        python3.11 "$pyenv"/3.11.*/bin/python python3 python
     for python in "$@"; do
         if suitable "$python"; then
             echo "$python"

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import keyword
 import re
 import textwrap
 from collections.abc import Callable, Mapping
@@ -105,11 +106,11 @@ class Entry:
     def identifier(self) -> str:
         """The name as an attribute of a module.
 
-        >>> Entry("caches", "freedave++", print, "", "", "").identifier
-        'freedave_plus_plus'
+        >>> [Entry("caches", name, print, "", "", "").identifier for name in ("freedave++", "del")]
+        ['freedave_plus_plus', 'del_']
         """
         name = self.name.replace("+", "_plus").replace("-", "_").replace(".", "_")
-        return f"_{name}" if name[0].isdigit() else name
+        return f"_{name}" if name[0].isdigit() else f"{name}_" if keyword.iskeyword(name) else name
 
     @property
     def description(self) -> str:
@@ -141,7 +142,8 @@ class Entry:
         beside = EXAMPLES[self.slot] + (', draft="pycode-draft"' if self.takes_draft else "")
         model = self.model or ("pycode-diffusion" if "diffusion" in self.needs else "pycode")
         made = f"dx.{self.shelf}.{self.identifier}({', '.join(needed)})"
-        return f'dx.generate("{model}", "def area(r):", {self.slot}={made}{beside})'
+        prompt = "1207=" if model == "numerals" else "def area(r):"
+        return f'dx.generate("{model}", "{prompt}", {self.slot}={made}{beside})'
 
     def configured(self, options: Mapping[str, Any], draft: Any = None) -> Configured:
         """Returns the entry with options, for a model that is given later (`Configured.build`).

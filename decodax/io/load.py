@@ -327,7 +327,7 @@ def load(name_or_dir: str | Path, *, dtype: jax.typing.DTypeLike | None = None, 
     model: Any
     config = read_json(path / "config.json")
     recurrent = recurrent_type(config)
-    own: Any = load_recurrent if recurrent else load_t5 if config.get("model_type") == "t5" else None
+    own: Any = load_recurrent if recurrent else load_t5 if config.get("model_type") in ("t5", "mt5") else None
     if own is not None:
         kind = {"mamba": "a Mamba", "mamba2": "a Mamba-2", "rwkv7": "an RWKV-7", "rwkv_x": "an RWKV-X",
                 None: "a T5"}[recurrent]

@@ -1,10 +1,9 @@
-"""Times the forms of window attention (kernel, XLA reference, one einsum over the whole capacity) and of top-p draws
-(kernel, reference, a sort of the vocabulary).
+"""Times the forms of window attention: kernel, XLA reference, and one einsum over the whole capacity.
 
 Kernels are timed where they run: Mosaic on TPUs, Triton on GPUs. A program is a loop of `--inner` calls, each of which
 needs the result of the call before, so that the start of a program does not count. Implementations run in turn. The
-columns are the median time of a call, the bytes of live cache entries (of logits) over that time, the speed relative to
-the einsum (the sort), and the largest difference from its result.
+columns are the median time of a call, the bytes of live cache entries over that time, the speed relative to the einsum,
+and the largest difference from its result.
 """
 
 from __future__ import annotations
@@ -20,8 +19,6 @@ from jax import Array, lax
 
 from decodax.bench.figures import show_table
 from decodax.bench.timing import in_turn, median, seconds
-from decodax.pallas_kernels import vocabulary
-from decodax.pallas_kernels.vocabulary.noise import exponentials
 from decodax.pallas_kernels.window_attention import prefix_attention, quantized, slot_weights, window_attention_lse
 
 SCALE = 0.1
@@ -29,8 +26,6 @@ SCALE = 0.1
 
 def sides(form: str, args: argparse.Namespace) -> tuple[dict[str, Callable[[Array, Any], Array]], Array, Any, int]:
     """Returns the functions to compare, their queries and other arguments, and the bytes of live entries."""
-    if form == "draw":
-        return draws(args)
     B, W, G, S, d = args.batch, args.window, args.kv_heads, args.capacity, args.width
     rows = 1 if form == "prefix" else B
     keys = jax.random.split(jax.random.key(0), 4)
@@ -86,30 +81,6 @@ def sides(form: str, args: argparse.Namespace) -> tuple[dict[str, Callable[[Arra
     return fns, q, (own, cache, length, given), rows * args.live * entry
 
 
-def draws(args: argparse.Namespace) -> tuple[dict[str, Callable[[Array, Any], Array]], Array, Any, int]:
-    """Returns the same as `sides` for draws, with logits in place of queries."""
-    keys = jax.random.split(jax.random.key(0), 2)
-    logits = 4 * jax.random.normal(keys[0], (args.batch, args.window, args.vocabulary))
-    address = jax.random.bits(keys[1], (*logits.shape[:2], 2))
-    temperature, p = jnp.full(args.batch, 0.7), jnp.full(args.batch, 0.95)
-
-    def by_sort(logits: Array, rest: Any) -> Array:
-        address, temperature, p = rest
-        x = logits / temperature[:, None, None]
-        ordered = jnp.sort(x, descending=True)
-        mass = jnp.cumsum(jax.nn.softmax(ordered), -1)
-        last = jnp.argmax(mass >= p[:, None, None], -1, keepdims=True)
-        x = jnp.where(x < jnp.take_along_axis(ordered, last, -1), -jnp.inf, x)
-        return jnp.argmin(exponentials(address, x.shape[-1]) * jnp.exp(x.max(-1, keepdims=True) - x), -1)
-
-    def ours(logits: Array, rest: Any, implementation: Any) -> Array:
-        return vocabulary.draw(logits, *rest[:2], p=rest[2], implementation=implementation)[0]
-
-    names = ["xla", *(["mosaic_tpu"] if jax.default_backend() == "tpu" else [])]
-    fns = {"sort": by_sort, **{name: functools.partial(ours, implementation=name) for name in names}}
-    return fns, logits, (address, temperature, p), logits.nbytes
-
-
 def loop(fn: Callable[[Array, Any], Array], calls: int) -> Callable[[Array, Any], Array]:
     """Returns a program of `calls` calls."""
 
@@ -122,11 +93,7 @@ def loop(fn: Callable[[Array, Any], Array], calls: int) -> Callable[[Array, Any]
 
 
 def main(args: argparse.Namespace) -> None:
-    """Times the forms and prints a table.
-
-    Raises:
-        ValueError: a live length or capacity that the kernels do not take.
-    """
+    """Times the forms and prints a table."""
     args.live = args.capacity // 2 if args.live is None else args.live
     if not 0 < args.live <= args.capacity:
         raise ValueError(f"--live: got {args.live}, takes 1 to the capacity of {args.capacity}")
@@ -138,9 +105,8 @@ def main(args: argparse.Namespace) -> None:
         fns, q, rest, live = sides(form, args)
         results = {name: jax.jit(fn)(q, rest).astype(jnp.float32) for name, fn in fns.items()}
         programs = {name: loop(fn, args.inner) for name, fn in fns.items()}
-        wait = lambda run, *given: jax.block_until_ready(run(*given))
-        times = in_turn({name: seconds(functools.partial(wait, run, q, rest)) for name, run in programs.items()},
-                        args.repeats, form)
+        call = lambda run: seconds(lambda: jax.block_until_ready(run(q, rest)))      # noqa: B023
+        times = in_turn({name: call(run) for name, run in programs.items()}, args.repeats, form)
         first = next(iter(fns))
         for name, spent in times.items():
             each = median(spent) / args.inner

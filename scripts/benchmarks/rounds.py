@@ -43,6 +43,7 @@ SHAPE = dict(hidden_size=768, num_hidden_layers=12, num_attention_heads=12, num_
              intermediate_size=2048, vocab_size=32000, max_position_embeddings=8192, tie_word_embeddings=False)
 PROMPT = 32
 Timed = Callable[[], float]
+size_of = lambda tree: sum(x.nbytes for x in jax.tree.leaves(tree))
 
 
 def read_speed(megabytes: int = 512) -> float:
@@ -50,9 +51,7 @@ def read_speed(megabytes: int = 512) -> float:
     parts = np.array_split(_ones(megabytes), os.cpu_count() or 1)
     with ThreadPoolExecutor(len(parts)) as pool:
         list(pool.map(len, parts))      # starts the threads
-        clock = time.perf_counter()
-        list(pool.map(lambda part: np.dot(part, part), parts))
-        return megabytes * 2**20 / (time.perf_counter() - clock) / 1e9
+        return megabytes * 2**20 / seconds(lambda: list(pool.map(lambda part: np.dot(part, part), parts)))() / 1e9
 
 
 @functools.cache
@@ -60,27 +59,8 @@ def _ones(megabytes: int) -> np.ndarray:
     return np.ones(megabytes << 18, np.float32)
 
 
-def must_read(weights: Any, cache: Any, live: float) -> int:
-    """Returns the bytes that a round of decoding has to read: the weights, an embedding table only if it is also the
-    head, and the live share of a cache's slots."""
-    size = lambda tree: sum(x.nbytes for x in jax.tree.leaves(tree))
-    table = size(weights["embed"]) if "lm_head" in weights else 0
-    return int(size(weights) - table + live * size(cache))
-
-
-def of_machine(spent: Times, side: str, read: int) -> tuple[float, str]:
-    """Returns the share of the machine's read bandwidth that a side reaches, and both bandwidths as text.
-
-    Args:
-        spent: milliseconds a round of the side, and "read": results of `read_speed` taken in turn with it.
-        read: see `must_read`.
-    """
-    own, machine = read / min(spent[side]) / 1e6, max(spent["read"])
-    return own / machine, f"{own:.1f} of {machine:.1f} GB/s"
-
-
 class Rounds:
-    """Decoding of a model, timed without its prefill.
+    """Decoding of a model, timed without its prefill, in milliseconds.
 
     Attributes:
         new: number of new tokens. lowest: lowest token id of the prompts. tokens: of the last run, `i32[B, new]`.
@@ -95,18 +75,17 @@ class Rounds:
         """Returns random prompts `i32[batch, PROMPT]`."""
         return np.random.default_rng(0).integers(self.lowest, self.vocab, (batch, PROMPT)).astype(np.int32)
 
-    def begin(self, alg: Any, batch: int, size: int, new: int, prompts: np.ndarray | None = None, **policy: Any) -> Any:
+    def begin(self, alg: Any, batch: int, size: int, new: int, **policy: Any) -> Any:
         """Returns the sampling chain and the state after the prefill."""
         tokens = np.zeros((batch, size), np.int32)
-        given = self.prompts(batch) if prompts is None else prompts
-        tokens[:, :given.shape[1]] = given
+        tokens[:, :PROMPT] = self.prompts(batch)
         chain = build(batch, vocab_size=self.vocab, **policy)
-        s = drivers.begin(alg, self.model, self.params, chain, tokens, np.full(batch, given.shape[1], np.int32),
+        s = drivers.begin(alg, self.model, self.params, chain, tokens, np.full(batch, PROMPT, np.int32),
                           size=size, max_new=np.int32(new), seed=np.uint32(0))
         return chain, drivers.prefill(alg, self.model, self.params, s, width=32)
 
     def decode(self, batch: int, size: int = 256, alg: Any = None, by: str = "round", **policy: Any) -> Timed:
-        """Returns a timer of the decode loop: milliseconds a "round", or a "token" of a row."""
+        """Returns a timer of the decode loop: of a "round", or of a "token" of a row."""
         alg = alg or Autoregressive()
 
         def timed() -> float:
@@ -120,17 +99,27 @@ class Rounds:
         return timed
 
     def bare(self, batch: int, width: int = 1, size: int = 256) -> Timed:
-        """Returns a timer of a loop that only scores a window, takes an argmax and commits one entry, in milliseconds.
-        """
+        """Returns a timer of a loop that only scores a window, takes an argmax and commits one entry."""
         def timed() -> float:
             _, s = self.begin(Autoregressive(), batch, size, self.new)
             args = (self.params.target, s.newest, s.length - 1, s.cache, jnp.int32(self.new))
             jax.block_until_ready(args)
-            clock = time.perf_counter()
-            jax.block_until_ready(_bare(self.model, width, *args))
-            return (time.perf_counter() - clock) / self.new * 1e3
+            return seconds(lambda: jax.block_until_ready(_bare(self.model, width, *args)))() / self.new * 1e3
 
         return timed
+
+    def bandwidth(self, spent: Times, side: str, batch: int = 1) -> tuple[float, str]:
+        """Returns the share of the machine's read bandwidth that a side reaches, and both bandwidths as text.
+
+        A round has to read the weights, an embedding table only if it is also the head, and the live share of the slots
+        of the cache. `spent` has milliseconds a round of the side, and under "read" results of `read_speed` that were
+        taken in turn with them.
+        """
+        weights, cache = self.params.target, self.begin(Autoregressive(), batch, 256, self.new)[1].cache
+        table = size_of(weights["embed"]) if "lm_head" in weights else 0
+        read = int(size_of(weights) - table + (PROMPT + self.new / 2) / 256 * size_of(cache))
+        own, machine = read / min(spent[side]) / 1e6, max(spent["read"])
+        return own / machine, f"{own:.1f} of {machine:.1f} GB/s"
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -166,29 +155,25 @@ class Bench(Rounds):
         return in_turn({name.replace("_", " "): side for name, side in sides.items()}, self.repeats)
 
     def generate(self, batch: int) -> Timed:
-        """Returns a timer of the whole call, prefill included, in milliseconds a new token."""
-        def timed() -> float:
-            clock = time.perf_counter()
+        """Returns a timer of the whole call, prefill included, a new token."""
+        def run() -> None:
             chain, s = self.begin(Autoregressive(), batch, 256, self.new)
             s = drivers.advance(Autoregressive(), self.model, self.params, chain, s, jnp.int32(10**6))
             self.tokens = np.asarray(s.tokens)[:, PROMPT:PROMPT + self.new]
-            return (time.perf_counter() - clock) / self.new * 1e3
 
-        return timed
+        return lambda: seconds(run)() / self.new * 1e3
 
     def transformers(self, batch: int) -> Timed:
-        """Returns a timer of `generate` of transformers, in milliseconds a new token."""
+        """Returns a timer of `generate` of transformers, a new token."""
         ids = self.torch.tensor(self.prompts(batch).astype(np.int64))
 
-        def timed() -> float:
-            clock = time.perf_counter()
+        def run() -> None:
             with self.torch.inference_mode():
                 out = self.reference.generate(ids, attention_mask=self.torch.ones_like(ids), do_sample=False,
                                               max_new_tokens=self.new, min_new_tokens=self.new)
             self.expected = out[:, PROMPT:].numpy()
-            return (time.perf_counter() - clock) / self.new * 1e3
 
-        return timed
+        return lambda: seconds(run)() / self.new * 1e3
 
     def batch(self) -> list[dict[str, Any]]:
         rows = []
@@ -198,9 +183,7 @@ class Bench(Rounds):
             rows.append(row(f"greedy, batch {batch}: decodax against transformers `generate` ({same:.1%} of tokens "
                             "equal)", times, "transformers", "decodax", "at least 1.00", "ms a step"))
             times = self.times(decode=self.decode(batch), read=read_speed)
-            cache = self.begin(Autoregressive(), batch, 256, self.new)[1].cache
-            share, figure = of_machine(times, "decode", must_read(self.params.target, cache,
-                                                                  (PROMPT + self.new / 2) / 256))
+            share, figure = self.bandwidth(times, "decode", batch)
             rows.append(dict(what=f"decode, batch {batch}: what it reads against what the machine reads at best",
                              figure=figure, ratio=share, bar="none", times=times))
         return rows
@@ -215,13 +198,10 @@ class Bench(Rounds):
                     "eight", "one", "at most 1.70")]
 
     def overhead(self) -> list[dict[str, Any]]:
-        rows = []
-        for batch in (1, 8):
-            times = self.times(greedy=self.decode(batch), bare=self.bare(batch),
-                               sampled=self.decode(batch, temperature=0.8))
-            rows += [row(f"a {side} round against the bare forward + commit, batch {batch}", times, side, "bare",
-                         "at most 1.03") for side in ("greedy", "sampled")]
-        return rows
+        sides = lambda batch: self.times(greedy=self.decode(batch), bare=self.bare(batch),
+                                         sampled=self.decode(batch, temperature=0.8))
+        return [row(f"a {side} round against the bare forward + commit, batch {batch}", times, side, "bare",
+                    "at most 1.03") for batch in (1, 8) for times in [sides(batch)] for side in ("greedy", "sampled")]
 
     def lookup(self) -> list[dict[str, Any]]:
         """Sources that draft from text and tables: a round against the bare forward of a window as wide."""
@@ -260,19 +240,6 @@ class Bench(Rounds):
             rows.append(row(f"automatic draft length against plain, sampled text, batch {batch}", times, "plain",
                             "automatic", "at least 1.00", "ms a token"))
         return rows
-
-    def retraces(self) -> list[dict[str, Any]]:
-        alg = Autoregressive()
-        self.decode(1, temperature=0.5)()
-        programs: Any = (drivers.begin, drivers.commit_prompts, drivers.advance)
-        before = sum(p._cache_size() for p in programs)
-        for seed, temperature in enumerate((0.0, 0.7, 1.3)):
-            prompts = np.random.default_rng(seed).integers(0, 32000, (1, 9 + seed)).astype(np.int32)
-            chain, s = self.begin(alg, 1, 256, 5 + seed, prompts, temperature=temperature, eos=[seed])
-            drivers.advance(alg, self.model, self.params, chain, s, jnp.int32(100))
-        count = sum(p._cache_size() for p in programs) - before
-        return [dict(what="programs traced again by other prompts, temperatures, EOS ids, budgets", figure=str(count),
-                     ratio=float(count), bar="0", times={})]
 
 
 def row(what: str, times: Mapping[str, list[float]], of: str, to: str, bar: str, unit: str = "ms") -> dict[str, Any]:

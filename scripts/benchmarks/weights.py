@@ -11,6 +11,7 @@ The bars, on JAX 0.12: int8 1.6 times arrays at batch 1, int4 1.3; 0.8 at batch 
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import os
 import re
@@ -22,8 +23,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks.rounds import PROMPT, Rounds, must_read, of_machine, read_speed
-from decodax.algorithms.plain import Autoregressive
+from benchmarks.rounds import PROMPT, Rounds, read_speed, size_of
 from decodax.bench.figures import show_table
 from decodax.bench.timing import in_turn, median, ratio
 from decodax.core.types import Params
@@ -43,33 +43,23 @@ TENSORS = {"attn_in.scale": "attn_norm", "mlp_in.scale": "ffn_norm", "attn.q.ker
            "mlp.gate.kernel": "ffn_gate", "mlp.up.kernel": "ffn_up", "mlp.down.kernel": "ffn_down"}
 
 
-PROMPTS = np.random.default_rng(0).integers(300, MODEL.config.vocab, (4, PROMPT)).astype(np.int32)
-
-
 def write(path: Path, weights: Any, kind: str) -> None:
     """Writes the weights as a file for llama.cpp, with a vocabulary of made-up words."""
     import gguf
 
     c = MODEL.config
     file = gguf.GGUFWriter(str(path), "llama")
-    file.add_context_length(512)
-    file.add_embedding_length(c.width)
-    file.add_block_count(len(c.layers))
-    file.add_feed_forward_length(c.mlp)
-    file.add_head_count(c.heads)
-    file.add_head_count_kv(c.kv_heads)
-    file.add_layer_norm_rms_eps(c.norm.eps)
-    file.add_rope_dimension_count(c.head_dim)
-    file.add_rope_freq_base(10000.0)
-    file.add_vocab_size(c.vocab)
+    for name, value in dict(
+            context_length=512, embedding_length=c.width, block_count=len(c.layers), feed_forward_length=c.mlp,
+            head_count=c.heads, head_count_kv=c.kv_heads, layer_norm_rms_eps=c.norm.eps, vocab_size=c.vocab,
+            rope_dimension_count=c.head_dim, rope_freq_base=10000.0, bos_token_id=1, eos_token_id=2).items():
+        getattr(file, f"add_{name}")(value)
     words = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
     words += [f"\u2581t{i}" for i in range(c.vocab - len(words))]
     file.add_tokenizer_model("llama")
     file.add_token_list([word.encode() for word in words])
     file.add_token_scores([0.0] * c.vocab)
     file.add_token_types([2, 3, 3] + [6] * 256 + [1] * (c.vocab - 259))
-    file.add_bos_token_id(1)
-    file.add_eos_token_id(2)
     own = gguf.GGMLQuantizationType[kind]
 
     def add(name: str, value: Any, heads: int = 0) -> None:
@@ -88,25 +78,21 @@ def write(path: Path, weights: Any, kind: str) -> None:
     add("output_norm", weights["norm"]["scale"])
     for i in range(len(c.layers)):
         for place, tensor in TENSORS.items():
-            value = weights["layers"][str(i)]
-            for name in place.split("."):
-                value = value[name]
+            value = functools.reduce(lambda tree, name: tree[name], place.split("."), weights["layers"][str(i)])
             heads = {"attn_q": c.heads, "attn_k": c.kv_heads}.get(tensor, 0)
             add(f"blk.{i}.{tensor}", value.T if place.endswith("kernel") else value, heads)
-    file.write_header_to_file()
-    file.write_kv_data_to_file()
-    file.write_tensors_to_file()
-    file.close()
+    for step in (file.write_header_to_file, file.write_kv_data_to_file, file.write_tensors_to_file, file.close):
+        step()
 
 
-def peer(path: Path, new: int, threads: int, prompt: list[int], found: dict[str, Any]) -> Callable[[], float]:
+def peer(path: Path, new: int, prompt: list[int], found: dict[str, Any]) -> Callable[[], float]:
     """Returns a timer of llama.cpp in milliseconds a token by its own count, prompt excluded; keeps the tokens."""
     import xllamacpp
 
     p = xllamacpp.CommonParams()
     p.model.path = str(path)
     p.n_ctx, p.n_parallel, p.warmup = 512, 1, True
-    p.cpuparams.n_threads = p.cpuparams_batch.n_threads = threads
+    p.cpuparams.n_threads = p.cpuparams_batch.n_threads = os.cpu_count() or 1
     server = xllamacpp.Server(p)
     request = {"prompt": prompt, "n_predict": new, "temperature": 0, "ignore_eos": True,
                "cache_prompt": False}
@@ -119,17 +105,15 @@ def peer(path: Path, new: int, threads: int, prompt: list[int], found: dict[str,
     return timed
 
 
-def packed(weights: Any, name: str) -> Any:
-    """Returns the weights in a format; random ids stand for data, because the speed does not depend on it."""
-    lm = LM(model=MODEL, params=weights, vocab_size=MODEL.config.vocab)
-    return quantize(lm, name, None if FORMATS[name].statistic is None else PROMPTS.tolist(), length=PROMPT).params
-
-
 def main(args: argparse.Namespace) -> None:
     """Times the formats and prints a line for each."""
     weights = moved(MODEL.init_params(jax.random.key(0)))       # as `decodax.load` does
     formats = args.formats or [name for name, one in FORMATS.items() if one.statistic is None]
-    params = {"arrays": Params(weights), **{name: Params(packed(weights, name)) for name in formats}}
+    lm = LM(model=MODEL, params=weights, vocab_size=MODEL.config.vocab)
+    # random ids stand for data, because the speed does not depend on it
+    prompts = np.random.default_rng(0).integers(300, lm.vocab_size, (4, PROMPT)).tolist()
+    pack = lambda name: quantize(lm, name, FORMATS[name].statistic and prompts, length=PROMPT).params
+    params = {"arrays": Params(weights), **{name: Params(pack(name)) for name in formats}}
     has_peer = all(importlib.util.find_spec(name) for name in ("xllamacpp", "gguf"))
     with tempfile.TemporaryDirectory() as folder:
         rows = [line(name, params, args, weights, Path(folder) if has_peer else None) for name in params]
@@ -146,18 +130,16 @@ def line(name: str, params: dict[str, Params], args: argparse.Namespace, weights
     sides = {"arrays": make("arrays", args.new).decode(1), name: own.decode(1)}
     if folder is not None and name in PEERS:
         write(folder / f"{name}.gguf", weights, PEERS[name])
-        sides["llama.cpp"] = peer(folder / f"{name}.gguf", args.new, args.threads or os.cpu_count() or 1,
-                                  own.prompts(1)[0].tolist(), found)
+        sides["llama.cpp"] = peer(folder / f"{name}.gguf", args.new, own.prompts(1)[0].tolist(), found)
     one = in_turn({**sides, "read": read_speed}, args.repeats, name)
     if "llama.cpp" in one and PEERS[name] == "F32":
         same = float(np.mean(own.tokens[0] == np.array(found["llama.cpp"])))
         print(f"{name}: {same:.0%} of the tokens equal llama.cpp's", flush=True)
-    cache = own.begin(Autoregressive(), 1, 256, args.new)[1].cache
-    share, read = of_machine(one, name, must_read(params[name].target, cache, (PROMPT + args.new / 2) / 256))
+    share, read = own.bandwidth(one, name)
     many = in_turn({key: make(key, args.new // 2).decode(8) for key in ("arrays", name)}, args.repeats, name)
     wide = in_turn({key: make(key, args.new // 2).bare(1, 8) for key in ("arrays", name)}, args.repeats, name)
     cells = lambda times: [f"{median(times[name]):.1f} ms", f"{ratio(times, 'arrays', name):.2f}"]
     theirs = [f"{median(one['llama.cpp']):.1f} ms ({PEERS[name].lower()})", f"{ratio(one, 'llama.cpp', name):.2f}"] \
         if "llama.cpp" in one else ["", ""]
-    size = sum(x.nbytes for x in jax.tree.leaves(params[name].target)) / 1e6
-    return [name, f"{size:.0f}", *cells(one), read, f"{share:.2f}", *theirs, *cells(many), *cells(wide)]
+    size = f"{size_of(params[name].target) / 1e6:.0f}"
+    return [name, size, *cells(one), read, f"{share:.2f}", *theirs, *cells(many), *cells(wide)]

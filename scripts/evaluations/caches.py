@@ -12,44 +12,35 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import os
 import statistics
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from rich.console import Console
+from rich.progress import track
 
 import decodax as dx
+from decodax import train
+from decodax.algorithms.speculative.drafts import OwnCache
 from decodax.bench.figures import check_writable, plot_lines, reporting, show_table
-from decodax.cache import Wrapper
-from decodax.caches import find, make
+from decodax.cache import Wrapper, dense
+from decodax.cache.tail import Tail
+from decodax.caches import make
 from decodax.caches.bounded.subgen import SubGenCache
 from decodax.caches.evict.evicting import Evicting
 from decodax.caches.prefill.quick_prefill import QuickPrefillCache
-from decodax.caches.quantize.minicache import MiniCacheCache
-from decodax.caches.quantize.qaq import QAQCache
 from decodax.caches.quantize.quantized import QuantizedCache
-from decodax.caches.quantize.zipcache import ZipCacheCache
 from decodax.caches.sparse.shadowkv import ShadowKVCache
-from decodax.common.registry import CACHES
-from decodax.common.strings import parse_options
+from decodax.common.registry import ALGORITHMS, CACHES
 from decodax.engine.batch import Job
 from decodax.engine.request import Request
-from decodax.train import (
-    Probe,
-    fit_channels,
-    fit_codebooks,
-    fit_features,
-    fit_heads,
-    fit_key_books,
-    fit_layers,
-    fit_order,
-    fit_predictors,
-)
 from recipes import recall
 
 MODES = ("aware", "agnostic")
@@ -62,13 +53,8 @@ SIZED_BY = {"streaming-llm": "recent", "less": "recent", "freqkv": "size", "quic
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """A policy at one size on one task.
-
-    Attributes:
-        policy: name with options. removed: share of the text that is removed, or None for a size of its own.
-        mode: "aware" or "agnostic". task: kind of question. seed: seed of the problems.
-        right: share of right answers. kept: bytes held over those of a dense cache.
-    """
+    """A policy (name with options) with a share of the text removed, None for a size of its own, in a mode, on the
+    problems of a task and a seed: the share of right answers, and the bytes held over those of a dense cache."""
 
     policy: str
     removed: float | None
@@ -80,17 +66,10 @@ class Measured:
 
 
 def sized(policy: str, removed: float, length: int, **measured: Any) -> Any:
-    """Returns a policy that removes a share of texts of `length` tokens; None if it has a size of its own.
-
-    Args:
-        measured: options that were measured (`fitted`). `layers` is a function that returns what each layer keeps if
-            all keep a share together.
-
-    Raises:
-        ValueError: as `decodax.kv`.
-    """
-    entry = find(policy.partition(":")[0])
-    given = {**measured, **parse_options(policy, entry.options)}
+    """Returns a policy that removes a share of texts of `length` tokens; None if it has a size of its own. Options that
+    were measured come from `fitted`, where `layers` is a function of the share that all layers keep together."""
+    name, options = CACHES.parse(policy)
+    entry, given = CACHES[name], {**measured, **options}
     if "every" in entry.options and entry.name not in BETWEEN:
         given.setdefault("every", None)
     left = 1 - removed
@@ -110,28 +89,28 @@ def sized(policy: str, removed: float, length: int, **measured: Any) -> Any:
 def fitted(policy: str, lm: Any, texts: Sequence[Sequence[int]], probes: Sequence[Any]) -> dict[str, Any]:
     """Returns the options of a policy that are measured on texts and the answers in them (`needles`), except those that
     take long training."""
-    entry = find(policy.partition(":")[0])
-    given = {**{k: v.default for k, v in entry.options.items()}, **parse_options(policy, entry.options)}
+    name, options = CACHES.parse(policy)
+    entry = CACHES[name]
+    given = {**{k: v.default for k, v in entry.options.items()}, **options}
     fits: dict[str, Callable[[], Any]] = {
-        "codebooks": lambda: fit_codebooks(lm, texts), "features": lambda: fit_features(lm, texts),
-        "order": lambda: fit_order(lm, texts, given["heads"]), "predictors": lambda: fit_predictors(lm, texts),
-        "books": lambda: fit_key_books(lm, texts, count=1024), "heads": lambda: fit_heads(lm, probes),
-        "layers": lambda: lambda left: fit_layers(lm, texts, left), "draft": lambda: lm,     # no draft is better
-        "channels": lambda: fit_channels(lm, probes, align=8, steps=(400, 40), sinks=given["sinks"],
-                                         recent=given["recent"])}
+        "codebooks": lambda: train.fit_codebooks(lm, texts), "features": lambda: train.fit_features(lm, texts),
+        "order": lambda: train.fit_order(lm, texts, given["heads"]), "heads": lambda: train.fit_heads(lm, probes),
+        "predictors": lambda: train.fit_predictors(lm, texts), "draft": lambda: lm,     # no draft is better
+        "books": lambda: train.fit_key_books(lm, texts, count=1024),
+        "layers": lambda: lambda left: train.fit_layers(lm, texts, left),
+        "channels": lambda: train.fit_channels(lm, probes, align=8, steps=(400, 40), sinks=given["sinks"],
+                                               recent=given["recent"])}
     if "budget" not in entry.options:       # these are other heads than those of HeadKV
         del fits["heads"]
-    left_open = (name for name in fits if name in entry.options and given[name] in (None, ()))
-    return {name: fits[name]() for name in left_open}
+    return {name: fit() for name, fit in fits.items() if name in entry.options and given[name] in (None, ())}
 
 
 def needles(length: int, count: int = 16) -> list[Any]:
     """Returns texts with a question each and the position of its answer."""
     probes = []
     for problem in recall.problems("needle", count, length, seed=1000):
-        words = problem.context.split()
-        start = words.index(problem.question.split()[1]) + 1
-        probes.append(Probe([recall.ID[word] for word in problem.prompt.split()], start, start + 4))
+        start = problem.context.split().index(problem.question.split()[1]) + 1
+        probes.append(train.Probe([recall.ID[word] for word in problem.prompt.split()], start, start + 4))
     return probes
 
 
@@ -142,14 +121,14 @@ def sizes(lm: Any, policies: Sequence[str], removed: Sequence[float], length: in
     texts = [probe.tokens for probe in probes[:8]]
     cases: list[tuple[str, float | None, Any]] = [("dense", None, None)]
     for policy in policies:
-        entry = find(policy.partition(":")[0])
+        name, options = CACHES.parse(policy)
         found: dict[str, Any] | None = None
         for share in removed:
             try:
                 found = fitted(policy, lm, texts, probes) if found is None else found
                 kind = sized(policy, share, length, **found)
                 if kind is None:
-                    cases.append((policy, None, make(entry.name, **{**found, **parse_options(policy, entry.options)})))
+                    cases.append((policy, None, make(name, **{**found, **options})))
                     break
                 cases.append((policy, share, kind))
             except ValueError as error:
@@ -163,55 +142,42 @@ def run(lm: Any, policies: Sequence[str], *, removed: Sequence[float] = REMOVED,
         tasks: Sequence[str] | None = None, problems: int = 20, length: int = 1024, seeds: Sequence[int] = (0, 1, 2),
         report: Callable[[int, int, str], None] | None = None, known: Sequence[Measured] = (),
         save: Callable[[list[Measured]], None] | None = None, left_out: list[str] | None = None) -> list[Measured]:
-    """Asks every policy every question, and a dense cache too.
+    """Asks every policy every question, and a dense cache too; arguments as on the command line.
 
-    Args:
-        lm: a model with the vocabulary of `recipes/recall.py`.
-        removed: shares of the text that are removed. problems: number for each task and seed. length: words of a text.
-        report: called before each run with the runs done, the runs in all, and the name of this one.
-        known: earlier rows, which are not measured again. save: called with all rows after each run.
-        left_out: list for the reasons why a policy or a size is not possible here; None: that is an error.
-
-    Raises:
-        ValueError: an unknown policy or task.
+    `report` is called before each run with the runs done, the runs in all, and the name of this one, `save` after it
+    with all rows. Rows in `known` are not measured again. `left_out` collects the reasons why a policy or a size is not
+    possible here; None: that is an error.
     """
     tasks = list(recall.ANSWERED if tasks is None else tasks)
     cases = sizes(lm, policies, removed, length, left_out)
-    out: list[Measured] = []
     before = {(row.policy, row.removed, row.mode, row.seed, row.task): row for row in known}
-    done, total = 0, len(cases) * len(modes) * len(seeds)
-    for mode in modes:
-        for seed in seeds:
-            asked = [problem for task in tasks for problem in recall.problems(task, problems, length, seed)]
-            if mode == "aware":
-                texts: dict[str, Any] = dict(prompts=[problem.prompt for problem in asked])
-            else:
-                texts = dict(prompts=[problem.question for problem in asked],
-                             context=[problem.context for problem in asked])
-            dense = None
-            found = [[before.get((policy, share, mode, seed, task)) for task in tasks] for policy, share, _ in cases]
-            for (policy, share, kind), rows in zip(cases, found, strict=True):
-                # the others' bytes are relative to the dense cache's
-                if all(rows) and (policy != "dense" or all(map(all, found))):
-                    out += filter(None, rows)
-                    done += 1
-                    continue
-                if report is not None:
-                    report(done, total, f"{policy} {'' if share is None else f'{share:.0%} removed '}{mode}")
-                prompts = texts["prompts"]
-                job = Job.begin(Request.read(lm, prompts, cache=kind, context=texts.get("context"), max_new_tokens=24))
-                bytes_held = held(job.state.cache)
-                dense = dense or bytes_held
-                job.advance(None)
-                answers = job.result().text
-                assert answers is not None
-                right = [problem.correct(text) for problem, text in zip(asked, answers, strict=True)]
-                for i, task in enumerate(tasks):
-                    own = right[i * problems:(i + 1) * problems]
-                    out.append(Measured(policy, share, mode, task, seed, sum(own) / len(own), bytes_held / dense))
-                done += 1
-                if save is not None:
-                    save(out)
+    out, done, total, dense = list[Measured](), 0, len(cases) * len(modes) * len(seeds), 1.0
+    for mode, seed in itertools.product(modes, seeds):
+        asked = [problem for task in tasks for problem in recall.problems(task, problems, length, seed)]
+        aware = mode == "aware"
+        prompts = [problem.prompt if aware else problem.question for problem in asked]
+        context = None if aware else [problem.context for problem in asked]
+        found = [[before.get((policy, share, mode, seed, task)) for task in tasks] for policy, share, _ in cases]
+        for (policy, share, kind), rows in zip(cases, found, strict=True):
+            done += 1
+            # the others' bytes are relative to the dense cache's
+            if all(rows) and (policy != "dense" or all(map(all, found))):
+                out += filter(None, rows)
+                continue
+            if report is not None:
+                report(done - 1, total, f"{policy} {'' if share is None else f'{share:.0%} removed '}{mode}")
+            job = Job.begin(Request.read(lm, prompts, cache=kind, context=context, max_new_tokens=24))
+            bytes_held = held(job.state.cache)
+            dense = bytes_held if policy == "dense" else dense
+            job.advance(None)
+            answers = job.result().text
+            assert answers is not None
+            right = [problem.correct(text) for problem, text in zip(asked, answers, strict=True)]
+            for i, task in enumerate(tasks):
+                share_right = sum(right[i * problems:(i + 1) * problems]) / problems
+                out.append(Measured(policy, share, mode, task, seed, share_right, bytes_held / dense))
+            if save is not None:
+                save(out)
     return out
 
 
@@ -256,11 +222,9 @@ def tables(rows: Sequence[Measured]) -> list[tuple[str, list[str], list[list[str
 
 
 def main(args: argparse.Namespace) -> None:
-    """Measures, or reads earlier figures, and prints, writes and draws them.
-
-    Raises:
-        ValueError: an unknown policy, or a file that cannot be written or has other figures.
-    """
+    """Measures, or reads earlier figures, and prints, writes and draws them."""
+    if args.command == "drafts":
+        return drafts(args)
     check_writable(args.plot, args.json)
     if args.figures:
         facts = [json.loads(path.read_text()) for path in args.figures]
@@ -271,7 +235,15 @@ def main(args: argparse.Namespace) -> None:
     setting = (f"{lm.name}, texts of {args.length} words, {args.problems} problems each of {', '.join(tasks)}, seeds "
                f"{', '.join(map(str, args.seeds))}, greedy; {jax.devices()[0].device_kind}, {os.cpu_count()} cores; "
                f"JAX {jax.__version__}")
-    known = _known(args.json, setting)
+    known: list[Measured] = []
+    if args.json and args.json.exists():
+        try:
+            facts = json.loads(args.json.read_text())
+            known, before = [Measured(**row) for row in facts["rows"]], facts["setting"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{args.json}: is there, and was not written by --json; takes another name") from error
+        if before != setting:
+            raise ValueError(f"{args.json}: holds figures of another setting ({before}); takes another name")
     left_out: list[str] | None = None if args.policies else []      # a policy that was given by name is not left out
     with reporting() as report:
         rows = run(lm, policies, removed=args.removed, modes=args.mode, tasks=tasks, problems=args.problems,
@@ -282,31 +254,12 @@ def main(args: argparse.Namespace) -> None:
     _show(args, rows, setting, args.line)
 
 
-def _known(path: Path | None, setting: str) -> list[Measured]:
-    """What a file holds of measurements before.
-
-    Raises:
-        ValueError: the file is of another setting, or no such file at all.
-    """
-    if path is None or not path.exists():
-        return []
-    try:
-        facts = json.loads(path.read_text())
-        rows, before = [Measured(**row) for row in facts["rows"]], facts["setting"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path}: is there, and was not written by --json; takes another name") from error
-    if before != setting:
-        raise ValueError(f"{path}: holds figures of another setting ({before}); takes another name")
-    return rows
-
-
 def _write(path: Path | None, rows: Sequence[Measured], setting: str, command: str) -> None:
-    if path is None:
-        return
-    whole = path.with_name(path.name + ".part")
-    whole.write_text(json.dumps({"command": command, "setting": setting,
-                                 "rows": [dataclasses.asdict(row) for row in rows]}, indent=1) + "\n")
-    whole.replace(path)
+    if path is not None:
+        whole = path.with_name(path.name + ".part")
+        whole.write_text(json.dumps({"command": command, "setting": setting,
+                                     "rows": [dataclasses.asdict(row) for row in rows]}, indent=1) + "\n")
+        whole.replace(path)
 
 
 def _show(args: argparse.Namespace, rows: Sequence[Measured], setting: str, command: str) -> None:
@@ -323,41 +276,65 @@ def _show(args: argparse.Namespace, rows: Sequence[Measured], setting: str, comm
         plot_lines(args.plot, panels, "bytes kept, %", "right answers, %", setting)
 
 
+DRAFTS = ("full", "magicdec:budget=128", "magicdec:budget=256", "magicdec:budget=512",
+          "magicdec:budget=256,keep=sink-window", "quantspec:group=64,weights=None", "quantspec:group=64")
+
+
+class Drafted(NamedTuple):
+    """A draft by name ("full" is on the whole cache), the share of its tokens that are accepted, new tokens for each
+    forward of the whole model, and the share of answers that equal plain decoding's on the target's cache."""
+
+    system: str
+    accepted: float
+    per_forward: float
+    same: float
+
+
+def run_drafts(lm: Any, systems: Sequence[str] = DRAFTS, *, problems: int = 20, length: int = 1024,
+        seed: int = 0) -> list[Drafted]:
+    """Answers questions of each task with drafts on smaller caches."""
+    prompts = [p.prompt for task in recall.ANSWERED for p in recall.problems(task, problems, length, seed)]
+    out = []
+    for text in track(systems, "drafting", console=Console(stderr=True)):
+        method = dx.Speculative(OwnCache(lm, dense)) if text == "full" else ALGORITHMS.object(text, lm)
+        plain, drafted = (dx.generate(lm, prompts, max_new_tokens=24, **given) for given in (
+            dict(cache=method.draft.kind if method.draft.alone else None), dict(algorithm=method)))
+        same = [plain.row(i).tolist() == drafted.row(i).tolist() for i in range(len(prompts))]
+        stats = drafted.stats
+        out.append(Drafted(text, float(stats.accepted.sum() / stats.drafted.sum()), stats.tokens_per_forward,
+                           sum(same) / len(same)))
+    return out
+
+
+def drafts(args: argparse.Namespace) -> None:
+    """Share of drafts that are accepted when a model drafts on a smaller cache of its own."""
+    rows = run_drafts(dx.load(args.model), problems=args.problems, length=args.length, seed=args.seed)
+    show_table(("drafts on", "accepted", "tokens/forward", "same answers"), [
+        (row.system, f"{row.accepted:.3f}", f"{row.per_forward:.2f}", f"{row.same:.1%}") for row in rows])
+
+
 def held(cache: Any) -> float:
-    """Returns the bytes of what a cache holds, without the free room in its arrays."""
+    """Returns the bytes of what a cache holds, a row on average, without the free room in its arrays."""
     size = lambda tree: sum(x.nbytes for x in jax.tree.leaves(tree))
     if isinstance(cache, Evicting):         # a key, a value and a position for each token of each head
         return sum(float(np.sum(count)) * (kv.shape[-1] * kv.dtype.itemsize + 4)
                    for kv, count in zip(cache.kv, cache.count, strict=True))
-    if isinstance(cache, QuantizedCache):
-        rows = cache.length.shape[0]
-        each = size(cache.codes) / rows / cache.slots, size(cache.rest) / rows / cache.rest[0].shape[2]
-        whole = np.asarray(cache.whole, float)
-        return float((each[0] * (np.asarray(cache.held) - whole) + each[1] * whole).sum())
-    if isinstance(cache, ZipCacheCache):
-        rows, coded = cache.length.shape[0], np.asarray(cache.coded, float)
-        room = sum(grade.keys.shape[2] for grade in cache.grades[0])
-        each = size(cache.grades) / rows / room, size(cache.rest) / rows / cache.rest[0].shape[2]
-        return float((each[0] * coded + each[1] * (np.asarray(cache.length) - coded)).sum())
     if isinstance(cache, Wrapper):
         return held(cache.base)
-    if isinstance(cache, ShadowKVCache):
-        rows, before, kept = cache.length.shape[0], np.asarray(cache.began, float), np.asarray(cache.kept, float)
-        after = kept + np.asarray(cache.length, float) - before
-        return float(size(cache.shadows) * before.sum() / cache.size
-                     + sum(kv.nbytes / kv.shape[2] for kv in cache.kv) * after.sum()) / rows
-    if isinstance(cache, QAQCache):
-        rows, before = cache.length.shape[0], np.asarray(cache.began, float).sum()
-        after = np.asarray(cache.length, float).sum() - before
-        return (size(cache.pools) * before / cache.size + size(cache.rest) * after / cache.rest[0].shape[2]) / rows
-    if isinstance(cache, MiniCacheCache):
-        before, rows = np.asarray(cache.prompt_length, float).sum(), cache.length.shape[0]
-        after = np.asarray(cache.length, float).sum() - before
-        return (size((cache.prompt, cache.pairs)) * before / cache.size
-                + size(cache.kv) * after / cache.kv[0].shape[2]) / rows
-    slots, counted = cache.kv[0].shape[2], cache.count if isinstance(cache, QuickPrefillCache) else cache.length
-    tokens = np.asarray(counted, float)
-    used = np.minimum(tokens, slots).mean() / slots
-    # other arrays grow with the text as keys and values do, except sketches, which have a fixed size
-    beside = size((cache.sketches,)) if isinstance(cache, SubGenCache) else (size(cache) - size(cache.kv)) * used
-    return size(cache.kv) * used + beside
+    # arrays, the tokens that they have room for, and the tokens of each row in them
+    if isinstance(cache, QuantizedCache):
+        parts: list[Any] = [(cache.codes, cache.slots, cache.held - cache.whole),
+                            (cache.rest, cache.rest[0].shape[2], cache.whole)]
+    elif isinstance(cache, Tail):
+        codes = [getattr(cache, name) for name in ("grades", "pools", "prompt", "pairs") if hasattr(cache, name)]
+        room = sum(x.keys.shape[2] for x in cache.grades[0]) if hasattr(cache, "grades") else cache.size
+        parts = [(codes, room, cache.start), (cache.kv, cache.kv[0].shape[2], cache.length - cache.start)]
+    elif isinstance(cache, ShadowKVCache):
+        parts = [(cache.shadows, cache.size, cache.began),
+                 *((kv, kv.shape[2], cache.kept + cache.length - cache.began) for kv in cache.kv)]
+    else:       # other arrays grow with the text as keys and values do, except sketches, which have a fixed size
+        slots, counted = cache.kv[0].shape[2], cache.count if isinstance(cache, QuickPrefillCache) else cache.length
+        sketched = isinstance(cache, SubGenCache)
+        parts = [(cache.kv if sketched else cache, slots, np.minimum(counted, slots)),
+                 *([(cache.sketches, 1, 1)] if sketched else [])]
+    return sum(size(tree) / room * float(np.mean(np.asarray(count, float))) for tree, room, count in parts)

@@ -4,6 +4,7 @@ instances that are accepted. The exit status is 1 if an invalid instance is acce
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -20,13 +21,8 @@ from decodax.constraints.schema import json_schema
 
 @dataclasses.dataclass
 class Found:
-    """Results of a suite.
-
-    Attributes:
-        taken: cases whose schemas are compiled, by their place in the suite. instances: number of their instances.
-        refused: number of other schemas by the reason. valid: number of valid instances.
-        missed: valid instances that are not accepted in any notation. wrong: invalid instances that are accepted.
-    """
+    """Results of a suite: cases whose schemas are compiled, and the number of other schemas by the reason; the number
+    of instances of those taken and of valid ones, and the names of those wrongly missed and wrongly accepted."""
 
     taken: dict[str, Any] = dataclasses.field(default_factory=dict)
     refused: Counter[str] = dataclasses.field(default_factory=Counter)
@@ -37,12 +33,8 @@ class Found:
 
 
 def read(directory: Path, deeper: bool = False, typed: bool = False) -> Found:
-    """Tries every case of a directory.
-
-    Args:
-        deeper: whether to read the directories below it, too. typed: whether schemas with keywords of one type alone
-            get that type, so that values of other types become invalid.
-    """
+    """Tries every case of a directory, and with `deeper` of those below it. With `typed` a schema with keywords of one
+    type alone gets that type, so that values of other types become invalid."""
     found = Found()
     for path in sorted(directory.rglob("*.json") if deeper else directory.glob("*.json")):
         for case in json.loads(path.read_text()):
@@ -51,21 +43,18 @@ def read(directory: Path, deeper: bool = False, typed: bool = False) -> Found:
             place = f"{path.relative_to(directory)}: {case['description']}"
             try:
                 language = json_schema(case["schema"])
-            except Unsupported as error:
-                found.refused[reason(str(error))] += 1
-                continue
             except ValueError as error:
-                found.refused[str(error).removeprefix("json_schema: ")] += 1
+                text = str(error)
+                found.refused[reason(text) if isinstance(error, Unsupported) else
+                              text.removeprefix("json_schema: ")] += 1
                 continue
             found.taken[place] = case
             for test in case["tests"]:
                 found.instances += 1
                 found.valid += test["valid"]
                 accepted = any(language.accepts(text) for text in texts(test["data"]))
-                if accepted and not test["valid"]:
-                    found.wrong.append(f"{place}: {test['description']}")
-                elif test["valid"] and not accepted:
-                    found.missed.append(f"{place}: {test['description']}")
+                if accepted != test["valid"]:
+                    (found.wrong if accepted else found.missed).append(f"{place}: {test['description']}")
     return found
 
 
@@ -100,10 +89,8 @@ def texts(value: Any, orders: int = 120) -> Iterator[bytes]:
     """Yields notations of a value: with and without spaces and escapes, members in up to `orders` orders."""
     for ordered in itertools.islice(_orders(value), orders):
         for separators, escaped in itertools.product(((",", ":"), (", ", ": ")), (False, True)):
-            try:
+            with contextlib.suppress(UnicodeEncodeError):          # half a surrogate pair
                 yield json.dumps(ordered, separators=separators, ensure_ascii=escaped).encode()
-            except UnicodeEncodeError:          # half a surrogate pair
-                continue
 
 
 def _orders(value: Any) -> Iterator[Any]:

@@ -3,14 +3,12 @@
 A system is NAME[:OPTION=VALUE,...] of `decodax list`; a list of values is a grid, and its points make one curve. For
 each point and task the table has the share of right answers, the share of outputs that equal those of the first point
 token for token, new tokens a forward (of a row, its end token included), forwards a row, and tokens a second of the
-decode loop (median of the repeats, without compiling); and for each curve the accuracy under parallelism (AUP) of d3LLM
-(Qian et al., 2025), see `aup`. The figures of the problems are counts and repeat exactly.
+decode loop (median of the repeats, without compiling). The figures of the problems are counts and repeat exactly.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
 import dataclasses
 import functools
 import itertools
@@ -20,7 +18,7 @@ import os
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -30,13 +28,10 @@ from decodax.common.registry import ALGORITHMS
 from recipes import problems as source
 
 COLUMNS = ("system", "task", "right", "same", "tokens/forward", "forwards", "tokens/s")
-ALPHA, SLACK = 3.0, 0.05
-"""Of `aup`: the penalty, and how far a point may fall below the curve's first."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Point:
-    """A system with fixed options: the curve it belongs to, its own name, and a function that builds its algorithm."""
+class Point(NamedTuple):
+    """A system with fixed options: its curve, its name, and a function that builds its algorithm."""
 
     curve: str
     name: str
@@ -45,16 +40,11 @@ class Point:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A point on a task.
+    """A point on a task, or the message of the error with which it failed.
 
-    Attributes:
-        curve, system, task: names of what was run. problems: number of problems.
-        accuracy: share of right answers, 0 to 1. same: share of outputs with the tokens of the first point's output;
-            NaN if that failed.
-        tokens_per_forward: new tokens over forwards in which their row was running, pooled over rows.
-        forwards: forwards of the decode loop, the mean over rows.
-        tokens_per_second, seconds: of the decode loop of whole batches.
-        error: message of the error, if it failed.
+    `accuracy` is the share of right answers, 0 to 1; `same` that of outputs with the tokens of the first point's, NaN
+    if that failed; `tokens_per_forward` are new tokens over forwards in which their row was running, pooled over rows;
+    `forwards` are those of the decode loop, the mean over rows; the speed is that of whole batches.
     """
 
     curve: str
@@ -78,27 +68,16 @@ class Row:
 
 
 def points(given: Sequence[str], lm: Any, draft: Any = None) -> list[Point]:
-    """Returns the points of systems that are written NAME:OPTION=VALUE,..., where a list of values is a grid.
-
-    Raises:
-        ValueError: an unknown system or option, or a text of another form.
-    """
+    """Returns the points of systems that are written NAME:OPTION=VALUE,..., where a list of values is a grid."""
     out = []
     for text in given:
-        name, _, rest = text.partition(":")
-        try:
-            call: Any = ast.parse(f"dict({rest})", mode="eval").body
-            options = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
-            if call.args or None in options:
-                raise ValueError("a value without a name")
-        except (SyntaxError, ValueError, AttributeError) as error:
-            raise ValueError(f"{text}: takes NAME:OPTION=VALUE,... or lists of values") from error
+        name, options = ALGORITHMS.parse(text)
         grid = {k: v if isinstance(v, list) else [v] for k, v in options.items()}
         for values in itertools.product(*grid.values()):
             own = dict(zip(grid, values, strict=True))
             shown = name + (":" if own else "") + ",".join(f"{k}={v!r}" for k, v in own.items())
-            needs_draft = name in ALGORITHMS and ALGORITHMS[name].takes_draft
-            build = lambda name=name, own=own, d=needs_draft: ALGORITHMS.make(name, lm, draft if d else None, **own)
+            needed = draft if ALGORITHMS.find(name).takes_draft else None
+            build = functools.partial(ALGORITHMS.make, name, lm, needed, **own)
             build()                                              # an error should come before the first run
             out.append(Point(text, shown, build))
     return out
@@ -106,17 +85,10 @@ def points(given: Sequence[str], lm: Any, draft: Any = None) -> list[Point]:
 
 def run(lm: Any, grid: Sequence[Point], tasks: Sequence[str], *, problems: int = 100, batch: int = 50, seed: int = 0,
         repeats: int = 3, report: Callable[[int, int, str], None] | None = None, **sampling: Any) -> list[Row]:
-    """Runs each point on each task. A point that fails has the error in its row, and the others go on.
+    """Runs each point on each task; the error of a point that fails is in its row.
 
-    Args:
-        lm: a model with the vocabulary of `recipes/problems.py`.
-        problems: number of held-out problems of a task, the same for all points. batch: problems at a time.
-        repeats: timed runs of each point and task, after one that compiles.
-        report: called before each run with the runs done, the runs in all, and the name of this one.
-        sampling: keywords of `dx.generate`; greedy without any.
-
-    Raises:
-        ValueError: fewer repeats than 1.
+    Each runs once to compile and then `repeats` times on the same held-out problems. `report` is called before each
+    with the runs done, the runs in all, and the name of this one; `sampling` are keywords of `dx.generate`.
     """
     if repeats < 1:
         raise ValueError(f"repeats: got {repeats}, takes at least 1")
@@ -138,78 +110,20 @@ def run(lm: Any, grid: Sequence[Point], tasks: Sequence[str], *, problems: int =
             continue
         assert out.text is not None
         right = [p.correct(text) for p, text in zip(asked, out.text, strict=True)]
-        tokens = [row[:n].tolist() for row, n in zip(out.tokens, out.lengths, strict=True)]
+        tokens = [out.row(i).tolist() for i in range(len(asked))]
         if i == 0:
             first[task] = tokens
         same = [a == b for a, b in zip(tokens, first[task], strict=True)] if task in first else [math.nan]
+        middle = lambda name: statistics.median(getattr(stats, name) for stats in timed)    # noqa: B023
         rows.append(dataclasses.replace(
             row, accuracy=sum(right) / len(right), same=sum(same) / len(same),
             tokens_per_forward=out.stats.tokens_per_forward, forwards=float(out.stats.rounds.mean()),
-            tokens_per_second=statistics.median(s.tokens_per_second for s in timed),
-            seconds=statistics.median(s.seconds for s in timed)))
+            tokens_per_second=middle("tokens_per_second"), seconds=middle("seconds")))
     return rows
 
 
-def aup(curve: Sequence[tuple[float, float]], best: float, alpha: float = ALPHA, slack: float = SLACK) -> float:
-    """Returns the accuracy under parallelism (d3LLM, Qian et al., 2025): the weighted area under a curve.
-
-    With points `(r_i, y_i)` of tokens a forward and accuracy in percent, by rising `r`, of which those below
-    `y_1 - 100 slack` are left out: `r_1 y_1 + sum_i (r_i - r_{i-1}) (y_i W(y_i) + y_{i-1} W(y_{i-1})) / 2` with
-    `W(y) = min(exp(-alpha (1 - y / y_max)), 1)`. A gain in speed counts less the more accuracy it costs.
-
-    Args:
-        curve: pairs of tokens a forward and accuracy (0 to 1).
-        best: the highest accuracy that any system reached on the task (0 to 1).
-
-    >>> round(aup([(1.0, 0.9), (2.0, 0.9), (4.0, 0.5)], best=0.9), 6)
-    180.0
-    """
-    pairs = sorted(curve)
-    if not pairs or best <= 0:
-        return 0.0
-    kept = [(r, 100 * y) for r, y in pairs if y >= pairs[0][1] - slack]
-    worth = lambda y: y * min(math.exp(-alpha * (1 - y / (100 * best))), 1.0)
-    area = kept[0][0] * kept[0][1]
-    for (r0, y0), (r1, y1) in itertools.pairwise(kept):
-        area += (r1 - r0) * (worth(y0) + worth(y1)) / 2
-    return area
-
-
-def curves(rows: Sequence[Row]) -> dict[str, dict[str, list[Row]]]:
-    """Returns the rows that did not fail, by task and curve, in the order of tokens a forward."""
-    out: dict[str, dict[str, list[Row]]] = {}
-    for row in rows:
-        if row.error is None:
-            out.setdefault(row.task, {}).setdefault(row.curve, []).append(row)
-    return {task: {curve: sorted(found, key=lambda r: r.tokens_per_forward) for curve, found in each.items()}
-            for task, each in out.items()}
-
-
-def scores(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
-    """Returns the AUP of each curve on each task."""
-    out: dict[str, dict[str, float]] = {}
-    for task, each in curves(rows).items():
-        best = max(row.accuracy for found in each.values() for row in found)
-        for curve, found in each.items():
-            out.setdefault(curve, {})[task] = aup([(r.tokens_per_forward, r.accuracy) for r in found], best)
-    return out
-
-
-def show(rows: Sequence[Row], setting: str, markdown: bool = False) -> None:
-    """Prints the figures and the AUP."""
-    show_table(COLUMNS, [row.cells() for row in rows], setting, markdown)
-    tasks = list(curves(rows))
-    show_table(("system", *tasks, "mean"), [
-        (curve, *(f"{each[t]:.0f}" if t in each else "" for t in tasks), f"{sum(each.values()) / len(each):.0f}")
-        for curve, each in scores(rows).items()], "accuracy under parallelism (AUP)", markdown)
-
-
 def main(args: argparse.Namespace) -> int:
-    """Runs the grid; returns 1 if a point failed.
-
-    Raises:
-        ValueError: an unknown task, system or option, or a file that cannot be written.
-    """
+    """Runs the grid; returns 1 if a point failed."""
     tasks = list(source.TASKS) if "all" in args.task else list(dict.fromkeys(args.task))
     if unknown := [task for task in tasks if task not in source.TASKS]:
         raise ValueError(f"--task: got {unknown[0]}, takes all, {', '.join(source.TASKS)}")
@@ -223,14 +137,16 @@ def main(args: argparse.Namespace) -> int:
                f"{args.temperature:g}; {jax.devices()[0].device_kind}, {os.cpu_count()} cores; JAX {jax.__version__}")
     if args.markdown:
         print(f"    {args.line}\n")
-    show(rows, setting, args.markdown)
+    show_table(COLUMNS, [row.cells() for row in rows], setting, args.markdown)
     if args.json:
-        args.json.write_text(json.dumps({"command": args.line, "setting": setting, "aup": scores(rows),
+        args.json.write_text(json.dumps({"command": args.line, "setting": setting,
                                          "rows": [dataclasses.asdict(row) for row in rows]}, indent=1) + "\n")
     if args.plot:
-        plot_lines(args.plot, {task: {curve: [(r.tokens_per_forward, 100 * r.accuracy) for r in at]
-                                      for curve, at in each.items()} for task, each in curves(rows).items()},
-                   "tokens a forward", "right, %", setting)
+        panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
+        for row in sorted((row for row in rows if row.error is None), key=lambda row: row.tokens_per_forward):
+            panels.setdefault(row.task, {}).setdefault(row.curve, []).append(
+                (row.tokens_per_forward, 100 * row.accuracy))
+        plot_lines(args.plot, panels, "tokens a forward", "right, %", setting)
     for row in rows:
         if row.error:
             print(f"evaluate.py: {row.system} failed on {row.task}: {row.error}", file=sys.stderr)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+import random
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,18 +28,15 @@ from decodax.models import Diffusion, Transformer, llama
 from decodax.train import corpus
 from decodax.train import masked_diffusion as md
 from decodax.train import unmask_filter as filters
-from decodax.train.export import export_model, model_card
 from decodax.train.language_model import token_bytes
+from decodax.train.loop import TrainingRun
 from recipes import problems
-from recipes.diffusion_data import Chosen, Problems, Text, beginnings, rows_of
 from recipes.options import Options
-from recipes.run import Recipe
+from recipes.run import Recipe, publish
 
 HELD_OUT_EACH, HELD_OUT_SHIPPED = 32, 500
-"""Held-out problems of each task in an evaluation on the way, and for the finished model."""
-
 EVAL_WINDOWS, SHIPPED_WINDOWS = 48, 512
-"""Held-out windows of text, likewise."""
+"""Held-out problems of each task, and windows of text, in an evaluation on the way and for the finished model."""
 
 PROBLEMS = f"""A small masked diffusion model for problems with checkable answers. It is made to show what decoding
 several tokens at once costs, on any CPU and in seconds: with one token a forward it is right on most problems, with
@@ -63,6 +61,56 @@ SEES = {
 """By attention: the loss, and who sees whom."""
 
 
+LENGTH = problems.LONGEST_PROMPT + problems.CANVAS
+"""Tokens of a row of a problem."""
+
+
+def rows_of(found: Sequence[problems.Problem]) -> md.Batch:
+    """Returns problems as rows of `LENGTH` tokens: prompt, answer, end tokens up to the canvas, and tokens that are not
+    live."""
+    shape = len(found), LENGTH
+    tokens, answer, live = np.zeros(shape, np.int32), np.zeros(shape, bool), np.zeros(shape, bool)
+    for i, problem in enumerate(found):
+        prompt, reply = problems.encode(problem.prompt), problems.encode(problem.answer)
+        end = len(prompt) + problems.CANVAS
+        tokens[i, :len(prompt) + len(reply)] = prompt + reply
+        answer[i, len(prompt):end] = live[i, :end] = True
+    return md.Batch(tokens, answer, live)     # the end token is 0
+
+
+def problem_batch(count: int, seed: int, step: int, weights: Sequence[str] = ()) -> md.Batch:
+    """Returns the problems of a step, of random tasks; `weights` are the shares of tasks that are not 1, TASK=SHARE."""
+    rng, given = random.Random(f"{seed}:{step}"), dict(item.split("=") for item in weights)
+    shares = [float(given.get(task, 1)) for task in problems.TASKS]
+    return rows_of([problems.draw(task, rng) for task in rng.choices(list(problems.TASKS), shares, k=count)])
+
+
+def beginnings(stream: np.ndarray, count: int, length: int, canvas: int, seed: int = 0) -> md.Batch:
+    """Returns `count` windows of a packed stream: prompts with room for an answer of `canvas` tokens after them.
+
+    A window has up to `length` tokens. Prompts take from half to all of the room beside the answer, so that answers
+    begin at any position of a model's blocks.
+    """
+    if len(stream) < length:
+        raise ValueError(f"corpus: got {len(stream)} tokens, takes {length} or more")
+    rng = np.random.default_rng([seed, 1])
+    tokens = stream[rng.integers(len(stream) - length + 1, size=count)[:, None] + np.arange(length)]
+    first = rng.integers((length - canvas + 1) // 2, length - canvas + 1, size=count)[:, None]
+    place = np.arange(length)
+    live = place < first + canvas
+    return md.Batch(np.where(live, tokens, 0).astype(np.int32), (place >= first) & live, live)
+
+
+def chosen(rows: Any, count: int, seed: int, step: int) -> Any:
+    """Returns the rows of a step of a fixed set (a tree of arrays): each epoch visits every row once, in a new order.
+    """
+    size, first = len(jax.tree.leaves(rows)[0]), step * count
+    order = {e: np.random.default_rng([seed, e]).permutation(size)
+             for e in range(first // size, (first + count - 1) // size + 1)}
+    index = np.asarray([order[i // size][i % size] for i in range(first, first + count)])
+    return jax.tree.map(lambda x: x[index], rows)
+
+
 @dataclass(frozen=True)
 class Source:
     """The model to train, its data, and how the run measures it. `kept` are held-out documents; None: problems."""
@@ -77,24 +125,20 @@ class Source:
 
     def measure(self, params: Any, published: bool, at_once: bool = False) -> dict[str, float]:
         """Returns accuracy on held-out problems, or bits per byte of held-out text."""
+        o = self.options
         if self.kept is None:
             count = HELD_OUT_SHIPPED if published else HELD_OUT_EACH
             found = accuracy(self.model, self.kind, params, count)
             more = accuracy(self.model, self.kind, params, count, at_once=True) if at_once else {}
             return {**found, **{f"{name}, all at once": x for name, x in more.items()}}
-        o, usual = self.options, self.options.settings.options["length"]
-        held = corpus.pack(self.tokenizer, self.kept)
-        objective = md.Bound(self.model, self.kind, o.dtype, o.apart)
-        return {"bits_per_byte": md.bound_per_byte(objective, params, held, token_bytes(self.tokenizer),
-                                                   usual if o.stage else o.length or usual, o.batch or 1,
-                                                   SHIPPED_WINDOWS if published else EVAL_WINDOWS)}
+        usual = o.settings.options["length"]
+        return {"bits_per_byte": md.bound_per_byte(
+            md.Bound(self.model, self.kind, o.dtype, o.apart), params, corpus.pack(self.tokenizer, self.kept),
+            token_bytes(self.tokenizer), usual if o.stage else o.length or usual, o.batch or 1,
+            SHIPPED_WINDOWS if published else EVAL_WINDOWS)}
 
     def own_answers(self, held: bool) -> md.Batch:
-        """Returns what the model itself answers, one token a forward, where that is right, or its own texts.
-
-        Raises:
-            ValueError: no answer is right, or the tokenizer has no token between documents.
-        """
+        """Returns the model's own right answers, made one token a forward, or texts that it has continued."""
         o, share = self.options, 8 if held else 1
         if self.kept is None:
             each = max(1, (o.answers or 1) // len(problems.TASKS) // share)
@@ -114,104 +158,80 @@ class Source:
         return batch.replace(tokens=fill(self.model, self.kind, self.params, batch, min(count, 64)))
 
 
-def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recipe:
+def recipe(o: Options, mesh: jax.sharding.Mesh, console: Console) -> Recipe:
     """Returns the recipe for `recipes.run.train`."""
-    source = (fresh if options.stage is None else finished)(options)
-    md.check(source.kind)
-    extra = partial(jax.random.fold_in, jax.random.key(options.seed))
-    finish = partial(write, source)
-    if options.stage is None:
-        batches: Any = Problems(options.batch or 1, options.seed, dict(shares(options)))
-        if options.settings.text:
-            stream = corpus.pack(source.tokenizer, source.documents)
-            batches = Text(stream, options.batch or 1, options.length or 1, options.seed)
-        objective: Any = md.Bound(source.model, source.kind, options.dtype, options.apart)
-        return Recipe(source.params, objective, lambda run: batches[run.step], lambda batch: int(batch.live.sum()),
-                      lambda params, run: source.measure(params, False), finish, extra)
-    span = options.span or min(source.kind.block or options.canvas, options.canvas)
-    if options.canvas % span:
-        raise ValueError(f"span: got None and a model with blocks of {span}; it takes a divisor of the "
-                         f"{options.canvas} tokens of an answer")
+    source = source_of(o)
+    model, kind, count = source.model, source.kind, o.batch or 1
+    md.check(kind)
+    made = Recipe(source.params, md.Bound(model, kind, o.dtype, o.apart),
+                  lambda run: problem_batch(count, o.seed, run.step, o.weights or ()),
+                  lambda batch: int(batch.live.sum()), lambda params, run: source.measure(params, False),
+                  partial(write, source), partial(jax.random.fold_in, jax.random.key(o.seed)))
+    if o.stage is None and o.settings.text:
+        windows = corpus.Batches(corpus.pack(source.tokenizer, source.documents), count, o.length or 1, o.seed)
+
+        def batch(run: TrainingRun) -> md.Batch:
+            tokens = windows[run.step][:, :-1]
+            return md.Batch(tokens, np.ones(tokens.shape, bool), np.ones(tokens.shape, bool))
+
+        return dataclasses.replace(made, batch=batch)
+    if o.stage is None:
+        return made
+    span = o.span or min(kind.block or o.canvas, o.canvas)
+    if o.canvas % span:
+        raise ValueError(f"span: got None and a model with blocks of {span}; it takes a divisor of the {o.canvas} "
+                         "tokens of an answer")
     answers = source.own_answers(False)
-    console.print(f"{options.init}: {len(answers.tokens):,} of {options.answers:,} answers of its own are used",
-                  soft_wrap=True)
-    if options.stage == "certainty":
-        chosen = Chosen(answers, options.batch or 1, options.seed)
-        return Recipe(source.params, md.CertaintyForcing(source.model, source.kind, options.dtype, span),
-                      lambda run: chosen[run.step], lambda batch: int(batch.live.sum()),
-                      lambda params, run: source.measure(params, False, at_once=True), finish, extra)
-    collect = lambda batch: filters.collect(source.model, source.params, batch, source.kind, span)
-    examples, checked = Chosen(collect(answers), options.batch or 1, options.seed), collect(source.own_answers(True))
+    console.print(f"{o.init}: {len(answers.tokens):,} of {o.answers:,} answers of its own are used", soft_wrap=True)
+    if o.stage == "certainty":
+        return dataclasses.replace(made, objective=md.CertaintyForcing(model, kind, o.dtype, span),
+                                   batch=lambda run: chosen(answers, count, o.seed, run.step),
+                                   evaluate=lambda params, run: source.measure(params, False, at_once=True))
+    examples, checked = (filters.collect(model, source.params, batch, kind, span)
+                         for batch in (answers, source.own_answers(True)))
 
     def write_filter(target: Path, shipped: Any, exact: Any, facts: dict[str, Any]) -> str:
-        facts |= facts_of(options, filters.figures(exact, checked))
+        facts |= facts_of(o, filters.figures(exact, checked))
         filters.save_filter(target / "filter.safetensors", shipped)
         (target / "filter.json").write_text(json.dumps(facts, indent=2) + "\n")
         return shown(facts["held_out"])
 
-    return Recipe(filters.init_filter(jax.random.key(options.seed), span), filters.FilterLoss(),
-                  lambda run: examples[run.step], lambda batch: batch.final.size,
-                  lambda params, run: filters.figures(params, checked), write_filter, extra, rounded=False)
+    return Recipe(filters.init_filter(jax.random.key(o.seed), span), filters.FilterLoss(),
+                  lambda run: chosen(examples, count, o.seed, run.step), lambda batch: batch.final.size,
+                  lambda params, run: filters.figures(params, checked), write_filter, made.extra, rounded=False)
 
 
-def shares(options: Options) -> list[tuple[str, float]]:
-    """Returns the tasks' shares of a batch where they are not 1."""
-    return [(task, float(share)) for task, _, share in (item.partition("=") for item in options.weights or ())]
-
-
-def fresh(options: Options) -> Source:
-    """Returns a model with fresh weights or those of `init`; a mask that is added gets the mean embedding.
-
-    Raises:
-        ValueError: `init` has another vocabulary.
-    """
-    text = options.settings.text
-    documents, kept = corpus.load_corpus(options.corpus) if text else ([], None)
-    tokenizer = text_tokenizer(options, documents) if text else problems.tokenizer()
+def source_of(o: Options) -> Source:
+    """Returns the model to train: with fresh weights, or those of `init`. A mask that is added gets the mean embedding;
+    a stage follows the training of a diffusion model."""
+    text, home = o.settings.text, find(o.init) if o.init is not None else None
+    documents, kept = corpus.load_corpus(o.corpus) if text else ([], None)
+    tokenizer = problems.tokenizer()
+    if text:
+        tokenizer = corpus.train_tokenizer(documents, o.settings.vocab) if home is None else \
+            Tokenizer.from_file(str(home / "tokenizer.json"))
+        if o.stage is None and tokenizer.token_to_id(problems.MASK) is None:
+            tokenizer.add_special_tokens([problems.MASK])
     vocab = tokenizer.get_vocab_size()
-    attention: Any = options.attention or ("full" if options.block is None else "block-causal")
-    kind = Diffusion(vocab - 1, options.shift, attention, options.block)
-    if options.init is None:
-        model = Transformer(llama(vocab=vocab, tied=True, **options.settings.shape))
-        params = md.widened(model.init_params(jax.random.key(options.seed)), options.settings.spread)
-        return Source(options, model, kind, params, tokenizer, documents, kept)
-    model, params = load_model(find(options.init), dtype="float32")
+    attention: Any = o.attention or ("full" if o.block is None else "block-causal")
+    kind: Diffusion | None = Diffusion(vocab - 1, o.shift, attention, o.block)
+    if home is None:
+        model = Transformer(llama(vocab=vocab, tied=True, **o.settings.shape))
+        params = md.widened(model.init_params(jax.random.key(o.seed)), o.settings.spread)
+        return Source(o, model, kind, params, tokenizer, documents, kept)
+    model, params = load_model(home, dtype="float32")
+    if o.stage is not None:
+        if (kind := load_diffusion(home)) is None:
+            raise ValueError(f"init: {home} is autoregressive, it takes a diffusion model")
+        return Source(o, model, kind, params, tokenizer, documents, kept)
     if model.config.vocab == vocab - 1 and model.config.tied:
         embed = params["embed"]
         params = {**params, "embed": jnp.concatenate([embed, embed.mean(0, keepdims=True)])}
         model = Transformer(dataclasses.replace(model.config, vocab=vocab))
     if model.config.vocab != vocab:
-        raise ValueError(f"init: {options.init} has a vocabulary of {model.config.vocab}, it takes {vocab} entries, or "
+        raise ValueError(f"init: {o.init} has a vocabulary of {model.config.vocab}, it takes {vocab} entries, or "
                          f"{vocab - 1} and a tied embedding")
-    return Source(options, model, kind, params, tokenizer, documents, kept)
-
-
-def finished(options: Options) -> Source:
-    """Returns a trained diffusion model, for the stages.
-
-    Raises:
-        ValueError: `init` is autoregressive.
-    """
-    home = find(options.init or options.preset)
-    model, params = load_model(home, dtype="float32")
-    kind = load_diffusion(home)
-    if kind is None:
-        raise ValueError(f"init: {home} is autoregressive, it takes a diffusion model")
-    text = options.settings.text
-    documents, kept = corpus.load_corpus(options.corpus) if text else ([], None)
-    tokenizer = Tokenizer.from_file(str(home / "tokenizer.json")) if text else problems.tokenizer()
-    return Source(options, model, kind, params, tokenizer, documents, kept)
-
-
-def text_tokenizer(options: Options, documents: list[corpus.Document]) -> Tokenizer:
-    """Returns the tokenizer of `init`, or a new one, with the mask as its last token."""
-    if options.init is not None:
-        tokenizer = Tokenizer.from_file(str(find(options.init) / "tokenizer.json"))
-    else:
-        tokenizer = corpus.train_tokenizer(documents, options.settings.vocab)
-    if tokenizer.token_to_id(problems.MASK) is None:
-        tokenizer.add_special_tokens([problems.MASK])
-    return tokenizer
+    return Source(o, model, kind, params, tokenizer, documents, kept)
 
 
 def fill(model: Transformer, kind: Diffusion, params: Any, batch: md.Batch, size: int = 512,
@@ -260,10 +280,10 @@ def facts_of(options: Options, held_out: Mapping[str, float]) -> dict[str, Any]:
 
 def earlier_training(options: Options, facts: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the facts that change if a run continues from a diffusion model that is not shipped: both runs count."""
-    source = find(options.init) if options.init else None
-    if source is None or source.parent == ZOO or not (source / "training.json").is_file():
+    told = find(options.init) / "training.json" if options.init else None
+    if told is None or told.parents[1] == ZOO or not told.is_file():
         return {}
-    earlier = json.loads((source / "training.json").read_text())
+    earlier = json.loads(told.read_text())
     if "init" not in earlier:                       # an autoregressive one
         return {}
     both = {name: facts[name] + earlier[name] for name in ("steps", "tokens")}
@@ -287,13 +307,11 @@ def write(source: Source, target: Path, shipped: Any, exact: Any, facts: dict[st
                           f"{'the next one' if kind.shift else 'that position'}",
             "starts from": f"`{facts['init']}`" if facts["init"] else "fresh weights",
             "training": f"{facts['optimizer']}, {loss}, float32 master weights"}
-    card = model_card("-".join(filter(None, (options.preset, options.stage))), source.model, facts,
-                      introduction=TEXT.format(made=start) if text else PROBLEMS, rows=rows,
-                      tags=["diffusion"], language="code" if text else "en",
-                      figures=(text_figures if text else problem_figures)(facts) + LAYOUT)
     own = {k: v for k, v in dataclasses.asdict(kind).items() if k != "mask"}
-    export_model(target, source.model, shipped, source.tokenizer, special=special, card=card, facts=facts,
-                 config={"diffusion": own})
+    publish(target, "-".join(filter(None, (options.preset, options.stage))), source.model, shipped, source.tokenizer,
+            facts, special, {"diffusion": own}, introduction=TEXT.format(made=start) if text else PROBLEMS, rows=rows,
+            tags=["diffusion"], language="code" if text else "en",
+            figures=(text_figures if text else problem_figures)(facts) + LAYOUT)
     return shown(facts["held_out"])
 
 

@@ -5,14 +5,12 @@
     python scripts/train.py grpo --mesh 2x4          # on 8 devices, sampled and trained where the weights lie
 
 In each step the model works out `--problems` sums `--group` times, and the reward of a text is the share of its lines
-that are right, one after the other. The rule is GRPO's (Shao et al., 2024, "DeepSeekMath"): the advantage of a text is
-its reward minus the mean of its group, over the group's standard deviation, and the likelihood ratio of each token is
-clipped. There is no penalty for leaving the first model unless `--kl` gives it a weight.
+that are right, one after the other. The advantage of a text is its reward minus the mean of its group, over the group's
+standard deviation, and the likelihood ratio of each token is clipped (GRPO: Shao et al., 2024, "DeepSeekMath").
 
-`decodax.generate` decodes with the trainer's own arrays (`LM.with_params`): nothing is copied, nothing is compiled
-again after the first step, the samples of a problem share its prefill, and the log-probabilities that it returns are
-those of the distribution that it drew from. "off by" in the table is the largest |ratio - 1| before the first update of
-a step: the difference of the trainer's forward from them.
+`decodax.generate` decodes with the trainer's own arrays (`LM.with_params`), so nothing is copied or compiled again, and
+returns log-probabilities of the distribution that it drew from. "off by" is the largest |ratio - 1| before the first
+update of a step: the difference of the trainer's forward from them.
 """
 
 from __future__ import annotations
@@ -21,47 +19,35 @@ import contextlib
 import dataclasses
 import random
 import time
-from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array
-from jax.sharding import NamedSharding, PartitionSpec
 from rich.console import Console
 from rich.progress import track
 
 import decodax as dx
-from decodax.bench.figures import show_table
+from decodax.train.loop import place_batch
 from recipes import sums
 from recipes.options import GrpoOptions
 
 Tree = Any
 
 
-@dataclasses.dataclass(frozen=True)
-class Batch:
-    """Texts to learn from.
+class Batch(NamedTuple):
+    """Texts to learn from."""
 
-    Attributes:
-        tokens: `i32[R, T]`, prompt and answer. answers: `f32[R, T - 1]`, 1 if the next token belongs to the answer.
-        old: `f32[R, T - 1]`, log-probability of the next token when it was drawn. advantages: `f32[R]`.
-    """
-
-    tokens: Array
-    answers: Array
-    old: Array
-    advantages: Array
+    tokens: Array           # i32[R, T], prompt and answer
+    answers: Array          # f32[R, T - 1], 1 if the next token belongs to the answer
+    old: Array              # f32[R, T - 1], log-probability of the next token when it was drawn
+    advantages: Array       # f32[R]
 
 
-jax.tree_util.register_dataclass(Batch, ["tokens", "answers", "old", "advantages"], [])
-
-
-@dataclasses.dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """Figures of a step. `off`: the largest |ratio - 1| before its first update; `sampling`, `training`: seconds."""
 
     reward: float
@@ -118,15 +104,13 @@ class Trainer:
 
     def __init__(self, options: GrpoOptions):
         self.options = options
-        mesh = None
-        if options.mesh is not None:
-            shape = tuple(int(size) for size in options.mesh.split("x"))
-            mesh = jax.make_mesh(shape, ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+        mesh = None if options.mesh is None else jax.make_mesh(
+            tuple(map(int, options.mesh.split("x"))), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
         self.lm = dx.load("sums", mesh=mesh)
-        self.frozen = self.lm.params
+        self.trained = self.frozen = self.lm.params
         self.lora = options.lora is not None
-        self.trained = dx.adapters.init(self.frozen, jax.random.key(options.seed), options.lora or 1,
-                                        dx.adapters.PARTS) if self.lora else self.frozen
+        if options.lora is not None:
+            self.trained = dx.adapters.init(self.frozen, jax.random.key(options.seed), options.lora, dx.adapters.PARTS)
         self.tx = optax.chain(optax.clip_by_global_norm(1.0),
                               optax.adam(optax.constant_schedule(options.rate * (10 if self.lora else 1))))
         self.opt = self.tx.init(self.trained)
@@ -141,78 +125,60 @@ class Trainer:
         """Samples, rewards and updates."""
         o, begun = self.options, time.perf_counter()
         rng = random.Random(f"grpo {o.seed} {number}")
-        asked = []
-        while len(asked) < o.problems:
-            problem = sums.draw(o.numbers, rng)
-            if not sums.held_out(problem.prompt):
-                asked.append(problem)
-        out = dx.generate(self.now, [p.prompt for p in asked], num_samples=o.group, temperature=1.0, logprobs=0,
+        drawn = [sums.draw_new(rng, o.numbers) for _ in range(o.problems)]
+        asked = [problem for problem in drawn for _ in range(o.group)]
+        out = dx.generate(self.now, [p.prompt for p in drawn], num_samples=o.group, temperature=1.0, logprobs=0,
                           seed=o.seed * 1_000_003 + number, max_new_tokens=9 * o.numbers)
         assert out.text is not None
-        shares, right = [], []
-        for i, text in enumerate(out.text):
-            problem = asked[i // o.group]
-            good, _ = sums.right_steps(problem, text)
-            shares.append(good / o.numbers)
-            right.append(text == problem.answer)
-        batch = self.batch(asked, out, advantages(np.array(shares).reshape(o.problems, o.group)).reshape(-1))
-        sampled = time.perf_counter()
-        offs = []
+        rewards = np.array([sums.right_steps(p, text)[0] / o.numbers for p, text in zip(asked, out.text, strict=True)])
+        batch = self.batch(asked, out, advantages(rewards.reshape(-1, o.group)).reshape(-1))
+        sampled, offs = time.perf_counter(), []
         with jax.set_mesh(self.lm.mesh) if self.lm.mesh is not None else contextlib.nullcontext():
             for _ in range(o.updates):
                 self.trained, self.opt, off = update(self.tx, self.lm.model, self.lora, self.trained, self.opt,
                                                      self.frozen if self.lora or o.kl else None, batch, o.clip, o.kl)
                 offs.append(off)
-        return Step(float(np.mean(shares)), float(np.mean(right)), float(offs[0]), sampled - begun,
-                    time.perf_counter() - sampled, int(out.lengths.sum()))
+        return Step(rewards.mean(), np.mean([p.answer == text for p, text in zip(asked, out.text, strict=True)]),
+                    float(offs[0]), sampled - begun, time.perf_counter() - sampled, int(out.lengths.sum()))
 
     def batch(self, asked: list[sums.Sum], out: dx.Result, advantage: np.ndarray) -> Batch:
         """Returns rows of prompt and answer, `[R, T]`; `T` is the same in every step."""
-        o = self.options
-        rows, prompt = len(out), len(asked[0].prompt)
-        tokens = np.zeros((rows, prompt + 9 * o.numbers), np.int32)
-        answers, old = (np.zeros((rows, tokens.shape[1] - 1), np.float32) for _ in range(2))
+        prompt = len(asked[0].prompt)
+        tokens = np.zeros((len(out), prompt + 9 * self.options.numbers), np.int32)
+        answers, old = (np.zeros((len(out), tokens.shape[1] - 1), np.float32) for _ in range(2))
         assert out.logprobs is not None
-        for i in range(rows):
+        for i, problem in enumerate(asked):
             new = int(out.lengths[i])
-            tokens[i, :prompt] = sums.encode(asked[i // o.group].prompt)
+            tokens[i, :prompt] = sums.encode(problem.prompt)
             tokens[i, prompt:prompt + new] = out.row(i)
             answers[i, prompt - 1:prompt - 1 + new] = 1
             old[i, prompt - 1:prompt - 1 + new] = out.logprobs.processed[i, :new]
-        put: Callable[[np.ndarray], Array] = jnp.asarray
-        if (mesh := self.lm.mesh) is not None:
-            put = lambda x: jax.device_put(x, NamedSharding(mesh, PartitionSpec("data")))
-        return Batch(put(tokens), put(answers), put(old), put(advantage))
-
-    def accuracy(self, temperature: float) -> float:
-        """Returns the share of held-out sums that come out right."""
-        asked = sums.problems(self.options.held_out, self.options.numbers, seed=2)
-        out = dx.generate(self.now, [p.prompt for p in asked], temperature=temperature, seed=self.options.seed,
-                          max_new_tokens=9 * self.options.numbers)
-        assert out.text is not None
-        return float(np.mean([text == p.answer for text, p in zip(out.text, asked, strict=True)]))
+        batch = Batch(*map(jnp.asarray, (tokens, answers, old, advantage)))
+        return batch if self.lm.mesh is None else place_batch(batch, self.lm.mesh)
 
     def report(self) -> str:
         """Returns the accuracy on held-out sums in words."""
-        return f"{self.accuracy(1.0):.1%} of {self.options.held_out} held-out sums drawn right, " \
-            f"{self.accuracy(0.0):.1%} by greedy decoding"
+        o = self.options
+        asked, shares = sums.problems(o.held_out, o.numbers, seed=2), []
+        for temperature in (1.0, 0.0):
+            out = dx.generate(self.now, [p.prompt for p in asked], temperature=temperature, seed=o.seed,
+                              max_new_tokens=9 * o.numbers)
+            assert out.text is not None
+            shares.append(np.mean([text == p.answer for text, p in zip(out.text, asked, strict=True)]))
+        return f"{shares[0]:.1%} of {o.held_out} held-out sums drawn right, {shares[1]:.1%} by greedy decoding"
 
 
 def train(options: GrpoOptions, console: Console | None = None) -> Trainer:
-    """Trains to the end and prints a table of the steps."""
+    """Trains to the end and prints the steps."""
     console = console or Console()
     trainer = Trainer(options)
     console.print(f"before: {trainer.report()}", highlight=False)
-    columns, rows = ("step", "reward", "right", "off by", "sampling s", "training s", "tokens/s"), []
     for number in track(range(options.steps), "GRPO", console=console, transient=True):
         done = trainer.step(number)
         if number % max(options.steps // 12, 1) == 0 or number == options.steps - 1:
-            line = (str(number), f"{done.reward:.3f}", f"{done.right:.1%}", f"{done.off:.1e}", f"{done.sampling:.2f}",
-                    f"{done.training:.2f}", f"{done.tokens / done.sampling:,.0f}")
-            rows.append(line)
-            console.print("step {}: reward {}, right {}, off by {}".format(*line), highlight=False)
-    if not console.quiet:
-        show_table(columns, rows, "GRPO on sums")
+            console.print(f"step {number}: reward {done.reward:.3f}, right {done.right:.1%}, off by {done.off:.1e}; "
+                          f"sampling {done.sampling:.2f} s ({done.tokens / done.sampling:,.0f} tokens/s), training "
+                          f"{done.training:.2f} s", highlight=False)
     console.print(f"after: {trainer.report()}", highlight=False)
     if options.export is not None:
         if trainer.lora:
@@ -221,8 +187,3 @@ def train(options: GrpoOptions, console: Console | None = None) -> Trainer:
             dx.save(trainer.now, options.export)
         console.print(f"written to {options.export}")
     return trainer
-
-
-def main(options: GrpoOptions) -> None:
-    """Trains with the options of the command line."""
-    train(options)

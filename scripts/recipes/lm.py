@@ -6,7 +6,6 @@ context; a teacher gives a draft model the distribution that speculative decodin
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +14,13 @@ import numpy as np
 from rich.console import Console
 from tokenizers import Tokenizer
 
-from decodax.bench.figures import plot_lines
 from decodax.io.checkpoint import load_model
 from decodax.models import Transformer, llama
 from decodax.train import corpus
-from decodax.train.export import export_model, model_card
 from decodax.train.language_model import NextTokens, bits_per_byte, overlap, token_bytes, token_losses
 from decodax.train.loop import TrainingRun, place_batch
 from recipes.options import Options
-from recipes.run import Recipe
+from recipes.run import Recipe, publish
 
 EVAL_WINDOWS = 96
 """Held-out windows of an evaluation on the way."""
@@ -54,12 +51,10 @@ def batch_shape(options: Options, context: int, decaying: bool) -> tuple[int, in
 def tokenizer_of(options: Options, documents: list[corpus.Document]) -> Tokenizer:
     """Returns the teacher's tokenizer, that of the run to resume, or a new one, and saves it with the run."""
     kept = options.output / "tokenizer.json"
-    if options.teacher is not None:
-        tokenizer = Tokenizer.from_file(str(Path(options.teacher) / "tokenizer.json"))
-    elif options.resume and kept.is_file():
+    if options.teacher is None and options.resume and kept.is_file():
         return Tokenizer.from_file(str(kept))
-    else:
-        tokenizer = corpus.train_tokenizer(documents, options.settings.vocab)
+    tokenizer = corpus.train_tokenizer(documents, options.settings.vocab) if options.teacher is None else \
+        Tokenizer.from_file(str(Path(options.teacher) / "tokenizer.json"))
     tokenizer.save(str(kept))
     return tokenizer
 
@@ -87,12 +82,11 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
         losses = lambda window: np.asarray(token_losses(model, params, place_batch(window, mesh)))
         return bits_per_byte(losses, held, token_bytes(tokenizer), length, 8 * ways, limit)
 
-    def evaluate(params: Any, run: TrainingRun) -> dict[str, float]:
-        # positions beyond the plateau's windows are untrained until the decay
-        return {"bits_per_byte": measure(params, batch_shape(options, context, run.decaying)[1], EVAL_WINDOWS)}
+    # positions beyond the plateau's windows are untrained until the decay
+    evaluate = lambda params, run: {
+        "bits_per_byte": measure(params, batch_shape(options, context, run.decaying)[1], EVAL_WINDOWS)}
 
     def finish(target: Path, shipped: Any, exact: Any, facts: dict[str, Any]) -> str:
-        plot_losses(options.output)
         bits = measure(exact, context, None)
         data = corpus.corpus_name() if options.corpus is None else f"the .py files of {options.corpus.name}"
         name = Path(options.teacher).name if options.teacher else None
@@ -104,11 +98,10 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
             facts["acceptance"] = round(float(overlap(teacher, model, guide, exact, window).mean()), 4)
             rows["training"] = f"AdamW, distilled from `{name}` (KL and cross-entropy), float32 master weights"
             rows[f"drafts that `{name}` accepts"] = f"{facts['acceptance']:.1%}, held-out, temperature 1"
-        card = model_card(options.preset, model, facts, introduction=INTRODUCTION, rows=rows, tags=["python"],
-                          language="code", figures=FIGURES.format(modulus=corpus.HELD_OUT_MODULUS,
-                                                                  vocab=model.config.vocab))
-        special = dict.fromkeys(("bos_token", "eos_token", "pad_token"), corpus.END_OF_TEXT)
-        export_model(target, model, shipped, tokenizer, special=special, card=card, facts=facts)
+        publish(target, options.preset, model, shipped, tokenizer, facts,
+                dict.fromkeys(("bos_token", "eos_token", "pad_token"), corpus.END_OF_TEXT), introduction=INTRODUCTION,
+                rows=rows, tags=["python"], language="code",
+                figures=FIGURES.format(modulus=corpus.HELD_OUT_MODULUS, vocab=model.config.vocab))
         return f"{bits:.4f} held-out bits per byte"
 
     return Recipe(
@@ -116,11 +109,3 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
         lambda batch: batch.shape[0] * (batch.shape[1] - 1), evaluate, finish, extra=lambda step: guide,
         # windows of the whole context take about a fifth longer for the same number of tokens
         shardings=shardings, decay_pace=1.2)
-
-
-def plot_losses(output: Path) -> None:
-    """Draws the cross-entropy and the held-out bits per byte of a run against the tokens seen, as loss.png."""
-    entries = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    names = {"cross_entropy": "training cross-entropy, nats a token", "bits_per_byte": "held-out bits per byte"}
-    panels = {name: {"": [(e["tokens"], e[key]) for e in entries if key in e]} for key, name in names.items()}
-    plot_lines(output / "loss.png", panels, "training tokens", ["", ""], marker=False)

@@ -27,17 +27,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from rich.console import Console
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer
 
 import decodax as dx
 from decodax.algorithms.parallel.cascade import Cascade
 from decodax.bench.figures import markdown_table
 from decodax.models import Transformer
 from decodax.models.families import read_config
-from decodax.train.export import export_model, model_card
 from decodax.train.language_model import cross_entropy
 from recipes.options import Options
-from recipes.run import Recipe
+from recipes.run import Recipe, llama_config, publish, word_tokenizer
 
 END, PAD, BARRIER = "<|end|>", "<|pad|>", "<|barrier|>"
 SMALL = ("one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
@@ -46,22 +45,15 @@ TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
 SCALES = ("", "thousand", "million")
 VOCABULARY = [PAD, END, BARRIER, *"0123456789=", *(f" {w}" for w in (*SMALL, *TENS, "hundred", "and", *SCALES[1:]))]
 ID = {word: i for i, word in enumerate(VOCABULARY)}
-DIGITS = 9
-"""Digits of the longest number."""
-
-ANSWER = 18
-"""Tokens of the longest answer: three times five words, two scales between them, and the end."""
-
+DIGITS, ANSWER = 9, 18
+"""Digits of the longest number, and tokens of the longest answer: three times five words, two scales between them, and
+the end."""
 LENGTH = DIGITS + 1 + ANSWER
 """Tokens of a row: a prompt, a barrier before the answer, and the answer without its last token."""
-
 ROWS, BLOCK, KEEP = 64, 5, 8
 """Rows of a training step, tokens between barriers at most, and survivors of a cascade."""
 
-CONFIG = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": len(VOCABULARY),
-          "hidden_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 4,
-          "intermediate_size": 256, "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "rope_theta": 100.0,
-          "hidden_act": "silu", "tie_word_embeddings": True}
+CONFIG = llama_config(len(VOCABULARY), max_position_embeddings=64, rope_theta=100.0)
 
 INTRODUCTION = f"""A small Llama-shaped Markov transformer that writes numbers in words. It is made to show cascaded
 decoding (Deng and Rush, 2020): behind a barrier, `{BARRIER}`, it sees the number and the words since the barrier, up to
@@ -122,9 +114,8 @@ def problems(count: int, seed: int = 0, digits: int | None = None) -> list[int]:
     return list(found)
 
 
-def words(text: str) -> list[int]:
-    """Returns the tokens of an answer, without its end."""
-    return [ID[f" {word}"] for word in text.split()]
+words = lambda text: [ID[f" {word}"] for word in text.split()]
+"""Returns the tokens of an answer, without its end."""
 
 
 def training_batch(rows: int, block: int, seed: int, step: int) -> tuple[np.ndarray, ...]:
@@ -132,19 +123,15 @@ def training_batch(rows: int, block: int, seed: int, step: int) -> tuple[np.ndar
 
     A barrier precedes the answer. In three quarters of the rows a barrier also replaces every `block`-th token of the
     answer, from a random one on; tokens after it do not see those before it, except the prompt. So all Markov orders
-    below `block` are trained. The other rows have no more barriers.
-
-    Returns:
-        tokens `i32[rows, LENGTH]`, block numbers with 0 for the prompt `i32[rows, LENGTH]`, next tokens
-        `i32[rows, LENGTH]`, and True where these count in the loss `bool[rows, LENGTH]`.
+    below `block` are trained. The other rows have no more barriers. Returns tokens, block numbers with 0 for the
+    prompt, next tokens (each `i32[rows, LENGTH]`), and True where these count in the loss (`bool[rows, LENGTH]`).
     """
     rng = random.Random(f"train {seed} {step}")
     tokens, blocks, targets = (np.zeros((rows, LENGTH), np.int32) for _ in range(3))
     counts = np.zeros((rows, LENGTH), bool)
     for i in range(rows):
-        number = draw(rng)
-        while held_out(number):
-            number = draw(rng)
+        while held_out(number := draw(rng)):
+            pass
         prompt = [ID[c] for c in f"{number}="]
         answer = [*words(rng.choice(variants(number))), ID[END]]
         offset, cut = rng.randrange(block), rng.random() < 0.75
@@ -160,11 +147,7 @@ def training_batch(rows: int, block: int, seed: int, step: int) -> tuple[np.ndar
 
 def tokenizer() -> Tokenizer:
     """Returns the tokenizer, with one token for each digit and each word, whose space it includes."""
-    found = Tokenizer(models.WordLevel(ID, unk_token=PAD))
-    found.pre_tokenizer = pre_tokenizers.Split(Regex(r" [a-z]+|[\s\S]"), "isolated")
-    found.decoder = decoders.Fuse()
-    found.add_special_tokens([PAD, END, BARRIER])
-    return found
+    return word_tokenizer(ID, [PAD, END, BARRIER], r" [a-z]+|[\s\S]")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,16 +187,14 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
         facts |= {"problems": options.problems, "orders": orders, "greedy": accuracy(judged, asked, None)}
         shares = {**orders, "greedy": facts["greedy"]}
         table = markdown_table(("order", "right"), [(order, f"{share:.1%}") for order, share in shares.items()])
-        card = model_card("numerals", model, facts, introduction=INTRODUCTION, rows={
+        publish(target, "numerals", model, shipped, tokenizer(), facts, {"eos_token": END, "pad_token": PAD}, CONFIG,
+                introduction=INTRODUCTION, rows={
             "training": f"AdamW, cross-entropy of answers under random barriers, blocks of {BLOCK}, float32 master "
                         "weights"}, tags=["markov-transformer", "cascaded-decoding"],
             figures=f"Right answers to {options.problems} held-out numbers, with the shipped weights in float32, by "
                     f"cascades of {KEEP} survivors a position\nup to a Markov order, and by greedy decoding after one "
                     f"barrier:\n\n{table}")
-        export_model(target, model, shipped, tokenizer(), special={"eos_token": END, "pad_token": PAD}, card=card,
-                     facts=facts, config=CONFIG)
-        return ", ".join([*(f"order {order}: {share:.1%}" for order, share in orders.items()),
-                          f"greedy: {facts['greedy']:.1%}"])
+        return ", ".join(f"{'order ' * (order != 'greedy')}{order}: {share:.1%}" for order, share in shares.items())
 
     return Recipe(
         model.init_params(jax.random.key(options.seed)), MarkovObjective(model),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import shlex
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,15 +14,12 @@ from recipes.problems import CANVAS, TASKS
 
 @dataclass(frozen=True)
 class Preset:
-    """Settings of one model: option values, and what no option changes.
+    """Settings of one model: default values of `Options` by name, and what no option changes.
 
-    Attributes:
-        options: default values of `Options`, by name.
-        shape: keywords of `decodax.models.llama` without the vocabulary; empty: the shape of `init`.
-        vocab: size of a tokenizer that is trained. text: whether diffusion trains on text instead of problems.
-        spread: factor of the standard deviation of fresh kernels.
-        schedule: further arguments of `decodax.train.loop.Schedule`.
-        rows: rows of the smallest step, which have to divide among the devices, where `batch` does not say it.
+    `shape` are keywords of `decodax.models.llama` without the vocabulary, empty for the shape of `init`; `vocab` is the
+    size of a tokenizer that is trained; `text` is True for diffusion on text instead of problems; `spread` is a factor
+    of the standard deviation of fresh kernels; `schedule` are further arguments of `decodax.train.loop.Schedule`; and
+    `rows` those of the smallest step, which have to divide among the devices, where `batch` does not say it.
     """
 
     options: dict[str, Any]
@@ -78,81 +74,70 @@ ANSWERS: dict[bool, dict[str, Any]] = {False: dict(answers=8192, span=CANVAS), T
 `length` tokens, of which the model writes the second half; `span` is then the block of the model, or that half."""
 
 
-def _option(help: str, default: Any = None, decides: bool = True, only: str = "", **parse: Any) -> Any:
-    """A field that is also a command-line option.
-
-    Args:
-        decides: whether it decides the weights, so that a run is only resumed if it is equal.
-        only: recipes that have it, by their names; empty: all.
+def _option(help: str, default: Any = None, only: str = "", decides: bool = True, **parse: Any) -> Any:
+    """Returns a field that is also a command-line option: its help, default value, the recipes that have it (empty:
+    all), whether it decides the weights, so that a run is only resumed if it is equal, and keywords of `add_argument`.
     """
     return field(default=default, metadata={"help": help, "decides": decides, "only": only.split(), "parse": parse})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """One training run. None stands for the preset's value.
-
-    Raises:
-        ValueError: a value that its option does not take, by name.
-    """
+    """One training run. None stands for the preset's value."""
 
     recipe: str
-    preset: str = _option("shape, data and settings of the model (default: the first)", "", only="lm diffusion")
+    preset: str = _option("shape, data and settings of the model (default: the first)", "", "lm diffusion")
     stage: str | None = _option("stage after the training of a model: dParallel's certainty forcing on its own "
                                 "answers, or Learn2PD's filter, which predicts whether a candidate is final",
-                                only="diffusion", choices=list(STAGES))
-    steps: int | None = _option("number of steps, instead of a time budget", type=int)
+                                only="diffusion", choices=tuple(STAGES))
+    steps: int | None = _option("number of steps, instead of a time budget")
     decay_from: int | None = _option("step at which the cosine decay begins (default with --steps: the warm-up)",
-                                     only="lm diffusion", type=int)
-    batch: int | None = _option("rows in a batch", only="lm diffusion", type=int)
+                                     only="lm diffusion")
+    batch: int | None = _option("rows in a batch", only="lm diffusion")
     length: int | None = _option("tokens in a row of text; for lm before the decay, which uses the whole context",
-                                 only="lm diffusion", type=int)
-    peak: float | None = _option("highest learning rate", type=float)
-    warmup: int | None = _option("steps of linear warm-up", type=int)
-    weight_decay: float | None = _option("weight decay of matrices", type=float)
-    seed: int = _option("seed of weights, data and noise (default: 0)", 0, type=int)
-    dtype: str = _option("type of the computation; master weights are float32 (default: float32)", "float32",
-                         only="lm diffusion", choices=["float32", "bfloat16"])
+                                 only="lm diffusion")
+    peak: float | None = _option("highest learning rate")
+    warmup: int | None = _option("steps of linear warm-up")
+    weight_decay: float | None = _option("weight decay of matrices")
+    seed: int = _option("seed of weights, data and noise", 0)
+    dtype: str = _option("type of the computation; master weights are float32", "float32", "lm diffusion",
+                         choices=("float32", "bfloat16"))
     teacher: str | None = _option("directory of a model to distil from; its tokenizer is used", only="lm")
-    mix: float = _option("share of KL(teacher || model) in the loss, 0 to 1 (default: 0.7)", 0.7, only="lm", type=float)
+    mix: float = _option("share of KL(teacher || model) in the loss, 0 to 1", 0.7, "lm")
     corpus: Path | None = _option("directory of .py files (default: this interpreter's standard library)",
-                                  only="lm diffusion", type=Path)
+                                  only="lm diffusion")
     optimizer: str | None = _option("muon moves kernels by orthogonalised momentum", only="diffusion",
-                                    choices=["adamw", "muon"])
+                                    choices=("adamw", "muon"))
     init: str | None = _option("name or directory of a model to start from; an autoregressive one gets a mask token",
                                only="diffusion")
     block: int | None = _option("positions of a block of block diffusion; 0: masked diffusion over the whole sequence",
-                                only="diffusion", type=int)
+                                only="diffusion")
     attention: str | None = _option("attention mask; causal-prefix is for set block decoding: causal text, followed by "
                                     "a block of masks (default: block-causal with blocks, full without)",
-                                    only="diffusion", choices=["full", "block-causal", "causal-prefix"])
-    shift: bool = _option("logits predict the next position, as in autoregressive models", False, only="diffusion",
-                          action="store_true")
+                                    only="diffusion", choices=("full", "block-causal", "causal-prefix"))
+    shift: bool = _option("logits predict the next position, as in autoregressive models", False, "diffusion")
     weights: tuple[str, ...] | None = _option("shares of tasks in a batch, where not 1", only="diffusion", nargs="*",
-                                              metavar="TASK=SHARE")
+                                              type=str, metavar="TASK=SHARE")
     apart: float = _option("share of rows whose prompt does not see the answer, for models that read prompts from a "
-                           "cache (default: 0)", 0.0, only="diffusion", type=float)
+                           "cache", 0.0, "diffusion")
     span: int | None = _option("tokens of a block of an answer in a stage (default: of problems the canvas; of text "
-                               "the block of the model, or half of --length)", only="diffusion", type=int)
+                               "the block of the model, or half of --length)", only="diffusion")
     answers: int | None = _option("number of the model's own answers for a stage (default: 8192 to problems; of text "
-                                  "1024, with 64 tokens each)", only="diffusion", type=int)
-    longest: int | None = _option("tokens of the longest texts", only="recall", type=int)
-    problems: int | None = _option("held-out problems that the finished model is measured on", decides=False,
-                                   only="recall sums numerals", type=int)
+                                  "1024, with 64 tokens each)", only="diffusion")
+    longest: int | None = _option("tokens of the longest texts", only="recall")
+    problems: int | None = _option("held-out problems that the finished model is measured on", None,
+                                   "recall sums numerals", False)
     output: Path | None = _option("directory of checkpoints and metrics.jsonl (default: runs/PRESET[-STAGE])",
-                                  decides=False, type=Path)
-    export: Path | None = _option("directory of the finished model (default: OUTPUT/model)", decides=False, type=Path)
-    minutes: float | None = _option("time budget; the number of steps follows from the measured speed", decides=False,
-                                    only="lm diffusion", type=float)
-    decay_share: float = _option("share of a time budget that the decay takes (default: 0.4)", 0.4, decides=False,
-                                 only="lm diffusion", type=float)
-    model_parallel: int = _option("devices that matrices are split over; the rest split the batch (default: 1)", 1,
-                                  decides=False, only="lm", type=int)
-    devices: int | None = _option("number of devices (default: all; on a CPU one for each core)", decides=False,
-                                  type=int)
-    log_every: int = _option("steps between lines of metrics.jsonl (default: 20)", 20, decides=False, type=int)
-    eval_every: int = _option("steps between held-out evaluations (default: 250)", 250, decides=False, type=int)
-    save_every: int = _option("steps between checkpoints (default: 250)", 250, decides=False, type=int)
+                                  decides=False)
+    export: Path | None = _option("directory of the finished model (default: OUTPUT/model)", decides=False)
+    minutes: float | None = _option("time budget; the number of steps follows from the measured speed", None,
+                                    "lm diffusion", False)
+    decay_share: float = _option("share of a time budget that the decay takes", 0.4, "lm diffusion", False)
+    model_parallel: int = _option("devices that matrices are split over; the rest split the batch", 1, "lm", False)
+    devices: int | None = _option("number of devices (default: all; on a CPU one for each core)", decides=False)
+    log_every: int = _option("steps between lines of metrics.jsonl", 20, decides=False)
+    eval_every: int = _option("steps between held-out evaluations", 250, decides=False)
+    save_every: int = _option("steps between checkpoints", 250, decides=False)
     resume: bool = _option("continue from a checkpoint (default: yes)", True, decides=False,
                            action=argparse.BooleanOptionalAction)
 
@@ -161,17 +146,13 @@ class Options:
         preset = self.preset or next(iter(known))
         if preset not in known:
             raise ValueError(f"preset: got {preset!r}; it takes one of {', '.join(known)}")
-        if self.stage not in (None, *STAGES):
-            raise ValueError(f"stage: got {self.stage!r}; it takes one of {', '.join(STAGES)}")
-        if self.dtype not in ("float32", "bfloat16"):
-            raise ValueError(f"dtype: got {self.dtype!r}; it takes float32 or bfloat16")
         if not 0 <= self.mix <= 1:
             raise ValueError(f"mix: got {self.mix}; it takes the share of the teacher's KL in the loss, 0 to 1")
         if self.decay_from is not None and (self.steps is None or self.decay_from >= self.steps):
             raise ValueError(f"decay_from: got {self.decay_from}, steps {self.steps}; it takes a step below `steps`")
         made = known[preset]
         given = {"weight_decay": 0.1, "optimizer": "adamw", **made.options}
-        if self.stage is not None:
+        if self.stage in STAGES:
             given |= {**ANSWERS[made.text], **STAGES[self.stage], "optimizer": "adamw", "init": preset}
             given |= {"length": min(made.options["length"], given["length"])} if made.text else {}
         minutes = given.pop("minutes", None)
@@ -184,12 +165,14 @@ class Options:
             object.__setattr__(self, name, value)
         if self.recipe == "diffusion":
             self._check_diffusion()
+        for option in dataclasses.fields(self):
+            value, takes = getattr(self, option.name), option.metadata.get("parse", {}).get("choices")
+            if takes and value is not None and value not in takes:
+                raise ValueError(f"{option.name}: got {value!r}; it takes {' or '.join(takes)}")
 
     def _check_diffusion(self) -> None:
         if not 0 <= self.apart <= 1 or (self.apart and (self.stage or self.block or self.settings.text)):
             raise ValueError(f"apart: got {self.apart}, takes 0 to 1; 0 for text, with blocks and in a stage")
-        if self.optimizer not in ("adamw", "muon"):
-            raise ValueError(f"optimizer: got {self.optimizer!r}; it takes adamw or muon")
         for item in self.weights or ():
             task, equals, share = item.partition("=")
             if task not in TASKS or not equals or not share.replace(".", "", 1).isdigit():
@@ -216,19 +199,18 @@ class Options:
     def identity(self) -> dict[str, Any]:
         """Returns the options that decide the weights, as JSON values."""
         values = {f.name: getattr(self, f.name) for f in options_of(self.recipe) if f.metadata["decides"]}
-        plain = lambda v: str(v) if isinstance(v, Path) else list(v) if isinstance(v, tuple) else v
-        return {k: plain(v) for k, v in values.items()}
+        return {k: str(v) if isinstance(v, Path) else list(v) if isinstance(v, tuple) else v for k, v in values.items()}
 
     def command(self, steps: int, decay_from: int | None) -> str:
         """Returns the command that repeats the run step for step, whatever the speed of the machine."""
         timed = "minutes" in {f.name for f in options_of(self.recipe)}
         always = {"preset": self.preset, "steps": steps, "decay_from": decay_from or 0} if timed else {}
-        plain = Options(recipe=self.recipe, preset=self.preset, stage=self.stage).identity()
-        changed = {k: v for k, v in self.identity().items() if k not in always and v != plain[k]}
+        plain = Options(recipe=self.recipe, preset=self.preset, stage=self.stage)
+        default = plain.identity()
+        changed = {k: v for k, v in self.identity().items() if k not in always and v != default[k]}
         changed = {**({"stage": self.stage} if self.stage else {}), **changed}
         # a run that continues another one's weights cannot lie in its directory
-        default = Options(recipe=self.recipe, preset=self.preset, stage=self.stage).output
-        if timed and self.init and self.output != default and not self.output.is_absolute():
+        if timed and self.init and self.output != plain.output and not self.output.is_absolute():
             changed["output"] = self.output.as_posix()
         words = ["python", "scripts/train.py", self.recipe]
         for name, value in {**always, **changed}.items():
@@ -240,37 +222,26 @@ class Options:
 
 def options_of(recipe: str) -> list[Any]:
     """Returns the fields of `Options` that are options of a recipe."""
-    return [f for f in dataclasses.fields(Options) if f.metadata and (recipe in f.metadata["only"]
-                                                                      or not f.metadata["only"])]
+    return [f for f in dataclasses.fields(Options) if f.metadata and recipe in (f.metadata["only"] or PRESETS)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class GrpoOptions:
     """One run of `recipes/grpo.py`."""
 
-    steps: int = _option("number of steps", 80, type=int)
-    problems: int = _option("sums of a step", 64, type=int)
-    group: int = _option("texts for each sum", 16, type=int)
-    updates: int = _option("optimizer updates of a step", 2, type=int)
-    numbers: int = _option("count of numbers of a sum", 3, type=int)
-    rate: float = _option("learning rate of Adam; an adapter's is ten times as high", 1e-4, type=float)
-    clip: float = _option("largest distance of a likelihood ratio from 1", 0.2, type=float)
-    kl: float = _option("weight of the distance to the first model", 0.0, type=float)
-    lora: int | None = _option("train an adapter of this rank", metavar="RANK", type=int)
+    steps: int = _option("number of steps", 80)
+    problems: int = _option("sums of a step", 64)
+    group: int = _option("texts for each sum", 16)
+    updates: int = _option("optimizer updates of a step", 2)
+    numbers: int = _option("count of numbers of a sum", 3)
+    rate: float = _option("learning rate of Adam; an adapter's is ten times as high", 1e-4)
+    clip: float = _option("largest distance of a likelihood ratio from 1", 0.2)
+    kl: float = _option("weight of the distance to the first model", 0.0)
+    lora: int | None = _option("train an adapter of this rank")
     mesh: str | None = _option("devices along the axes, such as 2x4", metavar="DATAxMODEL")
-    seed: int = _option("seed of problems and draws", 0, type=int)
-    held_out: int = _option("held-out sums that are measured", 400, type=int)
-    export: Path | None = _option("directory of the finished model or adapter", type=Path)
-
-
-def add_options(parser: argparse.ArgumentParser, fields: Sequence[Any], recipe: str = "") -> None:
-    """Adds the fields of an options class to a parser."""
-    for option in fields:
-        parse = dict(option.metadata["parse"])
-        if option.name == "preset":
-            parse["choices"] = list(PRESETS[recipe])
-        parser.add_argument(f"--{option.name.replace('_', '-')}", default=option.default, help=option.metadata["help"],
-                            **parse)
+    seed: int = _option("seed of problems and draws", 0)
+    held_out: int = _option("held-out sums that are measured", 400)
+    export: Path | None = _option("directory of the finished model or adapter")
 
 
 def from_arguments(args: argparse.Namespace) -> Options:

@@ -47,9 +47,9 @@ class ProblemTask:
     """A kind of problem.
 
     Attributes:
-        name: the word that its prompts begin with. summary: one line, with an example.
-        make: from a source of randomness to the prompt without that word, and one right answer.
-        check: whether an answer to such a prompt is right; there may be several right ones.
+        name: word that its prompts begin with. summary: one line, with an example.
+        make: draws the body of a prompt, which stands between that word and "=", and one right answer.
+        check: returns True if a text is a right answer to a body; there may be several.
     """
 
     name: str
@@ -67,31 +67,28 @@ class Problem:
     answer: str
 
     def correct(self, text: str) -> bool:
-        """Whether `text` answers the prompt, all of it and nothing else."""
-        return TASKS[self.task].check(self.prompt.removeprefix(self.task + " "), text)
+        """Returns True if `text` answers the prompt, all of it and nothing else."""
+        return TASKS[self.task].check(self.prompt.removeprefix(self.task + " ").removesuffix("="), text)
 
 
 def held_out(prompt: str) -> bool:
-    """Whether a prompt is kept from training."""
+    """Returns True if a prompt is kept from training."""
     return zlib.crc32(prompt.encode()) % HELD_OUT == 0
 
 
 def draw(task: str, rng: random.Random, held: bool = False) -> Problem:
-    """The next problem of a task that is (or is not) held out."""
+    """Returns the next problem of a task that is (or is not) held out."""
     while True:
         body, answer = TASKS[task].make(rng)
-        if held_out(prompt := f"{task} {body}") == held:
+        if held_out(prompt := f"{task} {body}=") == held:
             return Problem(task, prompt, answer)
 
 
 def problems(task: str, count: int, seed: int = 0, held: bool = True) -> list[Problem]:
-    """`count` different problems, the same at every call; a larger count only appends problems.
+    """Returns `count` different problems, the same at every call; a larger count only appends problems.
 
     Args:
         held: True: problems that the shipped model was not trained on; False: those that training draws from.
-
-    Raises:
-        ValueError: an unknown task, or a count below 1.
     """
     if task not in TASKS:
         raise ValueError(f"task: got {task!r}, takes one of {', '.join(TASKS)}")
@@ -105,25 +102,25 @@ def problems(task: str, count: int, seed: int = 0, held: bool = True) -> list[Pr
 
 
 def vocabulary() -> list[str]:
-    """The tokens by id: ends first, then task words and characters, the mask last."""
+    """Returns the tokens by id: ends first, then task words and characters, the mask last."""
     return [END, *TASKS, *_CHARACTERS, MASK]
 
 
 @functools.cache
 def ids() -> dict[str, int]:
-    """The id of each token."""
+    """Returns the id of each token."""
     return {token: i for i, token in enumerate(vocabulary())}
 
 
 def encode(text: str) -> list[int]:
-    """Token ids of a prompt or an answer; faster than `tokenizer`, with the same result."""
+    """Returns the token ids of a prompt or an answer; faster than `tokenizer`, with the same result."""
     word, space, rest = text.partition(" ")
     return [ids()[word], *map(ids().__getitem__, rest)] if space else [ids()[c] for c in text]
 
 
 def tokenizer() -> Tokenizer:
-    """A tokenizer with a token for each task word and for each character. Spaces only separate. Other characters are an
-    error."""
+    """Returns a tokenizer with a token for each task word and for each character. Spaces only separate; other
+    characters are an error."""
     backend = Tokenizer(models.WordLevel(ids()))
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Split(Regex("[a-z]+|."), "isolated")])
@@ -132,72 +129,45 @@ def tokenizer() -> Tokenizer:
     return backend
 
 
-def _letters(rng: random.Random, distinct: bool = False) -> list[str]:
-    length = rng.randint(3, 6)
-    return rng.sample(SYMBOLS, length) if distinct else rng.choices(SYMBOLS, k=length)
+def _letters(rng: random.Random) -> str:
+    return "".join(rng.choices(SYMBOLS, k=rng.randint(3, 6)))
 
 
-def _copy(rng: random.Random) -> tuple[str, str]:
-    text = "".join(_letters(rng))
-    return f"{text}=", text
+def _order(rng: random.Random) -> str:
+    text = _letters(rng)
+    return f"{text}:{''.join(str(i + 1) for i in rng.sample(range(len(text)), len(text)))}"
 
 
-def _reverse(rng: random.Random) -> tuple[str, str]:
-    text = "".join(_letters(rng))
-    return f"{text}=", text[::-1]
+def _change(rng: random.Random) -> str:
+    text = _letters(rng)
+    return f"{text}:{rng.choice(text)}{rng.choice(SYMBOLS)}"
 
 
-def _sort(rng: random.Random) -> tuple[str, str]:
-    text = "".join(_letters(rng))
-    return f"{text}=", "".join(sorted(text))
-
-
-def _pick(rng: random.Random) -> tuple[str, str]:
-    items = _letters(rng)
-    order = rng.sample(range(len(items)), len(items))
-    return f"{''.join(items)}:{''.join(str(i + 1) for i in order)}=", "".join(items[i] for i in order)
-
-
-def _replace(rng: random.Random) -> tuple[str, str]:
-    text = "".join(_letters(rng))
-    old, new = rng.choice(text), rng.choice(SYMBOLS)
-    return f"{text}:{old}{new}=", text.replace(old, new)
+def _sum(rng: random.Random) -> str:
+    return "+".join([f"{rng.randrange(*rng.choice([(10, 100), (100, 1000)])):03}" for _ in range(2)])
 
 
 def _shuffle(rng: random.Random) -> tuple[str, str]:
-    items = _letters(rng, distinct=True)
+    items = rng.sample(SYMBOLS, rng.randint(3, 6))
     other = items
     while other == items:
         other = rng.sample(items, len(items))
-    return f"{''.join(items)}=", "".join(other)
-
-
-def _shuffled(prompt: str, text: str) -> bool:
-    items = prompt.removesuffix("=")
-    return text != items and sorted(text) == sorted(items)
-
-
-def _add(rng: random.Random) -> tuple[str, str]:
-    a, b = (rng.randrange(*rng.choice([(10, 100), (100, 1000)])) for _ in range(2))
-    return f"{a:03}+{b:03}=", f"{a + b:04}"
-
-
-def _balanced(rng: random.Random, pairs: int) -> str:
-    if pairs == 0:
-        return ""
-    inside = rng.randrange(pairs)
-    kind = rng.choice(list(PAIRS))
-    return kind + _balanced(rng, inside) + PAIRS[kind] + _balanced(rng, pairs - 1 - inside)
+    return "".join(items), "".join(other)
 
 
 def _brackets(rng: random.Random) -> tuple[str, str]:
-    text = _balanced(rng, rng.randint(2, 4))
+    def balanced(pairs: int) -> str:
+        if pairs == 0:
+            return ""
+        inside, kind = rng.randrange(pairs), rng.choice(list(PAIRS))
+        return kind + balanced(inside) + PAIRS[kind] + balanced(pairs - 1 - inside)
+
+    text = balanced(rng.randint(2, 4))
     blanks = set(rng.sample(range(len(text)), rng.randint(2, len(text) - 1)))
-    return "".join(BLANK if i in blanks else c for i, c in enumerate(text)) + "=", text
+    return "".join(BLANK if i in blanks else c for i, c in enumerate(text)), text
 
 
-def _closed(prompt: str, text: str) -> bool:
-    given = prompt.removesuffix("=")
+def _closed(given: str, text: str) -> bool:
     stack: list[str] = []
     for c in text:
         if c in PAIRS:
@@ -212,8 +182,8 @@ def _fits(given: str, text: str) -> bool:
 
 
 @functools.cache
-def _grids() -> tuple[str, ...]:
-    """All 288 4x4 sudoku grids: rows, columns and 2x2 boxes hold 1 to 4."""
+def sudoku_grids() -> tuple[str, ...]:
+    """Returns all 288 4x4 sudoku grids: rows, columns and 2x2 boxes hold 1 to 4."""
     rows = ["".join(p) for p in itertools.permutations("1234")]
     differ = lambda a, b: all(x != y for x, y in zip(a, b, strict=True))
     bands = [(a, b) for a in rows for b in rows if len({*a[:2], *b[:2]}) == 4 and len({*a[2:], *b[2:]}) == 4]
@@ -222,47 +192,40 @@ def _grids() -> tuple[str, ...]:
 
 @functools.cache
 def _cells() -> np.ndarray:
-    """The grids as `u8[288, 16]`."""
-    return np.array([[int(c) for c in grid] for grid in _grids()], np.uint8)
+    """Returns the grids as `u8[288, 16]`."""
+    return np.array([[int(c) for c in grid] for grid in sudoku_grids()], np.uint8)
 
 
 def _sudoku(rng: random.Random) -> tuple[str, str]:
     while True:
-        grid = rng.choice(_grids())
+        grid = rng.choice(sudoku_grids())
         blanks = set(rng.sample(range(16), rng.randint(6, 10)))
         clues = [i for i in range(16) if i not in blanks]
         if (_cells()[:, clues] == [int(grid[i]) for i in clues]).all(1).sum() == 1:
-            return "".join(BLANK if i in blanks else c for i, c in enumerate(grid)) + "=", grid
+            return "".join(BLANK if i in blanks else c for i, c in enumerate(grid)), grid
 
 
-def _solved(prompt: str, text: str) -> bool:
-    return text in _grids() and _fits(prompt.removesuffix("="), text)
-
-
-def _one_answer(answer: Callable[[str], str]) -> Callable[[str, str], bool]:
-    return lambda prompt, text: text == answer(prompt.removesuffix("="))
-
-
-def _picked(body: str) -> str:
-    items, order = body.split(":")
-    return "".join(items[int(i) - 1] for i in order)
-
-
-def _replaced(body: str) -> str:
-    items, pair = body.split(":")
-    return items.replace(pair[0], pair[1])
+def _one_answer(name: str, summary: str, body: Callable[[random.Random], str], answer: Callable[..., str]
+                ) -> ProblemTask:
+    """Returns a task whose bodies, of parts between colons, have one answer."""
+    of = lambda body: answer(*body.split(":"))
+    return ProblemTask(name, summary, lambda rng: (made := body(rng), of(made)), lambda body, text: text == of(body))
 
 
 TASKS: dict[str, ProblemTask] = {task.name: task for task in (
-    ProblemTask("copy", "the same list: BCA to BCA", _copy, _one_answer(lambda body: body)),
-    ProblemTask("reverse", "from the end: BCA to ACB", _reverse, _one_answer(lambda body: body[::-1])),
-    ProblemTask("sort", "in alphabetical order: BCA to ABC", _sort, _one_answer(lambda body: "".join(sorted(body)))),
-    ProblemTask("pick", "by places: BCA:231 to CAB", _pick, _one_answer(_picked)),
-    ProblemTask("replace", "each of one element by another: BCB:BA to ACA", _replace, _one_answer(_replaced)),
-    ProblemTask("shuffle", "any other order: BCA to CBA, or ABC, ...", _shuffle, _shuffled),
-    ProblemTask("add", "two numbers of 2 or 3 digits, filled up with zeros: 095+917 to 1012", _add,
-                _one_answer(lambda body: f"{sum(map(int, body.split('+'))):04}")),
+    _one_answer("copy", "the same list: BCA to BCA", _letters, lambda items: items),
+    _one_answer("reverse", "from the end: BCA to ACB", _letters, lambda items: items[::-1]),
+    _one_answer("sort", "in alphabetical order: BCA to ABC", _letters, lambda items: "".join(sorted(items))),
+    _one_answer("pick", "by places: BCA:231 to CAB", _order,
+                lambda items, order: "".join(items[int(i) - 1] for i in order)),
+    _one_answer("replace", "each of one element by another: BCB:BA to ACA", _change,
+                lambda items, pair: items.replace(*pair)),
+    ProblemTask("shuffle", "any other order: BCA to CBA, or ABC, ...", _shuffle,
+                lambda items, text: text != items and sorted(text) == sorted(items)),
+    _one_answer("add", "two numbers of 2 or 3 digits, filled up with zeros: 095+917 to 1012", _sum,
+                lambda terms: f"{sum(map(int, terms.split('+'))):04}"),
     ProblemTask("brackets", "any balanced text that fits: (__) to ([]), ()(), ...", _brackets, _closed),
-    ProblemTask("sudoku", "4x4 with 6 to 10 blanks and one solution", _sudoku, _solved),
+    ProblemTask("sudoku", "4x4 with 6 to 10 blanks and one solution", _sudoku,
+                lambda given, text: text in sudoku_grids() and _fits(given, text)),
 )}
 """By name."""

@@ -24,25 +24,23 @@ tokens pass before anything is recalled.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer
 
 from decodax.bench.figures import markdown_table
 from decodax.models import Transformer
 from decodax.models.families import read_config
-from decodax.train.export import export_model, model_card
 from decodax.train.language_model import WeightedAnswers, likeliest
 from recipes.options import Options
-from recipes.run import Recipe
+from recipes.run import Recipe, llama_config, publish, word_tokenizer
 
 SYLLABLES = [c + v for c in "bdfgklmn" for v in "aeio"]
 NUMBERS = [f"{n:02}" for n in range(100)]
@@ -64,18 +62,15 @@ STAGES = ((400, 64, 64), (350, 64, 64), (500, 128, 32), (1000, 256, 16), (1000, 
 """Number of steps, length and number of their texts. In the first stage texts are spans that repeat, without questions.
 """
 
-CONFIG = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "vocab_size": len(VOCABULARY),
-          "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
-          "intermediate_size": 320, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
-          "hidden_act": "silu", "tie_word_embeddings": True}
+CONFIG = llama_config(len(VOCABULARY), model_type="qwen2", architectures=["Qwen2ForCausalLM"], hidden_size=128,
+                      num_hidden_layers=4, num_key_value_heads=2, intermediate_size=320, max_position_embeddings=2048)
 
 INTRODUCTION = """A small Qwen2-shaped model that answers questions on long texts, in the manner of RULER (Hsieh et al.
 2024). It is made to measure what cache policies lose: `python scripts/evaluate.py caches`. Its language is that of
 `scripts/recipes/recall.py`."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Question:
+class Question(NamedTuple):
     """A question with its answer, as words with spaces between; the answer has no end token."""
 
     task: str
@@ -83,10 +78,12 @@ class Question:
     answer: str
 
 
-@dataclasses.dataclass(frozen=True)
-class RecallProblem(Question):
+class RecallProblem(NamedTuple):
     """A question on a text."""
 
+    task: str
+    question: str
+    answer: str
     context: str
 
     @property
@@ -94,51 +91,41 @@ class RecallProblem(Question):
         return f"{self.context} {self.question}"
 
     def correct(self, text: str) -> bool:
-        """Returns whether an answer is right, word for word."""
+        """Returns True if an answer is right, word for word."""
         return text.split() == self.answer.split()
 
 
 def tokenizer() -> Tokenizer:
     """Returns the tokenizer of whole words."""
-    made = Tokenizer(models.WordLevel(ID, unk_token=PAD))
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    made.add_special_tokens([PAD, END])
-    return made
+    return word_tokenizer(ID, [PAD, END])
 
 
 class _Text:
     """Facts that are to be scattered over a text, and the questions that they answer."""
 
     def __init__(self, rng: random.Random) -> None:
-        self.rng = rng
-        self.names = rng.sample(NAMES, len(NAMES))
+        self.rng, self.names = rng, rng.sample(NAMES, len(NAMES))
         self.chains: list[list[list[str]]] = []     # each in its own order
         self.questions: list[Question] = []
 
-    def _value(self, count: int) -> list[str]:
-        return self.rng.choices(NUMBERS, k=count)
-
     def add(self, task: str) -> None:
-        name = self.names.pop()
+        name, value = self.names.pop(), lambda count: self.rng.choices(NUMBERS, k=count)
+        ask, answer = [ASK, name], []
         if task in ("recall", "needle"):
-            value = self._value(4)
-            self.chains.append([[name, *value, PERIOD]])
-            self._ask(task, [ASK, name], value)
+            answer = value(4)
+            self.chains.append([[name, *answer, PERIOD]])
         elif task == "values":
-            values = [self._value(2) for _ in range(3)]
-            self.chains.append([[name, *value, PERIOD] for value in values])
-            self._ask(task, [ALL, name], list(itertools.chain(*values)))
+            values = [value(2) for _ in range(3)]
+            self.chains.append([[name, *each, PERIOD] for each in values])
+            ask, answer = [ALL, name], list(itertools.chain(*values))
         elif task == "track":
-            value, chain = self._value(4), [name, *(self.names.pop() for _ in range(self.rng.randint(1, 2)))]
-            self.chains.append([[name, *value, PERIOD], *([b, a, PERIOD] for a, b in itertools.pairwise(chain))])
-            self._ask(task, [ASK, chain[-1]], [*chain[-2::-1], *value])
+            own, chain = value(4), [name, *(self.names.pop() for _ in range(self.rng.randint(1, 2)))]
+            self.chains.append([[name, *own, PERIOD], *([b, a, PERIOD] for a, b in itertools.pairwise(chain))])
+            ask, answer = [ASK, chain[-1]], [*chain[-2::-1], *own]
         else:
-            span = self.rng.choices(WORDS, k=SPAN)
-            self.chains.append([[name, OPEN, *span, CLOSE]])
-            self._ask(task, [COPY, name], [OPEN, *span, CLOSE])
-
-    def _ask(self, task: str, question: list[str], answer: list[str]) -> None:
-        self.questions.append(Question(task, " ".join(question), " ".join(answer)))
+            ask, answer = [COPY, name], [OPEN, *self.rng.choices(WORDS, k=SPAN), CLOSE]
+            self.chains.append([[name, *answer]])
+        self.questions.append(Question(task, " ".join(ask), " ".join(answer)))
 
     @property
     def size(self) -> int:
@@ -176,11 +163,7 @@ _OTHERS = {"needle": ("needle", 3), "values": ("needle", 4), "track": ("track", 
 
 
 def problems(task: str, count: int, length: int, seed: int = 0) -> list[RecallProblem]:
-    """Returns `count` problems of a task, with texts of `length` words.
-
-    Raises:
-        ValueError: an unknown task, or a length that the facts do not fit in.
-    """
+    """Returns `count` problems of a task, with texts of `length` words."""
     if task not in TASKS:
         raise ValueError(f"task: got {task!r}, takes one of {', '.join(TASKS)}")
     out = []
@@ -196,17 +179,13 @@ def problems(task: str, count: int, length: int, seed: int = 0) -> list[RecallPr
                 text.add(other)
         if text.size > length:
             raise ValueError(f"length: got {length}, takes at least {text.size} for {task}")
-        asked = text.questions[0]
-        out.append(RecallProblem(asked.task, asked.question, asked.answer, " ".join(text.strewn(length))))
+        out.append(RecallProblem(*text.questions[0], " ".join(text.strewn(length))))
     return out
 
 
 def training_text(length: int, rng: random.Random) -> tuple[np.ndarray, np.ndarray]:
-    """Returns a text followed by questions, for training.
-
-    Returns:
-        Tokens `i32[length + 1]`, and True for those of answers `bool[length + 1]`.
-    """
+    """Returns the tokens of a text followed by questions, `i32[length + 1]`, and True for those of answers,
+    `bool[length + 1]`."""
     text = _Text(rng)
     share = rng.uniform(0.4, 0.85)              # of the text before the questions
     dense = rng.random() ** 2 * 0.9             # of that, facts
@@ -226,8 +205,7 @@ def training_text(length: int, rng: random.Random) -> tuple[np.ndarray, np.ndarr
 def repeating_text(length: int, rng: random.Random) -> tuple[np.ndarray, np.ndarray]:
     """Returns random words in which spans of 3 to 11 repeat after gaps of any length, for the first stage. The answers
     are the repeated spans without their first words."""
-    words: list[int] = []
-    answers: list[bool] = []
+    words, answers = list[int](), list[bool]()
     while len(words) <= length:
         count = rng.randint(3, 11)
         if again := len(words) > 6 and rng.random() < 0.5:
@@ -292,14 +270,13 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
                                [[task, *(f"{x:.0%}" for x in row.values())] for task, row in figures.items()])
         lengths_trained = ", ".join(map(str, dict.fromkeys(min(length, longest) for _, length, _ in STAGES)))
         facts |= {"lengths": lengths_trained, "accuracy": figures}
-        card = model_card("recall", model, facts, introduction=INTRODUCTION, tags=["long-context"], rows={
+        publish(target, "recall", model, shipped, tokenizer(), facts, {"eos_token": END, "pad_token": PAD}, CONFIG,
+                introduction=INTRODUCTION, tags=["long-context"], rows={
             "lengths of training texts": f"{lengths_trained} tokens",
             "training": f"AdamW, cross-entropy, context tokens at {WeightedAnswers.outside:g} of an answer's weight, "
                         "float32 master weights"},
             figures=f"Right answers on {options.problems} held-out problems a task, greedy, with the shipped weights "
                     f"in float32:\n\n{table}")
-        export_model(target, model, shipped, tokenizer(), special={"eos_token": END, "pad_token": PAD}, card=card,
-                     facts=facts, config=CONFIG)
         return f"right answers\n{table}"
 
     def batch(run: Any) -> tuple[np.ndarray, np.ndarray]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,21 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from rich.console import Console
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from decodax.train.export import hardware
-from decodax.train.loop import (
-    Objective,
-    Schedule,
-    TrainingRun,
-    adamw,
-    cast,
-    keep_freed_memory,
-    make_mesh,
-    muon,
-    place_batch,
-    place_state,
-    update,
-)
+from decodax.models import Transformer
+from decodax.train import loop
+from decodax.train.export import export_model, hardware, model_card
 from recipes.options import Options
 
 Tree = Any
@@ -37,23 +27,20 @@ Tree = Any
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a run trains, on what, and how it is measured.
+    """The first weights of a run, its loss, its data, and how it is measured.
 
-    Attributes:
-        params: the first weights.
-        objective: the loss. batch: returns the batch of the run's next step. tokens: counts the tokens of a batch.
-        evaluate: returns held-out figures of weights on the way.
-        finish: writes what is shipped into a directory, from the weights as they are shipped, the same in float32, and
-            the facts of the run; returns a line that says how good they are.
-        extra: returns the third argument of the objective for a step. shardings: of the weights; None: replicated.
-        decay_pace: see `TrainingRun`. rounded: whether weights are shipped in bfloat16.
+    `batch` returns the batch of the run's next step, and `tokens` counts its tokens. `evaluate` returns held-out
+    figures on the way. `finish` writes what is shipped into a directory, from the weights as they are shipped, the same
+    in float32, and the facts of the run; it returns a line that says how good they are. `extra` returns the third
+    argument of the loss for a step. Without `shardings` weights are replicated. `decay_pace` is that of
+    `TrainingRun`; `rounded` is True if weights are shipped in bfloat16.
     """
 
     params: Tree
-    objective: Objective
-    batch: Callable[[TrainingRun], Any]
+    objective: loop.Objective
+    batch: Callable[[loop.TrainingRun], Any]
     tokens: Callable[[Any], int]
-    evaluate: Callable[[Tree, TrainingRun], Mapping[str, float]]
+    evaluate: Callable[[Tree, loop.TrainingRun], Mapping[str, float]]
     finish: Callable[[Path, Tree, Tree, dict[str, Any]], str]
     extra: Callable[[int], Any] = lambda step: None
     shardings: Tree | None = None
@@ -61,52 +48,70 @@ class Recipe:
     rounded: bool = True
 
 
+def publish(target: Path, name: str, model: Transformer, shipped: Tree, tokenizer: Tokenizer, facts: dict[str, Any],
+            special: Mapping[str, str], config: Mapping[str, Any] | None = None, **card: Any) -> None:
+    """Writes the directory of a model, with a model card; `card` are the other arguments of `model_card`."""
+    export_model(target, model, shipped, tokenizer, special=special, facts=facts, config=config,
+                 card=model_card(name, model, facts, **card))
+
+
+def llama_config(vocab: int, **changes: Any) -> dict[str, Any]:
+    """Returns the config.json of a small Llama, with changes."""
+    return {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": vocab, "hidden_size": 96,
+            "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 256,
+            "max_position_embeddings": 256, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "hidden_act": "silu",
+            "tie_word_embeddings": True, **changes}
+
+
+def word_tokenizer(ids: Mapping[str, int], special: Sequence[str], pieces: str | None = None) -> Tokenizer:
+    """Returns a tokenizer of whole words, the first of `special` for others; `pieces` is a regular expression of a
+    word, and without it words have spaces between them."""
+    found = Tokenizer(models.WordLevel(dict(ids), unk_token=special[0]))
+    found.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if pieces is not None:
+        found.pre_tokenizer = pre_tokenizers.Split(Regex(pieces), "isolated")
+        found.decoder = decoders.Fuse()
+    found.add_special_tokens(list(special))
+    return found
+
+
 def train(options: Options, on_step: Callable[[int], None] | None = None,
-          console: Console | None = None) -> TrainingRun:
-    """Trains to the end of the schedule and exports.
+          console: Console | None = None) -> loop.TrainingRun:
+    """Trains to the end of the schedule, exports, and returns the finished run.
 
-    Args:
-        on_step: called with the number of steps done, after each of them.
-        console: where progress is printed; None: the terminal.
-
-    Returns:
-        The finished run.
-
-    Raises:
-        ValueError: options that do not fit the devices, the checkpoint or the model to start from.
+    `on_step` is called with the number of steps done, after each of them; `console` is the terminal by default.
     """
-    console = console or Console()
-    options.output.mkdir(parents=True, exist_ok=True)
+    o, console = options, console or Console()
+    o.output.mkdir(parents=True, exist_ok=True)
     # math.gcd(n, 0) is n
-    mesh = make_mesh(options.model_parallel, options.devices or math.gcd(jax.device_count(), options.settings.rows))
-    made: Recipe = importlib.import_module(f"recipes.{options.recipe}").recipe(options, mesh, console)
-    tx = (muon if options.optimizer == "muon" else adamw)(options.weight_decay)
-    params, opt = place_state(made.params, tx, mesh, made.shardings)
-    decay_from = options.warmup if options.steps is not None and options.decay_from is None else options.decay_from
-    schedule = Schedule(**{"peak": options.peak, "warmup": options.warmup, "steps": options.steps,
-                           "decay_from": decay_from, **options.settings.schedule})
-    run = TrainingRun(options.output, options.identity(), params, opt, schedule, options.minutes, options.decay_share,
-                      made.decay_pace)
+    mesh = loop.make_mesh(o.model_parallel, o.devices or math.gcd(jax.device_count(), o.settings.rows))
+    made: Recipe = importlib.import_module(f"recipes.{o.recipe}").recipe(o, mesh, console)
+    tx = (loop.muon if o.optimizer == "muon" else loop.adamw)(o.weight_decay)
+    params, opt = loop.place_state(made.params, tx, mesh, made.shardings)
+    decay_from = o.warmup if o.steps is not None and o.decay_from is None else o.decay_from
+    schedule = loop.Schedule(**{"peak": o.peak, "warmup": o.warmup, "steps": o.steps, "decay_from": decay_from,
+                                **o.settings.schedule})
+    run = loop.TrainingRun(o.output, o.identity(), params, opt, schedule, o.minutes, o.decay_share, made.decay_pace)
     count = sum(x.size for x in jax.tree.leaves(params))
-    console.print(f"{options.output.name}: {count:,} parameters, {mesh.size} devices", soft_wrap=True)
+    console.print(f"{o.output.name}: {count:,} parameters, {mesh.size} devices", soft_wrap=True)
 
-    def advance(run: TrainingRun) -> tuple[dict[str, jax.Array], int]:
+    def advance(run: loop.TrainingRun) -> tuple[dict[str, jax.Array], int]:
         batch = made.batch(run)
-        run.params, run.opt, scalars = update(made.objective, tx, run.params, run.opt, place_batch(batch, mesh),
-                                              made.extra(run.step), jnp.float32(run.schedule.rate(run.step)))
+        run.params, run.opt, scalars = loop.update(
+            made.objective, tx, run.params, run.opt, loop.place_batch(batch, mesh), made.extra(run.step),
+            jnp.float32(run.schedule.rate(run.step)))
         return scalars, made.tokens(batch)
 
-    run.loop(advance, lambda run: made.evaluate(run.params, run), log_every=options.log_every,
-             eval_every=options.eval_every, save_every=options.save_every, resume=options.resume, console=console,
-             on_step=on_step)
+    run.loop(advance, lambda run: made.evaluate(run.params, run), log_every=o.log_every, eval_every=o.eval_every,
+             save_every=o.save_every, resume=o.resume, console=console, on_step=on_step)
     shipped = jax.tree.map(lambda x: np.asarray(x.astype(jnp.bfloat16) if made.rounded else x), run.params)
-    exact = jax.device_put(cast(shipped, jnp.float32), made.shardings or NamedSharding(mesh, PartitionSpec()))
-    target = options.export or options.output / "model"
+    exact = jax.device_put(loop.cast(shipped, jnp.float32), made.shardings or NamedSharding(mesh, PartitionSpec()))
+    target = o.export or o.output / "model"
     target.mkdir(parents=True, exist_ok=True)
-    facts = {"preset": options.preset, "steps": run.step, "tokens": run.tokens, "parameters": int(count),
-             "hours": round(run.seconds / 3600, 3), "hardware": hardware(mesh.size),
-             "command": options.command(run.step, run.schedule.decay_from)}
-    told = made.finish(target, shipped, exact, facts)
+    told = made.finish(target, shipped, exact, {
+        "preset": o.preset, "steps": run.step, "tokens": run.tokens, "parameters": int(count),
+        "hours": round(run.seconds / 3600, 3), "hardware": hardware(mesh.size),
+        "command": o.command(run.step, run.schedule.decay_from)})
     console.print(f"{target}: {count:,} parameters after {run.step} steps: {told}", soft_wrap=True, highlight=False)
     return run
 
@@ -114,5 +119,5 @@ def train(options: Options, on_step: Callable[[int], None] | None = None,
 def main(options: Options) -> None:
     """Trains on all devices. A CPU is shown as one device a core: its element-wise operations then use all cores."""
     jax.config.update("jax_num_cpu_devices", options.devices or len(os.sched_getaffinity(0)))
-    keep_freed_memory()
+    loop.keep_freed_memory()
     train(options)

@@ -19,48 +19,43 @@ is kept from training.
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
+import operator
 import random
 import zlib
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from rich.console import Console
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer
 
 from decodax.models import Transformer
 from decodax.models.families import read_config
-from decodax.train.export import export_model, model_card
 from decodax.train.language_model import WeightedAnswers, likeliest
 from recipes.options import Options
-from recipes.run import Recipe
+from recipes.run import Recipe, llama_config, publish, word_tokenizer
 
 END, PAD = "<|end|>", "<|pad|>"
 VOCABULARY = [PAD, END, *"0123456789+-*=\n"]
 ID = {word: i for i, word in enumerate(VOCABULARY)}
 LONGEST = 8
 """Count of numbers of the longest sum in training."""
-
 LENGTH = 3 * LONGEST + 1 + 9 * (LONGEST - 1) + 3
 """Tokens of the longest problem with its answer."""
-
 ROWS, NUMBERS = 64, 6
 """Rows of a training step, and the count of numbers of the sums that are measured."""
 
-CONFIG = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": len(VOCABULARY),
-          "hidden_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 4,
-          "intermediate_size": 256, "max_position_embeddings": 256, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
-          "hidden_act": "silu", "tie_word_embeddings": True}
+CONFIG = llama_config(len(VOCABULARY))
 
 INTRODUCTION = """A small Llama-shaped model that works out sums step by step, and errs now and then. It is made to
 measure what samples, votes and searches make of a model that is right at most steps: `python scripts/evaluate.py
 search`. Its language is that of `scripts/recipes/sums.py`."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Sum:
+class Sum(NamedTuple):
     """A problem. `answer` has no end token; `result` is its last line."""
 
     prompt: str
@@ -75,8 +70,7 @@ class Sum:
         return self.answer.split("\n")[:-1]
 
 
-def worked(a: int, sign: str, b: int) -> int:
-    return (a + b if sign == "+" else a - b if sign == "-" else a * b) % 100
+WORKED: dict[str, Callable[[int, int], int]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
 
 def draw(numbers: int, rng: random.Random) -> Sum:
@@ -86,7 +80,7 @@ def draw(numbers: int, rng: random.Random) -> Sum:
     for _ in range(numbers - 1):
         sign = rng.choice("+-*")
         other = rng.randrange(2, 10) if sign == "*" else rng.randrange(100)
-        after = worked(value, sign, other)
+        after = WORKED[sign](value, other) % 100
         prompt += f"{sign}{other:02}"
         lines.append(f"{value:02}{sign}{other:02}={after:02}")
         value = after
@@ -95,6 +89,13 @@ def draw(numbers: int, rng: random.Random) -> Sum:
 
 def held_out(prompt: str) -> bool:
     return zlib.crc32(prompt.encode()) % 16 == 0
+
+
+def draw_new(rng: random.Random, numbers: int | None = None) -> Sum:
+    """Returns a problem that is not held out, with this count of numbers or a random one."""
+    while held_out((problem := draw(numbers or rng.randrange(2, LONGEST + 1), rng)).prompt):
+        pass
+    return problem
 
 
 def problems(count: int, numbers: int, seed: int = 0) -> list[Sum]:
@@ -110,19 +111,13 @@ def problems(count: int, numbers: int, seed: int = 0) -> list[Sum]:
 def right_steps(problem: Sum, text: str) -> tuple[int, int]:
     """Returns how many of a text's first lines are right one after the other, and how many lines are complete. The
     result, which has no line end, counts as a line if the text has it."""
-    wanted = [*problem.steps, problem.result]
-    lines = text.split("\n")
+    wanted, lines = problem.answer.split("\n"), text.split("\n")
     done = lines if len(lines) == len(wanted) and len(lines[-1]) == 2 else lines[:-1]
-    right = 0
-    for line, want in zip(done, wanted, strict=False):
-        if line != want:
-            break
-        right += 1
-    return right, len(done)
+    same = (a == b for a, b in zip(done, wanted, strict=False))
+    return sum(itertools.takewhile(bool, same)), len(done)
 
 
-def encode(text: str) -> list[int]:
-    return [ID[c] for c in text]
+encode = lambda text: [ID[c] for c in text]
 
 
 def training_batch(rows: int, seed: int, step: int) -> tuple[np.ndarray, np.ndarray]:
@@ -130,9 +125,7 @@ def training_batch(rows: int, seed: int, step: int) -> tuple[np.ndarray, np.ndar
     rng = random.Random(f"train {seed} {step}")
     tokens, answers = np.zeros((rows, LENGTH), np.int32), np.zeros((rows, LENGTH), bool)
     for i in range(rows):
-        problem = draw(rng.randrange(2, LONGEST + 1), rng)
-        while held_out(problem.prompt):
-            problem = draw(rng.randrange(2, LONGEST + 1), rng)
+        problem = draw_new(rng)
         prompt, answer = encode(problem.prompt), [*encode(problem.answer), ID[END]]
         tokens[i, :len(prompt) + len(answer)] = prompt + answer
         answers[i, len(prompt):len(prompt) + len(answer)] = True
@@ -141,11 +134,7 @@ def training_batch(rows: int, seed: int, step: int) -> tuple[np.ndarray, np.ndar
 
 def tokenizer() -> Tokenizer:
     """Returns the tokenizer, with one token for each character."""
-    found = Tokenizer(models.WordLevel(ID, unk_token=PAD))
-    found.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    found.decoder = decoders.Fuse()
-    found.add_special_tokens([PAD, END])
-    return found
+    return word_tokenizer(ID, [PAD, END], r"[\s\S]")
 
 
 def accuracy(model: Transformer, params: Any, count: int, numbers: int = NUMBERS) -> tuple[float, float]:
@@ -157,10 +146,8 @@ def accuracy(model: Transformer, params: Any, count: int, numbers: int = NUMBERS
         row[:len(ids)] = ids
     lines, whole = 0, 0
     for row, told, problem in zip(tokens, np.asarray(likeliest(model, params, tokens)), asked, strict=True):
-        at, right = len(problem.prompt), 0
-        for step in problem.steps:
-            right += bool((told[at - 1:at - 1 + len(step)] == row[at:at + len(step)]).all())
-            at += len(step) + 1
+        at = len(problem.prompt) + 9 * np.arange(len(problem.steps))[:, None] + np.arange(8)
+        right = (told[at - 1] == row[at]).all(1).sum()
         lines += right
         whole += right == len(problem.steps)
     return lines / (count * (numbers - 1)), whole / count
@@ -174,13 +161,12 @@ def recipe(options: Options, mesh: jax.sharding.Mesh, console: Console) -> Recip
         step, whole = accuracy(model, exact, options.problems or 1)
         facts |= {"numbers": NUMBERS, "problems": options.problems, "step": step, "whole": whole}
         told = f"{step:.1%} of steps are right, and {whole:.0%} of sums"
-        card = model_card("sums", model, facts, introduction=INTRODUCTION, tags=["reasoning"], rows={
+        publish(target, "sums", model, shipped, tokenizer(), facts, {"eos_token": END, "pad_token": PAD}, CONFIG,
+                introduction=INTRODUCTION, tags=["reasoning"], rows={
             "training": f"AdamW, cross-entropy, tokens of prompts at {WeightedAnswers.outside:g} of an answer's "
                         "weight, float32 master weights"},
             figures=f"On {options.problems} held-out sums of {NUMBERS} numbers, with the shipped weights in float32 "
                     f"and the steps before given:\n{told}.")
-        export_model(target, model, shipped, tokenizer(), special={"eos_token": END, "pad_token": PAD}, card=card,
-                     facts=facts, config=CONFIG)
         return told
 
     return Recipe(

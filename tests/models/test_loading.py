@@ -1,7 +1,5 @@
 """`dx.load` before any weight is read: what it refuses by name, what it takes from which file, its recipes."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

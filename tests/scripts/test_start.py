@@ -1,8 +1,7 @@
 """Each program in scripts/ starts from the root of the repository, and takes the arguments that its docstring and the
 guides write."""
 
-from __future__ import annotations
-
+import inspect
 import json
 import re
 import shlex
@@ -15,6 +14,7 @@ import evaluate
 import pytest
 import train
 
+from decodax.common.registry import ALGORITHMS
 from recipes.options import from_arguments
 
 ROOT = Path(__file__).parents[2]
@@ -106,7 +106,8 @@ def test_the_command_of_a_shipped_model_is_one_that_repeats_itself(figures):
 
 def test_every_written_command_is_one_that_its_program_takes():
     pages = [*(ROOT / "scripts").rglob("*.py"), *(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
-    commands = [command for page in pages for command in written(page.read_text())]
+    texts = [*(page.read_text() for page in pages), *(inspect.getdoc(e.make) or "" for e in ALGORITHMS.values())]
+    commands = [command for text in texts for command in written(text)]
     assert {Path(command[0]).name for command in commands} == {*PROGRAMS}
     assert start(commands) == {}
 

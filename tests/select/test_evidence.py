@@ -1,13 +1,8 @@
 """Decisions over trees of classes, evidence from elsewhere, edits, pass@k, and reports: against counting them out."""
 
-from __future__ import annotations
-
 import difflib
 import itertools
-import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -132,14 +127,3 @@ def test_rationales_are_cut_short(tiny_model: Path) -> None:
     assert np.isnan(alone.same).all()
     with pytest.raises(ValueError, match="shares: got"):
         select.faithfulness(lm, problems, (0.5,))
-
-
-@pytest.mark.matrix
-def test_choices_become_training_data(tiny_model: Path, tmp_path: Path) -> None:
-    prompts, out = tmp_path / "prompts.txt", tmp_path / "out.jsonl"
-    prompts.write_text("a b\nc\n")
-    subprocess.run([sys.executable, "scripts/train.py", "selection", str(tiny_model), str(prompts), str(out), "--rule",
-                    "mbr", "--n", "3", "--max-new-tokens", "4"], check=True, cwd=Path(__file__).parents[2])
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [row["prompt"] for row in rows] == ["a b", "c"]
-    assert all(set(row) == {"prompt", "completion", "score"} for row in rows)

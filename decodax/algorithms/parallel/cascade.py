@@ -278,7 +278,7 @@ def sight(count: int, length: int) -> Array:
 
 
 @ALGORITHMS.register("cascade", "Cascaded Text Generation with Markov Transformers", "Deng & Rush 2020",
-                     family="search", needs="a model")
+                     family="search", needs="a model", model="numerals")
 def cascade(lm: Any, barrier: int | None = None, orders: Whole = 4, keep: Count = 32, longest: Count = 32,
             lengths: tuple[float, float, int] | None = None) -> Cascade:
     """Finds all positions of a text at once, by Markov models of increasing order.

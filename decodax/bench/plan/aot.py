@@ -7,11 +7,15 @@ import dataclasses
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
+
 from decodax.bench.plan.count import Setup
+from decodax.bench.report import Instruction, Program, collectives, parse, rounds, traffic
 from decodax.bench.tpu import environment
+from decodax.pallas_kernels.window_attention.reference import WIDE_BLOCK, block_of
 
 
 def devices(topology: str) -> list[Any]:
@@ -20,7 +24,6 @@ def devices(topology: str) -> list[Any]:
     Raises:
         ValueError: libtpu does not know the topology.
     """
-    import jax
     from jax.experimental import topologies
 
     for name, value in environment(topology).items():
@@ -71,11 +74,6 @@ class Compiled:
 
 def compile_round(s: Setup) -> Compiled:
     """Compiles the decoding loop of `generate` for the devices of a setup, which need not exist on this machine."""
-    import jax
-
-    from decodax.bench.report import Instruction, collectives, parse, rounds, traffic
-    from decodax.pallas_kernels.window_attention.reference import WIDE_BLOCK, block_of
-
     try:
         with _no_flags():
             made = s.lower().compile()
@@ -89,23 +87,30 @@ def compile_round(s: Setup) -> Compiled:
     except jax.errors.JaxRuntimeError as error:      # libtpu 0.0.51 cannot print some asynchronous copies
         return Compiled(memory.argument_size_in_bytes, memory.temp_size_in_bytes, None, None, True, _first(error))
     program = parse(text)
-    sizes = {math.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(s.state.cache) if x.ndim >= 3} \
-        if s.algorithm.traits.caches else set()
-    blocks = -(-s.live // block_of(s.capacity, WIDE_BLOCK))
-    loops = [x for x in program.computations[program.entry].values() if x.opcode == "while"]
-    outer = max(loops, key=lambda x: sum(b.bytes for b in x.result), default=None)
-
-    def trips(loop: Instruction) -> int:
-        if loop is outer:
-            return 1
-        # A loop over the blocks of the cache carries the cache; other loops go over rows.
-        if any(math.prod(b.dims) in sizes for b in loop.result):
-            return blocks
-        return rounds(program, loop) or s.rows
-
+    outer, _, trips = loops(s, program)
     body = (outer.attribute("body") or "") if outer is not None else program.entry
     return Compiled(memory.argument_size_in_bytes, memory.temp_size_in_bytes, traffic(program, trips),
                     len(collectives(program, body)), True, text=text)
+
+
+def loops(s: Setup, program: Program) -> tuple[Instruction | None, Callable[[Instruction], bool],
+                                                Callable[[Instruction], int]]:
+    """Returns the decoding loop of a compiled round, a function that is True for loops over the blocks of the cache,
+    and one that returns the number of iterations of a loop in a call of one round."""
+    sizes = {math.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(s.state.cache) if x.ndim >= 3} \
+        if s.algorithm.traits.caches else set()
+    blocks = -(-s.live // block_of(s.capacity, WIDE_BLOCK))
+    outer = max((x for x in program.computations[program.entry].values() if x.opcode == "while"),
+                key=lambda x: sum(b.bytes for b in x.result), default=None)
+
+    def walks(loop: Instruction) -> bool:
+        # A loop over the blocks of the cache carries the cache; other loops go over rows.
+        return loop is not outer and any(math.prod(b.dims) in sizes for b in loop.result)
+
+    def trips(loop: Instruction) -> int:
+        return 1 if loop is outer else blocks if walks(loop) else rounds(program, loop) or s.rows
+
+    return outer, walks, trips
 
 
 def _first(error: Exception) -> str:
