@@ -125,14 +125,15 @@ def forced(model: Any, params: Any, tokens: Any, prompt: int) -> Any:
 def less(args: argparse.Namespace) -> None:
     """A dense cache, a window of 64 tokens, a wider window, and the window with the state of LESS. Texts have 512
     tokens, which count from 128 on."""
-    lm, size, rank, window = dx.load("pycode"), 512, 8, dict(sinks=4, recent=64)
+    lm, size, rank, window = dx.load("pycode"), 512, 8, dict(start_size=4, recent_size=64)
     seen, new = module_texts(lm, TRAIN, size, 2), module_texts(lm, TEST, size, 4)
-    kernels = train.fit_less(lm, seen, rank=rank, hidden=128, epochs=args.epochs, rate=5e-3, progress=True, **window)
+    kernels = train.fit_less(lm, seen, rank=rank, hidden=128, epochs=args.epochs, rate=5e-3, dropout=0.0,
+                             progress=True, **window)
     layers = [kernels.layer(i) for i in range(lm.model.depth)]
     without = LessKernels.of([x.replace(scale=jnp.zeros_like(x.scale)) for x in layers])
     # a state of rank r takes the bytes of r / 2 tokens, so the authors compare with a window that is wider by these
     kinds = {"dense": None, "window": make("less", kernels=without, **window),
-             "wider": make("less", kernels=without, sinks=4, recent=64 + rank // 2),
+             "wider": make("less", kernels=without, start_size=4, recent_size=64 + rank // 2),
              "less": make("less", kernels=kernels, **window)}
     found, held = {}, {}
     for name, kind in kinds.items():
@@ -152,7 +153,7 @@ def reading(args: argparse.Namespace) -> None:
     books = train.fit_key_books(lm, seen, 256, 128, 20)
     some = sinks + recent + taken * (lm.model.config.heads // lm.model.config.kv_heads)
     pages = dict(budget=some - recent, page_size=4, recent=recent, skip=())
-    kinds = {"dense": None, f"sink-window:budget={some}": make("sink-window", budget=some, sinks=sinks),
+    kinds = {"dense": None, f"sink-window:budget={some}": make("sink-window", budget=some, n_sink=sinks),
              "a2ats": make("a2ats", books=books, budget=taken, sinks=sinks, recent=recent, distance=128),
              "act-qkv": make("act-qkv", sinks=sinks, recent=recent, block_size=4, window_size=recent, samples=32,
                              least=1, room=1, budget=some),
