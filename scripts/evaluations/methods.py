@@ -32,6 +32,7 @@ from decodax.caches import Butler, LessKernels, make
 from decodax.caches.sparse.quest import KeyBounds
 from decodax.contrib import arc as arc_encoder
 from decodax.core.capabilities import ReadPrompt, layers_read
+from decodax.core.types import fit_cache
 from decodax.core.window import causal
 from decodax.models import Embeddings
 from decodax.train.attention_predictor import attention_maps, scores_before
@@ -162,7 +163,7 @@ def reading(args: argparse.Namespace) -> None:
     found = {}
     for name, kind in track(kinds.items(), "scoring", console=Console(stderr=True)):
         scored = lm if kind is None else kind.put_on(lm)
-        found[name] = np.array(forced(scored.model.fit(size), scored.params, jnp.array(new, jnp.int32), 384))
+        found[name] = np.array(forced(fit_cache(scored.model, size), scored.params, jnp.array(new, jnp.int32), 384))
     show_losses(found, f"{len(seen)} texts, 256 centroids; {len(new)} texts are scored")
 
 
