@@ -126,7 +126,7 @@ def observe(model: Transformer, params: Weights, tokens: np.ndarray, what: Stati
         def loss(seen: dict[str, Any]) -> Array:
             own = {path: Observed(kernel=kernel_of(path, leaf), seen=seen[path], what=what) if path in seen else leaf
                    for path, leaf in leaves.items()}
-            return _loss(model, jax.tree.unflatten(structure, own.values()), row, diffusion, key)
+            return mean_loss(model, jax.tree.unflatten(structure, own.values()), row, diffusion, key)
 
         added = jax.grad(loss)(zeros)
         return jax.tree.map(jnp.add, total, {path: what.each(found) for path, found in added.items()})
@@ -137,7 +137,7 @@ def observe(model: Transformer, params: Weights, tokens: np.ndarray, what: Stati
     return total
 
 
-def _loss(model: Transformer, params: Weights, tokens: Array, diffusion: Diffusion | None, key: Array) -> Array:
+def mean_loss(model: Transformer, params: Weights, tokens: Array, diffusion: Diffusion | None, key: Array) -> Array:
     """Returns the loss of one sequence `i32[1, T]`."""
     if diffusion is None:
         return _cross_entropy(model.forward(params, tokens[:, :-1]), tokens[:, 1:]).mean()

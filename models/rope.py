@@ -139,11 +139,14 @@ class LinearScaling:
 
 @dataclasses.dataclass(frozen=True)
 class Dynamic:
-    """NTK-aware scaling (bloc97 and emozilla, 2023): the base of the frequencies grows with the number of tokens beyond
-    `trained`.
+    """NTK-aware scaling (bloc97 and emozilla, 2023): the base of the frequencies grows with the length of the sequence
+    beyond `trained`.
+
+    At a length of `n > trained` tokens, the base is multiplied by `(factor n / trained - factor + 1) ** (width / (width
+    - 2))`.
 
     Attributes:
-        factor: new context length divided by the trained one.
+        factor: see the formula; larger values stretch the frequencies more.
         trained: the trained context length, in tokens.
     """
 

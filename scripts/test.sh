@@ -3,7 +3,7 @@
 #
 #     bash scripts/test.sh                      each law on its smallest cases: within 15 minutes on 2 cores
 #     bash scripts/test.sh --wide               what that leaves out and CI runs as well: up to an hour
-#     bash scripts/test.sh --all                the whole matrix, the slow tests and every mesh: hours
+#     bash scripts/test.sh --all                the rest: every parameter, statistics, every mesh: hours
 #     bash scripts/test.sh PYTEST ARGUMENTS     the tests that pytest selects
 #
 # Tests that need a GPU run by `pytest -m gpu` alone. The environment is apart from .venv because it holds libtpu, which
@@ -19,7 +19,7 @@ install "$venv" test
 export JAX_PLATFORMS=cpu
 
 # tests with collectives run in processes without torch, where JAX's CPU collectives do not crash
-mesh="mesh and not wide and not matrix"
+mesh="mesh and not wide and not full"
 mesh_files=(tests/laws/test_mesh.py tests/front/test_api.py tests/front/test_scoring.py tests/scripts/test_train_lm.py
             tests/pallas_kernels/test_vocabulary.py tests/models/formats/test_packed_mesh.py
             tests/caches/test_policies_mesh.py tests/jobs/test_slots_mesh.py tests/algorithms/beams/test_beams_mesh.py
@@ -32,8 +32,9 @@ mesh_files=(tests/laws/test_mesh.py tests/front/test_api.py tests/front/test_sco
 limit=1200
 if [ "${1:-}" = --wide ]; then
     shift
-    set -- -m "wide and not slow and not matrix and not mesh and not gpu" "$@"
-    mesh="mesh and wide and not matrix"
+    "$venv/bin/python" scripts/real_models.py || echo "tests of real models are skipped" >&2
+    set -- -m "wide and not full and not mesh and not gpu" "$@"
+    mesh="mesh and wide and not full"
 elif [ "${1:-}" = --all ]; then
     shift
     set -- -m "not mesh and not gpu" "$@"

@@ -1,7 +1,5 @@
 """Log-probabilities by a forward of a whole text, without a cache: what other ways to decode are held against."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

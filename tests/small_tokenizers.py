@@ -1,7 +1,5 @@
 """Small tokenizers of the kinds that models come with, trained on a few lines."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

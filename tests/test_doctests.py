@@ -1,7 +1,5 @@
 """The examples in docstrings run, module by module under the names that users import."""
 
-from __future__ import annotations
-
 import doctest
 import importlib
 import pkgutil

@@ -1,7 +1,5 @@
 """Each published method is in some listing: of systems, cache policies, searches, rules, or functions."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import re

@@ -1,7 +1,5 @@
 """House rules: what imports what, and how large files and folders are. CONTRIBUTING.md says them in words."""
 
-from __future__ import annotations
-
 import ast
 import collections
 import functools

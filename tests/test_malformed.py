@@ -1,7 +1,5 @@
 """500 malformed calls: each gives a result, or an error that names the argument or file. None hangs, none is silent."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import shutil

@@ -1,7 +1,5 @@
 """What a notebook shows of an object that holds arrays is a line: how large it is and of what, not its numbers."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 
@@ -15,7 +13,7 @@ from decodax.common.struct import short
 from decodax.engine.batch import Job
 from decodax.engine.request import Request
 from decodax.front.serve import Served
-from decodax.jobs.batch import _said
+from decodax.jobs.batch import in_words
 from decodax.models import adapters
 from decodax.sampling import Temperature
 
@@ -65,6 +63,7 @@ def test_arrays_are_shown_by_dtype_and_shape(job: Job) -> None:
 def test_a_jobs_identity_does_not_go_by_what_is_shown() -> None:
     """Two options that look alike are two options."""
     one, other = Temperature(jnp.zeros(300)), Temperature(jnp.zeros(300).at[150].set(1))
-    assert repr(one) == repr(other) and _said(one) != _said(other) and _said(one) == _said(Temperature(jnp.zeros(300)))
+    assert repr(one) == repr(other) and in_words(one) != in_words(other)
+    assert in_words(one) == in_words(Temperature(jnp.zeros(300)))
     for value in (dx.drafts.PromptLookup(5), dx.caches.make("knorm", skip_layers=(0,)), dx.verify.SeedExact()):
-        assert _said(value) == repr(value)
+        assert in_words(value) == repr(value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +13,10 @@ from jax import Array
 
 from decodax.cache.scratch import Scratch
 from decodax.common.registry import CACHES
-from decodax.core.cache import Cache, CacheConfig, Entries, PyTree
+from decodax.common.struct import struct
+from decodax.core.cache import ALL, Cache, CacheConfig, Entries, Feature, PyTree
 from decodax.core.capabilities import Draftable, DraftBase
+from decodax.pallas_kernels.window_attention import Bias, window_attention
 
 Score = Literal["sliding windows", "soft caps", "biases"]
 """Changes to attention scores that a model may need beyond the scaled product of query and key."""
@@ -95,6 +97,39 @@ class KeyValues(DraftBase):
         return Scratch.empty(self, entries, room)
 
 
+@struct
+class NoKeyValues(Cache):
+    """A cache of capacity 0: the window attends to itself alone, and nothing is stored.
+
+    Attributes:
+        length: `i32[B]`, zeros.
+        given: inputs of each row beside its tokens; see `Cache.inputs`.
+    """
+
+    supports: ClassVar[frozenset[Feature]] = ALL
+
+    length: Array
+    given: PyTree = None
+
+    @property
+    def capacity(self) -> int:
+        return 0
+
+    @property
+    def inputs(self) -> PyTree:
+        return self.given
+
+    def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
+               sliding: int | None = None, softcap: float | None = None,
+               bias: Bias | None = None) -> tuple[Array, PyTree]:
+        out = window_attention(q, k, v, window.visible(), window.positions, scale=scale, sliding=sliding,
+                               softcap=softcap, key_positions=window.key_positions, bias=bias)
+        return out, own_entry(q, k, v)
+
+    def commit(self, entries: Entries, slots: Array) -> NoKeyValues:
+        return self
+
+
 class KVConfig(CacheConfig):
     """Base of configurations of caches that are built from the `KVLayer` of each layer. Implement `empty`."""
 
@@ -109,7 +144,7 @@ class KVConfig(CacheConfig):
         """Returns an empty cache.
 
         Args:
-            shapes: the shape of each layer; empty if `size` is 0.
+            shapes: the shape of each layer.
             batch: number of rows.
             size: maximum number of tokens of a text.
             dtype: dtype of keys and values.
@@ -123,10 +158,13 @@ class KVConfig(CacheConfig):
 
     def __call__(self, layers: Sequence[tuple[Any, ...]], batch: int, capacity: int, dtype: jax.typing.DTypeLike,
                  inputs: PyTree = None) -> Cache:
-        shapes = tuple(KVLayer(*layer) for layer in layers) if capacity else ()
+        if not capacity:        # what a forward without a cache takes, whatever the kind
+            return NoKeyValues(jnp.zeros(batch, jnp.int32), inputs)
+        shapes = tuple(KVLayer(*layer) for layer in layers)
         for i, shape in enumerate(shapes):
             if refused := sorted(self.refuses(i, shape) & shape.scores):
-                name = next((n for n, entry in CACHES.items() if entry.make is type(self)), type(self).__name__)
+                own = getattr(self, "name", type(self).__name__)        # of a config that a function makes
+                name = next((n for n, entry in CACHES.items() if entry.make is type(self)), own)
                 raise ValueError(f"cache: {name} takes a model without {' and '.join(refused)} of its attention "
                                  f"scores, which layer {i} of this one has")
         return self.empty(shapes, batch, capacity, dtype, inputs)

@@ -116,7 +116,7 @@ def compare(args: argparse.Namespace) -> None:
     from decodax.common.registry import ALGORITHMS
 
     with naming_the_argument():
-        chosen = _systems(args.names)
+        chosen = systems_of(args.names)
         tasks: list[str | Task] = [] if args.questions is None else [*questions(args.questions)]
     lm = dx.load(args.model)
     needed = any(ALGORITHMS[name].takes_draft for name, _ in chosen.values())
@@ -124,7 +124,7 @@ def compare(args: argparse.Namespace) -> None:
     shown = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with naming_the_argument():
-        contenders = {given: _contender(name, options, lm, draft) for given, (name, options) in chosen.items()}
+        contenders = {given: contender_of(name, options, lm, draft) for given, (name, options) in chosen.items()}
         with Progress(*columns, console=shown, transient=True, disable=not shown.is_terminal) as bar:
             runs = bar.add_task("", total=None)
             report = lambda done, total, what: bar.update(runs, completed=done, total=total, description=what)
@@ -186,7 +186,7 @@ def _show_predicted(predicted: list[Any], assumed: list[str], args: argparse.Nam
     print("\n".join(["", *(f"assumed: {line}" for line in assumed)]))
 
 
-def _systems(names: Sequence[str]) -> dict[str, tuple[str, dict[str, Any]]]:
+def systems_of(names: Sequence[str]) -> dict[str, tuple[str, dict[str, Any]]]:
     """Returns the method and its options for each `NAME[:OPTION=VALUE,...]`. "all" is every method that is measured
     against plain decoding, under one of its names."""
     from decodax.common.registry import ALGORITHMS
@@ -198,7 +198,7 @@ def _systems(names: Sequence[str]) -> dict[str, tuple[str, dict[str, Any]]]:
     return {given: ALGORITHMS.parse(given) for name in names for given in (every if name == "all" else [name])}
 
 
-def _contender(name: str, options: dict[str, Any], lm: LM, draft: LM | None) -> Contender:
+def contender_of(name: str, options: dict[str, Any], lm: LM, draft: LM | None) -> Contender:
     """Returns the algorithm of a method; if the method has an option for the batch size, a function of the batch size
     that makes it."""
     from decodax.common.registry import ALGORITHMS

@@ -106,10 +106,11 @@ class Matcher:
                     continue
                 matcher = self.after(int(w), tuple(text.tolist()))
                 if matcher is not None:
-                    flat[i] = self._allowed(matcher)
+                    flat[i] = self.allowed_of(matcher)
         return out
 
-    def _allowed(self, matcher: Any) -> np.ndarray:
+    def allowed_of(self, matcher: Any) -> np.ndarray:
+        """Returns the next tokens that a matcher allows as bits, `u8[ceil(V / 8)]`."""
         bits: np.ndarray = np.zeros(self.size, bool)
         if matcher.is_stopped():
             bits[list(self.eos)] = True

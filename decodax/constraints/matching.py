@@ -77,7 +77,7 @@ def markers_of(key: Key | None) -> tuple[str, ...]:
     return tuple(key[1][2]) if key[0] == "tools" else ()
 
 
-class _Bytes:
+class VocabularyBytes:
     """The bytes of the tokens of a vocabulary, compared by the tokenizer. Special tokens have no bytes, except those
     whose names are in `markers`."""
 
@@ -85,7 +85,7 @@ class _Bytes:
         self.tokenizer, self.size, self.markers = tokenizer, size, markers
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Bytes) and (other.tokenizer, other.size, other.markers) == (
+        return isinstance(other, VocabularyBytes) and (other.tokenizer, other.size, other.markers) == (
             self.tokenizer, self.size, self.markers)
 
     def __hash__(self) -> int:
@@ -102,7 +102,7 @@ class _Bytes:
 
 
 @functools.lru_cache(maxsize=32)
-def _table(keys: tuple[Key, ...], vocabulary: _Bytes, eos: tuple[int, ...],
+def _table(keys: tuple[Key, ...], vocabulary: VocabularyBytes, eos: tuple[int, ...],
            banned: tuple[int, ...]) -> tuple[TokenDfa, TokenTable]:
     trie = trie_of(vocabulary.all())
     found = TokenDfa.build([language(key) for key in keys], trie, eos, banned)
@@ -144,7 +144,7 @@ def constrain(asked: list[Key | None], tokenizer: Any, vocab_size: int, eos: np.
         in_time(until, i, len(keys))
         language(key)       # is kept for the table
     in_time(until, len(keys), len(keys))
-    found, table = _table(keys, _Bytes(tokenizer, vocab_size, marked), ways.pop(), tuple(sorted(banned)))
+    found, table = _table(keys, VocabularyBytes(tokenizer, vocab_size, marked), ways.pop(), tuple(sorted(banned)))
     starts = np.array([-1 if x is None else found.starts[keys.index(x)] for x in asked], np.int32)
     for i, start in enumerate(starts.tolist()):
         if start >= 0 and 0 < budgets[i] < (least := int(found.distance[start])):
@@ -177,7 +177,7 @@ def in_time(until: float, built: int, of: int) -> None:
 
 
 @functools.lru_cache(maxsize=16)
-def _matcher(grammars: tuple[str, ...], vocabulary: _Bytes, eos: tuple[int, ...]) -> Matcher:
+def _matcher(grammars: tuple[str, ...], vocabulary: VocabularyBytes, eos: tuple[int, ...]) -> Matcher:
     encode = functools.partial(vocabulary.tokenizer.encode, add_special_tokens=False)
     return Matcher(grammars, vocabulary.all(), eos, encode)
 
@@ -199,4 +199,4 @@ def match(asked: list[Key | None], tokenizer: Any, vocab_size: int, eos: np.ndar
         raise ValueError("grammar: prompts with different eos_token_id cannot be constrained together")
     grammars = tuple(dict.fromkeys(x for x in stacked if x is not None))
     which: Any = np.repeat(np.array([-1 if x is None else grammars.index(x) for x in stacked], np.int32), samples)
-    return Hosted(which, _matcher(grammars, _Bytes(tokenizer, vocab_size), ways.pop()))
+    return Hosted(which, _matcher(grammars, VocabularyBytes(tokenizer, vocab_size), ways.pop()))

@@ -106,7 +106,7 @@ class BatchShape:
 
 
 @dataclasses.dataclass
-class Batch:
+class DeviceBatch:
     """Rows on the device that run together in one compiled program: what every front end runs.
 
     Attributes:
@@ -190,7 +190,7 @@ class Job:
     __repr__ = short
 
     request: Request
-    batch: Batch
+    batch: DeviceBatch
     prefill_forwards: int
     prefill_seconds: float
     burst: int = 1
@@ -213,7 +213,7 @@ class Job:
             # no round at all: compiles the loop, if it must, before the decode clock starts
             s = drivers.advance(shape.algorithm, model, shape.params, policy, s, np.int32(0), np.int32(0))
             jax.block_until_ready(s.length)
-        batch = Batch(shape.algorithm, model, shape.params, policy, shape.mesh, s)
+        batch = DeviceBatch(shape.algorithm, model, shape.params, policy, shape.mesh, s)
         return cls(request, batch, forwards, time.perf_counter() - clock)
 
     @property

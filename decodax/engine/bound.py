@@ -25,8 +25,8 @@ from decodax.sampling.build import build
 
 
 @struct
-class Decoding(Struct):
-    """Rows in the middle of decoding: what `Bound.init` returns, and what each step maps to its successor.
+class Running(Struct):
+    """Rows in the middle of decoding: what `BoundMethod.init` returns, and what each step maps to its successor.
 
     Attributes:
         state: what evolves; see `decodax.State`.
@@ -69,7 +69,7 @@ class Info(Struct):
 
 
 @dataclasses.dataclass(frozen=True)
-class Bound:
+class BoundMethod:
     """A decoding method on a model, with sizes: `init`, `step` and `run` are pure functions of weights and rows.
 
     Make it by `decodax.bind`. It is compared by value: another one that is equal runs the same compiled programs.
@@ -99,7 +99,7 @@ class Bound:
         return Params(target, self.weights)
 
     def init(self, params: Params, tokens: Any, lengths: Any, seed: Any = 0, *, max_new_tokens: Any = 64,
-             policy: Policy | None = None, inputs: Any = None, request_ids: Any = None, **sampling: Any) -> Decoding:
+             policy: Policy | None = None, inputs: Any = None, request_ids: Any = None, **sampling: Any) -> Running:
         """Returns rows that have been prefilled, before their first round.
 
         Args:
@@ -142,9 +142,9 @@ class Bound:
         if getattr(s.length, "committed", False) and len(s.length.sharding.device_set) == 1:
             # so is then all that a step returns: its second call would compile again for a policy that is not
             policy = jax.tree.map(lambda x: jax.device_put(x, s.length.sharding), policy)
-        return Decoding(s, policy)
+        return Running(s, policy)
 
-    def step(self, params: Params, rows: Decoding) -> tuple[Decoding, Info]:
+    def step(self, params: Params, rows: Running) -> tuple[Running, Info]:
         """Runs one round, and returns the rows after it and its diagnostics. Finished rows are not changed."""
         before = rows.state
         s = step(self.algorithm, self.model, self._given(params), rows.policy, before)
@@ -152,12 +152,12 @@ class Bound:
                     accepted=s.stats.accepted - before.stats.accepted, status=s.status)
         return rows.replace(state=s), info
 
-    def run(self, params: Params, rows: Decoding, rounds: Array | int | None = None) -> Decoding:
+    def run(self, params: Params, rows: Running, rounds: Array | int | None = None) -> Running:
         """Runs rounds until all rows have finished, at most `rounds` of them (`i32[]`; None: no limit)."""
         most = jnp.iinfo(jnp.int32).max if rounds is None else rounds
         return rows.replace(state=run(self.algorithm, self.model, self._given(params), rows.policy, rows.state, most))
 
-    def outcome(self, rows: Decoding) -> State:
+    def outcome(self, rows: Running) -> State:
         """Returns the state whose rows are the results. It differs from `rows.state` for methods that keep finished
         texts beside their rows, such as beam search; the cache is left out."""
         return drivers.outcome(self.algorithm, rows.state)
@@ -172,7 +172,7 @@ class Bound:
 
 
 def bind(lm: LM | str | os.PathLike[str], algorithm: Any = None, *, cache: CacheKind | str | Any = None,
-         capacity: int = 2048, max_new_tokens: int | None = None, draft: Any = None, chunk: int = 64) -> Bound:
+         capacity: int = 2048, max_new_tokens: int | None = None, draft: Any = None, chunk: int = 64) -> BoundMethod:
     """Puts a decoding method and a cache on a model, and returns pure functions: `init`, `step` and `run`.
 
     >>> import decodax as dx
@@ -201,5 +201,5 @@ def bind(lm: LM | str | os.PathLike[str], algorithm: Any = None, *, cache: Cache
     if cache is not None:
         lm = with_cache(lm, cache)
     method = chosen(lm, algorithm, 1, draft).fit(new)
-    return Bound(method.bare(), fit_cache(lm.model, new), size, whole("chunk", chunk, 1), tuple(lm.eos), lm.vocab_size,
-                 method.weights)
+    return BoundMethod(method.bare(), fit_cache(lm.model, new), size, whole("chunk", chunk, 1), tuple(lm.eos),
+                       lm.vocab_size, method.weights)

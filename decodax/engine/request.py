@@ -174,6 +174,9 @@ class Request:
         if cache is not None:
             lm = with_cache(lm, cache)
         method = chosen(lm, algorithm, (batch_size or count) * (wanted or 1), draft)
+        if cache is not None and not method.traits.caches:
+            raise ValueError(f"cache: got {shown(cache)} with {name_of(method)}, which keeps none; takes None, or an "
+                             "algorithm that has one")
         if method.traits.samples is not None and wanted is not None:
             method = answering(method, wanted)
         samples = _samples(method, wanted, where)

@@ -25,7 +25,7 @@ from decodax.core.algorithm import observer
 from decodax.core.memory import afford, by_row, grows, power
 from decodax.core.mesh import on_mesh
 from decodax.core.state import Status
-from decodax.engine.batch import Batch, BatchShape, collect
+from decodax.engine.batch import BatchShape, DeviceBatch, collect
 from decodax.engine.compilation import keep_room
 from decodax.engine.piggyback import Piggyback
 from decodax.engine.reading import chunk_width
@@ -116,7 +116,7 @@ class Slots:
             assert token_budget is not None
             self.shape = dataclasses.replace(shape, algorithm=Piggyback(
                 shape.algorithm, token_budget, min(first.chunk, token_budget), min(self.few, READERS)))
-        self._batch: Batch | None = None
+        self._batch: DeviceBatch | None = None
         self._known: dict[tuple[int, ...], Any] | None = {} if shape.mesh is None else None
         self._burst, self._barren, self._bound = 1, 0, 0
 
@@ -167,7 +167,7 @@ class Slots:
             model, policy, s, forwards = self.shape.read(joined, prompts, rows, self._known, self.rides and not whole)
             if whole:
                 free = list(range(len(requests)))
-                self._batch = Batch(self.shape.algorithm, model, self.shape.params, policy, self.shape.mesh, s)
+                self._batch = DeviceBatch(self.shape.algorithm, model, self.shape.params, policy, self.shape.mesh, s)
             else:
                 assert self._batch is not None and model == self._batch.model
                 to = np.full(prompts * each, self.rows, np.int32)

@@ -79,7 +79,7 @@ def infill(lm: LM | str | os.PathLike[str], pieces: Sequence[Piece] | Sequence[S
     if mask is None:
         raise ValueError(f"algorithm: got {method}, which has no mask token to put into gaps")
     method = dataclasses.replace(method, adapter=dataclasses.replace(method.adapter, canvas=Template()))
-    ids = [_template(lm, mask, row, i) for i, row in enumerate(_texts(pieces))]
+    ids = [template_of(lm, mask, row, i) for i, row in enumerate(_texts(pieces))]
     named = [given.pop(name) for name in ("eos", "eos_token_id") if name in given]
     eos = id_rows("eos_token_id", next((e for e in named if e is not None), []) if named else lm.eos, len(ids),
                   lm.vocab_size)
@@ -137,7 +137,7 @@ def _texts(pieces: Any) -> list[Any]:
     return [rows] if any(isinstance(p, (str, int, float, np.generic)) for p in rows) else rows
 
 
-def _template(lm: LM, mask: int, pieces: Any, row: int) -> list[int]:
+def template_of(lm: LM, mask: int, pieces: Any, row: int) -> list[int]:
     """Returns the token ids of a text, with the mask token in its gaps."""
     name, out = f"pieces[{row}]", []
     for i, piece in enumerate(collected(pieces, name, "a list of strings, gaps and token ids")):

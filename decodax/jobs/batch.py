@@ -243,19 +243,19 @@ def _noted(lm: LM, result: Result, row: int, chat: bool) -> dict[str, Any] | Non
     best = [[(int(token), float(p)) for token, p in zip(noted.top_ids[row, i], noted.top[row, i], strict=True)]
             for i in range(len(ids))]
     if not chat:
-        named = lambda token: _spelled(lm, token)[0]
+        named = lambda token: spelled(lm, token)[0]
         return {"tokens": [named(token) for token in ids], "token_logprobs": chosen[:len(ids)],
                 "top_logprobs": [{named(token): p for token, p in top} for top in best]}
 
     def each(token: int, p: float) -> dict[str, Any]:
-        text, data = _spelled(lm, token)
+        text, data = spelled(lm, token)
         return {"token": text, "logprob": p, "bytes": data}
 
     return {"content": [{**each(token, p), "top_logprobs": [each(*top) for top in tops]}
                         for token, p, tops in zip(ids, chosen, best, strict=False)]}
 
 
-def _spelled(lm: LM, token: int) -> tuple[str, list[int]]:
+def spelled(lm: LM, token: int) -> tuple[str, list[int]]:
     """Returns the text and the bytes of a token.
 
     As in OpenAI's API, the text of a token that is only part of a character lists its bytes, so that different tokens
@@ -290,7 +290,7 @@ def fingerprint(lm: LM) -> dict[str, str]:
         for where, leaf in jax.tree_util.tree_flatten_with_path(lm.params)[0]:
             found.update(f"{where} {leaf.shape} {leaf.dtype}".encode())
             found.update(np.asarray(leaf.reshape(-1)[:64]).tobytes())
-    found.update(_said(lm.model).encode())
+    found.update(in_words(lm.model).encode())
     return {"name": str(lm.name), "digest": found.hexdigest()}
 
 
@@ -302,18 +302,19 @@ def _plain(value: Any) -> Any:
         return [_plain(x) for x in value]
     if isinstance(value, (str, int, float, bool, type(None))):
         return value
-    said = _said(value)
+    said = in_words(value)
     return said if len(said) < 500 else hashlib.blake2b(said.encode(), digest_size=16).hexdigest()
 
 
-def _said(value: Any) -> str:
+def in_words(value: Any) -> str:
     """Returns a complete description of a value: dataclasses field by field, arrays by a digest, other values by `repr`
     without memory addresses, which differ between processes."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = [f for f in dataclasses.fields(value) if f.repr]
-        return f"{type(value).__qualname__}({', '.join(f'{f.name}={_said(getattr(value, f.name))}' for f in fields)})"
+        parts = [f"{f.name}={in_words(getattr(value, f.name))}" for f in fields]
+        return f"{type(value).__qualname__}({', '.join(parts)})"
     if type(value) is tuple:
-        return f"({', '.join(map(_said, value))}{',' * (len(value) == 1)})"
+        return f"({', '.join(map(in_words, value))}{',' * (len(value) == 1)})"
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         found = np.asarray(value)
         return f"{found.dtype}{found.shape} {hashlib.blake2b(found.tobytes(), digest_size=16).hexdigest()}"

@@ -69,7 +69,7 @@ def winner(logits: Array) -> Array:
 
     The result is INVALID if a logit is a NaN or +inf, and DEAD_END if all are -inf.
     """
-    return checked(*_first_max(_plain(logits)))
+    return checked(*_first_max(nan_as_largest(logits)))
 
 
 def checked(token: Array, top: Array) -> Array:
@@ -82,7 +82,8 @@ def _times(logits: Array, top: Array, address: Array) -> Array:
     return exponentials(address, logits.shape[-1]) * jnp.exp(top[..., None] - logits)
 
 
-def _plain(logits: Array) -> Array:
+def nan_as_largest(logits: Array) -> Array:
+    """Returns logits in which a NaN is the largest entry."""
     # XLA's maximum on CPU may ignore a NaN.
     return jnp.where(jnp.isnan(logits), jnp.inf, logits)
 
@@ -90,7 +91,7 @@ def _plain(logits: Array) -> Array:
 def first_argmax(x: Array) -> Array:
     """Returns the first index of the largest entry along the last axis: `i32[...]` from `f32[..., V]`. A NaN counts as
     largest."""
-    return _first_max(_plain(x))[0]
+    return _first_max(nan_as_largest(x))[0]
 
 
 def _first_max(x: Array) -> tuple[Array, Array]:
@@ -98,11 +99,11 @@ def _first_max(x: Array) -> tuple[Array, Array]:
     # On CPU, blocks take a seventh of the time of `jnp.argmax`. On a TPU they would take twelve times as long, and for
     # a vocabulary sharded over devices they would not match the shards, which would have to be gathered.
     if free_axes().get(MODEL, 1) > 1:
-        return _at_once(x)
-    return lax.platform_dependent(x, cpu=_by_blocks, default=_at_once)
+        return largest_at_once(x)
+    return lax.platform_dependent(x, cpu=largest_by_blocks, default=largest_at_once)
 
 
-def _at_once(x: Array) -> tuple[Array, Array]:
+def largest_at_once(x: Array) -> tuple[Array, Array]:
     """Computes `_first_max` in one reduction, which also works on a vocabulary sharded over devices."""
     def further(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
         (x, i), (y, j) = a, b
@@ -115,7 +116,8 @@ def _at_once(x: Array) -> tuple[Array, Array]:
     return token, top
 
 
-def _by_blocks(x: Array) -> tuple[Array, Array]:
+def largest_by_blocks(x: Array) -> tuple[Array, Array]:
+    """Computes `_first_max` block by block."""
     block = min(BLOCK, x.shape[-1])
     count = -(-x.shape[-1] // block)
     spare = count * block - x.shape[-1]

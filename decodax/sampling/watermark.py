@@ -164,7 +164,7 @@ def detect(mark: GreenList, texts: Sequence[Sequence[int]], vocab_size: int, *, 
         width = 1 << (len(grams) - 1).bit_length()      # few shapes for all lengths
         padded = np.zeros((width, mark.window + 1), np.int32)
         padded[:len(grams)] = grams
-        hits[i] = np.asarray(_greens(row, padded, vocab_size))[:len(grams)].sum()
+        hits[i] = np.asarray(green_hits(row, padded, vocab_size))[:len(grams)].sum()
         scored[i], share[i] = len(grams), float(row.size) / vocab_size
     z = (hits - share * scored) / np.sqrt(scored * share * (1 - share))
     p_value = np.array([0.5 * math.erfc(x / math.sqrt(2)) for x in z])
@@ -172,5 +172,6 @@ def detect(mark: GreenList, texts: Sequence[Sequence[int]], vocab_size: int, *, 
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def _greens(mark: GreenList, grams: Array, vocab_size: int) -> Array:
+def green_hits(mark: GreenList, grams: Array, vocab_size: int) -> Array:
+    """Returns whether the last token of each n-gram is green after the others, `bool[N]`."""
     return mark.green(grams[:, :-1], grams[:, -1], vocab_size)

@@ -95,7 +95,8 @@ def allocate(chances: Sequence[float], budget: int, least: int = 1, most: int | 
         most: maximum number of samples of a prompt; None: no limit.
 
     Returns:
-        The number of samples of each prompt. The sum is less than `budget` if no further sample helps.
+        The number of samples of each prompt. The sum is less than `budget` if further samples are not allowed or do not
+        help.
 
     Raises:
         ValueError: a probability outside [0, 1], or a budget less than `least` for each prompt.

@@ -224,7 +224,7 @@ def fit_less(lm: Any, texts: Sequence[Sequence[int]], start_size: int = 4, recen
         kernels, jax.tree.map(lambda x: x[order[:held]], lessons), jnp.asarray(lengths)[order[:held]], outputs, *sizes))
     with bar(progress, "training kernels", len(shapes) * epochs) as report:
         for layer, shape in enumerate(shapes):
-            lessons = _lessons(model, *sizes, weights, tokens, lengths, layer)
+            lessons = lessons_of(model, *sizes, weights, tokens, lengths, layer)
             projections = outputs(model, weights, layer)
             key = jax.random.fold_in(jax.random.key(seed), layer)
             assert shape.queries is not None
@@ -242,7 +242,7 @@ def fit_less(lm: Any, texts: Sequence[Sequence[int]], start_size: int = 4, recen
     return LessKernels.of(made)
 
 
-def _lessons(model: Model, sinks: int, recent: int, params: Any, tokens: np.ndarray, lengths: np.ndarray,
+def lessons_of(model: Model, sinks: int, recent: int, params: Any, tokens: np.ndarray, lengths: np.ndarray,
              layer: int) -> Lesson:
     """Returns the training data of one layer for all texts, `[N, T, ...]`."""
     one = lambda row, length: _heard(model, sinks, recent, params, row[None], length)[layer]

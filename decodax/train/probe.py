@@ -99,11 +99,11 @@ def fit_layers(lm: Any, texts: Sequence[Sequence[int]], share: float = 0.5, sink
         if (length := len(text)) <= sinks + 2:
             raise ValueError(f"texts: got one of {length} tokens, takes more than {sinks + 2}")
         paid = _received(model, weights, padded([text]), np.int32(length))
-        found.append(1 - _dropped(np.asarray(paid, np.float64)[:, :length], 1 - share, sinks) / length)
+        found.append(1 - num_dropped(np.asarray(paid, np.float64)[:, :length], 1 - share, sinks) / length)
     return tuple(float(x) for x in np.mean(found, 0))
 
 
-def _dropped(paid: np.ndarray, share: float, sinks: int) -> np.ndarray:
+def num_dropped(paid: np.ndarray, share: float, sinks: int) -> np.ndarray:
     """Returns the number of tokens of a text that each layer drops, `i64[L]`, from the attention that they received
     (`f64[L, T]`).
 

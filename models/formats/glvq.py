@@ -246,7 +246,7 @@ class GLVQ(Format):
         bits = self._allocated(w, moments)
         codes, lattices, curvatures = learn(w, moments, jnp.asarray(bits, jnp.float32), self.dimension, self.steps,
                                             self.rate, self.penalty, self.tolerance)
-        found = (_planes(codes, bits), lattices, curvatures)
+        found = (bit_planes(codes, bits), lattices, curvatures)
         codes, lattices, curvatures = found if above else (a[0] for a in found)
         return Lattice(codes=codes, lattices=lattices, curvatures=curvatures, scales=scales, bits=bits, inputs=K)
 
@@ -273,7 +273,7 @@ def _damped(moments: Array) -> Array:
     return moments + jnp.where(mean > 0, DAMPING * mean, 1) * jnp.eye(moments.shape[-1])
 
 
-def _planes(codes: Array, bits: tuple[int, ...]) -> Array:
+def bit_planes(codes: Array, bits: tuple[int, ...]) -> Array:
     """Returns codes `u8[E, groups, N, size]` in the layout of `Lattice`."""
     order = np.array(_order(bits))
     shifts = jnp.arange(8, dtype=jnp.uint8)[:, None]

@@ -124,12 +124,12 @@ class Quamba2(ModelFormat):
             if path == "embed" and self.table:
                 made[path] = _rows(leaf, self.weights)
             elif path == "lm_head.kernel" and self.head:
-                made[path] = self._kernel(leaf.T, own.get("head"))
+                made[path] = self.pack_kernel(leaf.T, own.get("head"))
             elif name == "in.kernel":
-                made[path] = self._kernel(leaf.T, own.get("in"), _sections(c), own.get("outs"))
+                made[path] = self.pack_kernel(leaf.T, own.get("in"), _sections(c), own.get("outs"))
             elif name == "out.kernel":
                 # Rows are rotated when they are multiplied; the weights are rotated already.
-                made[path] = InputsRotated(kernel=self._kernel(leaf.T, own.get("out")))
+                made[path] = InputsRotated(kernel=self.pack_kernel(leaf.T, own.get("out")))
             elif self.data and name in ("conv.taps", "conv.bias"):
                 parts = np.split(leaf, np.cumsum([c.inner, c.groups * c.state]), -1)
                 made[path] = float32(np.concatenate([_eight(part) for part in parts], -1))
@@ -144,7 +144,7 @@ class Quamba2(ModelFormat):
                 made |= {f"layers.{i}.grid.{name}": float32(own[name]) for name in ("into", "conv", "state")}
         return made
 
-    def _kernel(self, w: np.ndarray, step: np.ndarray | None, sections: list[int] | None = None,
+    def pack_kernel(self, w: np.ndarray, step: np.ndarray | None, sections: list[int] | None = None,
                 outs: np.ndarray | None = None) -> Packed:
         """Returns the packed kernel of weights `[N, K]`. `sections` are the sizes of groups of outputs that have
         separate scales."""

@@ -182,7 +182,7 @@ def _fits(given: str, text: str) -> bool:
 
 
 @functools.cache
-def _grids() -> tuple[str, ...]:
+def sudoku_grids() -> tuple[str, ...]:
     """Returns all 288 4x4 sudoku grids: rows, columns and 2x2 boxes hold 1 to 4."""
     rows = ["".join(p) for p in itertools.permutations("1234")]
     differ = lambda a, b: all(x != y for x, y in zip(a, b, strict=True))
@@ -193,12 +193,12 @@ def _grids() -> tuple[str, ...]:
 @functools.cache
 def _cells() -> np.ndarray:
     """Returns the grids as `u8[288, 16]`."""
-    return np.array([[int(c) for c in grid] for grid in _grids()], np.uint8)
+    return np.array([[int(c) for c in grid] for grid in sudoku_grids()], np.uint8)
 
 
 def _sudoku(rng: random.Random) -> tuple[str, str]:
     while True:
-        grid = rng.choice(_grids())
+        grid = rng.choice(sudoku_grids())
         blanks = set(rng.sample(range(16), rng.randint(6, 10)))
         clues = [i for i in range(16) if i not in blanks]
         if (_cells()[:, clues] == [int(grid[i]) for i in clues]).all(1).sum() == 1:
@@ -226,6 +226,6 @@ TASKS: dict[str, ProblemTask] = {task.name: task for task in (
                 lambda terms: f"{sum(map(int, terms.split('+'))):04}"),
     ProblemTask("brackets", "any balanced text that fits: (__) to ([]), ()(), ...", _brackets, _closed),
     ProblemTask("sudoku", "4x4 with 6 to 10 blanks and one solution", _sudoku,
-                lambda given, text: text in _grids() and _fits(given, text)),
+                lambda given, text: text in sudoku_grids() and _fits(given, text)),
 )}
 """By name."""

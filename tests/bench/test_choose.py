@@ -1,7 +1,5 @@
 """Choosing what to run: settings that are measured, systems by their logs, and idealized runtimes."""
 
-from __future__ import annotations
-
 import time
 import types
 from typing import Any
@@ -74,7 +72,7 @@ def test_the_runtime_is_found_again_from_its_runs() -> None:
         Runtime.fit(runs[:3])
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_this_machine_is_measured() -> None:
     lm = dx.load("pycode")
     fit = Runtime.measure(lm, (32, 96, 200), (1, 32), repeats=2)

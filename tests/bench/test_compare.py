@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path
@@ -56,7 +54,7 @@ def test_a_task_that_does_not_fit_the_model_says_what_does(pycode: dx.LM) -> Non
         tasks.completion(dataclasses.replace(pycode, tokenizer=None), 1, 64, 0)
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_a_copy_edit_is_copied_and_prompt_lookup_drafts_it(pycode: dx.LM) -> None:
     lookup = dx.Speculative(dx.drafts.PromptLookup(length=5))
     found = compare.compare(pycode, {"lookup": lookup}, tasks=["copy-edit"], batch=[2], prompts=2, new_tokens=32,
@@ -191,7 +189,7 @@ def test_an_interrupt_keeps_what_is_there(calls: list[Any]) -> None:
     ({"batch": [2, 0]}, "batch: got 0"), ({"repeats": 0}, "repeats: got 0"), ({"prompts": 0}, "prompts: got 0"),
     ({"new_tokens": -1}, "new_tokens: got -1"), ({"tasks": ["poem"]}, "tasks: got 'poem', takes copy-edit"),
     ({"algorithms": {"plain": None}}, "algorithms: got one named 'plain'")])
-def test_wrong_arguments_are_named(wrong: dict[str, Any], message: str) -> None:
+def test_bad_arguments_are_refused_by_name(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         run(**{"algorithms": {}, **wrong})
 
@@ -223,7 +221,7 @@ def test_wrong_usage_is_code_2(capsys: pytest.CaptureFixture[str], args: list[st
     assert "Traceback" not in err
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_compare_prints_a_table_and_writes_files(tiny_model: Path, tmp_path: Path,
                                                  capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
@@ -241,7 +239,7 @@ def test_compare_prints_a_table_and_writes_files(tiny_model: Path, tmp_path: Pat
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_what_was_measured_is_printed_after_an_interrupt(
+def test_measurements_are_printed_after_an_interrupt(
         calls: list[Any], tiny_model: Path, monkeypatch: pytest.MonkeyPatch,
         capsys: pytest.CaptureFixture[str]) -> None:
     failed = run({"bad": "broken", "off": Fake((1.0,) * 9, off=1)})
@@ -264,7 +262,7 @@ def test_a_system_that_depends_on_the_batch_size_is_made_for_each(monkeypatch: p
 
     entry = Entry("algorithms", "sized", make, "", "", "", guarantee="seed-exact")
     monkeypatch.setitem(ALGORITHMS, "sized", entry)
-    contender: Any = cli._contender("sized", {"length": 3}, LM, None)
+    contender: Any = cli.contender_of("sized", {"length": 3}, LM, None)
     assert contender(8) == (8, 3)
-    assert cli._contender("sized", {"batch": 4}, LM, None) == (4, 2)
-    assert "autoregressive" not in cli._systems(["all"])
+    assert cli.contender_of("sized", {"batch": 4}, LM, None) == (4, 2)
+    assert "autoregressive" not in cli.systems_of(["all"])

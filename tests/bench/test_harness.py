@@ -1,7 +1,5 @@
 """Models in lm-evaluation-harness, against its own model of transformers on the same weights."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path
@@ -25,7 +23,7 @@ CHAT = "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% 
 WORDS = ["def", "fib", "(n)", " return", " n", " Héllo", " café", " 日本", ".", " don't", " 🦜", " - 1", "\n", "  "]
 
 
-@pytest.fixture(scope="module", params=[pytest.param("byte-level", marks=pytest.mark.matrix), "sentencepiece"])
+@pytest.fixture(scope="module", params=[pytest.param("byte-level", marks=pytest.mark.full), "sentencepiece"])
 def both(request, tmp_path_factory):
     """The same directory read by us and by transformers."""
     backend = byte_level() if request.param == "byte-level" else sentencepiece()
@@ -118,8 +116,7 @@ def test_rolling_log_likelihoods(both):
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("algorithm", often(
-    ["prompt-lookup:length=3"], [None, "prompt-lookup:length=3", "jacobi"]))
+@pytest.mark.parametrize("algorithm", often(["prompt-lookup:length=3"], [None, "prompt-lookup:length=3", "jacobi"]))
 def test_answers(both, algorithm):
     ours, theirs, _ = both
     lm = HarnessLM(ours.lm, algorithm=algorithm, batch_size=4, progress=False)
@@ -211,7 +208,7 @@ def test_answers_are_kept_as_they_come(both):
         key=lambda each: each[1][0])
 
 
-def test_what_does_not_fit_says_so(both, tmp_path: Path):
+def test_bad_arguments_are_refused_by_name(both, tmp_path: Path):
     ours, *_ = both
     for arguments, message in ((dict(batch_size=0), "batch_size: got 0"),
                                (dict(max_length="x"), "max_length: got 'x'")):

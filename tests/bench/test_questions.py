@@ -1,7 +1,5 @@
 """Questions of a file as tasks of a comparison."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

@@ -1,10 +1,8 @@
 """The decoding loop of Llama shapes, compiled by XLA's TPU compiler without a TPU: what a round costs may not grow.
 
 docs/results/tpu.md has the figures and what they mean. By default a few layers of a few programs are compiled; the
-bounds of whole models, on every mesh and chip, are in the matrix.
+bounds of whole models, on every mesh and chip, are marked `full`.
 """
-
-from __future__ import annotations
 
 import functools
 import importlib.util
@@ -76,7 +74,7 @@ def test_packed_weights_are_multiplied_as_they_lie() -> None:
     packed(V5E, "--layers", "2", "--shape", "1b", "--mesh", "1x1", "--weights", "int4")
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 @pytest.mark.parametrize("topology", [V5E, V6E, V5P])
 @pytest.mark.parametrize("shape", ["8b", "1b"])
 @pytest.mark.parametrize("mesh", ["1x1", "1x8", "2x4"])
@@ -84,7 +82,7 @@ def test_packed_weights_of_whole_models_are_multiplied_as_they_lie(topology: str
     packed(topology, "--shape", shape, "--mesh", mesh, "--weights", "int8", "int4", "fp8")
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 @pytest.mark.parametrize(("topology", "shape", "mesh"), WHOLE)
 def test_whole_models_move_what_they_must(topology: str, shape: str, mesh: str) -> None:
     greedy, drawn = report(topology, "--shape", shape, "--mesh", mesh, "--policy", "greedy", "top-p")
@@ -93,30 +91,30 @@ def test_whole_models_move_what_they_must(topology: str, shape: str, mesh: str) 
     assert drawn["cycles"] <= 1.15 * greedy["cycles"]
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 @pytest.mark.parametrize(("shape", "mesh"), [("1b", "1x1"), ("1b", "1x8"), ("8b", "1x8"), ("1b", "2x4"), ("8b", "2x4")])
 def test_a_window_of_8_moves_little_more(shape: str, mesh: str) -> None:
     for r in report(V5E, "--shape", shape, "--mesh", mesh, "--policy", "greedy", "top-p", "--window", "8"):
         bounds(r, 1.20)
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 @pytest.mark.parametrize(("shape", "mesh"), [("1b", "1x1"), ("1b", "1x8"), ("8b", "1x8"), ("1b", "2x4"), ("8b", "2x4")])
 def test_a_tree_of_32_moves_little_more(shape: str, mesh: str) -> None:
     for r in report(V5E, "--shape", shape, "--mesh", mesh, "--policy", "greedy", "top-p", "--window", "--tree", "32"):
         bounds(r, 1.50)
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 @pytest.mark.parametrize(("shape", "mesh"), [("1b", "1x8"), ("8b", "1x8"), ("1b", "2x4"), ("8b", "2x4")])
-def test_so_it_does_on_several_v6e(shape: str, mesh: str) -> None:
+def test_bounds_hold_on_several_v6e(shape: str, mesh: str) -> None:
     options = ("--shape", shape, "--mesh", mesh, "--policy", "greedy", "--window", "--tree", "32", "--dumped")
     for r in report(V6E, *options):
         bounds(r, 1.50)
 
 
 @pytest.mark.wide
-def test_what_the_compiler_writes_itself_is_the_same_program() -> None:
+def test_the_compilers_own_form_is_the_same_program() -> None:
     options = ("--shape", "1b", "--layers", "1", "--mesh", "1x8", "--policy", "greedy", "--window", "--tree", "32")
     printed, dumped = (report(V5E, *options, *more)[0] for more in ((), ("--dumped",)))
     assert printed.pop("cycles") > 0 and dumped.pop("cycles") is None

@@ -1,7 +1,5 @@
 """Small models, prompts, options of every cache and one way to run them: the cases of the tests of caches."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import types
@@ -30,12 +28,11 @@ from decodax.common.registry import CACHES
 from decodax.io.load import LM
 from decodax.models import Transformer, llama
 from decodax.train.token_butler import first_butler
+from tests.small_models import random_lm
 
 
 def network(layers: int) -> LM:
-    model = Transformer(llama(vocab=16, width=16, layers=layers, heads=4, kv_heads=2, mlp=24, context=256))
-    params = jax.tree.map(lambda x: 8 * x if x.ndim > 1 else x, model.init_params(jax.random.key(5)))
-    return LM(model=model, params=params, vocab_size=16)
+    return random_lm(Transformer(llama(vocab=16, width=16, layers=layers, heads=4, kv_heads=2, mlp=24, context=256)), 5)
 
 
 SMALL, DEEP = network(1), network(2)
@@ -170,8 +167,7 @@ def run(name: str, algorithm: Any = None, rows: tuple[int, ...] = (0, 1, 2), chu
 
 
 def half(out: Any, which: Any) -> Any:
-    return types.SimpleNamespace(tokens=out.tokens[which],
-                                 logprobs=types.SimpleNamespace(raw=out.logprobs.raw[which]))
+    return types.SimpleNamespace(tokens=out.tokens[which], logprobs=types.SimpleNamespace(raw=out.logprobs.raw[which]))
 
 
 def dense(name: str) -> str:

@@ -1,7 +1,5 @@
 """Laws that every cache policy of the table keeps, on the smallest model that can break them."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from typing import Any
@@ -13,15 +11,8 @@ import pytest
 
 import decodax as dx
 from decodax.cache.packed_heads import SEGMENT, pack, segment_attention, segments_of, unpack
-from decodax.caches import (
-    Evicting,
-    make,
-)
+from decodax.caches import Evicting, make
 from decodax.caches.evict.evicting import Eviction
-from decodax.caches.evict.heads.adakv import AdaptiveHeads
-from decodax.caches.evict.knorm import KeyNorm
-from decodax.caches.evict.lagkv import LagRelative
-from decodax.caches.evict.selection import Top
 from decodax.caches.evict.snapkv import WindowAttention
 from decodax.caches.prefill.propagation import Decoupled
 from decodax.common.registry import CACHES
@@ -181,40 +172,6 @@ def test_samples_and_a_mixed_batch_go_their_own_ways() -> None:
     assert out.tokens[2:4].tolist() == alone.tokens.tolist() != [out.tokens[2].tolist()] * 2
 
 
-def test_what_cannot_be_had_is_refused_by_name() -> None:
-    for expected, wrong in (
-            (r"^cache: unknown name 'snapvk'; near ones: snapkv", lambda: run_with("snapvk")),
-            (r"^cache: 'snapkv' takes no option 'windw'; takes budget=2048", lambda: make("snapkv", windw=3)),
-            (r"^cache: 'snapkv' takes no option 'windw'; takes budget=2048", lambda: run_with("snapkv:windw=3")),
-            (r"^budget: got 0, takes a number of tokens from 1, a share", lambda: make("snapkv", budget=0)),
-            (r"^budget: got 1.0, takes", lambda: make("knorm", budget=1.0)),
-            (r"^budget: got '1XB', takes a number of tokens .* or bytes as", lambda: make("snapkv", budget="1XB")),
-            (r"^budget: got '1MB', takes a whole number from 1", lambda: make("headkv", heads=((1.0,),), budget="1MB")),
-            (r"^budget: got '1MB', takes a whole number from 1", lambda: make("quest", budget="1MB")),
-            (r"^budget: got 300B, 2 tokens of this model, takes more than the 4", lambda: arrays(
-                make("snapkv", budget="300B", window_size=4))),        # type: ignore[arg-type]
-            (r"^budget: got 32, takes more than the 32 tokens that snapkv keeps", lambda: make("snapkv", budget=32)),
-            (r"^every: got 0, takes a whole number from 1 or None", lambda: make("h2o", every=0)),
-            (r"^offload: got 'off', takes True or False", lambda: CACHES.read("quest:offload=off").build()),
-            (r"^every: got 4; eviction chooses once", lambda: Eviction(Top(KeyNorm()), 8, 4, close_up=True)),
-            (r"^budget: got one for each of 3 layers, the model has 2", lambda: arrays(
-                Eviction(Top(KeyNorm()), (8, 8, 8)))),
-            (r"^window_size: got 0", lambda: WindowAttention(0)),
-            (r"^kernel_size: got 4", lambda: WindowAttention(8, 4)),
-            (r"^floor_alpha: got 2", lambda: AdaptiveHeads(KeyNorm(), 2)),
-            (r"^lag_size: got 1", lambda: LagRelative(4, 1)),
-            (r"^register: the name 'h2o' of .* is taken by decodax.caches.evict.h2o",
-             lambda: CACHES.register("h2o")(make)),
-            (r"^register 'x': guarantee: got 'none'",
-             lambda: CACHES.register("x", guarantee="none"))):      # type: ignore[arg-type]
-        with pytest.raises(ValueError, match=expected):
-            wrong()
-
-
-def run_with(cache: str) -> Any:
-    return dx.generate(SMALL, PROMPTS[:1], cache=cache, max_new_tokens=2)
-
-
 @pytest.mark.wide
 def test_scores_of_queries_refuse_a_soft_cap() -> None:
     """Else they would count other weights than attention has."""
@@ -226,7 +183,7 @@ def test_scores_of_queries_refuse_a_soft_cap() -> None:
                        max_new_tokens=2).lengths.tolist() == [2]
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_two_thousand_tokens_stay_within_the_budget() -> None:
     long = dataclasses.replace(SMALL, model=Transformer(dataclasses.replace(MODEL.config, context=4096)))
     job = Job.begin(Request.read(long, PROMPTS[:2], max_new_tokens=2000, cache="h2o:budget=64,every=32"))

@@ -1,7 +1,5 @@
 """Configs that are registry entries."""
 
-from __future__ import annotations
-
 import pytest
 
 from decodax import caches

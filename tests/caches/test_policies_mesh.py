@@ -1,7 +1,5 @@
 """Cache policies over a mesh: rows over one axis, heads over the other."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax
@@ -31,7 +29,7 @@ def test_a_mesh_gives_the_tokens_of_one_device(name: str, kind: AxisType) -> Non
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_so_it_does_with_pages_in_the_memory_of_each_host(kind: AxisType) -> None:
+def test_a_mesh_gives_the_tokens_of_one_device_with_pages_on_each_host(kind: AxisType) -> None:
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind,) * 2)
     spread = dataclasses.replace(SMALL, params=jax.device_put(SMALL.params, MODEL.shardings(mesh)), mesh=mesh)
     cache = make("quest", **OPTIONS["quest"], offload=True)

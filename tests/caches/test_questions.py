@@ -1,7 +1,5 @@
 """Questions behind a context that the cache has settled on."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -20,8 +18,7 @@ MAGIC = dx.algorithms.make("magicdec", DEEP, budget=14)
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("cache", often([None], [
-    None, "hydragen", "quest:budget=512", "snapkv:budget=200"]))
+@pytest.mark.parametrize("cache", often([None], [None, "hydragen", "quest:budget=512", "snapkv:budget=200"]))
 @pytest.mark.parametrize("context", often([PROMPTS[0]], [PROMPTS[0], PROMPTS]))
 def test_where_nothing_is_forgotten_it_is_one_prompt(cache: Any, context: Any) -> None:
     each = context if context is PROMPTS else [context] * 3
@@ -48,14 +45,14 @@ def test_questions_do_not_change_what_is_kept(cache: str) -> None:
         assert together.tokens.tolist() != whole.tokens.tolist()
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_drafts_on_another_cache_see_the_context_alone_as_well() -> None:
     plain, drafted = (dx.generate(DEEP, QUESTIONS, context=PROMPTS[0], algorithm=algorithm, **SAMPLED)
                       for algorithm in (None, MAGIC))
     assert drafted.tokens.tolist() == plain.tokens.tolist() and drafted.stats.accepted.sum() > 0
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_a_context_that_is_the_same_is_read_once() -> None:
     cache = caches.make("snapkv", budget=14, window_size=4)
     job = Job.begin(Request.read(DEEP, QUESTIONS, context=PROMPTS[0], cache=cache))
@@ -65,7 +62,7 @@ def test_a_context_that_is_the_same_is_read_once() -> None:
     assert cache.length[:3].tolist() == [len(PROMPTS[0]) + len(question) - 1 for question in QUESTIONS]
 
 
-def test_what_learns_from_whole_prompts_is_refused() -> None:
+def test_a_context_is_refused_with_methods_that_learn_from_whole_prompts() -> None:
     with pytest.raises(ValueError, match=r"^context: .* learns from whole prompts"):
         dx.generate(DEEP, QUESTIONS, context=PROMPTS[0], algorithm="token-recycling", max_new_tokens=2)
     with pytest.raises(ValueError, match=r"^context: got 2 for 3 prompts, takes one, or one for each"):

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import io
 import json
 import re
@@ -68,7 +66,7 @@ def test_the_prompt_comes_from_an_argument_a_file_or_standard_input(
         assert as_json(generate, *args)["tokens"] == want["tokens"]
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_prompt_lookup_gives_the_tokens_of_plain_decoding(generate: Run) -> None:
     warm = ["a b a b a b", "--temperature", "0.9", "--top-k", "20", "--seed", "3"]
     plain = as_json(generate, *warm)
@@ -93,7 +91,7 @@ def test_constraints_and_rules_are_given_as_strings(generate: Run) -> None:
     assert len(out["findings"]["texts"][0]) == 2
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_a_context_stands_in_front_of_the_prompt(generate: Run, tmp_path: Path) -> None:
     (tmp_path / "text").write_text("a b a b a b a b a b ")
     whole = as_json(generate, "a b a b a b a b a b c a b", "--max-new-tokens", "8")
@@ -276,8 +274,7 @@ def test_an_unknown_flag_or_choice_is_code_2(generate: Run) -> None:
         assert error.value.code == 2
 
 
-def test_failure_is_code_1_with_a_traceback_only_for_debug(
-        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_failure_is_code_1_with_a_traceback_only_for_debug(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "x", "--model", str(tmp_path)]) == 1
     assert "config.json" in (err := capsys.readouterr().err)
     assert "Traceback" not in err
@@ -318,7 +315,7 @@ def start(tiny_model: Path, *args: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_a_closed_pipe_ends_it_quietly(tiny_model: Path) -> None:
     process = start(tiny_model, "--max-new-tokens", "400", "--quiet")
     assert process.stdout is not None

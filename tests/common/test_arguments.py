@@ -1,8 +1,6 @@
 """Every argument of `generate` with values of the wrong kind: an error that names the argument and says what it takes,
 or a value that is legal there. Nothing runs."""
 
-from __future__ import annotations
-
 import inspect
 import math
 import re

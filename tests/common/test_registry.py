@@ -1,7 +1,5 @@
 """One table of methods, which anybody fills at any time."""
 
-from __future__ import annotations
-
 import inspect
 import subprocess
 import sys
@@ -69,7 +67,7 @@ def test_a_users_sampler_of_masked_diffusion_is_found_by_name() -> None:
         dx.algorithms.make("two-a-step")
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_an_entry_that_takes_the_place_of_another_is_the_one_that_runs() -> None:
     options = dict(algorithm="mine", max_new_tokens=8)
     add("mine", 2)

@@ -1,7 +1,5 @@
 """A string is short for an object: its values are read as the options' annotations ask."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -7,8 +7,6 @@ The weights come from NumPy's `RandomState`, whose streams are frozen, and are s
 nearly certain and others are not: confidences from 0.1 to 0.999, which thresholds and entropy bounds tell apart.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import hashlib

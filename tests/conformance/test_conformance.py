@@ -5,8 +5,6 @@ README.md there. Three cases run by default, the first one of the files in OFTEN
 `-m matrix`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json
@@ -39,7 +37,7 @@ def cases() -> list[Any]:
     for file in sorted(CASES.glob("*.json")):
         data = json.loads(file.read_text())
         for i, case in enumerate(data["cases"]):
-            marks = [pytest.mark.matrix] if i or file.stem not in OFTEN else []
+            marks = [pytest.mark.full] if i or file.stem not in OFTEN else []
             out.append(pytest.param(data, case, id=f"{file.stem}-{i}", marks=marks))
     return out
 

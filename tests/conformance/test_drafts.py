@@ -3,8 +3,6 @@
 Each file in `drafts/` holds what one repository's code proposed, as numbers; see README.md.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """docs/results/conformance.md says of every registry entry how it compares, and what it says follows from the cases."""
 
-from __future__ import annotations
-
 import importlib.util
 import shutil
 from pathlib import Path

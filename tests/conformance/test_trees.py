@@ -3,8 +3,6 @@
 Each file in `trees/` holds what one repository's code built, as numbers; see README.md.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json
@@ -69,7 +67,7 @@ def _grown(shape: Any, source: Table, s: Any) -> Any:
 
 
 @pytest.mark.parametrize(("name", "group"), [
-    pytest.param(name, group, id=f"{name}-{i}", marks=[pytest.mark.matrix] if i else [])
+    pytest.param(name, group, id=f"{name}-{i}", marks=[pytest.mark.full] if i else [])
     for name, data in FILES.items() if "groups" in data for i, group in enumerate(data["groups"])])
 def test_trees_of_drafts_are_the_authors(name: str, group: dict[str, Any]) -> None:
     proposal = grown(FILES[name], group)

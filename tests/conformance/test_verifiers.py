@@ -4,8 +4,6 @@ Each file in `verify/` holds what one repository's code did, as numbers; see REA
 uniforms of both sides come from NumPy's `RandomState`, whose streams are frozen.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -70,7 +68,7 @@ def chain_drawn(seed: int, trials: int, vocabulary: int, length: int, power: flo
 
 
 def groups(kind: str) -> list[Any]:
-    return [pytest.param(data["rule"], group, id=f"{name}-{i}", marks=[pytest.mark.matrix] if i else [])
+    return [pytest.param(data["rule"], group, id=f"{name}-{i}", marks=[pytest.mark.full] if i else [])
             for name, data in FILES.items() for i, group in enumerate(data["groups"]) if kind in group]
 
 

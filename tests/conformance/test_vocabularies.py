@@ -4,8 +4,6 @@
 `order` is the draft model's id of each of the target's tokens.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path
@@ -37,7 +35,7 @@ def tokenizer(order: list[int]) -> tokenizers.Tokenizer:
 
 @pytest.mark.wide
 @pytest.mark.parametrize(("name", "case"), [
-    pytest.param(name, case, id=f"{name}-{i}", marks=[pytest.mark.matrix] if i else [])
+    pytest.param(name, case, id=f"{name}-{i}", marks=[pytest.mark.full] if i else [])
     for name, data in FILES.items() for i, case in enumerate(data["cases"])])
 def test_drafts_of_another_vocabulary_are_the_authors(name: str, case: dict[str, Any], directory: Path) -> None:
     data = FILES[name]

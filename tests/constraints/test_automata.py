@@ -1,8 +1,6 @@
 """Automata against Python's `re` on random expressions, anchors included; their sizes, and how quickly they are made or
 refused."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import re
@@ -133,7 +131,7 @@ def test_long_repetitions_are_made_quickly(name: str) -> None:
     (lambda: json_schema({"type": "array", "items": {"type": "null"}, "maxItems": 10 ** 8}),
      "^json_schema: .*maxItems"),
     (lambda: ebnf('start: "a"~1000000000'), "^grammar: .*1000000000 times")])
-def test_what_is_too_large_is_refused_quickly(make: Callable[[], Any], message: str) -> None:
+def test_a_constraint_that_is_too_large_is_refused_quickly(make: Callable[[], Any], message: str) -> None:
     clock = time.process_time()
     with pytest.raises(ValueError, match=message):
         make()

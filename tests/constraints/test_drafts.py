@@ -1,7 +1,5 @@
 """Draft models under constraints: held to them as the target is, they change nothing but how much is accepted."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path
@@ -97,7 +95,7 @@ def test_a_draft_under_the_constraint_changes_nothing_and_is_accepted_more_often
 
 
 @pytest.mark.wide
-def test_what_the_mask_is_worth_to_the_shipped_draft_model() -> None:
+def test_a_constraint_mask_raises_the_acceptance_of_the_shipped_draft_model() -> None:
     """The figures of docs/choose/constraints.md."""
     lm, source = dx.load("pycode"), drafts.DraftModel(dx.load("pycode-draft"))
     person = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 12},

@@ -5,8 +5,6 @@ With JSON_SCHEMA_TEST_SUITE, a directory such as `JSON-Schema-Test-Suite/tests/d
 are decoded as well.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import random
@@ -100,7 +98,7 @@ def test_texts_are_valid_at_every_budget(lm: LM, way: str) -> None:
     whole(lm, way, [s for s in few for _ in range(4)], [*range(4)] * len(few))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("first", range(0, 1000, 40))
 @pytest.mark.parametrize("way", WAYS)
 def test_texts_of_a_thousand_schemas_are_valid(lm: LM, way: str, first: int) -> None:
@@ -111,7 +109,7 @@ def test_texts_of_a_thousand_schemas_are_valid(lm: LM, way: str, first: int) -> 
         whole(lm, way, [schema(i) for i in some for _ in BUDGETS], [more for _ in some for more in BUDGETS], seed=begin)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.skipif("JSON_SCHEMA_TEST_SUITE" not in os.environ, reason="JSON_SCHEMA_TEST_SUITE is not set")
 @pytest.mark.parametrize("way", WAYS)
 def test_texts_of_the_test_suites_schemas_are_valid(lm: LM, way: str) -> None:

@@ -1,7 +1,5 @@
 """Constraints on texts of models: each text is of its language, however it is decoded, and closes within its budget."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any
@@ -28,7 +26,7 @@ PROMPTS = ["one", "def f(", "x"]
 
 @pytest.mark.wide
 @pytest.mark.parametrize("base", often([False], [False, True]))
-def test_what_must_follow_is_drafted(lm: LM, base: bool) -> None:
+def test_forced_tokens_are_drafted(lm: LM, base: bool) -> None:
     from decodax.algorithms.speculative import drafts
 
     alg = dx.Speculative(drafts.Forced(6, drafts.PromptLookup(4) if base else None))
@@ -43,7 +41,7 @@ def test_what_must_follow_is_drafted(lm: LM, base: bool) -> None:
     assert base or int(free.stats.drafted[0]) == 0
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_drafted_beams_keep_to_it(lm: LM) -> None:
     from decodax.algorithms.beams import BeamSearch
     from decodax.algorithms.speculative import drafts
@@ -153,7 +151,7 @@ def test_the_law_is_the_models_held_to_the_language(lm: LM) -> None:
                                                                    "^constraint: got 3, takes a"),
     (lambda c: [c.regex("a"), c.regex("b")], ValueError, "^constraint: got 2 for 1 prompts"),
     (lambda c: c.regex("[☃]{40}"), ValueError, "^regex: prompt 0 has room for 8 new tokens")])
-def test_what_is_no_constraint_is_refused(lm: LM, given: Any, error: Any, message: str) -> None:
+def test_values_that_are_no_constraint_are_refused(lm: LM, given: Any, error: Any, message: str) -> None:
     with pytest.raises(error, match=message):
         dx.generate(lm, "one", max_new_tokens=8, constraint=given(dx.constraints))
 
@@ -168,13 +166,13 @@ def test_a_string_means_the_constraint(lm: LM) -> None:
     (dict(regex="a", choices=["a"]), "^regex and choices: got both"),
     (dict(tool_choice="auto"), "tool_choice: got 'auto' without tools"),
     (dict(constraint_after="x"), "constraint_after: got 'x' without a constraint")])
-def test_what_the_names_of_data_cannot_mean_is_refused(given: dict[str, Any], message: str) -> None:
+def test_unsupported_keys_of_data_are_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         from_names(given)
 
 
 @pytest.mark.parametrize(("name", "value"), [("regex", "a"), ("num_beams", 4), ("penalty_alpha", 0.6)])
-def test_what_a_slot_takes_is_no_argument(lm: LM, name: str, value: Any) -> None:
+def test_options_of_slots_are_no_arguments_of_generate(lm: LM, name: str, value: Any) -> None:
     with pytest.raises(TypeError, match=rf"^{name}: unknown argument; (constraint|algorithm)=decodax\."):
         dx.generate(lm, "one", **{name: value})
 

@@ -1,7 +1,5 @@
 """Grammars, tools, phrases, and constraints that begin later; masks against those of llguidance."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -16,7 +14,7 @@ from decodax.constraints.automata import anything, phrases, tools, up_to, withou
 from decodax.constraints.dfa import Dfa
 from decodax.constraints.ebnf import Elsewhere, Recursive, ebnf
 from decodax.constraints.hosted import Matcher
-from decodax.constraints.matching import _Bytes, hosted, language
+from decodax.constraints.matching import VocabularyBytes, hosted, language
 from decodax.constraints.tokens import TokenDfa, trie_of
 from decodax.io.load import LM
 
@@ -61,7 +59,7 @@ def test_rules_are_read_as_lark_reads_them(name: str) -> None:
     ("start: /a/g", "no rule 'g'"),
     ("start: /a/u", "has the flags 'u'"), ("start /a/", "expected a colon"),
     ("start: /[^\\x00-\\U0010ffff]/", "no text")])
-def test_what_is_no_grammar_says_where(source: str, message: str) -> None:
+def test_a_syntax_error_of_a_grammar_says_where(source: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ebnf(source)
 
@@ -129,7 +127,7 @@ def test_masks_are_those_of_llguidance(lm: LM, name: str) -> None:
                    ['{"a":"yz","b":true}', '{"a":"x","b":false}']),
         "grammar": (language(("grammar", GRAMMARS["ranges"][0])), GRAMMARS["ranges"][0], ["abxx", "#hello"])}[name]
     assert isinstance(whole, Dfa)
-    vocabulary = _Bytes(lm.tokenizer, lm.vocab_size).all()
+    vocabulary = VocabularyBytes(lm.tokenizer, lm.vocab_size).all()
     eos = tuple(lm.eos)
     matcher = Matcher([theirs], vocabulary, eos, lm.tokenizer.encode)
     mine = TokenDfa.build([whole], trie_of(vocabulary), eos)
@@ -143,7 +141,7 @@ def test_masks_are_those_of_llguidance(lm: LM, name: str) -> None:
                 allowed = mine.next[state][mine.classes] >= 0
                 held = matcher.after(0, tuple(ids[:k]))
                 assert held is not None
-                got = np.unpackbits(matcher._allowed(held), bitorder="little")[:lm.vocab_size].astype(bool)
+                got = np.unpackbits(matcher.allowed_of(held), bitorder="little")[:lm.vocab_size].astype(bool)
                 odd = np.flatnonzero(allowed != got)
                 if got.sum() == 1:      # where one text must follow llguidance allows the longest token of it alone
                     forced = vocabulary[int(got.argmax())]
@@ -167,6 +165,6 @@ def test_masks_are_those_of_llguidance(lm: LM, name: str) -> None:
                                                                             "phrases: got neither"),
     (lambda c: c.phrases(["a" * 300]), "phrases: prompt 0 has room for 4"), (lambda c: c.grammar("start: %nope"),
                                                                              "grammar: ")])
-def test_what_makes_no_sense_is_refused(lm: LM, given: Any, message: str) -> None:
+def test_bad_arguments_are_refused_by_name(lm: LM, given: Any, message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         dx.generate(lm, "one", max_new_tokens=4, constraint=given(dx.constraints))

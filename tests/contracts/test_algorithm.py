@@ -30,8 +30,7 @@ from tests.matrix import often
 from tests.small_tokenizers import of_words
 
 ROWS = 6
-LAYERED = ("self-speculative", "layerskip", "clasp", "del", "knn-ssd", "magicdec", "triforce", "quantspec",
-           "specache")
+LAYERED = ("self-speculative", "layerskip", "clasp", "del", "knn-ssd", "magicdec", "triforce", "quantspec", "specache")
 """What drafts with some of the target's layers, or on another cache of it."""
 # aliases are other names for these; those that search write by rules of their own, and are below
 NAMES = [n for n, e in ALGORITHMS.items() if "diffusion" not in e.needs and not e.alias_of and e.family != "search"]
@@ -112,8 +111,7 @@ BY_BATCH = ("automatic", "bass", "exp3spec", "tetris", "ucbspec")
 
 @pytest.mark.wide(but=("autoregressive-few", "jacobi-few", "blockwise-distance-few", "ngram-few", "token-recycling-few",
                        "suffix-decoding-few", "typical-acceptance-few"))
-@pytest.mark.parametrize(("name", "policy"), often([(name, "few") for name in NAMES],
-                                                   itertools.product(NAMES, POLICY)))
+@pytest.mark.parametrize(("name", "policy"), often([(name, "few") for name in NAMES], itertools.product(NAMES, POLICY)))
 def test_a_system_keeps_its_guarantee(name, policy):
     """With its default options; what others change is said by the algorithm that they make."""
     alg, (which, _) = made(name, policy), pair(name, policy)
@@ -184,10 +182,9 @@ def test_options_that_relax_a_system_make_it_approximate(name, options):
     assert "approximate" in ALGORITHMS[name].summary
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("rows", [1, 64])
-@pytest.mark.parametrize("name", [n for n, e in ALGORITHMS.items()
-                                  if e.guarantee == "seed-exact" and n in NAMES])
+@pytest.mark.parametrize("name", [n for n, e in ALGORITHMS.items() if e.guarantee == "seed-exact" and n in NAMES])
 def test_batches_of_any_size_equal_plain_decoding(name, rows):
     alg = made(name, "together")
     assert texts(decode(alg, "llama", rows, "together")) == plain("llama", rows, "together")[0]
@@ -220,7 +217,7 @@ def test_an_unknown_name_lists_near_ones():
         algorithms.make("token-recyling")
 
 
-def test_what_is_missing_is_named():
+def test_missing_models_and_unknown_options_are_named():
     with pytest.raises(ValueError, match="'staged' needs a draft model; give draft="):
         algorithms.make("staged")
     with pytest.raises(ValueError, match=r"'uag' needs a model and a draft model; give lm=.* and draft="):
@@ -229,7 +226,7 @@ def test_what_is_missing_is_named():
         algorithms.make("prompt-lookup", k=3)
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_several_samples_of_a_prompt_with_arms():
     ids, options = prompts(3), dict(num_samples=2, max_new_tokens=12, temperature=0.8, seed=3, eos_token_id=[1])
     plain = dx.generate(lm("toy"), ids, **options)
@@ -238,7 +235,7 @@ def test_several_samples_of_a_prompt_with_arms():
     assert arms.stats.drafted.sum() > 0
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_arms_of_any_drafts_equal_plain_decoding():
     """A table of the target's distributions, probes, a draft model's tree: each draft is told of every round."""
     tree = dx.Speculative(dx.drafts.DraftModel(lm("toy-draft")), shape=dx.trees.Fixed.balanced(2, 2))

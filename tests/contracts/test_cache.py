@@ -3,8 +3,6 @@
 A policy may change the text. It does so in the same way whatever drafts, chunks and batch mates there are.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

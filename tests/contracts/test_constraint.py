@@ -1,7 +1,5 @@
 """The contract of constraints: however a text is decoded, it is of its language, and rows without one are free."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re
@@ -84,8 +82,7 @@ def test_every_text_is_of_its_language(lm: LM, case: str, way: str) -> None:
 def test_speculative_equals_plain_under_every_constraint(lm: LM, algorithm: str, temperature: float) -> None:
     """All in one batch, with a row that has none and is as it is alone."""
     prompts = ['{"name": "x", "n": 3}', *["one"] * (len(CASES) - 1), "def f("]
-    given: dict[str, Any] = dict(constraint=[*map(constraint, CASES), None], max_new_tokens=72,
-                                 temperature=temperature)
+    given: dict[str, Any] = dict(constraint=[*map(constraint, CASES), None], max_new_tokens=72, temperature=temperature)
     plain, found = dx.generate(lm, prompts, **given), dx.generate(lm, prompts, algorithm=algorithm, **given)
     assert found.tokens.tolist() == plain.tokens.tolist() and found.status == plain.status
     free = dx.generate(lm, ["def f("], request_ids=[len(CASES)], max_new_tokens=72, temperature=temperature)

@@ -153,10 +153,10 @@ def free(name):
 
 
 def in_one_process(default, wide=()):
-    """The entries, those of `wide` marked so, and others that are not in `default` marked `matrix`; all tests of one
+    """The entries, those of `wide` marked so, and others that are not in `default` marked `full`; all tests of one
     run in the same process."""
     marks = lambda n: [pytest.mark.xdist_group(f"sampler {n}"), *[pytest.mark.wide] * (n in wide),
-                       *[pytest.mark.matrix] * (n not in default)]
+                       *[pytest.mark.full] * (n not in default)]
     return [pytest.param(n, marks=marks(n)) for n in SAMPLERS]
 
 

@@ -1,7 +1,5 @@
 """The contract of searches: what every entry of the registry does, on a small model with words for tokens."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any

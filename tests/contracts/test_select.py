@@ -1,7 +1,5 @@
 """The contract of selection rules: what every entry of the registry does with the candidates of a prompt."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

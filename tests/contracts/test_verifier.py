@@ -144,11 +144,10 @@ def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
     return float(jax.scipy.stats.chi2.sf(statistic, len(wanted) - 1))
 
 
-# what is left to the matrix follows from other laws: seed-exact rows are plain decoding's, rules for trees are
+# what `full` adds follows from other laws: seed-exact rows are plain decoding's, rules for trees are
 # rejection on a chain, and tests/algorithms/speculative/test_verify.py enumerates drafts with replacement and certain
 # ones
-OFTEN = [("plain", "truncated"),
-         *((c, "floored") for c in ("chain-rejection", "tree-multi-round"))]
+OFTEN = [("plain", "truncated"), *((c, "floored") for c in ("chain-rejection", "tree-multi-round"))]
 
 
 @pytest.mark.wide(but=("plain-truncated",))
@@ -187,7 +186,7 @@ def test_every_verifier_is_here():
     assert every - {verify.Verifier} == {type(rule) for rule in RULES} | OTHERS
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_greedy_rows_have_one_result_by_every_rule():
     draw = np.random.default_rng(9)
     for shape, rules in ((judging.TREE, [SeedExact(), MultiRound(), KSeq(), Greedy()]),

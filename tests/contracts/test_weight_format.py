@@ -1,7 +1,5 @@
 """The contract of weight formats: a small model packed in each is saved, drafted for and batched like any other."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from typing import Any

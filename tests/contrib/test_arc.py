@@ -1,7 +1,5 @@
 """ARC-Encoder (Pilchen et al., 2025): texts as vectors in front of a decoder."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path
@@ -19,6 +17,7 @@ from decodax.contrib.arc import CompressedContext
 from decodax.io.load import LM
 from decodax.models import ArcEncoder, Transformer, llama
 from decodax.models.arc_encoder import runs
+from tests.small_models import random_lm
 
 # expected numbers are what kyutai-labs/ARC-Encoder (3e04c97) gives for the same weights and ids, in float32 on a CPU
 # with plain attention in place of xformers'
@@ -50,9 +49,7 @@ def released(tmp_path: Path) -> Path:
 
 
 def decoder() -> LM:
-    model = Transformer(llama(vocab=20, width=12, layers=2, heads=3, mlp=16, context=128))
-    params = jax.tree.map(lambda x: 8 * x if x.ndim > 1 else x, model.init_params(jax.random.key(1)))
-    return LM(model=model, params=params, vocab_size=20)
+    return random_lm(Transformer(llama(vocab=20, width=12, layers=2, heads=3, mlp=16, context=128)))
 
 
 def test_vectors_are_those_of_the_authors_code(released: Path) -> None:
@@ -98,7 +95,7 @@ def test_a_checkpoint_of_their_training_is_read_with_its_backbone(released: Path
 
 
 @pytest.mark.wide
-def test_what_was_saved_is_loaded(released: Path, tmp_path: Path) -> None:
+def test_a_saved_model_is_loaded(released: Path, tmp_path: Path) -> None:
     one = arc.load(released, decoder=1)
     one.save(tmp_path / "own")
     other = arc.load(tmp_path / "own")

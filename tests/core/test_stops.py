@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import random
 
 import jax
@@ -15,6 +13,7 @@ from decodax.io.text import Tokenizer
 from decodax.models.config import llama
 from decodax.models.transformer import Transformer
 from tests.matrix import often
+from tests.small_models import random_lm
 from tests.small_tokenizers import KINDS, TEXTS, letters
 
 VOCAB = [b"a", b"b", b"ab", b"ba", b"aab", b"\n", b"\n\n", b"xaby", b"", b"\xc3\xa9", b"\xc3", b"\xa9"]
@@ -216,9 +215,8 @@ def test_strings_with_special_tokens_and_others_share_a_table_of_any_size() -> N
 def spelled() -> LM:
     """A model that writes letters at random, in the fashion of Llama 2."""
     tok = Tokenizer(letters(), bos_id=0, eos_ids=[1])
-    net = Transformer(llama(vocab=20, width=32, layers=2, heads=4, kv_heads=2, mlp=48, context=256))
-    params = jax.tree.map(lambda x: x * 8 if x.ndim > 1 else x, net.init_params(jax.random.key(1)))
-    return LM(model=net, params=params, vocab_size=20, tokenizer=tok)
+    network = llama(vocab=20, width=32, layers=2, heads=4, kv_heads=2, mlp=48, context=256)
+    return random_lm(Transformer(network), tokenizer=tok)
 
 
 @pytest.mark.parametrize("prompt", often([""], ["", "a b"]))

@@ -1,7 +1,5 @@
 """`decodax.bind`: pure functions of weights and rows give the tokens that `generate` gives."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 
@@ -67,7 +65,7 @@ def test_newer_weights_take_part_from_the_next_round_on_without_a_new_program() 
     assert np.asarray(info.count).tolist() == [1, 1, 1] and step._cache_size() == 1
 
 
-def test_what_does_not_fit_is_refused_by_name() -> None:
+def test_bad_arguments_are_refused_by_name() -> None:
     for message, call in (
             ("max_new_tokens: got 500 for a capacity of 256", lambda: dx.bind(LM, capacity=64, max_new_tokens=500)),
             ("capacity: got 0", lambda: dx.bind(LM, capacity=0)),

@@ -1,7 +1,5 @@
 """A process that compiles hundreds of configurations goes on: old programs are dropped before memory maps run out."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -41,7 +39,7 @@ print(json.dumps(dict(most=most, end=maps(), drops=len(told), minutes=(time.perf
 """
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/sys/vm/max_map_count").exists(), reason="the system counts no memory maps")
 def test_300_configurations_fit_one_process():
     flags = "--xla_backend_optimization_level=0"        # compiles faster, into as many kernels

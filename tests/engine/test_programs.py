@@ -1,7 +1,5 @@
 """Keeping compiled programs: another process takes them from the directory."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -44,7 +42,7 @@ def test_the_next_process_finds_the_programs(tmp_path):
     assert int(hits) > 0
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_programs_are_dropped_before_they_fill_the_process(monkeypatch):
     f = jax.jit(lambda x: x + 1)
     f(1)

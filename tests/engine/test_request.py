@@ -1,8 +1,6 @@
 """What a caller may give and how it is read: prompts in every form, arguments for each prompt and sample, what the
 model's own files ask for. Programs are shared: a batch of one or two rows, plain or sampled."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import json
@@ -194,7 +192,7 @@ def test_samples_stop_strings_and_time_of_a_config_are_honoured(lm):
     assert "".join(stream) == stream.result.text[0] and stream.result.status == [Status.TIME]
 
 
-def test_what_a_config_asks_for_and_is_not_here_says_how_to_go_on(lm):
+def test_unsupported_settings_of_a_generation_config_say_how_to_go_on(lm):
     contrasts = said(lm, penalty_alpha=0.6, top_k=5)
     assert Request.read(contrasts, IDS).algorithm == ContrastiveSearch(hidden_width(lm), 0.6, 5)
     assert isinstance(Request.read(contrasts, IDS, algorithm="autoregressive").algorithm, dx.Autoregressive)
@@ -256,7 +254,7 @@ def test_algorithms_and_models_are_taken_by_name(lm, tiny_model):
         dx.generate("pycod", "x")
 
 
-def test_what_no_memory_holds_is_refused_with_what_it_would_take(lm):
+def test_a_batch_that_fits_no_memory_is_refused_with_its_size(lm):
     for options, message in ((dict(max_new_tokens=10 ** 9), r"max_new_tokens: 2 rows of up to 1,000,000,005 tokens"),
                              (dict(max_length=2 ** 31 - 1), r"max_length: 2 rows of up to 2,147,483,647 tokens"),
                              (dict(num_samples=10 ** 9), r"max_new_tokens: 2,000,000,000 rows of up to 69 tokens")):
@@ -266,7 +264,7 @@ def test_what_no_memory_holds_is_refused_with_what_it_would_take(lm):
 
 # texts and streams
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_special_tokens_and_stop_strings_are_shown_on_request(lm):
     special = lm.tokenizer.backend.token_to_id("<|im_start|>")
     force = dict(max_new_tokens=6, logit_bias={special: 1000.0})

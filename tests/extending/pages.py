@@ -1,7 +1,5 @@
 """Runs the pages and the longer examples of `docs/extending` as they stand."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterator

@@ -185,7 +185,7 @@ def test_pages_are_the_dense_cache():
     assert np.allclose(chosen(run("paged")), chosen(run("dense")), atol=1e-6)
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 @pytest.mark.parametrize(("kind", "chunk"), often([("sinks", 5)], [("h2o", 1), ("h2o", 5), ("sinks", 5)]))
 def test_a_prompt_may_be_read_in_chunks_of_any_width(kind, chunk):
     assert texts(run(kind, chunk=chunk)) == texts(run(kind))

@@ -1,7 +1,5 @@
 """Parts of a user's own that break their contract: an error names the class, what it returned and what is taken."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 
@@ -88,12 +86,12 @@ TAKES = "takes a pair, a Proposal"
      r"^Own.propose: got parents of a list, takes i\[B or 1, N\]"),
     (lambda s, state: (Proposal(tokens(s), jnp.ones((s.batch, 2), bool), log_q=jnp.zeros((2, 2))), state),
      r"^Own.propose: got log_q of float32\[2, 2\], takes f\[B, J, V\]")])
-def test_what_a_draft_proposes_is_checked(makes: Any, message: str) -> None:
+def test_a_proposal_of_the_wrong_form_is_refused(makes: Any, message: str) -> None:
     with pytest.raises(TypeError, match=message):
         dx.generate(SMALL, IDS, max_new_tokens=4, algorithm=dx.Speculative(Own(makes)))
 
 
-def test_so_is_what_is_cut_short() -> None:
+def test_a_truncated_proposal_of_the_wrong_form_is_refused() -> None:
     with pytest.raises(TypeError, match=rf"^Own.propose: returned int32\[2, 2\], {TAKES}"):
         dx.generate(SMALL, IDS, max_new_tokens=4, algorithm=dx.Speculative(Own(lambda s, state: tokens(s)),
                                                                           shape=Chain(1)))
@@ -106,7 +104,7 @@ def test_so_is_what_is_cut_short() -> None:
     (Field(({1},)), r"^algorithm: Field.table\[0\] is of type set, which cannot"),
     (Field(Field(np.zeros(3))), "^algorithm: Field.table is of type ndarray"),
     (Thawed(3), "^algorithm: Thawed is a dataclass without frozen=True")])
-def test_what_cannot_be_hashed_is_named(draft: Any, message: str) -> None:
+def test_parts_that_cannot_be_hashed_are_named(draft: Any, message: str) -> None:
     for algorithm in (dx.Speculative(draft), BeamSearch(2, draft=draft)):
         with pytest.raises(TypeError, match=message):
             dx.generate(SMALL, IDS, max_new_tokens=4, algorithm=algorithm)
@@ -187,7 +185,7 @@ class Method(dx.Algorithm):
     (Method(lambda s: s.newest), r"^Method.decide: returned int32\[8\], takes a Decision"),
     (Method(lambda s: dx.Decision(s.newest, s.newest, s.newest, s.newest, None)),
      r"^Method.decide: got tokens of int32\[8\], takes i\[B, M\] with B=8")])
-def test_what_a_method_returns_is_checked(algorithm: Any, message: str) -> None:
+def test_a_decision_of_the_wrong_form_is_refused(algorithm: Any, message: str) -> None:
     with pytest.raises(TypeError, match=message):
         dx.generate(SMALL, IDS, max_new_tokens=4, algorithm=algorithm)
 
@@ -243,7 +241,7 @@ class Kind(CacheConfig):
     (Kind, "^cache: got <class .*, takes the name of a policy"),
     (lambda x: x, "^cache: got <function .*, takes the name"),
     (512, "^cache: got 512, takes the name of a policy, such as 'snapkv:budget=512'")])
-def test_what_a_kind_of_cache_makes_is_checked(cache: Any, message: str) -> None:
+def test_a_cache_of_the_wrong_form_is_refused(cache: Any, message: str) -> None:
     with pytest.raises(TypeError, match=message):
         dx.generate(SMALL, IDS, max_new_tokens=4, cache=cache)
 
@@ -253,7 +251,7 @@ def test_what_a_kind_of_cache_makes_is_checked(cache: Any, message: str) -> None
     (lambda ctx, logits: logits[:3], r"^Custom.logits: got logits of float32\[3\], takes f\[V\] with V="),
     (lambda ctx, logits: logits.astype(int), r"^Custom.logits: got logits of int32\[.*, takes f\[V\] with V="),
     ([3], r"^transforms: Custom.fn is of type list, which cannot be hashed")])
-def test_what_a_transform_returns_is_checked(fn: Any, message: str) -> None:
+def test_logits_of_the_wrong_form_are_refused(fn: Any, message: str) -> None:
     with pytest.raises(TypeError, match=message):
         dx.generate(SMALL, IDS, max_new_tokens=4, transforms=[Custom(fn, "nothing")])
 
@@ -276,7 +274,7 @@ class Search(Explorer):
 
 
 @pytest.mark.wide
-def test_what_a_rule_and_a_search_return_is_checked() -> None:
+def test_choices_of_the_wrong_form_are_refused() -> None:
     with pytest.raises(TypeError, match=r"^Chooser.choose: returned an int, takes a Choice"):
         dx.select.choose("pycode", "x", Chooser(), num_samples=2, max_new_tokens=2)
     with pytest.raises(TypeError, match=r"^Search.search: returned an int, takes a Ranked"):

@@ -1,7 +1,5 @@
 """The drafts, the source and the rule of docs/extending/examples/drafts.py against plain Python."""
 
-from __future__ import annotations
-
 import collections
 from collections.abc import Iterator
 from typing import Any
@@ -134,10 +132,10 @@ class CachebackByHand:
         return found
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 @pytest.mark.parametrize("sizes", [
     dict(leader=1, follower=2, leaders=5, followers=2, levels=2),
-    pytest.param(dict(leader=2, follower=1, leaders=9, followers=1, levels=3), marks=pytest.mark.matrix)])
+    pytest.param(dict(leader=2, follower=1, leaders=9, followers=1, levels=3), marks=pytest.mark.full)])
 def test_cacheback_drafts_round_by_round_what_ordered_dictionaries_do(page: dict[str, Any],
                                                                       sizes: dict[str, int]) -> None:
     alg, ids = dx.Speculative(page["Cacheback"](**sizes)), prompts(4)

@@ -3,8 +3,6 @@
 None of them is the example of its page. A page that leaves out what such a file needs is wrong, and is corrected.
 """
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import importlib
@@ -165,7 +163,7 @@ def test_a_tree_is_narrower_where_the_gap_is_smaller(lm, small):
     drafted = [dx.generate(lm, PROMPTS, algorithm=f"near-best:gap={gap}", draft=small, **MIXED).stats
                for gap in (0.01, 5)]
     a_round = [(stats.drafted / stats.rounds).mean() for stats in drafted]
-    assert a_round[0] <= 4 < a_round[1]                             # a chain of four, and a tree
+    assert 4 <= a_round[0] < 6 < a_round[1]                         # nearly chains of four, and trees
 
 
 # masked diffusion
@@ -271,31 +269,31 @@ def test_a_prompt_may_be_read_in_chunks_and_drafts_may_branch(family):
     assert rows(dx.generate(family, PROMPTS, algorithm=tree, **MIXED)) == plain
 
 
+def hidden(model: Any, start: int) -> Any:
+    """Hidden states of a text whose positions begin at `start`."""
+    tokens = jnp.array([PROMPTS[3]])
+    window = causal(tokens, jnp.array([start]), jnp.ones_like(tokens, bool))
+    return model.apply(model.init_params(jax.random.key(0)), window, model.init_cache(1, 0)).hidden
+
+
 def test_the_alibi_model_sees_distances_alone(experiments):
-    """Another family of this size would change with the positions; this one does not."""
     model = experiments["alibi_parallel"].AlibiParallel(vocab=16)
-    params, tokens = model.init_params(jax.random.key(0)), jnp.array([PROMPTS[3]])
-    forward = jax.jit(lambda start: model.apply(params, causal(tokens, start, jnp.ones_like(tokens, bool)),
-                                                model.init_cache(1, 0)).hidden)
-    np.testing.assert_allclose(forward(jnp.array([0])), forward(jnp.array([7])), rtol=0, atol=1e-5)
+    np.testing.assert_allclose(hidden(model, 0), hidden(model, 7), rtol=0, atol=1e-5)
+
+
+def test_a_bias_that_is_no_function_of_keys_is_refused(experiments, monkeypatch):
+    monkeypatch.setattr(experiments["alibi_parallel"], "by_position", lambda scores: scores)
+    with pytest.raises(TypeError, match="bias: got a function that returns ArrayImpl, takes one of queries"):
+        hidden(experiments["alibi_parallel"].AlibiParallel(vocab=16), 0)
 
 
 @pytest.mark.wide
 def test_the_alibi_model_takes_a_cache_or_the_cache_refuses_it_by_name(experiments):
     model: Any = experiments["alibi_parallel"].AlibiParallel(vocab=16)
     lm = dx.LM(model=model, params=model.init_params(jax.random.key(0)), vocab_size=16)
-    options: dict[str, Any] = dict(cache="knorm:budget=10,every=4,skip=()", **MIXED)
+    options: dict[str, Any] = dict(cache="knorm:budget=10,every=4,skip_layers=()", **MIXED)
     tight = rows(dx.generate(lm, PROMPTS, **options))
     assert tight == rows(dx.generate(lm, PROMPTS, algorithm="prompt-lookup:length=4", **options))
     for name, cache in TIGHT.items():
         with pytest.raises(ValueError, match=f"cache: {name} takes a model without biases of its attention scores"):
             dx.generate(lm, PROMPTS, cache=cache, **MIXED)
-
-
-def test_a_bias_that_is_no_function_of_keys_is_refused(experiments):
-    base = experiments["alibi_parallel"].AlibiParallel
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules[base.__module__].__dict__, "by_position", lambda scores: scores)
-        model = base(vocab=16)
-        with pytest.raises(TypeError, match=r"bias: got a function that returns .*, takes one of queries"):
-            dx.score(dx.LM(model=model, params=model.init_params(jax.random.key(0)), vocab_size=16), PROMPTS)

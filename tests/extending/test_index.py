@@ -1,7 +1,5 @@
 """Each page of `docs/extending` holds on one screen, and its example runs as it stands, in a file of its own."""
 
-from __future__ import annotations
-
 import pytest
 
 from decodax.common.registry import ALGORITHMS, CACHES, SEARCHES

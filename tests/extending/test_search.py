@@ -1,7 +1,5 @@
 """The beam search and the particle filter of docs/extending/examples, against enumeration and transformers."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools
@@ -63,7 +61,7 @@ def every_text(prompt: tuple[int, ...]) -> dict[tuple[int, ...], np.ndarray]:
 
 # beam search
 
-@pytest.mark.matrix
+@pytest.mark.full
 @pytest.mark.parametrize("length_penalty", [0.0, 1.0])
 def test_beams_wide_enough_find_the_best_of_all_texts(page: dict[str, Any], length_penalty: float) -> None:
     # at no step have more than 750 candidates ended, of 5 ** 4 live beams at most
@@ -158,7 +156,7 @@ class Tilt:
         return jnp.asarray(self.log)[text[jnp.arange(text.shape[0]), length - 1]]
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_particles_go_on_as_a_filter_by_hand_says(page: dict[str, Any]) -> None:
     size, least, prompts = 8, 0.7, PROMPTS
     tilt = tuple(np.random.default_rng(0).normal(0, 0.8, VOCABULARY).tolist())
@@ -193,7 +191,7 @@ def test_particles_go_on_as_a_filter_by_hand_says(page: dict[str, Any]) -> None:
     assert int(s.algo.resampled[::size].sum()) == resampled > 3 and parted > 3
 
 
-@pytest.mark.parametrize("least", [pytest.param(0.0, marks=pytest.mark.matrix), 0.8], ids=["never", "resampled"])
+@pytest.mark.parametrize("least", [pytest.param(0.0, marks=pytest.mark.full), 0.8], ids=["never", "resampled"])
 def test_the_estimate_is_unbiased(page: dict[str, Any], least: float) -> None:
     """Two-sided tests at 1e-5 each, of the estimate and of six frequencies: a false alarm in 7 of 100,000 runs."""
     tilt, groups, size, prompt = (0.6, -0.6, 0.4, 0.8, -0.1, 0.2), 600, 8, PROMPTS[0]

@@ -168,7 +168,7 @@ def test_an_unknown_model_lists_near_ones():
         dx.load("pycod")
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_guidance_equals_that_of_transformers(lm, tmp_path):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")

@@ -1,7 +1,5 @@
 """Scoring of given texts: the figures, what they do not depend on, and what is scored of each form of text."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import json
@@ -209,7 +207,7 @@ def test_a_chat_is_scored_by_its_template(tiny_model: Path) -> None:
     np.testing.assert_allclose(found.bits_per_byte, -found.sum / np.log(2) / [6, found.bytes[1]])
 
 
-def test_what_follows_a_nan_has_no_probability(lm: dx.LM, scores: Scores) -> None:
+def test_tokens_after_a_nan_have_no_probability(lm: dx.LM, scores: Scores) -> None:
     token = TEXTS[3][25]                                                   # in the last of four windows
     broken = {**lm.params, "embed": lm.params["embed"].at[token].set(jnp.nan)}
     with pytest.warns(UserWarning, match=r"texts\[3\]: the model's logits hold a NaN or \+inf"):
@@ -251,7 +249,7 @@ def test_a_token_that_is_not_in_a_text_cannot_break_it(lm: dx.LM, scores: Scores
     ([[1]], {"top_logprobs": -1}, "top_logprobs: got -1, takes a whole number from 0"),
     ([[1]], {"top_logprobs": 42}, "top_logprobs: got 42, the vocabulary has 41 entries"),
 ])
-def test_what_cannot_be_scored_is_named(lm: dx.LM, texts: Any, options: Any, message: str) -> None:
+def test_texts_that_cannot_be_scored_are_refused_by_name(lm: dx.LM, texts: Any, options: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         dx.score(lm, texts, **options)
 

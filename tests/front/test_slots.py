@@ -1,7 +1,5 @@
 """The slots of the front ends: an object and its string say the same, and a model is said once."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

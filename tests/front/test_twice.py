@@ -1,7 +1,5 @@
 """Prompts that say their context twice (JRT-Prompt)."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -28,7 +26,7 @@ def test_a_model_reads_it() -> None:
     assert out.tokens[0].tolist() == out.tokens[1].tolist()
 
 
-def test_what_is_no_prompt_is_refused_by_name() -> None:
+def test_values_that_are_no_prompt_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"^form: got 'cq', takes one of 'context question context question'"):
         read_twice("a", "b", form="cq")
     with pytest.raises(ValueError, match=r"^question: got one beside a chat"):

@@ -1,13 +1,11 @@
 """Text after tokens that are already there: exactly that text, in the tokens that it has in its place."""
 
-from __future__ import annotations
-
 import pytest
 
 import decodax as dx
 from decodax import search
 from decodax.engine.request import Request
-from decodax.front.infill import _template
+from decodax.front.infill import template_of
 from decodax.io.appended import appended
 from decodax.io.text import Tokenizer
 from tests.laws.toy import Toy
@@ -70,7 +68,7 @@ def test_after_special_tokens_a_text_begins_or_goes_on() -> None:
     assert named[-1] == end and tok.decode(named) == "fib"
 
 
-def test_what_a_tokenizer_cannot_spell_is_read_as_it_reads_it() -> None:
+def test_text_that_a_tokenizer_cannot_spell_is_read_as_it_reads_it() -> None:
     tok = Tokenizer(KINDS["unigram"]())
     ids = tok.encode("def fi")
     new = appended(tok, ids, "b(n) Q fib")
@@ -95,7 +93,7 @@ def test_texts_after_a_context_a_gap_and_a_system_text_go_on_from_there(kind: st
     first, second = Request.read(lm, ["b(n)", tok.encode("it's")], context="def fi", max_new_tokens=2).prompts
     assert first[:len(tok.encode("def fi"))] == tok.encode("def fi") and tok.decode(first) == "def fib(n)"
     assert second == tok.encode("def fi") + tok.encode("it's")         # ids stay as they are
-    ids = _template(lm, 0, ["def fi", 2, "b(n)"], 0)
+    ids = template_of(lm, 0, ["def fi", 2, "b(n)"], 0)
     at = len(tok.encode("def fi"))
     assert ids[at:at + 2] == [0, 0]
     assert tok.continuation(tok.encode("def fi"), ids[at + 2:]) == "b(n)"

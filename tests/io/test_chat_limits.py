@@ -1,7 +1,5 @@
 """A chat template ends, whatever it does: in a prompt, or in an error that says which limit it was beyond."""
 
-from __future__ import annotations
-
 import threading
 import time
 

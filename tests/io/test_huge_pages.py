@@ -1,7 +1,5 @@
 """Weights lie in huge pages of memory after loading, on CPU, and nothing else changes."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What results say of lines: ids, log-probabilities, and answers in the form of OpenAI's API."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -11,7 +9,7 @@ import decodax as dx
 from decodax import jobs
 from decodax.io.load import LM
 from decodax.jobs import store
-from decodax.jobs.batch import _spelled
+from decodax.jobs.batch import spelled
 from tests.jobs.test_batch import results, written
 
 
@@ -45,7 +43,7 @@ def test_ids_keep_their_types(lm: LM, tmp_path: Path) -> None:
 def test_bytes_of_tokens_that_are_parts_of_characters(lm: LM) -> None:
     """Together they are the bytes of the text, and no two tokens have one name."""
     assert lm.tokenizer is not None
-    spelled = [_spelled(lm, token) for token in lm.tokenizer.encode("é漢 a", add_special_tokens=False)]
-    assert bytes(byte for _, data in spelled for byte in data).decode() == "é漢 a"
-    assert "bytes:\\xe6" in {text for text, _ in spelled}
-    assert len({text for text, _ in spelled}) == len({tuple(data) for _, data in spelled})
+    written = [spelled(lm, token) for token in lm.tokenizer.encode("é漢 a", add_special_tokens=False)]
+    assert bytes(byte for _, data in written for byte in data).decode() == "é漢 a"
+    assert "bytes:\\xe6" in {text for text, _ in written}
+    assert len({text for text, _ in written}) == len({tuple(data) for _, data in written})

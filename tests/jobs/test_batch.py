@@ -1,7 +1,5 @@
 """Batch jobs: what goes in, what comes out, and that nothing is lost or done twice."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -372,7 +370,7 @@ def test_a_pipe_that_stays_open_is_read_line_by_line(tmp_path: Path) -> None:
     process.stdin.close()
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_two_processes_that_know_each_other_share_the_lines(tiny_model: Path, tmp_path: Path) -> None:
     source = written(tmp_path / "in.jsonl", [{"id": f"q{i}", "prompt": f"def f{i}("} for i in range(30)])
     with socket.socket() as free:

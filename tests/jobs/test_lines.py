@@ -1,7 +1,5 @@
 """What stands in the lines of jobs: names, options, and requests to OpenAI's API."""
 
-from __future__ import annotations
-
 import os
 import threading
 import warnings
@@ -46,7 +44,7 @@ def line(body: dict[str, Any], chat: bool = True, **more: Any) -> Any:
 
 
 @pytest.mark.parametrize("chat", [True, False])
-def test_what_asks_for_nothing_is_let_through(chat: bool) -> None:
+def test_keys_with_neutral_values_are_let_through(chat: bool) -> None:
     for key, values in NOTHING.items():
         for value in [*values, None]:
             assert line({key: value}, chat).options == {}, (key, value)
@@ -55,7 +53,7 @@ def test_what_asks_for_nothing_is_let_through(chat: bool) -> None:
 
 
 @pytest.mark.parametrize("key", SOMETHING)
-def test_what_asks_for_something_that_is_not_here_is_refused_by_name(key: str) -> None:
+def test_keys_that_ask_for_unsupported_features_are_refused_by_name(key: str) -> None:
     for value in SOMETHING[key]:
         with pytest.raises(LineError, match=f"^body: asks for '{key}', which is not supported"):
             line({key: value})
@@ -109,7 +107,7 @@ def test_every_line_has_one_name() -> None:
         assert fields.name(3, row) == name
 
 
-def test_what_fills_up_the_structs_of_a_table_is_not_given(tmp_path: Path) -> None:
+def test_padding_of_table_structs_is_not_passed_on(tmp_path: Path) -> None:
     lines = [{"id": 1, "prompt": "x", "messages": None,
               "options": {"temperature": 0.5, "json_schema": {"type": "object"}}},
              {"id": 2, "prompt": "y", "options": {"max_new_tokens": 2, "json_schema": {"enum": ["a"]}}},

@@ -1,7 +1,5 @@
 """Answers as they finish."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import itertools
@@ -40,7 +38,7 @@ def test_a_source_without_an_end_is_served() -> None:
     assert len({one.index for one in itertools.islice(answers, 20)}) == 20
 
 
-def test_it_goes_with_asyncio() -> None:
+def test_answers_can_be_awaited_with_asyncio() -> None:
     async def served(prompts: list[Any]) -> AsyncIterator[Served]:
         answers: Iterator[Served] = dx.serve(SMALL, prompts, slots=2, max_new_tokens=3)
         while (one := await asyncio.to_thread(next, answers, None)) is not None:
@@ -57,7 +55,7 @@ def test_it_goes_with_asyncio() -> None:
     (dict(guidance_scale=2.0), "guidance_scale: serve takes no such argument; decodax.generate guides"),
     (dict(cache="paged"), "cache: rows of this kind share memory"), (dict(on_error="skip"), "on_error: got 'skip'"),
     (dict(temperature=-1.0), "temperature: got -1"), (dict(ahead=0), "ahead: got 0"), (dict(use=3), "use: got 3")])
-def test_what_cannot_be_served_is_refused(options: dict[str, Any], message: str) -> None:
+def test_bad_requests_are_refused_by_name(options: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=f"^{message}"):
         list(dx.serve(SMALL, PROMPTS[:2], **options))
 

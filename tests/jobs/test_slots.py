@@ -1,7 +1,5 @@
 """A prompt that takes the place of another gets the tokens that it gets alone."""
 
-from __future__ import annotations
-
 import functools
 import time
 from collections.abc import Iterator
@@ -210,7 +208,7 @@ class Measured(Autoregressive):
 
 
 @pytest.mark.wide
-def test_what_a_method_found_is_in_the_order_of_the_prompts() -> None:
+def test_findings_of_a_method_are_in_the_order_of_the_prompts() -> None:
     """Also where some prompts never began, for which it found nothing."""
     found = dx.generate(SMALL, PROMPTS, algorithm=Measured(), batch_size=4, **OPTIONS)
     assert found.findings["length"].tolist() == [len(p) + n for p, n in zip(PROMPTS, found.lengths, strict=True)]

@@ -1,7 +1,5 @@
 """Prompts that take one another's places, over a mesh."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

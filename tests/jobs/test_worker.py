@@ -1,7 +1,5 @@
 """A worker of a fleet answers what `generate` answers, however often and wherever a batch is run."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path
@@ -90,7 +88,7 @@ class Mortal(jobs.Worker):
         return found
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_ray_writes_each_row_once_though_a_worker_is_killed(tiny_model: Path, tmp_path: Path) -> None:
     ray = pytest.importorskip("ray")
     lines = [{"id": f"q{i}", "prompt": f"def f{i}("} for i in range(COUNT)]

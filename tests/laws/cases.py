@@ -1,7 +1,5 @@
 """What the laws run over: models, algorithms, policies, and one way to decode with them."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any
@@ -159,10 +157,10 @@ class Table(Source):
     spread: float = 1.5
 
     def start(self, params: Params, s: State, state: Any, room: int) -> tuple[Any, Any]:
-        return state, Answer(self._logits(s.newest[:, None]))
+        return state, Answer(self.logits_after(s.newest[:, None]))
 
     def extend(self, params: Params, s: State, state: Any, level: Any) -> tuple[Any, Any]:
-        return state, Answer(self._logits(level.tokens))
+        return state, Answer(self.logits_after(level.tokens))
 
-    def _logits(self, tokens: Any) -> Any:
+    def logits_after(self, tokens: Any) -> Any:
         return jax.random.normal(jax.random.key(5), (VOCABULARY, VOCABULARY))[tokens] * self.spread

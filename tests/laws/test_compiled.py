@@ -113,7 +113,7 @@ def test_no_round_copies_the_cache(algorithm, driver, batch):
     assert copies_in_loops(program, batch * ENTRIES) == []
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_a_cache_that_renews_layers_copies_what_it_computed_and_nothing_that_it_held():
     """What it computes of a layer has the size of the cache, so the law above cannot tell them apart."""
     alg = diffusion.MaskedDiffusion(diffusion.Adapter(VOCABULARY - 1), diffusion.Leading(32, 8),

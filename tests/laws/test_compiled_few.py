@@ -118,7 +118,7 @@ def test_numbers_of_samples_share_their_programs():
 @pytest.mark.wide
 @pytest.mark.parametrize("options", [
     {}, {"num_samples": 3}, {"batch_size": 4}, {"guidance_scale": 1.5},
-    pytest.param({"algorithm": Speculative(PromptLookup(length=4))}, marks=pytest.mark.matrix)])
+    pytest.param({"algorithm": Speculative(PromptLookup(length=4))}, marks=pytest.mark.full)])
 def test_rows_that_fill_up_a_batch_show_nowhere(options):
     """Alone, in a batch of 5 that runs as 8 rows, and in batches whose last one is ragged."""
     ids, n = [prompt(5 + 3 * i) for i in range(5)], options.get("num_samples", 1)

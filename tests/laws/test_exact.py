@@ -53,7 +53,7 @@ def test_greedy_decoding_has_one_result_whatever_the_verifier(verify):
     assert texts(decode(Speculative(Sampled(), verify), "llama", ids, {})) == texts(plain)
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 @pytest.mark.parametrize("policy", often(["penalised"], ["greedy", "sampled", "penalised"]))
 def test_a_perfect_draft_is_accepted_whole(policy):
     ids = prompts(4)

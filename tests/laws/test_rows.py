@@ -1,7 +1,5 @@
 """Rows that go on from one another: beams equal a search by hand, and copies of a particle draw tokens of their own."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from typing import Any

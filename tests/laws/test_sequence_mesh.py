@@ -1,7 +1,5 @@
 """Prompts read by a chain of devices or a pipeline, and requests that move between meshes: the same tokens."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from typing import Any

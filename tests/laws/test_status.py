@@ -147,7 +147,7 @@ def test_a_policy_that_forbids_everything_is_a_status(algorithm):
     assert texts(s) == [[], [], []]
 
 
-@pytest.mark.matrix      # test_diffusion.py says so of every sampler
+@pytest.mark.full      # test_diffusion.py says so of every sampler
 def test_no_mask_reaches_the_text():
     for name in ("llada", "llada-quota", "llada-random-shifted"):
         assert not any(MASK in row for row in script(ALGORITHMS[name], new=16))

@@ -3,8 +3,6 @@
 The vocabulary has 500,000 entries, as the codebook of UniCode^2 (2025).
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from typing import Any
@@ -62,7 +60,7 @@ def test_no_round_gathers_what_has_a_number_for_each_token(chain: str) -> None:
 
 @pytest.mark.wide
 @pytest.mark.parametrize("search", [BeamSearch(2), StochasticBeams(k=3), ContrastiveSearch(8), *(
-    pytest.param(search, marks=pytest.mark.matrix) for search in (
+    pytest.param(search, marks=pytest.mark.full) for search in (
         DynamicBeams(2, phrases=((3,),)), AdaDec(), Superposed(2)))], ids=name_of)
 def test_nor_does_one_of_a_search(search: Any) -> None:
     check({}, search)

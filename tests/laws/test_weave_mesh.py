@@ -1,7 +1,5 @@
 """Two halves of a batch in one loop: the tokens of `run`, and no collective of one half waits for the other."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import re
@@ -130,7 +128,7 @@ def test_no_collective_of_one_half_depends_on_the_other() -> None:
     assert len(halves) == 2 and halves[0] >= 2 * LAYERS         # the sums behind attention and MLP
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_of_one_batch_all_collectives_hang_together() -> None:
     mesh = mesh_of(AxisType.Auto)
     alg, params, chain, s = begun("autoregressive", "sampled", mesh)
@@ -140,7 +138,7 @@ def test_of_one_batch_all_collectives_hang_together() -> None:
     assert len(apart(compiled.as_text())) == 1
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 @pytest.mark.parametrize(("kind", "algorithm", "policy"), list(itertools.product(
     ("auto", "explicit"), ("autoregressive", "lookup", "lookup-rejection", "llada"), ("greedy", "sampled"))))
 def test_halves_give_the_tokens_of_one_batch(kind: str, algorithm: str, policy: str) -> None:
@@ -161,7 +159,7 @@ def test_halves_give_the_tokens_of_one_batch(kind: str, algorithm: str, policy: 
         equal(decode(), single(algorithm, policy))
 
 
-def test_what_cannot_be_halved_is_named() -> None:
+def test_batches_that_cannot_be_halved_are_refused() -> None:
     mesh = mesh_of(AxisType.Auto)
     alg, params, chain, s = begun("autoregressive", "greedy")
     with pytest.raises(ValueError, match="s: got 3 rows, takes a multiple of 2 replicas"):

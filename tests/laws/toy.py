@@ -4,8 +4,6 @@ It is also the shortest example of a `Model`: it keeps what it attends to in a r
 commit, clip and selection bite here as they do on a transformer.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -5,8 +5,6 @@ finite, endless. For each the generator knows whether it is legal, and what a re
 cut to a whole number, or an argument that is dropped, is no result.
 """
 
-from __future__ import annotations
-
 import random
 
 from tests.malformed.case import FIXED, IDS, Case, World, rows

@@ -1,7 +1,5 @@
 """What a malformed call is, and what it runs on."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path

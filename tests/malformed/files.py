@@ -1,7 +1,5 @@
 """Broken files of a model directory, and command lines with a wrong value."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Numbers of the policy: out of range, of another type or shape, not finite, too many."""
 
-from __future__ import annotations
-
 import dataclasses
 import decimal
 import math

@@ -1,7 +1,5 @@
 """Models, methods, stop strings, transforms, names that there are none of, and what does not go together."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

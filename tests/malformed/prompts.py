@@ -1,7 +1,5 @@
 """Prompts, negative prompts and pieces of every wrong form, and good ones in forms of their own."""
 
-from __future__ import annotations
-
 import collections
 import decimal
 import itertools

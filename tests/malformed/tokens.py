@@ -1,7 +1,5 @@
 """Token lists, sequences and biases: ids that are none, of the wrong depth, for the wrong number of rows."""
 
-from __future__ import annotations
-
 import math
 import random
 from typing import Any

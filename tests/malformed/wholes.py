@@ -1,7 +1,5 @@
 """Whole numbers and switches of the call: floats, truths and texts in their place, none or too many, endless ones."""
 
-from __future__ import annotations
-
 import decimal
 import itertools
 import math

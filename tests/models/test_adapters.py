@@ -1,7 +1,5 @@
 """Adapters: rows with adapters of their own are rows of merged models, files are those of peft, errors say why."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -138,7 +136,7 @@ def test_gradients_go_to_the_adapter(several):
                                   lm.model.forward(lm.params, tokens))
 
 
-def test_what_does_not_fit_says_so(several, tmp_path, home):
+def test_a_model_that_does_not_fit_says_so(several, tmp_path, home):
     lm, adapters = several
     rows = lm.with_adapters(adapters)
     for run, message in (

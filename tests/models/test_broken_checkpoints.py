@@ -4,8 +4,6 @@ What cannot be told from a sound file is left out: other values of the right typ
 of weights, and a stored dtype exchanged for another one of the same width.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

@@ -1,7 +1,5 @@
 """Layers that read the keys and values of earlier ones (CLA, YOCO)."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 
@@ -16,8 +14,10 @@ from decodax.engine.batch import Job
 from decodax.engine.request import Request
 from decodax.io.load import LM
 from decodax.io.saving import save_model
-from decodax.models import DecoderConfig, Transformer, cla, llama, yoco
+from decodax.models import Transformer, cla, llama, yoco
+from tests.by_hand import logits
 from tests.matrix import often
+from tests.small_models import random_lm
 
 BASE = llama(vocab=16, width=16, layers=4, heads=4, kv_heads=2, mlp=24, context=256)
 CONFIGS = {"cla": cla(BASE), "cla of 3": cla(BASE, 3), "yoco": yoco(BASE, 8)}
@@ -25,66 +25,25 @@ PROMPTS = [np.random.default_rng(i).integers(0, 16, n).tolist() for i, n in enum
 
 
 def lm(name: str) -> LM:
-    model = Transformer(CONFIGS[name])
-    params = jax.tree.map(lambda x: 8 * x if x.ndim > 1 else x, model.init_params(jax.random.key(3)))
-    return LM(model=model, params=params, vocab_size=16)
-
-
-def by_hand(config: DecoderConfig, params: Any, tokens: list[int]) -> np.ndarray:
-    """Logits `f64[T, V]` of a text, layer by layer."""
-    w = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
-    norm = lambda x, scale: x / np.sqrt((x ** 2).mean(-1, keepdims=True) + config.norm.eps) * scale
-    heads = lambda x: x.reshape(len(tokens), -1, config.head_dim)
-    at, made = np.arange(len(tokens)), {}
-
-    def turn(x: np.ndarray) -> np.ndarray:
-        half = config.head_dim // 2
-        angle = at[:, None, None] * 10_000.0 ** (-np.arange(half) / half)
-        a, b = x[..., :half], x[..., half:]
-        return np.concatenate([a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)], -1)
-
-    x = w["embed"][tokens]
-    for i, layer in enumerate(config.layers):
-        own = w["layers"][str(i)]
-        y = norm(x, own["attn_in"]["scale"])
-        q = turn(heads(y @ own["attn"]["q"]["kernel"]))
-        if layer.reads is None:
-            made[i] = turn(heads(y @ own["attn"]["k"]["kernel"])), heads(y @ own["attn"]["v"]["kernel"])
-        k, v = (np.repeat(z, 2, 1) for z in made[i if layer.reads is None else layer.reads])
-        far = at[:, None] - at
-        seen = (far >= 0) & (far < (layer.sliding or len(tokens)))
-        scores = np.where(seen, np.einsum("qhd,khd->hqk", q, k) / np.sqrt(config.head_dim), -np.inf)
-        weights = np.exp(scores - scores.max(-1, keepdims=True))
-        weights /= weights.sum(-1, keepdims=True)
-        x = x + np.einsum("hqk,khd->qhd", weights, v).reshape(len(tokens), -1) @ own["attn"]["o"]["kernel"]
-        y = norm(x, own["mlp_in"]["scale"])
-        gate, up = (y @ own["mlp"][name]["kernel"] for name in ("gate", "up"))
-        x = x + (gate / (1 + np.exp(-gate)) * up) @ own["mlp"]["down"]["kernel"]
-    return norm(x, w["norm"]["scale"]) @ w["lm_head"]["kernel"]
+    return random_lm(Transformer(CONFIGS[name]), 3)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logits_are_those_by_hand(name: str) -> None:
     own = lm(name)
     out = own.model.forward(own.params, jnp.asarray([PROMPTS[0]]))[0]
-    np.testing.assert_allclose(out, by_hand(CONFIGS[name], own.params, PROMPTS[0]), rtol=1e-3, atol=1e-3)
+    np.testing.assert_allclose(out, logits(CONFIGS[name], own.params, PROMPTS[0]), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize(("name", "cache"), often([("cla", None), ("yoco", "snapkv")], [
-    (name, cache) for name in CONFIGS for cache in (None, "snapkv", "kivi", "streaming-llm")]))
-def test_drafts_give_the_tokens_of_plain_decoding(name: str, cache: str | None) -> None:
-    own, options = lm(name), {"snapkv": dict(budget=14, window_size=4), "kivi": dict(group_size=4, residual_length=8),
-                              "streaming-llm": dict(start_size=2, recent_size=20)}
-    kind = None if cache is None else caches.make(cache, **options[cache])
-    one = lambda **more: dx.generate(own, PROMPTS, cache=kind, max_new_tokens=20, seed=5, temperature=[0.0, 0.9, 0.0],
-                                     **more)
-    plain, drafted = one(), one(algorithm="prompt-lookup")
-    assert drafted.tokens.tolist() == plain.tokens.tolist()
-    if cache is None:       # the first row is greedy: what a forward without a cache would say
-        text = [*PROMPTS[0], *plain.tokens[0].tolist()]
-        logits = np.asarray(own.model.forward(own.params, jnp.asarray([text])))[0]
-        assert logits[len(PROMPTS[0]) - 1:-1].argmax(-1).tolist() == plain.tokens[0].tolist()
+@pytest.mark.parametrize(("name", "cache"), often([("yoco", "snapkv")], [
+    (name, cache) for name in CONFIGS for cache in ("snapkv", "kivi", "streaming-llm")]))
+def test_drafts_give_the_tokens_of_plain_decoding_with_the_same_cache(name: str, cache: str) -> None:
+    options = {"snapkv": dict(budget=14, window_size=4), "kivi": dict(group_size=4, residual_length=8),
+               "streaming-llm": dict(start_size=2, recent_size=20)}
+    one = lambda **more: dx.generate(lm(name), PROMPTS, cache=caches.make(cache, **options[cache]), max_new_tokens=20,
+                                     seed=5, temperature=[0.0, 0.9, 0.0], **more).tokens.tolist()
+    assert one(algorithm="prompt-lookup") == one()
 
 
 @pytest.mark.wide(but=("cla of 3-2",))
@@ -95,7 +54,7 @@ def test_a_cache_holds_the_layers_with_keys_and_values(name: str, layers: int) -
     assert sum("k" in layer["attn"] for layer in own.params["layers"].values()) == layers
 
 
-def test_what_needs_whole_layers_is_refused(tmp_path: Any) -> None:
+def test_methods_that_need_all_layers_with_keys_are_refused(tmp_path: Any) -> None:
     own = lm("cla")
     with pytest.raises(ValueError, match=r"^reads: got 1 for layer 2, takes an earlier layer with keys"):
         dataclasses.replace(CONFIGS["cla"], layers=(*CONFIGS["cla"].layers[:2], dataclasses.replace(

@@ -1,7 +1,5 @@
 """The models of `docs/extending/model.md`, as a user would write them."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

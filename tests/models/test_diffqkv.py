@@ -1,7 +1,5 @@
 """Fewer heads of keys than of values."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 
@@ -36,7 +34,7 @@ def grouped() -> LM:
     return LM(model=Transformer(GROUPED), params=params, vocab_size=16)
 
 
-def test_it_is_the_network_whose_keys_are_repeated() -> None:
+def test_fewer_heads_of_keys_are_a_network_with_repeated_keys() -> None:
     tokens = jnp.asarray([PROMPTS[0]])
     same = grouped()
     np.testing.assert_allclose(MODEL.forward(PARAMS, tokens), same.model.forward(same.params, tokens), atol=1e-4)

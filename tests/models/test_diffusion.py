@@ -1,7 +1,5 @@
 """Masked-diffusion checkpoints in their released layouts, against transformers under masks that are built here."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json
@@ -167,7 +165,8 @@ def test_a_wrong_tensor_is_named(changes: dict[str, Any], message: str, tmp_path
     ("dream", {"diffusion": {"attention": "sparse"}}, "attention: got 'sparse', takes full, block-causal"),
     ("dream", {"diffusion": {"window": 4}}, r"diffusion: got {'window': 4} .*window"),
 ])
-def test_what_has_no_counterpart_is_named(name: str, changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_wrong_configurations_are_refused_by_name(
+        name: str, changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     saved(name, tmp_path, **changes)
     with pytest.raises(CheckpointError, match=rf"config\.json: .*{message}"):
         dx.load(tmp_path)
@@ -186,7 +185,8 @@ def test_what_has_no_counterpart_is_named(name: str, changes: dict[str, Any], me
      Diffusion(151665, shift=True, attention="causal", block=4)),
     ({"model_type": "qwen2", "vocab_size": 151936}, None),
 ])
-def test_what_config_json_leaves_out_is_as_published(config: dict[str, Any], expected: Diffusion | None) -> None:
+def test_missing_entries_of_config_json_have_the_published_defaults(
+        config: dict[str, Any], expected: Diffusion | None) -> None:
     assert read_diffusion(config) == expected
 
 

@@ -1,7 +1,5 @@
 """Dual chunk attention on a mesh. It imports no torch, beside which collectives on CPU crash."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import pytest

@@ -1,8 +1,6 @@
 """Layers of linear attention: alone, beside softmax layers with any cache, grouped (Linearized-LLM), and with a prefix
 (JRT-RNN)."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any
@@ -193,55 +191,7 @@ def test_chunks_of_any_width_leave_the_same_state(name: str) -> None:
         np.testing.assert_allclose(scored(own.model, own.params, follows, cache)[0][0], want, rtol=2e-3, atol=2e-3)
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("name", often(["linearized beside softmax"], CONFIGS))
-def test_a_tree_is_scored_as_the_texts_of_its_paths(name: str) -> None:
-    """In one window beside a dead node, and level by level beside the cache; groups end within the tree."""
-    own, text = lm(name), PROMPTS[1][:14]
-    new, parent = [3, 1, 5, 9, 2, 6, 8], [-1, 0, 0, 1, 1, 2, 3]
-    paths = [[0]]
-    for i in range(1, 7):
-        paths.append([*paths[parent[i]], i])
-    mask = np.array([[j in paths[i] for j in range(7)] for i in range(7)])
-    depth = np.array([len(text) + len(path) - 1 for path in paths], np.int32)
-    alive = np.arange(7) != 5
-    tree = Window(tokens=jnp.array([new]), positions=jnp.asarray(depth)[None], mask=jnp.asarray(mask)[None],
-                  live=jnp.asarray(alive)[None])
-    want = np.stack([whole(name, [*text, *(new[i] for i in path)], len(text))[-1] for path in paths])
-    close = functools.partial(np.testing.assert_allclose, rtol=2e-3, atol=2e-3)
-    cache = read(name, text, 5)
-    logits, entries = scored(own.model, own.params, tree, cache)
-    close(logits[0][alive], want[alive])
-
-    scratch, found, above = cache.tree_buffer(entries, 7), [], mask & ~np.eye(7, dtype=bool)
-    for first, level in ((0, [0]), (1, [1, 2]), (3, [3, 4, 5]), (6, [6])):
-        part = Window(tokens=jnp.array([[new[i] for i in level]]), positions=jnp.asarray(depth[level])[None],
-                      mask=jnp.eye(len(level), dtype=bool)[None], live=jnp.ones((1, len(level)), bool))
-        logits, more = scored(own.model, own.params, part, scratch.seen_by(jnp.asarray(above[level])[None]))
-        scratch = scratch.append(more, part.positions, jnp.int32(first))
-        found.append(logits[0])
-    close(np.concatenate(found), want)
-    # the path 3 1 9 8 was true
-    slots = jnp.array([[14, 15, -1, 16, -1, -1, 17]])
-    for after in (cache.commit(entries, slots), scratch.commit(slots)):
-        assert after.length.tolist() == [18]
-        logits, _ = scored(own.model, own.params, causal(jnp.array([[7]]), jnp.array([18])), after)
-        close(logits[0, 0], whole(name, [*text, 3, 1, 9, 8, 7], len(text))[-1])
-
-
 # Decoding
-
-
-def test_greedy_tokens_are_those_of_the_whole_text() -> None:
-    name = "linearized beside softmax"
-    plain = tokens(name)
-    for row in (0, 2):
-        logits = whole(name, [*PROMPTS[row], *plain[row]])
-        assert logits[len(PROMPTS[row]) - 1:-1].argmax(-1).tolist() == plain[row]
-    assert len(set(plain[0])) > 4
-    # groups end within the drafts' windows, and rows of other lengths stand beside
-    assert tokens(name, algorithm="prompt-lookup") == plain
-    assert tokens(name, PROMPTS[1:], temperature=[0.9, 0.0], request_ids=[1, 2]) == plain[1:]
 
 
 @pytest.mark.wide
@@ -253,18 +203,6 @@ def test_the_tokens_of_a_prefix_model() -> None:
     # the encoder reads what it is given, and not the prompt
     other = dx.generate(lm("jrt"), PROMPTS, inputs=EncoderText.of([row[::-1] for row in PROMPTS]), **POLICY)
     assert other.tokens.tolist() != plain
-
-
-@pytest.mark.wide
-@pytest.mark.parametrize("name", CONFIGS)
-def test_drafts_and_chunks_leave_the_tokens_as_they_are(name: str) -> None:
-    plain = tokens(name)
-    tree = dx.Speculative(dx.drafts.DraftModel(lm("elu")), shape=dx.trees.Fixed.balanced(2, 2))
-    for more in (dict(algorithm="prompt-lookup"), dict(algorithm=tree, chunk=4)):
-        assert tokens(name, **more) == plain
-    back = [2, 1, 0]
-    again = tokens(name, [PROMPTS[i] for i in back], temperature=[0.0, 0.9, 0.0], request_ids=back)
-    assert again == [plain[i] for i in back]
 
 
 @pytest.mark.wide
@@ -281,18 +219,6 @@ def test_softmax_layers_have_any_cache(cache: str) -> None:
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("name", ["elu", "linearized beside softmax", "jrt"])
-def test_a_model_drafts_for_itself(name: str) -> None:
-    """What it drafts is always right, so its states are."""
-    if name == "jrt":
-        pytest.skip("a draft model is given no inputs")
-    drafts = dx.Speculative(dx.drafts.DraftModel(lm(name)), shape=dx.trees.Chain(3))
-    out = dx.generate(lm(name), PROMPTS, algorithm=drafts, **POLICY)
-    assert out.tokens.tolist() == tokens(name)
-    assert out.stats.rounds.tolist() == [5] * 3
-
-
-@pytest.mark.wide
 def test_samples_and_beams_take_their_states_along() -> None:
     name = "linearized beside softmax"
     alone = [tokens(name, [row], num_samples=2, temperature=1.0, request_ids=[i]) for i, row in enumerate(PROMPTS)]
@@ -302,7 +228,7 @@ def test_samples_and_beams_take_their_states_along() -> None:
                                                                         temperature=0.0)
 
 
-def test_what_is_held_does_not_grow_with_the_text() -> None:
+def test_the_state_does_not_grow_with_the_text() -> None:
     """16 tokens of a group and of the convolution, and sums."""
     sizes = lambda name, S: [x.shape for x in jax.tree.leaves(jax.eval_shape(
         lambda: lm(name).model.init_cache(2, S)).states)]
@@ -311,14 +237,6 @@ def test_what_is_held_does_not_grow_with_the_text() -> None:
     assert sizes("linearized", 64) == [(2, 2, 4, 4), (2, 2, 7, 8)] * 3
     cache = lm("linearized beside softmax").model.init_cache(2, 64)
     assert isinstance(cache, PerLayer) and len(cache.base.kv) == 1 and len(cache.linear.states) == 2
-
-
-def test_nothing_is_traced_again() -> None:
-    name = "linearized beside softmax"
-    tokens(name)
-    with jax.no_tracing(True):
-        again = tokens(name, [row[::-1] for row in PROMPTS])
-    assert again != tokens(name)
 
 
 def test_no_round_copies_keys_and_values() -> None:
@@ -359,7 +277,7 @@ def test_a_loaded_model_is_linearized() -> None:
 # What is refused
 
 
-def test_what_a_state_cannot_do_is_refused_by_name(tmp_path: Any) -> None:
+def test_methods_that_a_recurrent_state_cannot_serve_are_refused_by_name(tmp_path: Any) -> None:
     name = "linearized beside softmax"
     with pytest.raises(ValueError, match=r"cache: Speculative\(CLaSp\) needs one that supports truncation"):
         tokens(name, algorithm=dx.Speculative(dx.drafts.CLaSp(dataclasses.replace(

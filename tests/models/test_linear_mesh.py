@@ -1,7 +1,5 @@
 """Linear attention on a mesh. It imports no torch, beside which collectives on CPU crash."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

@@ -1,7 +1,5 @@
 """Every cache policy of the table beside a layer of linear attention: drafts change no token, or it is refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any

@@ -1,6 +1,4 @@
-"""Mamba, the first version, against transformers; drafts in chains and trees."""
-
-from __future__ import annotations
+"""Mamba, the first version, against transformers."""
 
 import functools
 import tempfile
@@ -16,7 +14,8 @@ import decodax as dx
 from decodax.core.window import causal
 from decodax.io.files import CheckpointError
 from decodax.models import Mamba, MambaConfig
-from tests.models.test_mamba2 import NEW, POLICY, PROMPTS, VOCABULARY, attention, tokens_of
+from tests.models.small import NEW, PROMPTS, tokens_of
+from tests.models.test_mamba2 import VOCABULARY
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {}, "untied-biases": dict(use_bias=True, use_conv_bias=False, tie_word_embeddings=False, conv_kernel=3,
@@ -61,19 +60,6 @@ def test_logits_and_greedy_tokens_equal_transformers(case: str) -> None:
     new = [reference.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False, pad_token_id=0)[0]
            for prompt in PROMPTS]
     assert tokens_of(lm) == [row.tolist()[len(prompt):] for row, prompt in zip(new, PROMPTS, strict=True)]
-
-
-@pytest.mark.wide
-def test_drafts_leave_the_tokens_as_they_are() -> None:
-    lm = loaded()
-    plain = tokens_of(lm, **POLICY)
-    assert tokens_of(lm, algorithm=dx.Speculative(dx.drafts.PromptLookup(length=4)), **POLICY) == plain
-    tree = dx.Speculative(dx.drafts.DraftModel(attention()), shape=dx.trees.Fixed.balanced(2, 2))
-    assert tokens_of(lm, algorithm=tree, chunk=4, **POLICY) == plain
-    out = dx.generate(lm, PROMPTS, max_new_tokens=9, eos_token_id=[], **POLICY,
-                      algorithm=dx.Speculative(dx.drafts.DraftModel(lm), shape=dx.trees.Fixed.balanced(2, 2)))
-    assert out.tokens.tolist() == tokens_of(lm, max_new_tokens=9, **POLICY)
-    assert out.stats.rounds.tolist() == [3] * len(PROMPTS)
 
 
 def test_fresh_weights_and_refusals(tmp_path: Path) -> None:

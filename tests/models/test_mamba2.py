@@ -1,12 +1,9 @@
-"""Mamba-2 against transformers, and its windows, chains and trees, against the recurrence one token after the other."""
-
-from __future__ import annotations
+"""Mamba-2 against transformers, and its products against the recurrence one token after the other."""
 
 import dataclasses
 import functools
 import json
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +16,14 @@ from safetensors.numpy import load_file, save_file
 import decodax as dx
 from decodax.bench.plan import plan
 from decodax.cache import LinearRecurrent
-from decodax.core.window import Window, causal
+from decodax.core.window import causal
 from decodax.engine.queue import Ticket, schedule
 from decodax.engine.request import Request
 from decodax.io.files import CheckpointError
-from decodax.models import Mamba2, Mamba2Config, Transformer, llama
+from decodax.models import Mamba2, Mamba2Config
+from tests.models.small import NEW, POLICY, PROMPTS, attention, scored, shapes_in, tokens_of
 
 VOCABULARY = 97
-PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8], [1, 5], [7, 7, 7, 7], [60]]
-NEW = 10
-POLICY: dict[str, Any] = dict(temperature=[0.0, 0.0, 1.0, 1.0], top_p=0.95, seed=[5, 6, 7, 8])
 SHAPE = dict(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_heads=8, head_dim=8, n_groups=2,
              state_size=6, conv_kernel=4, chunk_size=8, pad_token_id=0, bos_token_id=1, eos_token_id=2)
 CASES = {"groups": {}, "one-group": dict(n_groups=1, use_bias=True, use_conv_bias=False, tie_word_embeddings=True,
@@ -56,18 +51,6 @@ def loaded(case: str = "groups") -> Any:
     return dx.load(written(case)[1])
 
 
-@functools.cache
-def attention() -> Any:
-    """A Llama over the same tokens."""
-    network = Transformer(llama(vocab=VOCABULARY, width=16, layers=2, heads=4, kv_heads=2, mlp=24))
-    weights = jax.tree.map(lambda x: x * 8 if x.ndim > 1 else x, network.init_params(jax.random.key(1)))
-    return dx.LM(model=network, params=weights, vocab_size=VOCABULARY)
-
-
-def tokens_of(lm: Any, prompts: Any = PROMPTS, **options: Any) -> list[list[int]]:
-    return dx.generate(lm, prompts, **{"max_new_tokens": NEW, "eos_token_id": [], **options}).tokens.tolist()
-
-
 @functools.partial(jax.jit, static_argnums=0)
 def forward(model: Any, params: Any, tokens: Any) -> Any:
     return model.forward(params, tokens)
@@ -78,12 +61,6 @@ def last_of(lm: Any, texts: list[list[int]]) -> np.ndarray:
     width = max(map(len, texts))
     logits = forward(lm.model, lm.params, np.array([text + [0] * (width - len(text)) for text in texts]))
     return np.asarray(logits)[np.arange(len(texts)), [len(text) - 1 for text in texts]]
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def scored(model: Any, params: Any, window: Window, cache: Any) -> Any:
-    out = model.apply(params, window, cache)
-    return out.logits(), out.entries
 
 
 @pytest.mark.wide(but=("groups",))
@@ -123,50 +100,6 @@ def test_a_left_padded_batch_equals_transformers() -> None:
         np.testing.assert_allclose(np.asarray(got)[live], want[live], atol=1e-4)
 
 
-def paths_of(parent: list[int]) -> list[list[int]]:
-    paths: list[list[int]] = []
-    for i, up in enumerate(parent):
-        paths.append([*(paths[up] if up >= 0 else []), i])
-    return paths
-
-
-@pytest.mark.wide
-def test_each_path_of_a_tree_is_a_text() -> None:
-    """In one window beside dead nodes, and level by level in a scratch; then the state goes on from the true path."""
-    lm = loaded()
-    model, params = lm.model, lm.params
-    tokens, parent = [3, 1, 4, 1, 5, 9, 2, 6, 8], [-1, 0, 1, 2, 2, 3, 3, 4, 7]
-    paths = paths_of(parent)
-    mask = np.array([[j in path for j in range(9)] for path in paths])
-    depth = jnp.array([[len(path) - 1 for path in paths]], jnp.int32)
-    *want, end = last_of(lm, [*([tokens[j] for j in path] for path in paths), [*(tokens[j] for j in paths[8]), 7]])
-    dead = np.arange(10) != 4           # between the others; its child hangs on its parent
-    spread = np.where(dead)[0]
-    wide = lambda a, fill: np.insert(np.asarray(a), 4, fill, -1)
-    window = Window(tokens=jnp.array([wide(tokens, 50)]), positions=jnp.asarray(wide(depth, 2)), live=jnp.array([dead]),
-                    mask=jnp.asarray(np.insert(np.insert(mask, 4, True, 1), 4, True, 0))[None])
-    logits, _ = scored(model, params, window, model.init_cache(1, 32))
-    np.testing.assert_allclose(np.asarray(logits)[0, spread], want, atol=1e-4)
-
-    cache = model.init_cache(1, 32)
-    _, entries = scored(model, params, causal(jnp.array([tokens[:2]]), jnp.zeros(1, jnp.int32)), cache)
-    cache = cache.commit(entries, jnp.arange(2)[None])
-    scratch, found = cache.tree_buffer(entries, 7), []
-    for level in ([2], [3, 4], [5, 6, 7], [8]):
-        part = Window(tokens=jnp.array([[tokens[i] for i in level]]), positions=depth[:, jnp.array(level)],
-                      mask=jnp.eye(len(level), dtype=bool)[None], live=jnp.ones((1, len(level)), bool))
-        sees = mask[level][:, 2:] & (np.arange(2, 9) < level[0])
-        logits, entries = scored(model, params, part, scratch.seen_by(jnp.asarray(sees)[None]))
-        scratch = scratch.append(entries, part.positions, jnp.int32(level[0] - 2))
-        found.append(logits[0])
-    np.testing.assert_allclose(np.concatenate(found), want[2:], atol=1e-4)
-    # 4, 5, 6, 8 were true
-    after = scratch.commit(jnp.array([[2, -1, 3, -1, -1, 4, 5]]))
-    assert after.length.tolist() == [6]
-    logits, _ = scored(model, params, causal(jnp.array([[7]]), jnp.array([6])), after)
-    np.testing.assert_allclose(logits[0, 0], end, atol=1e-4)
-
-
 def recurrence(q: Any, k: Any, v: Any, decay: Any) -> tuple[Any, Any]:
     """One token after the other, in float64: outputs `[T, H, P]` and the last state `[H, N, P]`."""
     q, k = (np.repeat(a, v.shape[1] // a.shape[1], 1).astype(np.float64) for a in (q, k))
@@ -198,41 +131,6 @@ def test_products_equal_the_recurrence_however_fast_it_forgets(scale: float, cer
     np.testing.assert_allclose(cache.commit([entry], slots).states[0][0], state, atol=2e-5)
 
 
-@pytest.mark.wide
-def test_drafts_leave_the_tokens_as_they_are() -> None:
-    """Chains and trees, greedy and sampled, ragged."""
-    lm = loaded()
-    plain = tokens_of(lm, **POLICY)
-    lookup = dx.Speculative(dx.drafts.PromptLookup(length=4))
-    assert tokens_of(lm, algorithm=lookup, **POLICY) == plain
-    with jax.no_tracing(True):
-        tokens_of(lm, [prompt[::-1] for prompt in PROMPTS], algorithm=lookup, **{**POLICY, "temperature": [0.5] * 4})
-    tree = dx.Speculative(dx.drafts.DraftModel(attention()), shape=dx.trees.Fixed.balanced(2, 2))
-    assert tokens_of(lm, algorithm=tree, chunk=4, **POLICY) == plain
-    assert tokens_of(lm, [PROMPTS[2]], temperature=1.0, top_p=0.95, seed=7, request_ids=[2]) == [plain[2]]
-
-
-@pytest.mark.wide
-@pytest.mark.parametrize("shape", [pytest.param(dx.trees.Chain(3), marks=pytest.mark.matrix),
-                                   dx.trees.Fixed.balanced(2, 2)], ids=["chain", "tree"])
-def test_it_drafts(shape: Any) -> None:
-    """For itself: what it drafts is always right, so its states are."""
-    lm = loaded()
-    out = dx.generate(lm, PROMPTS, max_new_tokens=12, eos_token_id=[], **POLICY,
-                      algorithm=dx.Speculative(dx.drafts.DraftModel(lm), shape=shape))
-    assert out.tokens.tolist() == tokens_of(lm, max_new_tokens=12, **POLICY)
-    assert out.stats.rounds.tolist() == [12 // (shape.length + 1)] * len(PROMPTS)
-
-
-def shapes_in(jaxpr: Any) -> Iterator[tuple[int, ...]]:
-    for eqn in jaxpr.eqns:
-        for part in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
-            inner = getattr(part, "jaxpr", part)
-            if hasattr(inner, "eqns"):
-                yield from shapes_in(inner)
-        yield from (var.aval.shape for var in eqn.outvars)
-
-
 @pytest.mark.parametrize("certain", [False, True])
 def test_no_node_has_a_state_of_its_own(certain: bool) -> None:
     """Of 64 nodes no array holds more than a few states; within a chunk the nodes' decays are the largest."""
@@ -246,16 +144,6 @@ def test_no_node_has_a_state_of_its_own(certain: bool) -> None:
     found = [shape for shape in shapes_in(jax.make_jaxpr(read)(jnp.zeros((1, 64), jnp.int32)).jaxpr)
              if shape[-2:] == (32, 32)]
     assert found and max(int(np.prod(shape)) for shape in found) == 2 * 32 * 32
-
-
-@pytest.mark.wide
-def test_texts_are_scored_by_their_full_forward() -> None:
-    lm = loaded()
-    texts = [PROMPTS[0] * 2, PROMPTS[2]]
-    found = dx.score(lm, texts, chunk=16)
-    for text, logprobs in zip(texts, found.logprobs, strict=True):
-        want = jax.nn.log_softmax(forward(lm.model, lm.params, np.array([text])))[0]
-        np.testing.assert_allclose(logprobs, want[np.arange(len(text) - 1), text[1:]], atol=1e-4)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -291,13 +179,13 @@ def test_packed_weights_are_close() -> None:
     assert 1e-4 < jnp.abs(whole - packed).max() < 0.1 * jnp.abs(whole).max()
 
 
-def test_what_it_cannot_do_is_refused_by_name(tmp_path: Path) -> None:
+def test_unsupported_methods_and_files_are_refused_by_name(tmp_path: Path) -> None:
     lm = loaded()
     with pytest.raises(ValueError, match=r"cache: got .*, but Mamba2 has a cache of its own"):
         tokens_of(lm, cache="knorm")
     with pytest.raises(ValueError, match=r"cache: Speculative\(CLaSp\) needs one that supports truncation, which "
                                          "LinearRecurrent does not"):
-        tokens_of(lm, algorithm=dx.Speculative(dx.drafts.CLaSp(attention(), skips=1)))
+        tokens_of(lm, algorithm=dx.Speculative(dx.drafts.CLaSp(attention(VOCABULARY), skips=1)))
     with pytest.raises(ValueError, match=r"context: got one for .*a Mamba-2 runs on one device"):
         dx.load(written("groups")[1], context=64)
     with pytest.raises(ValueError, match="model: got a Mamba2, takes a Transformer"):

@@ -1,7 +1,5 @@
 """Models that read each token several times (PHD, PHD-SWA, PHD-CSWA: Wu et al., 2025)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax
@@ -11,12 +9,12 @@ import pytest
 
 import decodax as dx
 from decodax import caches
-from decodax.engine.batch import Job
-from decodax.engine.request import Request
 from decodax.io.load import LM
 from decodax.models import Phd, Transformer, cla, llama, phd
+from tests.by_hand import logits
 from tests.caches import small as policies
 from tests.matrix import often
+from tests.small_models import random_lm
 
 BASE = llama(vocab=16, width=16, layers=2, heads=4, kv_heads=2, mlp=24, context=256)
 MODELS = {"phd-2": phd(BASE), "phd-3": phd(BASE, 3), "swa-3": phd(BASE, 3, 5), "cswa-2": phd(BASE, 2, 4, 6),
@@ -26,9 +24,7 @@ NEW = 16
 
 
 def lm(name: str) -> LM:
-    model = MODELS[name]
-    params = jax.tree.map(lambda x: 8 * x if x.ndim > 1 else x, model.init_params(jax.random.key(3)))
-    return LM(model=model, params=params, vocab_size=16)
+    return random_lm(MODELS[name], 3)
 
 
 def sees(model: Phd, query: tuple[int, int], key: tuple[int, int]) -> bool:
@@ -45,33 +41,11 @@ def sees(model: Phd, query: tuple[int, int], key: tuple[int, int]) -> bool:
 
 def by_hand(model: Phd, params: Any, tokens: list[int]) -> np.ndarray:
     """Logits `f64[T, V]` of the last copies, with all copies in the order of the paper and its mask."""
-    w, c, K = jax.tree.map(lambda x: np.asarray(x, np.float64), params), model.config, model.copies.count
+    K = model.copies.count
     nodes = [(n, i + 1) for n in range(len(tokens)) for i in range(K)]
     seen = np.array([[sees(model, query, key) for key in nodes] for query in nodes])
     at = np.array([n for n, _ in nodes])
-    norm = lambda x, scale: x / np.sqrt((x ** 2).mean(-1, keepdims=True) + c.norm.eps) * scale
-    heads = lambda x: x.reshape(len(nodes), -1, c.head_dim)
-
-    def turn(x: np.ndarray) -> np.ndarray:
-        half = c.head_dim // 2
-        angle = at[:, None, None] * 10_000.0 ** (-np.arange(half) / half)
-        a, b = x[..., :half], x[..., half:]
-        return np.concatenate([a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)], -1)
-
-    x = w["embed"][np.asarray(tokens)[at]]
-    for i in range(len(c.layers)):
-        own = w["layers"][str(i)]
-        y = norm(x, own["attn_in"]["scale"])
-        q, k, v = (heads(y @ own["attn"][name]["kernel"]) for name in "qkv")
-        k, v = np.repeat(turn(k), 2, 1), np.repeat(v, 2, 1)
-        scores = np.where(seen, np.einsum("qhd,khd->hqk", turn(q), k) / np.sqrt(c.head_dim), -np.inf)
-        weights = np.exp(scores - scores.max(-1, keepdims=True))
-        weights /= weights.sum(-1, keepdims=True)
-        x = x + np.einsum("hqk,khd->qhd", weights, v).reshape(len(nodes), -1) @ own["attn"]["o"]["kernel"]
-        y = norm(x, own["mlp_in"]["scale"])
-        gate, up = (y @ own["mlp"][name]["kernel"] for name in ("gate", "up"))
-        x = x + (gate / (1 + np.exp(-gate)) * up) @ own["mlp"]["down"]["kernel"]
-    return (norm(x, w["norm"]["scale"]) @ w["lm_head"]["kernel"])[K - 1::K]
+    return logits(model.config, params, np.asarray(tokens)[at], at, lambda layer, keys: seen)[K - 1::K]
 
 
 def tokens(own: LM, **more: Any) -> list[list[int]]:
@@ -93,26 +67,13 @@ def test_decoding_is_the_full_forward(name: str) -> None:
     own = lm(name)
     plain = tokens(own)
     for prompt, row in zip(PROMPTS, plain, strict=True):
-        logits = by_hand(MODELS[name], own.params, [*prompt, *row])
-        assert logits[len(prompt) - 1:-1].argmax(-1).tolist() == row
+        want = by_hand(MODELS[name], own.params, [*prompt, *row])
+        assert want[len(prompt) - 1:-1].argmax(-1).tolist() == row
     assert tokens(own, chunk=3) == plain and tokens(own, batch_size=1) == plain
     text = [*PROMPTS[2], *plain[2]]
-    logits = by_hand(MODELS[name], own.params, text)[:-1]
-    wanted = logits[np.arange(len(text) - 1), text[1:]] - np.log(np.exp(logits).sum(-1))
+    want = by_hand(MODELS[name], own.params, text)[:-1]
+    wanted = want[np.arange(len(text) - 1), text[1:]] - np.log(np.exp(want).sum(-1))
     np.testing.assert_allclose(dx.score(own, [text]).logprobs[0], wanted, atol=2e-3)
-
-
-@pytest.mark.wide
-@pytest.mark.parametrize("name", often(["phd-2", "cswa-3"], MODELS))
-def test_drafts_and_trees_give_the_tokens_of_plain_decoding(name: str) -> None:
-    own, policy = lm(name), dict(temperature=[0.0, 0.9, 0.0])
-    plain = tokens(own, **policy)
-    tree = dx.Speculative(dx.drafts.DraftModel(own), shape=dx.trees.Fixed.balanced(2, 2))
-    out = dx.generate(own, PROMPTS, max_new_tokens=NEW, seed=5, algorithm=tree, **policy)
-    assert out.tokens.tolist() == plain
-    # greedy rows draft with the model itself, so the first of each node's children holds
-    assert out.stats.tokens_per_forward > 2
-    assert tokens(own, algorithm="prompt-lookup", **policy) == plain
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -139,7 +100,7 @@ def refused(own: LM, kind: Any) -> str | None:
     return None
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["phd-2", "cswa-3"])
 @pytest.mark.parametrize("cache", sorted(policies.OPTIONS))
 def test_every_policy_of_the_table_gives_its_own_tokens_or_is_refused(name: str, cache: str) -> None:
@@ -179,25 +140,14 @@ def test_one_copy_is_the_plain_model_and_layers_may_share() -> None:
     params = jax.tree.map(lambda x: 8 * x if x.ndim > 1 else x, shared.init_params(jax.random.key(3)))
     both = LM(model=shared, params=params, vocab_size=16)
     row = tokens(both, algorithm="prompt-lookup")[2]
-    logits = np.asarray(shared.forward(params, jnp.asarray([[*PROMPTS[2], *row]])))[0]
-    assert logits[len(PROMPTS[2]) - 1:-1].argmax(-1).tolist() == row
-
-
-@pytest.mark.wide
-def test_no_round_traces_again() -> None:
-    own = lm("cswa-3")
-    run = lambda seed: dx.generate(own, PROMPTS, max_new_tokens=NEW, seed=seed, temperature=0.7)
-    run(1)
-    with jax.no_tracing(True):
-        job = Job.begin(Request.read(own, PROMPTS, max_new_tokens=NEW, seed=2, temperature=0.7))
-        while job.running:
-            job.advance(None)
+    want = np.asarray(shared.forward(params, jnp.asarray([[*PROMPTS[2], *row]])))[0]
+    assert want[len(PROMPTS[2]) - 1:-1].argmax(-1).tolist() == row
 
 
 @pytest.mark.parametrize(("given", "message"), [
     (dict(copies=0), "count: got 0, takes 1 or more"), (dict(window=0), "window: got 0, takes 1 or more"),
     (dict(chunk=4), "chunk: got 4 without a window"), (dict(window=4, chunk=0), "chunk: got 0, takes 1 or more")])
-def test_what_it_cannot_do_is_refused(given: dict[str, Any], message: str) -> None:
+def test_bad_arguments_are_refused_by_name(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         phd(BASE, **given)
 

@@ -1,7 +1,5 @@
 """RWKV-X against numbers of the authors' code, in chunks and where a store is cut down; drafts in chains and trees."""
 
-from __future__ import annotations
-
 import functools
 import json
 import tempfile
@@ -100,7 +98,7 @@ def test_a_store_holds_what_the_authors_one_holds() -> None:
 
 
 @pytest.mark.wide
-def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
+def test_bad_arguments_are_refused_by_name(tmp_path: Path) -> None:
     small = dict(vocab=16, width=8, layers=4, head_dim=4, decay=2, rate=2, value=2, gate=2)
     for wrong, message in (({"sparse": 3}, "sparse: got 3 blocks of attention, takes a divisor of the 4 layers"),
                            ({"chunk": 0}, "chunk: got 0, takes 1 or more"),

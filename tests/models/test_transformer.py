@@ -1,7 +1,5 @@
 """`Transformer` as a value and as a function of its weights."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax
@@ -29,7 +27,7 @@ def test_equal_models_are_one_static_argument() -> None:
     assert Transformer(SMALL) != Transformer(SMALL, dtype="bfloat16")
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_packed_sequences_score_as_separate_ones() -> None:
     model = Transformer(SMALL)
     params = model.init_params(jax.random.key(0))

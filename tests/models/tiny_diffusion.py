@@ -1,8 +1,6 @@
 """Tiny masked-diffusion checkpoints in the layouts of the released ones, and transformers models that hold the same
 weights: none of these families is in transformers, but each is a Qwen or a Llama with another mask or other names."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Caches of every form for the kernels that read them, and attention to them in float64."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

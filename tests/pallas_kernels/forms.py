@@ -6,8 +6,6 @@ a JSON object for each.
 A program of its own, since libtpu has to be told what it runs on before JAX is imported.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import json

@@ -1,7 +1,5 @@
 """The kernels that read a cache and their XLA reference, against attention in float64."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import itertools
@@ -159,7 +157,7 @@ def no_races(kernel: Any, *args: Any, **options: Any) -> Any:
     return out
 
 
-@pytest.mark.matrix     # by default in the form that has all
+@pytest.mark.full     # by default in the form that has all
 def test_the_kernel_has_no_races() -> None:
     q, cache, length, positions, held = arrays(64, 64, "some of each head")
     out, lse = no_races(tpu.cache_attention, q, cache, length, positions, held, scale=0.3, value_width=64, block=128)
@@ -208,7 +206,7 @@ def test_the_reference_walks_pages_of_any_size(page: int) -> None:
             np.testing.assert_allclose(got, want[..., :got.shape[-1]], rtol=1e-5, atol=2e-6)
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_a_table_too_large_for_scalar_memory_is_read_by_several_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     q, cache, length, positions, held = arrays(64, 64, "some")
     kept, given, _ = stored(cache, 64, "pages of 128")

@@ -1,8 +1,6 @@
 """Each form of window attention, of packed products and of draws, compiled by XLA's TPU compiler without a TPU, alone
 and on a mesh."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -1,7 +1,5 @@
 """The draw of a token at once, by the kernel and by XLA, against float64; and the policy's own chain."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 
@@ -99,7 +97,7 @@ def test_rows_with_nothing_to_draw_say_so() -> None:
         assert token[0] >= 0 and token[7] >= 0 and 0 <= token[8] < 4, name
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_of_equal_logits_all_or_none_are_kept() -> None:
     """And of equal scores of a greedy row the first is taken."""
     logits = np.zeros((64, 300), np.float32)

@@ -3,8 +3,6 @@
     JAX_PLATFORMS=cuda pytest -m gpu tests/pallas_kernels/test_gpu.py
 """
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

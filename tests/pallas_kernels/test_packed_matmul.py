@@ -1,7 +1,5 @@
 """The product with packed kernels and its XLA reference, both against float64."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 
@@ -91,7 +89,7 @@ def test_the_kernel_has_no_races(monkeypatch: pytest.MonkeyPatch) -> None:
     np.testing.assert_allclose(got, exact(x, codes, scales), rtol=1e-5, atol=1e-4)
 
 
-def test_what_the_kernel_does_not_take_is_refused() -> None:
+def test_arguments_that_the_kernel_does_not_take_are_refused() -> None:
     x, codes, scales = arrays(5, 128, 256, 4, jnp.int4)
     with pytest.raises(ValueError, match=r"^scales: got 4 groups of 256 inputs"):
         packed_matmul(x, codes, scales, implementation="mosaic_tpu")

@@ -1,7 +1,5 @@
 """The largest of a vocabulary."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """Attention of windows by each implementation: sinks, forms of the cache, prefixes in common, meshes."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from typing import Any, get_args
@@ -157,7 +155,7 @@ def test_codes_are_within_half_a_step_of_what_they_stand_for() -> None:
         np.testing.assert_allclose(step[..., 0] * 127, np.abs(cache[..., part]).max(-1), rtol=1e-6)
 
 
-def test_what_cannot_be_had_is_refused_by_name() -> None:
+def test_bad_arguments_are_refused_by_name() -> None:
     q, cache, length, positions, _ = arrays(64, 64, "all")
     with pytest.raises(ValueError, match="cache: got 200 slots, takes a multiple of the block of 128"):
         tpu.cache_attention(q, cache[:, :, :200], length, positions, scale=1.0, value_width=64)

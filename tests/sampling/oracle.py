@@ -1,7 +1,5 @@
 """What the tests of transforms share: rows with histories, and a transform applied to each of them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

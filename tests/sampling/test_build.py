@@ -1,7 +1,5 @@
 """Policies from keyword arguments and from generation configs: what is built, what is refused, what compiles anew."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Drawing through a policy: the right frequencies, never a forbidden token, and names for what is no distribution."""
 
-from __future__ import annotations
-
 import itertools
 
 import jax
@@ -115,7 +113,7 @@ def test_a_policy_that_forbids_everything_is_a_dead_end() -> None:
 @pytest.mark.parametrize(("settings", "fused"), [
     (dict(), True), (dict(top_p=0.8), True), (dict(top_k=5, top_p=0.9, min_p=0.1, repetition_penalty=1.5), True),
     (dict(top_p=0.8, min_tokens_to_keep=2), False), (dict(top_p=0.8, typical_p=0.7), False)], ids=str)
-def test_what_a_kernel_draws_at_once_is_what_the_chain_draws(monkeypatch: pytest.MonkeyPatch, settings: dict,
+def test_a_fused_kernel_draws_the_tokens_of_the_chain(monkeypatch: pytest.MonkeyPatch, settings: dict,
                                                              fused: bool) -> None:
     """Greedy rows among them. Chains of which it does only a part are left whole."""
     from decodax.pallas_kernels import vocabulary

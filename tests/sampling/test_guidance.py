@@ -1,7 +1,5 @@
 """Classifier-free guidance against its definition, by full forwards of both texts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -1,7 +1,5 @@
 """Every node of a window has the distribution of the text that leads to it, along chains and trees."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax
@@ -263,7 +261,7 @@ def test_a_warm_distribution_has_the_probabilities_of_greedy_rows_too() -> None:
 
 @pytest.mark.wide
 @pytest.mark.parametrize(("most", "expected"), [(2, [2, 2, 1]), (1, [1])], ids=["parts", "a loop"])
-@pytest.mark.parametrize("nodes", [pytest.param(None, marks=pytest.mark.matrix), [6, 0, 3, 3, 1]],
+@pytest.mark.parametrize("nodes", [pytest.param(None, marks=pytest.mark.full), [6, 0, 3, 3, 1]],
                          ids=["all nodes", "some"])
 def test_draws_from_a_few_nodes_at_a_time_are_those_from_all_at_once(nodes: list[int] | None, most: int,
                                                                      expected: list[int],

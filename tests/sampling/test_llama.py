@@ -1,7 +1,5 @@
 """The samplers of llama.cpp against its rules, worked out in float64 with loops and sorts."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

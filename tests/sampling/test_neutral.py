@@ -1,7 +1,5 @@
 """Values that ask for nothing are accepted wherever they stand; values that ask for what would be ignored are not."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -53,7 +51,7 @@ def test_a_default_needs_no_companion(name: str, needs: str) -> None:
 
 
 @pytest.mark.parametrize("name", SAMPLING)
-def test_what_only_shapes_sampling_is_an_error_where_nothing_is_drawn(name: str) -> None:
+def test_sampling_arguments_are_an_error_where_nothing_is_drawn(name: str) -> None:
     value = 0.5 if name != "top_k" else 3
     with pytest.raises(ValueError, match=f"^{name}: got {value} without temperature.* give temperature"):
         build(2, **{name: value})

@@ -1,7 +1,5 @@
 """The exponential race: draws from the distribution, independent of one another, and shared by like distributions."""
 
-from __future__ import annotations
-
 import functools
 
 import jax
@@ -12,7 +10,7 @@ import pytest
 import decodax as dx
 from decodax.core import keys
 from decodax.core.keys import Purpose
-from decodax.sampling.draw import _at_once, _by_blocks, _plain, draw, exponentials, race
+from decodax.sampling.draw import draw, exponentials, largest_at_once, largest_by_blocks, nan_as_largest, race
 from tests.sampling.oracle import row_keys
 
 # false-alarm rates of 1e-5 each: quantiles of chi-square with so many degrees of freedom
@@ -33,7 +31,7 @@ def tokens(key: jax.Array, logits: jax.Array, positions: int, first: int = 0) ->
     return draw(jnp.broadcast_to(logits, (*place.shape, logits.shape[-1])), keys.addresses(key, place, Purpose.TOKEN))
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_two_million_draws_from_sixteen_tokens_have_the_right_frequencies() -> None:
     logits = np.random.default_rng(0).normal(size=16).astype(np.float32) * 1.5
     p = np.exp(logits.astype(np.float64)) / np.exp(logits.astype(np.float64)).sum()
@@ -44,7 +42,7 @@ def test_two_million_draws_from_sixteen_tokens_have_the_right_frequencies() -> N
     assert chi_square(counts, p) < QUANTILE[15]
 
 
-@pytest.mark.parametrize(("V", "parts"), [(4_000, 2), pytest.param(32_000, 20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("V", "parts"), [(4_000, 2), pytest.param(32_000, 20, marks=pytest.mark.full)])
 def test_draws_from_a_large_vocabulary_have_the_right_frequencies(V: int, parts: int) -> None:
     logits = np.random.default_rng(1).normal(size=V).astype(np.float32) * 2
     p = np.exp(logits.astype(np.float64))
@@ -85,8 +83,7 @@ def test_draws_of_neighbours_are_independent() -> None:
     assert pairs(drawn[:, :-1], drawn[:, 1:]) < QUANTILE[225], "neighbouring positions"
     assert pairs(drawn[:-1], drawn[1:]) < QUANTILE[225], "neighbouring rows"
     assert pairs(drawn, np.asarray(tokens(row_keys(400, 1), logits, 500))) < QUANTILE[225], "neighbouring seeds"
-    other = keys.addresses(row_keys(400), jnp.broadcast_to(jnp.arange(500, dtype=jnp.int32), (400, 500)),
-                           Purpose.DRAFT)
+    other = keys.addresses(row_keys(400), jnp.broadcast_to(jnp.arange(500, dtype=jnp.int32), (400, 500)), Purpose.DRAFT)
     again = np.asarray(jax.jit(draw)(jnp.zeros((400, 500, 16)), other))
     assert pairs(drawn, again) < QUANTILE[225], "other purposes"
 
@@ -127,7 +124,7 @@ def test_like_distributions_draw_the_same_token() -> None:
         assert (a == b).mean() > (1 - distance) / (1 + distance) - 0.02
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_seed_exact_speculation_accepts_almost_what_rejection_accepts() -> None:
     # the shipped pair, one draft a round. Rejection accepts the sum of min(p, q); the bars are 0.84 and 0.91 of it
     lm, draft = dx.load("pycode"), dx.load("pycode-draft")
@@ -147,7 +144,7 @@ def test_the_accelerators_way_to_the_first_maximum_is_the_cpus(size: int) -> Non
     x[2] = -np.inf
     x[3, size - 1] = np.inf
     x[4, 0] = -np.nan
-    cpu, other = jax.jit(_by_blocks)(_plain(x)), jax.jit(_at_once)(_plain(x))
+    cpu, other = jax.jit(largest_by_blocks)(nan_as_largest(x)), jax.jit(largest_at_once)(nan_as_largest(x))
     np.testing.assert_array_equal(cpu[0], other[0])
     np.testing.assert_array_equal(other[0], np.where(np.isnan(x).any(1), np.isnan(x).argmax(1), x.argmax(1)))
     np.testing.assert_array_equal(cpu[1], other[1])

@@ -1,7 +1,5 @@
 """Sampling rules of papers: Bregman top-k against the exhaustive minimum, ends in time, arithmetic sampling's law."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 
@@ -41,8 +39,7 @@ def test_bregman_top_k_is_the_least_of_its_objective_over_all_supports(alpha: fl
                 def objective(z: np.ndarray, p: Any = p, kept: list[int] = kept, rest: list[int] = rest) -> float:
                     q = np.maximum(np.exp(z - z.max()) / np.exp(z - z.max()).sum(), 1e-300)
                     if dual:
-                        return (divergence(p[kept], q, alpha).sum()
-                                + (p[rest] ** alpha / (alpha * (alpha - 1))).sum())
+                        return (divergence(p[kept], q, alpha).sum() + (p[rest] ** alpha / (alpha * (alpha - 1))).sum())
                     return divergence(q, p[kept], alpha).sum() + (p[rest] ** alpha / alpha).sum()
 
                 found = minimize(objective, np.log(p[kept]), method="BFGS", options=dict(gtol=1e-9))

@@ -1,7 +1,5 @@
 """A user's transform stands where its stage says, and is exact there: tail-free sampling, written as a user would."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """Temperatures of any size: from below the least float32 to the largest, over logits of any size."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

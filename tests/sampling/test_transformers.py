@@ -1,7 +1,5 @@
 """Transforms give the values of the processors of the same names in Hugging Face transformers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Truncation at the edges: ties, more than there is, nothing left, broken logits."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """The green list: exact share, bias where it belongs, and a detector that tells marked text from unmarked."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +9,7 @@ import transformers
 
 import decodax as dx
 from decodax.sampling import GreenList, build, detect
-from decodax.sampling.watermark import _greens, permute
+from decodax.sampling.watermark import green_hits, permute
 from tests.laws.toy import Toy
 from tests.matrix import often
 from tests.sampling.oracle import BATCH, apply, random_logits
@@ -136,7 +134,8 @@ def test_scores_are_those_of_transformers_for_the_same_green_lists(scheme: dict)
     rng = np.random.default_rng(3)
     texts = [rng.integers(1, VOCAB, 40).tolist(), rng.integers(1, 4, 40).tolist()]
     grams = np.array([row[i:i + n] for row in texts for i in range(41 - n)])
-    lit = {tuple(gram) for gram, hit in zip(grams.tolist(), np.asarray(_greens(one, grams, VOCAB)), strict=True) if hit}
+    hits = np.asarray(green_hits(one, grams, VOCAB))
+    lit = {tuple(gram) for gram, hit in zip(grams.tolist(), hits, strict=True) if hit}
     assert 10 < len(lit) < len(grams)
 
     def lists(seq: torch.Tensor) -> torch.Tensor:
@@ -161,7 +160,7 @@ def test_scores_are_those_of_transformers_for_the_same_green_lists(scheme: dict)
 
 
 @pytest.mark.wide
-def test_what_generate_marks_is_detected_and_nothing_else() -> None:
+def test_a_watermarked_text_is_detected_and_no_other() -> None:
     toy = Toy(spread=0.2)
     lm = dx.LM(model=toy, params=toy.init_params(), vocab_size=16)
     prompts, keyed = [[1, 2, 3], [4, 5]], dict(greenlist_ratio=0.5, bias=4.0)

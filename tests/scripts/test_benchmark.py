@@ -1,7 +1,5 @@
 """The benchmark program on small shapes: kernels give equal results in every form, caches give a table."""
 
-from __future__ import annotations
-
 import itertools
 
 import benchmark
@@ -27,7 +25,7 @@ def test_a_capacity_that_does_not_divide_is_refused(capsys: pytest.CaptureFixtur
     assert "--capacity: got 200, takes a multiple of 128" in capsys.readouterr().err
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_cache_policies_are_timed(capsys: pytest.CaptureFixture[str]) -> None:
     options = "--layers 1 --prompt 64 --held 48 --new 8 --batch 2 --repeats 1 --policies snapkv:budget=40"
     assert benchmark.main(["caches", *options.split()]) == 0

@@ -1,7 +1,5 @@
 """The evaluation program: grids, figures, and a whole run on an untrained model."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -58,7 +56,7 @@ def test_a_run_counts_right_answers_and_forwards(model, monkeypatch):
     assert 0 < got.tokens_per_forward <= 16 / got.forwards and told == ["llada:block_length=16,steps=4 copy"]
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_the_program_prints_tables_and_writes_figures_and_curves(model, tmp_path, capsys):
     out, picture = tmp_path / "out.json", tmp_path / "curves.png"
     args = ["systems", "llada:block_length=16,steps=[4,1]", "--model", str(model), "--task", "add", "shuffle",
@@ -73,7 +71,7 @@ def test_the_program_prints_tables_and_writes_figures_and_curves(model, tmp_path
     assert "--task: got nope" in capsys.readouterr().err
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_outputs_are_compared_with_those_of_the_first_point(model):
     lm = dx.load(model)
     grid = systems.points(["llada:block_length=16", "freedave:block_length=16,draft_steps=4",

@@ -1,7 +1,5 @@
 """The program that reads JSON Schema's test suite: counts, writings, and that a wrong automaton would show."""
 
-from __future__ import annotations
-
 import doctest
 import json
 from pathlib import Path

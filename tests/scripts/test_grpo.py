@@ -1,7 +1,5 @@
 """A policy gradient on `sums`: a model sampled from while it is trained."""
 
-from __future__ import annotations
-
 import gc
 import json
 
@@ -34,7 +32,7 @@ def test_ratios_are_one_and_later_steps_compile_nothing(lora):
     assert first.tokens > 4 * 4 * 3
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_rewards_rise_on_problems_seen_again(monkeypatch):
     """The gradient's sign: the same four sums eight times over."""
     monkeypatch.setattr(grpo.random, "Random", lambda seed: random_of("the same"))
@@ -47,7 +45,7 @@ random_of = grpo.random.Random
 
 
 @pytest.mark.wide
-def test_what_is_exported_decodes_the_same(tmp_path):
+def test_an_exported_model_decodes_the_same(tmp_path):
     for lora in (None, 2):
         trainer = grpo.train(Options(**{**vars(SMALL), "steps": 1, "lora": lora, "export": tmp_path / str(lora)}),
                                    Console(quiet=True))
@@ -75,7 +73,7 @@ def test_memory_is_flat_over_calls():
     calls(30)
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_memory_is_flat_over_a_thousand_calls():
     calls(1000)
 

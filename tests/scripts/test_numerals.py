@@ -1,7 +1,5 @@
 """Numbers in words: what they are, what trains a Markov model of them, and cascades of the shipped one."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -61,7 +59,7 @@ def test_training_reads_what_a_cascade_reads() -> None:
     np.testing.assert_allclose(loss, total / count, rtol=1e-4)
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_a_run_leaves_a_model_that_cascades_run_on(tmp_path: Path) -> None:
     train(Options(recipe="numerals", steps=2, output=tmp_path, problems=2), console=Console(quiet=True))
     facts = json.loads((tmp_path / "model" / "training.json").read_text())

@@ -1,7 +1,5 @@
 """Problems with checkable answers: seeds, splits, checkers, tokens."""
 
-from __future__ import annotations
-
 import doctest
 import re
 
@@ -65,7 +63,7 @@ def test_a_sudoku_has_one_solution_which_keeps_its_clues():
         for part in [*rows, *zip(*rows, strict=True), *boxes]:
             assert set(part) == set("1234")
         assert 6 <= clues.count("_") <= 10
-        others = [g for g in problems._grids() if all(c in ("_", x) for c, x in zip(clues, g, strict=True))]
+        others = [g for g in problems.sudoku_grids() if all(c in ("_", x) for c, x in zip(clues, g, strict=True))]
         assert others == [problem.answer]
         swapped = problem.answer.translate(str.maketrans("12", "21"))
         assert not problem.correct(swapped)
@@ -84,6 +82,6 @@ def test_the_tokenizer_agrees_with_the_fast_encoding_and_refuses_other_texts():
 
 
 @pytest.mark.parametrize(("given", "message"), [(("nope", 1), "task: got 'nope'"), (("copy", 0), "count: got 0")])
-def test_wrong_arguments_are_named(given, message):
+def test_bad_arguments_are_refused_by_name(given, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         problems.problems(*given)

@@ -1,7 +1,5 @@
 """Questions on long texts: what they are, a model trained on them, and what cache policies lose."""
 
-from __future__ import annotations
-
 import doctest
 import json
 from pathlib import Path
@@ -66,7 +64,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path / "model"
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_a_run_leaves_a_model_that_answers(model: Path) -> None:
     lm = dx.load(str(model))
     problem = recall.problems("recall", 1, 64)[0]
@@ -94,7 +92,7 @@ def test_a_first_layer_looks_back() -> None:
         assert np.argmax(scores) == 9 - back and np.exp(np.sort(scores)[-2] - np.max(scores)) < 0.05
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_policies_are_measured_beside_a_dense_cache(model: Path, tmp_path: Path,
                                                     capsys: pytest.CaptureFixture[str]) -> None:
     plot, figures = tmp_path / "caches.png", tmp_path / "caches.json"
@@ -122,7 +120,7 @@ def test_policies_are_measured_beside_a_dense_cache(model: Path, tmp_path: Path,
     assert capsys.readouterr().out.endswith(printed[printed.index("| policy |"):])
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_drafts_on_smaller_caches_are_counted(model: Path) -> None:
     full, some = caches.run_drafts(dx.load(str(model)), ("full", "magicdec:budget=16"), problems=1, length=48)
     assert full.same == some.same == 1 and some.accepted <= full.accepted
@@ -136,7 +134,7 @@ def test_the_best_have_most_right_answers() -> None:
     assert caches.means(rows)["b", 0.5, "aware"] == (0.9, 0.0, 0.5)
 
 
-def test_what_cannot_be_had_at_a_size_is_left_out_or_an_error() -> None:
+def test_policies_that_do_not_fit_a_size_are_left_out_or_an_error() -> None:
     lm = dx.load("recall")
     left_out: list[str] = []
     found = caches.sizes(lm, ["knorm", "token-butler", "clusterkv", "kvcrush"], (0.25, 0.8), 1024, left_out)

@@ -1,7 +1,5 @@
 """The documentation site is built strictly, and its examples and the notebook run."""
 
-from __future__ import annotations
-
 import functools
 import os
 import subprocess

@@ -1,8 +1,6 @@
 """Each program in scripts/ starts from the root of the repository, and takes the arguments that its docstring and the
 guides write."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import re
@@ -73,7 +71,8 @@ def written(text: str) -> list[list[str]]:
 
 
 def test_every_program_and_subcommand_says_what_it_takes():
-    assert PROGRAMS == ["benchmark.py", "conformance_report.py", "convert.py", "evaluate.py", "train.py"]
+    assert PROGRAMS == ["benchmark.py", "conformance_report.py", "convert.py", "evaluate.py", "real_models.py",
+                        "train.py"]
     commands = [[f"scripts/{name}.py", command, "--help"] for name, command in COMMANDS]
     assert start([*([f"scripts/{name}", "--help"] for name in PROGRAMS), *commands]) == {}
 

@@ -1,7 +1,5 @@
 """Sums with steps: what they are, what trains a model of them, and what measures searches with it."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path
@@ -46,7 +44,7 @@ def test_a_verifier_errs_as_often_as_it_says() -> None:
     assert Verifier(found, 0.0)(found[0].prompt, [found[0].answer, "00+00=01\n"]) == [0.9, 0.1]
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_a_run_leaves_a_model_that_searches_run_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train(Options(recipe="sums", steps=2, output=tmp_path, problems=2), console=Console(quiet=True))
     lm = dx.load(str(tmp_path / "model"))

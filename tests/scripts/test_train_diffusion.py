@@ -1,9 +1,6 @@
-"""Training of diffusion models: losses against transcriptions, resumption, export, the stages that follow."""
-
-from __future__ import annotations
+"""Training of diffusion models: resumption, export, the stages that follow."""
 
 import json
-import math
 import re
 import shutil
 import sysconfig
@@ -24,17 +21,14 @@ from decodax.common.registry import ALGORITHMS
 from decodax.models import Diffusion, Transformer, llama
 from decodax.train import loop
 from decodax.train import masked_diffusion as dt
-from decodax.train import unmask_filter as filters
 from recipes import diffusion, problems
 from recipes import run as program
 from recipes.options import Options, from_arguments
 from tests.matrix import often
 
 QUIET = Console(quiet=True)
+FULL = Diffusion(46)
 made = partial(Options, recipe="diffusion")
-NET = Transformer(llama(vocab=47, width=16, layers=2, heads=2, kv_heads=1, mlp=32, context=64, tied=True))
-FULL, BLOCKS = Diffusion(46), Diffusion(46, attention="block-causal", block=4)
-BEHIND = Diffusion(46, attention="causal-prefix", block=4)
 
 
 def parse(command: str) -> Options:
@@ -45,16 +39,6 @@ def parse(command: str) -> Options:
 
 class Killed(Exception):
     """Stands for the signal that ends a job."""
-
-
-@pytest.fixture(scope="module")
-def params():
-    return dt.widened(NET.init_params(jax.random.key(0)), 5.0)
-
-
-@pytest.fixture(scope="module")
-def batch() -> dt.Batch:
-    return jax.tree.map(jnp.asarray, diffusion.problem_batch(6, 1, 0))
 
 
 @pytest.fixture(scope="module")
@@ -75,192 +59,6 @@ def _few_held_out():
 @pytest.fixture(scope="module")
 def run(options: Options) -> loop.TrainingRun:
     return program.train(options, console=QUIET)
-
-
-@pytest.fixture(scope="module")
-def logits_of(params):
-    """Logits of one row of tokens under a mask."""
-    forward = jax.jit(lambda tokens, mask: NET.forward(params, tokens, mask=mask))
-    return lambda tokens, mask: np.asarray(forward(jnp.asarray(tokens)[None], jnp.asarray(mask)[None])[0])
-
-
-def nats(logits: np.ndarray, token: int) -> float:
-    """-log p of a token under logits `[V]` without the mask's, in float64."""
-    own = np.delete(np.asarray(logits, np.float64), 46)
-    return float(np.log(np.exp(own - own.max()).sum()) + own.max() - own[token])
-
-
-@pytest.mark.wide
-def test_masked_diffusion_is_the_loss_of_llada(params, batch, logits_of):
-    """The mean over rows of the sum over masked tokens of nats / t, over the answer's length."""
-    key = jax.random.key(3)
-    noisy, masked, levels = map(np.asarray, dt.corrupt(key, batch, FULL))
-    tokens, live, expected = np.asarray(batch.tokens), np.asarray(batch.live), []
-    for i in range(6):
-        # dead tokens replaced and hidden
-        logits = logits_of(np.where(live[i], noisy[i], 7), np.broadcast_to(live[i], (diffusion.LENGTH,) * 2))
-        total = sum(nats(logits[j], tokens[i, j]) / levels[i, j] for j in np.flatnonzero(masked[i]))
-        expected.append(total / np.asarray(batch.answer)[i].sum())
-    loss, _ = jax.jit(dt.Bound(NET, FULL))(params, batch, key)
-    assert float(loss) == pytest.approx(np.mean(expected), rel=1e-4)
-
-
-@pytest.mark.wide
-def test_block_diffusion_scores_each_noisy_block_behind_clean_ones(params, batch, logits_of):
-    """Block by block, without the clean text behind the noisy one."""
-    key = jax.random.key(4)
-    noisy, masked, levels = map(np.asarray, dt.corrupt(key, batch, BLOCKS))
-    assert all(len(set(levels[0, i:i + 4])) == 1 for i in range(0, 32, 4)) and len(set(levels[0])) > 1
-    tokens, live, at = np.asarray(batch.tokens), np.asarray(batch.live), np.arange(diffusion.LENGTH) // 4
-    expected = []
-    for i in range(6):
-        total = 0.0
-        for block in np.unique(at[masked[i]]):
-            text = np.where(at < block, tokens[i], np.where(at == block, noisy[i], 7))
-            logits = logits_of(text, (at[None, :] <= at[:, None]) & live[i])
-            here = np.flatnonzero(masked[i] & (at == block))
-            total += sum(nats(logits[j], tokens[i, j]) / levels[i, j] for j in here)
-        expected.append(total / np.asarray(batch.answer)[i].sum())
-    loss, _ = jax.jit(dt.Bound(NET, BLOCKS))(params, batch, key)
-    assert float(loss) == pytest.approx(np.mean(expected), rel=1e-4)
-
-
-def test_set_blocks_see_causal_text_and_themselves(params, batch, logits_of):
-    """Block by block, counted from the answer; behind a causal text that learns its next tokens, too."""
-    key = jax.random.key(4)
-    noisy, masked, levels = map(np.asarray, dt.corrupt(key, batch, BEHIND))
-    tokens, live, answer = (np.asarray(x) for x in (batch.tokens, batch.live, batch.answer))
-    place, expected = np.arange(diffusion.LENGTH), []
-    for i in range(6):
-        at, total = (place - answer[i].argmax()) // 4, 0.0
-        for block in np.unique(at[masked[i]]):
-            here = at == block
-            assert len(set(levels[i, here])) == 1
-            text = np.where(at < block, tokens[i], np.where(here, noisy[i], 7))
-            sees = np.where(here[:, None], at[None, :] <= block, place[None, :] <= place[:, None]) & live[i]
-            logits = logits_of(text, sees)
-            total += sum(nats(logits[j], tokens[i, j]) / levels[i, j] for j in np.flatnonzero(masked[i] & here))
-        causal = logits_of(tokens[i], (place[None, :] <= place[:, None]) & live[i])
-        total += sum(nats(causal[j - 1], tokens[i, j]) for j in np.flatnonzero(answer[i]))
-        expected.append(total / answer[i].sum())
-    loss, _ = jax.jit(dt.Bound(NET, BEHIND))(params, batch, key)
-    assert float(loss) == pytest.approx(np.mean(expected), rel=1e-4)
-
-
-@pytest.mark.wide
-def test_prompts_apart_do_not_see_their_answers(params, batch, logits_of):
-    key = jax.random.key(3)
-    noisy, masked, levels = map(np.asarray, dt.corrupt(key, batch, FULL))
-    tokens, live, answer = (np.asarray(x) for x in (batch.tokens, batch.live, batch.answer))
-    expected = []
-    for i in range(6):
-        sees = live[i][None] & (answer[i][:, None] | ~answer[i][None])
-        logits = logits_of(np.where(live[i], noisy[i], 7), sees)
-        expected.append(sum(nats(logits[j], tokens[i, j]) / levels[i, j] for j in np.flatnonzero(masked[i]))
-                        / answer[i].sum())
-    loss, _ = jax.jit(dt.Bound(NET, FULL, apart=1.0))(params, batch, key)
-    assert float(loss) == pytest.approx(np.mean(expected), rel=1e-4)
-    none, half = (float(jax.jit(dt.Bound(NET, FULL, apart=share))(params, batch, key)[0]) for share in (0.0, 0.5))
-    assert len({none, half, float(loss)}) == 3
-
-
-@pytest.mark.wide
-def test_only_answers_are_masked_and_levels_are_stratified(batch):
-    levels = np.asarray(dt.noise_levels(jax.random.key(0), 8, 3))
-    assert levels.shape == (8, 3) and levels.min() >= dt.LEAST and levels.max() <= 1
-    assert all(len(set(np.floor(8 * (x - dt.LEAST) / (1 - dt.LEAST)).astype(int))) == 8 for x in levels.T)
-    masks = [np.asarray(dt.corrupt(jax.random.key(k), batch, FULL)[1]) for k in range(60)]
-    answer = np.asarray(batch.answer)
-    assert not np.any([m & ~answer for m in masks])
-    assert np.mean([m[answer].mean() for m in masks]) == pytest.approx(0.5, abs=0.04)
-
-
-def test_logits_that_predict_the_next_token_are_shifted(params, batch):
-    shifted, plain = jax.jit(lambda: [dt.predict(NET, params, batch.tokens, batch.live, replace(FULL, shift=shift))
-                                      for shift in (True, False)])()
-    np.testing.assert_array_equal(shifted[:, 1:], plain[:, :-1])
-
-
-@pytest.mark.matrix
-def test_certainty_forcing_is_cross_entropy_and_the_entropy_of_what_is_right(params, batch):
-    objective, key = dt.CertaintyForcing(NET, FULL, span=8), jax.random.key(5)
-    parts = objective.noise(key, batch)
-    total = 0.0
-    tokens = np.asarray(batch.tokens)
-    predict = jax.jit(lambda noisy: dt.predict(NET, params, noisy, batch.live, FULL))
-    for masked, noisy in parts:
-        masked = np.asarray(masked)
-        logits = np.asarray(predict(noisy), np.float64)
-        cross, entropies = [], []
-        for i, j in zip(*np.nonzero(masked), strict=True):
-            cross.append(nats(logits[i, j], tokens[i, j]))
-            own = np.delete(logits[i, j], 46)
-            if own.argmax() == tokens[i, j]:
-                p = np.exp(own / 0.5 - (own / 0.5).max())
-                p /= p.sum()
-                entropies.append(-(p * np.log(p)).sum())
-        total += np.mean(cross) + 2 * (np.mean(entropies) if entropies else 0.0)
-    (loss, _), grads = jax.jit(jax.value_and_grad(objective, has_aux=True))(params, batch, key)
-    assert float(loss) == pytest.approx(total, rel=1e-4)
-    assert all(np.isfinite(x).all() for x in jax.tree.leaves(grads))
-
-
-def test_certainty_forcing_masks_one_block_in_halves_and_all_behind_it(batch):
-    objective = dt.CertaintyForcing(NET, FULL, span=4)
-    (first, noisy), (second, other) = jax.tree.map(np.asarray, objective.noise(jax.random.key(6), batch))
-    seen = set()
-    for i in range(6):
-        answer = np.flatnonzero(batch.answer[i])
-        here = np.flatnonzero(first[i] | second[i])
-        assert not (first[i] & second[i]).any() and len(here) == 4
-        start = int(here[0] - answer[0])
-        seen.add(start)
-        assert start % 4 == 0 and list(here) == list(answer[start:start + 4])
-        for text, masked in ((noisy, first), (other, second)):
-            behind = np.isin(np.arange(len(text[i])), answer[start + 4:])
-            np.testing.assert_array_equal(text[i] == 46, masked[i] | behind)
-    assert len(seen) > 1
-
-
-def test_a_bound_per_byte_of_equal_chances_is_known():
-    class Fair:
-        def forward(self, params, tokens, positions=None, mask=None):
-            return jnp.zeros((*tokens.shape, 9)) + params
-
-    stream = np.arange(200, dtype=np.int32) % 8
-    objective = dt.Bound(Fair(), Diffusion(8))  # type: ignore[arg-type]
-    got = dt.bound_per_byte(objective, jnp.float32(0), stream, np.full(9, 2), 32, 8, draws=40)
-    assert got == pytest.approx(math.log2(8) / 2, rel=0.05)
-
-
-@pytest.mark.wide(but=("4",))
-@pytest.mark.parametrize("span", [16, 4])
-def test_extremely_greedy_rollouts_follow_their_loop(params, span):
-    found = [p for task in ("copy", "add", "sudoku") for p in problems.problems(task, 2, held=False)]
-    batch = jax.tree.map(jnp.asarray, diffusion.rows_of(found))
-    goal = np.asarray(dt.fill(NET, params, batch, FULL))
-    own = batch.replace(tokens=jnp.asarray(goal))
-    got = jax.tree.map(np.asarray, filters.rollout(NET, params, own, FULL, span))
-    see = jax.jit(lambda tokens: dt.predict(NET, params, tokens, own.live, FULL))
-    state = np.where(own.answer, 46, goal)
-    for i in range(len(found)):
-        place, steps = np.flatnonzero(batch.answer[i]), []
-        for block in place.reshape(-1, span):
-            before = None
-            while (state[i, block] == 46).any():
-                logits = np.asarray(see(jnp.asarray(state)))[i]
-                best = logits.argmax(-1)[block]
-                chances = np.exp(logits[block] - logits[block].max(-1, keepdims=True))
-                sure = 1 / chances.sum(-1)
-                right = best == goal[i, block]
-                steps.append((sure, right))
-                stuck = before is not None and (best == before).all()
-                state[i, block] = np.where(right | stuck, goal[i, block], state[i, block])
-                before = best
-        confidence, final, taken = (x[i] for x in got)
-        assert taken.sum() == len(steps) >= 1 and taken[:len(steps)].all()
-        np.testing.assert_allclose(confidence[:len(steps)], [s for s, _ in steps], atol=1e-5)
-        np.testing.assert_array_equal(final[:len(steps)], [r for _, r in steps])
 
 
 @pytest.mark.wide
@@ -286,7 +84,7 @@ def test_a_killed_run_resumes_to_the_same_weights(run, options, tmp_path):
         program.train(replace(second, peak=0.02), console=QUIET)
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_the_export_fills_masks_as_training_measured_it(run, options):
     """`dx.load` finds mask and attention; LLaDA's sampler, one token a forward, writes what `fill` writes."""
     path = options.output / "model"
@@ -305,7 +103,7 @@ def test_the_export_fills_masks_as_training_measured_it(run, options):
     assert facts["command"] in card and f"{facts['parameters']:,}" in card and "shuffle" in facts["held_out"]
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 @pytest.mark.parametrize("stage", often(["certainty"], ["certainty", "filter"]))
 def test_a_stage_trains_on_right_answers_of_the_model(run, options, stage, tmp_path, monkeypatch):
     """An untrained model answers nothing right, so every answer counts as right here."""
@@ -444,17 +242,6 @@ def test_every_row_of_a_fixed_set_comes_once_an_epoch():
     assert sorted(drawn[:10]) == sorted(drawn[10:]) == list(range(10)) and list(drawn[:10]) != list(drawn[10:])
     np.testing.assert_array_equal(chosen(3), chosen(3))
     assert (chosen(3) != chosen(3, seed=3)).any()
-
-
-@pytest.mark.wide
-def test_muon_moves_kernels_by_orthogonal_steps_of_adams_size(params):
-    grads = jax.tree.map(lambda x: jax.random.normal(jax.random.key(1), x.shape) * 1e-3, params)
-    tx = loop.muon(0.0)
-    moves, _ = jax.jit(tx.update)(grads, tx.init(params), params)
-    kernel = np.asarray(moves["layers"]["0"]["mlp"]["up"]["kernel"])
-    sizes = np.linalg.svd(kernel / (0.2 * max(kernel.shape) ** 0.5), compute_uv=False)
-    assert sizes.min() > 0.6 and sizes.max() < 1.3
-    assert np.abs(moves["norm"]["scale"]).max() == pytest.approx(1.0, abs=1e-3)
 
 
 @pytest.mark.parametrize(("given", "message"), [

@@ -1,7 +1,5 @@
 """The training program: data split, tokenizer, schedule, resumption, distillation, export."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -171,7 +169,7 @@ def test_a_run_is_not_resumed_with_other_options(run, options):
         program.train(replace(options, peak=0.02), console=QUIET)
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_the_command_in_the_card_repeats_a_run_with_a_time_budget(options, tmp_path):
     timed = replace(options, steps=None, decay_from=None, minutes=0.02, log_every=2, output=tmp_path / "timed")
     first = program.train(timed, console=QUIET)
@@ -196,7 +194,7 @@ def test_a_mesh_trains_as_one_device_does(run, options, tmp_path):
         np.testing.assert_allclose(x, y, atol=2e-3)
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_distillation_brings_the_student_nearer_to_the_teacher(run, tokenizer, options, tmp_path):
     teacher = options.output / "model"
     model, weights = load_model(teacher, dtype="float32")
@@ -215,7 +213,7 @@ def test_distillation_brings_the_student_nearer_to_the_teacher(run, tokenizer, o
     assert json.loads(facts.read_text())["acceptance"] > lm.overlap(model, model, weights, fresh, tokens).mean()
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_bfloat16_trains_too(options, tmp_path):
     half = program.train(replace(options, output=tmp_path, dtype="bfloat16"), console=QUIET)
     assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(half.params))

@@ -1,7 +1,5 @@
 """The shipped models: their cards, their size, and that they are as good as the cards say."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -99,7 +97,7 @@ def test_held_out_bits_per_byte_are_near_the_card(name, kept):
     assert bits == pytest.approx(facts["held_out_bits_per_byte"], abs=0.3)
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 @pytest.mark.parametrize("name", [name for name in TEXT if name not in AUTOREGRESSIVE])
 def test_a_bound_on_bits_per_byte_is_near_the_card(name, kept):
     lm_ = dx.load(ZOO / name)
@@ -111,7 +109,7 @@ def test_a_bound_on_bits_per_byte_is_near_the_card(name, kept):
     assert bits == pytest.approx(facts["held_out"]["bits_per_byte"], abs=0.4)
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in (*TEXT, "numerals", "recall", "sums")])
 def test_right_answers_are_near_the_card(name):
     """Twelve problems a task, one token a forward: three standard deviations, and one problem."""

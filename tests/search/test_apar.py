@@ -5,8 +5,6 @@ are those of `net` with a bias on `[Fork]` (22; `[Child]` is 23, the end 2), 16 
 threads with their paths, and the text, in which `SAID` or a letter stands for a token.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json
@@ -152,7 +150,7 @@ def test_texts_are_put_together_in_the_order_of_the_tree() -> None:
     assert not set("FC") & set("".join(out.text))
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_threads_end_at_stop_strings_and_steps_change_nothing() -> None:
     lm, options = worded(), {**TUNED, **KINDS["sampled"]}
     given = dict(fork="F", child="C", threads=16)
@@ -181,7 +179,7 @@ def test_line_ends_are_repaired() -> None:
     (dict(fork=3, child=3), "fork and child: got token 3 for both"),
     (dict(fork=3), "'apar' needs child="), (dict(fork=3, child=2, threads=0), "threads: got 0"),
     (dict(fork=3, child=2, depth=True), "depth: got True")])
-def test_what_makes_no_sense_is_refused(options: dict[str, Any], message: str) -> None:
+def test_bad_arguments_are_refused_by_name(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         dx.search.explore(net(), PROMPTS, dx.search.apar(**options))
     with pytest.raises(ValueError, match="child: got 'ab', which is 2 tokens"):

@@ -1,7 +1,5 @@
 """DeSel: lists against their definition."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Trees of canvases: the law of their leaves by enumeration, and what a search of them finds."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from typing import Any, ClassVar
@@ -150,9 +148,9 @@ def test_the_search_finds_the_best_text_with_few_canvases() -> None:
 
 
 @pytest.mark.parametrize("algorithm", [
-    "mdlm:steps=3,size=8", pytest.param("remdm:steps=6,eta=0.3,size=8", marks=pytest.mark.matrix),
-    pytest.param("fast-dllm:block_length=4,threshold=0.3,cache=dual", marks=pytest.mark.matrix),
-    pytest.param("sdar:threshold=0.3", marks=pytest.mark.matrix)])
+    "mdlm:steps=3,size=8", pytest.param("remdm:steps=6,eta=0.3,size=8", marks=pytest.mark.full),
+    pytest.param("fast-dllm:block_length=4,threshold=0.3,cache=dual", marks=pytest.mark.full),
+    pytest.param("sdar:threshold=0.3", marks=pytest.mark.full)])
 def test_any_sampler_denoises_and_no_prompt_depends_on_another(algorithm: str) -> None:
     speaks = "blocks" if algorithm.startswith("sdar") else "full"
     options = {**OPTIONS, "algorithm": algorithm, "max_new_tokens": 8}
@@ -171,6 +169,6 @@ def test_any_sampler_denoises_and_no_prompt_depends_on_another(algorithm: str) -
     ("dts", dict(reward=reward, lam=0.0), {}, "lam, children and widening: got 0"),
     ("dts", dict(reward=reward, simulations=0), {}, "simulations: got 0, takes at least 1"),
     ("dts", {}, {}, "'dts' needs reward=")])
-def test_what_makes_no_sense_is_refused(by: str, options: Any, more: Any, message: str) -> None:
+def test_bad_arguments_are_refused_by_name(by: str, options: Any, more: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         search.explore(lm(), [PROMPT], search.make(by, **options), **{**OPTIONS, **more})

@@ -1,7 +1,5 @@
 """Rows that go on by steps: as if they had been written at once, whoever stands beside them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -93,7 +91,7 @@ def test_a_prompt_forks_alike_beside_others() -> None:
 
 
 @pytest.mark.wide
-def test_what_is_fed_counts_as_text() -> None:
+def test_tokens_that_are_fed_count_as_text() -> None:
     greedy = dict(max_new_tokens=16, min_new_tokens=16)
     forks = Forks.begin(net(), PROMPTS, 1, step_tokens=4, **greedy)
     forks.extend()
@@ -137,6 +135,6 @@ def test_rows_go_back() -> None:
     (dict(step_tokens=0), "step_tokens: got 0"), (dict(until="a", stop="a"), "until and stop: got 'a'"),
     (dict(until=""), "until: got an empty string"), (dict(algorithm=dx.algorithms.beam_search(3)),
                                                      "algorithm: BeamSearch|num_samples")])
-def test_what_makes_no_sense_is_refused(options: dict[str, Any], message: str) -> None:
+def test_bad_arguments_are_refused_by_name(options: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         Forks.begin(worded("llama"), "abc", 2, **options)

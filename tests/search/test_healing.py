@@ -1,7 +1,5 @@
 """Models of tokens as models of bytes, against all ways to write a text."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from typing import Any
@@ -87,7 +85,7 @@ def test_prompts_go_on_within_a_token() -> None:
 @pytest.mark.parametrize(("given", "message"), [
     (dict(prompts="ab", tokens=3), r"prompts\[0\]: got"),
     (dict(prompts="ab", tokens=0), "tokens and temperature: got 0")])
-def test_what_makes_no_sense_is_refused(given: dict[str, Any], message: str) -> None:
+def test_bad_arguments_are_refused_by_name(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         search.heal(worded("llama"), **given)
     with pytest.raises(ValueError, match="takes bytes that the model's tokens can write"):

@@ -1,7 +1,5 @@
 """Texts as queues: extended autoregressive decoding."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

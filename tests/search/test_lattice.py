@@ -5,8 +5,6 @@
 new tokens; texts in order, their log-probabilities, calls, nodes, edges, the sum of the edges' scores, merges.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -57,7 +55,7 @@ def test_paths_are_texts_that_were_found_and_what_merges_add(merge: str) -> None
         np.testing.assert_allclose(log_prob, sum(law[i, t] for i, t in enumerate(ids)), atol=1e-3)
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_rows_steps_and_neighbours_change_nothing_but_what_is_read() -> None:
     both = search.lattice_decode(sharp(), PROMPTS[:2], step_tokens=1, **SHORT)
     alone, = search.lattice_decode(sharp(), PROMPTS[:1], rows=1, step_tokens=8, **SHORT)
@@ -67,7 +65,7 @@ def test_rows_steps_and_neighbours_change_nothing_but_what_is_read() -> None:
     assert both[1].ids != both[0].ids
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_without_merges_all_texts_are_found() -> None:
     """By enumeration: with every token looked at, and calls enough, the queue runs empty and the texts sum to 1."""
     one, = search.lattice_decode(sharp(), [[9, 3]], calls=10 ** 6, k=24, suffix=9, max_new_tokens=2, rows=2)
@@ -76,7 +74,7 @@ def test_without_merges_all_texts_are_found() -> None:
     np.testing.assert_allclose(np.exp(one.log_probs).sum(), 1, atol=1e-5)
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_siblings_that_read_alike_are_queued_once() -> None:
     one, = search.lattice_decode(sharp(), [[9, 3]], calls=1, k=24, max_new_tokens=1, reads=lambda t: t // 2)
     assert len(one.ids) == 12 and {ids[0] // 2 for ids in one.ids} == set(range(12))
@@ -91,13 +89,13 @@ def test_bad_arguments_say_so() -> None:
             search.lattice_decode(sharp(), [[9, 3]], **{name: value})
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_a_cache_must_be_one_that_can_be_cut_back() -> None:
     with pytest.raises(ValueError, match="takes one that supports truncation"):
         search.lattice_decode(sharp(), [[9, 3]], cache="streaming-llm")
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_texts_are_text_where_there_is_a_tokenizer() -> None:
     one, = search.lattice_decode(dx.load("pycode"), "def area(", calls=12, max_new_tokens=6)
     assert all(isinstance(text, str) for text in one.texts) and len(one.texts) == len(one.ids) > 1

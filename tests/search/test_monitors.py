@@ -1,7 +1,5 @@
 """Texts with tools, thoughts cut short, and steps that a small model drafts."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Several ways to ask, rows that write together, and rules that ask a model about the candidates."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from typing import Any
@@ -127,8 +125,7 @@ def test_rules_that_ask() -> None:
     want = select.equilibrium(made.reshape(2, 3), told.reshape(3, 2), 200)
     np.testing.assert_allclose(scores, want[1][[0, 1, 0, 2], 0])
     asked = select.Asked(lm, lambda p, texts: p + "".join(texts))
-    np.testing.assert_allclose(asked.scores(candidates),
-                               dx.score(lm, [("efabcdabh", str(i)) for i in range(1, 5)]).sum)
+    np.testing.assert_allclose(asked.scores(candidates), dx.score(lm, [("efabcdabh", str(i)) for i in range(1, 5)]).sum)
 
 
 def test_a_judge_scores_the_numbers_that_its_prompt_lists() -> None:

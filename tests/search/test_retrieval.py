@@ -1,7 +1,5 @@
 """Chains of retrieval: which of them stands, by counting it out."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -67,6 +65,6 @@ def test_the_tree_keeps_the_question_whose_rollouts_are_best() -> None:
 @pytest.mark.parametrize(("options", "message"), [
     (dict(way="x"), "way: got 'x'"), (dict(way="tree", n=5), "rollouts: got 2 for 5 rows"),
     (dict(rounds=0), "n, rounds")])
-def test_what_makes_no_sense_is_refused(options: dict[str, Any], message: str) -> None:
+def test_bad_arguments_are_refused_by_name(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         search.make("corag", retrieve=retrieve, **options)

@@ -1,7 +1,5 @@
 """Searches over steps: laws by enumeration, rules by what they must come to."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import re
@@ -26,15 +24,15 @@ from decodax.search.particles import kept
 from decodax.search.phi import k_means, tf_idf
 from decodax.search.tree import shares
 from tests.algorithms.contrastive.test_contrastive import PROMPTS, net
+from tests.small_models import random_lm
 
 V, NEW, EOS = 5, 4, 2
 
 
 @functools.cache
 def tiny() -> dx.LM:
-    network = Transformer(llama(vocab=V, width=8, layers=1, heads=2, kv_heads=1, mlp=8, context=64))
-    weights = jax.tree.map(lambda x: 6 * x if x.ndim > 1 else x, network.init_params(jax.random.key(4)))
-    return dx.LM(model=network, params=weights, vocab_size=V, generation_config={"eos_token_id": EOS})
+    network = llama(vocab=V, width=8, layers=1, heads=2, kv_heads=1, mlp=8, context=64)
+    return random_lm(Transformer(network), 4, by=6, generation_config={"eos_token_id": EOS})
 
 
 @functools.cache
@@ -76,9 +74,9 @@ OPTIONS: dict[str, Any] = dict(step_tokens=1, max_new_tokens=NEW, temperature=1.
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize(("count", "near"), [(1000, 0.08), pytest.param(10_000, 0.02, marks=pytest.mark.matrix)])
-@pytest.mark.parametrize("least", [0.5, pytest.param(1.0, marks=pytest.mark.matrix),
-                                   pytest.param(0.0, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize(("count", "near"), [(1000, 0.08), pytest.param(10_000, 0.02, marks=pytest.mark.full)])
+@pytest.mark.parametrize("least", [0.5, pytest.param(1.0, marks=pytest.mark.full),
+                                   pytest.param(0.0, marks=pytest.mark.full)])
 def test_particles_have_the_law_of_model_and_potential(count: int, near: float, least: float) -> None:
     prompt = (1, 3)
     want, total = target(prompt)
@@ -101,7 +99,7 @@ def test_a_twist_and_a_late_potential_change_no_law() -> None:
         assert sum(abs(got.get(t, 0) - w) for t, w in want.items()) / 2 < 0.3
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_steering_is_unbiased() -> None:
     prompt = (1, 3)
     want, total = target(prompt)
@@ -288,7 +286,7 @@ def test_searches_over_texts_ask_for_a_tokenizer_first(method: str) -> None:
     lambda: search.batch_prompt(tiny(), ["a"], str, lambda text, n: [(text, True)]),
     lambda: search.sketch_guided(tiny(), ["a"], str), lambda: search.integrate(tiny(), [[1, 3]]),
     lambda: select.Sampled(tiny())([1, 3])])
-def test_what_reads_answers_asks_for_a_tokenizer_first(call: Any) -> None:
+def test_searches_that_read_answers_ask_for_a_tokenizer_first(call: Any) -> None:
     with pytest.raises(ValueError, match="lm: has no tokenizer, and"):
         call()
 
@@ -298,8 +296,7 @@ def test_what_reads_answers_asks_for_a_tokenizer_first(call: Any) -> None:
 def test_searches_without_steps_take_a_text_for_a_step(name: str) -> None:
     options = {"smc": dict(potential=potential), "smc-steering": dict(potential=potential), "treepo": dict(n=4)}
     method = search.make(name, **options.get(name, dict(reward=reward)))
-    out = search.explore(tiny(), [[1, 3]], method, max_new_tokens=NEW,
-                        temperature=1.0)
+    out = search.explore(tiny(), [[1, 3]], method, max_new_tokens=NEW, temperature=1.0)
     assert len(out.text[0]) == NEW or out.text[0][-1] == EOS
 
 
@@ -361,14 +358,14 @@ def test_parts() -> None:
     ("smc", dict(potential=lambda p, t: [np.inf] * len(t)), "potential: got inf"),
     ("smc-steering", dict(potential=lambda p, t: [np.inf] * len(t), n=4, factor=2), "potential: got inf"),
     (5, {}, "by: got 5, takes a function of decodax.search")])
-def test_what_makes_no_sense_is_refused(given: Any, options: dict[str, Any], message: str) -> None:
+def test_bad_arguments_are_refused_by_name(given: Any, options: dict[str, Any], message: str) -> None:
     method = lambda: search.make(given, **options) if isinstance(given, str) else given
     with pytest.raises((ValueError, TypeError), match=message):
         search.explore(tiny(), [[1, 3]], method(), **OPTIONS)
 
 
 @pytest.mark.parametrize(("name", "value"), [("max_time", 1.0), ("batch_size", 2), ("num_samples", 3)])
-def test_what_a_search_does_not_honour_is_refused(name: str, value: Any) -> None:
+def test_arguments_that_a_search_does_not_honour_are_refused(name: str, value: Any) -> None:
     with pytest.raises(TypeError, match=f"^{name}: explore takes no such argument; "):
         search.explore(tiny(), [[1, 3]], search.particle_filter(reward=reward, n=2), **{name: value})
 

@@ -5,8 +5,6 @@
 `tau`, the end's token, text with marks, where `$` is token 23.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json
@@ -60,7 +58,7 @@ def test_texts_are_those_of_the_authors(setting: int) -> None:
     assert made - marks <= out.tokens <= made           # a mark that is put there was not drawn
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_parts_are_written_anew_in_turn() -> None:
     """Each text against the runs that it is put together from."""
     lm, prompts, opening = filling(), ["cq", "tik", "jjc"], "m"
@@ -93,7 +91,7 @@ def test_parts_are_written_anew_in_turn() -> None:
     assert given_up.text == once.text
 
 
-def test_what_is_no_mark_is_refused() -> None:
+def test_marks_that_are_no_single_tokens_are_refused() -> None:
     with pytest.raises(ValueError, match="marks: got 'ab', which is 2 tokens"):
         search.self_infill(filling(), "a", marks=["ab", "S", "M"])
     with pytest.raises(ValueError, match="takes three different tokens"):

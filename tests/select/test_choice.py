@@ -1,7 +1,5 @@
 """Rules that choose among candidates: against a library of them, counting by hand, and on samples of a model."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

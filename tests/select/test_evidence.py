@@ -1,7 +1,5 @@
 """Decisions over trees of classes, evidence from elsewhere, edits, pass@k, and reports: against counting them out."""
 
-from __future__ import annotations
-
 import difflib
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Layers that repeat the attention of others."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 
@@ -11,13 +9,13 @@ import numpy as np
 import pytest
 
 import decodax as dx
-from decodax.algorithms.speculative.trees import Fixed
 from decodax.caches.prefill.listening import Listening
 from decodax.core.window import causal
 from decodax.io.load import LM
-from decodax.models import Transformer, cla, diffqkv, echo_att, llama
+from decodax.models import Transformer, cla, echo_att, llama
 from decodax.train import attention_similarity, echo_groups, fit_echo_att
 from tests.caches.small import DEEP, PROMPTS, SMALL
+from tests.small_models import random_lm
 
 PLAIN = llama(vocab=16, width=16, layers=5, heads=4, kv_heads=2, mlp=24, context=256)
 GROUPS = ((1, 2, 3),)
@@ -25,17 +23,8 @@ TEXTS = [np.random.default_rng(i).integers(0, 16, 24).tolist() for i in range(4)
 
 
 @functools.cache
-def made(shared: bool = True, wide: bool = False) -> LM:
-    config = diffqkv(dataclasses.replace(PLAIN, kv_heads=4), 2) if wide else PLAIN
-    model = Transformer(echo_att(config, GROUPS) if shared else config)
-    params = jax.tree.map(lambda x: 8 * x if x.ndim > 1 else x, model.init_params(jax.random.key(1)))
-    return LM(model=model, params=params, vocab_size=16)
-
-
-def forced(lm: LM, prompt: list[int], answer: list[int]) -> list[int]:
-    """What follows each token of the answer for the greatest logit, of a forward without a cache."""
-    logits = lm.model.forward(lm.params, jnp.asarray([prompt + answer]))
-    return logits[0, len(prompt) - 1:-1].argmax(-1).tolist()
+def made(shared: bool = True) -> LM:
+    return random_lm(Transformer(echo_att(PLAIN, GROUPS) if shared else PLAIN))
 
 
 def test_attention_is_that_of_the_first_layer_of_a_group() -> None:
@@ -61,32 +50,6 @@ def test_attention_is_that_of_the_first_layer_of_a_group() -> None:
         inside = jax.nn.silu(inside @ own["mlp"]["gate"]["kernel"]) * (inside @ own["mlp"]["up"]["kernel"])
         np.testing.assert_allclose(out.layers[layer][0], x + inside @ own["mlp"]["down"]["kernel"], atol=2e-4)
     assert set(lm.params["layers"]["2"]["attn"]) == {"v", "o"}
-
-
-@pytest.mark.wide
-@pytest.mark.parametrize("wide", [False, pytest.param(True, marks=pytest.mark.wide)])
-def test_decoding_is_the_forward_without_a_cache(wide: bool) -> None:
-    """In rows of several lengths, prompts in chunks, with drafts; also where several heads of values share keys."""
-    lm = made(wide=wide)
-    drafted = dx.generate(lm, PROMPTS, max_new_tokens=16, temperature=0, chunk=7, algorithm=dx.Speculative(
-        dx.drafts.PromptLookup(length=4)))
-    for prompt, answer in zip(PROMPTS, drafted.tokens.tolist(), strict=True):
-        assert forced(lm, prompt, answer) == answer
-    assert drafted.stats.accepted.sum() > 0
-    if not wide:
-        assert dx.generate(lm, PROMPTS, max_new_tokens=16, temperature=0).tokens.tolist() == drafted.tokens.tolist()
-
-
-@pytest.mark.wide
-def test_trees_of_its_own_drafts_do_not_change_a_token() -> None:
-    """The draft model has such layers, too."""
-    lm = made()
-    draft = dataclasses.replace(lm, params=jax.tree.map(lambda x: 0.9 * x, lm.params))
-    tree = dx.Speculative(dx.drafts.DraftModel(draft), shape=Fixed.balanced(2, 2, 1))
-    options = dict(max_new_tokens=16, temperature=[0.0, 0.9, 0.0], seed=3)
-    drafted = dx.generate(lm, PROMPTS, algorithm=tree, **options)
-    assert drafted.tokens.tolist() == dx.generate(lm, PROMPTS, **options).tokens.tolist()
-    assert drafted.stats.accepted.sum() > 0
 
 
 def test_a_cache_holds_the_keys_of_the_first_layer_alone() -> None:
@@ -123,7 +86,7 @@ def test_distillation_brings_back_what_the_conversion_lost() -> None:
     assert scores[0] > scores[1] < scores[2]
 
 
-def test_what_cannot_be_shared_is_refused() -> None:
+def test_models_and_texts_that_do_not_fit_are_refused_by_name() -> None:
     reading = Transformer(cla(llama(vocab=16, width=16, layers=2, heads=4, kv_heads=2, mlp=24), share=2))
     shared = LM(model=reading, params=reading.init_params(jax.random.key(0)), vocab_size=16)
     for message, wrong in (

@@ -110,10 +110,10 @@ class AWRS(Concludes):
                 chosen[b] = INVALID
                 continue
             text = tokens[b, begin[b]:end[b]].tolist()
-            chosen[b], weight[b], calls[b] = self._one(text, order[b], log_p[b].astype(np.float64))
+            chosen[b], weight[b], calls[b] = self.draw_one(text, order[b], log_p[b].astype(np.float64))
         return chosen, weight, calls
 
-    def _one(self, text: list[int], order: np.ndarray, log_p: np.ndarray) -> tuple[int, float, int]:
+    def draw_one(self, text: list[int], order: np.ndarray, log_p: np.ndarray) -> tuple[int, float, int]:
         """Returns the accepted token, the logarithm of its weight, and the number of calls of the check, for one
         row."""
         found, share, log_weight, rejected, calls = DEAD_END, 0.0, 0.0, 0.0, 0

@@ -274,7 +274,7 @@ class Grower:
     def uniforms(self, g: Growth, nodes: Array, count: int) -> Array:
         """Returns uniform numbers in [0, 1) for a shape's own use at tree slots `nodes` (`i32[B, w]`): `f32[B, w,
         count, 2]`."""
-        return self._uniforms(g, nodes, count, Purpose.ORDER)
+        return self.uniforms_for(g, nodes, count, Purpose.ORDER)
 
     def _children(self, g: Growth, answer: Answer, nodes: Array, count: int) -> Children:
         window = Window(tokens=g.tokens, positions=self._positions(g), mask=g.sees, live=jnp.ones(g.tokens.shape, bool))
@@ -318,7 +318,7 @@ class Grower:
         """Returns the addresses of `count` draws of drafts at tree slots `nodes`, `u32[B, w, count, 2]`."""
         return self._each(g, nodes, count, Purpose.DRAFT, keys.address)
 
-    def _uniforms(self, g: Growth, nodes: Array, count: int, purpose: Purpose) -> Array:
+    def uniforms_for(self, g: Growth, nodes: Array, count: int, purpose: Purpose) -> Array:
         return self._each(g, nodes, count, purpose, lambda key: jax.random.uniform(key, (2,), jnp.float32))
 
     def _each(self, g: Growth, nodes: Array, count: int, purpose: Purpose, make: Callable[[Array], Array]) -> Array:

@@ -119,7 +119,7 @@ class ActQKVCache(ReadAtOnce, SparseCache):
         """
         kind, G, d = self.kind, kv.shape[0], self.widths[layer]
         there = kind.available(at)
-        number = self._cut(layer, densities, sampled, there, at)
+        number = self.block_limit(layer, densities, sampled, there, at)
         where, found = self._where(blocks, far, there, number, length)
         some = kv[:, jnp.maximum(where, 0)].astype(jnp.float32)
         out, lse = attention_to(q.reshape(G, -1, d), some, jnp.broadcast_to(where >= 0, (G, len(where))), d)
@@ -139,7 +139,7 @@ class ActQKVCache(ReadAtOnce, SparseCache):
         where = jnp.concatenate([jnp.where(always < length, always, -1), chosen.astype(jnp.int32)])
         return where, density(scores, there)
 
-    def _cut(self, layer: int, densities: Array, sampled: Array, there: Array, at: Array) -> Array:
+    def block_limit(self, layer: int, densities: Array, sampled: Array, there: Array, at: Array) -> Array:
         """Returns the number of blocks that a layer attends to at position `at`, `i32[]`, at most `there`. Only
         densities of at least `room` positions before count."""
         kind = self.kind

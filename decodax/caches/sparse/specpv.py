@@ -116,9 +116,9 @@ class SpecPVCache(IndexedCache, Refreshes):
         new = self.commit([entry[:2] for entry in out.entries], slots)
         last = newest - start
         queries = [take(entry[2], last[:, None])[:, 0] for entry in out.entries]
-        return new._chosen(queries, rows)
+        return new.choose_blocks(queries, rows)
 
-    def _chosen(self, queries: Sequence[Array], rows: Array) -> Self:
+    def choose_blocks(self, queries: Sequence[Array], rows: Array) -> Self:
         """Returns the cache with the blocks that the newest tokens of `rows` (`bool[B]`) choose. `queries` are those of
         these tokens, `f[B, H, d]` for each layer."""
         P, first, made = self.kind.block_size, self.kind.first, []

@@ -1,7 +1,5 @@
 """Beam search against transformers, against enumeration, and with drafts against itself without them."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools
@@ -25,6 +23,7 @@ from decodax.io.saving import save_model
 from decodax.models import Transformer, llama
 from tests.laws.toy import Toy
 from tests.matrix import often
+from tests.small_models import random_lm
 
 PROMPTS = [[1, 2, 3, 4], [9, 3], [5, 5, 5, 2, 7, 1]]
 NEW, SMALL, EOS = 9, 6, 2
@@ -32,9 +31,8 @@ NEW, SMALL, EOS = 9, 6, 2
 
 @functools.cache
 def lm() -> dx.LM:
-    network = Transformer(llama(vocab=24, width=16, layers=2, heads=4, kv_heads=2, mlp=24, context=256))
-    weights = jax.tree.map(lambda x: 8 * x if x.ndim > 1 else x, network.init_params(jax.random.key(1)))
-    return dx.LM(model=network, params=weights, vocab_size=24, generation_config={"eos_token_id": 4})
+    network = llama(vocab=24, width=16, layers=2, heads=4, kv_heads=2, mlp=24, context=256)
+    return random_lm(Transformer(network), generation_config={"eos_token_id": 4})
 
 
 @functools.cache
@@ -151,7 +149,7 @@ def test_beams_wide_enough_find_the_best_of_all_texts(penalty: float) -> None:
     np.testing.assert_allclose(out.findings["score"], [score[text] for text in best], rtol=1e-4)
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 @pytest.mark.parametrize("kind", often(["variance"], ["greedy", "local", "variance", "max", "square"]))
 def test_regularised_scores_are_those_of_their_definition(kind: Any) -> None:
     """Wide enough that nothing is pruned; the likeliest token at each step is on one of the texts."""
@@ -176,7 +174,7 @@ def test_regularised_scores_are_those_of_their_definition(kind: Any) -> None:
     np.testing.assert_allclose(out.findings["log_prob"], [texts[text].sum() for text in best], rtol=1e-4)
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_beam_sampling_draws_without_replacement() -> None:
     """One step of two beams: the two first draws, of which the likelier one is returned. At 1e-5."""
     prompt, rows, temperature = [1, 3, 4], 6000, 1.7
@@ -216,7 +214,7 @@ class Groups:
         return live
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 @pytest.mark.parametrize("counting", ["chosen", "candidates"])
 def test_groups_see_what_those_before_them_took(counting: Any) -> None:
     prompt, new = (1, 3, 4), 4
@@ -228,7 +226,7 @@ def test_groups_see_what_those_before_them_took(counting: Any) -> None:
     assert sorted(tuple(out.row(i).tolist()) for i in range(6)) == sorted(text for text, _ in wanted)
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_patience_waits_for_more_texts() -> None:
     """First come, first served: the search ends with the step in which so many have ended."""
     rounds = []
@@ -263,7 +261,7 @@ def test_drafted_beams_are_the_plain_ones(name: str, options: int) -> None:
         assert found.stats.forwards < 0.75 * plain.stats.forwards
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_beams_of_a_prompt_know_nothing_of_the_others() -> None:
     given: dict[str, Any] = dict(algorithm=dx.algorithms.beam_search(3), num_samples=2, max_new_tokens=NEW,
                                  temperature=1.0, logprobs=0)
@@ -283,7 +281,7 @@ def test_beams_of_a_prompt_know_nothing_of_the_others() -> None:
         np.testing.assert_allclose(whole.logprobs.raw[i][:len(own)], own, atol=1e-5)
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 @pytest.mark.parametrize("cache", often(["paged"], ["paged", "hydragen"]))
 def test_caches_fork(cache: str) -> None:
     given: dict[str, Any] = dict(algorithm=dx.algorithms.beam_search(3), num_samples=3, max_new_tokens=NEW)
@@ -310,7 +308,7 @@ def test_broken_logits_end_the_search() -> None:
     assert out.status == [dx.Status.INVALID] * 4
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_a_search_that_is_cut_short_gives_what_it_has() -> None:
     out = dx.generate(small(), [[1, 3], [4]], algorithm=dx.algorithms.beam_search(2), num_samples=2, max_new_tokens=40,
                       max_time=1e-9,
@@ -328,12 +326,12 @@ def test_a_search_that_is_cut_short_gives_what_it_has() -> None:
     (dict(num_beams=2, num_samples=1, num_return_sequences=1), "num_samples and num_return_sequences: got both"),
     (dict(num_beams=2, algorithm="prompt-lookup"), "num_beams: got 2 beside an algorithm"),
     (dict(num_beams=2, length_penalty="x"), "length_penalty: got 'x', takes a number")])
-def test_what_makes_no_sense_is_refused(given: dict[str, Any], message: str) -> None:
+def test_bad_arguments_are_refused_by_name(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         dx.generate(small(), [[1, 3]], max_new_tokens=4, **by_name(given))
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_the_guide_runs_as_it_stands() -> None:
     guide = Path(__file__).parents[3] / "docs" / "choose" / "beam_search.md"
     names: dict[str, Any] = {"__name__": "guide"}

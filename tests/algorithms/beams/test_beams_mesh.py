@@ -1,7 +1,5 @@
 """Samples, beams and constraints over a mesh."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -37,8 +35,7 @@ WAYS: dict[str, dict[str, Any]] = {
 def test_a_mesh_gives_the_texts_of_one_device(tiny_model: Path, kind: AxisType, way: str) -> None:
     alone = dx.load(tiny_model)
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2)
-    spread = dataclasses.replace(
-        alone, params=jax.device_put(alone.params, alone.model.shardings(mesh)), mesh=mesh)
+    spread = dataclasses.replace(alone, params=jax.device_put(alone.params, alone.model.shardings(mesh)), mesh=mesh)
     given = dict(max_new_tokens=10, **WAYS[way])
     if given.pop("deco", False):
         heads = dx.algorithms.contrastive.Heads.init(jax.random.key(0), alone.model.config.width)      # type: ignore[attr-defined]
@@ -56,8 +53,7 @@ def ends_in_a(prompt: Any, texts: Any) -> list[float]:
 def test_searches_over_steps_on_a_mesh(tiny_model: Path, kind: AxisType) -> None:
     alone = dx.load(tiny_model)
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2)
-    spread = dataclasses.replace(
-        alone, params=jax.device_put(alone.params, alone.model.shardings(mesh)), mesh=mesh)
+    spread = dataclasses.replace(alone, params=jax.device_put(alone.params, alone.model.shardings(mesh)), mesh=mesh)
     given: dict[str, Any] = dict(step_tokens=3, max_new_tokens=9, temperature=1.0)
     by = dx.search.particle_filter(reward=ends_in_a, n=4)
     want, out = (dx.search.explore(lm, ["one", "def f("], by, **given) for lm in (alone, spread))

@@ -1,7 +1,5 @@
 """Best-first beam search against beam search: the same texts and scores, with fewer texts read."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from typing import Any
@@ -29,7 +27,7 @@ def same(ours: Any, beams: Any) -> None:
 
 @pytest.mark.parametrize(("width", "at_once", "ends"), often(
     [(3, 2, 2)], itertools.product((1, 2, 3, 5), (1, 2), (1, 2))))
-def test_what_it_finds_is_what_beams_find(width: int, at_once: int, ends: int) -> None:
+def test_best_first_search_finds_what_beams_find(width: int, at_once: int, ends: int) -> None:
     """Ragged prompts, penalties and a record; length penalties are traced."""
     read: list[tuple[int, int]] = []
     for penalty in (0.0, 0.7, 1.6):
@@ -48,7 +46,7 @@ def test_what_it_finds_is_what_beams_find(width: int, at_once: int, ends: int) -
     assert read[0][0] < read[0][1] or (read[0][0] == read[0][1] and 1 in (width, ends))
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_one_at_a_time_reads_nothing_that_scores_less_than_what_it_returns() -> None:
     """By definition: of the texts that beams keep, those with a score above the worst one returned."""
     prompt, width, new = [1, 3, 4], 2, 5
@@ -67,7 +65,7 @@ def test_one_at_a_time_reads_nothing_that_scores_less_than_what_it_returns() -> 
     assert int(found.findings["expansions"][0]) == read
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_prompts_know_nothing_of_one_another_and_short_budgets_are_kept() -> None:
     given: dict[str, Any] = dict(algorithm=BestFirst(2, returns=2, longest=NEW), max_new_tokens=[3, 7, 5])
     whole = dx.generate(lm(), PROMPTS, **given)
@@ -76,7 +74,7 @@ def test_prompts_know_nothing_of_one_another_and_short_budgets_are_kept() -> Non
         assert [alone.row(j).tolist() for j in range(2)] == [whole.row(2 * i + j).tolist() for j in range(2)]
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_texts_that_are_not_there_and_broken_logits_say_so() -> None:
     out = dx.generate(small(), [[1, 3]], max_new_tokens=1, algorithm=BestFirst(8, returns=8, longest=1))
     assert sorted(out.row(i).tolist() for i in range(6)) == [[t] for t in range(6)]
@@ -92,6 +90,6 @@ def test_texts_that_are_not_there_and_broken_logits_say_so() -> None:
     (lambda: BestFirst(2, length_penalty=-1.0), "length_penalty: got -1.0, takes 0 or more"),
     (lambda: dx.generate(small(), [[1]], algorithm=BestFirst(2, longest=3), max_new_tokens=4),
      "max_new_tokens: got 4 for a search with longest=3")])
-def test_what_makes_no_sense_is_refused(make: Any, message: str) -> None:
+def test_bad_arguments_are_refused_by_name(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()

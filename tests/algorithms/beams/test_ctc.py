@@ -1,7 +1,5 @@
 """Prefix beam search over CTC outputs: against the sum over all alignments."""
 
-from __future__ import annotations
-
 import itertools
 
 import jax.numpy as jnp

@@ -5,8 +5,6 @@ facebookresearch/fairseq 038e491: texts with the states' banks and whether they 
 with their scores, ended at `k` finished ones.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json
@@ -91,8 +89,7 @@ SEARCHES: dict[str, Any] = {
     "grid": functools.partial(GridBeams, beams=60)}
 
 
-@pytest.mark.parametrize(("name", "phrases"), often([("grid", PAIR)],
-                                                     itertools.product(SEARCHES, (PAIR, THREE))))
+@pytest.mark.parametrize(("name", "phrases"), often([("grid", PAIR)], itertools.product(SEARCHES, (PAIR, THREE))))
 def test_wide_enough_they_find_the_best_of_all_texts_with_the_phrases(name: str, phrases: tuple[Text, ...]) -> None:
     """Phrases without a token twice, so that a text in which they stand is one that has them."""
     new, prompts = 4, [(1, 3, 4), (5,)]
@@ -108,7 +105,7 @@ def test_wide_enough_they_find_the_best_of_all_texts_with_the_phrases(name: str,
         assert len(best) == 10 or out.status[10 * i + len(best)] == dx.Status.DEAD_END
 
 
-def test_what_has_been_lost_may_begin_again() -> None:
+def test_a_lost_phrase_may_begin_again() -> None:
     progress: PhraseProgress
     for progress, wanted in ((Unordered(), True), (Unordered("fairseq"), False), (Ordered(), True),
                              (Ordered("fairseq"), False)):
@@ -119,7 +116,7 @@ def test_what_has_been_lost_may_begin_again() -> None:
         assert bool(progress.met(tables, state)) == wanted, progress
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["dynamic", "grid"])
 def test_phrases_stand_in_texts_of_any_policy(name: str) -> None:
     phrases = ((7, 11), (3,))
@@ -134,7 +131,7 @@ def test_phrases_stand_in_texts_of_any_policy(name: str) -> None:
     assert dx.generate(lm(), PROMPTS, algorithm=alg, seed=1, **given).tokens.tolist() != whole.tokens.tolist()
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_a_budget_too_short_for_the_phrases_is_a_dead_end() -> None:
     out = dx.generate(small(), [[1, 3]], max_new_tokens=2, algorithm=DynamicBeams(3, phrases=((5, 0), (3,))))
     assert out.status == [dx.Status.DEAD_END] and out.lengths.tolist() == [0]
@@ -147,7 +144,7 @@ def test_a_budget_too_short_for_the_phrases_is_a_dead_end() -> None:
     (lambda: GridBeams(phrases=((1,),), beams=2, returns=3), "returns: got 3 for 2 beams"),
     (lambda: Unordered("sockeye"), "rule: got 'sockeye'"),      # type: ignore[arg-type]
     (lambda: dx.algorithms.make("dynamic-beam-allocation", lm()), "needs phrases=")])
-def test_what_makes_no_sense_is_refused(make: Any, message: str) -> None:
+def test_bad_arguments_are_refused_by_name(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
 

@@ -4,8 +4,6 @@
 `toy`, whose index answered from plain lists of tokens, and the documents that `aggregate_evidence` scores.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from pathlib import Path
@@ -94,7 +92,7 @@ def test_wide_enough_they_find_the_best_of_all_texts_of_the_corpus(penalty: floa
         assert len(best) > 5 and all(s == dx.Status.DEAD_END for s in out.status[count * i + len(best):count * (i + 1)])
 
 
-def test_what_is_allowed_is_what_follows_in_the_corpus() -> None:
+def test_allowed_tokens_are_those_that_follow_in_the_corpus() -> None:
     """Of a corpus with wide and narrow spans; few tokens looked up change nothing that counts."""
     rng = np.random.default_rng(0)
     documents = [np.minimum(rng.geometric(0.3, rng.integers(40, 90)) - 1, 29).tolist() for _ in range(12)]
@@ -131,7 +129,7 @@ def test_suffixes_are_in_order() -> None:
     assert order.tolist() == sorted(range(200), key=lambda i: tokens[i:].tolist())
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_looking_at_few_tokens_changes_no_search() -> None:
     corpus = Corpus.build(DOCUMENTS * 12)
     given: dict[str, Any] = dict(max_new_tokens=NEW, temperature=1.0, repetition_penalty=1.2)
@@ -142,7 +140,7 @@ def test_looking_at_few_tokens_changes_no_search() -> None:
     assert alone.row(0).tolist() == whole.row(1).tolist()
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_ngrams_stand_behind_a_prefix() -> None:
     """From the first token on; the authors' first one may be any that occurs, and the text ends where it is wrong."""
     alg = dx.algorithms.make("seal", corpus=DOCUMENTS, width=6, prefix=[MARK])
@@ -151,7 +149,7 @@ def test_ngrams_stand_behind_a_prefix() -> None:
     assert {n for n, _ in ngrams(out.findings, 0)} == wanted and tuple(out.row(0).tolist()) in wanted
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_another_corpus_of_the_same_size_is_another_search() -> None:
     alg = CorpusBeams(4, corpus=Corpus.build([[3, 4, 5, 6]]))
     other = CorpusBeams(4, corpus=Corpus.build([[7, 8, 9, 3]]))
@@ -169,7 +167,7 @@ def test_another_corpus_of_the_same_size_is_another_search() -> None:
     (lambda: dx.generate(toy(), [5], algorithm=CorpusBeams(2), max_new_tokens=2), "corpus: got None"),
     (lambda: Evidence(rare=0), "rare: got 0"), (lambda: Evidence(repetition=1.5), "takes at most 1"),
     (lambda: dx.algorithms.make("seal"), "needs corpus=")])
-def test_what_makes_no_sense_is_refused(make: Any, message: str) -> None:
+def test_bad_arguments_are_refused_by_name(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
 

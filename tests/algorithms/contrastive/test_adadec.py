@@ -4,8 +4,6 @@
 where tokens 12 and 15 are a line's end, and 4, 8, 13 and 14 are not indented.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json
@@ -106,7 +104,7 @@ def test_texts_are_by_the_rule() -> None:
     assert 3 < looks < out.lengths.sum()
 
 
-def test_it_costs_what_it_says_and_is_plain_decoding_where_nothing_is_uncertain() -> None:
+def test_forwards_are_counted_and_sure_tokens_are_plain_decoding() -> None:
     options: dict[str, Any] = dict(max_new_tokens=8, eos_token_id=[])
     given = dict(options, temperature=[0.0, 0.8, 1.0])
     plain = dx.generate(sharp(), PROMPTS, **given)

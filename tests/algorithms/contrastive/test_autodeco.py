@@ -1,7 +1,5 @@
 """AutoDeco's heads: figures of the authors' code, and draws by their definition."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any

@@ -3,8 +3,6 @@
 `expected.json` has their tokens, for models with random weights that `net` makes.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from pathlib import Path
@@ -21,6 +19,7 @@ from decodax.core.window import causal
 from decodax.engine.names import by_name
 from decodax.models import Transformer, llama
 from tests.matrix import often
+from tests.small_models import random_lm
 
 EXPECTED = json.loads((Path(__file__).parent / "expected.json").read_text())
 PROMPTS = [[1, 2, 3, 4], [9, 3], [5, 5, 5, 2, 7, 1]]
@@ -28,9 +27,8 @@ PROMPTS = [[1, 2, 3, 4], [9, 3], [5, 5, 5, 2, 7, 1]]
 
 @functools.cache
 def net(layers: int = 2, seed: int = 1, tied: bool = False) -> dx.LM:
-    network = Transformer(llama(vocab=24, width=16, layers=layers, heads=4, kv_heads=2, mlp=24, context=256, tied=tied))
-    weights = jax.tree.map(lambda x: 8 * x if x.ndim > 1 else x, network.init_params(jax.random.key(seed)))
-    return dx.LM(model=network, params=weights, vocab_size=24, generation_config={"eos_token_id": 4})
+    network = llama(vocab=24, width=16, layers=layers, heads=4, kv_heads=2, mlp=24, context=256, tied=tied)
+    return random_lm(Transformer(network), seed, generation_config={"eos_token_id": 4})
 
 
 @pytest.mark.wide(but=("4-1.0",))
@@ -64,7 +62,7 @@ def test_contrastive_search_obeys_the_policy() -> None:
     assert set(dead.status) == {dx.Status.DEAD_END}
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 @pytest.mark.parametrize("tied", often([False], [False, True]))
 def test_dola_is_that_of_transformers(tied: bool) -> None:
     lm = net(6, 3 if tied else 2, tied)
@@ -85,7 +83,7 @@ def test_dola_goes_with_every_method() -> None:
     assert np.array_equal(plain.tokens, drafted.tokens)
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 @pytest.mark.parametrize("beta", often([None], [None, 0.5]))
 def test_contrastive_decoding_by_its_definition(beta: float | None) -> None:
     expert, amateur = net(6, 2), net()
@@ -136,6 +134,6 @@ def test_simple_decoding_is_that_of_its_authors(k: int, n: int) -> None:
     (dict(fsd_k=5), "fsd_k: got 5 without fsd_alpha"),
     (dict(arithmetic_sampling=True, algorithm=dx.algorithms.beam_search(2)), "arithmetic_sampling: BeamSearch"),
     (dict(bregman_lambda=0.1), "bregman_lambda: got 0.1 without temperature")])
-def test_what_makes_no_sense_is_refused(given: dict[str, Any], message: str) -> None:
+def test_bad_arguments_are_refused_by_name(given: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         dx.generate(net(), PROMPTS, **by_name(given))

@@ -5,8 +5,6 @@ with the states behind the final norm, for the weights of `net` without token 4:
 alpha, k, n, stop words of weight 0.2, tokens.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -66,7 +64,7 @@ def test_the_roster_is_whole() -> None:
         Request.read(prompts=PROMPTS, **given(name, net()))
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 @pytest.mark.parametrize("name", list(roster()))
 def test_the_roster_runs(name: str) -> None:
     out = dx.generate(prompts=PROMPTS, max_new_tokens=4, **given(name, net(1, 3)))

@@ -1,7 +1,5 @@
 """The laws' small network once more, in NumPy and float64: what published rules are transcribed with."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from tests.laws.cases import MASK, model

@@ -42,7 +42,7 @@ def test_guidance_is_lladas():
     assert run(LLADA, 8, guidance_scale=0.0)[0] == masked          # no prompt at all
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 @pytest.mark.parametrize("speaks", often(["canvas"], ["blocks", "canvas"]))
 def test_a_guided_cache_is_exact(speaks):
     cached = ALGORITHMS["llada"].make(lm(speaks), **({} if speaks == "blocks" else {"block_length": 4}))
@@ -117,7 +117,7 @@ def test_an_infilling_takes_its_arguments_text_by_text():
     assert free[1] not in ids_of(dx.infill(lm(), rows, eos_token_id=[free[1]]))[0][0]
 
 
-def test_what_cannot_be_infilled_is_named():
+def test_texts_without_gaps_and_wrong_models_are_refused_by_name():
     for model, pieces, message in ((lm(), [[[1, 2]]], r"pieces\[0\]: has no gap"), (lm(), [[[1], 0]], "got a gap of 0"),
                                    (lm(), [[3, [1]]], "begins with a gap"), (lm(), [], "pieces: got none"),
                                    (dataclasses.replace(lm(), diffusion=None), [[1], 2], "autoregressive")):
@@ -145,7 +145,7 @@ def test_a_canvas_is_watched_round_by_round():
     assert [f.round for f in few] == [0, 3, 4] and np.array_equal(few[1].tokens, frames[3].tokens)
 
 
-def test_what_cannot_be_watched_is_named():
+def test_watch_refuses_several_prompts_and_autoregressive_models():
     with pytest.raises(ValueError, match="every: got 0"):
         dx.watch(lm(), PROMPTS[0], every=0)
     with pytest.raises(ValueError, match="watch: takes one prompt, got 3"):
@@ -157,7 +157,7 @@ def test_what_cannot_be_watched_is_named():
         frame.text()
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_a_model_that_fills_masks_is_not_decoded_from_left_to_right():
     given = dict(max_new_tokens=6, seed=2)
     assert np.array_equal(dx.generate(lm(), PROMPTS, **given).tokens,

@@ -1,7 +1,5 @@
 """Constraints on canvases: every text is of its language, whatever is committed first, and the draws are exact."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools
@@ -83,7 +81,7 @@ def test_gaps_are_filled_so_that_the_whole_is_of_the_language() -> None:
     assert impossible.status == [dx.Status.DEAD_END]
 
 
-def test_what_a_canvas_cannot_do_is_refused() -> None:
+def test_constraints_that_a_canvas_cannot_keep_are_refused() -> None:
     with pytest.raises(ValueError, match=r"grammar: .* takes a grammar whose rules do not refer to themselves"):
         dx.generate(lm("full"), ["ab"], constraint=dx.constraints.grammar('start: "a" start | "b"'))
     with pytest.raises(ValueError, match="regex: prompt 0 has room for 2 new tokens"):
@@ -113,7 +111,7 @@ def texts(width: int, fixed: dict[int, int]) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("fixed", [{1: 2}, pytest.param({}, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("fixed", [{1: 2}, pytest.param({}, marks=pytest.mark.full)])
 def test_draws_have_the_law_of_the_product_held_to_the_language(fixed: dict[int, int]) -> None:
     width, count = 4, 8_000
     table = TokenTable.of(automaton()[0])

@@ -178,7 +178,7 @@ def matches(alg, loop, seeds=SEEDS, **options):
 
 
 # the authors' own loops decide by default, in tests/conformance
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("full", [0.5, 1.0])
 def test_the_pipeline_is_d2fs(full):
     pipe = BlockPipeline(BLOCK, add=0.25, full=full, most=4)
@@ -189,7 +189,7 @@ def test_the_pipeline_is_d2fs(full):
     assert made != [[d2f(weights(seed), ids, 0.25, full, 1.0) for ids in IDS] for seed in SEEDS]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(("delay", "refresh", "kind"), [
     (2, None, "llada"), (2, 3, "llada"), (1, None, "dream"), (2, 3, "dream"), (None, None, "llada")])
 def test_the_pipeline_is_d3llms(delay, refresh, kind):
@@ -219,7 +219,7 @@ AGREE = {
 }
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 @pytest.mark.parametrize("case", often(["fused"], AGREE))
 def test_two_ways_of_saying_the_same_agree(case):
     left, right = (d.MaskedDiffusion(**rules) for rules in AGREE[case])
@@ -266,7 +266,7 @@ def product(weight, lookahead, window, shift=True):
 
 @pytest.mark.wide
 @pytest.mark.parametrize(("window", "temperature", "shift"), [
-    (2, 0.7, True), pytest.param(None, 0.0, False, marks=pytest.mark.matrix)])
+    (2, 0.7, True), pytest.param(None, 0.0, False, marks=pytest.mark.full)])
 def test_the_product_is_apds(window, temperature, shift):
     made = []
     for seed in SEEDS:
@@ -283,7 +283,7 @@ def test_the_product_is_apds(window, temperature, shift):
         assert exact != made
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_product_that_is_the_diffusion_models_own_takes_everything():
     s = decode(product(1.0, 6, None), weights(7), 0.7, AR)
     assert np.asarray(s.stats.rounds).tolist() == [3, 3, 3]
@@ -291,7 +291,7 @@ def test_a_product_that_is_the_diffusion_models_own_takes_everything():
     assert texts(wide) == texts(decode(product(0.6, 6, None), weights(7), 0.7, AR))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_an_early_end_cuts_the_pipeline():
     """d3LLM: what lies behind the first end of sequence that is decided is never filled in, what lies before it is."""
     pipe = BlockPipeline(BLOCK, add=0.25, full=0.5, most=4)

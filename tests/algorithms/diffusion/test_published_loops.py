@@ -93,7 +93,7 @@ def dream(prompt, new, steps, order):
     return x[len(prompt):].tolist()
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 @pytest.mark.parametrize(("order", "steps"), often([("entropy", 16), ("topk_margin", 5)], [
     ("entropy", 16), ("topk_margin", 5), ("maskgit_plus", 5)]))
 def test_the_sampler_is_dreams(order, steps):
@@ -129,7 +129,7 @@ def fast_dllm(prompt, new, block, threshold, cache):
     return x[len(prompt):].tolist(), forwards
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 @pytest.mark.parametrize("cache", often(["dual"], ["dual", "prefix"]))
 def test_the_sampler_is_fast_dllms(cache):
     ids = prompts(2, longest=9)

@@ -169,7 +169,7 @@ def test_dreams_quota_may_be_nothing():
     assert (rule(view.replace(step=view.step + 1), seen, seen.model.log_prob, None).sum(1) == 1).all()
 
 
-def test_what_is_as_sure_as_the_surest_goes_with_it():
+def test_tokens_as_sure_as_the_surest_are_unmasked_with_it():
     view, seen, active, p, _ = scene()
     got = np.asarray(d.Threshold(0.99, slack=0.05)(view, seen, None, None)) & active
     assert all(set(np.flatnonzero(g)) == {i for i in np.flatnonzero(a) if q[i] >= min(0.99, q[a].max() - 0.05)}

@@ -68,7 +68,7 @@ def outcome(name, seed, plain):
     return decode(d.MaskedDiffusion(**rules), weights(seed), [0.0, 0.0, 0.2])
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 @pytest.mark.parametrize("name", often(OFTEN, RULES))
 def test_several_steps_a_forward_are_those_steps(name):
     taken = 0
@@ -145,8 +145,8 @@ TREE = [(0,), (1,), (0, 1), (0, 2), (1, 2), (0, 1, 2)]
 
 @pytest.mark.wide
 @pytest.mark.parametrize(("name", "orders", "threshold", "follows"), [
-    pytest.param("freedave", CHAIN, None, equal, marks=pytest.mark.matrix), ("ssd", TREE, None, equal),
-    pytest.param("freedave++", CHAIN, 0.3, subset, marks=pytest.mark.matrix)])
+    pytest.param("freedave", CHAIN, None, equal, marks=pytest.mark.full), ("ssd", TREE, None, equal),
+    pytest.param("freedave++", CHAIN, 0.3, subset, marks=pytest.mark.full)])
 def test_a_loop_is_the_published_one(name, orders, threshold, follows):
     verify = RULES[name]["verify"]
     assert list(verify.taken[1:]) == orders
@@ -163,7 +163,7 @@ def test_a_loop_is_the_published_one(name, orders, threshold, follows):
     assert not threshold or differ
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_forwards_are_counted_for_rows_and_for_the_batch():
     """Rows whose blocks begin at different rounds wait for one another's wide forwards; the batch takes them all."""
     alg = d.MaskedDiffusion(**RULES["freedave-dual"] | dict(unmask=SURE))
@@ -188,7 +188,7 @@ def test_forwards_are_counted_for_rows_and_for_the_batch():
     assert rounds.tolist() == [int(x) for x in alone]
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_canvases_share_the_cache_and_cost_their_nodes():
     """Of the compiled rounds: nothing with the cache's slots is larger than the cache, which is not copied, and of the
     text only the window appears once for each canvas; the wide forward that begins a window has one canvas."""

@@ -42,7 +42,7 @@ def dimple(prompt, threshold, steps):
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize(("threshold", "steps"), [(0.4, 16), pytest.param(0.95, 6, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize(("threshold", "steps"), [(0.4, 16), pytest.param(0.95, 6, marks=pytest.mark.full)])
 def test_dimple_decodes_all_that_it_is_sure_of_or_a_share(threshold, steps):
     options = dict(threshold=threshold, order="confidence", steps=None if steps == NEW else steps)
     rounds = agrees(made("dimple", prefill=False, **options), lambda p: dimple(p, threshold, steps))
@@ -72,7 +72,7 @@ def ccd(prompt, steps, adaptive, grow):
 
 @pytest.mark.wide
 @pytest.mark.parametrize(("adaptive", "grow"), [
-    (True, 4.0), pytest.param(True, 1.0, marks=pytest.mark.matrix), (False, 4.0)])
+    (True, 4.0), pytest.param(True, 1.0, marks=pytest.mark.full), (False, 4.0)])
 def test_ccd_decides_what_two_steps_agree_on(adaptive, grow):
     rounds = agrees(made("ccd", adaptive=adaptive, grow=grow), lambda p: ccd(p, NEW, adaptive, grow))
     assert min(rounds) < NEW if adaptive else rounds == [NEW] * 3

@@ -1,7 +1,5 @@
 """The toy of the laws as a diffusion model, and its forward in NumPy: float64, all positions at once, no MASK."""
 
-from __future__ import annotations
-
 import numpy as np
 
 import decodax as dx

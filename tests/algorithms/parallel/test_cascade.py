@@ -4,8 +4,6 @@
 scores: the n-grams that survive each order, and the texts.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json
@@ -24,6 +22,7 @@ from decodax.algorithms.parallel.survivors import EPSILON, Bounds, best_text, ed
 from decodax.core.window import Window
 from decodax.models import Transformer, llama
 from tests.matrix import often
+from tests.small_models import random_lm
 
 V, EOS, BARRIER, L = 5, 2, 4, 4
 AUTHORS = json.loads((Path(__file__).parent / "cascade.json").read_text())["cases"]
@@ -32,9 +31,8 @@ PROMPTS = [[1, 3, 0], [3, 3, 1, 0, 1]]
 
 @functools.cache
 def net() -> dx.LM:
-    network = Transformer(llama(vocab=V, width=16, layers=2, heads=4, kv_heads=2, mlp=24, context=64))
-    weights = jax.tree.map(lambda x: 8 * x if x.ndim > 1 else x, network.init_params(jax.random.key(3)))
-    return dx.LM(model=network, params=weights, vocab_size=V, generation_config={"eos_token_id": EOS})
+    network = llama(vocab=V, width=16, layers=2, heads=4, kv_heads=2, mlp=24, context=64)
+    return random_lm(Transformer(network), 3, generation_config={"eos_token_id": EOS})
 
 
 @functools.cache
@@ -178,7 +176,7 @@ def test_a_prompt_may_be_kept_once(cache: str) -> None:
 
 
 @pytest.mark.wide
-def test_what_a_cascade_does_not_take() -> None:
+def test_bad_arguments_and_policies_that_read_the_text_are_refused() -> None:
     for name, given in (("orders", -1), ("keep", 0), ("longest", 1)):
         with pytest.raises(ValueError, match=f"{name}: got {given}"):
             Cascade(BARRIER, **{name: given})

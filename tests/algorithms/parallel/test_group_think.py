@@ -1,7 +1,5 @@
 """Group Think: every token is what the model says of all threads' earlier tokens."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax
@@ -77,7 +75,7 @@ def test_one_thread_is_plain_decoding() -> None:
     assert len(parts) == 3 and len({tuple(part) for part in parts}) == 3
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_bad_arguments_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match="starts: got 1 for 2 threads"):
         GroupThink(2, ((1,),))
     with pytest.raises(ValueError, match="reads the text, and there are several"):

@@ -4,8 +4,6 @@
 of `sharp` and n-grams of its corpus: drafts that are alive in the end, and texts that have ended.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import functools
@@ -94,7 +92,7 @@ def test_counts_of_ngrams() -> None:
         np.testing.assert_allclose(ps, want, atol=1e-6)
 
 
-def test_what_makes_no_sense_is_refused() -> None:
+def test_bad_arguments_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match="alpha: got 1"):
         Superposed(alpha=1.0)
     with pytest.raises(ValueError, match="most: got 1"):

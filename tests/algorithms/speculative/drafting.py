@@ -1,7 +1,5 @@
 """What the tests of drafts share: states without a model, one draft asked by itself, and its answer as plain lists."""
 
-from __future__ import annotations
-
 import functools
 from types import SimpleNamespace
 

@@ -38,8 +38,7 @@ def judged(rule, shape, tokens, logits, log_q, live, temperature):
     policy = Policy(transforms=(Temperature(temperature),), eos=jnp.full((B, 1), -1, jnp.int32))
     key = keys.row_keys(jnp.zeros(B, jnp.uint32), jnp.arange(B, dtype=jnp.uint32), jnp.zeros(B, jnp.uint32))
     length = jnp.full(B, LENGTH, jnp.int32)
-    s = Rows(tokens=jnp.zeros((B, 16), jnp.int32), length=length, prompt_length=length, key=key,
-             policy=(None,))
+    s = Rows(tokens=jnp.zeros((B, 16), jnp.int32), length=length, prompt_length=length, key=key, policy=(None,))
     chain = np.array_equal(shape.parents, np.arange(N))
     proposal = Proposal(tokens=tokens[:, 1:], live=live, parents=None if chain else shape.parents[None], log_q=log_q)
     t = tree(tokens[:, 0], proposal, shape.length)

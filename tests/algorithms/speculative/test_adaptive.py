@@ -216,10 +216,9 @@ def test_arms_of_any_size_never_share_noise():
     for room, children, stream in ((3, 1, 0), (7, 1, 0), (6, 2, 0), (6, 2, 1)):
         def draws(length, room=room, children=children, stream=stream):
             sees = jnp.broadcast_to(jnp.tri(1 + room, dtype=bool), (4, 1 + room, 1 + room))         # a chain
-            g = Growth(tokens=jnp.zeros((4, 1 + room), jnp.int32), sees=sees, filled=room, source=None,
-                       states=())
+            g = Growth(tokens=jnp.zeros((4, 1 + room), jnp.int32), sees=sees, filled=room, source=None, states=())
             grower = Grower(None, None, None, SimpleNamespace(batch=4, length=length, key=key), "distinct", stream)
-            return grower._uniforms(g, jnp.tile(jnp.arange(1 + room), (4, 1)), children, Purpose.DRAFT)
+            return grower.uniforms_for(g, jnp.tile(jnp.arange(1 + room), (4, 1)), children, Purpose.DRAFT)
 
         for (row, node, child), noise in np.ndenumerate(np.asarray(jax.jit(draws)(lengths))[..., 0]):
             draw = lengths[row], node, child, stream

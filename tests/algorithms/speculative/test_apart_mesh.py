@@ -102,7 +102,7 @@ def test_halves_exchange_tokens_alone_and_give_those_of_one_device():
     assert products and all("/branch_1_fun/" in line for line in products)
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "policy"), [("pearl", "greedy"), ("specbranch", "stateful")])
 def test_weights_and_rows_are_divided_within_a_half(name, policy):
     mesh = halves(2, 2)
@@ -114,7 +114,7 @@ def test_weights_and_rows_are_divided_within_a_half(name, policy):
     assert texts(s) == texts(single(None, policy))
 
 
-def test_what_cannot_run_apart_is_named():
+def test_methods_and_meshes_without_two_roles_are_refused_by_name():
     mesh = halves(1, 1)
     alg, params, chain, s = begun("pearl", "greedy")
     with pytest.raises(ValueError, match=r"alg: got Speculative\(PromptLookup\), takes Speculative with drafts that"):

@@ -9,7 +9,7 @@ import pytest
 
 from decodax import algorithms
 from decodax.algorithms.speculative import Speculative, fit_skipped_layers
-from decodax.algorithms.speculative.drafts import DraftExit, LayerSkip, PromptLookup
+from decodax.algorithms.speculative.drafts import DraftExit, LayerSkip
 from decodax.algorithms.speculative.drafts.self.self_speculative import maximise, posterior, shares
 from decodax.core import drivers
 from decodax.io.load import LM
@@ -82,7 +82,7 @@ def test_the_search_finds_in_few_trials_what_chance_does_not():
     assert (values > found).mean() < 0.001                  # a hundred random ones: one in a hundred
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_layers_that_do_nothing_are_skipped():
     network = Transformer(llama(vocab=VOCABULARY, width=16, layers=3, heads=4, kv_heads=2, mlp=24, context=256))
     params = jax.tree.map(lambda x: x * 8 if x.ndim > 1 else x, network.init_params(jax.random.key(1)))
@@ -100,13 +100,3 @@ def test_the_system_asks_for_samples_or_for_what_a_search_found():
     with pytest.raises(ValueError, match="takes one of the two"):
         algorithms.make("self-speculative", lm("llama"), samples=SAMPLES[0], skip=(1,))
     assert algorithms.make("self-speculative", lm("llama"), skip=(1,)).draft.source == LayerSkip(NETWORK, skip=(1,))
-
-
-@pytest.mark.parametrize(("make", "message"), [
-    (lambda: DraftExit(PromptLookup()), "source: PromptLookup makes its own trees"),
-    (lambda: DraftExit(LayerSkip(NETWORK), alpha=1.5), "alpha: got 1.5, takes 0 to 1"),
-    (lambda: fit_skipped_layers(lm("llama"), [[1]], trials=0), "trials: got 0"),
-])
-def test_what_cannot_be_is_refused(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()

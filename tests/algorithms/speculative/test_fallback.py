@@ -52,6 +52,6 @@ def test_a_draft_model_never_takes_the_texts_drafts_for_its_own():
             assert np.allclose(held[row, :, :length], jnp.swapaxes(fresh[row, :length], 0, 1), atol=1e-4)
 
 
-def test_what_does_not_say_how_long_its_match_is_cannot_stand_first():
+def test_a_draft_without_match_lengths_cannot_be_the_first_of_a_fallback():
     with pytest.raises(ValueError, match="first: got InputGuided, takes a Draft of deterministic chains"):
         propose(Fallback(InputGuided(4), TokenRecycling(TREE, k=2, rows=10)), rows([1, 2]))

@@ -1,7 +1,5 @@
 """What is fitted to samples takes samples of any length."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

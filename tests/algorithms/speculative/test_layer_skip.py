@@ -1,7 +1,5 @@
 """Drafting with the target's own layers: exact, accepted where it should be, and the papers' rules."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any
@@ -59,7 +57,7 @@ def test_a_skipped_model_is_the_network_without_those_layers() -> None:
     assert entries == [()]
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 # in a tree each sees its own ancestors
 @pytest.mark.parametrize("shape", often([TREE], [Chain(3), TREE]), ids=["chain", "tree"])
 def test_a_draft_that_skips_nothing_is_accepted_whole(shape: Fixed) -> None:
@@ -86,7 +84,7 @@ def deep(monkeypatch: pytest.MonkeyPatch) -> Any:
     return use
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 @pytest.mark.parametrize("shape", often([TREE], [Chain(3), TREE]), ids=["chain", "tree"])
 def test_the_verification_goes_on_from_what_drafting_has_computed(deep: Any, shape: Fixed) -> None:
     """After an exit behind two of three layers these are not run again. Another network begins anew, and so does the
@@ -155,7 +153,7 @@ def test_the_skip_set_is_that_of_the_papers_recursion(skips: int) -> None:
 CLASP = Speculative(CLaSp(DEEP, skips=1, interval=3), shape=Chain(3))
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_clasp_skips_the_layer_that_does_nothing(deep: Any) -> None:
     deep(1)
     s = decode(CLASP, "deep", prompts(5), POLICY, eos=[1])
@@ -244,7 +242,7 @@ def test_dynamic_exit_finds_out_how_deep_it_must_draft(deep: Any) -> None:
     assert s.stats.accepted.tolist() == s.stats.drafted.tolist()
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_the_nearest_anchor_decides_for_each_row() -> None:
     ids = prompts(5)
     padded = np.array([np.resize(row, 24) for row in ids])
@@ -268,16 +266,3 @@ def test_anchors_are_fitted_to_what_a_domain_can_miss() -> None:
     assert anchors.vectors.shape == (3, 16) and anchors.keep.shape == (3, 3, 2)
     assert not anchors.keep[0, 2].any() and anchors.keep[0].sum() == 4      # what does nothing goes first
     assert (anchors.keep[0] == anchors.keep[1]).all()
-
-
-@pytest.mark.parametrize(("make", "message"), [
-    (lambda: LayerSkip(NETWORK, skip=(2,)), r"skip: got \(2,\), takes layers from 0 to 1"),
-    (lambda: LayerSkip.exit(NETWORK, 0), "layer: got 0, takes 1 to 2"),
-    (lambda: LayerSkip(cases.Toy()), "model: got Toy, takes a Transformer"),
-    (lambda: CLaSp(NETWORK, skips=2), "skips: got 2, takes 1 to 1"),
-    (lambda: DynamicExit(NETWORK, exits=(3,)), r"exits: got \(3,\), takes layers from 1 to 2"),
-    (lambda: fit_anchors(NETWORK, [[[1]]]), "domains: got a prompt of 1 tokens, takes at least 2"),
-])
-def test_what_cannot_be_is_refused(make: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()

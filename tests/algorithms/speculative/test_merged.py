@@ -7,11 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import decodax as dx
 from decodax import algorithms
-from decodax.algorithms.speculative import KSeq, MultiRound, Speculative
-from decodax.algorithms.speculative.drafts import Merged, PromptLookup
-from decodax.algorithms.speculative.trees import Chain, Fixed
+from decodax.algorithms.speculative import MultiRound, Speculative
+from decodax.algorithms.speculative.drafts import Merged
+from decodax.algorithms.speculative.trees import Fixed
 from tests.contracts.test_algorithm import decode as batch
 from tests.contracts.test_algorithm import lm, plain, texts
 from tests.contracts.test_verifier import ALARM, PROMPT, chi_square, joint
@@ -21,7 +20,7 @@ ROWS = 25_000       # a draw that is tried against the other source shows by far
 SHAPE = Fixed.of([[0], [1], [0, 0]])
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_the_distribution_is_the_targets_though_the_sources_often_agree():
     alg = Speculative(Merged((Table(2.0), Table(2.5)), SHAPE), MultiRound(replacement=True))
     s = decode(alg, "toy", [PROMPT] * ROWS, dict(temperature=1.0), new=3, size=16)
@@ -35,11 +34,11 @@ def test_nodes_of_one_prefix_are_one_with_the_children_of_both():
     tokens = jnp.array([[5, 6, 7, 5, 8, 9], [5, 5, 7, 5, 6, 7]])      # 5, 6, 5-7 and 5, 8, 5-9; 5, 5, 5-7 and 5, 6, 5-7
     merged = Merged((Table(), Table()), SHAPE)
     live = jnp.ones(tokens.shape, bool).at[1, 1].set(False)
-    first = jax.jit(functools.partial(merged._first, parents=np.array([0, 0, 1, 0, 0, 4])))(tokens, live)
+    first = jax.jit(functools.partial(merged.first_of_prefix, parents=np.array([0, 0, 1, 0, 0, 4])))(tokens, live)
     assert first.tolist() == [[0, 1, 2, 3, 1, 5, 6], [0, 1, 2, 3, 1, 5, 3]]
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_two_draft_models_make_specinfers_tree():
     """A greedy row has one result, and one of two models may be the target itself: then nothing of it is rejected."""
     alg = algorithms.make("specinfer", draft=(lm("sliding"), lm("llama")), branching=(2, 1))
@@ -48,19 +47,3 @@ def test_two_draft_models_make_specinfers_tree():
     greedy, new = np.arange(len(texts(s))) % 2 == 0, np.array(list(map(len, texts(s))))
     assert (np.asarray(s.stats.rounds)[greedy] <= -(-new[greedy] // 3) + 1).all()
     assert algorithms.make("specinfer", draft=[lm("sliding")]) == algorithms.make("specinfer", draft=lm("sliding"))
-
-
-@pytest.mark.parametrize(("make", "message"), [
-    (lambda: Merged((Table(),)), "sources: got 1, takes two or more"),
-    (lambda: Merged((Table(), PromptLookup())), "sources: PromptLookup makes its own trees"),
-    (lambda: run(KSeq()), "verify: KSeq takes draws of one source"),
-    (lambda: run(MultiRound()), "verify: Merged takes MultiRound"),
-])
-def test_what_cannot_be_merged_is_named(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
-
-
-def run(rule):
-    return dx.generate(lm("llama"), [[1, 2]], algorithm=Speculative(Merged((Table(), Table()), Chain(2)), rule),
-                       max_new_tokens=2)

@@ -1,7 +1,5 @@
 """Drafts of the target itself on another view of its cache."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any
@@ -71,15 +69,15 @@ def test_drafts_under_guidance_give_the_tokens_of_plain_decoding_under_it(case: 
     assert drafted.stats.accepted.sum() > 0
 
 
-@pytest.mark.matrix
-def test_what_a_model_guesses_for_the_drafts_does_not_change_them() -> None:
+@pytest.mark.full
+def test_the_inner_draft_model_does_not_change_the_outer_drafts() -> None:
     method = CASES["triforce"][0]
     alone = dx.Speculative(OwnCache(DEEP, method.draft.draft.kind), shape=Chain(4))
     for count in ("rounds", "drafted", "accepted"):
         assert getattr(run(method).stats, count).tolist() == getattr(run(alone).stats, count).tolist()
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_drafts_do_not_depend_on_batch_mates() -> None:
     method = CASES["choices while decoding"][0]
     alone, together = run(method, rows=(1,)), run(method)
@@ -143,7 +141,7 @@ def test_automatic_measures_the_rounds_that_it_runs(monkeypatch: pytest.MonkeyPa
     assert found == [*method.fit(3 * 8 * 2).bare().variants]      # 3 tokens a round, twice 8 rounds
 
 
-def test_what_is_written_in_two_halves_drafts_as_the_first() -> None:
+def test_the_draft_view_reads_the_higher_bits() -> None:
     """So that the drafts of the 8 bits' own model are nearly all accepted, and those of 4 bits not all of them."""
     model = DEEP.model.with_cache(QUANTSPEC)
     cache = model.init_cache(2, 64)
@@ -151,7 +149,7 @@ def test_what_is_written_in_two_halves_drafts_as_the_first() -> None:
     assert jax.tree.leaves(cache.draft_view())[0] is jax.tree.leaves(cache)[0]
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_bad_arguments_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"^cache: got .*but the method brings a cache of its own; takes none"):
         run(CASES["quantspec"][0], SNAP)
     with pytest.raises(ValueError, match=r"^keep: got 'h2o', takes one of snapkv, sink-window"):

@@ -1,7 +1,5 @@
 """Packed windows: dense layers see the live nodes alone, and every live node gets what it gets in a whole window."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any

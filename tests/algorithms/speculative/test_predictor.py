@@ -29,7 +29,7 @@ def test_the_regression_finds_the_weights_that_made_the_data():
     assert np.allclose(logistic(x, y, np.ones(20_000)), w, atol=0.1)
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_a_fitted_predictor_tells_drafts_that_hold_from_others():
     fitted = fit_predictor(**GIVEN)
     x, held = examples(verify=None, **GIVEN)
@@ -70,7 +70,7 @@ def test_a_predictor_sees_the_draft_models_hidden_states():
     assert len(set(counts.tolist())) > 1
 
 
-def test_what_cannot_be_fitted_is_named():
+def test_fitting_without_samples_is_refused():
     with pytest.raises(ValueError, match="samples: got 0 prompts"):
         fit_predictor(TOY, NGramModel(VOCABULARY), [])
     with pytest.raises(ValueError, match="rejected: got 0"):

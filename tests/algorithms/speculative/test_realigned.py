@@ -121,7 +121,7 @@ def test_reading_token_by_token_equals_reading_at_once(kind):
     params, alg = Params(target().params, draft.weights), Speculative(draft.bare())
     s = drivers.begin(alg, target().model, params, build(1), jnp.asarray([ids]), np.array([len(ids)], np.int32),
                       size=256, max_new=np.int32(8))
-    read = jax.jit(lambda s, state: alg.draft._read(params.draft, s, state))
+    read = jax.jit(lambda s, state: alg.draft.read_text(params.draft, s, state))
     show = lambda state: np.asarray(state.tokens)[0, :int(state.length[0])].tolist()
     once = show(read(s, s.algo[0]))
     spelled, text = tokenizer(kind).token_bytes(), b"".join(target().tokenizer.token_bytes()[i] for i in ids)
@@ -203,7 +203,7 @@ def decoded(lm, draft, length=4, steps=None, **options):
 WRITERS = [("</s> h g f e d c b a ab cd ef efg ha", 6), (LETTERS, 9)]
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 @pytest.mark.parametrize(("words", "steps"), often(WRITERS[1:], WRITERS))
 def test_two_models_that_write_the_same_text_agree_in_all_drafts(words, steps):
     stats = decoded(WRITER(), writer(words), 4, steps)
@@ -211,24 +211,24 @@ def test_two_models_that_write_the_same_text_agree_in_all_drafts(words, steps):
     assert (stats.accepted == 20).all()
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_a_draft_ends_where_the_draft_model_does():
     stats = decoded(WRITER(), writer(LETTERS, end_after="f"), 4, 9)
     assert (stats.accepted == stats.drafted).all() and (stats.drafted < 4 * stats.rounds).all()
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_bytes_that_one_vocabulary_lacks():
     stats = decoded(WRITER(), writer("a b d </s> f g h"), 4, 9)      # it reads, and writes, "abdfgh"
     assert (stats.drafted > 0).all() and (stats.accepted > 0).any() and (stats.accepted < stats.drafted).all()
     lacks = ByteVocabulary.build(Tokenizer(of_words("a b c ab")))
     draft = Realigned(Bigram(4), length=4, window=128)
     data = jnp.zeros(128, jnp.uint8).at[:6].set(jnp.asarray(list(b"abcxab"), jnp.uint8))
-    found, count = jax.jit(lambda data: draft._drafts(lacks, data, jnp.int32(6)))(data)
+    found, count = jax.jit(lambda data: draft.drafts_of(lacks, data, jnp.int32(6)))(data)
     assert found[:int(count)].tolist() == [3, 2]       # "ab", "c", and no further
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_a_row_without_room_goes_on_without_drafts():
     lm, draft = WRITER(), writer(LETTERS)
     for alg in (Speculative(dataclasses.replace(Realigned.of(lm, draft, 4, 9), room=1)),
@@ -252,7 +252,7 @@ def renamed(lm, seed=0):
     return dataclasses.replace(lm, params=params, tokenizer=tok)
 
 
-@pytest.mark.matrix     # by default two small models that write the same text
+@pytest.mark.full     # by default two small models that write the same text
 def test_a_model_under_other_names_drafts_for_itself():
     """Nearly all: the rest is words that the device cuts otherwise than the tokenizer, and the last draft of a round,
     which may be the beginning of a longer token."""
@@ -265,7 +265,7 @@ def test_a_model_under_other_names_drafts_for_itself():
     assert out.stats.accepted.sum() >= 0.9 * out.stats.drafted.sum() and out.stats.mean_accepted_length >= 4.5
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_common_tokens_of_a_model_under_other_names_are_all_it_has():
     """Ids are mapped one to one: greedy and drawn tokens, all are accepted."""
     alg = Speculative(Intersection.of(target(), renamed(target())), shape=Chain(3))
@@ -331,7 +331,7 @@ def test_a_policy_that_forbids_all_common_tokens(verify):
         assert texts(s) == plain.tokens.tolist()
 
 
-def test_what_is_wrong_is_named():
+def test_bad_arguments_are_refused_by_name():
     bare, lm = LM(*model("toy"), VOCABULARY, name="bare"), LM16
     for make in (Realigned.of, Intersection.of):
         with pytest.raises(ValueError, match="bare: has no tokenizer"):

@@ -1,7 +1,5 @@
 """Reflective verification: drafts hold by what the target says of them twice, by hand."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any

@@ -5,19 +5,14 @@ import functools
 import heapq
 import itertools
 import math
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from decodax.algorithms.plain import Autoregressive
-from decodax.algorithms.speculative import MultiRound, Rejection, Speculative, fit_tree
-from decodax.algorithms.speculative.source import Answer, Grower, Shape
+from decodax.algorithms.speculative.source import Grower
 from decodax.algorithms.speculative.trees import (
-    EAGLE_25,
-    MEDUSA_63,
     CaPE,
     Chain,
     ConfidenceChain,
@@ -28,25 +23,18 @@ from decodax.algorithms.speculative.trees import (
     RiskThreshold,
     Sliced,
     StochasticBeam,
-    expected,
-    from_acceptance,
     probability,
-    sequoia_for,
-    sequoia_tree,
 )
-from decodax.algorithms.speculative.trees.layers import drawn_from, grow_layers
 from decodax.algorithms.speculative.trees.threshold import DraftFeatures
 from decodax.common.struct import Struct, struct
 from decodax.core import keys
 from decodax.sampling import build
-from tests.contracts.test_verifier import ALARM, PROMPT, chi_square, joint
-from tests.contracts.test_verifier import POLICIES as LAW_POLICIES
-from tests.laws.cases import VOCABULARY, Table, decode, prompts, texts
-from tests.laws.toy import Toy
+from tests.contracts.test_verifier import ALARM, chi_square
+from tests.laws.cases import VOCABULARY, Table
 from tests.matrix import often
 
 B = 6
-LOGITS = np.asarray(Table()._logits(jnp.arange(VOCABULARY)), np.float64)
+LOGITS = np.asarray(Table().logits_after(jnp.arange(VOCABULARY)), np.float64)
 
 
 @struct
@@ -144,7 +132,7 @@ def test_a_confidence_tree_is_eagle_2s(shape):
 class Ties(Table):
     """After an even token the next one is certain, after an odd one it is one of four, equally likely."""
 
-    def _logits(self, tokens):
+    def logits_after(self, tokens):
         ahead = (jnp.arange(VOCABULARY) - tokens[..., None]) % VOCABULARY
         return jnp.where((ahead >= 1) & (ahead <= jnp.where(tokens % 2, 4, 1)[..., None]), 0.0, -jnp.inf)
 
@@ -208,7 +196,7 @@ SAMPLED = [DySpec(nodes=8, length=3, fanout=4), StochasticBeam(3, 3), CaPE(3, ((
 
 @pytest.mark.wide
 @pytest.mark.parametrize("shape", often([*SAMPLED[:3], SAMPLED[-1]], SAMPLED), ids=lambda s: type(s).__name__)
-def test_what_is_reported_is_what_children_were_drawn_from(shape):
+def test_reported_distributions_are_those_that_children_were_drawn_from(shape):
     p, nodes = grow(shape, temperature=0.7)
     q = softmax(LOGITS / 0.7)
     N = p.tokens.shape[1]
@@ -231,7 +219,7 @@ def test_what_is_reported_is_what_children_were_drawn_from(shape):
 class Four(Table):
     """Four tokens."""
 
-    def _logits(self, tokens):
+    def logits_after(self, tokens):
         return jnp.asarray(LOGITS[:4, :4], jnp.float32)[tokens]
 
 
@@ -346,160 +334,3 @@ def test_a_rows_tree_does_not_depend_on_its_batch_mates(shape):
     for mates in ((2,) * 5, (4, 5, 1, 0, 3)):
         other, _ = grow(shape, newest=(3, *mates))
         assert tree_of(other, 0) == tree_of(p, 3)
-
-
-# Sequoia and published trees
-
-@functools.cache
-def all_trees(nodes, depth, fanout):
-    """Every tree below a node: frozensets of paths."""
-    if nodes == 0:
-        return {frozenset()}
-    return set() if depth == 0 else {
-        first | {(k, *path) for path in sub} | {(k,)}
-        for k in range(fanout) for size in range(nodes)
-        for first in all_trees(nodes - 1 - size, depth, fanout) if {q[0] for q in first} == set(range(k))
-        for sub in all_trees(size, depth - 1, fanout)}
-
-
-@pytest.mark.parametrize("accept", [(0.6, 0.2, 0.1), (0.35, 0.3, 0.28), (0.9, 0.05, 0.0), (0.2, 0.7, 0.4)])
-def test_sequoias_tree_is_the_best_of_all(accept):
-    for nodes, depth in itertools.product(range(1, 7), range(1, 6)):
-        trees = [Fixed(tuple(t)) for t in all_trees(nodes, depth, 3)]
-        if not trees:
-            with pytest.raises(ValueError, match="too few"):
-                sequoia_tree(accept, nodes, depth)
-            continue
-        found = sequoia_tree(accept, nodes, depth)
-        assert len(found.paths) == nodes and found.length <= depth
-        assert expected(accept, found) == pytest.approx(max(expected(accept, t) for t in trees))
-
-
-def test_sequoia_for_has_the_most_expected_tokens_per_second():
-    accept, draft = (0.7, 0.2, 0.1), 0.12
-    for verify in ({1: 1.0, 3: 1.05, 6: 1.3}, {1: 1.0, 3: 2.0, 6: 4.0}, {1: 5.0, 3: 5.0, 6: 5.0}):
-        rate = lambda t, v=verify: expected(accept, t) / (v[len(t.paths)] + t.length * draft)
-        best = max(rate(Fixed(tuple(t))) for n in verify for t in all_trees(n, 4, 3))
-        assert rate(sequoia_for(accept, verify, draft, length=4)) == pytest.approx(best)
-
-
-@dataclasses.dataclass(frozen=True)
-class OneAhead(Table):
-    """The token is followed by the next number: its likeliest successor at the first draft, its second at the next."""
-
-    def start(self, params, s, state, room):
-        return state, Answer(self._after(s.newest[:, None], 0))
-
-    def extend(self, params, s, state, level):
-        return state, Answer(self._after(level.tokens, level.sees.sum(-1)[..., None] + 1))
-
-    def _after(self, tokens, depth):
-        right, wrong = (jax.nn.one_hot((tokens + n) % VOCABULARY, VOCABULARY) for n in (1, 5))
-        return 6 * right + jnp.where(depth % 2, 9, 3) * wrong
-
-
-@pytest.mark.wide
-def test_a_fitted_tree_holds_the_positions_that_were_accepted():
-    eye = jnp.eye(VOCABULARY)
-    counts_up = dict(embed=eye, mix=0 * eye, place=jnp.zeros((64, VOCABULARY)), head=jnp.roll(eye, 1, 1) * 50)
-    lm = SimpleNamespace(model=Toy(VOCABULARY, VOCABULARY), params=counts_up, vocab_size=VOCABULARY)
-    large = Speculative(OneAhead(), shape=Fixed.balanced(3, 3, 2))
-    fitted = fit_tree(lm, large, [[3, 4], [7]], nodes=4, max_new_tokens=12)
-    assert fitted.order == ((0,), (0, 0), (0, 1), (0, 1, 0))        # a second child needs the first
-    with pytest.raises(ValueError, match=r"algorithm: Table with shape=.* does not draft a Fixed tree"):
-        fit_tree(lm, Speculative(Table(), shape=OptTree()), [[3]], nodes=4)
-    with pytest.raises(ValueError, match="samples: got 0 prompts"):
-        fit_tree(lm, large, [], nodes=4)
-
-
-def test_what_is_kept_of_a_tree_is_the_most_accepted_part():
-    draw, large = np.random.default_rng(0), Fixed.of(UNEVEN)
-    for _ in range(5):
-        counts = draw.integers(0, 20, len(large.paths))
-        of = dict(zip(large.order, counts, strict=True))
-        for nodes in range(1, len(large.paths) + 1):
-            parts = [t for t in itertools.combinations(large.order, nodes)
-                     if all((p[:-1] in t or len(p) == 1) and (p[-1] == 0 or (*p[:-1], p[-1] - 1) in t) for p in t)]
-            kept = from_acceptance(large, counts, nodes)
-            assert sum(of[p] for p in kept.paths) == max(sum(of[p] for p in t) for t in parts)
-
-
-def test_published_trees():
-    of = lambda tree: [sum(len(p) == d for p in tree.paths) for d in range(1, tree.length + 1)]
-    assert of(MEDUSA_63) == [10, 28, 23, 2] and of(EAGLE_25) == [4, 8, 8, 3, 2]
-    assert sequoia_tree([0.6, 0.2, 0.1], 64).length > 4 and len(sequoia_tree([0.6, 0.2, 0.1], 64).paths) == 64
-
-
-@pytest.mark.parametrize(("make", "message"), [
-    (lambda: ConfidenceChain(0), "length: got 0, takes at least 1"),
-    (lambda: ConfidenceChain(threshold=2), "threshold: got 2, takes 0 to 1"),
-    (lambda: OptTree(delta=-1), "delta: got -1"), (lambda: CaPE(bins=((0.5, 2),)), "bins: got"),
-    (lambda: CaPE(5, nodes=4), "nodes: got 4, takes at least the length, 5"), (lambda: DySpec(nodes=0), "nodes: got 0"),
-    (lambda: sequoia_tree([1.5], 2), "acceptance: got"), (lambda: from_acceptance(Chain(2), [1], 1), "accepted: got"),
-    (lambda: from_acceptance(Chain(2), [1, 1], 3), "nodes: got 3, takes 1 to 2"),
-    (lambda: Sliced(threshold=-1), "threshold: got -1, takes 0 to 1"), (lambda: Fixed.balanced(), "branching: got"),
-    (lambda: grow(DySpec(4), "independent"), "verify: DySpec draws siblings without replacement"),
-])
-def test_wrong_arguments_are_named(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
-
-
-# laws
-
-MIXED = dict(temperature=[0.0, 0.9, 1.3, 0.8, 0.0], top_p=[1, 1, 0.9, 1, 1], repetition_penalty=[1, 1, 1, 1.4, 1.6])
-# the others draft for seed-exact systems, which `tests/contracts/test_algorithm.py` runs; by default a sliced tree is
-# tested in `test_target_rooted.py`
-EXACT = [Fixed.of(UNEVEN), Sliced(Fixed.of(UNEVEN), 0.4), DySpec(8, 3, 4), StochasticBeam(3, 3)]
-
-
-@functools.cache
-def plain():
-    return texts(decode(Autoregressive(), "toy", prompts(5), MIXED, eos=[1]))
-
-
-@pytest.mark.wide
-@pytest.mark.parametrize("shape", often(EXACT[2:3], EXACT), ids=lambda s: type(s).__name__)
-def test_with_seed_exact_the_output_is_plain_decodings(shape):
-    """Greedy, sampled, truncated and penalised rows in one batch."""
-    s = decode(Speculative(Table(), shape=shape), "toy", prompts(5), MIXED, eos=[1])
-    assert texts(s) == plain()
-    assert np.asarray(s.stats.accepted).sum() > 0
-
-
-TREES = 25_000        # enough to see the wrong one below by far
-
-
-@dataclasses.dataclass(frozen=True)
-class Pruned(Shape):
-    """Wrong: of sampled children it keeps those that are likely themselves."""
-
-    length: int = 2
-
-    def grow(self, grower, state):
-        def rank(g, slots, children, path):
-            value = path[..., None] + drawn_from(children)
-            return value, value
-
-        return grow_layers(grower, state, rank, jnp.zeros((grower.s.batch, 1)), nodes=3, depth=2, width=3, fanout=3)
-
-
-DRAWN = [(DySpec(nodes=5, length=2, fanout=3), MultiRound(), True), (StochasticBeam(3, 2), MultiRound(), True),
-         (Pruned(), MultiRound(), False), (ConfidenceChain(3, 0.2), Rejection(), True),
-         (CaPE(2, ((0.4, 3), (1.0, 1)), nodes=4), MultiRound(), True),
-         (Sliced(Fixed.balanced(2, 2), 0.4), MultiRound(), True)]
-
-
-@pytest.mark.wide
-@pytest.mark.parametrize(("shape", "verify", "exact"), often(DRAWN[2:3], DRAWN), ids=lambda x: type(x).__name__)
-def test_sampled_trees_keep_the_targets_distribution(shape, verify, exact):
-    """And a tree that prunes draws by their own probability does not: the test sees it, in the first two tokens."""
-    alg = Speculative(Table(), verify, shape)
-    s = decode(alg, "toy", [PROMPT] * TREES, LAW_POLICIES["temperature"], new=3, size=16)
-    made, wanted = np.asarray(s.tokens)[:, len(PROMPT):len(PROMPT) + 3], joint("temperature")
-    p_values = []
-    for n in (2, 3):
-        counts = np.bincount(made[:, :n] @ VOCABULARY ** np.arange(n)[::-1], minlength=VOCABULARY**n)
-        p_values.append(chi_square(counts, wanted.reshape(VOCABULARY**n, -1).sum(1) * TREES))
-    assert (min(p_values) > ALARM) == exact, p_values
-    assert 0 < np.asarray(s.stats.accepted).sum() < np.asarray(s.stats.drafted).sum()

@@ -110,7 +110,7 @@ def test_the_embeddings_are_the_models():
     assert np.array_equal(embeddings(LLAMA), LLAMA.params["embed"])
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_a_fitted_classifier_tells_the_classes_of_its_samples_apart():
     source, ids = DraftModel(LLAMA.model, jax.tree.map(lambda x: 0.7 * x, LLAMA.params)), prompts(16)
     lengths = fit_lengths(LLAMA, source, ids, layers=2, temperature=0.7)
@@ -122,11 +122,7 @@ def test_a_fitted_classifier_tells_the_classes_of_its_samples_apart():
     assert texts(decode(alg.bare(), "llama", IDS, MIXED, new=24, draft=alg.weights)) == plain
 
 
-def test_what_is_wrong_is_named():
-    with pytest.raises(ValueError, match="branches: got 0, takes at least 1"):
-        SpecBranch(SOURCE, branches=0)
-    with pytest.raises(ValueError, match=r"threshold: got 1\.5, takes a number from 0 to 1"):
-        SpecBranch(SOURCE, threshold=1.5)
+def test_bad_arguments_are_refused_by_name():
     toy = LM(model=model("toy")[0], params=model("toy")[1], vocab_size=VOCABULARY)
     with pytest.raises(ValueError, match="lm: got Toy, takes a model whose layers run one by one"):
         fit_lengths(toy, SOURCE, IDS)

@@ -1,7 +1,5 @@
 """Draft model and target in two programs on devices of their own give the tokens of plain decoding."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools
@@ -74,8 +72,7 @@ def begun(alg: Any, policy: str, where: Any = None, draft: Any = None, new: int 
     mesh = where if isinstance(where, jax.sharding.Mesh) else None
     put = (lambda x: place(mesh, x)) if mesh else lambda x: jax.device_put(x, where)
     target = jax.device_put(weights(), NETWORK.shardings(mesh) if mesh else where)
-    chain = put(build(ROWS, vocab_size=VOCABULARY, eos_token_id=[1] if policy != "greedy" else None,
-                      **CHAINS[policy]))
+    chain = put(build(ROWS, vocab_size=VOCABULARY, eos_token_id=[1] if policy != "greedy" else None, **CHAINS[policy]))
     params = Params(target, draft)
     s = drivers.begin(alg, NETWORK, params, chain, put(jnp.asarray(tokens)), put(jnp.asarray(lengths)), size=64,
                       max_new=np.full(ROWS, new, np.int32), seed=np.uint32(7))
@@ -109,7 +106,7 @@ def split_run(split: Split, policy: str, here: Any, there: Any, explicit: bool =
     return s, (*first, *rest)
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 @pytest.mark.parametrize(("beside", "policy"), list(itertools.product(
     ("device", "mesh", "explicit"), ("greedy", "sampled", "together", "stateful", "held"))))
 def test_two_programs_give_the_tokens_and_rounds_of_one(beside: str, policy: str) -> None:
@@ -136,7 +133,7 @@ def by_costs(costs: Costs) -> tuple[Any, tuple[int, ...]]:
     return s, chosen
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_a_round_is_as_long_as_the_costs_of_verifying_say() -> None:
     # a wider window costs the target nothing: four tokens a round, of which the first sizes are known to hold
     s, chosen = by_costs(EVEN)
@@ -163,7 +160,7 @@ def test_costs_are_measured_while_the_text_is_written() -> None:
     assert texts(s) == texts(single(Autoregressive(), "greedy"))
 
 
-def test_what_cannot_be_split_is_named() -> None:
+def test_drafts_that_cannot_be_split_are_refused() -> None:
     draft: Any = PromptLookup()
     with pytest.raises(ValueError, match="draft: got PromptLookup, takes a DraftModel"):
         Split(draft)

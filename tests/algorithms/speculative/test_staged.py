@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from decodax.algorithms.speculative import Rejection, Speculative
-from decodax.algorithms.speculative.drafts import DraftModel, NGram, Staged, SuffixAutomaton
+from decodax.algorithms.speculative import Speculative
+from decodax.algorithms.speculative.drafts import DraftModel, NGram, Staged
 from decodax.algorithms.speculative.trees import Chain
 from decodax.cache import dense
 from decodax.core.types import Model, Out
@@ -55,7 +55,7 @@ def test_the_trunk_is_the_draft_models_chain_in_fewer_forwards():
     assert fewer < forwards
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_another_model_may_guess_for_the_trunk():
     small, other = DraftModel(Successor()), DraftModel(Successor(noted=False))
     plain, forwards = run(Speculative(small, shape=Chain(6)), jnp.zeros(()))
@@ -66,20 +66,8 @@ def test_another_model_may_guess_for_the_trunk():
         assert fewer <= forwards * (4 if guesses == 1 else 3) / 6 + 2
 
 
-@pytest.mark.matrix
-def test_what_stands_beside_the_trunk_is_accepted_too():
+@pytest.mark.full
+def test_branches_beside_the_trunk_are_accepted_too():
     rounds = lambda nodes, branches: sum(run(
         Speculative(Staged(DraftModel(TOY), NGram(4, 3), 6, nodes, branches=branches)), (NEAR, None))[0]["rounds"])
     assert rounds(20, 4) < rounds(6, 0)
-
-
-@pytest.mark.parametrize(("make", "message"), [
-    (lambda: Staged(DraftModel(TOY), NGram(), 6, 5), "nodes: got 5, takes at least the length, 6"),
-    (lambda: run(Speculative(Staged(DraftModel(TOY), SuffixAutomaton())), (WEIGHTS, None)),
-     "inner: got SuffixAutomaton, which carries a state"),
-    (lambda: run(Speculative(Staged(DraftModel(TOY), NGram()), Rejection()), (WEIGHTS, None)),
-     "verify: Staged drafts with the target's uniforms"),
-])
-def test_what_cannot_be_staged_is_named(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()

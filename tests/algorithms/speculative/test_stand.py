@@ -64,7 +64,7 @@ def test_a_warm_table_drafts_from_the_first_round_on_and_changes_no_token():
     assert np.asarray(more.text)[-23:].tolist() == [*IDS[3], *texts(again)[3], -1] and (more.text[:-30] == -1).all()
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_samples_that_share_are_those_of_plain_decoding():
     ids = [[3, 7, 2]] * 4
     options = dict(new=20, eos=[])

@@ -1,8 +1,6 @@
 """Drafts from tables of what the target thought or wrote: each one's rule against a plain transcription or by hand;
 and all drafts from text and tables together, exact with policies."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import hashlib
@@ -92,7 +90,7 @@ class SideBySide(Draft):
         return tuple(d.observe(s, window, out, decision, x) for d, x in zip(self.drafts, state, strict=True))
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_output_is_that_of_plain_sampling():
     ids, policy = prompts(6), POLICIES["penalised"]
     plain = decode(Autoregressive(), "toy", ids, policy, eos=[1])
@@ -313,12 +311,3 @@ def test_the_tree_is_that_of_a_puct_search():
 
 
 # --- arguments --------------------------------------------------------------------------------------------------------
-
-@pytest.mark.parametrize(("make", "message"), [
-    (lambda: NGramModel(0), "vocab: got 0"),
-    (lambda: Stand(4, k=5), "k: got 5, takes at most 4"),
-    (lambda: ADED(explore=-1.0), "explore: got -1.0"),
-])
-def test_arguments_that_make_no_sense_are_named(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()

@@ -1,13 +1,11 @@
 """Target-initialised multi-candidate decoding: the whole method against a transcription, and its exact variant."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
 from decodax.algorithms.plain import Autoregressive
 from decodax.algorithms.speculative import LongestBranch, SeedExact, Speculative
-from decodax.algorithms.speculative.drafts import PromptLookup, TargetRooted
+from decodax.algorithms.speculative.drafts import TargetRooted
 from decodax.algorithms.speculative.trees import Fixed, Sliced
 from tests.algorithms.speculative.drafting import toys_logits
 from tests.laws.cases import POLICIES, VOCABULARY, Table, decode, prompts, texts
@@ -15,7 +13,7 @@ from tests.laws.cases import POLICIES, VOCABULARY, Table, decode, prompts, texts
 TREE = Fixed.balanced(3, 2, 1)
 LEAST = 0.3
 ALGORITHM = Speculative(TargetRooted(Table()), LongestBranch(3), Sliced(TREE, LEAST))
-LOGITS = np.asarray(Table()._logits(np.arange(VOCABULARY)))
+LOGITS = np.asarray(Table().logits_after(np.arange(VOCABULARY)))
 
 
 def softmax(x):
@@ -80,7 +78,7 @@ def test_the_method_equals_a_plain_transcription():
     assert texts(s) != plain                # it is approximate, as its guarantee says
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_an_exact_verifier_settles_the_first_token_and_keeps_plain_decodings():
     policy = POLICIES["penalised"]
     plain = texts(decode(Autoregressive(), "toy", IDS, policy))
@@ -91,7 +89,7 @@ def test_an_exact_verifier_settles_the_first_token_and_keeps_plain_decodings():
     assert np.array_equal(s.stats.rounds, other.stats.rounds)      # nothing is held back, the drafts are the source's
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_a_sampled_row_leaves_its_seeds_text_only_at_first_tokens():
     """With one branch there is no choice: all that is left is plain sampling."""
     alone = Speculative(TargetRooted(Table()), LongestBranch(1), Sliced(Fixed.balanced(1, 2), 0.0))
@@ -99,13 +97,3 @@ def test_a_sampled_row_leaves_its_seeds_text_only_at_first_tokens():
     s = decode(ALGORITHM, "toy", IDS, POLICIES["truncated"])
     assert [len(row) for row in texts(s)] == [12] * 6
     assert 0 < np.asarray(s.stats.accepted).sum() < np.asarray(s.stats.drafted).sum()
-
-
-@pytest.mark.parametrize(("make", "message"), [
-    (lambda: LongestBranch(0), "k: got 0"), (lambda: TargetRooted(Table(), 0), "keep: got 0"),
-    (lambda: TargetRooted(PromptLookup()), "source: PromptLookup makes its own trees"),
-    (lambda: decode(Speculative(TargetRooted(Table(), 17)), "toy", [[1]], {}), "keep: got 17, takes at most 16"),
-])
-def test_wrong_arguments_are_named(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()

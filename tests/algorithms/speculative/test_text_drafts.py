@@ -1,7 +1,5 @@
 """Drafts looked up in the text: each one's rule against a plain transcription or by hand."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections import Counter
@@ -277,17 +275,3 @@ def test_ngrams_follow_the_longest_context_and_the_most_frequent_token():
 
 
 # --- arguments --------------------------------------------------------------------------------------------------------
-
-@pytest.mark.parametrize(("make", "message"), [
-    (lambda: SuffixAutomaton(length=0), "length: got 0, takes at least 1"),
-    (lambda: SuffixAutomaton(factor=0.0), "factor: got 0.0, takes more than 0"),
-    (lambda: SuffixAutomaton(corpus=((1,),)), "corpus: got documents of one token"),
-    (lambda: NGramTrie(corpus=((1, -2),)), "corpus: document 0"),
-    (lambda: NGramTrie(branch_length=0), "branch_length: got 0"),
-    (lambda: SuffixTree(alpha=0), "alpha: got 0, takes more than 0"),
-    (lambda: NGram(order=1), "order: got 1, takes at least 2"),
-    (lambda: InputGuided(skip=-1), "skip: got -1, takes at least 0"),
-])
-def test_arguments_that_make_no_sense_are_named(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()

@@ -15,7 +15,6 @@ from decodax.algorithms.speculative.drafts.model.draft_model import Resized
 from decodax.algorithms.speculative.trees import Chain, Fixed
 from decodax.common.registry import ALGORITHMS
 from decodax.core.types import Out
-from decodax.io.load import LM
 from decodax.models.transformer import Transformer
 from tests.contracts.test_algorithm import decode, lm, plain
 from tests.contracts.test_verifier import ALARM, PROMPT, chi_square, joint
@@ -23,6 +22,7 @@ from tests.laws.cases import VOCABULARY, texts
 from tests.laws.cases import decode as sample
 from tests.laws.toy import Toy
 from tests.matrix import often
+from tests.small_models import random_lm
 
 ROWS = 12_000
 SIZES = VOCABULARY - 5, VOCABULARY + 5
@@ -32,12 +32,10 @@ TREE = Fixed.of([[0], [1], [0, 0]])
 def padded(size):
     """A draft model with so many ids."""
     network = lm("sliding").model
-    network = Transformer(dataclasses.replace(network.config, vocab=size))
-    weights = jax.tree.map(lambda x: x * 8 if x.ndim > 1 else x, network.init_params(jax.random.key(3)))
-    return LM(model=network, params=weights, vocab_size=size, tokenizer=lm("sliding").tokenizer)
+    return random_lm(Transformer(dataclasses.replace(network.config, vocab=size)), 3, tokenizer=lm("sliding").tokenizer)
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 @pytest.mark.parametrize(("size", "rule", "shape"), often(
     [(SIZES[0], Rejection(), Chain(2))],
     [(size, *rule) for rule in ((Rejection(), Chain(2)), (MultiRound(), TREE)) for size in SIZES]))

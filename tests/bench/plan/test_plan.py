@@ -1,7 +1,5 @@
 """Plans against arithmetic by hand, and against what XLA's TPU compiler says."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 import json
@@ -65,7 +63,7 @@ def test_by_hand():
 
 
 @pytest.mark.wide
-def test_what_changes_the_bytes():
+def test_byte_counts_of_every_change():
     base = dict(batch=8, capacity=4096, mesh=[(1, 1)], compile=False)
     one = lambda name="llama-3-8b", **more: plan(name, "v5p", **{**base, **more})[0]
     plain = one()
@@ -135,7 +133,7 @@ def test_the_compiler_agrees(name, topology, mesh, options):
         assert p.compiled.collectives >= 12
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 @compiler
 def test_the_largest_batch_is_one_that_fits():
     lm = abstract({**PRESETS["llama-3-8b"], "num_hidden_layers": 2})

@@ -1,7 +1,5 @@
 """A cache of which the older tokens are made fewer by their frequencies."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path
@@ -65,12 +63,7 @@ def test_the_cache_has_one_size_whatever_the_text() -> None:
     assert job.state.length[:3].tolist() == [101, 86, 65]
 
 
-def test_what_cannot_be_had_is_refused() -> None:
-    for message, wrong in (
-            (r"^size: got 4, takes more than the 4 first", lambda: dx.caches.make("freqkv", size=4)),
-            (r"^ratio: got 1.0, takes a number above 0 and below 1", lambda: dx.caches.make("freqkv", ratio=1.0))):
-        with pytest.raises(ValueError, match=message):
-            wrong()
+def test_a_model_without_rotary_positions_is_refused() -> None:
     assert isinstance(MODEL, Transformer)
     config = dataclasses.replace(MODEL.config, learned_positions=64, layers=tuple(
         dataclasses.replace(layer, rope=None) for layer in MODEL.config.layers))

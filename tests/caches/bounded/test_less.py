@@ -1,7 +1,5 @@
 """A window, and a state that takes in what has left it through kernels."""
 
-from __future__ import annotations
-
 import functools
 import json
 from pathlib import Path
@@ -17,7 +15,7 @@ from decodax.caches import LessKernels, make
 from decodax.caches.bounded.less import LayerKernels, LessCache, LessConfig
 from decodax.core.window import causal
 from decodax.train import fit_less
-from decodax.train.less import Lesson, _lessons, first_kernels, squared_error, synthesized
+from decodax.train.less import Lesson, first_kernels, lessons_of, squared_error, synthesized
 from tests.caches.small import KERNELS, MODEL, PARAMS, PROMPTS, SMALL, same
 
 WANTED = json.loads((Path(__file__).parents[1] / "expected" / "retrieval.json").read_text())["less"]
@@ -110,21 +108,7 @@ def test_kernels_learn_what_the_window_does_not_see(tmp_path: Path) -> None:
     assert LessKernels.load(tmp_path / "less.npz") == made == make("less", kernels=str(tmp_path / "less.npz")).kernels
     new = np.array([r.integers(0, 16, 64) for _ in range(8)], np.int32)
     lengths, outputs = np.full(8, 64, np.int32), MODEL.outputs(PARAMS, 0)
-    lessons = _lessons(MODEL, 2, 9, PARAMS, new, lengths, 0)
+    lessons = lessons_of(MODEL, 2, 9, PARAMS, new, lengths, 0)
     error = lambda kernels: float(squared_error(kernels, lessons, jnp.asarray(lengths), outputs, 2, 9))
     before = error(first_kernels(2, 4, 4, 3, 16, jax.random.key(0)))
     assert error(made.layer(0)) < 0.8 * before
-
-
-def test_what_cannot_be_had_is_refused() -> None:
-    for message, wrong in (
-            (r"^kernels: got none, takes what decodax.train.less trains", lambda: make("less")),
-            (r"^recent_size: got 0, takes a whole number from 1", lambda: make("less", kernels=KERNELS, recent_size=0)),
-            (r"^kernels: got those of 1 layers with 4 heads of queries and 2 of keys, 4 wide; the model has 1 layers "
-             "with 4 and 2, 8 wide",
-             lambda: make("less", kernels=KERNELS)([KVLayer(2, 8, queries=4)], 1, 8, jnp.float32)),
-            (r"^texts: got none", lambda: fit_less(SMALL, [])),
-            (r"^texts: got one of 5 tokens, takes more than the 11 that are kept", lambda: fit_less(
-                SMALL, PROMPTS, start_size=2, recent_size=9))):
-        with pytest.raises(ValueError, match=message):
-            wrong()

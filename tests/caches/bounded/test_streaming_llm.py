@@ -1,8 +1,6 @@
 """StreamingLLM (Xiao et al., 2024): positions are those in the cache, so a network of one layer, whose keys and values
 depend on their tokens alone, reads a shortened text."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import pytest

@@ -1,12 +1,9 @@
 """Where the positions of a divided cache lie, and which of keys and queries travel."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import decodax as dx
 from decodax.caches.context.context_parallel import SlotMap
 from decodax.caches.context.ring import RingChoice
 
@@ -56,10 +53,3 @@ def test_the_form_is_the_one_that_waits_less(heads: int, parts: int) -> None:
                 assert kv >= q - (parts - 1) * 64 * new / parts * 2 / choice.bandwidth
             if taken:
                 assert kv <= q * (1 + 1e-6)
-
-
-def test_what_a_user_gets_wrong_is_named() -> None:
-    with pytest.raises(ValueError, match="mode: got 'ring', takes 'auto' or 'pass-kv' or 'pass-q'"):
-        dx.caches.make("context-parallel", mode="ring")
-    with pytest.raises(ValueError, match="block: got 0"):
-        dx.caches.make("context-parallel", block=0)

@@ -1,7 +1,5 @@
 """Context parallelism on virtual devices: the tokens of one device, whatever travels."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math
@@ -95,7 +93,7 @@ def test_the_cache_stays_divided_and_a_round_has_one_exchange_a_layer() -> None:
     assert max(map(elements, prompts)) < layer.size / 8
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_lanes_attend_a_divided_cache() -> None:
     mesh = mesh_of((2, 1, 4))
     with jax.set_mesh(mesh):

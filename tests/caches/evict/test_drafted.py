@@ -1,7 +1,5 @@
 """Policies that ask a draft model what the answer will look for."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path
@@ -13,15 +11,13 @@ import numpy as np
 import pytest
 
 import decodax as dx
-from decodax.algorithms.speculative import Speculative
-from decodax.algorithms.speculative.drafts import OwnCache
 from decodax.caches import make
 from decodax.caches.evict.drafted import decoded, read
 from decodax.engine.batch import Job
 from decodax.engine.request import Request
 from decodax.io.load import LM
 from tests.caches.evict.test_kvpress import MODEL, TEXTS, keeps, weights
-from tests.caches.small import GUESSES, PROMPTS, SMALL
+from tests.caches.small import GUESSES, PROMPTS
 
 LARGE = LM(model=MODEL, params=weights(), vocab_size=320)
 SMALLER = dataclasses.replace(LARGE, params=jax.tree.map(lambda x: 0.8 * x if x.ndim > 1 else x, weights()))
@@ -61,16 +57,3 @@ def test_a_draft_model_writes_what_it_would_write_alone() -> None:
         number = int(ends[0]) + 1 if len(ends) else 5
         assert live[row].tolist() == [i < number for i in range(5)]
         assert found[row, :number].tolist() == wanted[row, :number].tolist()
-
-
-def test_what_cannot_be_asked_is_refused() -> None:
-    for message, wrong in (
-            (r"^draft: got none, takes a smaller model", lambda: make("speckv")),
-            (r"^lookahead_tokens: got 0, takes a whole number from 1", lambda: make(
-                "speckv", draft=GUESSES, lookahead_tokens=0)),
-            (r"^kernel_size: got 4, takes an odd number", lambda: make("speckv", draft=GUESSES, kernel_size=4)),
-            (r"^cache: speckv asks a draft model, so it takes the model that answers", lambda: dx.generate(
-                SMALL, PROMPTS, max_new_tokens=2, algorithm=Speculative(OwnCache(SMALL, make(
-                    "speckv", draft=GUESSES, budget=40)))))):
-        with pytest.raises(ValueError, match=message):
-            wrong()

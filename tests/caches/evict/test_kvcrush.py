@@ -1,7 +1,5 @@
 """Blocks that stand for others."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -9,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from decodax import caches
 from decodax.caches.evict.h2o import Accumulated
 from decodax.caches.evict.kvcrush import BlockRepresentatives
 
@@ -31,12 +28,3 @@ def test_the_representatives_are_those_of_the_authors(case: str) -> None:
         found = rule.blocks(jnp.pad(jnp.asarray(worth), ((0, 3), (0, 0)), constant_values=9), within,
                             jnp.int32(given["kept"]))
         assert set(np.flatnonzero(found).tolist()) == top | set(wanted)
-
-
-def test_what_cannot_be_had_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"^budget: got 446, takes a number of tokens from 447"):
-        caches.make("kvcrush", budget=446)
-    with pytest.raises(ValueError, match=r"^budget: got 0.5, takes a number of tokens"):
-        caches.make("kvcrush", budget=0.5)
-    with pytest.raises(ValueError, match=r"^anchor_point_mode: got 'one', takes 'random' or 'zeros' or 'ones'"):
-        caches.make("kvcrush", anchor_point_mode="one")

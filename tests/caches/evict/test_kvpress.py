@@ -5,8 +5,6 @@ each text, layer and head a bit for each token that is kept, in hexadecimal; and
 reads whole texts one by one and keeps a share of them; here the two are rows of one batch, read in chunks.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

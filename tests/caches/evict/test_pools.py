@@ -1,7 +1,5 @@
 """Selections by tables and pools."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ from decodax.engine.batch import Job
 from decodax.engine.request import Request
 from decodax.io.load import LM
 from decodax.train import Probe, fit_heads, fit_layers
-from decodax.train.probe import _dropped
+from decodax.train.probe import num_dropped
 from tests.caches.evict.test_kvpress import TEXTS, weights
 from tests.caches.evict.test_lookahead import MODEL
 from tests.caches.small import DEEP
@@ -64,7 +62,7 @@ def test_layers_keep_the_same_part_of_the_attention() -> None:
     for case in json.loads((Path(__file__).parents[1] / "expected" / "prefixkv.json").read_text())["cases"]:
         (layers, length), random = case["shape"], np.random.RandomState(case["seed"])
         paid = (random.gamma(0.3 + 0.4 * np.arange(layers)[:, None], size=(layers, length)) + 1e-3).round(4)
-        assert _dropped(paid, case["share"], case["sinks"]).tolist() == case["dropped"]
+        assert num_dropped(paid, case["share"], case["sinks"]).tolist() == case["dropped"]
 
 
 @pytest.mark.wide

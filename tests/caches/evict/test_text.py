@@ -1,7 +1,5 @@
 """Caches that know what a token is: examples and lists of subtasks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,11 +9,11 @@ import pytest
 import decodax as dx
 from decodax.caches import Evicting, make
 from decodax.caches.evict.text.marks import marked, read_marks
-from decodax.caches.evict.text.shotkv import _examples
+from decodax.caches.evict.text.shotkv import kept_examples
 from decodax.caches.evict.text.tim import TIMCache, holes
 from decodax.engine.batch import Job
 from decodax.engine.request import Request
-from tests.caches.small import DEEP, OPTIONS, PROMPTS, SMALL, same
+from tests.caches.small import DEEP, OPTIONS, PROMPTS, same
 
 
 def begun(name: str, prompts: list[list[int]], new: int = 4, **more: Any) -> Job:
@@ -49,7 +47,7 @@ def test_examples_are_taken_by_their_means_as_long_as_they_fit() -> None:
     worth = jnp.array([1.0, 1, 9, 9, 9, 2, 2, 0, 0, 0])
     example = jnp.array([0, 0, 1, 1, 1, 2, 2, 3, 3, 0])
     valid, late = jnp.arange(10) < 9, jnp.arange(10) == 8
-    stays = lambda n: _examples(worth, example, valid, late, jnp.int32(n), jnp.int32(9)).astype(int).tolist()
+    stays = lambda n: kept_examples(worth, example, valid, late, jnp.int32(n), jnp.int32(9)).astype(int).tolist()
     assert stays(9) == [1] * 9 + [0]
     assert stays(6) == [0, 0, 1, 1, 1, 0, 0, 1, 1, 0]
     assert stays(4) == [0, 0, 0, 0, 0, 1, 1, 1, 1, 0]       # the best does not fit, the next one does
@@ -88,15 +86,3 @@ def test_behind_a_hole_is_what_the_model_makes_of_the_text_without_it() -> None:
         for one, other in zip(cache.kv, whole.kv, strict=True):
             np.testing.assert_allclose(one[b, :, :len(kept)], other[0, :, :len(kept)], atol=2e-4)
     assert cache.removed[0] == 3
-
-
-def test_what_cannot_be_had_is_refused_by_name() -> None:
-    for expected, wrong in (
-            (r"^separator: got None; a model without a tokenizer", lambda: dx.generate(
-                SMALL, PROMPTS, cache=make("shotkv", budget=40))),
-            (r"^separator: got 'x', takes token ids", lambda: make("shotkv", separator="x")),
-            (r"^pool: got 32, takes more than the 32 latest", lambda: make("shotkv", pool=32)),
-            (r"^open: got \(\), takes the ids of a mark", lambda: make("tim", close=3)),
-            (r"^depth: got -1, takes a whole number from 0", lambda: make("tim", open=3, close=4, depth=-1))):
-        with pytest.raises(ValueError, match=expected):
-            wrong()

@@ -1,7 +1,5 @@
 """Prompts of which segments read a part."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -43,16 +41,6 @@ def test_segments_read_what_the_authors_read() -> None:
         entries = [(k[None], v[None]) for _, k, v in (parts[0], *parts)]
         base = base.commit(entries, start + jnp.arange(8)[None])
     np.testing.assert_allclose(out[:, :T], wanted["sums"], atol=2e-3)
-
-
-def test_what_cannot_be_had_is_refused() -> None:
-    for message, wrong in (
-            (r"^block_size: got 24, takes a divisor of the segment of 512", lambda: dx.caches.make("critiprefill",
-                                                                                                   block_size=24)),
-            (r"^budget: got 0, takes a whole number from 1", lambda: dx.caches.make("critiprefill", budget=0)),
-            (r"^memory: got 2, takes a number from 0 to 1", lambda: dx.caches.make("critiprefill", memory=2))):
-        with pytest.raises(ValueError, match=message):
-            wrong()
 
 
 def test_no_other_cache_stands_beside_it() -> None:

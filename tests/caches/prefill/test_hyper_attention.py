@@ -1,7 +1,5 @@
 """Prompts whose far tokens are hashed and sampled."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path
@@ -12,13 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import decodax as dx
-from decodax.algorithms.speculative import Speculative
-from decodax.algorithms.speculative.drafts import OwnCache
 from decodax.cache import KVLayer, dense
 from decodax.caches.prefill.hyper_attention import Halves, HyperAttentionConfig, sampled_attention
-from decodax.models import Transformer
-from tests.caches.small import DEEP, PROMPTS
 
 WANTED = json.loads((Path(__file__).parents[1] / "expected" / "hyper.json").read_text())
 H, N, D, BLOCK, SAMPLES, LEAST, PROJECTIONS = 4, 64, 8, 4, 3, 8, 3
@@ -120,24 +113,3 @@ def test_all_of_a_text_may_be_read_exactly() -> None:
     for sizes in (dict(), dict(block_size=32, min_seq_len=32), dict(min_seq_len=8, skip=1)):
         kind = HyperAttentionConfig(**{"block_size": 4, "sample_size": 3, "min_seq_len": 64, **sizes})
         np.testing.assert_allclose(read(q[None], k[None], v[None], [N], kind)[0], plain(q, k, v), atol=1e-5)
-
-
-def test_what_cannot_be_had_is_refused() -> None:
-    for message, wrong in (
-            (r"^min_seq_len: got 4096, takes a multiple of the block of 300", lambda: dx.caches.make(
-                "hyper-attention", block_size=300)),
-            (r"^sample_size: got 0, takes a whole number from 1",
-             lambda: dx.caches.make("hyper-attention", sample_size=0)),
-            (r"^skip: got -1, takes a whole number from 0", lambda: dx.caches.make("hyper-attention", skip=-1))):
-        with pytest.raises(ValueError, match=message):
-            wrong()
-
-
-@pytest.mark.wide
-def test_it_goes_by_queries_and_keys_alone() -> None:
-    kind = dx.caches.make("hyper-attention", block_size=4, sample_size=3, min_seq_len=8)
-    capped = dataclasses.replace(DEEP, model=Transformer(dataclasses.replace(DEEP.model.config, attention_softcap=5.0)))
-    with pytest.raises(ValueError, match=r"^cache: hyper-attention takes a model without soft caps of its"):
-        dx.generate(capped, PROMPTS, cache=kind, max_new_tokens=2)
-    with pytest.raises(ValueError, match=r"^cache: hyper-attention reads a prompt when it is in, and this model reads"):
-        dx.generate(DEEP, PROMPTS, algorithm=Speculative(OwnCache(DEEP, kind)), max_new_tokens=8)

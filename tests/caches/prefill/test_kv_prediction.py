@@ -1,7 +1,5 @@
 """Prompts that a smaller model reads, and what maps make of its cache."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 
@@ -23,6 +21,7 @@ from decodax.models import Chunks, Rope, Transformer, cla, llama
 from decodax.train import fit_kv_prediction, train_kv_prediction
 from decodax.train.kv_prediction import auxiliary_layers, losses
 from tests.caches.small import DEEP, GUESSED, GUESSES, ITSELF, PROMPTS
+from tests.small_models import random_lm
 
 TEXTS = [np.random.default_rng(i).integers(0, 16, 60).tolist() for i in range(4)]
 
@@ -32,9 +31,7 @@ def other(vocab: int = 16, **options: Any) -> LM:
     config = llama(vocab=vocab, width=12, layers=1, heads=2, kv_heads=1, mlp=20, head_dim=6, context=256)
     rope = Rope(4, theta=50.0, interleaved=True, **options)
     config = dataclasses.replace(config, layers=(dataclasses.replace(config.layers[0], rope=rope),))
-    model = Transformer(config)
-    params = jax.tree.map(lambda x: 8 * x if x.ndim > 1 else x, model.init_params(jax.random.key(7)))
-    return LM(model=model, params=params, vocab_size=vocab)
+    return random_lm(Transformer(config), 7)
 
 
 def turn(x: np.ndarray, theta: float, width: int, interleaved: bool, sign: int) -> np.ndarray:
@@ -130,7 +127,7 @@ def test_questions_behind_a_context_are_read_by_the_model_itself() -> None:
     assert out.tokens.tolist() == whole.tokens.tolist()
 
 
-def test_what_cannot_be_predicted_is_refused() -> None:
+def test_models_and_maps_that_do_not_fit_are_refused_by_name() -> None:
     small = other()
     shared = Transformer(cla(llama(vocab=16, width=16, layers=2, heads=4, kv_heads=2, mlp=24), share=2))
     sharing = LM(model=shared, params=shared.init_params(jax.random.key(0)), vocab_size=16)

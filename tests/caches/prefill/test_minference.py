@@ -1,7 +1,5 @@
 """Prompts of which segments read columns and diagonals."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json
@@ -14,15 +12,13 @@ import numpy as np
 import pytest
 
 import decodax as dx
-from decodax.algorithms.speculative import Speculative
-from decodax.algorithms.speculative.drafts import OwnCache
 from decodax.cache import KVLayer, dense
 from decodax.caches.prefill.minference import MInferenceConfig, SegmentReader, read_sizes
 from decodax.caches.prefill.vertical_slash import farthest_below, last_weights, next_tile, pattern, step_of
 from decodax.core.window import causal
 from decodax.models import Transformer, dual_chunk
 from decodax.pallas_kernels.window_attention import Added, FixedBias
-from tests.caches.small import DEEP, PROMPTS, SMALL
+from tests.caches.small import DEEP, PROMPTS
 
 KIND = MInferenceConfig(vertical_size=6, slash_size=5, segment_size=16, last_q=4, first=2, near=2, block_size=4,
                         threshold=0)
@@ -211,32 +207,3 @@ def test_a_table_of_sizes_is_read_from_a_file(tmp_path: Path) -> None:
     kind = dx.caches.make("minference", vertical_size=40, slash_size=8, heads=str(tmp_path / "sizes.json"))
     assert isinstance(kind, MInferenceConfig)
     assert kind.sizes(0, 2).tolist() == [[40, 500], [100, 700]] and kind.sizes(1, 2).tolist() == [[40, 40], [100, 100]]
-
-
-def test_what_cannot_be_had_is_refused() -> None:
-    table = lambda *given: dx.caches.make("minference", heads=[{}, {3: given}])
-    for message, wrong in (
-            (r"^heads: got the pattern 'block_sparse' for head 3 of layer 1, takes 'vertical_and_slash'",
-             lambda: table("block_sparse", 100, 1, 0.9)),
-            (r"^heads: got the sizes \[100\] for head 3 of layer 1, takes numbers from 1",
-             lambda: table("vertical_and_slash", 100)),
-            (r"^heads: got head 4 of layer 1, which has 4", lambda: dx.generate(
-                DEEP, PROMPTS, cache=dx.caches.make("minference", heads=[{}, {4: ("vertical_and_slash", 1, 1, 1)}]))),
-            (r"^heads: got 3 layers, the model has 2", lambda: dx.generate(
-                DEEP, PROMPTS, cache=dx.caches.make("minference", heads=[{}, {}, {}]))),
-            (r"^block_size: got 48, takes a divisor of the segment of 32768", lambda: dx.caches.make("minference",
-                                                                                                block_size=48)),
-            (r"^slash_size: got 0, takes a whole number from 1", lambda: dx.caches.make("minference", slash_size=0)),
-            (r"^first: got -1, takes a whole number from 0", lambda: dx.caches.make("minference", first=-1))):
-        with pytest.raises(ValueError, match=message):
-            wrong()
-
-
-def test_scores_that_it_cannot_estimate_are_refused() -> None:
-    kind = dx.caches.make("minference", **SIZES, threshold=8)
-    config = dataclasses.replace(SMALL.model.config, attention_softcap=5.0)
-    capped = dataclasses.replace(SMALL, model=Transformer(config))
-    with pytest.raises(ValueError, match=r"^cache: minference scores columns and diagonals by queries and keys; takes"):
-        dx.generate(capped, PROMPTS[:1], cache=kind, max_new_tokens=2)
-    with pytest.raises(ValueError, match=r"^cache: minference reads a prompt when it is in, and this model reads it"):
-        dx.generate(DEEP, PROMPTS, algorithm=Speculative(OwnCache(DEEP, kind)), max_new_tokens=8)

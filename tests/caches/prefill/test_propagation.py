@@ -1,7 +1,5 @@
 """Prompts of which deep layers read a part."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -11,17 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import decodax as dx
 from decodax import caches
-from decodax.algorithms.speculative import Speculative
-from decodax.algorithms.speculative.drafts import OwnCache
 from decodax.core.window import Window, causal
 from decodax.engine.batch import Job
 from decodax.engine.request import Request
 from decodax.io.load import LM
 from decodax.pallas_kernels.window_attention import window_attention
 from tests.caches.evict.test_kvpress import MODEL, TEXTS, weights
-from tests.caches.small import DEEP, PROMPTS
 
 pytestmark = pytest.mark.wide
 
@@ -94,20 +88,3 @@ def test_layers_behind_do_not_run_for_tokens_that_stay_behind() -> None:
         lowered = jax.jit(lambda *a, one=one: (lambda out: (out.hidden, out.entries))(one(*a)))
         costs.append(lowered.lower(PARAMS, window, cache).compile().cost_analysis()["flops"])
     assert costs[1] < 0.45 * costs[0]
-
-
-@pytest.mark.parametrize(("make", "message"), [
-    (lambda: caches.make("fastkv", tsp_length=1.5), "budget: got 1.5"),
-    (lambda: caches.make("promptdistill", budget=0.5), "budget: got 0.5, takes a number of tokens"),
-    (lambda: dx.generate(DEEP, PROMPTS, cache="fastkv:layer=1", max_new_tokens=2),
-     "layer: got 1, takes 0 to 0 of a model of 2 layers"),
-    (lambda: DEEP.model.with_cache(caches.make("fastkv")).init_cache(1, 64).prefill_cache(),
-     "cache: fastkv as a kind that was"),
-    (lambda: dx.generate(DEEP, PROMPTS, algorithm=Speculative(OwnCache(DEEP, caches.make("promptdistill"))),
-                         max_new_tokens=2),
-     "cache: promptdistill has prompts stop after 1 layers"),
-    (lambda: caches.make("fastkv").of_model(LM(model=object(), params=None, vocab_size=2)),
-     "cache: fastkv stops a prompt")])
-def test_what_cannot_be_had_is_refused(make: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()

@@ -1,7 +1,5 @@
 """SpecPC: prompts that are cut to what a draft model attends to."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -16,7 +14,6 @@ from decodax.caches.evict.drafted import DraftedConfig
 from decodax.caches.prefill.specpc import SpecPCConfig
 from tests.caches.evict.test_drafted import LARGE, SMALLER
 from tests.caches.evict.test_kvpress import MODEL, TEXTS
-from tests.caches.small import GUESSES
 
 
 @pytest.mark.wide
@@ -44,10 +41,3 @@ def test_prompts_are_cut_to_the_tokens_of_the_authors(case: str) -> None:
                       for given, cache in ((prompts, kind), (shorter, None)))
         assert one.tokens.tolist() == other.tokens.tolist()
         np.testing.assert_allclose(one.logprobs.raw, other.logprobs.raw, atol=1e-3)
-
-
-def test_what_cannot_be_had_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"^budget: got 8, takes the 64 latest tokens or more"):
-        make("specpc", draft=GUESSES, budget=8)
-    with pytest.raises(ValueError, match=r"^draft: got none, takes a smaller model"):
-        make("specpc")

@@ -1,7 +1,5 @@
 """Prefixes in files: what is coded comes back, and in few bytes."""
 
-from __future__ import annotations
-
 import io
 from typing import Any
 
@@ -134,7 +132,7 @@ def test_a_part_that_is_written_stays_where_it_was_read() -> None:
         part.check(DEEP.model)
 
 
-def test_what_it_cannot_read_or_write_is_refused(tmp_path: Any) -> None:
+def test_files_and_sizes_out_of_range_are_refused_by_name(tmp_path: Any) -> None:
     short = Prefix((5,), (np.ones((1, 1, 4), np.float32).astype(jnp.bfloat16),))
     save_prefix(short, tmp_path / "one.npz")
     one = load_prefix(tmp_path / "one.npz")

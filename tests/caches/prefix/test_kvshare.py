@@ -1,7 +1,5 @@
 """Texts that are put together by the score of KVShare, and computed anew while decoding."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 
@@ -101,8 +99,7 @@ def test_the_first_stage_goes_by_attention_times_change() -> None:
 def test_the_second_stage_computes_anew_what_the_newest_token_calls_for(past: float) -> None:
     """Token by token in NumPy, in rows of one batch: the same tokens are chosen, and give the same."""
     out = dx.generate(LM, QUESTIONS, context=contexts(), cache=KVShareConfig(past=past), max_new_tokens=NEW, logprobs=0)
-    job = Job.begin(Request.read(LM, QUESTIONS, context=contexts(), cache=KVShareConfig(past=past),
-                                 max_new_tokens=NEW))
+    job = Job.begin(Request.read(LM, QUESTIONS, context=contexts(), cache=KVShareConfig(past=past), max_new_tokens=NEW))
     job.advance(None)
     for b, context in enumerate(contexts()):
         own, n = ByHand([x.swapaxes(0, 1).astype(np.float64) for x in context.kv]), len(context)
@@ -162,7 +159,7 @@ def test_drafts_and_batch_mates_change_nothing(algorithm: Any) -> None:
     assert not np.allclose(reused.logprobs.raw[:2], plain.logprobs.raw[:2], atol=1e-3)
 
 
-def test_what_does_not_fit_is_refused_by_name() -> None:
+def test_bad_arguments_are_refused_by_name() -> None:
     deep: Any = KVShareConfig(check=3)
     for expected, wrong in (
             (r"^score: got 'v2', takes cacheblend or kvshare", lambda: blended(LM, parts(), score="v2")),  # type: ignore[arg-type]

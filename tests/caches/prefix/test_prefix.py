@@ -1,7 +1,5 @@
 """Keys and values of texts that are read apart, edited and put together."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax
@@ -123,7 +121,7 @@ def test_a_part_of_a_part_is_a_part_of_the_whole() -> None:
     assert close(blended(DEEP, [[3], inner], 0.0), blended(DEEP, [[3], own], 0.0))
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_bad_arguments_are_refused_by_name() -> None:
     held = read_prefix(DEEP, TEXT)
     for expected, wrong in (
             (r"^context: got keys and values that were computed before; Evicting has to see",

@@ -1,7 +1,5 @@
 """Rows that share a prefix: the tokens of a dense cache, with nothing copied."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax
@@ -37,8 +35,8 @@ def begun(prompts: Any, **more: Any) -> Job:
     return Job.begin(Request.read(DEEP, prompts, cache="hydragen", **{**SAMPLED, **more}))
 
 
-@pytest.mark.matrix
-def test_what_prompts_begin_with_is_kept_once() -> None:
+@pytest.mark.full
+def test_a_common_beginning_of_prompts_is_kept_once() -> None:
     cache = begun(SHARED).state.cache
     assert isinstance(cache, SharedPrefixCache) and cache.fixed.tolist() == [99]    # the last token opens a window
     assert [x.shape for x in cache.prefixes] == [(1, 2, 256, 8)] * 2
@@ -73,7 +71,7 @@ def test_forks_copy_only_the_page_that_is_being_filled() -> None:
     assert few.lengths.sum() + sum(map(len, PROMPTS)) > 20 * 4 - 3 * 4
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_a_prefix_may_have_more_rows_than_others() -> None:
     """As after beams have died: then it takes more passes than one."""
     cache = begun(PROMPTS).state.cache

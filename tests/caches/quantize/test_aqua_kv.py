@@ -1,7 +1,5 @@
 """Keys and values as what the layer before does not say of them."""
 
-from __future__ import annotations
-
 import hashlib
 from typing import Any
 
@@ -15,7 +13,6 @@ from decodax.cache import KVLayer
 from decodax.caches import Constant
 from decodax.caches.quantize.aqua_kv import HIGGS, AQUAKVCodec, Predictors
 from decodax.caches.quantize.codecs import Span, WholeTokens, unpack
-from decodax.models import Transformer, llama
 from decodax.train import aqua_kv, fit_predictors
 from decodax.train.aqua_kv import gaussian_pairs
 from decodax.train.samples import LayerSamples
@@ -102,20 +99,6 @@ def test_measured_maps_lose_less_than_none() -> None:
     assert error[0] < 0.8 * error[1]
     cache = dx.caches.aqua_kv(made, residual_length=8)
     assert dx.generate(DEEP, PROMPTS, cache=cache, max_new_tokens=4).lengths.tolist() == [4, 4, 4]
-
-
-def test_what_cannot_be_had_is_refused() -> None:
-    maps = Constant(np.zeros((2, 9, 8), np.float32))
-    made = Predictors(maps, maps, maps, maps)
-    model = Transformer(llama(vocab=16, width=16, layers=1, heads=4, kv_heads=2, mlp=24))
-    for message, wrong in (
-            (r"^predictors: got none, takes what decodax.train.fit_predictors measures",
-             lambda: dx.caches.make("aqua-kv")),
-            (r"^group_size, sinks: got 24 and 4", lambda: dx.caches.make("aqua-kv", predictors=made, group_size=24)),
-            (r"^predictors: got values Constant\(float32\[2, 9, 8\]\), takes f32\[L, 17, 8\]", lambda: model.with_cache(
-                dx.caches.make("aqua-kv", predictors=made)).init_cache(1, 8))):
-        with pytest.raises(ValueError, match=message):
-            wrong()
 
 
 def test_pairs_are_read_as_they_were_written() -> None:

@@ -1,7 +1,5 @@
 """Codecs that ask where tokens stand, what queries look at, or what was measured on a model."""
 
-from __future__ import annotations
-
 import hashlib
 from typing import Any
 
@@ -111,7 +109,7 @@ def test_numbers_are_those_of_rotatekv(bits: int) -> None:
     np.testing.assert_allclose([jnp.abs(back[..., :16]).sum(), jnp.abs(back[..., 16:]).sum()], sums, rtol=1e-5)
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_tokens_of_the_largest_activations_stay_whole() -> None:
     """Against the streams that the network shows."""
     model, params, text = DEEP.model, DEEP.params, PROMPTS[0]
@@ -166,7 +164,7 @@ def test_centroids_are_those_of_weighted_k_means() -> None:
     assert sorted(few.ravel().tolist()) == [1.0, 2.0, 2.0, 2.0]
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_more_bits_of_coupled_channels_are_nearer() -> None:
     own = observed(DEEP, TEXTS)
     shape = layers_of(DEEP.model)[1]
@@ -212,7 +210,7 @@ def test_the_order_is_that_of_sums() -> None:
     assert (np.diff(flat.sum(0)[order.value[1]]) >= -1e-3).all()
 
 
-def test_what_was_not_measured_is_asked_for() -> None:
+def test_a_codec_without_its_measurements_is_refused() -> None:
     shape = KVLayer(2, 4, queries=4)
     books = Codebooks(Constant(np.zeros((1, 2, 1, 4, 4))), Constant(np.zeros((1, 2, 1, 4, 3))))
     for expected, wrong in (

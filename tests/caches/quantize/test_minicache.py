@@ -1,7 +1,5 @@
 """Layers that share the directions of their keys and values."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -17,7 +15,7 @@ stay, the first numbers of a later and of an earlier token, and the sums of all 
 
 
 @pytest.mark.wide
-def test_what_two_layers_share_is_what_minicache_keeps() -> None:
+def test_two_layers_share_the_directions_of_minicache() -> None:
     random = np.random.RandomState(3)
     earlier = random.standard_normal((2, 41, 8)).astype(np.float32)
     later = (earlier + 0.7 * random.standard_normal((2, 41, 8))).astype(np.float32)

@@ -1,7 +1,5 @@
 """Caches whose queries find tokens by codes of their keys."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -10,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import decodax as dx
 from decodax.cache import KVLayer
 from decodax.caches import Constant, KeyBooks
 from decodax.caches.rotation import rotated
@@ -19,7 +16,7 @@ from decodax.core.window import causal
 from decodax.models.rope import Rope
 from decodax.train import fit_key_books
 from decodax.train.query_aware import metric
-from tests.caches.small import KEY_BOOKS, PROMPTS, SMALL, TREE
+from tests.caches.small import PROMPTS, SMALL
 
 WANTED = json.loads((Path(__file__).parents[1] / "expected" / "a2ats.json").read_text())
 T = 70
@@ -103,22 +100,3 @@ def test_books_are_measured_on_texts() -> None:
         # the error in the metric of the model's queries
         off.append(float(np.square(np.einsum("gnd,gde->gne", near - keys, books.factors.value[0])).sum()))
     assert off[0] > off[1] > off[2]
-
-
-def test_what_cannot_be_had_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"^cache: a2ats takes windows of at most its 4 recent tokens, got one of 11"):
-        dx.generate(SMALL, PROMPTS[:1], cache=dx.caches.make("a2ats", books=KEY_BOOKS, recent=4), algorithm=TREE,
-                    max_new_tokens=4)
-    wide = KeyBooks(Constant(np.zeros((1, 2, 3, 6))), Constant(np.zeros((1, 2, 6, 6))))
-    for message, wrong in (
-            (r"^books: got none, takes what decodax.train.fit_key_books measures", lambda: dx.caches.make("a2ats")),
-            (r"^budget: got 1.5, takes a number", lambda: dx.caches.make("a2ats", books=wide, budget=1.5)),
-            (r"^recent: got 0", lambda: dx.caches.make("a2ats", books=wide, recent=0)),
-            (r"^sinks: got -1, takes a whole number from 0", lambda: dx.caches.make("a2ats", books=wide, sinks=-1)),
-            (r"^books: got those of 1 layers of 2 heads of 6, layer 0 of the model has 2 heads of 4",
-             lambda: SMALL.model.with_cache(A2ATSConfig(wide)).init_cache(1, 8)),
-            (r"^books: got centroids", lambda: KeyBooks(wide.centroids, wide.centroids)),
-            (r"^texts: got none or an empty one", lambda: fit_key_books(SMALL, [[]])),
-            (r"^count, loops, distance: got 0", lambda: fit_key_books(SMALL, TEXTS, 0))):
-        with pytest.raises(ValueError, match=message):
-            wrong()

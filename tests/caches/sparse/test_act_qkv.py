@@ -1,7 +1,5 @@
 """Caches of which a probe query chooses what a window and a token read."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -11,14 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import decodax as dx
-from decodax.algorithms.speculative import Speculative
-from decodax.algorithms.speculative.drafts import OwnCache
 from decodax.cache import KVLayer
 from decodax.caches.sparse.act_qkv import ActQKVCache, ActQKVConfig, ProbingWindow
 from decodax.caches.sparse.activations import Activations, density, divided
 from decodax.core.window import causal
-from tests.caches.small import DEEP, OPTIONS, PROMPTS, TREE
 
 WANTED = json.loads((Path(__file__).parents[1] / "expected" / "actqkv.json").read_text())
 T, MORE = 90, 6
@@ -86,7 +80,7 @@ def test_a_token_reads_by_densities_that_are_room_behind() -> None:
     cache: Any = kind([KVLayer(2, 8, queries=4)] * 2, 1, 112, jnp.float32)
     densities = jnp.array([[0.1, 0.9, 0.9, 0.2, 0.2, 0.7, 0.7], [0.1, 0.1, 0.1, 0.8, 0.8, 0.3, 0.3]])
     sampled = jnp.array([-1, 40, 48, 50, 51, 52, 53])
-    cut = lambda layer, at, there: int(cache._cut(layer, densities, sampled, jnp.int32(there), jnp.int32(at)))
+    cut = lambda layer, at, there: int(cache.block_limit(layer, densities, sampled, jnp.int32(there), jnp.int32(at)))
     assert [cut(layer, 56, 20) for layer in (0, 1)] == [2, 6]            # by 50 and 51: 0.2 and 0.8, of 8 blocks
     assert [cut(layer, 54, 20) for layer in (0, 1)] == [7, 1]            # by 40 and 48
     assert [cut(layer, 55, 20) for layer in (0, 1)] == [4, 4]            # by 48 and 50: 0.55 and 0.45
@@ -119,22 +113,3 @@ def test_activation_bias_is_that_of_all_windows_so_far() -> None:
     off = np.square(x[0, 2] - together[0].mean(0)) / (spread + spread.mean() / 100)
     np.testing.assert_allclose(bias[0], off.mean(1) / off.mean(1).sum(), rtol=1e-3)
     assert (bias[1, 5:] == 0).all()
-
-
-@pytest.mark.wide
-def test_what_cannot_be_had_is_refused() -> None:
-    for message, wrong in (
-            (r"^budget: got 700, 3 blocks of 32 beside the 64 first tokens and the 512 latest, takes 32",
-             lambda: dx.caches.make("act-qkv", budget=700)),
-            (r"^block_size: got 0, takes a whole number from 1", lambda: dx.caches.make("act-qkv", block_size=0)),
-            (r"^room: got 0, takes a whole number from 1", lambda: dx.caches.make("act-qkv", room=0)),
-            (r"^room, window_size: got 64 and 600", lambda: dx.caches.make("act-qkv", window_size=600)),
-            (r"^sinks: got -1", lambda: dx.caches.make("act-qkv", sinks=-1)),
-            (r"^cache: act-qkv takes windows of at most room=4 nodes, got one of 11", lambda: dx.generate(
-                DEEP, PROMPTS[:1], cache=dx.caches.make("act-qkv", **{**OPTIONS["act-qkv"], "room": 4}), algorithm=TREE,
-                max_new_tokens=4)),
-            (r"^cache: act-qkv reads a prompt when it is in", lambda: dx.generate(
-                DEEP, PROMPTS, algorithm=Speculative(OwnCache(DEEP, dx.caches.make("act-qkv", **OPTIONS["act-qkv"]))),
-                max_new_tokens=8))):
-        with pytest.raises(ValueError, match=message):
-            wrong()

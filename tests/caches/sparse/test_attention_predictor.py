@@ -1,7 +1,5 @@
 """Blocks that a network expects to be attended to next."""
 
-from __future__ import annotations
-
 import functools
 import json
 from pathlib import Path
@@ -12,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import decodax as dx
 from decodax.bench.report import copies, parse
 from decodax.cache import KVLayer
 from decodax.caches import AttentionNet, make
@@ -22,7 +19,6 @@ from decodax.core.capabilities import ReadPrompt
 from decodax.core.start import init_state
 from decodax.core.types import Params
 from decodax.core.window import causal
-from decodax.models import Transformer
 from decodax.sampling import build
 from decodax.train import fit_attention_predictor
 from decodax.train.attention_predictor import attention_maps, first_net, squared_error
@@ -113,27 +109,6 @@ def test_training_lowers_the_error(tmp_path: Path) -> None:
         return jax.vmap(lambda at: squared_error(arrays, images, at, (at + 1) // 2, 6, 1, 2))(at).mean()
 
     assert float(error(net.arrays)) < 0.1 * float(error(first_net((3, 4)).arrays))
-
-
-def test_what_cannot_be_had_is_refused() -> None:
-    capped = dx.LM(model=Transformer(MODEL.config.__class__(**{**vars(MODEL.config), "attention_softcap": 5.0})),
-                   params=PARAMS, vocab_size=16)
-    small = dict(net=NET, budget=10, sinks=2, recent=4, block_size=2)
-    for message, wrong in (
-            (r"^net: got none, takes what decodax.train.attention_predictor", lambda: make("attention-predictor")),
-            (r"^every: got 0, takes a whole number from 1", lambda: make("attention-predictor", net=NET, every=0)),
-            (r"^sinks, recent: got 3 and 64, takes whole blocks of 16", lambda: make("attention-predictor", net=NET,
-                                                                                   sinks=3)),
-            (r"^budget: got 150, takes a number of tokens with room for two blocks of 16 beside",
-             lambda: make("attention-predictor", net=NET, budget=150)),
-            (r"^cache: attention-predictor takes a model without soft caps of its", lambda: dx.generate(
-                capped, PROMPTS, max_new_tokens=2, cache=make("attention-predictor", **small))),
-            (r"^texts: got none", lambda: fit_attention_predictor(SMALL, [])),
-            (r"^texts: got one of 5 tokens, takes more than 176", lambda: fit_attention_predictor(SMALL, PROMPTS)),
-            (r"^steps, batch, history, block, recent, rate: got 0", lambda: fit_attention_predictor(
-                SMALL, [list(range(16)) * 12], steps=0))):
-        with pytest.raises(ValueError, match=message):
-            wrong()
 
 
 @pytest.mark.wide

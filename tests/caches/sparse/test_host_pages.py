@@ -1,7 +1,5 @@
 """Pages in the host's memory: results are those of the same policy on the device, and what is read alone travels."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 import re
@@ -48,7 +46,7 @@ def test_results_are_those_of_the_device_bit_for_bit() -> None:
 
 @pytest.mark.wide
 @pytest.mark.parametrize("algorithm", [None, LOOKUP, TREE], ids=["plain", "chain", "tree"])
-def test_so_they_are_with_any_algorithm(algorithm: Any) -> None:
+def test_pages_on_the_host_are_those_on_the_device_with_any_algorithm(algorithm: Any) -> None:
     assert equal(run("quest", algorithm, offload=True), run("quest", algorithm))
 
 
@@ -111,7 +109,7 @@ def asked(cache: Any, certain: bool, width: int) -> np.ndarray:
 
 @pytest.mark.wide(but=("prompt",))
 @pytest.mark.parametrize("certain", [False, True], ids=["round", "prompt"])
-def test_what_was_not_written_on_the_host_is_not_read(certain: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_entries_that_were_not_written_on_the_host_are_not_read(certain: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be anything on a TPU, so it is no number here. A prompt's pages come in several parts."""
     monkeypatch.setattr(host_pages, "AT_ONCE", 16)
     here, there = (filled(kind, (61, 30, 0), 16) for kind in two(12, P, RECENT))

@@ -1,7 +1,5 @@
 """Quest: queries choose pages."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -10,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import decodax as dx
 from decodax.cache import KVLayer
 from decodax.caches.evict.scores import Gathered, HeldLayer
 from decodax.caches.evict.selection import best
@@ -18,7 +15,6 @@ from decodax.caches.evict.triforce import ChunkMeans
 from decodax.caches.sparse.pages import PageCache
 from decodax.caches.sparse.quest import KeyBounds, QuestConfig
 from decodax.core.window import causal
-from tests.caches.small import PROMPTS, SMALL, TREE
 
 LAYER, P, RECENT = (2, 8), 4, 6
 EXPECTED = Path(__file__).parents[1] / "expected" / "retrieval.json"
@@ -93,12 +89,3 @@ def test_digests_do_not_depend_on_how_tokens_came() -> None:
     for b, n in enumerate(whole):
         for other in digests[1:]:
             np.testing.assert_array_equal(other[b, :, :n], digests[0][b, :, :n])
-
-
-@pytest.mark.wide
-def test_what_cannot_be_had_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"^cache: quest takes windows of at most its 4 recent tokens, got one of 11"):
-        dx.generate(SMALL, PROMPTS[:1], cache="quest:budget=6,page_size=2,recent=4,skip=()", algorithm=TREE,
-                    max_new_tokens=4)
-    with pytest.raises(ValueError, match=r"^page_size: got 0, takes a whole number from 1"):
-        dx.caches.make("quest", page_size=0)

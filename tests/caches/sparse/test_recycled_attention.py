@@ -1,7 +1,5 @@
 """Recycled Attention: what a query notes that reads everything."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

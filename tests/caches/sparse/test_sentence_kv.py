@@ -1,7 +1,5 @@
 """SentenceKV: queries that read whole sentences."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -12,11 +10,9 @@ import pytest
 
 import decodax as dx
 from decodax.cache import KVLayer
-from decodax.caches import make
 from decodax.caches.sparse.sentence_kv import SentenceKVCache, SentenceKVConfig
 from decodax.core.capabilities import ReadPrompt
 from decodax.core.window import causal
-from tests.caches.small import LOOKUP, PROMPTS, SMALL
 
 
 def given() -> tuple[Any, ...]:
@@ -81,16 +77,3 @@ def test_ends_of_sentences_are_those_of_the_tokenizer() -> None:
     assert lm.tokenizer is not None
     ends = SentenceKVConfig().of_model(lm).marks
     assert {lm.tokenizer.decode([i]) for i in ends} >= {".", "!", "?"}
-
-
-def test_what_cannot_be_had_is_refused_by_name() -> None:
-    for expected, wrong in (
-            (r"^ends: got None; a model without a tokenizer", lambda: dx.generate(SMALL, PROMPTS, cache="sentence-kv")),
-            (r"^budget: got 64, takes more than the 64 first and latest", lambda: make("sentence-kv", budget=64)),
-            (r"^recent: got 0, takes a whole number from 1", lambda: make("sentence-kv", recent=0)),
-            (r"^ends: got \('a',\), takes token ids", lambda: make("sentence-kv", ends=("a",))),
-            (r"^cache: sentence-kv takes windows of at most its 3 recent tokens, got one of 5", lambda: dx.generate(
-                SMALL, PROMPTS, algorithm=LOOKUP,
-                cache=make("sentence-kv", ends=(3,), budget=8, sinks=1, recent=3, window_size=4)))):
-        with pytest.raises(ValueError, match=expected):
-            wrong()

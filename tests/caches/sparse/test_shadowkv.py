@@ -1,7 +1,5 @@
 """ShadowKV: chunks that are read by keys of low rank."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Caches of which rounds read a part, whose entries are computed anew from everything now and then."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -30,7 +28,7 @@ def test_blocks_are_those_of_the_authors() -> None:
     assert isinstance(cache, SpecPVCache)
     at, two = jnp.arange(61), jnp.asarray([keys, keys])
     cache = cache.commit([(two, two)], jnp.where(at < jnp.array([[61], [17]]), at, -1))
-    cache = cache._chosen([jnp.asarray([q, q])], jnp.array([True, True]))
+    cache = cache.choose_blocks([jnp.asarray([q, q])], jnp.array([True, True]))
     chosen = [[sorted(x.tolist()) for x in row] for row in cache.chosen[0]]
     assert chosen == [wanted, [[-1, -1, -1, -1, 0]] * 2]
     read = cache.always(0)
@@ -123,10 +121,3 @@ def test_a_model_drafts_for_itself_on_another_cache_or_on_this_one(answers: Any,
     own = dx.Speculative(dx.drafts.OwnCache(SMALL, drafts))
     plain, drafted = (dx.generate(lm, PROMPTS, algorithm=alg, max_new_tokens=20) for alg in (None, own))
     assert plain.tokens.tolist() == drafted.tokens.tolist() and drafted.stats.accepted.sum() > 0
-
-
-def test_what_cannot_be_had_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"^buffer: got 0, takes a whole number from 1"):
-        dx.caches.make("specpv", buffer=0)
-    with pytest.raises(ValueError, match=r"^guidance_scale: cannot be combined with SpecPVCache, which"):
-        dx.generate(SMALL, PROMPTS[:1], cache=FEW, guidance_scale=2.0, max_new_tokens=4)

@@ -2,8 +2,6 @@
 reads its flags once, and other tests run without its optimisation.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 

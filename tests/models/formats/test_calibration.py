@@ -1,7 +1,5 @@
 """What data shows of kernels, packing by it, and saving what was packed."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path
@@ -18,12 +16,12 @@ from decodax.io.files import CheckpointError, Files
 from decodax.io.load import LM
 from decodax.io.text import Tokenizer
 from decodax.models import Transformer, llama
-from decodax.models.calibration import Statistic, _loss, observe
-from decodax.models.config import Experts
+from decodax.models.calibration import Statistic, mean_loss, observe
 from decodax.models.diffusion import Diffusion
 from decodax.models.formats import FORMATS, Format, Int8, kernels, pack
 from decodax.models.names import flatten
 from decodax.models.packed import Packed
+from decodax.models.routing import Experts
 from tests.matrix import often
 from tests.models.tiny import saved
 
@@ -88,7 +86,7 @@ def test_watched_kernels_see_what_gradients_are_made_of(name: str) -> None:
     diffusion = MODELS[name][1]
     paths = kernels(own.params)
     seen = observe(own.model, own.params, TOKENS, Gradients(2), paths, diffusion)
-    loss = jax.jit(jax.grad(lambda p, row, key: _loss(own.model, p, row, diffusion, key)))
+    loss = jax.jit(jax.grad(lambda p, row, key: mean_loss(own.model, p, row, diffusion, key)))
     each = [flatten(loss(own.params, jnp.asarray(row[None]), jax.random.key(i))) for i, row in enumerate(TOKENS)]
     for path in paths:
         if path == "embed":     # whose gradient is also that of the embeddings
@@ -106,7 +104,7 @@ def test_a_tied_head_sees_hidden_states() -> None:
     np.testing.assert_allclose(seen, np.square(hidden).sum(0), rtol=1e-5)
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_memory_changes_how_often_the_data_is_read_and_nothing_else() -> None:
     own, data = lm(), TOKENS.tolist()
     made = [dx.quantize(own, Loudest(), data, length=9, memory=memory).params for memory in (700, 1 << 30)]
@@ -178,7 +176,7 @@ def test_arrays_are_saved_for_transformers_too(tmp_path: Path) -> None:
     assert "packed_weights" not in json.loads((tmp_path / "again" / "config.json").read_text())
 
 
-def test_what_is_saved_is_the_whole_model(tmp_path: Path) -> None:
+def test_a_packed_model_is_saved_whole(tmp_path: Path) -> None:
     """With another tokenizer than that of its directory, defaults that were changed, and how it fills masks."""
     own = dx.load("pycode-draft")
     defaults = {"temperature": 0.3, "eos_token_id": [5, 7]}

@@ -1,7 +1,5 @@
 """Grouped lattice vector quantisation: rounding to lattices, how they are learned, and models that are kept in them."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from pathlib import Path
@@ -14,7 +12,7 @@ import pytest
 
 import decodax as dx
 from decodax.models.formats import GLVQ, Lattice, kernels, read_format
-from decodax.models.formats.glvq import GroupInputs, _planes, group_size
+from decodax.models.formats.glvq import GroupInputs, bit_planes, group_size
 from decodax.models.formats.lattices import babai, compand, expand, salience
 from decodax.models.names import flatten
 from decodax.models.packed import Packed, multiply
@@ -110,7 +108,7 @@ def test_a_weight_is_its_expanded_point(bits: tuple[int, ...], K: int) -> None:
     for u, b, lattice, mu in zip(codes, bits, lattices.astype(float), curvatures.astype(float), strict=True):
         y = np.concatenate([lattice @ z for row in u - (2**b - 1) / 2 for z in row.reshape(-1, d)]).reshape(N, size)
         expected.append(np.sign(y) * ((1 + mu) ** np.abs(y) - 1) / mu)
-    made = Lattice(codes=_planes(jnp.asarray(codes)[None], bits)[0], lattices=jnp.asarray(lattices),
+    made = Lattice(codes=bit_planes(jnp.asarray(codes)[None], bits)[0], lattices=jnp.asarray(lattices),
                    curvatures=jnp.asarray(curvatures), scales=jnp.asarray(scales), bits=bits, inputs=K)
     assert made.shape == (N, K) and made.codes.nbytes == N * size * sum(bits) // 8
     with jax.enable_x64(True):
@@ -154,7 +152,7 @@ def test_scales_help_where_outputs_differ() -> None:
     assert 2 * worst(made) < worst(without)
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_more_salient_groups_have_more_bits() -> None:
     w, x = weights(128, 60), inputs(128)
     x[:, 32:64] *= 10
@@ -167,7 +165,7 @@ def test_more_salient_groups_have_more_bits() -> None:
     assert own.argmax() == 1 and own.argmin() == 3
 
 
-def test_what_is_seen_is_the_products_of_the_inputs_of_a_group() -> None:
+def test_statistics_are_products_of_the_inputs_of_a_group() -> None:
     x = normal(9, 20)
     gradient = jnp.ones((9, 3)).at[4].set(0)        # a row that stands for nothing
     found = np.asarray(GroupInputs(16, 8).of(jnp.asarray(x), gradient))
@@ -175,7 +173,7 @@ def test_what_is_seen_is_the_products_of_the_inputs_of_a_group() -> None:
     np.testing.assert_allclose(found, [own[:, :16].T @ own[:, :16], own[:, 16:].T @ own[:, 16:]], atol=1e-5)
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_experts_are_packed_one_by_one_with_the_same_bits() -> None:
     w, x = weights(64, 24, 2), inputs(64)
     every = packed(w, x, spread=0, scales=True)
@@ -243,13 +241,13 @@ def loses_less_than_by_rounding(lm: dx.LM, own: GLVQ, made: dx.LM, share: float)
     assert whole < lattices < whole + share * (nearest - whole)
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_a_model_loses_less_than_by_rounding(draft: dx.LM) -> None:
     """Which takes more bits: a scale of 32 of them for 128 weights."""
     loses_less_than_by_rounding(dx.load("pycode-draft"), OWN, draft, 0.6)
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 @pytest.mark.parametrize(("bits", "scales", "share"), [(2, False, 0.5), (2, True, 0.3), (3, True, 0.9), (4, True, 4)])
 def test_a_larger_model_loses_less_than_by_rounding(bits: int, scales: bool, share: float) -> None:
     """But with 4 bits, where either loses less than 0.02 bits a byte."""
@@ -258,7 +256,7 @@ def test_a_larger_model_loses_less_than_by_rounding(bits: int, scales: bool, sha
     loses_less_than_by_rounding(lm, own, made, share)
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_generation_from_a_saved_model_is_that_of_its_values(draft: dx.LM, tmp_path: Path) -> None:
     dx.save(draft, tmp_path)
     same = dx.load(tmp_path)

@@ -1,7 +1,5 @@
 """Packed weights on a mesh: loaded, made, saved. It imports no torch, beside which collectives on CPU crash."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -84,7 +82,7 @@ class Weighed(Format):
         return Int8().pack(kernel * seen[:, None])
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_data_is_looked_at_on_a_mesh(whole: Path) -> None:
     made = [dx.quantize(dx.load(whole, mesh=m), Weighed(), [[1, 2, 3], [4, 5]]) for m in (None, mesh())]
     assert lies_on_the_mesh(made[1].params)
@@ -111,7 +109,7 @@ def test_integers_of_groups_lie_on_a_mesh(own: QServe, whole: Path) -> None:
     agrees(dx.load(whole, weights=own), parted)
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_tables_and_lists_lie_on_a_mesh(whole: Path) -> None:
     packed = whole.parent / "packed"
     dx.save(dx.quantize(dx.load(whole), SqueezeLLM(outliers=0.02), [list(range(40))], length=20), packed)
@@ -136,7 +134,7 @@ def test_large_inputs_are_found_on_a_mesh(whole: Path) -> None:
     assert up.kernel.sharding == made.params["layers"]["0"]["mlp"]["up"]["kernel"].kernel.sharding
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_lattices_lie_on_a_mesh(whole: Path) -> None:
     own, data = GLVQ(group=16, steps=2, bits=4), [[int(i) for i in np.arange(200) * 7 % 90]]
     alone = dx.quantize(dx.load(whole), own, data, length=50)

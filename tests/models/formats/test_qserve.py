@@ -1,7 +1,5 @@
 """QServe: codes and scales, exact products of integers, models in it, and its authors' checkpoints."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import re
@@ -21,11 +19,12 @@ from decodax.core.types import Params
 from decodax.io.files import ONE
 from decodax.io.saving import save_model
 from decodax.models import Transformer, llama
-from decodax.models.config import Experts, Layer, NormConfig
+from decodax.models.config import Layer, NormConfig
 from decodax.models.experts import mix
 from decodax.models.formats import Int4, QServe, pack
 from decodax.models.formats.qserve import W4A8, hadamard, quantised, read_tensors, rotated
 from decodax.models.packed import multiply
+from decodax.models.routing import Experts
 from decodax.sampling import build
 from tests.matrix import often
 
@@ -148,7 +147,7 @@ def test_tensors_that_do_not_belong_together_are_refused() -> None:
 
 @pytest.mark.wide
 @pytest.mark.parametrize("fmt", FORMATS[:2])
-def test_what_comes_back_from_4_bits_fits_8(fmt: QServe) -> None:
+def test_codes_decoded_from_4_bits_fit_8(fmt: QServe) -> None:
     """Groups of every smallest and largest weight, the others between them; each output's largest is 1."""
     ends = np.linspace(-1, 1, 240)
     low, high = (a.ravel() for a in np.meshgrid(ends, ends))
@@ -196,7 +195,7 @@ def test_rows_are_quantised_as_the_authors_kernel_does() -> None:
     assert (np.abs(np.asarray(rows) * np.asarray(scales) - x) <= 0.5001 * np.asarray(scales)).all()
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 @pytest.mark.parametrize("fmt", [QServe(), QServe(group=-1)])
 def test_a_broken_weight_or_activation_makes_no_number(fmt: QServe) -> None:
     x = jnp.ones((3, 96)).at[1, 4].set(jnp.nan)
@@ -228,7 +227,7 @@ def test_wrong_formats_are_refused() -> None:
 SMALL = llama(vocab=640, width=96, layers=1, heads=4, kv_heads=2, mlp=320, tied=True)
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_each_expert_is_packed_by_itself() -> None:
     w, e = [kernel(64, 32, 3), kernel(64, 32, 3) + 0.1, kernel(32, 64, 3)], Experts(count=3, chosen=1, width=32)
     pack = jax.jit(QServe().pack)
@@ -271,7 +270,7 @@ class Symmetric(Int4):
         return path.startswith("layers.")
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_a_model_in_it_is_nearer_the_original_than_one_in_int4() -> None:
     lm = dx.load("pycode")
     bits = lambda lm: float(dx.score(lm, [TEXT]).bits_per_byte[0])
@@ -343,7 +342,7 @@ def test_networks_that_cannot_be_rotated_are_refused() -> None:
         rotated(model, pack(model.init_params(jax.random.key(0)), "qserve"))
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_a_checkpoint_of_theirs_becomes_a_model(tmp_path: Path) -> None:
     import torch
 

@@ -10,8 +10,6 @@ its Triton kernels `quamba2_sscan_update_triton` and `_quamba2_mamba_chunk_scan_
 interpreter, without their checks for a GPU, with `rint` and `softplus` written out.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import hashlib
@@ -83,7 +81,7 @@ def test_clusters_scales_and_codes_of_activations_are_theirs() -> None:
 
 def test_codes_and_scales_of_weights_are_theirs() -> None:
     w = given(40, 256, seed=6) * 0.3
-    packed: Any = Quamba2()._kernel(w, np.float32(1))
+    packed: Any = Quamba2().pack_kernel(w, np.float32(1))
     assert digest(packed.kernel.codes) == EXPECTED["w8"]
     np.testing.assert_array_equal(packed.scales, np.float32(EXPECTED["w8_scale"]))
     for inputs, inner, name in ((256, True, "w4a8"), (64, True, "w4a8_one"), (256, False, "w4a16"),
@@ -93,7 +91,7 @@ def test_codes_and_scales_of_weights_are_theirs() -> None:
         found += [] if steps is None else [digest(steps.reshape(-1) if inputs == 64 else steps)]
         found += [digest(scales.reshape(-1))] if inner else []
         assert found == EXPECTED[name]
-        own: Any = Quamba2(4, 8 if inner else 16)._kernel(w[:, :inputs], np.float32(1) if inner else None)
+        own: Any = Quamba2(4, 8 if inner else 16).pack_kernel(w[:, :inputs], np.float32(1) if inner else None)
         bound = np.abs(w[:, :inputs]).max(-1, keepdims=True) * (1 / 15 + 1 / 127 if inputs == 256 else 1 / 14 + 1e-3)
         assert (np.abs(own.values(jnp.float32) - w[:, :inputs]) <= bound).all()
 
@@ -276,7 +274,7 @@ def test_a_rotated_kernel_multiplies_as_its_values() -> None:
     np.testing.assert_allclose(kernel.times(x, jnp.float32), x @ kernel.values(jnp.float32).T, atol=1e-4)
 
 
-def test_what_it_cannot_do_is_refused_by_name(tmp_path: Path) -> None:
+def test_unsupported_methods_and_files_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="weights, activations: got 8 and 16 bits, takes 8 and 8, 4 and 8, or 4"):
         Quamba2(8, 16)
     with pytest.raises(ValueError, match="heads: got 0, takes 1 or more"):

@@ -1,7 +1,5 @@
 """R-Sparse: the authors' sets and products, its laws, and what it does to a model."""
 
-from __future__ import annotations
-
 import argparse
 import functools
 import inspect
@@ -174,7 +172,7 @@ def test_experts_have_limits_of_their_own() -> None:
     np.testing.assert_allclose(packed.limits[2], pooled.limits, rtol=1e-6)
 
 
-def test_what_is_out_of_range_is_refused() -> None:
+def test_numbers_out_of_range_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"^sparsity: got 1, takes 0 to below 1$"):
         RSparse(sparsity=1)
     with pytest.raises(ValueError, match=r"^ratio: got 1\.5, takes 0 to 1, or None$"):
@@ -191,7 +189,7 @@ def draft() -> dx.LM:
     return dx.quantize(dx.load("pycode-draft", dtype="float32"), "r-sparse", DATA, length=256, sequences=8)
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_a_node_of_a_window_has_the_logits_of_plain_decoding(draft: dx.LM) -> None:
     """A token's result does not depend on whether it was in the prompt, either."""
     tokens = jnp.asarray(draft.tokenizer.encode(DATA[0])[:24])[None]
@@ -208,7 +206,7 @@ def test_a_node_of_a_window_has_the_logits_of_plain_decoding(draft: dx.LM) -> No
         np.testing.assert_allclose(logits, whole[:, i], atol=1e-3)
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_half_of_the_kernels_is_not_read_at_little_cost() -> None:
     lm = dx.load("pycode", dtype="float32")
     code = lambda module: np.array(lm.tokenizer.encode(inspect.getsource(module)))

@@ -4,8 +4,6 @@ Figures called the authors' were made with their code, https://github.com/Squeez
 scikit-learn 1.3.1, which they name.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from pathlib import Path
@@ -175,7 +173,7 @@ def test_a_product_is_that_of_the_values(bits: int, rows: int, K: int, N: int) -
     np.testing.assert_allclose(half.astype(jnp.float32), expected, atol=2e-2 * K**0.5 * most)
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_large_kernels_are_multiplied_block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(squeezellm, "BLOCK", 100)
     packed, x = pack(96, 50)[0], jax.random.normal(jax.random.key(1), (5, 96))
@@ -186,7 +184,7 @@ def test_large_kernels_are_multiplied_block_by_block(monkeypatch: pytest.MonkeyP
     np.testing.assert_array_equal(packed.rows(jnp.array([[3], [9]]), jnp.float32), whole(packed)[[[3], [9]]])
 
 
-def test_what_other_platforms_hold_are_the_same_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_platforms_hold_the_same_codes(monkeypatch: pytest.MonkeyPatch) -> None:
     packed, x = pack(33, 7)[0], jnp.ones((2, 33))
     monkeypatch.setattr(squeezellm, "platform", lambda: "tpu")
     other = packed.here()
@@ -216,7 +214,7 @@ def test_an_output_of_outliers_alone_loses_none() -> None:
     np.testing.assert_allclose(multiply(x, packed), whole(packed).T[:9], rtol=1e-6)
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_each_expert_is_packed_by_itself() -> None:
     packed, w = pack(40, 24, 3)
     fisher, x = heavy(3, 24, 40)[1], jax.random.normal(jax.random.key(1), (2, 40))
@@ -265,7 +263,7 @@ def test_the_statistic_is_the_square_of_each_sequences_gradient() -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-9)
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_a_model_generates_as_with_the_values_and_is_saved(tmp_path: Path) -> None:
     packed = dx.quantize(small(), "squeezellm", IDS, length=32)
     leaves = flatten(packed.params)
@@ -306,7 +304,7 @@ def test_a_trained_model_loses_less_than_by_rounding_to_3_bits(name: str, bits: 
     assert score(packed) - best < share * (rounded - best)
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_no_kernel_is_chosen_in_front_of_the_loop() -> None:
     """Else the loop reads whole weights, which take the memory that packed ones were to save."""
     model = Transformer(llama(vocab=640, width=96, layers=1, heads=4, kv_heads=2, mlp=320, tied=True))
@@ -331,7 +329,7 @@ def test_parameters_and_data_out_of_range_are_refused() -> None:
         dx.load("pycode-draft", weights="squeezellm")
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_a_checkpoint_of_the_authors_is_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 

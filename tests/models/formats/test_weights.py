@@ -1,7 +1,5 @@
 """Packed weights: what a format keeps of a kernel, products with it, and models loaded in it."""
 
-from __future__ import annotations
-
 import functools
 import os
 import re
@@ -161,7 +159,7 @@ def test_a_model_loads_packed(name: str, weights: str, tmp_path: Path) -> None:
     np.testing.assert_allclose(model.forward(packed, tokens), model.forward(plain, tokens), atol=3e-5, rtol=1e-4)
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_a_t5_loads_packed(tmp_path: Path) -> None:
     import torch
     import transformers
@@ -195,7 +193,7 @@ def test_no_kernel_is_converted_in_front_of_the_loop(weights: str) -> None:
     assert not re.search(r"f32\[(320,96|96,320|704,96|96,704)\]\S* fusion\(", text)     # nor written in it
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_half_precision_on_a_cpu_is_read_as_it_lies(tmp_path: Path) -> None:
     saved("llama", tmp_path)
     lm = dx.load(tmp_path, dtype="bfloat16")
@@ -221,7 +219,7 @@ def test_an_unknown_format_is_refused(tmp_path: Path) -> None:
         Int4(group=1)
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 def test_the_page_on_weights_runs(capsys: pytest.CaptureFixture[str]) -> None:
     names = run_file(DOCS / "choose" / "weights.md")
     assert isinstance(names["lm"].params["embed"], Packed)      # pycode's head is its embedding table

@@ -108,11 +108,11 @@ class Shots(Selection):
         pool = later & best(jnp.where(later, jnp.where(late, jnp.inf, worth), -1)[None], valid[None],
                             jnp.asarray(self.pool))[0]
         chosen = jnp.where(one.length > one.settled_at, pool | (valid & ~later),
-                           _examples(worth, one.gathered.slots[0], valid, late, counts[0], number))
+                           kept_examples(worth, one.gathered.slots[0], valid, late, counts[0], number))
         return [jnp.broadcast_to(chosen, own.valid.shape) for own in held]
 
 
-def _examples(worth: Array, example: Array, valid: Array, late: Array, count: Array, number: Array) -> Array:
+def kept_examples(worth: Array, example: Array, valid: Array, late: Array, count: Array, number: Array) -> Array:
     """Returns a mask of the tokens of a prompt to keep, `bool[S]`.
 
     Args:

@@ -78,7 +78,7 @@ class Merged(Draft):
         joined = lambda get: jnp.concatenate([get(p) for p, _, _ in grown], 1)
         tokens, live = joined(lambda p: p.tokens), joined(lambda p: p.live)
         parents = np.concatenate([np.where(above > 0, above + i * n, 0) for i in range(len(grown))])
-        first = self._first(tokens, live, parents)
+        first = self.first_of_prefix(tokens, live, parents)
         log_q = drawn_at = None
         if grown[0][0].log_q is not None:
             log_q = joined(lambda p: p.log_q)
@@ -90,7 +90,7 @@ class Merged(Draft):
         return Proposal(tokens=tokens, live=live, parents=take(first, jnp.broadcast_to(parents, tokens.shape)),
                         log_q=log_q, drawn_at=drawn_at), states
 
-    def _first(self, tokens: Array, live: Array, parents: np.ndarray) -> Array:
+    def first_of_prefix(self, tokens: Array, live: Array, parents: np.ndarray) -> Array:
         """Returns for each window node the first node with the same prefix, `i32[B, 1 + N]`."""
         depths = np.tile([len(path) for path in self.shape.order], len(self.sources))
         first = jnp.zeros((tokens.shape[0], 1 + tokens.shape[1]), jnp.int32)

@@ -143,7 +143,7 @@ class Intersection(Source):
 
     def start(self, params: Params, s: State, state: Mapped, room: int) -> tuple[Mapped, Answer]:
         own: CommonTokens = params.draft
-        state = self._read(own, s, state)
+        state = self.read_text(own, s, state)
         drafting, answer = self.source.start(_inner(params), self._own(s, state), state.drafting, room)
         return state.replace(drafting=drafting), _limited(own, answer)
 
@@ -173,7 +173,7 @@ class Intersection(Source):
         status = jnp.where(self._fits(state), s.status, jnp.asarray(Status.CAPACITY, jnp.int32))
         return s.replace(tokens=state.tokens, length=state.length, status=status)
 
-    def _read(self, own: CommonTokens, s: State, state: Mapped) -> Mapped:
+    def read_text(self, own: CommonTokens, s: State, state: Mapped) -> Mapped:
         """Returns the state after all of each row's text has been converted to the draft model's tokens."""
         block = jnp.zeros(max(64, own.longest), jnp.int32)
 

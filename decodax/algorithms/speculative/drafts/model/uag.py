@@ -172,7 +172,7 @@ class Realigned(Draft):
 
     def propose(self, params: Params, policy: Any, s: State, state: Reading, drawn: Drawn) -> tuple[Proposal, Reading]:
         own: AlignedVocabularies = params.draft
-        state = self._read(own, s, state)
+        state = self.read_text(own, s, state)
         steps = self.steps or self.length
         drafts = s.running & (state.length > 0) & (state.length + steps < state.tokens.shape[1])
         cache = state.cache.truncate(jnp.maximum(state.length - 1, 0))
@@ -193,13 +193,13 @@ class Realigned(Draft):
         empty = jnp.zeros((s.batch, self.window), jnp.uint8)
         data, count, _ = jax.vmap(append, (None, None, 0, 0, 0))(own.draft.text, own.draft.starts, empty, zero(),
                                                                 jnp.where(spelled, made, -1))
-        tokens, covered = jax.vmap(lambda data, count: self._drafts(own.target, data, count))(data, count)
+        tokens, covered = jax.vmap(lambda data, count: self.drafts_of(own.target, data, count))(data, count)
         return chain(tokens, covered), state.replace(tokens=done.tokens, cache=done.cache)
 
     def observe(self, s: State, window: Window, out: Out, decision: Decision | None, state: Reading) -> Reading:
         return state
 
-    def _read(self, own: AlignedVocabularies, s: State, state: Reading) -> Reading:
+    def read_text(self, own: AlignedVocabularies, s: State, state: Reading) -> Reading:
         """Returns the state after all of each row's text has been converted to the draft model's tokens."""
         place = jnp.arange(self.window, dtype=jnp.int32)
 
@@ -226,7 +226,7 @@ class Realigned(Draft):
 
         return lax.while_loop(lambda state: (s.running & (state.seen < s.length)).any(), step, state)
 
-    def _drafts(self, target: ByteVocabulary, data: Array, count: Array) -> tuple[Array, Array]:
+    def drafts_of(self, target: ByteVocabulary, data: Array, count: Array) -> tuple[Array, Array]:
         """Returns the bytes of one row as target tokens, `i32[K]`, and the number of tokens before the first byte
         without a token."""
         found, _ = target.split(data, count)

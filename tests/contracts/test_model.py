@@ -1,0 +1,219 @@
+"""The contract of models: what every architecture does, on small ones with random weights.
+
+What a model says of a text does not depend on how the text came into its cache: as a prompt in chunks, token by token,
+as drafts, in trees or beside other rows. The numbers of the papers and of transformers are in `tests/models`.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import decodax as dx
+from decodax.core.window import Window, causal
+from decodax.io.load import LM
+from decodax.models import (
+    EncoderText,
+    Experts,
+    Mamba,
+    Mamba2,
+    Mamba2Config,
+    MambaConfig,
+    Rwkv7,
+    Rwkv7Config,
+    RwkvX,
+    RwkvXConfig,
+    Transformer,
+    cla,
+    diffqkv,
+    dual_chunk,
+    echo_att,
+    jrt,
+    linear,
+    linearized,
+    llama,
+    phd,
+    yoco,
+)
+from tests.caches.small import PROMPTS
+from tests.extending.pages import run_page
+from tests.matrix import often
+
+BASE = llama(vocab=16, width=16, layers=3, heads=4, kv_heads=2, mlp=24, context=256)
+RWKV = dict(vocab=16, width=16, layers=2, head_dim=4, decay=3, rate=3, value=2, gate=4)
+MODELS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: Transformer(BASE), "cla": lambda: Transformer(cla(BASE)),
+    "cla of 3": lambda: Transformer(cla(BASE, 3)), "yoco": lambda: Transformer(yoco(BASE, 8)),
+    "diffqkv": lambda: Transformer(diffqkv(llama(vocab=16, width=16, layers=1, heads=8, kv_heads=4, head_dim=4, mlp=24,
+                                                 context=256), key_heads=2)),
+    "echoes": lambda: Transformer(echo_att(dataclasses.replace(BASE, layers=BASE.layers[:1] * 5), ((1, 2, 3),))),
+    "echoes of fewer keys": lambda: Transformer(echo_att(diffqkv(dataclasses.replace(
+        BASE, kv_heads=4, layers=BASE.layers[:1] * 5), 2), ((1, 2, 3),))),
+    "experts": lambda: Transformer(dataclasses.replace(BASE, layers=(*BASE.layers[:2], dataclasses.replace(
+        BASE.layers[2], experts=Experts(count=6, chosen=2, width=12))))),
+    "dual chunks": lambda: Transformer(dual_chunk(BASE, 12, 4)),
+    "elu": lambda: Transformer(linear(BASE)), "elu beside softmax": lambda: Transformer(linear(BASE, layers=(0, 2))),
+    "linearized": lambda: Transformer(linearized(BASE, group=8, kernel=9)),
+    "linearized beside softmax": lambda: Transformer(linearized(BASE, (0, 2), group=4, kernel=13)),
+    "based": lambda: Transformer(jrt(BASE, (1,), window=6, width=4, prefix=False)),
+    "jrt": lambda: Transformer(jrt(BASE, (0, 1), window=6, width=4)),
+    "phd-2": lambda: phd(BASE), "phd-3": lambda: phd(BASE, 3), "phd-swa-3": lambda: phd(BASE, 3, 5),
+    "phd-cswa-2": lambda: phd(BASE, 2, 4, 6), "phd-cswa-3": lambda: phd(BASE, 3, 6, 5),
+    "mamba": lambda: Mamba(MambaConfig(vocab=16, width=16, layers=2, inner=32, state=6, rank=3)),
+    "mamba-2": lambda: Mamba2(Mamba2Config(vocab=16, width=16, layers=2, heads=4, head_dim=8, groups=2, state=6,
+                                           chunk=8)),
+    "rwkv-7": lambda: Rwkv7(Rwkv7Config(**RWKV)),       # type: ignore[arg-type]
+    "rwkv-x": lambda: RwkvX(RwkvXConfig(**RWKV | dict(layers=4), sparse=2, chunk=4, top=2, limit=None)),  # type: ignore
+}
+GUIDE = "the recurrent layer of the guide"
+NAMES = [*MODELS, GUIDE]
+READS_INPUTS = ("jrt",)
+"""An encoder reads the prompt, so these are no draft models and score no texts."""
+NO_TREE_BUFFER = ("rwkv-x",)
+OFTEN = ["mamba-2", "linearized beside softmax", "yoco", "phd-cswa-3", GUIDE]
+LOOKUP = dx.Speculative(dx.drafts.PromptLookup(length=4))
+TREE = dx.trees.Fixed.balanced(2, 2)
+
+
+@functools.cache
+def lm(name: str) -> LM:
+    if name == GUIDE:
+        return run_page("models")["recurrent"]
+    model = MODELS[name]()
+    params = model.init_params(jax.random.key(3))
+    if name != "rwkv-7":
+        params = jax.tree.map(lambda x: 8 * x if x.ndim > 1 else x, params)
+    for layer in params["layers"].values() if isinstance(params.get("layers"), dict) else ():
+        for own in {"factor", "taps"} & set(layer.get("attn", ())):     # of linear attention, which begin as zeros
+            layer["attn"][own] = jax.random.normal(jax.random.key(4), layer["attn"][own].shape)
+    return LM(model=model, params=params, vocab_size=16)
+
+
+def inputs(name: str, prompts: list[list[int]]) -> EncoderText | None:
+    return EncoderText.of(prompts) if name in READS_INPUTS else None
+
+
+@functools.cache
+def run(name: str, algorithm: Any = None, chunk: int = 512, new: int = 12, rows: tuple[int, ...] = (0, 1, 2)) -> Any:
+    prompts = [PROMPTS[i] for i in rows]
+    return dx.generate(lm(name), prompts, algorithm=algorithm, chunk=chunk, max_new_tokens=new, seed=5, eos_token_id=[],
+                       temperature=[(0.0, 0.9, 0.0)[i] for i in rows], request_ids=rows, inputs=inputs(name, prompts))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def scored(model: Any, params: Any, window: Window, cache: Any) -> Any:
+    out = model.apply(params, window, cache)
+    return out.logits(), out.entries
+
+
+def empty(name: str, prompts: list[list[int]]) -> Any:
+    """An empty cache of a row for each prompt."""
+    return lm(name).model.init_cache(len(prompts), 64, params=lm(name).params, inputs=inputs(name, prompts))
+
+
+def whole(name: str, texts: list[list[int]], prompts: list[list[int]]) -> list[np.ndarray]:
+    """Logits `[T, V]` of texts that begin with prompts, each read at once as a prompt is."""
+    rows = np.zeros((len(texts), 64), np.int32)
+    for row, text in zip(rows, texts, strict=True):
+        row[:len(text)] = text
+    window = causal(jnp.asarray(rows), jnp.zeros(len(texts), jnp.int32)).replace(is_prefill=True)
+    logits, _ = scored(lm(name).model, lm(name).params, window, empty(name, prompts))
+    return [np.asarray(row)[:len(text)] for row, text in zip(logits, texts, strict=True)]
+
+
+@pytest.mark.wide(but=("linearized beside softmax",))
+@pytest.mark.parametrize("name", often(OFTEN, NAMES))
+def test_greedy_tokens_are_those_of_the_whole_text_whatever_the_chunks_of_the_prompt(name: str) -> None:
+    plain = run(name)
+    texts = [PROMPTS[row] + plain.tokens[row].tolist() for row in (0, 2)]
+    for row, logits in zip((0, 2), whole(name, texts, PROMPTS[::2]), strict=True):
+        assert logits[len(PROMPTS[row]) - 1:-1].argmax(-1).tolist() == plain.tokens[row].tolist()
+    assert run(name, chunk=3).tokens.tolist() == plain.tokens.tolist()
+    assert run(name, rows=(1,)).tokens.tolist() == plain.tokens[1:2].tolist()
+    assert run(name, rows=(2, 1, 0)).tokens.tolist() == plain.tokens[::-1].tolist()
+    assert len(set(plain.tokens[1].tolist())) > 2
+
+
+@pytest.mark.wide(but=("linearized beside softmax",))
+@pytest.mark.parametrize("name", often(OFTEN, NAMES))
+def test_drafts_and_trees_change_no_token(name: str) -> None:
+    plain = run(name).tokens.tolist()
+    trees = dx.Speculative(dx.drafts.DraftModel(lm("llama")), shape=TREE)
+    assert run(name, LOOKUP, chunk=4).tokens.tolist() == run(name, trees).tokens.tolist() == plain
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("shape", often([TREE], [dx.trees.Chain(3), TREE]), ids=["chain", "tree"])
+@pytest.mark.parametrize("name", often(
+    OFTEN, [name for name in NAMES if name not in (*NO_TREE_BUFFER, *READS_INPUTS)]))
+def test_a_model_that_drafts_for_itself_is_always_right(name: str, shape: Any) -> None:
+    drafts = dx.Speculative(dx.drafts.DraftModel(lm(name)), shape=shape)
+    assert run("llama", drafts).tokens.tolist() == run("llama").tokens.tolist()
+    out = run(name, drafts)
+    assert out.tokens.tolist() == run(name).tokens.tolist()
+    assert out.stats.rounds.tolist() == [12 // (shape.length + 1)] * 3
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", often(OFTEN, NAMES))
+def test_each_path_of_a_tree_is_scored_as_a_text(name: str) -> None:
+    """In one window beside a dead node, and level by level in a tree buffer; then the text goes on from a path."""
+    model, params, text = lm(name).model, lm(name).params, PROMPTS[1][:14]
+    new, parent = [3, 1, 5, 9, 2, 6, 8], [-1, 0, 0, 1, 1, 2, 3]
+    paths = [[0]]
+    for i in range(1, 7):
+        paths.append([*paths[parent[i]], i])
+    mask = np.array([[j in path for j in range(7)] for path in paths])
+    depth = np.array([len(text) + len(path) - 1 for path in paths], np.int32)
+    alive = np.arange(7) != 5
+    want = np.stack([logits[-1] for logits in whole(
+        name, [[*text, *(new[i] for i in path)] for path in paths], [text] * len(paths))])
+    close = functools.partial(np.testing.assert_allclose, rtol=2e-3, atol=2e-3)
+
+    cache = empty(name, [text])
+    read = causal(jnp.array([text]), jnp.zeros(1, jnp.int32)).replace(is_prefill=True)
+    cache = cache.commit(scored(model, params, read, cache)[1], read.positions)
+    tree = Window(tokens=jnp.array([new]), positions=jnp.asarray(depth)[None], mask=jnp.asarray(mask)[None],
+                  live=jnp.asarray(alive)[None])
+    logits, entries = scored(model, params, tree, cache)
+    close(logits[0][alive], want[alive])
+    slots = jnp.array([[14, 15, -1, 16, -1, -1, 17]])       # the path 3 1 9 8 was true
+    ends = [cache.commit(entries, slots)]
+    if name not in NO_TREE_BUFFER:
+        buffer, found, above = cache.tree_buffer(entries, 7), [], mask & ~np.eye(7, dtype=bool)
+        for first, level in ((0, [0]), (1, [1, 2]), (3, [3, 4, 5]), (6, [6])):
+            part = Window(tokens=jnp.array([[new[i] for i in level]]), positions=jnp.asarray(depth[level])[None],
+                          mask=jnp.eye(len(level), dtype=bool)[None], live=jnp.ones((1, len(level)), bool))
+            logits, more = scored(model, params, part, buffer.seen_by(jnp.asarray(above[level])[None]))
+            buffer = buffer.append(more, part.positions, jnp.int32(first))
+            found.append(logits[0])
+        close(np.concatenate(found), want)
+        ends.append(buffer.commit(slots))
+    for after in ends:
+        assert after.length.tolist() == [18]
+        logits, _ = scored(model, params, causal(jnp.array([[7]]), jnp.array([18])), after)
+        close(logits[0, 0], whole(name, [[*text, 3, 1, 9, 8, 7]], [text])[0][-1])
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", often(OFTEN, [name for name in NAMES if name not in READS_INPUTS]))
+def test_texts_are_scored_by_their_full_forward(name: str) -> None:
+    texts = [PROMPTS[0], PROMPTS[2]]
+    for text, found, logits in zip(texts, dx.score(lm(name), texts, chunk=16).logprobs, whole(name, texts, texts),
+                                   strict=True):
+        want = jax.nn.log_softmax(logits)
+        np.testing.assert_allclose(found, want[np.arange(len(text) - 1), text[1:]], atol=2e-3)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", often(OFTEN, NAMES))
+def test_a_second_call_traces_nothing(name: str) -> None:
+    run(name)
+    with jax.no_tracing(True):
+        dx.generate(lm(name), [prompt[::-1] for prompt in PROMPTS], max_new_tokens=12, seed=6,
+                    temperature=[0.5, 0.0, 1.0], eos_token_id=[], inputs=inputs(name, PROMPTS))
