@@ -2,7 +2,7 @@
 RWKV-X."""
 
 from decodax.models.arc_encoder import ArcEncoder
-from decodax.models.config import DecoderConfig, Experts, Layer, NormConfig, cla, diffqkv, echo_att, llama, yoco
+from decodax.models.config import DecoderConfig, Layer, NormConfig, cla, diffqkv, echo_att, llama, yoco
 from decodax.models.decoder import Decoder
 from decodax.models.diffusion import Diffusion
 from decodax.models.dual_chunk import dual_chunk
@@ -12,6 +12,7 @@ from decodax.models.mamba import Mamba, MambaConfig
 from decodax.models.mamba2 import Mamba2, Mamba2Config
 from decodax.models.phd import Phd, phd
 from decodax.models.rope import Chunks, Rope
+from decodax.models.routing import Experts
 from decodax.models.rwkv7 import Rwkv7, Rwkv7Config
 from decodax.models.rwkv_x import RwkvX, RwkvXConfig
 from decodax.models.t5 import T5, T5Config

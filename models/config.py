@@ -7,12 +7,18 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Literal
 
+import jax.numpy as jnp
+from jax import Array
+
 from decodax.cache import LinearRule
 from decodax.common.struct import short
 from decodax.models.rope import Chunks, Rope
+from decodax.models.routing import Experts
+from decodax.pallas_kernels.window_attention import FixedBias
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
-"""Activation of the MLP: `x sigmoid(x)`, the Gaussian error linear unit, its tanh approximation, and `max(x, 0)`."""
+Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "xielu"]
+"""Activation of the MLP: `x sigmoid(x)`, the Gaussian error linear unit, its tanh approximation, `x sigmoid(1.702 x)`,
+`max(x, 0)`, `max(x, 0) ** 2`, and xIELU, which has learned parameters (`decodax.models.feed_forward.XIELU`)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,37 +30,52 @@ class NormConfig:
         eps: added to the variance.
         unit_offset: the scale is `1 + w` for the stored `w` (Gemma).
         bias: True adds a bias.
+        scaled: False leaves out the learned scale, and the bias with it.
     """
 
     kind: Literal["rms", "layer"] = "rms"
     eps: float = 1e-6
     unit_offset: bool = False
     bias: bool = False
+    scaled: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
-class Experts:
-    """A sparse mixture of gated MLPs in place of one MLP (Shazeer et al., 2017). See `decodax.models.experts`.
+class QueryScale:
+    """A factor of the queries that grows with the position: `1 + beta * log(1 + floor((position + shift) / length))`.
 
-    Attributes:
-        count: number of experts `E`.
-        chosen: number of experts that are chosen for each token.
-        width: number of inner channels of each expert.
-        normalise: True divides the weights of the chosen experts by their sum; False uses their softmax over all
-            experts.
+    It keeps the attention of long texts from becoming flat (Llama 4, Ministral 3).
     """
 
-    count: int
-    chosen: int
+    beta: float
+    length: float
+    shift: int = 0
+
+    def table(self, positions: Array) -> Array:
+        """Returns the factors `f32[B, W, 1, 1]` at positions `i32[B, W]`."""
+        steps = jnp.floor((positions + self.shift).astype(jnp.float32) / self.length)
+        # Nodes that are not live may have positions below 0.
+        return (1 + self.beta * jnp.log1p(jnp.maximum(steps, 0)))[..., None, None]
+
+
+@dataclasses.dataclass(frozen=True)
+class RgLru:
+    """Options of the recurrent block of Griffin and RecurrentGemma. See `decodax.models.rg_lru`.
+
+    Attributes:
+        width: number of channels `C`.
+        blocks: number of blocks of the gates' matrices, a divisor of `width`.
+        conv: width `K` of the convolution.
+    """
+
     width: int
-    normalise: bool = True
+    blocks: int
+    conv: int = 4
 
     def __post_init__(self) -> None:
-        for name in ("count", "chosen", "width"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: got {getattr(self, name)}, takes 1 or more")
-        if self.chosen > self.count:
-            raise ValueError(f"chosen: got {self.chosen}, takes at most the number of experts, {self.count}")
+        if self.conv < 1 or self.blocks < 1 or self.width % self.blocks:
+            raise ValueError(f"blocks: got {self.blocks} with a conv of {self.conv}, takes a divisor of the width, "
+                             f"{self.width}, and 1 or more")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +93,11 @@ class Layer:
             scores; see `decodax.models.linear`. None: softmax.
         echoes: index of an earlier layer whose attention weights this layer uses with its own values. It has no
             projections for queries and keys, and the cache stores no keys for it; see `echo_att`. None: its own.
+        bias: added to the attention scores, by the positions of query and key. See `decodax.models.biases`.
+        query_scale: a factor of the queries that grows with the position, or None.
+        recurrent: the recurrent block in place of attention, which has no other of these options but `experts`. None:
+            attention.
+        qk_norm: False leaves out the norm of queries and keys that `DecoderConfig.qk_norm` describes.
     """
 
     rope: Rope | None = None
@@ -81,12 +107,21 @@ class Layer:
     reads: int | None = None
     linear: LinearRule | None = None
     echoes: int | None = None
+    bias: FixedBias | None = None
+    query_scale: QueryScale | None = None
+    qk_norm: bool = True
+    recurrent: RgLru | None = None
 
     def __post_init__(self) -> None:
+        if self.recurrent is not None and dataclasses.replace(self, recurrent=None, experts=None) != Layer():
+            raise ValueError("recurrent: cannot be combined with options of attention")
         if self.sliding is not None and self.sliding < 1:
             raise ValueError(f"sliding: got {self.sliding}, takes 1 or more, or None")
         if self.linear is not None and (self.sliding is not None or self.scale is not None or self.reads is not None):
             raise ValueError("linear: cannot be combined with a sliding window, a scale or another layer's keys")
+        if self.bias is not None and (self.linear is not None or (
+                self.rope is not None and self.rope.chunks is not None)):
+            raise ValueError("bias: cannot be combined with linear attention or dual chunk attention")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,13 +142,18 @@ class DecoderConfig:
         block: position of the norms in a block: "pre" (before attention and MLP), "post" (after each, inside the
             residual branch: OLMo 2), "sandwich" (both: Gemma 2), "parallel" (one norm feeds both branches: StableLM,
             Phi-2, Cohere).
+        twin_norms: the two branches of a "parallel" block have a norm each (GPT-NeoX, Falcon 40B).
         qk_norm: norm of queries and keys before rotation: over each head with one scale for all heads ("head"), over
             all heads together ("full"), over each head with its own scale ("per_head"), or None.
         qk_norm_kind: options of that norm; None: those of `norm`.
+        qk_norm_after: True applies that norm after rotation.
         activation: activation function of the MLP.
         gated: True: the MLP is `down(act(gate(x)) * up(x))`; False: `down(act(up(x)))`.
         qkv_bias, out_bias, mlp_bias: True adds biases to these projections.
-        learned_positions: number of rows of the learned position embedding; 0: none.
+        qkv_clip: queries, keys and values are clipped to this absolute value after their projection; None: not.
+        learned_positions: number of positions of the learned position embedding; 0: none.
+        position_offset: number of rows of that embedding before the one of position 0 (OPT: 2).
+        embed_norm: True applies a norm to the embeddings (BLOOM).
         tied: True uses the embedding table as the output head.
         head_bias: True adds a bias to an output head that is not tied.
         attention_softcap, logit_softcap: `cap` in `cap * tanh(x / cap)` of attention scores and of logits (Gemma 2).
@@ -132,14 +172,19 @@ class DecoderConfig:
     context: int
     norm: NormConfig = NormConfig()
     block: Literal["pre", "post", "sandwich", "parallel"] = "pre"
+    twin_norms: bool = False
     qk_norm: Literal["head", "full", "per_head"] | None = None
     qk_norm_kind: NormConfig | None = None
+    qk_norm_after: bool = False
     activation: Activation = "silu"
     gated: bool = True
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
+    qkv_clip: float | None = None
     learned_positions: int = 0
+    position_offset: int = 0
+    embed_norm: bool = False
     tied: bool = False
     head_bias: bool = False
     attention_softcap: float | None = None
@@ -164,6 +209,11 @@ class DecoderConfig:
         if self.echoed and any(layer.reads is not None or layer.linear is not None for layer in self.layers):
             raise ValueError("echoes: got layers that repeat the attention of others and some that read their keys and "
                              "values, or have linear attention; takes one of these")
+        if self.recurrent and (self.summing or self.shared or not self.attending):
+            raise ValueError("recurrent: takes some layers with attention, and none that has linear attention or "
+                             "shares that of others")
+        if self.twin_norms and self.block != "parallel":
+            raise ValueError(f"twin_norms: got True with block {self.block!r}, takes block 'parallel'")
         if self.tied and self.head_bias:
             raise ValueError("head_bias: got True, a tied head takes False")
         for i, layer in enumerate(self.layers):
@@ -189,8 +239,8 @@ class DecoderConfig:
                 raise ValueError("linear: a width of its own cannot be combined with qk_norm")
             if layer.rope is not None and layer.rope.width > self.key_width(layer):
                 raise ValueError(f"rope width: got {layer.rope.width}, more than head_dim = {self.key_width(layer)}")
-            if layer.experts is not None and (not self.gated or self.mlp_bias):
-                raise ValueError("experts: takes a gated MLP without biases")
+            if layer.experts is not None and (not self.gated or self.mlp_bias or self.activation == "xielu"):
+                raise ValueError("experts: takes a gated MLP without biases, and an activation without parameters")
 
     @property
     def values_of_key(self) -> int:
@@ -219,12 +269,17 @@ class DecoderConfig:
     @property
     def attending(self) -> tuple[int, ...]:
         """Indices of the layers in `own` with softmax attention, for which a cache stores keys and values."""
-        return tuple(i for i in self.own if self.layers[i].linear is None)
+        return tuple(i for i in self.own if self.layers[i].linear is None and self.layers[i].recurrent is None)
 
     @property
     def summing(self) -> tuple[int, ...]:
         """Indices of the layers in `own` with linear attention, for which a cache stores a state."""
         return tuple(i for i in self.own if self.layers[i].linear is not None)
+
+    @property
+    def recurrent(self) -> tuple[int, ...]:
+        """Indices of the layers with a recurrent block, for which a cache stores a state."""
+        return tuple(i for i in self.own if self.layers[i].recurrent is not None)
 
     @property
     def shared(self) -> bool:
@@ -316,6 +371,19 @@ def llama(*, vocab: int, width: int, layers: int, heads: int, mlp: int, kv_heads
           head_dim: int | None = None, context: int = 2048, theta: float = 10_000.0, eps: float = 1e-5,
           tied: bool = False) -> DecoderConfig:
     """Returns the configuration of a Llama-shaped decoder (Touvron et al., 2023), for models trained from scratch.
+
+    Args:
+        vocab: size of the vocabulary.
+        width: model width `D`.
+        layers: number of layers.
+        heads: number of query heads.
+        mlp: number of inner channels of the MLP.
+        kv_heads: number of key-value heads; None: `heads`.
+        head_dim: width of a head; None: `width // heads`.
+        context: trained number of positions.
+        theta: base of the rotary frequencies.
+        eps: added to the mean square in the norms.
+        tied: True uses the embedding table as the output head.
 
     >>> c = llama(vocab=64, width=32, layers=2, heads=4, mlp=96)
     >>> c.head_dim, len(c.layers), c.layers[0].rope.theta

@@ -20,12 +20,13 @@ from jax import Array
 
 from decodax.cache import LinearTerms
 from decodax.core.types import PartialForward
-from decodax.models.config import DecoderConfig, Experts, Layer
+from decodax.models.config import DecoderConfig, Layer
 from decodax.models.dual_chunk import DualChunk
 from decodax.models.echoes import Echoes, Near
-from decodax.models.experts import mix, route
-from decodax.models.layers import ACTIVATIONS, STD, Kernels, Linear, Norm, weight
+from decodax.models.feed_forward import MLP, Mixture
+from decodax.models.layers import STD, Linear, Norm, weight
 from decodax.models.packed import embedded, head, multiply
+from decodax.models.rg_lru import RecurrentBlock
 from decodax.models.rope import rotate
 
 Keep = Sequence[tuple[bool, bool]] | Array
@@ -59,8 +60,8 @@ class Attention(nnx.Module):
         self.v = into(values, "kv_heads") if own else None
         self.o = Linear(rngs, (c.heads * c.head_dim, c.width), ("heads", "embed"), c.out_bias,
                         STD / (2 * len(c.layers)) ** 0.5)
-        self.q_norm = _head_norm(c, c.heads, "heads") if attends else None
-        self.k_norm = _head_norm(c, c.kv_heads, "kv_heads") if has_keys else None
+        self.q_norm = _head_norm(c, c.heads, "heads") if attends and layer.qk_norm else None
+        self.k_norm = _head_norm(c, c.kv_heads, "kv_heads") if has_keys and layer.qk_norm else None
         if rule is not None:
             # Training begins with zeros, that is, with the sum within a group alone.
             self.factor = nnx.Param(jnp.zeros(1), axes=(None,)) if rule.factor else None
@@ -68,7 +69,7 @@ class Attention(nnx.Module):
             self.encoder_k = into(keys, "kv_heads") if rule.prefix else None
             self.encoder_v = into(values, "kv_heads") if rule.prefix else None
 
-    def __call__(self, index: int, x: Array, tables: dict[Any, tuple[Array, Array]],
+    def __call__(self, index: int, x: Array, tables: dict[Any, Any],
                  attend: Attend) -> tuple[Array, Any]:
         if self.q is None:
             return self._projected(x, *attend(index, None, None, self._values(x)))
@@ -79,8 +80,11 @@ class Attention(nnx.Module):
         else:
             q, k, v = jax.lax.optimization_barrier((self.q(x), self.k(x), self.v(x)))
             # Values of the heads that share keys are adjacent, as one wide head.
-            k, v = self._placed(k, self.k_norm, tables), v.reshape(*v.shape[:2], self.c.kv_heads, -1)
+            k = self._placed(k, self.k_norm, tables)
+            v = self._clipped(v).reshape(*v.shape[:2], self.c.kv_heads, -1)
         q, c = self._placed(q, self.q_norm, tables), self.c
+        if self.layer.query_scale is not None:
+            q = q * tables[self.layer.query_scale].astype(q.dtype)
         if self.layer.linear is not None:
             out, entry = self._linear(index, x, q, k, v, tables, attend)
             return self.o(out.reshape(*x.shape[:2], -1)), entry
@@ -88,12 +92,18 @@ class Attention(nnx.Module):
         options: dict[str, Any] = dict(scale=scale, sliding=self.layer.sliding, softcap=c.attention_softcap)
         if self.layer.rope is not None and self.layer.rope.chunks is not None:
             options["bias"] = DualChunk(self.layer.rope, scale)
+        elif self.layer.bias is not None:
+            options["bias"] = self.layer.bias
         return self._projected(x, *attend(index, q, k, v, **options))
 
     def _values(self, x: Array) -> Array:
         """Returns the values, split into heads."""
         assert self.v is not None
-        return self.v(x).reshape(*x.shape[:2], self.c.kv_heads, -1)
+        return self._clipped(self.v(x)).reshape(*x.shape[:2], self.c.kv_heads, -1)
+
+    def _clipped(self, y: Array) -> Array:
+        clip = self.c.qkv_clip
+        return y if clip is None else jnp.clip(y, -clip, clip)
 
     def _projected(self, x: Array, out: Array, entry: Any) -> tuple[Array, Any]:
         """Projects the heads' output to the residual stream; returns it with the layer's entry."""
@@ -104,7 +114,7 @@ class Attention(nnx.Module):
             out = jnp.einsum("bwgrmre->bwgrme", out)
         return self.o(out.reshape(*x.shape[:2], -1)), entry
 
-    def _linear(self, index: int, x: Array, q: Array, k: Any, v: Any, tables: dict[Any, tuple[Array, Array]],
+    def _linear(self, index: int, x: Array, q: Array, k: Any, v: Any, tables: dict[Any, Any],
                 attend: Attend) -> tuple[Array, Any]:
         rule = self.layer.linear
         assert rule is not None
@@ -121,16 +131,23 @@ class Attention(nnx.Module):
     def _split(self, y: Array) -> Array:
         return y.reshape(*y.shape[:2], -1, self.c.key_width(self.layer))
 
-    def _placed(self, y: Array, norm: Norm | None, tables: dict[Any, tuple[Array, Array]]) -> Array:
+    def _placed(self, y: Array, norm: Norm | None, tables: dict[Any, Any]) -> Array:
         """Splits queries or keys into heads, and applies their norm and rotation."""
+        c, rope = self.c, self.layer.rope
+
+        def turned(y: Array) -> Array:
+            if rope is None:
+                return y
+            cos, sin = tables[rope]
+            return rotate(y, cos, sin, rope.interleaved)
+
         if norm is None:
-            y = self._split(y)
-        elif self.c.qk_norm == "full":
-            y = self._split(norm(y))
-        else:
-            y = norm(self._split(y))
-        rope = self.layer.rope
-        return y if rope is None else rotate(y, *tables[rope], interleaved=rope.interleaved)
+            return turned(self._split(self._clipped(y)))
+        if c.qk_norm_after:
+            return norm(turned(self._split(self._clipped(y))))
+        if c.qk_norm == "full":
+            return turned(self._split(self._clipped(norm(y))))
+        return turned(norm(self._split(self._clipped(y))))
 
 
 def _head_norm(c: DecoderConfig, heads: int, axis: str) -> Norm | None:
@@ -147,38 +164,6 @@ def _head_norm(c: DecoderConfig, heads: int, axis: str) -> Norm | None:
             return Norm(norm, (heads, c.head_dim), (axis, None))
 
 
-class MLP(nnx.Module):
-    """The feed-forward half of a block, gated (Shazeer, 2020) or plain."""
-
-    def __init__(self, c: DecoderConfig, rngs: nnx.Rngs):
-        self.activation = c.activation
-        self.gate = Linear(rngs, (c.width, c.mlp), ("embed", "mlp"), c.mlp_bias) if c.gated else None
-        self.up = Linear(rngs, (c.width, c.mlp), ("embed", "mlp"), c.mlp_bias)
-        self.down = Linear(rngs, (c.mlp, c.width), ("mlp", "embed"), c.mlp_bias, STD / (2 * len(c.layers)) ** 0.5)
-
-    def __call__(self, x: Array) -> Array:
-        act = ACTIVATIONS[self.activation]
-        return self.down(act(self.up(x)) if self.gate is None else act(self.gate(x)) * self.up(x))
-
-
-class Mixture(nnx.Module):
-    """The feed-forward half of a block as a mixture of experts, with their kernels stacked: `[E, in, out]`."""
-
-    def __init__(self, c: DecoderConfig, e: Experts, rngs: nnx.Rngs):
-        self.e, self.activation = e, c.activation
-        self.router = Linear(rngs, (c.width, e.count), ("embed", None), False)
-        wide, narrow = ("experts", None, "expert_mlp"), ("experts", "expert_mlp", None)
-        self.gate, self.up = (Kernels(rngs, (e.count, c.width, e.width), wide, STD) for _ in range(2))
-        self.down = Kernels(rngs, (e.count, e.width, c.width), narrow, STD / (2 * len(c.layers)) ** 0.5)
-
-    def __call__(self, x: Array) -> Array:
-        flat = x.reshape(-1, x.shape[-1])
-        # In float32: the choice must not depend on rounding to the weights' dtype.
-        which, weights = route(flat.astype(jnp.float32) @ self.router.kernel[...].astype(jnp.float32), self.e)
-        gate, up, down = (part.kernel.get_value() for part in (self.gate, self.up, self.down))
-        return mix(flat, which, weights, gate, up, down, ACTIVATIONS[self.activation]).reshape(x.shape)
-
-
 class DecoderLayer(nnx.Module):
     """Attention and MLP, or experts, with norms as set by `DecoderConfig.block`."""
 
@@ -186,13 +171,13 @@ class DecoderLayer(nnx.Module):
         self.c = c
         norm = lambda present: Norm(c.norm, (c.width,), ("embed",)) if present else None
         self.attn_in = norm(c.block != "post")
-        self.attn = Attention(c, layer, rngs)
+        self.attn = Attention(c, layer, rngs) if layer.recurrent is None else RecurrentBlock(c, layer.recurrent, rngs)
         self.attn_out = norm(c.block in ("post", "sandwich"))
-        self.mlp_in = norm(c.block in ("pre", "sandwich"))
+        self.mlp_in = norm(c.block in ("pre", "sandwich") or c.twin_norms)
         self.mlp = MLP(c, rngs) if layer.experts is None else Mixture(c, layer.experts, rngs)
         self.mlp_out = norm(c.block in ("post", "sandwich"))
 
-    def __call__(self, index: int, x: Array, tables: dict[Any, tuple[Array, Array]], attend: Attend,
+    def __call__(self, index: int, x: Array, tables: dict[Any, Any], attend: Attend,
                  keep: tuple[bool, bool] | Array = (True, True)) -> tuple[Array, Any]:
         if isinstance(keep, Array) and keep.ndim == 1:
             after, entry = _kept(lambda x: self(index, x, tables, attend), x, keep)
@@ -202,12 +187,13 @@ class DecoderLayer(nnx.Module):
         normed = _optional(self.attn_in, x)
         branch, entry = self._attention(index, normed, tables, attend, keeps[0])
         if self.c.block == "parallel":
-            return x + scale * (branch + _kept(self.mlp, normed, keeps[1])), entry
+            beside = self.mlp_in(x) if self.mlp_in is not None else normed
+            return x + scale * (branch + _kept(self.mlp, beside, keeps[1])), entry
         x = x + scale * branch
         inside = lambda x: _optional(self.mlp_out, self.mlp(_optional(self.mlp_in, x)))
         return x + scale * _kept(inside, x, keeps[1]), entry
 
-    def attention_half(self, index: int, x: Array, tables: dict[Any, tuple[Array, Array]],
+    def attention_half(self, index: int, x: Array, tables: dict[Any, Any],
                        attend: Attend) -> tuple[Array, Any]:
         """Returns the output of attention, which is added to the residual stream, and the layer's entry."""
         branch, entry = self._attention(index, _optional(self.attn_in, x), tables, attend, True)
@@ -216,15 +202,16 @@ class DecoderLayer(nnx.Module):
     def mlp_half(self, x: Array) -> Array:
         """Returns the output of the MLP, which is added to the residual stream. `x` is the stream after attention, in a
         `parallel` block the stream before it."""
-        normed = _optional(self.attn_in if self.c.block == "parallel" else self.mlp_in, x)
+        alone = self.c.block == "parallel" and not self.c.twin_norms
+        normed = _optional(self.attn_in if alone else self.mlp_in, x)
         return self.c.residual_scale * _optional(self.mlp_out, self.mlp(normed))
 
     def values(self, x: Array) -> Array:
         """Returns only the attention's values, `f[B, W, G, d]`."""
-        assert self.attn.v is not None
-        return self.attn.v(_optional(self.attn_in, x)).reshape(*x.shape[:2], self.c.kv_heads, -1)
+        assert isinstance(self.attn, Attention) and self.attn.v is not None
+        return self.attn._values(_optional(self.attn_in, x))
 
-    def _attention(self, index: int, x: Array, tables: dict[Any, tuple[Array, Array]], attend: Attend,
+    def _attention(self, index: int, x: Array, tables: dict[Any, Any], attend: Attend,
                    keep: bool | Array) -> tuple[Array, Any]:
         def inside(x: Array) -> tuple[Array, Any]:
             branch, entry = self.attn(index, x, tables, attend)
@@ -241,7 +228,9 @@ class Decoder(nnx.Module):
     def __init__(self, c: DecoderConfig, rngs: nnx.Rngs):
         self.c = c
         self.embed = weight(rngs, (c.vocab, c.width), ("vocab", "embed"))
-        self.positions = weight(rngs, (c.learned_positions, c.width), (None, "embed")) if c.learned_positions else None
+        rows = c.learned_positions + c.position_offset
+        self.positions = weight(rngs, (rows, c.width), (None, "embed")) if c.learned_positions else None
+        self.embed_norm = Norm(c.norm, (c.width,), ("embed",)) if c.embed_norm else None
         self.layers = nnx.Dict({str(i): DecoderLayer(c, layer, rngs) for i, layer in enumerate(c.layers)})
         self.norm = Norm(c.norm, (c.width,), ("embed",))
         self.lm_head = None if c.tied else Linear(rngs, (c.width, c.vocab), ("embed", "vocab"), c.head_bias)
@@ -310,20 +299,28 @@ class Decoder(nnx.Module):
             embeddings: `f[B, W, D]`, used in place of the token's embedding at the nodes in `which`.
             which: `bool[B, W]`.
         """
-        x = embedded(self.embed.get_value(), tokens, self.norm.scale[...].dtype)
+        x = embedded(self.embed.get_value(), tokens, self.dtype)
         if embeddings is not None and which is not None:
             x = jnp.where(which[..., None], embeddings.astype(x.dtype), x)
         if self.c.embed_scale != 1.0:
             # The factor is rounded to the weights' dtype, as in the models' training.
             x = x * jnp.asarray(self.c.embed_scale, x.dtype)
         if self.positions is not None:
-            x = x + self.positions[...].at[positions].get(mode="clip")
-        return x
+            x = x + self.positions[...].at[positions + self.c.position_offset].get(mode="clip")
+        return _optional(self.embed_norm, x)
 
-    def tables(self, positions: Array, context: int | None) -> dict[Any, tuple[Array, Array]]:
-        """Returns cosine and sine of each rotary embedding in the network."""
+    @property
+    def dtype(self) -> Any:
+        """The dtype of activations: that of weights that are never packed."""
+        return (self.embed.get_value() if self.norm.scale is None else self.norm.scale[...]).dtype
+
+    def tables(self, positions: Array, context: int | None) -> dict[Any, Any]:
+        """Returns cosine and sine of each rotary embedding in the network, the factors of each query scale, and
+        the positions, as None."""
         ropes = {layer.rope for layer in self.c.layers if layer.rope is not None}
-        return {rope: rope.table(positions, context) for rope in ropes}
+        scales = {layer.query_scale for layer in self.c.layers if layer.query_scale is not None}
+        return {rope: rope.table(positions, context) for rope in ropes} | {
+            scale: scale.table(positions) for scale in scales} | {None: positions}
 
     def logits(self, hidden: Array) -> Array:
         """Returns logits `f32[..., V]` of hidden states `f[..., D]`."""

@@ -1,5 +1,5 @@
-"""A sparse mixture of experts (Shazeer et al., 2017) in place of a block's MLP: each token is processed by a few
-experts.
+"""The experts of a sparse mixture (Shazeer et al., 2017): a few of them compute each token. `decodax.models.routing`
+chooses them.
 
 The choices are sorted by expert and computed in blocks of `BLOCK` rows, each block by one expert. So shapes are static,
 no token is dropped, and the weights of experts that no token chose are not read. Every product has `BLOCK` rows, so a
@@ -18,7 +18,6 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec
 
 from decodax.common.axes import DATA, EXPERT, MODEL, shardwise
-from decodax.models.config import Experts
 from decodax.models.packed import Kernel, multiply
 
 BLOCK = 8
@@ -26,27 +25,9 @@ BLOCK = 8
 since a product with another number of rows is rounded differently."""
 
 
-def route(logits: Array, e: Experts) -> tuple[Array, Array]:
-    """Returns the experts of each token and their weights.
-
-    Args:
-        logits: `f32[n, E]`, the router's logits.
-        e: the mixture.
-
-    Returns:
-        `i32[n, k]`, the most likely experts first, and of equally likely ones the lower index; `f32[n, k]`, their
-        weights.
-
-    >>> which, weights = route(jnp.log(jnp.array([[0.1, 0.6, 0.3]])), Experts(count=3, chosen=2, width=1))
-    >>> which.tolist(), [round(float(w), 3) for w in weights[0]]
-    ([[1, 2]], [0.667, 0.333])
-    """
-    weights, which = lax.top_k(jax.nn.softmax(logits.astype(jnp.float32)), e.chosen)
-    return which, weights / weights.sum(-1, keepdims=True) if e.normalise else weights
-
-
 def mix(x: Array, which: Array, weights: Array, gate: Kernel, up: Kernel, down: Kernel,
-        activation: Callable[[Array], Array]) -> Array:
+        activation: Callable[[Array], Array], biases: tuple[Array, Array, Array] | None = None,
+        on_input: bool = False) -> Array:
     """Returns the weighted sum of the chosen experts' outputs for each token.
 
     Expert `e` computes `activation(x @ gate[e]) * (x @ up[e]) @ down[e]`. On a mesh each device has a part of the inner
@@ -60,29 +41,46 @@ def mix(x: Array, which: Array, weights: Array, gate: Kernel, up: Kernel, down: 
         gate, up: `f[E, D, I]`, may be packed.
         down: `f[E, I, D]`, may be packed.
         activation: elementwise function.
+        biases: those of the three projections, `f[E, I]`, `f[E, I]` and `f[E, D]`, or None.
+        on_input: True multiplies the experts' inputs by the weights in place of their outputs.
 
     Returns:
         `f[n, D]`, in the dtype of `x`.
     """
-    if not all(isinstance(kernel, Array) for kernel in (gate, up, down)):
-        return _mixed(x, which, weights, gate, up, down, activation)
-    E, rows = gate.shape[0], PartitionSpec(DATA)        # type: ignore[union-attr]
+    inner = () if biases is None else biases[:2]
+    if isinstance(gate, Array) and isinstance(up, Array) and isinstance(down, Array):
+        out = _over_mesh(x, which, weights, gate, up, down, inner, activation, on_input)
+    else:
+        out = _mixed(x, which, weights, gate, up, down, inner, activation, on_input)
+    if biases is None:
+        return out
+    # Here, since each device of a mesh would add the last one to its part of the sum.
+    last = biases[2][which]
+    return functools.reduce(jnp.add, (last[:, j] if on_input else last[:, j] * weights[:, j, None].astype(x.dtype)
+                                      for j in range(which.shape[1])), out)
+
+
+def _over_mesh(x: Array, which: Array, weights: Array, gate: Array, up: Array, down: Array, inner: tuple[Array, ...],
+               activation: Callable[[Array], Array], on_input: bool) -> Array:
+    """Computes `mix` without the last biases, each device its part."""
+    E, rows = gate.shape[0], PartitionSpec(DATA)
     wide, narrow = PartitionSpec(EXPERT, None, MODEL), PartitionSpec(EXPERT, MODEL)
 
     def part(*own: Array) -> Array:
-        x, which, weights, gate, up, down = own
+        x, which, weights, gate, up, down, *inner = own
         held = gate.shape[0]
         if held < E:
             which = which - held * lax.axis_index(EXPERT)
-        return _mixed(x, which, weights, gate, up, down, activation, held < E)[None, None]
+        return _mixed(x, which, weights, gate, up, down, tuple(inner), activation, on_input, held < E)[None, None]
 
-    return shardwise(part, (rows, rows, rows, wide, wide, narrow), PartitionSpec(EXPERT, MODEL, DATA), x, which,
-                     weights, gate, up, down).sum((0, 1))
+    return shardwise(part, (rows, rows, rows, wide, wide, narrow, *(PartitionSpec(EXPERT, MODEL) for _ in inner)),
+                     PartitionSpec(EXPERT, MODEL, DATA), x, which, weights, gate, up, down, *inner).sum((0, 1))
 
 
-def _mixed(x: Array, which: Array, weights: Array, gate: Kernel, up: Kernel, down: Kernel,
-           activation: Callable[[Array], Array], elsewhere: bool = False) -> Array:
-    """Computes `mix` on one device. With `elsewhere`, `which` may contain experts of other devices."""
+def _mixed(x: Array, which: Array, weights: Array, gate: Kernel, up: Kernel, down: Kernel, inner: tuple[Array, ...],
+           activation: Callable[[Array], Array], on_input: bool, elsewhere: bool = False) -> Array:
+    """Computes `mix` without the last biases on one device. With `elsewhere`, `which` may contain experts of other
+    devices."""
     (n, k), E = which.shape, jax.tree.leaves(gate)[0].shape[0]
     if elsewhere:
         here = (which >= 0) & (which < E)
@@ -100,21 +98,25 @@ def _mixed(x: Array, which: Array, weights: Array, gate: Kernel, up: Kernel, dow
     if elsewhere:
         place = jnp.where(expert < E, place, total * BLOCK)
     rows = jnp.zeros(total * BLOCK, jnp.int32).at[place].set(order // k, mode="drop")
+    worth = jnp.ones(total * BLOCK, x.dtype)
+    if on_input:
+        worth = worth.at[place].set(weights.reshape(-1)[order].astype(x.dtype), mode="drop")
 
-    def block(at: tuple[Array, Array]) -> Array:
-        rows, e = at
+    def block(at: tuple[Array, Array, Array]) -> Array:
+        rows, worth, e = at
 
         def run() -> Array:
-            own = jax.tree.map(lambda kernel: kernel[jnp.minimum(e, E - 1)], (gate, up, down))
-            one, other, last = own
-            return multiply(activation(multiply(x[rows], one)) * multiply(x[rows], other), last)
+            own = jax.tree.map(lambda kernel: kernel[jnp.minimum(e, E - 1)], (gate, up, down, inner))
+            one, other, last, (first, second) = own[0], own[1], own[2], own[3] or (0, 0)
+            own_x = x[rows] * worth[:, None] if on_input else x[rows]
+            return multiply(activation(multiply(own_x, one) + first) * (multiply(own_x, other) + second), last)
 
         return lax.cond(e < E, run, lambda: jnp.zeros((BLOCK, x.shape[1]), x.dtype))
 
-    made = lax.map(block, (rows.reshape(total, BLOCK), owner)).reshape(total * BLOCK, -1)
+    made = lax.map(block, (rows.reshape(total, BLOCK), worth.reshape(total, BLOCK), owner)).reshape(total * BLOCK, -1)
     found = made[jnp.zeros(n * k, jnp.int32).at[order].set(place)].reshape(n, k, -1)
     if elsewhere:
         found = jnp.where(here[..., None], found, 0)
     # Added one after the other: the order of a reduction depends on the shape, that of a scatter on the positions.
-    parts = (found[:, j] * weights[:, j, None].astype(x.dtype) for j in range(k))
+    parts = (found[:, j] if on_input else found[:, j] * weights[:, j, None].astype(x.dtype) for j in range(k))
     return functools.reduce(jnp.add, parts)

@@ -54,8 +54,11 @@ POSITIONS = _whole(1, (1 << 31) - 1)
 INDEX = _whole(0, (1 << 31) - 1)
 IDS = Kind("a token id or a list of them",
            lambda x: all(INDEX.fits(y) for y in x) if isinstance(x, list) else INDEX.fits(x))
-LAYER_TYPES = Kind("a list of 'full_attention' and 'sliding_attention'",
-                   lambda x: isinstance(x, list) and all(y in ("full_attention", "sliding_attention") for y in x))
+LAYER_TYPES = Kind("a list of 'full_attention', 'sliding_attention' and 'chunked_attention'",
+                   lambda x: isinstance(x, list) and all(y in ("full_attention", "sliding_attention",
+                                                               "chunked_attention") for y in x))
+PATTERN = Kind("a whole number from 1 to 10,000, or a text of L and G",
+               lambda x: LAYERS.fits(x) or (isinstance(x, str) and x != "" and set(x) <= {"L", "G"}))
 
 _KEYS: dict[Kind, str] = {
     TEXT: "model_type hidden_act hidden_activation activation_function activation_type rope_type type "
@@ -64,29 +67,39 @@ _KEYS: dict[Kind, str] = {
           "use_parallel_residual use_qkv_bias use_qk_norm qk_layernorm scale_attn_weights "
           "scale_attn_by_inverse_layer_idx add_cross_attention truncate include_qkv_bias weight_tying input_emb_norm "
           "scale_logits multi_query_attention causal_attn norm_topk_prob scale_decoder_outputs use_bias use_conv_bias "
-          "residual_in_fp32",
+          "residual_in_fp32 alibi new_decoder_architecture multi_query parallel_attn enable_bias "
+          "do_layer_norm_before layer_norm_elementwise_affine apply_residual_connection_post_layernorm qkv_bias "
+          "attention_out_bias attn_temperature_tuning lm_head_bias",
     OBJECT: "rope_scaling rope_parameters text_config full_attention sliding_attention diffusion "
             "dual_chunk_attention_config",
-    NUMBER: "embedding_multiplier attention_multiplier residual_multiplier logit_scale mscale mscale_all_dim",
+    NUMBER: "embedding_multiplier attention_multiplier residual_multiplier logit_scale mscale mscale_all_dim "
+            "llama_4_scaling_beta attn_scale",
     POSITIVE: "rope_theta rope_local_base_freq query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping "
               "logits_scaling factor low_freq_factor high_freq_factor beta_fast beta_slow attention_factor mlp_ratio "
-              "expand",
-    NOT_NEGATIVE: "rms_norm_eps layer_norm_eps layer_norm_epsilon",
-    SHARE: "partial_rotary_factor",
-    LAYERS: "num_hidden_layers n_layer n_layers sliding_window_pattern no_rope_layer_interval decoder_sparse_step "
-            "num_layers num_decoder_layers",
+              "expand rotary_emb_base clip_qkv alpha short_mscale long_mscale routed_scaling_factor "
+              "router_scaling_factor floor_scale logits_soft_cap",
+    NOT_NEGATIVE: "router_jitter_noise norm_eps norm_epsilon rms_norm_eps layer_norm_eps layer_norm_epsilon",
+    SHARE: "partial_rotary_factor rotary_pct",
+    PATTERN: "sliding_window_pattern",
+    LAYERS: "num_hidden_layers n_layer n_layers no_rope_layer_interval decoder_sparse_step moe_layer_interval "
+            "interleave_moe_layer_step num_layers num_decoder_layers",
     HEADS: "num_attention_heads n_head n_heads num_key_value_heads n_kv_heads head_dim num_experts num_local_experts "
-           "num_experts_per_tok num_heads d_kv n_groups state_size conv_kernel",
-    WIDTH: "hidden_size n_embd d_model",
+           "num_experts_per_tok num_heads d_kv n_groups state_size conv_kernel conv1d_width num_kv_heads rotary_dim "
+           "n_group topk_group n_routed_experts moe_num_experts moe_k num_ln_in_parallel_attn",
+    WIDTH: "hidden_size n_embd n_embed d_model word_embed_proj_dim lru_width",
     ENTRIES: "vocab_size embedding_size intermediate_size n_inner mlp_hidden_size moe_intermediate_size d_ff "
+             "ffn_dim ffn_hidden_size intermediate_size_mlp shared_expert_intermediate_size "
              "relative_attention_num_buckets relative_attention_max_distance",
     POSITIONS: "max_position_embeddings n_positions max_sequence_length original_max_position_embeddings "
-               "sliding_window chunk_size",
-    INDEX: "max_window_layers local_size mask_token_id text_mask_token_id bd_size block_size",
+               "sliding_window attention_window_size chunk_size seq_length attention_chunk_size",
+    INDEX: "first_k_dense_replace n_shared_experts num_shared_experts moe_num_shared_experts moe_layer_start_index "
+           "max_window_layers local_size mask_token_id text_mask_token_id bd_size block_size",
     IDS: "eos_token_id bos_token_id pad_token_id",
     LAYER_TYPES: "layer_types",
     _list(_whole(0, 1), "0 and 1"): "no_rope_layers",
-    _list(INDEX, "layers, from 0 on"): "mlp_only_layers",
+    _list(INDEX, "layers, from 0 on"): "mlp_only_layers moe_layers",
+    _list(Kind("", lambda x: x in ("recurrent", "attention")), "'recurrent' and 'attention'"): "block_types",
+    _list(Kind("", lambda x: x in ("dense", "sparse")), "'dense' and 'sparse'"): "mlp_layer_types",
     _list(POSITIVE, "numbers above 0"): "short_factor long_factor",
 }
 KINDS = {key: kind for kind, keys in _KEYS.items() for key in keys.split()}
@@ -118,6 +131,11 @@ def checked(c: Mapping[str, Any], inside: str = "") -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in c.items():
         value = named(value) if key.endswith("_token_id") else value
+        # transformers writes 0 for what these switches leave unused.
+        if value == 0 and not isinstance(value, bool) and (
+                (key == "sliding_window" and c.get("use_sliding_window") is False)
+                or (key == "sliding_window_pattern" and c.get("sliding_window", 0) is None)):
+            continue
         if value is None:
             if key in OFF:
                 found[key] = None
@@ -131,5 +149,5 @@ def checked(c: Mapping[str, Any], inside: str = "") -> dict[str, Any]:
     return found
 
 
-OFF = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
+OFF = ("sliding_window", "attention_chunk_size", "attn_logit_softcapping", "final_logit_softcapping")
 """Entries for which null switches something off that a missing entry leaves on."""

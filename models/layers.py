@@ -14,15 +14,25 @@ ACTIVATIONS = {
     "silu": jax.nn.silu,
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
     "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
     "relu": jax.nn.relu,
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }
+"""Activations without parameters, by name."""
 
 STD = 0.02
 """Standard deviation of a random kernel or embedding."""
 
 
 def weight(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str | None, ...], std: float = STD) -> nnx.Param[Array]:
-    """Declares a weight: its shape, initial standard deviation and the logical axes for sharding."""
+    """Returns a weight with random normal values.
+
+    Args:
+        rngs: the random generators.
+        shape: shape of the weight.
+        axes: the logical name of each axis, for sharding; None: never sharded.
+        std: standard deviation of the values.
+    """
     return nnx.Param(jax.random.normal(rngs.params(), shape) * std, axes=axes)
 
 
@@ -44,22 +54,26 @@ class Norm(nnx.Module):
 
     def __init__(self, config: NormConfig, shape: tuple[int, ...], axes: tuple[str | None, ...]):
         self.config = config
-        self.scale = nnx.Param(jnp.full(shape, 0.0 if config.unit_offset else 1.0), axes=axes)
-        self.bias = nnx.Param(jnp.zeros(shape), axes=axes) if config.bias else None
+        self.scale = (nnx.Param(jnp.full(shape, 0.0 if config.unit_offset else 1.0), axes=axes) if config.scaled
+                      else None)
+        self.bias = nnx.Param(jnp.zeros(shape), axes=axes) if config.bias and config.scaled else None
 
     def __call__(self, x: Array) -> Array:
         y = x.astype(jnp.float32)
         if self.config.kind == "layer":
             y = y - y.mean(-1, keepdims=True)
         y = y * jax.lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + self.config.eps)
-        y = y * (self.scale[...].astype(jnp.float32) + (1.0 if self.config.unit_offset else 0.0))
+        if self.scale is not None:
+            y = y * (self.scale[...].astype(jnp.float32) + (1.0 if self.config.unit_offset else 0.0))
         if self.bias is not None:
             y = y + self.bias[...].astype(jnp.float32)
         return y.astype(x.dtype)
 
 
 class Kernels(nnx.Module):
-    """The stacked kernels of one projection of all experts."""
+    """The stacked kernels of one projection of all experts, and their biases if it has any."""
 
-    def __init__(self, rngs: nnx.Rngs, shape: tuple[int, int, int], axes: tuple[str | None, ...], std: float):
+    def __init__(self, rngs: nnx.Rngs, shape: tuple[int, int, int], axes: tuple[str | None, ...], std: float,
+                 bias: bool = False):
         self.kernel = weight(rngs, shape, axes, std)
+        self.bias = nnx.Param(jnp.zeros((shape[0], shape[2])), axes=(axes[0], axes[2])) if bias else None

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 from jax import Array
 
 from decodax.models.config import DecoderConfig
@@ -26,20 +27,59 @@ class WeightSource:
     Attributes:
         tensors: name of the tensor; several tensors are stacked along a new first axis.
         transpose: True if the file stores `[out, in]`.
-        part: the weight is `[..., part[0]:part[1]]` of the tensor (after transposing); None: all of it.
+        part: the weight is columns of the tensor (after transposing); None: all of them.
         full: shape of the tensor in the file (of each, if several are stacked).
+        leading: True if the tensor has an axis of experts before those that `transpose` is about.
     """
 
     tensors: tuple[str, ...]
     transpose: bool
-    part: tuple[int, int] | None
+    part: Columns | None
     full: tuple[int, ...]
+    leading: bool = False
+
+    def turned(self, x: Any) -> Any:
+        """Returns the tensor, or an index of it, with the axes of the weight, or the other way round."""
+        if not self.transpose:
+            return x
+        if isinstance(x, tuple):
+            return (*x[:1], *x[:0:-1]) if self.leading else x[::-1]
+        return x.swapaxes(-1, -2) if self.leading else x.T
+
+    @property
+    def index(self) -> Any:
+        """The weight's place in the tensor, after transposing, as an index."""
+        if self.part is None:
+            return ...
+        total = self.turned(self.full)[-1]
+        return ..., self.part.indices(0, total // self.part.period * (self.part.stop - self.part.start))
+
+
+@dataclasses.dataclass(frozen=True)
+class Columns:
+    """Columns `start` to `stop` of every `period` columns of a tensor."""
+
+    start: int
+    stop: int
+    period: int
+
+    def indices(self, low: int, high: int) -> np.ndarray:
+        """Returns the indices in the tensor of the columns `low` to `high`, counted among these columns.
+
+        >>> Columns(2, 4, 6).indices(1, 4).tolist()
+        [3, 8, 9]
+        """
+        own = np.arange(low, high)
+        width = self.stop - self.start
+        return own // width * self.period + self.start + own % width
 
 
 LLAMA = {"attn_in": "input_layernorm", "mlp_in": "post_attention_layernorm", "attn.q": "self_attn.q_proj",
          "attn.k": "self_attn.k_proj", "attn.v": "self_attn.v_proj", "attn.o": "self_attn.o_proj",
          "attn.q_norm": "self_attn.q_norm", "attn.k_norm": "self_attn.k_norm", "mlp.gate": "mlp.gate_proj",
-         "mlp.up": "mlp.up_proj", "mlp.down": "mlp.down_proj", "mlp.router": "mlp.gate"}
+         "mlp.up": "mlp.up_proj", "mlp.down": "mlp.down_proj", "mlp.router": "mlp.gate",
+         "mlp.shared.gate": "mlp.shared_experts.gate_proj", "mlp.shared.up": "mlp.shared_experts.up_proj",
+         "mlp.shared.down": "mlp.shared_experts.down_proj", "mlp.act": "mlp.act_fn"}
 SANDWICH = {**LLAMA, "attn_out": "post_attention_layernorm", "mlp_in": "pre_feedforward_layernorm",
             "mlp_out": "post_feedforward_layernorm"}
 EXPERTS = {f"mlp.{part}": f"mlp.experts.{{expert}}.{part}_proj" for part in ("gate", "up", "down")}
@@ -52,28 +92,49 @@ class Names:
 
     Attributes:
         layer: module name inside a layer, by the network path inside a layer.
-        experts: module name of each projection of an expert, by the network path inside a layer.
+        experts: module name of each projection of an expert, by the network path inside a layer; without `{expert}` in
+            it, the name of a tensor that has those of all experts.
+        correction: name inside a layer of the tensor that is added to the scores of experts for their choice.
         stem: prefix of all names.
+        bare: prefix in files of the model without its output head.
         layers: name of the list of layers.
         embed: name of the embedding table.
         norm: name of the last norm.
         head: full name of the output head.
         positions: name of the position embedding.
+        embed_norm: name of the norm of embeddings.
         fused: groups of paths that share one tensor, in its order.
+        grouped: in a fused tensor of queries, keys and values, the queries of each key/value head are followed by its
+            keys and values.
+        twin: entries of `layer` that differ with `DecoderConfig.twin_norms`.
         transposed: True if linear layers are stored `[out, in]`.
+        experts_transposed: the same for tensors that hold all experts.
+        extra: full names of tensors inside a layer that are used as they are, by the weight's path inside a layer.
     """
 
     layer: dict[str, str]
     experts: dict[str, str] = dataclasses.field(default_factory=lambda: EXPERTS)
+    correction: str = "mlp.gate.e_score_correction_bias"
     stem: str = "model."
+    bare: str = ""
     layers: str = "layers"
     embed: str = "embed_tokens"
     norm: str = "norm"
     head: str = "lm_head"
     positions: str = ""
+    embed_norm: str = ""
     fused: tuple[tuple[str, ...], ...] = ()
+    grouped: bool = False
+    twin: dict[str, str] = dataclasses.field(default_factory=dict)
     transposed: bool = True
+    experts_transposed: bool = True
+    extra: dict[str, str] = dataclasses.field(default_factory=dict)
 
+
+NEOX = {"attn_in": "input_layernorm", "mlp_in": "post_attention_layernorm", "mlp.up": "mlp.dense_h_to_4h",
+        "mlp.down": "mlp.dense_4h_to_h"}
+MIXTRAL = Names({**LLAMA, "mlp.router": "block_sparse_moe.gate"}, experts={
+    f"mlp.{part}": f"block_sparse_moe.experts.{{expert}}.w{i}" for part, i in (("gate", 1), ("up", 3), ("down", 2))})
 
 FAMILY_NAMES = {
     "gpt2": Names({"attn_in": "ln_1", "mlp_in": "ln_2", **dict.fromkeys(QKV, "attn.c_attn"), "attn.o": "attn.c_proj",
@@ -86,10 +147,57 @@ FAMILY_NAMES = {
     "phi3": Names({**LLAMA, **dict.fromkeys(QKV, "self_attn.qkv_proj"), **dict.fromkeys(GATE_UP, "mlp.gate_up_proj")},
                   fused=(QKV, GATE_UP)),
     "gemma2": Names(SANDWICH), "gemma3_text": Names(SANDWICH), "olmo2": Names(SANDWICH), "olmo3": Names(SANDWICH),
-    "mixtral": Names({**LLAMA, "mlp.router": "block_sparse_moe.gate"},
-                     experts={"mlp.gate": "block_sparse_moe.experts.{expert}.w1",
-                              "mlp.up": "block_sparse_moe.experts.{expert}.w3",
-                              "mlp.down": "block_sparse_moe.experts.{expert}.w2"}),
+    "mixtral": MIXTRAL, "phimoe": MIXTRAL,
+    "minimax_m2": dataclasses.replace(MIXTRAL, correction="block_sparse_moe.e_score_correction_bias"),
+    "granitemoe": Names({**LLAMA, "mlp.router": "block_sparse_moe.router.layer"}, fused=(GATE_UP,),
+                        experts={**dict.fromkeys(GATE_UP, "block_sparse_moe.input_linear.weight"),
+                                 "mlp.down": "block_sparse_moe.output_linear.weight"}),
+    "qwen2_moe": Names({**LLAMA, **{f"mlp.shared.{part}": f"mlp.shared_expert.{part}_proj"
+                                    for part in ("gate", "up", "down")}, "mlp.shared_gate": "mlp.shared_expert_gate"}),
+    "qwen3_vl_moe_text": Names(LLAMA, fused=(GATE_UP,), experts_transposed=False,
+                               experts={**dict.fromkeys(GATE_UP, "mlp.experts.gate_up_proj"),
+                                        "mlp.down": "mlp.experts.down_proj"}),
+    "llama4_text": Names({**LLAMA, "mlp.router": "feed_forward.router",
+                          **{f"mlp.{part}": f"feed_forward.{part}_proj" for part in ("gate", "up", "down")},
+                          **{f"mlp.shared.{part}": f"feed_forward.shared_expert.{part}_proj"
+                             for part in ("gate", "up", "down")}}, fused=(GATE_UP,), experts_transposed=False,
+                         experts={**dict.fromkeys(GATE_UP, "feed_forward.experts.gate_up_proj"),
+                                  "mlp.down": "feed_forward.experts.down_proj"}),
+    "hy_v3": Names({**LLAMA, "mlp.router": "mlp.router.gate", **{f"mlp.shared.{part}": f"mlp.shared_mlp.{part}_proj"
+                                                                for part in ("gate", "up", "down")}},
+                   correction="mlp.expert_bias"),
+    "ernie4_5_moe": Names(LLAMA, correction="mlp.moe_statics.e_score_correction_bias"),
+    "gpt_neox": Names({**NEOX, **dict.fromkeys(QKV, "attention.query_key_value"), "attn.o": "attention.dense"},
+                      stem="gpt_neox.", embed="embed_in", norm="final_layer_norm", head="embed_out", fused=(QKV,),
+                      grouped=True),
+    "falcon": Names({**NEOX, **dict.fromkeys(QKV, "self_attention.query_key_value"),
+                     "attn.o": "self_attention.dense"}, stem="transformer.", layers="h", embed="word_embeddings",
+                    norm="ln_f", fused=(QKV,), grouped=True, twin={"attn_in": "ln_attn", "mlp_in": "ln_mlp"}),
+    "bloom": Names({**NEOX, **dict.fromkeys(QKV, "self_attention.query_key_value"), "attn.o": "self_attention.dense"},
+                   stem="transformer.", layers="h", embed="word_embeddings", norm="ln_f", fused=(QKV,), grouped=True,
+                   embed_norm="word_embeddings_layernorm"),
+    "gptj": Names({"attn_in": "ln_1", **{f"attn.{x}": f"attn.{x}_proj" for x in "qkv"}, "attn.o": "attn.out_proj",
+                   "mlp.up": "mlp.fc_in", "mlp.down": "mlp.fc_out"}, stem="transformer.", layers="h", embed="wte",
+                  norm="ln_f"),
+    "opt": Names({**LLAMA, "attn_in": "self_attn_layer_norm", "mlp_in": "final_layer_norm",
+                  "attn.o": "self_attn.out_proj", "mlp.up": "fc1", "mlp.down": "fc2"}, stem="model.decoder.",
+                 bare="decoder.", norm="final_layer_norm", positions="embed_positions"),
+    "starcoder2": Names({**LLAMA, "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}),
+    "nanochat": Names({**LLAMA, "mlp.up": "mlp.fc1", "mlp.down": "mlp.fc2"}),
+    "apertus": Names({**LLAMA, "attn_in": "attention_layernorm", "mlp_in": "feedforward_layernorm"}),
+    "exaone4": Names(SANDWICH),
+    "recurrent_gemma": Names(
+        {**LLAMA, "attn_in": "temporal_pre_norm", "mlp_in": "channel_pre_norm",
+         **{f"attn.{x}": f"temporal_block.{x}_proj" for x in "qkvo"},
+         **{f"attn.{x}": f"temporal_block.linear_{x}" for x in ("x", "y", "out")},
+         **{f"mlp.{part}": f"mlp_block.{part}_proj" for part in ("gate", "up", "down")}}, norm="final_norm",
+        extra={"attn.taps": "temporal_block.conv_1d.weight", "attn.conv_bias": "temporal_block.conv_1d.bias",
+               **{f"attn.{ours}": f"temporal_block.rg_lru.{theirs}" for ours, theirs in (
+                   ("decay", "recurrent_param"), ("input_gate", "input_gate_weight"),
+                   ("input_bias", "input_gate_bias"), ("decay_gate", "recurrent_gate_weight"),
+                   ("decay_bias", "recurrent_gate_bias"))}}),
+    "hunyuan_v1_dense": Names({**LLAMA, "attn.q_norm": "self_attn.query_layernorm",
+                               "attn.k_norm": "self_attn.key_layernorm"}),
     "glm": Names({**LLAMA, **dict.fromkeys(GATE_UP, "mlp.gate_up_proj")}, fused=(GATE_UP,)),
     "glm4": Names({**LLAMA, **dict.fromkeys(GATE_UP, "mlp.gate_up_proj"), "attn_out": "post_self_attn_layernorm",
                    "mlp_out": "post_mlp_layernorm"}, fused=(GATE_UP,)),
@@ -101,10 +209,10 @@ FAMILY_NAMES = {
 }
 """Names by `model_type`; other families have Llama's names."""
 
-IGNORED = re.compile(r"(\.attn\.(masked_)?bias|^h\.\d+\.attn\.(masked_)?bias|rotary_emb\.inv_freq)$")
+IGNORED = re.compile(r"(\.(attn|attention)\.(masked_)?bias|^h\.\d+\.attn\.(masked_)?bias|rotary_emb\.inv_freq)$")
 """Buffers in older files, which are recomputed and not loaded."""
 
-IMAGES = re.compile(r"^(model\.)?(vision_tower|multi_modal_projector|visual)\.")
+IMAGES = re.compile(r"^(model\.)?(vision_tower|vision_model|multi_modal_projector|visual)\.")
 """Tensors of the vision parts of multimodal models."""
 
 
@@ -135,8 +243,10 @@ def sources(family: str, config: DecoderConfig, shapes: Weights,
             GPT-2's own do); files of multimodal models have additional parts.
     """
     names = _names(family, present)
+    if config.twin_norms:
+        names = dataclasses.replace(names, layer={**names.layer, **names.twin})
     sizes = {path: leaf.shape for path, leaf in flatten(shapes).items()}
-    return {path: _source(path, names, sizes) for path in sizes}
+    return {path: _source(path, names, sizes, config.kv_heads if names.grouped else 1) for path in sizes}
 
 
 def head_tensor(family: str, present: Collection[str]) -> str:
@@ -152,6 +262,23 @@ def layers_in(family: str, present: Collection[str]) -> int:
     return 1 + max((int(index) for index in found if index.isdecimal()), default=-1)
 
 
+def further_layers(family: str, layers: int, config: Mapping[str, Any], present: Collection[str]) -> list[str]:
+    """Returns the tensors of layers that predict further tokens (multi-token prediction) among those `present`.
+
+    Args:
+        family: the `model_type`.
+        layers: number of layers of the decoder.
+        config: the `config.json`, which has the number of further layers.
+        present: tensor names of a file.
+    """
+    count = config.get("num_nextn_predict_layers", config.get("num_mtp_layers", 0)) or 0
+    if not isinstance(count, int):
+        return []
+    names = _names(family, present)
+    prefixes = tuple(f"{names.stem}{names.layers}.{layers + i}." for i in range(min(count, 64)))
+    return [tensor for tensor in present if tensor.startswith((*prefixes, "mtp.", "mtp_", f"{names.stem}mtp"))]
+
+
 def embeddings(family: str) -> list[str]:
     """Returns the possible names of the embedding table, in files of a whole model, of a bare model and of multimodal
     models."""
@@ -161,7 +288,7 @@ def embeddings(family: str) -> list[str]:
 
 def _stems(names: Names) -> list[tuple[str, str]]:
     """Returns the possible prefixes of the language model in a file, each with the name of its output head."""
-    return [(names.stem, names.head), ("", names.head), (f"{names.stem}language_model.", names.head),
+    return [(names.stem, names.head), (names.bare, names.head), (f"{names.stem}language_model.", names.head),
             (f"language_model.{names.stem}", f"language_model.{names.head}")]
 
 
@@ -177,33 +304,64 @@ def _names(family: str, present: Collection[str]) -> Names:
     return dataclasses.replace(names, stem=stem, head=f"{stem}{head}" if beside else head)
 
 
-def _source(path: str, names: Names, sizes: dict[str, tuple[int, ...]]) -> WeightSource:
+def _source(path: str, names: Names, sizes: dict[str, tuple[int, ...]], groups: int) -> WeightSource:
+    """Returns the source of one weight; `groups` is the number of parts of a fused tensor that are fused by
+    themselves."""
     whole = {"embed": names.embed, "positions": names.positions}
     if path in whole:
         return WeightSource((f"{names.stem}{whole[path]}.weight",), False, None, sizes[path])
     module, leaf = path.rsplit(".", 1)
-    tail = "bias" if leaf == "bias" else "weight"
+    tail = "weight" if leaf in ("kernel", "scale") else leaf
     shape, transpose = sizes[path], leaf == "kernel" and (names.transposed or module == "lm_head")
-    part = None
+    part, leading = None, False
     if module == "lm_head":
         name = f"{names.head}.{tail}"
-    elif module == "norm":
-        name = f"{names.stem}{names.norm}.{tail}"
+    elif module in ("norm", "embed_norm"):
+        name = f"{names.stem}{names.norm if module == 'norm' else names.embed_norm}.{tail}"
+    elif leaf == "correction":
+        name = f"{names.stem}{names.layers}.{module.split('.')[1]}.{names.correction}"
+        return WeightSource((name,), False, None, (1, *shape) if "moe_statics" in name else shape)
     else:
         _, index, inner = module.split(".", 2)
         within = f"{names.stem}{names.layers}.{index}."
-        if len(shape) == 3:
+        if (own := names.extra.get(f"{inner}.{leaf}")) is not None:
+            return WeightSource((f"{within}{own}",), False, None, shape)
+        if len(shape) == 3 and "{expert}" in names.experts[inner]:
             each = tuple(f"{within}{names.experts[inner].format(expert=e)}.{tail}" for e in range(shape[0]))
             return WeightSource(each, True, None, shape[:0:-1])
-        name = f"{within}{names.layer[inner]}.{tail}"
-        group = next((g for g in names.fused if inner in g), None)
+        if len(shape) == 3:
+            name, transpose, leading = f"{within}{names.experts[inner]}", names.experts_transposed, True
+        else:
+            name = f"{within}{names.layer[inner]}.{tail}"
+        # The dense layers of a mixture may have separate tensors where its experts have one.
+        group = next((g for g in names.fused if inner in g and (
+            len(shape) == 3 or len({names.layer[member] for member in g}) == 1)), None)
         if group is not None:
-            widths = [sizes[f"layers.{index}.{member}.{leaf}"][-1] for member in group]
-            start = sum(widths[:group.index(inner)])
-            part, shape = (start, start + shape[-1]), (*shape[:-1], sum(widths))
+            widths = [sizes[f"layers.{index}.{member}.{leaf}"][-1] // groups for member in group]
+            start, at = sum(widths[:group.index(inner)]), group.index(inner)
+            part = Columns(start, start + widths[at], sum(widths))
+            shape = (*shape[:-1], sum(widths) * groups)
         if "{head}" in name:
             return WeightSource(tuple(name.format(head=h) for h in range(shape[0])), False, None, shape[1:])
-    return WeightSource((name,), transpose, part, shape[::-1] if transpose else shape)
+    source = WeightSource((name,), transpose, part, shape, leading)
+    return dataclasses.replace(source, full=source.turned(shape))
+
+
+def as_stored(where: Mapping[str, WeightSource], shape: Callable[[str], tuple[int, ...]]) -> dict[str, WeightSource]:
+    """Returns the sources with the axes of tensors that hold all experts as a file has them.
+
+    Released files and those that transformers writes exchange the last two axes of such tensors in some families.
+
+    Args:
+        where: the sources.
+        shape: a tensor's shape in the file.
+    """
+    exchanged = lambda full: (full[0], full[2], full[1])
+    if not any(source.leading and shape(source.tensors[0]) == exchanged(source.full) != source.full
+               for source in where.values()):
+        return dict(where)
+    return {path: source if not source.leading else dataclasses.replace(
+        source, transpose=not source.transpose, full=exchanged(source.full)) for path, source in where.items()}
 
 
 def kernel_of(path: str, weight: Array) -> Array:

@@ -80,7 +80,7 @@ class Packed(Struct, abc.ABC):
             return self.product(x, dtype)
         N, K = self.shape
         if self.by_sums(x):
-            x, block = _made(x), SUMS // slices(K)[0]
+            x, block = materialized(x), SUMS // slices(K)[0]
             return self.product(x, dtype) if N < 2 * block else self.by_blocks(x, dtype, block)
         if N == 1 or not self.converts:
             return self.product(x, dtype)
@@ -129,7 +129,9 @@ class Packed(Struct, abc.ABC):
         return self
 
     def specs(self, outputs: str | None, inputs: str | None, sizes: dict[str, int]) -> Any:
-        """Returns a `PartitionSpec` for each array, on a mesh with axes of the given sizes."""
+        """Returns a `PartitionSpec` for each array, of which the last two axes are outputs and inputs. `outputs` and
+        `inputs` are the mesh axes over which these are sharded (None: not), `sizes` the sizes of the mesh axes. An
+        array's inputs are not sharded if their number is not a multiple of the axis's size."""
         def one(a: Array) -> PartitionSpec:
             last = inputs if inputs is not None and a.shape[-1] % sizes[inputs] == 0 else None
             return PartitionSpec(*[None] * (a.ndim - 2), outputs, last)
@@ -213,7 +215,7 @@ def total(sums: Array) -> Array:
     return made[..., 0].T
 
 
-def _made(x: Array) -> Array:
+def materialized(x: Array) -> Array:
     """Returns `x` written to memory.
 
     Otherwise XLA fuses its computation into the product and repeats it for each output. No fusion crosses a
@@ -294,7 +296,8 @@ def multiply(x: Array, kernel: Kernel, dtype: Any = None) -> Array:
 
 
 def embedded(table: Array | Packed, which: Array, dtype: Any) -> Array:
-    """Returns rows `f[..., D]` of an embedding table `f[V, D]`, which may be packed as the kernel of a tied head."""
+    """Returns the rows with the indices `which` (`i32[...]`) of an embedding table `f[V, D]`: `f[..., D]`. The table
+    may be packed as the kernel of a tied head; then the rows are converted to `dtype`."""
     return table.rows(which, dtype) if isinstance(table, Packed) else table[which]
 
 

@@ -6,18 +6,20 @@ Newer files have `rope_parameters` in place of the older `rope_theta` and `rope_
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from decodax.models.config import Activation, Layer, NormConfig
 from decodax.models.rope import Dynamic, LinearScaling, Llama3, LongRope, Rope, Scaling, Yarn, mscale
+from decodax.models.routing import Experts
 
 Json = Mapping[str, Any]
 
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
+    "gelu_pytorch_tanh": "gelu_tanh", "quick_gelu": "quick_gelu", "relu": "relu", "relu2": "relu2", "xielu": "xielu"}
 
 
 def read_shape(c: Json, **changes: Any) -> dict[str, Any]:
@@ -34,6 +36,23 @@ def read_shape(c: Json, **changes: Any) -> dict[str, Any]:
         "activation": changes.get("activation") or read_activation(c, "hidden_act", "silu"),
         "tied": c.get("tie_word_embeddings", False), **changes,
     }
+
+
+def read_experts(count: int, chosen: int, width: int, normalise: bool = True, key: str = "num_experts_per_tok",
+                 **fields: Any) -> Experts:
+    """Returns a mixture; `fields` are the other ones of `Experts`, `key` is the entry of the chosen experts."""
+    if chosen > count:
+        raise ValueError(f"{key}: got {chosen}, takes at most the number of experts, {count}")
+    try:
+        return Experts(count, chosen, width, normalise, **fields)
+    except ValueError as e:
+        raise ValueError(f"{key}, n_routed_experts, n_group or topk_group: {e}") from None
+
+
+def with_experts(layers: tuple[Layer, ...], experts: Experts,
+                 sparse: Callable[[int], bool] = lambda i: True) -> tuple[Layer, ...]:
+    """Returns layers with a mixture in those that `sparse` selects by index."""
+    return tuple(dataclasses.replace(layer, experts=experts) if sparse(i) else layer for i, layer in enumerate(layers))
 
 
 def head_width(c: Json, width: str, heads: str) -> int:
@@ -60,10 +79,20 @@ def read_layers(c: Json, shape: Json, *, sliding: int | None = None, slides: Cal
     rope, count, kinds = read_rope(c, shape, interleaved), c["num_hidden_layers"], c.get("layer_types")
     if kinds is not None and len(kinds) < count:
         raise ValueError(f"layer_types: got {len(kinds)} entries for num_hidden_layers = {count}")
+    if kinds is not None and "chunked_attention" in kinds:
+        raise ValueError(f"layer_types: got {kinds}, takes a list of 'full_attention' and 'sliding_attention'")
     local = lambda i: kinds[i] == "sliding_attention" if kinds else slides(i)
     far = Layer(rope, None, scale)
     close = far if sliding is None else Layer(near or rope, sliding, scale)
     return tuple(close if local(i) else far for i in range(count))
+
+
+def read_period(c: Json, default: int) -> int:
+    """Returns after how many layers one without a sliding window comes."""
+    period = c.get("sliding_window_pattern", default)
+    if not isinstance(period, int):
+        raise ValueError(f"sliding_window_pattern: got {period!r}, takes a whole number from 1 to 10,000")
+    return period
 
 
 def read_rope(c: Json, shape: Json, interleaved: bool = False) -> Rope:

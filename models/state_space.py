@@ -133,12 +133,13 @@ def shape_of(source: WeightSource) -> tuple[int, ...]:
 
 
 def kernel(tensor: str, out: int, into: int) -> WeightSource:
-    """Returns the source of a projection's weights."""
+    """Returns the source of a projection's weights: the checkpoint's tensor `{tensor}.weight`, `[out, into]`,
+    transposed."""
     return WeightSource((f"{tensor}.weight",), True, None, (out, into))
 
 
 def plain(tensor: str, *shape: int) -> WeightSource:
-    """Returns the source of a tensor that is used unchanged."""
+    """Returns the source of a tensor with the given shape that is used unchanged."""
     return WeightSource((tensor,), False, None, shape)
 
 

@@ -1,4 +1,5 @@
-"""T5 (Raffel et al., 2020), versions 1.0 and 1.1: an encoder, and a decoder that attends to the encoder's output.
+"""T5 (Raffel et al., 2020), versions 1.0 and 1.1, and mT5 (Xue et al., 2021): an encoder, and a decoder that attends to
+the encoder's output.
 
 The encoder's text is an input of each row (`EncoderText`). `init_cache` runs the encoder once and computes the cross
 keys and values of every decoder layer. They are stored in the cache as its inputs (`EncoderMemory`): they are never
@@ -285,7 +286,8 @@ def read_t5(c: Mapping[str, Any], tied: bool) -> T5Config:
     Raises:
         ValueError: an entry is missing, or an option is not supported.
     """
-    kind = c.get("feed_forward_proj", "relu")
+    multilingual = c.get("model_type") == "mt5"
+    kind = c.get("feed_forward_proj", "gated-gelu" if multilingual else "relu")
     gated, _, name = kind.rpartition("-")
     if gated not in ("", "gated"):
         raise ValueError(f"feed_forward_proj: got {kind!r}, takes an activation, or 'gated-' and one")
@@ -300,6 +302,6 @@ def read_t5(c: Mapping[str, Any], tied: bool) -> T5Config:
             farthest=c.get("relative_attention_max_distance", 128), eps=c.get("layer_norm_epsilon", 1e-6),
             activation=activation, gated=bool(gated), tied=tied,
             # Newer files have an entry for this; in older ones an untied head identifies version 1.1.
-            scaled=c.get("scale_decoder_outputs", c.get("tie_word_embeddings", True)))
+            scaled=not multilingual and c.get("scale_decoder_outputs", c.get("tie_word_embeddings", True)))
     except KeyError as e:
         raise ValueError(f"config.json of a t5 model lacks {e}") from None

@@ -32,6 +32,7 @@ from decodax.models.decoder import Attend, Decoder, Keep
 from decodax.models.echoes import value_width
 from decodax.models.inputs import AdapterRows, Embeddings, EncoderText, named
 from decodax.models.packed import Adapted, Packed, embedded
+from decodax.models.rg_lru import Recurrence, recurrent_states, walk_text
 from decodax.models.rope import Dynamic, LongRope
 from decodax.pallas_kernels.window_attention import window_attention
 
@@ -109,8 +110,13 @@ class Transformer(LayeredModel):
         wide = None if c.values_of_key == 1 else c.head_dim * c.values_of_key
         layers = [KVLayer(c.kv_heads, c.head_dim, value_width(c, i, wide), queries=c.heads, rope=c.layers[i].rope,
                           context=self.context, sliding=c.layers[i].sliding, softcap=c.attention_softcap,
-                          bias=(rope := c.layers[i].rope) is not None and rope.chunks is not None)
+                          bias=c.layers[i].bias is not None or (
+                              (rope := c.layers[i].rope) is not None and rope.chunks is not None))
                   for i in c.attending]
+        if c.recurrent:
+            return PerLayer(base=self.cache(layers, batch, capacity, dtype, given),
+                            linear=recurrent_states(c, batch, capacity, dtype, given),
+                            where=self._places(c.attending, c.recurrent))
         if not c.summing:
             made = self.cache(layers, batch, capacity, dtype, given)
             if c.echoed and not isinstance(made, Dense):
@@ -126,10 +132,14 @@ class Transformer(LayeredModel):
             if self.cache is not dense:
                 raise ValueError(f"cache: got {self.cache}, but no layer of the model caches keys and values")
             return states
-        place = {layer: (linear, i) for linear, some in ((False, c.attending), (True, c.summing))
-                 for i, layer in enumerate(some)}
         return PerLayer(base=self.cache(layers, batch, capacity, dtype, given), linear=states,
-                        where=tuple(place[layer] for layer in c.own))
+                        where=self._places(c.attending, c.summing))
+
+    def _places(self, attending: tuple[int, ...], others: tuple[int, ...]) -> tuple[tuple[bool, int], ...]:
+        """Returns the place of each layer in a `PerLayer` cache."""
+        place = {layer: (other, i) for other, some in ((False, attending), (True, others))
+                 for i, layer in enumerate(some)}
+        return tuple(place[layer] for layer in self.config.own)
 
     @property
     def encodes(self) -> bool:
@@ -173,7 +183,8 @@ class Transformer(LayeredModel):
                                               self.context)
             return nodes.unpack(hidden), entries, tuple(map(nodes.unpack, layers))
 
-        if packing is None or keep is not None or begun is not None or by_row or self.config.echoed:
+        if packing is None or keep is not None or begun is not None or by_row or self.config.echoed or (
+                self.config.recurrent):
             hidden, entries, layers = whole()
         else:
             hidden, entries, layers = packing.run(window.live, packed, whole)
@@ -193,8 +204,8 @@ class Transformer(LayeredModel):
         if self.config.shared:
             raise ValueError("layers: some read the keys and values of others, or repeat their attention, so they "
                              "cannot run one by one")
-        if self.config.summing:
-            raise ValueError("layers: some have linear attention, so they cannot run one by one")
+        if self.config.summing or self.config.recurrent:
+            raise ValueError("layers: some have linear attention or a recurrent block, so they cannot run one by one")
 
     def outputs(self, params: Weights, layer: int) -> Array:
         if self.config.values_of_key > 1:
@@ -212,7 +223,7 @@ class Transformer(LayeredModel):
 
     def embeddings(self, params: Weights, tokens: Array) -> Array:
         network = _network(self.config, params)
-        return embedded(network.embed.get_value(), tokens, network.norm.scale[...].dtype)
+        return embedded(network.embed.get_value(), tokens, network.dtype)
 
     def pieces(self, params: Weights) -> Pieces:
         self._apart()
@@ -258,7 +269,9 @@ class Transformer(LayeredModel):
         near = lambda q, k, v, **options: window_attention(q, k, v, seen, where, **options)
 
         def attend(layer: int, q: Array, k: Any, v: Any, *, linear: LinearTerms | None = None,
-                   **options: Any) -> tuple[Array, Any]:
+                   walk: Recurrence | None = None, **options: Any) -> tuple[Array, Any]:
+            if walk is not None:
+                return walk_text(self.config, layer, walk, mask), ()
             if linear is None:
                 return near(q, k, v, **options), (k, v)
             out, encoded = over_text(linear, q, k, v, mask, where, prefix)
@@ -374,7 +387,8 @@ def _spec(config: DecoderConfig, axes: tuple[str | None, ...], mesh: Mesh, axis:
     # Heads are sharded whole: their number must divide, not their total width.
     experts = [layer.experts for layer in config.layers if layer.experts is not None]
     units = {"heads": config.heads, "kv_heads": config.kv_heads, "mlp": config.mlp, "vocab": config.vocab,
-             "expert_mlp": math.gcd(*(e.width for e in experts)), "experts": math.gcd(*(e.count for e in experts))}
+             "expert_mlp": math.gcd(*(e.width for e in experts)), "experts": math.gcd(*(e.count for e in experts)),
+             "shared_mlp": math.gcd(*(e.shared for e in experts))}
     size = dict(mesh.shape)
 
     def over(name: str | None) -> str | None:

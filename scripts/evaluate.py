@@ -1,21 +1,14 @@
-"""Measures quality: right answers, or nats a token, against what a method saves.
+"""Measures quality: right answers against what a method saves.
 
     python scripts/evaluate.py systems "llada:steps=[16,8,4,2,1]" --task copy shuffle sudoku --plot curves.png
     python scripts/evaluate.py caches                                   # all cache policies that need no training
     python scripts/evaluate.py caches snapkv knorm:skip=() --length 2048 --plot caches.png
     python scripts/evaluate.py drafts                                   # drafts on smaller caches
     python scripts/evaluate.py search --plot docs/choose/search.png            # samples, votes and searches
-    python scripts/evaluate.py kv-prediction
-    python scripts/evaluate.py less
-    python scripts/evaluate.py predictors
-    python scripts/evaluate.py echo-att
-    python scripts/evaluate.py arc
-    python scripts/evaluate.py linearize --layers 0 2
-    python scripts/evaluate.py reading
     python scripts/evaluate.py schemas JSON-Schema-Test-Suite/tests/draft2020-12
 
-`kv-prediction` to `linearize` train something first and need the extra `train`. `schemas` reads a clone of
-https://github.com/json-schema-org/JSON-Schema-Test-Suite. `evaluate.py NAME --help` lists the options.
+`schemas` reads a clone of https://github.com/json-schema-org/JSON-Schema-Test-Suite. `evaluate.py NAME --help` lists
+the options.
 """
 
 from __future__ import annotations
@@ -46,13 +39,6 @@ EVALUATIONS = {
                       problems=20, length=1024, seed=0),
     "search": Command("right answers of samples, votes and searches against tokens", model="sums", methods=(str,),
                       rows=(1, 2, 4, 8, 16, 32), problems=200, numbers=6, temperature=0.8, errors=0.1, seed=0, **FILES),
-    "kv-prediction": Command("loss and time to the first token of KV Prediction", steps=300),
-    "less": Command("loss of `less` on held-out text", epochs=12),
-    "predictors": Command("share of attention that trained predictors find", steps=300, butler_steps=600),
-    "echo-att": Command("loss of layers that share attention", steps=200),
-    "arc": Command("loss of a context as the vectors of an ARC-Encoder", steps=600),
-    "linearize": Command("loss of a model that is distilled into linear attention", layers=(0, 2), steps=150),
-    "reading": Command("loss of caches that read a part of the text"),
     "schemas": Command("the agreement of `json_schema` with JSON Schema's own test suite",
                        directory=given(None, Path, help="tests of a draft, such as tests/draft2020-12"), optional=False,
                        typed=False),
@@ -68,16 +54,9 @@ MEANING = {
     "mode": "whether a policy sees the question", "length": "words of the texts", "seeds": "seeds of the texts",
     "figures": "print and draw what --json wrote before, instead of measuring", "methods": "methods (default: all)",
     "rows": "rows of a problem", "numbers": "count of numbers of a sum",
-    "errors": "share of texts that the verifier is wrong about", "steps": "training steps",
-    "epochs": "passes over the texts",
-    "butler_steps": "training steps of `token-butler`",
-    "layers": "layers that get linear attention", "optional": "also read the directories below it",
+    "errors": "share of texts that the verifier is wrong about", "optional": "also read the directories below it",
     "typed": "give schemas with keywords of one type that type"}
 """Help of the options."""
-
-HOME = {"drafts": "caches", **dict.fromkeys(("kv-prediction", "less", "predictors", "echo-att", "arc", "linearize",
-                                             "reading"), "methods")}
-"""Modules of subcommands that have none of their own."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -86,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
     args = commands.parser(__doc__, EVALUATIONS, MEANING, "Measures").parse_args(words)
     args.line = shlex.join(["python", "scripts/evaluate.py", *words])
     return commands.run("evaluate.py", args, lambda args: importlib.import_module(
-        f"evaluations.{HOME.get(args.command, args.command)}").main(args))
+        f"evaluations.{'caches' if args.command == 'drafts' else args.command}").main(args))
 
 
 if __name__ == "__main__":

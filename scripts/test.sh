@@ -32,6 +32,7 @@ mesh_files=(tests/laws/test_mesh.py tests/front/test_api.py tests/front/test_sco
 limit=1200
 if [ "${1:-}" = --wide ]; then
     shift
+    "$venv/bin/python" scripts/real_models.py || echo "tests of real models are skipped" >&2
     set -- -m "wide and not full and not mesh and not gpu" "$@"
     mesh="mesh and wide and not full"
 elif [ "${1:-}" = --all ]; then

@@ -28,7 +28,8 @@ def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str
 
 
 def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str = "", markdown: bool = False) -> None:
-    """Prints a table to standard output; if that is a file or pipe, lines are not wrapped."""
+    """Prints a table to standard output, as Markdown with `markdown`; otherwise, if the output is a file or pipe, lines
+    are not wrapped."""
     if markdown:
         print(f"{title}:\n\n{markdown_table(columns, rows)}\n" if title else markdown_table(columns, rows), flush=True)
         return

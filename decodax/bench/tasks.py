@@ -96,7 +96,8 @@ def heads(lm: LM, count: int, longest: int, seed: int) -> list[str]:
 
 
 def completion(lm: LM, count: int, new_tokens: int, seed: int) -> list[list[int]]:
-    """Returns prompts that are the first halves of held-out functions."""
+    """Returns the token ids of `count` prompts, the first halves of held-out functions, chosen by `seed`. Each fits
+    into the model's context together with `new_tokens` more."""
     texts = heads(lm, count, _longest(lm, new_tokens, copies=1), seed)
     return [lm.tokenizer.encode(text) for text in texts] if lm.tokenizer else []
 

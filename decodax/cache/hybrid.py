@@ -45,6 +45,8 @@ class PerLayer(Combined):
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, **options: Any) -> tuple[Array, PyTree]:
         linear, own = self.where[layer]
+        if linear and (walk := options.get("walk")) is not None:
+            return self.linear.walk(own, walk.step, walk.x, window, walk.along)
         if linear:
             return self.linear.attend(own, q, k, v, window, linear=options["linear"])
         return self.base.attend(own, q, k, v, window, **options)

@@ -33,7 +33,7 @@ SAMPLING: list[tuple[str, type, str]] = [
 def add_model(p: argparse.ArgumentParser) -> None:
     """Adds the arguments that choose the model, its dtype and its weight format."""
     p.add_argument("-m", "--model", default="pycode", metavar="NAME_OR_DIR",
-                   help="a shipped model (see decodax info) or a local Hugging Face directory (default: pycode)")
+                   help="a shipped model (see decodax info), a Hugging Face directory or a GGUF file (default: pycode)")
     p.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of activations, cache and weights")
     p.add_argument("--adapter", metavar="DIR", help="an adapter in peft's layout")
     p.add_argument("--weights", choices=["int8", "int4", "fp8", "bfloat16", "float16", "float32", "qserve"],

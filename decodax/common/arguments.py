@@ -58,7 +58,8 @@ def bucket(count: int) -> int:
 
 
 def wrong(name: str, got: Any, takes: str) -> ValueError:
-    """Returns the ValueError for an argument with the wrong value `got`."""
+    """Returns the ValueError "name: got ..., takes ...". `name` is that of the argument, `got` the wrong value, and
+    `takes` describes the values that are allowed."""
     return ValueError(f"{name}: got {shown(got)}, takes {takes}")
 
 
@@ -72,7 +73,8 @@ def unknown_argument(name: str, where: str, known: Iterable[str]) -> TypeError:
 
 
 def host(name: str, value: Any, takes: str) -> np.ndarray:
-    """Converts an array of any library, or nested lists, to a NumPy array.
+    """Converts an array of any library, or nested lists, to a NumPy array. `name` and `takes` are for the error, as in
+    `wrong`.
 
     Raises:
         ValueError: this is impossible: a ragged list, an array that is being traced, or an array on another device.
@@ -88,7 +90,8 @@ def host(name: str, value: Any, takes: str) -> np.ndarray:
 
 
 def scalar(name: str, value: Any, takes: str) -> Any:
-    """Converts a NumPy or JAX scalar to a Python number; returns other values unchanged."""
+    """Converts a NumPy or JAX scalar to a Python number; returns other values unchanged. `name` and `takes` are for the
+    error, as in `wrong`."""
     return host(name, value, takes).item() if getattr(value, "ndim", None) == 0 else value
 
 
@@ -276,7 +279,8 @@ def _checked(name: str, value: Any, ids: Sequence[int], vocab_size: int | None) 
 
 
 def plain(name: str, value: Any, takes: str) -> Any:
-    """Converts arrays, tuples, sets and ranges to nested lists.
+    """Converts arrays, tuples, sets and ranges to nested lists; returns other values unchanged. `name` and `takes` are
+    for the error, as in `wrong`.
 
     Raises:
         ValueError: a list contains itself, or a range is too long for memory.

@@ -46,8 +46,8 @@ def compiling(changed: Callable[[Compiling], None]) -> Iterator[Compiling]:
 
 @contextlib.contextmanager
 def bar(show: bool, doing: str, total: int) -> Iterator[Callable[[float], None]]:
-    """Shows a progress bar within the context if `show` is True; it also shows when a program is being compiled. Yields
-    a function that takes the finished part of `total`."""
+    """Shows a progress bar with the text `doing` within the context, if `show` is True; the text also says when a
+    program is being compiled. Yields a function that takes the finished part of `total`."""
     if not show:
         yield lambda done: None
         return

@@ -6,9 +6,11 @@ of a tensor is read separately, cast once and put on the device.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
+from decodax.common.arguments import outside
 from decodax.io import packed as packed_files
 from decodax.io.files import CheckpointError, Files, read_json
 from decodax.models.config import DecoderConfig
@@ -29,7 +32,18 @@ from decodax.models.mamba import Mamba, read_mamba
 from decodax.models.mamba import sources as mamba_sources
 from decodax.models.mamba2 import Mamba2, Mamba2Config, is_mamba2, read_mamba2
 from decodax.models.mamba2 import sources as mamba2_sources
-from decodax.models.names import IGNORED, IMAGES, WeightSource, embeddings, flatten, head_tensor, layers_in, sources
+from decodax.models.names import (
+    IGNORED,
+    IMAGES,
+    WeightSource,
+    as_stored,
+    embeddings,
+    flatten,
+    further_layers,
+    head_tensor,
+    layers_in,
+    sources,
+)
 from decodax.models.rwkv7 import IGNORED as UNUSED
 from decodax.models.rwkv7 import Rwkv7, read_rwkv7
 from decodax.models.rwkv7 import sources as rwkv7_sources
@@ -100,10 +114,15 @@ def load_model(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | 
         raise CheckpointError(f"{root / 'config.json'}: {key}: got {len(decoder.layers)}, {files.name} holds {stored} "
                               "layers")
     shapes = Transformer(decoder).abstract_params()
-    where = sources(family, decoder, shapes, files.home)
+    where = as_stored(sources(family, decoder, shapes, files.home),
+                      lambda tensor: tuple(files.slice(tensor).get_shape()) if tensor in files.home else ())
     head, ignored = head_tensor(family, files.home), [IGNORED]
     if config["model_type"] in WITH_IMAGES:
         ignored.append(IMAGES)
+    if len(later := further_layers(family, len(decoder.layers), config, files.home)):
+        warnings.warn(f"{files.name}: skips {len(later)} tensors of layers that predict further tokens, such as "
+                      f"{min(later)}, which are not read", stacklevel=outside())
+        ignored.append(re.compile("|".join(f"^{re.escape(tensor)}$" for tensor in later)))
     _check(where, files, {head} if decoder.tied else set(), ignored)
     if decoder.tied:
         _check_tied(files, where["embed"].tensors[0], head)
@@ -112,7 +131,8 @@ def load_model(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | 
     model = Transformer(decoder, dtype=name, context=context)
     places = _places(model, shapes, mesh)
     chosen = [path for path in kernels(shapes) if packing.packs(path)] if packing is not None else []
-    loaded = [_load(files, where[path], leaf.shape, name, places[path], packing if path in chosen else None,
+    kind = lambda path: "float32" if path.endswith(".correction") else name
+    loaded = [_load(files, where[path], leaf.shape, kind(path), places[path], packing if path in chosen else None,
                     path == "embed") for path, leaf in flatten(shapes).items()]
     return model, jax.tree.unflatten(jax.tree.structure(shapes), loaded)
 
@@ -309,7 +329,7 @@ def _load(files: Files, source: WeightSource, shape: tuple[int, ...], name: str,
     def read(index: tuple[slice, ...] | None) -> np.ndarray:
         bounds = tuple(s.indices(n)[:2] for s, n in zip(index or (), shape, strict=True))
         if bounds not in parts:
-            parts[bounds] = np.ascontiguousarray(_read(files, source, bounds).astype(dtype, copy=False))
+            parts[bounds] = np.asarray(_read(files, source, bounds), dtype, order="C")
         return parts[bounds]
 
     whole = jax.make_array_from_callback(shape, place, read)
@@ -329,12 +349,18 @@ def _packer(packing: Format, table: bool, shape: tuple[int, ...], dtype: np.dtyp
 def _read(files: Files, source: WeightSource, bounds: tuple[tuple[int, int], ...]) -> np.ndarray:
     """Reads the part of a weight within `bounds`, a pair of start and end for each axis."""
     if len(bounds) > len(source.full):
-        rest = tuple(slice(*b) for b in bounds[1:])
-        parts = (files.slice(tensor) for tensor in source.tensors[slice(*bounds[0])])
-        return np.stack([part[rest[::-1]].T if source.transpose else part[rest] for part in parts])
+        return np.stack([_read(files, dataclasses.replace(source, tensors=(tensor,)), bounds[1:])
+                         for tensor in source.tensors[slice(*bounds[0])]])
+    if not source.full:
+        return np.asarray(files.slice(source.tensors[0])[...])
+    columns: Any = slice(None)
     if source.part is not None:
-        start = source.part[0]
-        bounds = (*bounds[:-1], (bounds[-1][0] + start, bounds[-1][1] + start))
-    index = tuple(slice(*b) for b in bounds)
-    found = files.slice(source.tensors[0])
-    return found[index[::-1]].T if source.transpose else found[index]
+        # One slice of the file from the first column to the last, of which some are taken.
+        chosen = source.part.indices(*bounds[-1])
+        first, last = (int(chosen[0]), int(chosen[-1]) + 1) if len(chosen) else (0, 0)
+        bounds = (*bounds[:-1], (first, last))
+        columns = slice(None) if last - first == len(chosen) else chosen - first
+    # Some files have a first axis of length 1 that the weight does not have.
+    extra = max(len(source.full) - len(bounds), 0)
+    index = (slice(0, 1),) * extra + tuple(slice(*b) for b in bounds)
+    return source.turned(files.slice(source.tensors[0])[source.turned(index)])[(0,) * extra][..., columns]

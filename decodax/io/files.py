@@ -111,13 +111,13 @@ def missing(root: Path) -> str:
     gguf = sorted(path.name for path in root.glob("*.gguf"))
     other = sorted(path.name for pattern in OTHERS for path in root.glob(pattern)
                    if path.name not in ("training_args.bin", "optimizer.pt", "scheduler.pt"))
-    if gguf or other:
-        # Without `dequantize`, transformers keeps the file's blocks and refuses to save them.
-        whole = "quantization_config=transformers.GgufConfig(dequantize=True)"
-        option = f", gguf_file={gguf[0]!r}, {whole}" if gguf and not other else ""
-        return (f"{root}: holds {(other or gguf)[0]} and neither {ONE} nor {INDEX}. Weights are read from safetensors; "
+    if gguf and not other:
+        return (f"{root}: holds {gguf[0]}, which is a whole model: load the file itself (decodax[gguf]):\n"
+                f"    decodax.load({str(root / gguf[0])!r})")
+    if other:
+        return (f"{root}: holds {other[0]} and neither {ONE} nor {INDEX}. Weights are read from safetensors; "
                 "transformers converts them:\n"
-                f"    model = transformers.AutoModelForCausalLM.from_pretrained({str(root)!r}{option})\n"
+                f"    model = transformers.AutoModelForCausalLM.from_pretrained({str(root)!r})\n"
                 f"    model.save_pretrained({str(root)!r}, safe_serialization=True)")
     named = sorted(path.name for path in root.glob("*.safetensors"))
     beside = f" beside {', '.join(named[:5])}" if named else ""

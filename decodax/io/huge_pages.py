@@ -7,6 +7,7 @@ program that asks for them (`madvise`, the setting of most distributions); XLA's
 
 from __future__ import annotations
 
+import math
 import mmap
 import sys
 from typing import Any
@@ -56,6 +57,17 @@ def moved(params: Any) -> Any:
     leaves, tree = jax.tree.flatten(params)
     move(leaves)
     return jax.tree.unflatten(tree, leaves)
+
+
+def empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Returns an array that is not filled yet, in huge pages if it fills one. JAX uses its memory without a copy."""
+    kind = np.dtype(dtype)
+    size = math.prod(shape) * kind.itemsize
+    if sys.platform.startswith("linux") and size >= PAGE:
+        return _block(size)[:size].view(kind).reshape(shape)
+    own = np.empty(size + ALIGNMENT, np.uint8)
+    start = -own.ctypes.data % ALIGNMENT
+    return own[start:start + size].view(kind).reshape(shape)
 
 
 def _block(size: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Loads a model by name: one of the shipped models, or a local Hugging Face directory."""
+"""Loads a model by name: one of the shipped models, a local Hugging Face directory, or a GGUF file."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from decodax.core.types import Model
 from decodax.io import huge_pages
 from decodax.io.checkpoint import dtype_name, load_diffusion, load_model, load_recurrent, load_t5, recurrent_type
 from decodax.io.files import CheckpointError, adapter, missing, read_json
+from decodax.io.gguf import Gguf, is_gguf
 from decodax.io.packed import ENTRY
 from decodax.io.text import Tokenizer
 from decodax.models import Transformer, adapters, dual_chunk, linear_weights, linearized
@@ -56,6 +57,7 @@ class LM(Loaded):
         mesh: the mesh on which the weights are placed; batches are placed on it, too. None: one device.
         diffusion: masked diffusion settings; None for an autoregressive model.
         directory: the directory from which it was loaded.
+        entries: the entries of a `config.json` for a model that was loaded from a GGUF file.
         adapters: names of the adapters among which `generate(adapter=)` chooses, in the order of `with_adapters`.
     """
 
@@ -69,6 +71,7 @@ class LM(Loaded):
     diffusion: Diffusion | None = None
     directory: Path | None = None
     adapters: tuple[str, ...] = ()
+    entries: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __repr__(self) -> str:
         """Returns one line with the network, its size, dtypes and devices."""
@@ -191,8 +194,12 @@ class LM(Loaded):
             raise ValueError(f"adapter: {type(self.model).__name__} cannot have one; takes a Transformer")
         if not isinstance(adapter, (str, Path)):
             return adapter
-        config = {} if self.directory is None else read_json(self.directory / "config.json")
-        return adapters.read(adapter, self.model, config.get("model_type", "llama"))
+        return adapters.read(adapter, self.model, self.config_entries.get("model_type", "llama"))
+
+    @property
+    def config_entries(self) -> dict[str, Any]:
+        """The entries of its `config.json`, or those made from a GGUF file; empty for a model made in memory."""
+        return dict(self.entries) if self.directory is None else read_json(self.directory / "config.json")
 
     @property
     def eos(self) -> list[int]:
@@ -260,7 +267,7 @@ def find(name_or_dir: str | Path) -> Path:
     if (path / "config.json").is_file():
         return path
     if path.is_file():
-        raise ValueError(f"name_or_dir: got the file {path}, takes the directory of a model")
+        raise ValueError(f"name_or_dir: got the file {path}, takes the directory of a model, or a GGUF file")
     if (path / "adapter_config.json").is_file():
         raise CheckpointError(adapter(path))
     if path.is_dir():
@@ -273,11 +280,11 @@ def find(name_or_dir: str | Path) -> Path:
 def load(name_or_dir: str | Path, *, dtype: jax.typing.DTypeLike | None = None, mesh: Mesh | None = None,
          context: int | None = None, tokenizer: str | Path | Tokenizer | None = None,
          weights: str | Format | None = None, adapter: str | Path | None = None) -> LM:
-    """Loads a shipped model by name, or a local Hugging Face directory.
+    """Loads a shipped model by name, a local Hugging Face directory, or a GGUF file.
 
     Args:
-        name_or_dir: a name such as "pycode", or the path of a directory with config.json, safetensors and
-            tokenizer.json.
+        name_or_dir: a name such as "pycode", the path of a directory with config.json, safetensors and tokenizer.json,
+            or the path of a `.gguf` file (`decodax[gguf]`), whose kernels stay packed in its own formats.
         dtype: dtype of weights and cache, "float32", "bfloat16" or "float16". None: float32 on CPU, else the stored
             dtype.
         mesh: a mesh on which the weights are placed, with heads, MLP and vocabulary sharded over its axis "model";
@@ -288,8 +295,8 @@ def load(name_or_dir: str | Path, *, dtype: jax.typing.DTypeLike | None = None, 
             tokenizer if the directory has no tokenizer files at all.
         weights: the format in which the weights are stored and multiplied: "int8", "int4", "fp8", "bfloat16", "float16"
             or "float32", or a `decodax.models.formats.Format`; activations and cache keep `dtype`. None: arrays of
-            `dtype`, or the format of a directory that `decodax.save` wrote. On CPU half precision is a format, since
-            XLA emulates half-precision products there.
+            `dtype`, or the format of a directory that `decodax.save` wrote or of a GGUF file. On CPU half precision is
+            a format, since XLA emulates half-precision products there.
         adapter: the directory of a LoRA in peft's layout. It is added to the weights, or kept separate if they are
             packed.
 
@@ -301,11 +308,13 @@ def load(name_or_dir: str | Path, *, dtype: jax.typing.DTypeLike | None = None, 
             or a tokenizer in a format that cannot be read, or an argument out of its range; the message names it.
     """
     for name, given, of, takes in (
-            ("name_or_dir", name_or_dir, (str, os.PathLike), "the name of a shipped model, or a directory"),
+            ("name_or_dir", name_or_dir, (str, os.PathLike), "the name of a shipped model, or a path"),
             ("mesh", mesh, (Mesh, type(None)), "a jax.sharding.Mesh"),
             ("tokenizer", tokenizer, (str, os.PathLike, Tokenizer, type(None)), "a directory or a Tokenizer")):
         if not isinstance(given, of):
             raise TypeError(f"{name}: got {shown(given)}, takes {takes}")
+    if str(name_or_dir) not in zoo() and is_gguf(name_or_dir):
+        return _load_gguf(Path(name_or_dir).expanduser(), dtype, mesh, context, tokenizer, weights, adapter)
     path = find(name_or_dir)
     if dtype is None and jax.default_backend() == "cpu":
         dtype = "float32"      # bfloat16 matrix products take almost twice as long on CPU
@@ -318,7 +327,7 @@ def load(name_or_dir: str | Path, *, dtype: jax.typing.DTypeLike | None = None, 
     model: Any
     config = read_json(path / "config.json")
     recurrent = recurrent_type(config)
-    own: Any = load_recurrent if recurrent else load_t5 if config.get("model_type") == "t5" else None
+    own: Any = load_recurrent if recurrent else load_t5 if config.get("model_type") in ("t5", "mt5") else None
     if own is not None:
         kind = {"mamba": "a Mamba", "mamba2": "a Mamba-2", "rwkv7": "an RWKV-7", "rwkv_x": "an RWKV-X",
                 None: "a T5"}[recurrent]
@@ -336,6 +345,21 @@ def load(name_or_dir: str | Path, *, dtype: jax.typing.DTypeLike | None = None, 
             generation_config=generation_config, name=path.name, mesh=mesh, diffusion=diffusion, directory=path)
     packed = weights is not None or ENTRY in read_json(path / "config.json")
     return lm if adapter is None else lm.with_adapter(adapter, merge=not packed)
+
+
+def _load_gguf(path: Path, dtype: jax.typing.DTypeLike | None, mesh: Mesh | None, context: int | None,
+               tokenizer: str | Path | Tokenizer | None, weights: str | Format | None,
+               adapter: str | Path | None) -> LM:
+    """Loads a GGUF file; see `load`."""
+    opened = Gguf.open(path)
+    if not isinstance(tokenizer, Tokenizer):
+        tokenizer = opened.tokenizer() if tokenizer is None else _tokenizer(Path(tokenizer), needed=True)
+    if dtype is None and jax.default_backend() == "cpu":
+        dtype = "float32"
+    model, params = opened.load(dtype, mesh, context, weights)
+    lm = LM(model=model, params=params, vocab_size=model.config.vocab, tokenizer=tokenizer,
+            generation_config=opened.generation_config(tokenizer), name=path.stem, mesh=mesh, entries=opened.entries)
+    return lm if adapter is None else lm.with_adapter(adapter, merge=False)
 
 
 def _tokenizer(path: Path, needed: bool = False) -> Tokenizer | None:

@@ -19,7 +19,6 @@ import numpy as np
 from decodax.common.progress import bar
 from decodax.core.mesh import on_mesh
 from decodax.io import huge_pages
-from decodax.io.files import read_json
 from decodax.io.load import LM
 from decodax.io.packed import ENTRY, place_packed
 from decodax.io.saving import save_mamba2, save_model
@@ -110,12 +109,11 @@ def save(lm: LM, directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike 
     """
     if not isinstance(lm.model, Transformer | Mamba2):
         raise ValueError(f"lm: got {lm.name!r}, a {type(lm.model).__name__}; takes a decoder")
-    if lm.tokenizer is not None and lm.tokenizer.directory is None:
+    if lm.tokenizer is not None and lm.tokenizer.directory is None and not lm.entries:
         raise ValueError(f"lm: got {lm.name!r} with a tokenizer that was made in memory; takes one that was read from "
                          "a directory, or None")
-    root, config = Path(directory), dict[str, Any]()
-    if lm.directory is not None:
-        config = {key: value for key, value in read_json(lm.directory / "config.json").items() if key != ENTRY}
+    root = Path(directory)
+    config = {key: value for key, value in lm.config_entries.items() if key != ENTRY}
     if lm.diffusion is not None:
         config["diffusion"] = dataclasses.asdict(lm.diffusion)
     if isinstance(lm.model, Mamba2):
@@ -123,6 +121,8 @@ def save(lm: LM, directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike 
     else:
         save_model(root, lm.model, lm.params, config, dtype)
     (root / "generation_config.json").write_text(json.dumps(lm.generation_config, indent=2) + "\n")
+    if lm.tokenizer is not None and lm.tokenizer.directory is None:
+        lm.tokenizer.save(root)
     source = None if lm.tokenizer is None else lm.tokenizer.directory
     for name in TOKENIZER:
         if source is not None and (source / name).is_file() and source.resolve() != root.resolve():

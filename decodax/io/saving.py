@@ -61,16 +61,15 @@ def save_model(directory: str | os.PathLike[str], model: Transformer, params: We
     entries |= {"dtype": name, "torch_dtype": name}
     tensors: dict[str, np.ndarray] = {}
     for path, source in sources(entries["model_type"], model.config, model.abstract_params()).items():
-        value = np.asarray(jax.device_get(leaves[path])).astype(jnp.dtype(name))
+        value = np.asarray(jax.device_get(leaves[path]))
+        # A correction of experts' scores decides between near ones: it stays float32, as in the released files.
+        value = value.astype(np.float32 if path.endswith(".correction") else jnp.dtype(name))
         if value.ndim > len(source.full):
             tensors |= {tensor: np.ascontiguousarray(row.T if source.transpose else row)
                         for tensor, row in zip(source.tensors, value, strict=True)}
             continue
-        if source.part is not None:
-            whole = tensors.setdefault(source.tensors[0], np.empty(source.full, value.dtype))
-            (whole.T if source.transpose else whole)[..., slice(*source.part)] = value
-            continue
-        tensors[source.tensors[0]] = np.ascontiguousarray(value.T if source.transpose else value)
+        whole = tensors.setdefault(source.tensors[0], np.empty(source.full, value.dtype))
+        source.turned(whole)[source.index] = value
     write_files(Path(directory), tensors, entries, "pt")
 
 

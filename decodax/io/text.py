@@ -106,6 +106,14 @@ class Tokenizer:
                    chat_templates={name: source for name, (source, _) in templates.items()},
                    template_files={name: str(file) for name, (_, file) in templates.items()}, directory=path)
 
+    def save(self, path: str | Path) -> None:
+        """Writes tokenizer.json and tokenizer_config.json, with the chat templates, into a directory."""
+        path = Path(path)
+        self.backend.save(str(path / "tokenizer.json"))
+        templates = [{"name": name, "template": text} for name, text in self.chat_templates.items()]
+        config = {**self.special_tokens, **({"chat_template": templates} if templates else {})}
+        (path / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
     def __len__(self) -> int:
         """Returns the size of the vocabulary, including added tokens; the logits of a model may be padded beyond it."""
         return len(self.pieces().rest)

@@ -175,7 +175,8 @@ def _trained(lm: Any, auxiliary: Any, maps: KVMaps, texts: Sequence[Sequence[int
 def losses(model: Model, auxiliary: Model, of: tuple[KVLayer, ...], to: tuple[KVLayer, ...], params: tuple[Any, Any],
            maps: KVMaps, tokens: Array, length: Array) -> tuple[Array, Array, Array]:
     """Computes the three terms of the loss of `train_kv_prediction` for the first `length` (`i32[]`) of the tokens
-    `i32[1, N]`.
+    `i32[1, N]`. `of` and `to` are the KV layers of the auxiliary and the target model, `params` the weights of (target,
+    auxiliary).
 
     Returns:
         The absolute error of the prediction, the loss of the target model, and the loss of the auxiliary model, each

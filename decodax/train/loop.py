@@ -124,7 +124,20 @@ def cast(params: Tree, dtype: Any) -> Tree:
 @partial(jax.jit, static_argnames=("objective", "tx"), donate_argnames=("params", "opt"))
 def update(objective: Objective, tx: optax.GradientTransformation, params: Tree, opt: Tree, batch: Any, extra: Any,
            rate: Array) -> tuple[Tree, Tree, dict[str, Array]]:
-    """Does one optimizer step and returns (params, opt, scalars). `params` and `opt` are donated."""
+    """Does one optimizer step.
+
+    Args:
+        objective: maps (params, batch, extra) to (loss, scalars).
+        tx: the optimizer, without a learning rate.
+        params: the weights; donated.
+        opt: state of the optimizer; donated.
+        batch: the examples.
+        extra: other inputs of the objective.
+        rate: the learning rate, `f32[]`.
+
+    Returns:
+        The new weights, the new state of the optimizer, and the scalars of the objective.
+    """
     (_, scalars), grads = jax.value_and_grad(objective, has_aux=True)(params, batch, extra)
     moves, opt = tx.update(grads, opt, params)
     return jax.tree.map(lambda p, m: p - rate * m, params, moves), opt, scalars

@@ -124,15 +124,16 @@ def visible_twice(live: Array, at: Array, causal: bool = False) -> Array:
 
 
 def noise_levels(key: Array, rows: int, blocks: int = 1) -> Array:
-    """Returns noise levels in `(LEAST, 1]`, `f32[B, blocks]`, stratified over the rows with a random offset for each
-    block."""
+    """Returns noise levels in `(LEAST, 1]`, `f32[rows, blocks]`, stratified over the rows with a random offset for each
+    block. A noise level is the probability that a token is masked."""
     start = jax.random.uniform(key, (1, blocks))
     strata = (jnp.arange(rows)[:, None] / rows + start) % 1.0
     return LEAST + (1 - LEAST) * strata
 
 
 def corrupt(key: Array, batch: Batch, kind: Diffusion) -> tuple[Array, Array, Array]:
-    """Draws noise for a batch.
+    """Draws noise for a batch: each block of an answer (without blocks, the whole answer) has a noise level, which is
+    the probability that a token is masked.
 
     Returns:
         Noisy tokens, `i32[B, T]`; True where a token is masked, `bool[B, T]`; the noise level of each token, `f32[B,
@@ -189,7 +190,7 @@ def front(tokens: Array, at: Array, kind: Diffusion) -> Array:
 def predict_twice(network: Transformer, params: Tree, tokens: Array, live: Array, kind: Diffusion, clean: Array,
                   answer: Array | None = None) -> tuple[Array, Array]:
     """Returns the logits of `predict` for a training step with blocks, and the next-token logits of the clean text,
-    both `f32[B, T, V]`."""
+    both `f32[B, T, V]`. The arguments are those of `predict`."""
     T = tokens.shape[1]
     where = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), tokens.shape)
     at = blocks(kind, jnp.ones_like(live) if answer is None else answer)
@@ -320,8 +321,8 @@ class CertaintyForcing:
 
 @partial(jax.jit, static_argnames=("network", "kind", "at_once"))
 def fill(network: Transformer, params: Tree, batch: Batch, kind: Diffusion, at_once: bool = False) -> Array:
-    """Returns rows whose answers are filled greedily, `i32[B, T]`, block by block. Each forward pass fills the most
-    confident token, or with `at_once` all tokens of the block."""
+    """Returns rows whose answers are filled greedily, `i32[B, T]`, block by block, to measure the model. Each forward
+    pass fills the most confident token, or with `at_once` all tokens of the block."""
     at = blocks(kind, batch.answer)
     last = at.max() + 1
 

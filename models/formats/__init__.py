@@ -11,6 +11,7 @@ import jax
 
 from decodax.common import registry
 from decodax.models.formats.format import Format, ModelFormat, kernels
+from decodax.models.formats.ggml import TYPES, Ggml, GgmlBlocks, ShiftedGroups
 from decodax.models.formats.glvq import GLVQ, Lattice
 from decodax.models.formats.integers import InputsRotated, Integers, Static
 from decodax.models.formats.qserve import W4A8, Nibbles, QServe
@@ -21,8 +22,8 @@ from decodax.models.formats.squeezellm import DenseSparse, Lookup, SqueezeLLM
 from decodax.models.names import flatten, kernel_of
 from decodax.models.packed import Packed
 
-__all__ = ["FORMATS", "GLVQ", "KINDS", "MODEL_FORMATS", "Float8", "Floats", "Format", "Int4", "Int8", "ModelFormat",
-           "QServe", "Quamba2", "RSparse", "Scaled", "SqueezeLLM", "kernels", "pack", "read_format"]
+__all__ = ["FORMATS", "GLVQ", "KINDS", "MODEL_FORMATS", "Float8", "Floats", "Format", "Ggml", "Int4", "Int8",
+           "ModelFormat", "QServe", "Quamba2", "RSparse", "Scaled", "SqueezeLLM", "kernels", "pack", "read_format"]
 
 for _name, _make, *_paper in (
         ("int8", Int8, "", "", "8-bit integers with one scale for each output"),
@@ -43,16 +44,22 @@ for _name, _make, *_paper in (
          "Space Models", "Chiang et al. 2025", "a Mamba-2 in few bits; takes data")):
     registry.FORMATS.register(_name, *_paper, family="formats")(_make)
 
+for _name in TYPES:
+    registry.FORMATS.register(_name, "", "", f"blocks of GGUF's type {_name.upper()}", family="formats")(
+        functools.partial(Ggml, _name))
+
 FORMATS: dict[str, Format] = {
     "int8": Int8(), "int4": Int4(), "fp8": Float8(), "bfloat16": Floats("bfloat16"), "float16": Floats("float16"),
-    "float32": Floats("float32"), "qserve": QServe(), "squeezellm": SqueezeLLM(), "glvq": GLVQ(), "r-sparse": RSparse()}
+    "float32": Floats("float32"), "qserve": QServe(), "squeezellm": SqueezeLLM(), "glvq": GLVQ(), "r-sparse": RSparse(),
+    **{_name: Ggml(_name) for _name in TYPES}}
 """Formats by the names that `decodax.load` and `decodax.quantize` accept."""
 
 MODEL_FORMATS: dict[str, ModelFormat] = {"quamba2": Quamba2()}
 """Formats that change a whole model, by the names that `decodax.quantize` accepts."""
 
 KINDS: dict[str, type[Packed]] = {kind.__name__: kind for kind in (
-    Scaled, W4A8, Nibbles, Lookup, DenseSparse, Lattice, RankSparse, Integers, Static, InputsRotated)}
+    Scaled, W4A8, Nibbles, Lookup, DenseSparse, Lattice, RankSparse, Integers, Static, InputsRotated, GgmlBlocks,
+    ShiftedGroups)}
 """Classes of packed kernels, by the names that `decodax.save` writes to files."""
 
 

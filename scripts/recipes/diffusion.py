@@ -35,10 +35,8 @@ from recipes.options import Options
 from recipes.run import Recipe, publish
 
 HELD_OUT_EACH, HELD_OUT_SHIPPED = 32, 500
-"""Held-out problems of each task in an evaluation on the way, and for the finished model."""
-
 EVAL_WINDOWS, SHIPPED_WINDOWS = 48, 512
-"""Held-out windows of text, likewise."""
+"""Held-out problems of each task, and windows of text, in an evaluation on the way and for the finished model."""
 
 PROBLEMS = f"""A small masked diffusion model for problems with checkable answers. It is made to show what decoding
 several tokens at once costs, on any CPU and in seconds: with one token a forward it is right on most problems, with

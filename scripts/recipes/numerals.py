@@ -45,15 +45,11 @@ TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
 SCALES = ("", "thousand", "million")
 VOCABULARY = [PAD, END, BARRIER, *"0123456789=", *(f" {w}" for w in (*SMALL, *TENS, "hundred", "and", *SCALES[1:]))]
 ID = {word: i for i, word in enumerate(VOCABULARY)}
-DIGITS = 9
-"""Digits of the longest number."""
-
-ANSWER = 18
-"""Tokens of the longest answer: three times five words, two scales between them, and the end."""
-
+DIGITS, ANSWER = 9, 18
+"""Digits of the longest number, and tokens of the longest answer: three times five words, two scales between them, and
+the end."""
 LENGTH = DIGITS + 1 + ANSWER
 """Tokens of a row: a prompt, a barrier before the answer, and the answer without its last token."""
-
 ROWS, BLOCK, KEEP = 64, 5, 8
 """Rows of a training step, tokens between barriers at most, and survivors of a cascade."""
 

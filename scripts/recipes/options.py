@@ -75,12 +75,8 @@ ANSWERS: dict[bool, dict[str, Any]] = {False: dict(answers=8192, span=CANVAS), T
 
 
 def _option(help: str, default: Any = None, only: str = "", decides: bool = True, **parse: Any) -> Any:
-    """Returns a field that is also a command-line option.
-
-    Args:
-        help: its help. default: its default value. parse: keywords of `add_argument`.
-        only: recipes that have it, by their names; empty: all.
-        decides: whether it decides the weights, so that a run is only resumed if it is equal.
+    """Returns a field that is also a command-line option: its help, default value, the recipes that have it (empty:
+    all), whether it decides the weights, so that a run is only resumed if it is equal, and keywords of `add_argument`.
     """
     return field(default=default, metadata={"help": help, "decides": decides, "only": only.split(), "parse": parse})
 

@@ -43,10 +43,8 @@ VOCABULARY = [PAD, END, *"0123456789+-*=\n"]
 ID = {word: i for i, word in enumerate(VOCABULARY)}
 LONGEST = 8
 """Count of numbers of the longest sum in training."""
-
 LENGTH = 3 * LONGEST + 1 + 9 * (LONGEST - 1) + 3
 """Tokens of the longest problem with its answer."""
-
 ROWS, NUMBERS = 64, 6
 """Rows of a training step, and the count of numbers of the sums that are measured."""
 

@@ -10,8 +10,10 @@ from decodax.io.checkpoint import load_model
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
+from decodax.algorithms.speculative.drafts import TokenRecycling
+from decodax.algorithms.speculative.trees import Fixed
 from tests.matrix import often
-from tests.models.tiny import saved
+from tests.models.tiny import ALIKE, CASES, saved
 
 # sliding beside full attention; the toy of the other laws has learned positions
 OFTEN = ["gemma3"]
@@ -38,3 +40,32 @@ def test_decoding_agrees_with_itself_and_with_a_full_forward(family, tmp_path):
     for i, prompt in enumerate(PROMPTS):
         at = np.arange(len(prompt), len(prompt) + 14)
         assert np.allclose(plain.logprobs.raw[i], full[i, at - 1, plain.tokens[i]], atol=1e-4)
+
+
+NEW = [name for name in list(CASES)[list(CASES).index("gpt-neox"):] if name not in ALIKE]
+TREE = dx.Speculative(TokenRecycling(Fixed.balanced(2, 2), k=2, rows=97))
+PADDED = {"llama4", "recurrent-gemma"}
+"""Families whose left padding changes what transformers 5.24 generates."""
+
+
+@pytest.mark.wide(but=("falcon-rw",))
+@pytest.mark.parametrize("family", NEW)
+def test_greedy_tokens_of_ragged_prompts_are_those_of_transformers_however_they_are_decoded(family, tmp_path):
+    """In chains and trees, and of a row alone."""
+    import torch
+
+    reference = saved(family, tmp_path)
+    lm = dx.load(tmp_path)
+    options = dict(max_new_tokens=9, eos_token_id=[])
+    plain = dx.generate(lm, PROMPTS, **options).tokens
+    reference.generation_config.eos_token_id = None
+    width = max(map(len, PROMPTS))
+    ids = torch.tensor([[0] * (width - len(p)) + p for p in PROMPTS])
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in PROMPTS])
+    if family not in PADDED:
+        want = reference.generate(ids, attention_mask=mask, max_new_tokens=9, do_sample=False, pad_token_id=0)
+        assert plain.tolist() == want[:, width:].tolist()
+    for algorithm in (dx.Speculative(dx.drafts.PromptLookup(length=3)), TREE):
+        assert dx.generate(lm, PROMPTS, algorithm=algorithm, **options).tokens.tolist() == plain.tolist()
+    alone = dx.generate(lm, PROMPTS[1:2], **options).tokens
+    assert alone.tolist() == plain[1:2].tolist()

@@ -23,6 +23,8 @@ from tests.models.tiny import CASES, build, saved
 
 TOKENS = np.random.default_rng(1).integers(3, 97, (2, 9)).astype(np.int32)
 FILE = "model.safetensors"
+OLDER = (*list(CASES)[:list(CASES).index("gpt-neox")], "falcon-40b", "apertus", "llama4")
+"""Cases that run by default."""
 
 
 def reference_logits(model: Any) -> np.ndarray:
@@ -165,8 +167,8 @@ def test_an_index_that_lies_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("changes", "message"), [
-    ({"model_type": "qwen4"}, r"got 'qwen4' .*near to qwen\d, .*supported are cohere, .*qwen3, .*gemma3"),
-    ({"model_type": None}, "supported are cohere, "),
+    ({"model_type": "qwen4"}, r"got 'qwen4' .*near to qwen\d, .*supported are apertus, .*cohere, .*qwen3, .*gemma3"),
+    ({"model_type": None}, "supported are apertus, "),
     ({"hidden_act": "relu6"}, "hidden_act: got 'relu6', supported are silu"),
     ({"rope_parameters": {"rope_type": "axial"}}, "rope_type: got 'axial', supported are default"),
     ({"num_key_value_heads": 3}, "num_attention_heads: got 4, not a multiple of num_key_value_heads = 3"),
@@ -179,6 +181,7 @@ def test_an_unknown_configuration_is_named(directory: Path, changes: dict[str, A
         load_model(directory)
 
 
+@pytest.mark.wide(but=OLDER)
 @pytest.mark.parametrize("name", CASES)
 def test_saved_models_are_the_loaded_ones_for_transformers_too(name: str, tmp_path: Path) -> None:
     reference = saved(name, tmp_path / "in")
@@ -232,3 +235,18 @@ def test_fresh_weights_have_the_loaded_ones_structure(directory: Path) -> None:
     assert shapes == {path: x.shape for path, x in flatten(model.abstract_params()).items()}
     assert fresh["embed"].dtype == jnp.bfloat16
     assert 0.015 < float(fresh["layers"]["0"]["mlp"]["up"]["kernel"].astype(jnp.float32).std()) < 0.025
+
+
+def test_layers_that_predict_further_tokens_are_skipped_with_a_message(tmp_path: Path) -> None:
+    """And the correction of experts' scores stays float32."""
+    saved("glm4-moe", tmp_path)
+    extra = np.ones((4, 4), np.float32)
+    rewritten(tmp_path, **{"model.layers.3.eh_proj.weight": extra, "model.layers.3.enorm.weight": extra[0]})
+    with pytest.warns(UserWarning, match=r"skips 2 tensors of layers .* such as model\.layers\.3\.eh_proj\.weight"):
+        model, params = load_model(tmp_path, dtype="bfloat16")
+    mixture = params["layers"]["1"]["mlp"]
+    assert (mixture["correction"].dtype, mixture["router"]["kernel"].dtype) == (jnp.float32, jnp.bfloat16)
+    assert len(model.config.layers) == 3
+    rewritten(tmp_path, **{"model.layers.4.enorm.weight": extra[0]})
+    with pytest.raises(CheckpointError, match=r"holds tensor model\.layers\.4\.enorm\.weight"):
+        load_model(tmp_path)

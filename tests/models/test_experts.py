@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from decodax.models import Experts, Transformer, llama
-from decodax.models.experts import mix, route
+from decodax.models.experts import mix
 from decodax.models.layers import ACTIVATIONS
+from decodax.models.routing import route
 from tests.models.small import PROMPTS
 from tests.small_models import random_lm
 

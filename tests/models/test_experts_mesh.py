@@ -72,3 +72,30 @@ def test_the_parts_are_added_up_once(home, shape, names):
         text = jax.jit(model.forward).lower(lm.params, tokens).compile().as_text()
     wide = [x for x, _ in collectives(parse(text)) if x.opcode.startswith(("all-reduce", "reduce-scatter"))]
     assert 0 < len(wide) <= 2 * 2 + 2, [x.text[:150] for x in wide]
+
+
+SMALL = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "max_position_embeddings": 64}
+OTHERS = [
+    {**SMALL, "model_type": "glm4_moe", "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2,
+     "moe_intermediate_size": 24, "routed_scaling_factor": 2.5},
+    {**SMALL, "model_type": "llama4_text", "head_dim": 8, "num_local_experts": 4, "intermediate_size_mlp": 40,
+     "no_rope_layers": [1, 0], "attention_chunk_size": 5, "floor_scale": 6},
+    {**SMALL, "model_type": "qwen2_moe", "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+     "shared_expert_intermediate_size": 20},
+    {**SMALL, "model_type": "bloom", "n_layer": 2, "n_head": 4},
+    {**SMALL, "model_type": "falcon", "alibi": True, "multi_query": False, "parallel_attn": False}]
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("config", OTHERS, ids=lambda config: config["model_type"])
+def test_shared_experts_corrections_and_slopes_of_heads_on_a_mesh(config, tmp_path):
+    model = Transformer(read_config(config))
+    leaves, tree = jax.tree.flatten(model.init_params(jax.random.key(0)))
+    drawn = [x + 0.2 * jax.random.normal(jax.random.key(i), x.shape) for i, x in enumerate(leaves)]
+    save_model(tmp_path, model, jax.tree.unflatten(tree, drawn), config=config)
+    mesh = jax.make_mesh((2, 2, 2), ("data", "model", "expert"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
+    alone, parted = dx.load(tmp_path), dx.load(tmp_path, mesh=mesh)
+    for algorithm in (None, "prompt-lookup:length=3"):
+        want, got = (dx.generate(lm, PROMPTS, max_new_tokens=12, algorithm=algorithm).tokens for lm in (alone, parted))
+        np.testing.assert_array_equal(got, want)

@@ -21,6 +21,10 @@ TOKENS = np.random.default_rng(0).integers(3, 80, (2, 11)).astype(np.int32)
 SIGHT = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "image_size": 16,
          "patch_size": 8}
 MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [1, 1, 2]}}
+MROPE_NEXT = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 2, 2],
+                                  "mrope_interleaved": True}}
+DEEPSTACK = {"hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2, "out_hidden_size": 32,
+             "deepstack_visual_indexes": [0]}
 PLACES = {"image_token_id": 96, "video_token_id": 95, "vision_start_token_id": 94, "vision_end_token_id": 93}
 
 # model_type, text_config on top of COMMON, vision_config, further entries; where the tensors of the layers are
@@ -38,6 +42,18 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], str]
                  "model.layers."),
     "qwen2.5-vl": ("qwen2_5_vl", MROPE, {"hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2,
                                          "out_hidden_size": 32, "fullatt_block_indexes": [0]}, PLACES, "model.layers."),
+    "qwen3-vl": ("qwen3_vl", {**MROPE_NEXT, "head_dim": 16}, DEEPSTACK, PLACES, "model.language_model.layers."),
+    "qwen3-vl-moe": ("qwen3_vl_moe", {**MROPE_NEXT, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2,
+                                      "moe_intermediate_size": 24, "mlp_only_layers": [1]}, DEEPSTACK, PLACES,
+                     "model.language_model.layers."),
+    "ministral3": ("mistral3", {"model_type": "ministral3", "head_dim": 8, "sliding_window": None, "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 8, "mscale": 1.0,
+        "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3}}, {**SIGHT, "model_type": "pixtral", "head_dim": 8},
+                   {"image_token_index": 96, "tie_word_embeddings": False}, "language_model.model.layers."),
+    "llama4": ("llama4", {"head_dim": 16, "num_local_experts": 4, "intermediate_size_mlp": 40, "floor_scale": 6,
+                          "attention_chunk_size": 5, "no_rope_layers": [1, 0], "interleave_moe_layer_step": 2},
+               {**SIGHT, "intermediate_size": 16, "vision_output_dim": 16, "projector_input_dim": 16,
+                "projector_output_dim": 16}, {"image_token_index": 96}, "language_model.model.layers."),
 }
 
 
@@ -53,11 +69,14 @@ def saved(name: str, directory: Path) -> Any:
     return model
 
 
+@pytest.mark.wide(but=("gemma3", "mistral3", "qwen2-vl", "qwen2.5-vl", "qwen3-vl"))
 @pytest.mark.parametrize("name", CASES)
 def test_the_language_model_of_one_that_sees_images(name: str, tmp_path: Path) -> None:
     reference = saved(name, tmp_path / "in")
     assert any(tensor.startswith(CASES[name][4]) for tensor in load_file(tmp_path / "in" / "model.safetensors"))
     lm = dx.load(tmp_path / "in")
+    # transformers 5.24 cannot run the whole Llama 4.
+    reference = reference.language_model if name == "llama4" else reference
     with torch.no_grad():
         expected = reference(torch.tensor(TOKENS, dtype=torch.long)).logits.numpy()
     np.testing.assert_allclose(jax.jit(lm.model.forward)(lm.params, TOKENS), expected, atol=1e-4)
@@ -67,6 +86,8 @@ def test_the_language_model_of_one_that_sees_images(name: str, tmp_path: Path) -
     again = dx.load(tmp_path / "out")
     assert again.model == lm.model
     jax.tree.map(np.testing.assert_array_equal, again.params, lm.params)
+    if name == "qwen3-vl-moe":
+        return      # transformers has no class for its language model alone
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager")
     with torch.no_grad():
         np.testing.assert_allclose(theirs(torch.tensor(TOKENS, dtype=torch.long)).logits.numpy(), expected, atol=1e-4)

@@ -41,13 +41,14 @@ def t5(version: str) -> tuple[Any, Path]:
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     import tempfile
 
-    newer = version == "1.1"
-    config = transformers.T5Config(
+    newer, multilingual = version == "1.1", version == "mt5"
+    config = (transformers.MT5Config if multilingual else transformers.T5Config)(
         vocab_size=VOCABULARY, d_model=24, d_kv=8, d_ff=32, num_layers=3, num_decoder_layers=2, num_heads=4,
         relative_attention_num_buckets=8, relative_attention_max_distance=12, decoder_start_token_id=0,
-        feed_forward_proj="gated-gelu" if newer else "relu", tie_word_embeddings=not newer)
+        feed_forward_proj="gated-gelu" if newer or multilingual else "relu", tie_word_embeddings=not newer)
     torch.manual_seed(0)
-    model = transformers.T5ForConditionalGeneration(config).eval()
+    kind = transformers.MT5ForConditionalGeneration if multilingual else transformers.T5ForConditionalGeneration
+    model = kind(config).eval()
     if newer:
         model.lm_head.weight = torch.nn.Parameter(torch.empty_like(model.lm_head.weight))
     with torch.no_grad():
@@ -59,14 +60,14 @@ def t5(version: str) -> tuple[Any, Path]:
     return model, directory
 
 
-@pytest.fixture(scope="module", params=["1.0", "1.1"])
+@pytest.fixture(scope="module", params=["1.0", "1.1", pytest.param("mt5", marks=pytest.mark.wide)])
 def translators(request: pytest.FixtureRequest) -> tuple[Any, Any]:
     """A T5 of transformers, and what this library loads from its directory."""
     reference, directory = t5(request.param)
     lm = dx.load(directory)
     assert isinstance(lm.model, T5)
     assert (lm.model.config.gated, lm.model.config.tied, lm.model.config.scaled) == (
-        (False, True, True) if request.param == "1.0" else (True, False, False))
+        {"1.0": (False, True, True), "1.1": (True, False, False), "mt5": (True, True, False)}[request.param])
     return reference, lm
 
 

@@ -193,7 +193,7 @@ def run(recipe: str) -> None:
     exec(textwrap.dedent("\n".join(lines)), {"transformers": transformers})
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.gguf", "model.pt", "flax_model.msgpack"])
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "flax_model.msgpack"])
 def test_weights_in_another_format_come_with_a_recipe(name: str, directory: Path) -> None:
     reference = build("llama")
     (directory / "model.safetensors").unlink()
@@ -201,13 +201,18 @@ def test_weights_in_another_format_come_with_a_recipe(name: str, directory: Path
     with pytest.raises(CheckpointError, match=rf"holds {name} .*safetensors") as error:
         dx.load(directory)
     assert "safe_serialization=True" in str(error.value)
-    assert ("gguf_file='model.gguf'" in str(error.value)) == (name == "model.gguf")
     if name == "pytorch_model.bin":
         run(str(error.value))
         np.testing.assert_array_equal(dx.load(directory).params["embed"], reference.model.embed_tokens.weight.detach())
-    (directory / "config.json").unlink()          # as a bare .gguf comes
+    (directory / "config.json").unlink()
     with pytest.raises(CheckpointError, match=rf"has no config\.json.*; .*holds {name}"):
         dx.load(directory)
+
+
+def test_the_directory_of_a_gguf_file_names_the_file(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(CheckpointError, match=r"holds model\.gguf, which is a whole model"):
+        dx.load(tmp_path)
 
 
 def test_other_safetensors_and_a_files_path_are_named(directory: Path) -> None:

@@ -79,10 +79,65 @@ CASES: dict[str, tuple[str, dict[str, Any], int | None]] = {
     "qwen3-moe-normed": ("qwen3_moe", {"head_dim": 8, "num_experts": 5, "num_experts_per_tok": 2,
                                        "norm_topk_prob": True, "moe_intermediate_size": 20, "num_hidden_layers": 2,
                                        "decoder_sparse_step": 2}, None),
+    "gpt-neox": ("gpt_neox", {}, None),
+    "recurrent-gemma": ("recurrent_gemma", {"attention_window_size": 5, "lru_width": 32, "num_hidden_layers": 3}, None),
+    "gpt-neox-serial": ("gpt_neox", {"use_parallel_residual": False, "attention_bias": False,
+                                     **rope("linear", factor=2.0, partial_rotary_factor=0.5)}, None),
+    "gptj": ("gptj", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "rotary_dim": 4}, None),
+    "opt": ("opt", {"ffn_dim": 48}, None),
+    "opt-plain-norms": ("opt", {"ffn_dim": 40, "enable_bias": False, "layer_norm_elementwise_affine": False,
+                                "activation_function": "quick_gelu", "tie_word_embeddings": False}, None),
+    "falcon": ("falcon", {"ffn_hidden_size": 48}, None),
+    "falcon-40b": ("falcon", {"ffn_hidden_size": 48, "new_decoder_architecture": True, "num_kv_heads": 2}, None),
+    "falcon-11b": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1}, None),
+    "falcon-rw": ("falcon", {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True,
+                             "num_attention_heads": 8}, None),
+    "bloom": ("bloom", {"n_layer": 2, "n_head": 4}, None),
+    "bloom-six-heads": ("bloom", {"n_layer": 2, "n_head": 6, "hidden_size": 48, "tie_word_embeddings": False}, None),
+    "starcoder2": ("starcoder2", SMALL_WINDOW, None),
+    "starcoder2-plain": ("starcoder2", {"use_bias": False, "tie_word_embeddings": False}, None),
+    "nemotron": ("nemotron", {"head_dim": 16}, None),
+    "nemotron-bias": ("nemotron", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}, None),
+    "arcee": ("arcee", {}, None),
+    "seed-oss": ("seed_oss", {"head_dim": 16, "attention_out_bias": True, "mlp_bias": True}, None),
+    "exaone4": ("exaone4", {**SMALL_WINDOW, "num_hidden_layers": 3, "sliding_window_pattern": 3}, None),
+    "exaone4-full": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}, None),
+    "hunyuan-dense": ("hunyuan_v1_dense", {"head_dim": 16, "attention_bias": True,
+                                           **rope("dynamic", alpha=4.0, factor=1.0)}, None),
+    "ernie4.5": ("ernie4_5", {"head_dim": 16, "use_bias": True}, None),
+    "apertus": ("apertus", LLAMA3, None),
+    "nanochat": ("nanochat", {"final_logit_softcapping": 2.0}, None),
+    "ministral3": ("ministral3", {"head_dim": 16, **rope("yarn", factor=4.0, original_max_position_embeddings=8,
+                                                         mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.3,
+                                                         max_position_embeddings=64)}, None),
+    "qwen2-moe": ("qwen2_moe", {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+                                "shared_expert_intermediate_size": 20, "mlp_only_layers": [0]}, None),
+    "qwen2-moe-normed": ("qwen2_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+                                       "shared_expert_intermediate_size": 32, "norm_topk_prob": True,
+                                       "qkv_bias": False}, None),
+    "olmoe": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "clip_qkv": 0.7}, None),
+    "phimoe": ("phimoe", {"num_local_experts": 4, "attention_bias": True, "lm_head_bias": True,
+                          "router_jitter_noise": 0.3}, None),
+    "granite-moe": ("granitemoe", {"num_local_experts": 4, "embedding_multiplier": 6.0, "logits_scaling": 2.0,
+                                   "residual_multiplier": 0.4, "attention_multiplier": 0.2}, None),
+    "glm4-moe": ("glm4_moe", {"head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4,
+                              "topk_group": 2, "moe_intermediate_size": 24, "n_shared_experts": 2,
+                              "routed_scaling_factor": 2.5, "num_hidden_layers": 3, "use_qk_norm": True}, None),
+    "minimax-m2": ("minimax_m2", {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 8},
+                   None),
+    "hy3": ("hy_v3", {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}, None),
+    "ernie4.5-moe": ("ernie4_5_moe", {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24}, None),
+    "llama4": ("llama4_text", {"head_dim": 16, "num_local_experts": 4, "intermediate_size_mlp": 40, "floor_scale": 6,
+                               "attention_chunk_size": 5, "num_hidden_layers": 3, "no_rope_layers": [1, 0, 1],
+                               "interleave_moe_layer_step": 2}, None),
+    "llama4-top2": ("llama4_text", {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2,
+                                    "use_qk_norm": False, "attention_chunk_size": None, "floor_scale": 6}, None),
 }
 
 
-ALIKE = {"glm", "llama-linear", "llama-yarn", "ministral", "phi-qk-norm", "qwen3-bias", "qwen3-moe-normed", "smollm3",
+ALIKE = {"arcee", "ernie4.5", "exaone4-full", "falcon", "falcon-11b", "glm", "gpt-neox-serial", "granite-moe", "hy3",
+         "llama4-top2", "nemotron-bias", "opt-plain-norms", "qwen2-moe-normed", "seed-oss", "starcoder2-plain",
+         "llama-linear", "llama-yarn", "ministral", "phi-qk-norm", "qwen3-bias", "qwen3-moe-normed", "smollm3",
          "stablelm"}
 """Cases that differ little from another one."""
 
@@ -92,11 +147,16 @@ def build(name: str, seed: int = 0, **more: Any) -> transformers.PreTrainedModel
     kind, options, _ = CASES[name]
     config = transformers.AutoConfig.for_model(kind, **{**COMMON, **options, **more})
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    # With eager attention transformers 5.24 adds Falcon's ALiBi twice, to the scores and to the mask.
+    attention = "sdpa" if options.get("alibi") else "eager"
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
     with torch.no_grad():
         for weight in model.parameters():
             # wide enough that a wrong norm, scale or window shows in the logits
             weight.copy_(torch.randn_like(weight) * 0.2 + (1.0 if weight.ndim == 1 else 0.0))
+        for name, buffer in model.named_buffers():
+            if "correction" in name:
+                buffer.copy_(torch.randn_like(buffer) * 0.2)
     return model
 
 

@@ -1,5 +1,7 @@
 """Losses of masked diffusion, certainty forcing and filters against transcriptions; the optimizer."""
 
+from __future__ import annotations
+
 import math
 from dataclasses import replace
 
@@ -47,7 +49,7 @@ def views(kind, tokens, noisy, masked, live, answer):
     hidden, place = np.where(live, noisy, 7), np.arange(diffusion.LENGTH)
     if kind in ("whole", "apart"):      # dead tokens are replaced and hidden
         sees = live[None] & ((answer[:, None] | ~answer[None]) if kind == "apart" else True)
-        yield hidden, np.broadcast_to(sees, (diffusion.LENGTH, diffusion.LENGTH)), masked
+        yield hidden, np.broadcast_to(sees, (diffusion.LENGTH,) * 2), masked
         return
     at = (place - (answer.argmax() if kind == "behind a causal text" else 0)) // 4
     for block in np.unique(at[masked]):

@@ -71,7 +71,8 @@ def written(text: str) -> list[list[str]]:
 
 
 def test_every_program_and_subcommand_says_what_it_takes():
-    assert PROGRAMS == ["benchmark.py", "conformance_report.py", "convert.py", "evaluate.py", "train.py"]
+    assert PROGRAMS == ["benchmark.py", "conformance_report.py", "convert.py", "evaluate.py", "real_models.py",
+                        "train.py"]
     commands = [[f"scripts/{name}.py", command, "--help"] for name, command in COMMANDS]
     assert start([*([f"scripts/{name}", "--help"] for name in PROGRAMS), *commands]) == {}
 

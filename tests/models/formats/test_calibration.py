@@ -17,11 +17,11 @@ from decodax.io.load import LM
 from decodax.io.text import Tokenizer
 from decodax.models import Transformer, llama
 from decodax.models.calibration import Statistic, mean_loss, observe
-from decodax.models.config import Experts
 from decodax.models.diffusion import Diffusion
 from decodax.models.formats import FORMATS, Format, Int8, kernels, pack
 from decodax.models.names import flatten
 from decodax.models.packed import Packed
+from decodax.models.routing import Experts
 from tests.matrix import often
 from tests.models.tiny import saved
 

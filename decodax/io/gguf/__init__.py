@@ -1,0 +1,105 @@
+"""Loads GGUF files, the form in which llama.cpp's models are shared."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, SingleDeviceSharding
+
+from decodax.io.checkpoint import dtype_name
+from decodax.io.files import CheckpointError
+from decodax.io.gguf.config import ARCHITECTURES, ROPE, read_entries
+from decodax.io.gguf.reader import GgufFile
+from decodax.io.gguf.tensors import RowReader, RowSource, row_sources
+from decodax.io.gguf.vocabulary import read_generation, read_tokenizer
+from decodax.io.gguf.weights import FLOATS, load_weights
+from decodax.io.text import Tokenizer
+from decodax.models.families import read_config
+from decodax.models.formats import Format, without_data
+from decodax.models.names import flatten
+from decodax.models.transformer import Transformer, Weights
+
+__all__ = ["Gguf", "is_gguf"]
+
+
+def is_gguf(path: str | os.PathLike[str]) -> bool:
+    """True if a path is that of a GGUF file, by its name or its first bytes."""
+    file = Path(path).expanduser()
+    if not file.is_file():
+        return False
+    with open(file, "rb") as data:
+        return file.suffix == ".gguf" or data.read(4) == b"GGUF"
+
+
+@dataclasses.dataclass(frozen=True)
+class Gguf:
+    """A GGUF file whose head has been read and checked.
+
+    Attributes:
+        file: the file.
+        entries: the entries of the `config.json` that describes its network.
+    """
+
+    file: GgufFile
+    entries: dict[str, Any]
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> Gguf:
+        """Reads the head of a file.
+
+        Raises:
+            CheckpointError: it is broken, or its architecture is not supported.
+            ImportError: the package `gguf` is not installed.
+        """
+        file = GgufFile(Path(path).expanduser())
+        if (parts := int(file.metadata.get("split.count", 1) or 1)) > 1:
+            raise CheckpointError(f"{file.path}: is one of {parts} parts of a model, takes a whole file; "
+                                  "`llama-gguf-split --merge` joins them")
+        with RowReader(file) as rows:
+            factors = {name: np.concatenate([raw.view(np.float32)[:, 0] for _, raw in rows.chunks(
+                RowSource(tensor, 0, tensor.shape[-1]))]) for name in ROPE
+                if (tensor := file.tensors.get(name)) is not None and tensor.type == "F32"}
+        return cls(file, read_entries(file, factors))
+
+    def tokenizer(self) -> Tokenizer | None:
+        """Returns the file's tokenizer, or None if it has none."""
+        return read_tokenizer(self.file)
+
+    def generation_config(self, tokenizer: Tokenizer | None) -> dict[str, Any]:
+        """Returns the model's defaults, with the special ids of a tokenizer."""
+        return read_generation(self.file, tokenizer)
+
+    def load(self, dtype: jax.typing.DTypeLike | None = None, mesh: Mesh | None = None, context: int | None = None,
+             weights: str | Format | None = None) -> tuple[Transformer, Weights]:
+        """Loads the network and its weights. Arguments and errors are those of `decodax.io.checkpoint.load_model`.
+
+        Args:
+            dtype: None takes that of the table of embeddings if it has floats, else bfloat16.
+            mesh, context: as there.
+            weights: another format for the kernels; None keeps the file's.
+        """
+        asked, packing = None if dtype is None else dtype_name(dtype), without_data(weights)
+        if context is not None and (not isinstance(context, int) or isinstance(context, bool) or context < 1):
+            raise ValueError(f"context: got {context!r}, takes a number of tokens of at least 1")
+        try:
+            config = read_config(self.entries)
+        except ValueError as error:
+            raise CheckpointError(f"{self.file.path}: {error}") from None
+        # This comes before the network is laid out, which takes long if a wrong number asks for very many layers.
+        if not any(name.startswith(f"blk.{len(config.layers) - 1}.") for name in self.file.tensors):
+            raise CheckpointError(f"{self.file.path}: block_count: got {len(config.layers)}, the file holds fewer "
+                                  "layers")
+        name = asked or FLOATS.get(self.file.tensors["token_embd.weight"].type, "bfloat16")
+        model = Transformer(config, dtype=name, context=context)
+        shapes = model.abstract_params()
+        sources = row_sources(self.file, ARCHITECTURES[self.file.metadata["general.architecture"]], config,
+                              flatten(shapes))
+        here = SingleDeviceSharding(jax.local_devices()[0])
+        places = flatten(jax.tree.map(lambda _: here, shapes) if mesh is None else model.shardings(mesh))
+        with RowReader(self.file) as rows:
+            return model, load_weights(rows, sources, shapes, name, places, packing)

@@ -1,0 +1,204 @@
+"""Builds a tokenizer from the metadata of a GGUF file.
+
+Two kinds are read: byte-level BPE ("gpt2"), with its merges and the name of its splitting rule, and SentencePiece's BPE
+("llama"), with a score for each token. The second one becomes a BPE whose merges are the pairs that make a token, in
+the order of scores, as in transformers' conversion.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+
+from decodax.io.files import CheckpointError
+from decodax.io.gguf.reader import GgufFile
+from decodax.io.gguf.splitting import RULES
+from decodax.io.text import Tokenizer
+
+UNKNOWN, CONTROL, USER, BYTE = 2, 3, 4, 6
+"""Numbers of types of tokens in `tokenizer.ggml.token_type`."""
+
+ENDS = frozenset(("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>",
+                  "</s>", "<eos>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "<|end_of_text|>", "<end_of_utterance>",
+                  "<turn|>", "<｜end▁of▁sentence｜>"))
+"""Texts of tokens that end an answer. Files often name only one of those that a model uses."""
+
+SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
+            "penalty_repeat": "repetition_penalty"}
+"""Keys under `general.sampling`, and their names in a generation config."""
+
+LOG = logging.getLogger("decodax")
+
+
+class Vocabulary:
+    """The tokens of a file and what they are for.
+
+    Attributes:
+        file: the file.
+        tokens: their texts by id.
+        kinds: their types by id.
+    """
+
+    def __init__(self, file: GgufFile):
+        self.file = file
+        self.tokens: list[str] = [text or f"[EMPTY_{i}]" for i, text in enumerate(self.need("tokens"))]
+        given = self.get("token_type")
+        self.kinds: list[int] = [1] * len(self.tokens) if given is None else given.tolist()
+        if len(self.kinds) != len(self.tokens):
+            raise self.error("token_type", f"got {len(self.kinds)} entries",
+                             f"one for each of {len(self.tokens)} tokens")
+        self.kinds = [CONTROL if text in ENDS else kind for text, kind in zip(self.tokens, self.kinds, strict=True)]
+        self.ids = {text: i for i, text in enumerate(self.tokens)}
+        if len(self.ids) < len(self.tokens):
+            twice = next(text for i, text in enumerate(self.tokens) if self.ids[text] != i)
+            raise self.error("tokens", f"got {twice!r} twice", "different texts")
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self.file.metadata.get(f"tokenizer.ggml.{key}", default)
+
+    def need(self, key: str) -> Any:
+        found = self.get(key)
+        if found is None:
+            raise CheckpointError(f"{self.file.path}: lacks tokenizer.ggml.{key}, which its tokenizer requires")
+        return found
+
+    def error(self, key: str, got: str, takes: str) -> CheckpointError:
+        return CheckpointError(f"{self.file.path}: tokenizer.ggml.{key}: {got}, takes {takes}")
+
+    def id(self, name: str) -> int | None:
+        """Returns the id that the file names, such as "bos", or None."""
+        found = self.get(f"{name}_token_id")
+        if found is None or found == 0xFFFFFFFF:
+            return None
+        if not 0 <= found < len(self.tokens):
+            raise self.error(f"{name}_token_id", f"got {found}", f"0 to {len(self.tokens) - 1}")
+        return int(found)
+
+    @property
+    def ends(self) -> list[int]:
+        """The ids that end a text: the one that the file names first."""
+        own = [found for name in ("eos", "eot", "eom") if (found := self.id(name)) is not None]
+        other = [i for i, text in enumerate(self.tokens) if text in ENDS]
+        texts = {self.tokens[i] for i in (*own, *other)}
+        if {"<|return|>", "<|call|>"} <= texts:     # a format in which this one ends a message and not the answer
+            other = [i for i in other if self.tokens[i] != "<|end|>"]
+        return list(dict.fromkeys((*own, *other)))
+
+
+def read_tokenizer(file: GgufFile) -> Tokenizer | None:
+    """Returns the tokenizer of a file, or None if it has none.
+
+    Raises:
+        CheckpointError: it is of another kind than "gpt2" and "llama", or an entry is missing or wrong.
+    """
+    kind = file.metadata.get("tokenizer.ggml.model")
+    if kind in (None, "none", "no_vocab"):
+        return None
+    if kind not in ("gpt2", "llama"):
+        raise CheckpointError(f"{file.path}: tokenizer.ggml.model: got {kind!r}, supported are 'gpt2' and 'llama'; "
+                              "decodax.load(..., tokenizer=) takes another tokenizer")
+    v = Vocabulary(file)
+    try:
+        backend, begins = _byte_level(v) if kind == "gpt2" else _sentence_piece(v)
+        backend.add_tokens([AddedToken(text, special=kind != USER, normalized=False)
+                            for text, kind in zip(v.tokens, v.kinds, strict=True) if kind in (UNKNOWN, CONTROL, USER)])
+    except Exception as error:          # the binding raises a bare Exception
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{file.path}: its tokenizer cannot be built ({error})") from error
+    bos, ends, pad = v.id("bos"), v.ends, v.id("padding")
+    around = [[bos] if v.get("add_bos_token", begins) and bos is not None else [],
+              [ends[0]] if v.get("add_eos_token", False) and ends else []]
+    if around != [[], []]:
+        special = {v.tokens[i]: i for i in itertools.chain(*around)}
+        spelled = [[text for text, i in special.items() if i in ids] for ids in around]
+        backend.post_processor = processors.TemplateProcessing(
+            single=[*spelled[0], "$A", *spelled[1]], pair=[*spelled[0], "$A", "$B", *spelled[1]],
+            special_tokens=list(special.items()))
+    named = {"bos_token": bos, "eos_token": v.id("eos"), "pad_token": pad, "unk_token": v.id("unknown"),
+             "sep_token": v.id("seperator"), "mask_token": v.id("mask")}      # spelled so in files
+    templates = _templates(file.metadata)
+    return Tokenizer(backend, bos_id=bos, eos_ids=ends, pad_id=pad,
+                     special_tokens={name: v.tokens[i] for name, i in named.items() if i is not None},
+                     chat_templates=templates, template_files=dict.fromkeys(templates, str(file.path)))
+
+
+def read_generation(file: GgufFile, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """Returns the entries of a generation config: special ids and the recommended sampling."""
+    found: dict[str, Any] = {}
+    for key, name in SAMPLING.items():
+        if (value := file.metadata.get(f"general.sampling.{key}")) is not None:
+            found[name] = float(f"{value:.7g}") if isinstance(value, float) else value
+    if "temperature" in found:
+        found["do_sample"] = found["temperature"] > 0
+        if not found["do_sample"]:
+            del found["temperature"]
+    if tokenizer is not None:
+        ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": list(tokenizer.eos_ids) or None,
+               "pad_token_id": tokenizer.pad_id}
+        found |= {name: value for name, value in ids.items() if value is not None}
+    return found
+
+
+def _templates(metadata: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the chat templates by name."""
+    key = "tokenizer.chat_template"
+    found = {"default": metadata[key]} if isinstance(metadata.get(key), str) else {}
+    return found | {name.removeprefix(f"{key}."): text for name, text in metadata.items()
+                    if name.startswith(f"{key}.") and isinstance(text, str)}
+
+
+def _byte_level(v: Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
+    """Returns a byte-level BPE, and True if texts begin with BOS by default."""
+    name = v.get("pre")
+    if name is None:
+        LOG.warning("%s: has no tokenizer.ggml.pre, the rule by which its tokenizer splits texts; takes the default of "
+                    "llama.cpp", v.file.path)
+        name = "default"
+    if name not in RULES:
+        near = difflib.get_close_matches(str(name), RULES, n=3, cutoff=0.4)
+        raise v.error("pre", f"got {name!r}{', near to ' + ', '.join(near) if near else ''}", ", ".join(sorted(RULES)))
+    rule = RULES[name]
+    pairs = [(line[:at], line[at + 1:]) for line in v.need("merges") if (at := line.find(" ", 1)) > 0]
+    merges = [(a, b) for a, b in pairs if a in v.ids and b in v.ids and a + b in v.ids]
+    made = tokenizers.Tokenizer(models.BPE(v.ids, merges, ignore_merges=rule.whole))
+    made.pre_tokenizer = pre_tokenizers.Sequence([
+        *(pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in rule.patterns),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    made.decoder = decoders.ByteLevel()
+    return made, rule.begins
+
+
+def _sentence_piece(v: Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
+    """Returns SentencePiece's BPE, and True: texts begin with BOS by default."""
+    scores = v.need("scores")
+    if len(scores) != len(v.tokens):
+        raise v.error("scores", f"got {len(scores)} entries", f"one for each of {len(v.tokens)} tokens")
+    unknown = v.id("unknown")
+    bytewise = sum(kind == BYTE for kind in v.kinds) >= 256
+    made = tokenizers.Tokenizer(models.BPE(
+        v.ids, _merges(v, scores.tolist()), unk_token=None if unknown is None else v.tokens[unknown], fuse_unk=True,
+        byte_fallback=bytewise))
+    prefix = bool(v.get("add_space_prefix", True))
+    made.normalizer = normalizers.Sequence([*([normalizers.Prepend("▁")] if prefix else []),
+                                            normalizers.Replace(" ", "▁")])
+    made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
+                                      *([decoders.Strip(" ", 1, 0)] if prefix else [])])
+    return made, True
+
+
+def _merges(v: Vocabulary, scores: list[float]) -> list[tuple[str, str]]:
+    """Returns the pairs of tokens that make a token, those of the best score first."""
+    ids, found = v.ids, []
+    for i in sorted(range(len(scores)), key=lambda i: -scores[i]):
+        text = v.tokens[i]
+        if len(text) > 1 and v.kinds[i] not in (UNKNOWN, CONTROL, BYTE):
+            found += [(left, text[at:]) for at in range(1, len(text))
+                      if (left := text[:at]) in ids and text[at:] in ids]
+    return found

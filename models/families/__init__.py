@@ -1,0 +1,85 @@
+"""Reads a Hugging Face `config.json` as a `DecoderConfig`, with one short function for each model family.
+
+Options and defaults are those of the families' reference implementations in transformers, and for diffusion models
+those of the code released with them (`decodax.models.diffusion`). Older files omit entries that equal a default, and
+have `rope_theta` and `rope_scaling` where newer ones have `rope_parameters`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+
+from decodax.models.config import DecoderConfig
+from decodax.models.families import gemma, gpt, llada, llama, mixtures, qwen
+from decodax.models.families.flags import refuse_unread, unknown_entries
+from decodax.models.fields import checked
+from decodax.models.reading import Json
+
+
+def read_config(c: Json) -> DecoderConfig:
+    """Returns the decoder that a `config.json` describes.
+
+    Raises:
+        ValueError: `model_type` is not a supported family (the message names similar ones, and the entries that these
+            do not have), an entry is missing, of the wrong type or out of its range, or an option is not supported
+            here.
+    """
+    known = [*FAMILIES, *WITH_IMAGES]
+    # Checked only for known families: the entries of another family may have other types.
+    if str(c.get("model_type")) in known:
+        c = text_part(checked(c))
+    kind = c.get("model_type")
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        differs = ""
+        if isinstance(kind, str):
+            near = difflib.get_close_matches(kind, known, n=3, cutoff=0.5) or ["llama"]
+            more = unknown_entries(c)
+            differs = f"near to {', '.join(near)}; " + (
+                f"beside the entries of these it has {', '.join(more[:8])}{' ...' if len(more) > 8 else ''}; "
+                if more else "")
+        raise ValueError(f"model_type: got {kind!r} (architectures {c.get('architectures')}), {differs}supported are "
+                         f"{', '.join(known)}")
+    try:
+        found = FAMILIES[kind](c)
+    except KeyError as e:
+        raise ValueError(f"config.json of a {kind} model lacks {e}") from None
+    refuse_unread(c, found)
+    return found
+
+
+def text_part(c: Json) -> Json:
+    """Returns the configuration of the language model inside a multimodal one; other configurations are returned
+    unchanged.
+
+    >>> text_part({"model_type": "gemma3", "text_config": {"hidden_size": 8}, "vision_config": {}, "eos_token_id": 1})
+    {'model_type': 'gemma3_text', 'eos_token_id': 1, 'hidden_size': 8}
+    """
+    kind = str(c.get("model_type"))
+    if kind not in WITH_IMAGES:
+        return c
+    inner = c.get("text_config") or {}
+    family = inner.get("model_type", WITH_IMAGES[kind])
+    own = {key: value for key, value in c.items() if not key.endswith("_config") and key != "architectures"}
+    # The whole model's entry decides about tying the head, whatever text_config says.
+    tied = {"tie_word_embeddings": c["tie_word_embeddings"]} if "tie_word_embeddings" in c else {}
+    found = {**own, **inner, **tied, "model_type": TEXT_PARTS.get(family, family)}
+    for key in ("rope_scaling", "rope_parameters"):
+        if "mrope_section" in (found.get(key) or {}):
+            # A position has time, height and width: for text they are equal, and the rope is the usual one.
+            found[key] = {**{k: v for k, v in found[key].items() if not k.startswith("mrope")}, "rope_type": "default"}
+            found[key].pop("type", None)
+    return found
+
+
+FAMILIES: dict[str, Callable[[Json], DecoderConfig]] = dict(sorted({
+    **gemma.FAMILIES, **gpt.FAMILIES, **llada.FAMILIES, **llama.FAMILIES, **mixtures.FAMILIES, **qwen.FAMILIES,
+}.items(), key=lambda item: item[0].lower()))
+"""Reader of each family, by `model_type`."""
+
+WITH_IMAGES = {"gemma3": "gemma3_text", "llama4": "llama4_text", "mistral3": "mistral", "qwen2_vl": "qwen2",
+               "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3", "qwen3_vl_moe": "qwen3_vl_moe_text"}
+"""Multimodal families, and the family of their language model if text_config does not name one."""
+
+TEXT_PARTS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
+"""Families by the names that such a text_config uses."""

@@ -1,0 +1,75 @@
+"""Entries of a `config.json` that change what a model computes, in families that may not read them.
+
+An entry that is ignored gives another model without a word. So each of these is compared with the decoder that was
+read; one that it does not show is refused.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+from decodax.models.config import DecoderConfig
+from decodax.models.fields import KINDS
+from decodax.models.reading import Json
+
+
+def _mixtures(field: str) -> Callable[[DecoderConfig, Any], bool]:
+    """Returns the test that all mixtures of a decoder have a value of a field, and that there is one."""
+    def shown(d: DecoderConfig, value: Any) -> bool:
+        found = {getattr(layer.experts, field) for layer in d.layers if layer.experts is not None}
+        return found == {value}
+
+    return shown
+
+
+SHOWN: dict[str, Callable[[DecoderConfig, Any], bool]] = {
+    "alibi": lambda d, value: any(layer.bias is not None for layer in d.layers),
+    "attn_logit_softcapping": lambda d, value: d.attention_softcap == value,
+    "clip_qkv": lambda d, value: d.qkv_clip == value,
+    "embedding_multiplier": lambda d, value: d.embed_scale == value,
+    "final_logit_softcapping": lambda d, value: d.logit_softcap == value,
+    "logits_scaling": lambda d, value: math.isclose(d.logit_scale * value, 1.0),
+    "n_group": _mixtures("groups"),
+    "qk_layernorm": lambda d, value: d.qk_norm is not None,
+    "residual_multiplier": lambda d, value: d.residual_scale == value,
+    "routed_scaling_factor": _mixtures("scale"),
+    "scale_attn_by_inverse_layer_idx": lambda d, value: len({layer.scale for layer in d.layers}) == len(d.layers),
+    "use_parallel_residual": lambda d, value: d.block == "parallel",
+    "use_qk_norm": lambda d, value: d.qk_norm is not None,
+}
+"""Tests of whether a decoder does what an entry says."""
+
+MISSING = ("apply_residual_connection_post_layernorm", "attn_output_gate", "hidden_size_per_layer_input", "index_topk",
+           "kv_lora_rank", "num_kv_shared_layers", "q_lora_rank", "scale_depth", "scale_emb", "swiglu_limit",
+           "use_attention_sinks", "use_bidirectional_attention")
+"""Entries that no family here has."""
+
+HARMLESS = re.compile(
+    r"(^_|drop|initializer|init_std|variance_scale|init_method|token_id$|token_index$|router_aux|output_|jitter|summary_|dtype|version"
+    r"|architectures|auto_map|use_cache|is_decoder|is_encoder_decoder|return_dict|problem_type|id2label|label2id|chunk_size"
+    r"|gradient_checkpointing|pretraining_tp|slow_but_exact|reorder_and_upcast_attn|name_or_path|unsloth|task_specific"
+    r"|tokenizer_class|model_max_length|fp32_combine|nextn|norm_min|quantization_config|attn_implementation)")
+"""Entries that do not change what a model computes, or that are read elsewhere."""
+
+
+def refuse_unread(c: Json, found: DecoderConfig) -> None:
+    """Refuses entries of a `config.json` that change what a model computes and that the decoder `found` does not show.
+
+    Raises:
+        ValueError: there is one; the message has its key.
+    """
+    for key, value in c.items():
+        shown = SHOWN.get(key, (lambda d, value: False) if key in MISSING else None)
+        # No factor or number among these entries changes anything at 0 or 1.
+        off = value is None or value is False or (not isinstance(value, bool) and value in (0, 1))
+        if shown is None or off or shown(found, value):
+            continue
+        raise ValueError(f"{key}: got {value!r}, which a {c.get('model_type')} model does not have here; takes none")
+
+
+def unknown_entries(c: Json) -> list[str]:
+    """Returns the entries that no family here reads."""
+    return [key for key in c if key not in KINDS and key not in SHOWN and not HARMLESS.search(key)]

