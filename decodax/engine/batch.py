@@ -1,4 +1,4 @@
-"""A batch on its way through the compiled drivers: what all front ends share."""
+"""Batches on the device, and the compiled programs that run them: what all front ends share."""
 
 from __future__ import annotations
 
@@ -32,12 +32,16 @@ from decodax.sharding import place
 
 @dataclasses.dataclass(frozen=True)
 class BatchShape:
-    """What the programs of a request are compiled for; batches of the same shape share them.
+    """The sizes and settings that programs are compiled for. Batches with equal ones share their programs.
 
     Attributes:
-        algorithm: without its weights. model: the network. params: all weights, which travel as data.
-        size: slots of a row. samples: rows of a prompt. mesh: where rows lie, or None. top_logprobs: how many most
-            likely tokens are recorded.
+        algorithm: the method without its weights.
+        model: the network.
+        params: all weights, which are arguments of the programs.
+        size: number of token slots of a row.
+        samples: number of rows of a prompt.
+        mesh: the mesh that rows are placed on; None: one device.
+        top_logprobs: number of likeliest tokens that are recorded at each position; None: nothing is recorded.
     """
 
     __repr__ = short
@@ -52,14 +56,21 @@ class BatchShape:
 
     @classmethod
     def of(cls, request: Request, longest: int, more: int) -> BatchShape:
-        """That of requests for rows of up to `longest` tokens, of which `more` come when the cache has settled."""
+        """Returns the shape for requests like `request`.
+
+        Args:
+            longest: largest number of tokens of a row, prompt and new tokens.
+            more: largest number of tokens that a row commits after its cache has finished its prefill phase: new
+                tokens, and prompt tokens after a context.
+        """
         lm, algorithm = request.lm, request.algorithm.fit(more)
         params = Params(target=lm.params, draft=algorithm.weights)
         return cls(algorithm.bare(), lm.model, params, bucket(longest), request.samples, lm.mesh, _rounded(request))
 
     def row_bytes(self, request: Request) -> int:
-        """Bytes that a row takes while it runs: its cache, what its drafts keep, tokens and records, and a round's
-        logits ("SpecMemo: Speculative Decoding is in Your Pocket", Yildirim and Chen, 2025, counts the same)."""
+        """Returns the bytes that a row takes while it runs: its cache, the state of its drafts, tokens and records, and
+        the logits of a round ("SpecMemo: Speculative Decoding is in Your Pocket", Yildirim and Chen, 2025, counts the
+        same)."""
         one = request.select([0])
         blank = lambda params, policy, inputs: init_state(
             self.algorithm, self.model, params, policy, jnp.zeros((1, self.size), jnp.int32), jnp.ones(1, jnp.int32),
@@ -70,18 +81,23 @@ class BatchShape:
         return held + 4 * self.algorithm.traits.emits * request.lm.vocab_size
 
     def fill(self, rows: int) -> int:
-        """How many rows the programs for so many have."""
+        """Returns the number of rows that programs for `rows` rows have: the next larger size that is compiled."""
         return batch(self.algorithm, self.model, self.mesh, rows, self.size)
 
     def read(self, request: Request, prompts: int, rows: int | None = None,
              known: dict[tuple[int, ...], Cache] | None = None, later: bool = False) -> tuple[Any, Policy, State, int]:
-        """Reads the prompts, filled up to so many, and fans out their samples, filled up to so many rows.
+        """Prefills prompts, and makes the rows of their samples.
 
         Args:
-            known, later: as of `Reader`.
+            request: the prompts.
+            prompts: number of prompts that the program has; copies fill it up.
+            rows: number of rows that the program has; finished rows fill it up. None: one row for each prompt.
+            known: caches of prefixes; see `Reader`.
+            later: True leaves the prompts to be prefilled within the rounds; see `Reader`.
 
         Returns:
-            The model as rows came to share a cache, the policy of the rows, their state, and how many forwards it took.
+            The model, whose cache may be one that rows share; the policy of the rows; their state; and the number of
+            forwards of the prefill.
         """
         each = request.fill(prompts)
         on_device = lambda policy: place(self.mesh, jax.tree.map(jnp.asarray, policy))
@@ -107,14 +123,18 @@ class BatchShape:
 
 @dataclasses.dataclass
 class DeviceBatch:
-    """Rows on the device that run together in one compiled program: what every front end runs.
+    """B rows on the device that run together in one compiled program: what every front end runs.
 
     Attributes:
-        algorithm, model, params, policy: as the programs take them. mesh: where rows lie, or None.
-        state: of all rows; it is donated from run to run.
-        status: `i32[B]` on the host, why each row ended.
+        algorithm: the method without its weights.
+        model: the network.
+        params: all weights.
+        policy: sampling options of each row.
+        mesh: the mesh that rows are placed on; None: one device.
+        state: state of all rows. Each run donates it and replaces it by the next one.
+        status: `i32[B]` on the host, a `Status` for each row.
         counts: `i64[B]`, number of forwards that each row ran or waited through.
-        seconds: spent in rounds.
+        seconds: time spent in rounds.
     """
 
     __repr__ = short
@@ -180,11 +200,14 @@ class DeviceBatch:
 
 @dataclasses.dataclass
 class Job:
-    """The batch of a request, all of whose prompts run at once.
+    """A request all of whose prompts run at once, in one batch.
 
     Attributes:
-        request: what was asked. batch: its rows, which may be more: they fill up the program's size.
-        prefill_forwards, prefill_seconds: that reading the prompts took.
+        request: the prompts and options.
+        batch: the rows, the first ones those of the request; further ones fill up the program.
+        prefill_forwards: number of forwards of the prefill.
+        prefill_seconds: time of the prefill.
+        burst: number of rounds that the next bounded run takes.
     """
 
     __repr__ = short
@@ -200,7 +223,7 @@ class Job:
         """Prefills the prompts and fans out their samples.
 
         Args:
-            of: the request of which this is a batch; its batches share their programs. Default: it is the only one.
+            of: the request that `request` is a part of: all its parts share their programs. Default: `request`.
         """
         keep_room(drivers.compiled())
         of = of or request
@@ -293,15 +316,18 @@ class Job:
 
 
 def host_rows(s: State, rows: np.ndarray) -> State:
-    """These rows of a state on the host, without its cache and what methods carry."""
+    """Returns rows of a state on the host, without the cache and the states of method and policy."""
     return jax.tree.map(lambda x: np.asarray(x)[rows], s.replace(cache=None, algo=None, policy=None, key=None))
 
 
 def collect(request: Request, s: State, status: np.ndarray, findings: dict[str, np.ndarray]) -> Result:
-    """The result of a request's rows, without times and counts of the batch that they ran in.
+    """Returns the result of a request's rows, without times and counts of the batch that they ran in.
 
     Args:
-        s: of these rows alone, on the host. status: `i32[B]`, why each ended that is running in `s`.
+        request: the prompts and options.
+        s: state of these rows alone, on the host.
+        status: `i32[B]`, a `Status` for each row that is still running in `s`.
+        findings: what the method found of each row, arrays `[B, ...]`.
     """
     status = np.where(s.status == Status.RUNNING, status, s.status)
     first = np.arange(len(status)).reshape(-1, request.samples)[:, :request.answers].reshape(-1)
@@ -323,5 +349,6 @@ def collect(request: Request, s: State, status: np.ndarray, findings: dict[str, 
 
 
 def _rounded(request: Request) -> int | None:
-    """How many most likely tokens the programs record: a power of two, of which the result takes what was asked."""
+    """Returns the number of likeliest tokens that the programs record: a power of two, so that few programs serve all
+    requests. The result has as many as were asked for."""
     return request.logprobs and min(power(request.logprobs), request.lm.vocab_size)

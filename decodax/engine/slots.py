@@ -1,10 +1,9 @@
-"""A batch whose places are given to one prompt after another: continuous batching (Orca: Yu et al., 2022; Flover: Yao
+"""Continuous batching: a prompt that waits takes the rows of one that has finished (Orca: Yu et al., 2022; Flover: Yao
 et al., 2023; E-BATCH: Silfa et al., 2020).
 
-The rounds are those of any batch. They run until some rows have finished; then these are taken out, other prompts are
-read beside the batch, and their rows are put in the free places, which costs what the new rows hold. A row has its own
-policy, budget, seed and length, and does not depend on its neighbours, so each prompt gets the tokens that it would get
-alone.
+The batch runs until some rows have finished. Their results are taken out, waiting prompts are prefilled in a batch of
+their own, and their rows replace the finished ones, which costs the bytes of the new rows. A row has its own policy,
+budget, seed and length and does not depend on its neighbours, so each prompt gets the tokens that it would get alone.
 """
 
 from __future__ import annotations
@@ -33,20 +32,24 @@ from decodax.engine.request import Request
 from decodax.engine.result import Result
 
 READERS = 2
-"""Prompts of which parts are read in one round of others: the end of one and the beginning of the next."""
+"""Number of prompts that a round prefills parts of: the end of one and the beginning of the next."""
 
 
 @dataclasses.dataclass
 class Use:
-    """What places and forwards were used for.
+    """Counts of how the rows and forwards of a batch were used.
 
     Attributes:
-        forwards: of the rounds, all rows at once. prefill_forwards: of the prompts.
-        row_rounds: rounds in which a row was running, of `slot_rounds` that all rows could have run.
-        prompt_tokens: that were read, of `prefill_tokens` with those that fill up chunks and rows. prefix_tokens: that
-            were not read, since others began with the same ones.
-        seconds, prefill_seconds: of the rounds, and of reading prompts and putting them in their places.
-        stalled: of the latter, those in which rows could have been running.
+        forwards: number of forwards of the rounds, each of all rows.
+        prefill_forwards: number of forwards that prefilled prompts.
+        row_rounds: sum over rows of the rounds in which the row was running.
+        slot_rounds: sum over rows of all rounds, also those in which the row was free.
+        prompt_tokens: number of prompt tokens that were prefilled.
+        prefill_tokens: the same with the padding of chunks and rows.
+        prefix_tokens: number of prompt tokens that were not prefilled, since another prompt began with the same ones.
+        seconds: time of the rounds.
+        prefill_seconds: time of the prefill, and of moving its rows into the batch.
+        stalled: part of `prefill_seconds` in which other rows could have been running.
     """
 
     forwards: int = 0
@@ -66,22 +69,25 @@ class Use:
 
     @property
     def goodput(self) -> float:
-        """The share of the rows' rounds in which they had something to do."""
+        """Share of the rows' rounds in which the row was running, from 0 to 1."""
         return self.row_rounds / max(self.slot_rounds, 1)
 
 
 class Slots:
-    """Places for `seats` prompts, each with all rows of its prompt.
+    """A batch with seats for several prompts. A seat has all rows (samples) of its prompt.
 
     Args:
-        first: a request like all that will come: `kin` of them is the same.
-        seats: prompts at once; rounded up to a number of rows that programs are made for.
-        longest: of a row, prompt and new tokens. more: tokens that come when a row's cache has settled.
-        use: is added to. memory: bytes that rows may take, which may make the seats fewer.
-        token_budget: of a round: prompts are read in the rounds of others, as far as it goes, where that is possible.
+        first: a request; all that come later have an equal `kin`.
+        seats: number of prompts at once; rounded up to a number of rows that programs are compiled for.
+        longest: largest number of tokens of a row, prompt and new tokens.
+        more: largest number of tokens that a row commits after its prefill phase; see `BatchShape.of`.
+        use: counts to add to.
+        memory: bytes that the rows may take; it may lower the number of seats. None: no limit.
+        token_budget: number of tokens of a round. Prompts are then prefilled within the rounds of other prompts, where
+            that is possible. None: they are prefilled between rounds.
 
     Raises:
-        ValueError: not even the rows of one prompt fit the memory.
+        ValueError: the memory does not hold the rows of one prompt.
     """
 
     def __init__(self, first: Request, seats: int, longest: int, more: int, use: Use | None = None,
@@ -105,13 +111,13 @@ class Slots:
         self.rows = rows
         few = 1 << (max(len(self.seats) // 8, 1).bit_length() - 1)
         self.few = min(-(-few // parts) * parts, len(self.seats))
-        """How many prompts are read at once where others are being continued."""
+        """Number of prompts that are prefilled together while other rows are running."""
         self.use = Use() if use is None else use
         self.splits = shape.mesh is None and _splits(first)
-        """Whether a prompt may be read in two parts, of which others share the first."""
+        """True if a prompt may be prefilled in two parts, the first of which is shared with other prompts."""
         self.rides = (token_budget is not None and self.splits and first.samples == 1
                       and not first.algorithm.traits.canvas)
-        """Whether prompts are read in the rounds of others."""
+        """True if prompts are prefilled within the rounds of other prompts."""
         if self.rides:
             assert token_budget is not None
             self.shape = dataclasses.replace(shape, algorithm=Piggyback(
@@ -121,12 +127,12 @@ class Slots:
         self._burst, self._barren, self._bound = 1, 0, 0
 
     def fits(self, request: Request) -> bool:
-        """Whether the places are large enough for it."""
+        """Returns True if the seats are large enough for the request."""
         return request.longest <= self.shape.size and request.more <= self.more
 
     @property
     def known(self) -> list[tuple[int, ...]]:
-        """The beginnings whose caches are kept."""
+        """Token ids of the prefixes whose caches are kept for later prompts."""
         return list(self._known or ())
 
     @property
@@ -135,20 +141,22 @@ class Slots:
 
     @property
     def timed(self) -> bool:
-        """Whether the time of a prompt that runs may run out."""
+        """True if a running prompt has a time limit."""
         return any(end < math.inf for end, held in zip(self._ends, self.seats, strict=True) if held is not None)
 
     @property
     def running(self) -> int:
-        """Rows that have not finished."""
+        """Number of rows that have not finished."""
         return 0 if self._batch is None else int((self._batch.status == Status.RUNNING).sum())
 
     def admit(self, requests: Sequence[Request], tags: Sequence[Any], prefix: int = 0) -> None:
-        """Reads prompts, one of each request, and gives them free places: up to `few` where others are being continued,
-        else as many as there are.
+        """Prefills prompts and gives them free seats.
 
         Args:
-            prefix: so many tokens they all begin with, which are read once, also for prompts to come.
+            requests: requests of one prompt each: at most `few` of them while other rows are running, else at most as
+                many as there are seats.
+            tags: what `finished` returns with the result of each.
+            prefix: number of first tokens that all of them share. They are prefilled once, and kept for later prompts.
         """
         keep_room(drivers.compiled())
         now, clock = time.monotonic(), time.perf_counter()
@@ -185,7 +193,8 @@ class Slots:
 
     def _account(self, requests: Sequence[Request], prompts: int, forwards: int, read: int, prefix: int,
                  later: bool, seconds: float) -> None:
-        """Adds what reading prompts took, of whose beginning so many tokens were `read`."""
+        """Adds the counts of a prefill to `use`. `read` is the number of tokens of a shared prefix that it
+        prefilled."""
         left = [len(request.prompts[0]) - 1 - prefix for request in requests]
         width = lambda left: chunk_width(left, self.first.chunk, self.shape.size)
         first = -(-(read - 1) // width(read - 1)) if read > 1 else 0        # forwards of one row
@@ -195,10 +204,11 @@ class Slots:
                          prefill_tokens=first * width(read - 1) + beside))
 
     def advance(self, leave: int = 0, seconds: float | None = None) -> None:
-        """Runs until places for `leave` prompts are free, or to the end of all.
+        """Runs until the seats of `leave` further prompts are free; 0: until all rows have finished.
 
         Args:
-            seconds: for about so long at most; None: as long as it takes.
+            leave: number of prompts.
+            seconds: approximate time after which it returns; None: no limit.
 
         Raises:
             RuntimeError: the method makes no progress.
@@ -224,7 +234,7 @@ class Slots:
                                "progress")
 
     def finished(self) -> list[tuple[Any, Result]]:
-        """Takes out the prompts all of whose rows have finished: their tags and results."""
+        """Frees the seats of the prompts all of whose rows have finished, and returns their tags and results."""
         each, batch, out = self.first.samples, self._batch, []
         done = [] if batch is None else [
             i for i, held in enumerate(self.seats) if held is not None
@@ -242,7 +252,7 @@ class Slots:
         return out
 
     def expire(self, now: float) -> None:
-        """Ends the rows that still run of prompts whose time is out: at `now`, by `time.monotonic`; `math.inf`: all."""
+        """Ends the running rows of prompts whose time limit has passed at `now` (`time.monotonic`; `math.inf`: all)."""
         if self._batch is not None:
             out = np.repeat([end <= now for end in self._ends], self.first.samples)
             self._batch.end(np.pad(out, (0, self.rows - len(out))))
@@ -257,15 +267,15 @@ def _splits(request: Request) -> bool:
 
 
 def possible(request: Request) -> bool:
-    """Whether prompts of a request can take one another's places: not where rows share memory, and not under guidance,
-    whose second branch is as long as its prompts."""
+    """Returns True if prompts like those of the request can replace one another in a batch. They cannot if rows share
+    memory, nor under guidance, whose second branch is as long as its prompts."""
     if request.guidance is not None or sharing(request.lm.model, 1, 1) is not None:
         return False
     return by_row(request.algorithm, request.lm.model)
 
 
 def kin(request: Request) -> Any:
-    """What requests have in common whose prompts may stand in one batch: compared with `==`."""
+    """Returns a value that is equal for two requests if their prompts can run in one batch."""
     lm, policy = request.lm, request.policy
     leaves, structure = jax.tree.flatten(policy.own)
     of = lambda tree: jax.tree.map(lambda x: (x.shape[1:], str(x.dtype)), tree)

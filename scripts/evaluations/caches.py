@@ -47,7 +47,7 @@ MODES = ("aware", "agnostic")
 REMOVED = (0.25, 0.5, 0.8)
 BETWEEN = ("clusterkv", "attention-predictor", "subgen", "tim", "leank")
 """Policies whose `every` is not the tokens between two evictions."""
-SIZED_BY = {"streaming-llm": "recent", "less": "recent", "freqkv": "size", "quick-prefill": "keep"}
+SIZED_BY = {"streaming-llm": "recent_size", "less": "recent_size", "freqkv": "size", "quick-prefill": "keep"}
 """The option that says how much of a text is kept, where it is not `budget`."""
 
 
@@ -74,7 +74,7 @@ def sized(policy: str, removed: float, length: int, **measured: Any) -> Any:
         given.setdefault("every", None)
     left = 1 - removed
     if entry.name in SIZED_BY:
-        sinks = given.get("sinks", 4) if SIZED_BY[entry.name] == "recent" else 0
+        sinks = given.get("start_size", 4) if SIZED_BY[entry.name] == "recent_size" else 0
         own = left if SIZED_BY[entry.name] == "keep" else int(left * length) - sinks
         return make(entry.name, **{SIZED_BY[entry.name]: own, **given})
     if callable(given.get("layers")):
@@ -95,7 +95,7 @@ def fitted(policy: str, lm: Any, texts: Sequence[Sequence[int]], probes: Sequenc
     fits: dict[str, Callable[[], Any]] = {
         "codebooks": lambda: train.fit_codebooks(lm, texts), "features": lambda: train.fit_features(lm, texts),
         "order": lambda: train.fit_order(lm, texts, given["heads"]), "heads": lambda: train.fit_heads(lm, probes),
-        "predictors": lambda: train.fit_predictors(lm, texts), "draft": lambda: lm,     # no draft is better
+        "predictors": lambda: train.fit_predictors(lm, texts),
         "books": lambda: train.fit_key_books(lm, texts, count=1024),
         "layers": lambda: lambda left: train.fit_layers(lm, texts, left),
         "channels": lambda: train.fit_channels(lm, probes, align=8, steps=(400, 40), sinks=given["sinks"],

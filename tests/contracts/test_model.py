@@ -75,6 +75,8 @@ NAMES = [*MODELS, GUIDE]
 READS_INPUTS = ("jrt",)
 """An encoder reads the prompt, so these are no draft models and score no texts."""
 NO_TREE_BUFFER = ("rwkv-x",)
+FIRST_COPIES = ("phd-2", "phd-3")
+"""These read a prompt by the first copy of each token, which predicts nothing."""
 OFTEN = ["mamba-2", "linearized beside softmax", "yoco", "phd-cswa-3", GUIDE]
 LOOKUP = dx.Speculative(dx.drafts.PromptLookup(length=4))
 TREE = dx.trees.Fixed.balanced(2, 2)
@@ -117,11 +119,12 @@ def empty(name: str, prompts: list[list[int]]) -> Any:
 
 
 def whole(name: str, texts: list[list[int]], prompts: list[list[int]]) -> list[np.ndarray]:
-    """Logits `[T, V]` of texts that begin with prompts, each read at once as a prompt is."""
+    """Logits `[T, V]` of texts that begin with prompts, each read at once."""
     rows = np.zeros((len(texts), 64), np.int32)
     for row, text in zip(rows, texts, strict=True):
         row[:len(text)] = text
-    window = causal(jnp.asarray(rows), jnp.zeros(len(texts), jnp.int32)).replace(is_prefill=True)
+    window = causal(jnp.asarray(rows), jnp.zeros(len(texts), jnp.int32))
+    window = window.replace(is_prefill=name not in FIRST_COPIES)
     logits, _ = scored(lm(name).model, lm(name).params, window, empty(name, prompts))
     return [np.asarray(row)[:len(text)] for row, text in zip(logits, texts, strict=True)]
 

@@ -16,12 +16,12 @@ from decodax.io.load import LM
 from decodax.io.saving import save_model
 from decodax.models import Transformer, cla, llama, yoco
 from tests.by_hand import logits
+from tests.caches.small import OPTIONS, PROMPTS
 from tests.matrix import often
 from tests.small_models import random_lm
 
 BASE = llama(vocab=16, width=16, layers=4, heads=4, kv_heads=2, mlp=24, context=256)
 CONFIGS = {"cla": cla(BASE), "cla of 3": cla(BASE, 3), "yoco": yoco(BASE, 8)}
-PROMPTS = [np.random.default_rng(i).integers(0, 16, n).tolist() for i, n in enumerate((41, 26, 5))]
 
 
 def lm(name: str) -> LM:
@@ -39,9 +39,7 @@ def test_logits_are_those_by_hand(name: str) -> None:
 @pytest.mark.parametrize(("name", "cache"), often([("yoco", "snapkv")], [
     (name, cache) for name in CONFIGS for cache in ("snapkv", "kivi", "streaming-llm")]))
 def test_drafts_give_the_tokens_of_plain_decoding_with_the_same_cache(name: str, cache: str) -> None:
-    options = {"snapkv": dict(budget=14, window_size=4), "kivi": dict(group_size=4, residual_length=8),
-               "streaming-llm": dict(start_size=2, recent_size=20)}
-    one = lambda **more: dx.generate(lm(name), PROMPTS, cache=caches.make(cache, **options[cache]), max_new_tokens=20,
+    one = lambda **more: dx.generate(lm(name), PROMPTS, cache=caches.make(cache, **OPTIONS[cache]), max_new_tokens=20,
                                      seed=5, temperature=[0.0, 0.9, 0.0], **more).tokens.tolist()
     assert one(algorithm="prompt-lookup") == one()
 

@@ -1,7 +1,6 @@
 """Fewer heads of keys than of values."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ from decodax.engine.batch import Job
 from decodax.engine.request import Request
 from decodax.io.load import LM
 from decodax.models import Transformer, diffqkv, llama
-from tests.caches.small import PROMPTS
+from tests.caches.small import OPTIONS, PROMPTS
 from tests.matrix import often
 
 pytestmark = pytest.mark.wide
@@ -45,11 +44,7 @@ def test_fewer_heads_of_keys_are_a_network_with_repeated_keys() -> None:
 @pytest.mark.parametrize("cache", often([None, "squat"], [
     None, "snapkv", "kivi", "streaming-llm", "squat", "zipcache"]))
 def test_drafts_give_the_tokens_of_plain_decoding(cache: str | None) -> None:
-    options: dict[str, Any] = {"snapkv": dict(budget=14, window_size=4), "kivi": dict(group_size=4, residual_length=8),
-                               "streaming-llm": dict(start_size=2, recent_size=20),
-                               "zipcache": dict(stream_gap=8, probe_ratio=0.3),
-                               "squat": dict(group_size=4, residual_length=8, quant_group_size=2, subspace_dim=2)}
-    kind = None if cache is None else caches.make(cache, **options[cache])
+    kind = None if cache is None else caches.make(cache, **OPTIONS[cache])
     one = lambda lm, **more: dx.generate(lm, PROMPTS, cache=kind, max_new_tokens=12, seed=5,
                                          temperature=[0.0, 0.9, 0.0], **more)
     plain, drafted = one(SMALL), one(SMALL, algorithm="prompt-lookup")

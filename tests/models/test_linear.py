@@ -36,6 +36,7 @@ from decodax.models import (
 from decodax.models.decoder import Attention
 from decodax.sampling import build
 from decodax.train import Probe, fit_channels, fit_codebooks, fit_heads, fit_kv_heads, fit_layers, fit_less
+from tests.caches.small import PROMPTS
 from tests.matrix import often
 
 BASE = llama(vocab=16, width=16, layers=3, heads=4, kv_heads=2, mlp=24, context=256)
@@ -47,7 +48,6 @@ CONFIGS = {
     "based": jrt(BASE, (1,), window=6, width=4, prefix=False),
     "jrt": jrt(BASE, (0, 1), window=6, width=4),
 }
-PROMPTS = [np.random.default_rng(i).integers(0, 16, n).tolist() for i, n in enumerate((41, 26, 5))]
 POLICY: dict[str, Any] = dict(max_new_tokens=20, seed=5, temperature=[0.0, 0.9, 0.0])
 SMALL = {"snapkv": dict(budget=14, window_size=4), "kivi": dict(group_size=4, residual_length=8),
          "streaming-llm": dict(start_size=2, recent_size=9)}

@@ -13,13 +13,13 @@ from decodax.io.load import LM
 from decodax.models import Phd, Transformer, cla, llama, phd
 from tests.by_hand import logits
 from tests.caches import small as policies
+from tests.caches.small import PROMPTS
 from tests.matrix import often
 from tests.small_models import random_lm
 
 BASE = llama(vocab=16, width=16, layers=2, heads=4, kv_heads=2, mlp=24, context=256)
 MODELS = {"phd-2": phd(BASE), "phd-3": phd(BASE, 3), "swa-3": phd(BASE, 3, 5), "cswa-2": phd(BASE, 2, 4, 6),
           "cswa-3": phd(BASE, 3, 6, 5)}
-PROMPTS = [np.random.default_rng(i).integers(0, 16, n).tolist() for i, n in enumerate((41, 26, 5))]
 NEW = 16
 
 

@@ -93,7 +93,7 @@ def test_models_and_texts_that_do_not_fit_are_refused_by_name() -> None:
             (r"^groups: got \(\(2, 1\),\), takes groups of the 5 layers", lambda: echo_att(PLAIN, [(2, 1)])),
             (r"^groups: got \(\(1, 2\), \(2, 3\)\)", lambda: echo_att(PLAIN, [(1, 2), (2, 3)])),
             (r"^echoes: got layers that repeat the attention of others", lambda: echo_att(cla(PLAIN), [(0, 2)])),
-            (r"^cache: got a Evicting, but layers repeat", lambda: dx.generate(made(), PROMPTS, cache="knorm:budget=9",
+            (r"^cache: got a Evicting, takes a dense", lambda: dx.generate(made(), PROMPTS, cache="knorm:budget=9",
                                                                               max_new_tokens=2)),
             (r"^layers: some read the keys and values of others, or", lambda: made().model.pieces(made().params)),
             (r"^layers: some repeat the attention", lambda: made().model.outputs(made().params, 0)),

@@ -181,7 +181,7 @@ def _sentence_piece(v: Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
     if len(scores) != len(v.tokens):
         raise v.error("scores", f"got {len(scores)} entries", f"one for each of {len(v.tokens)} tokens")
     unknown = v.id("unknown")
-    bytewise = sum(kind == BYTE for kind in v.kinds) >= 256
+    bytewise = BYTE in v.kinds
     made = tokenizers.Tokenizer(models.BPE(
         v.ids, _merges(v, scores.tolist()), unk_token=None if unknown is None else v.tokens[unknown], fuse_unk=True,
         byte_fallback=bytewise))

@@ -124,7 +124,7 @@ def test_sentence_piece_merges_by_score_and_falls_back_to_bytes(tmp_path: Path) 
     lm = dx.load(tmp_path / "m.gguf")
     tokenizer: Any = lm.tokenizer
     spell = lambda text: [tokenizer.backend.id_to_token(i) for i in tokenizer.encode(text)]
-    assert spell("hello") == ["<s>", "▁hello"] and spell("hell") == ["<s>", "▁h", "e", "ll"]
+    assert spell("hello") == ["<s>", "▁hello"] and spell("hell") == ["<s>", "▁", "he", "ll"]
     assert spell("ho!")[-1] == "<0x21>" and tokenizer.decode(tokenizer.encode("hello ho!")) == "hello ho!"
     assert lm.generation_config["temperature"] == 0.7 and lm.generation_config["do_sample"] is True
 
@@ -197,7 +197,7 @@ def test_tensors_that_do_not_fit_are_named(tmp_path: Path) -> None:
 
 def test_an_unknown_splitting_rule_lists_the_near_ones(file: Path, tmp_path: Path) -> None:
     path = broken(tmp_path / "m.gguf", file.read_bytes().replace(b"smollm", b"smollx"))
-    with pytest.raises(CheckpointError, match=r"tokenizer\.ggml\.pre: got 'smollx', near to smollm.*, takes bail"):
+    with pytest.raises(CheckpointError, match=r"tokenizer\.ggml\.pre: got 'smollx', near to smollm.*, takes a.x"):
         dx.load(path)
     assert dx.load(path, tokenizer=dx.load("pycode").tokenizer).tokenizer is not None
 
