@@ -298,7 +298,7 @@ def describe_rwkv7(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
         ValueError: it is not an RWKV-7.
     """
     try:
-        layers = 1 + max(int(name.split(".")[1]) for name in shapes if name.startswith("blocks."))
+        layers = 1 + max((int(name.split(".")[1]) for name in shapes if name.startswith("blocks.")), default=-1)
         (vocab, width), rank = shapes["emb.weight"], lambda name, layer=0: shapes[f"blocks.{layer}.att.{name}1"][1]
         return {"model_type": "rwkv7", "vocab_size": vocab, "hidden_size": width, "num_hidden_layers": layers,
                 "head_dim": shapes["blocks.0.att.r_k"][1], "intermediate_size": shapes["blocks.0.ffn.key.weight"][0],
