@@ -94,7 +94,7 @@ def test_a_published_file_is_converted(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(ValueError, match=r"directory: .* exists"):
         convert(tmp_path / "tiny.pth", tmp_path / "made")
     torch.save({"wte": torch.zeros(2, 2)}, tmp_path / "other.pth")
-    with pytest.raises(ValueError, match="checkpoint: got tensors without 'emb.weight'"):
+    with pytest.raises(ValueError, match=r"checkpoint: got tensors without 'emb\.weight'"):
         convert(tmp_path / "other.pth", tmp_path / "another")
 
 
