@@ -165,7 +165,7 @@ USED: list[tuple[str, Callable[[], object]]] = [
      lambda: run(make("hyper-attention", **OPTIONS["hyper-attention"]), capped(DEEP))),
     ("cache: hyper-attention reads a prompt when it is in, and this model reads", lambda: beside("hyper-attention")),
     ("layer: got 1, takes 0 to 0 of a model of 2 layers", lambda: run("fastkv:layer=1", DEEP)),
-    ("cache: fastkv as a kind that was",
+    ("cache: fastkv does not know the width",
      lambda: DEEP.model.with_cache(make("fastkv")).init_cache(1, 64).prefill_cache()),
     ("cache: promptdistill has prompts stop after 1 layers", lambda: beside("promptdistill")),
     ("cache: fastkv stops a prompt", lambda: make("fastkv").of_model(LM(model=object(), params=None, vocab_size=2))),

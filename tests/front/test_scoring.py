@@ -241,7 +241,7 @@ def test_a_token_that_is_not_in_a_text_cannot_break_it(lm: dx.LM, scores: Scores
     ([([1], [2], [3])], {}, r"texts\[0\]: got a tuple of token ids, token ids, token ids; a prompt and"),
     ([[0.5, 1.0]], {}, r"texts\[0\]: got \[0\.5, 1\.0\]; takes a text, token ids"),
     ([None], {}, r"texts\[0\]: got None; takes a text"),
-    ({"role": "user"}, {}, r"texts: got .*; a chat is a list of messages"),
+    ({"role": "user"}, {}, r"texts: got a mapping, takes a list of messages"),
     ([[1]], {"batch_size": 0}, "batch_size: got 0, takes a whole number from 1"),
     ([([1, 2, 3], [4])], {"window": 2}, r"texts\[0\]: prompt and continuation have 4 tokens, window=2 takes 3"),
     ([[1]], {"window": 0}, "window: got 0, takes a whole number from 1"),
