@@ -286,7 +286,7 @@ def test_methods_that_a_recurrent_state_cannot_serve_are_refused_by_name(tmp_pat
         tokens("elu", cache="snapkv:budget=14,window_size=4")
     with pytest.raises(ValueError, match="runs the model once more for its choice"):
         tokens(name, cache="laq:budget=40")
-    with pytest.raises(ValueError, match=r"^layers: some have linear attention or a recurrent block, so they cannot run"):
+    with pytest.raises(ValueError, match=r"^layers: some have linear attention or a recurrent block, so they cannot"):
         lm(name).model.pieces(lm(name).params)
     probes, texts = [Probe([*range(1, 9)], 2, 4)], [[*range(1, 41)]] * 2
     for fit, data in ((functools.partial(fit_kv_heads, kv_heads=1), PROMPTS), (fit_codebooks, PROMPTS),
