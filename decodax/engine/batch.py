@@ -280,10 +280,16 @@ class Job:
         return float(np.where(self.status == Status.RUNNING, share, 1).sum())
 
     def advance(self, seconds: float | None, rounds: int | None = None, fewest: int = 0) -> None:
-        """Runs to the end; or for about `seconds`, or `rounds` rounds, or until no more than `fewest` rows are running.
+        """Runs rows until no more than `fewest` are running, or until a limit.
+
+        Args:
+            seconds: the call runs a burst of rounds and returns. The first burst is one round; each that takes less
+                than `seconds` doubles the next, up to 256. Call it again while rows are running.
+            rounds: largest number of rounds; replaces the burst. None, with `seconds` None: no limit.
+            fewest: number of rows that may still run at the end.
 
         Raises:
-            RuntimeError: the method makes no progress.
+            RuntimeError: without a limit, rows still run after the most rounds that the method can need.
         """
         before, most = self.seconds, self.batch.most_rounds
         whole = seconds is None and rounds is None

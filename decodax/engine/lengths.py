@@ -101,8 +101,17 @@ def prefixes_of(lm: LM, context: Any, count: int) -> list[Prefix] | None:
 
 def after_contexts(lm: LM, before: list[list[int]], ids: list[list[int]],
                    given: list[tuple[Any, str]]) -> list[list[int]]:
-    """Returns the token ids of each context followed by its prompt; a prompt that is a text is tokenized as the
-    continuation."""
+    """Returns the token ids of each context followed by its prompt.
+
+    A prompt that is a text is tokenized as the continuation. Another one loses its first token if that is the BOS token
+    with which the context begins, too.
+
+    Args:
+        lm: the model.
+        before: token ids of each context.
+        ids: token ids of each prompt by itself.
+        given: each prompt as the caller passed it, and its name for errors.
+    """
     # a tokenizer that begins chats with a token of its own has begun the context with it
     again = lambda a, b: b[0] == lm.bos == a[0] and len(b) > 1
     return [a + (spell(lm, row, name, after=a) if isinstance(row, str) and row else b[1:] if again(a, b) else b)

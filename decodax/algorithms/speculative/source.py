@@ -184,7 +184,8 @@ class Growth(Struct):
     Attributes:
         tokens: `i32[B, 1 + room]`, token of each slot.
         sees: `bool[B, 1 + room, 1 + room]`, True for ancestors and the node itself.
-        filled: `i32[]`, number of slots in use. source: the source's state.
+        filled: `i32[]`, number of slots in use.
+        source: the source's state.
         states: states of the policy's transforms after each slot (`Policy.drafted`), leaves `[B, 1 + room, ...]`.
     """
 
@@ -226,8 +227,9 @@ class Grower:
                              "MultiRound(replacement=False)")
 
     def start(self, state: Any, room: int, children: int) -> tuple[Growth, Children]:
-        """Returns a tree with space for `room` nodes below the newest token, and `children` candidates for the first
-        level."""
+        """Begins a tree; `Shape.grow` calls it before `expand`. Returns the tree with the newest token alone (slot 0) and
+        space for `room` nodes that will be expanded, and `children` candidates for the tokens after the newest one,
+        which are not in the tree yet. `state` is the source's state."""
         B = self.s.batch
         state, answer = answered(self.source, "start", self.source.start(self.params, self.s, state, room), B, 1)
         tokens = jnp.zeros((B, 1 + room), jnp.int32).at[:, 0].set(self.s.newest)

@@ -165,7 +165,8 @@ class PageConfig(SparseConfig):
     """Base of the configs of paged sparse caches. A derived class declares `name` and `score`.
 
     Attributes:
-        budget: number of tokens of the pages that a query attends to; at least three pages.
+        budget: number of tokens of the pages that a query attends to; raised to three pages if it
+            is less.
         page_size: number of tokens of a page.
         recent: number of latest tokens that are always attended to; no window may be wider.
         skip: numbers of layers that attend to all tokens.

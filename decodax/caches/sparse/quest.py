@@ -46,7 +46,8 @@ class QuestConfig(PageConfig):
     Example: `decodax.generate(lm, prompt, cache="quest:budget=512")`.
 
     Attributes:
-        budget: number of tokens of the pages that a query attends to; at least three pages.
+        budget: number of tokens of the pages that a query attends to; raised to three pages if it
+            is less.
         page_size: number of tokens of a page.
         recent: number of latest tokens that are always attended to; no window may be wider.
         skip: numbers of layers that attend to all tokens; the first two, as in the authors' code.

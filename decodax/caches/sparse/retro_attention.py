@@ -265,7 +265,8 @@ class RetroAttentionConfig(PageConfig):
     change. Example: `cache="retro-attention:budget=512,window=3"`.
 
     Attributes:
-        budget: number of tokens of the pages that a query attends to; at least three pages.
+        budget: number of tokens of the pages that a query attends to; raised to three pages if it
+            is less.
         page_size: number of tokens of a page.
         recent: number of latest tokens that are always attended to.
         skip: numbers of layers that attend to all tokens; the first two, as in Quest.
