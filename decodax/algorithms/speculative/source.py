@@ -227,7 +227,7 @@ class Grower:
                              "MultiRound(replacement=False)")
 
     def start(self, state: Any, room: int, children: int) -> tuple[Growth, Children]:
-        """Begins a tree; `Shape.grow` calls it before `expand`. Returns the tree with the newest token alone (slot 0) and
+        """Begins a tree; `Shape.grow` calls it before `expand`. Returns the tree with the newest token alone (slot 0),
         space for `room` nodes that will be expanded, and `children` candidates for the tokens after the newest one,
         which are not in the tree yet. `state` is the source's state."""
         B = self.s.batch

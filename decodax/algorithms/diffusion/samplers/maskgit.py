@@ -22,8 +22,8 @@ from decodax.common.registry import ALGORITHMS
 @dataclasses.dataclass(frozen=True)
 class MaskBottom(Stepped, Remask):
     """MaskGIT as its loop is written, as the `remask` rule of a `MaskedDiffusion` whose `unmask` is `All()`: all
-    candidates are unmasked, and the least confident ones of this step are masked again. The cosine schedule gives the number of positions that are masked afterwards; at least one
-    candidate is kept.
+    candidates are unmasked, and the least confident ones of this step are masked again. The cosine schedule gives the
+    number of positions that are masked afterwards; at least one candidate is kept.
 
     Attributes:
         steps: number of steps of a window.
