@@ -21,7 +21,9 @@ export JAX_PLATFORMS=cpu
 # tests with collectives run in processes without torch, where JAX's CPU collectives do not crash
 mesh="mesh and not wide and not full"
 mesh_files=(tests/laws/test_mesh.py tests/front/test_api.py tests/front/test_scoring.py tests/scripts/test_train_lm.py
-            tests/pallas_kernels/test_vocabulary.py tests/models/formats/test_packed_mesh.py
+            tests/pallas_kernels/test_vocabulary.py tests/pallas_kernels/test_draw.py
+            tests/pallas_kernels/test_packed_matmul.py tests/sampling/test_truncation.py
+            tests/models/formats/test_packed_mesh.py
             tests/caches/test_policies_mesh.py tests/jobs/test_slots_mesh.py tests/algorithms/beams/test_beams_mesh.py
             tests/scripts/test_grpo.py
             tests/models/test_experts_mesh.py tests/models/test_adapters_mesh.py tests/models/test_dual_chunk_mesh.py
