@@ -139,7 +139,7 @@ def test_greedy_tokens_are_those_of_the_whole_text_whatever_the_chunks_of_the_pr
     assert run(name, chunk=3).tokens.tolist() == plain.tokens.tolist()
     assert run(name, rows=(1,)).tokens.tolist() == plain.tokens[1:2].tolist()
     assert run(name, rows=(2, 1, 0)).tokens.tolist() == plain.tokens[::-1].tolist()
-    assert name == GUIDE or len(set(plain.tokens[1].tolist())) > 2      # the guide's weights are fresh, and repeat a token
+    assert name == GUIDE or len(set(plain.tokens[1].tolist())) > 2     # whose fresh weights repeat a token
 
 
 @pytest.mark.wide(but=("linearized beside softmax",))
