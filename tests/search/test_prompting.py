@@ -157,7 +157,7 @@ def test_draws_among_candidates_are_the_prompts_own() -> None:
     assert len(set(addresses)) == count
     alone = dx.select.choose(lm, ["ab"], "local-normalization", num_samples=2, request_ids=[7], **options)
     assert alone.candidates[0].address == addresses[7] and alone.index == together.index[7:8]
-    other = dx.select.choose(lm, ["ab"], "local-normalization", num_samples=2, greedy=True, request_ids=[7], seed=1,
+    other = dx.select.choose(lm, ["ab"], "local-normalization:greedy=true", num_samples=2, request_ids=[7], seed=1,
                              **options)
     assert other.candidates[0].address not in addresses
 
