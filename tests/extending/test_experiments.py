@@ -121,6 +121,7 @@ def test_a_cache_with_room_for_everything_is_dense(name, lm, plain):
     assert rows(dx.generate(lm, PROMPTS, cache=ROOMY[name], **MIXED)) == plain
 
 
+@pytest.mark.wide(but=("noisy-attention",))
 @pytest.mark.parametrize("name", TIGHT)
 def test_a_tight_cache_goes_by_the_row_alone_and_speculation_keeps_its_output(name, lm, plain):
     tight = rows(dx.generate(lm, PROMPTS, cache=TIGHT[name], **MIXED))
@@ -151,6 +152,7 @@ def test_no_key_of_a_page_scores_higher_than_the_page(experiments):
 
 # drafts and shapes
 
+@pytest.mark.wide(but=("bigram:length=4",))
 @pytest.mark.parametrize("algorithm", ["bigram:length=4", "near-best:gap=1"])
 def test_a_draft_leaves_the_output_as_it_is(algorithm, lm, small, plain):
     options = dict(draft=small) if algorithm.startswith("near-best") else {}
