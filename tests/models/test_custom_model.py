@@ -1,41 +1,32 @@
-"""The models of `docs/extending/model.md`, as a user would write them."""
+"""The models of `docs/extending`, as a user would write them."""
 
 import re
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import pytest
 
+import decodax as dx
 from decodax.core.window import causal
+from tests.extending.pages import DOCS, run_file, run_page
 
-GUIDE = Path(__file__).parents[2] / "docs" / "extending" / "model.md"
+GUIDE = DOCS / "extending" / "model.md"
+PROMPTS = [[3, 1, 4], [1, 5]]
 
 
 @pytest.fixture(scope="module")
-def runs() -> list[dict[str, Any]]:
-    """The guide's names after each of its code blocks."""
-    names: dict[str, Any] = {"__name__": __name__}
-    after = []
-    for block in re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL):
-        exec(compile(block, str(GUIDE), "exec", dont_inherit=True), names)
-        after.append(dict(names))
-    return after
+def models() -> list[Any]:
+    """The guide's model, and the one of flax.nnx."""
+    return [run_file(GUIDE)["lm"], run_page("models")["split"]]
 
 
 @pytest.mark.wide
-def test_the_guides_models_generate(runs: list[dict[str, Any]]) -> None:
-    for names in runs:
-        assert names["out"].lengths.tolist() == [8, 8]
-
-
-@pytest.mark.wide
-def test_the_guides_models_decode_as_they_score(runs: list[dict[str, Any]]) -> None:
+def test_the_guides_models_decode_as_they_score(models: list[Any]) -> None:
     """What greedy decoding with a cache made is the argmax of one window over the whole sequence."""
-    plain, wrapped = (names["lm"] for names in runs)
-    out = runs[0]["dx"].generate(plain, [[3, 1, 4], [1, 5]], max_new_tokens=8)
-    for lm, result in ((plain, out), (wrapped, runs[1]["out"])):
-        for prompt, tokens in zip([[3, 1, 4], [1, 5]], result.tokens.tolist(), strict=True):
+    for lm in models:
+        out = dx.generate(lm, PROMPTS, max_new_tokens=8)
+        assert out.lengths.tolist() == [8, 8]
+        for prompt, tokens in zip(PROMPTS, out.tokens.tolist(), strict=True):
             whole = jnp.array([prompt + tokens])
             logits = lm.model.apply(lm.params, causal(whole, jnp.zeros(1)), lm.model.init_cache(1, 0)).logits()
             assert logits[0, len(prompt) - 1:-1].argmax(-1).tolist() == tokens

@@ -27,7 +27,7 @@ def test_the_site_builds_without_a_warning(tmp_path):
     page = (tmp_path / "systems" / "prompt-lookup" / "index.html").read_text()
     for said in ("Saxena 2023", "seed-exact", "max_ngram", "Drafts", "prompt-lookup-decoding", "token-recycling"):
         assert said in page, said
-    assert "LouisKV: a layer chooses anew" in (tmp_path / "caches" / "louiskv" / "index.html").read_text()
+    assert "LouisKV: a layer chooses the tokens" in (tmp_path / "caches" / "louiskv" / "index.html").read_text()
     assert "Rolling" not in page and "sudoku" in (tmp_path / "notebook" / "index.html").read_text()
 
 
