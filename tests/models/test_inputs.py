@@ -228,7 +228,7 @@ def test_a_soft_prompt_equals_transformers_inputs_embeds(tmp_path: Path, alg: An
 
 def test_inputs_that_a_model_does_not_take_are_refused_by_name() -> None:
     soft = Embeddings(values=np.zeros((2, 3, 16), np.float32), given=np.ones((2, 3), bool))
-    with pytest.raises(ValueError, match="inputs: got an array, a Transformer takes Embeddings"):
+    with pytest.raises(ValueError, match="inputs: got an array, takes Embeddings or AdapterRows"):
         tokens_of(attention(), PROMPTS[:2], inputs=soft.values)
     wide = soft.replace(values=np.zeros((2, 3, 8), np.float32))
     with pytest.raises(ValueError, match=r"inputs: got embeddings of width 8, takes 16"):
