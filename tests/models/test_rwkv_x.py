@@ -105,7 +105,7 @@ def test_bad_arguments_are_refused_by_name(tmp_path: Path) -> None:
                            ({"keep": 1000}, "limit, keep, recent: got 20000, 1000 and 2000, takes each below")):
         with pytest.raises(ValueError, match=message):
             RwkvXConfig(**{**small, **wrong})               # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="draft: an RWKV-X has no scratch"):
+    with pytest.raises(ValueError, match="draft: got an RWKV-X, takes a model with a buffer"):
         dx.generate(test_rwkv7.loaded(), [[1, 2]], max_new_tokens=2,
                     algorithm=dx.Speculative(dx.drafts.DraftModel(loaded("chunks"))))
     config = json.loads((write(tmp_path) / "config.json").read_text())
