@@ -75,6 +75,11 @@ class Observer(Protocol):
         """
 
 
+OPTIONAL = {"observer": "LearnsFromPrompt", "variants": "Varies", "answering": "Grouped", "outcome": "Concludes",
+            "findings": "Concludes"}
+"""Members that only a derived contract has: a method that defined one alone would never be asked for it."""
+
+
 class Algorithm(Composed, abc.ABC):
     """Base class of decoding methods: derive a frozen dataclass from it. It is compared by value and static under jit.
 
@@ -84,6 +89,13 @@ class Algorithm(Composed, abc.ABC):
 
     Numbers that may change between calls without a retrace belong in the policy, the weights or the state.
     """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        bases = {base.__name__ for base in cls.__mro__}
+        for name, base in OPTIONAL.items():
+            if name in vars(cls) and base not in bases:
+                raise TypeError(f"{cls.__name__}.{name}: belongs to decodax.core.algorithm.{base}; derive from it, too")
 
     @property
     def traits(self) -> Traits:

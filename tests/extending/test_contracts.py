@@ -291,3 +291,8 @@ def test_contracts_fit_on_a_page() -> None:
         base = next(cls for cls in (Cache, dx.Algorithm, Model) if issubclass(capability, cls))
         if capability.__module__.startswith("decodax.core"):
             assert len(members(capability) - members(base)) <= 3, capability
+
+
+def test_a_member_of_a_derived_contract_asks_for_its_base() -> None:
+    with pytest.raises(TypeError, match=r"^Own.findings: belongs to decodax.core.algorithm.Concludes; derive from it"):
+        type("Own", (dx.Autoregressive,), {"findings": lambda self, s: {}})

@@ -11,6 +11,7 @@ import pytest
 
 import decodax as dx
 from decodax.algorithms.plain import Autoregressive
+from decodax.core.algorithm import Concludes
 from decodax.core.state import State, Status
 from decodax.engine.batch import BatchShape
 from decodax.engine.queue import Ticket, schedule, unstarted
@@ -200,7 +201,7 @@ def test_when_the_time_is_out_everything_ends() -> None:
     assert dx.generate(SMALL, PROMPTS, batch_size=4, max_time=1e-3, max_new_tokens=500).status.count(Status.TIME) > 0
 
 
-class Measured(Autoregressive):
+class Measured(Autoregressive, Concludes):
     """Plain decoding that says how long its texts are."""
 
     def findings(self, s: State) -> dict[str, jax.Array]:
