@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from decodax import caches
+from decodax.core.capabilities import prefill_cache
 from decodax.core.window import Window, causal
 from decodax.engine.batch import Job
 from decodax.engine.request import Request
@@ -83,7 +84,7 @@ def test_layers_behind_do_not_run_for_tokens_that_stay_behind() -> None:
     for name in (None, "fastkv:layer=0"):
         kind = None if name is None else Request.read(THREE, [[1, 2]], cache=name).lm.model.cache
         model = MODEL if kind is None else MODEL.with_cache(kind)
-        cache = model.init_cache(1, 128, params=PARAMS).prefill_cache()
+        cache = prefill_cache(model.init_cache(1, 128, params=PARAMS))
         one = lambda params, window, cache, model=model: model.apply(params, window.replace(is_prefill=True), cache)
         lowered = jax.jit(lambda *a, one=one: (lambda out: (out.hidden, out.entries))(one(*a)))
         costs.append(lowered.lower(PARAMS, window, cache).compile().cost_analysis()["flops"])
