@@ -100,7 +100,7 @@ def test_a_store_holds_what_the_authors_one_holds() -> None:
 @pytest.mark.wide
 def test_bad_arguments_are_refused_by_name(tmp_path: Path) -> None:
     small = dict(vocab=16, width=8, layers=4, head_dim=4, decay=2, rate=2, value=2, gate=2)
-    for wrong, message in (({"sparse": 3}, "sparse: got 3 blocks of attention, takes a divisor of the 4 layers"),
+    for wrong, message in (({"sparse": 3}, "sparse: got 3, takes a divisor of the number of layers, 4"),
                            ({"chunk": 0}, "chunk: got 0, takes 1 or more"),
                            ({"keep": 1000}, "limit, keep, recent: got 20000, 1000 and 2000, takes each below")):
         with pytest.raises(ValueError, match=message):
