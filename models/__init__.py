@@ -8,13 +8,13 @@ from decodax.models.diffusion import Diffusion
 from decodax.models.dual_chunk import dual_chunk
 from decodax.models.inputs import AdapterRows, Embeddings, EncoderText
 from decodax.models.linear import jrt, linear, linear_weights, linearized
-from decodax.models.mamba import Mamba, MambaConfig
-from decodax.models.mamba2 import Mamba2, Mamba2Config
 from decodax.models.phd import Phd, phd
+from decodax.models.recurrent.mamba import Mamba, MambaConfig
+from decodax.models.recurrent.mamba2 import Mamba2, Mamba2Config
+from decodax.models.recurrent.rwkv7 import Rwkv7, Rwkv7Config
+from decodax.models.recurrent.rwkv_x import RwkvX, RwkvXConfig
 from decodax.models.rope import Chunks, Rope
 from decodax.models.routing import Experts
-from decodax.models.rwkv7 import Rwkv7, Rwkv7Config
-from decodax.models.rwkv_x import RwkvX, RwkvXConfig
 from decodax.models.t5 import T5, T5Config
 from decodax.models.transformer import Transformer
 

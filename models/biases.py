@@ -1,4 +1,4 @@
-"""What layers add to their attention scores by the positions of query and key alone.
+"""Biases of attention scores that depend only on the positions of query and key: ALiBi, attention in chunks.
 
 Each is a `FixedBias`: a value without arrays, which every cache that supports biases takes, with drafts, trees and
 beams.

@@ -60,7 +60,7 @@ class QueryScale:
 
 @dataclasses.dataclass(frozen=True)
 class RgLru:
-    """Options of the recurrent block of Griffin and RecurrentGemma. See `decodax.models.rg_lru`.
+    """Options of the recurrent block of Griffin and RecurrentGemma. See `decodax.models.recurrent.rg_lru`.
 
     Attributes:
         width: number of channels `C`.

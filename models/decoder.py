@@ -26,7 +26,7 @@ from decodax.models.echoes import Echoes, Near
 from decodax.models.feed_forward import MLP, Mixture
 from decodax.models.layers import STD, Linear, Norm, weight
 from decodax.models.packed import embedded, head, multiply
-from decodax.models.rg_lru import RecurrentBlock
+from decodax.models.recurrent.rg_lru import RecurrentBlock
 from decodax.models.rope import rotate
 
 Keep = Sequence[tuple[bool, bool]] | Array

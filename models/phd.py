@@ -161,7 +161,7 @@ class Phd(ShowsWeights):
                        embedded=None if window.embedded is None else often(window.embedded))
         if isinstance(cache, Scratch):
             cache = cache.seen_by(often(cache.sees))
-        out = self.inner.apply(params, nodes, _Reading(cache, window, K if local else 0))      # type: ignore[arg-type]
+        out = self.inner.apply(params, nodes, _ReadsCopies(cache, window, K if local else 0))      # type: ignore[arg-type]
         last = lambda x: x[:, -W:]
         return dataclasses.replace(out, hidden=last(out.hidden),
                                    layers=None if out.layers is None else tuple(map(last, out.layers)))
@@ -202,7 +202,7 @@ def phd(config: DecoderConfig, copies: int = 2, window: int | None = None, chunk
 
 
 @dataclasses.dataclass(frozen=True)
-class _Reading:
+class _ReadsCopies:
     """A stand-in for a cache while the network processes copies of the window's nodes; only first copies leave entries.
 
     `local` is the number of copies whose keys and values are stored.

@@ -32,7 +32,7 @@ from decodax.models.decoder import Attend, Decoder, Keep
 from decodax.models.echoes import value_width
 from decodax.models.inputs import AdapterRows, Embeddings, EncoderText, named
 from decodax.models.packed import Adapted, Packed, embedded
-from decodax.models.rg_lru import Recurrence, recurrent_states, walk_text
+from decodax.models.recurrent.rg_lru import Recurrence, recurrent_states, walk_text
 from decodax.models.rope import Dynamic, LongRope
 from decodax.pallas_kernels.window_attention import window_attention
 

@@ -103,9 +103,9 @@ def rwkv(checkpoint: Path, directory: Path) -> None:
     import torch
     from safetensors.torch import save_file
 
-    from decodax.models.rwkv7 import IGNORED as UNUSED
-    from decodax.models.rwkv7 import describe_rwkv7
-    from decodax.models.rwkv_x import describe_rwkv_x
+    from decodax.models.recurrent.rwkv7 import IGNORED as UNUSED
+    from decodax.models.recurrent.rwkv7 import describe_rwkv7
+    from decodax.models.recurrent.rwkv_x import describe_rwkv_x
 
     state = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)
     describe = describe_rwkv_x if any(name.startswith("moba.") for name in state) else describe_rwkv7

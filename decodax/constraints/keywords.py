@@ -216,3 +216,12 @@ def joined(rest: Mapping[str, Any], other: Any, at: str) -> Any:
 def same(a: Any, b: Any) -> bool:
     """True if two values have the same JSON text, apart from the order of keys."""
     return json.dumps(a, sort_keys=True) == json.dumps(b, sort_keys=True)
+
+
+def is_type(value: Any, kind: str) -> bool:
+    """True if a value has the given JSON type."""
+    if kind in ("integer", "number"):
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and (
+            kind == "number" or value == int(value))
+    types: dict[str, type] = {"string": str, "boolean": bool, "null": type(None), "object": dict, "array": list}
+    return isinstance(value, types[kind])

@@ -25,6 +25,7 @@ from decodax.constraints.keywords import (
     bounds,
     canonical,
     is_older,
+    is_type,
     joined,
     number_range,
     said,
@@ -170,7 +171,7 @@ class Compiler:
             values = [v for v in values if same(v, schema["const"])]
         kinds = rest.pop("type", None)
         if kinds is not None:
-            values = [v for v in values if any(_is(v, k) for k in (kinds if isinstance(kinds, list) else [kinds]))]
+            values = [v for v in values if any(is_type(v, k) for k in (kinds if isinstance(kinds, list) else [kinds]))]
         texts = [json.dumps(v, ensure_ascii=False).encode() for v in values]
         if rest:
             allowed = self.dfa({**rest, **({} if kinds is None else {"type": kinds})}, at, seen)
@@ -381,15 +382,6 @@ class Compiler:
         properties."""
         names = regex(r'"[A-Za-z0-9_ .$/-]{0,64}"')
         return names - literals([json.dumps(name).encode() for name in properties]) if properties else names
-
-
-def _is(value: Any, kind: str) -> bool:
-    """True if a value has the given JSON type."""
-    if kind in ("integer", "number"):
-        return isinstance(value, (int, float)) and not isinstance(value, bool) and (
-            kind == "number" or value == int(value))
-    types: dict[str, type] = {"string": str, "boolean": bool, "null": type(None), "object": dict, "array": list}
-    return isinstance(value, types[kind])
 
 
 def _kinds(schema: Any, of: Compiler) -> set[str] | None:

@@ -183,7 +183,7 @@ class DeviceBatch:
         self.counts[to[used]] = 0
 
     def end(self, rows: np.ndarray) -> None:
-        """Ends those of `rows` (`bool[B]`) that still run: their time is out, or nobody waits for them."""
+        """Ends those of `rows` (`bool[B]`) that are running, with `Status.TIME`."""
         late = rows & (self.status == Status.RUNNING)
         if late.any():
             self.status = np.where(late, np.int32(Status.TIME), self.status)
@@ -300,12 +300,12 @@ class Job:
             self.burst = min(self.burst * 2, 256)
 
     def end(self, rows: np.ndarray) -> None:
-        """Ends those of `rows` (`bool[rows]`) that still run: nobody waits for them."""
+        """Ends those of `rows` (`bool[rows]`) that are running, with `Status.TIME`."""
         self.batch.end(np.pad(rows, (0, len(self.batch.status) - len(rows))))
 
     def expire(self) -> None:
-        """Ends the rows that still run, since their time is out. On the device they do not end: what the method keeps
-        of unfinished rows counts as such."""
+        """Gives running rows `Status.TIME` on the host. On the device they stay running, so that a method that keeps
+        finished texts beside its rows treats them as unfinished."""
         status = self.batch.status
         self.batch.status = np.where(status == Status.RUNNING, np.int32(Status.TIME), status)
 

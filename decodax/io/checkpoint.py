@@ -28,10 +28,6 @@ from decodax.models.families import WITH_IMAGES, read_config, text_part
 from decodax.models.fields import checked
 from decodax.models.formats import Format, kernels, without_data
 from decodax.models.formats.rounded_mamba2 import QuantizedMamba2
-from decodax.models.mamba import Mamba, read_mamba
-from decodax.models.mamba import sources as mamba_sources
-from decodax.models.mamba2 import Mamba2, Mamba2Config, is_mamba2, read_mamba2
-from decodax.models.mamba2 import sources as mamba2_sources
 from decodax.models.names import (
     IGNORED,
     IMAGES,
@@ -44,12 +40,16 @@ from decodax.models.names import (
     layers_in,
     sources,
 )
-from decodax.models.rwkv7 import IGNORED as UNUSED
-from decodax.models.rwkv7 import Rwkv7, read_rwkv7
-from decodax.models.rwkv7 import sources as rwkv7_sources
-from decodax.models.rwkv_x import RwkvX, read_rwkv_x
-from decodax.models.rwkv_x import sources as rwkv_x_sources
-from decodax.models.state_space import shape_of
+from decodax.models.recurrent.mamba import Mamba, read_mamba
+from decodax.models.recurrent.mamba import sources as mamba_sources
+from decodax.models.recurrent.mamba2 import Mamba2, Mamba2Config, is_mamba2, read_mamba2
+from decodax.models.recurrent.mamba2 import sources as mamba2_sources
+from decodax.models.recurrent.rwkv7 import IGNORED as UNUSED
+from decodax.models.recurrent.rwkv7 import Rwkv7, read_rwkv7
+from decodax.models.recurrent.rwkv7 import sources as rwkv7_sources
+from decodax.models.recurrent.rwkv_x import RwkvX, read_rwkv_x
+from decodax.models.recurrent.rwkv_x import sources as rwkv_x_sources
+from decodax.models.recurrent.state_space import shape_of
 from decodax.models.t5 import IGNORED as T5_IGNORED
 from decodax.models.t5 import T5, nested, read_t5
 from decodax.models.t5 import sources as t5_sources

@@ -24,9 +24,9 @@ from decodax.io.packed import ENTRY, place_packed
 from decodax.io.saving import save_mamba2, save_model
 from decodax.models.calibration import nothing, observe
 from decodax.models.formats import Format, ModelFormat, kernels, read_format
-from decodax.models.mamba2 import Mamba2
 from decodax.models.names import flatten, kernel_of
 from decodax.models.packed import Packed
+from decodax.models.recurrent.mamba2 import Mamba2
 from decodax.models.transformer import Transformer
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",

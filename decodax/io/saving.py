@@ -17,10 +17,10 @@ from decodax.io.files import write_files
 from decodax.models.config import DecoderConfig
 from decodax.models.families import read_config, text_part
 from decodax.models.formats.rounded_mamba2 import QuantizedMamba2
-from decodax.models.mamba2 import Mamba2, entries_of
-from decodax.models.mamba2 import sources as mamba2_sources
 from decodax.models.names import flatten, sources
 from decodax.models.packed import Packed
+from decodax.models.recurrent.mamba2 import Mamba2, entries_of
+from decodax.models.recurrent.mamba2 import sources as mamba2_sources
 from decodax.models.rope import Dynamic, LinearScaling, Llama3, LongRope, Yarn
 from decodax.models.transformer import Transformer, Weights
 

@@ -35,9 +35,9 @@ from decodax.models.formats.integers import InputsRotated, Integers, Static, nib
 from decodax.models.formats.quamba2_scales import arranged, scale_of, scales_of, watched
 from decodax.models.formats.rounded_mamba2 import QuantizedMamba2
 from decodax.models.formats.scaled import Scaled
-from decodax.models.mamba2 import Mamba2, Mamba2Config
 from decodax.models.names import flatten
 from decodax.models.packed import Packed
+from decodax.models.recurrent.mamba2 import Mamba2, Mamba2Config
 from decodax.models.t5 import nested
 from decodax.models.transformer import Weights
 

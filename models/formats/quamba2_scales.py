@@ -13,7 +13,7 @@ from jax import Array
 
 from decodax.core.window import Window, causal
 from decodax.models.formats.integers import rotate
-from decodax.models.mamba2 import Mamba2, Mamba2Config, mixed, projected
+from decodax.models.recurrent.mamba2 import Mamba2, Mamba2Config, mixed, projected
 from decodax.models.t5 import nested
 from decodax.models.transformer import Weights
 

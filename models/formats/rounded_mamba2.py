@@ -22,9 +22,9 @@ from decodax.core.capabilities import PromptPhase, ReadPrompt, prefill_cache
 from decodax.core.types import no_inputs
 from decodax.core.window import Window, causal, take
 from decodax.models.formats.integers import codes_of
-from decodax.models.mamba2 import Mamba2, Mamba2Config, convolved, gated, projected, steps
 from decodax.models.packed import multiply
-from decodax.models.state_space import biased
+from decodax.models.recurrent.mamba2 import Mamba2, Mamba2Config, convolved, gated, projected, steps
+from decodax.models.recurrent.state_space import biased
 from decodax.models.transformer import Weights
 
 

@@ -127,7 +127,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "tim": dict(open=0, close=8, depth=1, every=5)}
 AT_ONCE = {"zipcache", "qaq", "minicache", "kv-prediction", "observed-attention", "lagkv", "cur", "capkv", "kvzip",
            "adaptive-expected-attention", "prefixkv", "token-butler", "plphp"}
-"""What rounds from the first token on, or drops a share of any prompt; the others keep 8 tokens as they are."""
+"""Caches that round every token, or drop a share of any prompt. The others keep 8 tokens unchanged."""
 IN_PARTS = {"streaming-llm", "adakv", "adaptive-expected-attention", "criticalkv", "headkv", "minicache", "fastkv",
             "recycled-attention", "promptdistill", "shadowkv", "quest", "retro-attention", "specpc", "critiprefill",
             "minference", "hyper-attention", "freqkv", "less", "clusterkv", "louiskv", "kv-prediction", "token-butler",

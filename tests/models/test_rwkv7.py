@@ -16,7 +16,7 @@ import decodax as dx
 from decodax.core.window import causal
 from decodax.io.files import CheckpointError
 from decodax.models import Rwkv7, Rwkv7Config
-from decodax.models.rwkv7 import describe_rwkv7
+from decodax.models.recurrent.rwkv7 import describe_rwkv7
 
 WANT = json.loads((Path(__file__).parent / "rwkv7.json").read_text())
 WIDTH, HEAD, LAYERS, VOCABULARY, INNER = 32, 8, 3, 40, 96

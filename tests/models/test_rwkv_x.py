@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 import decodax as dx
 from decodax.io.files import CheckpointError
 from decodax.models import RwkvX, RwkvXConfig
-from decodax.models.rwkv_x import describe_rwkv_x
+from decodax.models.recurrent.rwkv_x import describe_rwkv_x
 from tests.models import test_rwkv7
 from tests.models.test_rwkv7 import INNER, WIDTH
 

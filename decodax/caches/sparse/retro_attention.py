@@ -226,7 +226,7 @@ def _joined(out: Array, lse: Array) -> Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Reading:
+class _ReadsRows:
     """Replaces the cache while the network runs on the rows of a window."""
 
     cache: RetroAttentionCache
@@ -249,7 +249,7 @@ class Rereading(Readout):
         if window.is_prefill or not isinstance(cache, RetroAttentionCache) or not cache.kind.is_sparse(cache.capacity):
             return self.base.apply(params, window, cache)
         rows, first = cache.rows(window), lambda x: x[:, :window.width]
-        out = self.base.apply(params, rows.nodes, _Reading(cache, window, rows))      # type: ignore[arg-type]
+        out = self.base.apply(params, rows.nodes, _ReadsRows(cache, window, rows))      # type: ignore[arg-type]
         return dataclasses.replace(out, hidden=first(out.hidden),
                                    layers=None if out.layers is None else tuple(map(first, out.layers)))
 

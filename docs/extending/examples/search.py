@@ -77,7 +77,7 @@ class Beams(Concludes):
         live = jnp.where(started, group(algo)[:, K:], jnp.where(jnp.arange(K) == 0, 0, -jnp.inf))
         total = live[..., None] + group(log_p)[:, K:]                       # [P, K, V]
 
-        # candidates: so many that K of them do not end
+        # enough candidates that at least K of them do not end the text
         V, eos = total.shape[-1], shared(dist.policy.eos)
         count = min(max(2, 1 + eos.shape[1]) * K, K * V)
         best, index = jax.lax.top_k(total.reshape(-1, K * V), count)
@@ -191,7 +191,7 @@ class Particles(Concludes):
                            slots=jnp.where(token >= 0, window.positions[rows], -1), algo=new)
 
     def resample(self, s, algo):
-        """Which row each one goes on from, `i32[B]`, and the prompts that are resampled, `bool[P]`."""
+        """Returns the row that each row continues, `i32[B]`, and the prompts that are resampled, `bool[P]`."""
         by_prompt = lambda x: x.reshape(-1, self.size)
         weight = jax.nn.softmax(by_prompt(algo.log_weight))
         # a prompt whose particles have all ended, or all weigh nothing (NaN), is left alone

@@ -23,7 +23,7 @@ TREE = Fixed.balanced(3, 2)
 
 @struct
 class Rows(Struct):
-    """What verification reads of a state."""
+    """The fields of a `State` that verification reads."""
 
     tokens: Any
     length: Any
@@ -47,8 +47,16 @@ def judged(rule, shape, tokens, logits, log_q, live, temperature):
 
 
 def judge(rule, shape, tokens, logits, log_q=None, live=None, temperature=1.0):
-    """What a rule makes of drafts `tokens` `[B, 1 + N]` under the target's `logits` `[B, 1 + N, V]`: the decided
-    tokens `[B, length + 1]` (own and what follows it: the own one) and how many drafts are accepted."""
+    """Applies a rule of verification to drafts.
+
+    Args:
+        tokens: `[B, 1 + N]`, the newest token and the drafts.
+        logits: `[B, 1 + N, V]`, of the target.
+
+    Returns:
+        The decided tokens `[B, length + 1]`, of which those after the model's own token repeat it; and the number of
+        accepted drafts.
+    """
     tokens = np.asarray(tokens, np.int32)
     live = np.ones((len(tokens), tokens.shape[1] - 1), bool) if live is None else np.asarray(live)
     rows = np.arange(max(len(tokens), SMALL)) % len(tokens)         # few batch sizes, few programs

@@ -308,7 +308,7 @@ def decode16(alg, rows, new, **policy):
 
 @pytest.mark.parametrize("case", often([], CHAINS))
 def test_the_distribution_on_common_tokens_is_the_targets(case):
-    """As in tests/contracts/test_verifier.py, with a draft model that has 9 of the 16 tokens."""
+    """The law of tests/contracts/test_verifier.py holds for a draft model that has 9 of the 16 tokens."""
     assert (narrow().weights.ids >= 0).sum() == 9
     verify, shape = CHAINS[case]
     s = decode16(Speculative(narrow(), verify, shape), DRAWS, 3, **FLOORED["floored"])

@@ -6,8 +6,8 @@ the time step `dt` of each channel are computed. Then, for each channel and each
     h <- exp(dt A) h + dt B x        y = C . h + D x        out = W (y silu(z))
 
 with an `A < 0` for each channel and state. The decay differs from state to state, so unlike Mamba-2
-(`decodax.models.mamba2`) there is no form with matrix products: windows and prompts process their nodes one after the
-other. A state has `N` numbers per channel, usually 16, and each node of a draft window has one.
+(`decodax.models.recurrent.mamba2`) there is no form with matrix products: windows and prompts process their nodes one
+after the other. A state has `N` numbers per channel, usually 16, and each node of a draft window has one.
 
 The layout of Hugging Face (`MambaForCausalLM`) is loaded.
 """
@@ -29,7 +29,7 @@ from decodax.core.types import no_inputs
 from decodax.core.window import Window
 from decodax.models.names import WeightSource
 from decodax.models.packed import multiply
-from decodax.models.state_space import StateSpace, biased, first_steps, kernel, plain, stacked
+from decodax.models.recurrent.state_space import StateSpace, biased, first_steps, kernel, plain, stacked
 from decodax.models.transformer import Weights
 
 

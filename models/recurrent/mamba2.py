@@ -30,7 +30,7 @@ from decodax.core.types import no_inputs
 from decodax.core.window import Window
 from decodax.models.names import WeightSource
 from decodax.models.packed import multiply
-from decodax.models.state_space import StateSpace, biased, first_steps, norm, plain, stacked
+from decodax.models.recurrent.state_space import StateSpace, biased, first_steps, norm, plain, stacked
 from decodax.models.transformer import Weights
 
 

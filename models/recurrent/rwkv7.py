@@ -34,7 +34,7 @@ from decodax.core.types import Out, no_inputs
 from decodax.core.window import Window, take
 from decodax.models.names import WeightSource
 from decodax.models.packed import embedded, multiply
-from decodax.models.state_space import RecurrentNetwork, kernel, plain
+from decodax.models.recurrent.state_space import RecurrentNetwork, kernel, plain
 from decodax.models.transformer import Weights
 
 DECAY = -math.exp(-0.5)
