@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from decodax.core.algorithm import Algorithm, name_of, variants
@@ -42,7 +43,11 @@ def step(alg: Algorithm, model: Model, params: Params, policy: Any, s: State) ->
         return s
     s = _renew(model, params, s)
     window, algo = pair(f"{name_of(alg)}.propose", alg.propose(params, policy, s), "a Window and the method's state")
-    arrays(f"{name_of(alg)}.propose", window, Window, "a Window first", WINDOW, {"B": _rows(window, s.batch)})
+    who = f"{name_of(alg)}.propose"
+    instance(who, window, Window, "a Window first")
+    # several rows for each row of the batch, where a method scores several canvases of a row in one forward
+    rows = (*np.shape(window.tokens), s.batch)[0]
+    arrays(who, window, Window, "a Window first", WINDOW, {"B": rows if rows % s.batch == 0 else s.batch})
     network = alg.through(model)
     out = instance(f"{type(network).__name__}.apply", network.apply(params.target, window, s.cache), Out, "an Out")
     dist = policy.over(s, window, out)
@@ -68,13 +73,6 @@ def step(alg: Algorithm, model: Model, params: Params, policy: Any, s: State) ->
         tokens=_append(s.tokens, d.tokens, s.length, count), length=length, cache=s.cache.commit(entries, slots),
         algo=d.algo, policy=_where(count > 0, moved, s.policy), stop=stop, status=status,
         record=_record(s, d, dist, count), stats=_count(s, d))
-
-
-def _rows(window: Any, batch: int) -> int:
-    """Returns the number of rows that a window must have: those of the batch, or several for each of them, as of a
-    method that scores several canvases of a row in one forward."""
-    rows = getattr(getattr(window, "tokens", None), "shape", (batch,))[:1]
-    return rows[0] if rows and rows[0] % batch == 0 else batch
 
 
 def _check(alg: Algorithm, d: Decision, s: State, window: Window) -> None:
