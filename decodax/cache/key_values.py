@@ -15,7 +15,7 @@ from decodax.cache.scratch import Scratch
 from decodax.common.registry import CACHES
 from decodax.common.struct import struct
 from decodax.core.cache import ALL, Cache, CacheConfig, Entries, Feature, PyTree
-from decodax.core.capabilities import Draftable, DraftBase
+from decodax.core.capabilities import Draftable, DraftBase, Truncates
 from decodax.pallas_kernels.window_attention import Bias, window_attention
 
 Score = Literal["sliding windows", "soft caps", "biases"]
@@ -98,7 +98,7 @@ class KeyValues(DraftBase):
 
 
 @struct
-class NoKeyValues(Cache):
+class NoKeyValues(Truncates):
     """A cache of capacity 0: the window attends to itself alone, and nothing is stored.
 
     Attributes:
@@ -128,6 +128,14 @@ class NoKeyValues(Cache):
 
     def commit(self, entries: Entries, slots: Array) -> NoKeyValues:
         return self
+
+    def truncate(self, length: Array) -> NoKeyValues:
+        return self
+
+
+def no_key_values(batch: int, inputs: PyTree = None) -> NoKeyValues:
+    """Returns a cache of capacity 0 for `batch` rows."""
+    return NoKeyValues(jnp.zeros(batch, jnp.int32), inputs)
 
 
 class KVConfig(CacheConfig):
@@ -159,7 +167,7 @@ class KVConfig(CacheConfig):
     def __call__(self, layers: Sequence[tuple[Any, ...]], batch: int, capacity: int, dtype: jax.typing.DTypeLike,
                  inputs: PyTree = None) -> Cache:
         if not capacity:        # what a forward without a cache takes, whatever the kind
-            return NoKeyValues(jnp.zeros(batch, jnp.int32), inputs)
+            return no_key_values(batch, inputs)
         shapes = tuple(KVLayer(*layer) for layer in layers)
         for i, shape in enumerate(shapes):
             if refused := sorted(self.refuses(i, shape) & shape.scores):

@@ -203,17 +203,6 @@ def flag(name: str, value: Any) -> bool:
     return found
 
 
-def options_of(given: Any) -> dict[str, Any]:
-    """Checks that the argument `options` is a mapping or None, and returns it as a dictionary.
-
-    Raises:
-        TypeError: it is not.
-    """
-    if not isinstance(given, Mapping | None):
-        raise TypeError(f"options: got {shown(given)}, takes a dictionary of options by name")
-    return dict(given or {})
-
-
 def spread(values: Sequence[Any], batch: int, samples: int = 1) -> list[Any] | None:
     """Returns an entry for each of `batch` rows, from one for each row or one for each prompt; None if `values` has
     another length."""

@@ -76,7 +76,7 @@ class Observer(Protocol):
 
 
 OPTIONAL = {"observer": "LearnsFromPrompt", "variants": "Varies", "answering": "Grouped", "outcome": "Concludes",
-            "findings": "Concludes"}
+            "findings": "Concludes", "choose": "Varies", "most_rounds": "Paced", "guide": "GuidesItself"}
 """Members that only a derived contract has: a method that defined one alone would never be asked for it."""
 
 

@@ -18,7 +18,7 @@ from decodax.core.memory import bucket
 from decodax.core.round import run, step
 from decodax.core.state import State
 from decodax.core.types import CacheKind, Model, Params, fit_cache
-from decodax.engine.methods import chosen, model, with_cache
+from decodax.engine.methods import method_on, model
 from decodax.io.load import LM
 from decodax.sampling import Policy
 from decodax.sampling.build import build
@@ -72,12 +72,13 @@ class Info(Struct):
 class BoundMethod:
     """A decoding method on a model, with sizes: `init`, `step` and `run` are pure functions of weights and rows.
 
-    Make it by `decodax.bind`. It is compared by value: another one that is equal runs the same compiled programs.
+    Make it by `decodax.bind`, once: `jax.jit(bound.step)` of another one compiles again.
 
     Attributes:
         algorithm: the method without its weights.
         model: the network, with its cache.
         capacity: number of tokens of a row, prompt and new tokens, that buffers are made for.
+        new: largest number of new tokens that method and cache are made for.
         chunk: number of prompt tokens of a prefill forward.
         eos: ids that end a row by default.
         vocab_size: number of ids of the model.
@@ -89,6 +90,7 @@ class BoundMethod:
     algorithm: Algorithm
     model: Model
     capacity: int
+    new: int
     chunk: int
     eos: tuple[int, ...]
     vocab_size: int
@@ -107,7 +109,7 @@ class BoundMethod:
             tokens: `i32[B, T]`, prompts of B rows, left-aligned.
             lengths: `i32[B]`, number of tokens of each prompt, from 1 to T.
             seed: `u32[]` or `u32[B]`. With the ids it addresses every draw, as in `decodax.generate`.
-            max_new_tokens: largest number of new tokens, `i32[]` or `i32[B]`.
+            max_new_tokens: largest number of new tokens, `i32[]` or `i32[B]`; not more than `new`.
             policy: sampling policy of the B rows (times those of a prompt, for a method that works on several rows of
                 one), from `decodax.sampling.build`. Default: built from `sampling`.
             inputs: what the model takes beside tokens, a pytree of arrays `[B, ...]`.
@@ -133,7 +135,7 @@ class BoundMethod:
         ids = jnp.arange(batch, dtype=jnp.uint32) if request_ids is None else jnp.asarray(request_ids, jnp.uint32)
         s = drivers.begin(self.algorithm, self.model, params, firsts, jnp.asarray(tokens, jnp.int32),
                           jnp.asarray(lengths, jnp.int32), size=self.capacity, seed=seed, request=ids, inputs=inputs,
-                          max_new=jnp.broadcast_to(jnp.asarray(max_new_tokens, jnp.int32), (batch,)))
+                          max_new=jnp.broadcast_to(jnp.minimum(max_new_tokens, self.new).astype(jnp.int32), (batch,)))
         s = drivers.prefill(self.algorithm, self.model, params, s, width=min(self.chunk, self.capacity))
         if each > 1:
             prompt, sample = jnp.divmod(jnp.arange(batch * each, dtype=jnp.int32), each)
@@ -165,10 +167,10 @@ class BoundMethod:
     def _given(self, params: Any) -> Params:
         if isinstance(params, Params):
             return params
-        if self.weights is not None:
+        if jax.tree.leaves(self.weights):
             raise ValueError(f"params: {name_of(self.algorithm)} brings weights or numbers of its own; takes "
                              "bound.params(weights)")
-        return Params(params)
+        return self.params(params)
 
 
 def bind(lm: LM | str | os.PathLike[str], algorithm: Any = None, *, cache: CacheKind | str | Any = None,
@@ -190,16 +192,14 @@ def bind(lm: LM | str | os.PathLike[str], algorithm: Any = None, *, cache: Cache
         chunk: number of prompt tokens of a prefill forward.
 
     Raises:
-        ValueError, TypeError: as in `decodax.generate`; or the cache shares memory between rows that a method of
-            several rows would need apart.
+        ValueError, TypeError: as in `decodax.generate`.
     """
     lm = model(lm)
     size = bucket(whole("capacity", capacity, 1))
     new = size if max_new_tokens is None else whole("max_new_tokens", max_new_tokens, 1)
     if new > size:
         raise ValueError(f"max_new_tokens: got {shown(new)} for a capacity of {size}")
-    if cache is not None:
-        lm = with_cache(lm, cache)
-    method = chosen(lm, algorithm, 1, draft).fit(new)
-    return BoundMethod(method.bare(), fit_cache(lm.model, new), size, whole("chunk", chunk, 1), tuple(lm.eos),
+    lm, method = method_on(lm, cache, algorithm, 1, draft)
+    method = method.fit(new)
+    return BoundMethod(method.bare(), fit_cache(lm.model, new), size, new, whole("chunk", chunk, 1), tuple(lm.eos),
                        lm.vocab_size, method.weights)

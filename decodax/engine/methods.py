@@ -12,7 +12,7 @@ from decodax.algorithms.diffusion.samplers.llada import llada
 from decodax.algorithms.plain import Autoregressive
 from decodax.common.arguments import shown
 from decodax.common.registry import ALGORITHMS, CACHES, Configured, Entry
-from decodax.core.algorithm import Algorithm
+from decodax.core.algorithm import Algorithm, name_of
 from decodax.core.cache import CacheConfig
 from decodax.core.checks import hashable
 from decodax.core.stops import StopTable
@@ -86,6 +86,27 @@ def stop_table(tokenizer: Tokenizer, skip_special_tokens: bool, strings: tuple[s
     """Returns the automaton of stop strings over a vocabulary of `size` tokens."""
     pieces = tokenizer.pieces(skip_special_tokens)
     return StopTable.build(pieces.rest, strings, size, first=pieces.first, hidden=pieces.skipped)
+
+
+def method_on(lm: LM, cache: Any, algorithm: Any, rows: int, draft: Any = None) -> tuple[LM, Algorithm]:
+    """Returns the model with a cache, and the decoding method.
+
+    Args:
+        lm: the model.
+        cache: as for `with_cache`; None leaves the model's own.
+        algorithm: as `given` of `chosen`.
+        rows: number of rows of the batch.
+        draft: as for `chosen`.
+
+    Raises:
+        TypeError, ValueError: as `with_cache` and `chosen`; or a cache was given for a method that keeps none.
+    """
+    lm = lm if cache is None else with_cache(lm, cache)
+    method = chosen(lm, algorithm, rows, draft)
+    if cache is not None and not method.traits.caches:
+        raise ValueError(f"cache: got {shown(cache)} with {name_of(method)}, which keeps none; takes None, or an "
+                         "algorithm that has one")
+    return lm, method
 
 
 def chosen(lm: LM, given: Any, rows: int, draft: Any = None) -> Algorithm:

@@ -36,7 +36,7 @@ from decodax.engine.lengths import (
     new_tokens,
     prefixes_of,
 )
-from decodax.engine.methods import chosen, model, stop_table, with_cache
+from decodax.engine.methods import method_on, model, stop_table
 from decodax.engine.names import check_names
 from decodax.engine.policy import (
     adapter_inputs,
@@ -171,12 +171,7 @@ class Request:
             "num_return_sequences", num_samples, lambda name, x: whole(name, x, 1), None, "num_samples")
         if batch_size is not None:
             batch_size = min(whole("batch_size", batch_size, 1), count)
-        if cache is not None:
-            lm = with_cache(lm, cache)
-        method = chosen(lm, algorithm, (batch_size or count) * (wanted or 1), draft)
-        if cache is not None and not method.traits.caches:
-            raise ValueError(f"cache: got {shown(cache)} with {name_of(method)}, which keeps none; takes None, or an "
-                             "algorithm that has one")
+        lm, method = method_on(lm, cache, algorithm, (batch_size or count) * (wanted or 1), draft)
         if method.traits.samples is not None and wanted is not None:
             method = answering(method, wanted)
         samples = _samples(method, wanted, where)

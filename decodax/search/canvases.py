@@ -16,6 +16,7 @@ from decodax.core.state import State, Status
 from decodax.engine.batch import Job, collect
 from decodax.engine.request import Request
 from decodax.engine.result import Result
+from decodax.search.text_rows import prompt_words
 
 SIZE = 64
 """Number of canvases of a prompt in a part of the store. Parts have one size, so that it grows without recompiling."""
@@ -79,8 +80,7 @@ class Canvases:
 
     def rng(self, prompt: int) -> np.random.Generator:
         """Returns a random generator for a prompt, seeded by its seed, its request id and the current generation."""
-        r = self.job.request
-        words = [*r.seeds[prompt].tolist(), int(r.request_ids[prompt]), self.generation]
+        words = [*prompt_words(self.job.request, prompt), self.generation]
         return np.random.default_rng(np.random.SeedSequence(words))
 
     def recall(self, numbers: np.ndarray, live: np.ndarray | None = None) -> None:

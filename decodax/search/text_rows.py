@@ -11,6 +11,7 @@ from decodax.common.struct import short
 from decodax.core.algorithm import findings
 from decodax.core.state import Status
 from decodax.engine.batch import Job
+from decodax.engine.request import Request
 
 
 @dataclasses.dataclass
@@ -30,6 +31,7 @@ class TextRows:
         spent: number of tokens generated so far, including rows that were dropped.
         fed: number of tokens appended from outside.
         generation: `i64[P]`, number of times that rows of each prompt were forked or truncated.
+        draws: `i64[P]`, number of random generators that were made for each prompt.
         marks: ids of tokens that also end a step.
         rounds: number of forward passes of the target model so far.
     """
@@ -48,12 +50,13 @@ class TextRows:
     spent: int = 0
     fed: int = 0
     generation: Any = None
+    draws: Any = None
     marks: tuple[int, ...] = ()
     rounds: int = 0
 
     def __post_init__(self) -> None:
         if self.generation is None:
-            self.generation = np.zeros(len(self.status), np.int64)
+            self.generation, self.draws = (np.zeros(len(self.status), np.int64) for _ in range(2))
 
     def __len__(self) -> int:
         return len(self.status)
@@ -72,9 +75,10 @@ class TextRows:
         return self.job.request.prompts
 
     def rng(self, prompt: int) -> np.random.Generator:
-        """Returns a random generator for a prompt, seeded by its seed, its request id and its generation."""
-        r = self.job.request
-        words = [*r.seeds[prompt].tolist(), int(r.request_ids[prompt]), int(self.generation[prompt])]
+        """Returns a new random generator for a prompt, seeded by its seed, its request id and the number of generators
+        that were made for it before."""
+        words = [*prompt_words(self.job.request, prompt), int(self.draws[prompt])]
+        self.draws = self.draws + (np.arange(len(self.draws)) == prompt)
         return np.random.default_rng(np.random.SeedSequence(words))
 
     def tokens(self, p: int, i: int) -> list[int]:
@@ -157,3 +161,8 @@ class TextRows:
         if found is None:
             return np.zeros(self.status.shape)
         return np.asarray(found)[:self.rows].astype(np.float64).reshape(self.status.shape)
+
+
+def prompt_words(request: Request, prompt: int) -> list[int]:
+    """Returns the numbers that address a prompt's randomness: the two words of its seed, and its request id."""
+    return [*request.seeds[prompt].tolist(), int(request.request_ids[prompt])]

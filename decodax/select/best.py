@@ -72,6 +72,9 @@ class QualityAware(SelectionRule):
         if self.keep < 1:
             raise ValueError(f"keep: got {self.keep}, takes at least 1")
 
+    def with_model(self, lm: Any) -> QualityAware:
+        return dataclasses.replace(self, rule=self.rule.with_model(lm))
+
     def scores(self, candidates: Candidates) -> np.ndarray:
         first = np.asarray(self.quality(candidates.prompt, candidates.texts), np.float64)
         kept = np.sort(np.argsort(-first, kind="stable")[:self.keep])

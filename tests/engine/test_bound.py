@@ -57,6 +57,17 @@ def test_weights_of_a_draft_model_are_an_argument() -> None:
         bound.init(LM.params, TOKENS, LENGTHS)
 
 
+def test_parts_without_weights_bring_none() -> None:
+    bound = dx.bind(LM, "ucbspec", capacity=64, max_new_tokens=16)
+    assert jax.tree.leaves(bound.weights) == [] and bound.init(LM.params, TOKENS, LENGTHS).running.all()
+
+
+def test_no_row_makes_more_tokens_than_its_cache_was_made_for() -> None:
+    bound = dx.bind(LM, capacity=64, max_new_tokens=5)
+    rows = bound.run(LM.params, bound.init(LM.params, TOKENS, LENGTHS, max_new_tokens=40, eos_token_id=[]))
+    assert np.asarray(rows.lengths - rows.state.prompt_length).tolist() == [5, 5, 5]
+
+
 def test_newer_weights_take_part_from_the_next_round_on_without_a_new_program() -> None:
     bound = dx.bind(LM, capacity=64)
     rows, step = bound.init(LM.params, TOKENS, LENGTHS), jax.jit(bound.step)
@@ -69,6 +80,8 @@ def test_bad_arguments_are_refused_by_name() -> None:
     for message, call in (
             ("max_new_tokens: got 500 for a capacity of 256", lambda: dx.bind(LM, capacity=64, max_new_tokens=500)),
             ("capacity: got 0", lambda: dx.bind(LM, capacity=0)),
+            ("cache: got 'knorm:budget=8' with MaskedDiffusion, which keeps none", lambda: dx.bind(
+                "tasks-diffusion", cache="knorm:budget=8")),
             ("top_p: got one beside a policy", lambda: dx.bind(LM).init(
                 LM.params, TOKENS, LENGTHS, policy=dx.sampling.build(3), top_p=0.5)),
             ("tokens: got prompts of up to 300 tokens for a capacity of 256", lambda: dx.bind(LM, capacity=64).init(

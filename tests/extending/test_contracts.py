@@ -15,7 +15,9 @@ from decodax.algorithms.speculative.trees import Chain
 from decodax.algorithms.speculative.verify import SeedExact, Verifier
 from decodax.cache.dense import Dense, dense
 from decodax.common.struct import fields, static, struct
+from decodax.core.algorithm import OPTIONAL
 from decodax.core.cache import Cache, CacheConfig
+from decodax.core.composed import Composed
 from decodax.core.types import Model, ShowsWeights
 from decodax.sampling import Custom
 from decodax.search.explorer import Explorer
@@ -293,6 +295,18 @@ def test_contracts_fit_on_a_page() -> None:
             assert len(members(capability) - members(base)) <= 3, capability
 
 
-def test_a_member_of_a_derived_contract_asks_for_its_base() -> None:
-    with pytest.raises(TypeError, match=r"^Own.findings: belongs to decodax.core.algorithm.Concludes; derive from it"):
-        type("Own", (dx.Autoregressive,), {"findings": lambda self, s: {}})
+@pytest.mark.parametrize("member", sorted(OPTIONAL))
+def test_a_member_of_a_derived_contract_asks_for_its_base(member: str) -> None:
+    with pytest.raises(TypeError, match=rf"^Own.{member}: belongs to decodax.core.algorithm.{OPTIONAL[member]}"):
+        type("Own", (dx.Algorithm,), {member: lambda self: None})
+
+
+def test_a_field_that_is_data_stays_data_in_derived_classes() -> None:
+    """A field that is declared again without `data` would become part of the compiled program."""
+    below = [Composed]
+    for own in below:
+        below += own.__subclasses__()
+    for own in filter(dataclasses.is_dataclass, below):
+        declared = {field.name for field in dataclasses.fields(own) if "bare" in field.metadata}
+        for base in filter(dataclasses.is_dataclass, own.__mro__[1:]):
+            assert {field.name for field in dataclasses.fields(base) if "bare" in field.metadata} <= declared, own

@@ -40,6 +40,8 @@ def test_a_rule_that_asks_a_model_asks_that_of_the_call(lm: dx.LM, name: str) ->
     made = getattr(dx.select, name.replace("-", "_"))
     said = [dx.generate(lm, "ab", select=rule, **options).findings["scores"] for rule in (name, made(), made(lm=lm))]
     assert np.array_equal(said[0], said[1]) and np.array_equal(said[0], said[2])
+    nested = dx.select.quality_aware(lambda prompt, texts: [0.0] * len(texts), rule=made())
+    assert np.array_equal(dx.generate(lm, "ab", select=nested, **options).findings["scores"], said[0])
     with pytest.raises(ValueError, match=r"^lm: .* asks a model, and got none; takes lm="):
         made().choose(dx.select.Candidates(["a", "b"], "c"))
 

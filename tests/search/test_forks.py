@@ -138,3 +138,10 @@ def test_rows_go_back() -> None:
 def test_bad_arguments_are_refused_by_name(options: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         Forks.begin(worded("llama"), "abc", 2, **options)
+
+
+def test_a_prompt_draws_new_numbers_each_time_whatever_the_other_prompts_draw() -> None:
+    together, alone = (Forks.begin(net(), PROMPTS[:n], 2, step_tokens=3, **OPTIONS) for n in (2, 1))
+    together.rng(1)
+    first, second = (together.rng(0).random() for _ in range(2))
+    assert first != second and [alone.rng(0).random() for _ in range(2)] == [first, second]

@@ -83,9 +83,9 @@ class CorpusBeams(BeamSearch):
         ValueError: the errors of `BeamSearch`; groups, a regulariser or a draft are given; or `look` is below 1.
     """
 
-    length_penalty: float = 0.0
+    length_penalty: float = data(0.0, bare=1.0)
     early_stopping: EarlyStopping = True
-    patience: float = math.inf
+    patience: float = data(math.inf, bare=1.0)
     corpus: Corpus | None = data()
     prefix: tuple[int, ...] = ()
     may_end: bool = False

@@ -243,7 +243,7 @@ class LessConfig(KVConfig):
             self.kernels.check(shapes)
         rank = self.kernels.scale.value.shape[-1]
         states = tuple(jnp.zeros((batch, s.heads, rank, s.both - s.width + 1), jnp.float32) for s in shapes)
-        slots = self.start_size + self.recent_size if size else 0
+        slots = self.start_size + self.recent_size
         return LessCache(**empty_slots(shapes, batch, size, dtype, inputs, slots=slots), states=states,
                               start_size=self.start_size, recent_size=self.recent_size, shapes=shapes, kind=self)
 

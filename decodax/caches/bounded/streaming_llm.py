@@ -89,6 +89,6 @@ class StreamingLLMConfig(KVConfig):
         return frozenset(("biases",))
 
     def empty(self, shapes: tuple[KVLayer, ...], batch: int, size: int, dtype: Any, inputs: PyTree) -> Cache:
-        slots = self.start_size + self.recent_size if size else 0
+        slots = self.start_size + self.recent_size
         return StreamingLLMCache(**empty_slots(shapes, batch, size, dtype, inputs, slots=slots),
                                  start_size=self.start_size, recent_size=self.recent_size, shapes=shapes)

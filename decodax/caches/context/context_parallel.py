@@ -300,7 +300,7 @@ class ContextParallelConfig(KVConfig):
         parts = free_axes().get(CONTEXT, 1)
         piece = max(min(self.block, size) // (2 * parts), 1)
         # as many as a part may get when its prompt ended within a block
-        slots = -(-size // parts) + 2 * piece + 1 if size else 0
+        slots = -(-size // parts) + 2 * piece + 1
         slots = slots if slots <= BLOCK else -(-slots // BLOCK) * BLOCK
         return ContextParallelCache(
             kv=empty_kv(shapes, batch, slots * parts, dtype), length=jnp.zeros(batch, jnp.int32), given=inputs,

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from decodax.cache.dense import Dense, dense
-from decodax.cache.key_values import KVLayer
+from decodax.cache.key_values import KVLayer, no_key_values
 from decodax.cache.wrapper import Wrapper
 from decodax.caches.configs import taken
 from decodax.caches.evict.drafted import CHUNK, DraftedConfig, paired
@@ -155,7 +155,9 @@ class KVPredictionConfig(CacheConfig):
         if inputs is not None:
             raise ValueError(f"inputs: got {type(inputs).__name__}; with {self.name} another model reads the prompt, "
                              "which takes tokens alone")
-        shapes = tuple(KVLayer(*layer) for layer in layers) if capacity else ()
+        if not capacity:
+            return no_key_values(batch)
+        shapes = tuple(KVLayer(*layer) for layer in layers)
         return KVPredictionCache(base=dense(shapes, batch, capacity, dtype), shapes=shapes, kind=self)
 
 

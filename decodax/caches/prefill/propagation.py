@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from decodax.cache.key_values import KVLayer
+from decodax.cache.key_values import KVLayer, no_key_values
 from decodax.cache.wrapper import Wrapper
 from decodax.caches.evict.compaction import held_of
 from decodax.caches.evict.evicting import Evicting, Eviction
@@ -128,8 +128,10 @@ class Propagation(CacheConfig):
 
     def __call__(self, layers: Sequence[tuple[Any, ...]], batch: int, capacity: int, dtype: jax.typing.DTypeLike,
                  inputs: PyTree = None) -> Cache:
-        shapes = tuple(KVLayer(*layer) for layer in layers) if capacity else ()
-        kind = self.placed(len(shapes)) if shapes else self.eviction
+        if not capacity:
+            return no_key_values(batch, inputs)
+        shapes = tuple(KVLayer(*layer) for layer in layers)
+        kind = self.placed(len(shapes))
         return Propagated(base=kind.empty(shapes, batch, capacity, dtype, inputs), kind=self)
 
 

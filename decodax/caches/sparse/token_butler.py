@@ -296,7 +296,7 @@ class PredictedReading(SparseConfig):
         return int(self.table(size).max())
 
     def empty(self, shapes: tuple[KVLayer, ...], batch: int, size: int, dtype: Any, inputs: PyTree) -> Cache:
-        shapes = (*shapes, self.layer) if size else ()
+        shapes = (*shapes, self.layer)
         marks: list[Array | None] = []
         for i, shape in enumerate(shapes):
             whole = i in (0, len(shapes) - 1) or self.keeps_dense(i, shape)
