@@ -282,6 +282,11 @@ class DecoderConfig:
         return tuple(i for i in self.own if self.layers[i].recurrent is not None)
 
     @property
+    def stateful(self) -> tuple[int, ...]:
+        """Indices of the layers in `own` without keys and values, for which a cache stores a state."""
+        return tuple(i for i in self.own if i not in self.attending)
+
+    @property
     def shared(self) -> bool:
         """True if some layers use the keys and values, or the attention weights, of other layers."""
         return len(self.own) < len(self.layers)

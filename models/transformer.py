@@ -204,7 +204,7 @@ class Transformer(LayeredModel):
         if self.config.shared:
             raise ValueError("layers: some read the keys and values of others, or repeat their attention, so they "
                              "cannot run one by one")
-        if self.config.summing or self.config.recurrent:
+        if self.config.stateful:
             raise ValueError("layers: some have linear attention or a recurrent block, so they cannot run one by one")
 
     def outputs(self, params: Weights, layer: int) -> Array:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from decodax.cache.scratch import AttentionView
 from decodax.common.struct import static, struct
 from decodax.core.cache import Entries, Feature, PyTree, Sized
 from decodax.core.capabilities import Draftable, DraftBase
@@ -46,7 +47,7 @@ class Recurrent(Sized, DraftBase):
     size: int = static()
     given: PyTree = None
 
-    def walk(self, layer: int, step: Step, x: PyTree, window: Window, along: Along | None = None
+    def walk(self, layer: int, step: Step, x: PyTree, window: Window | AttentionView, along: Along | None = None
              ) -> tuple[PyTree, PyTree]:
         """Runs a recurrence over a window. Each node starts from its parent's state.
 
@@ -54,20 +55,25 @@ class Recurrent(Sized, DraftBase):
             layer: number of the layer.
             step: one step of the recurrence.
             x: inputs of the nodes, `[B, W, ...]`.
-            window: the window.
+            window: the window, or an `AttentionView` of it with the states after nodes of earlier windows in `before`.
             along: computes all steps of a prefill together. None: `step` runs once for each node.
 
         Returns:
             The outputs of `step`, `[B, W, ...]`, and the layer's entry.
         """
         state = self.states[layer]
+        if isinstance(window, AttentionView):
+            W = window.positions.shape[1]
+            sees, own = window.seen[:, :, :-W], window.seen[:, :, -W:]
+            start = _start(state, window.before, sees, window.key_positions[:, :-W], window.positions)
+            return _down(step, start, x, _above(own, window.positions))
         if window.is_prefill and along is not None:
             state, y = along(state, x, window.live)
             return y, jax.tree.map(lambda a: a[:, None], state)
         if window.is_prefill:
             return _along(step, state, x, window.live)
         wide = jax.tree.map(lambda a: jnp.broadcast_to(a[:, None], (a.shape[0], window.width, *a.shape[1:])), state)
-        return _down(step, wide, x, _above(window))
+        return _down(step, wide, x, _above(window.visible(), window.positions))
 
     def commit(self, entries: Entries, slots: Array) -> Recurrent:
         last, some = jnp.argmax(slots, 1), (slots >= 0).any(1)
@@ -109,12 +115,8 @@ class RecurrentScratch(Draftable):
              ) -> tuple[PyTree, PyTree]:
         """Runs a recurrence over a window whose nodes may have their parents in this buffer; see `Recurrent.walk`."""
         assert self.sees is not None
-        last = self.sees & (self.positions[:, None, :] == window.positions[:, :, None] - 1)
-        # not read where the parent is a node of this window
-        found, node = last.any(-1), jnp.argmax(last, -1)
-        pick = lambda kept, base: jnp.where(found.reshape(*found.shape, *[1] * (base.ndim - 1)), take(kept, node),
-                                            base[:, None])
-        return _down(step, jax.tree.map(pick, self.states[layer], self.base.states[layer]), x, _above(window))
+        start = _start(self.base.states[layer], self.states[layer], self.sees, self.positions, window.positions)
+        return _down(step, start, x, _above(window.visible(), window.positions))
 
     def append(self, entries: Entries, positions: Array, at: Array) -> RecurrentScratch:
         put = lambda x, new: lax.dynamic_update_slice_in_dim(x, new.astype(x.dtype), at, 1)
@@ -125,12 +127,28 @@ class RecurrentScratch(Draftable):
         return self.base.commit(self.states, slots)
 
 
-def _above(window: Window) -> Array:
-    """Returns the index of each node's parent among the live nodes of the window, `i32[B, W]`; -1 if the parent is not
-    in it."""
-    before = window.positions[:, :, None] - 1 == window.positions[:, None, :]
-    seen = window.mask & before & window.live[:, None, :]
-    return jnp.where(seen.any(-1), jnp.argmax(seen, -1), -1).astype(jnp.int32)
+def _start(state: PyTree, kept: PyTree, sees: Array, at: Array, positions: Array) -> PyTree:
+    """Returns the state from which each node starts, `[B, W, ...]`, unless its parent is in its own window.
+
+    Args:
+        state: the state after the verified text, `[B, ...]`.
+        kept: states after the nodes of earlier windows, `[B, n, ...]`.
+        sees: `bool[B, W, n]`, the nodes of earlier windows that are ancestors of a node.
+        at: `i32[B, n]`, positions of the nodes of earlier windows.
+        positions: `i32[B, W]`, positions of the nodes.
+    """
+    parent = sees & (at[:, None, :] == positions[:, :, None] - 1)
+    found, node = parent.any(-1), jnp.argmax(parent, -1)
+    pick = lambda kept, base: jnp.where(found.reshape(*found.shape, *[1] * (base.ndim - 1)), take(kept, node),
+                                        base[:, None])
+    return jax.tree.map(pick, kept, state)
+
+
+def _above(seen: Array, positions: Array) -> Array:
+    """Returns the index of each node's parent in its window, `i32[B, W]`; -1 if the parent is not in it. `seen`,
+    `bool[B, W, W]`, and `positions`, `i32[B, W]`, are those of the window."""
+    parent = seen & (positions[:, :, None] - 1 == positions[:, None, :])
+    return jnp.where(parent.any(-1), jnp.argmax(parent, -1), -1).astype(jnp.int32)
 
 
 def _along(step: Step, state: PyTree, x: PyTree, live: Array) -> tuple[PyTree, PyTree]:

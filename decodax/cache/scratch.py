@@ -85,11 +85,12 @@ class Scratch(Draftable):
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Window, **options: Any) -> tuple[Array, Any]:
         """Attends to the cache, to the nodes of the buffer under `sees`, and to the window; see `Cache.attend`."""
         assert self.sees is not None
-        own = jnp.broadcast_to(window.visible(), (*q.shape[:2], q.shape[1]))
+        own = jnp.broadcast_to(window.visible(), (*window.positions.shape, window.positions.shape[1]))
         view = AttentionView(positions=window.positions, seen=jnp.concatenate([self.sees, own], 2),
                              key_positions=jnp.concatenate([self.positions, window.positions], 1), cached=window.cached,
                              tokens=window.tokens, before=self.entries[layer])
-        k, v = (jnp.concatenate([x, new], 1) for x, new in zip(self.entries[layer][:2], (k, v), strict=True))
+        if options.get("walk") is None:         # a recurrence has no keys and values; it starts from states in `before`
+            k, v = (jnp.concatenate([x, new], 1) for x, new in zip(self.entries[layer][:2], (k, v), strict=True))
         return self.base.attend(layer, q, k, v, view, **options)
 
     def append(self, entries: Entries, positions: Array, at: Array) -> Scratch:

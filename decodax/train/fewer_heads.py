@@ -84,9 +84,9 @@ def _checked(lm: Any, kv_heads: int) -> DecoderConfig:
         raise ValueError(f"lm: got a {type(getattr(lm, 'model', lm)).__name__}{fills}; takes what decodax.load gave of "
                          "a Transformer that reads from left to right")
     config = lm.model.config
-    if config.summing:
-        raise ValueError("lm: some of its layers have linear attention; takes a model whose layers all have keys and "
-                         "values")
+    if config.stateful:
+        raise ValueError("lm: some of its layers have linear attention or a recurrent block; takes a model whose "
+                         "layers all have keys and values")
     if not isinstance(kv_heads, int) or kv_heads < 1 or config.kv_heads % kv_heads:
         raise ValueError(f"kv_heads: got {kv_heads!r}, takes a divisor of the {config.kv_heads} that there are")
     if config.qk_norm is not None or config.values_of_key > 1:

@@ -66,9 +66,11 @@ def text_part(c: Json) -> Json:
     found = {**own, **inner, **tied, "model_type": TEXT_PARTS.get(family, family)}
     for key in ("rope_scaling", "rope_parameters"):
         if "mrope_section" in (found.get(key) or {}):
-            # A position has time, height and width: for text they are equal, and the rope is the usual one.
-            found[key] = {**{k: v for k, v in found[key].items() if not k.startswith("mrope")}, "rope_type": "default"}
-            found[key].pop("type", None)
+            # A position has time, height and width: for text they are equal, and the rope is the usual one. A scaling
+            # of its frequencies stays.
+            rope = {k: v for k, v in found[key].items() if not k.startswith("mrope") and k != "type"}
+            scaling = rope.get("rope_type") or found[key].get("type")
+            found[key] = {**rope, "rope_type": "default" if scaling in (None, "mrope") else scaling}
     return found
 
 

@@ -20,6 +20,7 @@ from decodax.io.load import LM
 from decodax.models import (
     EncoderText,
     Experts,
+    Layer,
     Mamba,
     Mamba2,
     Mamba2Config,
@@ -40,6 +41,7 @@ from decodax.models import (
     phd,
     yoco,
 )
+from decodax.models.config import RgLru
 from tests.caches.small import PROMPTS
 from tests.extending.pages import run_page
 from tests.matrix import often
@@ -62,6 +64,9 @@ MODELS: dict[str, Callable[[], Any]] = {
     "linearized beside softmax": lambda: Transformer(linearized(BASE, (0, 2), group=4, kernel=13)),
     "based": lambda: Transformer(jrt(BASE, (1,), window=6, width=4, prefix=False)),
     "jrt": lambda: Transformer(jrt(BASE, (0, 1), window=6, width=4)),
+    "griffin": lambda: Transformer(dataclasses.replace(BASE, layers=(
+        Layer(recurrent=RgLru(12, 4)), Layer(recurrent=RgLru(12, 4, 2)), dataclasses.replace(
+            BASE.layers[2], sliding=5)))),
     "phd-2": lambda: phd(BASE), "phd-3": lambda: phd(BASE, 3), "phd-swa-3": lambda: phd(BASE, 3, 5),
     "phd-cswa-2": lambda: phd(BASE, 2, 4, 6), "phd-cswa-3": lambda: phd(BASE, 3, 6, 5),
     "mamba": lambda: Mamba(MambaConfig(vocab=16, width=16, layers=2, inner=32, state=6, rank=3)),
@@ -160,6 +165,14 @@ def test_a_model_that_drafts_for_itself_is_always_right(name: str, shape: Any) -
     out = run(name, drafts)
     assert out.tokens.tolist() == run(name).tokens.tolist()
     assert out.stats.rounds.tolist() == [12 // (shape.length + 1)] * 3
+
+
+@pytest.mark.parametrize("skip", often(["1"], ["1", "2", "12"]))
+@pytest.mark.parametrize("name", often(["griffin"], ["llama", "linearized beside softmax", "griffin"]))
+def test_a_model_that_drafts_with_some_of_its_layers_changes_no_token(name: str, skip: str) -> None:
+    """The layers that are left out are all of one kind, or some of each."""
+    drafts = dx.Speculative(dx.drafts.LayerSkip(lm(name), skip=tuple(map(int, skip))), shape=TREE)
+    assert run(name, drafts).tokens.tolist() == run(name).tokens.tolist()
 
 
 @pytest.mark.wide

@@ -23,6 +23,8 @@ SIGHT = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 3, "nu
 MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [1, 1, 2]}}
 MROPE_NEXT = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 2, 2],
                                   "mrope_interleaved": True}}
+MROPE_YARN = {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mrope_section": [1, 1, 2],
+                                  "original_max_position_embeddings": 16}}
 DEEPSTACK = {"hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2, "out_hidden_size": 32,
              "deepstack_visual_indexes": [0]}
 PLACES = {"image_token_id": 96, "video_token_id": 95, "vision_start_token_id": 94, "vision_end_token_id": 93}
@@ -42,6 +44,9 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], str]
                  "model.layers."),
     "qwen2.5-vl": ("qwen2_5_vl", MROPE, {"hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2,
                                          "out_hidden_size": 32, "fullatt_block_indexes": [0]}, PLACES, "model.layers."),
+    "qwen2.5-vl-yarn": ("qwen2_5_vl", MROPE_YARN, {
+        "hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2, "out_hidden_size": 32,
+        "fullatt_block_indexes": [0]}, PLACES, "model.layers."),
     "qwen3-vl": ("qwen3_vl", {**MROPE_NEXT, "head_dim": 16}, DEEPSTACK, PLACES, "model.language_model.layers."),
     "qwen3-vl-moe": ("qwen3_vl_moe", {**MROPE_NEXT, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2,
                                       "moe_intermediate_size": 24, "mlp_only_layers": [1]}, DEEPSTACK, PLACES,
@@ -69,7 +74,7 @@ def saved(name: str, directory: Path) -> Any:
     return model
 
 
-@pytest.mark.wide(but=("gemma3", "mistral3", "qwen2-vl", "qwen2.5-vl", "qwen3-vl"))
+@pytest.mark.wide(but=("gemma3", "mistral3", "qwen2-vl", "qwen2.5-vl", "qwen2.5-vl-yarn", "qwen3-vl"))
 @pytest.mark.parametrize("name", CASES)
 def test_the_language_model_of_one_that_sees_images(name: str, tmp_path: Path) -> None:
     reference = saved(name, tmp_path / "in")
@@ -120,3 +125,6 @@ def test_defaults_of_released_text_configs() -> None:
             "max_window_layers": 28, "tie_word_embeddings": False, "vision_config": {"hidden_size": 1280},
             "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}
     assert read_config(flat) == read_config({**flat, "model_type": "qwen2", "rope_scaling": None})
+    yarn = {"factor": 4.0, "original_max_position_embeddings": 32768}
+    assert read_config({**flat, "rope_scaling": {"type": "yarn", "mrope_section": [16, 24, 24], **yarn}}) == read_config(
+        {**flat, "model_type": "qwen2", "rope_scaling": {"rope_type": "yarn", **yarn}})

@@ -3,6 +3,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -26,6 +27,7 @@ from decodax.models import (
     DecoderConfig,
     Embeddings,
     EncoderText,
+    Layer,
     Transformer,
     jrt,
     linear,
@@ -33,9 +35,19 @@ from decodax.models import (
     linearized,
     llama,
 )
+from decodax.models.config import RgLru
 from decodax.models.decoder import Attention
 from decodax.sampling import build
-from decodax.train import Probe, fit_channels, fit_codebooks, fit_heads, fit_kv_heads, fit_layers, fit_less
+from decodax.train import (
+    Probe,
+    fit_channels,
+    fit_codebooks,
+    fit_heads,
+    fit_kv_heads,
+    fit_layers,
+    fit_less,
+    mean_kv_heads,
+)
 from tests.caches.small import PROMPTS
 from tests.matrix import often
 
@@ -286,16 +298,31 @@ def test_methods_that_a_recurrent_state_cannot_serve_are_refused_by_name(tmp_pat
         tokens("elu", cache="snapkv:budget=14,window_size=4")
     with pytest.raises(ValueError, match="runs the model once more for its choice"):
         tokens(name, cache="laq:budget=40")
+    with pytest.raises(ValueError, match=r"^config: as a llama configuration it describes another model"):
+        save_model(tmp_path, lm(name).model, lm(name).params)
+
+
+def griffin() -> LM:
+    """A model with two recurrent blocks before a layer of attention."""
+    blocks = (Layer(recurrent=RgLru(16, 4)),) * 2
+    model = Transformer(dataclasses.replace(BASE, layers=(*blocks, BASE.layers[2])))
+    return LM(model=model, params=model.init_params(jax.random.key(0)), vocab_size=16)
+
+
+@pytest.mark.parametrize("make", [functools.partial(lm, "linearized beside softmax"), griffin],
+                         ids=["linear attention", "recurrent block"])
+def test_methods_that_need_keys_and_values_of_all_layers_are_refused_by_name(make: Callable[[], LM]) -> None:
+    model = make()
     with pytest.raises(ValueError, match=r"^layers: some have linear attention or a recurrent block, so they cannot"):
-        lm(name).model.pieces(lm(name).params)
+        model.model.pieces(model.params)
     probes, texts = [Probe([*range(1, 9)], 2, 4)], [[*range(1, 41)]] * 2
     for fit, data in ((functools.partial(fit_kv_heads, kv_heads=1), PROMPTS), (fit_codebooks, PROMPTS),
                       (fit_heads, probes), (fit_layers, texts), (fit_channels, probes),
                       (functools.partial(fit_less, start_size=1, recent_size=4), texts)):
         with pytest.raises(ValueError, match=r"some of its layers have linear attention"):
-            fit(lm(name), data)
-    with pytest.raises(ValueError, match=r"^config: as a llama configuration it describes another model"):
-        save_model(tmp_path, lm(name).model, lm(name).params)
+            fit(model, data)
+    with pytest.raises(ValueError, match=r"some of its layers have linear attention"):
+        mean_kv_heads(model, 1)
 
 
 def test_wrong_configurations_are_refused_by_name() -> None:

@@ -21,9 +21,9 @@ class Passing(Cache):
         return 0
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, **options: Any) -> tuple[Array, PyTree]:
-        if options.pop("linear", None) is not None:
-            raise ValueError("lm: some of its layers have linear attention; takes a model whose layers all have keys "
-                             "and values")
+        if options.get("linear") is not None or options.get("walk") is not None:
+            raise ValueError("lm: some of its layers have linear attention or a recurrent block; takes a model whose "
+                             "layers all have keys and values")
         return self.heard(layer, q, k, v, window, **options)
 
     @abc.abstractmethod
