@@ -13,8 +13,8 @@ from decodax import search
 from decodax.common.registry import SEARCHES
 from decodax.io.load import LM
 from decodax.models.diffusion import Diffusion
-from tests.contracts.test_algorithm import lm as worded
 from tests.laws.cases import MASK
+from tests.laws.cases import lm as worded
 from tests.matrix import often
 
 PROMPTS = ["abcd", "h", "ga"]
