@@ -2,7 +2,7 @@
 
     python scripts/evaluate.py systems "llada:steps=[16,8,4,2,1]" --task copy shuffle sudoku --plot curves.png
     python scripts/evaluate.py caches                                   # all cache policies that need no training
-    python scripts/evaluate.py caches snapkv knorm:skip=() --length 2048 --plot caches.png
+    python scripts/evaluate.py caches snapkv knorm:skip_layers=() --length 2048 --plot caches.png
     python scripts/evaluate.py drafts                                   # drafts on smaller caches
     python scripts/evaluate.py search --plot docs/choose/search.png            # samples, votes and searches
     python scripts/evaluate.py schemas JSON-Schema-Test-Suite/tests/draft2020-12

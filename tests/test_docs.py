@@ -13,14 +13,15 @@ import numpy as np
 import pytest
 
 import decodax as dx
-from decodax.common.registry import ALGORITHMS, SELECTS
+from decodax.common.registry import ALGORITHMS, SELECTS, SHELVES
 from decodax.core.algorithm import name_of
 from decodax.engine.request import Request
 from tests.extending.pages import DOCS, blocks_of, run_file
 from tests.matrix import often
 
-README = DOCS.parent / "README.md"
-PAGES = {path.relative_to(README.parent).as_posix(): path for path in
+ROOT = DOCS.parent
+README = ROOT / "README.md"
+PAGES = {path.relative_to(ROOT).as_posix(): path for path in
          (README, *sorted(DOCS.rglob("*.md"))) if any(blocks_of(path))
          and (path.parent.name != "extending" or path.name == "round.md")}
 
@@ -134,7 +135,7 @@ def anchors(text: str) -> set[str]:
 
 @pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "docs"])
 def test_links_between_pages_lead_somewhere(name):
-    pages = sorted((README.parent / name).rglob("*.md")) if name == "docs" else [README.parent / name]
+    pages = sorted((ROOT / name).rglob("*.md")) if name == "docs" else [ROOT / name]
     lost = []
     for page in pages:
         for link in re.findall(r"\]\((?!https?:|#)([^)\s]+)\)", page.read_text()):
@@ -145,3 +146,40 @@ def test_links_between_pages_lead_somewhere(name):
             elif anchor and target.suffix == ".md" and target.exists() and anchor not in anchors(target.read_text()):
                 lost.append(f"{page.name}: {link}")
     assert not lost
+
+
+VALUE = r"""(?:\((?:[^()]|\([^()]*\))*\)|\[[^\[\]]*\]|[^\s"'`|,;()\[\]\\]+)"""
+CONFIGURED = re.compile(rf"""(?<![\w./-])([a-z][\w+-]*):([a-z]\w*={VALUE}(?:,\s*[a-z]\w*={VALUE})*)""")
+
+
+def test_options_in_the_documentation_are_options_of_the_entries():
+    """Every `NAME:OPTION=VALUE` parses by a shelf of the registry that has an entry of this name."""
+    pages = [README]
+    for folder in ("decodax", "docs", "models", "scripts"):
+        pages += [page for page in (ROOT / folder).rglob("*") if page.suffix in (".ipynb", ".md", ".py", ".sh")]
+    found = {(page.name, name, options.rstrip(".:")) for page in pages
+             for name, options in CONFIGURED.findall(page.read_text())}
+    wrong, count = [], 0
+    for page, name, options in sorted(found):
+        refusals = []
+        shelves = [shelf for shelf in SHELVES.values() if name in shelf]
+        for shelf in shelves:
+            try:
+                shelf.parse(f"{name}:{options}")
+            except ValueError as error:
+                refusals.append(f"{page}: {name}:{options}: {error}")
+        if shelves and len(refusals) == len(shelves):
+            wrong += refusals
+        count += bool(shelves)
+    assert not wrong
+    assert count > 50
+
+
+def test_files_that_pages_name_exist():
+    """Paths in backticks, in every page of the repository and in the remarks about published code."""
+    named = re.compile(r"`[^`\n]*?\b((?:decodax|docs|models|scripts|tests)/[\w./-]+\.(?:json|md|py))\b")
+    pages = [page for folder in ("decodax", "docs", "models", "pallas_kernels", "scripts", "tests")
+             for page in (ROOT / folder).rglob("*.md")]
+    pages += [*ROOT.glob("*.md"), ROOT / "tests" / "conformance" / "remarks.toml"]
+    assert not [f"{page.name}: {path}" for page in pages for path in named.findall(page.read_text())
+                if not (ROOT / path).exists()]

@@ -148,6 +148,8 @@ class FirstRows(dx.Speculative):
 
 
 BOTH = FirstRows(PromptLookup(length=4))
+TREE = dx.Speculative(DraftModel(GUESSES), shape=Fixed.balanced(2, 2, 1))
+TREES = FirstRows(DraftModel(GUESSES), shape=Fixed.balanced(2, 2, 1))
 
 
 def asked(name: str, algorithm: Any = None, rows: tuple[int, ...] = (0, 1, 2), chunk: int = 512,
@@ -176,5 +178,3 @@ def dense(name: str) -> str:
 
 def same(one: Any, other: Any, atol: float = 1e-4) -> bool:
     return one.tokens.tolist() == other.tokens.tolist() and np.allclose(one.logprobs.raw, other.logprobs.raw, atol=atol)
-TREE = dx.Speculative(DraftModel(GUESSES), shape=Fixed.balanced(2, 2, 1))
-TREES = FirstRows(DraftModel(GUESSES), shape=Fixed.balanced(2, 2, 1))

@@ -31,7 +31,7 @@ def test_where_nothing_is_forgotten_it_is_one_prompt(cache: Any, context: Any) -
 @pytest.mark.parametrize("cache", often(["snapkv:budget=14,window_size=4"], [
     "snapkv:budget=14,window_size=4", "h2o:budget=14,every=3", "kivi:group_size=4,residual_length=8",
     "streaming-llm:start_size=2,recent_size=8",
-    "louiskv:budget=8,tau=0.1,per=4,sinks=2,buffer=6"]))
+    "louiskv:budget=8,tau=0.1,cluster_size=4,sinks=2,buffer=6"]))
 def test_questions_do_not_change_what_is_kept(cache: str) -> None:
     """So that a question by itself gives what it gives among others, with drafts too."""
     together = dx.generate(DEEP, QUESTIONS, context=PROMPTS[0], cache=cache, **SAMPLED)

@@ -1,4 +1,4 @@
-"""Law 8: every sampler of the family makes progress, keeps what is given, gives no mask, and treats each row by itself.
+"""Every sampler of masked diffusion makes progress, keeps the given tokens, returns no mask and treats rows separately.
 
 Each entry is compiled once: how far the model leans to the mask token is data.
 """

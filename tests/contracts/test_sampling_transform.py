@@ -1,5 +1,6 @@
-"""Law 2, transform by transform: each is exact at every draft position, so speculation samples as plain decoding. And
-a constant that is added to all logits changes no distribution."""
+"""Each transform is exact at every draft position, so that speculation samples as plain decoding does.
+
+A constant that is added to all logits changes no distribution."""
 
 import jax
 import jax.numpy as jnp

@@ -13,8 +13,8 @@ from decodax import search
 from decodax.common.registry import SEARCHES
 from decodax.io.load import LM
 from decodax.models.diffusion import Diffusion
-from tests.contracts.test_algorithm import lm as worded
 from tests.laws.cases import MASK
+from tests.laws.cases import lm as worded
 from tests.matrix import often
 
 PROMPTS = ["abcd", "h", "ga"]
@@ -40,24 +40,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 CANVASES = ("dts", "dts-star")
 FED = ("with-tools", "trimr", "corag", "apar")
 """Texts of these are not of the length that was asked for alone: something is put in, or threads are put together."""
-
-
-KNOWN = {
-    "others": {},
-    "pages": {"corag": "chains are scored with a cache of no capacity, which pages do not have"}}
-"""Bugs of the library that these laws have found: the reason is what has to change."""
-
-
-def cases(law: str, often_: list[str], names: Any) -> list[Any]:
-    """Parameters with the known bugs marked, strictly, so that a mark goes when its bug does."""
-    found = []
-    for case in often(often_, names):
-        name = case if isinstance(case, str) else case.values[0]
-        marks = [] if isinstance(case, str) else [*case.marks]
-        if name in KNOWN[law]:
-            marks.append(pytest.mark.xfail(strict=True, reason=KNOWN[law][name]))
-        found.append(pytest.param(name, marks=marks))
-    return found
 
 
 def model(name: str) -> LM:
@@ -98,7 +80,7 @@ def test_a_search_ends_within_its_bounds_and_returns_the_row_that_it_chose(name:
 
 
 @pytest.mark.wide(but=("step-beams",))
-@pytest.mark.parametrize("name", cases("others", OFTEN, OPTIONS))
+@pytest.mark.parametrize("name", often(OFTEN, OPTIONS))
 def test_a_search_for_a_prompt_does_not_depend_on_the_other_prompts(name: str) -> None:
     back, alone = explored(name, (2, 1, 0)), explored(name, (1,))
     assert back.texts == whole(name).texts[::-1] and back.text == whole(name).text[::-1]
@@ -107,7 +89,7 @@ def test_a_search_for_a_prompt_does_not_depend_on_the_other_prompts(name: str) -
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("name", cases("pages", OFTEN, [name for name in OPTIONS if name not in CANVASES]))
+@pytest.mark.parametrize("name", often(OFTEN, [name for name in OPTIONS if name not in CANVASES]))
 def test_drafts_and_pages_change_no_text_of_a_search(name: str) -> None:
     for more in (dict(algorithm="prompt-lookup:length=3"), dict(cache="paged:pages=200,page=4")):
         assert explored(name, **more).texts == whole(name).texts

@@ -17,10 +17,13 @@ from decodax.core import drivers, keys
 from decodax.core.keys import Purpose
 from decodax.core.state import State
 from decodax.core.types import Params
+from decodax.io.load import LM
+from decodax.io.text import Tokenizer
 from decodax.models.config import llama
 from decodax.models.transformer import Transformer
 from decodax.sampling import build
 from tests.laws.toy import Toy
+from tests.small_tokenizers import of_words
 
 VOCABULARY = 16
 MASK = VOCABULARY - 1
@@ -40,6 +43,18 @@ def model(name: str) -> tuple[Any, Any]:
     network = Transformer(config)
     # fresh weights of 0.02 give flat logits; these give distributions with a shape
     return network, jax.tree.map(lambda x: x * 8 if x.ndim > 1 else x, network.init_params(jax.random.key(1)))
+
+
+WORDS = "a </s> b c d e f g h ab cd abc de gh fa ha", "h g f e </s> d c b a bc bcd ab ef ha ga cb"
+"""Vocabularies of the target and of the draft model, with other texts for the same ids."""
+
+
+@functools.cache
+def lm(which: str) -> LM:
+    """A model of `model` with a tokenizer of words."""
+    network, weights = model(which)
+    return LM(model=network, params=weights, vocab_size=VOCABULARY,
+              tokenizer=Tokenizer(of_words(WORDS[which in ("sliding", "toy-draft")], "</s>")))
 
 
 MODELS = ["toy", "llama", "sliding"]

@@ -1,4 +1,4 @@
-"""Law 2 and 9: seed-exact speculation gives the tokens of plain decoding; a perfect draft is accepted whole."""
+"""Seed-exact speculation gives the tokens of plain decoding, and a perfect draft is accepted whole."""
 
 import itertools
 

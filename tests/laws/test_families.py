@@ -1,5 +1,5 @@
-"""Laws 1 and 2 through the front door for every model family: cached decoding says what a full forward says, and
-speculation gives the tokens of plain sampling."""
+"""For every model family, through `dx.generate`: cached decoding agrees with a full forward, and speculation gives the
+tokens of plain sampling."""
 
 import jax
 import numpy as np

@@ -1,4 +1,4 @@
-"""Laws 4 and 5: how rows are batched, ordered, padded, chunked or streamed does not show in what they say."""
+"""The tokens of a row do not depend on how rows are batched, ordered, padded, read in chunks or streamed."""
 
 import dataclasses
 

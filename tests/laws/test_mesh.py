@@ -1,4 +1,4 @@
-"""Law 7: Auto axes, Explicit axes and lanes on 8 CPU devices give the tokens of one device."""
+"""Auto axes, Explicit axes and lanes on 8 CPU devices give the tokens of one device."""
 
 import functools
 import itertools

@@ -1,4 +1,4 @@
-"""Law 1 and log-probabilities: what decoding says of its tokens is what a full forward says of them."""
+"""Cached decoding agrees with a full forward, in its greedy tokens and in its log-probabilities."""
 
 import functools
 import itertools

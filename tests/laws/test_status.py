@@ -1,4 +1,4 @@
-"""Law 10: a finished row says why, and every end is cut at the right token."""
+"""Every finished row has the status of its end, and its text is cut at the right token."""
 
 import dataclasses
 import itertools

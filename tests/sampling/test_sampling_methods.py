@@ -14,8 +14,8 @@ import decodax as dx
 from decodax.core import keys
 from decodax.sampling import BregmanTopK, Context, NonMonotonicEnd
 from decodax.sampling.arithmetic import evenly
-from tests.algorithms.contrastive.test_contrastive import PROMPTS, net
 from tests.matrix import often
+from tests.small_models import PROMPTS, net
 
 
 def divergence(x: np.ndarray, y: np.ndarray, a: float) -> np.ndarray:

@@ -22,8 +22,8 @@ from decodax.core.state import Status
 from decodax.io.text import Tokenizer
 from decodax.search.branches import stitched
 from decodax.search.forks import BY_TEXT, Forks
-from tests.algorithms.contrastive.test_contrastive import PROMPTS, net
 from tests.matrix import often
+from tests.small_models import PROMPTS, net
 from tests.small_tokenizers import of_words
 
 pytestmark = pytest.mark.wide

@@ -8,8 +8,8 @@ import pytest
 import decodax as dx
 from decodax.core.state import Status
 from decodax.search import Forks
-from tests.algorithms.contrastive.test_contrastive import PROMPTS, net
-from tests.contracts.test_algorithm import lm as worded
+from tests.laws.cases import lm as worded
+from tests.small_models import PROMPTS, net
 
 OPTIONS: dict[str, Any] = dict(max_new_tokens=12, temperature=1.0)
 

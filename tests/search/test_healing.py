@@ -11,7 +11,7 @@ import decodax as dx
 from decodax import search
 from decodax.core.window import causal
 from decodax.search.healing import TextVocabulary, covers
-from tests.contracts.test_algorithm import lm as worded
+from tests.laws.cases import lm as worded
 
 
 @functools.cache

@@ -9,7 +9,7 @@ import pytest
 import decodax as dx
 from decodax import search
 from decodax.io.text import Tokenizer
-from tests.contracts.test_algorithm import lm as worded
+from tests.laws.cases import lm as worded
 from tests.laws.toy import Toy
 from tests.small_tokenizers import KINDS
 

@@ -14,7 +14,7 @@ from decodax import search, select
 from decodax.core.window import causal
 from decodax.io.text import Tokenizer
 from decodax.select import Candidates
-from tests.contracts.test_algorithm import lm as worded
+from tests.laws.cases import lm as worded
 from tests.small_tokenizers import of_words
 
 SHORT: dict[str, Any] = dict(max_new_tokens=8, min_new_tokens=8)

@@ -7,7 +7,7 @@ import pytest
 
 import decodax as dx
 from decodax import search
-from tests.contracts.test_algorithm import lm as worded
+from tests.laws.cases import lm as worded
 
 PROMPTS = ["abcd", "hgh"]
 OPTIONS: dict[str, Any] = dict(step_tokens=3, max_new_tokens=48, temperature=1.0)

@@ -23,8 +23,8 @@ from decodax.search.explorer import log_mean, normal, settled
 from decodax.search.particles import kept
 from decodax.search.phi import k_means, tf_idf
 from decodax.search.tree import shares
-from tests.algorithms.contrastive.test_contrastive import PROMPTS, net
-from tests.small_models import random_lm
+from tests.laws.cases import lm as worded
+from tests.small_models import PROMPTS, net, random_lm
 
 V, NEW, EOS = 5, 4, 2
 
@@ -250,7 +250,6 @@ def test_a_star_expands_the_best_first_and_finds_the_best() -> None:
 @pytest.mark.wide
 def test_a_tree_that_falls_back_branches_where_a_segment_begins() -> None:
     """Segments of any length, which end with a string: texts end after `depth` of them, and not before."""
-    from tests.contracts.test_algorithm import lm as worded
     lm, depth, seen = worded("toy"), 4, []
     rewind = Forks.rewind
 
@@ -303,7 +302,6 @@ def test_searches_without_steps_take_a_text_for_a_step(name: str) -> None:
 @pytest.mark.wide
 def test_foresight_and_trees_write_whole_texts() -> None:
     points = lambda texts: np.array([[len(t)] for t in texts], float)
-    from tests.contracts.test_algorithm import lm as worded
     phi = search.PhiDecoding(beams=2, samples=3, steps=3, first=2, vectors=points)
     out = search.explore(worded("llama"), ["abcd", "h"], phi, step_tokens=3, max_new_tokens=12, temperature=0.8)
     assert out.tokens > out.result.lengths.sum() and out.index.max() < 2

@@ -12,8 +12,8 @@ from scipy.stats import chi2
 import decodax as dx
 from decodax.algorithms.beams import StochasticBeams
 from decodax.algorithms.contrastive.awrs import AWRS, ranked
-from tests.algorithms.contrastive.test_contrastive import PROMPTS, net
 from tests.search.test_searches import EOS, NEW, V, law, tiny
+from tests.small_models import PROMPTS, net
 
 
 def allowed(ids: list[int]) -> bool:

@@ -22,8 +22,8 @@ from decodax.core.stops import StopTable
 from decodax.core.types import Params
 from decodax.core.window import causal
 from decodax.sampling import build
-from tests.algorithms.contrastive.test_contrastive import PROMPTS, net
 from tests.matrix import often
+from tests.small_models import PROMPTS, net
 
 pytestmark = pytest.mark.wide
 

@@ -17,18 +17,10 @@ import decodax as dx
 from decodax.algorithms.contrastive import DoLa, contrast, dola
 from decodax.core.window import causal
 from decodax.engine.names import by_name
-from decodax.models import Transformer, llama
 from tests.matrix import often
-from tests.small_models import random_lm
+from tests.small_models import PROMPTS, net
 
 EXPECTED = json.loads((Path(__file__).parent / "expected.json").read_text())
-PROMPTS = [[1, 2, 3, 4], [9, 3], [5, 5, 5, 2, 7, 1]]
-
-
-@functools.cache
-def net(layers: int = 2, seed: int = 1, tied: bool = False) -> dx.LM:
-    network = llama(vocab=24, width=16, layers=layers, heads=4, kv_heads=2, mlp=24, context=256, tied=tied)
-    return random_lm(Transformer(network), seed, generation_config={"eos_token_id": 4})
 
 
 @pytest.mark.wide(but=("4-1.0",))

@@ -16,8 +16,8 @@ import pytest
 import decodax as dx
 from decodax.algorithms.contrastive.vector_fsd import VectorFSD
 from decodax.engine.request import Request
-from tests.algorithms.contrastive.test_contrastive import PROMPTS, net
 from tests.matrix import often
+from tests.small_models import PROMPTS, net
 
 pytestmark = pytest.mark.wide
 

@@ -10,8 +10,8 @@ import pytest
 import decodax as dx
 from decodax.algorithms.parallel.group_think import GroupThink, split
 from decodax.core.window import Window
-from tests.algorithms.contrastive.test_contrastive import PROMPTS, net
 from tests.matrix import often
+from tests.small_models import PROMPTS, net
 
 pytestmark = pytest.mark.wide
 

@@ -19,8 +19,8 @@ import decodax as dx
 from decodax.algorithms.beams import NGrams
 from decodax.algorithms.parallel.superposed import Superposed, Superposition
 from tests.algorithms.contrastive.test_adadec import sharp
-from tests.algorithms.contrastive.test_contrastive import PROMPTS
 from tests.matrix import often
+from tests.small_models import PROMPTS
 
 pytestmark = pytest.mark.wide
 

@@ -15,9 +15,9 @@ from decodax.core import drivers
 from decodax.io.load import LM
 from decodax.models.config import llama
 from decodax.models.transformer import Transformer
-from tests.contracts.test_algorithm import SAMPLES, lm
+from tests.contracts.test_algorithm import SAMPLES
 from tests.laws import cases
-from tests.laws.cases import VOCABULARY, prompts
+from tests.laws.cases import VOCABULARY, lm, prompts
 
 NETWORK, WEIGHTS = cases.model("llama")
 ALG = Speculative(DraftExit(LayerSkip(NETWORK, skip_mlp=(1,)), 4, gamma=0.1, epsilon=0.2))

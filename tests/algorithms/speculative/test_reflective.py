@@ -12,8 +12,8 @@ import pytest
 import decodax as dx
 from decodax.algorithms.speculative import Draft, Reflective, chain, drafts, trees
 from decodax.core.window import causal
-from tests.algorithms.contrastive.test_contrastive import PROMPTS, net
 from tests.matrix import often
+from tests.small_models import PROMPTS, net
 
 pytestmark = pytest.mark.wide
 

@@ -52,8 +52,7 @@ from decodax.algorithms.speculative.verify import (
     TopKAcceptance,
     TypicalAcceptance,
 )
-from tests.contracts.test_algorithm import lm
-from tests.laws.cases import Table, decode, model
+from tests.laws.cases import Table, decode, lm, model
 
 NETWORK, (TOY, WEIGHTS) = model("llama")[0], model("toy")
 
