@@ -172,7 +172,7 @@ class RowReader:
         self._data.seek(tensor.start + start)
         found, done = np.empty(size, np.uint8), 0
         while done < size:
-            more = self._data.readinto(memoryview(found)[done:])
+            more = self._data.readinto(found.data[done:])
             if not more:
                 raise CheckpointError(f"{self.file.path}: tensor {tensor.name}: the file ends within it")
             done += more
