@@ -13,8 +13,11 @@ import numpy as np
 import pytest
 
 import decodax as dx
+from decodax.bench.plan.front import abstract
+from decodax.engine.methods import model
 from decodax.io.files import CheckpointError
 from decodax.io.gguf.reader import GgufFile
+from decodax.io.load import find
 from decodax.models.formats.ggml import GgmlBlocks
 from decodax.models.formats.scaled import Scaled
 from decodax.models.names import flatten
@@ -106,6 +109,16 @@ def test_drafted_text_is_that_of_plain_decoding(file: Path) -> None:
     plain = dx.generate(lm, prompts, max_new_tokens=8, eos_token_id=[])
     drafted = dx.generate(lm, prompts, max_new_tokens=8, eos_token_id=[], algorithm="prompt-lookup:length=3")
     assert drafted.tokens.tolist() == plain.tokens.tolist()
+
+
+def test_a_string_names_a_file_wherever_a_model_is_taken(file: Path) -> None:
+    lm, name = dx.load(file), str(file)
+    options: dict[str, Any] = dict(max_new_tokens=4, eos_token_id=[])
+    wanted = dx.generate(lm, ["hello"], **options)
+    assert dx.generate(name, ["hello"], **options).tokens.tolist() == wanted.tokens.tolist()
+    assert find(file) == file and model(name) is model(file)
+    assert dx.score(name, ["hello"]).bits_per_byte == dx.score(lm, ["hello"]).bits_per_byte
+    assert abstract(name).model.config == lm.model.config       # type: ignore[attr-defined]
 
 
 def test_tokenizer_special_ids_and_template_come_from_the_file(file: Path) -> None:
