@@ -39,6 +39,7 @@ from decodax.models.names import (
     head_tensor,
     layers_in,
     sources,
+    stored_dtype,
 )
 from decodax.models.recurrent.mamba import Mamba, read_mamba
 from decodax.models.recurrent.mamba import sources as mamba_sources
@@ -131,9 +132,8 @@ def load_model(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | 
     model = Transformer(decoder, dtype=name, context=context)
     places = _places(model, shapes, mesh)
     chosen = [path for path in kernels(shapes) if packing.packs(path)] if packing is not None else []
-    kind = lambda path: "float32" if path.endswith(".correction") else name
-    loaded = [_load(files, where[path], leaf.shape, kind(path), places[path], packing if path in chosen else None,
-                    path == "embed") for path, leaf in flatten(shapes).items()]
+    loaded = [_load(files, where[path], leaf.shape, stored_dtype(path, name), places[path],
+                    packing if path in chosen else None, path == "embed") for path, leaf in flatten(shapes).items()]
     return model, jax.tree.unflatten(jax.tree.structure(shapes), loaded)
 
 

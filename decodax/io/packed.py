@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from decodax.common.struct import fields
 from decodax.io.files import CheckpointError, Files, write_files
 from decodax.models.formats import KINDS
+from decodax.models.names import stored_dtype
 from decodax.models.packed import Packed
 
 ENTRY = "packed_weights"
@@ -122,7 +123,7 @@ def _hashable(value: Any) -> Any:
 def _placed(skeleton: Any, path: str, place: Sharding, files: Files, dtype: str | None) -> Any:
     """Reads a weight and places it; each device's part of an array is read separately."""
     if not isinstance(skeleton, Packed):
-        return _read(skeleton, path, place, files, dtype)
+        return _read(skeleton, path, place, files, None if dtype is None else stored_dtype(path, dtype))
     table, names = path == "embed", _names(skeleton, path)
     leaves, structure = jax.tree.flatten(skeleton)
     made = [_read(leaf, name, where, files) for leaf, name, where in
