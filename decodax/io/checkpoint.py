@@ -333,11 +333,18 @@ def _load(files: Files, source: WeightSource, shape: tuple[int, ...], name: str,
         return parts[bounds]
 
     whole = jax.make_array_from_callback(shape, place, read)
-    return whole if packing is None else _packer(packing, table, shape, dtype, place)(whole)
+    return whole if packing is None else packer(packing, table, shape, dtype, place)(whole)
 
 
 @functools.lru_cache(maxsize=64)
-def _packer(packing: Format, table: bool, shape: tuple[int, ...], dtype: np.dtype, place: jax.sharding.Sharding) -> Any:
+def packer(packing: Format, table: bool, shape: tuple[int, ...], dtype: np.dtype, place: jax.sharding.Sharding) -> Any:
+    """Returns the program that packs weights of a shape and dtype, and places the packed kernel like them.
+
+    Args:
+        packing: the format.
+        table: True for an embedding table, `[outputs, inputs]`.
+        shape, dtype, place: shape, dtype and sharding of the weights.
+    """
     pack = lambda kernel: packing.pack(kernel.T if table else kernel)
     if not isinstance(place, NamedSharding):
         return jax.jit(pack)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import builtins
+import dataclasses
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from decodax.engine.methods import model
 from decodax.io.files import CheckpointError
 from decodax.io.gguf.reader import GgufFile
 from decodax.io.load import find
+from decodax.models.formats import Int8
 from decodax.models.formats.ggml import GgmlBlocks
 from decodax.models.formats.scaled import Scaled
 from decodax.models.names import flatten
@@ -100,6 +102,29 @@ def test_another_format_of_the_weights(weights: str, file: Path) -> None:
     assert all(isinstance(leaf, Scaled) for path, leaf in leaves.items() if path.endswith("kernel"))
     one, two = (each.model.forward(each.params, IDS) for each in (lm, other))       # type: ignore[attr-defined]
     np.testing.assert_allclose(one, two, atol=(1e-4 if weights == "float32" else 0.05) * float(jnp.abs(one).max()))
+
+
+@dataclasses.dataclass(frozen=True)
+class Counted(Int8):
+    """int8 that notes each kernel that it is traced for."""
+
+    traced: ClassVar[list[tuple[int, ...]]] = []
+
+    def pack(self, kernel: jax.Array, seen: Any = None) -> Scaled:
+        self.traced.append(kernel.shape)
+        return super().pack(kernel, seen)
+
+
+def test_kernels_of_one_shape_are_packed_and_converted_by_one_program(file: Path, tmp_path: Path,
+                                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+    lm: Any = dx.load(file, weights=Counted())
+    shapes = [leaf.shape for leaf in flatten(lm.params).values() if isinstance(leaf, Scaled)]
+    assert len(shapes) == 15 and len(Counted.traced) <= 5
+    dx.save(lm, tmp_path)
+    here, traced = Scaled.here, []
+    monkeypatch.setattr(Scaled, "here", lambda self: traced.append(self.shape) or here(self))
+    dx.load(tmp_path)
+    assert len(traced) <= 5
 
 
 @pytest.mark.wide
