@@ -377,3 +377,14 @@ def flatten(tree: Weights) -> dict[str, Any]:
     """
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, Packed | Adapted))
     return {".".join(str(key.key) for key in path): leaf for path, leaf in leaves}
+
+
+def stored_dtype(path: str, name: str) -> str:
+    """Returns the dtype of an array of the weights, where those of the model have dtype `name`.
+
+    A correction of experts' scores decides between nearly equal ones. It stays float32, as in published files.
+
+    >>> stored_dtype("layers.1.mlp.correction", "bfloat16"), stored_dtype("norm.scale", "bfloat16")
+    ('float32', 'bfloat16')
+    """
+    return "float32" if path.endswith(".correction") else name

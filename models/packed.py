@@ -139,6 +139,12 @@ class Packed(Struct, abc.ABC):
         return jax.tree.map(one, self)
 
 
+@jax.jit
+def for_platform(stored: Packed) -> Packed:
+    """Returns `stored.here()`, in one program for all kernels of a format and shape."""
+    return stored.here()
+
+
 def dot(x: Array, kernel: Array, dtype: Any) -> Array:
     """Computes `x @ kernel.T`: `f[R, N]` from `f[R, K]` and `f[N, K]`, in the fastest way on the platform.
 

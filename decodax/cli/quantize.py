@@ -29,7 +29,7 @@ def add(commands: Any, common: argparse.ArgumentParser, exit_codes: str) -> None
                             formatter_class=argparse.RawDescriptionHelpFormatter, epilog=EXAMPLES + "\n" + exit_codes,
                             description="Packs the kernels of a model and writes it for decodax.load, with tokenizer.")
     p.set_defaults(command=run)
-    p.add_argument("model", metavar="NAME_OR_DIR", help="a shipped model or a local Hugging Face directory")
+    p.add_argument("model", metavar="NAME_OR_DIR", help="a shipped model, a Hugging Face directory or a GGUF file")
     p.add_argument("out", metavar="OUT", help="the directory to write")
     p.add_argument("-w", "--weights", required=True, metavar="FORMAT[:OPTION=VALUE,...]",
                    help="a format of decodax.models.formats.FORMATS, such as int8 or int4:group=32")

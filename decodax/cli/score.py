@@ -32,7 +32,7 @@ def add(commands: Any, common: argparse.ArgumentParser, exit_codes: str) -> None
     p.set_defaults(command=run)
     p.add_argument("files", nargs="+", metavar="FILE", help="UTF-8 text; - is standard input")
     p.add_argument("-m", "--model", default="pycode", metavar="NAME_OR_DIR",
-                   help="a shipped model (see decodax info) or a local Hugging Face directory (default: pycode)")
+                   help="a shipped model (see decodax info), a Hugging Face directory or a GGUF file (default: pycode)")
     p.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of activations, cache and weights")
     p.add_argument("--weights", choices=["int8", "int4", "fp8", "bfloat16", "float16", "float32", "qserve"],
                    help="how the weights are kept and read (default: as --dtype)")

@@ -29,7 +29,8 @@ def model(lm: Any) -> LM:
     if isinstance(lm, (str, os.PathLike)):
         return _loaded(str(find(os.fspath(lm)).resolve()))
     if not isinstance(lm, LM):
-        raise TypeError(f"lm: got {shown(lm)}, takes what decodax.load gives, or a model's name or directory")
+        raise TypeError(f"lm: got {shown(lm)}, takes what decodax.load gives, or a model's name, directory or GGUF "
+                        "file")
     return lm
 
 

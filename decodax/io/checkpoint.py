@@ -39,6 +39,7 @@ from decodax.models.names import (
     head_tensor,
     layers_in,
     sources,
+    stored_dtype,
 )
 from decodax.models.recurrent.mamba import Mamba, read_mamba
 from decodax.models.recurrent.mamba import sources as mamba_sources
@@ -131,9 +132,8 @@ def load_model(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | 
     model = Transformer(decoder, dtype=name, context=context)
     places = _places(model, shapes, mesh)
     chosen = [path for path in kernels(shapes) if packing.packs(path)] if packing is not None else []
-    kind = lambda path: "float32" if path.endswith(".correction") else name
-    loaded = [_load(files, where[path], leaf.shape, kind(path), places[path], packing if path in chosen else None,
-                    path == "embed") for path, leaf in flatten(shapes).items()]
+    loaded = [_load(files, where[path], leaf.shape, stored_dtype(path, name), places[path],
+                    packing if path in chosen else None, path == "embed") for path, leaf in flatten(shapes).items()]
     return model, jax.tree.unflatten(jax.tree.structure(shapes), loaded)
 
 
@@ -333,11 +333,18 @@ def _load(files: Files, source: WeightSource, shape: tuple[int, ...], name: str,
         return parts[bounds]
 
     whole = jax.make_array_from_callback(shape, place, read)
-    return whole if packing is None else _packer(packing, table, shape, dtype, place)(whole)
+    return whole if packing is None else packer(packing, table, shape, dtype, place)(whole)
 
 
 @functools.lru_cache(maxsize=64)
-def _packer(packing: Format, table: bool, shape: tuple[int, ...], dtype: np.dtype, place: jax.sharding.Sharding) -> Any:
+def packer(packing: Format, table: bool, shape: tuple[int, ...], dtype: np.dtype, place: jax.sharding.Sharding) -> Any:
+    """Returns the program that packs weights of a shape and dtype, and places the packed kernel like them.
+
+    Args:
+        packing: the format.
+        table: True for an embedding table, `[outputs, inputs]`.
+        shape, dtype, place: shape, dtype and sharding of the weights.
+    """
     pack = lambda kernel: packing.pack(kernel.T if table else kernel)
     if not isinstance(place, NamedSharding):
         return jax.jit(pack)

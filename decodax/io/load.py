@@ -252,19 +252,19 @@ def listed_models() -> list[Entry]:
 
 
 def find(name_or_dir: str | Path) -> Path:
-    """Returns the directory of a model.
+    """Returns the directory of a model, or its GGUF file.
 
     Args:
-        name_or_dir: the name of a shipped model, or a directory with a config.json.
+        name_or_dir: the name of a shipped model, a directory with a config.json, or a GGUF file.
 
     Raises:
-        ValueError: it is neither; the message lists similar names.
+        ValueError: it is none of them; the message lists similar names.
     """
     name = str(name_or_dir)
     if name in zoo():
         return ZOO / name
     path = Path(name_or_dir).expanduser()
-    if (path / "config.json").is_file():
+    if (path / "config.json").is_file() or is_gguf(path):
         return path
     if path.is_file():
         raise ValueError(f"name_or_dir: got the file {path}, takes the directory of a model, or a GGUF file")
@@ -313,9 +313,9 @@ def load(name_or_dir: str | Path, *, dtype: jax.typing.DTypeLike | None = None, 
             ("tokenizer", tokenizer, (str, os.PathLike, Tokenizer, type(None)), "a directory or a Tokenizer")):
         if not isinstance(given, of):
             raise TypeError(f"{name}: got {shown(given)}, takes {takes}")
-    if str(name_or_dir) not in zoo() and is_gguf(name_or_dir):
-        return _load_gguf(Path(name_or_dir).expanduser(), dtype, mesh, context, tokenizer, weights, adapter)
     path = find(name_or_dir)
+    if path.is_file():
+        return _load_gguf(path, dtype, mesh, context, tokenizer, weights, adapter)
     if dtype is None and jax.default_backend() == "cpu":
         dtype = "float32"      # bfloat16 matrix products take almost twice as long on CPU
     elif (weights is None and dtype is not None and jax.default_backend() == "cpu" and dtype_name(dtype) != "float32"

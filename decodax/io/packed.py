@@ -19,7 +19,8 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from decodax.common.struct import fields
 from decodax.io.files import CheckpointError, Files, write_files
 from decodax.models.formats import KINDS
-from decodax.models.packed import Packed
+from decodax.models.names import stored_dtype
+from decodax.models.packed import Packed, for_platform
 
 ENTRY = "packed_weights"
 """Key in config.json: for each packed weight its kind and its fields; for an array its dtype and shape."""
@@ -122,16 +123,23 @@ def _hashable(value: Any) -> Any:
 def _placed(skeleton: Any, path: str, place: Sharding, files: Files, dtype: str | None) -> Any:
     """Reads a weight and places it; each device's part of an array is read separately."""
     if not isinstance(skeleton, Packed):
-        return _read(skeleton, path, place, files, dtype)
+        return _read(skeleton, path, place, files, None if dtype is None else stored_dtype(path, dtype))
     table, names = path == "embed", _names(skeleton, path)
     leaves, structure = jax.tree.flatten(skeleton)
     made = [_read(leaf, name, where, files) for leaf, name, where in
             zip(leaves, names, jax.tree.leaves(shardings(skeleton, table, place)), strict=True)]
     own = jax.tree.unflatten(structure, made)
     if not isinstance(place, NamedSharding):
-        return jax.jit(lambda p: p.here())(own)
+        return for_platform(own)
+    return _finisher(tuple(leaves), structure, table, place)(own)
+
+
+@functools.lru_cache(maxsize=64)
+def _finisher(leaves: tuple[jax.ShapeDtypeStruct, ...], structure: Any, table: bool, place: NamedSharding) -> Any:
+    """Returns the program that makes stored kernels of a format and shape ready for a mesh."""
     finish = lambda p: p.here().placed(*axes(place, table))
-    return jax.jit(finish, out_shardings=shardings(jax.eval_shape(finish, skeleton), table, place))(own)
+    shapes = jax.eval_shape(finish, jax.tree.unflatten(structure, leaves))
+    return jax.jit(finish, out_shardings=shardings(shapes, table, place))
 
 
 def place_packed(packed: Packed, table: bool, place: Sharding) -> Packed:

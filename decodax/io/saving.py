@@ -17,7 +17,7 @@ from decodax.io.files import write_files
 from decodax.models.config import DecoderConfig
 from decodax.models.families import read_config, text_part
 from decodax.models.formats.rounded_mamba2 import QuantizedMamba2
-from decodax.models.names import flatten, sources
+from decodax.models.names import flatten, sources, stored_dtype
 from decodax.models.packed import Packed
 from decodax.models.recurrent.mamba2 import Mamba2, entries_of
 from decodax.models.recurrent.mamba2 import sources as mamba2_sources
@@ -54,16 +54,15 @@ def save_model(directory: str | os.PathLike[str], model: Transformer, params: We
     if any(isinstance(leaf, Packed) for leaf in leaves.values()):
         whole = next(leaf for leaf in leaves.values() if not isinstance(leaf, Packed))
         name = dtype_name(dtype or whole.dtype)
-        own = {path: leaf if isinstance(leaf, Packed) else leaf.astype(name) for path, leaf in leaves.items()}
+        own = {path: leaf if isinstance(leaf, Packed) else leaf.astype(stored_dtype(path, name))
+               for path, leaf in leaves.items()}
         packed_files.write(Path(directory), own, entries | {"dtype": name})
         return
     name = dtype_name(dtype or leaves["embed"].dtype)
     entries |= {"dtype": name, "torch_dtype": name}
     tensors: dict[str, np.ndarray] = {}
     for path, source in sources(entries["model_type"], model.config, model.abstract_params()).items():
-        value = np.asarray(jax.device_get(leaves[path]))
-        # A correction of experts' scores decides between near ones: it stays float32, as in the released files.
-        value = value.astype(np.float32 if path.endswith(".correction") else jnp.dtype(name))
+        value = np.asarray(jax.device_get(leaves[path])).astype(jnp.dtype(stored_dtype(path, name)))
         if value.ndim > len(source.full):
             tensors |= {tensor: np.ascontiguousarray(row.T if source.transpose else row)
                         for tensor, row in zip(source.tensors, value, strict=True)}

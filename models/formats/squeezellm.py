@@ -28,7 +28,7 @@ from decodax.common.struct import static, struct
 from decodax.models.calibration import Statistic
 from decodax.models.formats.clusters import means, nearest
 from decodax.models.formats.format import Format
-from decodax.models.packed import DECODED, Packed, dot, partial_sums, total
+from decodax.models.packed import DECODED, Packed, dot, for_platform, partial_sums, total
 
 SLICES = 8
 """Number of slices of the inputs: a byte holds one bit of the codes of 8 weights, one per slice."""
@@ -282,7 +282,7 @@ def assembled(codes: np.ndarray, table: np.ndarray, whole: np.ndarray, weights: 
     `whole`."""
     bits, (*above, N, K) = table.shape[-1].bit_length() - 1, codes.shape
     dense = Lookup(codes=jnp.asarray(planes(codes, bits, np)), table=jnp.asarray(table), inputs=K)
-    dense = dense if platform() == "cpu" else jax.jit(lambda p: p.here())(dense)
+    dense = dense if platform() == "cpu" else for_platform(dense)
     if not whole.any():
         return dense
     each = [(*np.nonzero(where), one[where]) for where, one in zip(whole.reshape(-1, N, K), weights.reshape(-1, N, K),

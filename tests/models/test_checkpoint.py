@@ -18,6 +18,7 @@ from decodax.io import checkpoint
 from decodax.io.checkpoint import CheckpointError, load_model
 from decodax.io.saving import save_model
 from decodax.models import Transformer, llama
+from decodax.models.formats import pack
 from decodax.models.names import flatten
 from tests.models.tiny import CASES, build, saved
 
@@ -247,6 +248,12 @@ def test_layers_that_predict_further_tokens_are_skipped_with_a_message(tmp_path:
     mixture = params["layers"]["1"]["mlp"]
     assert (mixture["correction"].dtype, mixture["router"]["kernel"].dtype) == (jnp.float32, jnp.bfloat16)
     assert len(model.config.layers) == 3
+    config = json.loads((tmp_path / "config.json").read_text())
+    save_model(tmp_path / "packed", model, pack(params, "int8"), config)
+    again = load_model(tmp_path / "packed")[1]["layers"]["1"]["mlp"]
+    assert (again["correction"].dtype, again["router"]["kernel"].dtype) == (jnp.float32, jnp.bfloat16)
+    np.testing.assert_array_equal(again["correction"], mixture["correction"])
+    assert load_model(tmp_path / "packed", dtype="float16")[1]["layers"]["1"]["mlp"]["correction"].dtype == jnp.float32
     rewritten(tmp_path, **{"model.layers.4.enorm.weight": extra[0]})
     with pytest.raises(CheckpointError, match=r"holds tensor model\.layers\.4\.enorm\.weight"):
         load_model(tmp_path)

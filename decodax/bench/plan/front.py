@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +15,8 @@ from decodax.bench.plan.hardware import Slice, slice_of
 from decodax.bench.plan.presets import PRESETS
 from decodax.common.progress import bar
 from decodax.common.strings import near
+from decodax.io.files import read_json
+from decodax.io.gguf import Gguf
 from decodax.io.load import LM, find
 from decodax.models.diffusion import read_diffusion
 from decodax.models.families import read_config
@@ -132,8 +133,8 @@ def abstract(name: str | Path | Mapping[str, Any], dtype: str = "bfloat16") -> L
     """Returns a model without weights.
 
     Args:
-        name: a preset of `PRESETS`, a shipped model, a directory with a config.json (the weights need not be there), or
-            the contents of such a file.
+        name: a preset of `PRESETS`, a shipped model, a directory with a config.json (the weights need not be there), a
+            GGUF file, or the contents of a config.json.
         dtype: the dtype of the model.
 
     Raises:
@@ -144,14 +145,12 @@ def abstract(name: str | Path | Mapping[str, Any], dtype: str = "bfloat16") -> L
     elif str(name) in PRESETS:
         config = PRESETS[str(name)]
     else:
-        file = Path(name) / "config.json"
-        if not file.is_file():
-            try:
-                file = find(name) / "config.json"
-            except (ValueError, FileNotFoundError) as error:
-                raise ValueError(f"model: got {str(name)!r}, takes a directory with a config.json, a shipped model, or "
-                                 f"a preset ({near(str(name), PRESETS)})") from error
-        config = json.loads(file.read_text(encoding="utf-8"))
+        try:
+            path = find(name)
+        except (ValueError, FileNotFoundError) as error:
+            raise ValueError(f"model: got {str(name)!r}, takes a directory with a config.json, a GGUF file, a shipped "
+                             f"model, or a preset ({near(str(name), PRESETS)})") from error
+        config = Gguf.open(path).entries if path.is_file() else read_json(path / "config.json")
     model: Any = Transformer(read_config(dict(config)), dtype=dtype)
     return LM(model=model, params=model.abstract_params(dtype), vocab_size=model.config.vocab,
               name=name if isinstance(name, str) else "model", diffusion=read_diffusion(config))
@@ -182,7 +181,7 @@ def plan(model: str | Path | LM, topology: str | Sequence[str], *, batch: int = 
     ring all-reduces over the model axis. No program is faster; plain decoding of a large model comes close.
 
     Args:
-        model: a preset such as "llama-3-8b", a directory with a config.json, or a model.
+        model: a preset such as "llama-3-8b", a directory with a config.json, a GGUF file, or a model.
         topology: slices such as "v5e:2x4", "v6e:2x2", "h100:8"; "here" is this machine, measured.
         batch: the number of rows over all replicas.
         capacity: the number of slots of a row, for prompt and answer.

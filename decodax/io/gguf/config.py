@@ -126,24 +126,28 @@ ROPE = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.wei
 
 def _scaling(m: Metadata, factors: Factors) -> dict[str, Any] | None:
     """Returns the entry `rope_scaling`, or None."""
-    kind, factor = m.get("rope.scaling.type"), m.get("rope.scaling.factor")
-    trained = m.get("rope.scaling.original_context_length")
+    kind, attention = m.get("rope.scaling.type"), m.get("rope.scaling.attn_factor")
+    context = m.need("context_length")
+    trained = m.get("rope.scaling.original_context_length") or context
     listed = lambda name: [float(x) for x in factors[name]]
     if ROPE[0] in factors:      # Llama 3.1's scaling, as the divisors that it amounts to
         return {"rope_type": "longrope", "short_factor": listed(ROPE[0]), "long_factor": listed(ROPE[0]),
-                "attention_factor": 1.0, "original_max_position_embeddings": m.need("context_length")}
+                "attention_factor": attention or 1.0, "original_max_position_embeddings": context}
     if ROPE[1] in factors and ROPE[2] in factors:
         return {"rope_type": "longrope", "long_factor": listed(ROPE[1]), "short_factor": listed(ROPE[2]),
-                "attention_factor": m.get("rope.scaling.attn_factor", 1.0),
-                "original_max_position_embeddings": trained or m.need("context_length")}
+                "attention_factor": attention or 1.0, "original_max_position_embeddings": trained}
     if kind == "yarn":
-        found = {"rope_type": "yarn", "factor": factor,
-                 "original_max_position_embeddings": trained or m.need("context_length")}
-        if (attention := m.get("rope.scaling.attn_factor")) is not None:
-            found["attention_factor"] = attention
-        return found
+        for key, takes in (("yarn_ext_factor", 1), ("yarn_log_multiplier", 0)):
+            if (given := m.get(f"rope.scaling.{key}", takes)) != takes:
+                raise CheckpointError(f"{m.file.path}: {m.name}.rope.scaling.{key}: got {given}, takes {takes}")
+        # Converters write the factor of cosine and sine under either name.
+        own = {"attention_factor": m.get("rope.scaling.yarn_attn_factor", attention),
+               "beta_fast": m.get("rope.scaling.yarn_beta_fast"), "beta_slow": m.get("rope.scaling.yarn_beta_slow")}
+        return {"rope_type": "yarn", "factor": m.need("rope.scaling.factor"),
+                "original_max_position_embeddings": trained} | {k: v for k, v in own.items() if v is not None}
     if kind == "linear" or (kind is None and m.get("rope.scale_linear")):
-        return {"rope_type": "linear", "factor": factor or m.get("rope.scale_linear")}
+        factor = m.get("rope.scaling.factor") or m.get("rope.scale_linear") or m.need("rope.scaling.factor")
+        return {"rope_type": "linear", "factor": factor}
     if kind in (None, "none"):
         return None
     raise CheckpointError(f"{m.file.path}: {m.name}.rope.scaling.type: got {kind!r}, supported are none, linear and "

@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, Sharding
 
 from decodax.common.axes import platform
 from decodax.io import huge_pages
+from decodax.io.checkpoint import packer
 from decodax.io.files import CheckpointError
 from decodax.io.gguf.reader import GgufTensor, package
 from decodax.io.gguf.tensors import RowReader, RowSource
@@ -24,8 +25,8 @@ from decodax.io.packed import place_packed
 from decodax.models.formats import Format, kernels
 from decodax.models.formats.ggml import TYPES, unpack
 from decodax.models.formats.scaled import Scaled
-from decodax.models.names import flatten, kernel_of
-from decodax.models.packed import Packed
+from decodax.models.names import flatten
+from decodax.models.packed import Packed, for_platform
 
 FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """Dtypes of tensors of floats."""
@@ -56,8 +57,8 @@ def load_weights(rows: RowReader, sources: dict[str, RowSource], shapes: Any, dt
         source, place, table = sources[path], places[path], path == "embed"
         stacked = leaf.shape if leaf.ndim == 3 else None
         if packing is not None and path in chosen:
-            kernel = kernel_of(path, jnp.asarray(_array(rows, source, path, leaf.shape, "float32")))
-            made[path] = place_packed(jax.jit(packing.pack)(kernel), table, place)
+            whole = jax.device_put(_array(rows, source, path, leaf.shape, "float32"), place)
+            made[path] = packer(packing, table, leaf.shape, whole.dtype, place)(whole)
         elif (path in chosen or table) and source.tensor.type.lower() in TYPES:     # rows are looked up packed
             made[path] = _blocks(rows, source, stacked, table, place)
         elif (path in chosen or table) and FLOATS.get(source.tensor.type, dtype) != dtype:
@@ -119,7 +120,7 @@ def _kept(packed: Packed, stacked: tuple[int, ...] | None, table: bool, place: S
     if stacked is not None:
         packed = jax.tree.map(lambda a: a.reshape(stacked[0], -1, *a.shape[1:]), packed)
     if platform() != "cpu":
-        made = jax.jit(lambda p: p.here())(jax.tree.map(jnp.asarray, packed))
+        made = for_platform(jax.tree.map(jnp.asarray, packed))
         return place_packed(made, table, place)
     if isinstance(place, NamedSharding):
         return place_packed(packed, table, place)

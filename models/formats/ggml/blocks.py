@@ -18,6 +18,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.sharding import PartitionSpec
 
 from decodax.common.axes import platform
 from decodax.common.struct import static, struct
@@ -98,6 +99,12 @@ class GgmlBlocks(Packed):
             return plain
         low = 0.0 if self.minima is None else self._factor(self.minima, self.minimum_steps)
         return ShiftedGroups(kernel=plain, shifts=low + (middle - self.offset) * scales)
+
+    def specs(self, outputs: str | None, inputs: str | None, sizes: dict[str, int]) -> Any:
+        """Returns the `PartitionSpec` of each array. The inputs are sharded by whole groups."""
+        made = super().specs(outputs, inputs, sizes)
+        *above, _, _, groups = made.codes
+        return made.replace(codes=PartitionSpec(*above, outputs, None, groups))
 
     @property
     def _parts(self) -> int:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import builtins
+import dataclasses
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +14,12 @@ import numpy as np
 import pytest
 
 import decodax as dx
+from decodax.bench.plan.front import abstract
+from decodax.engine.methods import model
 from decodax.io.files import CheckpointError
 from decodax.io.gguf.reader import GgufFile
+from decodax.io.load import find
+from decodax.models.formats import Int8
 from decodax.models.formats.ggml import GgmlBlocks
 from decodax.models.formats.scaled import Scaled
 from decodax.models.names import flatten
@@ -99,6 +104,29 @@ def test_another_format_of_the_weights(weights: str, file: Path) -> None:
     np.testing.assert_allclose(one, two, atol=(1e-4 if weights == "float32" else 0.05) * float(jnp.abs(one).max()))
 
 
+@dataclasses.dataclass(frozen=True)
+class Counted(Int8):
+    """int8 that notes each kernel that it is traced for."""
+
+    traced: ClassVar[list[tuple[int, ...]]] = []
+
+    def pack(self, kernel: jax.Array, seen: Any = None) -> Scaled:
+        self.traced.append(kernel.shape)
+        return super().pack(kernel, seen)
+
+
+def test_kernels_of_one_shape_are_packed_and_converted_by_one_program(file: Path, tmp_path: Path,
+                                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+    lm: Any = dx.load(file, weights=Counted())
+    shapes = [leaf.shape for leaf in flatten(lm.params).values() if isinstance(leaf, Scaled)]
+    assert len(shapes) == 15 and len(Counted.traced) <= 5
+    dx.save(lm, tmp_path)
+    here, traced = Scaled.here, []
+    monkeypatch.setattr(Scaled, "here", lambda self: traced.append(self.shape) or here(self))
+    dx.load(tmp_path)
+    assert len(traced) <= 5
+
+
 @pytest.mark.wide
 def test_drafted_text_is_that_of_plain_decoding(file: Path) -> None:
     lm = dx.load(file)
@@ -106,6 +134,16 @@ def test_drafted_text_is_that_of_plain_decoding(file: Path) -> None:
     plain = dx.generate(lm, prompts, max_new_tokens=8, eos_token_id=[])
     drafted = dx.generate(lm, prompts, max_new_tokens=8, eos_token_id=[], algorithm="prompt-lookup:length=3")
     assert drafted.tokens.tolist() == plain.tokens.tolist()
+
+
+def test_a_string_names_a_file_wherever_a_model_is_taken(file: Path) -> None:
+    lm, name = dx.load(file), str(file)
+    options: dict[str, Any] = dict(max_new_tokens=4, eos_token_id=[])
+    wanted = dx.generate(lm, ["hello"], **options)
+    assert dx.generate(name, ["hello"], **options).tokens.tolist() == wanted.tokens.tolist()
+    assert find(file) == file and model(name) is model(file)
+    assert dx.score(name, ["hello"]).bits_per_byte == dx.score(lm, ["hello"]).bits_per_byte
+    assert abstract(name).model.config == lm.model.config       # type: ignore[attr-defined]
 
 
 def test_tokenizer_special_ids_and_template_come_from_the_file(file: Path) -> None:

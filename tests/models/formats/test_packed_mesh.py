@@ -109,6 +109,24 @@ def test_integers_of_groups_lie_on_a_mesh(own: QServe, whole: Path) -> None:
     agrees(dx.load(whole, weights=own), parted)
 
 
+@pytest.mark.parametrize("weights", often(["q4_0"], ["q4_0", "q8_0", "q5_1", "q4_k", "q6_k"]))
+def test_blocks_lie_on_a_mesh(weights: str, tmp_path: Path) -> None:
+    model = Transformer(llama(vocab=96, width=64, layers=1, heads=4, kv_heads=2, mlp=128))
+    save_model(tmp_path / "whole", model, model.init_params(jax.random.key(0)))
+    alone, parted = dx.load(tmp_path / "whole", weights=weights), dx.load(tmp_path / "whole", weights=weights,
+                                                                         mesh=mesh())
+    dx.save(alone, tmp_path / "packed")
+    read = dx.load(tmp_path / "packed", mesh=mesh())
+    for lm in (parted, read):
+        up, down = (lm.params["layers"]["0"]["mlp"][name]["kernel"] for name in ("up", "down"))
+        axes = lambda a: (*a.sharding.spec, *[None] * (a.ndim - len(a.sharding.spec)))
+        assert axes(up.codes) == ("model", None, None) and axes(up.scales) == ("model", None)
+        assert axes(down.codes) == (None, None, "model")
+        assert up.codes.addressable_shards[0].data.shape[0] * 2 == 128
+        assert down.codes.addressable_shards[0].data.shape[-1] * 2 == down.codes.shape[-1]
+        agrees(alone, lm)
+
+
 @pytest.mark.full
 def test_tables_and_lists_lie_on_a_mesh(whole: Path) -> None:
     packed = whole.parent / "packed"
