@@ -4,8 +4,11 @@ A block that cannot run has a comment `<!-- not run: REASON -->` in the line abo
 `docs/extending` have tests of their own.
 """
 
+import ast
+import inspect
 import re
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,7 +35,11 @@ USAGE = ("README.md", "docs/coming_from.md", "docs/index.md", *(f"docs/choose/{n
 
 
 def low_level(names: dict[str, Any], printed: str) -> None:
-    assert np.asarray(names["s"].stats.rounds).tolist() == [3, 3]
+    rows, given = names["rows"], dict(max_new_tokens=[32, 8], temperature=0.8, top_p=0.95)
+    whole = dx.generate(names["lm"], names["ids"], algorithm="prompt-lookup:length=4", **given)
+    assert [rows.tokens[b, : rows.lengths[b]].tolist() for b in (0, 1)] == [
+        given + whole.row(b).tolist() for b, given in enumerate(names["ids"])]
+    assert np.asarray(rows.state.stats.rounds).tolist() == whole.stats.rounds.tolist()
     assert names["out"].status[0].name in ("DEAD_END", "LENGTH", "EOS")
     stopped, free = names["judged"]
     plain = dx.generate(names["lm"], "def fib(n):", max_new_tokens=16)
@@ -183,3 +190,42 @@ def test_files_that_pages_name_exist():
     pages += [*ROOT.glob("*.md"), ROOT / "tests" / "conformance" / "remarks.toml"]
     assert not [f"{page.name}: {path}" for page in pages for path in named.findall(page.read_text())
                 if not (ROOT / path).exists()]
+
+
+def code_of(page: Path) -> list[str]:
+    """Python of a page: its blocks, also those that are not run, and its code in backticks."""
+    text = page.read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    return blocks + re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE))
+
+
+def resolved(call: ast.Call) -> Any:
+    """The function of `decodax` that is called, or None for other calls."""
+    path = ast.unparse(call.func).split(".")
+    for shelf in ("", "algorithms", "caches", "constraints"):
+        found: Any = getattr(dx, shelf) if shelf else dx
+        for part in path[1:] if path[0] in ("dx", "decodax") else path if shelf else ():
+            found = getattr(found, part, None)
+        if found is not dx and found is not None and (not shelf or path[0] != "dx"):
+            return found if callable(found) else None
+    return None
+
+
+def test_keywords_of_calls_in_the_documentation_are_parameters():
+    wrong, count = [], 0
+    for page in (README, *sorted(DOCS.rglob("*.md"))):
+        for code in code_of(page):
+            try:
+                tree = ast.parse(code.strip())
+            except SyntaxError:
+                continue
+            for call in ast.walk(tree):
+                if not isinstance(call, ast.Call) or (function := resolved(call)) is None:
+                    continue
+                known = inspect.signature(function).parameters
+                if any(p.kind is p.VAR_KEYWORD for p in known.values()):
+                    continue
+                wrong += [f"{page.name}: {ast.unparse(call)}: {k.arg}" for k in call.keywords
+                          if k.arg and k.arg not in known]
+                count += 1
+    assert not wrong and count > 100

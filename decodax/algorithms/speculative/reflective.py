@@ -16,8 +16,8 @@ from decodax.algorithms.speculative.drafts.model.draft_model import DraftModel
 from decodax.algorithms.speculative.fixed_trees import Chain
 from decodax.algorithms.speculative.tree import Tree
 from decodax.common.options import Count, Share
-from decodax.common.registry import ALGORITHMS, Guarantee
-from decodax.core.cache import Feature
+from decodax.common.registry import ALGORITHMS
+from decodax.core.algorithm import Traits
 from decodax.core.state import State
 from decodax.core.types import Decision, Out, Params
 from decodax.core.window import Window
@@ -54,12 +54,9 @@ class Reflective(Speculative):
             raise ValueError("packed: takes False with a probe")
 
     @property
-    def guarantee(self) -> Guarantee:
-        return "approximate"
-
-    @property
-    def cache_needs(self) -> frozenset[Feature]:
-        return self.drafter.cache_needs | {"trees"}
+    def traits(self) -> Traits:
+        own = super().traits
+        return dataclasses.replace(own, needs=own.needs | {"trees"}, guarantee="approximate")
 
     def propose(self, params: Params, policy: Any, s: State) -> tuple[Window, Any]:
         w, (state, t) = super().propose(params, policy, s)

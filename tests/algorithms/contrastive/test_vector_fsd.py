@@ -61,7 +61,8 @@ def test_the_roster_is_whole() -> None:
                      "beam search", "diverse beam search", "contrastive search", "contrastive decoding", "FSD", "FSD-d",
                      "DoLa"]
     for name in roster():
-        Request.read(prompts=PROMPTS, **given(name, net()))
+        arguments = given(name, net())
+        Request.read(arguments.pop("lm"), PROMPTS, **arguments)
 
 
 @pytest.mark.full

@@ -12,7 +12,7 @@ from jax import Array
 
 import decodax as dx
 from decodax.caches.sparse.specpv import SpecPVCache, SpecPVConfig
-from decodax.core.capabilities import ReadPrompt
+from decodax.core.capabilities import ReadPrompt, finish_prefill, needs_refresh, prefill_cache
 from decodax.core.window import causal
 from tests.caches.small import DEEP, LOOKUP, PROMPTS, SMALL, TREE
 
@@ -40,11 +40,11 @@ def test_blocks_are_those_of_the_authors() -> None:
 def fed(kind: Any, texts: np.ndarray, start: np.ndarray, count: int) -> list[tuple[Any, np.ndarray]]:
     """The caches before each token is read, of texts `i32[B, N]` behind prompts of `start` tokens, and logits."""
     model, params = DEEP.model if kind is None else DEEP.model.with_cache(kind), DEEP.params
-    cache, tokens = model.init_cache(len(texts), 128, params=params).prefill_cache(), jnp.asarray(texts)
+    cache, tokens = prefill_cache(model.init_cache(len(texts), 128, params=params)), jnp.asarray(texts)
     window = causal(tokens, jnp.zeros(len(texts), jnp.int32), jnp.arange(texts.shape[1]) < start[:, None])
     out = model.apply(params, window.replace(is_prefill=True), cache)
     told = ReadPrompt(model, params, tokens)
-    cache = cache.commit(out.entries, jnp.where(window.live, window.positions, -1)).finish_prefill(told)
+    cache = finish_prefill(cache.commit(out.entries, jnp.where(window.live, window.positions, -1)), told)
     steps = []
 
     @jax.jit
@@ -54,7 +54,7 @@ def fed(kind: Any, texts: np.ndarray, start: np.ndarray, count: int) -> list[tup
         return cache.commit(out.entries, window.positions), out.logits()[:, 0]
 
     for _ in range(count):
-        if (stale := cache.needs_refresh()) is not None and stale.any():
+        if (stale := needs_refresh(cache)) is not None and stale.any():
             cache = jax.jit(lambda cache, rows: cache.refresh(told, rows))(cache, stale)
         before, (cache, logits) = cache, read(cache)
         steps.append((before, np.asarray(logits)))
