@@ -24,10 +24,23 @@ from decodax.io.text import Tokenizer
 UNKNOWN, CONTROL, USER, BYTE = 2, 3, 4, 6
 """Numbers of types of tokens in `tokenizer.ggml.token_type`."""
 
-ENDS = frozenset(("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>",
-                  "</s>", "<eos>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "<|end_of_text|>", "<end_of_utterance>",
-                  "<turn|>", "<｜end▁of▁sentence｜>"))
-"""Texts of tokens that end an answer. Files often name only one of those that a model uses."""
+ENDS = frozenset(("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>",
+                  "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]",
+                  "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>",
+                  "<｜end▁of▁sentence｜>", "[e~["))
+"""Texts of tokens that end an answer, as in llama.cpp. Files often name only one of those that a model uses."""
+
+FILLING = {"fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
+           "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
+           "fim_sep": ("<|file_sep|>",)}
+"""Texts of the tokens of models of code that begin another file or repository, by the names of their ids. They end an
+answer too. A text counts only if the file does not name the id."""
+
+NOT_ENDS = {"<|end|>": ({"<|return|>", "<|call|>"}, {"<|return|>", "<|calls|>"}, {"<|flush|>", "<|call|>"},
+                        {"<|flush|>", "<|calls|>"}),
+            "</s>": ({"<|tool_response>"},)}
+"""Texts in `ENDS` that end no answer in the formats of chats that have all tokens of one of the sets: `<|end|>` ends a
+message there, and `</s>` is a tag of HTML."""
 
 SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
             "penalty_repeat": "repetition_penalty"}
@@ -43,6 +56,8 @@ class Vocabulary:
         file: the file.
         tokens: their texts by id.
         kinds: their types by id.
+        ids: their ids by text.
+        ends: the ids that end a text, those that the file names first.
     """
 
     def __init__(self, file: GgufFile):
@@ -53,11 +68,16 @@ class Vocabulary:
         if len(self.kinds) != len(self.tokens):
             raise self.error("token_type", f"got {len(self.kinds)} entries",
                              f"one for each of {len(self.tokens)} tokens")
-        self.kinds = [CONTROL if text in ENDS else kind for text, kind in zip(self.tokens, self.kinds, strict=True)]
         self.ids = {text: i for i, text in enumerate(self.tokens)}
         if len(self.ids) < len(self.tokens):
             twice = next(text for i, text in enumerate(self.tokens) if self.ids[text] != i)
             raise self.error("tokens", f"got {twice!r} twice", "different texts")
+        self.ends = self._ends()
+        # Converters give some of these another type, by which they would be split into pieces.
+        known = ENDS.union(*FILLING.values())
+        for i in self.ends:
+            if self.tokens[i] in known:
+                self.kinds[i] = CONTROL
 
     def get(self, key: str, default: Any = None) -> Any:
         return self.file.metadata.get(f"tokenizer.ggml.{key}", default)
@@ -80,15 +100,16 @@ class Vocabulary:
             raise self.error(f"{name}_token_id", f"got {found}", f"0 to {len(self.tokens) - 1}")
         return int(found)
 
-    @property
-    def ends(self) -> list[int]:
-        """The ids that end a text: the one that the file names first."""
-        own = [found for name in ("eos", "eot", "eom") if (found := self.id(name)) is not None]
-        other = [i for i, text in enumerate(self.tokens) if text in ENDS]
-        texts = {self.tokens[i] for i in (*own, *other)}
-        if {"<|return|>", "<|call|>"} <= texts:     # a format in which this one ends a message and not the answer
-            other = [i for i in other if self.tokens[i] != "<|end|>"]
-        return list(dict.fromkeys((*own, *other)))
+    def _ends(self) -> list[int]:
+        """Returns the ids that end a text, those that the file names first."""
+        own = [self.id(name) for name in ("eos", "eot", "eom")]
+        by_text = [i for i, text in enumerate(self.tokens) if text in ENDS]
+        filling = [self.id(name) if self.get(f"{name}_token_id") is not None else
+                   next((self.ids[text] for text in texts if text in self.ids), None)
+                   for name, texts in FILLING.items()]
+        found = list(dict.fromkeys(i for i in (*own, *by_text, *filling) if i is not None))
+        texts = {self.tokens[i] for i in found}
+        return [i for i in found if not any(beside <= texts for beside in NOT_ENDS.get(self.tokens[i], ()))]
 
 
 def read_tokenizer(file: GgufFile) -> Tokenizer | None:

@@ -18,12 +18,13 @@ from decodax.bench.plan.front import abstract
 from decodax.engine.methods import model
 from decodax.io.files import CheckpointError
 from decodax.io.gguf.reader import GgufFile
+from decodax.io.gguf.vocabulary import read_tokenizer
 from decodax.io.load import find
 from decodax.models.formats import Int8
 from decodax.models.formats.ggml import GgmlBlocks
 from decodax.models.formats.scaled import Scaled
 from decodax.models.names import flatten
-from tests.io.gguf.writing import SHAPES, Type, mixed, network, restored, write
+from tests.io.gguf.writing import SHAPES, Type, byte_level, mixed, network, restored, write
 
 IDS = jnp.asarray(np.arange(3, 23)[None] * 7 % 250)
 FLOAT = lambda tensor: Type.F32
@@ -154,6 +155,36 @@ def test_tokenizer_special_ids_and_template_come_from_the_file(file: Path) -> No
     ids = tokenizer.encode(text)
     assert ids[0] == 259 and ids[-1] == 2 and tokenizer.decode(ids, skip_special_tokens=False) == text
     assert tokenizer.chat_text([{"role": "user", "content": "hi"}]) == "<|im_start|>user\nhi<|im_end|>\n"
+
+
+ENDING: dict[str, tuple[list[str], dict[str, int], list[str]]] = {
+    "by-text": (["<end_of_turn>", "</s>", "<eos>"], {}, ["<eos>", "<end_of_turn>", "</s>"]),
+    "by-id": (["<a>", "<b>", "<c>", "<d>"], {"eos": 1, "eot": 2, "eom": 0, "fim_pad": 3}, ["<b>", "<c>", "<a>", "<d>"]),
+    "code": (["<|file_sep|>", "<|repo_name|>", "<|fim_pad|>", "<|im_end|>"], {"eos": 3},
+             ["<|im_end|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"]),
+    "another-id": (["<reponame>", "<x>", "<eos>"], {"fim_rep": 1}, ["<eos>", "<x>"]),
+    "messages": (["<|end|>", "<|return|>", "<|call|>"], {"eos": 1}, ["<|return|>", "<|call|>"]),
+    "calls": (["<|end|>", "<|flush|>", "<|calls|>"], {}, ["<|flush|>", "<|calls|>"]),
+    "no-calls": (["<|end|>", "<|return|>"], {}, ["<|end|>", "<|return|>"]),
+    "tools": (["</s>", "<|tool_response>", "<turn|>"], {}, ["<|tool_response>", "<turn|>"]),
+}
+"""Tokens, the ids that a file names, and the tokens at which llama.cpp stops, those first that the file names."""
+
+
+@pytest.mark.parametrize("case", ENDING)
+def test_texts_end_at_the_tokens_at_which_llama_cpp_stops(case: str, tmp_path: Path) -> None:
+    import gguf
+
+    tokens, named, wanted = ENDING[case]
+    writer = gguf.GGUFWriter(str(tmp_path / "m.gguf"), "llama")
+    byte_level(writer, tokens, named)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    tokenizer: Any = read_tokenizer(GgufFile(tmp_path / "m.gguf"))
+    spelled = [tokenizer.backend.id_to_token(i) for i in tokenizer.eos_ids]
+    assert sorted(spelled) == sorted(wanted) and (not named or spelled[0] == wanted[0])
+    assert tokenizer.encode("".join(wanted)) == [tokens.index(text) for text in wanted]
 
 
 def test_sentence_piece_merges_by_score_and_falls_back_to_bytes(tmp_path: Path) -> None:

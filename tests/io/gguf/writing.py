@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -206,21 +206,20 @@ def _weight(where: str, array: np.ndarray, config: DecoderConfig, shape: Shape) 
     return np.swapaxes(array, -1, -2) if where.endswith("kernel") else array
 
 
-def byte_tokens() -> list[str]:
-    return ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *sorted(byte_of_char()), "he"]
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 
-def byte_level(file: gguf.GGUFWriter) -> None:
-    """Adds a byte-level BPE of 260 tokens."""
-    tokens = byte_tokens()
+def byte_level(file: gguf.GGUFWriter, special: Sequence[str] = SPECIAL,
+               ids: Mapping[str, int] = {"bos": 1, "eos": 2, "padding": 2}) -> None:
+    """Adds a byte-level BPE of 257 tokens after the special ones, and ids by name."""
+    tokens = [*special, *sorted(byte_of_char()), "he"]
     file.add_tokenizer_model("gpt2")
     file.add_tokenizer_pre("smollm")
     file.add_token_list(tokens)
-    file.add_token_types([3, 3, 3, *[1] * (len(tokens) - 3)])
+    file.add_token_types([3 if i < len(special) else 1 for i in range(len(tokens))])
     file.add_token_merges(["h e"])
-    file.add_bos_token_id(1)
-    file.add_eos_token_id(2)
-    file.add_pad_token_id(2)
+    for name, id in ids.items():
+        file.add_uint32(f"tokenizer.ggml.{name}_token_id", id)
     file.add_add_bos_token(False)
     file.add_chat_template("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}")
 
