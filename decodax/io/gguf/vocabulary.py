@@ -20,6 +20,7 @@ from decodax.io.files import CheckpointError
 from decodax.io.gguf.reader import GgufFile
 from decodax.io.gguf.splitting import RULES
 from decodax.io.text import Tokenizer
+from decodax.sampling.neutral import is_neutral
 
 UNKNOWN, CONTROL, USER, BYTE = 2, 3, 4, 6
 """Numbers of types of tokens in `tokenizer.ggml.token_type`."""
@@ -45,6 +46,9 @@ message there, and `</s>` is a tag of HTML."""
 SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
             "penalty_repeat": "repetition_penalty"}
 """Keys under `general.sampling`, and their names in a generation config."""
+
+UNREAD = {"xtc_probability": 0, "mirostat": 0, "penalty_last_n": -1, "sequence": ""}
+"""Other keys there that change a text, with the values that change nothing."""
 
 LOG = logging.getLogger("decodax")
 
@@ -151,15 +155,29 @@ def read_tokenizer(file: GgufFile) -> Tokenizer | None:
 
 
 def read_generation(file: GgufFile, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Returns the entries of a generation config: special ids and the recommended sampling."""
+    """Returns the entries of a generation config: special ids and the recommended sampling.
+
+    A file has no entry that says whether to sample. It does unless its temperature is 0 if it recommends a temperature
+    or a truncation. Recommendations that a generation config has no entry for are named in a warning.
+    """
+    given = {key: file.metadata.get(f"general.sampling.{key}") for key in (*SAMPLING, *UNREAD)}
     found: dict[str, Any] = {}
     for key, name in SAMPLING.items():
-        if (value := file.metadata.get(f"general.sampling.{key}")) is not None:
+        value = given[key]
+        if value is not None and (not isinstance(value, int | float) or isinstance(value, bool)):
+            raise CheckpointError(f"{file.path}: general.sampling.{key}: got {value!r}, takes a number")
+        if value is not None:
             found[name] = float(f"{value:.7g}") if isinstance(value, float) else value
-    if "temperature" in found:
-        found["do_sample"] = found["temperature"] > 0
-        if not found["do_sample"]:
-            del found["temperature"]
+    if "temperature" in found and found["temperature"] <= 0:
+        found = {name: value for name, value in found.items() if name == "repetition_penalty"} | {"do_sample": False}
+    elif any(not is_neutral(name, value) for name, value in found.items() if name != "repetition_penalty"):
+        found["do_sample"] = True
+    unread = {key: given[key] for key, neutral in UNREAD.items() if given[key] not in (None, neutral)}
+    if "repetition_penalty" not in found:
+        unread.pop("penalty_last_n", None)
+    if unread:
+        LOG.warning("%s: recommended sampling that is not applied: %s", file.path,
+                    ", ".join(f"{key}={value!r}" for key, value in unread.items()))
     if tokenizer is not None:
         ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": list(tokenizer.eos_ids) or None,
                "pad_token_id": tokenizer.pad_id}
