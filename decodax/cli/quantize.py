@@ -16,6 +16,7 @@ EXAMPLES = """\
 examples:
   decodax quantize pycode pycode-int8 --weights int8
   decodax quantize path/to/model out --weights int4:group=32
+  decodax quantize model.gguf out --weights int8
   decodax generate --model out "def area(r):"
 
 Texts that a format is to go by are of the kind that the model will see; one file is one text.
@@ -52,6 +53,7 @@ def run(args: argparse.Namespace) -> None:
     except UnicodeDecodeError as error:
         raise ValueError(f"--data: not UTF-8 text ({error})") from error
     import decodax as dx
+    from decodax.io.load import find
 
     with naming_the_argument():
         own = _format(args.weights)
@@ -59,9 +61,8 @@ def run(args: argparse.Namespace) -> None:
     with naming_the_argument():
         made = dx.quantize(lm, own, data, length=args.length, sequences=args.sequences, progress=sys.stderr.isatty())
     dx.save(made, out, dtype=args.dtype or _dtype(lm.directory))
-    size = lambda path: sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
-    figures = {"out": str(out), "weights": args.weights, "bytes": size(out),
-               "before": size(lm.directory) if lm.directory else None}
+    size = lambda path: sum(file.stat().st_size for file in ([path] if path.is_file() else path.glob("*.safetensors")))
+    figures = {"out": str(out), "weights": args.weights, "bytes": size(out), "before": size(find(args.model))}
     if args.json:
         print(json.dumps(figures))
         return

@@ -18,6 +18,7 @@ import pytest
 
 import decodax as dx
 from decodax.bench.plan.front import abstract
+from decodax.cli import main
 from decodax.engine.methods import model
 from decodax.io.files import CheckpointError
 from decodax.io.gguf.reader import GgufFile
@@ -104,6 +105,22 @@ def test_another_format_of_the_weights(weights: str, file: Path) -> None:
     assert all(isinstance(leaf, Scaled) for path, leaf in leaves.items() if path.endswith("kernel"))
     one, two = (each.model.forward(each.params, IDS) for each in (lm, other))       # type: ignore[attr-defined]
     np.testing.assert_allclose(one, two, atol=(1e-4 if weights == "float32" else 0.05) * float(jnp.abs(one).max()))
+
+
+def test_a_file_is_packed_anew(file: Path, tmp_path: Path) -> None:
+    own, anew = dx.quantize(dx.load(file), "int8"), dx.load(file, weights="int8")
+    assert jax.tree.structure(own.params) == jax.tree.structure(anew.params)
+    jax.tree.map(np.testing.assert_array_equal, own.params, anew.params)
+    with pytest.raises(ValueError, match=r"^lm: got 'small' with packed weights, takes arrays"):
+        dx.quantize(anew, "int8")
+
+
+@pytest.mark.wide
+def test_the_command_quantize_takes_a_file(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["quantize", str(file), str(tmp_path / "out"), "--weights", "int8"]) == 0
+    assert re.search(r"out: 1\.\d MB in int8, 0\.8 MB before\n$", capsys.readouterr().out)
+    anew: Any = dx.load(file, weights="int8")
+    jax.tree.map(np.testing.assert_array_equal, dx.load(tmp_path / "out").params, anew.params)
 
 
 @dataclasses.dataclass(frozen=True)
