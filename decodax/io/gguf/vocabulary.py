@@ -13,9 +13,11 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
+from decodax.common.arguments import shown
 from decodax.io.files import CheckpointError
 from decodax.io.gguf.reader import GgufFile
 from decodax.io.gguf.splitting import RULES
@@ -49,6 +51,11 @@ SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": 
 
 UNREAD = {"xtc_probability": 0, "mirostat": 0, "penalty_last_n": -1, "sequence": ""}
 """Other keys there that change a text, with the values that change nothing."""
+
+TAKES: dict[str, tuple[type, str]] = {
+    "pre": (str, "a text"), "tokens": (list, "a list of texts"), "merges": (list, "a list of texts"),
+    "scores": (np.ndarray, "a list of numbers"), "token_type": (np.ndarray, "a list of numbers")}
+"""Types of entries under `tokenizer.ggml`. Ids are whole numbers, and the others true or false."""
 
 LOG = logging.getLogger("decodax")
 
@@ -84,7 +91,16 @@ class Vocabulary:
                 self.kinds[i] = CONTROL
 
     def get(self, key: str, default: Any = None) -> Any:
-        return self.file.metadata.get(f"tokenizer.ggml.{key}", default)
+        """Returns an entry under `tokenizer.ggml`, checked for its type."""
+        found = self.file.metadata.get(f"tokenizer.ggml.{key}")
+        if found is None:
+            return default
+        kind, takes = TAKES.get(key) or ((int, "an id") if key.endswith("_id") else (bool, "true or false"))
+        if not isinstance(found, kind) or (kind is int and isinstance(found, bool)):
+            raise self.error(key, f"got {shown(found)}", takes)
+        if kind is list and not all(isinstance(text, str) for text in found):
+            raise self.error(key, "got entries that are no texts", takes)
+        return found
 
     def need(self, key: str) -> Any:
         found = self.get(key)
@@ -123,11 +139,11 @@ def read_tokenizer(file: GgufFile) -> Tokenizer | None:
         CheckpointError: it is of another kind than "gpt2" and "llama", or an entry is missing or wrong.
     """
     kind = file.metadata.get("tokenizer.ggml.model")
-    if kind in (None, "none", "no_vocab"):
+    if kind is None or (isinstance(kind, str) and kind in ("none", "no_vocab")):
         return None
-    if kind not in ("gpt2", "llama"):
-        raise CheckpointError(f"{file.path}: tokenizer.ggml.model: got {kind!r}, supported are 'gpt2' and 'llama'; "
-                              "decodax.load(..., tokenizer=) takes another tokenizer")
+    if not isinstance(kind, str) or kind not in ("gpt2", "llama"):
+        raise CheckpointError(f"{file.path}: tokenizer.ggml.model: got {shown(kind)}, supported are 'gpt2' and "
+                              "'llama'; decodax.load(..., tokenizer=) takes another tokenizer")
     v = Vocabulary(file)
     try:
         backend, begins = _byte_level(v) if kind == "gpt2" else _sentence_piece(v)
@@ -172,7 +188,8 @@ def read_generation(file: GgufFile, tokenizer: Tokenizer | None) -> dict[str, An
         found = {name: value for name, value in found.items() if name == "repetition_penalty"} | {"do_sample": False}
     elif any(not is_neutral(name, value) for name, value in found.items() if name != "repetition_penalty"):
         found["do_sample"] = True
-    unread = {key: given[key] for key, neutral in UNREAD.items() if given[key] not in (None, neutral)}
+    unread = {key: given[key] for key, neutral in UNREAD.items()
+              if isinstance(given[key], int | float | str) and given[key] != neutral}
     if "repetition_penalty" not in found:
         unread.pop("penalty_last_n", None)
     if unread:

@@ -6,7 +6,6 @@ import builtins
 import dataclasses
 import logging
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,13 +21,12 @@ from decodax.cli import main
 from decodax.engine.methods import model
 from decodax.io.files import CheckpointError
 from decodax.io.gguf.reader import GgufFile
-from decodax.io.gguf.vocabulary import read_generation, read_tokenizer
 from decodax.io.load import find
 from decodax.models.formats import Int8
 from decodax.models.formats.ggml import GgmlBlocks
 from decodax.models.formats.scaled import Scaled
 from decodax.models.names import flatten
-from tests.io.gguf.writing import SHAPES, Type, byte_level, mixed, network, restored, write
+from tests.io.gguf.writing import SHAPES, Type, mixed, network, restored, write
 
 IDS = jnp.asarray(np.arange(3, 23)[None] * 7 % 250)
 FLOAT = lambda tensor: Type.F32
@@ -175,39 +173,6 @@ def test_tokenizer_special_ids_and_template_come_from_the_file(file: Path) -> No
     assert tokenizer.chat_text([{"role": "user", "content": "hi"}]) == "<|im_start|>user\nhi<|im_end|>\n"
 
 
-def heads(folder: Path, fill: Callable[[gguf.GGUFWriter], Any]) -> GgufFile:
-    """Returns a file without tensors, with the metadata that `fill` adds."""
-    writer = gguf.GGUFWriter(str(folder / "m.gguf"), "llama")
-    fill(writer)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
-    return GgufFile(folder / "m.gguf")
-
-
-ENDING: dict[str, tuple[list[str], dict[str, int], list[str]]] = {
-    "by-text": (["<end_of_turn>", "</s>", "<eos>"], {}, ["<eos>", "<end_of_turn>", "</s>"]),
-    "by-id": (["<a>", "<b>", "<c>", "<d>"], {"eos": 1, "eot": 2, "eom": 0, "fim_pad": 3}, ["<b>", "<c>", "<a>", "<d>"]),
-    "code": (["<|file_sep|>", "<|repo_name|>", "<|fim_pad|>", "<|im_end|>"], {"eos": 3},
-             ["<|im_end|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"]),
-    "another-id": (["<reponame>", "<x>", "<eos>"], {"fim_rep": 1}, ["<eos>", "<x>"]),
-    "messages": (["<|end|>", "<|return|>", "<|call|>"], {"eos": 1}, ["<|return|>", "<|call|>"]),
-    "calls": (["<|end|>", "<|flush|>", "<|calls|>"], {}, ["<|flush|>", "<|calls|>"]),
-    "no-calls": (["<|end|>", "<|return|>"], {}, ["<|end|>", "<|return|>"]),
-    "tools": (["</s>", "<|tool_response>", "<turn|>"], {}, ["<|tool_response>", "<turn|>"]),
-}
-"""Tokens, the ids that a file names, and the tokens at which llama.cpp stops, those first that the file names."""
-
-
-@pytest.mark.parametrize("case", ENDING)
-def test_texts_end_at_the_tokens_at_which_llama_cpp_stops(case: str, tmp_path: Path) -> None:
-    tokens, named, wanted = ENDING[case]
-    tokenizer: Any = read_tokenizer(heads(tmp_path, lambda writer: byte_level(writer, tokens, named)))
-    spelled = [tokenizer.backend.id_to_token(i) for i in tokenizer.eos_ids]
-    assert sorted(spelled) == sorted(wanted) and (not named or spelled[0] == wanted[0])
-    assert tokenizer.encode("".join(wanted)) == [tokens.index(text) for text in wanted]
-
-
 def test_sentence_piece_merges_by_score_and_falls_back_to_bytes(tmp_path: Path) -> None:
     write(tmp_path / "m.gguf", "llama", network("llama")[1], FLOAT, tokenizer="llama")
     lm = dx.load(tmp_path / "m.gguf")
@@ -215,38 +180,6 @@ def test_sentence_piece_merges_by_score_and_falls_back_to_bytes(tmp_path: Path) 
     spell = lambda text: [tokenizer.backend.id_to_token(i) for i in tokenizer.encode(text)]
     assert spell("hello") == ["<s>", "▁hello"] and spell("hell") == ["<s>", "▁", "he", "ll"]
     assert spell("ho!")[-1] == "<0x21>" and tokenizer.decode(tokenizer.encode("hello ho!")) == "hello ho!"
-
-
-RECOMMENDED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    ({}, {}, ""),
-    ({"temp": 0.7, "min_p": 0.1, "penalty_repeat": 1.1},
-     {"temperature": 0.7, "min_p": 0.1, "repetition_penalty": 1.1, "do_sample": True}, ""),
-    ({"top_k": 64, "top_p": 0.95}, {"top_k": 64, "top_p": 0.95, "do_sample": True}, ""),            # as Gemma 3's
-    ({"penalty_repeat": 1.1, "top_k": 0}, {"repetition_penalty": 1.1, "top_k": 0}, ""),
-    ({"temp": 0.0, "top_k": 20, "penalty_repeat": 1.1}, {"repetition_penalty": 1.1, "do_sample": False}, ""),
-    ({"temp": 1.0, "mirostat": 2, "mirostat_tau": 5.0, "xtc_probability": 0.0, "penalty_last_n": 64},
-     {"temperature": 1.0, "do_sample": True}, "not applied: mirostat=2$"),
-    ({"temp": 1.0, "xtc_probability": 0.5, "penalty_repeat": 1.1, "penalty_last_n": 64},
-     {"temperature": 1.0, "repetition_penalty": 1.1, "do_sample": True},
-     r"not applied: xtc_probability=0\.5, penalty_last_n=64$"),
-]
-"""Entries under `general.sampling`, the generation config that they make, and the warning about others."""
-
-
-@pytest.mark.parametrize(("given", "wanted", "warning"), RECOMMENDED)
-def test_recommended_sampling_is_that_of_the_file(given: dict[str, Any], wanted: dict[str, Any], warning: str,
-                                                  tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    file = heads(tmp_path, lambda writer: [
-        (writer.add_float32 if isinstance(value, float) else writer.add_int32)(f"general.sampling.{key}", value)
-        for key, value in given.items()])
-    assert read_generation(file, None) == wanted
-    assert re.search(warning, caplog.text.strip()) if warning else not caplog.records
-
-
-def test_a_recommendation_that_is_no_number_is_named(tmp_path: Path) -> None:
-    file = heads(tmp_path, lambda writer: writer.add_string("general.sampling.temp", "hot"))
-    with pytest.raises(CheckpointError, match=r"general\.sampling\.temp: got 'hot', takes a number"):
-        read_generation(file, None)
 
 
 @pytest.mark.wide
