@@ -106,8 +106,8 @@ def load_model(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | 
     stored = layers_in(family, files.home)
     if not stored:
         raise CheckpointError(f"{files.name}: holds {named_tensors(sorted(files.stored.values()))}, and no layer "
-                              f"under the names of model_type {family!r}; takes {', '.join(embeddings(family)[:2])} and "
-                              "layers beside it, all with the same prefix or none")
+                              f"under the names of model_type {family!r}; takes {', '.join(embeddings(family)[:2])} "
+                              "and layers beside it, all with the same prefix or none")
     if stored < len(decoder.layers):
         key = next((key for key in ("n_layer", "n_layers") if key in config), "num_hidden_layers")
         raise CheckpointError(f"{root / 'config.json'}: {key}: got {len(decoder.layers)}, {files.name} holds {stored} "
