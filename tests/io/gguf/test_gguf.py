@@ -25,7 +25,7 @@ from decodax.io.load import find
 from decodax.models.formats import Int8
 from decodax.models.formats.ggml import GgmlBlocks
 from decodax.models.formats.scaled import Scaled
-from decodax.models.names import flatten
+from decodax.models.names import flatten, sources
 from tests.io.gguf.writing import SHAPES, Type, mixed, network, restored, write
 
 IDS = jnp.asarray(np.arange(3, 23)[None] * 7 % 250)
@@ -49,6 +49,18 @@ def test_logits_are_those_of_the_weights_that_were_written(name: str, tmp_path: 
     assert lm.model.config == model.config
     wanted = model.forward(restored(model, kept), IDS)
     np.testing.assert_allclose(lm.model.forward(lm.params, IDS), wanted, atol=2e-4 * float(jnp.abs(wanted).max()))
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_tensors_have_the_names_that_the_package_gguf_gives_them(name: str, tmp_path: Path) -> None:
+    model, weights = network(name)
+    write(tmp_path / "m.gguf", name, weights, FLOAT)
+    found = GgufFile(tmp_path / "m.gguf")
+    kind = next(kind for kind, text in gguf.MODEL_ARCH_NAMES.items() if text == found.metadata["general.architecture"])
+    names = gguf.get_tensor_name_map(kind, len(model.config.layers))
+    published = sources(SHAPES[name].entries["model_type"], model.config, model.abstract_params())
+    own = {source.tensors[0].replace(".experts.0.", ".experts.") for source in published.values()}
+    assert found.tensors.keys() == {names.get_name(each, try_suffixes=(".weight", ".bias")) for each in own}
 
 
 def test_kernels_stay_packed_and_the_rest_becomes_arrays(file: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -136,12 +148,12 @@ def test_kernels_of_one_shape_are_packed_and_converted_by_one_program(file: Path
                                                                       monkeypatch: pytest.MonkeyPatch) -> None:
     lm: Any = dx.load(file, weights=Counted())
     shapes = [leaf.shape for leaf in flatten(lm.params).values() if isinstance(leaf, Scaled)]
-    assert len(shapes) == 15 and len(Counted.traced) <= 5
+    assert len(shapes) == 15 and 1 <= len(Counted.traced) <= 5
     dx.save(lm, tmp_path)
     here, traced = Scaled.here, []
     monkeypatch.setattr(Scaled, "here", lambda self: traced.append(self.shape) or here(self))
     dx.load(tmp_path)
-    assert len(traced) <= 5
+    assert 1 <= len(traced) <= 5
 
 
 @pytest.mark.wide
