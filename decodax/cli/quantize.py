@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from decodax.cli.common import UsageError, naming_the_argument
+from decodax.cli.common import MODEL, UsageError, naming_the_argument
 
 EXAMPLES = """\
 examples:
@@ -30,7 +30,7 @@ def add(commands: Any, common: argparse.ArgumentParser, exit_codes: str) -> None
                             formatter_class=argparse.RawDescriptionHelpFormatter, epilog=EXAMPLES + "\n" + exit_codes,
                             description="Packs the kernels of a model and writes it for decodax.load, with tokenizer.")
     p.set_defaults(command=run)
-    p.add_argument("model", metavar="NAME_OR_DIR", help="a shipped model, a Hugging Face directory or a GGUF file")
+    p.add_argument("model", metavar="NAME_OR_PATH", help=MODEL)
     p.add_argument("out", metavar="OUT", help="the directory to write")
     p.add_argument("-w", "--weights", required=True, metavar="FORMAT[:OPTION=VALUE,...]",
                    help="a format of decodax.models.formats.FORMATS, such as int8 or int4:group=32")
