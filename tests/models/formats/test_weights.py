@@ -161,7 +161,6 @@ def test_a_model_loads_packed(name: str, weights: str, tmp_path: Path) -> None:
     np.testing.assert_allclose(model.forward(packed, tokens), model.forward(plain, tokens), atol=3e-5, rtol=1e-4)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("positions", [0, 16])
 def test_a_network_without_scales_of_norms_has_activations_of_its_own_dtype(positions: int) -> None:
     """Its table is packed as the head, as in nanochat's and OPT's configurations without scales."""
@@ -175,6 +174,7 @@ def test_a_network_without_scales_of_norms_has_activations_of_its_own_dtype(posi
     np.testing.assert_allclose(found.astype(jnp.float32), wanted.astype(jnp.float32), atol=0.1)
 
 
+@pytest.mark.full
 def test_a_t5_loads_packed(tmp_path: Path) -> None:
     import torch
     import transformers
