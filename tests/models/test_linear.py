@@ -50,7 +50,7 @@ from decodax.train import (
 )
 from tests.caches.small import PROMPTS
 from tests.matrix import often
-from tests.models.linear_models import BASE, CONFIGS, lm
+from tests.models.networks.linear import BASE, CONFIGS, lm
 
 POLICY: dict[str, Any] = dict(max_new_tokens=20, seed=5, temperature=[0.0, 0.9, 0.0])
 SMALL = {"snapkv": dict(budget=14, window_size=4), "kivi": dict(group_size=4, residual_length=8),

@@ -9,7 +9,7 @@ import pytest
 import decodax as dx
 from decodax.models import EncoderText
 from tests.caches.small import PROMPTS
-from tests.models.linear_models import CONFIGS, lm
+from tests.models.networks.linear import CONFIGS, lm
 
 pytestmark = pytest.mark.mesh
 

@@ -21,7 +21,7 @@ from decodax.engine.queue import Ticket, schedule
 from decodax.engine.request import Request
 from decodax.io.files import CheckpointError
 from decodax.models import Mamba2, Mamba2Config
-from tests.models.mamba2 import VOCABULARY
+from tests.models.networks.mamba2 import VOCABULARY
 from tests.models.small import NEW, POLICY, PROMPTS, attention, scored, shapes_in, tokens_of
 
 SHAPE = dict(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_heads=8, head_dim=8, n_groups=2,

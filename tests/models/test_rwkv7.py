@@ -13,7 +13,7 @@ import decodax as dx
 from decodax.core.window import causal
 from decodax.io.files import CheckpointError
 from decodax.models import Rwkv7, Rwkv7Config
-from tests.models.rwkv7 import loaded, tensors, write
+from tests.models.networks.rwkv7 import loaded, tensors, write
 
 WANT = json.loads((Path(__file__).parent / "rwkv7.json").read_text())
 

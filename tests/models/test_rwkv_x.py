@@ -15,8 +15,8 @@ import decodax as dx
 from decodax.io.files import CheckpointError
 from decodax.models import RwkvX, RwkvXConfig
 from decodax.models.recurrent.rwkv_x import describe_rwkv_x
-from tests.models import rwkv7
-from tests.models.rwkv7 import INNER, WIDTH
+from tests.models.networks import rwkv7
+from tests.models.networks.rwkv7 import INNER, WIDTH
 
 WANT = json.loads((Path(__file__).parent / "rwkv_x.json").read_text())
 LIMITS = {"chunks": 0, "cut": 22}
