@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from typing import Any, Self
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec

@@ -46,7 +46,7 @@ def write_safetensors(path: Path, tensors: Tensors) -> None:
     path.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(parts))
 
 
-def _dense(codes: np.ndarray, bits: int) -> np.ndarray:
+def dense(codes: np.ndarray, bits: int) -> np.ndarray:
     """Packs rows of codes, the first one in the lowest bits, in 32-bit words: `i32[n, ceil(K * bits / 32)]`."""
     n, K = codes.shape
     words = -(-K * bits // 32)
@@ -90,13 +90,13 @@ def gptq(stem: str, w: np.ndarray, bits: int = 4, group: int = 32, symmetric: bo
     index[order] = np.arange(K) // group
     codes = codes[:, np.argsort(order)]
     kept = zeros if v2 else (zeros - 1) % 2 ** bits
-    return {f"{stem}.qweight": _dense(codes, bits).T, f"{stem}.qzeros": _dense(kept.T, bits),
+    return {f"{stem}.qweight": dense(codes, bits).T, f"{stem}.qzeros": dense(kept.T, bits),
             f"{stem}.scales": scales.T, f"{stem}.g_idx": index}, _decoded(codes, scales, zeros, index)
 
 
 def awq(stem: str, w: np.ndarray, group: int = 32) -> tuple[Tensors, np.ndarray]:
     codes, scales, zeros = _rounded(w, 4, group, False)
-    shuffled = lambda x: _dense(x.reshape(len(x), -1, 8)[..., [0, 2, 4, 6, 1, 3, 5, 7]].reshape(x.shape), 4)
+    shuffled = lambda x: dense(x.reshape(len(x), -1, 8)[..., [0, 2, 4, 6, 1, 3, 5, 7]].reshape(x.shape), 4)
     return {f"{stem}.qweight": shuffled(codes.T), f"{stem}.qzeros": shuffled(zeros.T), f"{stem}.scales": scales.T}, \
         _decoded(codes, scales, zeros, np.arange(w.shape[1]) // group)
 
@@ -105,10 +105,10 @@ def packed(stem: str, w: np.ndarray, bits: int = 4, group: int = 32, symmetric: 
            ) -> tuple[Tensors, np.ndarray]:
     codes, scales, zeros = _rounded(w, bits, group, symmetric)
     scales = scales.astype(jnp.bfloat16)
-    made = {f"{stem}.weight_packed": _dense(codes, bits), f"{stem}.weight_scale": scales,
+    made = {f"{stem}.weight_packed": dense(codes, bits), f"{stem}.weight_scale": scales,
             f"{stem}.weight_shape": np.array(w.shape)}
     if not symmetric:
-        made[f"{stem}.weight_zero_point"] = _dense(zeros.T, bits).T
+        made[f"{stem}.weight_zero_point"] = dense(zeros.T, bits).T
     return made, _decoded(codes, scales, zeros, np.arange(w.shape[1]) // group)
 
 

@@ -70,7 +70,7 @@ class Awq(Scheme):
             raise ValueError(f"version: got {version!r}, takes 'gemm'")
         if bits != 4:
             raise ValueError(f"bits: got {bits!r}, takes 4")
-        if not isinstance(group, int) or group < 1 and group != -1:
+        if not isinstance(group, int) or (group < 1 and group != -1):
             raise ValueError(f"group_size: got {group!r}, takes -1 or a number from 1")
         return cls(group)
 

@@ -78,7 +78,7 @@ class Gptq(Scheme):
         bits, group = config.get("bits"), config.get("group_size", 128)
         if bits not in (2, 3, 4, 8):
             raise ValueError(f"bits: got {bits!r}, takes 2, 3, 4 or 8")
-        if not isinstance(group, int) or group < 1 and group != -1:
+        if not isinstance(group, int) or (group < 1 and group != -1):
             raise ValueError(f"group_size: got {group!r}, takes -1 or a number from 1")
         return cls(bits, group, shifts[form])
 
