@@ -1,5 +1,5 @@
-"""Kernels of integers with zero points, kernels whose inputs are permuted, and kernels of codes into one table: the
-forms of published quantised checkpoints that no other format here has."""
+"""The forms of published quantised checkpoints that no other format here has: kernels of integers with zero points,
+kernels whose inputs are permuted, and kernels of codes into one table."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 
-from decodax.common.axes import platform
+from decodax.common.axes import free_axes, platform
 from decodax.common.struct import static, struct
 from decodax.models.formats.ggml.blocks import ShiftedGroups
 from decodax.models.formats.scaled import Convert, Scaled
 from decodax.models.packed import Packed, dot
+
+WIDENED = 1 << 22
+"""On accelerators, number of weights of a table that are converted at a time, since XLA writes them to memory."""
 
 
 @struct
@@ -114,7 +117,7 @@ class Levels(Scaled):
     The value is selected bit by bit, which a CPU vectorises; a lookup would take weights one by one.
 
     Attributes:
-        codes: `u8[..., N, K // 2]`, for the first half of the inputs in the low bits.
+        codes: `u8[..., N, K // 2]`, for the first half of the inputs in the low bits. Or `u4[..., N, K]` on accelerators.
         scales: `f32[..., N, groups]`.
         table: the 16 values.
     """
@@ -125,13 +128,30 @@ class Levels(Scaled):
     def converts(self) -> bool:
         return True
 
+    def times(self, x: Array, dtype: Any) -> Array:
+        block = WIDENED // self.shape[-1] + 1
+        if platform() == "cpu" or free_axes() or self.shape[0] < 2 * block:
+            return super().times(x, dtype)
+        return self.by_blocks(x, dtype, block)
+
     def product(self, x: Array, dtype: Any) -> Array:
         return super().product(x, dtype) if platform() == "cpu" else dot(x, self.values(x.dtype), dtype)
 
+    def stored(self) -> Self:
+        made = self.replace(axes=None)
+        if self.codes.dtype != jnp.uint4:
+            return made
+        low, high = jnp.split(self.codes.astype(jnp.uint8), 2, -1)
+        return made.replace(codes=low | (high << 4))
+
     def here(self) -> Self:
-        return self
+        if platform() == "cpu" or self.codes.dtype == jnp.uint4:
+            return self
+        return self.replace(codes=jnp.concatenate([self.codes & 15, self.codes >> 4], -1).astype(jnp.uint4))
 
     def _halves(self) -> tuple[tuple[Array, Convert], ...]:
+        if self.codes.dtype == jnp.uint4:
+            return (self.codes.astype(jnp.uint8), self._low),
         return (self.codes, self._low), (self.codes, self._high)
 
     def _low(self, codes: Array, dtype: Any) -> Array:

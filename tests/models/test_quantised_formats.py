@@ -55,6 +55,7 @@ def kernel(own: Linear, which: np.ndarray | None = None) -> Packed:
 
 
 @pytest.mark.parametrize("kind", PUBLISHED)
+@pytest.mark.wide(but=("gptq-4-act-order", "awq", "w4a16-asymmetric", "fp8-block", "nf4-double", "bnb-int8"))
 def test_products_are_those_of_the_package_that_defines_the_format(kind: str, tmp_path: Path) -> None:
     made = kernel(layer(tmp_path, kind, tensors_of(kind)))
     assert type(made) is PLAIN.get(kind, type(made)) and made.shape == (N, K)
@@ -66,6 +67,7 @@ def test_products_are_those_of_the_package_that_defines_the_format(kind: str, tm
 
 
 @pytest.mark.parametrize("kind", ["gptq-4-act-order", "awq", "w4a16-asymmetric", "nf4-double", "fp8-block", "bnb-int8"])
+@pytest.mark.wide(but=("gptq-4-act-order", "awq"))
 def test_outputs_are_read_by_themselves(kind: str, tmp_path: Path) -> None:
     own = layer(tmp_path, kind, tensors_of(kind))
     which = np.array([3, 4, 9, 10, 30])
@@ -75,6 +77,7 @@ def test_outputs_are_read_by_themselves(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["gptq-4-act-order", "w4a16", "w8a16", "fp8-block", "nf4"])
+@pytest.mark.wide(but=("gptq-4-act-order", "nf4"))
 def test_the_form_for_accelerators_has_the_same_weights(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
                                                        ) -> None:
     made = kernel(layer(tmp_path, kind, tensors_of(kind)))

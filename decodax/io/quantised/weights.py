@@ -27,7 +27,7 @@ from decodax.models.formats.scaled import Scaled
 from decodax.models.names import WeightSource, flatten, stored_dtype
 from decodax.models.packed import Packed
 
-CHUNK = 1 << 21
+CHUNK = 1 << 20
 """Number of weights that are unpacked at a time."""
 
 LOG = logging.getLogger("decodax")
