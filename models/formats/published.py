@@ -117,7 +117,7 @@ class Levels(Scaled):
     The value is selected bit by bit, which a CPU vectorises; a lookup would take weights one by one.
 
     Attributes:
-        codes: `u8[..., N, K // 2]`, for the first half of the inputs in the low bits. Or `u4[..., N, K]` on accelerators.
+        codes: `u8[..., N, K // 2]`, for the first half of the inputs in the low bits; on accelerators `u4[..., N, K]`.
         scales: `f32[..., N, groups]`.
         table: the 16 values.
     """

@@ -30,8 +30,8 @@ class Scaled(Packed):
     Attributes:
         codes: `[..., N, K]` of any dtype; or `u8[..., N, K // 2]` with 4-bit codes, for the first half of the inputs in
             the low bits and for the second half in the high bits.
-        scales: `f32[..., N, groups]`, one for every `K // groups` consecutive inputs; on CPU also of 16 bits. None: codes
-            are weights.
+        scales: `f32[..., N, groups]`, one for every `K // groups` consecutive inputs, on CPU also of 16 bits; None:
+            codes are weights.
         axes: the mesh axes over which outputs and inputs are sharded; None: unknown.
     """
 

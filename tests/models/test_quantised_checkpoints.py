@@ -122,7 +122,7 @@ def test_biases_of_zeros_in_older_files_are_left_out(tmp_path: Path) -> None:
     written.rewrite(lambda tensors: tensors.update({f"{stem}.bias": np.zeros(96, np.float16)}))
     load_model(written.quantised)
     written.rewrite(lambda tensors: tensors.update({f"{stem}.bias": np.ones(96, np.float16)}))
-    with pytest.raises(CheckpointError, match=r"holds tensor model\.layers\.0\.mlp\.up_proj\.bias, which the configuration"):
+    with pytest.raises(CheckpointError, match=r"holds tensor model\.layers\.0\.mlp\.up_proj\.bias, which"):
         load_model(written.quantised)
 
 
