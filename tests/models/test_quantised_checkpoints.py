@@ -141,6 +141,51 @@ def test_the_configuration_may_lie_in_a_file_beside(tmp_path: Path) -> None:
     assert isinstance(dx.load(written.quantised).params["layers"]["0"]["mlp"]["up"]["kernel"], Packed)
 
 
+TOGETHER = {**{key: value for key, value in EXPERTS.items() if key != "decoder_sparse_step"},
+            "model_type": "qwen3_vl_moe_text", "mlp_only_layers": []}
+"""A mixture whose experts are in one tensor, `[E, K, N]`, gates before the rest."""
+
+
+def test_experts_in_one_tensor(tmp_path: Path) -> None:
+    written, writer = write_checkpoint(tmp_path, "fp8", TOGETHER, left=("experts",)), KINDS["fp8"][1]
+    plain, wanted = written.tensors(), {}
+
+    def change(tensors: Tensors) -> None:
+        for name in [name for name in tensors if ".experts." in name]:
+            made = [writer("x", w.astype(np.float32).T) for w in tensors.pop(name)]
+            tensors[name] = np.stack([own["x.weight"].T for own, _ in made])
+            tensors[f"{name}_scale_inv"] = np.stack([own["x.weight_scale_inv"].T for own, _ in made])
+            wanted[name] = np.stack([values.T for _, values in made])
+
+    written.rewrite(change)
+    assert len(wanted) == 4 and plain.keys() >= wanted.keys()
+    mlp = load_model(written.quantised, "float32")[1]["layers"]["1"]["mlp"]
+    stem = "model.layers.1.mlp.experts"
+    gate, up = np.split(wanted[f"{stem}.gate_up_proj"], 2, -1)
+    for part, values in (("gate", gate), ("up", up), ("down", wanted[f"{stem}.down_proj"])):
+        np.testing.assert_array_equal(mlp[part]["kernel"].values(jnp.float32), np.swapaxes(values, -1, -2))
+
+
+def test_experts_that_were_quantised_one_by_one(tmp_path: Path) -> None:
+    written, writer = write_checkpoint(tmp_path, "w4a16", TOGETHER, left=("experts",)), KINDS["w4a16"][1]
+    wanted = {}
+
+    def change(tensors: Tensors) -> None:
+        for name in [name for name in tensors if ".experts." in name]:
+            for e, w in enumerate(tensors.pop(name)):
+                parts = zip(("gate", "up"), np.split(w, 2, -1), strict=True) if "gate_up" in name else [("down", w)]
+                for part, own in parts:
+                    stem = f"{name.rpartition('.')[0]}.{e}.{part}_proj"
+                    made, wanted[stem] = writer(stem, own.astype(np.float32).T)
+                    tensors |= made
+
+    written.rewrite(change)
+    mlp = load_model(written.quantised, "float32")[1]["layers"]["0"]["mlp"]
+    for part in ("gate", "up", "down"):
+        np.testing.assert_array_equal(mlp[part]["kernel"].values(jnp.float32), np.stack([
+            wanted[f"model.layers.0.mlp.experts.{e}.{part}_proj"] for e in range(4)]))
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Written:
     return write_checkpoint(tmp_path_factory.mktemp("whole"), "gptq", EXPERTS)

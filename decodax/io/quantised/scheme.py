@@ -84,6 +84,22 @@ class Scheme(abc.ABC):
             CheckpointError: it has, but a tensor is missing or does not fit.
         """
 
+    def expert(self, file: TensorReader, name: str, expert: int, sizes: tuple[int, int, int], turned: bool
+               ) -> Linear | None:
+        """Returns the layer of an expert in a tensor of all experts, or None if the tensor is not quantised.
+
+        Args:
+            file: the file.
+            name: the tensor.
+            expert: index of the expert.
+            sizes: number of experts, outputs and inputs.
+            turned: True if the tensor is `[E, K, N]`, False if it is `[E, N, K]`.
+
+        Raises:
+            CheckpointError: it is quantised, but a tensor is missing or does not fit.
+        """
+        return None
+
     def unused(self, stem: str) -> tuple[str, ...]:
         """Returns the names of tensors beside a layer that are not needed, such as scales of activations."""
         return ()

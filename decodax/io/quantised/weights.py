@@ -24,7 +24,7 @@ from decodax.io.quantised.tensors import FLOATS, TensorReader
 from decodax.models.formats import kernels
 from decodax.models.formats.published import InputsPermuted
 from decodax.models.formats.scaled import Scaled
-from decodax.models.names import WeightSource, flatten, stored_dtype
+from decodax.models.names import Columns, WeightSource, flatten, stored_dtype
 from decodax.models.packed import Packed
 
 CHUNK = 1 << 20
@@ -40,11 +40,13 @@ class Plan:
     Attributes:
         scheme: the format.
         layers: for each quantised weight by path its layers, one for each expert.
+        parts: for each quantised weight by path the columns of the layers that make it up; None: all.
         tensors: names of all tensors that belong to quantised layers, or lie beside them and are not needed.
     """
 
     scheme: Scheme
     layers: dict[str, list[Linear]]
+    parts: dict[str, Columns | None]
     tensors: set[str]
 
 
@@ -60,26 +62,40 @@ def find_layers(files: Files, scheme: Scheme, where: Mapping[str, WeightSource],
     Raises:
         CheckpointError: a tensor is missing or does not fit.
     """
-    plan, wanted = Plan(scheme, {}, set()), {name for source in where.values() for name in source.tensors}
+    plan, wanted = Plan(scheme, {}, {}, set()), {name for source in where.values() for name in source.tensors}
     with TensorReader(files) as file:
         for path, leaf in flatten(shapes).items():
-            source, stems = where[path], [name.removesuffix(".weight") for name in where[path].tensors]
-            if leaf.ndim < 2 or not all(name.endswith(".weight") for name in source.tensors):
-                continue
-            sizes = (source.turned(source.full) if path != "embed" else source.full[::-1])[::-1]
-            found = [scheme.linear(file, stem, *sizes) for stem in stems]
+            stems, found, part = _candidates(file, scheme, path, where[path], leaf.shape)
             layers = [layer for layer in found if layer is not None]
             if layers and len(layers) < len(found):
-                other = stems[found.index(None)]
-                raise CheckpointError(f"{files.name}: {layers[0].stem} is quantised and {other} is not; takes experts "
-                                      "of one kind")
+                raise CheckpointError(f"{files.name}: {layers[0].stem} is quantised and {stems[found.index(None)]} is "
+                                      "not; takes experts of one kind")
             if layers:
-                plan.layers[path] = layers
+                plan.layers[path], plan.parts[path] = layers, part
                 plan.tensors.update(*(layer.tensors for layer in layers), *map(scheme.unused, stems))
                 # Older files of GPTQ have biases of zeros in all layers.
                 plan.tensors.update(name for stem in stems if (name := f"{stem}.bias") in file and name not in wanted
                                     and not file.whole(name).any())
     return plan
+
+
+def _candidates(file: TensorReader, scheme: Scheme, path: str, source: WeightSource, shape: tuple[int, ...]
+                ) -> tuple[list[str], list[Linear | None], Columns | None]:
+    """Returns the names of the layers that may be a weight, the layers, each None if it is not quantised, and the
+    columns of them that make up the weight."""
+    sizes = (source.full if path == "embed" else source.turned(source.full)[::-1])[:2]
+    name = source.tensors[0]
+    if source.leading:
+        apart = [f"{name.rpartition('.')[0]}.{e}.{path.split('.')[-2]}_proj" for e in range(shape[0])]
+        if any(other.startswith(f"{apart[0]}.") for other in file.files.home):
+            # Some tools quantise each expert by itself where the model has a tensor for all of them.
+            return apart, [scheme.linear(file, stem, shape[-1], shape[-2]) for stem in apart], None
+        turned = not source.transpose
+        return [name], [scheme.expert(file, name, e, (shape[0], *sizes), turned) for e in range(shape[0])], source.part
+    if len(sizes) < 2 or not name.endswith(".weight"):
+        return [], [], None
+    stems = [tensor.removesuffix(".weight") for tensor in source.tensors]
+    return stems, [scheme.linear(file, stem, *sizes) for stem in stems], source.part
 
 
 def load_weights(files: Files, plan: Plan, where: Mapping[str, WeightSource], shapes: Any, dtype: str,
@@ -102,10 +118,10 @@ def load_weights(files: Files, plan: Plan, where: Mapping[str, WeightSource], sh
             source, table, place = where[path], path == "embed", places[path]
             layers = [dataclasses.replace(layer, file=file) for layer in plan.layers.pop(path, ())]
             if layers and path in chosen:
-                made[path] = on_devices(_packed(layers, source, leaf.shape, table), table, place)
+                made[path] = on_devices(_packed(layers, plan.parts[path], leaf.shape, table), table, place)
             elif layers:
                 wide.append(path)
-                values = np.asarray(_packed(layers, source, leaf.shape, table).values(jnp.float32))
+                values = np.asarray(_packed(layers, plan.parts[path], leaf.shape, table).values(jnp.float32))
                 made[path] = jax.device_put(np.swapaxes(values, -1, -2).astype(jnp.dtype(dtype)), place)
             elif path in chosen and FLOATS[file.dtype(source.tensors[0])] != dtype:
                 found = _array(file, source, leaf.shape, None, not table)
@@ -122,17 +138,17 @@ def load_weights(files: Files, plan: Plan, where: Mapping[str, WeightSource], sh
     return jax.tree.unflatten(jax.tree.structure(shapes), made.values())
 
 
-def _packed(layers: list[Linear], source: WeightSource, shape: tuple[int, ...], table: bool) -> Packed:
+def _packed(layers: list[Linear], columns: Columns | None, shape: tuple[int, ...], table: bool) -> Packed:
     """Returns a packed kernel, with NumPy arrays.
 
     Args:
         layers: its layers, one for each expert.
-        source: its place in the file.
+        columns: the outputs of the layers that make up the weight; None: all.
         shape: shape of the array in its place.
         table: True for an embedding table.
     """
     N, K = shape if table else (shape[-1], shape[-2])
-    outputs = np.arange(N) if source.part is None else source.part.indices(0, N)
+    outputs = np.arange(N) if columns is None else columns.indices(0, N)
     zeroed, ordered = any(layer.zeroed for layer in layers), any(layer.order is not None for layer in layers)
     step, whole = max(CHUNK // K, 1), None
     orders = np.empty((len(layers), K), np.int32)
