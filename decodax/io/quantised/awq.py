@@ -14,7 +14,7 @@ from typing import Any, Self
 import numpy as np
 
 from decodax.io.files import CheckpointError
-from decodax.io.quantised.scheme import SCALES, GroupedLinear, Linear, Scheme, unpack
+from decodax.io.quantised.scheme import SCALES, GroupedLinear, Scheme, StoredLinear, unpack
 from decodax.io.quantised.tensors import TensorReader
 
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -74,7 +74,7 @@ class Awq(Scheme):
             raise ValueError(f"group_size: got {group!r}, takes -1 or a number from 1")
         return cls(group)
 
-    def linear(self, file: TensorReader, stem: str, outputs: int, inputs: int) -> Linear | None:
+    def linear(self, file: TensorReader, stem: str, outputs: int, inputs: int) -> StoredLinear | None:
         if f"{stem}.qweight" not in file:
             return None
         size = inputs if self.group == -1 else self.group

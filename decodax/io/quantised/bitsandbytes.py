@@ -20,14 +20,14 @@ from typing import Any, Self
 import numpy as np
 
 from decodax.io.files import CheckpointError
-from decodax.io.quantised.scheme import Linear, Scheme, byte_linear, halves, halves_of_pairs
+from decodax.io.quantised.scheme import Scheme, StoredLinear, byte_linear, halves, halves_of_pairs
 from decodax.io.quantised.tensors import TensorReader
 from decodax.models.formats.published import Levels
 from decodax.models.packed import Packed
 
 
 @dataclasses.dataclass(frozen=True)
-class TableLinear(Linear):
+class TableLinear(StoredLinear):
     """A layer of indices into a table of 16 values."""
 
     block: int
@@ -76,7 +76,7 @@ class BitsAndBytes(Scheme):
             raise ValueError(f"load_in_4bit, load_in_8bit: got {four} and {eight}, takes one of them true")
         return cls(bool(four))
 
-    def linear(self, file: TensorReader, stem: str, outputs: int, inputs: int) -> Linear | None:
+    def linear(self, file: TensorReader, stem: str, outputs: int, inputs: int) -> StoredLinear | None:
         if not self.four:
             made = byte_linear(file, stem, outputs, inputs, ("SCB",), ("I8",), factor=1 / 127)
             form = f"{stem}.weight_format"

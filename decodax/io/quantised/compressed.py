@@ -16,7 +16,7 @@ from typing import Any, Self
 import numpy as np
 
 from decodax.io.files import CheckpointError
-from decodax.io.quantised.scheme import SCALES, GroupedLinear, Linear, Scheme, byte_linear, order_of, unpack
+from decodax.io.quantised.scheme import SCALES, GroupedLinear, Scheme, StoredLinear, byte_linear, order_of, unpack
 from decodax.io.quantised.tensors import TensorReader
 
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense")
@@ -95,7 +95,7 @@ class CompressedTensors(Scheme):
                 blocks.append((block[0], block[1]))
         return cls(tuple(bits), tuple(blocks))
 
-    def linear(self, file: TensorReader, stem: str, outputs: int, inputs: int) -> Linear | None:
+    def linear(self, file: TensorReader, stem: str, outputs: int, inputs: int) -> StoredLinear | None:
         name = f"{stem}.weight_packed"
         if name not in file:
             return byte_linear(file, stem, outputs, inputs, ("weight_scale",), ("I8", "F8_E4M3"), self.blocks,

@@ -14,14 +14,14 @@ from typing import Any, Self
 
 import numpy as np
 
-from decodax.io.quantised.scheme import SCALES, Linear, Scheme, byte_linear
+from decodax.io.quantised.scheme import SCALES, Scheme, StoredLinear, byte_linear
 from decodax.io.quantised.tensors import TensorReader
 from decodax.models.formats.scaled import Scaled
 from decodax.models.packed import Packed
 
 
 @dataclasses.dataclass(frozen=True)
-class ExpertLinear(Linear):
+class ExpertLinear(StoredLinear):
     """An expert's layer in a tensor that holds those of all experts, `[E, K, N]` or `[E, N, K]`.
 
     Attributes:
@@ -69,12 +69,12 @@ class Float8Weights(Scheme):
             raise ValueError(f"weight_block_size: got {size!r}, takes two numbers from 1, or null")
         return cls(() if size is None else (tuple(size),))
 
-    def linear(self, file: TensorReader, stem: str, outputs: int, inputs: int) -> Linear | None:
+    def linear(self, file: TensorReader, stem: str, outputs: int, inputs: int) -> StoredLinear | None:
         return byte_linear(file, stem, outputs, inputs, ("weight_scale_inv", "weight_scale"), ("F8_E4M3",),
                            self.blocks)
 
     def expert(self, file: TensorReader, name: str, expert: int, sizes: tuple[int, int, int], turned: bool
-               ) -> Linear | None:
+               ) -> StoredLinear | None:
         experts, outputs, inputs = sizes
         if name not in file or file.dtype(name) != "F8_E4M3":
             return None

@@ -17,7 +17,7 @@ from typing import Any, Self
 import numpy as np
 
 from decodax.io.files import CheckpointError
-from decodax.io.quantised.scheme import SCALES, GroupedLinear, Linear, Scheme, order_of, unpack
+from decodax.io.quantised.scheme import SCALES, GroupedLinear, Scheme, StoredLinear, order_of, unpack
 from decodax.io.quantised.tensors import TensorReader
 
 
@@ -82,7 +82,7 @@ class Gptq(Scheme):
             raise ValueError(f"group_size: got {group!r}, takes -1 or a number from 1")
         return cls(bits, group, shifts[form])
 
-    def linear(self, file: TensorReader, stem: str, outputs: int, inputs: int) -> Linear | None:
+    def linear(self, file: TensorReader, stem: str, outputs: int, inputs: int) -> StoredLinear | None:
         if f"{stem}.qweight" not in file:
             return None
         size = inputs if self.group == -1 else self.group

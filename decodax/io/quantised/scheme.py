@@ -26,7 +26,7 @@ SCALES = ("F32", "F16", "BF16")
 
 
 @dataclasses.dataclass(frozen=True)
-class Linear(abc.ABC):
+class StoredLinear(abc.ABC):
     """A quantised linear layer in a file.
 
     Attributes:
@@ -77,7 +77,7 @@ class Scheme(abc.ABC):
         """
 
     @abc.abstractmethod
-    def linear(self, file: TensorReader, stem: str, outputs: int, inputs: int) -> Linear | None:
+    def linear(self, file: TensorReader, stem: str, outputs: int, inputs: int) -> StoredLinear | None:
         """Returns the quantised layer of a name, or None if the file does not have the layer in quantised form.
 
         Raises:
@@ -85,7 +85,7 @@ class Scheme(abc.ABC):
         """
 
     def expert(self, file: TensorReader, name: str, expert: int, sizes: tuple[int, int, int], turned: bool
-               ) -> Linear | None:
+               ) -> StoredLinear | None:
         """Returns the layer of an expert in a tensor of all experts, or None if the tensor is not quantised.
 
         Args:
@@ -110,7 +110,7 @@ class Scheme(abc.ABC):
 
 
 @dataclasses.dataclass(frozen=True)
-class GroupedLinear(Linear):
+class GroupedLinear(StoredLinear):
     """A layer of integers with a scale, and perhaps a zero point, for each group of inputs.
 
     Derived classes return codes and zero points as they are counted in the file, from 0 on.
@@ -168,7 +168,7 @@ class GroupedLinear(Linear):
 
 
 @dataclasses.dataclass(frozen=True)
-class ByteLinear(Linear):
+class ByteLinear(StoredLinear):
     """A layer with one number of 8 bits for each weight in the tensor `weight`, `[N, K]`, and scales.
 
     Attributes:

@@ -19,7 +19,7 @@ from jax.sharding import Sharding
 from decodax.io import huge_pages
 from decodax.io.files import CheckpointError, Files
 from decodax.io.packed import on_devices
-from decodax.io.quantised.scheme import Linear, Scheme
+from decodax.io.quantised.scheme import Scheme, StoredLinear
 from decodax.io.quantised.tensors import FLOATS, TensorReader
 from decodax.models.formats import kernels
 from decodax.models.formats.published import InputsPermuted
@@ -34,7 +34,7 @@ LOG = logging.getLogger("decodax")
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class QuantisedLayers:
     """The quantised layers of a checkpoint.
 
     Attributes:
@@ -45,12 +45,12 @@ class Plan:
     """
 
     scheme: Scheme
-    layers: dict[str, list[Linear]]
+    layers: dict[str, list[StoredLinear]]
     parts: dict[str, Columns | None]
     tensors: set[str]
 
 
-def find_layers(files: Files, scheme: Scheme, where: Mapping[str, WeightSource], shapes: Any) -> Plan:
+def find_layers(files: Files, scheme: Scheme, where: Mapping[str, WeightSource], shapes: Any) -> QuantisedLayers:
     """Finds the quantised layers of a checkpoint and checks their tensors.
 
     Args:
@@ -62,7 +62,8 @@ def find_layers(files: Files, scheme: Scheme, where: Mapping[str, WeightSource],
     Raises:
         CheckpointError: a tensor is missing or does not fit.
     """
-    plan, wanted = Plan(scheme, {}, {}, set()), {name for source in where.values() for name in source.tensors}
+    plan = QuantisedLayers(scheme, {}, {}, set())
+    wanted = {name for source in where.values() for name in source.tensors}
     with TensorReader(files) as file:
         for path, leaf in flatten(shapes).items():
             stems, found, part = _candidates(file, scheme, path, where[path], leaf.shape)
@@ -80,7 +81,7 @@ def find_layers(files: Files, scheme: Scheme, where: Mapping[str, WeightSource],
 
 
 def _candidates(file: TensorReader, scheme: Scheme, path: str, source: WeightSource, shape: tuple[int, ...]
-                ) -> tuple[list[str], list[Linear | None], Columns | None]:
+                ) -> tuple[list[str], list[StoredLinear | None], Columns | None]:
     """Returns the names of the layers that may be a weight, the layers, each None if it is not quantised, and the
     columns of them that make up the weight."""
     sizes = (source.full if path == "embed" else source.turned(source.full)[::-1])[:2]
@@ -98,7 +99,7 @@ def _candidates(file: TensorReader, scheme: Scheme, path: str, source: WeightSou
     return stems, [scheme.linear(file, stem, *sizes) for stem in stems], source.part
 
 
-def load_weights(files: Files, plan: Plan, where: Mapping[str, WeightSource], shapes: Any, dtype: str,
+def load_weights(files: Files, plan: QuantisedLayers, where: Mapping[str, WeightSource], shapes: Any, dtype: str,
                  places: Mapping[str, Sharding]) -> Any:
     """Returns a network's weights.
 
@@ -138,7 +139,7 @@ def load_weights(files: Files, plan: Plan, where: Mapping[str, WeightSource], sh
     return jax.tree.unflatten(jax.tree.structure(shapes), made.values())
 
 
-def _packed(layers: list[Linear], columns: Columns | None, shape: tuple[int, ...], table: bool) -> Packed:
+def _packed(layers: list[StoredLinear], columns: Columns | None, shape: tuple[int, ...], table: bool) -> Packed:
     """Returns a packed kernel, with NumPy arrays.
 
     Args:

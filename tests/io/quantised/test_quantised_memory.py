@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.models.quantised import KINDS, LLAMA, NF4, Tensors, write_safetensors
+from tests.io.quantised.writer import KINDS, LLAMA, NF4, Tensors, write_safetensors
 
 WIDTH, MLP = 2048, 5632
 

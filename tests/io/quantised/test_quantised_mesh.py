@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import decodax as dx
+from tests.io.quantised.writer import EXPERTS, KINDS, LLAMA, write_checkpoint
 from tests.matrix import often
-from tests.models.quantised import EXPERTS, KINDS, LLAMA, write_checkpoint
 
 pytestmark = pytest.mark.mesh
 

@@ -17,8 +17,8 @@ from decodax.io.checkpoint import load_model
 from decodax.io.files import CheckpointError
 from decodax.models.names import flatten
 from decodax.models.packed import Packed
+from tests.io.quantised.writer import EXPERTS, FUSED, KINDS, LLAMA, TIED, Tensors, Written, write_checkpoint
 from tests.matrix import often
-from tests.models.quantised import EXPERTS, FUSED, KINDS, LLAMA, TIED, Tensors, Written, write_checkpoint
 
 FAMILIES = {"llama": LLAMA, "fused": FUSED, "tied": TIED, "experts": EXPERTS}
 OFTEN = [("gptq", "llama"), ("gptq-act-order", "experts"), ("awq", "fused"), ("w4a16-asym", "experts"),

@@ -19,13 +19,13 @@ import pytest
 from decodax.io.files import CheckpointError, Files
 from decodax.io.packed import on_devices
 from decodax.io.quantised import METHODS
-from decodax.io.quantised.scheme import Linear, halves, halves_of_pairs, unpack
+from decodax.io.quantised.scheme import StoredLinear, halves, halves_of_pairs, unpack
 from decodax.io.quantised.tensors import TensorReader
 from decodax.models.formats import published, scaled
 from decodax.models.formats.published import InputsPermuted, Levels, ZeroPoints
 from decodax.models.formats.scaled import Scaled
 from decodax.models.packed import Packed, multiply
-from tests.models.quantised import NAMES, Tensors, dense, float8, write_safetensors
+from tests.io.quantised.writer import NAMES, Tensors, dense, float8, write_safetensors
 
 PUBLISHED = json.loads((Path(__file__).parent / "published.json").read_text())
 N, K = 32, 64
@@ -39,7 +39,7 @@ def tensors_of(kind: str) -> Tensors:
             for name, own in PUBLISHED[kind]["tensors"].items()}
 
 
-def layer(root: Path, kind: str, tensors: Tensors) -> Linear:
+def layer(root: Path, kind: str, tensors: Tensors) -> StoredLinear:
     write_safetensors(root / "model.safetensors", {f"layer.{name}": value for name, value in tensors.items()})
     config = PUBLISHED[kind]["quantization_config"]
     made = METHODS[config["quant_method"]].of(config).linear(TensorReader(Files(root)), "layer", N, K)
@@ -47,7 +47,7 @@ def layer(root: Path, kind: str, tensors: Tensors) -> Linear:
     return made
 
 
-def kernel(own: Linear, which: np.ndarray | None = None) -> Packed:
+def kernel(own: StoredLinear, which: np.ndarray | None = None) -> Packed:
     made = own.read(np.arange(N) if which is None else which, own.zeroed, own.order is not None)
     if own.order is not None:
         made = InputsPermuted(kernel=made, order=own.order)     # type: ignore[arg-type]
