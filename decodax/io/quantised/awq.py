@@ -52,7 +52,7 @@ class AwqLinear(GroupedLinear):
         return np.ascontiguousarray(self._scales[:, which].T)
 
     @functools.cached_property
-    def zeros(self) -> np.ndarray | None:       # type: ignore[override]
+    def zeros(self) -> np.ndarray | None:
         return unpack_awq(self.file.whole(f"{self.stem}.qzeros")).T
 
 

@@ -40,7 +40,7 @@ class PackedLinear(GroupedLinear):
             name, which).reshape(len(which), -1)
 
     @functools.cached_property
-    def zeros(self) -> np.ndarray | None:       # type: ignore[override]
+    def zeros(self) -> np.ndarray | None:
         name = f"{self.stem}.weight_zero_point"
         if name not in self.file:
             return None
@@ -51,7 +51,7 @@ class PackedLinear(GroupedLinear):
         return unpack(found.T, self.bits, self.outputs).T
 
     @functools.cached_property
-    def order(self) -> np.ndarray | None:       # type: ignore[override]
+    def order(self) -> np.ndarray | None:
         name = f"{self.stem}.weight_g_idx"
         return order_of(self.file, name, self.inputs // self.groups) if name in self.file else None
 

@@ -82,8 +82,9 @@ class Float8Weights(Scheme):
         file.require(name, (shape(outputs, inputs),), ("F8_E4M3",))
         scale = next((other for tail in ("_scale_inv", "_scale") if (other := f"{name}{tail}") in file),
                      f"{name}_scale_inv")
-        blocks = {shape(-(-outputs // rows), -(-inputs // columns)): (rows, columns)
-                 for rows, columns in ((outputs, inputs), (1, inputs), *self.blocks)}
+        blocks: dict[tuple[int, ...], tuple[int, int]] = {
+            shape(-(-outputs // rows), -(-inputs // columns)): (rows, columns)
+            for rows, columns in ((outputs, inputs), (1, inputs), *self.blocks)}
         file.require(scale, tuple(blocks), SCALES)
         return ExpertLinear(file, name, outputs, inputs, (name, scale), expert, blocks[file.shape(scale)], turned)
 

@@ -45,12 +45,12 @@ class GptqLinear(GroupedLinear):
         return self.file.whole(f"{self.stem}.scales")
 
     @functools.cached_property
-    def zeros(self) -> np.ndarray | None:       # type: ignore[override]
+    def zeros(self) -> np.ndarray | None:
         found = unpack(self.file.whole(f"{self.stem}.qzeros"), self.bits, self.outputs)
         return ((found + np.uint8(self.shift)) & np.uint8(2 ** self.bits - 1)).T
 
     @functools.cached_property
-    def order(self) -> np.ndarray | None:       # type: ignore[override]
+    def order(self) -> np.ndarray | None:
         name = f"{self.stem}.g_idx"
         return order_of(self.file, name, self.inputs // self.groups) if name in self.file else None
 

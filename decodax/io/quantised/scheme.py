@@ -142,7 +142,7 @@ class GroupedLinear(StoredLinear):
         """The zero points of all outputs, `u8[N, groups]`; None: the middle code."""
 
     @functools.cached_property
-    def zeroed(self) -> bool:       # type: ignore[override]
+    def zeroed(self) -> bool:
         return self.zeros is not None and bool((self.zeros != self.middle).any())
 
     @property
@@ -231,11 +231,12 @@ def byte_linear(file: TensorReader, stem: str, outputs: int, inputs: int, scales
         return None
     file.require(name, ((outputs, inputs),), dtypes)
     scale = next((f"{stem}.{tail}" for tail in scales if f"{stem}.{tail}" in file), f"{stem}.{scales[0]}")
-    by_block = {(-(-outputs // rows), -(-inputs // columns)): (rows, columns) for rows, columns in blocks}
+    by_block: dict[tuple[int, ...], tuple[int, int]] = {
+        (-(-outputs // rows), -(-inputs // columns)): (rows, columns) for rows, columns in blocks}
     whole: tuple[tuple[int, ...], ...] = ((outputs, 1), (outputs,), (1,), (), (1, 1))
     shapes = tuple(shape for shape in whole if shape not in by_block)
     file.require(scale, (*by_block, *shapes), (*SCALES, "F8_E8M0"))
-    block = by_block.get(file.shape(scale))     # type: ignore[call-overload]
+    block = by_block.get(file.shape(scale))
     names: tuple[str, ...] = (name, scale)
     found = f"{stem}.{zero}"
     if zero and found in file:
