@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from decodax.common.arguments import outside
 from decodax.io import packed as packed_files
 from decodax.io.files import CheckpointError, Files, read_json
-from decodax.io.quantised import quantization, read_scheme
+from decodax.io.quantised import read_scheme, refuse_quantised
 from decodax.io.quantised.weights import find_layers, load_weights
 from decodax.models.config import DecoderConfig
 from decodax.models.diffusion import Diffusion, read_diffusion
@@ -161,13 +161,6 @@ def _load_packed(root: Path, config: dict[str, Any], decoder: DecoderConfig, dty
     return model, jax.tree.unflatten(jax.tree.structure(shapes), leaves.values())
 
 
-def _not_quantised(root: Path, config: dict[str, Any]) -> None:
-    """Refuses a quantised checkpoint of a network that is no decoder."""
-    if (found := quantization(root, config)) is not None:
-        raise CheckpointError(f"{root / found[0]}: got quantised weights, takes floats for model_type "
-                              f"{config.get('model_type')!r}")
-
-
 def _no_format(root: Path, weights: str | Format | None) -> None:
     """Refuses a format for weights that have one."""
     if weights is not None:
@@ -180,7 +173,7 @@ def load_t5(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | Non
     asked, packing = None if dtype is None else dtype_name(dtype), without_data(weights)
     root = Path(directory)
     entries, files = read_json(root / "config.json"), Files(root)
-    _not_quantised(root, entries)
+    refuse_quantised(root, entries)
     files.within(["shared.weight"])
     try:
         config = read_t5(checked(entries), tied="lm_head.weight" not in files.home)
@@ -225,7 +218,7 @@ def load_recurrent(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLik
         raise CheckpointError(f"{root / 'config.json'}: {e}") from None
     if packed_files.ENTRY in entries and network is Mamba2:
         return _load_packed_mamba2(root, entries, config, asked, weights)
-    _not_quantised(root, entries)
+    refuse_quantised(root, entries)
     files = Files(root)
     files.within([weights_of(config, ())["embed"].tensors[0], "backbone.embedding.weight"])     # Mamba-2 has two names
     where = weights_of(config, files.home)

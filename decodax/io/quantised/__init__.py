@@ -68,3 +68,14 @@ def read_scheme(root: Path, config: Mapping[str, Any]) -> Scheme | None:
         return METHODS[method].of(entries)
     except ValueError as error:
         raise CheckpointError(f"{root / where}.{error}") from None
+
+
+def refuse_quantised(root: Path, config: Mapping[str, Any]) -> None:
+    """Refuses a quantised checkpoint of a network that is no decoder.
+
+    Raises:
+        CheckpointError: the checkpoint is quantised.
+    """
+    if (found := quantization(root, config)) is not None:
+        raise CheckpointError(f"{root / found[0]}: got quantised weights, takes floats for model_type "
+                              f"{config.get('model_type')!r}")

@@ -133,7 +133,7 @@ def load_weights(files: Files, plan: QuantisedLayers, where: Mapping[str, Weight
     said = list(plan.scheme.notes())
     if wide:
         said.append(f"{len(wide)} weights ({', '.join(wide[:3])}{', ...' if len(wide) > 3 else ''}) become {dtype}, "
-                    "since routers are not packed")
+                    "since routers and the like are not packed")
     if said:
         LOG.warning("%s: weights that take more memory than in the file: %s", files.name, "; ".join(said))
     return jax.tree.unflatten(jax.tree.structure(shapes), made.values())
