@@ -92,13 +92,13 @@ class Vocabulary:
 
     def get(self, key: str, default: Any = None) -> Any:
         """Returns an entry under `tokenizer.ggml`, checked for its type."""
-        found = self.file.metadata.get(f"tokenizer.ggml.{key}")
+        found: Any = self.file.metadata.get(f"tokenizer.ggml.{key}")
         if found is None:
             return default
         kind, takes = TAKES.get(key) or ((int, "an id") if key.endswith("_id") else (bool, "true or false"))
         if not isinstance(found, kind) or (kind is int and isinstance(found, bool)):
             raise self.error(key, f"got {shown(found)}", takes)
-        if kind is list and not all(isinstance(text, str) for text in found):
+        if isinstance(found, list) and not all(isinstance(text, str) for text in found):
             raise self.error(key, "got entries that are no texts", takes)
         return found
 
