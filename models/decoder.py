@@ -62,6 +62,7 @@ class Attention(nnx.Module):
                         STD / (2 * len(c.layers)) ** 0.5)
         self.q_norm = _head_norm(c, c.heads, "heads") if attends and layer.qk_norm else None
         self.k_norm = _head_norm(c, c.kv_heads, "kv_heads") if has_keys and layer.qk_norm else None
+        self.sinks = nnx.Param(jnp.zeros(c.heads), axes=("heads",)) if layer.sinks else None
         if rule is not None:
             # Training begins with zeros, that is, with the sum within a group alone.
             self.factor = nnx.Param(jnp.zeros(1), axes=(None,)) if rule.factor else None
@@ -94,6 +95,8 @@ class Attention(nnx.Module):
             options["bias"] = DualChunk(self.layer.rope, scale)
         elif self.layer.bias is not None:
             options["bias"] = self.layer.bias
+        if self.sinks is not None:
+            options["sinks"] = self.sinks[...]
         return self._projected(x, *attend(index, q, k, v, **options))
 
     def _values(self, x: Array) -> Array:

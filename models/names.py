@@ -128,7 +128,7 @@ class Names:
     twin: dict[str, str] = dataclasses.field(default_factory=dict)
     transposed: bool = True
     experts_transposed: bool = True
-    extra: dict[str, str] = dataclasses.field(default_factory=dict)
+    extra: dict[str, str] = dataclasses.field(default_factory=lambda: {"attn.sinks": "self_attn.sinks"})
 
 
 NEOX = {"attn_in": "input_layernorm", "mlp_in": "post_attention_layernorm", "mlp.up": "mlp.dense_h_to_4h",

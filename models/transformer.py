@@ -18,7 +18,7 @@ from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from decodax.cache import Dense, KVLayer, LinearStates, LinearTerms, PerLayer, dense, linear_states
+from decodax.cache import Dense, KVLayer, LinearStates, LinearTerms, PerLayer, cache_of, dense, linear_states
 from decodax.cache.linear import over_text
 from decodax.common.axes import EXPERT, MODEL
 from decodax.common.struct import short
@@ -111,18 +111,20 @@ class Transformer(LayeredModel):
         layers = [KVLayer(c.kv_heads, c.head_dim, value_width(c, i, wide), queries=c.heads, rope=c.layers[i].rope,
                           context=self.context, sliding=c.layers[i].sliding, softcap=c.attention_softcap,
                           bias=c.layers[i].bias is not None or (
-                              (rope := c.layers[i].rope) is not None and rope.chunks is not None))
+                              (rope := c.layers[i].rope) is not None and rope.chunks is not None),
+                          sinks=c.layers[i].sinks)
                   for i in c.attending]
+        made = functools.partial(cache_of, self.cache, layers, batch, capacity, dtype, given)
         if c.recurrent:
-            return PerLayer(base=self.cache(layers, batch, capacity, dtype, given),
+            return PerLayer(base=made(),
                             linear=recurrent_states(c, batch, capacity, dtype, given),
                             where=self._places(c.attending, c.recurrent))
         if not c.summing:
-            made = self.cache(layers, batch, capacity, dtype, given)
-            if c.echoed and not isinstance(made, Dense):
-                raise ValueError(f"cache: got a {type(made).__name__}, takes a dense cache, since layers repeat the "
+            cache = made()
+            if c.echoed and not isinstance(cache, Dense):
+                raise ValueError(f"cache: got a {type(cache).__name__}, takes a dense cache, since layers repeat the "
                                  "attention of others")
-            return made
+            return cache
         rules = [rule for i in c.summing if (rule := c.layers[i].linear) is not None]
         shapes = [(c.kv_heads, c.key_width(c.layers[i]), c.head_dim) for i in c.summing]
         states = linear_states(rules, shapes, batch, capacity, dtype, given)
@@ -132,7 +134,7 @@ class Transformer(LayeredModel):
             if self.cache is not dense:
                 raise ValueError(f"cache: got {self.cache}, but no layer of the model caches keys and values")
             return states
-        return PerLayer(base=self.cache(layers, batch, capacity, dtype, given), linear=states,
+        return PerLayer(base=made(), linear=states,
                         where=self._places(c.attending, c.summing))
 
     def _places(self, attending: tuple[int, ...], others: tuple[int, ...]) -> tuple[tuple[bool, int], ...]:
