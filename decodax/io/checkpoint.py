@@ -22,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from decodax.common.arguments import outside
 from decodax.io import packed as packed_files
 from decodax.io.files import CheckpointError, Files, read_json
+from decodax.io.mxfp4 import mxfp4_sources
 from decodax.models.config import DecoderConfig
 from decodax.models.diffusion import Diffusion, read_diffusion
 from decodax.models.families import WITH_IMAGES, read_config, text_part
@@ -95,7 +96,7 @@ def load_model(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | 
     config = read_json(root / "config.json")
     try:
         decoder, family = read_config(config), text_part(config)["model_type"]
-        if config.get("quantization_config"):
+        if (config.get("quantization_config") or {"quant_method": "mxfp4"}).get("quant_method") != "mxfp4":
             raise ValueError("quantization_config: quantized weights are not read; transformers' model.dequantize() "
                              "turns them into arrays")
     except ValueError as e:
@@ -124,7 +125,9 @@ def load_model(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | 
         warnings.warn(f"{files.name}: skips {len(later)} tensors of layers that predict further tokens, such as "
                       f"{min(later)}, which are not read", stacklevel=outside())
         ignored.append(re.compile("|".join(f"^{re.escape(tensor)}$" for tensor in later)))
-    _check(where, files, {head} if decoder.tied else set(), ignored)
+    coded = mxfp4_sources(where, files) if config.get("quantization_config") else {}
+    spare = {tensor for source in coded.values() for tensor in source.tensors} | ({head} if decoder.tied else set())
+    _check({path: source for path, source in where.items() if path not in coded}, files, spare, ignored)
     if decoder.tied:
         _check_tied(files, where["embed"].tensors[0], head)
 
@@ -132,7 +135,8 @@ def load_model(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | 
     model = Transformer(decoder, dtype=name, context=context)
     places = _places(model, shapes, mesh)
     chosen = [path for path in kernels(shapes) if packing.packs(path)] if packing is not None else []
-    loaded = [_load(files, where[path], leaf.shape, stored_dtype(path, name), places[path],
+    loaded = [coded[path].load(files, places[path]) if path in coded else
+              _load(files, where[path], leaf.shape, stored_dtype(path, name), places[path],
                     packing if path in chosen else None, path == "embed") for path, leaf in flatten(shapes).items()]
     return model, jax.tree.unflatten(jax.tree.structure(shapes), loaded)
 

@@ -1,0 +1,113 @@
+"""Reads the experts of a checkpoint in MXFP4 as they are stored, as packed kernels (`decodax.models.formats.mxfp4`).
+
+In place of a tensor of all experts, `NAME`, such a file has `NAME_blocks`, `u8[E, outputs, G, 16]`, and `NAME_scales`,
+`u8[E, outputs, G]`. Each device's part is read expert by expert, and the weights are never widened.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Sharding
+
+from decodax.io.files import CheckpointError, Files
+from decodax.io.packed import axes, shardings
+from decodax.models.formats.mxfp4 import GROUP, Mxfp4Blocks, unpack
+from decodax.models.names import WeightSource
+from decodax.models.packed import Packed, for_platform
+
+
+@dataclasses.dataclass(frozen=True)
+class Mxfp4Source:
+    """The place of a packed kernel of all experts in a file.
+
+    Attributes:
+        name: the tensor's name, without `_blocks` or `_scales`.
+        outputs: the kernel's outputs among those of the tensor.
+        full: experts, outputs and groups of the tensor.
+        shape: shape of the kernel, `(E, N, K)`.
+    """
+
+    name: str
+    outputs: slice
+    full: tuple[int, int, int]
+    shape: tuple[int, int, int]
+
+    @property
+    def tensors(self) -> tuple[str, str]:
+        return f"{self.name}_blocks", f"{self.name}_scales"
+
+    def check(self, files: Files) -> None:
+        """Raises CheckpointError if the tensors of a file have other shapes or dtypes."""
+        for tensor, shape in zip(self.tensors, ((*self.full, GROUP // 2), self.full), strict=True):
+            if tensor not in files.home:
+                raise CheckpointError(f"{files.name}: lacks tensor {tensor}, which the configuration requires")
+            found = files.slice(tensor)
+            if (tuple(found.get_shape()), found.get_dtype()) != (shape, "U8"):
+                raise CheckpointError(f"{files.home[tensor]}: tensor {tensor} is {found.get_dtype()} of shape "
+                                      f"{tuple(found.get_shape())}, the configuration requires U8 of shape {shape}")
+
+    def load(self, files: Files, place: Sharding) -> Packed:
+        """Reads the kernel. `place` is the sharding of the array that it replaces, `f[E, K, N]`."""
+        experts, count, inputs = self.shape
+        groups = inputs // GROUP
+        shapes: Any = Mxfp4Blocks(codes=jax.ShapeDtypeStruct((experts, count, GROUP // 2, groups), jnp.uint8),    # type: ignore[arg-type]
+                                  scales=jax.ShapeDtypeStruct((experts, count, groups), jnp.uint8))              # type: ignore[arg-type]
+        places = shardings(shapes, False, place)
+        blocks, scales = map(files.slice, self.tensors)
+
+        def part(which: str, index: tuple[slice, ...]) -> np.ndarray:
+            """Returns a part of the codes or of the scales of the kernel."""
+            e, n, *_, g = (slice(*own.indices(size)[:2]) for own, size in zip(
+                index, getattr(shapes, which).shape, strict=True))
+            # Outputs that alternate with those of another kernel are taken from all of them.
+            first, step = self.outputs.start, self.outputs.step
+            rows = slice(first + n.start * step, first + (n.stop - 1) * step + 1)
+            own = (blocks if which == "codes" else scales)
+            made = np.empty((e.stop - e.start, n.stop - n.start, *([GROUP // 2] if which == "codes" else []),
+                             g.stop - g.start), np.uint8)
+            for i, expert in enumerate(range(e.start, e.stop)):
+                some = own[expert:expert + 1, rows, g][0, ::step]
+                made[i] = np.swapaxes(some, -1, -2) if which == "codes" else some
+            return made
+
+        made = {which: jax.make_array_from_callback(getattr(shapes, which).shape, getattr(places, which),
+                                                    lambda index, which=which: part(which, index))
+                for which in ("codes", "scales")}
+        kernel = for_platform(Mxfp4Blocks(**made))
+        return kernel if len(places.scales.device_set) == 1 else kernel.placed(*axes(place, False))    # type: ignore[arg-type]
+
+
+def mxfp4_sources(where: Mapping[str, WeightSource], files: Files) -> dict[str, Mxfp4Source]:
+    """Returns the kernels that a file holds in MXFP4, by the path of the weight, after a check of their tensors.
+
+    Args:
+        where: the sources of all weights, as if none was packed.
+        files: the files of the directory.
+
+    Raises:
+        CheckpointError: a tensor is missing, or has another shape or dtype.
+    """
+    found = {}
+    for path, source in where.items():
+        name = source.tensors[0]
+        if not source.leading or f"{name}_blocks" not in files.home:
+            continue
+        experts, inputs, outputs = source.turned(source.full)
+        if inputs % GROUP:
+            raise CheckpointError(f"{files.home[f'{name}_blocks']}: tensor {name}_blocks: got {inputs} inputs, MXFP4 takes "
+                                  f"a multiple of {GROUP}")
+        own = slice(0, outputs, 1)
+        if (part := source.part) is not None:
+            # Either the columns of a part alternate with those of others, or they are all adjacent.
+            own = slice(part.start, outputs, part.period) if part.stop - part.start == 1 else slice(
+                part.start, part.stop, 1)
+        count = len(range(*own.indices(outputs)))
+        found[path] = Mxfp4Source(name, own, (experts, outputs, inputs // GROUP), (experts, count, inputs))
+        found[path].check(files)
+    return found
