@@ -17,7 +17,7 @@ from jax.sharding import Sharding
 
 from decodax.io.files import CheckpointError, Files
 from decodax.io.packed import axes, shardings
-from decodax.models.formats.mxfp4 import GROUP, Mxfp4Blocks, unpack
+from decodax.models.formats.mxfp4 import GROUP, Mxfp4Blocks
 from decodax.models.names import WeightSource
 from decodax.models.packed import Packed, for_platform
 
@@ -100,8 +100,8 @@ def mxfp4_sources(where: Mapping[str, WeightSource], files: Files) -> dict[str, 
             continue
         experts, inputs, outputs = source.turned(source.full)
         if inputs % GROUP:
-            raise CheckpointError(f"{files.home[f'{name}_blocks']}: tensor {name}_blocks: got {inputs} inputs, MXFP4 takes "
-                                  f"a multiple of {GROUP}")
+            raise CheckpointError(f"{files.home[f'{name}_blocks']}: tensor {name}_blocks: got {inputs} inputs, MXFP4 "
+                                  f"takes a multiple of {GROUP}")
         own = slice(0, outputs, 1)
         if (part := source.part) is not None:
             # Either the columns of a part alternate with those of others, or they are all adjacent.

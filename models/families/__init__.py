@@ -75,7 +75,8 @@ def text_part(c: Json) -> Json:
 
 
 FAMILIES: dict[str, Callable[[Json], DecoderConfig]] = dict(sorted({
-    **gemma.FAMILIES, **gpt.FAMILIES, **gpt_oss.FAMILIES, **llada.FAMILIES, **llama.FAMILIES, **mixtures.FAMILIES, **qwen.FAMILIES,
+    **gemma.FAMILIES, **gpt.FAMILIES, **gpt_oss.FAMILIES, **llada.FAMILIES, **llama.FAMILIES, **mixtures.FAMILIES,
+    **qwen.FAMILIES,
 }.items(), key=lambda item: item[0].lower()))
 """Reader of each family, by `model_type`."""
 

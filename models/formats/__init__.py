@@ -24,7 +24,8 @@ from decodax.models.names import flatten, kernel_of
 from decodax.models.packed import Packed
 
 __all__ = ["FORMATS", "GLVQ", "KINDS", "MODEL_FORMATS", "Float8", "Floats", "Format", "Ggml", "Int4", "Int8",
-           "ModelFormat", "Mxfp4", "QServe", "Quamba2", "RSparse", "Scaled", "SqueezeLLM", "kernels", "pack", "read_format"]
+           "ModelFormat", "Mxfp4", "QServe", "Quamba2", "RSparse", "Scaled", "SqueezeLLM", "kernels", "pack",
+           "read_format"]
 
 for _name, _make, *_paper in (
         ("int8", Int8, "", "", "8-bit integers with one scale for each output"),
@@ -52,8 +53,9 @@ for _name in TYPES:
         functools.partial(Ggml, _name))
 
 FORMATS: dict[str, Format] = {
-    "int8": Int8(), "int4": Int4(), "fp8": Float8(), "mxfp4": Mxfp4(), "bfloat16": Floats("bfloat16"), "float16": Floats("float16"),
-    "float32": Floats("float32"), "qserve": QServe(), "squeezellm": SqueezeLLM(), "glvq": GLVQ(), "r-sparse": RSparse(),
+    "int8": Int8(), "int4": Int4(), "fp8": Float8(), "mxfp4": Mxfp4(), "bfloat16": Floats("bfloat16"),
+    "float16": Floats("float16"), "float32": Floats("float32"), "qserve": QServe(), "squeezellm": SqueezeLLM(),
+    "glvq": GLVQ(), "r-sparse": RSparse(),
     **{_name: Ggml(_name) for _name in TYPES}}
 """Formats by the names that `decodax.load` and `decodax.quantize` accept."""
 
