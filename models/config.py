@@ -97,6 +97,7 @@ class Layer:
         recurrent: the recurrent block in place of attention, which has no other of these options but `experts`. None:
             attention.
         qk_norm: False leaves out the norm of queries and keys that `DecoderConfig.qk_norm` describes.
+        kv_heads: number of key/value heads of this layer; None: `DecoderConfig.kv_heads`.
         sinks: True gives each query head a learned score that takes part in the softmax without a value, so that the
             weights of keys sum to less than one (GPT-OSS).
     """
@@ -113,6 +114,7 @@ class Layer:
     qk_norm: bool = True
     recurrent: RgLru | None = None
     sinks: bool = False
+    kv_heads: int | None = None
 
     def __post_init__(self) -> None:
         if self.recurrent is not None and dataclasses.replace(self, recurrent=None, experts=None) != Layer():
@@ -139,6 +141,8 @@ class DecoderConfig:
         kv_heads: number of key/value heads `G`.
         value_heads: number of value heads, a multiple of `kv_heads` and a divisor of `heads`; None: `kv_heads`.
         head_dim: number of channels `d` of a head.
+        value_dim: number of channels of a head's values; None: `head_dim`.
+        value_scale: factor of the values.
         mlp: number of inner channels of the MLP.
         layers: the options of each layer.
         context: trained number of positions (`max_position_embeddings`).
@@ -197,6 +201,8 @@ class DecoderConfig:
     residual_scale: float = 1.0
     logit_scale: float = 1.0
     value_heads: int | None = None
+    value_dim: int | None = None
+    value_scale: float = 1.0
 
     def __post_init__(self) -> None:
         for name in ("vocab", "width", "heads", "kv_heads", "head_dim", "mlp", "context"):
@@ -210,6 +216,10 @@ class DecoderConfig:
                                              or self.heads % self.value_heads):
             raise ValueError(f"value_heads: got {self.value_heads}, takes a multiple of kv_heads = {self.kv_heads} "
                              f"that divides heads = {self.heads}")
+        if (self.value_dim is not None or any(layer.kv_heads for layer in self.layers)) and (
+                self.shared or self.stateful or self.value_heads is not None or self.qk_norm in ("full", "per_head")):
+            raise ValueError("value_dim, kv_heads of a layer: take layers with keys and values of their own, no "
+                             "value_heads, and norms of queries and keys of single heads")
         if self.echoed and any(layer.reads is not None or layer.linear is not None for layer in self.layers):
             raise ValueError("echoes: got layers that repeat the attention of others and some that read their keys and "
                              "values, or have linear attention; takes one of these")
@@ -221,6 +231,9 @@ class DecoderConfig:
         if self.tied and self.head_bias:
             raise ValueError("head_bias: got True, a tied head takes False")
         for i, layer in enumerate(self.layers):
+            if layer.kv_heads is not None and (layer.kv_heads < 1 or self.heads % layer.kv_heads):
+                raise ValueError(f"kv_heads: got {layer.kv_heads} for layer {i}, takes a divisor of heads = "
+                                 f"{self.heads}")
             if layer.reads is not None and not (0 <= layer.reads < i and self.layers[layer.reads].reads is None
                                                 and self.layers[layer.reads].linear is None
                                                 and self.layers[layer.reads].rope == layer.rope):
@@ -250,6 +263,15 @@ class DecoderConfig:
     def values_of_key(self) -> int:
         """Number of value heads that share a key head."""
         return 1 if self.value_heads is None else self.value_heads // self.kv_heads
+
+    @property
+    def value_width(self) -> int:
+        """Number of channels of a head's values."""
+        return self.head_dim if self.value_dim is None else self.value_dim
+
+    def groups(self, layer: Layer) -> int:
+        """Returns the number of key/value heads of a layer."""
+        return self.kv_heads if layer.kv_heads is None else layer.kv_heads
 
     def key_width(self, layer: Layer) -> int:
         """Returns the width of a layer's queries and keys."""

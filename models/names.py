@@ -171,6 +171,7 @@ FAMILY_NAMES = {
     "hy_v3": Names({**LLAMA, "mlp.router": "mlp.router.gate", **{f"mlp.shared.{part}": f"mlp.shared_mlp.{part}_proj"
                                                                 for part in ("gate", "up", "down")}},
                    correction="mlp.expert_bias"),
+    "mimo_v2_flash": Names(LLAMA, extra={"attn.sinks": "self_attn.attention_sink_bias"}),
     "ernie4_5_moe": Names(LLAMA, correction="mlp.moe_statics.e_score_correction_bias"),
     "gpt_neox": Names({**NEOX, **dict.fromkeys(QKV, "attention.query_key_value"), "attn.o": "attention.dense"},
                       stem="gpt_neox.", embed="embed_in", norm="final_layer_norm", head="embed_out", fused=(QKV,),

@@ -107,9 +107,9 @@ class Transformer(LayeredModel):
         if isinstance(inputs, Embeddings) and inputs.values.shape[2:] != (c.width,):
             raise ValueError(f"inputs: got embeddings of width {inputs.values.shape[-1]}, takes {c.width}")
         given, dtype = None if encodes else inputs, jnp.dtype(self.dtype)
-        wide = None if c.values_of_key == 1 else c.head_dim * c.values_of_key
-        layers = [KVLayer(c.kv_heads, c.head_dim, value_width(c, i, wide), queries=c.heads, rope=c.layers[i].rope,
-                          context=self.context, sliding=c.layers[i].sliding, softcap=c.attention_softcap,
+        wide = None if c.values_of_key == 1 and c.value_dim is None else c.value_width * c.values_of_key
+        layers = [KVLayer(c.groups(c.layers[i]), c.head_dim, value_width(c, i, wide), queries=c.heads,
+                          rope=c.layers[i].rope, context=self.context, sliding=c.layers[i].sliding, softcap=c.attention_softcap,
                           bias=c.layers[i].bias is not None or (
                               (rope := c.layers[i].rope) is not None and rope.chunks is not None),
                           sinks=c.layers[i].sinks)
@@ -388,9 +388,10 @@ def _network(config: DecoderConfig, params: Weights) -> Decoder:
 def _spec(config: DecoderConfig, axes: tuple[str | None, ...], mesh: Mesh, axis: str) -> PartitionSpec:
     # Heads are sharded whole: their number must divide, not their total width.
     experts = [layer.experts for layer in config.layers if layer.experts is not None]
-    units = {"heads": config.heads, "kv_heads": config.kv_heads, "mlp": config.mlp, "vocab": config.vocab,
+    units = {"heads": config.heads, "mlp": config.mlp, "vocab": config.vocab,
              "expert_mlp": math.gcd(*(e.width for e in experts)), "experts": math.gcd(*(e.count for e in experts)),
-             "shared_mlp": math.gcd(*(e.shared for e in experts))}
+             "shared_mlp": math.gcd(*(e.shared for e in experts)),
+             "kv_heads": math.gcd(*(config.groups(layer) for layer in config.layers))}
     size = dict(mesh.shape)
 
     def over(name: str | None) -> str | None:

@@ -321,6 +321,8 @@ def rotated(model: Transformer, params: Weights) -> tuple[Transformer, Weights]:
     if c.norm.kind != "rms" or c.norm.bias or c.block not in ("pre", "parallel"):
         raise ValueError(f"model: got {c.block} blocks with {c.norm.kind} norms, takes RMS norms before attention and "
                          "MLP alone")
+    if c.value_dim is not None:
+        raise ValueError(f"model: got values of {c.value_dim} channels and keys of {c.head_dim}, takes the same number")
     stream, head = hadamard(c.width), hadamard(c.head_dim)
     leaves = {path: np.asarray(jax.device_get(leaf), np.float64) for path, leaf in found.items()}
     if c.tied:
