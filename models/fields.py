@@ -84,8 +84,8 @@ _KEYS: dict[Kind, str] = {
     LAYERS: "num_hidden_layers n_layer n_layers no_rope_layer_interval decoder_sparse_step moe_layer_interval "
             "interleave_moe_layer_step num_layers num_decoder_layers",
     HEADS: "num_attention_heads n_head n_heads num_key_value_heads n_kv_heads head_dim num_experts num_local_experts "
-           "v_head_dim num_experts_per_tok num_heads d_kv n_groups state_size conv_kernel conv1d_width num_kv_heads rotary_dim "
-           "n_group topk_group n_routed_experts moe_num_experts moe_k num_ln_in_parallel_attn",
+           "num_experts_per_tok num_heads d_kv n_groups state_size conv_kernel conv1d_width num_kv_heads rotary_dim "
+           "v_head_dim n_group topk_group n_routed_experts moe_num_experts moe_k num_ln_in_parallel_attn",
     WIDTH: "hidden_size n_embd n_embed d_model word_embed_proj_dim lru_width",
     ENTRIES: "vocab_size embedding_size intermediate_size n_inner mlp_hidden_size moe_intermediate_size d_ff "
              "ffn_dim ffn_hidden_size intermediate_size_mlp shared_expert_intermediate_size "

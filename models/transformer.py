@@ -109,7 +109,8 @@ class Transformer(LayeredModel):
         given, dtype = None if encodes else inputs, jnp.dtype(self.dtype)
         wide = None if c.values_of_key == 1 and c.value_dim is None else c.value_width * c.values_of_key
         layers = [KVLayer(c.groups(c.layers[i]), c.head_dim, value_width(c, i, wide), queries=c.heads,
-                          rope=c.layers[i].rope, context=self.context, sliding=c.layers[i].sliding, softcap=c.attention_softcap,
+                          rope=c.layers[i].rope, context=self.context, sliding=c.layers[i].sliding,
+                          softcap=c.attention_softcap,
                           bias=c.layers[i].bias is not None or (
                               (rope := c.layers[i].rope) is not None and rope.chunks is not None),
                           sinks=c.layers[i].sinks)
