@@ -18,7 +18,7 @@ from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from decodax.cache import Dense, KVLayer, LinearStates, LinearTerms, PerLayer, cache_of, dense, linear_states
+from decodax.cache import Dense, LinearStates, LinearTerms, PerLayer, cache_of, dense, linear_states
 from decodax.cache.linear import over_text
 from decodax.common.axes import EXPERT, MODEL
 from decodax.common.struct import short
@@ -29,8 +29,8 @@ from decodax.core.types import CacheKind, LayeredModel, Out, PartialForward
 from decodax.core.window import Window, take
 from decodax.models.config import DecoderConfig
 from decodax.models.decoder import Attend, Decoder, Keep
-from decodax.models.echoes import value_width
 from decodax.models.inputs import AdapterRows, Embeddings, EncoderText, named
+from decodax.models.kv_shapes import kv_layers
 from decodax.models.packed import Adapted, Packed, embedded
 from decodax.models.recurrent.rg_lru import Recurrence, recurrent_states, walk_text
 from decodax.models.rope import Dynamic, LongRope
@@ -107,14 +107,7 @@ class Transformer(LayeredModel):
         if isinstance(inputs, Embeddings) and inputs.values.shape[2:] != (c.width,):
             raise ValueError(f"inputs: got embeddings of width {inputs.values.shape[-1]}, takes {c.width}")
         given, dtype = None if encodes else inputs, jnp.dtype(self.dtype)
-        wide = None if c.values_of_key == 1 and c.value_dim is None else c.value_width * c.values_of_key
-        layers = [KVLayer(c.groups(c.layers[i]), c.head_dim, value_width(c, i, wide), queries=c.heads,
-                          rope=c.layers[i].rope, context=self.context, sliding=c.layers[i].sliding,
-                          softcap=c.attention_softcap,
-                          bias=c.layers[i].bias is not None or (
-                              (rope := c.layers[i].rope) is not None and rope.chunks is not None),
-                          sinks=c.layers[i].sinks)
-                  for i in c.attending]
+        layers = kv_layers(c, self.context)
         made = functools.partial(cache_of, self.cache, layers, batch, capacity, dtype, given)
         if c.recurrent:
             return PerLayer(base=made(),
