@@ -16,10 +16,10 @@ import numpy as np
 from jax.sharding import Sharding
 
 from decodax.io.files import CheckpointError, Files
-from decodax.io.packed import axes, shardings
+from decodax.io.packed import shardings
 from decodax.models.formats.mxfp4 import GROUP, Mxfp4Blocks
 from decodax.models.names import WeightSource
-from decodax.models.packed import Packed, for_platform
+from decodax.models.packed import Packed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,32 +55,28 @@ class Mxfp4Source:
     def load(self, files: Files, place: Sharding) -> Packed:
         """Reads the kernel. `place` is the sharding of the array that it replaces, `f[E, K, N]`."""
         experts, count, inputs = self.shape
-        groups = inputs // GROUP
-        shapes: Any = Mxfp4Blocks(codes=jax.ShapeDtypeStruct((experts, count, GROUP // 2, groups), jnp.uint8),    # type: ignore[arg-type]
-                                  scales=jax.ShapeDtypeStruct((experts, count, groups), jnp.uint8))              # type: ignore[arg-type]
+        groups, half = inputs // GROUP, GROUP // 2
+        empty: Any = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.uint8)
+        shapes = Mxfp4Blocks(codes=empty(experts, count, half, groups), scales=empty(experts, count, groups))
         places = shardings(shapes, False, place)
         blocks, scales = map(files.slice, self.tensors)
+        start, step = self.outputs.start, self.outputs.step
 
-        def part(which: str, index: tuple[slice, ...]) -> np.ndarray:
-            """Returns a part of the codes or of the scales of the kernel."""
-            e, n, *_, g = (slice(*own.indices(size)[:2]) for own, size in zip(
-                index, getattr(shapes, which).shape, strict=True))
+        def read(tensor: Any, shape: tuple[int, ...], index: tuple[slice, ...]) -> np.ndarray:
+            """Returns a part of an array of the kernel, with the axes of the tensor."""
+            bounds = [slice(*own.indices(size)[:2]) for own, size in zip(index, shape, strict=True)]
+            e, n, g = bounds[0], bounds[1], bounds[-1]
             # Outputs that alternate with those of another kernel are taken from all of them.
-            first, step = self.outputs.start, self.outputs.step
-            rows = slice(first + n.start * step, first + (n.stop - 1) * step + 1)
-            own = (blocks if which == "codes" else scales)
-            made = np.empty((e.stop - e.start, n.stop - n.start, *([GROUP // 2] if which == "codes" else []),
-                             g.stop - g.start), np.uint8)
-            for i, expert in enumerate(range(e.start, e.stop)):
-                some = own[expert:expert + 1, rows, g][0, ::step]
-                made[i] = np.swapaxes(some, -1, -2) if which == "codes" else some
-            return made
+            rows = slice(start + n.start * step, start + (n.stop - 1) * step + 1)
+            return np.concatenate([tensor[expert:expert + 1, rows, g][:, ::step] for expert in range(e.start, e.stop)])
 
-        made = {which: jax.make_array_from_callback(getattr(shapes, which).shape, getattr(places, which),
-                                                    lambda index, which=which: part(which, index))
-                for which in ("codes", "scales")}
-        kernel = for_platform(Mxfp4Blocks(**made))
-        return kernel if len(places.scales.device_set) == 1 else kernel.placed(*axes(place, False))    # type: ignore[arg-type]
+        def codes(index: tuple[slice, ...]) -> np.ndarray:
+            return np.ascontiguousarray(np.swapaxes(read(blocks, shapes.codes.shape, index), -1, -2))
+
+        return Mxfp4Blocks(
+            codes=jax.make_array_from_callback(shapes.codes.shape, places.codes, codes),
+            scales=jax.make_array_from_callback(shapes.scales.shape, places.scales,
+                                                lambda index: read(scales, shapes.scales.shape, index)))
 
 
 def mxfp4_sources(where: Mapping[str, WeightSource], files: Files) -> dict[str, Mxfp4Source]:
