@@ -62,15 +62,15 @@ class Mxfp4Source:
         blocks, scales = map(files.slice, self.tensors)
         start, step = self.outputs.start, self.outputs.step
 
-        def read(tensor: Any, shape: tuple[int, ...], index: tuple[slice, ...]) -> np.ndarray:
+        def read(tensor: Any, shape: tuple[int, ...], index: tuple[slice, ...] | None) -> np.ndarray:
             """Returns a part of an array of the kernel, with the axes of the tensor."""
-            bounds = [slice(*own.indices(size)[:2]) for own, size in zip(index, shape, strict=True)]
+            bounds = [slice(*own.indices(size)[:2]) for own, size in zip(index or (), shape, strict=True)]
             e, n, g = bounds[0], bounds[1], bounds[-1]
             # Outputs that alternate with those of another kernel are taken from all of them.
             rows = slice(start + n.start * step, start + (n.stop - 1) * step + 1)
             return np.concatenate([tensor[expert:expert + 1, rows, g][:, ::step] for expert in range(e.start, e.stop)])
 
-        def codes(index: tuple[slice, ...]) -> np.ndarray:
+        def codes(index: tuple[slice, ...] | None) -> np.ndarray:
             return np.ascontiguousarray(np.swapaxes(read(blocks, shapes.codes.shape, index), -1, -2))
 
         return Mxfp4Blocks(
