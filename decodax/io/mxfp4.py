@@ -79,6 +79,12 @@ class Mxfp4Source:
                                                 lambda index: read(scales, shapes.scales.shape, index)))
 
 
+def packs_mxfp4(config: Mapping[str, Any]) -> bool:
+    """Returns True if a `config.json` describes a checkpoint in MXFP4."""
+    found = config.get("quantization_config")
+    return isinstance(found, Mapping) and found.get("quant_method") == "mxfp4"
+
+
 def mxfp4_sources(where: Mapping[str, WeightSource], files: Files) -> dict[str, Mxfp4Source]:
     """Returns the kernels that a file holds in MXFP4, by the path of the weight, after a check of their tensors.
 
