@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from decodax.common.arguments import outside
 from decodax.io import packed as packed_files
 from decodax.io.files import CheckpointError, Files, named_tensors, read_json
-from decodax.io.mxfp4 import mxfp4_sources, packs_mxfp4
+from decodax.io.mxfp4 import mxfp4_sources, packed_tensors, packs_mxfp4
 from decodax.io.quantised import read_scheme, refuse_quantised
 from decodax.io.quantised.weights import find_layers, load_weights
 from decodax.models.config import DecoderConfig
@@ -125,10 +125,11 @@ def load_model(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | 
         warnings.warn(f"{files.name}: skips {len(later)} tensors of layers that predict further tokens, such as "
                       f"{min(later)}, which are not read", stacklevel=outside())
         ignored.append(re.compile("|".join(f"^{re.escape(tensor)}$" for tensor in later)))
-    coded, plan = mxfp4_sources(where, files) if packs_mxfp4(config) else {}, None if scheme is None else find_layers(files, scheme, where, shapes)
-    apart, spare = coded if plan is None else plan.layers, {head} if decoder.tied else set()
-    spare |= {tensor for own in coded.values() for tensor in own.tensors} if plan is None else plan.tensors
-    _check({path: source for path, source in where.items() if path not in apart}, files, spare, ignored)
+    coded = mxfp4_sources(where, files, config)
+    plan = None if scheme is None else find_layers(files, scheme, where, shapes)
+    apart, spare = (coded, packed_tensors(coded)) if plan is None else (plan.layers, plan.tensors)
+    _check({path: source for path, source in where.items() if path not in apart}, files,
+           spare | ({head} if decoder.tied else set()), ignored)
     if decoder.tied:
         _check_tied(files, where["embed"].tensors[0], head)
 

@@ -85,18 +85,20 @@ def packs_mxfp4(config: Mapping[str, Any]) -> bool:
     return isinstance(found, Mapping) and found.get("quant_method") == "mxfp4"
 
 
-def mxfp4_sources(where: Mapping[str, WeightSource], files: Files) -> dict[str, Mxfp4Source]:
+def mxfp4_sources(where: Mapping[str, WeightSource], files: Files,
+                  config: Mapping[str, Any]) -> dict[str, Mxfp4Source]:
     """Returns the kernels that a file holds in MXFP4, by the path of the weight, after a check of their tensors.
 
     Args:
         where: the sources of all weights, as if none was packed.
         files: the files of the directory.
+        config: the content of its config.json.
 
     Raises:
         CheckpointError: a tensor is missing, or has another shape or dtype.
     """
-    found = {}
-    for path, source in where.items():
+    found: dict[str, Mxfp4Source] = {}
+    for path, source in where.items() if packs_mxfp4(config) else ():
         name = source.tensors[0]
         if not source.leading or f"{name}_blocks" not in files.home:
             continue
@@ -113,3 +115,8 @@ def mxfp4_sources(where: Mapping[str, WeightSource], files: Files) -> dict[str, 
         found[path] = Mxfp4Source(name, own, (experts, outputs, inputs // GROUP), (experts, count, inputs))
         found[path].check(files)
     return found
+
+
+def packed_tensors(sources: Mapping[str, Mxfp4Source]) -> set[str]:
+    """Returns the names of the tensors of packed kernels."""
+    return {tensor for source in sources.values() for tensor in source.tensors}
