@@ -125,13 +125,13 @@ def load_model(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | 
         warnings.warn(f"{files.name}: skips {len(later)} tensors of layers that predict further tokens, such as "
                       f"{min(later)}, which are not read", stacklevel=outside())
         ignored.append(re.compile("|".join(f"^{re.escape(tensor)}$" for tensor in later)))
-    coded, plan = mxfp4_sources(where, files, config), scheme and find_layers(files, scheme, where, shapes)
+    coded = mxfp4_sources(where, files, config)
+    plan = None if scheme is None else find_layers(files, scheme, where, shapes)
     apart, spare = (coded, packed_tensors(coded)) if plan is None else (plan.layers, plan.tensors)
-    left, heads = {path: where[path] for path in where if path not in apart}, {head} if decoder.tied else set()
-    _check(left, files, spare | heads, ignored)
+    heads = {head} if decoder.tied else set()
+    _check({path: where[path] for path in where if path not in apart}, files, spare | heads, ignored)
     if decoder.tied:
         _check_tied(files, where["embed"].tensors[0], head)
-
     name = asked or DTYPES.get(files.slice(where["embed"].tensors[0]).get_dtype(), "bfloat16")
     model = Transformer(decoder, dtype=name, context=context)
     on = places(model, shapes, mesh)
