@@ -4,7 +4,6 @@ weights."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Literal
 
 import jax.numpy as jnp
@@ -98,6 +97,9 @@ class Layer:
         recurrent: the recurrent block in place of attention, which has no other of these options but `experts`. None:
             attention.
         qk_norm: False leaves out the norm of queries and keys that `DecoderConfig.qk_norm` describes.
+        kv_heads: number of key/value heads of this layer; None: `DecoderConfig.kv_heads`.
+        sinks: True gives each query head a learned score that takes part in the softmax without a value, so that the
+            weights of keys sum to less than one (GPT-OSS).
     """
 
     rope: Rope | None = None
@@ -111,6 +113,8 @@ class Layer:
     query_scale: QueryScale | None = None
     qk_norm: bool = True
     recurrent: RgLru | None = None
+    sinks: bool = False
+    kv_heads: int | None = None
 
     def __post_init__(self) -> None:
         if self.recurrent is not None and dataclasses.replace(self, recurrent=None, experts=None) != Layer():
@@ -119,6 +123,8 @@ class Layer:
             raise ValueError(f"sliding: got {self.sliding}, takes 1 or more, or None")
         if self.linear is not None and (self.sliding is not None or self.scale is not None or self.reads is not None):
             raise ValueError("linear: cannot be combined with a sliding window, a scale or another layer's keys")
+        if self.sinks and self.linear is not None:
+            raise ValueError("sinks: got True with linear attention, which has no softmax; takes False")
         if self.bias is not None and (self.linear is not None or (
                 self.rope is not None and self.rope.chunks is not None)):
             raise ValueError("bias: cannot be combined with linear attention or dual chunk attention")
@@ -135,6 +141,8 @@ class DecoderConfig:
         kv_heads: number of key/value heads `G`.
         value_heads: number of value heads, a multiple of `kv_heads` and a divisor of `heads`; None: `kv_heads`.
         head_dim: number of channels `d` of a head.
+        value_dim: number of channels of a head's values; None: `head_dim`.
+        value_scale: factor of the values.
         mlp: number of inner channels of the MLP.
         layers: the options of each layer.
         context: trained number of positions (`max_position_embeddings`).
@@ -193,6 +201,8 @@ class DecoderConfig:
     residual_scale: float = 1.0
     logit_scale: float = 1.0
     value_heads: int | None = None
+    value_dim: int | None = None
+    value_scale: float = 1.0
 
     def __post_init__(self) -> None:
         for name in ("vocab", "width", "heads", "kv_heads", "head_dim", "mlp", "context"):
@@ -206,6 +216,10 @@ class DecoderConfig:
                                              or self.heads % self.value_heads):
             raise ValueError(f"value_heads: got {self.value_heads}, takes a multiple of kv_heads = {self.kv_heads} "
                              f"that divides heads = {self.heads}")
+        if (self.value_dim is not None or any(layer.kv_heads for layer in self.layers)) and (
+                self.shared or self.stateful or self.value_heads is not None or self.qk_norm in ("full", "per_head")):
+            raise ValueError("value_dim, kv_heads of a layer: take layers with keys and values of their own, no "
+                             "value_heads, and norms of queries and keys of single heads")
         if self.echoed and any(layer.reads is not None or layer.linear is not None for layer in self.layers):
             raise ValueError("echoes: got layers that repeat the attention of others and some that read their keys and "
                              "values, or have linear attention; takes one of these")
@@ -217,6 +231,9 @@ class DecoderConfig:
         if self.tied and self.head_bias:
             raise ValueError("head_bias: got True, a tied head takes False")
         for i, layer in enumerate(self.layers):
+            if layer.kv_heads is not None and (layer.kv_heads < 1 or self.heads % layer.kv_heads):
+                raise ValueError(f"kv_heads: got {layer.kv_heads} for layer {i}, takes a divisor of heads = "
+                                 f"{self.heads}")
             if layer.reads is not None and not (0 <= layer.reads < i and self.layers[layer.reads].reads is None
                                                 and self.layers[layer.reads].linear is None
                                                 and self.layers[layer.reads].rope == layer.rope):
@@ -246,6 +263,15 @@ class DecoderConfig:
     def values_of_key(self) -> int:
         """Number of value heads that share a key head."""
         return 1 if self.value_heads is None else self.value_heads // self.kv_heads
+
+    @property
+    def value_width(self) -> int:
+        """Number of channels of a head's values."""
+        return self.head_dim if self.value_dim is None else self.value_dim
+
+    def groups(self, layer: Layer) -> int:
+        """Returns the number of key/value heads of a layer."""
+        return self.kv_heads if layer.kv_heads is None else layer.kv_heads
 
     def key_width(self, layer: Layer) -> int:
         """Returns the width of a layer's queries and keys."""
@@ -297,79 +323,6 @@ def in_chunks(layers: tuple[Layer, ...], chunks: Chunks | None) -> tuple[Layer, 
     text."""
     return tuple(layer if layer.rope is None else
                  dataclasses.replace(layer, rope=dataclasses.replace(layer.rope, chunks=chunks)) for layer in layers)
-
-
-def cla(config: DecoderConfig, share: int = 2) -> DecoderConfig:
-    """Returns a configuration with cross-layer attention: only every `share`-th layer computes keys and values.
-
-    The layers after it attend to these, so the cache is smaller by the factor `share` ("Reducing Transformer Key-Value
-    Cache Size with Cross-Layer Attention", Brandon et al., 2024). It is another network, which has to be trained.
-
-    >>> [layer.reads for layer in cla(llama(vocab=64, width=32, layers=4, heads=4, mlp=96)).layers]
-    [None, 0, None, 2]
-    """
-    if share < 1:
-        raise ValueError(f"share: got {share}, takes 1 or more")
-    return dataclasses.replace(config, layers=tuple(
-        dataclasses.replace(layer, reads=i - i % share if i % share else None)
-        for i, layer in enumerate(config.layers)))
-
-
-def yoco(config: DecoderConfig, window: int = 1024) -> DecoderConfig:
-    """Returns a decoder-decoder ("You Only Cache Once: Decoder-Decoder Architectures for Language Models", Sun et al.,
-    2024).
-
-    The layers of the first half attend to a sliding `window`. All layers of the second half attend to the keys and
-    values that its first layer computes for the whole text. This is the form with sliding windows, not the one with
-    gated retention. It is another network, which has to be trained.
-
-    >>> c = yoco(llama(vocab=64, width=32, layers=4, heads=4, mlp=96), window=16)
-    >>> [(layer.sliding, layer.reads) for layer in c.layers]
-    [(16, None), (16, None), (None, None), (None, 2)]
-    """
-    half = len(config.layers) // 2
-    if half < 1:
-        raise ValueError("layers: got one, takes at least two")
-    return dataclasses.replace(config, layers=tuple(
-        dataclasses.replace(layer, sliding=window if i < half else None, reads=half if i > half else None)
-        for i, layer in enumerate(config.layers)))
-
-
-def echo_att(config: DecoderConfig, groups: Sequence[Sequence[int]]) -> DecoderConfig:
-    """Returns a configuration with groups of layers that use the attention weights of the first layer of each group.
-
-    The other layers of a group compute values, but neither queries nor keys ("EchoAtt: Attend, Copy, then Adjust for
-    More Efficient Large Language Models", Rajabzadeh et al., 2024). It is another network, which has to be distilled:
-    `decodax.train.echo_att`.
-
-    >>> c = echo_att(llama(vocab=64, width=32, layers=6, heads=4, mlp=96), [(1, 2), (3, 4)])
-    >>> [layer.echoes for layer in c.layers]
-    [None, None, 1, None, 3, None]
-    """
-    flat = [i for group in groups for i in group]
-    if len(set(flat)) < len(flat) or any(list(group) != sorted(group) or not group for group in groups) or not (
-            all(0 <= i < len(config.layers) for i in flat)):
-        raise ValueError(f"groups: got {tuple(map(tuple, groups))}, takes groups of the {len(config.layers)} layers, "
-                         "each in their order, and a layer in one of them")
-    lead = {i: group[0] for group in groups for i in group[1:]}
-    return dataclasses.replace(config, layers=tuple(
-        dataclasses.replace(layer, echoes=lead.get(i)) for i, layer in enumerate(config.layers)))
-
-
-def diffqkv(config: DecoderConfig, key_heads: int) -> DecoderConfig:
-    """Returns a configuration with fewer key heads than value heads.
-
-    These are the numbers of heads of DiffQKV ("Sigma: Differential Rescaling of Query, Key and Value for Efficient
-    Language Models", Lin et al., 2025), which found that a model needs fewer keys than values. Queries that are wider
-    than the model are set by `heads * head_dim > width`. It is another network, which has to be trained.
-
-    >>> c = diffqkv(llama(vocab=64, width=32, layers=1, heads=8, kv_heads=4, mlp=96), key_heads=2)
-    >>> c.kv_heads, c.value_heads
-    (2, 4)
-    """
-    if key_heads < 1 or config.kv_heads % key_heads:
-        raise ValueError(f"key_heads: got {key_heads}, takes a divisor of kv_heads = {config.kv_heads}")
-    return dataclasses.replace(config, kv_heads=key_heads, value_heads=config.kv_heads)
 
 
 def llama(*, vocab: int, width: int, layers: int, heads: int, mlp: int, kv_heads: int | None = None,

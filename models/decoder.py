@@ -53,15 +53,17 @@ class Attention(nnx.Module):
         self.c, self.layer = c, layer
         width, own, rule = c.key_width(layer), layer.reads is None, layer.linear
         attends, has_keys = layer.echoes is None, own and layer.echoes is None
-        keys, values = c.kv_heads * width, c.kv_heads * c.head_dim * c.values_of_key
+        groups = c.groups(layer)
+        keys, values = groups * width, groups * c.value_width * c.values_of_key
         into = lambda out, axis: Linear(rngs, (c.width, out), ("embed", axis), c.qkv_bias)
         self.q = into(c.heads * width, "heads") if attends else None
         self.k = into(keys, "kv_heads") if has_keys else None
         self.v = into(values, "kv_heads") if own else None
-        self.o = Linear(rngs, (c.heads * c.head_dim, c.width), ("heads", "embed"), c.out_bias,
+        self.o = Linear(rngs, (c.heads * c.value_width, c.width), ("heads", "embed"), c.out_bias,
                         STD / (2 * len(c.layers)) ** 0.5)
         self.q_norm = _head_norm(c, c.heads, "heads") if attends and layer.qk_norm else None
-        self.k_norm = _head_norm(c, c.kv_heads, "kv_heads") if has_keys and layer.qk_norm else None
+        self.k_norm = _head_norm(c, groups, "kv_heads") if has_keys and layer.qk_norm else None
+        self.sinks = nnx.Param(jnp.zeros(c.heads), axes=("heads",)) if layer.sinks else None
         if rule is not None:
             # Training begins with zeros, that is, with the sum within a group alone.
             self.factor = nnx.Param(jnp.zeros(1), axes=(None,)) if rule.factor else None
@@ -81,7 +83,7 @@ class Attention(nnx.Module):
             q, k, v = jax.lax.optimization_barrier((self.q(x), self.k(x), self.v(x)))
             # Values of the heads that share keys are adjacent, as one wide head.
             k = self._placed(k, self.k_norm, tables)
-            v = self._clipped(v).reshape(*v.shape[:2], self.c.kv_heads, -1)
+            v = self._scaled(v)
         q, c = self._placed(q, self.q_norm, tables), self.c
         if self.layer.query_scale is not None:
             q = q * tables[self.layer.query_scale].astype(q.dtype)
@@ -94,12 +96,18 @@ class Attention(nnx.Module):
             options["bias"] = DualChunk(self.layer.rope, scale)
         elif self.layer.bias is not None:
             options["bias"] = self.layer.bias
+        if self.sinks is not None:
+            options["sinks"] = self.sinks[...]
         return self._projected(x, *attend(index, q, k, v, **options))
 
     def _values(self, x: Array) -> Array:
         """Returns the values, split into heads."""
         assert self.v is not None
-        return self._clipped(self.v(x)).reshape(*x.shape[:2], self.c.kv_heads, -1)
+        return self._scaled(self.v(x))
+
+    def _scaled(self, v: Array) -> Array:
+        v = self._clipped(v).reshape(*v.shape[:2], self.c.groups(self.layer), -1)
+        return v if self.c.value_scale == 1.0 else v * self.c.value_scale
 
     def _clipped(self, y: Array) -> Array:
         clip = self.c.qkv_clip

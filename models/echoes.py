@@ -50,7 +50,7 @@ class Echoes:
             self.values[lead].append(v)
             out, q, keys, given = self.found[lead]
             at, e = len(self.values[lead]) - 1, v.shape[-1]
-            near = self.near(q, keys, v, **given)
+            near = self.near(q, keys, v, **{**given, "sinks": None})      # the share has them
             return out[..., at * e:(at + 1) * e] + out[..., -1:] * near.astype(out.dtype), ()
         others = len(self.config.group(layer)) - 1
         if not others:

@@ -25,9 +25,13 @@ BLOCK = 8
 since a product with another number of rows is rounded differently."""
 
 
+Glu = Callable[[Array, Array], Array]
+"""A function from the gate's and the other projection's result to the inner channels."""
+
+
 def mix(x: Array, which: Array, weights: Array, gate: Kernel, up: Kernel, down: Kernel,
         activation: Callable[[Array], Array], biases: tuple[Array, Array, Array] | None = None,
-        on_input: bool = False) -> Array:
+        on_input: bool = False, glu: Glu | None = None) -> Array:
     """Returns the weighted sum of the chosen experts' outputs for each token.
 
     Expert `e` computes `activation(x @ gate[e]) * (x @ up[e]) @ down[e]`. On a mesh each device has a part of the inner
@@ -43,15 +47,16 @@ def mix(x: Array, which: Array, weights: Array, gate: Kernel, up: Kernel, down: 
         activation: elementwise function.
         biases: those of the three projections, `f[E, I]`, `f[E, I]` and `f[E, D]`, or None.
         on_input: True multiplies the experts' inputs by the weights in place of their outputs.
+        glu: function of `x @ gate[e]` and `x @ up[e]`, in place of `activation` and the product.
 
     Returns:
         `f[n, D]`, in the dtype of `x`.
     """
-    inner = () if biases is None else biases[:2]
+    inner, glu = () if biases is None else biases[:2], glu or (lambda gate, up: activation(gate) * up)
     if isinstance(gate, Array) and isinstance(up, Array) and isinstance(down, Array):
-        out = _over_mesh(x, which, weights, gate, up, down, inner, activation, on_input)
+        out = _over_mesh(x, which, weights, gate, up, down, inner, glu, on_input)
     else:
-        out = _mixed(x, which, weights, gate, up, down, inner, activation, on_input)
+        out = _mixed(x, which, weights, gate, up, down, inner, glu, on_input)
     if biases is None:
         return out
     # Here, since each device of a mesh would add the last one to its part of the sum.
@@ -61,7 +66,7 @@ def mix(x: Array, which: Array, weights: Array, gate: Kernel, up: Kernel, down: 
 
 
 def _over_mesh(x: Array, which: Array, weights: Array, gate: Array, up: Array, down: Array, inner: tuple[Array, ...],
-               activation: Callable[[Array], Array], on_input: bool) -> Array:
+               glu: Glu, on_input: bool) -> Array:
     """Computes `mix` without the last biases, each device its part."""
     E, rows = gate.shape[0], PartitionSpec(DATA)
     wide, narrow = PartitionSpec(EXPERT, None, MODEL), PartitionSpec(EXPERT, MODEL)
@@ -71,14 +76,14 @@ def _over_mesh(x: Array, which: Array, weights: Array, gate: Array, up: Array, d
         held = gate.shape[0]
         if held < E:
             which = which - held * lax.axis_index(EXPERT)
-        return _mixed(x, which, weights, gate, up, down, tuple(inner), activation, on_input, held < E)[None, None]
+        return _mixed(x, which, weights, gate, up, down, tuple(inner), glu, on_input, held < E)[None, None]
 
     return shardwise(part, (rows, rows, rows, wide, wide, narrow, *(PartitionSpec(EXPERT, MODEL) for _ in inner)),
                      PartitionSpec(EXPERT, MODEL, DATA), x, which, weights, gate, up, down, *inner).sum((0, 1))
 
 
 def _mixed(x: Array, which: Array, weights: Array, gate: Kernel, up: Kernel, down: Kernel, inner: tuple[Array, ...],
-           activation: Callable[[Array], Array], on_input: bool, elsewhere: bool = False) -> Array:
+           glu: Glu, on_input: bool, elsewhere: bool = False) -> Array:
     """Computes `mix` without the last biases on one device. With `elsewhere`, `which` may contain experts of other
     devices."""
     (n, k), E = which.shape, jax.tree.leaves(gate)[0].shape[0]
@@ -109,7 +114,7 @@ def _mixed(x: Array, which: Array, weights: Array, gate: Kernel, up: Kernel, dow
             own = jax.tree.map(lambda kernel: kernel[jnp.minimum(e, E - 1)], (gate, up, down, inner))
             one, other, last, (first, second) = own[0], own[1], own[2], own[3] or (0, 0)
             own_x = x[rows] * worth[:, None] if on_input else x[rows]
-            return multiply(activation(multiply(own_x, one) + first) * (multiply(own_x, other) + second), last)
+            return multiply(glu(multiply(own_x, one) + first, multiply(own_x, other) + second), last)
 
         return lax.cond(e < E, run, lambda: jnp.zeros((BLOCK, x.shape[1]), x.dtype))
 

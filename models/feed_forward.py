@@ -78,7 +78,8 @@ class Mixture(nnx.Module):
         gate, up, down = (part.kernel.get_value() for part in (self.gate, self.up, self.down))
         biases = None if self.gate.bias is None or self.up.bias is None or self.down.bias is None else (
             self.gate.bias[...], self.up.bias[...], self.down.bias[...])
-        out = mix(flat, which, weights, gate, up, down, ACTIVATIONS[self.activation], biases, self.e.where == "input")
+        out = mix(flat, which, weights, gate, up, down, ACTIVATIONS[self.activation], biases, self.e.where == "input",
+                  self.e.glu)
         if self.shared is not None:
             beside = self.shared(flat)
             if self.shared_gate is not None:

@@ -77,7 +77,7 @@ _KEYS: dict[Kind, str] = {
     POSITIVE: "rope_theta rope_local_base_freq query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping "
               "logits_scaling factor low_freq_factor high_freq_factor beta_fast beta_slow attention_factor mlp_ratio "
               "expand rotary_emb_base clip_qkv alpha short_mscale long_mscale routed_scaling_factor "
-              "router_scaling_factor floor_scale logits_soft_cap",
+              "router_scaling_factor floor_scale logits_soft_cap swiglu_alpha swiglu_limit attention_value_scale",
     NOT_NEGATIVE: "router_jitter_noise norm_eps norm_epsilon rms_norm_eps layer_norm_eps layer_norm_epsilon",
     SHARE: "partial_rotary_factor rotary_pct",
     PATTERN: "sliding_window_pattern",
@@ -85,13 +85,13 @@ _KEYS: dict[Kind, str] = {
             "interleave_moe_layer_step num_layers num_decoder_layers",
     HEADS: "num_attention_heads n_head n_heads num_key_value_heads n_kv_heads head_dim num_experts num_local_experts "
            "num_experts_per_tok num_heads d_kv n_groups state_size conv_kernel conv1d_width num_kv_heads rotary_dim "
-           "n_group topk_group n_routed_experts moe_num_experts moe_k num_ln_in_parallel_attn",
+           "v_head_dim n_group topk_group n_routed_experts moe_num_experts moe_k num_ln_in_parallel_attn",
     WIDTH: "hidden_size n_embd n_embed d_model word_embed_proj_dim lru_width",
     ENTRIES: "vocab_size embedding_size intermediate_size n_inner mlp_hidden_size moe_intermediate_size d_ff "
              "ffn_dim ffn_hidden_size intermediate_size_mlp shared_expert_intermediate_size "
              "relative_attention_num_buckets relative_attention_max_distance",
     POSITIONS: "max_position_embeddings n_positions max_sequence_length original_max_position_embeddings "
-               "sliding_window attention_window_size chunk_size seq_length attention_chunk_size",
+               "sliding_window sliding_window_size attention_window_size chunk_size seq_length attention_chunk_size",
     INDEX: "first_k_dense_replace n_shared_experts num_shared_experts moe_num_shared_experts moe_layer_start_index "
            "max_window_layers local_size mask_token_id text_mask_token_id bd_size block_size",
     IDS: "eos_token_id bos_token_id pad_token_id",

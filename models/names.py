@@ -109,6 +109,7 @@ class Names:
         twin: entries of `layer` that differ with `DecoderConfig.twin_norms`.
         transposed: True if linear layers are stored `[out, in]`.
         experts_transposed: the same for tensors that hold all experts.
+        interleaved: the columns of the projections in a fused tensor of all experts alternate.
         extra: full names of tensors inside a layer that are used as they are, by the weight's path inside a layer.
     """
 
@@ -128,7 +129,8 @@ class Names:
     twin: dict[str, str] = dataclasses.field(default_factory=dict)
     transposed: bool = True
     experts_transposed: bool = True
-    extra: dict[str, str] = dataclasses.field(default_factory=dict)
+    interleaved: bool = False
+    extra: dict[str, str] = dataclasses.field(default_factory=lambda: {"attn.sinks": "self_attn.sinks"})
 
 
 NEOX = {"attn_in": "input_layernorm", "mlp_in": "post_attention_layernorm", "mlp.up": "mlp.dense_h_to_4h",
@@ -163,9 +165,13 @@ FAMILY_NAMES = {
                              for part in ("gate", "up", "down")}}, fused=(GATE_UP,), experts_transposed=False,
                          experts={**dict.fromkeys(GATE_UP, "feed_forward.experts.gate_up_proj"),
                                   "mlp.down": "feed_forward.experts.down_proj"}),
+    "gpt_oss": Names({**LLAMA, "mlp.router": "mlp.router"}, fused=(GATE_UP,), experts_transposed=False,
+                     interleaved=True, experts={**dict.fromkeys(GATE_UP, "mlp.experts.gate_up_proj"),
+                                                "mlp.down": "mlp.experts.down_proj"}),
     "hy_v3": Names({**LLAMA, "mlp.router": "mlp.router.gate", **{f"mlp.shared.{part}": f"mlp.shared_mlp.{part}_proj"
                                                                 for part in ("gate", "up", "down")}},
                    correction="mlp.expert_bias"),
+    "mimo_v2_flash": Names(LLAMA, extra={"attn.sinks": "self_attn.attention_sink_bias"}),
     "ernie4_5_moe": Names(LLAMA, correction="mlp.moe_statics.e_score_correction_bias"),
     "gpt_neox": Names({**NEOX, **dict.fromkeys(QKV, "attention.query_key_value"), "attn.o": "attention.dense"},
                       stem="gpt_neox.", embed="embed_in", norm="final_layer_norm", head="embed_out", fused=(QKV,),
@@ -329,17 +335,21 @@ def _source(path: str, names: Names, sizes: dict[str, tuple[int, ...]], groups: 
         if len(shape) == 3 and "{expert}" in names.experts[inner]:
             each = tuple(f"{within}{names.experts[inner].format(expert=e)}.{tail}" for e in range(shape[0]))
             return WeightSource(each, True, None, shape[:0:-1])
-        if len(shape) == 3:
-            name, transpose, leading = f"{within}{names.experts[inner]}", names.experts_transposed, True
+        of_all = len(shape) == 3 or (leaf == "bias" and len(shape) == 2)     # a tensor of all experts
+        if of_all:
+            name = f"{within}{names.experts[inner]}{'_bias' if leaf == 'bias' else ''}"
+            transpose, leading = names.experts_transposed and leaf != "bias", len(shape) == 3
         else:
             name = f"{within}{names.layer[inner]}.{tail}"
         # The dense layers of a mixture may have separate tensors where its experts have one.
         group = next((g for g in names.fused if inner in g and (
-            len(shape) == 3 or len({names.layer[member] for member in g}) == 1)), None)
+            of_all or len({names.layer[member] for member in g}) == 1)), None)
         if group is not None:
             widths = [sizes[f"layers.{index}.{member}.{leaf}"][-1] // groups for member in group]
             start, at = sum(widths[:group.index(inner)]), group.index(inner)
             part = Columns(start, start + widths[at], sum(widths))
+            if of_all and names.interleaved:
+                part = Columns(at, at + 1, len(group))
             shape = (*shape[:-1], sum(widths) * groups)
         if "{head}" in name:
             return WeightSource(tuple(name.format(head=h) for h in range(shape[0])), False, None, shape[1:])

@@ -1,9 +1,9 @@
 """The router of a sparse mixture of experts: which experts compute a token, and with which weights.
 
 One function, `route`, has the options of all families (`Experts`), and some that no family here reads from a
-`config.json` yet: the scores "sqrtsoftplus" and "logits", groups that count by their best score, and biases. A score
-for each expert comes from the router's logits; the best scores choose, after a learned correction that counts for the
-choice alone and a choice of groups; the scores of the chosen are the weights, normalised and scaled.
+`config.json` yet: the score "sqrtsoftplus" and groups that count by their best score. A score for each expert comes
+from the router's logits; the best scores choose, after a learned correction that counts for the choice alone and a
+choice of groups; the scores of the chosen are the weights, normalised and scaled.
 
 | family | score | correction | groups | weights |
 |---|---|---|---|---|
@@ -14,6 +14,7 @@ choice alone and a choice of groups; the scores of the chosen are the weights, n
 | GLM-4.5, DeepSeek V3 | sigmoid | yes | by the two best of each | divided by their sum, scaled |
 | Llama 4 | sigmoid | no | no | factors of the expert's input |
 | Phi-3.5-MoE | sparsemixer | no | no | as they are |
+| GPT-OSS | logits | no | no | softmax of the chosen |
 """
 
 from __future__ import annotations
@@ -26,6 +27,23 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 Score = Literal["softmax", "sigmoid", "sqrtsoftplus", "logits", "sparsemixer"]
+
+
+@dataclasses.dataclass(frozen=True)
+class ClippedSwiGLU:
+    """The gated activation of GPT-OSS: `(up + 1) * gate * sigmoid(alpha * gate)`, with both projections clipped.
+
+    Attributes:
+        alpha: factor of the gate inside the sigmoid.
+        limit: the gate is at most this; the other projection is within `[-limit, limit]`.
+    """
+
+    alpha: float = 1.702
+    limit: float = 7.0
+
+    def __call__(self, gate: Array, up: Array) -> Array:
+        gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
+        return (up + 1) * (gate * jax.nn.sigmoid(self.alpha * gate))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +68,7 @@ class Experts:
         shared: number of inner channels of a gated MLP that computes every token beside the chosen experts; 0: none.
         shared_gate: True multiplies that MLP's output by a learned sigmoid of the token.
         bias: True adds biases to the router and to the experts' projections.
+        glu: the gated activation of the experts; None: the model's activation of the gate, times the other projection.
         jitter: of "sparsemixer": experts whose logit is relatively more than twice this below the best do not count.
     """
 
@@ -67,6 +86,7 @@ class Experts:
     shared: int = 0
     shared_gate: bool = False
     bias: bool = False
+    glu: ClippedSwiGLU | None = None
     jitter: float = 0.01
 
     def __post_init__(self) -> None:

@@ -18,7 +18,7 @@ from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from decodax.cache import Dense, KVLayer, LinearStates, LinearTerms, PerLayer, dense, linear_states
+from decodax.cache import Dense, LinearStates, LinearTerms, PerLayer, cache_of, dense, linear_states
 from decodax.cache.linear import over_text
 from decodax.common.axes import EXPERT, MODEL
 from decodax.common.struct import short
@@ -29,8 +29,8 @@ from decodax.core.types import CacheKind, LayeredModel, Out, PartialForward
 from decodax.core.window import Window, take
 from decodax.models.config import DecoderConfig
 from decodax.models.decoder import Attend, Decoder, Keep
-from decodax.models.echoes import value_width
 from decodax.models.inputs import AdapterRows, Embeddings, EncoderText, named
+from decodax.models.kv_shapes import kv_layers
 from decodax.models.packed import Adapted, Packed, embedded
 from decodax.models.recurrent.rg_lru import Recurrence, recurrent_states, walk_text
 from decodax.models.rope import Dynamic, LongRope
@@ -107,22 +107,18 @@ class Transformer(LayeredModel):
         if isinstance(inputs, Embeddings) and inputs.values.shape[2:] != (c.width,):
             raise ValueError(f"inputs: got embeddings of width {inputs.values.shape[-1]}, takes {c.width}")
         given, dtype = None if encodes else inputs, jnp.dtype(self.dtype)
-        wide = None if c.values_of_key == 1 else c.head_dim * c.values_of_key
-        layers = [KVLayer(c.kv_heads, c.head_dim, value_width(c, i, wide), queries=c.heads, rope=c.layers[i].rope,
-                          context=self.context, sliding=c.layers[i].sliding, softcap=c.attention_softcap,
-                          bias=c.layers[i].bias is not None or (
-                              (rope := c.layers[i].rope) is not None and rope.chunks is not None))
-                  for i in c.attending]
+        layers = kv_layers(c, self.context)
+        made = functools.partial(cache_of, self.cache, layers, batch, capacity, dtype, given)
         if c.recurrent:
-            return PerLayer(base=self.cache(layers, batch, capacity, dtype, given),
+            return PerLayer(base=made(),
                             linear=recurrent_states(c, batch, capacity, dtype, given),
                             where=self._places(c.attending, c.recurrent))
         if not c.summing:
-            made = self.cache(layers, batch, capacity, dtype, given)
-            if c.echoed and not isinstance(made, Dense):
-                raise ValueError(f"cache: got a {type(made).__name__}, takes a dense cache, since layers repeat the "
+            cache = made()
+            if c.echoed and not isinstance(cache, Dense):
+                raise ValueError(f"cache: got a {type(cache).__name__}, takes a dense cache, since layers repeat the "
                                  "attention of others")
-            return made
+            return cache
         rules = [rule for i in c.summing if (rule := c.layers[i].linear) is not None]
         shapes = [(c.kv_heads, c.key_width(c.layers[i]), c.head_dim) for i in c.summing]
         states = linear_states(rules, shapes, batch, capacity, dtype, given)
@@ -132,7 +128,7 @@ class Transformer(LayeredModel):
             if self.cache is not dense:
                 raise ValueError(f"cache: got {self.cache}, but no layer of the model caches keys and values")
             return states
-        return PerLayer(base=self.cache(layers, batch, capacity, dtype, given), linear=states,
+        return PerLayer(base=made(), linear=states,
                         where=self._places(c.attending, c.summing))
 
     def _places(self, attending: tuple[int, ...], others: tuple[int, ...]) -> tuple[tuple[bool, int], ...]:
@@ -386,9 +382,10 @@ def _network(config: DecoderConfig, params: Weights, dtype: str = "float32") -> 
 def _spec(config: DecoderConfig, axes: tuple[str | None, ...], mesh: Mesh, axis: str) -> PartitionSpec:
     # Heads are sharded whole: their number must divide, not their total width.
     experts = [layer.experts for layer in config.layers if layer.experts is not None]
-    units = {"heads": config.heads, "kv_heads": config.kv_heads, "mlp": config.mlp, "vocab": config.vocab,
+    units = {"heads": config.heads, "mlp": config.mlp, "vocab": config.vocab,
              "expert_mlp": math.gcd(*(e.width for e in experts)), "experts": math.gcd(*(e.count for e in experts)),
-             "shared_mlp": math.gcd(*(e.shared for e in experts))}
+             "shared_mlp": math.gcd(*(e.shared for e in experts)),
+             "kv_heads": math.gcd(*(config.groups(layer) for layer in config.layers))}
     size = dict(mesh.shape)
 
     def over(name: str | None) -> str | None:

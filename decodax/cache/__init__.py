@@ -2,7 +2,7 @@
 
 from decodax.cache.dense import Dense, dense
 from decodax.cache.hybrid import PerLayer
-from decodax.cache.key_values import KeyValues, KVLayer, empty_kv
+from decodax.cache.key_values import KeyValues, KVLayer, cache_of, empty_kv
 from decodax.cache.linear import LinearRule, LinearStates, LinearTerms, linear_states
 from decodax.cache.recurrence import Factors, LinearRecurrent
 from decodax.cache.recurrent import Recurrent
@@ -25,6 +25,7 @@ __all__ = [
            "Scratch",
            "Slotted",
            "Wrapper",
+           "cache_of",
            "dense",
            "empty_kv",
            "empty_slots",

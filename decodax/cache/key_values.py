@@ -4,6 +4,7 @@ values."""
 from __future__ import annotations
 
 import abc
+import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
@@ -16,9 +17,10 @@ from decodax.common.registry import CACHES
 from decodax.common.struct import struct
 from decodax.core.cache import ALL, Cache, CacheConfig, Entries, Feature, PyTree
 from decodax.core.capabilities import Draftable, DraftBase, Truncates
+from decodax.core.types import CacheKind
 from decodax.pallas_kernels.window_attention import Bias, window_attention
 
-Score = Literal["sliding windows", "soft caps", "biases"]
+Score = Literal["sliding windows", "soft caps", "biases", "sinks"]
 """Changes to attention scores that a model may need beyond the scaled product of query and key."""
 
 
@@ -35,6 +37,7 @@ class KVLayer(NamedTuple):
         sliding: a query attends to this number of latest positions, its own included; None: to all.
         softcap: bound of the scores, which become `softcap * tanh(score / softcap)`; None: no bound.
         bias: True if the model adds a bias to the scores, such as one that depends on positions.
+        sinks: True if each query head has a learned score in the softmax without a value.
     """
 
     heads: int
@@ -46,13 +49,15 @@ class KVLayer(NamedTuple):
     sliding: int | None = None
     softcap: float | None = None
     bias: bool = False
+    sinks: bool = False
 
     @property
     def scores(self) -> frozenset[Score]:
         """Changes of attention scores that the layer needs. A cache may not support all of them
         (`KVConfig.refuses`)."""
         given: tuple[tuple[Score, bool], ...] = (("sliding windows", self.sliding is not None),
-                                                 ("soft caps", self.softcap is not None), ("biases", self.bias))
+                                                 ("soft caps", self.softcap is not None), ("biases", self.bias),
+                                                 ("sinks", self.sinks))
         return frozenset(name for name, there in given if there)
 
     @property
@@ -121,9 +126,9 @@ class NoKeyValues(Truncates):
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
-               bias: Bias | None = None) -> tuple[Array, PyTree]:
+               bias: Bias | None = None, sinks: Array | None = None) -> tuple[Array, PyTree]:
         out = window_attention(q, k, v, window.visible(), window.positions, scale=scale, sliding=sliding,
-                               softcap=softcap, key_positions=window.key_positions, bias=bias)
+                               softcap=softcap, key_positions=window.key_positions, bias=bias, sinks=sinks)
         return out, own_entry(q, k, v)
 
     def commit(self, entries: Entries, slots: Array) -> NoKeyValues:
@@ -176,6 +181,22 @@ class KVConfig(CacheConfig):
                 raise ValueError(f"cache: {name} takes a model without {' and '.join(refused)} of its attention "
                                  f"scores, which layer {i} of this one has")
         return self.empty(shapes, batch, capacity, dtype, inputs)
+
+
+def cache_of(kind: CacheKind, layers: Sequence[KVLayer], batch: int, capacity: int, dtype: jax.typing.DTypeLike,
+             inputs: PyTree = None) -> Cache:
+    """Returns an empty cache of a kind for a model's layers.
+
+    Raises:
+        ValueError: a layer has sinks, and `attend` of the cache does not take them.
+    """
+    made = kind(layers, batch, capacity, dtype, inputs)
+    if any(layer.sinks for layer in layers):
+        takes = inspect.signature(made.attend).parameters.values()
+        if all(x.name != "sinks" and x.kind is not x.VAR_KEYWORD for x in takes):
+            raise ValueError(f"cache: got a {type(made).__name__}, whose attend takes no sinks; takes a model without "
+                             "sinks of its attention scores")
+    return made
 
 
 def own_entry(q: Array, k: Array, v: Array) -> tuple[Array, Array]:

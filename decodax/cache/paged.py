@@ -74,10 +74,10 @@ class PagedCache(KeyValues):
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
-               bias: Bias | None = None) -> tuple[Array, PyTree]:
+               bias: Bias | None = None, sinks: Array | None = None) -> tuple[Array, PyTree]:
         out = window_attention(q, k, v, window.visible(), window.positions, self.kv[layer], self.length,
                                table=self.table, scale=scale, sliding=sliding, softcap=softcap, bias=bias,
-                               key_positions=window.key_positions, cached=window.cached)
+                               key_positions=window.key_positions, cached=window.cached, sinks=sinks)
         return out, own_entry(q, k, v)
 
     def commit(self, entries: Entries, slots: Array) -> PagedCache:

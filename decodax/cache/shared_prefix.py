@@ -63,9 +63,9 @@ class SharedPrefixCache(Tail, PromptPhase):
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
-               bias: Bias | None = None) -> tuple[Array, PyTree]:
+               bias: Bias | None = None, sinks: Array | None = None) -> tuple[Array, PyTree]:
         options: dict[str, Any] = dict(scale=scale, sliding=sliding, softcap=softcap)
-        out, _ = merge(self.attend_tail(layer, q, k, v, window, **options),
+        out, _ = merge(self.attend_tail(layer, q, k, v, window, sinks=sinks, **options),
                        self._prefix(layer, q, window.positions, options))
         return out, own_entry(q, k, v)
 

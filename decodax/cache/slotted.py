@@ -58,10 +58,10 @@ class Slotted(KeyValues):
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
-               bias: Bias | None = None) -> tuple[Array, PyTree]:
+               bias: Bias | None = None, sinks: Array | None = None) -> tuple[Array, PyTree]:
         out = window_attention(q, k, v, window.visible(), window.positions, self.kv[layer], scale=scale,
                                sliding=sliding, softcap=softcap, key_positions=window.key_positions,
-                               slot_positions=self.positions[layer], bias=bias)
+                               slot_positions=self.positions[layer], bias=bias, sinks=sinks)
         return out, own_entry(q, k, v)
 
     def commit(self, entries: Entries, slots: Array) -> Any:

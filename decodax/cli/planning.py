@@ -33,8 +33,8 @@ def add(commands: Any, common: argparse.ArgumentParser, exit_codes: str) -> None
                             "cheapest first.")
     p.set_defaults(command=run)
     p.add_argument("-m", "--model", required=True, metavar="PRESET_OR_PATH",
-                   help="llama-3-8b, llama-3-70b, qwen3-8b, qwen3-32b, qwen3-30b-a3b, gemma-3-27b, llada-8b, a "
-                   "directory with a config.json, or a GGUF file")
+                   help="llama-3-8b, llama-3-70b, qwen3-8b, qwen3-32b, qwen3-30b-a3b, gemma-3-27b, gpt-oss-20b, "
+                   "gpt-oss-120b, llada-8b, a directory with a config.json, or a GGUF file")
     p.add_argument("-t", "--topology", nargs="+", required=True, metavar="SLICE",
                    help="such as v5e:2x4, v5p:2x2x1, v6e:2x2, h100:8; here is this machine, measured")
     p.add_argument("-b", "--batch", type=int, default=16, metavar="N", help="rows of all replicas (default: 16)")

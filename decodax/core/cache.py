@@ -97,7 +97,7 @@ class Cache(Struct, abc.ABC):
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
-               bias: Bias | None = None) -> tuple[Array, PyTree]:
+               bias: Bias | None = None, sinks: Array | None = None) -> tuple[Array, PyTree]:
         """Attends from the window's queries `q`, `f[B, W, H, d]`, to the cached entries and to the window itself.
 
         Args:
@@ -113,6 +113,8 @@ class Cache(Struct, abc.ABC):
             sliding: size of the sliding attention window in tokens; None: unlimited.
             softcap: the scores become `softcap * tanh(score / softcap)`; None: they do not.
             bias: bias of the scores, see `decodax.pallas_kernels.window_attention`.
+            sinks: `f[H]`, a learned score of each head in the softmax that has no value; None: there are none. It is
+                passed only if a layer has them (`KVLayer.sinks`): a cache without this argument takes other models.
 
         Returns:
             Output `f[B, W, H, e]`, and the entry of this layer for `commit`: a pytree of arrays `[B, W, ...]`.

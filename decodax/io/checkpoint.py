@@ -22,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from decodax.common.arguments import outside
 from decodax.io import packed as packed_files
 from decodax.io.files import CheckpointError, Files, named_tensors, read_json
+from decodax.io.mxfp4 import mxfp4_sources, packed_tensors, packs_mxfp4
 from decodax.io.quantised import read_scheme, refuse_quantised
 from decodax.io.quantised.weights import find_layers, load_weights
 from decodax.models.config import DecoderConfig
@@ -99,7 +100,7 @@ def load_model(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | 
         raise CheckpointError(f"{root / 'config.json'}: {e}") from None
     if packed_files.ENTRY in config:
         return _load_packed(root, config, decoder, asked, mesh, context, weights)
-    scheme = read_scheme(root, config)
+    scheme = None if packs_mxfp4(config) else read_scheme(root, config)
     if scheme is not None:
         _no_format(root, weights)
     files = Files(root)
@@ -124,20 +125,21 @@ def load_model(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | 
         warnings.warn(f"{files.name}: skips {len(later)} tensors of layers that predict further tokens, such as "
                       f"{min(later)}, which are not read", stacklevel=outside())
         ignored.append(re.compile("|".join(f"^{re.escape(tensor)}$" for tensor in later)))
+    coded = mxfp4_sources(where, files, config)
     plan = None if scheme is None else find_layers(files, scheme, where, shapes)
-    spare = {head} if decoder.tied else set()
-    _check({path: source for path, source in where.items() if plan is None or path not in plan.layers}, files,
-           spare if plan is None else spare | plan.tensors, ignored)
+    apart, spare = (coded, packed_tensors(coded)) if plan is None else (plan.layers, plan.tensors)
+    heads = {head} if decoder.tied else set()
+    _check({path: where[path] for path in where if path not in apart}, files, spare | heads, ignored)
     if decoder.tied:
         _check_tied(files, where["embed"].tensors[0], head)
-
     name = asked or DTYPES.get(files.slice(where["embed"].tensors[0]).get_dtype(), "bfloat16")
     model = Transformer(decoder, dtype=name, context=context)
     on = places(model, shapes, mesh)
     if plan is not None:
         return model, load_weights(files, plan, where, shapes, name, on)
     chosen = [path for path in kernels(shapes) if packing.packs(path)] if packing is not None else []
-    loaded = [_load(files, where[path], leaf.shape, stored_dtype(path, name), on[path],
+    loaded = [coded[path].load(files, on[path]) if path in coded else
+              _load(files, where[path], leaf.shape, stored_dtype(path, name), on[path],
                     packing if path in chosen else None, path == "embed") for path, leaf in flatten(shapes).items()]
     return model, jax.tree.unflatten(jax.tree.structure(shapes), loaded)
 

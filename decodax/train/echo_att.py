@@ -122,9 +122,10 @@ def _checked(lm: Any) -> Transformer:
                          "Transformer that reads from left to right")
     config = lm.model.config
     if config.shared or config.attention_softcap is not None or any(
-            layer.sliding is not None or (layer.rope is not None and layer.rope.chunks) for layer in config.layers):
-        raise ValueError("lm: got a model with sliding windows, chunks, a soft cap of its scores or layers that share "
-                         "something, takes one without")
+            layer.sliding is not None or layer.sinks or (layer.rope is not None and layer.rope.chunks)
+            for layer in config.layers):
+        raise ValueError("lm: got a model with sliding windows, chunks, a soft cap or sinks of its scores, or layers "
+                         "that share something, takes one without")
     for layer in lm.params["layers"].values():
         for part in layer["attn"].values():
             if not isinstance(part.get("kernel", part.get("scale")), Array | np.ndarray):

@@ -44,10 +44,11 @@ class InPlace(Passing):
     kv: tuple[tuple[Array, Array], ...]
 
     def heard(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float, sliding: int | None = None,
-              softcap: float | None = None, bias: Bias | None = None) -> tuple[Array, PyTree]:
+              softcap: float | None = None, bias: Bias | None = None, sinks: Array | None = None
+              ) -> tuple[Array, PyTree]:
         keys, values = (given.astype(own.dtype) for given, own in zip(self.kv[layer], (k, v), strict=True))
         return window_attention(q, keys, values, window.visible(), window.positions, scale=scale, sliding=sliding,
-                                softcap=softcap, bias=bias), ()
+                                softcap=softcap, bias=bias, sinks=sinks), ()
 
 
 def auxiliary_layers(count: int, auxiliary: int) -> tuple[int, ...]:

@@ -59,10 +59,11 @@ class Lessons(Passing):
     recent: int = static()
 
     def heard(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float, sliding: int | None = None,
-              softcap: float | None = None, bias: Bias | None = None) -> tuple[Array, PyTree]:
-        if sliding is not None or softcap is not None or bias is not None:
-            raise ValueError("lm: got a model with sliding windows, a soft cap or a bias of its scores, takes one "
-                             "without")
+              softcap: float | None = None, bias: Bias | None = None,
+              sinks: Array | None = None) -> tuple[Array, PyTree]:
+        if any(x is not None for x in (sliding, softcap, bias, sinks)):
+            raise ValueError("lm: got a model with sliding windows, or a soft cap, a bias or sinks of its scores, "
+                             "takes one without")
         at, mask = window.positions, window.visible()
         out, _ = window_attention_lse(q, k, v, mask, at, scale=scale)
         kept = (at < self.sinks)[:, None] | (at[:, None] >= (at - self.recent)[:, :, None])

@@ -34,9 +34,10 @@ class Scored(Passing):
     scores, `f[B, W, H, d]`, and keys `f[B, W, G, d]`."""
 
     def heard(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float, sliding: int | None = None,
-              softcap: float | None = None, bias: Bias | None = None) -> tuple[Array, PyTree]:
+              softcap: float | None = None, bias: Bias | None = None, sinks: Array | None = None
+              ) -> tuple[Array, PyTree]:
         return window_attention(q, k, v, window.visible(), window.positions, scale=scale, sliding=sliding,
-                                softcap=softcap, bias=bias), (q * scale, k)
+                                softcap=softcap, bias=bias, sinks=sinks), (q * scale, k)
 
 
 def first_butler(lm: Any, reduce: int = 8, inner: int = 512, width: int = 16, seed: int = 0) -> Butler:

@@ -11,7 +11,7 @@ import difflib
 from collections.abc import Callable
 
 from decodax.models.config import DecoderConfig
-from decodax.models.families import gemma, gpt, llada, llama, mixtures, qwen
+from decodax.models.families import gemma, gpt, gpt_oss, llada, llama, mimo, mixtures, qwen
 from decodax.models.families.flags import refuse_unread, unknown_entries
 from decodax.models.fields import checked
 from decodax.models.reading import Json
@@ -75,7 +75,8 @@ def text_part(c: Json) -> Json:
 
 
 FAMILIES: dict[str, Callable[[Json], DecoderConfig]] = dict(sorted({
-    **gemma.FAMILIES, **gpt.FAMILIES, **llada.FAMILIES, **llama.FAMILIES, **mixtures.FAMILIES, **qwen.FAMILIES,
+    **gemma.FAMILIES, **gpt.FAMILIES, **gpt_oss.FAMILIES, **llada.FAMILIES, **llama.FAMILIES, **mimo.FAMILIES,
+    **mixtures.FAMILIES, **qwen.FAMILIES,
 }.items(), key=lambda item: item[0].lower()))
 """Reader of each family, by `model_type`."""
 

@@ -16,6 +16,15 @@ from decodax.models.fields import KINDS
 from decodax.models.reading import Json
 
 
+def _clipped(field: str) -> Callable[[DecoderConfig, Any], bool]:
+    """Returns the test that the clipped activation of all mixtures has a value of a field, and that there is one."""
+    def shown(d: DecoderConfig, value: Any) -> bool:
+        found = {layer.experts.glu for layer in d.layers if layer.experts is not None}
+        return len(found) == 1 and (glu := found.pop()) is not None and getattr(glu, field) == value
+
+    return shown
+
+
 def _mixtures(field: str) -> Callable[[DecoderConfig, Any], bool]:
     """Returns the test that all mixtures of a decoder have a value of a field, and that there is one."""
     def shown(d: DecoderConfig, value: Any) -> bool:
@@ -37,13 +46,15 @@ SHOWN: dict[str, Callable[[DecoderConfig, Any], bool]] = {
     "residual_multiplier": lambda d, value: d.residual_scale == value,
     "routed_scaling_factor": _mixtures("scale"),
     "scale_attn_by_inverse_layer_idx": lambda d, value: len({layer.scale for layer in d.layers}) == len(d.layers),
+    "swiglu_alpha": _clipped("alpha"),
+    "swiglu_limit": _clipped("limit"),
     "use_parallel_residual": lambda d, value: d.block == "parallel",
     "use_qk_norm": lambda d, value: d.qk_norm is not None,
 }
 """Tests of whether a decoder does what an entry says."""
 
 MISSING = ("apply_residual_connection_post_layernorm", "attn_output_gate", "hidden_size_per_layer_input", "index_topk",
-           "kv_lora_rank", "num_kv_shared_layers", "q_lora_rank", "scale_depth", "scale_emb", "swiglu_limit",
+           "kv_lora_rank", "num_kv_shared_layers", "q_lora_rank", "scale_depth", "scale_emb",
            "use_attention_sinks", "use_bidirectional_attention")
 """Entries that no family here has."""
 

@@ -14,6 +14,7 @@ from decodax.models.formats.format import Format, ModelFormat, kernels
 from decodax.models.formats.ggml import TYPES, Ggml, GgmlBlocks, ShiftedGroups
 from decodax.models.formats.glvq import GLVQ, Lattice
 from decodax.models.formats.integers import InputsRotated, Integers, Static
+from decodax.models.formats.mxfp4 import Mxfp4, Mxfp4Blocks
 from decodax.models.formats.published import InputsPermuted, Levels, ZeroPoints
 from decodax.models.formats.qserve import W4A8, Nibbles, QServe
 from decodax.models.formats.quamba2 import Quamba2
@@ -24,12 +25,15 @@ from decodax.models.names import flatten, kernel_of
 from decodax.models.packed import Packed
 
 __all__ = ["FORMATS", "GLVQ", "KINDS", "MODEL_FORMATS", "Float8", "Floats", "Format", "Ggml", "Int4", "Int8",
-           "ModelFormat", "QServe", "Quamba2", "RSparse", "Scaled", "SqueezeLLM", "kernels", "pack", "read_format"]
+           "ModelFormat", "Mxfp4", "QServe", "Quamba2", "RSparse", "Scaled", "SqueezeLLM", "kernels", "pack",
+           "read_format"]
 
 for _name, _make, *_paper in (
         ("int8", Int8, "", "", "8-bit integers with one scale for each output"),
         ("int4", Int4, "", "", "4-bit integers with one scale for each group of inputs"),
         ("fp8", Float8, "", "", "8-bit floats (e4m3fn) with one scale for each output"),
+        ("mxfp4", Mxfp4, "", "", "4-bit floats (e2m1) with a power of two for each group of 32 inputs, as GPT-OSS is "
+         "released"),
         ("bfloat16", functools.partial(Floats, "bfloat16"), "", "", "bfloat16 weights, activations of any dtype"),
         ("float16", functools.partial(Floats, "float16"), "", "", "float16 weights, activations of any dtype"),
         ("float32", functools.partial(Floats, "float32"), "", "", "float32 weights, activations of any dtype"),
@@ -50,8 +54,9 @@ for _name in TYPES:
         functools.partial(Ggml, _name))
 
 FORMATS: dict[str, Format] = {
-    "int8": Int8(), "int4": Int4(), "fp8": Float8(), "bfloat16": Floats("bfloat16"), "float16": Floats("float16"),
-    "float32": Floats("float32"), "qserve": QServe(), "squeezellm": SqueezeLLM(), "glvq": GLVQ(), "r-sparse": RSparse(),
+    "int8": Int8(), "int4": Int4(), "fp8": Float8(), "mxfp4": Mxfp4(), "bfloat16": Floats("bfloat16"),
+    "float16": Floats("float16"), "float32": Floats("float32"), "qserve": QServe(), "squeezellm": SqueezeLLM(),
+    "glvq": GLVQ(), "r-sparse": RSparse(),
     **{_name: Ggml(_name) for _name in TYPES}}
 """Formats by the names that `decodax.load` and `decodax.quantize` accept."""
 
@@ -60,7 +65,7 @@ MODEL_FORMATS: dict[str, ModelFormat] = {"quamba2": Quamba2()}
 
 KINDS: dict[str, type[Packed]] = {kind.__name__: kind for kind in (
     Scaled, W4A8, Nibbles, Lookup, DenseSparse, Lattice, RankSparse, Integers, Static, InputsRotated, GgmlBlocks,
-    ShiftedGroups, ZeroPoints, InputsPermuted, Levels)}
+    Mxfp4Blocks, ShiftedGroups, ZeroPoints, InputsPermuted, Levels)}
 """Classes of packed kernels, by the names that `decodax.save` writes to files."""
 
 

@@ -12,6 +12,7 @@ from decodax.pallas_kernels.window_attention.attention import (
     slot_weights,
     window_attention,
     window_attention_lse,
+    with_sinks,
 )
 from decodax.pallas_kernels.window_attention.reference import BLOCK
 
@@ -28,4 +29,5 @@ __all__ = [
     "slot_weights",
     "window_attention",
     "window_attention_lse",
+    "with_sinks",
 ]

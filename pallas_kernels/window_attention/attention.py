@@ -100,6 +100,13 @@ def merge(*parts: tuple[Array, Array]) -> tuple[Array, Array]:
     return functools.reduce(_merge, parts)
 
 
+def with_sinks(part: tuple[Array, Array], sinks: Array) -> tuple[Array, Array]:
+    """Returns attention with sinks (see `window_attention`). `part` is attention to all keys without them: the output
+    and the logarithms of its softmax sums."""
+    out, lse = part
+    return merge(part, (jnp.zeros_like(out), jnp.broadcast_to(sinks.astype(lse.dtype), lse.shape)))
+
+
 def _merge(one: tuple[Array, Array], other: tuple[Array, Array]) -> tuple[Array, Array]:
     (a, x), (b, y) = one, other
     top = jnp.maximum(x, y)

@@ -3,6 +3,8 @@
 A policy may change the text. It does so in the same way whatever drafts, chunks and batch mates there are.
 """
 
+import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -83,11 +85,10 @@ def test_speculative_equals_plain_on_the_same_cache(name: str, algorithm: Any) -
     assert same(drafted, run(name)) and drafted.stats.accepted.sum() > 0
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("name", often(["snapkv", "pyramidkv", "adakv", "kivi"], [
-    name for name in OPTIONS if name not in EXACT | {"zipcache", "qaq"}]))
-def test_a_budget_that_holds_everything_is_the_dense_cache(name: str) -> None:
-    wide = {"streaming-llm": {"recent_size": 200}, "gear": {"buffer": 200}, "minicache": {"retention": 1.0},
+def everything(name: str) -> Any:
+    """Returns the cache of a name with a budget that holds all tokens."""
+    wide: dict[str, Any] = {
+            "streaming-llm": {"recent_size": 200}, "gear": {"buffer": 200}, "minicache": {"retention": 1.0},
             "hyper-attention": {"min_seq_len": 200}, "quick-prefill": {"keep": 1.0}, "less": {"recent_size": 200},
             "freqkv": {"size": 200}, "leank": {"recent": 200}, "subgen": {"recent": 200},
             "shadowkv": {"budget": 200, "rank": 64}, "fastkv": {"budget": 200, "tsp_length": 200},
@@ -99,9 +100,15 @@ def test_a_budget_that_holds_everything_is_the_dense_cache(name: str) -> None:
             "plphp": {"rate": 1.0, "change": 0.0},
             **{codec: {"residual_length": 200} for codec in (
                 "kivi", "kv-adaquant", "mustafar", "squat", "cq", "rotatekv", "cskv", "aqua-kv")}}.get(
-        name, {"budget": 200})
-    everything = make(name, **{**OPTIONS[name], **wide})
-    out, drafted = (dx.generate(DEEP if name in DEEPER else SMALL, PROMPTS, cache=everything, algorithm=algorithm,
+        name, {} if name in EXACT else {"budget": 200})
+    return make(name, **{**OPTIONS[name], **wide})
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", often(["snapkv", "pyramidkv", "adakv", "kivi"], [
+    name for name in OPTIONS if name not in EXACT | {"zipcache", "qaq"}]))
+def test_a_budget_that_holds_everything_is_the_dense_cache(name: str) -> None:
+    out, drafted = (dx.generate(DEEP if name in DEEPER else SMALL, PROMPTS, cache=everything(name), algorithm=algorithm,
                                 seed=5, temperature=[0.0, 0.9, 0.0], max_new_tokens=20, logprobs=0)
                     for algorithm in (None, LOOKUP))
     want = run(dense(name))
@@ -110,6 +117,27 @@ def test_a_budget_that_holds_everything_is_the_dense_cache(name: str) -> None:
         assert same(out, want, atol=2e-6)
     else:
         assert out.tokens.tolist() == want.tokens.tolist() and np.array_equal(out.logprobs.raw, want.logprobs.raw)
+
+
+@functools.cache
+def with_sinks(name: str, held: bool = True) -> Any:
+    """Decodes with a model with attention sinks, with a cache that holds all tokens or with a dense one."""
+    lm = DEEP if name in DEEPER else SMALL
+    config, sinks = lm.model.config, jnp.array([1.0, -1.0, 3.0, 0.5])
+    layers = tuple(dataclasses.replace(layer, sinks=True) for layer in config.layers)
+    lm = dataclasses.replace(
+        lm, model=dataclasses.replace(lm.model, config=dataclasses.replace(config, layers=layers)),
+        params=lm.params | {"layers": {i: layer | {"attn": layer["attn"] | {"sinks": sinks}}
+                                       for i, layer in lm.params["layers"].items()}})
+    return dx.generate(lm, PROMPTS, cache=everything(name) if held else None, seed=5, temperature=[0.0, 0.9, 0.0],
+                       max_new_tokens=12, logprobs=0)
+
+
+@pytest.mark.wide(but=("quest",))
+@pytest.mark.parametrize("name", often(["kivi", "quest", "adakv", "paged", "streaming-llm"], [
+    name for name in OPTIONS if name not in {"zipcache", "qaq"}]))
+def test_sinks_join_the_softmax_once_in_every_cache(name: str) -> None:
+    assert same(with_sinks(name), with_sinks("minicache" if name in DEEPER else "paged", False), atol=1e-5)
 
 
 @pytest.mark.wide
@@ -149,6 +177,22 @@ def test_drafts_on_another_cache_are_refused_where_a_cache_stands_alone(name: st
         dx.generate(DEEP, PROMPTS, cache=make(name, **OPTIONS[name]), algorithm=dx.algorithms.make("magicdec", DEEP,
                                                                                                    budget=14),
                     max_new_tokens=2)
+
+
+@struct
+class WithoutSinks(cache.Dense):
+    """A cache whose attention takes no sinks."""
+
+    def attend(self, layer: int, q: Any, k: Any, v: Any, window: Any, *, scale: float, sliding: int | None = None,
+               softcap: float | None = None, bias: Any = None) -> Any:
+        raise NotImplementedError
+
+
+def test_a_model_with_sinks_is_refused_by_name_where_a_cache_takes_none() -> None:
+    make = lambda *given: WithoutSinks(**vars(cache.dense(*given)))
+    assert isinstance(cache.cache_of(make, [cache.KVLayer(2, 4)], 1, 8, jnp.float32), WithoutSinks)
+    with pytest.raises(ValueError, match=r"^cache: got a WithoutSinks, whose attend takes no sinks; takes a mod"):
+        cache.cache_of(make, [cache.KVLayer(2, 4, sinks=True)], 1, 8, jnp.float32)
 
 
 @struct

@@ -127,6 +127,15 @@ CASES: dict[str, tuple[str, dict[str, Any], int | None]] = {
                    None),
     "hy3": ("hy_v3", {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}, None),
     "ernie4.5-moe": ("ernie4_5_moe", {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24}, None),
+    "gpt-oss": ("gpt_oss", {**SMALL_WINDOW, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2,
+                            "swiglu_limit": 1.5, **rope("yarn", factor=4.0, original_max_position_embeddings=16,
+                                                        truncate=False)}, None),
+    "mimo-v2-flash": ("mimo_v2_flash", {
+        **SMALL_WINDOW, "head_dim": 16, "v_head_dim": 12, "n_routed_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24, "num_key_value_heads": 1, "num_hidden_layers": 3,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"], "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}}, None),
     "llama4": ("llama4_text", {"head_dim": 16, "num_local_experts": 4, "intermediate_size_mlp": 40, "floor_scale": 6,
                                "attention_chunk_size": 5, "num_hidden_layers": 3, "no_rope_layers": [1, 0, 1],
                                "interleave_moe_layer_step": 2}, None),

@@ -99,12 +99,12 @@ class FreqKVCache(KeyValues, PromptPhase):
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
-               bias: Bias | None = None) -> tuple[Array, PyTree]:
+               bias: Bias | None = None, sinks: Array | None = None) -> tuple[Array, PyTree]:
         if window.is_prefill:
             raise ValueError(f"cache: {self.kind.name} moves tokens to new positions, which a draft model does not "
                              "follow; takes another cache for the draft model")
         out = window_attention(q, k, v, window.visible(), window.positions, self.kv[layer], self.count, scale=scale,
-                               softcap=softcap, key_positions=window.key_positions)
+                               softcap=softcap, key_positions=window.key_positions, sinks=sinks)
         own = k.shape[1] - q.shape[1]
         return out, (k[:, own:], v[:, own:])
 

@@ -153,14 +153,14 @@ class LessCache(StreamingLLMCache):
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
-               bias: Bias | None = None) -> tuple[Array, PyTree]:
+               bias: Bias | None = None, sinks: Array | None = None) -> tuple[Array, PyTree]:
         at, keys_at, held, own = window.positions, window.key_positions, self.positions[layer], q.shape[1]
         options: dict[str, Any] = dict(scale=scale, key_positions=keys_at)
         is_first = lambda at: at < self.start_size
         mask = window.visible()
         parts = [window_attention_lse(
             q, k, v, mask & ~is_first(keys_at)[:, None], at, self.kv[layer], sliding=self.recent_size + 1,
-            slot_positions=jnp.where(is_first(held), -1, held), **options)]
+            slot_positions=jnp.where(is_first(held), -1, held), sinks=sinks, **options)]
         if self.start_size:
             few = self.start_size if self.start_size <= BLOCK else -(-self.start_size // BLOCK) * BLOCK
             few = min(held.shape[2], few)

@@ -49,15 +49,16 @@ class StreamingLLMCache(Slotted):
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
-               bias: Bias | None = None) -> tuple[Array, PyTree]:
+               bias: Bias | None = None, sinks: Array | None = None) -> tuple[Array, PyTree]:
         at, keys_at, held, own = window.positions, window.key_positions, self.positions[layer], q.shape[1]
         near = self.recent_size if sliding is None else min(self.recent_size, sliding)
 
-        def part(q: Array, sinks: bool, sliding: int | None) -> tuple[Array, Array]:
-            chosen = lambda at: (at < self.start_size) == sinks
+        def part(q: Array, first: bool, sliding: int | None) -> tuple[Array, Array]:
+            chosen = lambda at: (at < self.start_size) == first
             return window_attention_lse(q, k, v, window.visible() & chosen(keys_at)[:, None], at, self.kv[layer],
                                         scale=scale, softcap=softcap, sliding=sliding, key_positions=keys_at,
-                                        slot_positions=jnp.where(chosen(held), held, -1))
+                                        slot_positions=jnp.where(chosen(held), held, -1),
+                                        sinks=None if first else sinks)
 
         # from a position in the text to its place in the cache
         back = jnp.minimum(at, self.start_size + self.recent_size - 1) - at

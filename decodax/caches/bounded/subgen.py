@@ -176,7 +176,7 @@ class SubGenCache(KeyValues, PromptPhase):
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
-               bias: Bias | None = None) -> tuple[Array, PyTree]:
+               bias: Bias | None = None, sinks: Array | None = None) -> tuple[Array, PyTree]:
         if window.is_prefill:
             raise ValueError(f"cache: {self.kind.name} needs the whole prompt at once, which a draft model does not "
                              "get; takes another cache for the draft model")
@@ -186,7 +186,7 @@ class SubGenCache(KeyValues, PromptPhase):
         at = self.done[:, None] + (slot - self.done[:, None]) % R
         at = jnp.where((slot < R) & (at < self.length[:, None]), at, -1)
         near, lse = window_attention_lse(q, k, v, window.visible(), window.positions, kv, slot_positions=at[:, None],
-                                         scale=scale, key_positions=window.key_positions)
+                                         scale=scale, key_positions=window.key_positions, sinks=sinks)
 
         def one(sketch: Any, q: Array, near: Array, lse: Array) -> Array:       # of one node
             values, total, top = estimated(sketch, q.reshape(G, -1, d), d)

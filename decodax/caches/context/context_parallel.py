@@ -33,7 +33,7 @@ from decodax.common.registry import CACHES
 from decodax.common.struct import Struct, static, struct
 from decodax.core.cache import ALL, Entries, Feature, Layout, PyTree
 from decodax.core.capabilities import PromptPhase, ReadPrompt, Truncates
-from decodax.pallas_kernels.window_attention import BLOCK, Bias, window_attention, window_attention_lse
+from decodax.pallas_kernels.window_attention import BLOCK, Bias, window_attention, window_attention_lse, with_sinks
 
 
 @struct
@@ -145,37 +145,40 @@ class ContextParallelCache(KeyValues, PromptPhase, Truncates):
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
-               bias: Bias | None = None) -> tuple[Array, PyTree]:
+               bias: Bias | None = None, sinks: Array | None = None) -> tuple[Array, PyTree]:
         options: dict[str, Any] = dict(scale=scale, sliding=sliding, softcap=softcap)
         W, entry = q.shape[1], own_entry(q, k, v)
         if bias is not None or not self._divided:
             held = _only(self.held(self.places, self.length), window.cached)
-            return window_attention(q, k, v, window.visible(), window.positions, self.kv[layer], bias=bias,
+            return window_attention(q, k, v, window.visible(), window.positions, self.kv[layer], bias=bias, sinks=sinks,
                                     slot_positions=held, key_positions=window.key_positions, **options), entry
         if window.is_prefill and window.cached is None and W % self.parts == 0:
-            return self._ring(layer, q, k, v, window, options), entry
-        return self._merged(layer, q, k, v, window, options), entry
+            return self._ring(layer, q, k, v, window, sinks, options), entry
+        return self._merged(layer, q, k, v, window, sinks, options), entry
 
-    def _merged(self, layer: int, q: Array, k: Array, v: Array, window: Any, options: dict[str, Any]) -> Array:
+    def _merged(self, layer: int, q: Array, k: Array, v: Array, window: Any, sinks: Array | None,
+                options: dict[str, Any]) -> Array:
         """Computes attention of a decoding round: each device attends to its part, and the first one to the window,
         too. One exchange merges the results."""
 
         def local(q: Array, k: Array, v: Array, mask: Array, at: Array, where: Array, cached: Array | None,
-                  kv: Array, length: Array, places: Array) -> Array:
+                  kv: Array, length: Array, places: Array, sinks: Array | None) -> Array:
             me = lax.axis_index(CONTEXT)
             held = _only(self.held(self.places.replace(fixed=places), length, me), cached)
             out, lse = window_attention_lse(q, k, v, mask & (me == 0), at, kv, slot_positions=held,
                                             key_positions=where, **options)
             both = jnp.concatenate([out.astype(jnp.float32), lse[..., None]], -1)
-            return gathered(lax.all_gather(both, CONTEXT))[0].astype(q.dtype)
+            found = gathered(lax.all_gather(both, CONTEXT))
+            return (found if sinks is None else with_sinks(found, sinks))[0].astype(q.dtype)
 
         heads, rows, mask = P(DATA, None, MODEL), P(DATA), window.visible()
         specs = (heads, heads, heads, rows if mask.shape[0] == q.shape[0] else P(), rows, rows, rows,
-                 P(DATA, MODEL, CONTEXT), rows, rows)
+                 P(DATA, MODEL, CONTEXT), rows, rows, P(MODEL))
         return shardwise(local, specs, heads, q, k, v, mask, window.positions, window.key_positions, window.cached,
-                         self.kv[layer], self.length, self.places.fixed, whole=True)
+                         self.kv[layer], self.length, self.places.fixed, sinks, whole=True)
 
-    def _ring(self, layer: int, q: Array, k: Array, v: Array, window: Any, options: dict[str, Any]) -> Array:
+    def _ring(self, layer: int, q: Array, k: Array, v: Array, window: Any, sinks: Array | None,
+              options: dict[str, Any]) -> Array:
         W, parts = q.shape[1], self.parts
         slots, width = self.kv[layer].shape[2] // parts, self.widths[layer]
         step = min(slots, BLOCK)
@@ -185,7 +188,7 @@ class ContextParallelCache(KeyValues, PromptPhase, Truncates):
         kind = self.choice.passes_kv(W, longest, parts, q.shape[2], k.shape[2], self.kv[layer].dtype.itemsize)
 
         def local(q: Array, k: Array, v: Array, at: Array, live: Array, kv: Array, length: Array, fixed: Array,
-                  blocks: Array, kind: Array | bool) -> Array:
+                  blocks: Array, sinks: Array | None, kind: Array | bool) -> Array:
             held = self.held(self.places.replace(fixed=fixed), length, lax.axis_index(CONTEXT))
             queries, keys = Queries(q, at), Keys(k, v, jnp.where(live, at, -1))
 
@@ -207,11 +210,12 @@ class ContextParallelCache(KeyValues, PromptPhase, Truncates):
                 found = kvs() if kind else qs()
             else:
                 found = lax.cond(kind, kvs, qs)
-            return found[0].astype(q.dtype)
+            return (found if sinks is None else with_sinks(found, sinks))[0].astype(q.dtype)
 
         nodes, chunk, rows = P(DATA, CONTEXT, MODEL), P(DATA, CONTEXT), P(DATA)
-        specs = nodes, nodes, nodes, chunk, chunk, P(DATA, MODEL, CONTEXT), rows, rows, P()
-        given = (q, k, v, window.positions, window.live, self.kv[layer], self.length, self.places.fixed, blocks)
+        specs = nodes, nodes, nodes, chunk, chunk, P(DATA, MODEL, CONTEXT), rows, rows, P(), P(MODEL)
+        given = (q, k, v, window.positions, window.live, self.kv[layer], self.length, self.places.fixed, blocks,
+                 sinks)
         if isinstance(kind, bool):
             return shardwise(functools.partial(local, kind=kind), specs, nodes, *given, whole=True)
         return shardwise(local, (*specs, P()), nodes, *given, kind, whole=True)

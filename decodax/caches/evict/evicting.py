@@ -116,7 +116,7 @@ class Evicting(KeyValues, PromptPhase):
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
-               bias: Bias | None = None) -> tuple[Array, PyTree]:
+               bias: Bias | None = None, sinks: Array | None = None) -> tuple[Array, PyTree]:
         if window.is_prefill and not self.whole:
             raise ValueError(f"cache: {self.kind.name} needs the whole prompt at once, which a draft model does not "
                              "get; takes another cache for the draft model")
@@ -126,11 +126,11 @@ class Evicting(KeyValues, PromptPhase):
         given: tuple[Any, ...] = (q, k, v, window.visible(), window.positions)
         packed = self.starts[layer]
         if packed is not None and sliding is None and bias is None:
-            near = window_attention_lse(*given, **options)
+            near = window_attention_lse(*given, sinks=sinks, **options)
             far = segment_attention(q, self.kv[layer], self.positions[layer] >= 0, packed, scale=scale, softcap=softcap)
             return merge(near, far)[0], self._entry(q, k, v, scale)
         kv, positions = self.heads(layer)
-        given = (*given, kv)
+        given, options["sinks"] = (*given, kv), sinks
         if self.kind.selection.uniform and sliding is None and bias is None:
             options["length"] = self.count[layer][:, 0]
         else:

@@ -85,7 +85,7 @@ class CriticalReader(WholePromptReader):
             at = jnp.where(jnp.repeat(found >= 0, P, -1), at, -1)
             own, at = gathered(kv, at)
             return window_attention(q, k, v, window.visible(), window.positions, own, slot_positions=at, scale=scale,
-                                    key_positions=window.key_positions), worth
+                                    key_positions=window.key_positions, sinks=options.get("sinks")), worth
 
         # a segment in which no row reads a part, or no row reads everything, takes half the time
         nothing = jnp.zeros((*q.shape[:3], v.shape[-1]), q.dtype), jnp.zeros((B, G, blocks), jnp.float32)

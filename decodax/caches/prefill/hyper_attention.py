@@ -134,7 +134,8 @@ class Halves(WholePromptReader):
         kind, N = self.kind, q.shape[1]
         if layer < kind.skip or self.shapes[layer].sliding is not None or N < 2 * kind.min_seq_len:
             return self._within(q, k, v, N, scale=scale, **options)[0].astype(q.dtype), (k, v)
-        out, _ = self._far(layer, q, k, v, self._within(q, k, v, kind.min_seq_len, scale=scale), scale)
+        near = self._within(q, k, v, kind.min_seq_len, scale=scale, sinks=options.get("sinks"))
+        out, _ = self._far(layer, q, k, v, near, scale)
         return out.astype(q.dtype), (k, v)
 
     def _within(self, q: Array, k: Array, v: Array, segment: int, **options: Any) -> Part:

@@ -28,7 +28,8 @@ class Passing(Cache):
 
     @abc.abstractmethod
     def heard(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float, sliding: int | None = None,
-              softcap: float | None = None, bias: Bias | None = None) -> tuple[Array, PyTree]:
+              softcap: float | None = None, bias: Bias | None = None,
+              sinks: Array | None = None) -> tuple[Array, PyTree]:
         """Computes attention within the window, and returns its output and the entry of the layer; see
         `Cache.attend`."""
 
@@ -48,8 +49,9 @@ class Listening(Passing):
     added: tuple[tuple[Array, Array], ...] = ()
 
     def heard(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float, sliding: int | None = None,
-              softcap: float | None = None, bias: Bias | None = None) -> tuple[Array, PyTree]:
+              softcap: float | None = None, bias: Bias | None = None,
+              sinks: Array | None = None) -> tuple[Array, PyTree]:
         if self.added:
             k, v = k + self.added[layer][0], v + self.added[layer][1]
         return window_attention(q, k, v, window.visible(), window.positions, scale=scale, sliding=sliding,
-                                softcap=softcap, bias=bias), (k, v)
+                                softcap=softcap, bias=bias, sinks=sinks), (k, v)

@@ -87,10 +87,11 @@ class SegmentReader(WholePromptReader):
         self.kind, self.sparse, self.start, self.stop, self.shapes = kind, sparse, start, stop, shapes
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
-               sliding: int | None = None, softcap: float | None = None, bias: Any = None) -> tuple[Array, PyTree]:
+               sliding: int | None = None, softcap: float | None = None, bias: Any = None,
+               sinks: Array | None = None) -> tuple[Array, PyTree]:
         kind, sparse = self.kind, self.sparse
         held = write(self.base.kv[layer], jnp.concatenate((k, v), -1), window.positions)
-        options: dict[str, Any] = dict(scale=scale, sliding=sliding, softcap=softcap, bias=bias)
+        options: dict[str, Any] = dict(scale=scale, sliding=sliding, softcap=softcap, bias=bias, sinks=sinks)
         step = step_of(q.shape[1], kind.block_size)
         whole = lambda stop: _whole(q, k, v, held, self.start, stop, step=step, **options)
         if sparse is None or sliding is not None or held.shape[2] <= kind.block_size:
@@ -102,7 +103,7 @@ class SegmentReader(WholePromptReader):
         columns, distances = (min(int(n), held.shape[2]) for n in sizes.max(1))
         stop = jnp.where(sparse, self.stop, 0)
         part = lambda: _part(q, held, self.start, stop, jnp.asarray(sizes), most=(columns, distances), kind=kind,
-                             scale=scale, bias=bias)
+                             scale=scale, bias=bias, sinks=sinks)
         # a segment in which no row reads a part, or no row reads everything, takes less time
         nothing = jnp.zeros((*q.shape[:3], v.shape[-1]), q.dtype)
         some = lax.cond(sparse.any(), part, lambda: nothing)
@@ -130,7 +131,7 @@ def _whole(q: Array, k: Array, v: Array, held: Array, start: Array, stop: Array,
 # traced and lowered once for all layers of a kind
 @functools.partial(jax.jit, static_argnames=("most", "kind", "scale", "bias"))
 def _part(q: Array, held: Array, start: Array, stop: Array, sizes: Array, *, most: tuple[int, int],
-          kind: MInferenceConfig, scale: float, bias: FixedBias | None) -> Array:
+          kind: MInferenceConfig, scale: float, bias: FixedBias | None, sinks: Array | None) -> Array:
     """Returns sparse attention of a segment, head by head, `f[B, W, H, e]`.
 
     Args:
@@ -140,27 +141,28 @@ def _part(q: Array, held: Array, start: Array, stop: Array, sizes: Array, *, mos
         stop: `i32[B]`, position where queries end; 0 for rows with full attention.
         sizes: `i32[2, H]`, numbers of columns and of diagonals.
         most: the maxima of both over heads.
-        kind, scale, bias: the configuration, and options of attention.
+        kind, scale, bias, sinks: the configuration, and options of attention.
     """
 
-    def local(q: Array, held: Array, start: Array, stop: Array, sizes: Array) -> Array:
+    def local(q: Array, held: Array, start: Array, stop: Array, sizes: Array, sinks: Array | None) -> Array:
         (_, W, H, d), G = q.shape, held.shape[1]
         last = jnp.clip(stop[:, None] - start - kind.last_q + jnp.arange(kind.last_q, dtype=jnp.int32), 0, W - 1)
 
-        def head(given: tuple[Array, Array, Array]) -> Array:
-            h, own, size = given
+        def head(given: tuple[Array, Array, Array, Array | None]) -> Array:
+            h, own, size, sink = given
             kv = lax.dynamic_index_in_dim(held, h // (H // G), 1, keepdims=False)
             ends = jnp.take_along_axis(own, last[..., None], 1)
             weights = last_weights(ends, kv[..., :d], start, stop, scale=scale, bias=bias)
             kept = pattern(weights, stop, size[0], size[1], most, kind.first, kind.near)
             return sparse_attention(own, kv, start, stop.max(), *kept, scale=scale, block=kind.block_size,
-                                    bias=bias).astype(q.dtype)
+                                    bias=bias, sink=sink).astype(q.dtype)
 
-        out = lax.map(head, (jnp.arange(H, dtype=jnp.int32), jnp.moveaxis(q, 2, 0), sizes.T))
+        out = lax.map(head, (jnp.arange(H, dtype=jnp.int32), jnp.moveaxis(q, 2, 0), sizes.T, sinks))
         return jnp.moveaxis(out, 0, 2)
 
     heads = P(DATA, None, MODEL)
-    return shardwise(local, (heads, P(DATA, MODEL), P(), P(DATA), P(None, MODEL)), heads, q, held, start, stop, sizes)
+    specs = heads, P(DATA, MODEL), P(), P(DATA), P(None, MODEL), P(MODEL)
+    return shardwise(local, specs, heads, q, held, start, stop, sizes, sinks)
 
 
 @struct

@@ -130,7 +130,7 @@ def next_tile(below: Array, end: Array, last_end: Array, block: int) -> tuple[Ar
 
 
 def sparse_attention(q: Array, kv: Array, start: Array, stop: Array, columns: Array, distances: Array, *, scale: float,
-                     block: int, bias: FixedBias | None = None) -> Array:
+                     block: int, bias: FixedBias | None = None, sink: Array | None = None) -> Array:
     """Returns attention of a segment of queries to the kept columns and to the tiles of the kept distances, `f32[B, W,
     e]`.
 
@@ -143,6 +143,7 @@ def sparse_attention(q: Array, kv: Array, start: Array, stop: Array, columns: Ar
         scale: factor of the scores.
         block: number of queries of a block, and of keys of a tile.
         bias: added to the scores; it must be the same for all heads, as a bias without arrays is.
+        sink: `f[]`, a score in the softmax that has no value; None: there is none.
     """
     (B, W, d), (S, D) = q.shape, kv.shape[1:]
     group = step_of(W, block)
@@ -173,7 +174,8 @@ def sparse_attention(q: Array, kv: Array, start: Array, stop: Array, columns: Ar
         at = jnp.broadcast_to(from_ + jnp.arange(group, dtype=jnp.int32), (B, group))
         own = lax.dynamic_slice_in_dim(q, i * group, group, 1)
         none = jnp.zeros((B, group, 1), jnp.float32)
-        carry = none + MASKED, none, jnp.zeros((B, group, D - d), jnp.float32)
+        begun = (none + MASKED, none) if sink is None else (none + sink.astype(jnp.float32), none + 1)
+        carry = *begun, jnp.zeros((B, group, D - d), jnp.float32)
         carry = read(carry, own, at, few, columns, columns >= 0)
 
         # the blocks of queries apart from here on

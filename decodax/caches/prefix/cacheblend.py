@@ -172,9 +172,9 @@ def _blending(model: LayeredModel, check: int, count: int, score: Score, params:
 def _received(q: Array, lse: Array, options: dict[str, Any], at: Array, live: Array, kv: Array,
               length: Array) -> Array:
     """Returns the attention that each token receives from `live` tokens, averaged over heads, `f32[1, N]`."""
-    if options.get("bias") is not None or options.get("sinks") is not None:
-        raise ValueError("score: kvshare goes by attention of queries to keys alone; takes a model without a bias or "
-                         "sinks of its attention scores, or score='cacheblend'")
+    if options.get("bias") is not None:
+        raise ValueError("score: kvshare goes by attention of queries to keys alone; takes a model without a bias of "
+                         "its attention scores, or score='cacheblend'")
     some = {name: options[name] for name in ("scale", "sliding", "softcap") if name in options}
     weights = slot_weights(q, jnp.where(live[..., None], lse, jnp.inf), at, kv, length[None], causal=True, **some)
     return weights.sum(1) / q.shape[2]

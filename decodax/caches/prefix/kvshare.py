@@ -81,10 +81,10 @@ class KVShareCache(KeyValues, PromptPhase, Refreshes):
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
-               bias: Bias | None = None) -> tuple[Array, PyTree]:
+               bias: Bias | None = None, sinks: Array | None = None) -> tuple[Array, PyTree]:
         out, lse = window_attention_lse(q, k, v, window.visible(), window.positions, self.kv[layer], self.length,
                                         scale=scale, sliding=sliding, softcap=softcap, bias=bias,
-                                        key_positions=window.key_positions)
+                                        key_positions=window.key_positions, sinks=sinks)
         entry = own_entry(q, k, v)
         if layer != self.kind.check:
             return out, entry
@@ -158,13 +158,13 @@ class Replacing(KeyValues):
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
-               bias: Bias | None = None) -> tuple[Array, PyTree]:
+               bias: Bias | None = None, sinks: Array | None = None) -> tuple[Array, PyTree]:
         n, d = self.at.shape[1], self.widths[layer]     # nodes after the window's are copies that leave no entries
         new = self.over(layer, k[:, :n], v[:, :n]).swapaxes(1, 2)
         slots = jnp.arange(self.capacity, dtype=jnp.int32)
         seen = (slots <= window.positions[..., None]) & (slots < self.length[:, None, None])
         out = window_attention(q, new[..., :d], new[..., d:], seen | (slots == 0), window.positions, scale=scale,
-                               sliding=sliding, softcap=softcap, bias=bias,
+                               sliding=sliding, softcap=softcap, bias=bias, sinks=sinks,
                                key_positions=jnp.broadcast_to(slots, (len(q), len(slots))))
         return out, (k, v)
 

@@ -112,12 +112,12 @@ class MiniCacheCache(Tail, PromptPhase):
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
-               bias: Bias | None = None) -> tuple[Array, PyTree]:
+               bias: Bias | None = None, sinks: Array | None = None) -> tuple[Array, PyTree]:
         if window.is_prefill:
             raise ValueError(WHOLE_PROMPT.format("minicache"))
         options: dict[str, Any] = dict(scale=scale, sliding=sliding, softcap=softcap)
         prompt = prefix_attention(q, window.positions, self.of_prompt(layer), self.start, **options)
-        out, _ = merge(self.attend_tail(layer, q, k, v, window, **options), prompt)
+        out, _ = merge(self.attend_tail(layer, q, k, v, window, sinks=sinks, **options), prompt)
         return out, own_entry(q, k, v)
 
     def of_prompt(self, layer: int) -> Array:

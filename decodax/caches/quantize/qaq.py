@@ -159,10 +159,11 @@ class QAQCache(Tail, PromptPhase):
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
-               bias: Bias | None = None) -> tuple[Array, PyTree]:
+               bias: Bias | None = None, sinks: Array | None = None) -> tuple[Array, PyTree]:
         if window.is_prefill:
             raise ValueError(WHOLE_PROMPT.format("qaq"))
-        at, so_far = window.positions, self.attend_tail(layer, q, k, v, window, scale=scale, softcap=softcap)
+        at = window.positions
+        so_far = self.attend_tail(layer, q, k, v, window, scale=scale, softcap=softcap, sinks=sinks)
         shape, (keys, values) = self.shapes[layer], self.pools[layer]
         slots = keys.bits.shape[1]
         block = min(BLOCK, slots)

@@ -87,7 +87,7 @@ class QuantizedCache(Sized, DraftBase, PromptPhase):
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
-               bias: Bias | None = None) -> tuple[Array, PyTree]:
+               bias: Bias | None = None, sinks: Array | None = None) -> tuple[Array, PyTree]:
         if window.is_prefill:
             raise ValueError(WHOLE_PROMPT.format(self.kind.name))
         kind, gone = self.kind, self.gone[:, None]
@@ -116,7 +116,7 @@ class QuantizedCache(Sized, DraftBase, PromptPhase):
         held = kind.places(coded, self.rest[layer].shape[2])
         held = jnp.where(held < self.held[:, None], held, -1)[:, None]
         latest = window_attention_lse(q, k, v, window.visible(), at, self.rest[layer], slot_positions=held,
-                                      key_positions=window.key_positions - gone, **options)
+                                      key_positions=window.key_positions - gone, sinks=sinks, **options)
         out, _ = lax.fori_loop(0, (coded.max() + block - 1) // block, part, latest)
         return out, own_entry(q, k, v)
 

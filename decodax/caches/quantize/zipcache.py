@@ -155,10 +155,10 @@ class ZipCacheCache(Tail, PromptPhase):
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
-               bias: Bias | None = None) -> tuple[Array, PyTree]:
+               bias: Bias | None = None, sinks: Array | None = None) -> tuple[Array, PyTree]:
         if window.is_prefill:
             raise ValueError(WHOLE_PROMPT.format("zipcache"))
-        so_far = self.attend_tail(layer, q, k, v, window, scale=scale)
+        so_far = self.attend_tail(layer, q, k, v, window, scale=scale, sinks=sinks)
         for which, own in enumerate(self.grades[layer]):
             so_far = self._walk(own, which, q, window.positions, scale, so_far)
         out, sums = so_far

@@ -86,18 +86,18 @@ class ActQKVCache(ReadAtOnce, SparseCache):
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
-               bias: Bias | None = None) -> tuple[Array, PyTree]:
+               bias: Bias | None = None, sinks: Array | None = None) -> tuple[Array, PyTree]:
         own, kind, shape = k.shape[1] - q.shape[1], self.kind, self.shapes[layer]
         k_own, v_own, blocks = k[:, own:], v[:, own:], self.blocks[layer]
         options: dict[str, Any] = dict(scale=scale, key_positions=window.key_positions)
         if blocks is None:
             return self.attend_all(layer, q, k, v, window, scale=scale, sliding=sliding, softcap=softcap,
-                                   bias=bias), (k_own, v_own)
+                                   bias=bias, sinks=sinks), (k_own, v_own)
         kind.check_prompt(window.is_prefill)
         if k.shape[1] > kind.room:
             raise ValueError(f"cache: {kind.name} takes windows of at most room={kind.room} nodes, got one of "
                              f"{k.shape[1]}; takes room={k.shape[1]} or more")
-        near = window_attention_lse(q, k, v, window.visible(), window.positions, **options)
+        near = window_attention_lse(q, k, v, window.visible(), window.positions, sinks=sinks, **options)
         at, asked = window.positions, q.astype(jnp.float32)
         far = kind.at_one_distance(shape, asked, at)
         each = jax.vmap(lambda *row: self._read(layer, *row))
@@ -221,12 +221,12 @@ class ProbingWindow(WholePromptReader):
         self.after: list[Activations] = []
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
-               **options: Any) -> tuple[Array, PyTree]:
+               sinks: Array | None = None, **options: Any) -> tuple[Array, PyTree]:
         base, kind = self.base, self.base.kind
         blocks, kv = base.blocks[layer], base.kv[layer]
         given = q, k, v, window.visible(), window.positions
         if blocks is None:
-            return base.attend_all(layer, q, k, v, window, scale=scale, **options), (k, v)
+            return base.attend_all(layer, q, k, v, window, scale=scale, sinks=sinks, **options), (k, v)
         B, W, H, d = q.shape
         asked = q.astype(jnp.float32)
         far = kind.at_one_distance(base.shapes[layer], asked, window.positions).reshape(B, W, -1)
@@ -237,7 +237,7 @@ class ProbingWindow(WholePromptReader):
         at, found = jax.vmap(lambda blocks, probe, length: base._where(
             blocks, probe, there, jnp.int32(kind.blocks), length))(blocks, probe, base.length)
         some, at = gathered(kv, at[:, None])
-        out, lse = window_attention_lse(*given, some, slot_positions=at, scale=scale,
+        out, lse = window_attention_lse(*given, some, slot_positions=at, scale=scale, sinks=sinks,
                                         key_positions=window.key_positions)
         last = jnp.arange(W) == window.live.sum(1, keepdims=True) - 1
         return out, (k, v, scale * asked, lse, jnp.where(last, found[:, None], -1))

@@ -80,20 +80,20 @@ class AttentionPredictorCache(SparseCache, PromptPhase):
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
-               bias: Bias | None = None) -> tuple[Array, PyTree]:
+               bias: Bias | None = None, sinks: Array | None = None) -> tuple[Array, PyTree]:
         own = k.shape[1] - q.shape[1]
         entry = k[:, own:], v[:, own:]
         if self.chosen[layer] is None:
             return self.attend_all(layer, q, k, v, window, scale=scale, sliding=sliding, softcap=softcap,
-                                   bias=bias), entry
+                                   bias=bias, sinks=sinks), entry
         self.kind.check_prompt(window.is_prefill)
         q = q.astype(jnp.float32) * scale
         seen = jnp.broadcast_to(window.visible(), (*q.shape[:2], k.shape[1]))
         at = self._read(layer)
-        out, row = self._attend(layer, q, k, v, seen, window.key_positions, at)
+        out, row = self._attend(layer, q, k, v, seen, window.key_positions, at, sinks)
         if self.kind.full is not None:
             now = (window.positions - self.start[:, None] + 1) % self.kind.full == 0
-            whole = if_any(now, lambda _: self._everything(layer, q, k, seen, window.key_positions), row)
+            whole = if_any(now, lambda _: self._everything(layer, q, k, seen, window.key_positions, sinks), row)
             row = jnp.where(now[:, :, None, None], whole, row)
             # the output must depend on it, or XLA on CPU copies the cache at a commit to protect its readers
             out = jnp.where(jnp.isfinite(row).all(-1, keepdims=True), out, jnp.nan)
@@ -119,7 +119,7 @@ class AttentionPredictorCache(SparseCache, PromptPhase):
         return jnp.concatenate([wide(first[None]), some, wide(late)], -1)
 
     def _attend(self, layer: int, q: Array, k: Array, v: Array, seen: Array, keys_at: Array,
-                at: Array) -> tuple[Array, Array]:
+                at: Array, sinks: Array | None) -> tuple[Array, Array]:
         """Returns attention of scaled queries to slots and to the window, `f32[B, W, H, e]`, and the maximum weight in
         each block, `f32[B, W, H, blocks]`.
 
@@ -129,6 +129,7 @@ class AttentionPredictorCache(SparseCache, PromptPhase):
             seen: `bool[B, W, K]`, nodes of the window that a query attends to.
             keys_at: `i32[B, K]`, their positions.
             at: `i32[B, H, n]`, the slots; -1: none.
+            sinks: see `Cache.attend`.
         """
         image, d, block = self.images[layer], self.widths[layer], self.kind.block_size
         assert image is not None
@@ -143,15 +144,14 @@ class AttentionPredictorCache(SparseCache, PromptPhase):
             there = jnp.concatenate([held, jnp.broadcast_to(seen[:, None], (*held.shape[:2], seen.shape[1]))], -1)
             both = jnp.concatenate([some, mine], 1)
             scores = jnp.einsum("whd,hnd->whn", q, both[..., :d])
-            weights = jax.nn.softmax(jnp.where(there, scores, -1e30), axis=-1)
-            weights = jnp.where(there, weights, 0)
+            weights = _weights(scores, there, sinks)
             where = jnp.concatenate([at, jnp.broadcast_to(keys_at, (len(at), len(keys_at)))], -1)
             rows = jax.vmap(lambda own: jax.vmap(lambda w, at: pooled(w, at, image.shape[3], block))(own, where))
             return jnp.einsum("whn,hne->whe", weights, both[..., d:]), rows(weights)
 
         return jax.vmap(lambda *row: one(row))(self.kv[layer], k, v, q, seen, keys_at, at)
 
-    def _everything(self, layer: int, q: Array, k: Array, seen: Array, keys_at: Array) -> Array:
+    def _everything(self, layer: int, q: Array, k: Array, seen: Array, keys_at: Array, sinks: Array | None) -> Array:
         """Returns the maximum weight in each block of attention to all tokens, `f32[B, W, H, blocks]`; for the
         arguments see `_attend`."""
         image, d, block = self.images[layer], self.widths[layer], self.kind.block_size
@@ -165,8 +165,7 @@ class AttentionPredictorCache(SparseCache, PromptPhase):
             far = jnp.einsum("wgrd,gsd->wgrs", q, kv[..., :d].astype(jnp.float32)).reshape(W, H, S)
             near = jnp.einsum("wgrd,kgd->wgrk", q, k.astype(jnp.float32)).reshape(W, H, -1)
             there = jnp.concatenate([jnp.broadcast_to(jnp.arange(S) < length, (W, S)), seen], -1)[:, None]
-            weights = jax.nn.softmax(jnp.where(there, jnp.concatenate([far, near], -1), -1e30), axis=-1)
-            weights = jnp.where(there, weights, 0)
+            weights = _weights(jnp.concatenate([far, near], -1), there, sinks)
             far = jnp.pad(weights[..., :S], ((0, 0), (0, 0), (0, n * block - S))).reshape(W, H, n, block).max(-1)
             rows = jax.vmap(jax.vmap(lambda own: pooled(own, keys_at, n, block)))
             return jnp.maximum(far, rows(weights[..., S:]))
@@ -218,6 +217,16 @@ def ring(slots: Array, length: Array, size: int) -> Array:
         size: number of places of the ring.
     """
     return jnp.where((slots >= 0) & (slots >= length[:, None] - size), slots % size, -1)
+
+
+def _weights(scores: Array, there: Array, sinks: Array | None) -> Array:
+    """Returns softmax weights of scores `f32[W, H, n]`, 0 where `there` is False; see `Cache.attend` for `sinks`."""
+    scores = jnp.where(there, scores, -1e30)
+    if sinks is not None:
+        sink = jnp.broadcast_to(sinks.astype(jnp.float32)[:, None], (*scores.shape[:2], 1))
+        scores = jnp.concatenate([scores, sink], -1)
+    weights = jax.nn.softmax(scores, axis=-1)
+    return jnp.where(there, weights if sinks is None else weights[..., :-1], 0)
 
 
 @struct

@@ -97,12 +97,12 @@ class LouisKVCache(IndexedCache):
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
-               bias: Bias | None = None) -> tuple[Array, PyTree]:
+               bias: Bias | None = None, sinks: Array | None = None) -> tuple[Array, PyTree]:
         own, held = k.shape[1] - q.shape[1], self.retrieved[layer]
         entry = k[:, own:], v[:, own:]
         if self.is_dense(layer, window.is_prefill):
             return self.attend_all(layer, q, k, v, window, scale=scale, sliding=sliding, softcap=softcap,
-                                   bias=bias), entry
+                                   bias=bias, sinks=sinks), entry
         assert held is not None
         if own and window.before is None:
             raise ValueError("cache: louiskv compares the queries of the tokens of a text; takes a method that does "
@@ -121,7 +121,8 @@ class LouisKVCache(IndexedCache):
         turned = seen & with_before(3, boundary)[:, None]
         last = jnp.where(turned, key_at, -1).argmax(-1)
         reads = jnp.where(turned.any(-1)[..., None, None], take(with_before(4, chosen), last), held.chosen[:, None])
-        near = window_attention_lse(q, k, v, window.visible(), at, scale=scale, key_positions=window.key_positions)
+        near = window_attention_lse(q, k, v, window.visible(), at, scale=scale, key_positions=window.key_positions,
+                                    sinks=sinks)
         each = jax.vmap(lambda kv, starts, newest, length, prompt, q, at, reads: self._read(
             layer, (kv, starts, newest, length, prompt), q, at, reads))
         rows = self.kv[layer], held.starts, held.newest, self.length, self.prompt

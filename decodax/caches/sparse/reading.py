@@ -99,18 +99,18 @@ class SparseCache(KeyValues):
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
-               bias: Bias | None = None) -> tuple[Array, PyTree]:
+               bias: Bias | None = None, sinks: Array | None = None) -> tuple[Array, PyTree]:
         own = k.shape[1] - q.shape[1]
         entry = k[:, own:], v[:, own:]
         whole = lambda: self.attend_all(layer, q, k, v, window, scale=scale, sliding=sliding, softcap=softcap,
-                                        bias=bias)
+                                        bias=bias, sinks=sinks)
         if sliding is not None or self.is_dense(layer, window.is_prefill):
             return whole(), entry
         self.kind.check_window(k.shape[1])
         slots = self.always(layer)
         some, slots = (None, None) if slots is None else gathered(self.kv[layer], slots)
         near = window_attention_lse(q, k, v, window.visible(), window.positions, some, slot_positions=slots,
-                                    scale=scale, key_positions=window.key_positions)
+                                    scale=scale, key_positions=window.key_positions, sinks=sinks)
         far = self.read(layer, q.astype(jnp.float32) * scale, window.positions)
         out = near[0] if far is None else merge(near, far)[0]
         full = self.full(window)

@@ -119,7 +119,7 @@ class RetroAttentionCache(PageCache):
 
     def reread(self, layer: int, q: Array, k: Array, v: Array, window: Window, rows: Rows, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
-               bias: Bias | None = None) -> tuple[Array, PyTree]:
+               bias: Bias | None = None, sinks: Array | None = None) -> tuple[Array, PyTree]:
         """Computes attention of all rows of a window. The arguments and results are those of `attend` with queries,
         keys and values `f[B, w W, ...]`."""
         (B, W), w, H = window.positions.shape, self.kind.window, q.shape[2]
@@ -128,7 +128,7 @@ class RetroAttentionCache(PageCache):
         whole = sliding is not None or self.kind.keeps_dense(layer, self.shapes[layer])
         out, lse = window_attention_lse(q[:, :W], k, v, rows.seen, window.positions,
                                         *((self.kv[layer], limit) if whole else ()), scale=scale, sliding=sliding,
-                                        key_positions=rows.nodes.positions)
+                                        key_positions=rows.nodes.positions, sinks=sinks)
         own = jnp.concatenate([out, lse[..., None]], -1, dtype=jnp.float32)[:, :, None]
         if whole:
             none = jnp.zeros((B, W, w - 1, *own.shape[3:]), jnp.float32).at[..., -1].set(NOTHING)

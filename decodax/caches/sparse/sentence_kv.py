@@ -83,14 +83,14 @@ class SentenceKVCache(Wrapper):
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,    # type: ignore[override]
                sliding: int | None = None, softcap: float | None = None,
-               bias: Bias | None = None) -> tuple[Array, PyTree]:
+               bias: Bias | None = None, sinks: Array | None = None) -> tuple[Array, PyTree]:
         own = k.shape[1] - q.shape[1]
         if window.tokens is None or (own and window.before is None):
             raise ValueError("cache: sentence-kv depends on the ids of the tokens of a window; takes a model that "
                              "reads tokens by id, and a method that does not read a token twice")
         ends = is_one_of(window.tokens, self.kind.marks)
         entry, held = (k[:, own:], v[:, own:], q, ends), self.sentences[layer]
-        options: dict[str, Any] = dict(scale=scale, sliding=sliding, softcap=softcap, bias=bias)
+        options: dict[str, Any] = dict(scale=scale, sliding=sliding, softcap=softcap, bias=bias, sinks=sinks)
         whole = lambda: self.base.attend(layer, q, k, v, window, **options)[0]
         if held is None:
             return whole(), entry
@@ -113,7 +113,7 @@ class SentenceKVCache(Wrapper):
             self.written[:, None] + of_first.sum(-1), 1)[..., None, None]
         place = self.base.count[layer][:, :1] + window.positions - self.length[:, None]
         full = ends | (written <= self.kind.threshold) | (place < self.kind.budget)
-        near = window_attention_lse(q, k, v, window.visible(), window.positions, scale=scale,
+        near = window_attention_lse(q, k, v, window.visible(), window.positions, scale=scale, sinks=sinks,
                                     key_positions=window.key_positions)
         node = q.astype(f32) * scale, mean / written[..., None, None], open_mean, closed, place
         each = jax.vmap(self._read, in_axes=(0, 0, 0, 0))

@@ -99,11 +99,11 @@ class ShadowKVCache(IndexedCache):
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
-               bias: Bias | None = None) -> tuple[Array, PyTree]:
+               bias: Bias | None = None, sinks: Array | None = None) -> tuple[Array, PyTree]:
         own, shadow = k.shape[1] - q.shape[1], self.shadows[layer]
         near = window_attention_lse(q, k, v, window.visible(), window.positions, self.kv[layer],
                                     self.length if shadow is None else self._used, scale=scale, sliding=sliding,
-                                    softcap=softcap, key_positions=window.key_positions, bias=bias)
+                                    softcap=softcap, key_positions=window.key_positions, bias=bias, sinks=sinks)
         if shadow is None:
             return near[0], (k[:, own:], v[:, own:])
         read = functools.partial(self._read, self.shapes[layer], shadow)

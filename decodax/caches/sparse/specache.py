@@ -94,13 +94,15 @@ class SpeCacheCache(Wrapper):
         if hint is None:
             raise ValueError("cache: specache is read by its own method, two tokens at a time; takes "
                              "algorithm=\"specache\"")
+        sinks = options.get("sinks")
         options = {name: options.get(name) for name in ("scale", "sliding", "softcap")}
         base, G, softcap = self.base, k.shape[2], options["softcap"]
         coded = base.held - base.whole
         latest = base.kind.places(coded, base.rest[layer].shape[2])
         latest = jnp.where(latest < base.held[:, None], latest, -1)
         near = window_attention_lse(q, k, v, window.visible(), window.positions, base.rest[layer],
-                                    slot_positions=latest[:, None], key_positions=window.key_positions, **options)
+                                    slot_positions=latest[:, None], key_positions=window.key_positions, sinks=sinks,
+                                    **options)
         block = base.kind.block(base.slots)
         blocks = (coded.max() + block - 1) // block
 

@@ -43,7 +43,7 @@ from decodax.core.packing import Packing
 from decodax.core.types import LayeredModel, Out, embeddings, outputs
 from decodax.core.window import Window, each_node
 from decodax.models.rope import Llama3, Rope, rotate
-from decodax.pallas_kernels.window_attention import Bias
+from decodax.pallas_kernels.window_attention import Bias, with_sinks
 
 
 @struct
@@ -222,20 +222,22 @@ class TokenButlerCache(SparseCache):
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, *, scale: float,
                sliding: int | None = None, softcap: float | None = None,
-               bias: Bias | None = None) -> tuple[Array, PyTree]:
+               bias: Bias | None = None, sinks: Array | None = None) -> tuple[Array, PyTree]:
         own, d, marks = k.shape[1] - q.shape[1], self.widths[layer], self.marks[layer]
         entry = k[:, own:], v[:, own:]
         if window.is_prefill or marks is None or self.kind.count(self.capacity) >= self.capacity:
             return self.attend_all(layer, q[..., :d], k[..., :d], v, window, scale=scale, sliding=sliding,
-                                   softcap=softcap, bias=bias), entry
+                                   softcap=softcap, bias=bias, sinks=sinks), entry
         seen = jnp.broadcast_to(window.visible(), (*q.shape[:2], k.shape[1]))
         each = jax.vmap(lambda row, node: self._read(d, row, node))
         row = self.kv[layer], marks, self.length, k, v, window.key_positions
         nodes = q.at[..., :d].multiply(scale), seen, window.positions
-        return each_node(functools.partial(each, row), nodes).astype(v.dtype), entry
+        found = each_node(functools.partial(each, row), nodes)
+        return (found if sinks is None else with_sinks(found, sinks))[0].astype(v.dtype), entry
 
-    def _read(self, d: int, row: tuple[Array, ...], node: tuple[Array, ...]) -> Array:
-        """Returns attention of one query `f[H, d + m]` of one row to the tokens that its heads choose, `f32[H, e]`."""
+    def _read(self, d: int, row: tuple[Array, ...], node: tuple[Array, ...]) -> tuple[Array, Array]:
+        """Returns attention of one query `f[H, d + m]` of one row to the tokens that its heads choose, `f32[H, e]`, and
+        the logarithms of the softmax sums."""
         (kv, marks, length, k, v, keys_at), (q, seen, at) = row, node
         (G, S, _), m, kind = kv.shape, q.shape[-1] - d, self.kind
         q = q.astype(jnp.float32).reshape(G, -1, d + m)
@@ -254,7 +256,7 @@ class TokenButlerCache(SparseCache):
         some = jnp.where((slots < S)[..., None], of(kv, slots), of(own.astype(kv.dtype), slots - S))
         n = slots.shape[-1]
         return attention_to(q[..., :d].reshape(-1, 1, d), some.astype(jnp.float32).reshape(-1, n, some.shape[-1]),
-                            (found > -jnp.inf).reshape(-1, n), d)[0]
+                            (found > -jnp.inf).reshape(-1, n), d)
 
     def commit(self, entries: Entries, slots: Array) -> Self:
         if not self.kv:

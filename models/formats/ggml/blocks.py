@@ -81,7 +81,7 @@ class GgmlBlocks(Packed):
     def multiplied(self, x: Array, dtype: Any, sums: bool) -> Array:
         """Computes `product` on CPU: by sums over the places of a group for one row, else by decoding the weights."""
         groups, group, parts = self.shape[-1] // self.group, self.group, self._parts
-        rows = jnp.swapaxes(x.astype(jnp.float32).reshape(len(x), groups, group), 1, 2)    # in the order of the codes
+        rows = self._rows(x.astype(jnp.float32))
         if not sums:
             made = [dot(own.reshape(len(x), -1), part.reshape(part.shape[0], -1), dtype)
                     for own, part in zip(jnp.split(rows, parts, 1), self._weights(), strict=True)]
@@ -126,6 +126,10 @@ class GgmlBlocks(Packed):
             raise ValueError("kernel: is in the form for one device, takes one that is `placed`")
         *above, _, _, groups = made.codes
         return made.replace(codes=PartitionSpec(*above, outputs, None, groups))
+
+    def _rows(self, x: Array) -> Array:
+        """Returns rows `f[R, K]` in the order of the codes, `f[R, group, G]`."""
+        return jnp.swapaxes(x.reshape(len(x), -1, self.group), 1, 2)
 
     @property
     def _by_place(self) -> Array:

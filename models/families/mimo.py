@@ -1,0 +1,59 @@
+"""MiMo-V2-Flash (Xiaomi): most layers have a sliding window, attention sinks and twice as many key/value heads."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from decodax.models.config import DecoderConfig
+from decodax.models.reading import Json, read_experts, read_layers, read_rope, read_shape, with_experts
+
+
+def _mimo_v2_flash(c: Json) -> DecoderConfig:
+    c = {"num_key_value_heads": 4, "head_dim": 192, "v_head_dim": 128, "rms_norm_eps": c.get("layernorm_epsilon", 1e-5),
+         "attention_value_scale": 0.707, "max_position_embeddings": 131_072, **c}
+    _check(c)
+    count, bias = c["num_hidden_layers"], c.get("attention_bias", False)
+    shape = read_shape(c, qkv_bias=bias, value_dim=c["v_head_dim"], value_scale=float(c["attention_value_scale"]))
+    kinds = _kinds(c, "layer_types", "hybrid_layer_pattern", ("full_attention", "sliding_attention"),
+                   lambda i: i > 0 and (i + 1) % 6 != 0)
+    sparse = _kinds(c, "mlp_layer_types", "moe_layer_freq", ("dense", "sparse"), lambda i: i > 0)
+    share, new = {"partial_rotary_factor": c.get("partial_rotary_factor", 0.334)}, c.get("rope_parameters") or {}
+    far = {"rope_theta": c.get("rope_theta", 5e6), **share, **new.get("full_attention", {})}
+    near = {"rope_theta": c.get("swa_rope_theta", 1e4), **share, **new.get("sliding_attention", {})}
+    # Released files count the positions before a query, transformers its own position, too.
+    window = c["sliding_window_size"] + 1 if c.get("sliding_window_size") else c.get("sliding_window", 129)
+    layers = read_layers({**c, "rope_parameters": far, "layer_types": kinds}, shape, sliding=window,
+                         near=read_rope({**c, "rope_parameters": near}, shape))
+    heads = c.get("swa_num_key_value_heads", 2 * shape["kv_heads"])
+    layers = tuple(dataclasses.replace(layer, sinks=True, kv_heads=heads) if layer.sliding is not None else layer
+                   for layer in layers)
+    experts = read_experts(
+        c.get("n_routed_experts", c.get("num_local_experts", 256)), c.get("num_experts_per_tok", 8),
+        c.get("moe_intermediate_size", 2048), c.get("norm_topk_prob", True), score="sigmoid", correction=True,
+        groups=c.get("n_group", 1), kept_groups=c.get("topk_group", 1),
+        scale=float(c.get("routed_scaling_factor", 1.0)))
+    return DecoderConfig(layers=with_experts(layers[:count], experts, lambda i: sparse[i] == "sparse"), **shape)
+
+
+def _check(c: Json) -> None:
+    """Refuses entries of released files with values that no released file has."""
+    fixed = {"swa_num_attention_heads": c["num_attention_heads"], "swa_head_dim": c["head_dim"],
+             "swa_v_head_dim": c["v_head_dim"], "add_swa_attention_sink_bias": True,
+             "add_full_attention_sink_bias": False, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+    for key, value in fixed.items():
+        if c.get(key, value) != value:
+            raise ValueError(f"{key}: got {c[key]!r}, supported is {value!r}")
+
+
+def _kinds(c: Json, key: str, older: str, names: tuple[str, str], default: Callable[[int], bool]) -> list[str]:
+    """Returns the kind of each layer: from the entry `key`, from numbers 0 and 1 in the entry `older`, or by index."""
+    count = c["num_hidden_layers"]
+    found: Any = c.get(key) or [names[int(x != 0)] for x in c.get(older) or map(default, range(count))]
+    if len(found) < count:
+        raise ValueError(f"{key}: got {len(found)} entries for num_hidden_layers = {count}")
+    return list(found)
+
+
+FAMILIES: dict[str, Callable[[Json], DecoderConfig]] = {"mimo_v2_flash": _mimo_v2_flash}

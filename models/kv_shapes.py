@@ -1,0 +1,22 @@
+"""The shapes of a decoder's keys and values, which it passes to its cache."""
+
+from __future__ import annotations
+
+from decodax.cache import KVLayer
+from decodax.models.config import DecoderConfig
+from decodax.models.echoes import value_width
+
+
+def kv_layers(c: DecoderConfig, context: int | None) -> list[KVLayer]:
+    """Returns the shape of each layer in `DecoderConfig.attending`; `context` is the length for which length-dependent
+    rope scalings are set."""
+    return [_by_head(c, i, context) for i in c.attending]
+
+
+def _by_head(c: DecoderConfig, i: int, context: int | None) -> KVLayer:
+    layer = c.layers[i]
+    wide = None if c.values_of_key == 1 and c.value_dim is None else c.value_width * c.values_of_key
+    return KVLayer(c.groups(layer), c.head_dim, value_width(c, i, wide), queries=c.heads, rope=layer.rope,
+                   context=context, sliding=layer.sliding, softcap=c.attention_softcap,
+                   bias=layer.bias is not None or (layer.rope is not None and layer.rope.chunks is not None),
+                   sinks=layer.sinks)

@@ -1,0 +1,56 @@
+"""GPT-OSS on 8 devices: heads, sinks and experts in MXFP4 are divided."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import decodax as dx
+from decodax.io.saving import save_model
+from decodax.models import Transformer
+from decodax.models.families import read_config
+from decodax.models.formats import Mxfp4
+
+pytestmark = pytest.mark.mesh
+
+CONFIG: dict[str, Any] = {
+    "model_type": "gpt_oss", "vocab_size": 97, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 4,
+    "num_experts_per_tok": 2, "sliding_window": 5, "max_position_embeddings": 64, "swiglu_limit": 1.5}
+PROMPTS = [[5, 6, 7, 8, 5, 6], [9, 10, 11], [1, 2], [3, 4, 5, 6, 7]]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root, model = tmp_path_factory.mktemp("gpt-oss"), Transformer(read_config(CONFIG))
+    draw = np.random.default_rng(0)
+    params = jax.tree.map(lambda x: jnp.asarray(draw.normal(x.ndim == 1, 0.2, x.shape), jnp.float32),
+                          model.init_params(jax.random.key(0)))
+    save_model(root, model, params, config=CONFIG | {"quantization_config": {"quant_method": "mxfp4"}})
+    tensors: dict[str, np.ndarray] = {}
+    for name, value in load_file(root / "model.safetensors").items():
+        if value.ndim == 3:
+            packed = Mxfp4().pack(jnp.asarray(value))
+            tensors[f"{name}_blocks"] = np.ascontiguousarray(np.swapaxes(packed.codes, -1, -2))
+            tensors[f"{name}_scales"] = np.asarray(packed.scales)
+        else:
+            tensors[name] = value
+    save_file(tensors, root / "model.safetensors", metadata={"format": "pt"})
+    return root
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(("shape", "axes"), [((2, 2, 2), ("data", "model", "expert"))])
+def test_eight_devices_give_the_tokens_of_one(home: Path, shape: Any, axes: Any) -> None:
+    mesh = jax.make_mesh(shape, axes, axis_types=(jax.sharding.AxisType.Auto,) * len(axes))
+    alone, parted = dx.load(home), dx.load(home, mesh=mesh)
+    layer = parted.params["layers"]["0"]
+    for array in (layer["mlp"]["gate"]["kernel"].codes, layer["attn"]["sinks"]):
+        assert array.addressable_shards[0].data.size * 2 == array.size
+    for algorithm in (None, "prompt-lookup:length=3"):
+        want, got = (dx.generate(lm, PROMPTS, max_new_tokens=9, algorithm=algorithm).tokens for lm in (alone, parted))
+        np.testing.assert_array_equal(got, want)
