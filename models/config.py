@@ -4,7 +4,6 @@ weights."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Literal
 
 import jax.numpy as jnp
@@ -12,6 +11,7 @@ from jax import Array
 
 from decodax.cache import LinearRule
 from decodax.common.struct import short
+from decodax.models.latent.shape import Latent
 from decodax.models.rope import Chunks, Rope
 from decodax.models.routing import Experts
 from decodax.pallas_kernels.window_attention import FixedBias
@@ -98,6 +98,8 @@ class Layer:
         recurrent: the recurrent block in place of attention, which has no other of these options but `experts`. None:
             attention.
         qk_norm: False leaves out the norm of queries and keys that `DecoderConfig.qk_norm` describes.
+        latent: multi-head latent attention in place of keys and values for each head. It takes a rope, whose width is
+            the rotated part of a head. None: keys and values for each head.
     """
 
     rope: Rope | None = None
@@ -111,8 +113,13 @@ class Layer:
     query_scale: QueryScale | None = None
     qk_norm: bool = True
     recurrent: RgLru | None = None
+    latent: Latent | None = None
 
     def __post_init__(self) -> None:
+        if self.latent is not None and (self.rope is None or self.rope.chunks is not None or dataclasses.replace(
+                self, latent=None, rope=None, scale=None, experts=None, query_scale=None) != Layer()):
+            raise ValueError("latent: takes a rope without chunks, and of the other options scale, experts and "
+                             "query_scale")
         if self.recurrent is not None and dataclasses.replace(self, recurrent=None, experts=None) != Layer():
             raise ValueError("recurrent: cannot be combined with options of attention")
         if self.sliding is not None and self.sliding < 1:
@@ -216,6 +223,9 @@ class DecoderConfig:
             raise ValueError(f"twin_norms: got True with block {self.block!r}, takes block 'parallel'")
         if self.tied and self.head_bias:
             raise ValueError("head_bias: got True, a tied head takes False")
+        if self.latent and (self.latent < len(self.layers) or self.attention_softcap is not None
+                            or self.qk_norm is not None or self.value_heads is not None):
+            raise ValueError("latent: takes all layers, and no soft cap of the scores, qk_norm or value_heads")
         for i, layer in enumerate(self.layers):
             if layer.reads is not None and not (0 <= layer.reads < i and self.layers[layer.reads].reads is None
                                                 and self.layers[layer.reads].linear is None
@@ -251,6 +261,11 @@ class DecoderConfig:
         """Returns the width of a layer's queries and keys."""
         linear = layer.linear
         return self.head_dim if linear is None or linear.width is None else linear.width
+
+    @property
+    def latent(self) -> int:
+        """Number of layers with multi-head latent attention: 0, or all layers."""
+        return sum(layer.latent is not None for layer in self.layers)
 
     @property
     def own(self) -> tuple[int, ...]:
@@ -333,27 +348,6 @@ def yoco(config: DecoderConfig, window: int = 1024) -> DecoderConfig:
     return dataclasses.replace(config, layers=tuple(
         dataclasses.replace(layer, sliding=window if i < half else None, reads=half if i > half else None)
         for i, layer in enumerate(config.layers)))
-
-
-def echo_att(config: DecoderConfig, groups: Sequence[Sequence[int]]) -> DecoderConfig:
-    """Returns a configuration with groups of layers that use the attention weights of the first layer of each group.
-
-    The other layers of a group compute values, but neither queries nor keys ("EchoAtt: Attend, Copy, then Adjust for
-    More Efficient Large Language Models", Rajabzadeh et al., 2024). It is another network, which has to be distilled:
-    `decodax.train.echo_att`.
-
-    >>> c = echo_att(llama(vocab=64, width=32, layers=6, heads=4, mlp=96), [(1, 2), (3, 4)])
-    >>> [layer.echoes for layer in c.layers]
-    [None, None, 1, None, 3, None]
-    """
-    flat = [i for group in groups for i in group]
-    if len(set(flat)) < len(flat) or any(list(group) != sorted(group) or not group for group in groups) or not (
-            all(0 <= i < len(config.layers) for i in flat)):
-        raise ValueError(f"groups: got {tuple(map(tuple, groups))}, takes groups of the {len(config.layers)} layers, "
-                         "each in their order, and a layer in one of them")
-    lead = {i: group[0] for group in groups for i in group[1:]}
-    return dataclasses.replace(config, layers=tuple(
-        dataclasses.replace(layer, echoes=lead.get(i)) for i, layer in enumerate(config.layers)))
 
 
 def diffqkv(config: DecoderConfig, key_heads: int) -> DecoderConfig:

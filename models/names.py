@@ -104,8 +104,8 @@ class Names:
         positions: name of the position embedding.
         embed_norm: name of the norm of embeddings.
         fused: groups of paths that share one tensor, in its order.
-        grouped: in a fused tensor of queries, keys and values, the queries of each key/value head are followed by its
-            keys and values.
+        grouped: in a fused tensor of attention, the columns of each key/value head for the first path are followed by
+            those for the others.
         twin: entries of `layer` that differ with `DecoderConfig.twin_norms`.
         transposed: True if linear layers are stored `[out, in]`.
         experts_transposed: the same for tensors that hold all experts.
@@ -136,7 +136,16 @@ NEOX = {"attn_in": "input_layernorm", "mlp_in": "post_attention_layernorm", "mlp
 MIXTRAL = Names({**LLAMA, "mlp.router": "block_sparse_moe.gate"}, experts={
     f"mlp.{part}": f"block_sparse_moe.experts.{{expert}}.w{i}" for part, i in (("gate", 1), ("up", 3), ("down", 2))})
 
+MLA = Names({**LLAMA, "attn.q_a": "self_attn.q_a_proj", "attn.q_a_norm": "self_attn.q_a_layernorm",
+             "attn.q_b": "self_attn.q_b_proj", "attn.kv_a": "self_attn.kv_a_proj_with_mqa",
+             "attn.kv_a_norm": "self_attn.kv_a_layernorm",
+             **dict.fromkeys(("attn.k_b", "attn.v_b"), "self_attn.kv_b_proj")},
+            fused=(("attn.k_b", "attn.v_b"),), grouped=True)
+
 FAMILY_NAMES = {
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "youtu"), MLA),
+    "mistral4": dataclasses.replace(MLA, fused=(*MLA.fused, GATE_UP), experts={
+        **dict.fromkeys(GATE_UP, "mlp.experts.gate_up_proj"), "mlp.down": "mlp.experts.down_proj"}),
     "gpt2": Names({"attn_in": "ln_1", "mlp_in": "ln_2", **dict.fromkeys(QKV, "attn.c_attn"), "attn.o": "attn.c_proj",
                    "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}, stem="transformer.", layers="h", embed="wte",
                   norm="ln_f", positions="wpe", fused=(QKV,), transposed=False),
@@ -212,7 +221,7 @@ FAMILY_NAMES = {
 IGNORED = re.compile(r"(\.(attn|attention)\.(masked_)?bias|^h\.\d+\.attn\.(masked_)?bias|rotary_emb\.inv_freq)$")
 """Buffers in older files, which are recomputed and not loaded."""
 
-IMAGES = re.compile(r"^(model\.)?(vision_tower|vision_model|multi_modal_projector|visual)\.")
+IMAGES = re.compile(r"^(model\.)?(vision_tower|vision_model|multi_modal_projector|mm_projector|visual)\.")
 """Tensors of the vision parts of multimodal models."""
 
 
@@ -337,6 +346,7 @@ def _source(path: str, names: Names, sizes: dict[str, tuple[int, ...]], groups: 
         group = next((g for g in names.fused if inner in g and (
             len(shape) == 3 or len({names.layer[member] for member in g}) == 1)), None)
         if group is not None:
+            groups = groups if inner.startswith("attn.") else 1
             widths = [sizes[f"layers.{index}.{member}.{leaf}"][-1] // groups for member in group]
             start, at = sum(widths[:group.index(inner)]), group.index(inner)
             part = Columns(start, start + widths[at], sum(widths))

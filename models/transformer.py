@@ -18,7 +18,7 @@ from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from decodax.cache import Dense, KVLayer, LinearStates, LinearTerms, PerLayer, dense, linear_states
+from decodax.cache import Dense, LinearStates, LinearTerms, PerLayer, dense, linear_states
 from decodax.cache.linear import over_text
 from decodax.common.axes import EXPERT, MODEL
 from decodax.common.struct import short
@@ -29,12 +29,13 @@ from decodax.core.types import CacheKind, LayeredModel, Out, PartialForward
 from decodax.core.window import Window, take
 from decodax.models.config import DecoderConfig
 from decodax.models.decoder import Attend, Decoder, Keep
-from decodax.models.echoes import value_width
 from decodax.models.inputs import AdapterRows, Embeddings, EncoderText, named
-from decodax.models.packed import Adapted, Packed, embedded
+from decodax.models.kv_shapes import kv_layers
+from decodax.models.latent.attention import Expanding
+from decodax.models.packed import Adapted, embedded, whole
 from decodax.models.recurrent.rg_lru import Recurrence, recurrent_states, walk_text
 from decodax.models.rope import Dynamic, LongRope
-from decodax.pallas_kernels.window_attention import window_attention
+from decodax.pallas_kernels.window_attention import window_attention, window_attention_lse
 
 Weights = dict[str, Any]
 """A nested dict of arrays, keyed by the network's attribute names: `weights["layers"]["0"]["attn"]["q"]["kernel"]`."""
@@ -107,12 +108,7 @@ class Transformer(LayeredModel):
         if isinstance(inputs, Embeddings) and inputs.values.shape[2:] != (c.width,):
             raise ValueError(f"inputs: got embeddings of width {inputs.values.shape[-1]}, takes {c.width}")
         given, dtype = None if encodes else inputs, jnp.dtype(self.dtype)
-        wide = None if c.values_of_key == 1 else c.head_dim * c.values_of_key
-        layers = [KVLayer(c.kv_heads, c.head_dim, value_width(c, i, wide), queries=c.heads, rope=c.layers[i].rope,
-                          context=self.context, sliding=c.layers[i].sliding, softcap=c.attention_softcap,
-                          bias=c.layers[i].bias is not None or (
-                              (rope := c.layers[i].rope) is not None and rope.chunks is not None))
-                  for i in c.attending]
+        layers = kv_layers(c, self.context)
         if c.recurrent:
             return PerLayer(base=self.cache(layers, batch, capacity, dtype, given),
                             linear=recurrent_states(c, batch, capacity, dtype, given),
@@ -170,8 +166,9 @@ class Transformer(LayeredModel):
         if first is not None:
             keep = [(i < first,) * 2 for i in range(self.depth)]
 
-        def whole() -> tuple[Array, Any, tuple[Array, ...]]:
-            attend = lambda layer, q, k, v, **options: cache.attend(layer, q, k, v, window, **options)
+        def unpacked() -> tuple[Array, Any, tuple[Array, ...]]:
+            attend: Attend = lambda layer, q, k, v, **options: cache.attend(layer, q, k, v, window, **options)
+            attend = (Expanding.of(cache, window) if self.config.latent else None) or attend
             near = lambda q, k, v, **options: window_attention(q, k, v, window.visible(), window.positions, **options)
             return network(x, window.positions, attend, self.context, keep,
                            begun if begun is not None and begun.model == self else None, near)
@@ -185,9 +182,9 @@ class Transformer(LayeredModel):
 
         if packing is None or keep is not None or begun is not None or by_row or self.config.echoed or (
                 self.config.recurrent):
-            hidden, entries, layers = whole()
+            hidden, entries, layers = unpacked()
         else:
-            hidden, entries, layers = packing.run(window.live, packed, whole)
+            hidden, entries, layers = packing.run(window.live, packed, unpacked)
         if first is not None:
             entries = (*entries[:first], layers[first - 1])
         return Out(hidden=hidden, entries=entries, head=network.logits, layers=layers, norm=network.norm)
@@ -217,9 +214,7 @@ class Transformer(LayeredModel):
         kernel = params["layers"][str(self.config.attending[layer])]["attn"]["o"]["kernel"]
         if isinstance(kernel, Adapted) and kernel.a.ndim == 3:
             kernel = kernel.kernel          # a cache uses one rule for all rows
-        whole = (kernel.merged() if isinstance(kernel, Adapted) else
-                 kernel.values(jnp.float32).T if isinstance(kernel, Packed) else kernel.astype(jnp.float32))
-        return whole.reshape(self.config.heads, -1, self.config.width)
+        return whole(kernel, jnp.float32).reshape(self.config.heads, -1, self.config.width)
 
     def embeddings(self, params: Weights, tokens: Array) -> Array:
         network = _network(self.config, params)
@@ -280,7 +275,9 @@ class Transformer(LayeredModel):
             return out, ()
 
         x = network.embedded(tokens, where, values, given)
-        return network(x, where, attend, self.context, keep, near=near)[0], network.logits
+        alone: Attend = attend if not self.config.latent else Expanding(
+            lambda q, k, v, scale: window_attention_lse(q, k, v, seen, where, scale=scale))
+        return network(x, where, alone, self.context, keep, near=near)[0], network.logits
 
     def init_params(self, key: Array, dtype: jax.typing.DTypeLike = jnp.float32) -> Weights:
         """Returns random weights: normal with standard deviation 0.02, norms at identity."""

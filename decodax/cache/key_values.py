@@ -28,7 +28,8 @@ class KVLayer(NamedTuple):
     Attributes:
         heads: number of key/value heads, `G`.
         width: number of channels of a key, `d`.
-        value_width: number of channels of a value, `e`; None: `d`.
+        value_width: number of channels of a value, `e`; None: `d`. 0: the keys are the values, too, and are stored
+            once. A model with multi-head latent attention has such keys, its latents (`decodax.models.latent`).
         queries: number of query heads, `H`; None: not known.
         rope: the `Rope` that rotates queries and keys; None: they are not rotated.
         context: the text length that the scaling of `rope` is meant for.
@@ -139,7 +140,14 @@ def no_key_values(batch: int, inputs: PyTree = None) -> NoKeyValues:
 
 
 class KVConfig(CacheConfig):
-    """Base of configurations of caches that are built from the `KVLayer` of each layer. Implement `empty`."""
+    """Base of configurations of caches that are built from the `KVLayer` of each layer. Implement `empty`.
+
+    Attributes:
+        latents: True if the cache supports keys that are values, too (`KVLayer.value_width`). A model that has them is
+            refused by other caches before tracing.
+    """
+
+    latents: ClassVar[bool] = False
 
     if TYPE_CHECKING:
 
@@ -169,13 +177,23 @@ class KVConfig(CacheConfig):
         if not capacity:        # what a forward without a cache takes, whatever the kind
             return no_key_values(batch, inputs)
         shapes = tuple(KVLayer(*layer) for layer in layers)
+        own = getattr(self, "name", type(self).__name__)            # of a config that a function makes
+        name = next((n for n, entry in CACHES.items() if entry.make is type(self)), own)
+        if not self.latents:
+            refuse_latents(name, shapes)
         for i, shape in enumerate(shapes):
             if refused := sorted(self.refuses(i, shape) & shape.scores):
-                own = getattr(self, "name", type(self).__name__)        # of a config that a function makes
-                name = next((n for n, entry in CACHES.items() if entry.make is type(self)), own)
                 raise ValueError(f"cache: {name} takes a model without {' and '.join(refused)} of its attention "
                                  f"scores, which layer {i} of this one has")
         return self.empty(shapes, batch, capacity, dtype, inputs)
+
+
+def refuse_latents(name: str, layers: Sequence[tuple[Any, ...]]) -> None:
+    """Raises ValueError if the keys of a layer are its values, too. For the cache `name`, which does not support it;
+    `layers` has a `KVLayer` for each layer."""
+    if any(KVLayer(*layer).value_width == 0 for layer in layers):
+        raise ValueError(f"cache: {name} takes a model with keys and values for each head; this one has multi-head "
+                         "latent attention, whose cache holds one latent for all heads")
 
 
 def own_entry(q: Array, k: Array, v: Array) -> tuple[Array, Array]:

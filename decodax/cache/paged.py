@@ -10,7 +10,7 @@ other row gets a copy. A page is free if it is in no table. If the pool has no f
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -21,11 +21,12 @@ from decodax.common.options import Count, check_options
 from decodax.common.registry import CACHES
 from decodax.common.struct import static, struct
 from decodax.core.cache import Cache, Entries, Layout, PyTree
-from decodax.pallas_kernels.window_attention import Bias, window_attention
+from decodax.core.capabilities import AttendsAlone
+from decodax.pallas_kernels.window_attention import Bias, prefix_attention, window_attention
 
 
 @struct
-class PagedCache(KeyValues):
+class PagedCache(KeyValues, AttendsAlone):
     """A pool of pages, and for each row a table of its pages.
 
     Attributes:
@@ -80,6 +81,9 @@ class PagedCache(KeyValues):
                                key_positions=window.key_positions, cached=window.cached)
         return out, own_entry(q, k, v)
 
+    def attend_cached(self, layer: int, q: Array, window: Any, *, scale: float) -> tuple[Array, Array]:
+        return prefix_attention(q, window.positions, self.kv[layer], self.length, table=self.table, scale=scale)
+
     def commit(self, entries: Entries, slots: Array) -> PagedCache:
         if not self.kv:
             return self
@@ -132,6 +136,8 @@ class PagedConfig(KVConfig):
         pages: number of pages of the pool.
         page: number of positions in a page.
     """
+
+    latents: ClassVar[bool] = True
 
     pages: Count = 2048
     page: Count = 16

@@ -9,7 +9,7 @@ the common beginning of all prompts of a batch, which is then prefilled only onc
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -140,6 +140,8 @@ class SharedPrefixConfig(TailConfig):
             row of the prefill is a prefix of its own, shared by the rows that `Cache.select` copies from it, such as
             the samples of a prompt.
     """
+
+    latents: ClassVar[bool] = True
 
     prefix: int = 0
 

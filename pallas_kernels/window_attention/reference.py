@@ -65,7 +65,8 @@ def cache_attention(q: Array, cache: Array, length: Array, positions: Array, hel
 
     Args:
         q: `f[B, G, R, d]`, queries of each key/value head.
-        cache: `f[B, G, S, d + e]`, the key and then the value of each slot.
+        cache: `f[B, G, S, d + e]`, the key and then the value of each slot; or `f[B, G, S, d]`, keys that are values,
+            too.
         length: `i32[B]`; slots from this index on are invisible.
         positions: `i32[B, R]`, positions of the queries; used by `sliding`.
         held: `i32[B, G or 1, S]`, position of each slot's token, -1 for an invisible slot; None: slots are positions.
@@ -162,7 +163,8 @@ def _walk(visit: Callable[[AttentionBlock, Carry], Carry], start: Carry, q: Arra
                 both = both.astype(q.dtype)
                 each = read(scales, i, block, 3).astype(jnp.float32)
                 key_scales, worth = each[:, :, :1], each[:, :, 1:]
-            keys, values = both[..., :d], both[..., d:]
+            keys = both[..., :d]
+            values = both[..., d:] if both.shape[-1] > d else keys
             at = i * block + jnp.arange(block, dtype=jnp.int32)
             seen, where = (at < length[:, None])[:, None], at[None, None]       # [B, G or 1, block]
             if held is not None:

@@ -1,0 +1,27 @@
+"""The shapes of a decoder's keys and values, which it passes to its cache."""
+
+from __future__ import annotations
+
+from decodax.cache import KVLayer
+from decodax.models.config import DecoderConfig
+from decodax.models.echoes import value_width
+
+
+def kv_layers(c: DecoderConfig, context: int | None) -> list[KVLayer]:
+    """Returns the shape of each layer in `DecoderConfig.attending`; `context` is the length for which length-dependent
+    rope scalings are set."""
+    return [_latent(c, i) if c.layers[i].latent is not None else _by_head(c, i, context) for i in c.attending]
+
+
+def _latent(c: DecoderConfig, i: int) -> KVLayer:
+    """Returns the shape of a layer with latent attention: one head, whose keys are the values, too."""
+    latent, rope = c.layers[i].latent, c.layers[i].rope
+    assert latent is not None and rope is not None
+    return KVLayer(1, latent.rank + rope.width, 0, queries=c.heads)
+
+
+def _by_head(c: DecoderConfig, i: int, context: int | None) -> KVLayer:
+    wide, layer = None if c.values_of_key == 1 else c.head_dim * c.values_of_key, c.layers[i]
+    return KVLayer(c.kv_heads, c.head_dim, value_width(c, i, wide), queries=c.heads, rope=layer.rope, context=context,
+                   sliding=layer.sliding, softcap=c.attention_softcap,
+                   bias=layer.bias is not None or (layer.rope is not None and layer.rope.chunks is not None))
