@@ -140,14 +140,7 @@ def no_key_values(batch: int, inputs: PyTree = None) -> NoKeyValues:
 
 
 class KVConfig(CacheConfig):
-    """Base of configurations of caches that are built from the `KVLayer` of each layer. Implement `empty`.
-
-    Attributes:
-        latents: True if the cache supports keys that are values, too (`KVLayer.value_width`). A model that has them is
-            refused by other caches before tracing.
-    """
-
-    latents: ClassVar[bool] = False
+    """Base of configurations of caches that are built from the `KVLayer` of each layer. Implement `empty`."""
 
     if TYPE_CHECKING:
 
@@ -167,6 +160,11 @@ class KVConfig(CacheConfig):
             inputs: inputs of each row beside its tokens; see `Cache.inputs`.
         """
 
+    def takes_latents(self) -> bool:
+        """Returns True if the cache supports keys that are values, too (`KVLayer.value_width`). A model that has them
+        is refused by other caches with an error before tracing."""
+        return False
+
     def refuses(self, layer: int, shape: KVLayer) -> frozenset[Score]:
         """Returns the changes of attention scores that the cache does not support in a layer. A model that needs one of
         them is refused with an error before tracing."""
@@ -179,7 +177,7 @@ class KVConfig(CacheConfig):
         shapes = tuple(KVLayer(*layer) for layer in layers)
         own = getattr(self, "name", type(self).__name__)            # of a config that a function makes
         name = next((n for n, entry in CACHES.items() if entry.make is type(self)), own)
-        if not self.latents:
+        if not self.takes_latents():
             refuse_latents(name, shapes)
         for i, shape in enumerate(shapes):
             if refused := sorted(self.refuses(i, shape) & shape.scores):

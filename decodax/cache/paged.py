@@ -10,7 +10,7 @@ other row gets a copy. A page is free if it is in no table. If the pool has no f
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -137,13 +137,14 @@ class PagedConfig(KVConfig):
         page: number of positions in a page.
     """
 
-    latents: ClassVar[bool] = True
-
     pages: Count = 2048
     page: Count = 16
 
     def __post_init__(self) -> None:
         check_options(type(self), vars(self))
+
+    def takes_latents(self) -> bool:
+        return True
 
     def empty(self, shapes: tuple[KVLayer, ...], batch: int, size: int, dtype: Any, inputs: PyTree) -> Cache:
         return PagedCache(kv=empty_kv(shapes, self.pages, self.page, dtype), widths=key_widths(shapes), given=inputs,

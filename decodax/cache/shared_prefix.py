@@ -9,7 +9,7 @@ the common beginning of all prompts of a batch, which is then prefilled only onc
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -141,13 +141,14 @@ class SharedPrefixConfig(TailConfig):
             the samples of a prompt.
     """
 
-    latents: ClassVar[bool] = True
-
     prefix: int = 0
 
     def share(self, prefix: int, more: int) -> SharedPrefixConfig:
         shared = dataclasses.replace(self, prefix=prefix)
         return shared if self.new is None else shared.fit(self.new + more)
+
+    def takes_latents(self) -> bool:
+        return True
 
     def refuses(self, layer: int, shape: KVLayer) -> frozenset[Score]:
         return frozenset(("biases",))

@@ -316,6 +316,9 @@ class Eviction(KVConfig):
     def beyond(self, longest: int) -> int:
         return self.selection.score.beyond(longest)
 
+    def takes_latents(self) -> bool:
+        return self.selection.score.latents and not self.close_up and not self.selection.projects
+
     def refuses(self, layer: int, shape: KVLayer) -> frozenset[Score]:
         score = self.selection.score
         looks = score.latest or score.reads != "nothing"        # at queries and keys
