@@ -268,6 +268,11 @@ class DecoderConfig:
         return sum(layer.latent is not None for layer in self.layers)
 
     @property
+    def indexed(self) -> bool:
+        """True if queries attend to some tokens only, which an indexer chooses."""
+        return any(layer.latent is not None and layer.latent.indexer is not None for layer in self.layers)
+
+    @property
     def own(self) -> tuple[int, ...]:
         """Indices of the layers that compute their own keys, for which a cache stores entries."""
         return tuple(i for i, layer in enumerate(self.layers) if layer.reads is None and layer.echoes is None)

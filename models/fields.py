@@ -56,7 +56,7 @@ IDS = Kind("a token id or a list of them",
            lambda x: all(INDEX.fits(y) for y in x) if isinstance(x, list) else INDEX.fits(x))
 LAYER_TYPES = Kind("a list of 'full_attention', 'sliding_attention' and 'chunked_attention'",
                    lambda x: isinstance(x, list) and all(y in ("full_attention", "sliding_attention",
-                                                               "chunked_attention") for y in x))
+                                                               "chunked_attention", "indexed_attention") for y in x))
 PATTERN = Kind("a whole number from 1 to 10,000, or a text of L and G",
                lambda x: LAYERS.fits(x) or (isinstance(x, str) and x != "" and set(x) <= {"L", "G"}))
 
@@ -86,13 +86,13 @@ _KEYS: dict[Kind, str] = {
     HEADS: "num_attention_heads n_head n_heads num_key_value_heads n_kv_heads head_dim num_experts num_local_experts "
            "num_experts_per_tok num_heads d_kv n_groups state_size conv_kernel conv1d_width num_kv_heads rotary_dim "
            "n_group topk_group n_routed_experts moe_num_experts moe_k num_ln_in_parallel_attn "
-           "qk_rope_head_dim qk_nope_head_dim v_head_dim",
+           "qk_rope_head_dim qk_nope_head_dim v_head_dim index_n_heads index_head_dim",
     WIDTH: "hidden_size n_embd n_embed d_model word_embed_proj_dim lru_width kv_lora_rank q_lora_rank",
     ENTRIES: "vocab_size embedding_size intermediate_size n_inner mlp_hidden_size moe_intermediate_size d_ff "
              "ffn_dim ffn_hidden_size intermediate_size_mlp shared_expert_intermediate_size "
              "relative_attention_num_buckets relative_attention_max_distance",
     POSITIONS: "max_position_embeddings n_positions max_sequence_length original_max_position_embeddings "
-               "sliding_window attention_window_size chunk_size seq_length attention_chunk_size",
+               "sliding_window index_topk attention_window_size chunk_size seq_length attention_chunk_size",
     INDEX: "first_k_dense_replace n_shared_experts num_shared_experts moe_num_shared_experts moe_layer_start_index "
            "max_window_layers local_size mask_token_id text_mask_token_id bd_size block_size",
     IDS: "eos_token_id bos_token_id pad_token_id",

@@ -136,14 +136,14 @@ NEOX = {"attn_in": "input_layernorm", "mlp_in": "post_attention_layernorm", "mlp
 MIXTRAL = Names({**LLAMA, "mlp.router": "block_sparse_moe.gate"}, experts={
     f"mlp.{part}": f"block_sparse_moe.experts.{{expert}}.w{i}" for part, i in (("gate", 1), ("up", 3), ("down", 2))})
 
-MLA = Names({**LLAMA, "attn.q_a": "self_attn.q_a_proj", "attn.q_a_norm": "self_attn.q_a_layernorm",
-             "attn.q_b": "self_attn.q_b_proj", "attn.kv_a": "self_attn.kv_a_proj_with_mqa",
-             "attn.kv_a_norm": "self_attn.kv_a_layernorm",
-             **dict.fromkeys(("attn.k_b", "attn.v_b"), "self_attn.kv_b_proj")},
+MLA = Names({**LLAMA, **{f"attn.{ours}": f"self_attn.{theirs}" for ours, theirs in (
+    ("q_a", "q_a_proj"), ("q_a_norm", "q_a_layernorm"), ("q_b", "q_b_proj"), ("kv_a", "kv_a_proj_with_mqa"),
+    ("kv_a_norm", "kv_a_layernorm"), ("k_b", "kv_b_proj"), ("v_b", "kv_b_proj"), ("indexer.q", "indexer.wq_b"),
+    ("indexer.k", "indexer.wk"), ("indexer.k_norm", "indexer.k_norm"), ("indexer.weigh", "indexer.weights_proj"))}},
             fused=(("attn.k_b", "attn.v_b"),), grouped=True)
 
 FAMILY_NAMES = {
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "youtu"), MLA),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "kimi_k2", "youtu"), MLA),
     "mistral4": dataclasses.replace(MLA, fused=(*MLA.fused, GATE_UP), experts={
         **dict.fromkeys(GATE_UP, "mlp.experts.gate_up_proj"), "mlp.down": "mlp.experts.down_proj"}),
     "gpt2": Names({"attn_in": "ln_1", "mlp_in": "ln_2", **dict.fromkeys(QKV, "attn.c_attn"), "attn.o": "attn.c_proj",

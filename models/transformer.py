@@ -158,7 +158,7 @@ class Transformer(LayeredModel):
         If the window has a `PartialForward` as a hint, it continues after those layers. `keep` selects the layers, or
         halves of layers, that run.
         """
-        begun, packing = window.hint(PartialForward), window.hint(Packing)
+        c, begun, packing = self.config, window.hint(PartialForward), window.hint(Packing)
         params, by_row = _chosen(params, cache)
         network = _network(self.config, params)
         x = _embedded(network, window, cache)
@@ -168,7 +168,7 @@ class Transformer(LayeredModel):
 
         def unpacked() -> tuple[Array, Any, tuple[Array, ...]]:
             attend: Attend = lambda layer, q, k, v, **options: cache.attend(layer, q, k, v, window, **options)
-            attend = (Expanding.of(cache, window) if self.config.latent else None) or attend
+            attend = (Expanding.of(cache, window) if c.latent and not c.indexed else None) or attend
             near = lambda q, k, v, **options: window_attention(q, k, v, window.visible(), window.positions, **options)
             return network(x, window.positions, attend, self.context, keep,
                            begun if begun is not None and begun.model == self else None, near)
@@ -180,8 +180,8 @@ class Transformer(LayeredModel):
                                               self.context)
             return nodes.unpack(hidden), entries, tuple(map(nodes.unpack, layers))
 
-        if packing is None or keep is not None or begun is not None or by_row or self.config.echoed or (
-                self.config.recurrent):
+        if packing is None or keep is not None or begun is not None or by_row or c.echoed or c.recurrent or (
+                c.indexed):
             hidden, entries, layers = unpacked()
         else:
             hidden, entries, layers = packing.run(window.live, packed, unpacked)
@@ -275,7 +275,7 @@ class Transformer(LayeredModel):
             return out, ()
 
         x = network.embedded(tokens, where, values, given)
-        alone: Attend = attend if not self.config.latent else Expanding(
+        alone: Attend = attend if not self.config.latent or self.config.indexed else Expanding(
             lambda q, k, v, scale: window_attention_lse(q, k, v, seen, where, scale=scale))
         return network(x, where, alone, self.context, keep, near=near)[0], network.logits
 

@@ -62,8 +62,8 @@ class Cache(Struct, abc.ABC):
     A derived class is a `@struct`. It defines `length`, `capacity` and `commit`, and `attend` if it holds keys and
     values. The other members have defaults for a cache of fixed size that evicts nothing. Entries are identified by the
     position of their token; each class decides where it stores them. Optional capabilities have base classes in
-    `decodax.core.capabilities`: `PromptPhase`, `LoadsPrefix`, `AttendsAlone`, `Refreshes`, `Truncates`, `DraftBase`. The
-    tests in `tests/contracts` check every cache.
+    `decodax.core.capabilities`: `PromptPhase`, `LoadsPrefix`, `AttendsAlone`, `Refreshes`, `Truncates`, `DraftBase`.
+    The tests in `tests/contracts` check every cache.
 
     Attributes:
         supports: the features of the class. An algorithm that needs a missing feature raises a ValueError that names

@@ -71,8 +71,8 @@ class LoadsPrefix(Cache):
 
 
 class AttendsAlone(Cache):
-    """A cache with attention to its entries alone, without a window. A model that has two forms of its keys computes the
-    attention within a prefill window in the other form, and merges both parts."""
+    """A cache with attention to its entries alone, without a window. A model that has two forms of its keys computes
+    the attention within a prefill window in the other form, and merges both parts."""
 
     @abc.abstractmethod
     def attend_cached(self, layer: int, q: Array, window: Any, *, scale: float) -> tuple[Array, Array]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from decodax.models.config import DecoderConfig, Layer, QueryScale
-from decodax.models.latent.shape import Latent
+from decodax.models.latent.shape import Indexer, Latent
 from decodax.models.reading import Json, read_experts, read_rope, read_shape, with_experts
 from decodax.models.rope import mscale
 from decodax.models.routing import Experts
@@ -40,11 +40,22 @@ def _glm4_moe_lite(c: Json) -> DecoderConfig:
                      "q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256, "rms_norm_eps": 1e-5, **c})
 
 
-def _sigmoid(c: Json) -> DecoderConfig:
+def _deepseek_v32(c: Json) -> DecoderConfig:
+    c = {**DEEPSEEK_V3, "index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048,
+         "max_position_embeddings": 163_840, **c, "rope_interleave": True}
+    if any(kind != "indexed_attention" for kind in c.get("layer_types", ())):
+        raise ValueError(f"layer_types: got {c['layer_types']}, takes 'indexed_attention' for every layer")
+    if c["index_head_dim"] < c.get("qk_rope_head_dim", 64):
+        raise ValueError(f"index_head_dim: got {c['index_head_dim']}, takes at least qk_rope_head_dim = "
+                         f"{c.get('qk_rope_head_dim', 64)}")
+    return _sigmoid(c, Indexer(c["index_n_heads"], c["index_head_dim"], c["index_topk"]))
+
+
+def _sigmoid(c: Json, indexer: Indexer | None = None) -> DecoderConfig:
     _expects(c, scoring_func="sigmoid", topk_method="noaux_tc")
     experts = _experts(c, normalise=c.get("norm_topk_prob", True), score="sigmoid", correction=True,
                        groups=c.get("n_group", 1), kept_groups=c.get("topk_group", 1))
-    return _decoder(c, experts)
+    return _decoder(c, experts, indexer=indexer)
 
 
 def _mistral4(c: Json) -> DecoderConfig:
@@ -88,7 +99,7 @@ def _rope_entries(c: Json) -> Json:
 
 
 def _decoder(c: Json, experts: Experts | None, interleaved: bool | None = None,
-             growth: QueryScale | None = None) -> DecoderConfig:
+             growth: QueryScale | None = None, indexer: Indexer | None = None) -> DecoderConfig:
     """Returns the decoder of a configuration with its defaults.
 
     Args:
@@ -96,6 +107,7 @@ def _decoder(c: Json, experts: Experts | None, interleaved: bool | None = None,
         experts: the mixture in all layers but the first dense ones; None: all are dense.
         interleaved: see `Rope`; None: as `rope_interleave` says.
         growth: the factor of the queries, see `Layer.query_scale`.
+        indexer: see `Latent`.
     """
     turned, plain = c.get("qk_rope_head_dim", 64), c.get("qk_nope_head_dim", 128)
     bias, heads = c.get("attention_bias", False), c["num_attention_heads"]
@@ -108,7 +120,7 @@ def _decoder(c: Json, experts: Experts | None, interleaved: bool | None = None,
         rope=read_rope(own, {**shape, "head_dim": turned},
                        c.get("rope_interleave", True) if interleaved is None else interleaved),
         scale=_scale(rope, plain + turned), query_scale=growth,
-        latent=Latent(c.get("kv_lora_rank", 512), c.get("v_head_dim", 128), c.get("q_lora_rank")))
+        latent=Latent(c.get("kv_lora_rank", 512), c.get("v_head_dim", 128), c.get("q_lora_rank"), indexer=indexer))
     layers = (layer,) * c["num_hidden_layers"]
     if experts is not None:
         layers = with_experts(layers, experts, _sparse(c))
@@ -134,5 +146,5 @@ def _sparse(c: Json) -> Callable[[int], bool]:
 
 
 FAMILIES: dict[str, Callable[[Json], DecoderConfig]] = {
-    "deepseek_v2": _deepseek_v2, "deepseek_v3": _deepseek_v3, "glm4_moe_lite": _glm4_moe_lite, "kimi_k2": _deepseek_v3,
-    "mistral4": _mistral4, "youtu": _youtu}
+    "deepseek_v2": _deepseek_v2, "deepseek_v3": _deepseek_v3, "deepseek_v32": _deepseek_v32,
+    "glm4_moe_lite": _glm4_moe_lite, "kimi_k2": _deepseek_v3, "mistral4": _mistral4, "youtu": _youtu}

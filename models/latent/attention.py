@@ -13,6 +13,10 @@ DeepSeek V3, where keys and values of its 128 heads would be 40,960.
 
 In a prompt, the tokens of a chunk attend to each other in the expanded form and to earlier chunks in the absorbed one.
 Both give the same result up to rounding.
+
+With a lightning indexer (`decodax.models.latent.shape.Indexer`) a query attends to some tokens only. The cache then
+stores `[c, r, i]` with the token's index key `i`, and all windows take the absorbed form, whose queries are zero on the
+entries of `i`.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ from decodax.models.config import DecoderConfig, Layer, NormConfig
 from decodax.models.layers import STD, Linear, Norm
 from decodax.models.packed import whole
 from decodax.models.rope import rotate
-from decodax.pallas_kernels.window_attention import merge, window_attention_lse
+from decodax.pallas_kernels.window_attention import TopKeys, merge, window_attention_lse
 
 
 class LatentAttention(nnx.Module):
@@ -49,12 +53,19 @@ class LatentAttention(nnx.Module):
         self.kv_a_norm = norm(latent.rank)
         up = lambda width: Linear(rngs, (latent.rank, c.heads * width), (None, "heads"), False)
         self.k_b, self.v_b = up(c.head_dim - turned), up(latent.value_width)
+        self.indexer = None if latent.indexer is None else IndexerPart(c, layer, rngs)
         self.o = Linear(rngs, (c.heads * latent.value_width, c.width), ("heads", "embed"), c.out_bias,
                         STD / (2 * len(c.layers)) ** 0.5)
 
     def __call__(self, index: int, x: Array, tables: dict[Any, Any], attend: Any) -> tuple[Array, Any]:
-        q, key = self._queries(x, tables), self._keys(x, tables)
+        narrow = self._narrow(x)
+        q, key = self._queries(narrow, tables), self._keys(x, tables)
         scale = self.c.head_dim ** -0.5 if self.layer.scale is None else self.layer.scale
+        if self.indexer is not None:
+            key = jnp.concatenate([key, self.indexer.key(x, tables)[:, :, None]], -1)
+            out, entry = attend(index, self.absorbed(q, key.shape[-1]), key, key[..., :0], scale=scale,
+                                bias=self.indexer.chooser(x, narrow, tables, key.shape[-1]))
+            return self.o(self.values(out).reshape(*x.shape[:2], -1)), entry
         if isinstance(attend, Expanding):
             out, entry = attend.expanded(index, self, q, key, scale)
         else:
@@ -62,14 +73,15 @@ class LatentAttention(nnx.Module):
             out = self.values(out)
         return self.o(out.reshape(*x.shape[:2], -1)), entry
 
-    def _queries(self, x: Array, tables: dict[Any, Any]) -> Array:
+    def _narrow(self, x: Array) -> Array:
+        """Returns what the queries are computed from: their latent, or the residual stream."""
+        return x if self.q_a is None or self.q_a_norm is None else self.q_a_norm(self.q_a(x))
+
+    def _queries(self, narrow: Array, tables: dict[Any, Any]) -> Array:
         """Returns the queries `f[B, W, H, head_dim]`, of which the last `rope.width` entries are rotated."""
-        if self.q is not None:
-            q = self.q(x)
-        else:
-            assert self.q_a is not None and self.q_a_norm is not None and self.q_b is not None
-            q = self.q_b(self.q_a_norm(self.q_a(x)))
-        q = self._turned(q.reshape(*x.shape[:2], -1, self.c.head_dim), tables)
+        up = self.q_b if self.q is None else self.q
+        assert up is not None
+        q = self._turned(up(narrow).reshape(*narrow.shape[:2], -1, self.c.head_dim), tables)
         return q if self.layer.query_scale is None else q * tables[self.layer.query_scale].astype(q.dtype)
 
     def _keys(self, x: Array, tables: dict[Any, Any]) -> Array:
@@ -98,17 +110,54 @@ class LatentAttention(nnx.Module):
         turned = jnp.broadcast_to(key[..., self._rank:], (*k.shape[:3], key.shape[-1] - self._rank))
         return jnp.concatenate([k, turned], -1), v
 
-    def absorbed(self, q: Array) -> Array:
-        """Returns queries of latents, `f[B, W, H, rank + rope.width]`, from `f[B, W, H, head_dim]`."""
+    def absorbed(self, q: Array, width: int | None = None) -> Array:
+        """Returns queries of latents, `f[B, W, H, rank + rope.width]`, from `f[B, W, H, head_dim]`; with `width`, zeros
+        are appended up to that width."""
         kernel = whole(self.k_b.kernel.get_value(), q.dtype).reshape(self._rank, self.c.heads, -1)
         plain = kernel.shape[-1]
-        return jnp.concatenate([jnp.einsum("bwhn,chn->bwhc", q[..., :plain], kernel), q[..., plain:]], -1)
+        q = jnp.concatenate([jnp.einsum("bwhn,chn->bwhc", q[..., :plain], kernel), q[..., plain:]], -1)
+        return q if width is None else jnp.pad(q, ((0, 0),) * 3 + ((0, width - q.shape[-1]),))
 
     def values(self, out: Array) -> Array:
         """Returns the heads' output `f[B, W, H, value_width]`, from weighted sums of latents with their rotated keys,
         `f[B, W, H, rank + rope.width]`."""
         kernel = whole(self.v_b.kernel.get_value(), out.dtype).reshape(self._rank, self.c.heads, -1)
         return jnp.einsum("bwhc,chv->bwhv", out[..., :self._rank], kernel)
+
+
+class IndexerPart(nnx.Module):
+    """The projections of a lightning indexer."""
+
+    def __init__(self, c: DecoderConfig, layer: Layer, rngs: nnx.Rngs):
+        latent = layer.latent
+        assert latent is not None and latent.indexer is not None and latent.query_rank is not None
+        self.rule, self.rope, rule = latent.indexer, layer.rope, latent.indexer
+        self.q = Linear(rngs, (latent.query_rank, rule.heads * rule.width), (None, None), False)
+        self.k = Linear(rngs, (c.width, rule.width), ("embed", None), False)
+        self.k_norm = Norm(NormConfig("layer", 1e-6, bias=True), (rule.width,), (None,))
+        self.weigh = Linear(rngs, (c.width, rule.heads), ("embed", None), False)
+
+    def _turned(self, x: Array, tables: dict[Any, Any]) -> Array:
+        return rotate(x, *tables[self.rope])
+
+    def key(self, x: Array, tables: dict[Any, Any]) -> Array:
+        """Returns the index keys, `f[B, W, width]`."""
+        return self._turned(self.k_norm(self.k(x))[:, :, None], tables)[:, :, 0]
+
+    def chooser(self, x: Array, narrow: Array, tables: dict[Any, Any], width: int) -> TopKeys:
+        """Returns the choice of keys for the nodes of a window.
+
+        Args:
+            x: the normalised residual stream, `f[B, W, D]`.
+            narrow: the latents of the queries, `f[B, W, query_rank]`.
+            tables: see `Decoder.tables`.
+            width: number of channels of a cached key, whose last ones are the index key.
+        """
+        rule = self.rule
+        queries = self._turned(self.q(narrow).reshape(*x.shape[:2], rule.heads, rule.width), tables)
+        queries = jnp.pad(queries, ((0, 0),) * 3 + ((width - rule.width, 0),))
+        weights = self.weigh(x).astype(jnp.float32) * (rule.heads * rule.width) ** -0.5
+        return TopKeys(queries, weights, rule.top)
 
 
 class Expanding:

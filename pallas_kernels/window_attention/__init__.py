@@ -14,6 +14,7 @@ from decodax.pallas_kernels.window_attention.attention import (
     window_attention_lse,
 )
 from decodax.pallas_kernels.window_attention.reference import BLOCK
+from decodax.pallas_kernels.window_attention.selection import TopKeys
 
 __all__ = [
     "BLOCK",
@@ -21,6 +22,7 @@ __all__ = [
     "Bias",
     "FixedBias",
     "Implementation",
+    "TopKeys",
     "by_position",
     "merge",
     "prefix_attention",

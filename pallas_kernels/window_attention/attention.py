@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from decodax.common.axes import DATA, MODEL, compute_capability, platform, shardwise
 from decodax.pallas_kernels.window_attention import reference
 from decodax.pallas_kernels.window_attention.reference import MASKED
+from decodax.pallas_kernels.window_attention.selection import TopKeys
 
 Implementation = Literal["xla", "mosaic_tpu", "triton"]
 
@@ -25,8 +26,9 @@ Added = Callable[[Array, Array], Array]
 head if a cache keeps different tokens in each) to the numbers that are added to their scores, `f32[B or 1, H or 1, W,
 K]`."""
 
-Bias = Callable[[Array, Array], Added]
-"""A function from the queries `f[B, H, W, d]` of a window and their positions `i32[B, 1, W, 1]` to an `Added`."""
+Bias = Callable[[Array, Array], Added] | TopKeys
+"""A choice of keys, or a function from the queries `f[B, H, W, d]` of a window and their positions `i32[B, 1, W, 1]` to
+an `Added`."""
 
 
 class FixedBias(abc.ABC):
@@ -283,6 +285,8 @@ def _attention(q: Array, k: Array, v: Array, mask: Array, positions: Array, cach
     B, W, H, _ = q.shape
     v = v if v.shape[3] else k
     G, e = k.shape[2], v.shape[3]
+    chooses = bias if isinstance(bias, TopKeys) else None
+    bias = None if isinstance(bias, TopKeys) else bias
     added = None if bias is None else bias(q.swapaxes(1, 2), positions[:, None, :, None])
     if added is not None and not callable(added):
         raise TypeError(f"bias: got a function that returns {type(added).__name__}, takes one of queries and their "
@@ -291,11 +295,15 @@ def _attention(q: Array, k: Array, v: Array, mask: Array, positions: Array, cach
     k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
 
     def biases(keys: Array, where: Array) -> Array:       # where: positions of keys, [B or 1, G or 1, K]
-        assert added is not None
-        more = added(keys, where[:, :, None])
+        more = added(keys, where[:, :, None]) if added is not None else far(keys, where)
         return jnp.broadcast_to(more, (B, H, W, where.shape[2])).reshape(B, G, -1, where.shape[2])
 
-    where = positions if key_positions is None else key_positions
+    where, far = positions if key_positions is None else key_positions, None
+    visible = None
+    if cache is not None and cache.shape[2] and not (cached is not None and cached.shape[1] == 0):
+        visible = cache, *_held(cache, table, length, cached, slot_positions), table
+    if chooses is not None:
+        mask, far = chooses.choose(k, mask, visible)
     if sliding is not None:
         mask = mask & (positions[:, :, None] - where[:, None, :] < sliding)
     s = jnp.einsum("bgqd,bgkd->bgqk", q, k, preferred_element_type=jnp.float32) * scale
@@ -308,12 +316,12 @@ def _attention(q: Array, k: Array, v: Array, mask: Array, positions: Array, cach
     out = jnp.einsum("bgqk,bgkd->bgqd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32) / total
     lse = (top + jnp.log(total))[..., 0]
 
-    blind = cached is not None and cached.shape[1] == 0
-    if cache is not None and cache.shape[2] and not blind:
-        length, held = _held(cache, table, length, cached, slot_positions)
+    if visible is not None:
+        _, length, held, _ = visible
         given = q, cache, length, _repeated(positions, H // G), held, scales, table
-        part = _read("cache_attention", implementation, given, dict(bias=None if bias is None else biases), scale=scale,
-                     value_width=e, sliding=sliding, softcap=softcap)
+        part = _read("cache_attention", implementation, given,
+                     dict(bias=None if bias is None and far is None else biases), scale=scale, value_width=e,
+                     sliding=sliding, softcap=softcap)
         out, lse = merge((out, lse), part)
     if sinks is not None:
         scores = jnp.repeat(sinks.astype(jnp.float32), W).reshape(G, -1)

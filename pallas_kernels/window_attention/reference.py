@@ -124,6 +124,25 @@ def slot_weights(q: Array, lse: Array, cache: Array, length: Array, positions: A
                  softcap=softcap, causal=causal)[..., :slots]
 
 
+def by_block(visit: Callable[[AttentionBlock, Array], Array], start: Callable[[int], Array], q: Array, cache: Array,
+             length: Array, held: Array | None, table: Array | None) -> Array:
+    """Visits the products of queries and keys block after block: `array = visit(block, array)`.
+
+    Args:
+        visit: returns the next array, `[..., S']`.
+        start: returns the first array for a number of slots, which may be more than `S`.
+        q, cache, length, held, table: see `cache_attention`.
+
+    Returns:
+        The last array, cut to `[..., S]`.
+    """
+    slots = cache.shape[2] * (1 if table is None else table.shape[1])
+    unit = _unit(cache, table)
+    positions = jnp.zeros((q.shape[0], q.shape[2]), jnp.int32)
+    return _walk(visit, start(-(-slots // unit) * unit), q, cache, length, positions, held, None, table,
+                 scale=1.0)[..., :slots]
+
+
 def _unit(cache: Array, table: Array | None) -> int:
     """Returns a number of slots; blocks are multiples of it. With pages, it is the number of slots of whole pages that
     make up a block on CPU."""

@@ -43,7 +43,7 @@ from decodax.models import (
     yoco,
 )
 from decodax.models.config import RgLru
-from decodax.models.latent.shape import Latent
+from decodax.models.latent.shape import Indexer, Latent
 from tests.caches.small import PROMPTS
 from tests.extending.pages import run_page
 from tests.matrix import often
@@ -72,6 +72,8 @@ MODELS: dict[str, Callable[[], Any]] = {
     "latent": lambda: Transformer(dataclasses.replace(BASE, kv_heads=4, head_dim=7, layers=(
         Layer(rope=Rope(4, interleaved=True), latent=Latent(6, 5, 7)),
         Layer(rope=Rope(4), latent=Latent(8, 3), experts=Experts(count=6, chosen=2, width=12))))),
+    "indexed latent": lambda: Transformer(dataclasses.replace(BASE, kv_heads=4, head_dim=7, layers=(
+        Layer(rope=Rope(4), latent=Latent(6, 5, 7, indexer=Indexer(3, 5, 4))),) * 2)),
     "phd-2": lambda: phd(BASE), "phd-3": lambda: phd(BASE, 3), "phd-swa-3": lambda: phd(BASE, 3, 5),
     "phd-cswa-2": lambda: phd(BASE, 2, 4, 6), "phd-cswa-3": lambda: phd(BASE, 3, 6, 5),
     "mamba": lambda: Mamba(MambaConfig(vocab=16, width=16, layers=2, inner=32, state=6, rank=3)),

@@ -141,6 +141,8 @@ CASES: dict[str, tuple[str, dict[str, Any], int | None]] = {
     "deepseek-v3-halves": ("deepseek_v3", {**MLA, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
                                            "q_lora_rank": None, "rope_interleave": False, "attention_bias": True,
                                            "norm_topk_prob": False}, None),
+    "deepseek-v32": ("deepseek_v32", {**MLA, **YARN_MSCALE, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+                                      "index_n_heads": 16, "index_head_dim": 12, "index_topk": 6}, None),
     "glm4-moe-lite": ("glm4_moe_lite", MLA, None),
     "mistral4": ("mistral4", {**MLA, **rope("yarn", factor=4.0, original_max_position_embeddings=8, mscale=1.0,
                                             mscale_all_dim=1.0, llama_4_scaling_beta=0.3,

@@ -321,7 +321,8 @@ class Eviction(KVConfig):
 
     def refuses(self, layer: int, shape: KVLayer) -> frozenset[Score]:
         score = self.selection.score
-        looks = score.latest or score.reads != "nothing"        # at queries and keys
+        # At queries and keys; and a choice of latents is made among slots that are positions.
+        looks = score.latest or score.reads != "nothing" or shape.value_width == 0
         return frozenset(("soft caps", "biases")) if looks else frozenset()
 
     def keeps_all(self, layer: int, shape: KVLayer) -> bool:
