@@ -105,7 +105,7 @@ class Cache(Struct, abc.ABC):
             q: queries of the window's nodes.
             k: keys, `f[B, K, G, d]`. `K` is `W`, unless nodes of earlier windows come before the window's own
                 (`AttentionView`).
-            v: values, `f[B, K, G, e]`.
+            v: values, `f[B, K, G, e]`. With `e = 0` the keys are the values, too (`KVLayer.value_width`).
             window: a `Window` or an `AttentionView`. A cache may use its `visible()`, `tokens`, `positions`,
                 `key_positions`, `before`, `cached` and `is_prefill`, and in a prefill `live`. `before` has this layer's
                 entries of the nodes from earlier windows, or None.

@@ -295,11 +295,12 @@ def _attention(q: Array, k: Array, v: Array, mask: Array, positions: Array, cach
     k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
 
     def biases(keys: Array, where: Array) -> Array:       # where: positions of keys, [B or 1, G or 1, K]
-        more = added(keys, where[:, :, None]) if added is not None else far(keys, where)
+        more = far(keys, where) if added is None else added(keys, where[:, :, None])
         return jnp.broadcast_to(more, (B, H, W, where.shape[2])).reshape(B, G, -1, where.shape[2])
 
-    where, far = positions if key_positions is None else key_positions, None
-    visible = None
+    where = positions if key_positions is None else key_positions
+    visible: Any = None
+    far: Any = None
     if cache is not None and cache.shape[2] and not (cached is not None and cached.shape[1] == 0):
         visible = cache, *_held(cache, table, length, cached, slot_positions), table
     if chooses is not None:

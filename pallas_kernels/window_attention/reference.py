@@ -140,7 +140,7 @@ def by_block(visit: Callable[[AttentionBlock, Array], Array], start: Callable[[i
     unit = _unit(cache, table)
     positions = jnp.zeros((q.shape[0], q.shape[2]), jnp.int32)
     return _walk(visit, start(-(-slots // unit) * unit), q, cache, length, positions, held, None, table,
-                 scale=1.0)[..., :slots]
+                 scale=1.0, sliding=None, softcap=None)[..., :slots]
 
 
 def _unit(cache: Array, table: Array | None) -> int:

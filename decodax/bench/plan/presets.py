@@ -9,15 +9,16 @@ _LLAMA3 = {"model_type": "llama", "vocab_size": 128_256, "hidden_act": "silu", "
            "num_key_value_heads": 8}
 _QWEN3 = {"model_type": "qwen3", "vocab_size": 151_936, "hidden_act": "silu", "rms_norm_eps": 1e-6, "head_dim": 128,
           "rope_theta": 1e6, "max_position_embeddings": 40_960, "tie_word_embeddings": False, "num_key_value_heads": 8}
-_DEEPSEEK = {"model_type": "deepseek_v3", "vocab_size": 129_280, "hidden_size": 7168, "intermediate_size": 18_432,
-             "moe_intermediate_size": 2048, "num_hidden_layers": 61, "num_attention_heads": 128,
-             "num_key_value_heads": 128, "n_shared_experts": 1, "n_routed_experts": 256, "num_experts_per_tok": 8,
-             "routed_scaling_factor": 2.5, "norm_topk_prob": True, "n_group": 8, "topk_group": 4,
-             "first_k_dense_replace": 3, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64,
-             "qk_nope_head_dim": 128, "v_head_dim": 128, "hidden_act": "silu", "rms_norm_eps": 1e-6,
-             "max_position_embeddings": 163_840, "rope_theta": 10_000.0, "tie_word_embeddings": False,
-             "rope_scaling": {"type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096, "mscale": 1.0,
-                              "mscale_all_dim": 1.0, "beta_fast": 32.0, "beta_slow": 1.0}}
+_DEEPSEEK: dict[str, Any] = {
+    "model_type": "deepseek_v3", "vocab_size": 129_280, "hidden_size": 7168, "intermediate_size": 18_432,
+    "moe_intermediate_size": 2048, "num_hidden_layers": 61, "num_attention_heads": 128,
+    "num_key_value_heads": 128, "n_shared_experts": 1, "n_routed_experts": 256, "num_experts_per_tok": 8,
+    "routed_scaling_factor": 2.5, "norm_topk_prob": True, "n_group": 8, "topk_group": 4,
+    "first_k_dense_replace": 3, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128, "v_head_dim": 128, "hidden_act": "silu", "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 163_840, "rope_theta": 10_000.0, "tie_word_embeddings": False,
+    "rope_scaling": {"type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096, "mscale": 1.0,
+                     "mscale_all_dim": 1.0, "beta_fast": 32.0, "beta_slow": 1.0}}
 
 PRESETS: dict[str, dict[str, Any]] = {
     "llama-3-8b": {**_LLAMA3, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32,
