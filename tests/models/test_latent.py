@@ -66,13 +66,25 @@ def test_a_token_takes_one_latent_and_one_rotated_key(lm: LM) -> None:
     assert sum(x.nbytes for x in cache.kv) == 3 * 64 * 2 * (16 + 8) * 4
 
 
+def test_drafts_and_chunks_change_nothing(lm: LM) -> None:
+    assert run(lm, chunk=4, algorithm="prompt-lookup:length=3") == run(lm)
+
+
+@pytest.mark.wide
+def test_samples_share_a_prefill_and_trees_change_nothing(lm: LM) -> None:
+    options = dict(num_samples=2, temperature=0.8)
+    trees = dx.Speculative(dx.drafts.DraftModel(lm), shape=dx.trees.Fixed.balanced(2, 2))
+    assert run(lm, algorithm=trees, **options) == run(lm, **options)
+
+
+@pytest.mark.wide
 @pytest.mark.parametrize("cache", ["paged:page=4,pages=64", "hydragen"])
 def test_caches_that_keep_all_tokens_change_nothing(lm: LM, cache: str) -> None:
-    assert run(lm, cache=cache) == run(lm)
-    assert run(lm, cache=cache, num_samples=2, temperature=0.8) == run(lm, num_samples=2, temperature=0.8)
+    options = dict(num_samples=2, temperature=0.8)
+    assert run(lm, cache=cache, **options) == run(lm, **options)
 
 
-@pytest.mark.wide(but=("h2o-2",))
+@pytest.mark.wide
 @pytest.mark.parametrize(("cache", "budget"), often([("h2o", 2)], itertools.product(
     ("h2o", "tova", "snapkv", "keydiff", "sink-window"), (2, 3))))
 def test_evicting_caches_take_latents_as_the_keys_of_one_head(lm: LM, cache: str, budget: int) -> None:

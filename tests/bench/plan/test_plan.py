@@ -101,6 +101,13 @@ def test_prices_and_slices():
         assert device.name == name and device.memory > 1e10 and device.flops8 >= device.flops > 1e13
 
 
+def test_every_device_has_the_latents():
+    """Multi-head latent attention: 576 numbers a token and layer, and each device has some of the 128 heads."""
+    lm = abstract({**PRESETS["deepseek-v3"], "num_hidden_layers": 4})
+    one, = plan(lm, "v5p:2x2x1", mesh=[(1, 4)], batch=8, capacity=4096, compile=False)
+    assert one.counts.cache == pytest.approx(8 * 4096 * 4 * 576 * 2, rel=0.01)
+
+
 def test_errors_name_what_is_wrong():
     for given, message in (
             (dict(model="llama-3-8"), "model: got 'llama-3-8', .*near ones: llama-3-8b"),
