@@ -2,11 +2,11 @@
 RWKV-X."""
 
 from decodax.models.arc_encoder import ArcEncoder
-from decodax.models.config import DecoderConfig, Layer, NormConfig, cla, diffqkv, llama, yoco
+from decodax.models.config import DecoderConfig, Layer, NormConfig, llama
+from decodax.models.cross_layer import cla, diffqkv, echo_att, yoco
 from decodax.models.decoder import Decoder
 from decodax.models.diffusion import Diffusion
 from decodax.models.dual_chunk import dual_chunk
-from decodax.models.echoes import echo_att
 from decodax.models.inputs import AdapterRows, Embeddings, EncoderText
 from decodax.models.linear import jrt, linear, linear_weights, linearized
 from decodax.models.phd import Phd, phd

@@ -319,58 +319,6 @@ def in_chunks(layers: tuple[Layer, ...], chunks: Chunks | None) -> tuple[Layer, 
                  dataclasses.replace(layer, rope=dataclasses.replace(layer.rope, chunks=chunks)) for layer in layers)
 
 
-def cla(config: DecoderConfig, share: int = 2) -> DecoderConfig:
-    """Returns a configuration with cross-layer attention: only every `share`-th layer computes keys and values.
-
-    The layers after it attend to these, so the cache is smaller by the factor `share` ("Reducing Transformer Key-Value
-    Cache Size with Cross-Layer Attention", Brandon et al., 2024). It is another network, which has to be trained.
-
-    >>> [layer.reads for layer in cla(llama(vocab=64, width=32, layers=4, heads=4, mlp=96)).layers]
-    [None, 0, None, 2]
-    """
-    if share < 1:
-        raise ValueError(f"share: got {share}, takes 1 or more")
-    return dataclasses.replace(config, layers=tuple(
-        dataclasses.replace(layer, reads=i - i % share if i % share else None)
-        for i, layer in enumerate(config.layers)))
-
-
-def yoco(config: DecoderConfig, window: int = 1024) -> DecoderConfig:
-    """Returns a decoder-decoder ("You Only Cache Once: Decoder-Decoder Architectures for Language Models", Sun et al.,
-    2024).
-
-    The layers of the first half attend to a sliding `window`. All layers of the second half attend to the keys and
-    values that its first layer computes for the whole text. This is the form with sliding windows, not the one with
-    gated retention. It is another network, which has to be trained.
-
-    >>> c = yoco(llama(vocab=64, width=32, layers=4, heads=4, mlp=96), window=16)
-    >>> [(layer.sliding, layer.reads) for layer in c.layers]
-    [(16, None), (16, None), (None, None), (None, 2)]
-    """
-    half = len(config.layers) // 2
-    if half < 1:
-        raise ValueError("layers: got one, takes at least two")
-    return dataclasses.replace(config, layers=tuple(
-        dataclasses.replace(layer, sliding=window if i < half else None, reads=half if i > half else None)
-        for i, layer in enumerate(config.layers)))
-
-
-def diffqkv(config: DecoderConfig, key_heads: int) -> DecoderConfig:
-    """Returns a configuration with fewer key heads than value heads.
-
-    These are the numbers of heads of DiffQKV ("Sigma: Differential Rescaling of Query, Key and Value for Efficient
-    Language Models", Lin et al., 2025), which found that a model needs fewer keys than values. Queries that are wider
-    than the model are set by `heads * head_dim > width`. It is another network, which has to be trained.
-
-    >>> c = diffqkv(llama(vocab=64, width=32, layers=1, heads=8, kv_heads=4, mlp=96), key_heads=2)
-    >>> c.kv_heads, c.value_heads
-    (2, 4)
-    """
-    if key_heads < 1 or config.kv_heads % key_heads:
-        raise ValueError(f"key_heads: got {key_heads}, takes a divisor of kv_heads = {config.kv_heads}")
-    return dataclasses.replace(config, kv_heads=key_heads, value_heads=config.kv_heads)
-
-
 def llama(*, vocab: int, width: int, layers: int, heads: int, mlp: int, kv_heads: int | None = None,
           head_dim: int | None = None, context: int = 2048, theta: float = 10_000.0, eps: float = 1e-5,
           tied: bool = False) -> DecoderConfig:

@@ -10,7 +10,6 @@ is 1 for tokens of the call, and 0 in the cache.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -18,28 +17,6 @@ import jax.numpy as jnp
 from jax import Array
 
 from decodax.models.config import DecoderConfig
-
-
-def echo_att(config: DecoderConfig, groups: Sequence[Sequence[int]]) -> DecoderConfig:
-    """Returns a configuration with groups of layers that use the attention weights of the first layer of each group.
-
-    The other layers of a group compute values, but neither queries nor keys ("EchoAtt: Attend, Copy, then Adjust for
-    More Efficient Large Language Models", Rajabzadeh et al., 2024). It is another network, which has to be distilled:
-    `decodax.train.echo_att`.
-
-    >>> from decodax.models import llama
-    >>> c = echo_att(llama(vocab=64, width=32, layers=6, heads=4, mlp=96), [(1, 2), (3, 4)])
-    >>> [layer.echoes for layer in c.layers]
-    [None, None, 1, None, 3, None]
-    """
-    flat = [i for group in groups for i in group]
-    if len(set(flat)) < len(flat) or any(list(group) != sorted(group) or not group for group in groups) or not (
-            all(0 <= i < len(config.layers) for i in flat)):
-        raise ValueError(f"groups: got {tuple(map(tuple, groups))}, takes groups of the {len(config.layers)} layers, "
-                         "each in their order, and a layer in one of them")
-    lead = {i: group[0] for group in groups for i in group[1:]}
-    return dataclasses.replace(config, layers=tuple(
-        dataclasses.replace(layer, echoes=lead.get(i)) for i, layer in enumerate(config.layers)))
 
 
 class Near(Protocol):
