@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from decodax.models.config import DecoderConfig, Layer, QueryScale
 from decodax.models.latent.shape import Indexer, Latent
@@ -26,7 +27,7 @@ def _deepseek_v2(c: Json) -> DecoderConfig:
         raise ValueError(f"topk_method: got {method!r}, takes 'greedy' or 'group_limited_greedy'")
     _expects(c, scoring_func="softmax")
     grouped = method == "group_limited_greedy"
-    groups = dict(groups=c["n_group"], kept_groups=c["topk_group"], group_score="max") if grouped else {}
+    groups: dict[str, Any] = dict(groups=c["n_group"], kept_groups=c["topk_group"], group_score="max") if grouped else {}
     return _decoder(c, _experts(c, normalise=False, **groups), interleaved=True)
 
 
@@ -87,7 +88,7 @@ def _expects(c: Json, **entries: str) -> None:
         raise ValueError(f"moe_layer_freq: got {c['moe_layer_freq']}, supported is 1")
 
 
-def _experts(c: Json, **fields: object) -> Experts:
+def _experts(c: Json, **fields: Any) -> Experts:
     width = c["moe_intermediate_size"]
     return read_experts(c["n_routed_experts"], c["num_experts_per_tok"], width,
                         scale=float(c.get("routed_scaling_factor", 1.0)), shared=width * c["n_shared_experts"],

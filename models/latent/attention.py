@@ -99,8 +99,8 @@ class LatentAttention(nnx.Module):
         """Rotates the last `rope.width` entries."""
         rope = self.layer.rope
         assert rope is not None
-        plain = x.shape[-1] - rope.width
-        return jnp.concatenate([x[..., :plain], rotate(x[..., plain:], *tables[rope], rope.interleaved)], -1)
+        plain, (cos, sin) = x.shape[-1] - rope.width, tables[rope]
+        return jnp.concatenate([x[..., :plain], rotate(x[..., plain:], cos, sin, rope.interleaved)], -1)
 
     def expand(self, key: Array) -> tuple[Array, Array]:
         """Returns the keys `f[B, K, H, head_dim]` and values `f[B, K, H, value_width]` of all heads, from latents with
@@ -138,7 +138,8 @@ class IndexerPart(nnx.Module):
         self.weigh = Linear(rngs, (c.width, rule.heads), ("embed", None), False)
 
     def _turned(self, x: Array, tables: dict[Any, Any]) -> Array:
-        return rotate(x, *tables[self.rope])
+        cos, sin = tables[self.rope]
+        return rotate(x, cos, sin)
 
     def key(self, x: Array, tables: dict[Any, Any]) -> Array:
         """Returns the index keys, `f[B, W, width]`."""

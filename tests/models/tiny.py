@@ -154,10 +154,10 @@ CASES: dict[str, tuple[str, dict[str, Any], int | None]] = {
 }
 
 
-ALIKE = {"arcee", "ernie4.5", "exaone4-full", "falcon", "falcon-11b", "glm", "gpt-neox-serial", "granite-moe", "hy3",
-         "llama4-top2", "nemotron-bias", "opt-plain-norms", "qwen2-moe-normed", "seed-oss", "starcoder2-plain",
-         "llama-linear", "llama-yarn", "ministral", "phi-qk-norm", "qwen3-bias", "qwen3-moe-normed", "smollm3",
-         "stablelm"}
+ALIKE = {"arcee", "deepseek-v2-lite", "deepseek-v3-halves", "ernie4.5", "exaone4-full", "falcon", "falcon-11b", "glm",
+         "gpt-neox-serial", "granite-moe", "hy3", "llama4-top2", "nemotron-bias", "opt-plain-norms", "qwen2-moe-normed",
+         "seed-oss", "starcoder2-plain", "llama-linear", "llama-yarn", "ministral", "phi-qk-norm", "qwen3-bias",
+         "qwen3-moe-normed", "smollm3", "stablelm", "youtu"}
 """Cases that differ little from another one."""
 
 
