@@ -26,8 +26,9 @@ def _deepseek_v2(c: Json) -> DecoderConfig:
     if method not in ("greedy", "group_limited_greedy"):
         raise ValueError(f"topk_method: got {method!r}, takes 'greedy' or 'group_limited_greedy'")
     _expects(c, scoring_func="softmax")
-    grouped = method == "group_limited_greedy"
-    groups: dict[str, Any] = dict(groups=c["n_group"], kept_groups=c["topk_group"], group_score="max") if grouped else {}
+    groups: dict[str, Any] = {}
+    if method == "group_limited_greedy":
+        groups = dict(groups=c["n_group"], kept_groups=c["topk_group"], group_score="max")
     return _decoder(c, _experts(c, normalise=False, **groups), interleaved=True)
 
 
