@@ -97,7 +97,7 @@ def test_evicting_caches_take_latents_as_the_keys_of_one_head(lm: LM, cache: str
     assert plain != run(lm) and run(lm, cache=few, algorithm="prompt-lookup:length=3") == plain
 
 
-@pytest.mark.parametrize("cache", ["knorm", "quest", "kivi", "streaming-llm", "minference", "fastkv"])
+@pytest.mark.parametrize("cache", ["knorm", "adakv", "quest", "kivi", "streaming-llm", "minference", "fastkv"])
 def test_other_caches_are_refused_by_name(lm: LM, cache: str) -> None:
     with pytest.raises(ValueError, match=f"cache: {cache} takes a model with keys and values for each head"):
         run(lm, cache=cache)
