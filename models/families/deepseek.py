@@ -113,8 +113,12 @@ def _decoder(c: Json, experts: Experts | None, interleaved: bool | None = None,
     """
     turned, plain = c.get("qk_rope_head_dim", 64), c.get("qk_nope_head_dim", 128)
     bias, heads = c.get("attention_bias", False), c["num_attention_heads"]
-    # Every head has its own part of the matrices for keys and values, whatever num_key_value_heads says.
-    shape = read_shape({**c, "num_key_value_heads": heads}, head_dim=plain + turned, qkv_bias=bias, out_bias=bias)
+    if c.get("num_key_value_heads", heads) != heads:
+        raise ValueError(f"num_key_value_heads: got {c['num_key_value_heads']}, takes num_attention_heads = {heads}, "
+                         "since each head has its own part of the matrices for keys and values")
+    if c.get("mlp_bias"):
+        raise ValueError("mlp_bias: got True, supported is False")
+    shape = read_shape(c, head_dim=plain + turned, qkv_bias=bias, out_bias=bias)
     rope = _rope_entries(c)
     own = {key: value for key, value in c.items() if key not in ("rope_scaling", "partial_rotary_factor")}
     own["rope_parameters"] = {key: value for key, value in rope.items() if key != "partial_rotary_factor"}

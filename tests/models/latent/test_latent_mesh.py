@@ -8,7 +8,7 @@ import decodax as dx
 from decodax.io.load import LM
 from decodax.models import Transformer
 from decodax.models.families import read_config
-from tests.models.test_latent import CONFIG
+from tests.models.latent.test_latent import CONFIG
 
 pytestmark = pytest.mark.mesh
 
