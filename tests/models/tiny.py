@@ -149,6 +149,10 @@ CASES: dict[str, tuple[str, dict[str, Any], int | None]] = {
                                             max_position_embeddings=64)}, None),
     "youtu": ("youtu", {key: value for key, value in MLA.items() if "expert" not in key and key not in (
         "moe_intermediate_size", "routed_scaling_factor")}, None),
+    # Which layers rotate does not decide which ones attend in chunks.
+    "llama4-types": ("llama4_text", {"head_dim": 8, "num_local_experts": 4, "floor_scale": 6, "attention_chunk_size": 5,
+                                     "num_hidden_layers": 3, "no_rope_layers": [1, 0, 0], "layer_types": [
+                                         "full_attention", "full_attention", "chunked_attention"]}, None),
     "llama4-top2": ("llama4_text", {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2,
                                     "use_qk_norm": False, "attention_chunk_size": None, "floor_scale": 6}, None),
 }
@@ -158,6 +162,10 @@ ALIKE = {"arcee", "deepseek-v2-lite", "deepseek-v3-halves", "ernie4.5", "exaone4
          "gpt-neox-serial", "granite-moe", "hy3", "llama4-top2", "nemotron-bias", "opt-plain-norms", "qwen2-moe-normed",
          "seed-oss", "starcoder2-plain", "llama-linear", "llama-yarn", "ministral", "phi-qk-norm", "qwen3-bias",
          "qwen3-moe-normed", "smollm3", "stablelm", "youtu"}
+ALIKE = {"arcee", "ernie4.5", "exaone4-full", "falcon", "falcon-11b", "glm", "gpt-neox-serial", "granite-moe", "hy3",
+         "llama4-top2", "llama4-types", "nemotron-bias", "opt-plain-norms", "qwen2-moe-normed", "seed-oss",
+         "starcoder2-plain", "llama-linear", "llama-yarn", "ministral", "phi-qk-norm", "qwen3-bias", "qwen3-moe-normed",
+         "smollm3", "stablelm"}
 """Cases that differ little from another one."""
 
 
