@@ -32,7 +32,7 @@ WITHOUT_EFFECT_HERE = {
     # computed from the widths of the two parts of a head
     **{kind: {"head_dim", "qk_head_dim"} for kind in ("deepseek_v2", "deepseek_v3", "mistral4", "youtu")},
     "glm4_moe_lite": {"qk_head_dim"},
-    "deepseek_v32": {"head_dim", "qk_head_dim", "layer_types", "first_k_dense_replace"},
+    "deepseek_v32": {"head_dim", "qk_head_dim", "first_k_dense_replace"},
     "phi3": {"original_max_position_embeddings"}, "recurrent_gemma": {"head_dim"},
 }
 
