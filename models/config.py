@@ -11,6 +11,7 @@ from jax import Array
 
 from decodax.cache import LinearRule
 from decodax.common.struct import short
+from decodax.models.latent.shape import Latent
 from decodax.models.rope import Chunks, Rope
 from decodax.models.routing import Experts
 from decodax.pallas_kernels.window_attention import FixedBias
@@ -100,6 +101,8 @@ class Layer:
         kv_heads: number of key/value heads of this layer; None: `DecoderConfig.kv_heads`.
         sinks: True gives each query head a learned score that takes part in the softmax without a value, so that the
             weights of keys sum to less than one (GPT-OSS).
+        latent: multi-head latent attention in place of keys and values for each head. It takes a rope, whose width is
+            the rotated part of a head. None: keys and values for each head.
     """
 
     rope: Rope | None = None
@@ -115,8 +118,13 @@ class Layer:
     recurrent: RgLru | None = None
     sinks: bool = False
     kv_heads: int | None = None
+    latent: Latent | None = None
 
     def __post_init__(self) -> None:
+        if self.latent is not None and (self.rope is None or self.rope.chunks is not None or dataclasses.replace(
+                self, latent=None, rope=None, scale=None, experts=None, query_scale=None) != Layer()):
+            raise ValueError("latent: takes a rope without chunks, and of the other options scale, experts and "
+                             "query_scale")
         if self.recurrent is not None and dataclasses.replace(self, recurrent=None, experts=None) != Layer():
             raise ValueError("recurrent: cannot be combined with options of attention")
         if self.sliding is not None and self.sliding < 1:
@@ -230,6 +238,9 @@ class DecoderConfig:
             raise ValueError(f"twin_norms: got True with block {self.block!r}, takes block 'parallel'")
         if self.tied and self.head_bias:
             raise ValueError("head_bias: got True, a tied head takes False")
+        if self.latent and (self.latent < len(self.layers) or self.attention_softcap is not None
+                            or self.qk_norm is not None or self.value_heads is not None):
+            raise ValueError("latent: takes all layers, and no soft cap of the scores, qk_norm or value_heads")
         for i, layer in enumerate(self.layers):
             if layer.kv_heads is not None and (layer.kv_heads < 1 or self.heads % layer.kv_heads):
                 raise ValueError(f"kv_heads: got {layer.kv_heads} for layer {i}, takes a divisor of heads = "
@@ -277,6 +288,16 @@ class DecoderConfig:
         """Returns the width of a layer's queries and keys."""
         linear = layer.linear
         return self.head_dim if linear is None or linear.width is None else linear.width
+
+    @property
+    def latent(self) -> int:
+        """Number of layers with multi-head latent attention: 0, or all layers."""
+        return sum(layer.latent is not None for layer in self.layers)
+
+    @property
+    def indexed(self) -> bool:
+        """True if queries attend to some tokens only, which an indexer chooses."""
+        return any(layer.latent is not None and layer.latent.indexer is not None for layer in self.layers)
 
     @property
     def own(self) -> tuple[int, ...]:

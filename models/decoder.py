@@ -24,6 +24,7 @@ from decodax.models.config import DecoderConfig, Layer
 from decodax.models.dual_chunk import DualChunk
 from decodax.models.echoes import Echoes, Near
 from decodax.models.feed_forward import MLP, Mixture
+from decodax.models.latent.attention import LatentAttention
 from decodax.models.layers import STD, Linear, Norm, weight
 from decodax.models.packed import Packed, embedded, head, multiply
 from decodax.models.recurrent.rg_lru import RecurrentBlock
@@ -179,7 +180,8 @@ class DecoderLayer(nnx.Module):
         self.c = c
         norm = lambda present: Norm(c.norm, (c.width,), ("embed",)) if present else None
         self.attn_in = norm(c.block != "post")
-        self.attn = Attention(c, layer, rngs) if layer.recurrent is None else RecurrentBlock(c, layer.recurrent, rngs)
+        self.attn = (LatentAttention(c, layer, rngs) if layer.latent is not None else Attention(c, layer, rngs)
+                     if layer.recurrent is None else RecurrentBlock(c, layer.recurrent, rngs))
         self.attn_out = norm(c.block in ("post", "sandwich"))
         self.mlp_in = norm(c.block in ("pre", "sandwich") or c.twin_norms)
         self.mlp = MLP(c, rngs) if layer.experts is None else Mixture(c, layer.experts, rngs)

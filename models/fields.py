@@ -56,20 +56,20 @@ IDS = Kind("a token id or a list of them",
            lambda x: all(INDEX.fits(y) for y in x) if isinstance(x, list) else INDEX.fits(x))
 LAYER_TYPES = Kind("a list of 'full_attention', 'sliding_attention' and 'chunked_attention'",
                    lambda x: isinstance(x, list) and all(y in ("full_attention", "sliding_attention",
-                                                               "chunked_attention") for y in x))
+                                                               "chunked_attention", "indexed_attention") for y in x))
 PATTERN = Kind("a whole number from 1 to 10,000, or a text of L and G",
                lambda x: LAYERS.fits(x) or (isinstance(x, str) and x != "" and set(x) <= {"L", "G"}))
 
 _KEYS: dict[Kind, str] = {
     TEXT: "model_type hidden_act hidden_activation activation_function activation_type rope_type type "
-          "feed_forward_proj",
+          "feed_forward_proj scoring_func topk_method",
     FLAG: "attention_bias mlp_bias tie_word_embeddings use_sliding_window use_bidirectional_attention "
           "use_parallel_residual use_qkv_bias use_qk_norm qk_layernorm scale_attn_weights "
           "scale_attn_by_inverse_layer_idx add_cross_attention truncate include_qkv_bias weight_tying input_emb_norm "
           "scale_logits multi_query_attention causal_attn norm_topk_prob scale_decoder_outputs use_bias use_conv_bias "
           "residual_in_fp32 alibi new_decoder_architecture multi_query parallel_attn enable_bias "
           "do_layer_norm_before layer_norm_elementwise_affine apply_residual_connection_post_layernorm qkv_bias "
-          "attention_out_bias attn_temperature_tuning lm_head_bias",
+          "attention_out_bias attn_temperature_tuning lm_head_bias rope_interleave",
     OBJECT: "rope_scaling rope_parameters text_config full_attention sliding_attention diffusion "
             "dual_chunk_attention_config",
     NUMBER: "embedding_multiplier attention_multiplier residual_multiplier logit_scale mscale mscale_all_dim "
@@ -85,13 +85,15 @@ _KEYS: dict[Kind, str] = {
             "interleave_moe_layer_step num_layers num_decoder_layers",
     HEADS: "num_attention_heads n_head n_heads num_key_value_heads n_kv_heads head_dim num_experts num_local_experts "
            "num_experts_per_tok num_heads d_kv n_groups state_size conv_kernel conv1d_width num_kv_heads rotary_dim "
-           "v_head_dim n_group topk_group n_routed_experts moe_num_experts moe_k num_ln_in_parallel_attn",
-    WIDTH: "hidden_size n_embd n_embed d_model word_embed_proj_dim lru_width",
+           "n_group topk_group n_routed_experts moe_num_experts moe_k num_ln_in_parallel_attn "
+           "qk_rope_head_dim qk_nope_head_dim v_head_dim index_n_heads index_head_dim",
+    WIDTH: "hidden_size n_embd n_embed d_model word_embed_proj_dim lru_width kv_lora_rank q_lora_rank",
     ENTRIES: "vocab_size embedding_size intermediate_size n_inner mlp_hidden_size moe_intermediate_size d_ff "
              "ffn_dim ffn_hidden_size intermediate_size_mlp shared_expert_intermediate_size "
              "relative_attention_num_buckets relative_attention_max_distance",
     POSITIONS: "max_position_embeddings n_positions max_sequence_length original_max_position_embeddings "
-               "sliding_window sliding_window_size attention_window_size chunk_size seq_length attention_chunk_size",
+               "sliding_window sliding_window_size index_topk attention_window_size chunk_size seq_length "
+               "attention_chunk_size",
     INDEX: "first_k_dense_replace n_shared_experts num_shared_experts moe_num_shared_experts moe_layer_start_index "
            "max_window_layers local_size mask_token_id text_mask_token_id bd_size block_size",
     IDS: "eos_token_id bos_token_id pad_token_id",
@@ -149,5 +151,6 @@ def checked(c: Mapping[str, Any], inside: str = "") -> dict[str, Any]:
     return found
 
 
-OFF = ("sliding_window", "attention_chunk_size", "attn_logit_softcapping", "final_logit_softcapping")
+OFF = ("sliding_window", "attention_chunk_size", "attn_logit_softcapping", "final_logit_softcapping",
+       "q_lora_rank")
 """Entries for which null switches something off that a missing entry leaves on."""

@@ -10,7 +10,16 @@ from decodax.models.echoes import value_width
 def kv_layers(c: DecoderConfig, context: int | None) -> list[KVLayer]:
     """Returns the shape of each layer in `DecoderConfig.attending`; `context` is the length for which length-dependent
     rope scalings are set."""
-    return [_by_head(c, i, context) for i in c.attending]
+    return [_latent(c, i) if c.layers[i].latent is not None else _by_head(c, i, context) for i in c.attending]
+
+
+def _latent(c: DecoderConfig, i: int) -> KVLayer:
+    """Returns the shape of a layer with latent attention: one head, whose keys are the values, too. A choice of keys
+    takes the place of a bias."""
+    latent, rope = c.layers[i].latent, c.layers[i].rope
+    assert latent is not None and rope is not None
+    more = 0 if latent.indexer is None else latent.indexer.width
+    return KVLayer(1, latent.rank + rope.width + more, 0, queries=c.heads, bias=more > 0)
 
 
 def _by_head(c: DecoderConfig, i: int, context: int | None) -> KVLayer:

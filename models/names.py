@@ -104,8 +104,8 @@ class Names:
         positions: name of the position embedding.
         embed_norm: name of the norm of embeddings.
         fused: groups of paths that share one tensor, in its order.
-        grouped: in a fused tensor of queries, keys and values, the queries of each key/value head are followed by its
-            keys and values.
+        grouped: in a fused tensor of attention, the columns of each key/value head for the first path are followed by
+            those for the others.
         twin: entries of `layer` that differ with `DecoderConfig.twin_norms`.
         transposed: True if linear layers are stored `[out, in]`.
         experts_transposed: the same for tensors that hold all experts.
@@ -138,7 +138,16 @@ NEOX = {"attn_in": "input_layernorm", "mlp_in": "post_attention_layernorm", "mlp
 MIXTRAL = Names({**LLAMA, "mlp.router": "block_sparse_moe.gate"}, experts={
     f"mlp.{part}": f"block_sparse_moe.experts.{{expert}}.w{i}" for part, i in (("gate", 1), ("up", 3), ("down", 2))})
 
+MLA = Names({**LLAMA, **{f"attn.{ours}": f"self_attn.{theirs}" for ours, theirs in (
+    ("q_a", "q_a_proj"), ("q_a_norm", "q_a_layernorm"), ("q_b", "q_b_proj"), ("kv_a", "kv_a_proj_with_mqa"),
+    ("kv_a_norm", "kv_a_layernorm"), ("k_b", "kv_b_proj"), ("v_b", "kv_b_proj"), ("indexer.q", "indexer.wq_b"),
+    ("indexer.k", "indexer.wk"), ("indexer.k_norm", "indexer.k_norm"), ("indexer.weigh", "indexer.weights_proj"))}},
+            fused=(("attn.k_b", "attn.v_b"),), grouped=True)
+
 FAMILY_NAMES = {
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "kimi_k2", "youtu"), MLA),
+    "mistral4": dataclasses.replace(MLA, fused=(*MLA.fused, GATE_UP), experts={
+        **dict.fromkeys(GATE_UP, "mlp.experts.gate_up_proj"), "mlp.down": "mlp.experts.down_proj"}),
     "gpt2": Names({"attn_in": "ln_1", "mlp_in": "ln_2", **dict.fromkeys(QKV, "attn.c_attn"), "attn.o": "attn.c_proj",
                    "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}, stem="transformer.", layers="h", embed="wte",
                   norm="ln_f", positions="wpe", fused=(QKV,), transposed=False),
@@ -218,7 +227,7 @@ FAMILY_NAMES = {
 IGNORED = re.compile(r"(\.(attn|attention)\.(masked_)?bias|^h\.\d+\.attn\.(masked_)?bias|rotary_emb\.inv_freq)$")
 """Buffers in older files, which are recomputed and not loaded."""
 
-IMAGES = re.compile(r"^(model\.)?(vision_tower|vision_model|multi_modal_projector|visual)\.")
+IMAGES = re.compile(r"^(model\.)?(vision_tower|vision_model|multi_modal_projector|mm_projector|visual)\.")
 """Tensors of the vision parts of multimodal models."""
 
 
@@ -345,6 +354,7 @@ def _source(path: str, names: Names, sizes: dict[str, tuple[int, ...]], groups: 
         group = next((g for g in names.fused if inner in g and (
             of_all or len({names.layer[member] for member in g}) == 1)), None)
         if group is not None:
+            groups = groups if inner.startswith("attn.") else 1
             widths = [sizes[f"layers.{index}.{member}.{leaf}"][-1] // groups for member in group]
             start, at = sum(widths[:group.index(inner)]), group.index(inner)
             part = Columns(start, start + widths[at], sum(widths))

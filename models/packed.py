@@ -301,6 +301,19 @@ def multiply(x: Array, kernel: Kernel, dtype: Any = None) -> Array:
     return jnp.matmul(x, kernel, preferred_element_type=dtype)
 
 
+def whole(kernel: Kernel, dtype: Any) -> Array:
+    """Returns the weights of a kernel as an array, `f[K, N]`.
+
+    Raises:
+        ValueError: the kernel has an adapter for each row.
+    """
+    if isinstance(kernel, Adapted) and kernel.a.ndim == 3:
+        raise ValueError("adapter: got one per row, which this method does not support; takes one for all rows "
+                         "(decodax.adapters.apply or merge)")
+    return (kernel.merged() if isinstance(kernel, Adapted) else
+            kernel.values(dtype).T if isinstance(kernel, Packed) else kernel).astype(dtype)
+
+
 def embedded(table: Array | Packed, which: Array, dtype: Any) -> Array:
     """Returns the rows with the indices `which` (`i32[...]`) of an embedding table `f[V, D]`: `f[..., D]`. The table
     may be packed as the kernel of a tied head; then the rows are converted to `dtype`."""

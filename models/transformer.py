@@ -31,10 +31,11 @@ from decodax.models.config import DecoderConfig
 from decodax.models.decoder import Attend, Decoder, Keep
 from decodax.models.inputs import AdapterRows, Embeddings, EncoderText, named
 from decodax.models.kv_shapes import kv_layers
-from decodax.models.packed import Adapted, Packed, embedded
+from decodax.models.latent.attention import Expanding
+from decodax.models.packed import Adapted, embedded, whole
 from decodax.models.recurrent.rg_lru import Recurrence, recurrent_states, walk_text
 from decodax.models.rope import Dynamic, LongRope
-from decodax.pallas_kernels.window_attention import window_attention
+from decodax.pallas_kernels.window_attention import window_attention, window_attention_lse
 
 Weights = dict[str, Any]
 """A nested dict of arrays, keyed by the network's attribute names: `weights["layers"]["0"]["attn"]["q"]["kernel"]`."""
@@ -158,7 +159,7 @@ class Transformer(LayeredModel):
         If the window has a `PartialForward` as a hint, it continues after those layers. `keep` selects the layers, or
         halves of layers, that run.
         """
-        begun, packing = window.hint(PartialForward), window.hint(Packing)
+        c, begun, packing = self.config, window.hint(PartialForward), window.hint(Packing)
         params, by_row = _chosen(params, cache)
         network = _network(self.config, params, self.dtype)
         x = _embedded(network, window, cache)
@@ -166,8 +167,9 @@ class Transformer(LayeredModel):
         if first is not None:
             keep = [(i < first,) * 2 for i in range(self.depth)]
 
-        def whole() -> tuple[Array, Any, tuple[Array, ...]]:
-            attend = lambda layer, q, k, v, **options: cache.attend(layer, q, k, v, window, **options)
+        def unpacked() -> tuple[Array, Any, tuple[Array, ...]]:
+            attend: Attend = lambda layer, q, k, v, **options: cache.attend(layer, q, k, v, window, **options)
+            attend = (Expanding.of(cache, window) if c.latent and not c.indexed else None) or attend
             near = lambda q, k, v, **options: window_attention(q, k, v, window.visible(), window.positions, **options)
             return network(x, window.positions, attend, self.context, keep,
                            begun if begun is not None and begun.model == self else None, near)
@@ -179,11 +181,11 @@ class Transformer(LayeredModel):
                                               self.context)
             return nodes.unpack(hidden), entries, tuple(map(nodes.unpack, layers))
 
-        if packing is None or keep is not None or begun is not None or by_row or self.config.echoed or (
-                self.config.recurrent):
-            hidden, entries, layers = whole()
+        if packing is None or keep is not None or begun is not None or by_row or c.echoed or c.recurrent or (
+                c.indexed):
+            hidden, entries, layers = unpacked()
         else:
-            hidden, entries, layers = packing.run(window.live, packed, whole)
+            hidden, entries, layers = packing.run(window.live, packed, unpacked)
         if first is not None:
             entries = (*entries[:first], layers[first - 1])
         return Out(hidden=hidden, entries=entries, head=network.logits, layers=layers, norm=network.norm)
@@ -213,9 +215,7 @@ class Transformer(LayeredModel):
         kernel = params["layers"][str(self.config.attending[layer])]["attn"]["o"]["kernel"]
         if isinstance(kernel, Adapted) and kernel.a.ndim == 3:
             kernel = kernel.kernel          # a cache uses one rule for all rows
-        whole = (kernel.merged() if isinstance(kernel, Adapted) else
-                 kernel.values(jnp.float32).T if isinstance(kernel, Packed) else kernel.astype(jnp.float32))
-        return whole.reshape(self.config.heads, -1, self.config.width)
+        return whole(kernel, jnp.float32).reshape(self.config.heads, -1, self.config.width)
 
     def embeddings(self, params: Weights, tokens: Array) -> Array:
         network = _network(self.config, params, self.dtype)
@@ -276,7 +276,9 @@ class Transformer(LayeredModel):
             return out, ()
 
         x = network.embedded(tokens, where, values, given)
-        return network(x, where, attend, self.context, keep, near=near)[0], network.logits
+        alone: Attend = attend if not self.config.latent or self.config.indexed else Expanding(
+            lambda q, k, v, scale: window_attention_lse(q, k, v, seen, where, scale=scale))
+        return network(x, where, alone, self.context, keep, near=near)[0], network.logits
 
     def init_params(self, key: Array, dtype: jax.typing.DTypeLike = jnp.float32) -> Weights:
         """Returns random weights: normal with standard deviation 0.02, norms at identity."""

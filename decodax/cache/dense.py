@@ -19,15 +19,15 @@ from decodax.cache.key_values import KeyValues, empty_kv, key_widths, own_entry
 from decodax.common.axes import DATA, MODEL, shardwise
 from decodax.common.struct import static, struct
 from decodax.core.cache import ALL, Entries, Feature, PyTree
-from decodax.core.capabilities import LoadsPrefix, Truncates
-from decodax.pallas_kernels.window_attention import Bias, window_attention
+from decodax.core.capabilities import AttendsAlone, LoadsPrefix, Truncates
+from decodax.pallas_kernels.window_attention import Bias, prefix_attention, window_attention
 
 BLOCK = 32
 """Number of slots that are moved at a time when rows are copied to other rows (`Dense.select`)."""
 
 
 @struct
-class Dense(KeyValues, LoadsPrefix, Truncates):
+class Dense(KeyValues, LoadsPrefix, AttendsAlone, Truncates):
     """A contiguous cache. An entry is a pair of a key `f[B, W, G, d]` and a value `f[B, W, G, e]`.
 
     Attributes:
@@ -51,6 +51,9 @@ class Dense(KeyValues, LoadsPrefix, Truncates):
                                sliding=sliding, softcap=softcap, key_positions=window.key_positions,
                                cached=window.cached, bias=bias, sinks=sinks)
         return out, own_entry(q, k, v)
+
+    def attend_cached(self, layer: int, q: Array, window: Any, *, scale: float) -> tuple[Array, Array]:
+        return prefix_attention(q, window.positions, self.kv[layer], self.length, scale=scale)
 
     def commit(self, entries: Entries, slots: Array) -> Dense:
         if not self.capacity:

@@ -30,7 +30,8 @@ class KVLayer(NamedTuple):
     Attributes:
         heads: number of key/value heads, `G`.
         width: number of channels of a key, `d`.
-        value_width: number of channels of a value, `e`; None: `d`.
+        value_width: number of channels of a value, `e`; None: `d`. 0: the keys are the values, too, and are stored
+            once. A model with multi-head latent attention has such keys, its latents (`decodax.models.latent`).
         queries: number of query heads, `H`; None: not known.
         rope: the `Rope` that rotates queries and keys; None: they are not rotated.
         context: the text length that the scaling of `rope` is meant for.
@@ -164,6 +165,11 @@ class KVConfig(CacheConfig):
             inputs: inputs of each row beside its tokens; see `Cache.inputs`.
         """
 
+    def takes_latents(self) -> bool:
+        """Returns True if the cache supports keys that are values, too (`KVLayer.value_width`). A model that has them
+        is refused by other caches with an error before tracing."""
+        return False
+
     def refuses(self, layer: int, shape: KVLayer) -> frozenset[Score]:
         """Returns the changes of attention scores that the cache does not support in a layer. A model that needs one of
         them is refused with an error before tracing."""
@@ -174,10 +180,12 @@ class KVConfig(CacheConfig):
         if not capacity:        # what a forward without a cache takes, whatever the kind
             return no_key_values(batch, inputs)
         shapes = tuple(KVLayer(*layer) for layer in layers)
+        own = getattr(self, "name", type(self).__name__)            # of a config that a function makes
+        name = next((n for n, entry in CACHES.items() if entry.make is type(self)), own)
+        if not self.takes_latents():
+            refuse_latents(name, shapes)
         for i, shape in enumerate(shapes):
             if refused := sorted(self.refuses(i, shape) & shape.scores):
-                own = getattr(self, "name", type(self).__name__)        # of a config that a function makes
-                name = next((n for n, entry in CACHES.items() if entry.make is type(self)), own)
                 raise ValueError(f"cache: {name} takes a model without {' and '.join(refused)} of its attention "
                                  f"scores, which layer {i} of this one has")
         return self.empty(shapes, batch, capacity, dtype, inputs)
@@ -197,6 +205,14 @@ def cache_of(kind: CacheKind, layers: Sequence[KVLayer], batch: int, capacity: i
             raise ValueError(f"cache: got a {type(made).__name__}, whose attend takes no sinks; takes a model without "
                              "sinks of its attention scores")
     return made
+
+
+def refuse_latents(name: str, layers: Sequence[tuple[Any, ...]]) -> None:
+    """Raises ValueError if the keys of a layer are its values, too. For the cache `name`, which does not support it;
+    `layers` has a `KVLayer` for each layer."""
+    if any(KVLayer(*layer).value_width == 0 for layer in layers):
+        raise ValueError(f"cache: {name} takes a model with keys and values for each head; this one has multi-head "
+                         "latent attention, whose cache holds one latent for all heads")
 
 
 def own_entry(q: Array, k: Array, v: Array) -> tuple[Array, Array]:

@@ -21,11 +21,12 @@ from decodax.common.options import Count, check_options
 from decodax.common.registry import CACHES
 from decodax.common.struct import static, struct
 from decodax.core.cache import Cache, Entries, Layout, PyTree
-from decodax.pallas_kernels.window_attention import Bias, window_attention
+from decodax.core.capabilities import AttendsAlone
+from decodax.pallas_kernels.window_attention import Bias, prefix_attention, window_attention
 
 
 @struct
-class PagedCache(KeyValues):
+class PagedCache(KeyValues, AttendsAlone):
     """A pool of pages, and for each row a table of its pages.
 
     Attributes:
@@ -79,6 +80,9 @@ class PagedCache(KeyValues):
                                table=self.table, scale=scale, sliding=sliding, softcap=softcap, bias=bias,
                                key_positions=window.key_positions, cached=window.cached, sinks=sinks)
         return out, own_entry(q, k, v)
+
+    def attend_cached(self, layer: int, q: Array, window: Any, *, scale: float) -> tuple[Array, Array]:
+        return prefix_attention(q, window.positions, self.kv[layer], self.length, table=self.table, scale=scale)
 
     def commit(self, entries: Entries, slots: Array) -> PagedCache:
         if not self.kv:
@@ -138,6 +142,9 @@ class PagedConfig(KVConfig):
 
     def __post_init__(self) -> None:
         check_options(type(self), vars(self))
+
+    def takes_latents(self) -> bool:
+        return True
 
     def empty(self, shapes: tuple[KVLayer, ...], batch: int, size: int, dtype: Any, inputs: PyTree) -> Cache:
         return PagedCache(kv=empty_kv(shapes, self.pages, self.page, dtype), widths=key_widths(shapes), given=inputs,

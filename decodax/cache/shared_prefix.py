@@ -147,6 +147,9 @@ class SharedPrefixConfig(TailConfig):
         shared = dataclasses.replace(self, prefix=prefix)
         return shared if self.new is None else shared.fit(self.new + more)
 
+    def takes_latents(self) -> bool:
+        return True
+
     def refuses(self, layer: int, shape: KVLayer) -> frozenset[Score]:
         return frozenset(("biases",))
 

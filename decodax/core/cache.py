@@ -62,8 +62,8 @@ class Cache(Struct, abc.ABC):
     A derived class is a `@struct`. It defines `length`, `capacity` and `commit`, and `attend` if it holds keys and
     values. The other members have defaults for a cache of fixed size that evicts nothing. Entries are identified by the
     position of their token; each class decides where it stores them. Optional capabilities have base classes in
-    `decodax.core.capabilities`: `PromptPhase`, `LoadsPrefix`, `Refreshes`, `Truncates`, `DraftBase`. The tests in
-    `tests/contracts` check every cache.
+    `decodax.core.capabilities`: `PromptPhase`, `LoadsPrefix`, `AttendsAlone`, `Refreshes`, `Truncates`, `DraftBase`.
+    The tests in `tests/contracts` check every cache.
 
     Attributes:
         supports: the features of the class. An algorithm that needs a missing feature raises a ValueError that names
@@ -105,7 +105,7 @@ class Cache(Struct, abc.ABC):
             q: queries of the window's nodes.
             k: keys, `f[B, K, G, d]`. `K` is `W`, unless nodes of earlier windows come before the window's own
                 (`AttentionView`).
-            v: values, `f[B, K, G, e]`.
+            v: values, `f[B, K, G, e]`. With `e = 0` the keys are the values, too (`KVLayer.value_width`).
             window: a `Window` or an `AttentionView`. A cache may use its `visible()`, `tokens`, `positions`,
                 `key_positions`, `before`, `cached` and `is_prefill`, and in a prefill `live`. `before` has this layer's
                 entries of the nodes from earlier windows, or None.

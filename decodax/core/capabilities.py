@@ -70,6 +70,22 @@ class LoadsPrefix(Cache):
         """
 
 
+class AttendsAlone(Cache):
+    """A cache with attention to its entries alone, without a window. A model that has two forms of its keys computes
+    the attention within a prefill window in the other form, and merges both parts."""
+
+    @abc.abstractmethod
+    def attend_cached(self, layer: int, q: Array, window: Any, *, scale: float) -> tuple[Array, Array]:
+        """Attends from queries `q`, `f[B, W, H, d]`, to the cached entries.
+
+        Args:
+            layer, q, window, scale: see `Cache.attend`.
+
+        Returns:
+            The output `f[B, W, H, e]`, and the logarithms of its softmax sums, `f32[B, W, H]`.
+        """
+
+
 class Refreshes(Cache):
     """A cache that from time to time recomputes some of its entries with one more forward pass over committed
     tokens."""

@@ -39,6 +39,11 @@ SHOWN: dict[str, Callable[[DecoderConfig, Any], bool]] = {
     "attn_logit_softcapping": lambda d, value: d.attention_softcap == value,
     "clip_qkv": lambda d, value: d.qkv_clip == value,
     "embedding_multiplier": lambda d, value: d.embed_scale == value,
+    "index_topk": lambda d, value: all(layer.latent is not None and layer.latent.indexer is not None
+                                       and layer.latent.indexer.top == value for layer in d.layers),
+    "kv_lora_rank": lambda d, value: all(layer.latent is not None and layer.latent.rank == value for layer in d.layers),
+    "q_lora_rank": lambda d, value: all(layer.latent is not None and layer.latent.query_rank == value
+                                        for layer in d.layers),
     "final_logit_softcapping": lambda d, value: d.logit_softcap == value,
     "logits_scaling": lambda d, value: math.isclose(d.logit_scale * value, 1.0),
     "n_group": _mixtures("groups"),
@@ -53,8 +58,8 @@ SHOWN: dict[str, Callable[[DecoderConfig, Any], bool]] = {
 }
 """Tests of whether a decoder does what an entry says."""
 
-MISSING = ("apply_residual_connection_post_layernorm", "attn_output_gate", "hidden_size_per_layer_input", "index_topk",
-           "kv_lora_rank", "num_kv_shared_layers", "q_lora_rank", "scale_depth", "scale_emb",
+MISSING = ("apply_residual_connection_post_layernorm", "attn_output_gate", "hidden_size_per_layer_input",
+           "num_kv_shared_layers", "scale_depth", "scale_emb",
            "use_attention_sinks", "use_bidirectional_attention")
 """Entries that no family here has."""
 

@@ -15,6 +15,7 @@ from decodax.pallas_kernels.window_attention.attention import (
     with_sinks,
 )
 from decodax.pallas_kernels.window_attention.reference import BLOCK
+from decodax.pallas_kernels.window_attention.selection import TopKeys
 
 __all__ = [
     "BLOCK",
@@ -22,6 +23,7 @@ __all__ = [
     "Bias",
     "FixedBias",
     "Implementation",
+    "TopKeys",
     "by_position",
     "merge",
     "prefix_attention",

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from decodax.common.axes import DATA, MODEL, compute_capability, platform, shardwise
 from decodax.pallas_kernels.window_attention import reference
 from decodax.pallas_kernels.window_attention.reference import MASKED
+from decodax.pallas_kernels.window_attention.selection import TopKeys
 
 Implementation = Literal["xla", "mosaic_tpu", "triton"]
 
@@ -25,8 +26,9 @@ Added = Callable[[Array, Array], Array]
 head if a cache keeps different tokens in each) to the numbers that are added to their scores, `f32[B or 1, H or 1, W,
 K]`."""
 
-Bias = Callable[[Array, Array], Added]
-"""A function from the queries `f[B, H, W, d]` of a window and their positions `i32[B, 1, W, 1]` to an `Added`."""
+Bias = Callable[[Array, Array], Added] | TopKeys
+"""A choice of keys, or a function from the queries `f[B, H, W, d]` of a window and their positions `i32[B, 1, W, 1]` to
+an `Added`."""
 
 
 class FixedBias(abc.ABC):
@@ -59,7 +61,8 @@ def window_attention(q: Array, k: Array, v: Array, mask: Array, positions: Array
         q: `f[B, W, H, d]`, queries.
         k: `f[B, K, G, d]`, keys of the window; `H` is a multiple of `G`, and `K` is `W` unless nodes of earlier windows
             precede the window's own.
-        v: `f[B, K, G, e]`, values of the window.
+        v: `f[B, K, G, e]`, values of the window. With `e = 0` the keys are the values, too, and a slot of the cache
+            has a key alone (latents, `decodax.models.latent`); the output then has width `d`.
         mask: `bool[B or 1, W, K]`, the keys of the window that each query attends to, at least one.
         positions: `i32[B, W]`, positions of the queries.
         cache: `f[B, G, S, d + e]`, the key and then the value of each entry; None: no cache (training, scoring).
@@ -79,7 +82,8 @@ def window_attention(q: Array, k: Array, v: Array, mask: Array, positions: Array
         table: `i32[B, N]`, the pages of each row, for a cache `f[P, G, page, d + e]` of pages for all rows, with scales
             `f[P, G, 2, page]`; `S` is `N * page`. Entries for pages at or beyond `length` may be any number.
         implementation: implementation of attention to the cache: "xla", or a kernel, "mosaic_tpu" for TPUs or "triton"
-            for GPUs, which runs in interpreter mode on a CPU. None: the fastest available (see `choose`).
+            for GPUs, which runs in interpreter mode on a CPU. None: the fastest available (see `choose`). Keys that are
+            values, too, are not supported by "triton".
 
     Returns:
         `f[B, W, H, e]` in the dtype of `q`. Scores and sums are float32.
@@ -127,13 +131,13 @@ def window_attention_lse(q: Array, k: Array, v: Array, mask: Array, positions: A
     The weight of a key with score `s` is `exp(s - lse)`, and `merge` adds attention to other keys. The logarithm is
     about -1e30 for a query that attends to nothing. For the arguments see `window_attention`.
     """
-    _check(implementation, cache, scales)
+    _check(implementation, cache, scales, q.shape[3])
     if bias is not None and implementation not in (None, "xla"):
         raise ValueError(f"implementation: got {implementation!r}, which does not support a bias")
     arrays = q, k, v, mask, positions, cache, length, key_positions, cached, slot_positions, sinks, scales, table
     options: dict[str, Any] = dict(scale=scale, sliding=sliding, softcap=softcap, bias=bias)
     if bias is None:
-        return _attention_once(*arrays, **options, implementation=implementation or choose(cache))
+        return _attention_once(*arrays, **options, implementation=implementation or choose(cache, q.shape[3]))
     # A bias that closes over weights is not a static value, and it covers all heads.
     attention = _attention_once if isinstance(bias, FixedBias) else _attention
     return attention(*arrays, **options, implementation="xla")
@@ -161,11 +165,11 @@ def prefix_attention(q: Array, positions: Array, cache: Array, length: Array, *,
     Raises:
         ValueError: see `window_attention`; or the number of rows is not a multiple of the number of prefixes.
     """
-    _check(implementation, cache, scales)
+    _check(implementation, cache, scales, q.shape[3])
     if q.shape[0] % length.shape[0]:
         raise ValueError(f"q: got {q.shape[0]} rows, takes a multiple of the {length.shape[0]} prefixes")
     return _prefix_once(q, positions, cache, length, scales, table, scale=scale, sliding=sliding, softcap=softcap,
-                        implementation=implementation or choose(cache))
+                        implementation=implementation or choose(cache, q.shape[3]))
 
 
 def slot_weights(q: Array, lse: Array, positions: Array, cache: Array, length: Array | None = None, *, scale: float,
@@ -211,17 +215,20 @@ def quantized(cache: Array, width: int) -> tuple[Array, Array]:
     return jnp.concatenate(codes, -1).astype(jnp.int8), jnp.stack(scales, -2)
 
 
-def _check(implementation: str | None, cache: Array | None, scales: Array | None) -> None:
+def _check(implementation: str | None, cache: Array | None, scales: Array | None, width: int | None = None) -> None:
     if implementation not in (None, *get_args(Implementation)):
         raise ValueError(f"implementation: got {implementation!r}, takes 'xla', 'mosaic_tpu' or 'triton'")
     if cache is not None and jnp.issubdtype(cache.dtype, jnp.integer) != (scales is not None):
         raise ValueError(f"scales: got {'none' if scales is None else 'some'} for a cache of {cache.dtype}, takes them "
                          "with a cache of integers only")
+    if cache is not None and cache.shape[3] == width and (implementation == "triton" or scales is not None):
+        which = implementation if scales is None else "scales"
+        raise ValueError(f"cache: got keys that are values, too, with {which}, takes keys and values")
 
 
-def choose(cache: Array | None) -> Implementation | None:
-    """Returns the implementation for a cache `f[B, G, S, D]`, or its pages: "xla", or None for the accelerator's kernel
-    if the program is lowered for it.
+def choose(cache: Array | None, width: int | None = None) -> Implementation | None:
+    """Returns the implementation for a cache `f[B, G, S, D]`, or its pages, with keys of `width`: "xla", or None for
+    the accelerator's kernel if the program is lowered for it.
 
     A kernel needs the mesh, because the compiler cannot divide it over devices by itself. The TPU kernel needs slots in
     blocks of 128; the GPU kernel needs a JAX with Triton and a chip that multiplies bfloat16 (Ampere or later).
@@ -229,7 +236,9 @@ def choose(cache: Array | None) -> Implementation | None:
     where = platform()
     if where == "cpu" or cache is None or (jax.sharding.get_abstract_mesh().empty and jax.device_count() > 1):
         return "xla"
-    return None if (_runs_triton() if where == "gpu" else cache.shape[2] % 128 == 0) else "xla"
+    # On a GPU, a query's sums over whole latents do not fit in a program's registers.
+    gpu = lambda: cache.shape[3] != width and _runs_triton()
+    return None if (gpu() if where == "gpu" else cache.shape[2] % 128 == 0) else "xla"
 
 
 @functools.cache
@@ -240,9 +249,12 @@ def _runs_triton() -> bool:
 # Traced and lowered once for all layers of a kind.
 @functools.partial(jax.jit, static_argnames=("scale", "sliding", "softcap", "bias", "implementation"))
 def _attention_once(*arrays: Any, implementation: Implementation | None, **options: Any) -> tuple[Array, Array]:
-    q, mask, slot_positions, table = arrays[0], arrays[3], arrays[9], arrays[12]
-    heads, rows, cache = P(DATA, None, MODEL), P(DATA), P(DATA if table is None else None, MODEL)
-    specs = (heads, heads, heads, rows if mask.shape[0] == q.shape[0] else P(), rows, cache, rows, rows, rows,
+    q, k, mask, slot_positions, table = arrays[0], arrays[1], arrays[3], arrays[9], arrays[12]
+    # All devices have a single key/value head, such as a latent, and each its own query heads.
+    alone = k.shape[2] == 1 and options["bias"] is None
+    heads, rows = P(DATA, None, MODEL), P(DATA)
+    keys, cache = rows if alone else heads, P(DATA if table is None else None, None if alone else MODEL)
+    specs = (heads, keys, keys, rows if mask.shape[0] == q.shape[0] else P(), rows, cache, rows, rows, rows,
              _slots(slot_positions), P(MODEL), cache, rows)
     local = functools.partial(_attention, implementation=implementation, **options)
     return shardwise(local, specs, (heads, heads), *arrays, whole=implementation != "xla")
@@ -252,7 +264,8 @@ def _attention_once(*arrays: Any, implementation: Implementation | None, **optio
 def _prefix_once(*arrays: Any, implementation: Implementation | None, **options: Any) -> tuple[Array, Array]:
     length, table = arrays[3], arrays[5]
     prefixes = DATA if length.shape[0] > 1 else None     # a single prefix is replicated
-    heads, cache = P(DATA, None, MODEL), P(prefixes if table is None else None, MODEL)
+    heads = P(DATA, None, MODEL)
+    cache = P(prefixes if table is None else None, None if arrays[2].shape[1] == 1 else MODEL)
     specs = heads, P(DATA), cache, P(prefixes), cache, P(prefixes)
     local = functools.partial(_prefix, implementation=implementation, **options)
     return shardwise(local, specs, (heads, heads), *arrays, whole=implementation != "xla")
@@ -277,7 +290,10 @@ def _attention(q: Array, k: Array, v: Array, mask: Array, positions: Array, cach
                softcap: float | None, bias: Bias | None, implementation: Implementation | None) -> tuple[Array, Array]:
     """See `window_attention_lse`."""
     B, W, H, _ = q.shape
+    v = v if v.shape[3] else k
     G, e = k.shape[2], v.shape[3]
+    chooses = bias if isinstance(bias, TopKeys) else None
+    bias = None if isinstance(bias, TopKeys) else bias
     added = None if bias is None else bias(q.swapaxes(1, 2), positions[:, None, :, None])
     if added is not None and not callable(added):
         raise TypeError(f"bias: got a function that returns {type(added).__name__}, takes one of queries and their "
@@ -286,11 +302,16 @@ def _attention(q: Array, k: Array, v: Array, mask: Array, positions: Array, cach
     k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
 
     def biases(keys: Array, where: Array) -> Array:       # where: positions of keys, [B or 1, G or 1, K]
-        assert added is not None
-        more = added(keys, where[:, :, None])
+        more = far(keys, where) if added is None else added(keys, where[:, :, None])
         return jnp.broadcast_to(more, (B, H, W, where.shape[2])).reshape(B, G, -1, where.shape[2])
 
     where = positions if key_positions is None else key_positions
+    visible: Any = None
+    far: Any = None
+    if cache is not None and cache.shape[2] and not (cached is not None and cached.shape[1] == 0):
+        visible = cache, *_held(cache, table, length, cached, slot_positions), table
+    if chooses is not None:
+        mask, far = chooses.choose(k, mask, visible)
     if sliding is not None:
         mask = mask & (positions[:, :, None] - where[:, None, :] < sliding)
     s = jnp.einsum("bgqd,bgkd->bgqk", q, k, preferred_element_type=jnp.float32) * scale
@@ -303,12 +324,12 @@ def _attention(q: Array, k: Array, v: Array, mask: Array, positions: Array, cach
     out = jnp.einsum("bgqk,bgkd->bgqd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32) / total
     lse = (top + jnp.log(total))[..., 0]
 
-    blind = cached is not None and cached.shape[1] == 0
-    if cache is not None and cache.shape[2] and not blind:
-        length, held = _held(cache, table, length, cached, slot_positions)
+    if visible is not None:
+        _, length, held, _ = visible
         given = q, cache, length, _repeated(positions, H // G), held, scales, table
-        part = _read("cache_attention", implementation, given, dict(bias=None if bias is None else biases), scale=scale,
-                     value_width=e, sliding=sliding, softcap=softcap)
+        part = _read("cache_attention", implementation, given,
+                     dict(bias=None if bias is None and far is None else biases), scale=scale, value_width=e,
+                     sliding=sliding, softcap=softcap)
         out, lse = merge((out, lse), part)
     if sinks is not None:
         scores = jnp.repeat(sinks.astype(jnp.float32), W).reshape(G, -1)
@@ -323,7 +344,7 @@ def _prefix(q: Array, positions: Array, cache: Array, length: Array, scales: Arr
     N, G = length.shape[0], cache.shape[1]
     given = (_folded(q.reshape(N, -1, H, d), G), cache, length, _repeated(positions.reshape(N, -1), H // G), None,
              scales, table)
-    out, lse = _read("cache_attention", implementation, given, {}, value_width=cache.shape[3] - d, **options)
+    out, lse = _read("cache_attention", implementation, given, {}, value_width=cache.shape[3] - d or d, **options)
     each = B // N * W
     return _unfolded(out.astype(q.dtype), each).reshape(B, W, H, -1), _unfolded(lse, each).reshape(B, W, H)
 

@@ -65,7 +65,8 @@ def cache_attention(q: Array, cache: Array, length: Array, positions: Array, hel
 
     Args:
         q: `f[B, G, R, d]`, queries of each key/value head.
-        cache: `f[B, G, S, d + e]`, the key and then the value of each slot.
+        cache: `f[B, G, S, d + e]`, the key and then the value of each slot; or `f[B, G, S, d]`, keys that are values,
+            too.
         length: `i32[B]`; slots from this index on are invisible.
         positions: `i32[B, R]`, positions of the queries; used by `sliding`.
         held: `i32[B, G or 1, S]`, position of each slot's token, -1 for an invisible slot; None: slots are positions.
@@ -123,6 +124,25 @@ def slot_weights(q: Array, lse: Array, cache: Array, length: Array, positions: A
                  softcap=softcap, causal=causal)[..., :slots]
 
 
+def by_block(visit: Callable[[AttentionBlock, Array], Array], start: Callable[[int], Array], q: Array, cache: Array,
+             length: Array, held: Array | None, table: Array | None) -> Array:
+    """Visits the products of queries and keys block after block: `array = visit(block, array)`.
+
+    Args:
+        visit: returns the next array, `[..., S']`.
+        start: returns the first array for a number of slots, which may be more than `S`.
+        q, cache, length, held, table: see `cache_attention`.
+
+    Returns:
+        The last array, cut to `[..., S]`.
+    """
+    slots = cache.shape[2] * (1 if table is None else table.shape[1])
+    unit = _unit(cache, table)
+    positions = jnp.zeros((q.shape[0], q.shape[2]), jnp.int32)
+    return _walk(visit, start(-(-slots // unit) * unit), q, cache, length, positions, held, None, table,
+                 scale=1.0, sliding=None, softcap=None)[..., :slots]
+
+
 def _unit(cache: Array, table: Array | None) -> int:
     """Returns a number of slots; blocks are multiples of it. With pages, it is the number of slots of whole pages that
     make up a block on CPU."""
@@ -162,7 +182,8 @@ def _walk(visit: Callable[[AttentionBlock, Carry], Carry], start: Carry, q: Arra
                 both = both.astype(q.dtype)
                 each = read(scales, i, block, 3).astype(jnp.float32)
                 key_scales, worth = each[:, :, :1], each[:, :, 1:]
-            keys, values = both[..., :d], both[..., d:]
+            keys = both[..., :d]
+            values = both[..., d:] if both.shape[-1] > d else keys
             at = i * block + jnp.arange(block, dtype=jnp.int32)
             seen, where = (at < length[:, None])[:, None], at[None, None]       # [B, G or 1, block]
             if held is not None:

@@ -138,7 +138,7 @@ def _call(q: Array, lse: Array | None, cache: Array, length: Array, positions: A
                       tile=tile, interpret=interpret) for i in range(0, B, most)]
         return tuple(map(jnp.concatenate, zip(*some, strict=True)))
     S = pages * page
-    split = d % LANES == 0 and D % LANES == 0       # keys and values begin at whole lanes
+    split = d < D and d % LANES == 0 and D % LANES == 0     # keys and values begin at whole lanes
     # otherwise zeros are appended to queries, which meet the values; transfers and matrix passes cost the same
     width, out_width = (d, D - d) if split else (D, D)
     q = q if scales is not None else q.astype(cache.dtype)

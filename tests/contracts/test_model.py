@@ -28,6 +28,7 @@ from decodax.models import (
     Mamba2,
     Mamba2Config,
     MambaConfig,
+    Rope,
     Rwkv7,
     Rwkv7Config,
     RwkvX,
@@ -45,6 +46,7 @@ from decodax.models import (
     yoco,
 )
 from decodax.models.config import RgLru
+from decodax.models.latent.shape import Indexer, Latent
 from tests.caches.small import PROMPTS
 from tests.extending.pages import DOCS, run_page
 from tests.matrix import often
@@ -71,6 +73,11 @@ MODELS: dict[str, Callable[[], Any]] = {
     "griffin": lambda: Transformer(dataclasses.replace(BASE, layers=(
         Layer(recurrent=RgLru(12, 4)), Layer(recurrent=RgLru(12, 4, 2)), dataclasses.replace(
             BASE.layers[2], sliding=5)))),
+    "latent": lambda: Transformer(dataclasses.replace(BASE, kv_heads=4, head_dim=7, layers=(
+        Layer(rope=Rope(4, interleaved=True), latent=Latent(6, 5, 7)),
+        Layer(rope=Rope(4), latent=Latent(8, 3), experts=Experts(count=6, chosen=2, width=12))))),
+    "indexed latent": lambda: Transformer(dataclasses.replace(BASE, kv_heads=4, head_dim=7, layers=(
+        Layer(rope=Rope(4), latent=Latent(6, 5, 7, indexer=Indexer(3, 5, 4))),) * 2)),
     "phd-2": lambda: phd(BASE), "phd-3": lambda: phd(BASE, 3), "phd-swa-3": lambda: phd(BASE, 3, 5),
     "phd-cswa-2": lambda: phd(BASE, 2, 4, 6), "phd-cswa-3": lambda: phd(BASE, 3, 6, 5),
     "mamba": lambda: Mamba(MambaConfig(vocab=16, width=16, layers=2, inner=32, state=6, rank=3)),

@@ -20,6 +20,9 @@ LLAMA3 = rope("llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, o
 YARN = rope("yarn", factor=4.0, original_max_position_embeddings=16)
 YARN_MSCALE = rope("yarn", factor=4.0, original_max_position_embeddings=16, beta_fast=4.0, beta_slow=2.0, mscale=1.0,
                    mscale_all_dim=0.5, truncate=False)
+MLA = {"num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 12, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12,
+       "v_head_dim": 10, "num_hidden_layers": 3, "moe_intermediate_size": 24, "n_routed_experts": 8,
+       "num_experts_per_tok": 3, "n_shared_experts": 2, "routed_scaling_factor": 1.7}
 LONGROPE = {"short_factor": [1.0, 1.1, 1.3, 1.7], "long_factor": [1.5, 2.0, 3.0, 6.0]}
 
 # name: (model_type, options on top of COMMON, `context` for load_model)
@@ -139,6 +142,22 @@ CASES: dict[str, tuple[str, dict[str, Any], int | None]] = {
     "llama4": ("llama4_text", {"head_dim": 16, "num_local_experts": 4, "intermediate_size_mlp": 40, "floor_scale": 6,
                                "attention_chunk_size": 5, "num_hidden_layers": 3, "no_rope_layers": [1, 0, 1],
                                "interleave_moe_layer_step": 2}, None),
+    "deepseek-v2": ("deepseek_v2", {**MLA, **YARN_MSCALE, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2,
+                                    "topk_method": "group_limited_greedy"}, None),
+    "deepseek-v2-lite": ("deepseek_v2", {**MLA, "q_lora_rank": None, "attention_bias": True}, None),
+    "deepseek-v3": ("deepseek_v3", {**MLA, **YARN_MSCALE, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2,
+                                    "num_mtp_layers": 0}, None),
+    "deepseek-v3-halves": ("deepseek_v3", {**MLA, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+                                           "q_lora_rank": None, "rope_interleave": False, "attention_bias": True,
+                                           "norm_topk_prob": False}, None),
+    "deepseek-v32": ("deepseek_v32", {**MLA, **YARN_MSCALE, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+                                      "index_n_heads": 16, "index_head_dim": 12, "index_topk": 6}, None),
+    "glm4-moe-lite": ("glm4_moe_lite", MLA, None),
+    "mistral4": ("mistral4", {**MLA, **rope("yarn", factor=4.0, original_max_position_embeddings=8, mscale=1.0,
+                                            mscale_all_dim=1.0, llama_4_scaling_beta=0.3,
+                                            max_position_embeddings=64)}, None),
+    "youtu": ("youtu", {key: value for key, value in MLA.items() if "expert" not in key and key not in (
+        "moe_intermediate_size", "routed_scaling_factor")}, None),
     # Which layers rotate does not decide which ones attend in chunks.
     "llama4-types": ("llama4_text", {"head_dim": 8, "num_local_experts": 4, "floor_scale": 6, "attention_chunk_size": 5,
                                      "num_hidden_layers": 3, "no_rope_layers": [1, 0, 0], "layer_types": [
@@ -148,6 +167,10 @@ CASES: dict[str, tuple[str, dict[str, Any], int | None]] = {
 }
 
 
+ALIKE = {"arcee", "deepseek-v2-lite", "deepseek-v3-halves", "ernie4.5", "exaone4-full", "falcon", "falcon-11b", "glm",
+         "gpt-neox-serial", "granite-moe", "hy3", "llama4-top2", "nemotron-bias", "opt-plain-norms", "qwen2-moe-normed",
+         "seed-oss", "starcoder2-plain", "llama-linear", "llama-yarn", "ministral", "phi-qk-norm", "qwen3-bias",
+         "qwen3-moe-normed", "smollm3", "stablelm", "youtu"}
 ALIKE = {"arcee", "ernie4.5", "exaone4-full", "falcon", "falcon-11b", "glm", "gpt-neox-serial", "granite-moe", "hy3",
          "llama4-top2", "llama4-types", "nemotron-bias", "opt-plain-norms", "qwen2-moe-normed", "seed-oss",
          "starcoder2-plain", "llama-linear", "llama-yarn", "ministral", "phi-qk-norm", "qwen3-bias", "qwen3-moe-normed",
@@ -162,7 +185,11 @@ def build(name: str, seed: int = 0, **more: Any) -> transformers.PreTrainedModel
     torch.manual_seed(seed)
     # With eager attention transformers 5.24 adds Falcon's ALiBi twice, to the scores and to the mask.
     attention = "sdpa" if options.get("alibi") else "eager"
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+    if kind == "mistral4":      # the text part of Mistral Small 4, which transformers 5.24 has under no Auto class
+        config._attn_implementation = attention
+        model = transformers.Mistral4ForCausalLM(config).eval()
+    else:
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
     with torch.no_grad():
         for weight in model.parameters():
             # wide enough that a wrong norm, scale or window shows in the logits

@@ -16,6 +16,7 @@ from jax.dtypes import itemsize_bits
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from decodax.bench.plan.hardware import Device
+from decodax.cache import KVLayer
 from decodax.common.axes import DATA, MODEL
 from decodax.core.algorithm import variants
 from decodax.core.cache import Cache
@@ -27,6 +28,7 @@ from decodax.engine.methods import chosen, with_cache
 from decodax.io.load import LM
 from decodax.models.config import Layer
 from decodax.models.formats import pack
+from decodax.models.kv_shapes import kv_layers
 from decodax.models.packed import Packed
 from decodax.models.transformer import Transformer
 from decodax.sampling import build
@@ -246,8 +248,8 @@ def count(s: Setup) -> DeviceCounts:
 
     cached = local(s.state.cache) if s.algorithm.traits.caches else 0
     host = local(s.state.cache.layout.hosted) if s.algorithm.traits.caches else 0
-    heads = c.kv_heads // across if c.kv_heads % across == 0 else c.kv_heads
-    entry = (1 + c.values_of_key) * c.head_dim * item * s.rows * heads
+    shape = kv_layers(c, None)[0] if c.attending else KVLayer(c.kv_heads, c.head_dim)
+    entry = shape.both * item * s.rows * (shape.heads // across if shape.heads % across == 0 else shape.heads)
     held = [min(s.live, layer.sliding or s.live) for _, layer in _layers(model)]
     dense = sum(entry * s.capacity for _ in held)
     # A cache of another kind than dense is counted by its own size.
@@ -256,7 +258,8 @@ def count(s: Setup) -> DeviceCounts:
     written = float(entry * s.width * len(held)) if cached else 0.0
 
     per_token = 2 * _active(model)
-    attended = sum(4 * c.heads * c.head_dim * (n if cached else s.width) for n in held)
+    # In the absorbed form of latent attention, both products have the width of a latent.
+    attended = sum(4 * c.heads * shape.width * (n if cached else s.width) for n in held)
     flops = tokens * (per_token + attended) / across
     # A token of the prompt attends to the tokens before it; only the last token needs logits.
     seen = sum(w * (w + 1) // 2 + (s.live - w) * w for w in held)

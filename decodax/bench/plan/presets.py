@@ -9,6 +9,16 @@ _LLAMA3 = {"model_type": "llama", "vocab_size": 128_256, "hidden_act": "silu", "
            "num_key_value_heads": 8}
 _QWEN3 = {"model_type": "qwen3", "vocab_size": 151_936, "hidden_act": "silu", "rms_norm_eps": 1e-6, "head_dim": 128,
           "rope_theta": 1e6, "max_position_embeddings": 40_960, "tie_word_embeddings": False, "num_key_value_heads": 8}
+_DEEPSEEK: dict[str, Any] = {
+    "model_type": "deepseek_v3", "vocab_size": 129_280, "hidden_size": 7168, "intermediate_size": 18_432,
+    "moe_intermediate_size": 2048, "num_hidden_layers": 61, "num_attention_heads": 128,
+    "num_key_value_heads": 128, "n_shared_experts": 1, "n_routed_experts": 256, "num_experts_per_tok": 8,
+    "routed_scaling_factor": 2.5, "norm_topk_prob": True, "n_group": 8, "topk_group": 4,
+    "first_k_dense_replace": 3, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128, "v_head_dim": 128, "hidden_act": "silu", "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 163_840, "rope_theta": 10_000.0, "tie_word_embeddings": False,
+    "rope_scaling": {"type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096, "mscale": 1.0,
+                     "mscale_all_dim": 1.0, "beta_fast": 32.0, "beta_slow": 1.0}}
 
 _GPT_OSS = {"model_type": "gpt_oss", "vocab_size": 201_088, "hidden_size": 2880, "intermediate_size": 2880,
             "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "num_experts_per_tok": 4,
@@ -38,6 +48,18 @@ PRESETS: dict[str, dict[str, Any]] = {
                     "tie_word_embeddings": True},
     "gpt-oss-20b": {**_GPT_OSS, "num_hidden_layers": 24, "num_local_experts": 32},
     "gpt-oss-120b": {**_GPT_OSS, "num_hidden_layers": 36, "num_local_experts": 128},
+    "deepseek-v3": _DEEPSEEK,
+    "kimi-k2": {**_DEEPSEEK, "model_type": "kimi_k2", "vocab_size": 163_840, "num_attention_heads": 64,
+                "num_key_value_heads": 64, "n_routed_experts": 384, "routed_scaling_factor": 2.827, "n_group": 1,
+                "topk_group": 1, "first_k_dense_replace": 1, "max_position_embeddings": 131_072, "rope_theta": 50_000.0,
+                "rope_scaling": {**_DEEPSEEK["rope_scaling"], "factor": 32.0, "beta_fast": 1.0}},
+    "glm-4.7-flash": {**_DEEPSEEK, "model_type": "glm4_moe_lite", "vocab_size": 154_880, "hidden_size": 2048,
+                      "intermediate_size": 10_240, "moe_intermediate_size": 1536, "num_hidden_layers": 47,
+                      "num_attention_heads": 20, "num_key_value_heads": 20, "n_routed_experts": 64,
+                      "num_experts_per_tok": 4, "routed_scaling_factor": 1.8, "n_group": 1, "topk_group": 1,
+                      "first_k_dense_replace": 1, "q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256,
+                      "rms_norm_eps": 1e-5, "max_position_embeddings": 202_752, "rope_theta": 1e6,
+                      "rope_scaling": None},
     "llada-8b": {"model_type": "llada", "vocab_size": 126_464, "embedding_size": 126_464, "d_model": 4096,
                  "mlp_hidden_size": 12_288, "n_layers": 32, "n_heads": 32, "n_kv_heads": 32, "rope_theta": 500_000.0,
                  "max_sequence_length": 4096, "rms_norm_eps": 1e-5, "weight_tying": False, "activation_type": "silu",
@@ -45,4 +67,5 @@ PRESETS: dict[str, dict[str, Any]] = {
                  "layer_norm_type": "rms", "include_bias": False, "include_qkv_bias": False},
 }
 """The presets by name: Llama 3 (Grattafiori et al., 2024), Qwen3 (Yang et al., 2025), Gemma 3 (Gemma Team, 2025),
-GPT-OSS (OpenAI, 2025), LLaDA (Nie et al., 2025). The experts of GPT-OSS are released in 4 bits: `weights="mxfp4"`."""
+DeepSeek V3 (DeepSeek-AI, 2024), Kimi K2 (Kimi Team, 2025), GLM-4.7-Flash, GPT-OSS (OpenAI, 2025), LLaDA (Nie et al.,
+2025). The experts of GPT-OSS are released in 4 bits: `weights="mxfp4"`."""

@@ -27,7 +27,7 @@ from decodax.cache.packed_heads import SEGMENT, segment_attention, segments_of, 
 from decodax.cache.scratch import Scratch
 from decodax.caches.evict.compaction import compacted, held_of
 from decodax.caches.evict.scores import Gathered, Taken, TokenScore
-from decodax.caches.evict.selection import Budget, Selection, tables
+from decodax.caches.evict.selection import Budget, Selection, Top, tables
 from decodax.common.sizes import in_bytes
 from decodax.common.struct import static, struct
 from decodax.core.cache import Entries, PyTree
@@ -316,9 +316,15 @@ class Eviction(KVConfig):
     def beyond(self, longest: int) -> int:
         return self.selection.score.beyond(longest)
 
+    def takes_latents(self) -> bool:
+        # Other selections divide a budget among heads, whose keys may then be packed beside their values.
+        return isinstance(self.selection, Top) and self.selection.score.latents and not (
+            self.close_up or self.selection.projects)
+
     def refuses(self, layer: int, shape: KVLayer) -> frozenset[Score]:
         score = self.selection.score
-        looks = score.latest or score.reads != "nothing"        # at queries and keys
+        # At queries and keys; and a choice of latents is made among slots that are positions.
+        looks = score.latest or score.reads != "nothing" or shape.value_width == 0
         return frozenset(("soft caps", "biases")) if looks else frozenset()
 
     def keeps_all(self, layer: int, shape: KVLayer) -> bool:

@@ -42,6 +42,7 @@ class Accumulated(TokenScore):
     over: Literal["group", "heads"] = "group"
 
     reads = "attention"
+    latents = True
 
     @property
     def latest(self) -> int:

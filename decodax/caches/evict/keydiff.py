@@ -18,6 +18,8 @@ from decodax.common.registry import CACHES
 class KeyDifference(TokenScore):
     """Scores a token by minus the cosine of its key and the mean of all normalized keys."""
 
+    latents = True
+
     def __call__(self, held: HeldLayer) -> Array:
         keys = jnp.where(held.valid[..., None], held.keys, 0)
         anchor = unit(keys).sum(1, keepdims=True) / jnp.maximum(held.count, 1)[:, None, None]

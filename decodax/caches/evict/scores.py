@@ -142,10 +142,12 @@ class TokenScore(Checked, abc.ABC):
         reads: the input that `gather` needs. "nothing": it is not called. "queries": it gets all queries. "attention":
             during prefill, it gets all queries with their softmax sums; later queries are in `HeldLayer.queries`.
         once: True if the score is defined after prefill only, not while decoding.
+        latents: True if the score is defined for keys that are values, too (`KVLayer.value_width`).
     """
 
     reads: ClassVar[Literal["nothing", "queries", "attention"]] = "nothing"
     once: ClassVar[bool] = False
+    latents: ClassVar[bool] = False
 
     @property
     def latest(self) -> int:

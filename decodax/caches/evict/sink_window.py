@@ -24,6 +24,8 @@ class SinksAndRecent(TokenScore):
 
     n_sink: Whole = 4
 
+    latents = True
+
     @property
     def always(self) -> int:
         return self.n_sink

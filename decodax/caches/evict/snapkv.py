@@ -43,6 +43,8 @@ class WindowAttention(TokenScore):
     reduce: Literal["mean", "max"] = "mean"
     over: Literal["group", "heads"] = "group"
 
+    latents = True
+
     def __post_init__(self) -> None:
         super().__post_init__()
         check_odd(self.kernel_size)

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from decodax.cache.dense import Dense, dense
-from decodax.cache.key_values import KVLayer, no_key_values
+from decodax.cache.key_values import KVLayer, no_key_values, refuse_latents
 from decodax.cache.wrapper import Wrapper
 from decodax.caches.configs import taken
 from decodax.caches.evict.drafted import CHUNK, DraftedConfig, paired
@@ -157,6 +157,7 @@ class KVPredictionConfig(CacheConfig):
                              "which takes tokens alone")
         if not capacity:
             return no_key_values(batch)
+        refuse_latents(self.name, layers)
         shapes = tuple(KVLayer(*layer) for layer in layers)
         return KVPredictionCache(base=dense(shapes, batch, capacity, dtype), shapes=shapes, kind=self)
 

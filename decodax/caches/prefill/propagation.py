@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from decodax.cache.key_values import KVLayer, no_key_values
+from decodax.cache.key_values import KVLayer, no_key_values, refuse_latents
 from decodax.cache.wrapper import Wrapper
 from decodax.caches.evict.compaction import held_of
 from decodax.caches.evict.evicting import Evicting, Eviction
@@ -130,6 +130,7 @@ class Propagation(CacheConfig):
                  inputs: PyTree = None) -> Cache:
         if not capacity:
             return no_key_values(batch, inputs)
+        refuse_latents(self.name, layers)
         shapes = tuple(KVLayer(*layer) for layer in layers)
         kind = self.placed(len(shapes))
         return Propagated(base=kind.empty(shapes, batch, capacity, dtype, inputs), kind=self)

@@ -18,7 +18,8 @@ from tests.matrix import often
 compiler = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="takes libtpu (the extra tpu-aot)")
 
 PARAMETERS = {"llama-3-8b": 8.03, "llama-3-70b": 70.55, "qwen3-8b": 8.19, "qwen3-32b": 32.76, "qwen3-30b-a3b": 30.53,
-              "gemma-3-27b": 27.01, "gpt-oss-20b": 20.91, "gpt-oss-120b": 116.83, "llada-8b": 8.02}
+              "gemma-3-27b": 27.01, "gpt-oss-20b": 20.91, "gpt-oss-120b": 116.83, "llada-8b": 8.02,
+              "deepseek-v3": 671.026, "kimi-k2": 1026.408, "glm-4.7-flash": 29.943}
 """Billions, as on the models' cards; of Gemma the text model."""
 
 
@@ -98,6 +99,13 @@ def test_prices_and_slices():
     assert meshes(6, 2) == [(1, 6), (2, 3)]
     for name, device in DEVICES.items():
         assert device.name == name and device.memory > 1e10 and device.flops8 >= device.flops > 1e13
+
+
+def test_every_device_has_the_latents():
+    """Multi-head latent attention: 576 numbers a token and layer, and each device has some of the 128 heads."""
+    lm = abstract({**PRESETS["deepseek-v3"], "num_hidden_layers": 4})
+    one, = plan(lm, "v5p:2x2x1", mesh=[(1, 4)], batch=8, capacity=4096, compile=False)
+    assert one.counts.cache == pytest.approx(8 * 4096 * 4 * 576 * 2, rel=0.01)
 
 
 def test_errors_name_what_is_wrong():

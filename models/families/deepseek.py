@@ -1,0 +1,156 @@
+"""Decoders with multi-head latent attention: DeepSeek V2 and V3, and the families that took their form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from decodax.models.config import DecoderConfig, Layer, QueryScale
+from decodax.models.latent.shape import Indexer, Latent
+from decodax.models.reading import Json, read_experts, read_rope, read_shape, with_experts
+from decodax.models.rope import mscale
+from decodax.models.routing import Experts
+
+DEEPSEEK_V3 = {
+    "num_experts_per_tok": 8, "n_routed_experts": 256, "moe_intermediate_size": 2048, "n_shared_experts": 1,
+    "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4, "norm_topk_prob": True, "first_k_dense_replace": 3,
+    "q_lora_rank": 1536, "max_position_embeddings": 4096}
+
+
+def _deepseek_v2(c: Json) -> DecoderConfig:
+    c = {"num_experts_per_tok": 6, "n_routed_experts": 64, "moe_intermediate_size": 1407, "n_shared_experts": 2,
+         "first_k_dense_replace": 0, "q_lora_rank": 1536, **c}
+    if c.get("norm_topk_prob"):
+        raise ValueError("norm_topk_prob: got True, which transformers ignores for deepseek_v2; takes False")
+    method = c.get("topk_method", "greedy")
+    if method not in ("greedy", "group_limited_greedy"):
+        raise ValueError(f"topk_method: got {method!r}, takes 'greedy' or 'group_limited_greedy'")
+    _expects(c, scoring_func="softmax")
+    groups: dict[str, Any] = {}
+    if method == "group_limited_greedy":
+        groups = dict(groups=c["n_group"], kept_groups=c["topk_group"], group_score="max")
+    return _decoder(c, _experts(c, normalise=False, **groups), interleaved=True)
+
+
+def _deepseek_v3(c: Json) -> DecoderConfig:
+    return _sigmoid({**DEEPSEEK_V3, **c})
+
+
+def _glm4_moe_lite(c: Json) -> DecoderConfig:
+    return _sigmoid({"num_experts_per_tok": 4, "n_routed_experts": 64, "moe_intermediate_size": 1536,
+                     "n_shared_experts": 1, "routed_scaling_factor": 1.8, "first_k_dense_replace": 1,
+                     "q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256, "rms_norm_eps": 1e-5, **c})
+
+
+def _deepseek_v32(c: Json) -> DecoderConfig:
+    c = {**DEEPSEEK_V3, "index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048,
+         "max_position_embeddings": 163_840, **c, "rope_interleave": True}
+    if any(kind != "indexed_attention" for kind in c.get("layer_types", ())):
+        raise ValueError(f"layer_types: got {c['layer_types']}, takes 'indexed_attention' for every layer")
+    if c["index_head_dim"] < c.get("qk_rope_head_dim", 64):
+        raise ValueError(f"index_head_dim: got {c['index_head_dim']}, takes at least qk_rope_head_dim = "
+                         f"{c.get('qk_rope_head_dim', 64)}")
+    return _sigmoid(c, Indexer(c["index_n_heads"], c["index_head_dim"], c["index_topk"]))
+
+
+def _sigmoid(c: Json, indexer: Indexer | None = None) -> DecoderConfig:
+    _expects(c, scoring_func="sigmoid", topk_method="noaux_tc")
+    experts = _experts(c, normalise=c.get("norm_topk_prob", True), score="sigmoid", correction=True,
+                       groups=c.get("n_group", 1), kept_groups=c.get("topk_group", 1))
+    return _decoder(c, experts, indexer=indexer)
+
+
+def _mistral4(c: Json) -> DecoderConfig:
+    c = {"num_experts_per_tok": 4, "n_routed_experts": 128, "moe_intermediate_size": 2048, "n_shared_experts": 1,
+         "q_lora_rank": 1024, "kv_lora_rank": 256, "qk_nope_head_dim": 64, **c}
+    if not (c.get("rope_parameters") or c.get("rope_scaling")):
+        c["rope_parameters"] = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 128.0,
+                                "original_max_position_embeddings": 8192, "mscale": 1.0, "mscale_all_dim": 1.0,
+                                "llama_4_scaling_beta": 0.1}
+    experts = _experts(c, normalise=c.get("norm_topk_prob", True), groups=c.get("n_group", 1),
+                       kept_groups=c.get("topk_group", 1))
+    rope, growth = _rope_entries(c), None
+    if (beta := rope.get("llama_4_scaling_beta")) is not None:
+        trained = rope.get("original_max_position_embeddings", c.get("max_position_embeddings", 1 << 20))
+        growth = QueryScale(float(beta), float(trained))
+    return _decoder(c, experts, growth=growth)
+
+
+def _youtu(c: Json) -> DecoderConfig:
+    return _decoder({"q_lora_rank": 1536, "tie_word_embeddings": True, **c}, None)
+
+
+def _expects(c: Json, **entries: str) -> None:
+    """Refuses entries with other values than the given ones."""
+    for key, value in entries.items():
+        if c.get(key, value) != value:
+            raise ValueError(f"{key}: got {c[key]!r}, supported is {value!r}")
+    if c.get("moe_layer_freq", 1) != 1:
+        raise ValueError(f"moe_layer_freq: got {c['moe_layer_freq']}, supported is 1")
+
+
+def _experts(c: Json, **fields: Any) -> Experts:
+    width = c["moe_intermediate_size"]
+    return read_experts(c["n_routed_experts"], c["num_experts_per_tok"], width,
+                        scale=float(c.get("routed_scaling_factor", 1.0)), shared=width * c["n_shared_experts"],
+                        **fields)
+
+
+def _rope_entries(c: Json) -> Json:
+    return {**(c.get("rope_scaling") or {}), **(c.get("rope_parameters") or {})}
+
+
+def _decoder(c: Json, experts: Experts | None, interleaved: bool | None = None,
+             growth: QueryScale | None = None, indexer: Indexer | None = None) -> DecoderConfig:
+    """Returns the decoder of a configuration with its defaults.
+
+    Args:
+        c: the configuration.
+        experts: the mixture in all layers but the first dense ones; None: all are dense.
+        interleaved: see `Rope`; None: as `rope_interleave` says.
+        growth: the factor of the queries, see `Layer.query_scale`.
+        indexer: see `Latent`.
+    """
+    turned, plain = c.get("qk_rope_head_dim", 64), c.get("qk_nope_head_dim", 128)
+    bias, heads = c.get("attention_bias", False), c["num_attention_heads"]
+    if c.get("num_key_value_heads", heads) != heads:
+        raise ValueError(f"num_key_value_heads: got {c['num_key_value_heads']}, takes num_attention_heads = {heads}, "
+                         "since each head has its own part of the matrices for keys and values")
+    if c.get("mlp_bias"):
+        raise ValueError("mlp_bias: got True, supported is False")
+    shape = read_shape(c, head_dim=plain + turned, qkv_bias=bias, out_bias=bias)
+    rope = _rope_entries(c)
+    own = {key: value for key, value in c.items() if key not in ("rope_scaling", "partial_rotary_factor")}
+    own["rope_parameters"] = {key: value for key, value in rope.items() if key != "partial_rotary_factor"}
+    layer = Layer(
+        rope=read_rope(own, {**shape, "head_dim": turned},
+                       c.get("rope_interleave", True) if interleaved is None else interleaved),
+        scale=_scale(rope, plain + turned), query_scale=growth,
+        latent=Latent(c.get("kv_lora_rank", 512), c.get("v_head_dim", 128), c.get("q_lora_rank"), indexer=indexer))
+    layers = (layer,) * c["num_hidden_layers"]
+    if experts is not None:
+        layers = with_experts(layers, experts, _sparse(c))
+    return DecoderConfig(layers=layers, **shape)
+
+
+def _scale(rope: Json, width: int) -> float | None:
+    """Returns the factor of the scores, which YaRN's `mscale_all_dim` changes; None: that of the heads' width."""
+    every = rope.get("mscale_all_dim")
+    if (rope.get("rope_type") or rope.get("type") or "default") == "default" or not every:
+        return None
+    return width ** -0.5 * mscale(float(rope["factor"]), every) ** 2
+
+
+def _sparse(c: Json) -> Callable[[int], bool]:
+    """Returns which layers are mixtures, by index."""
+    first, kinds = c.get("first_k_dense_replace", 0), c.get("mlp_layer_types")
+    if kinds is None:
+        return lambda i: i >= first
+    if len(kinds) < c["num_hidden_layers"]:
+        raise ValueError(f"mlp_layer_types: got {len(kinds)} entries for num_hidden_layers = {c['num_hidden_layers']}")
+    return lambda i: kinds[i] == "sparse"
+
+
+FAMILIES: dict[str, Callable[[Json], DecoderConfig]] = {
+    "deepseek_v2": _deepseek_v2, "deepseek_v3": _deepseek_v3, "deepseek_v32": _deepseek_v32,
+    "glm4_moe_lite": _glm4_moe_lite, "kimi_k2": _deepseek_v3, "mistral4": _mistral4, "youtu": _youtu}

@@ -1,0 +1,59 @@
+"""The options of multi-head latent attention."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Indexer:
+    """The lightning indexer of DeepSeek Sparse Attention ("DeepSeek-V3.2: Pushing the Frontier of Open Large Language
+    Models", DeepSeek-AI, 2025): a query attends to the `top` tokens with the highest index scores.
+
+    Every token has one index key, of which the first `Layer.rope.width` entries are rotated in halves, and each query
+    several index queries with weights, from which `TopKeys` computes scores.
+
+    Attributes:
+        heads: number of index queries of a token.
+        width: number of channels of an index key.
+        top: number of tokens that a query attends to.
+    """
+
+    heads: int
+    width: int
+    top: int
+
+    def __post_init__(self) -> None:
+        for name in ("heads", "width", "top"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: got {getattr(self, name)}, takes 1 or more")
+
+
+@dataclasses.dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention (MLA; "DeepSeek-V2: A Strong, Economical, and Efficient Mixture-of-Experts Language
+    Model", DeepSeek-AI, 2024). See `decodax.models.latent.attention`.
+
+    The width of a head's queries and keys is `DecoderConfig.head_dim`, and `Layer.rope.width` of it is rotated.
+
+    Attributes:
+        rank: number of channels of a token's latent, from which the keys and values of all heads are computed.
+        value_width: number of channels of a head's values.
+        query_rank: number of channels of the latent from which the queries are computed; None: queries are computed
+            from the residual stream.
+        eps: added to the mean square in the norms of the latents.
+        indexer: the choice of the tokens that a query attends to; None: all.
+    """
+
+    rank: int
+    value_width: int
+    query_rank: int | None = None
+    eps: float = 1e-6
+    indexer: Indexer | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("rank", "value_width", "query_rank"):
+            if (size := getattr(self, name)) is not None and size < 1:
+                raise ValueError(f"{name}: got {size}, takes 1 or more")
+        if self.indexer is not None and self.query_rank is None:
+            raise ValueError("indexer: takes a query_rank, since it reads the latent of the queries")
