@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -16,11 +15,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from decodax.cache import Dense, KVLayer, LinearStates, LinearTerms, PerLayer, dense, linear_states
 from decodax.cache.linear import over_text
-from decodax.common.axes import EXPERT, MODEL
+from decodax.common.axes import MODEL
 from decodax.common.struct import short
 from decodax.core.cache import Cache
 from decodax.core.capabilities import layers_read
@@ -32,8 +31,9 @@ from decodax.models.decoder import Attend, Decoder, Keep
 from decodax.models.echoes import value_width
 from decodax.models.inputs import AdapterRows, Embeddings, EncoderText, named
 from decodax.models.packed import Adapted, Packed, embedded
-from decodax.models.recurrent.rg_lru import Recurrence, recurrent_states, walk_text
+from decodax.models.recurrent.blocks import recurrent_states
 from decodax.models.rope import Dynamic, LongRope
+from decodax.models.specs import weight_spec
 from decodax.pallas_kernels.window_attention import window_attention
 
 Weights = dict[str, Any]
@@ -269,9 +269,11 @@ class Transformer(LayeredModel):
         near = lambda q, k, v, **options: window_attention(q, k, v, seen, where, **options)
 
         def attend(layer: int, q: Array, k: Any, v: Any, *, linear: LinearTerms | None = None,
-                   walk: Recurrence | None = None, **options: Any) -> tuple[Array, Any]:
+                   walk: Any = None, **options: Any) -> tuple[Array, Any]:
+            if walk is not None and mask is not None:
+                raise ValueError("mask: got one, a network with recurrent blocks takes None, a causal text")
             if walk is not None:
-                return walk_text(self.config, layer, walk, mask), ()
+                return walk.over_text(), ()
             if linear is None:
                 return near(q, k, v, **options), (k, v)
             out, encoded = over_text(linear, q, k, v, mask, where, prefix)
@@ -298,7 +300,7 @@ class Transformer(LayeredModel):
         Heads, MLP and vocabulary are sharded over `axis` where it divides them, whole experts over the axis "expert" if
         the mesh has one; the rest is replicated.
         """
-        return jax.tree.map(lambda axes: NamedSharding(mesh, _spec(self.config, axes, mesh, axis)),
+        return jax.tree.map(lambda axes: NamedSharding(mesh, weight_spec(self.config, axes, mesh, axis)),
                             _split(self.config)[2], is_leaf=lambda x: isinstance(x, tuple))
 
 
@@ -381,18 +383,3 @@ def _embedded(network: Decoder, window: Window, cache: Cache) -> Array:
 
 def _network(config: DecoderConfig, params: Weights) -> Decoder:
     return nnx.merge(_split(config)[0], nnx.State(params))
-
-
-def _spec(config: DecoderConfig, axes: tuple[str | None, ...], mesh: Mesh, axis: str) -> PartitionSpec:
-    # Heads are sharded whole: their number must divide, not their total width.
-    experts = [layer.experts for layer in config.layers if layer.experts is not None]
-    units = {"heads": config.heads, "kv_heads": config.kv_heads, "mlp": config.mlp, "vocab": config.vocab,
-             "expert_mlp": math.gcd(*(e.width for e in experts)), "experts": math.gcd(*(e.count for e in experts)),
-             "shared_mlp": math.gcd(*(e.shared for e in experts))}
-    size = dict(mesh.shape)
-
-    def over(name: str | None) -> str | None:
-        where = EXPERT if name == "experts" else axis
-        return where if name in units and where in size and units[name] % size[where] == 0 else None
-
-    return PartitionSpec(*map(over, axes))

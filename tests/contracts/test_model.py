@@ -41,7 +41,7 @@ from decodax.models import (
     phd,
     yoco,
 )
-from decodax.models.config import RgLru
+from decodax.models.recurrent.options import GatedDelta, RgLru
 from tests.caches.small import PROMPTS
 from tests.extending.pages import run_page
 from tests.matrix import often
