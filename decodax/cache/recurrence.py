@@ -261,7 +261,7 @@ def _written(state: Array, k: Array, v: Array, total: Array, rate: Array, known:
         above: `bool[B, W, K]`, nodes of earlier windows that are ancestors.
         seen: `bool[B, W, W]`, nodes of the window that are ancestors, or the node itself. Ancestors have lower indices.
     """
-    (B, W, G, _), rate = k.shape, rate[..., None]
+    (_, W, G, _), rate = k.shape, rate[..., None]
     told = rate * (v - _read(state, k, known.keys, known.values, total, known.total, above))
     if W == 1:
         return told

@@ -31,7 +31,6 @@ from decodax.models.formats.rounded_mamba2 import QuantizedMamba2
 from decodax.models.names import (
     IGNORED,
     IMAGES,
-    WeightSource,
     as_stored,
     embeddings,
     flatten,
@@ -55,6 +54,7 @@ from decodax.models.t5 import IGNORED as T5_IGNORED
 from decodax.models.t5 import T5, nested, read_t5
 from decodax.models.t5 import sources as t5_sources
 from decodax.models.transformer import Transformer, Weights
+from decodax.models.weight_source import WeightSource
 
 DTYPES = {"F64": "float32", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """The default dtype of weights for each stored dtype."""
@@ -120,6 +120,9 @@ def load_model(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | 
     head, ignored = head_tensor(family, files.home), [IGNORED]
     if config["model_type"] in WITH_IMAGES:
         ignored.append(IMAGES)
+        if images := [tensor for tensor in files.home if IMAGES.search(tensor)]:
+            warnings.warn(f"{files.name}: skips {len(images)} tensors of the part that sees images, such as "
+                          f"{min(images)}; only the language model is loaded", stacklevel=outside())
     if len(later := further_layers(family, len(decoder.layers), config, files.home)):
         warnings.warn(f"{files.name}: skips {len(later)} tensors of layers that predict further tokens, such as "
                       f"{min(later)}, which are not read", stacklevel=outside())

@@ -11,7 +11,7 @@ import difflib
 from collections.abc import Callable
 
 from decodax.models.config import DecoderConfig
-from decodax.models.families import gemma, gpt, llada, llama, mixtures, qwen
+from decodax.models.families import gemma, gpt, hybrids, llada, llama, mixtures, qwen
 from decodax.models.families.flags import refuse_unread, unknown_entries
 from decodax.models.fields import checked
 from decodax.models.reading import Json
@@ -75,12 +75,14 @@ def text_part(c: Json) -> Json:
 
 
 FAMILIES: dict[str, Callable[[Json], DecoderConfig]] = dict(sorted({
-    **gemma.FAMILIES, **gpt.FAMILIES, **llada.FAMILIES, **llama.FAMILIES, **mixtures.FAMILIES, **qwen.FAMILIES,
+    **gemma.FAMILIES, **gpt.FAMILIES, **hybrids.FAMILIES, **llada.FAMILIES, **llama.FAMILIES, **mixtures.FAMILIES,
+    **qwen.FAMILIES,
 }.items(), key=lambda item: item[0].lower()))
 """Reader of each family, by `model_type`."""
 
 WITH_IMAGES = {"gemma3": "gemma3_text", "llama4": "llama4_text", "mistral3": "mistral", "qwen2_vl": "qwen2",
-               "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3", "qwen3_vl_moe": "qwen3_vl_moe_text"}
+               "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3", "qwen3_vl_moe": "qwen3_vl_moe_text", "qwen3_5": "qwen3_5_text",
+               "qwen3_5_moe": "qwen3_5_moe_text"}
 """Multimodal families, and the family of their language model if text_config does not name one."""
 
 TEXT_PARTS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}

@@ -28,6 +28,7 @@ def _mixtures(field: str) -> Callable[[DecoderConfig, Any], bool]:
 SHOWN: dict[str, Callable[[DecoderConfig, Any], bool]] = {
     "alibi": lambda d, value: any(layer.bias is not None for layer in d.layers),
     "attn_logit_softcapping": lambda d, value: d.attention_softcap == value,
+    "attn_output_gate": lambda d, value: any(layer.output_gate for layer in d.layers),
     "clip_qkv": lambda d, value: d.qkv_clip == value,
     "embedding_multiplier": lambda d, value: d.embed_scale == value,
     "final_logit_softcapping": lambda d, value: d.logit_softcap == value,
@@ -42,7 +43,7 @@ SHOWN: dict[str, Callable[[DecoderConfig, Any], bool]] = {
 }
 """Tests of whether a decoder does what an entry says."""
 
-MISSING = ("apply_residual_connection_post_layernorm", "attn_output_gate", "hidden_size_per_layer_input", "index_topk",
+MISSING = ("apply_residual_connection_post_layernorm", "hidden_size_per_layer_input", "index_topk",
            "kv_lora_rank", "num_kv_shared_layers", "q_lora_rank", "scale_depth", "scale_emb", "swiglu_limit",
            "use_attention_sinks", "use_bidirectional_attention")
 """Entries that no family here has."""

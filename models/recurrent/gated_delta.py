@@ -89,27 +89,27 @@ class DeltaBlock(nnx.Module):
         self.rule, axis = rule, "delta_heads"
         keys, heads, values = rule.key_heads * rule.key_dim, rule.value_heads, rule.value_heads * rule.value_dim
         into = lambda out: Linear(rngs, (c.width, out), ("embed", axis), False)
-        self.q, self.k, self.v, self.z = into(keys), into(keys), into(values), into(values)
-        self.a, self.b = into(heads), into(heads)
+        self.in_q, self.in_k, self.in_v, self.in_z = into(keys), into(keys), into(values), into(values)
+        self.in_a, self.in_b = into(heads), into(heads)
         self.q_taps, self.k_taps, self.v_taps = (weight(rngs, (rule.conv, 1, size), (None, None, axis))
                                                  for size in (keys, keys, values))
         self.A_log = nnx.Param(jnp.log(jnp.linspace(1.0, 16.0, heads)), axes=(axis,))
         self.dt_bias = nnx.Param(jnp.ones(heads), axes=(axis,))
         self.y_norm = Norm(NormConfig(eps=rule.eps), (rule.value_dim,), (None,))
-        self.o = Linear(rngs, (values, c.width), (axis, "embed"), False, STD / (2 * len(c.layers)) ** 0.5)
+        self.out = Linear(rngs, (values, c.width), (axis, "embed"), False, STD / (2 * len(c.layers)) ** 0.5)
 
     def __call__(self, index: int, x: Array, tables: dict[Any, Any], attend: Any) -> tuple[Array, Any]:
-        a, b = self.a(x).astype(jnp.float32), self.b(x).astype(jnp.float32)
+        a, b = self.in_a(x).astype(jnp.float32), self.in_b(x).astype(jnp.float32)
         decay = -jnp.exp(self.A_log[...].astype(jnp.float32)) * jax.nn.softplus(
             a + self.dt_bias[...].astype(jnp.float32))
         rate = self.rule.rate * jax.nn.sigmoid(b)
         # One array whose axis of heads comes first, so that a mesh divides it by heads.
-        groups = [self._split(part(x)) for part in (self.q, self.k, self.v)]
+        groups = [self._split(part(x)) for part in (self.in_q, self.in_k, self.in_v)]
         into = jnp.concatenate(groups, -1).reshape(*x.shape[:2], -1)
         walk = DeltaWalk(self.rule, into, lambda before: Terms(*self._convolved(before), decay, rate))
         y, entry = attend(index, None, None, None, walk=walk)
-        y = self.y_norm(y).astype(x.dtype) * jax.nn.silu(self.z(x).reshape(y.shape).astype(jnp.float32))
-        return self.o(y.astype(x.dtype).reshape(*x.shape[:2], -1)), entry
+        y = self.y_norm(y).astype(x.dtype) * jax.nn.silu(self.in_z(x).reshape(y.shape).astype(jnp.float32))
+        return self.out(y.astype(x.dtype).reshape(*x.shape[:2], -1)), entry
 
     def _split(self, y: Array) -> Array:
         """Splits queries, keys, or the values that share them, into the heads of keys."""
