@@ -25,7 +25,8 @@ QWEN = {**NORMS, **MLP, **SHARED, **ATTENTION, "attn.gate": "self_attn.q_proj", 
 QWEN3_5: dict[str, Any] = {
     "layer": {**QWEN, **dict.fromkeys(INTO, "linear_attn.in_proj_qkv"),
               **{f"attn.in_{x}": f"linear_attn.in_proj_{x}" for x in "zba"}},
-    "extra": EXTRA, "fused": (GATED, INTO, TAPS), "repeated": {GATED: "heads"}, "stacked": STACKED, "further": ("mtp.",)}
+    "extra": EXTRA, "fused": (GATED, INTO, TAPS), "repeated": {GATED: "heads"}, "stacked": STACKED,
+    "further": ("mtp.",)}
 
 NAMES: dict[str, dict[str, Any]] = {
     "qwen3_next": {

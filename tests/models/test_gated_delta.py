@@ -159,23 +159,23 @@ def test_files_with_further_layers_and_with_stacked_experts(family: str, tmp_pat
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
     for i in range(4):
-        part = lambda name, i=i: np.stack([tensors.pop(f"model.layers.{i}.mlp.experts.{e}.{name}_proj.weight")
-                                           for e in range(4)])
-        tensors |= {f"model.layers.{i}.mlp.experts.gate_up_proj": np.concatenate([part("gate"), part("up")], 1),
-                    f"model.layers.{i}.mlp.experts.down_proj": part("down")}
+        experts = f"model.layers.{i}.mlp.experts."
+        gate, up, down = (np.stack([tensors.pop(f"{experts}{e}.{part}_proj.weight") for e in range(4)])
+                          for part in ("gate", "up", "down"))
+        tensors |= {f"{experts}gate_up_proj": np.concatenate([gate, up], 1), f"{experts}down_proj": down}
     save_file({**tensors, "mtp.norm.weight": np.ones(16, np.float32)}, file)
     with pytest.warns(UserWarning, match=r"skips 1 tensors of layers that predict further tokens, such as mtp\.norm"):
         lm = dx.load(tmp_path)
     assert lm.model == model
     jax.tree.map(np.testing.assert_array_equal, lm.params, params)
     (tmp_path / "config.json").write_text(json.dumps({**config, "linear_key_head_dim": 5}))
-    with pytest.raises(CheckpointError, match="the configuration requires"), pytest.warns(UserWarning):
+    with pytest.raises(CheckpointError, match="the configuration requires"), pytest.warns(match="skips 1"):
         dx.load(tmp_path)
 
 
 def test_wrong_configurations_are_refused_by_name() -> None:
     qwen = {"model_type": "qwen3_5_text", **ENTRIES}
-    with pytest.raises(ValueError, match=r"^linear_num_value_heads: got 3, takes a multiple of linear_num_key_heads = 2"):
+    with pytest.raises(ValueError, match=r"^linear_num_value_heads: got 3, takes a multiple of linear_num_key_heads"):
         read_config({**qwen, "linear_num_key_heads": 2, "linear_num_value_heads": 3})
     with pytest.raises(ValueError, match=r"^attn_output_gate: got False, supported is True"):
         read_config({**qwen, "attn_output_gate": False})
@@ -183,7 +183,7 @@ def test_wrong_configurations_are_refused_by_name() -> None:
         read_config({**qwen, "hidden_act": "gelu"})
     with pytest.raises(ValueError, match=r"^layer_types: got \['linear_attention'\], takes 'full_attention' or"):
         read_config({**qwen, "layer_types": ["linear_attention"]})
-    with pytest.raises(ValueError, match=r"^layer_types: got .*, takes a list of 'full_attention' and 'sliding_attention'"):
+    with pytest.raises(ValueError, match=r"^layer_types: got .*, takes a list of 'full_attention' and 'sliding_"):
         read_config({**qwen, "model_type": "qwen3", "layer_types": ["linear_attention"] * 4})
     with pytest.raises(ValueError, match=r"^attn_output_gate: got True, which a qwen3 model does not have here"):
         read_config({**qwen, "model_type": "qwen3", "attn_output_gate": True})
