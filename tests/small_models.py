@@ -20,6 +20,7 @@ def random_lm(model: Any, seed: int = 1, by: float = 8, **options: Any) -> LM:
 
 @functools.cache
 def net(layers: int = 2, seed: int = 1, tied: bool = False) -> LM:
-    """A transformer over 24 tokens; token 4 ends a text. `expected.json` of the contrastive searches has its numbers."""
+    """A transformer over 24 tokens; token 4 ends a text. `expected.json` of the contrastive searches has its numbers.
+    """
     network = llama(vocab=24, width=16, layers=layers, heads=4, kv_heads=2, mlp=24, context=256, tied=tied)
     return random_lm(Transformer(network), seed, generation_config={"eos_token_id": 4})

@@ -131,5 +131,6 @@ def test_defaults_of_released_text_configs() -> None:
             "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}
     assert read_config(flat) == read_config({**flat, "model_type": "qwen2", "rope_scaling": None})
     yarn = {"factor": 4.0, "original_max_position_embeddings": 32768}
-    assert read_config({**flat, "rope_scaling": {"type": "yarn", "mrope_section": [16, 24, 24], **yarn}}) == read_config(
+    sections = {"type": "yarn", "mrope_section": [16, 24, 24], **yarn}
+    assert read_config({**flat, "rope_scaling": sections}) == read_config(
         {**flat, "model_type": "qwen2", "rope_scaling": {"rope_type": "yarn", **yarn}})

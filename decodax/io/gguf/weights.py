@@ -22,7 +22,7 @@ from decodax.io.files import CheckpointError
 from decodax.io.gguf.reader import GgufTensor, package
 from decodax.io.gguf.tensors import RowReader, RowSource
 from decodax.io.packed import place_packed
-from decodax.models.formats import Format, kernels
+from decodax.models.formats import Format, kernels, native
 from decodax.models.formats.ggml import TYPES, unpack
 from decodax.models.formats.scaled import Scaled
 from decodax.models.names import flatten
@@ -97,8 +97,9 @@ def _blocks(rows: RowReader, source: RowSource, stacked: tuple[int, ...] | None,
         place: the sharding of the array in its place.
     """
     kind, total, whole = source.tensor.type.lower(), source.stop - source.start, None
+    by_group = native.usable() and not isinstance(place, NamedSharding)
     for first, raw in rows.chunks(source):
-        part = unpack(kind, raw.reshape(len(raw), -1, source.tensor.size))
+        part = unpack(kind, raw.reshape(len(raw), -1, source.tensor.size), by_group)
         if whole is None:
             whole = jax.tree.map(lambda a: huge_pages.empty((total, *a.shape[1:]), a.dtype), part)
         jax.tree.map(lambda a, b, first=first: a.__setitem__(slice(first, first + len(b)), b), whole, part)

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from decodax.common.axes import platform
 from decodax.models.formats.format import Format
 from decodax.models.formats.ggml import k_quants, legacy
 from decodax.models.formats.ggml.blocks import GgmlBlocks, ShiftedGroups
@@ -41,18 +40,18 @@ class Ggml(Format):
         w = jnp.swapaxes(kernel, -1, -2).astype(jnp.float32)
         if w.shape[-1] % group:
             raise ValueError(f"kernel: got {w.shape[-1]} inputs, {self.type} takes a multiple of {group}")
-        made = module.pack(self.type, w.reshape(*w.shape[:-1], -1, group))
-        return made if platform() == "cpu" else made.here()
+        return module.pack(self.type, w.reshape(*w.shape[:-1], -1, group)).here()
 
 
-def unpack(kind: str, raw: np.ndarray) -> GgmlBlocks:
+def unpack(kind: str, raw: np.ndarray, by_group: bool = False) -> GgmlBlocks:
     """Returns the kernel that a file stores in blocks.
 
     Args:
         kind: a key of `TYPES`.
         raw: `u8[N, blocks, bytes]`.
+        by_group: True for the form of products in C++; see `GgmlBlocks`.
 
     Returns:
         The kernel, with NumPy arrays.
     """
-    return TYPES[kind][0].unpack(kind, raw)
+    return TYPES[kind][0].unpack(kind, raw, by_group)

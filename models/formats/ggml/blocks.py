@@ -6,7 +6,8 @@ a minimum: a weight is `(code - offset) * scale + minimum`. The K-quants store s
 
 Files store the blocks one after the other. Here each part of the blocks is an array of its own, and the place within a
 group comes before the number of the group: codes are `[N, group, G]`. So a product with a row is a sum over the places
-of arrays `[N, G]`, to which the scales are applied once. The number of bits is that of the file, except that the scales
+of arrays `[N, G]`, to which the scales are applied once. For products in C++ (`native`) the codes of a group are
+adjacent, as in files. The number of bits is that of the file, except that the scales
 of K-quants take 8 bits instead of 6.
 """
 
@@ -22,6 +23,7 @@ from jax.sharding import PartitionSpec
 
 from decodax.common.axes import platform
 from decodax.common.struct import static, struct
+from decodax.models.formats import native
 from decodax.models.formats.scaled import Scaled
 from decodax.models.packed import Packed, dot, materialized, total
 
@@ -32,13 +34,14 @@ class GgmlBlocks(Packed):
 
     Attributes:
         codes: `i8[..., N, group, G]`; or `u8[..., N, group // 2, G]` with two 4-bit codes a byte, those of the first
-            half of the group in the low bits.
+            half of the group in the low bits. With `by_group` the last two axes are exchanged.
         scales: `f16[..., N, G]`, or `f16[..., N, S]` if there are `steps`.
         minima: `f16[..., N, G]` or `f16[..., N, S]`, added to each weight; None: 0.
         high: `u32[..., N, G]`, the bits of the codes above the fourth, those of the first code lowest; None: no more.
         steps, minimum_steps: `[..., N, G]`, integers that the scales and minima of `G // S` consecutive groups are
             multiplied by; None: 1.
         offset: subtracted from the codes.
+        by_group: True if the codes of a group are adjacent.
     """
 
     codes: Array
@@ -48,19 +51,27 @@ class GgmlBlocks(Packed):
     steps: Array | None = None
     minimum_steps: Array | None = None
     offset: int = static(default=0)
+    by_group: bool = static(default=False)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        *above, _, groups = self.codes.shape
-        return *above, groups * self.group
+        *above, a, b = self.codes.shape
+        return *above, a * b * self._parts
 
     @property
     def group(self) -> int:
         """Number of inputs of a block."""
-        return self.codes.shape[-2] * self._parts
+        return self.codes.shape[-1 if self.by_group else -2] * self._parts
 
     def values(self, dtype: Any) -> Array:
         return jnp.swapaxes(jnp.concatenate(self._weights(), -2), -1, -2).reshape(self.shape).astype(dtype)
+
+    def times(self, x: Array, dtype: Any) -> Array:
+        if self.by_group and native.takes(x):
+            return native.matmul(x, self.codes, self.scales, group=self.group, bits=self._bits, offset=self.offset,
+                                 minima=self.minima, high=self.high, steps=self.steps,
+                                 minimum_steps=self.minimum_steps).astype(dtype)
+        return super().times(x, dtype)
 
     def product(self, x: Array, dtype: Any) -> Array:
         if platform() != "cpu":
@@ -69,7 +80,7 @@ class GgmlBlocks(Packed):
 
     def multiplied(self, x: Array, dtype: Any, sums: bool) -> Array:
         """Computes `product` on CPU: by sums over the places of a group for one row, else by decoding the weights."""
-        groups, group, parts = self.codes.shape[-1], self.group, self._parts
+        groups, group, parts = self.shape[-1] // self.group, self.group, self._parts
         rows = jnp.swapaxes(x.astype(jnp.float32).reshape(len(x), groups, group), 1, 2)    # in the order of the codes
         if not sums:
             made = [dot(own.reshape(len(x), -1), part.reshape(part.shape[0], -1), dtype)
@@ -86,11 +97,19 @@ class GgmlBlocks(Packed):
             found = found + shifts * row.sum(0)
         return total(found[:, None]).astype(dtype)
 
+    def stored(self) -> Self:
+        return self.replace(codes=self._by_place, by_group=False)
+
+    def placed(self, outputs: str | None, inputs: str | None) -> Self:
+        return self.stored()
+
     def here(self) -> Packed:       # type: ignore[override]
         """Returns the kernel in the form that this platform multiplies: on accelerators 4-bit or 8-bit integers in the
         order of the inputs."""
         if platform() == "cpu":
-            return self
+            if self.by_group or (self.group, self._bits) not in native.KINDS or not native.usable():
+                return self
+            return self.replace(codes=jnp.swapaxes(self.codes, -1, -2), by_group=True)
         middle = 8 if self._bits == 4 else self.offset
         codes = jnp.stack([self._code(j) - middle for j in range(self.group)], -1).reshape(self.shape)
         scales = self._factor(self.scales, self.steps)
@@ -103,8 +122,15 @@ class GgmlBlocks(Packed):
     def specs(self, outputs: str | None, inputs: str | None, sizes: dict[str, int]) -> Any:
         """Returns the `PartitionSpec` of each array. The inputs are sharded by whole groups."""
         made = super().specs(outputs, inputs, sizes)
+        if self.by_group:
+            raise ValueError("kernel: is in the form for one device, takes one that is `placed`")
         *above, _, _, groups = made.codes
         return made.replace(codes=PartitionSpec(*above, outputs, None, groups))
+
+    @property
+    def _by_place(self) -> Array:
+        """The codes, with the place within a group before the number of the group."""
+        return jnp.swapaxes(self.codes, -1, -2) if self.by_group else self.codes
 
     @property
     def _parts(self) -> int:
@@ -117,10 +143,11 @@ class GgmlBlocks(Packed):
 
     def _code(self, j: int) -> Array:
         """Returns the codes at place `j` of all groups, `f32[..., N, G]`, without the offset."""
-        if self.codes.dtype != jnp.uint8:
-            return self.codes[..., j, :].astype(jnp.float32)
-        half = self.codes.shape[-2]
-        both = self.codes[..., j % half, :]
+        codes = self._by_place
+        if codes.dtype != jnp.uint8:
+            return codes[..., j, :].astype(jnp.float32)
+        half = codes.shape[-2]
+        both = codes[..., j % half, :]
         code = (both >> 4 if j >= half else both & 15).astype(jnp.int32)
         if self.high is not None:
             width = 32 // self.group
@@ -131,10 +158,10 @@ class GgmlBlocks(Packed):
         """Returns the weights in the order of the codes, `f32[..., N, group, G]`, those of 4-bit codes in halves."""
         scales = self._factor(self.scales, self.steps)[..., None, :]
         low = None if self.minima is None else self._factor(self.minima, self.minimum_steps)[..., None, :]
-        made = []
+        made, stored = [], self._by_place
         for i in range(self._parts):
-            codes = self.codes.astype(jnp.int32) if self._parts == 1 else (
-                self.codes >> 4 if i else self.codes & 15).astype(jnp.int32)
+            codes = stored.astype(jnp.int32) if self._parts == 1 else (stored >> 4 if i else stored & 15
+                                                                       ).astype(jnp.int32)
             if self.high is not None:
                 width, places = 32 // self.group, jnp.arange(i * self.group // 2, (i + 1) * self.group // 2)
                 more = self.high[..., None, :] >> (width * places[:, None]).astype(jnp.uint32)

@@ -51,12 +51,12 @@ def pack(kind: str, w: Array) -> GgmlBlocks:
                   minima=-dmin[..., 0].astype(jnp.float16), minimum_steps=small(floors))
 
 
-def unpack(kind: str, raw: np.ndarray) -> GgmlBlocks:
-    """Returns the kernel of a file's blocks, `u8[N, S, bytes]`, with NumPy arrays."""
-    return _q6_k(raw) if kind == "q6_k" else _q4_k(raw, kind == "q5_k")
+def unpack(kind: str, raw: np.ndarray, by_group: bool = False) -> GgmlBlocks:
+    """Returns the kernel of a file's blocks, `u8[N, S, bytes]`, with NumPy arrays; `by_group` as in `GgmlBlocks`."""
+    return _q6_k(raw, by_group) if kind == "q6_k" else _q4_k(raw, kind == "q5_k", by_group)
 
 
-def _q4_k(raw: np.ndarray, five: bool) -> GgmlBlocks:
+def _q4_k(raw: np.ndarray, five: bool, by_group: bool) -> GgmlBlocks:
     """Returns a kernel of Q4_K blocks: two floats, 12 bytes of 6-bit scales and minima, 128 bytes of codes; in Q5_K
     with 32 bytes of fifth bits before the codes."""
     N, S, _ = raw.shape
@@ -70,11 +70,11 @@ def _q4_k(raw: np.ndarray, five: bool) -> GgmlBlocks:
         high = np.packbits(np.swapaxes(bits, -1, -2), axis=-1, bitorder="little").view(np.uint32).reshape(N, S * 8)
     both = raw[..., 48 if five else 16:].reshape(N, S, 4, 1, 32)       # two groups of 32 in each 32 bytes
     codes = np.concatenate([both & 15, both >> 4], -2).reshape(N, S * 8, 32)
-    return GgmlBlocks(codes=_nibbles(codes), scales=np.ascontiguousarray(head[..., 0]),     # type: ignore[arg-type]
-                      minima=-head[..., 1], high=high, steps=steps, minimum_steps=floors)   # type: ignore[arg-type]
+    return GgmlBlocks(codes=_nibbles(codes, by_group), scales=np.ascontiguousarray(head[..., 0]),     # type: ignore[arg-type]
+                      minima=-head[..., 1], high=high, steps=steps, minimum_steps=floors, by_group=by_group)   # type: ignore[arg-type]
 
 
-def _q6_k(raw: np.ndarray) -> GgmlBlocks:
+def _q6_k(raw: np.ndarray, by_group: bool) -> GgmlBlocks:
     """Returns a kernel of Q6_K blocks: 128 bytes of low bits, 64 of high bits, 16 scales, a float."""
     N, S, _ = raw.shape
     low = raw[..., :128].reshape(N, S, 2, 1, 64)
@@ -82,16 +82,17 @@ def _q6_k(raw: np.ndarray) -> GgmlBlocks:
     pairs = raw[..., 128:192].reshape(N, S, 2, 1, 32)
     pairs = np.concatenate([pairs >> shift & 3 for shift in (0, 2, 4, 6)], -2).reshape(N, S * 16, 4, 4)
     high = pairs[..., 0] | pairs[..., 1] << 2 | pairs[..., 2] << 4 | pairs[..., 3] << 6
-    return GgmlBlocks(codes=_nibbles(codes), high=high.view(np.uint32)[..., 0],             # type: ignore[arg-type]
+    return GgmlBlocks(codes=_nibbles(codes, by_group), high=high.view(np.uint32)[..., 0],             # type: ignore[arg-type]
                       steps=raw[..., 192:208].reshape(N, S * 16).view(np.int8),             # type: ignore[arg-type]
                       scales=np.ascontiguousarray(raw[..., 208:]).view(np.float16)[..., 0],     # type: ignore[arg-type]
-                      offset=32)
+                      offset=32, by_group=by_group)
 
 
-def _nibbles(codes: np.ndarray) -> np.ndarray:
-    """Returns 4-bit codes `u8[N, G, group]` as `u8[N, group // 2, G]`; see `GgmlBlocks`."""
+def _nibbles(codes: np.ndarray, by_group: bool) -> np.ndarray:
+    """Returns 4-bit codes `u8[N, G, group]`, two in a byte; see `GgmlBlocks`."""
     half = codes.shape[-1] // 2
-    return np.ascontiguousarray(np.swapaxes(codes[..., :half] | codes[..., half:] << 4, -1, -2))
+    both = codes[..., :half] | codes[..., half:] << 4
+    return both if by_group else np.ascontiguousarray(np.swapaxes(both, -1, -2))
 
 
 def _divided(x: Array, by: Array) -> Array:

@@ -41,8 +41,8 @@ def pack(kind: str, w: Array) -> GgmlBlocks:
     return blocks(codes.astype(jnp.int32), _half(d), bits, offset=middle)
 
 
-def unpack(kind: str, raw: np.ndarray) -> GgmlBlocks:
-    """Returns the kernel of a file's blocks, `u8[N, G, bytes]`, with NumPy arrays."""
+def unpack(kind: str, raw: np.ndarray, by_group: bool = False) -> GgmlBlocks:
+    """Returns the kernel of a file's blocks, `u8[N, G, bytes]`, with NumPy arrays; `by_group` as in `GgmlBlocks`."""
     starts = 4 if kind.endswith("_1") else 2
     head = np.ascontiguousarray(raw[..., :starts]).view(np.float16)
     more: dict[str, object] = dict(minima=np.ascontiguousarray(head[..., 1])) if starts == 4 else {}
@@ -51,8 +51,8 @@ def unpack(kind: str, raw: np.ndarray) -> GgmlBlocks:
         starts += 4
     if kind in ("q4_0", "q5_0"):
         more["offset"] = 2 ** (BITS[kind] - 1)
-    codes = np.ascontiguousarray(np.swapaxes(raw[..., starts:], -1, -2))
-    return GgmlBlocks(codes=codes.view(np.int8) if kind == "q8_0" else codes,      # type: ignore[arg-type]
+    codes = np.ascontiguousarray(raw[..., starts:] if by_group else np.swapaxes(raw[..., starts:], -1, -2))
+    return GgmlBlocks(codes=codes.view(np.int8) if kind == "q8_0" else codes, by_group=by_group,   # type: ignore[arg-type]
                       scales=np.ascontiguousarray(head[..., 0]), **more)           # type: ignore[arg-type]
 
 

@@ -1,0 +1,129 @@
+"""Products on CPU with kernels of 4 to 8 bits in C++, which is compiled on the user's machine.
+
+XLA's CPU backend reads packed kernels at a fraction of the memory's speed. native.cc has the same products as a custom
+call. It is compiled once, where a C++ compiler is found, for the processor that it runs on; without one, XLA's products
+are used. `DECODAX_NATIVE=0` in the environment switches it off.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform as machine
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import jaxlib
+from jax import Array
+
+from decodax.common.axes import free_axes, platform
+
+LOG = logging.getLogger(__name__)
+
+SOURCE = Path(__file__).with_name("native.cc")
+"""The C++ source."""
+
+TARGET = "decodax_matmul"
+"""Name of the custom call."""
+
+COMPILERS = ("c++", "g++", "clang++")
+"""Programs that are looked for, after the one that $CXX names."""
+
+OPTIONS = ("-std=c++17", "-O3", "-march=native", "-shared", "-fPIC", "-w")
+"""Options of the compiler."""
+
+KINDS = ((32, 4), (32, 5), (32, 8), (16, 6))
+"""Numbers of inputs of a group and bits of a code for which there is a product."""
+
+ROWS = 24
+"""Most rows that are multiplied here. More are faster by XLA's product, for which each weight is decoded only once."""
+
+
+def usable() -> bool:
+    """Returns True if the process computes on CPU and the library is there or could be compiled."""
+    return platform() == "cpu" and _registered()
+
+
+def takes(x: Array) -> bool:
+    """Returns True if rows `x` are multiplied here: few of them, in a program for one device or one shard."""
+    return usable() and len(x) <= ROWS and not free_axes()
+
+
+def matmul(x: Array, codes: Array, scales: Array, *, group: int, bits: int, offset: int = 0,
+           minima: Array | None = None, high: Array | None = None, steps: Array | None = None,
+           minimum_steps: Array | None = None) -> Array:
+    """Multiplies rows by a kernel: `f32[R, N]`. A row's result does not depend on the number of rows.
+
+    Args:
+        x: `f[R, K]`.
+        codes: `u8[N, G, group // 2]`, two codes a byte, or `i8[N, G, group]`.
+        scales: `f16[N, S]` or `f32[N, S]`, one for each `G // S` consecutive groups.
+        group: number of inputs of a group; with `bits` one of `KINDS`.
+        bits: number of bits of a code.
+        offset: subtracted from the codes.
+        minima, high, steps, minimum_steps: as in `GgmlBlocks`.
+    """
+    parts = dict(minima=minima, high=high, steps=steps, minimum_steps=minimum_steps)
+    call = jax.ffi.ffi_call(TARGET, jax.ShapeDtypeStruct((len(x), len(codes)), jnp.float32), vmap_method="sequential")
+    return call(x.astype(jnp.float32), codes, scales, *[a for a in parts.values() if a is not None], group=group,
+                bits=bits, offset=offset, **{name: a is not None for name, a in parts.items()})
+
+
+@functools.cache
+def _registered() -> bool:
+    """Compiles and registers the library. Returns False, with a log message, if that is not possible."""
+    if os.environ.get("DECODAX_NATIVE") == "0":
+        return False
+    given = os.environ.get("CXX")
+    compiler = next(filter(None, map(shutil.which, (given, *COMPILERS) if given else COMPILERS)), None)
+    if compiler is None:
+        LOG.info("packed weights are multiplied by XLA: no C++ compiler (%s)", ", ".join(COMPILERS))
+        return False
+    try:
+        library = ctypes.cdll.LoadLibrary(str(_built(compiler)))
+        jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(library.DecodaxMatmul), platform="cpu")
+    except (OSError, subprocess.SubprocessError) as error:
+        told = getattr(error, "stderr", None) or str(error)
+        LOG.warning("packed weights are multiplied by XLA, which is slower: %s: %s", compiler,
+                    told.strip().splitlines()[0] if told.strip() else "failed")
+        return False
+    return True
+
+
+def _built(compiler: str) -> Path:
+    """Returns the compiled library, in the cache folder ($XDG_CACHE_HOME or ~/.cache) or else in a temporary one.
+
+    Raises:
+        OSError: the folder cannot be written.
+        subprocess.SubprocessError: the compiler failed or took longer than two minutes.
+    """
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "decodax" / "native"
+    library = folder / f"{_digest(compiler)}.so"
+    if library.exists():
+        return library
+    folder.mkdir(parents=True, exist_ok=True)
+    LOG.info("compiling the product of packed weights for this processor: %s", library)
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        made = Path(place) / "native.so"
+        subprocess.run([compiler, *OPTIONS, f"-I{jax.ffi.include_dir()}", str(SOURCE), "-o", str(made)], check=True,
+                       capture_output=True, text=True, timeout=120)
+        os.replace(made, library)       # other processes see no half of it
+    return library
+
+
+def _digest(compiler: str) -> str:
+    """Returns a name for the library: of its source, of what it is compiled with, and of the processor."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        processor = sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))})
+    except OSError:
+        processor = [machine.processor()]
+    of = repr((compiler, OPTIONS, jaxlib.__version__, machine.machine(), processor))
+    return hashlib.sha256(SOURCE.read_bytes() + of.encode()).hexdigest()[:24]
