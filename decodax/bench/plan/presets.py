@@ -51,6 +51,6 @@ PRESETS: dict[str, dict[str, Any]] = {
                  "block_type": "llama", "mask_token_id": 126_336, "eos_token_id": 126_081, "rope": True,
                  "layer_norm_type": "rms", "include_bias": False, "include_qkv_bias": False},
 }
-"""The presets by name: Llama 3 (Grattafiori et al., 2024), Qwen3 (Yang et al., 2025), Qwen3-Next and the language models of
-Qwen3.5 (Qwen Team, 2025 and 2026, as configured by transformers), Gemma 3 (Gemma Team, 2025), LLaDA
-(Nie et al., 2025)."""
+"""The presets by name: Llama 3 (Grattafiori et al., 2024), Qwen3 (Yang et al., 2025), Qwen3-Next and the language
+models of Qwen3.5 (Qwen Team, 2025 and 2026, as configured by transformers), Gemma 3 (Gemma Team, 2025), LLaDA (Nie et
+al., 2025)."""
