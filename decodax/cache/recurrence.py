@@ -21,6 +21,9 @@ on those of their ancestors. They are the solution of a unit triangular system, 
 With `u` in place of `v` all the rest is the same, so a draft needs neither a state of each node nor a second pass over
 the accepted nodes.
 
+A decay may also differ from channel to channel of a key (Kimi Delta Attention): `exp(g)` then scales the rows of `S`,
+and `exp(G_i - G_j)` the channels of the products of queries and keys.
+
 Short convolutions are included: the inputs of a node are part of its entry, and the cache keeps the last few inputs of
 the verified text.
 """
@@ -56,7 +59,8 @@ class Factors(Struct):
         keys: `f32[B, W, G, N]`, `k`.
         values: `f32[B, W, H, P]`, `v`, of the delta rule `u`; the number of heads `H` is a multiple of the number of
             groups `G`.
-        total: `f32[B, W, H, 2]`, `G_i` as a multiple of `1 / GRID` and a remainder.
+        total: `f32[B, W, H, 2]`, `G_i` as a multiple of `1 / GRID` and a remainder; `f32[B, W, H, N, 2]` if channels
+            have decays of their own.
     """
 
     inputs: Array
@@ -101,7 +105,8 @@ class LinearRecurrent(Sized, DraftBase):
             layer: number of the layer.
             q, k: `f[B, W, G, N]`, queries and keys.
             v: `f[B, W, H, P]`, values.
-            decay: `f[B, W, H]`, the decay `g` of each head, at most 0.
+            decay: `f[B, W, H]`, the decay `g` of each head, at most 0; or `f[B, W, H, N]`, that of each channel of its
+                keys.
             x: inputs of the convolution, `f[B, W, C]`, which are stored in the entry.
             window: the window, or a view of it with the `Factors` of nodes of earlier windows in `before`.
             chunk: number of nodes of a prompt that are computed together; time and memory of a node grow with it.
@@ -124,7 +129,7 @@ class LinearRecurrent(Sized, DraftBase):
         else:
             # The nearest ancestor of an earlier window has the sum of all of those.
             nearest = jnp.argmax(jnp.where(above, window.key_positions[:, None, :-W], -1), -1)
-            total = total + jnp.where(above.any(-1)[..., None, None], take(old.total, nearest), 0)
+            total = total + jnp.where(_over(above.any(-1), total), take(old.total, nearest), 0)
             known, mine = old, seen
         if rate is not None:
             v = _written(state, k, v, total, rate, known, above, own)
@@ -217,8 +222,14 @@ def _parts(decay: Array) -> Array:
 
 
 def _totals(seen: Array, decay: Array) -> Array:
-    """Returns the sum of `decay` (`f32[B, W, H]`) over the nodes that each node sees, `f32[B, W, H, 2]`."""
-    return jnp.einsum("bij,bjhc->bihc", seen.astype(jnp.float32), _parts(decay), precision=lax.Precision.HIGHEST)
+    """Returns the sum of `decay` (`f32[B, W, H]` or `f32[B, W, H, N]`) over the nodes that each node sees, with a last
+    axis of its two parts."""
+    return jnp.einsum("bij,bj...->bi...", seen.astype(jnp.float32), _parts(decay), precision=lax.Precision.HIGHEST)
+
+
+def _over(mask: Array, x: Array) -> Array:
+    """Returns a mask with as many axes as `x`."""
+    return mask.reshape(*mask.shape, *[1] * (x.ndim - mask.ndim))
 
 
 def _grown(x: Array, groups: int) -> Array:
@@ -235,19 +246,26 @@ def _read(state: Array, q: Array, k: Array, v: Array, mine: Array, theirs: Array
         seen: `bool[B, W, K]`, True if a node is an ancestor, or the node itself.
     """
     B, W, G, _ = q.shape
-    scores = jnp.einsum("bign,bjgn->bgij", q, k)[:, :, None]
-    near = jnp.einsum("bgrij,bjgrp->bigrp", scores * _decays(mine, theirs, seen, G), _grown(v, G))
-    far = jnp.einsum("bign,bgrnp->bigrp", q, state.reshape(B, G, -1, *state.shape[2:]))
-    return (near + far * _grown(jnp.exp(mine.sum(-1)), G)[..., None]).reshape(B, W, *v.shape[2:])
+    near = jnp.einsum("bgrij,bjgrp->bigrp", _scores(q, k, mine, theirs, seen), _grown(v, G))
+    grouped, left = state.reshape(B, G, -1, *state.shape[2:]), _grown(jnp.exp(mine.sum(-1)), G)
+    if left.ndim == 5:
+        far = jnp.einsum("bigrn,bgrnp->bigrp", q[:, :, :, None] * left, grouped)
+        return (near + far).reshape(B, W, *v.shape[2:])
+    far = jnp.einsum("bign,bgrnp->bigrp", q, grouped)
+    return (near + far * left[..., None]).reshape(B, W, *v.shape[2:])
 
 
-def _decays(mine: Array, theirs: Array, seen: Array, groups: int) -> Array:
-    """Returns the decay from each node to each that reads it, `f32[B, groups, H / groups, W, K]`, 0 where it is not
-    seen; the arguments are those of `_read`."""
+def _scores(q: Array, k: Array, mine: Array, theirs: Array, seen: Array) -> Array:
+    """Returns the products of queries and keys after the decay from each key to each query, `f32[B, G, H / G, W, K]`, 0
+    where it is not seen; the arguments are those of `_read`."""
+    G = q.shape[2]
     # the difference of multiples is exact
-    apart = (mine[:, :, None] - theirs[:, None]).sum(-1)                                # [B, W, K, H]
-    decay = jnp.where(seen[..., None], jnp.exp(jnp.minimum(apart, 0)), 0)
-    return decay.reshape(*decay.shape[:3], groups, decay.shape[3] // groups).transpose(0, 3, 4, 1, 2)
+    apart = (mine[:, :, None] - theirs[:, None]).sum(-1)                                # [B, W, K, H (, N)]
+    decay = jnp.where(_over(seen, apart), jnp.exp(jnp.minimum(apart, 0)), 0)
+    decay = decay.reshape(*decay.shape[:3], G, decay.shape[3] // G, *decay.shape[4:])
+    if decay.ndim == 6:
+        return jnp.einsum("bign,bjgn,bijgrn->bgrij", q, k, decay)
+    return jnp.einsum("bign,bjgn->bgij", q, k)[:, :, None] * decay.transpose(0, 3, 4, 1, 2)
 
 
 def _written(state: Array, k: Array, v: Array, total: Array, rate: Array, known: Factors, above: Array, seen: Array
@@ -265,7 +283,7 @@ def _written(state: Array, k: Array, v: Array, total: Array, rate: Array, known:
     told = rate * (v - _read(state, k, known.keys, known.values, total, known.total, above))
     if W == 1:
         return told
-    overlaps = jnp.einsum("bign,bjgn->bgij", k, k)[:, :, None] * _decays(total, total, seen, G)
+    overlaps = _scores(k, k, total, total, seen)
     system = jnp.tril(overlaps * _grown(rate, G).transpose(0, 2, 3, 1, 4), -1)          # [B, G, H / G, W, W]
     solved = jax.scipy.linalg.solve_triangular(system, _grown(told, G).transpose(0, 2, 3, 1, 4), lower=True,
                                                unit_diagonal=True)
@@ -275,11 +293,18 @@ def _written(state: Array, k: Array, v: Array, total: Array, rate: Array, known:
 def _after(state: Array, k: Array, v: Array, total: Array, slots: Array) -> Array:
     """Returns the state after the nodes of a path, those whose position in `slots` (`i32[B, W]`) is not -1."""
     kept = slots >= 0
-    end = jnp.where(kept.any(1)[:, None, None], take(total, jnp.argmax(slots, 1)), 0)
-    weight = jnp.where(kept[..., None], jnp.exp(jnp.minimum((end[:, None] - total).sum(-1), 0)), 0)
+    end = take(total, jnp.argmax(slots, 1))
+    end = jnp.where(_over(kept.any(1), end), end, 0)
+    apart = (end[:, None] - total).sum(-1)
+    weight = jnp.where(_over(kept, apart), jnp.exp(jnp.minimum(apart, 0)), 0)
     # nodes that are not kept may hold anything, even NaN
-    v = jnp.where(kept[..., None, None], v, 0) * weight[..., None]
+    v = jnp.where(kept[..., None, None], v, 0)
     k = jnp.where(kept[..., None, None], k, 0)
+    if weight.ndim == 4:
+        weight = k[:, :, :, None] * _grown(weight, k.shape[2])
+        added = jnp.einsum("bwgrn,bwgrp->bgrnp", weight, _grown(v, k.shape[2])).reshape(state.shape)
+        return state * jnp.exp(end.sum(-1))[..., None] + added
+    v = v * weight[..., None]
     added = jnp.einsum("bwgn,bwgrp->bgrnp", k, _grown(v, k.shape[2])).reshape(state.shape)
     return state * jnp.exp(end.sum(-1))[..., None, None] + added
 
@@ -322,7 +347,7 @@ def _chunks(state: Array, q: Array, k: Array, v: Array, decay: Array, rate: Arra
         slots = jnp.where(live, jnp.arange(chunk, dtype=jnp.int32), -1)
         return (_after(state, k, v, total, slots), before + total[:, -1]), (y, v, before[:, None] + total)
 
-    zero = jnp.zeros((B, decay.shape[2], 2), jnp.float32)
+    zero = jnp.zeros((B, *decay.shape[2:], 2), jnp.float32)
     given = jax.tree.map(cut, (q, k, v, decay, rate, live))
     (state, _), found = lax.scan(one, (state, zero), given)
     y, v, total = (a.swapaxes(0, 1).reshape(B, -1, *a.shape[3:])[:, :W] for a in found)

@@ -38,7 +38,10 @@ class GatedDelta:
         rate: upper bound of the rate at which a value replaces the one stored for its key. Above 1, up to 2, the state
             may change its sign ("negative eigenvalues").
         eps: added to the variance in the norm of the outputs.
-        chunk: number of prompt nodes that are computed at a time.
+        rank: of Kimi Delta Attention: each channel of a key has a decay of its own. Decays and output gate come from
+            two matrices each, with this number of channels between them, and the gate is a sigmoid. 0: each head has
+            one decay, and decays and gate come from one matrix each.
+        chunk: number of prompt nodes that are computed at a time; None: 64, with `rank` 16.
     """
 
     key_heads: int
@@ -48,11 +51,17 @@ class GatedDelta:
     conv: int = 4
     rate: float = 1.0
     eps: float = 1e-6
-    chunk: int = 64
+    rank: int = 0
+    chunk: int | None = None
 
     def __post_init__(self) -> None:
+        if self.chunk is None:
+            # Products with a decay of each channel take memory for each pair of nodes and channel.
+            object.__setattr__(self, "chunk", 16 if self.rank else 64)
+        if self.rank < 0:
+            raise ValueError(f"rank: got {self.rank}, takes 0 or more")
         for name in ("key_heads", "value_heads", "key_dim", "value_dim", "conv", "chunk"):
-            if getattr(self, name) < 1:
+            if (getattr(self, name) or 0) < 1:
                 raise ValueError(f"{name}: got {getattr(self, name)}, takes 1 or more")
         if self.value_heads % self.key_heads:
             raise ValueError(f"value_heads: got {self.value_heads}, takes a multiple of key_heads = {self.key_heads}")

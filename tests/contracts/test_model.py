@@ -70,6 +70,8 @@ MODELS: dict[str, Callable[[], Any]] = {
     "gated delta": lambda: Transformer(dataclasses.replace(BASE, layers=(
         Layer(recurrent=GatedDelta(2, 4, 6, 5, chunk=8)), dataclasses.replace(BASE.layers[1], output_gate=True),
         Layer(recurrent=GatedDelta(1, 2, 4, 4, conv=2, rate=2.0), block="post")))),
+    "kimi delta": lambda: Transformer(dataclasses.replace(BASE, layers=(
+        Layer(recurrent=GatedDelta(2, 2, 6, 5, rank=3, chunk=8)), BASE.layers[1]))),
     "phd-2": lambda: phd(BASE), "phd-3": lambda: phd(BASE, 3), "phd-swa-3": lambda: phd(BASE, 3, 5),
     "phd-cswa-2": lambda: phd(BASE, 2, 4, 6), "phd-cswa-3": lambda: phd(BASE, 3, 6, 5),
     "mamba": lambda: Mamba(MambaConfig(vocab=16, width=16, layers=2, inner=32, state=6, rank=3)),

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 import decodax as dx
@@ -20,6 +21,7 @@ from decodax.io.saving import save_model
 from decodax.models import Transformer, llama
 from decodax.models.config import DecoderConfig, Layer
 from decodax.models.families import read_config
+from decodax.models.recurrent.gated_delta import DeltaBlock
 from decodax.models.recurrent.options import GatedDelta, RgLru
 from tests.matrix import often
 
@@ -28,12 +30,12 @@ PARENTS = [-1, 0, 0, 1, 2, 2, 5]
 DEPTH = [0, 1, 1, 2, 2, 2, 3]
 
 
-def nodes(count: int, seed: int) -> dict[str, np.ndarray]:
-    """Inputs of the recurrence of one row, with keys of length 1 and rates up to 2."""
+def nodes(count: int, seed: int, channels: tuple[int, ...] = ()) -> dict[str, np.ndarray]:
+    """Inputs of the recurrence of one row, with keys of length 1, rates up to 2, and decays of heads or channels."""
     r = np.random.default_rng(seed)
     k = r.normal(size=(1, count, G, N))
     return dict(q=r.normal(size=(1, count, G, N)), k=k / np.linalg.norm(k, axis=-1, keepdims=True),
-                v=r.normal(size=(1, count, H, P)), decay=-np.abs(r.normal(size=(1, count, H))),
+                v=r.normal(size=(1, count, H, P)), decay=-np.abs(r.normal(size=(1, count, H, *channels))),
                 x=r.normal(size=(1, count, 2)), rate=r.uniform(0, 2, size=(1, count, H)))
 
 
@@ -41,7 +43,8 @@ def one_by_one(state: np.ndarray, x: dict[str, np.ndarray], parents: list[int]) 
     """Outputs `[W, H, P]` and the state after each node, `[H, N, P]`, in float64."""
     states: list[np.ndarray] = []
     for i, parent in enumerate(parents):
-        own = (state if parent < 0 else states[parent]) * np.exp(x["decay"][0, i])[:, None, None]
+        decay = np.exp(x["decay"][0, i]).reshape(H, -1, 1)
+        own = (state if parent < 0 else states[parent]) * decay
         k = np.repeat(x["k"][0, i], H // G, 0)
         told = x["v"][0, i] - np.einsum("hnp,hn->hp", own, k)
         states.append(own + np.einsum("hn,hp->hnp", k, x["rate"][0, i][:, None] * told))
@@ -79,12 +82,14 @@ def slots(path: list[int], count: int) -> Any:
 
 
 STATE = np.random.default_rng(0).normal(size=(H, N, P))
-TREE = nodes(7, 1)
+KINDS = pytest.mark.parametrize("channels", [(), (N,)], ids=["heads", "channels"])
+"""Each head has a decay, or each channel of its keys."""
 
 
-def test_a_tree_is_read_and_committed_as_if_each_path_were_a_text() -> None:
+@KINDS
+def test_a_tree_is_read_and_committed_as_if_each_path_were_a_text(channels: tuple[int, ...]) -> None:
     """Beside a dead node, with infinite decay."""
-    x = {**TREE, "decay": TREE["decay"].copy()}
+    x = nodes(7, 1, channels)
     x["decay"][0, 3] = -1e9
     want, states = one_by_one(STATE, x, PARENTS)
     y, entry = recur(cache(STATE), x, tree([*range(7)], dead=3))
@@ -98,13 +103,15 @@ def test_a_tree_is_read_and_committed_as_if_each_path_were_a_text() -> None:
 
 
 @pytest.mark.wide
-def test_a_tree_that_grows_level_by_level_in_a_buffer() -> None:
-    want, states = one_by_one(STATE, TREE, PARENTS)
+@KINDS
+def test_a_tree_that_grows_level_by_level_in_a_buffer(channels: tuple[int, ...]) -> None:
+    whole_tree = nodes(7, 1, channels)
+    want, states = one_by_one(STATE, whole_tree, PARENTS)
     buffer: Any = None
     levels = [[0], [1, 2], [3, 4, 5], [6]]
     whole, at = tree([*range(7)]).mask, 0
     for level in levels:
-        x = {name: part[:, level] for name, part in TREE.items()}
+        x = {name: part[:, level] for name, part in whole_tree.items()}
         if buffer is None:
             buffer = cache(STATE).tree_buffer([recur(cache(STATE), x, tree(level))[1]], 7)
         sees = jnp.zeros((1, len(level), 7), bool).at[:, :, :at].set(whole[:, level, :at])
@@ -116,9 +123,10 @@ def test_a_tree_that_grows_level_by_level_in_a_buffer() -> None:
 
 
 @pytest.mark.parametrize("chunk", often([4], [4, 64]))
-def test_a_prompt_in_chunks(chunk: int) -> None:
+@KINDS
+def test_a_prompt_in_chunks(channels: tuple[int, ...], chunk: int) -> None:
     """Of 21 nodes, of which five are dead."""
-    x, live = nodes(21, 2), np.ones((1, 21), bool)
+    x, live = nodes(21, 2, channels), np.ones((1, 21), bool)
     live[:, [0, 7, 8, 19, 20]] = False
     window = causal(jnp.zeros((1, 21), jnp.int32), jnp.full(1, START), jnp.asarray(live)).replace(is_prefill=True)
     y, entry = recur(cache(STATE), x, window, chunk=chunk)
@@ -171,6 +179,35 @@ def test_files_with_further_layers_and_with_stacked_experts(family: str, tmp_pat
     (tmp_path / "config.json").write_text(json.dumps({**config, "linear_key_head_dim": 5}))
     with pytest.raises(CheckpointError, match="the configuration requires"), pytest.warns(match="skips 1"):
         dx.load(tmp_path)
+
+
+@pytest.mark.wide
+def test_the_block_of_kimi_linear_is_that_of_transformers() -> None:
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearDeltaAttention
+
+    config = transformers.KimiLinearConfig(hidden_size=16, linear_head_dim=6, linear_num_heads=2, num_hidden_layers=2,
+                                           layer_types=["linear_attention", "full_attention"])
+    torch.manual_seed(0)
+    theirs = KimiLinearDeltaAttention(config, 0).float()
+    with torch.no_grad():
+        for weight in theirs.parameters():
+            weight.copy_(torch.randn_like(weight) * 0.3)
+    w = {name: x.numpy() for name, x in theirs.state_dict().items()}
+    block = DeltaBlock(BASE, GatedDelta(2, 2, 6, 6, rank=6, eps=config.rms_norm_eps, chunk=4), nnx.Rngs(0))
+    for ours, name in {"in_q": "q_proj", "in_k": "k_proj", "in_v": "v_proj", "in_b": "b_proj", "out": "o_proj",
+                       "low_a": "forget_gate.f_a_proj", "in_a": "forget_gate.f_b_proj", "low_z": "g_a_proj",
+                       "in_z": "g_b_proj"}.items():
+        getattr(block, ours).kernel.set_value(jnp.asarray(w[f"{name}.weight"].T))
+    for ours, taps in zip(("q_taps", "k_taps", "v_taps"), np.split(w["conv1d.weight"].T, 3, -1), strict=True):
+        getattr(block, ours).set_value(jnp.asarray(taps))
+    block.A_log.set_value(jnp.asarray(w["forget_gate.A_log"].reshape(-1)))
+    block.dt_bias.set_value(jnp.asarray(w["forget_gate.dt_bias"].reshape(-1)))
+    block.y_norm.scale.set_value(jnp.asarray(w["o_norm.weight"]))
+    x = np.random.default_rng(0).normal(size=(2, 19, 16)).astype(np.float32)
+    got = block(0, jnp.asarray(x), {}, lambda i, q, k, v, walk: (walk.over_text(), ()))[0]
+    with torch.no_grad():
+        np.testing.assert_allclose(got, theirs(torch.tensor(x)).numpy(), atol=2e-5)
 
 
 def test_wrong_configurations_are_refused_by_name() -> None:
