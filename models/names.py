@@ -350,9 +350,10 @@ def flatten(tree: Weights) -> dict[str, Any]:
 def stored_dtype(path: str, name: str) -> str:
     """Returns the dtype of an array of the weights, where those of the model have dtype `name`.
 
-    A correction of experts' scores decides between nearly equal ones. It stays float32, as in published files.
+    A correction of experts' scores decides between nearly equal ones, and errors of a recurrence's decays add up. They
+    stay float32, as in published files.
 
     >>> stored_dtype("layers.1.mlp.correction", "bfloat16"), stored_dtype("norm.scale", "bfloat16")
     ('float32', 'bfloat16')
     """
-    return "float32" if path.endswith(".correction") else name
+    return "float32" if path.endswith((".correction", ".A_log", ".dt_bias")) else name
