@@ -32,8 +32,8 @@ some = lambda default, choices: dict(default=default, nargs="+", choices=choices
 BENCHMARKS = {
     "rounds": Command("the decoding round against transformers and against itself", only=some(PARTS, PARTS), repeats=5,
                       new=128, json=Path),
-    "weights": Command("formats of weights against float32 arrays and llama.cpp, on a CPU", formats=(str,), repeats=5,
-                       new=128),
+    "weights": Command("formats of weights against float32 arrays and llama.cpp, on a CPU", formats=(str,), file=Path,
+                       repeats=5, new=128),
     "caches": Command("memory and time of cache policies against dense caches", policies=POLICIES, batch=8, prompt=4096,
                       held=512, shared=int, new=128, layers=12, repeats=12),
     "beams": Command("a step of beam search against samples and transformers", beams=4, new=64, repeats=7),
@@ -54,6 +54,7 @@ BENCHMARKS = {
 MEANING = {
     "only": "comparisons to run", "repeats": "times that each side runs", "new": "new tokens (of jobs: log-normal)",
     "json": "file for the figures and all times", "formats": "formats of weights (default: those that need no data)",
+    "file": "a GGUF file, which takes the place of the random weights",
     "policies": "cache policies, NAME[:OPTION=VALUE,...]", "batch": "rows", "prompt": "tokens of the longest prompt",
     "held": "tokens of the prompts of the dense cache that times are compared with",
     "shared": "tokens that all prompts begin with", "layers": "layers of the model", "beams": "beams of each prompt",

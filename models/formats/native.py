@@ -102,7 +102,7 @@ def _built(compiler: str) -> Path:
 
     Raises:
         OSError: the folder cannot be written.
-        subprocess.SubprocessError: the compiler failed or took longer than two minutes.
+        subprocess.SubprocessError: the compiler failed or took longer than ten minutes.
     """
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "decodax" / "native"
     library = folder / f"{_digest(compiler)}.so"
@@ -113,7 +113,7 @@ def _built(compiler: str) -> Path:
     with tempfile.TemporaryDirectory(dir=folder) as place:
         made = Path(place) / "native.so"
         subprocess.run([compiler, *OPTIONS, f"-I{jax.ffi.include_dir()}", str(SOURCE), "-o", str(made)], check=True,
-                       capture_output=True, text=True, timeout=120)
+                       capture_output=True, text=True, timeout=600)
         os.replace(made, library)       # other processes see no half of it
     return library
 
