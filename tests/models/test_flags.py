@@ -31,6 +31,7 @@ WITHOUT_EFFECT_HERE = {
     "llama4_text": {"moe_layers", "interleave_moe_layer_step", "no_rope_layers", "no_rope_layer_interval",
                     "layer_types"},
     "phi3": {"original_max_position_embeddings"}, "recurrent_gemma": {"head_dim"},
+    "qwen3_next": {"layer_types", "mlp_only_layers"}, "qwen3_5_text": {"layer_types"}, "olmo_hybrid": {"layer_types"},
 }
 
 

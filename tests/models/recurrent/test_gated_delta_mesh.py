@@ -11,7 +11,7 @@ from decodax.io.load import LM
 from decodax.models import Transformer
 from decodax.models.families import read_config
 from tests.caches.small import PROMPTS
-from tests.models.test_gated_delta import ENTRIES
+from tests.models.recurrent.test_gated_delta import ENTRIES
 
 pytestmark = pytest.mark.mesh
 
