@@ -14,8 +14,8 @@ import decodax as dx
 from decodax.core.window import causal
 from decodax.io.files import CheckpointError
 from decodax.models import Mamba, MambaConfig
-from tests.models.small import NEW, PROMPTS, tokens_of
 from tests.models.recurrent.test_mamba2 import VOCABULARY
+from tests.models.small import NEW, PROMPTS, tokens_of
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {}, "untied-biases": dict(use_bias=True, use_conv_bias=False, tie_word_embeddings=False, conv_kernel=3,
