@@ -22,6 +22,8 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from decodax.common.arguments import outside
 from decodax.io import packed as packed_files
 from decodax.io.files import CheckpointError, Files, read_json
+from decodax.io.quantised import read_scheme, refuse_quantised
+from decodax.io.quantised.weights import find_layers, load_weights
 from decodax.models.config import DecoderConfig
 from decodax.models.diffusion import Diffusion, read_diffusion
 from decodax.models.families import WITH_IMAGES, read_config, text_part
@@ -95,13 +97,13 @@ def load_model(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | 
     config = read_json(root / "config.json")
     try:
         decoder, family = read_config(config), text_part(config)["model_type"]
-        if config.get("quantization_config"):
-            raise ValueError("quantization_config: quantized weights are not read; transformers' model.dequantize() "
-                             "turns them into arrays")
     except ValueError as e:
         raise CheckpointError(f"{root / 'config.json'}: {e}") from None
     if packed_files.ENTRY in config:
         return _load_packed(root, config, decoder, asked, mesh, context, weights)
+    scheme = read_scheme(root, config)
+    if scheme is not None:
+        _no_format(root, weights)
     files = Files(root)
     files.within(embeddings(family))
     # This comes before the network is laid out, which takes long if a wrong number asks for very many layers.
@@ -127,13 +129,18 @@ def load_model(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | 
         warnings.warn(f"{files.name}: skips {len(later)} tensors of layers that predict further tokens, such as "
                       f"{min(later)}, which are not read", stacklevel=outside())
         ignored.append(re.compile("|".join(f"^{re.escape(tensor)}$" for tensor in later)))
-    _check(where, files, {head} if decoder.tied else set(), ignored)
+    plan = None if scheme is None else find_layers(files, scheme, where, shapes)
+    spare = {head} if decoder.tied else set()
+    _check({path: source for path, source in where.items() if plan is None or path not in plan.layers}, files,
+           spare if plan is None else spare | plan.tensors, ignored)
     if decoder.tied:
         _check_tied(files, where["embed"].tensors[0], head)
 
-    name = asked or DTYPES[files.slice(where["embed"].tensors[0]).get_dtype()]
+    name = asked or DTYPES.get(files.slice(where["embed"].tensors[0]).get_dtype(), "bfloat16")
     model = Transformer(decoder, dtype=name, context=context)
     places = _places(model, shapes, mesh)
+    if plan is not None:
+        return model, load_weights(files, plan, where, shapes, name, places)
     chosen = [path for path in kernels(shapes) if packing.packs(path)] if packing is not None else []
     loaded = [_load(files, where[path], leaf.shape, stored_dtype(path, name), places[path],
                     packing if path in chosen else None, path == "embed") for path, leaf in flatten(shapes).items()]
@@ -149,13 +156,18 @@ def _places(model: Transformer, shapes: Weights, mesh: Mesh | None) -> dict[str,
 def _load_packed(root: Path, config: dict[str, Any], decoder: DecoderConfig, dtype: str | None, mesh: Mesh | None,
                  context: int | None, weights: str | Format | None) -> tuple[Transformer, Weights]:
     """Loads a directory of packed weights written by `save_model`."""
-    if weights is not None:
-        raise ValueError(f"weights: got {weights!r}, but the weights of {root.name!r} are packed already; takes None")
+    _no_format(root, weights)
     name = dtype or config.get("dtype", "float32")
     model = Transformer(decoder, dtype=name, context=context)
     shapes = model.abstract_params()
     leaves = packed_files.read(root, config, flatten(shapes), _places(model, shapes, mesh), name)
     return model, jax.tree.unflatten(jax.tree.structure(shapes), leaves.values())
+
+
+def _no_format(root: Path, weights: str | Format | None) -> None:
+    """Refuses a format for weights that have one."""
+    if weights is not None:
+        raise ValueError(f"weights: got {weights!r}, but the weights of {root.name!r} are packed already; takes None")
 
 
 def load_t5(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | None = None,
@@ -164,6 +176,7 @@ def load_t5(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | Non
     asked, packing = None if dtype is None else dtype_name(dtype), without_data(weights)
     root = Path(directory)
     entries, files = read_json(root / "config.json"), Files(root)
+    refuse_quantised(root, entries)
     files.within(["shared.weight"])
     try:
         config = read_t5(checked(entries), tied="lm_head.weight" not in files.home)
@@ -208,6 +221,7 @@ def load_recurrent(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLik
         raise CheckpointError(f"{root / 'config.json'}: {e}") from None
     if packed_files.ENTRY in entries and network is Mamba2:
         return _load_packed_mamba2(root, entries, config, asked, weights)
+    refuse_quantised(root, entries)
     files = Files(root)
     files.within([weights_of(config, ())["embed"].tensors[0], "backbone.embedding.weight"])     # Mamba-2 has two names
     where = weights_of(config, files.home)
@@ -227,8 +241,7 @@ def load_recurrent(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLik
 def _load_packed_mamba2(root: Path, entries: dict[str, Any], config: Mamba2Config, dtype: str | None,
                         weights: str | Format | None) -> tuple[Mamba2, Weights]:
     """Loads a directory of packed weights written by `save_mamba2`."""
-    if weights is not None:
-        raise ValueError(f"weights: got {weights!r}, but the weights of {root.name!r} are packed already; takes None")
+    _no_format(root, weights)
     name, kind = dtype or entries.get("dtype", "float32"), QuantizedMamba2 if entries.get(ROUNDED) else Mamba2
     model = kind(config, dtype=name)
     shapes = flatten(model.abstract_params())

@@ -26,6 +26,7 @@ from decodax.io.checkpoint import dtype_name, load_diffusion, load_model, load_r
 from decodax.io.files import CheckpointError, adapter, missing, read_json
 from decodax.io.gguf import Gguf, is_gguf
 from decodax.io.packed import ENTRY
+from decodax.io.quantised import quantization
 from decodax.io.text import Tokenizer
 from decodax.models import Transformer, adapters, dual_chunk, linear_weights, linearized
 from decodax.models.diffusion import Diffusion
@@ -295,8 +296,8 @@ def load(name_or_dir: str | Path, *, dtype: jax.typing.DTypeLike | None = None, 
             tokenizer if the directory has no tokenizer files at all.
         weights: the format in which the weights are stored and multiplied: "int8", "int4", "fp8", "bfloat16", "float16"
             or "float32", or a `decodax.models.formats.Format`; activations and cache keep `dtype`. None: arrays of
-            `dtype`, or the format of a directory that `decodax.save` wrote or of a GGUF file. On CPU half precision is
-            a format, since XLA emulates half-precision products there.
+            `dtype`, or the format of a quantised checkpoint, of a directory that `decodax.save` wrote or of a GGUF
+            file. On CPU half precision is a format, since XLA emulates half-precision products there.
         adapter: the directory of a LoRA in peft's layout. It is added to the weights, or kept separate if they are
             packed.
 
@@ -316,16 +317,17 @@ def load(name_or_dir: str | Path, *, dtype: jax.typing.DTypeLike | None = None, 
     path = find(name_or_dir)
     if path.is_file():
         return _load_gguf(path, dtype, mesh, context, tokenizer, weights, adapter)
+    config = read_json(path / "config.json")
+    quantised = quantization(path, config) is not None
+    packed = weights is not None or quantised or ENTRY in config
     if dtype is None and jax.default_backend() == "cpu":
         dtype = "float32"      # bfloat16 matrix products take almost twice as long on CPU
-    elif (weights is None and dtype is not None and jax.default_backend() == "cpu" and dtype_name(dtype) != "float32"
-          and ENTRY not in read_json(path / "config.json")):
-        weights = dtype_name(dtype)     # XLA emulates half-precision products on CPU; a format is read as stored
+    elif not packed and dtype is not None and jax.default_backend() == "cpu" and dtype_name(dtype) != "float32":
+        weights, packed = dtype_name(dtype), True   # XLA emulates half-precision products; a format is read as stored
     diffusion, generation_config = load_diffusion(path), _generation_config(path)
     if not isinstance(tokenizer, Tokenizer):
         tokenizer = _tokenizer(path) if tokenizer is None else _tokenizer(Path(tokenizer), needed=True)
     model: Any
-    config = read_json(path / "config.json")
     recurrent = recurrent_type(config)
     own: Any = load_recurrent if recurrent else load_t5 if config.get("model_type") in ("t5", "mt5") else None
     if own is not None:
@@ -340,10 +342,10 @@ def load(name_or_dir: str | Path, *, dtype: jax.typing.DTypeLike | None = None, 
         model, params = load_model(path, dtype=dtype, mesh=mesh, context=context, weights=weights)
     leaves, tree = jax.tree.flatten(params)
     del params      # so that each array's old memory is freed once it is copied
-    huge_pages.move(leaves)
+    if not quantised:       # else they are in huge pages already
+        huge_pages.move(leaves)
     lm = LM(model=model, params=jax.tree.unflatten(tree, leaves), vocab_size=model.config.vocab, tokenizer=tokenizer,
             generation_config=generation_config, name=path.name, mesh=mesh, diffusion=diffusion, directory=path)
-    packed = weights is not None or ENTRY in read_json(path / "config.json")
     return lm if adapter is None else lm.with_adapter(adapter, merge=not packed)
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
+from decodax.common.axes import platform
 from decodax.common.struct import fields
 from decodax.io.files import CheckpointError, Files, write_files
 from decodax.models.formats import KINDS
@@ -154,6 +155,21 @@ def place_packed(packed: Packed, table: bool, place: Sharding) -> Packed:
         return packed
     own = packed.placed(*axes(place, table))
     return jax.device_put(own, shardings(own, table, place))
+
+
+def on_devices(packed: Packed, table: bool, place: Sharding) -> Packed:
+    """Returns a packed kernel of NumPy arrays in the form of this platform, on the devices where it stays.
+
+    Args:
+        packed: the kernel. On one CPU device its memory is used without a copy.
+        table: True for an embedding table.
+        place: sharding of the array that it replaces.
+    """
+    if platform() != "cpu":
+        return place_packed(for_platform(jax.tree.map(jnp.asarray, packed)), table, place)
+    if isinstance(place, NamedSharding):
+        return place_packed(packed, table, place)
+    return jax.device_put(packed, place)
 
 
 def axes(place: NamedSharding, table: bool) -> tuple[Any, Any]:

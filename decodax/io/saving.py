@@ -44,7 +44,9 @@ def save_model(directory: str | os.PathLike[str], model: Transformer, params: We
     Raises:
         ValueError: `config` does not describe this model, or the model is not a Llama and `config` has no `model_type`.
     """
-    entries = dict(text_part(config or {}))
+    # Weights of a quantised checkpoint are written in another layout than its own.
+    entries = {key: value for key, value in text_part(config or {}).items()
+               if key not in ("quantization_config", "compression_config")}
     if "model_type" not in entries:
         entries = {**_llama_config(model.config), **entries}
     if read_config(entries) != model.config:

@@ -14,6 +14,7 @@ from decodax.models.formats.format import Format, ModelFormat, kernels
 from decodax.models.formats.ggml import TYPES, Ggml, GgmlBlocks, ShiftedGroups
 from decodax.models.formats.glvq import GLVQ, Lattice
 from decodax.models.formats.integers import InputsRotated, Integers, Static
+from decodax.models.formats.published import InputsPermuted, Levels, ZeroPoints
 from decodax.models.formats.qserve import W4A8, Nibbles, QServe
 from decodax.models.formats.quamba2 import Quamba2
 from decodax.models.formats.rsparse import RankSparse, RSparse
@@ -59,7 +60,7 @@ MODEL_FORMATS: dict[str, ModelFormat] = {"quamba2": Quamba2()}
 
 KINDS: dict[str, type[Packed]] = {kind.__name__: kind for kind in (
     Scaled, W4A8, Nibbles, Lookup, DenseSparse, Lattice, RankSparse, Integers, Static, InputsRotated, GgmlBlocks,
-    ShiftedGroups)}
+    ShiftedGroups, ZeroPoints, InputsPermuted, Levels)}
 """Classes of packed kernels, by the names that `decodax.save` writes to files."""
 
 

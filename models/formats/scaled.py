@@ -30,7 +30,8 @@ class Scaled(Packed):
     Attributes:
         codes: `[..., N, K]` of any dtype; or `u8[..., N, K // 2]` with 4-bit codes, for the first half of the inputs in
             the low bits and for the second half in the high bits.
-        scales: `f32[..., N, groups]`, one for every `K // groups` consecutive inputs; None: codes are weights.
+        scales: `f32[..., N, groups]`, one for every `K // groups` consecutive inputs, on CPU also of 16 bits; None:
+            codes are weights.
         axes: the mesh axes over which outputs and inputs are sharded; None: unknown.
     """
 
@@ -66,7 +67,11 @@ class Scaled(Packed):
         return made.replace(codes=(low & 15) | (high << 4))
 
     def here(self) -> Self:
-        if platform() == "cpu" or self.codes.dtype != jnp.uint8:
+        if platform() == "cpu":
+            return self
+        if self.scales is not None and self.scales.dtype != jnp.float32:
+            return self.replace(scales=self.scales.astype(jnp.float32)).here()
+        if self.codes.dtype != jnp.uint8:
             return self
         return self.replace(codes=jnp.concatenate([convert(codes, jnp.int4) for codes, convert in self._halves()], -1))
 

@@ -125,7 +125,7 @@ def test_one_whole_file_goes_before_an_index(tmp_path: Path) -> None:
     ({"layer_types": ["chunked_attention"] * 2, "model_type": "mistral"}, "layer_types: got .*takes a list of 'full"),
     ({"layer_types": ["full_attention"], "model_type": "mistral"}, "layer_types: got 1 entries for num_hidden"),
     ({"sliding_window": 0, "model_type": "mistral"}, "sliding_window: got 0, takes"),
-    ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config: quantized weights are not read"),
+    ({"quantization_config": {"quant_method": "hqq"}}, "quantization_config.quant_method: got 'hqq', takes 'fp8', "),
     ({"eos_token_id": "2"}, "eos_token_id: got '2', takes a token id or a list of them"),
 ])
 def test_a_wrong_entry_is_named_at_once(entries: dict[str, Any], message: str, directory: Path) -> None:

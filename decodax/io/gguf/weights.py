@@ -21,12 +21,12 @@ from decodax.io.checkpoint import packer
 from decodax.io.files import CheckpointError
 from decodax.io.gguf.reader import GgufTensor, package
 from decodax.io.gguf.tensors import RowReader, RowSource
-from decodax.io.packed import place_packed
+from decodax.io.packed import on_devices
 from decodax.models.formats import Format, kernels, native
 from decodax.models.formats.ggml import TYPES, unpack
 from decodax.models.formats.scaled import Scaled
 from decodax.models.names import flatten
-from decodax.models.packed import Packed, for_platform
+from decodax.models.packed import Packed
 
 FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """Dtypes of tensors of floats."""
@@ -120,12 +120,7 @@ def _kept(packed: Packed, stacked: tuple[int, ...] | None, table: bool, place: S
     """Returns a packed kernel of NumPy arrays on the devices where it stays."""
     if stacked is not None:
         packed = jax.tree.map(lambda a: a.reshape(stacked[0], -1, *a.shape[1:]), packed)
-    if platform() != "cpu":
-        made = for_platform(jax.tree.map(jnp.asarray, packed))
-        return place_packed(made, table, place)
-    if isinstance(place, NamedSharding):
-        return place_packed(packed, table, place)
-    return jax.device_put(packed, place)
+    return on_devices(packed, table, place)
 
 
 def _array(rows: RowReader, source: RowSource, path: str, shape: tuple[int, ...], dtype: str) -> np.ndarray:

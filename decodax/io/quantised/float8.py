@@ -1,0 +1,92 @@
+"""Weights of 8-bit floats (e4m3): the method "fp8" of transformers, with one scale for each block of 128 x 128 as in
+DeepSeek's files or one for each tensor, and "fbgemm_fp8", with one for each output.
+
+Scales of activations are not read: activations stay floats.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any, Self
+
+import numpy as np
+
+from decodax.io.quantised.scheme import SCALES, Scheme, StoredLinear, byte_linear
+from decodax.io.quantised.tensors import TensorReader
+from decodax.models.formats.scaled import Scaled
+from decodax.models.packed import Packed
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertLinear(StoredLinear):
+    """An expert's layer in a tensor that holds those of all experts, `[E, K, N]` or `[E, N, K]`.
+
+    Attributes:
+        expert: index of the expert.
+        block: sizes of a block, in outputs and inputs.
+        turned: True if the file has `[E, K, N]`.
+    """
+
+    expert: int
+    block: tuple[int, int]
+    turned: bool
+
+    def read(self, which: np.ndarray, zeroed: bool, ordered: bool) -> Packed:
+        rows, columns = self.block
+        groups = np.arange(0, self.inputs, math.gcd(columns, self.inputs)) // columns
+        scales = self._own(self.tensors[1])[which // rows][:, groups].astype(np.float32)
+        return Scaled(codes=np.ascontiguousarray(self._codes[which]), scales=scales)    # type: ignore[arg-type]
+
+    @functools.cached_property
+    def _codes(self) -> np.ndarray:
+        return self._own(self.tensors[0])
+
+    def _own(self, name: str) -> np.ndarray:
+        found = self.file.rows(name, np.arange(self.expert, self.expert + 1))[0]
+        return found.T if self.turned else found
+
+
+@dataclasses.dataclass(frozen=True)
+class Float8Weights(Scheme):
+    """The configuration.
+
+    Attributes:
+        blocks: the size of a block, if there are blocks.
+    """
+
+    blocks: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Self:
+        size, form = config.get("weight_block_size"), config.get("fmt", "e4m3")
+        if form not in ("e4m3", "float8_e4m3fn"):
+            raise ValueError(f"fmt: got {form!r}, takes 'e4m3'")
+        if size is not None and not (isinstance(size, list) and len(size) == 2 and all(
+                isinstance(n, int) and n > 0 for n in size)):
+            raise ValueError(f"weight_block_size: got {size!r}, takes two numbers from 1, or null")
+        return cls(() if size is None else (tuple(size),))
+
+    def linear(self, file: TensorReader, stem: str, outputs: int, inputs: int) -> StoredLinear | None:
+        return byte_linear(file, stem, outputs, inputs, ("weight_scale_inv", "weight_scale"), ("F8_E4M3",),
+                           self.blocks)
+
+    def expert(self, file: TensorReader, name: str, expert: int, sizes: tuple[int, int, int], turned: bool
+               ) -> StoredLinear | None:
+        experts, outputs, inputs = sizes
+        if name not in file or file.dtype(name) != "F8_E4M3":
+            return None
+        shape = lambda n, k: (experts, k, n) if turned else (experts, n, k)
+        file.require(name, (shape(outputs, inputs),), ("F8_E4M3",))
+        scale = next((other for tail in ("_scale_inv", "_scale") if (other := f"{name}{tail}") in file),
+                     f"{name}_scale_inv")
+        blocks: dict[tuple[int, ...], tuple[int, int]] = {
+            shape(-(-outputs // rows), -(-inputs // columns)): (rows, columns)
+            for rows, columns in ((outputs, inputs), (1, inputs), *self.blocks)}
+        file.require(scale, tuple(blocks), SCALES)
+        return ExpertLinear(file, name, outputs, inputs, (name, scale), expert, blocks[file.shape(scale)], turned)
+
+    def unused(self, stem: str) -> tuple[str, ...]:
+        return tuple(f"{stem}.{tail}" for tail in ("activation_scale", "input_scale", "input_scale_ub"))

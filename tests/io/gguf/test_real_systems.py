@@ -1,0 +1,98 @@
+"""Decoding methods, constraints and tools on SmolLM2-135M-Instruct, packed as in its file."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+import decodax as dx
+from decodax.common.registry import ALGORITHMS
+from decodax.models.transformer import Transformer
+from tests.contracts.test_algorithm import OPTIONS
+from tests.io.gguf.test_real import loaded
+from tests.matrix import often
+
+pytestmark = [pytest.mark.real, pytest.mark.wide]
+
+CHATS = ["Repeat this sentence three times: The cat sat on the mat and looked at the moon.",
+         "Name three fruits and say why each of them is good.", "What is the capital of France?"]
+LAYERS = 12
+"""Layers of the draft model, the first of the target's."""
+SYSTEMS = [name for name, e in ALGORITHMS.items() if e.guarantee == "seed-exact" and not e.alias_of
+           and "diffusion" not in e.needs and name != "autoregressive"]
+FEW = ("prompt-lookup", "token-recycling", "opt-tree", "layerskip", "lookahead")
+
+
+@functools.cache
+def chats() -> list[list[int]]:
+    return [loaded("smollm2").tokenizer.encode_chat([{"role": "user", "content": text}]) for text in CHATS]
+
+
+@functools.cache
+def small() -> dx.LM:
+    lm = loaded("smollm2")
+    config = dataclasses.replace(lm.model.config, layers=lm.model.config.layers[:LAYERS])
+    params = {**lm.params, "layers": {str(i): lm.params["layers"][str(i)] for i in range(LAYERS)}}
+    return dataclasses.replace(lm, model=Transformer(config), params=params)
+
+
+def decoded(algorithm: Any = None) -> Any:
+    """Greedy rows, and one that samples."""
+    return dx.generate(loaded("smollm2"), chats(), algorithm=algorithm, max_new_tokens=32, seed=5,
+                       temperature=[0.0, 0.0, 0.8], top_p=0.95)
+
+
+@functools.cache
+def plain() -> Any:
+    return decoded()
+
+
+def options(name: str) -> dict[str, Any]:
+    """Options of the contract's small models, where they name ids or layers; others by default."""
+    given = dict(OPTIONS.get(name, {}))
+    if name == "knn-ssd":
+        given["domains"] = [[chats()[0][:40]], [chats()[1][:40]]]
+    return given if name in ("automatic", "knn-ssd", "disco", "specdec++", "self-speculative") else {}
+
+
+@pytest.mark.parametrize("name", often(FEW, SYSTEMS))
+def test_a_seed_exact_system_equals_plain_decoding(name: str) -> None:
+    draft = small() if ALGORITHMS[name].takes_draft else None
+    out = decoded(dx.algorithms.make(name, loaded("smollm2"), draft, **options(name)))
+    for b in range(len(CHATS)):
+        assert out.row(b).tolist() == plain().row(b).tolist(), (name, b)
+    assert np.array_equal(out.status, plain().status)
+
+
+def test_lookup_takes_fewer_forwards_where_text_repeats() -> None:
+    out = decoded("prompt-lookup:length=7")
+    assert out.stats.rounds[0] < 0.7 * plain().stats.rounds[0]
+
+
+SCHEMA = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 20}, "age": {"type": "integer"}},
+          "required": ["name", "age"], "additionalProperties": False}
+
+
+@pytest.mark.parametrize("algorithm", [None, "prompt-lookup:length=4"])
+def test_json_by_a_schema(algorithm: str | None) -> None:
+    ask = [{"role": "user", "content": "Describe a person as JSON with a name and an age."}]
+    out = dx.generate(loaded("smollm2"), [ask] * 2, constraint=dx.constraints.json_schema(SCHEMA), max_new_tokens=64,
+                      temperature=[0.0, 1.0], algorithm=algorithm)
+    for text in out.text:
+        found = json.loads(text)
+        assert found.keys() == {"name", "age"} and isinstance(found["age"], int)
+
+
+def test_a_tool_is_called_with_arguments_of_its_schema() -> None:
+    tool = {"type": "function", "function": {"name": "weather", "description": "Returns the weather of a city.",
+            "parameters": {"type": "object", "properties": {"city": {"enum": ["Paris", "London"]}},
+                           "required": ["city"], "additionalProperties": False}}}
+    ask = [{"role": "user", "content": "What is the weather in Paris? Use the tool."}]
+    out = dx.generate(loaded("smollm2"), [ask], constraint=dx.constraints.tools([tool], "weather"), max_new_tokens=64)
+    call = json.loads(out.text[0].removeprefix("<tool_call>").removesuffix("</tool_call>"))
+    assert call["name"] == "weather" and call["arguments"]["city"] in ("Paris", "London")
