@@ -80,12 +80,14 @@ def _kinds(c: Json, full: Callable[[int], bool]) -> list[bool]:
     """Returns True for each layer with attention. `layer_types` in the file, if present, takes precedence over `full`,
     which returns True for the index of such a layer."""
     count, kinds = c["num_hidden_layers"], c.get("layer_types")
-    if kinds is None:
-        return [full(i) for i in range(count)]
-    if len(kinds) < count or not set(kinds) <= {"full_attention", "linear_attention"}:
+    if kinds is not None and (len(kinds) < count or not set(kinds) <= {"full_attention", "linear_attention"}):
         raise ValueError(f"layer_types: got {kinds}, takes 'full_attention' or 'linear_attention' for each of "
                          f"num_hidden_layers = {count}")
-    return [kind == "full_attention" for kind in kinds[:count]]
+    found = [full(i) if kinds is None else kinds[i] == "full_attention" for i in range(count)]
+    if not any(found):
+        raise ValueError(f"layer_types, full_attention_interval: got no layer with attention among num_hidden_layers = "
+                         f"{count}, takes one or more")
+    return found
 
 
 FAMILIES: dict[str, Callable[[Json], DecoderConfig]] = {
