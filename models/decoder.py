@@ -11,7 +11,7 @@ would copy each layer's weights on CPU. Norms, rotations and softmax are float32
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from decodax.models.dual_chunk import DualChunk
 from decodax.models.echoes import Echoes, Near
 from decodax.models.feed_forward import MLP, Mixture
 from decodax.models.layers import STD, Linear, Norm, weight
-from decodax.models.packed import embedded, head, multiply
+from decodax.models.packed import Packed, embedded, head, multiply
 from decodax.models.recurrent.blocks import recurrent_block
 from decodax.models.rope import rotate
 
@@ -229,7 +229,7 @@ class Decoder(nnx.Module):
     """The network. Every weight's path, shape, initial value and logical axes are declared here and nowhere else."""
 
     def __init__(self, c: DecoderConfig, rngs: nnx.Rngs):
-        self.c = c
+        self.c, self.default_dtype = c, "float32"
         self.embed = weight(rngs, (c.vocab, c.width), ("vocab", "embed"))
         rows = c.learned_positions + c.position_offset
         self.positions = weight(rngs, (rows, c.width), (None, "embed")) if c.learned_positions else None
@@ -312,10 +312,19 @@ class Decoder(nnx.Module):
             x = x + self.positions[...].at[positions + self.c.position_offset].get(mode="clip")
         return _optional(self.embed_norm, x)
 
+    def with_default_dtype(self, dtype: Any) -> Self:
+        """Sets the dtype of activations for weights that are all packed, and returns the network."""
+        self.default_dtype = dtype
+        return self
+
     @property
     def dtype(self) -> Any:
-        """The dtype of activations: that of weights that are never packed."""
-        return (self.embed.get_value() if self.norm.scale is None else self.norm.scale[...]).dtype
+        """The dtype of activations: that of the final norm's scale, the learned positions or the embedding table, the
+        first of them that is an array. If none is, it is the one set by `with_default_dtype`."""
+        for own in (self.norm.scale, self.positions, self.embed):
+            if own is not None and not isinstance(table := own.get_value(), Packed):
+                return table.dtype
+        return jnp.dtype(self.default_dtype)
 
     def tables(self, positions: Array, context: int | None) -> dict[Any, Any]:
         """Returns cosine and sine of each rotary embedding in the network, the factors of each query scale, and

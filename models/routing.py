@@ -1,8 +1,9 @@
 """The router of a sparse mixture of experts: which experts compute a token, and with which weights.
 
-One function, `route`, has the options of all families (`Experts`). A score for each expert comes from the router's
-logits; the best scores choose, after a learned correction that counts for the choice alone and a choice of groups; the
-scores of the chosen are the weights, normalised and scaled.
+One function, `route`, has the options of all families (`Experts`), and some that no family here reads from a
+`config.json` yet: the scores "sqrtsoftplus" and "logits", groups that count by their best score, and biases. A score
+for each expert comes from the router's logits; the best scores choose, after a learned correction that counts for the
+choice alone and a choice of groups; the scores of the chosen are the weights, normalised and scaled.
 
 | family | score | correction | groups | weights |
 |---|---|---|---|---|

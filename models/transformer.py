@@ -164,7 +164,7 @@ class Transformer(LayeredModel):
         """
         begun, packing = window.hint(PartialForward), window.hint(Packing)
         params, by_row = _chosen(params, cache)
-        network = _network(self.config, params)
+        network = _network(self.config, params, self.dtype)
         x = _embedded(network, window, cache)
         first = layers_read(cache) if window.is_prefill else None
         if first is not None:
@@ -194,7 +194,7 @@ class Transformer(LayeredModel):
 
     def walk(self, params: Weights, window: Window, cache: Cache) -> tuple[Array, Callable[[int, Array], Array]]:
         self._apart()
-        network = _network(self.config, _chosen(params, cache)[0])
+        network = _network(self.config, _chosen(params, cache)[0], self.dtype)
         tables = network.tables(window.positions, self.context)
         attend = lambda layer, q, k, v, **options: cache.attend(layer, q, k, v, window, **options)
         run = lambda layer, x: network.layers[str(layer)](layer, x, tables, attend)[0]
@@ -222,12 +222,12 @@ class Transformer(LayeredModel):
         return whole.reshape(self.config.heads, -1, self.config.width)
 
     def embeddings(self, params: Weights, tokens: Array) -> Array:
-        network = _network(self.config, params)
+        network = _network(self.config, params, self.dtype)
         return embedded(network.embed.get_value(), tokens, network.dtype)
 
     def pieces(self, params: Weights) -> Pieces:
         self._apart()
-        return Pieces(_network(self.config, params), self.context)
+        return Pieces(_network(self.config, params, self.dtype), self.context)
 
     def forward(self, params: Weights, tokens: Array, positions: Array | None = None,
                 mask: Array | None = None, prefix: Array | None = None) -> Array:
@@ -264,7 +264,7 @@ class Transformer(LayeredModel):
         T = tokens.shape[1]
         where = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), tokens.shape) if positions is None else positions
         seen = jnp.tril(jnp.ones((1, T, T), bool)) if mask is None else mask
-        network = _network(self.config, params)
+        network = _network(self.config, params, self.dtype)
         values, given = (None, None) if inputs is None else (inputs.values, inputs.given)
         near = lambda q, k, v, **options: window_attention(q, k, v, seen, where, **options)
 
@@ -381,5 +381,5 @@ def _embedded(network: Decoder, window: Window, cache: Cache) -> Array:
     return network.embedded(window.tokens, window.positions, values, which)
 
 
-def _network(config: DecoderConfig, params: Weights) -> Decoder:
-    return nnx.merge(_split(config)[0], nnx.State(params))
+def _network(config: DecoderConfig, params: Weights, dtype: str = "float32") -> Decoder:
+    return nnx.merge(_split(config)[0], nnx.State(params)).with_default_dtype(dtype)

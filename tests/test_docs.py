@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import decodax as dx
-from decodax.common.registry import ALGORITHMS, SELECTS, SHELVES
+from decodax.common.registry import ALGORITHMS, FORMATS, SELECTS, SHELVES
 from decodax.core.algorithm import name_of
 from decodax.engine.request import Request
 from tests.extending.pages import DOCS, blocks_of, run_file
@@ -180,6 +180,11 @@ def test_options_in_the_documentation_are_options_of_the_entries():
         count += bool(shelves)
     assert not wrong
     assert count > 50
+
+
+def test_the_page_on_weights_names_every_format():
+    text = (DOCS / "choose" / "weights.md").read_text()
+    assert not [name for name in FORMATS.names() if f'`"{name}"`' not in text]
 
 
 def test_files_that_pages_name_exist():

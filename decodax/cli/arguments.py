@@ -8,7 +8,7 @@ from typing import Any
 
 from decodax import __version__
 from decodax.cli import batch, evaluation, generation, listing, planning, quantize, score
-from decodax.cli.common import Parser
+from decodax.cli.common import MODEL, Parser
 
 Command = Callable[[argparse.Namespace], None]
 
@@ -83,9 +83,9 @@ def parser(generate: Command, compare: Command, info: Command) -> argparse.Argum
     p.set_defaults(command=compare)
     p.add_argument("names", nargs="+", metavar="NAME[:OPTION=VALUE,...]",
                    help="methods, see decodax list algorithms; all: every one that needs no samples")
-    p.add_argument("-m", "--model", default="pycode", metavar="NAME_OR_DIR", help="default: pycode")
-    p.add_argument("--draft", default="pycode-draft", metavar="NAME_OR_DIR",
-                   help="the smaller model, for systems that need one (default: pycode-draft)")
+    p.add_argument("-m", "--model", default="pycode", metavar="NAME_OR_PATH", help=f"{MODEL} (default: pycode)")
+    p.add_argument("--draft", default="pycode-draft", metavar="NAME_OR_PATH",
+                   help=f"the smaller model, for systems that need one: {MODEL} (default: pycode-draft)")
     asked = p.add_mutually_exclusive_group()
     asked.add_argument("--task", nargs="+", choices=[*TASKS, "all"], default=["all"],
                        help="copy-edit: a function, then its first half again, greedy; completion: held-out functions, "
@@ -101,7 +101,7 @@ def parser(generate: Command, compare: Command, info: Command) -> argparse.Argum
     p.add_argument("--repeats", type=int, default=5, metavar="N", help="timed runs of each (default: 5)")
     p.add_argument("--seed", type=int, default=0, metavar="N", help="of prompts and sampling (default: 0)")
     p.add_argument("--on", metavar="SLICE", help="also predict speedups on this slice, such as v5e:2x4 (see plan)")
-    p.add_argument("--as", dest="as_model", metavar="PRESET_OR_DIR", default="llama-3-8b",
+    p.add_argument("--as", dest="as_model", metavar="PRESET_OR_PATH", default="llama-3-8b",
                    help="the model that --on predicts for (default: llama-3-8b)")
     p.add_argument("--capacity", type=int, default=4096, metavar="N", help="tokens of a row there (default: 4096)")
     p.add_argument("--plot", metavar="FILE", help="draw speedup and mean accepted length, as PNG, SVG or PDF")

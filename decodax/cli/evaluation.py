@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from decodax.cli.common import UsageError, keep_programs, naming_the_argument
+from decodax.cli.common import MODEL, UsageError, keep_programs, naming_the_argument
 
 EXAMPLES = """\
 examples:
@@ -29,8 +29,7 @@ def add(commands: Any, common: argparse.ArgumentParser, exit_codes: str) -> None
                             formatter_class=argparse.RawDescriptionHelpFormatter, epilog=EXAMPLES + "\n" + exit_codes,
                             description="Runs tasks of lm-evaluation-harness with any algorithm and cache.")
     p.set_defaults(command=run)
-    p.add_argument("-m", "--model", default="pycode", metavar="NAME_OR_DIR",
-                   help="a shipped model (see decodax info), a Hugging Face directory or a GGUF file (default: pycode)")
+    p.add_argument("-m", "--model", default="pycode", metavar="NAME_OR_PATH", help=f"{MODEL} (default: pycode)")
     p.add_argument("-t", "--tasks", nargs="+", required=True, metavar="TASK", help="names of tasks, or list")
     p.add_argument("-a", "--algorithm", metavar="NAME[:OPTION=VALUE,...]", help="what writes answers (decodax list)")
     p.add_argument("--cache", metavar="NAME[:OPTION=VALUE,...]", help="what the cache keeps (decodax list)")

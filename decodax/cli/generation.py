@@ -8,7 +8,7 @@ import pathlib
 import reprlib
 from typing import TYPE_CHECKING, Any
 
-from decodax.cli.common import UsageError, naming_the_argument
+from decodax.cli.common import MODEL, UsageError, naming_the_argument
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -32,12 +32,11 @@ SAMPLING: list[tuple[str, type, str]] = [
 
 def add_model(p: argparse.ArgumentParser) -> None:
     """Adds the arguments that choose the model, its dtype and its weight format."""
-    p.add_argument("-m", "--model", default="pycode", metavar="NAME_OR_DIR",
-                   help="a shipped model (see decodax info), a Hugging Face directory or a GGUF file (default: pycode)")
+    p.add_argument("-m", "--model", default="pycode", metavar="NAME_OR_PATH", help=f"{MODEL} (default: pycode)")
     p.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of activations, cache and weights")
     p.add_argument("--adapter", metavar="DIR", help="an adapter in peft's layout")
     p.add_argument("--weights", choices=["int8", "int4", "fp8", "bfloat16", "float16", "float32", "qserve"],
-                   help="how the weights are kept and read (default: as --dtype)")
+                   help="how the weights are kept and read (default: as --dtype, or as a GGUF file has them)")
 
 
 def add(p: argparse.ArgumentParser) -> None:
@@ -84,8 +83,8 @@ def add(p: argparse.ArgumentParser) -> None:
     g.add_argument("-a", "--algorithm", metavar="NAME[:OPTION=VALUE,...]",
                    help="a method of `decodax list`, such as prompt-lookup:length=5; default: plain decoding, or a "
                         "position a round where the model fills masks")
-    g.add_argument("--draft", default="pycode-draft", metavar="MODEL",
-                   help="the draft model, for systems that need one (default: pycode-draft)")
+    g.add_argument("--draft", default="pycode-draft", metavar="NAME_OR_PATH",
+                   help=f"the draft model, for systems that need one: {MODEL} (default: pycode-draft)")
     g.add_argument("--cache", metavar="NAME[:OPTION=VALUE,...]",
                    help="what the cache keeps, a policy of `decodax list caches` such as snapkv:budget=512; default: "
                         "everything")

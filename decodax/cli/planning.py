@@ -32,7 +32,7 @@ def add(commands: Any, common: argparse.ArgumentParser, exit_codes: str) -> None
                             "memory of each, the least time of a round, the largest batch. One line a mesh, the "
                             "cheapest first.")
     p.set_defaults(command=run)
-    p.add_argument("-m", "--model", required=True, metavar="PRESET_OR_DIR",
+    p.add_argument("-m", "--model", required=True, metavar="PRESET_OR_PATH",
                    help="llama-3-8b, llama-3-70b, qwen3-8b, qwen3-32b, qwen3-30b-a3b, gemma-3-27b, llada-8b, a "
                    "directory with a config.json, or a GGUF file")
     p.add_argument("-t", "--topology", nargs="+", required=True, metavar="SLICE",
@@ -47,7 +47,8 @@ def add(commands: Any, common: argparse.ArgumentParser, exit_codes: str) -> None
     p.add_argument("--mesh", nargs="+", metavar="DATAxMODEL",
                    help="replicas by devices of each (default: all meshes of all devices)")
     p.add_argument("-a", "--algorithm", metavar="NAME[:OPTION=VALUE,...]", help="the decoding method (decodax list)")
-    p.add_argument("--draft", metavar="PRESET_OR_DIR", help="the model that the method drafts with")
+    p.add_argument("--draft", metavar="PRESET_OR_PATH",
+                   help="the model that the method drafts with, named as --model")
     p.add_argument("--cache", metavar="NAME[:OPTION=VALUE,...]", help="what the cache keeps (decodax list)")
     p.add_argument("-w", "--weights", metavar="FORMAT", help="of the kernels, such as int8 (default: as --dtype)")
     p.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16", "float16"],

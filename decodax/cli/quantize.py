@@ -10,12 +10,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from decodax.cli.common import UsageError, naming_the_argument
+from decodax.cli.common import MODEL, UsageError, naming_the_argument
 
 EXAMPLES = """\
 examples:
   decodax quantize pycode pycode-int8 --weights int8
   decodax quantize path/to/model out --weights int4:group=32
+  decodax quantize model.gguf out --weights int8
   decodax generate --model out "def area(r):"
 
 Texts that a format is to go by are of the kind that the model will see; one file is one text.
@@ -29,7 +30,7 @@ def add(commands: Any, common: argparse.ArgumentParser, exit_codes: str) -> None
                             formatter_class=argparse.RawDescriptionHelpFormatter, epilog=EXAMPLES + "\n" + exit_codes,
                             description="Packs the kernels of a model and writes it for decodax.load, with tokenizer.")
     p.set_defaults(command=run)
-    p.add_argument("model", metavar="NAME_OR_DIR", help="a shipped model, a Hugging Face directory or a GGUF file")
+    p.add_argument("model", metavar="NAME_OR_PATH", help=MODEL)
     p.add_argument("out", metavar="OUT", help="the directory to write")
     p.add_argument("-w", "--weights", required=True, metavar="FORMAT[:OPTION=VALUE,...]",
                    help="a format of decodax.models.formats.FORMATS, such as int8 or int4:group=32")
@@ -52,6 +53,7 @@ def run(args: argparse.Namespace) -> None:
     except UnicodeDecodeError as error:
         raise ValueError(f"--data: not UTF-8 text ({error})") from error
     import decodax as dx
+    from decodax.io.load import find
 
     with naming_the_argument():
         own = _format(args.weights)
@@ -59,9 +61,8 @@ def run(args: argparse.Namespace) -> None:
     with naming_the_argument():
         made = dx.quantize(lm, own, data, length=args.length, sequences=args.sequences, progress=sys.stderr.isatty())
     dx.save(made, out, dtype=args.dtype or _dtype(lm.directory))
-    size = lambda path: sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
-    figures = {"out": str(out), "weights": args.weights, "bytes": size(out),
-               "before": size(lm.directory) if lm.directory else None}
+    size = lambda path: sum(file.stat().st_size for file in ([path] if path.is_file() else path.glob("*.safetensors")))
+    figures = {"out": str(out), "weights": args.weights, "bytes": size(out), "before": size(find(args.model))}
     if args.json:
         print(json.dumps(figures))
         return

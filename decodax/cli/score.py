@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from decodax.cli.common import UsageError, keep_programs, table
+from decodax.cli.common import MODEL, UsageError, keep_programs, table
 
 EXAMPLES = """\
 examples:
@@ -31,11 +31,10 @@ def add(commands: Any, common: argparse.ArgumentParser, exit_codes: str) -> None
                             description="Scores texts: each file is one, or each line of it with --lines.")
     p.set_defaults(command=run)
     p.add_argument("files", nargs="+", metavar="FILE", help="UTF-8 text; - is standard input")
-    p.add_argument("-m", "--model", default="pycode", metavar="NAME_OR_DIR",
-                   help="a shipped model (see decodax info), a Hugging Face directory or a GGUF file (default: pycode)")
+    p.add_argument("-m", "--model", default="pycode", metavar="NAME_OR_PATH", help=f"{MODEL} (default: pycode)")
     p.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of activations, cache and weights")
     p.add_argument("--weights", choices=["int8", "int4", "fp8", "bfloat16", "float16", "float32", "qserve"],
-                   help="how the weights are kept and read (default: as --dtype)")
+                   help="how the weights are kept and read (default: as --dtype, or as a GGUF file has them)")
     p.add_argument("--lines", action="store_true", help="each line that is not blank is a text")
     p.add_argument("--window", type=int, metavar="N",
                    help="tokens that a prediction sees at most (default: as many as the model was made for)")

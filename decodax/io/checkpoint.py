@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from decodax.common.arguments import outside
 from decodax.io import packed as packed_files
-from decodax.io.files import CheckpointError, Files, read_json
+from decodax.io.files import CheckpointError, Files, named_tensors, read_json
 from decodax.io.quantised import read_scheme, refuse_quantised
 from decodax.io.quantised.weights import find_layers, load_weights
 from decodax.models.config import DecoderConfig
@@ -90,9 +90,7 @@ def load_model(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | 
             compiled.
         ValueError: `dtype`, `context` or `weights` is out of its range.
     """
-    asked, packing = None if dtype is None else dtype_name(dtype), without_data(weights)
-    if context is not None and (not isinstance(context, int) or isinstance(context, bool) or context < 1):
-        raise ValueError(f"context: got {context!r}, takes a number of tokens of at least 1")
+    asked, packing = checked_options(dtype, weights, context)
     root = Path(directory)
     config = read_json(root / "config.json")
     try:
@@ -109,9 +107,9 @@ def load_model(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | 
     # This comes before the network is laid out, which takes long if a wrong number asks for very many layers.
     stored = layers_in(family, files.home)
     if not stored:
-        raise CheckpointError(f"{files.name}: holds {_some(sorted(files.stored.values()))}, and no layer under the "
-                              f"names of model_type {family!r}; takes {', '.join(embeddings(family)[:2])} and layers "
-                              "beside it, all with the same prefix or none")
+        raise CheckpointError(f"{files.name}: holds {named_tensors(sorted(files.stored.values()))}, and no layer "
+                              f"under the names of model_type {family!r}; takes {', '.join(embeddings(family)[:2])} "
+                              "and layers beside it, all with the same prefix or none")
     if stored < len(decoder.layers):
         key = next((key for key in ("n_layer", "n_layers") if key in config), "num_hidden_layers")
         raise CheckpointError(f"{root / 'config.json'}: {key}: got {len(decoder.layers)}, {files.name} holds {stored} "
@@ -138,18 +136,35 @@ def load_model(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | 
 
     name = asked or DTYPES.get(files.slice(where["embed"].tensors[0]).get_dtype(), "bfloat16")
     model = Transformer(decoder, dtype=name, context=context)
-    places = _places(model, shapes, mesh)
+    on = places(model, shapes, mesh)
     if plan is not None:
-        return model, load_weights(files, plan, where, shapes, name, places)
+        return model, load_weights(files, plan, where, shapes, name, on)
     chosen = [path for path in kernels(shapes) if packing.packs(path)] if packing is not None else []
-    loaded = [_load(files, where[path], leaf.shape, stored_dtype(path, name), places[path],
+    loaded = [_load(files, where[path], leaf.shape, stored_dtype(path, name), on[path],
                     packing if path in chosen else None, path == "embed") for path, leaf in flatten(shapes).items()]
     return model, jax.tree.unflatten(jax.tree.structure(shapes), loaded)
 
 
-def _places(model: Transformer, shapes: Weights, mesh: Mesh | None) -> dict[str, jax.sharding.Sharding]:
+def checked_options(dtype: jax.typing.DTypeLike | None, weights: str | Format | None,
+                    context: int | None = None) -> tuple[str | None, Format | None]:
+    """Returns the name of a dtype and the format of weights that a call asks for, each None if it asks for none.
+
+    Raises:
+        ValueError: `dtype`, `weights` or `context` is out of its range.
+    """
+    asked, packing = None if dtype is None else dtype_name(dtype), without_data(weights)
+    if context is not None and (not isinstance(context, int) or isinstance(context, bool) or context < 1):
+        raise ValueError(f"context: got {context!r}, takes a number of tokens of at least 1")
+    return asked, packing
+
+
+def _first_device() -> jax.sharding.Sharding:
+    return SingleDeviceSharding(jax.local_devices()[0])
+
+
+def places(model: Transformer, shapes: Weights, mesh: Mesh | None) -> dict[str, jax.sharding.Sharding]:
     """Returns the sharding of each weight by its path; the first local device if there is no mesh."""
-    here = SingleDeviceSharding(jax.local_devices()[0])
+    here = _first_device()
     return flatten(jax.tree.map(lambda _: here, shapes) if mesh is None else model.shardings(mesh))
 
 
@@ -160,7 +175,7 @@ def _load_packed(root: Path, config: dict[str, Any], decoder: DecoderConfig, dty
     name = dtype or config.get("dtype", "float32")
     model = Transformer(decoder, dtype=name, context=context)
     shapes = model.abstract_params()
-    leaves = packed_files.read(root, config, flatten(shapes), _places(model, shapes, mesh), name)
+    leaves = packed_files.read(root, config, flatten(shapes), places(model, shapes, mesh), name)
     return model, jax.tree.unflatten(jax.tree.structure(shapes), leaves.values())
 
 
@@ -173,7 +188,7 @@ def _no_format(root: Path, weights: str | Format | None) -> None:
 def load_t5(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | None = None,
             weights: str | Format | None = None) -> tuple[T5, Weights]:
     """Loads a T5 from a model directory onto the first device. Arguments and errors are those of `load_model`."""
-    asked, packing = None if dtype is None else dtype_name(dtype), without_data(weights)
+    asked, packing = checked_options(dtype, weights)
     root = Path(directory)
     entries, files = read_json(root / "config.json"), Files(root)
     refuse_quantised(root, entries)
@@ -185,7 +200,7 @@ def load_t5(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | Non
     where = t5_sources(config)
     _check(where, files, set(), [T5_IGNORED])
     name = asked or DTYPES[files.slice("shared.weight").get_dtype()]
-    here = SingleDeviceSharding(jax.local_devices()[0])
+    here = _first_device()
     shape = lambda source: source.full[::-1] if source.transpose else source.full
     tied = lambda path: path == "embed" and config.tied
     loaded = {path: _load(files, source, shape(source), name, here,
@@ -211,7 +226,7 @@ def load_recurrent(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLik
                    weights: str | Format | None = None) -> tuple[Mamba | Mamba2 | Rwkv7, Weights]:
     """Loads a network in `RECURRENT` from a model directory onto the first device. Arguments and errors are those of
     `load_model`."""
-    asked, packing = None if dtype is None else dtype_name(dtype), without_data(weights)
+    asked, packing = checked_options(dtype, weights)
     root = Path(directory)
     entries = read_json(root / "config.json")
     network, read, weights_of = RECURRENT[recurrent_type(entries) or "mamba2"]
@@ -230,7 +245,7 @@ def load_recurrent(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLik
     if config.tied:
         _check_tied(files, table, "lm_head.weight")
     name = asked or DTYPES[files.slice(table).get_dtype()]
-    here = SingleDeviceSharding(jax.local_devices()[0])
+    here = _first_device()
     packs = lambda path: packing is not None and packing.packs(path) and (
         path.endswith(".kernel") or (path == "embed" and config.tied))
     loaded = {path: _load(files, source, shape_of(source), name, here, packing if packs(path) else None,
@@ -245,10 +260,10 @@ def _load_packed_mamba2(root: Path, entries: dict[str, Any], config: Mamba2Confi
     name, kind = dtype or entries.get("dtype", "float32"), QuantizedMamba2 if entries.get(ROUNDED) else Mamba2
     model = kind(config, dtype=name)
     shapes = flatten(model.abstract_params())
-    here: jax.sharding.Sharding = SingleDeviceSharding(jax.local_devices()[0])
-    places = dict.fromkeys(shapes, here)
+    here = _first_device()
     # Scales of activations stay float32.
-    leaves = packed_files.read(root, entries, shapes, places, None if kind is QuantizedMamba2 else name)
+    leaves = packed_files.read(root, entries, shapes, dict.fromkeys(shapes, here),
+                               None if kind is QuantizedMamba2 else name)
     return model, nested(leaves)
 
 
@@ -292,8 +307,9 @@ def _check(where: dict[str, WeightSource], files: Files, spare: set[str], ignore
     left = sorted(tensor for tensor in files.home.keys() - wanted.keys() - spare
                   if not any(pattern.search(tensor) for pattern in ignored))
     if missing:
-        instead = f"; holds {_some([files.stored[name] for name in left])}" if left else ""
-        raise CheckpointError(f"{files.name}: lacks {_some(missing)}, which the configuration requires{instead}")
+        instead = f"; holds {named_tensors([files.stored[name] for name in left])}" if left else ""
+        raise CheckpointError(f"{files.name}: lacks {named_tensors(missing)}, which the configuration "
+                              f"requires{instead}")
     for tensor, shape in wanted.items():
         found = tuple(files.slice(tensor).get_shape())
         if found != shape:
@@ -303,7 +319,8 @@ def _check(where: dict[str, WeightSource], files: Files, spare: set[str], ignore
             raise CheckpointError(f"{files.home[tensor]}: tensor {tensor}: got {files.slice(tensor).get_dtype()}, "
                                   f"takes {', '.join(DTYPES)}")
     if left:
-        raise CheckpointError(f"{files.home[left[0]]}: holds {_some(left)}, which the configuration does not describe")
+        raise CheckpointError(f"{files.home[left[0]]}: holds {named_tensors(left)}, which the configuration does not "
+                              "describe")
 
 
 def _check_tied(files: Files, embed: str, head: str) -> None:
@@ -318,11 +335,6 @@ def _check_tied(files: Files, embed: str, head: str) -> None:
     if not same:
         raise CheckpointError(f"{files.home[head]}: tensor {head} differs from {embed}, but config.json has "
                               "tie_word_embeddings = true; set it to false if the model has its own head")
-
-
-def _some(tensors: list[str]) -> str:
-    more = f" and {len(tensors) - 5} more" if len(tensors) > 5 else ""
-    return f"tensor{'s' if len(tensors) > 1 else ''} {', '.join(tensors[:5])}{more}"
 
 
 def _load(files: Files, source: WeightSource, shape: tuple[int, ...], name: str, place: jax.sharding.Sharding,

@@ -103,6 +103,16 @@ def _weight_map(path: Path) -> dict[str, str]:
     return found
 
 
+def named_tensors(names: Sequence[str]) -> str:
+    """Returns the names of tensors for an error, of many the first ones.
+
+    >>> named_tensors(["a"]), named_tensors(list("abcdefg"))
+    ('tensor a', 'tensors a, b, c, d, e and 2 more')
+    """
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return f"tensor{'s' if len(names) > 1 else ''} {', '.join(names[:5])}{more}"
+
+
 def missing(root: Path) -> str:
     """Returns the text of the error for a directory without readable weights, with the commands that convert the
     weights that it has."""

@@ -24,6 +24,8 @@ from decodax.io.packed import ENTRY, place_packed
 from decodax.io.saving import save_mamba2, save_model
 from decodax.models.calibration import nothing, observe
 from decodax.models.formats import Format, ModelFormat, kernels, read_format
+from decodax.models.formats.ggml import GgmlBlocks
+from decodax.models.formats.scaled import Scaled
 from decodax.models.names import flatten, kernel_of
 from decodax.models.packed import Packed
 from decodax.models.recurrent.mamba2 import Mamba2
@@ -39,7 +41,8 @@ def quantize(lm: LM, weights: str | Format | ModelFormat, data: Sequence[str | S
     """Returns the model with its kernels packed.
 
     Args:
-        lm: a decoder whose weights are arrays, a result of `decodax.load`.
+        lm: a decoder whose weights are arrays, a result of `decodax.load`. Kernels of a GGUF file are decoded first;
+            other packed weights are refused.
         weights: the name of a format, or a `decodax.models.formats.Format` or `ModelFormat`.
         data: calibration texts or their token ids, similar to the texts that the model will process, for a format that
             needs them. They are concatenated and cut into sequences.
@@ -62,9 +65,10 @@ def quantize(lm: LM, weights: str | Format | ModelFormat, data: Sequence[str | S
     if not isinstance(lm.model, Transformer if isinstance(own, Format) else Transformer | Mamba2):
         raise ValueError(f"lm: got {lm.name!r}, a {type(lm.model).__name__}; takes a decoder")
     leaves = flatten(lm.params)
-    if any(isinstance(leaf, Packed) for leaf in leaves.values()):
-        raise ValueError(f"lm: got {lm.name!r} with packed weights, takes arrays, as decodax.load makes them by "
-                         "default")
+    if any(isinstance(leaf, Packed) and not _is_stored(leaf) for leaf in leaves.values()):
+        raise ValueError(f"lm: got {lm.name!r} with packed weights, takes arrays, as decodax.load makes them from a "
+                         "directory by default, or a GGUF file on a CPU; decodax.load(..., weights=) packs a GGUF file "
+                         "anew on any device")
     if isinstance(own, ModelFormat):
         rows = _tokens(lm, weights, data, length, sequences) if own.data else None
         with bar(progress, "packing", 1) as report:
@@ -72,6 +76,9 @@ def quantize(lm: LM, weights: str | Format | ModelFormat, data: Sequence[str | S
         return dataclasses.replace(lm, model=model, params=huge_pages.moved(params))
     assert isinstance(lm.model, Transformer)
     chosen = [path for path in kernels(lm.params) if own.packs(path)]
+    leaves |= {path: _decoded(path, leaves[path]) for path in chosen if _is_stored(leaves[path])}
+    tree = jax.tree.structure(lm.params, is_leaf=lambda leaf: isinstance(leaf, Packed))
+    arrays = jax.tree.unflatten(tree, leaves.values())
     places = None if lm.mesh is None else flatten(lm.model.shardings(lm.mesh))
     pack = jax.jit(own.pack) if own.statistic is None else own.pack
     tokens = None if own.statistic is None else _tokens(lm, weights, data, length, sequences)
@@ -82,14 +89,13 @@ def quantize(lm: LM, weights: str | Format | ModelFormat, data: Sequence[str | S
             if tokens is not None and own.statistic is not None:
                 share, done = len(group) / len(tokens), chosen.index(group[0])
                 shown = functools.partial(lambda rows, share, done: report(done + share * rows), share=share, done=done)
-                seen = observe(lm.model, lm.params, tokens, own.statistic, group, lm.diffusion, shown)
+                seen = observe(lm.model, arrays, tokens, own.statistic, group, lm.diffusion, shown)
             for path in group:
                 made = pack(kernel_of(path, leaves[path]), *([] if tokens is None else [seen.pop(path)]))
                 packed[path] = made if places is None else place_packed(made, path == "embed", places[path])
         report(len(chosen))
     leaves |= huge_pages.moved(packed)
-    params = jax.tree.unflatten(jax.tree.structure(lm.params), leaves.values())
-    return dataclasses.replace(lm, params=params)
+    return dataclasses.replace(lm, params=jax.tree.unflatten(tree, leaves.values()))
 
 
 def save(lm: LM, directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | None = None) -> None:
@@ -127,6 +133,21 @@ def save(lm: LM, directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike 
     for name in TOKENIZER:
         if source is not None and (source / name).is_file() and source.resolve() != root.resolve():
             shutil.copyfile(source / name, root / name)
+
+
+def _is_stored(leaf: Any) -> bool:
+    """True if a kernel is in the form in which a GGUF file stores it: blocks of GGML, or floats of another dtype."""
+    return isinstance(leaf, GgmlBlocks) or (isinstance(leaf, Scaled) and leaf.scales is None)
+
+
+def _decoded(path: str, leaf: Packed) -> Any:
+    """Returns a packed kernel as an array in the order of the network's weights."""
+    return _values(leaf) if path == "embed" else jnp.swapaxes(_values(leaf), -1, -2)
+
+
+@jax.jit
+def _values(leaf: Packed) -> jax.Array:
+    return leaf.values(jnp.float32)
 
 
 def _tokens(lm: LM, weights: str | Format | ModelFormat, data: Sequence[str | Sequence[int]] | None, length: int,

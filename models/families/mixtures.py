@@ -119,6 +119,8 @@ def _llama4(c: Json) -> DecoderConfig:
     for name, given in (("no_rope_layers", rotated), ("layer_types", kinds)):
         if len(given) < count:
             raise ValueError(f"{name}: got {len(given)} entries for num_hidden_layers = {count}")
+    if "sliding_attention" in kinds:
+        raise ValueError(f"layer_types: got {kinds}, takes a list of 'full_attention' and 'chunked_attention'")
     growth = QueryScale(float(c.get("attn_scale", 0.1)), float(c.get("floor_scale", 8192)), 1)
     rope = read_rope(c, shape, interleaved=True)
     layers = tuple(Layer(

@@ -1,3 +1,4 @@
+import argparse
 import io
 import json
 import re
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from decodax.cli import main
+from decodax.cli.arguments import parser
 from decodax.common.registry import SHELVES
 
 Run = Any
@@ -297,6 +299,16 @@ def test_info_names_versions_devices_and_models(capsys: pytest.CaptureFixture[st
     assert report["versions"]["jax"] in out
     assert all(model["name"] in out for model in report["models"])
     assert "at most 1.32 bits/byte" in out and "99% right" in out
+
+
+def test_the_help_of_each_model_names_gguf_files() -> None:
+    nothing = lambda args: None
+    top = parser(nothing, nothing, nothing)
+    commands = next(action for action in top._actions if isinstance(action, argparse._SubParsersAction)).choices
+    named = {f"{command} {action.dest}": str(action.help) for command, own in commands.items()
+             for action in own._actions if action.dest in ("model", "draft")}
+    assert len(named) >= 10
+    assert not [name for name, text in named.items() if "GGUF file" not in text and "named as --model" not in text]
 
 
 def test_help_comes_without_jax() -> None:

@@ -5,20 +5,16 @@ README.md there. Three cases run by default, the first one of the files in OFTEN
 `-m matrix`.
 """
 
-import dataclasses
-import functools
 import json
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import decodax as dx
 from decodax.algorithms.diffusion import Filter
-from tests.conformance.checkpoints import digest, write
+from tests.conformance.checkpoints import digest
+from tests.conformance.loading import loaded
 
 CASES = Path(__file__).parent / "cases"
 # one of each kind of rule; for the caches and the rules that decide when a text is ready, tests/algorithms/diffusion
@@ -40,20 +36,6 @@ def cases() -> list[Any]:
             marks = [pytest.mark.full] if i or file.stem not in OFTEN else []
             out.append(pytest.param(data, case, id=f"{file.stem}-{i}", marks=marks))
     return out
-
-
-@functools.cache
-def loaded(name: str, directory: Path) -> dx.LM:
-    lm = dx.load(write(name, directory))
-    # weights that no device is fixed for, as a state is at first: else each program is compiled twice.
-    # The cases go on beyond the checkpoint's EOS, unless they say otherwise
-    return dataclasses.replace(lm, params=jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), lm.params),
-                               generation_config={})
-
-
-@pytest.fixture(scope="session")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("conformance")
 
 
 @pytest.mark.wide(but=("prompt-lookup-0", "prophet-0", "llada-0"))

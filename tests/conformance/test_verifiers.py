@@ -16,7 +16,7 @@ import pytest
 from decodax.algorithms.speculative import verify
 from decodax.algorithms.speculative.trees import Chain, Fixed
 from decodax.core import keys
-from tests.algorithms.speculative.test_verify import LENGTH, judge
+from tests.algorithms.speculative.judging import LENGTH, judge
 
 FILES = {f.stem: json.loads(f.read_text()) for f in sorted((Path(__file__).parent / "verify").glob("*.json"))}
 

@@ -17,9 +17,8 @@ from tokenizers import decoders, models, pre_tokenizers
 import decodax as dx
 from decodax.io.text import Tokenizer
 from tests.conformance.checkpoints import VOCABULARY, digest
-from tests.conformance.test_conformance import directory, loaded
+from tests.conformance.loading import loaded
 
-__all__ = ["directory"]
 FILES = {f.stem: json.loads(f.read_text()) for f in sorted((Path(__file__).parent / "vocabularies").glob("*.json"))}
 # 94 visible characters and three controls, by their names in a byte-level vocabulary; no blank, which tidying moves
 BYTES = [*map(chr, range(33, 127)), *(chr(256 + byte) for byte in (9, 10, 13))]

@@ -21,7 +21,7 @@ from decodax.core.window import causal
 from decodax.io.load import LM
 from decodax.sampling.base import Temperature
 from decodax.sampling.distribution import Policy
-from tests.constraints.test_generate import PERSON
+from tests.constraints.schemas import PERSON
 from tests.matrix import often
 
 PROMPTS = ["one", '{"name": "x", "n": 3}', "def f("]

@@ -24,7 +24,7 @@ from decodax.constraints.languages import read
 from decodax.constraints.matching import constrain
 from decodax.io.load import LM
 from decodax.models.diffusion import Diffusion
-from tests.constraints.test_regex import simple, valid
+from tests.constraints.formats import simple, valid
 from tests.matrix import often
 
 pytestmark = pytest.mark.wide

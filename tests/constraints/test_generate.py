@@ -15,12 +15,9 @@ from decodax.constraints.languages import from_names
 from decodax.constraints.schema import json_schema
 from decodax.core import drivers
 from decodax.io.load import LM
+from tests.constraints.schemas import CALL, PERSON
 from tests.matrix import often
 
-CALL = r"[a-z]{1,6}\(\d{0,3}\)"
-PERSON = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 12}, "n": {"type": "integer"},
-                                           "tags": {"type": "array", "items": {"enum": ["a", "b"]}}},
-          "required": ["name", "n"]}
 PROMPTS = ["one", "def f(", "x"]
 
 

@@ -17,13 +17,7 @@ from decodax.constraints.hosted import Matcher
 from decodax.constraints.matching import VocabularyBytes, hosted, language
 from decodax.constraints.tokens import TokenDfa, trie_of
 from decodax.io.load import LM
-
-EXPR = 'start: expr\nexpr: NUM | "(" expr op expr ")"\nop: "+" | "*"\nNUM: /[0-9]{1,3}/\n'
-WEATHER = {"type": "function", "function": {"name": "get_weather", "parameters": {
-    "type": "object", "required": ["city"],
-    "properties": {"city": {"type": "string", "maxLength": 6}, "days": {"type": "integer", "minimum": 1}}}}}
-TIME = {"name": "time"}
-
+from tests.constraints.languages import EXPR, TIME, WEATHER
 
 GRAMMARS = {
     "alternatives": ('start: greeting " " name ("," " " name)~0..2 "!"\ngreeting: "hello"i | "hi"     // both\n'

@@ -15,6 +15,7 @@ from decodax.constraints.builder import Builder, literals
 from decodax.constraints.expressions import regex, search
 from decodax.constraints.schema import json_schema
 from decodax.constraints.tokens import TokenTrie
+from tests.constraints.formats import FORMATS, simple, valid
 
 PATTERNS = [
     r"(ab)*c?é?", r"[a-z]{2,3}é?(foo|bar)*", r"[^a]+", r".", r"\d+(\.\d+)?", r"[\w.]+@[\w]+\.(com|org)",
@@ -117,19 +118,12 @@ SCHEMAS: list[Any] = [
     {"type": ["string", "null"], "minLength": 2}]
 
 
-FORMATS = jsonschema.FormatChecker(["date", "uuid", "ipv4", "email"])
-
-
 @FORMATS.checks("time", raises=ValueError)
 @FORMATS.checks("date-time", raises=ValueError)
 def _is_time(value: Any) -> bool:
     if isinstance(value, str):
         datetime.datetime.fromisoformat(value if "T" in value else f"2000-01-01T{value}")       # raises ValueError
     return True
-
-
-def valid(schema: Any, text: bytes) -> None:
-    jsonschema.Draft202012Validator(schema, format_checker=FORMATS).validate(json.loads(text))
 
 
 @pytest.mark.parametrize("schema", SCHEMAS, ids=lambda s: json.dumps(s)[:40])
@@ -291,32 +285,6 @@ def test_a_bound_that_says_nothing_is_no_size() -> None:
     assert len(json_schema(schema)) == len(json_schema({k: v for k, v in schema.items() if k != "maxProperties"}))
     schema = {"type": "array", "prefixItems": [{"type": "null"}], "items": False, "maxItems": 1e300}
     assert json_schema(schema).accepts(b"[null]")
-
-
-def simple(rng: random.Random, depth: int = 3) -> Any:
-    """A schema of what is honoured."""
-    kind = rng.choice(["string", "integer", "number", "boolean", "null", "enum", "pattern", "format",
-                       *(["object", "object", "array", "anyOf", "tuple"] if depth else [])])
-    low = rng.randint(-50, 50)
-    deeper = lambda: simple(rng, depth - 1)
-    if kind == "object":
-        names = rng.sample(["a", "b", "name", "é", "x y", 'q"'], rng.randint(1, 4))
-        more: dict[str, Any] = rng.choice([{}, {"additionalProperties": False}, {"additionalProperties": deeper()}])
-        return {"type": "object", "properties": {n: deeper() for n in names},
-                "required": rng.sample(names, rng.randint(0, len(names))), **more}
-    return {
-        "string": lambda: {"type": "string", "minLength": low % 3, **rng.choice([{}, {"maxLength": 3 + low % 4}])},
-        "integer": lambda: {"type": "integer", "minimum": low, **rng.choice([{}, {"maximum": low + low % 70}])},
-        "number": lambda: {"type": "number", rng.choice(["minimum", "exclusiveMinimum"]): low,
-                           rng.choice(["maximum", "exclusiveMaximum"]): low + 1 + low % 9},
-        "boolean": lambda: {"type": "boolean"}, "null": lambda: {"type": "null"},
-        "enum": lambda: {"enum": rng.sample(["x", 1, None, True, "é", [1, "a"], {"k": 2}], 3)},
-        "pattern": lambda: {"type": "string", "pattern": rng.choice(["^[a-z]+$", r"\d", "^x", r'["\\]$', "é|ß"])},
-        "format": lambda: {"type": "string", "format": rng.choice(["date", "time", "uuid", "ipv4"])},
-        "array": lambda: {"type": "array", "items": deeper(), "minItems": low % 3,
-                          **rng.choice([{}, {"maxItems": 3}])},
-        "tuple": lambda: {"type": "array", "prefixItems": [deeper(), deeper()], "items": rng.choice([False, deeper()])},
-        "anyOf": lambda: {"anyOf": [deeper(), deeper()]}}[kind]()
 
 
 @pytest.mark.wide

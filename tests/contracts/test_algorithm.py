@@ -4,12 +4,10 @@ Each is run on one ragged batch of greedy and sampled rows, and once more with t
 chunks, and rounds in bursts, as a stream makes them. Entries of masked diffusion: `test_diffusion_rule.py`.
 """
 
-import functools
 import itertools
 import re
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -17,24 +15,17 @@ import decodax as dx
 from decodax import algorithms
 from decodax.algorithms.speculative import Logistic
 from decodax.common.registry import ALGORITHMS
-from decodax.core import drivers
 from decodax.core.state import Status
-from decodax.core.types import Params
-from decodax.sampling import build
 from tests.caches.small import PROMPTS
-from tests.laws.cases import POLICIES, VOCABULARY, lm, model, prompts, texts
+from tests.contracts.decoding import BANNED, END, NEW, POLICY, ROWS, SAMPLES, decode, plain
+from tests.laws.cases import lm, prompts, texts
 from tests.matrix import often
 from tests.small_models import net
 
-ROWS = 6
 LAYERED = ("self-speculative", "layerskip", "clasp", "del", "knn-ssd", "magicdec", "triforce", "quantspec", "specache")
 """What drafts with some of the target's layers, or on another cache of it."""
 # aliases are other names for these; those that search write by rules of their own, and are below
 NAMES = [n for n, e in ALGORITHMS.items() if "diffusion" not in e.needs and not e.alias_of and e.family != "search"]
-# what reads a node's own text and what truncates, and a banned token; together: also a bias and XTC
-BANNED = 2
-POLICY = {"few": dict(repetition_penalty=1.3, min_p=0.05, bad_words_ids=[[BANNED]]), "together": POLICIES["together"]}
-NEW, END = 24, 1
 
 
 def pair(name, policy="few"):
@@ -42,7 +33,6 @@ def pair(name, policy="few"):
     return ("llama", "sliding") if name in LAYERED or policy == "together" else ("toy", "toy-draft")
 
 
-SAMPLES = [[[1, 2, 3, 4, 5], [2, 3, 4, 5, 6]], [[9, 9, 8, 8, 9], [8, 8, 9, 9]]]
 OPTIONS = {"awrs": dict(check=bool), "cascade": dict(barrier=0), "dynamic-beam-allocation": dict(phrases=[[3]]),
            "grid-beam-search": dict(phrases=[[3]]), "seal": dict(corpus=[list(range(1, 8)) * 6]),
            "magicdec": dict(budget=6), "quantspec": dict(group=8, weights=None),
@@ -60,33 +50,6 @@ def made(name: str, policy: str = "few", **options):
     target, draft = map(lm, pair(name, policy))
     return algorithms.make(name, target, draft if ALGORITHMS[name].takes_draft else None, **OPTIONS.get(name,
                                                                                                         {}) | options)
-
-
-def decode(alg, which, rows=ROWS, policy="few", order=None, greedy=False, width=16, burst=500):
-    """`order`: which rows stand in which seats; each keeps its number, which addresses its draws. `width`: tokens of a
-    prompt in a chunk. `burst`: rounds in a call."""
-    order = list(range(rows)) if order is None else order
-    network, weights = model(which)
-    ids = [prompts(rows)[i] for i in order]
-    tokens, lengths = np.zeros((rows, 64), np.int32), np.array([len(p) for p in ids], np.int32)
-    for row, given in zip(tokens, ids, strict=True):
-        row[:len(given)] = given
-    params = Params(weights, getattr(alg, "weights", None))
-    alg = alg.bare() if hasattr(alg, "bare") else alg
-    temperature = [0.0 if greedy else (0.0, 0.7)[i % 2] for i in order] if rows > 1 else 0.7
-    chain = build(rows, vocab_size=VOCABULARY, eos_token_id=[END], **POLICY[policy] | dict(temperature=temperature))
-    s = drivers.begin(alg, network, params, chain, jnp.asarray(tokens), lengths, size=64,
-                      max_new=np.full(rows, NEW, np.int32), seed=np.uint32(7), request=np.asarray(order, np.uint32))
-    s = drivers.prefill(alg, network, params, s, width=width)
-    while bool(s.running.any()):
-        s = drivers.advance(alg, network, params, chain, s, jnp.int32(burst))
-    return s
-
-
-@functools.cache
-def plain(which: str, rows: int = ROWS, policy: str = "few", greedy: bool = False):
-    s = decode(dx.Autoregressive(), which, rows, policy, greedy=greedy)
-    return texts(s), np.asarray(s.status)
 
 
 UNVERIFIED = ("autoregressive", "specache")

@@ -13,8 +13,8 @@ import pytest
 import decodax as dx
 from decodax.common.registry import CONSTRAINTS
 from decodax.io.load import LM
-from tests.constraints.test_generate import CALL, PERSON
-from tests.constraints.test_languages import EXPR, TIME, WEATHER
+from tests.constraints.languages import EXPR, TIME, WEATHER
+from tests.constraints.schemas import CALL, PERSON
 from tests.matrix import often
 
 

@@ -20,17 +20,11 @@ from decodax.core.round import python_loop, run
 from decodax.core.state import Status
 from decodax.core.types import LayeredModel, Params
 from decodax.io.load import LM
-from decodax.models.diffusion import Diffusion
 from decodax.sampling import build
+from tests.contracts.diffusion import BLOCK, NEW, SPEAKS
 from tests.laws.cases import MASK, VOCABULARY, decode, model, prompts, texts
 from tests.matrix import often
 
-BLOCK, NEW = 4, 12
-SPEAKS = {"full": Diffusion(MASK), "shifted": Diffusion(MASK, shift=True),
-          "blocks": Diffusion(MASK, attention="block-causal", block=BLOCK),
-          "shifted-blocks": Diffusion(MASK, shift=True, attention="block-causal", block=BLOCK),
-          "prefix": Diffusion(MASK, shift=True, attention="causal-prefix", block=BLOCK),
-          "canvas": Diffusion(MASK, attention="causal-prefix", block=BLOCK)}
 DRAW = np.random.default_rng(3)
 FILTER = d.Filter(DRAW.normal(size=(BLOCK, 6)), DRAW.normal(size=6), DRAW.normal(size=(6, BLOCK)), np.zeros(BLOCK))
 # how the models of an entry speak, and options for a text of twelve tokens and a model that is never sure

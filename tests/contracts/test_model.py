@@ -6,6 +6,7 @@ as drafts, in trees or beside other rows. The numbers of the papers and of trans
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,8 @@ import numpy as np
 import pytest
 
 import decodax as dx
+from decodax import models
+from decodax.core.types import Model
 from decodax.core.window import Window, causal
 from decodax.io.load import LM
 from decodax.models import (
@@ -43,10 +46,11 @@ from decodax.models import (
 )
 from decodax.models.recurrent.options import GatedDelta, RgLru
 from tests.caches.small import PROMPTS
-from tests.extending.pages import run_page
+from tests.extending.pages import DOCS, run_page
 from tests.matrix import often
 
 BASE = llama(vocab=16, width=16, layers=3, heads=4, kv_heads=2, mlp=24, context=256)
+ROOT = DOCS.parent
 RWKV = dict(vocab=16, width=16, layers=2, head_dim=4, decay=3, rate=3, value=2, gate=4)
 MODELS: dict[str, Callable[[], Any]] = {
     "llama": lambda: Transformer(BASE), "cla": lambda: Transformer(cla(BASE)),
@@ -80,6 +84,9 @@ MODELS: dict[str, Callable[[], Any]] = {
     "rwkv-7": lambda: Rwkv7(Rwkv7Config(**RWKV)),       # type: ignore[arg-type]
     "rwkv-x": lambda: RwkvX(RwkvXConfig(**RWKV | dict(layers=4), sparse=2, chunk=4, top=2, limit=None)),  # type: ignore
 }
+ELSEWHERE = {"T5": "tests/models/test_inputs.py", "QuantizedMamba2": "tests/models/formats/test_quamba2.py"}
+"""Networks with tests of their own: one reads another text than it writes, one is made of another network."""
+BASES = {"RecurrentNetwork", "StateSpace"}
 GUIDE = "the recurrent layer of the guide"
 NAMES = [*MODELS, GUIDE]
 READS_INPUTS = ("jrt",)
@@ -137,6 +144,24 @@ def whole(name: str, texts: list[list[int]], prompts: list[list[int]]) -> list[n
     window = window.replace(is_prefill=name not in FIRST_COPIES)
     logits, _ = scored(lm(name).model, lm(name).params, window, empty(name, prompts))
     return [np.asarray(row)[:len(text)] for row, text in zip(logits, texts, strict=True)]
+
+
+def subclasses(kind: type) -> set[type]:
+    return {kind}.union(*map(subclasses, kind.__subclasses__()))
+
+
+def test_every_network_is_here_or_has_tests_of_its_own() -> None:
+    networks = {kind.__name__ for kind in subclasses(Model) if kind.__module__.startswith("decodax.models.")
+                and not kind.__name__.startswith("_")} - BASES
+    assert networks == {type(make()).__name__ for make in MODELS.values()} | ELSEWHERE.keys()
+    assert all((ROOT / path).is_file() and name in (ROOT / path).read_text() for name, path in ELSEWHERE.items())
+
+
+def test_every_change_of_a_decoder_is_here() -> None:
+    """Functions that make a configuration or a network out of another configuration."""
+    makers = {name for name in models.__all__ if inspect.isfunction(getattr(models, name))} - {"linear_weights"}
+    used = {name for make in MODELS.values() for name in make.__code__.co_names}
+    assert len(makers) > 7 and makers - used - {"llama"} == set()
 
 
 @pytest.mark.wide(but=("linearized beside softmax",))

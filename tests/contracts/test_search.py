@@ -97,8 +97,8 @@ def test_drafts_and_pages_change_no_text_of_a_search(name: str) -> None:
 
 @pytest.mark.wide
 @pytest.mark.parametrize("name", often(OFTEN, OPTIONS))
-def test_a_second_search_with_another_seed_traces_nothing(name: str) -> None:
+def test_a_search_that_is_repeated_traces_nothing(name: str) -> None:
     whole(name)
-    explored(name, seed=4)      # what is chosen may move other numbers of rows the first time
+    explored(name, seed=4)      # another seed may move other numbers of rows, each of which has a program
     with jax.no_tracing(True):
         explored(name, seed=4)

@@ -10,7 +10,7 @@ from decodax import jobs
 from decodax.io.load import LM
 from decodax.jobs import store
 from decodax.jobs.batch import spelled
-from tests.jobs.test_batch import results, written
+from tests.jobs.written import results, written
 
 
 @pytest.mark.parametrize("form", store.FORMATS)

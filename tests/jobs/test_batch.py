@@ -22,20 +22,12 @@ from decodax.cli import main
 from decodax.io.load import LM
 from decodax.jobs import store
 from decodax.jobs.lines import rows
+from tests.jobs.written import results, written
 from tests.matrix import often
 
 TEXTS = ["def area(", "import ", "for i in", "return x", "class A", "x = 1", "if a:", "print("]
 LINES: list[Any] = [{"id": f"q-{i}", "prompt": text, "options": {"max_new_tokens": 3 + i}, "label": i * i}
                     for i, text in enumerate(TEXTS)]
-
-
-def written(path: Path, lines: list[Any]) -> Path:
-    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
-    return path
-
-
-def results(directory: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for path in sorted(directory.glob("part-*.jsonl")) for line in path.open()]
 
 
 def errors(directory: Path) -> list[dict[str, Any]]:

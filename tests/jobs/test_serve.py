@@ -17,7 +17,7 @@ from decodax.engine.request import Request
 from decodax.engine.slots import Slots
 from decodax.front.serve import Served
 from tests.caches.small import SMALL
-from tests.jobs.test_slots import PROMPTS
+from tests.jobs.slots import PROMPTS
 
 
 def test_answers_come_as_they_finish_with_options_of_their_own() -> None:

@@ -21,14 +21,9 @@ from decodax.front.generate import merge
 from decodax.io.load import LM
 from decodax.models.diffusion import Diffusion
 from tests.caches.small import SMALL
+from tests.jobs.slots import COUNT, NEW, OPTIONS, PROMPTS, RANDOM
 from tests.matrix import often
 
-COUNT = 12
-RANDOM = np.random.default_rng(0)
-PROMPTS = [RANDOM.integers(2, 15, int(n)).tolist() * (1 + i % 3) for i, n in enumerate(RANDOM.integers(2, 20, COUNT))]
-NEW = [int(n) for n in RANDOM.integers(1, 26, COUNT)]
-NEW[5] = 0
-OPTIONS: dict[str, Any] = dict(max_new_tokens=NEW, temperature=[0.0, 0.9] * (COUNT // 2), seed=3, logprobs=1)
 FILLS = LM(model=SMALL.model, params=SMALL.params, vocab_size=16, diffusion=Diffusion(15))
 
 CASES: dict[str, tuple[LM, dict[str, Any]]] = {

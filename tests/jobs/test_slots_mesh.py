@@ -8,7 +8,7 @@ from jax.sharding import AxisType
 
 import decodax as dx
 from tests.caches.small import MODEL, SMALL
-from tests.jobs.test_slots import OPTIONS, PROMPTS
+from tests.jobs.slots import OPTIONS, PROMPTS
 from tests.matrix import often
 
 pytestmark = pytest.mark.mesh

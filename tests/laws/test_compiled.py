@@ -24,10 +24,8 @@ from decodax.algorithms.speculative.drafts import (
     TokenRecycling,
 )
 from decodax.algorithms.speculative.trees import Chain, Fixed
-from decodax.bench.report import callbacks, collectives, copies, parse
+from decodax.bench.report import callbacks, collectives, parse
 from decodax.core import drivers
-from decodax.core.algorithm import observer
-from decodax.core.start import init_state
 from decodax.core.types import Params
 from decodax.core.window import causal
 from decodax.io.load import LM
@@ -37,14 +35,11 @@ from decodax.models.transformer import Transformer
 from decodax.sampling import build
 from decodax.sharding import lanes, place
 from tests.laws import cases
+from tests.laws.compiled import CAPACITY, ENTRIES, NETWORK, VOCABULARY, abstract, compiled, copies_in_loops
 from tests.matrix import often
 
 pytestmark = pytest.mark.xdist_group("compiled")      # its programs are compiled once
 
-VOCABULARY = 251        # a prime that no other dimension is a multiple of
-CAPACITY = 1024         # several blocks of the walk over the cache
-NETWORK = Transformer(llama(vocab=VOCABULARY, width=32, layers=2, heads=4, kv_heads=2, mlp=48, context=CAPACITY))
-ENTRIES = 2 * CAPACITY * (8 + 8)       # elements of one row's keys and values of one layer
 
 ALGORITHMS = {
     "autoregressive": Autoregressive(),
@@ -71,30 +66,6 @@ WIDER = {
     "adaptive": Adaptive((NOTHING, Speculative(PromptLookup(length=4), shape=Chain(2)),
                           Speculative(PromptLookup(length=4))), Automatic((1.0, 1.1, 1.2))),
 }
-
-
-def abstract(alg, batch, **policy):
-    """The arguments of a driver as shapes, after the static ones."""
-    chain = build(batch, vocab_size=VOCABULARY, eos_token_id=[1], **{"temperature": 0.8, **policy})
-    own = NETWORK.abstract_params() if isinstance(getattr(alg, "draft", None), DraftModel) else None
-    params = Params(NETWORK.abstract_params(), own)
-    begin = functools.partial(init_state, alg, NETWORK, size=CAPACITY, max_new=np.int32(30))
-    tokens = jax.ShapeDtypeStruct((batch, 64), jnp.int32)
-    return params, chain, jax.eval_shape(begin, params, chain, tokens, jax.ShapeDtypeStruct((batch,), jnp.int32))
-
-
-@functools.cache
-def compiled(alg, batch, driver="advance"):
-    params, chain, s = abstract(alg, batch)
-    if driver == "prefill":
-        seen = s.replace(cache=None, algo=None, policy=None, stats=None)
-        return drivers.commit_prompts.lower(observer(alg), NETWORK, params, (s.cache, None), seen, width=32,
-                                            rows=min(batch, 4)).compile()
-    return drivers.advance.lower(alg, NETWORK, params, chain, s, np.int32(5)).compile()
-
-
-def copies_in_loops(program, elements):
-    return [x for loop in program.loops() for x in copies(program, elements, loop.attribute("body"))]
 
 
 PROGRAMS = [("autoregressive", "advance"), ("autoregressive", "prefill"),

@@ -24,15 +24,19 @@ WITHOUT_EFFECT_HERE = {
     # read, and decided by another entry of the case
     "qwen2": {"use_sliding_window", "max_window_layers", "layer_types"},
     "qwen3": {"use_sliding_window", "max_window_layers", "layer_types"},
-    "qwen3_moe": {"use_sliding_window", "mlp_only_layers"},
-    "qwen2_moe": {"sliding_window", "max_window_layers", "decoder_sparse_step", "mlp_only_layers", "layer_types"},
-    "smollm3": {"use_sliding_window", "no_rope_layer_interval", "layer_types"}, "cohere2": {"layer_types"},
+    "qwen3_moe": {"use_sliding_window"},
+    "qwen2_moe": {"sliding_window", "max_window_layers", "decoder_sparse_step", "layer_types"},
+    "smollm3": {"use_sliding_window", "no_rope_layer_interval", "layer_types"},
     "ernie4_5_moe": {"moe_layer_end_index", "moe_layer_interval"}, "exaone4": {"sliding_window_pattern"},
-    "llama4_text": {"moe_layers", "interleave_moe_layer_step", "no_rope_layers", "no_rope_layer_interval",
-                    "layer_types"},
+    "llama4_text": {"interleave_moe_layer_step", "no_rope_layer_interval"},
     "phi3": {"original_max_position_embeddings"}, "recurrent_gemma": {"head_dim"},
     "qwen3_next": {"layer_types", "mlp_only_layers"}, "qwen3_5_text": {"layer_types"}, "olmo_hybrid": {"layer_types"},
 }
+
+SWAPPED: dict[Any, Any] = {
+    "full_attention": "sliding_attention", "sliding_attention": "full_attention", "chunked_attention": "full_attention",
+    "recurrent": "attention", "attention": "recurrent", "dense": "sparse", "sparse": "dense", 0: 1, 1: 0}
+"""Other values of entries of lists. A list in the opposite order may be the same."""
 
 
 def read(config: dict[str, Any]) -> Any:
@@ -60,7 +64,8 @@ def test_every_entry_of_transformers_is_read_or_changes_nothing(kind: str) -> No
             case str():
                 other = value + "x"
             case list():
-                other = value[::-1]
+                other = [SWAPPED.get(entry, entry) for entry in value]
+                other = other if other != value else [*value[1:], 0]
             case None:
                 other = 0.5
             case _:

@@ -8,7 +8,8 @@ import pytest
 
 import decodax as dx
 from decodax.models import EncoderText
-from tests.models.test_linear import CONFIGS, PROMPTS, lm
+from tests.caches.small import PROMPTS
+from tests.models.networks.linear import CONFIGS, lm
 
 pytestmark = pytest.mark.mesh
 

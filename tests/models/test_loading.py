@@ -123,6 +123,8 @@ def test_one_whole_file_goes_before_an_index(tmp_path: Path) -> None:
     ({"hidden_act": {}}, "hidden_act: got {}, takes a name"),
     ({"tie_word_embeddings": "yes"}, "tie_word_embeddings: got 'yes', takes true or false"),
     ({"layer_types": ["chunked_attention"] * 2, "model_type": "mistral"}, "layer_types: got .*takes a list of 'full"),
+    ({"layer_types": ["sliding_attention"] * 2, "model_type": "llama4_text", "attention_chunk_size": 5},
+     "layer_types: got .*takes a list of 'full_attention' and 'chunked_attention'"),
     ({"layer_types": ["full_attention"], "model_type": "mistral"}, "layer_types: got 1 entries for num_hidden"),
     ({"sliding_window": 0, "model_type": "mistral"}, "sliding_window: got 0, takes"),
     ({"quantization_config": {"quant_method": "hqq"}}, "quantization_config.quant_method: got 'hqq', takes 'fp8', "),

@@ -15,8 +15,8 @@ import decodax as dx
 from decodax.io.files import CheckpointError
 from decodax.models import RwkvX, RwkvXConfig
 from decodax.models.recurrent.rwkv_x import describe_rwkv_x
-from tests.models import test_rwkv7
-from tests.models.test_rwkv7 import INNER, WIDTH
+from tests.models.networks import rwkv7
+from tests.models.networks.rwkv7 import INNER, WIDTH
 
 WANT = json.loads((Path(__file__).parent / "rwkv_x.json").read_text())
 LIMITS = {"chunks": 0, "cut": 22}
@@ -27,7 +27,7 @@ BLOCKS = 2
 def tensors() -> dict[str, np.ndarray]:
     """Those of a tiny published file."""
     r = np.random.default_rng(8)
-    found = {f"rwkv.{name}": value for name, value in test_rwkv7.tensors(4).items()}
+    found = {f"rwkv.{name}": value for name, value in rwkv7.tensors(4).items()}
     normal = lambda *shape, scale: (r.standard_normal(shape) * scale).astype(np.float32)
     for i in range(BLOCKS):
         for name in ("ln1", "ln2"):
@@ -79,7 +79,7 @@ def test_greedy_tokens_are_those_of_the_authors_code_with_drafts_and_without(cas
 
 @pytest.mark.wide
 def test_trees_and_rows_alone_give_the_same_tokens() -> None:
-    tree = dx.Speculative(dx.drafts.DraftModel(test_rwkv7.loaded()), shape=dx.trees.Fixed.balanced(2, 2))
+    tree = dx.Speculative(dx.drafts.DraftModel(rwkv7.loaded()), shape=dx.trees.Fixed.balanced(2, 2))
     assert run("cut", tree) == run("cut")
     alone = dx.generate(loaded("cut"), [WANT["ids"][:31]], max_new_tokens=40, temperature=0, seed=3, request_ids=[1],
                         chunk=7)
@@ -106,7 +106,7 @@ def test_bad_arguments_are_refused_by_name(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=message):
             RwkvXConfig(**{**small, **wrong})               # type: ignore[arg-type]
     with pytest.raises(ValueError, match="draft: got an RWKV-X, takes a model with a buffer"):
-        dx.generate(test_rwkv7.loaded(), [[1, 2]], max_new_tokens=2,
+        dx.generate(rwkv7.loaded(), [[1, 2]], max_new_tokens=2,
                     algorithm=dx.Speculative(dx.drafts.DraftModel(loaded("chunks"))))
     config = json.loads((write(tmp_path) / "config.json").read_text())
     assert config["moba_chunk_size"] == 2048 and config["max_kv_cache_size"] == 20000

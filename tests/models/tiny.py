@@ -135,6 +135,10 @@ CASES: dict[str, tuple[str, dict[str, Any], int | None]] = {
     "llama4": ("llama4_text", {"head_dim": 16, "num_local_experts": 4, "intermediate_size_mlp": 40, "floor_scale": 6,
                                "attention_chunk_size": 5, "num_hidden_layers": 3, "no_rope_layers": [1, 0, 1],
                                "interleave_moe_layer_step": 2}, None),
+    # Which layers rotate does not decide which ones attend in chunks.
+    "llama4-types": ("llama4_text", {"head_dim": 8, "num_local_experts": 4, "floor_scale": 6, "attention_chunk_size": 5,
+                                     "num_hidden_layers": 3, "no_rope_layers": [1, 0, 0], "layer_types": [
+                                         "full_attention", "full_attention", "chunked_attention"]}, None),
     "llama4-top2": ("llama4_text", {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2,
                                     "use_qk_norm": False, "attention_chunk_size": None, "floor_scale": 6}, None),
     "qwen3-next": ("qwen3_next", {**DELTA, **SHARED, "head_dim": 16, "mlp_only_layers": [0]}, None),
@@ -148,9 +152,9 @@ CASES: dict[str, tuple[str, dict[str, Any], int | None]] = {
 
 
 ALIKE = {"arcee", "ernie4.5", "exaone4-full", "falcon", "falcon-11b", "glm", "gpt-neox-serial", "granite-moe", "hy3",
-         "llama4-top2", "nemotron-bias", "opt-plain-norms", "qwen2-moe-normed", "seed-oss", "starcoder2-plain",
-         "llama-linear", "llama-yarn", "ministral", "phi-qk-norm", "qwen3-bias", "qwen3-moe-normed", "smollm3",
-         "stablelm", "qwen3.5-moe", "olmo-hybrid-rope"}
+         "llama4-top2", "llama4-types", "nemotron-bias", "opt-plain-norms", "qwen2-moe-normed", "seed-oss",
+         "starcoder2-plain", "llama-linear", "llama-yarn", "ministral", "phi-qk-norm", "qwen3-bias", "qwen3-moe-normed",
+         "smollm3", "stablelm", "qwen3.5-moe", "olmo-hybrid-rope"}
 """Cases that differ little from another one."""
 
 

@@ -1,7 +1,6 @@
 """The kernels that read a cache and their XLA reference, against attention in float64."""
 
 import functools
-import importlib
 import itertools
 from typing import Any
 
@@ -28,6 +27,7 @@ from tests.pallas_kernels.caches import (
     exact_weights,
     stored,
 )
+from tests.pallas_kernels.races import no_races
 
 HOPPER = AbstractMesh((1,), ("data",), abstract_device=AbstractDevice("NVIDIA H100 80GB HBM3", 132, "gpu"))
 """A GPU that is not there."""
@@ -144,17 +144,6 @@ def test_the_kernel_runs_in_a_loop_and_blocks_change_nothing_but_rounding() -> N
         q = np.asarray(tpu.cache_attention(q, cache, length, positions, scale=0.3, value_width=64, block=128,
                                            interpret=True)[0])
     np.testing.assert_allclose(looped, q, atol=1e-6)
-
-
-def no_races(kernel: Any, *args: Any, **options: Any) -> Any:
-    """What a kernel gives under the interpreter that looks for races."""
-    from jax.experimental.pallas import tpu as pltpu
-
-    out = kernel(*args, interpret=pltpu.InterpretParams(detect_races=True), **options)
-    jax.block_until_ready(out)
-    state: Any = importlib.import_module("jax._src.pallas.mosaic.interpret.interpret_pallas_call")
-    assert not state.races.races_found
-    return out
 
 
 @pytest.mark.full     # by default in the form that has all

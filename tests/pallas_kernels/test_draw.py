@@ -16,7 +16,7 @@ from decodax.pallas_kernels import vocabulary
 from decodax.pallas_kernels.vocabulary import reference, tpu
 from decodax.sampling.draw import checked
 from tests.matrix import often
-from tests.pallas_kernels.test_cache_attention import no_races
+from tests.pallas_kernels.races import no_races
 
 KINDS = {"temperature": (), "k": ("k",), "p": ("p",), "min_p": ("min_p",), "all": ("k", "p", "min_p")}
 SIZES = [(1, 50), (5, 384), (9, 300), (16, 1025), (3, 2049)]

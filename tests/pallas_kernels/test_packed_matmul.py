@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from decodax.pallas_kernels.packed_matmul import packed_matmul, tpu
 from tests.matrix import often
-from tests.pallas_kernels.test_cache_attention import no_races
+from tests.pallas_kernels.races import no_races
 
 IMPLEMENTATIONS: dict[str, Any] = {name: functools.partial(packed_matmul, implementation=name)
                                    for name in ("xla", "mosaic_tpu")}

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from decodax.sampling import Custom, Policy, TopK, build, from_generation_config, generation_settings
+from tests.sampling.draws import draw
 from tests.sampling.oracle import row_keys
-from tests.sampling.test_draw import draw
 
 
 def names(policy: Policy) -> list[str]:

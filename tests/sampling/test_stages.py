@@ -16,9 +16,9 @@ from decodax.sampling import Context, Custom, Transform, build
 from tests.algorithms.diffusion import toy
 from tests.laws.cases import LEFT_TO_RIGHT, decode, prompts, texts
 from tests.matrix import often
+from tests.sampling.draws import VOCAB, chi_square, draw, frequencies
+from tests.sampling.lifted import BATCH, TREE, log_probs, out_of, start, window_and_logits
 from tests.sampling.oracle import row_keys
-from tests.sampling.test_draw import VOCAB, chi_square, draw, frequencies
-from tests.sampling.test_lift import BATCH, TREE, log_probs, out_of, start, window_and_logits
 
 ROWS = 6
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from decodax import search
-from tests.algorithms.contrastive.test_adadec import following
-from tests.search.test_self_infilling import LETTERS, filling
+from tests.algorithms.contrastive.followers import following
+from tests.search.letters import LETTERS, filling
 
 pytestmark = pytest.mark.wide
 

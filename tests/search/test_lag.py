@@ -5,7 +5,7 @@ import pytest
 
 import decodax as dx
 from decodax import search
-from tests.algorithms.contrastive.test_adadec import following, sharp
+from tests.algorithms.contrastive.followers import following, sharp
 
 pytestmark = pytest.mark.wide
 

@@ -14,8 +14,9 @@ import pytest
 
 import decodax as dx
 from decodax import search
-from tests.algorithms.contrastive.test_adadec import PROMPTS, following, sharp
+from tests.algorithms.contrastive.followers import following, sharp
 from tests.matrix import often
+from tests.small_models import PROMPTS
 
 pytestmark = pytest.mark.wide
 

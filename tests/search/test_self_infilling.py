@@ -5,8 +5,6 @@
 `tau`, the end's token, text with marks, where `$` is token 23.
 """
 
-import dataclasses
-import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -16,22 +14,14 @@ import pytest
 import decodax as dx
 from decodax import search
 from decodax.core.stops import cut_at_stop
-from decodax.io.text import Tokenizer
 from decodax.search.self_infilling import Parts
-from tests.algorithms.contrastive.test_adadec import sharp
+from tests.algorithms.contrastive.followers import sharp
 from tests.matrix import often
-from tests.small_tokenizers import of_words
+from tests.search.letters import LETTERS, filling
 
 pytestmark = pytest.mark.wide
 
 EXPECTED = json.loads((Path(__file__).parent / "self_infilling.json").read_text())
-LETTERS = "a b c d e f g h i j k l m n o p q r s t P S M"
-
-
-@functools.cache
-def filling() -> dx.LM:
-    return dataclasses.replace(sharp(), tokenizer=Tokenizer(of_words(f"{LETTERS} </s>", "</s>")),
-                               generation_config={"eos_token_id": 23})
 
 
 def split(text: str, stops: list[str], end: str) -> Parts:

@@ -9,9 +9,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, SingleDeviceSharding
+from jax.sharding import Mesh
 
-from decodax.io.checkpoint import dtype_name
+from decodax.io.checkpoint import checked_options, places
 from decodax.io.files import CheckpointError
 from decodax.io.gguf.config import ARCHITECTURES, ROPE, read_entries
 from decodax.io.gguf.reader import GgufFile
@@ -20,7 +20,7 @@ from decodax.io.gguf.vocabulary import read_generation, read_tokenizer
 from decodax.io.gguf.weights import FLOATS, load_weights
 from decodax.io.text import Tokenizer
 from decodax.models.families import read_config
-from decodax.models.formats import Format, without_data
+from decodax.models.formats import Format
 from decodax.models.names import flatten
 from decodax.models.transformer import Transformer, Weights
 
@@ -83,9 +83,7 @@ class Gguf:
             mesh, context: as there.
             weights: another format for the kernels; None keeps the file's.
         """
-        asked, packing = None if dtype is None else dtype_name(dtype), without_data(weights)
-        if context is not None and (not isinstance(context, int) or isinstance(context, bool) or context < 1):
-            raise ValueError(f"context: got {context!r}, takes a number of tokens of at least 1")
+        asked, packing = checked_options(dtype, weights, context)
         try:
             config = read_config(self.entries)
         except ValueError as error:
@@ -99,7 +97,5 @@ class Gguf:
         shapes = model.abstract_params()
         sources = row_sources(self.file, ARCHITECTURES[self.file.metadata["general.architecture"]], config,
                               flatten(shapes))
-        here = SingleDeviceSharding(jax.local_devices()[0])
-        places = flatten(jax.tree.map(lambda _: here, shapes) if mesh is None else model.shardings(mesh))
         with RowReader(self.file) as rows:
-            return model, load_weights(rows, sources, shapes, name, places, packing)
+            return model, load_weights(rows, sources, shapes, name, places(model, shapes, mesh), packing)

@@ -66,6 +66,15 @@ class Metadata:
             raise CheckpointError(f"{self.file.path}: lacks {self.name}.{key}, which the architecture requires")
         return found
 
+    def count(self, key: str, default: int | None = None) -> int:
+        """Returns an entry that is a whole number of at least 1. Without a default the file must have it."""
+        found = self.need(key) if default is None else self.get(key, default)
+        if not isinstance(found, int) or isinstance(found, bool) or found < 1:
+            without = ": layers without attention are not supported" if found == 0 and "head_count" in key else ""
+            raise CheckpointError(f"{self.file.path}: {self.name}.{key}: got {found!r}, takes a whole number of at "
+                                  f"least 1{without}")
+        return found
+
     @property
     def biased(self) -> bool:
         """True if queries have a bias."""
@@ -96,23 +105,22 @@ def read_entries(file: GgufFile, factors: Factors) -> dict[str, Any]:
     table = file.tensors.get("token_embd.weight")
     if table is None or len(table.shape) != 2:
         raise CheckpointError(f"{file.path}: lacks tensor token_embd.weight, or its shape is not that of a table")
-    heads = m.need("attention.head_count")
-    width = m.need("embedding_length")
-    head = m.get("attention.key_length", width // heads)
-    if m.get("attention.value_length", head) != head:
-        raise CheckpointError(f"{file.path}: {m.name}.attention.value_length: got "
-                              f"{m.get('attention.value_length')}, takes that of the keys, {head}")
+    heads, width = m.count("attention.head_count"), m.count("embedding_length")
+    head = m.count("attention.key_length", max(width // heads, 1))
+    if (values := m.count("attention.value_length", head)) != head:
+        raise CheckpointError(f"{file.path}: {m.name}.attention.value_length: got {values}, takes that of the keys, "
+                              f"{head}")
     shared: dict[str, Any] = {
-        "vocab_size": table.shape[0], "hidden_size": width, "intermediate_size": m.need("feed_forward_length"),
-        "num_hidden_layers": m.need("block_count"), "num_attention_heads": heads,
-        "num_key_value_heads": m.get("attention.head_count_kv", heads), "head_dim": head,
-        "max_position_embeddings": m.need("context_length"), "rope_theta": m.get("rope.freq_base", 10_000.0),
+        "vocab_size": table.shape[0], "hidden_size": width, "intermediate_size": m.count("feed_forward_length"),
+        "num_hidden_layers": m.count("block_count"), "num_attention_heads": heads,
+        "num_key_value_heads": m.count("attention.head_count_kv", heads), "head_dim": head,
+        "max_position_embeddings": m.count("context_length"), "rope_theta": m.get("rope.freq_base", 10_000.0),
         "tie_word_embeddings": "output.weight" not in file.tensors}
     for key, name in (("attention.layer_norm_rms_epsilon", "rms_norm_eps"),
                       ("attention.layer_norm_epsilon", "layer_norm_eps")):
         if (eps := m.get(key)) is not None:
             shared[name] = eps
-    turned = m.get("rope.dimension_count", head)
+    turned = m.count("rope.dimension_count", head)
     if turned != head:
         shared["partial_rotary_factor"] = turned / head
     if (scaling := _scaling(m, factors)) is not None:
@@ -127,7 +135,7 @@ ROPE = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.wei
 def _scaling(m: Metadata, factors: Factors) -> dict[str, Any] | None:
     """Returns the entry `rope_scaling`, or None."""
     kind, attention = m.get("rope.scaling.type"), m.get("rope.scaling.attn_factor")
-    context = m.need("context_length")
+    context = m.count("context_length")
     trained = m.get("rope.scaling.original_context_length") or context
     listed = lambda name: [float(x) for x in factors[name]]
     if ROPE[0] in factors:      # Llama 3.1's scaling, as the divisors that it amounts to

@@ -16,7 +16,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from decodax.io.files import CheckpointError
+from decodax.io.files import CheckpointError, named_tensors
 from decodax.io.gguf.config import ROPE, Architecture
 from decodax.io.gguf.reader import GgufFile, GgufTensor
 from decodax.models.config import DecoderConfig
@@ -111,15 +111,11 @@ def row_sources(file: GgufFile, architecture: Architecture, config: DecoderConfi
         shift = -1.0 if architecture.shifted and path.endswith(".scale") else 0.0
         found[path] = RowSource(tensor, start, start + count, heads, shift)
     if missing:
-        more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
-        raise CheckpointError(f"{file.path}: lacks tensor{'s' if len(missing) > 1 else ''} "
-                              f"{', '.join(missing[:5])}{more}, which the metadata requires")
+        raise CheckpointError(f"{file.path}: lacks {named_tensors(missing)}, which the metadata requires")
     used = {source.tensor.name for source in found.values()}
     left = sorted(name for name in file.tensors.keys() - used if not UNUSED.search(name))
     if left:
-        more = f" and {len(left) - 5} more" if len(left) > 5 else ""
-        raise CheckpointError(f"{file.path}: holds tensor{'s' if len(left) > 1 else ''} {', '.join(left[:5])}{more}, "
-                              "which the metadata does not describe")
+        raise CheckpointError(f"{file.path}: holds {named_tensors(left)}, which the metadata does not describe")
     return found
 
 

@@ -13,25 +13,49 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
+from decodax.common.arguments import shown
 from decodax.io.files import CheckpointError
 from decodax.io.gguf.reader import GgufFile
 from decodax.io.gguf.splitting import RULES
 from decodax.io.text import Tokenizer
+from decodax.sampling.neutral import is_neutral
 
 UNKNOWN, CONTROL, USER, BYTE = 2, 3, 4, 6
 """Numbers of types of tokens in `tokenizer.ggml.token_type`."""
 
-ENDS = frozenset(("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>",
-                  "</s>", "<eos>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "<|end_of_text|>", "<end_of_utterance>",
-                  "<turn|>", "<｜end▁of▁sentence｜>"))
-"""Texts of tokens that end an answer. Files often name only one of those that a model uses."""
+ENDS = frozenset(("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>",
+                  "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]",
+                  "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>",
+                  "<｜end▁of▁sentence｜>", "[e~["))
+"""Texts of tokens that end an answer, as in llama.cpp. Files often name only one of those that a model uses."""
+
+FILLING = {"fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
+           "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
+           "fim_sep": ("<|file_sep|>",)}
+"""Texts of the tokens of models of code that begin another file or repository, by the names of their ids. They end an
+answer too. A text counts only if the file does not name the id."""
+
+NOT_ENDS = {"<|end|>": ({"<|return|>", "<|call|>"}, {"<|return|>", "<|calls|>"}, {"<|flush|>", "<|call|>"},
+                        {"<|flush|>", "<|calls|>"}),
+            "</s>": ({"<|tool_response>"},)}
+"""Texts in `ENDS` that end no answer in the formats of chats that have all tokens of one of the sets: `<|end|>` ends a
+message there, and `</s>` is a tag of HTML."""
 
 SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
             "penalty_repeat": "repetition_penalty"}
 """Keys under `general.sampling`, and their names in a generation config."""
+
+UNREAD = {"xtc_probability": 0, "mirostat": 0, "penalty_last_n": -1, "sequence": ""}
+"""Other keys there that change a text, with the values that change nothing."""
+
+TAKES: dict[str, tuple[type, str]] = {
+    "pre": (str, "a text"), "tokens": (list, "a list of texts"), "merges": (list, "a list of texts"),
+    "scores": (np.ndarray, "a list of numbers"), "token_type": (np.ndarray, "a list of numbers")}
+"""Types of entries under `tokenizer.ggml`. Ids are whole numbers, and the others true or false."""
 
 LOG = logging.getLogger("decodax")
 
@@ -43,6 +67,8 @@ class Vocabulary:
         file: the file.
         tokens: their texts by id.
         kinds: their types by id.
+        ids: their ids by text.
+        ends: the ids that end a text, those that the file names first.
     """
 
     def __init__(self, file: GgufFile):
@@ -53,14 +79,28 @@ class Vocabulary:
         if len(self.kinds) != len(self.tokens):
             raise self.error("token_type", f"got {len(self.kinds)} entries",
                              f"one for each of {len(self.tokens)} tokens")
-        self.kinds = [CONTROL if text in ENDS else kind for text, kind in zip(self.tokens, self.kinds, strict=True)]
         self.ids = {text: i for i, text in enumerate(self.tokens)}
         if len(self.ids) < len(self.tokens):
             twice = next(text for i, text in enumerate(self.tokens) if self.ids[text] != i)
             raise self.error("tokens", f"got {twice!r} twice", "different texts")
+        self.ends = self._ends()
+        # Converters give some of these another type, by which they would be split into pieces.
+        known = ENDS.union(*FILLING.values())
+        for i in self.ends:
+            if self.tokens[i] in known:
+                self.kinds[i] = CONTROL
 
     def get(self, key: str, default: Any = None) -> Any:
-        return self.file.metadata.get(f"tokenizer.ggml.{key}", default)
+        """Returns an entry under `tokenizer.ggml`, checked for its type."""
+        found: Any = self.file.metadata.get(f"tokenizer.ggml.{key}")
+        if found is None:
+            return default
+        kind, takes = TAKES.get(key) or ((int, "an id") if key.endswith("_id") else (bool, "true or false"))
+        if not isinstance(found, kind) or (kind is int and isinstance(found, bool)):
+            raise self.error(key, f"got {shown(found)}", takes)
+        if isinstance(found, list) and not all(isinstance(text, str) for text in found):
+            raise self.error(key, "got entries that are no texts", takes)
+        return found
 
     def need(self, key: str) -> Any:
         found = self.get(key)
@@ -80,15 +120,16 @@ class Vocabulary:
             raise self.error(f"{name}_token_id", f"got {found}", f"0 to {len(self.tokens) - 1}")
         return int(found)
 
-    @property
-    def ends(self) -> list[int]:
-        """The ids that end a text: the one that the file names first."""
-        own = [found for name in ("eos", "eot", "eom") if (found := self.id(name)) is not None]
-        other = [i for i, text in enumerate(self.tokens) if text in ENDS]
-        texts = {self.tokens[i] for i in (*own, *other)}
-        if {"<|return|>", "<|call|>"} <= texts:     # a format in which this one ends a message and not the answer
-            other = [i for i in other if self.tokens[i] != "<|end|>"]
-        return list(dict.fromkeys((*own, *other)))
+    def _ends(self) -> list[int]:
+        """Returns the ids that end a text, those that the file names first."""
+        own = [self.id(name) for name in ("eos", "eot", "eom")]
+        by_text = [i for i, text in enumerate(self.tokens) if text in ENDS]
+        filling = [self.id(name) if self.get(f"{name}_token_id") is not None else
+                   next((self.ids[text] for text in texts if text in self.ids), None)
+                   for name, texts in FILLING.items()]
+        found = list(dict.fromkeys(i for i in (*own, *by_text, *filling) if i is not None))
+        texts = {self.tokens[i] for i in found}
+        return [i for i in found if not any(beside <= texts for beside in NOT_ENDS.get(self.tokens[i], ()))]
 
 
 def read_tokenizer(file: GgufFile) -> Tokenizer | None:
@@ -98,11 +139,11 @@ def read_tokenizer(file: GgufFile) -> Tokenizer | None:
         CheckpointError: it is of another kind than "gpt2" and "llama", or an entry is missing or wrong.
     """
     kind = file.metadata.get("tokenizer.ggml.model")
-    if kind in (None, "none", "no_vocab"):
+    if kind is None or (isinstance(kind, str) and kind in ("none", "no_vocab")):
         return None
-    if kind not in ("gpt2", "llama"):
-        raise CheckpointError(f"{file.path}: tokenizer.ggml.model: got {kind!r}, supported are 'gpt2' and 'llama'; "
-                              "decodax.load(..., tokenizer=) takes another tokenizer")
+    if not isinstance(kind, str) or kind not in ("gpt2", "llama"):
+        raise CheckpointError(f"{file.path}: tokenizer.ggml.model: got {shown(kind)}, supported are 'gpt2' and "
+                              "'llama'; decodax.load(..., tokenizer=) takes another tokenizer")
     v = Vocabulary(file)
     try:
         backend, begins = _byte_level(v) if kind == "gpt2" else _sentence_piece(v)
@@ -130,15 +171,30 @@ def read_tokenizer(file: GgufFile) -> Tokenizer | None:
 
 
 def read_generation(file: GgufFile, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Returns the entries of a generation config: special ids and the recommended sampling."""
+    """Returns the entries of a generation config: special ids and the recommended sampling.
+
+    A file has no entry that says whether to sample. It does unless its temperature is 0 if it recommends a temperature
+    or a truncation. Recommendations that a generation config has no entry for are named in a warning.
+    """
+    given = {key: file.metadata.get(f"general.sampling.{key}") for key in (*SAMPLING, *UNREAD)}
     found: dict[str, Any] = {}
     for key, name in SAMPLING.items():
-        if (value := file.metadata.get(f"general.sampling.{key}")) is not None:
+        value = given[key]
+        if value is not None and (not isinstance(value, int | float) or isinstance(value, bool)):
+            raise CheckpointError(f"{file.path}: general.sampling.{key}: got {value!r}, takes a number")
+        if value is not None:
             found[name] = float(f"{value:.7g}") if isinstance(value, float) else value
-    if "temperature" in found:
-        found["do_sample"] = found["temperature"] > 0
-        if not found["do_sample"]:
-            del found["temperature"]
+    if "temperature" in found and found["temperature"] <= 0:
+        found = {name: value for name, value in found.items() if name == "repetition_penalty"} | {"do_sample": False}
+    elif any(not is_neutral(name, value) for name, value in found.items() if name != "repetition_penalty"):
+        found["do_sample"] = True
+    unread = {key: given[key] for key, neutral in UNREAD.items()
+              if isinstance(given[key], int | float | str) and given[key] != neutral}
+    if "repetition_penalty" not in found:
+        unread.pop("penalty_last_n", None)
+    if unread:
+        LOG.warning("%s: recommended sampling that is not applied: %s", file.path,
+                    ", ".join(f"{key}={value!r}" for key, value in unread.items()))
     if tokenizer is not None:
         ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": list(tokenizer.eos_ids) or None,
                "pad_token_id": tokenizer.pad_id}

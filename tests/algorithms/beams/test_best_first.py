@@ -10,7 +10,7 @@ import pytest
 
 import decodax as dx
 from decodax.algorithms.beams import BeamSearch, BestFirst
-from tests.algorithms.beams.test_beams import NEW, PROMPTS, lm, small
+from tests.algorithms.beams.small import NEW, PROMPTS, lm, small
 from tests.matrix import often
 
 pytestmark = pytest.mark.wide

@@ -19,7 +19,7 @@ import pytest
 import decodax as dx
 from decodax.algorithms.beams import DynamicBeams, GridBeams, Ordered, Unordered
 from decodax.algorithms.beams.phrases import PhraseProgress
-from tests.algorithms.beams.test_beams import PROMPTS, lm, log_probs, small
+from tests.algorithms.beams.small import PROMPTS, lm, log_probs, small
 from tests.matrix import often
 
 pytestmark = pytest.mark.wide

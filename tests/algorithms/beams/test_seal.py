@@ -18,7 +18,7 @@ import decodax as dx
 from decodax.algorithms.beams import Corpus, CorpusBeams, Evidence
 from decodax.algorithms.beams.corpus import sorted_suffixes
 from decodax.algorithms.beams.seal import ngrams
-from tests.algorithms.beams.test_beams import log_probs, small
+from tests.algorithms.beams.small import log_probs, small
 from tests.laws.toy import Toy
 from tests.matrix import often
 

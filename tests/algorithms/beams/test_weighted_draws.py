@@ -12,7 +12,7 @@ from scipy.stats import chi2
 import decodax as dx
 from decodax.algorithms.beams import StochasticBeams
 from decodax.algorithms.contrastive.awrs import AWRS, ranked
-from tests.search.test_searches import EOS, NEW, V, law, tiny
+from tests.search.tiny import EOS, NEW, V, law, tiny
 from tests.small_models import PROMPTS, net
 
 

@@ -4,13 +4,10 @@
 where tokens 12 and 15 are a line's end, and 4, 8, 13 and 14 are not indented.
 """
 
-import dataclasses
-import functools
 import json
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -20,39 +17,15 @@ from decodax.algorithms.contrastive.adadec import AdaDec
 from decodax.core import drivers
 from decodax.core.stops import StopTable
 from decodax.core.types import Params
-from decodax.core.window import causal
 from decodax.sampling import build
+from tests.algorithms.contrastive.followers import following, sharp
 from tests.matrix import often
-from tests.small_models import PROMPTS, net
+from tests.small_models import PROMPTS
 
 pytestmark = pytest.mark.wide
 
 EXPECTED = json.loads((Path(__file__).parent / "adadec.json").read_text())
 LINES = [b"\n" if t in (12, 15) else b"x" if t in (4, 8, 13, 14) else b" b" for t in range(24)]
-
-
-@functools.cache
-def sharp() -> dx.LM:
-    """`net` with a head that is sure of itself now and then."""
-    weights = jax.tree_util.tree_map_with_path(
-        lambda path, x: 5 * x if "head" in jax.tree_util.keystr(path) else x, net().params)
-    return dataclasses.replace(net(), params=weights)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _apply(model: Any, params: Any, tokens: Any) -> Any:
-    rows = tokens.shape[0]
-    out = model.apply(params, causal(tokens, jnp.zeros(rows, jnp.int32)), model.init_cache(rows, 48))
-    return jax.nn.log_softmax(out.logits())
-
-
-def following(lm: dx.LM, texts: list[list[int]]) -> np.ndarray:
-    """Log-probabilities behind texts, `f64[n, V]`."""
-    padded = np.zeros((-(-len(texts) // 4) * 4, 48), np.int32)
-    for i, text in enumerate(texts):
-        padded[i, :len(text)] = text
-    out = np.asarray(_apply(lm.model, lm.params, padded), np.float64)
-    return np.stack([out[i, len(text) - 1] for i, text in enumerate(texts)])
 
 
 @pytest.mark.parametrize("length", often([2], [2, 5]))

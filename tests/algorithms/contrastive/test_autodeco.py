@@ -11,7 +11,7 @@ import pytest
 
 import decodax as dx
 from decodax.algorithms.contrastive.autodeco import COLDEST, Heads, autodeco, losses
-from tests.algorithms.contrastive.test_adadec import following, sharp
+from tests.algorithms.contrastive.followers import following, sharp
 from tests.small_models import PROMPTS
 
 pytestmark = pytest.mark.wide

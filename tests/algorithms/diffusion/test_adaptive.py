@@ -14,8 +14,8 @@ import decodax.algorithms.diffusion as d
 from decodax.common.registry import ALGORITHMS
 from decodax.core import keys
 from decodax.core.keys import Purpose
-from tests.algorithms.diffusion.test_chains import view_of
 from tests.algorithms.diffusion.toy import MASK, PROMPTS, SPEAKS, VOCABULARY, forward, lm, raw, run
+from tests.algorithms.diffusion.views import view_of
 
 NEW = 16
 DRAW = np.random.default_rng(1)

@@ -19,7 +19,7 @@ from decodax.constraints.canvas import OnCanvas, Region, accepted
 from decodax.constraints.expressions import regex
 from decodax.constraints.tokens import trie_of
 from decodax.io.text import Tokenizer
-from tests.contracts.test_diffusion_rule import BLOCK, SPEAKS
+from tests.contracts.diffusion import BLOCK, SPEAKS
 from tests.laws.cases import VOCABULARY, WORDS, model
 from tests.matrix import often
 from tests.small_tokenizers import of_words

@@ -19,7 +19,7 @@ from decodax.core.types import Params
 from decodax.models.transformer import _network
 from decodax.sampling import build
 from decodax.sampling.draw import exponentials
-from tests.algorithms.diffusion.test_verification import IDS, NETWORK, NEW, SIZE, weights
+from tests.algorithms.diffusion.verifying import IDS, NETWORK, NEW, SIZE, weights
 from tests.laws.cases import MASK, VOCABULARY, texts
 from tests.matrix import often
 

@@ -11,7 +11,7 @@ import decodax.algorithms.diffusion as d
 from decodax.algorithms.diffusion import MaskedDiffusion
 from decodax.common.registry import ALGORITHMS
 from decodax.io.load import LM
-from tests.contracts.test_diffusion_rule import SPEAKS
+from tests.contracts.diffusion import SPEAKS
 from tests.laws.cases import MASK, VOCABULARY, decode, model, prompts, texts
 from tests.matrix import often
 

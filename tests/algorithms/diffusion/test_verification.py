@@ -18,23 +18,14 @@ from decodax.core.round import run
 from decodax.core.types import Params
 from decodax.core.window import bidirectional
 from decodax.sampling import build
-from tests.laws import test_compiled as programs
-from tests.laws.cases import MASK, VOCABULARY, model, texts
+from tests.algorithms.diffusion.verifying import BLOCK, IDS, NETWORK, NEW, SIZE, weights
+from tests.laws import compiled as programs
+from tests.laws.cases import MASK, VOCABULARY, texts
 from tests.matrix import often
 
-NETWORK, WEIGHTS = model("llama")
-BLOCK, NEW, SIZE = 8, 16, 64
-IDS = [[3, 1, 4, 1, 5], [9, 2, 6, 5, 3], [5, 8, 9, 7, 9]]
 A = d.Adapter(MASK)
 SURE = d.Threshold(0.3)
 SEEDS = (2, 3, 7, 9)     # of models, from unsure to sure
-
-
-@functools.cache
-def weights(seed):
-    """Other models of the same shape: flat ones, sure ones, and whatever lies between."""
-    keys = iter(jax.random.split(jax.random.key(seed), 64))
-    return jax.tree.map(lambda x: x + (0.3 + 0.3 * seed) * x.std() * jax.random.normal(next(keys), x.shape), WEIGHTS)
 
 
 def decode(alg, params, temperature):

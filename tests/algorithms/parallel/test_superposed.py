@@ -18,7 +18,7 @@ import pytest
 import decodax as dx
 from decodax.algorithms.beams import NGrams
 from decodax.algorithms.parallel.superposed import Superposed, Superposition
-from tests.algorithms.contrastive.test_adadec import sharp
+from tests.algorithms.contrastive.followers import sharp
 from tests.matrix import often
 from tests.small_models import PROMPTS
 

@@ -15,7 +15,7 @@ from decodax.core import drivers
 from decodax.io.load import LM
 from decodax.models.config import llama
 from decodax.models.transformer import Transformer
-from tests.contracts.test_algorithm import SAMPLES
+from tests.contracts.decoding import SAMPLES
 from tests.laws import cases
 from tests.laws.cases import VOCABULARY, lm, prompts
 

@@ -19,9 +19,9 @@ from decodax.algorithms.speculative.trees import (
     StochasticBeam,
 )
 from decodax.algorithms.speculative.trees.layers import drawn_from, grow_layers
-from tests.algorithms.speculative.test_shapes import UNEVEN
-from tests.contracts.test_verifier import ALARM, PROMPT, chi_square, joint
-from tests.contracts.test_verifier import POLICIES as LAW_POLICIES
+from tests.algorithms.speculative.uneven import UNEVEN
+from tests.contracts.verifying import ALARM, PROMPT, chi_square, joint
+from tests.contracts.verifying import POLICIES as LAW_POLICIES
 from tests.laws.cases import VOCABULARY, Table, decode, prompts, texts
 from tests.matrix import often
 

@@ -22,7 +22,7 @@ from decodax.algorithms.speculative.trees import (
     sequoia_for,
     sequoia_tree,
 )
-from tests.algorithms.speculative.test_shapes import UNEVEN
+from tests.algorithms.speculative.uneven import UNEVEN
 from tests.laws.cases import VOCABULARY, Table
 from tests.laws.toy import Toy
 

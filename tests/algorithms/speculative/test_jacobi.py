@@ -19,8 +19,8 @@ from decodax.algorithms.speculative.tree import tree, window
 from decodax.core import drivers
 from decodax.core.types import Decision
 from decodax.core.window import Window, causal
-from tests.contracts.test_verifier import POLICIES as LAW_POLICIES
-from tests.contracts.test_verifier import PROMPT, chi_square, joint
+from tests.contracts.verifying import POLICIES as LAW_POLICIES
+from tests.contracts.verifying import PROMPT, chi_square, joint
 from tests.laws.cases import POLICIES, VOCABULARY, decode, model, prompts, start, texts
 from tests.matrix import often
 

@@ -11,10 +11,10 @@ from decodax import algorithms
 from decodax.algorithms.speculative import MultiRound, Speculative
 from decodax.algorithms.speculative.drafts import Merged
 from decodax.algorithms.speculative.trees import Fixed
-from tests.contracts.test_algorithm import decode as batch
-from tests.contracts.test_algorithm import plain, texts
-from tests.contracts.test_verifier import ALARM, PROMPT, chi_square, joint
-from tests.laws.cases import VOCABULARY, Table, decode, lm
+from tests.contracts.decoding import decode as batch
+from tests.contracts.decoding import plain
+from tests.contracts.verifying import ALARM, PROMPT, chi_square, joint
+from tests.laws.cases import VOCABULARY, Table, decode, lm, texts
 
 ROWS = 25_000       # a draw that is tried against the other source shows by far
 SHAPE = Fixed.of([[0], [1], [0, 0]])

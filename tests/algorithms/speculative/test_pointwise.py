@@ -5,7 +5,7 @@ import pytest
 
 from decodax.algorithms.speculative.trees import Chain, Fixed
 from decodax.algorithms.speculative.verify import Distance, SpecVerification, TopKAcceptance, TypicalAcceptance
-from tests.algorithms.speculative.test_verify import V, judge
+from tests.algorithms.speculative.judging import V, judge
 
 
 def chained(rule, drafts, p, temperature=1.0):

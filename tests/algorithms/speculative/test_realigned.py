@@ -29,7 +29,7 @@ from decodax.io.text import Tokenizer
 from decodax.models.config import llama
 from decodax.models.transformer import Transformer
 from decodax.sampling import build
-from tests.contracts.test_verifier import ALARM, FLOORED, PROMPT, chi_square, joint
+from tests.contracts.verifying import ALARM, FLOORED, PROMPT, chi_square, joint
 from tests.laws.cases import VOCABULARY, model, texts
 from tests.laws.toy import Toy
 from tests.matrix import often

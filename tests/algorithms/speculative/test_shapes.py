@@ -29,7 +29,8 @@ from decodax.algorithms.speculative.trees.threshold import DraftFeatures
 from decodax.common.struct import Struct, struct
 from decodax.core import keys
 from decodax.sampling import build
-from tests.contracts.test_verifier import ALARM, chi_square
+from tests.algorithms.speculative.uneven import UNEVEN
+from tests.contracts.verifying import ALARM, chi_square
 from tests.laws.cases import VOCABULARY, Table
 from tests.matrix import often
 
@@ -189,7 +190,6 @@ def test_dyspec_by_layers_is_the_heaps_tree(shape):
     assert p.live.all() == (shape.threshold == 0)
 
 
-UNEVEN = [[0], [1], [0, 0], [1, 0], [1, 1], [1, 0, 0], [1, 1, 0], [1, 0, 0, 0]]
 SAMPLED = [DySpec(nodes=8, length=3, fanout=4), StochasticBeam(3, 3), CaPE(3, ((0.3, 4), (0.6, 3), (1.0, 1)), nodes=7),
            ConfidenceChain(4, 0.15), RiskThreshold(4, 0.8), Fixed.of(UNEVEN), Sliced(Fixed.of(UNEVEN), 0.4)]
 

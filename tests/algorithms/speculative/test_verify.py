@@ -18,7 +18,7 @@ from decodax.algorithms.speculative.verify.spectr import smallest
 from decodax.core import keys
 from decodax.core.keys import Purpose
 from tests.algorithms.speculative.judging import LENGTH, ROWS, TREE, V, drafts, judge, sample, simplex
-from tests.contracts.test_verifier import ALARM, chi_square
+from tests.contracts.verifying import ALARM, chi_square
 from tests.matrix import often
 
 # the rules as formulas: exact by enumeration

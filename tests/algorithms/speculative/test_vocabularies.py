@@ -16,8 +16,8 @@ from decodax.algorithms.speculative.trees import Chain, Fixed
 from decodax.common.registry import ALGORITHMS
 from decodax.core.types import Out
 from decodax.models.transformer import Transformer
-from tests.contracts.test_algorithm import decode, plain
-from tests.contracts.test_verifier import ALARM, PROMPT, chi_square, joint
+from tests.contracts.decoding import decode, plain
+from tests.contracts.verifying import ALARM, PROMPT, chi_square, joint
 from tests.laws.cases import VOCABULARY, lm, texts
 from tests.laws.cases import decode as sample
 from tests.laws.toy import Toy

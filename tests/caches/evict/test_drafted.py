@@ -1,6 +1,5 @@
 """Policies that ask a draft model what the answer will look for."""
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,9 @@ from decodax.caches import make
 from decodax.caches.evict.drafted import decoded, read
 from decodax.engine.batch import Job
 from decodax.engine.request import Request
-from decodax.io.load import LM
-from tests.caches.evict.test_kvpress import MODEL, TEXTS, keeps, weights
+from tests.caches.evict.pairs import LARGE, SMALLER
+from tests.caches.evict.pressed import TEXTS, keeps
 from tests.caches.small import GUESSES, PROMPTS
-
-LARGE = LM(model=MODEL, params=weights(), vocab_size=320)
-SMALLER = dataclasses.replace(LARGE, params=jax.tree.map(lambda x: 0.8 * x if x.ndim > 1 else x, weights()))
 
 
 @pytest.mark.wide

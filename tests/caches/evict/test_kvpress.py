@@ -10,7 +10,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 
@@ -37,26 +36,13 @@ from decodax.caches.evict.snapkv import WindowAttention
 from decodax.core import drivers
 from decodax.core.types import Params
 from decodax.io.load import LM
-from decodax.models import Transformer, llama
-from decodax.models.names import flatten
 from decodax.sampling import build
+from tests.caches.evict.pressed import MODEL, TEXTS, keeps, weights
 from tests.matrix import often
 
 WANTED = json.loads((Path(__file__).parents[1] / "expected" / "kvpress.json").read_text())
-MODEL = Transformer(llama(vocab=320, width=32, layers=3, heads=4, kv_heads=2, mlp=48, context=1024))
-# no token stands twice in a text: in the first layer two of a kind would tie
-TEXTS = [np.random.RandomState(i + 1).permutation(320)[:n].tolist() for i, n in enumerate((300, 169))]
 FILTERS = np.random.RandomState(5).standard_normal((3, 2, 8)).astype(np.float32).round(3)
 SHARES = ((0.3, 0.55), (0.45, 0.62), (0.21, 0.8))
-
-
-def weights(model: Transformer = MODEL) -> Any:
-    r, leaves, shapes = np.random.RandomState(0), [], model.abstract_params()
-    for path, leaf in flatten(shapes).items():
-        x = r.standard_normal(leaf.shape).astype(np.float32)
-        leaves.append(1 + 0.1 * x if path.endswith("scale") else x * (0.8 if "embed" in path else
-                                                                      1.5 / np.sqrt(leaf.shape[0])))
-    return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
 
 
 SNAP = WindowAttention(16, 5)
@@ -103,18 +89,6 @@ def held(kind: Eviction, texts: list[list[int]]) -> Evicting:
                       size=longest + 8, max_new=np.int32(8), seed=np.uint32(0))
     cache: Any = drivers.prefill(alg, model, params, s, width=64).cache
     return cache
-
-
-def keeps(cache: Any, wanted: Any, texts: list[list[int]] = TEXTS) -> None:
-    """Asserts that a cache holds the tokens of texts that `wanted` says: for each text, layer and head its bits."""
-    for row, text in enumerate(texts):
-        for layer, heads in enumerate(wanted[row]):
-            for head, bits in enumerate(heads):
-                found = np.asarray(cache.heads(layer)[1][row, head])
-                found = found[found >= 0]
-                kept = np.unpackbits(np.frombuffer(bytes.fromhex(bits), np.uint8))[:len(text)]
-                np.testing.assert_array_equal(found, np.flatnonzero(kept))
-                assert cache.count[layer][row, head] == len(found)
 
 
 @pytest.mark.wide(but=("snapkv", "keydiff"))

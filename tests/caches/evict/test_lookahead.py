@@ -15,11 +15,10 @@ from decodax.caches.evict.heads.kvzip import Reconstruction
 from decodax.engine.batch import Job
 from decodax.engine.request import Request
 from decodax.io.load import LM
-from decodax.models import Transformer, llama
-from tests.caches.evict.test_kvpress import TEXTS, keeps, weights
+from decodax.models import Transformer
+from tests.caches.evict.lookahead import MODEL
+from tests.caches.evict.pressed import TEXTS, keeps, weights
 from tests.caches.small import PROMPTS, SMALL
-
-MODEL = Transformer(llama(vocab=320, width=32, layers=3, heads=4, kv_heads=4, mlp=48, context=1024))
 
 
 @pytest.mark.wide

@@ -20,8 +20,8 @@ from decodax.engine.request import Request
 from decodax.io.load import LM
 from decodax.train import Probe, fit_heads, fit_layers
 from decodax.train.probe import num_dropped
-from tests.caches.evict.test_kvpress import TEXTS, weights
-from tests.caches.evict.test_lookahead import MODEL
+from tests.caches.evict.lookahead import MODEL
+from tests.caches.evict.pressed import TEXTS, weights
 from tests.caches.small import DEEP
 
 WANTED = json.loads((Path(__file__).parents[1] / "expected" / "scope.json").read_text())

@@ -16,7 +16,7 @@ from decodax.engine.batch import Job
 from decodax.engine.request import Request
 from decodax.io.load import LM
 from decodax.pallas_kernels.window_attention import window_attention
-from tests.caches.evict.test_kvpress import MODEL, TEXTS, weights
+from tests.caches.evict.pressed import MODEL, TEXTS, weights
 
 pytestmark = pytest.mark.wide
 

@@ -12,8 +12,8 @@ import decodax as dx
 from decodax.caches import make
 from decodax.caches.evict.drafted import DraftedConfig
 from decodax.caches.prefill.specpc import SpecPCConfig
-from tests.caches.evict.test_drafted import LARGE, SMALLER
-from tests.caches.evict.test_kvpress import MODEL, TEXTS
+from tests.caches.evict.pairs import LARGE, SMALLER
+from tests.caches.evict.pressed import MODEL, TEXTS
 
 
 @pytest.mark.wide

@@ -41,6 +41,11 @@ def test_tokens_of_200_texts(name: str) -> None:
     assert hashlib.sha256(json.dumps(ids).encode()).hexdigest() == EXPECTED[name]["tokens"]
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_answers_end_at_the_same_tokens(name: str) -> None:
+    assert sorted(loaded(name).eos) == EXPECTED[name]["ends"]
+
+
 def test_greedy_answers_to_30_chats() -> None:
     lm = loaded("smollm2")
     chats = [lm.tokenizer.encode_chat([{"role": "user", "content": question}]) for question in QUESTIONS]

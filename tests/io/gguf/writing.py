@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +26,20 @@ WIDTH, HEADS, HEAD, MLP, LAYERS, CONTEXT = 256, 4, 64, 512, 2, 128
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """A small model of an architecture: its `config.json`, and metadata beside those that all have."""
+    """A small model of an architecture: its `config.json`, and metadata beside those that all have.
+
+    Attributes:
+        entries: the entries of its `config.json`.
+        metadata: further metadata.
+        permuted, shifted: see `decodax.io.gguf.config.Architecture`.
+        fused: names of the tensors that hold several weights.
+    """
 
     entries: dict[str, Any]
     metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
     permuted: bool = False
     shifted: bool = False
-    fused: bool = False
+    fused: tuple[str, ...] = ()
 
 
 def entries(**more: Any) -> dict[str, Any]:
@@ -63,7 +71,7 @@ SHAPES = {
                              attention_multiplier=0.0625, logits_scaling=8.0),
                      {"embedding_scale": 12.0, "residual_scale": 0.25, "attention.scale": 0.0625, "logit_scale": 8.0},
                      permuted=True),
-    "phi3": Shape(entries(model_type="phi3"), fused=True),
+    "phi3": Shape(entries(model_type="phi3"), fused=("attn_qkv", "ffn_up")),
     "olmo2": Shape(entries(model_type="olmo2")),
     "smollm3": Shape({**entries(model_type="smollm3", tie_word_embeddings=True), "num_hidden_layers": 4},
                      permuted=True),
@@ -74,11 +82,11 @@ SHAPES = {
     "stablelm": Shape(entries(model_type="stablelm", partial_rotary_factor=0.25, layer_norm_eps=1e-5),
                       {"rope.dimension_count": 16}),
     "glm4": Shape(entries(model_type="glm4", partial_rotary_factor=0.5, attention_bias=True),
-                  {"rope.dimension_count": 32}, fused=True),
+                  {"rope.dimension_count": 32}, fused=("ffn_up",)),
     "phi2": Shape({**entries(model_type="phi", partial_rotary_factor=0.5, layer_norm_eps=1e-5, hidden_act="gelu_new"),
                    "num_key_value_heads": HEADS}, {"rope.dimension_count": 32}),
     "gpt2": Shape({"model_type": "gpt2", "vocab_size": 260, "n_embd": WIDTH, "n_head": HEADS, "n_layer": LAYERS,
-                   "n_inner": MLP, "n_positions": CONTEXT, "tie_word_embeddings": True}, fused=True),
+                   "n_inner": MLP, "n_positions": CONTEXT, "tie_word_embeddings": True}, fused=("attn_qkv",)),
 }
 """Small models by architecture ("mixtral" is a llama with experts)."""
 
@@ -128,7 +136,7 @@ def write(path: Path, name: str, weights: dict[str, np.ndarray], kind: Callable[
         if tensor != drop and not shape.fused:
             _add(file, tensor, data, own)
     if shape.fused:
-        _fuse(tensors)
+        _fuse(tensors, shape.fused)
         for tensor, data in tensors.items():
             own = kind(tensor) if data.ndim > 1 and "norm" not in tensor else Type.F32
             _add(file, tensor, data, own)
@@ -144,15 +152,14 @@ def _add(file: gguf.GGUFWriter, tensor: str, data: np.ndarray, own: Type) -> Non
     file.add_tensor(tensor, data, raw_dtype=None if floats else own)
 
 
-def _fuse(tensors: dict[str, np.ndarray]) -> None:
-    """Joins queries, keys and values, and gate and up, in place."""
+def _fuse(tensors: dict[str, np.ndarray], wholes: tuple[str, ...]) -> None:
+    """Joins the tensors that are parts of `wholes`, in place."""
+    parts = {"attn_qkv": ("attn_q", "attn_k", "attn_v"), "ffn_up": ("ffn_gate", "ffn_up")}
     for i in range(LAYERS):
-        for tail in ("weight", "bias"):
-            for whole, parts in ((f"blk.{i}.attn_qkv.{tail}", ("attn_q", "attn_k", "attn_v")),
-                                 (f"blk.{i}.ffn_up.{tail}", ("ffn_gate", "ffn_up"))):
-                names = [f"blk.{i}.{part}.{tail}" for part in parts]
-                if all(name in tensors for name in names):
-                    tensors[whole] = np.concatenate([tensors.pop(name) for name in names])
+        for whole, tail in itertools.product(wholes, ("weight", "bias")):
+            names = [f"blk.{i}.{part}.{tail}" for part in parts[whole]]
+            if all(name in tensors for name in names):
+                tensors[f"blk.{i}.{whole}.{tail}"] = np.concatenate([tensors.pop(name) for name in names])
 
 
 def _metadata(file: gguf.GGUFWriter, config: DecoderConfig, shape: Shape) -> None:
@@ -206,21 +213,20 @@ def _weight(where: str, array: np.ndarray, config: DecoderConfig, shape: Shape) 
     return np.swapaxes(array, -1, -2) if where.endswith("kernel") else array
 
 
-def byte_tokens() -> list[str]:
-    return ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *sorted(byte_of_char()), "he"]
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 
-def byte_level(file: gguf.GGUFWriter) -> None:
-    """Adds a byte-level BPE of 260 tokens."""
-    tokens = byte_tokens()
+def byte_level(file: gguf.GGUFWriter, special: Sequence[str] = SPECIAL,
+               ids: Mapping[str, int] = {"bos": 1, "eos": 2, "padding": 2}) -> None:
+    """Adds a byte-level BPE of 257 tokens after the special ones, and ids by name."""
+    tokens = [*special, *sorted(byte_of_char()), "he"]
     file.add_tokenizer_model("gpt2")
     file.add_tokenizer_pre("smollm")
     file.add_token_list(tokens)
-    file.add_token_types([3, 3, 3, *[1] * (len(tokens) - 3)])
+    file.add_token_types([3 if i < len(special) else 1 for i in range(len(tokens))])
     file.add_token_merges(["h e"])
-    file.add_bos_token_id(1)
-    file.add_eos_token_id(2)
-    file.add_pad_token_id(2)
+    for name, id in ids.items():
+        file.add_uint32(f"tokenizer.ggml.{name}_token_id", id)
     file.add_add_bos_token(False)
     file.add_chat_template("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}")
 

@@ -13,7 +13,7 @@ import pytest
 from decodax.models.formats import native
 from decodax.models.formats.ggml import TYPES, Ggml, GgmlBlocks, unpack
 from decodax.models.packed import multiply
-from tests.models.formats.test_ggml import K, N, gguf, kind, random_blocks
+from tests.models.formats.ggml_blocks import K, N, gguf, kind, random_blocks
 
 pytestmark = pytest.mark.skipif(not native.usable(), reason="no C++ compiler")
 

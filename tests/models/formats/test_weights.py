@@ -1,5 +1,6 @@
 """Packed weights: what a format keeps of a kernel, products with it, and models loaded in it."""
 
+import dataclasses
 import functools
 import os
 import re
@@ -20,6 +21,7 @@ from decodax.core.types import Params
 from decodax.core.window import causal
 from decodax.io.checkpoint import load_model, load_t5
 from decodax.models import Transformer, formats, llama
+from decodax.models.config import NormConfig
 from decodax.models.formats import Float8, Int4, Scaled, pack
 from decodax.models.formats.integers import Integers, nibbles
 from decodax.models.packed import Packed, multiply
@@ -157,6 +159,19 @@ def test_a_model_loads_packed(name: str, weights: str, tmp_path: Path) -> None:
         plain["embed"] = plain["embed"].T
     tokens = jnp.arange(24).reshape(2, 12) % model.config.vocab
     np.testing.assert_allclose(model.forward(packed, tokens), model.forward(plain, tokens), atol=3e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("positions", [0, 16])
+def test_a_network_without_scales_of_norms_has_activations_of_its_own_dtype(positions: int) -> None:
+    """Its table is packed as the head, as in nanochat's and OPT's configurations without scales."""
+    config = dataclasses.replace(llama(vocab=16, width=32, layers=1, heads=4, mlp=48, tied=True),
+                                 norm=NormConfig(scaled=False), learned_positions=positions)
+    model, tokens = Transformer(config, dtype="bfloat16"), jnp.arange(8)[None]
+    params = model.init_params(jax.random.key(0), "bfloat16")
+    packed = pack(params, "int8")
+    found, wanted = (model.features(own, tokens)[0] for own in (packed, params))
+    assert found.dtype == wanted.dtype == model.embeddings(packed, tokens).dtype == jnp.bfloat16
+    np.testing.assert_allclose(found.astype(jnp.float32), wanted.astype(jnp.float32), atol=0.1)
 
 
 @pytest.mark.full

@@ -14,7 +14,7 @@ import decodax as dx
 from decodax.core.window import causal
 from decodax.io.files import CheckpointError
 from decodax.models import Mamba, MambaConfig
-from tests.models.recurrent.test_mamba2 import VOCABULARY
+from tests.models.networks.mamba2 import VOCABULARY
 from tests.models.small import NEW, PROMPTS, tokens_of
 
 CASES: dict[str, dict[str, Any]] = {

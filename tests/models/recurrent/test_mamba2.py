@@ -21,9 +21,9 @@ from decodax.engine.queue import Ticket, schedule
 from decodax.engine.request import Request
 from decodax.io.files import CheckpointError
 from decodax.models import Mamba2, Mamba2Config
+from tests.models.networks.mamba2 import VOCABULARY
 from tests.models.small import NEW, POLICY, PROMPTS, attention, scored, shapes_in, tokens_of
 
-VOCABULARY = 97
 SHAPE = dict(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_heads=8, head_dim=8, n_groups=2,
              state_size=6, conv_kernel=4, chunk_size=8, pad_token_id=0, bos_token_id=1, eos_token_id=2)
 CASES = {"groups": {}, "one-group": dict(n_groups=1, use_bias=True, use_conv_bias=False, tie_word_embeddings=True,

@@ -1,0 +1,137 @@
+"""Metadata of GGUF files: ends of texts and sampling are those of llama.cpp, and entries that are wrong are named."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+
+from decodax.io.files import CheckpointError
+from decodax.io.gguf.config import read_entries
+from decodax.io.gguf.reader import GgufFile
+from decodax.io.gguf.vocabulary import read_generation, read_tokenizer
+from decodax.models.families import read_config
+from tests.io.gguf.writing import SHAPES, Type, byte_level, network, write
+
+
+def heads(folder: Path, fill: Callable[[gguf.GGUFWriter], Any]) -> GgufFile:
+    """Returns a file without tensors, with the metadata that `fill` adds."""
+    writer = gguf.GGUFWriter(str(folder / "m.gguf"), "llama")
+    fill(writer)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return GgufFile(folder / "m.gguf")
+
+
+ENDING: dict[str, tuple[list[str], dict[str, int], list[str]]] = {
+    "by-text": (["<end_of_turn>", "</s>", "<eos>"], {}, ["<eos>", "<end_of_turn>", "</s>"]),
+    "by-id": (["<a>", "<b>", "<c>", "<d>"], {"eos": 1, "eot": 2, "eom": 0, "fim_pad": 3}, ["<b>", "<c>", "<a>", "<d>"]),
+    "code": (["<|file_sep|>", "<|repo_name|>", "<|fim_pad|>", "<|im_end|>"], {"eos": 3},
+             ["<|im_end|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"]),
+    "another-id": (["<reponame>", "<x>", "<eos>"], {"fim_rep": 1}, ["<eos>", "<x>"]),
+    "messages": (["<|end|>", "<|return|>", "<|call|>"], {"eos": 1}, ["<|return|>", "<|call|>"]),
+    "calls": (["<|end|>", "<|flush|>", "<|calls|>"], {}, ["<|flush|>", "<|calls|>"]),
+    "no-calls": (["<|end|>", "<|return|>"], {}, ["<|end|>", "<|return|>"]),
+    "tools": (["</s>", "<|tool_response>", "<turn|>"], {}, ["<|tool_response>", "<turn|>"]),
+}
+"""Tokens, the ids that a file names, and the tokens at which llama.cpp stops, those first that the file names."""
+
+
+@pytest.mark.parametrize("case", ENDING)
+def test_texts_end_at_the_tokens_at_which_llama_cpp_stops(case: str, tmp_path: Path) -> None:
+    tokens, named, wanted = ENDING[case]
+    tokenizer: Any = read_tokenizer(heads(tmp_path, lambda writer: byte_level(writer, tokens, named)))
+    spelled = [tokenizer.backend.id_to_token(i) for i in tokenizer.eos_ids]
+    assert sorted(spelled) == sorted(wanted) and (not named or spelled[0] == wanted[0])
+    assert tokenizer.encode("".join(wanted)) == [tokens.index(text) for text in wanted]
+
+
+RECOMMENDED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({}, {}, ""),
+    ({"temp": 0.7, "min_p": 0.1, "penalty_repeat": 1.1},
+     {"temperature": 0.7, "min_p": 0.1, "repetition_penalty": 1.1, "do_sample": True}, ""),
+    ({"top_k": 64, "top_p": 0.95}, {"top_k": 64, "top_p": 0.95, "do_sample": True}, ""),            # as Gemma 3's
+    ({"penalty_repeat": 1.1, "top_k": 0}, {"repetition_penalty": 1.1, "top_k": 0}, ""),
+    ({"temp": 0.0, "top_k": 20, "penalty_repeat": 1.1}, {"repetition_penalty": 1.1, "do_sample": False}, ""),
+    ({"temp": 1.0, "mirostat": 2, "mirostat_tau": 5.0, "xtc_probability": 0.0, "penalty_last_n": 64},
+     {"temperature": 1.0, "do_sample": True}, "not applied: mirostat=2$"),
+    ({"temp": 1.0, "xtc_probability": 0.5, "penalty_repeat": 1.1, "penalty_last_n": 64},
+     {"temperature": 1.0, "repetition_penalty": 1.1, "do_sample": True},
+     r"not applied: xtc_probability=0\.5, penalty_last_n=64$"),
+]
+"""Entries under `general.sampling`, the generation config that they make, and the warning about others."""
+
+
+@pytest.mark.parametrize(("given", "wanted", "warning"), RECOMMENDED)
+def test_recommended_sampling_is_that_of_the_file(given: dict[str, Any], wanted: dict[str, Any], warning: str,
+                                                  tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = heads(tmp_path, lambda writer: [
+        (writer.add_float32 if isinstance(value, float) else writer.add_int32)(f"general.sampling.{key}", value)
+        for key, value in given.items()])
+    assert read_generation(file, None) == wanted
+    assert re.search(warning, caplog.text.strip()) if warning else not caplog.records
+
+
+def test_a_recommendation_that_is_no_number_is_named(tmp_path: Path) -> None:
+    file = heads(tmp_path, lambda writer: writer.add_string("general.sampling.temp", "hot"))
+    with pytest.raises(CheckpointError, match=r"general\.sampling\.temp: got 'hot', takes a number"):
+        read_generation(file, None)
+
+
+WRONG: list[Any] = [0, -1, 10 ** 12, 0.0, float("nan"), "x", True, ["a", "b"], *(np.array(x, np.int32) for x in (
+    [], [0, 0], [0, 2]))]
+"""Values that most entries cannot have."""
+
+
+def read(file: GgufFile) -> None:
+    """Reads all metadata, and suppresses the errors that a reader may raise: what is left breaks it."""
+    with contextlib.suppress(CheckpointError):
+        read_generation(file, read_tokenizer(file))
+    with contextlib.suppress(CheckpointError):
+        entries = read_entries(file, {})
+        with contextlib.suppress(ValueError):
+            read_config(entries)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_no_value_of_an_entry_breaks_the_reader(name: str, tmp_path: Path) -> None:
+    write(tmp_path / "m.gguf", name, network(name)[1], lambda tensor: Type.F32,
+          tokenizer="gpt2" if name == "llama" else "llama")
+    file = GgufFile(tmp_path / "m.gguf")
+    first = (f"{file.metadata['general.architecture']}.", "tokenizer.ggml.")
+    own = [key for key in file.metadata if key.startswith(first)]
+    assert len(own) >= 15
+    for key in [*own, "tokenizer.ggml.eot_token_id", "general.sampling.temp", "general.sampling.sequence"]:
+        before = file.metadata.get(key)
+        for value in WRONG:
+            file.metadata[key] = value
+            read(file)
+        file.metadata[key] = before
+    read_config(read_entries(file, {}))
+
+
+@pytest.mark.parametrize(("key", "value", "message"), [
+    ("llama.attention.head_count", 0, "got 0, takes a whole number of at least 1: layers without attention are not"),
+    ("llama.attention.head_count_kv", np.array([2, 0], np.int32), r"got \[2, 0\], takes the same number for all"),
+    ("llama.attention.head_count_kv", np.array([0, 0], np.int32), "got 0, takes a whole number of at least 1: layers"),
+    ("llama.embedding_length", "wide", "got 'wide', takes a whole number of at least 1$"),
+    ("llama.attention.key_length", 0, "got 0, takes a whole number of at least 1$"),
+    ("llama.block_count", 2.0, "got 2.0, takes a whole number of at least 1$"),
+    ("tokenizer.ggml.tokens", 3, "got 3, takes a list of texts$"),
+    ("tokenizer.ggml.eos_token_id", "x", "got 'x', takes an id$"),
+    ("tokenizer.ggml.add_bos_token", np.array([1], np.int32), r"got array\(.*takes true or false$"),
+])
+def test_a_wrong_entry_is_named(key: str, value: Any, message: str, tmp_path: Path) -> None:
+    write(tmp_path / "m.gguf", "llama", network("llama")[1], lambda tensor: Type.F32)
+    file = GgufFile(tmp_path / "m.gguf")
+    file.metadata[key] = value
+    reader = read_tokenizer if key.startswith("tokenizer") else lambda file: read_entries(file, {})
+    with pytest.raises(CheckpointError, match=rf"{re.escape(key)}: {message}"):
+        reader(file)
