@@ -120,9 +120,8 @@ def load_model(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | 
     head, ignored = head_tensor(family, files.home), [IGNORED]
     if config["model_type"] in WITH_IMAGES:
         ignored.append(IMAGES)
-        if images := [tensor for tensor in files.home if IMAGES.search(tensor)]:
-            warnings.warn(f"{files.name}: skips {len(images)} tensors of the part that sees images, such as "
-                          f"{min(images)}; only the language model is loaded", stacklevel=outside())
+        if seen := sorted(filter(IMAGES.search, files.home)):
+            warnings.warn(f"{files.name}: skips {len(seen)} tensors of images, such as {seen[0]}", stacklevel=outside())
     if len(later := further_layers(family, len(decoder.layers), config, files.home)):
         warnings.warn(f"{files.name}: skips {len(later)} tensors of layers that predict further tokens, such as "
                       f"{min(later)}, which are not read", stacklevel=outside())
