@@ -6,11 +6,9 @@ of the 30 questions do when it reads the same weights in float32. Answers here a
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,21 +16,13 @@ import numpy as np
 import pytest
 
 import decodax as dx
-from scripts.real_models import MODELS, folder
-from tests.io.gguf.texts import QUESTIONS, texts
+from scripts.real_models import MODELS
+from tests.io.gguf.texts import QUESTIONS, loaded, texts
 
 pytestmark = [pytest.mark.real, pytest.mark.wide]
 EXPECTED = json.loads((Path(__file__).parent / "llamacpp.json").read_text())
 CLOSE = 1e-3
 """Where the two best logits are nearer than this, answers may part."""
-
-
-@functools.cache
-def loaded(name: str) -> Any:
-    path = folder() / MODELS[name].file
-    if not path.is_file():
-        pytest.skip(f"{path} is missing: python scripts/real_models.py {name}")
-    return dx.load(path)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 import decodax as dx
+from decodax.algorithms.speculative import Logistic
 from decodax.common.registry import ALGORITHMS
 from decodax.models.transformer import Transformer
-from tests.contracts.test_algorithm import OPTIONS
-from tests.io.gguf.test_real import loaded
+from tests.io.gguf.texts import loaded
 from tests.matrix import often
 
 pytestmark = [pytest.mark.real, pytest.mark.wide]
@@ -53,11 +53,13 @@ def plain() -> Any:
 
 
 def options(name: str) -> dict[str, Any]:
-    """Options of the contract's small models, where they name ids or layers; others by default."""
-    given = dict(OPTIONS.get(name, {}))
-    if name == "knn-ssd":
-        given["domains"] = [[chats()[0][:40]], [chats()[1][:40]]]
-    return given if name in ("automatic", "knn-ssd", "disco", "specdec++", "self-speculative") else {}
+    """Options of entries that measure or learn by default, so that they do not take minutes."""
+    given: dict[str, dict[str, Any]] = {
+        "automatic": dict(lengths=(3,)), "disco": dict(predictor=Logistic((0.5, 1.0, 0.2, -0.1, 0.0))),
+        "specdec++": dict(predictor=Logistic((3.0, 1.0, 0.2, -0.1, -0.2))),
+        "self-speculative": dict(skip_mlp=(4, 9), gamma=0.3),
+        "knn-ssd": dict(domains=[[chats()[0][:40]], [chats()[1][:40]]])}
+    return given.get(name, {})
 
 
 @pytest.mark.parametrize("name", often(FEW, SYSTEMS))

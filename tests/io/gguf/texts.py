@@ -1,8 +1,15 @@
-"""Texts and chats on which real GGUF files are compared with llama.cpp; always the same ones."""
+"""Published models, and texts and chats on which real GGUF files are compared with llama.cpp; always the same ones."""
 
 from __future__ import annotations
 
+import functools
 import random
+from typing import Any
+
+import pytest
+
+import decodax as dx
+from scripts.real_models import MODELS, folder
 
 PARTS = (
     "The quick brown fox jumps over the lazy dog.", "It's 3.14159, they'd said; WE'LL see, won't we?",
@@ -48,3 +55,12 @@ QUESTIONS = (
     "What is the opposite of hot?", "Give one tip for learning to code.", "Which ocean is the deepest?",
     "What is a noun?", "Describe a sunset.", "How many legs has a spider?", "Suggest a name for a cat.")
 """Questions, each one a chat."""
+
+
+@functools.cache
+def loaded(name: str) -> Any:
+    """A published model; without its file the test is skipped."""
+    path = folder() / MODELS[name].file
+    if not path.is_file():
+        pytest.skip(f"{path} is missing: python scripts/real_models.py {name}")
+    return dx.load(path)
