@@ -12,6 +12,7 @@ from jax import Array
 from decodax.cache import LinearRule
 from decodax.common.struct import short
 from decodax.models.latent.shape import Latent
+from decodax.models.recurrent.options import RecurrentBlocks
 from decodax.models.rope import Chunks, Rope
 from decodax.models.routing import Experts
 from decodax.pallas_kernels.window_attention import FixedBias
@@ -59,26 +60,6 @@ class QueryScale:
 
 
 @dataclasses.dataclass(frozen=True)
-class RgLru:
-    """Options of the recurrent block of Griffin and RecurrentGemma. See `decodax.models.recurrent.rg_lru`.
-
-    Attributes:
-        width: number of channels `C`.
-        blocks: number of blocks of the gates' matrices, a divisor of `width`.
-        conv: width `K` of the convolution.
-    """
-
-    width: int
-    blocks: int
-    conv: int = 4
-
-    def __post_init__(self) -> None:
-        if self.conv < 1 or self.blocks < 1 or self.width % self.blocks:
-            raise ValueError(f"blocks: got {self.blocks} with a conv of {self.conv}, takes a divisor of the width, "
-                             f"{self.width}, and 1 or more")
-
-
-@dataclasses.dataclass(frozen=True)
 class Layer:
     """One layer: its attention, and its mixture of experts if it has one.
 
@@ -95,14 +76,16 @@ class Layer:
             projections for queries and keys, and the cache stores no keys for it; see `echo_att`. None: its own.
         bias: added to the attention scores, by the positions of query and key. See `decodax.models.biases`.
         query_scale: a factor of the queries that grows with the position, or None.
-        recurrent: the recurrent block in place of attention, which has no other of these options but `experts`. None:
-            attention.
+        recurrent: the recurrent block in place of attention, which has no other of these options but `experts` and
+            `block`. None: attention.
         qk_norm: False leaves out the norm of queries and keys that `DecoderConfig.qk_norm` describes.
         kv_heads: number of key/value heads of this layer; None: `DecoderConfig.kv_heads`.
         sinks: True gives each query head a learned score that takes part in the softmax without a value, so that the
             weights of keys sum to less than one (GPT-OSS).
         latent: multi-head latent attention in place of keys and values for each head. It takes a rope, whose width is
             the rotated part of a head. None: keys and values for each head.
+        output_gate: True multiplies the attention's output by the sigmoid of a projection of the layer's input.
+        block: position of the norms in this layer, "pre" or "post"; None: as `DecoderConfig.block` says.
     """
 
     rope: Rope | None = None
@@ -115,24 +98,28 @@ class Layer:
     bias: FixedBias | None = None
     query_scale: QueryScale | None = None
     qk_norm: bool = True
-    recurrent: RgLru | None = None
+    recurrent: RecurrentBlocks | None = None
     sinks: bool = False
     kv_heads: int | None = None
     latent: Latent | None = None
+    output_gate: bool = False
+    block: Literal["pre", "post"] | None = None
 
     def __post_init__(self) -> None:
         if self.latent is not None and (self.rope is None or self.rope.chunks is not None or dataclasses.replace(
                 self, latent=None, rope=None, scale=None, experts=None, query_scale=None) != Layer()):
             raise ValueError("latent: takes a rope without chunks, and of the other options scale, experts and "
                              "query_scale")
-        if self.recurrent is not None and dataclasses.replace(self, recurrent=None, experts=None) != Layer():
+        if self.recurrent is not None and dataclasses.replace(self, recurrent=None, experts=None, block=None) != Layer(
+                ):
             raise ValueError("recurrent: cannot be combined with options of attention")
         if self.sliding is not None and self.sliding < 1:
             raise ValueError(f"sliding: got {self.sliding}, takes 1 or more, or None")
         if self.linear is not None and (self.sliding is not None or self.scale is not None or self.reads is not None):
             raise ValueError("linear: cannot be combined with a sliding window, a scale or another layer's keys")
-        if self.sinks and self.linear is not None:
-            raise ValueError("sinks: got True with linear attention, which has no softmax; takes False")
+        if self.linear is not None and (self.sinks or self.output_gate):
+            name = "sinks" if self.sinks else "output_gate"
+            raise ValueError(f"{name}: cannot be combined with linear attention")
         if self.bias is not None and (self.linear is not None or (
                 self.rope is not None and self.rope.chunks is not None)):
             raise ValueError("bias: cannot be combined with linear attention or dual chunk attention")
@@ -234,6 +221,10 @@ class DecoderConfig:
         if self.recurrent and (self.summing or self.shared or not self.attending):
             raise ValueError("recurrent: takes some layers with attention, and none that has linear attention or "
                              "shares that of others")
+        if len({type(layer.recurrent) for layer in self.layers if layer.recurrent is not None}) > 1:
+            raise ValueError("recurrent: got blocks of several kinds, takes one kind")
+        if self.block == "parallel" and any(layer.block is not None for layer in self.layers):
+            raise ValueError("block: got one of a layer in a decoder with parallel blocks, takes None")
         if self.twin_norms and self.block != "parallel":
             raise ValueError(f"twin_norms: got True with block {self.block!r}, takes block 'parallel'")
         if self.tied and self.head_bias:

@@ -27,7 +27,7 @@ from decodax.models.feed_forward import MLP, Mixture
 from decodax.models.latent.attention import LatentAttention
 from decodax.models.layers import STD, Linear, Norm, weight
 from decodax.models.packed import Packed, embedded, head, multiply
-from decodax.models.recurrent.rg_lru import RecurrentBlock
+from decodax.models.recurrent.blocks import recurrent_block
 from decodax.models.rope import rotate
 
 Keep = Sequence[tuple[bool, bool]] | Array
@@ -62,6 +62,7 @@ class Attention(nnx.Module):
         self.v = into(values, "kv_heads") if own else None
         self.o = Linear(rngs, (c.heads * c.value_width, c.width), ("heads", "embed"), c.out_bias,
                         STD / (2 * len(c.layers)) ** 0.5)
+        self.gate = into(c.heads * c.head_dim, "heads") if layer.output_gate else None
         self.q_norm = _head_norm(c, c.heads, "heads") if attends and layer.qk_norm else None
         self.k_norm = _head_norm(c, groups, "kv_heads") if has_keys and layer.qk_norm else None
         self.sinks = nnx.Param(jnp.zeros(c.heads), axes=("heads",)) if layer.sinks else None
@@ -121,7 +122,8 @@ class Attention(nnx.Module):
             # Each query head takes its own value head out of the wide head.
             out = out.reshape(*x.shape[:2], c.kv_heads, r, -1, r, c.head_dim)
             out = jnp.einsum("bwgrmre->bwgrme", out)
-        return self.o(out.reshape(*x.shape[:2], -1)), entry
+        out = out.reshape(*x.shape[:2], -1)
+        return self.o(out if self.gate is None else out * jax.nn.sigmoid(self.gate(x))), entry
 
     def _linear(self, index: int, x: Array, q: Array, k: Any, v: Any, tables: dict[Any, Any],
                 attend: Attend) -> tuple[Array, Any]:
@@ -179,13 +181,14 @@ class DecoderLayer(nnx.Module):
     def __init__(self, c: DecoderConfig, layer: Layer, rngs: nnx.Rngs):
         self.c = c
         norm = lambda present: Norm(c.norm, (c.width,), ("embed",)) if present else None
-        self.attn_in = norm(c.block != "post")
+        block = layer.block or c.block
+        self.attn_in = norm(block != "post")
         self.attn = (LatentAttention(c, layer, rngs) if layer.latent is not None else Attention(c, layer, rngs)
-                     if layer.recurrent is None else RecurrentBlock(c, layer.recurrent, rngs))
-        self.attn_out = norm(c.block in ("post", "sandwich"))
-        self.mlp_in = norm(c.block in ("pre", "sandwich") or c.twin_norms)
+                     if layer.recurrent is None else recurrent_block(c, layer.recurrent, rngs))
+        self.attn_out = norm(block in ("post", "sandwich"))
+        self.mlp_in = norm(block in ("pre", "sandwich") or c.twin_norms)
         self.mlp = MLP(c, rngs) if layer.experts is None else Mixture(c, layer.experts, rngs)
-        self.mlp_out = norm(c.block in ("post", "sandwich"))
+        self.mlp_out = norm(block in ("post", "sandwich"))
 
     def __call__(self, index: int, x: Array, tables: dict[Any, Any], attend: Attend,
                  keep: tuple[bool, bool] | Array = (True, True)) -> tuple[Array, Any]:

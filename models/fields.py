@@ -54,9 +54,10 @@ POSITIONS = _whole(1, (1 << 31) - 1)
 INDEX = _whole(0, (1 << 31) - 1)
 IDS = Kind("a token id or a list of them",
            lambda x: all(INDEX.fits(y) for y in x) if isinstance(x, list) else INDEX.fits(x))
-LAYER_TYPES = Kind("a list of 'full_attention', 'sliding_attention' and 'chunked_attention'",
+LAYER_TYPES = Kind("a list of 'full_attention', 'sliding_attention', 'chunked_attention' and 'linear_attention'",
                    lambda x: isinstance(x, list) and all(y in ("full_attention", "sliding_attention",
-                                                               "chunked_attention", "indexed_attention") for y in x))
+                                                               "chunked_attention", "indexed_attention",
+                                                               "linear_attention") for y in x))
 PATTERN = Kind("a whole number from 1 to 10,000, or a text of L and G",
                lambda x: LAYERS.fits(x) or (isinstance(x, str) and x != "" and set(x) <= {"L", "G"}))
 
@@ -69,7 +70,8 @@ _KEYS: dict[Kind, str] = {
           "scale_logits multi_query_attention causal_attn norm_topk_prob scale_decoder_outputs use_bias use_conv_bias "
           "residual_in_fp32 alibi new_decoder_architecture multi_query parallel_attn enable_bias "
           "do_layer_norm_before layer_norm_elementwise_affine apply_residual_connection_post_layernorm qkv_bias "
-          "attention_out_bias attn_temperature_tuning lm_head_bias rope_interleave",
+          "attention_out_bias attn_temperature_tuning lm_head_bias rope_interleave attn_output_gate "
+          "linear_allow_neg_eigval",
     OBJECT: "rope_scaling rope_parameters text_config full_attention sliding_attention diffusion "
             "dual_chunk_attention_config",
     NUMBER: "embedding_multiplier attention_multiplier residual_multiplier logit_scale mscale mscale_all_dim "
@@ -82,10 +84,11 @@ _KEYS: dict[Kind, str] = {
     SHARE: "partial_rotary_factor rotary_pct",
     PATTERN: "sliding_window_pattern",
     LAYERS: "num_hidden_layers n_layer n_layers no_rope_layer_interval decoder_sparse_step moe_layer_interval "
-            "interleave_moe_layer_step num_layers num_decoder_layers",
+            "interleave_moe_layer_step num_layers num_decoder_layers full_attention_interval",
     HEADS: "num_attention_heads n_head n_heads num_key_value_heads n_kv_heads head_dim num_experts num_local_experts "
            "num_experts_per_tok num_heads d_kv n_groups state_size conv_kernel conv1d_width num_kv_heads rotary_dim "
-           "n_group topk_group n_routed_experts moe_num_experts moe_k num_ln_in_parallel_attn "
+           "n_group topk_group n_routed_experts moe_num_experts moe_k num_ln_in_parallel_attn linear_num_key_heads "
+           "linear_num_value_heads linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim "
            "qk_rope_head_dim qk_nope_head_dim v_head_dim index_n_heads index_head_dim",
     WIDTH: "hidden_size n_embd n_embed d_model word_embed_proj_dim lru_width kv_lora_rank q_lora_rank",
     ENTRIES: "vocab_size embedding_size intermediate_size n_inner mlp_hidden_size moe_intermediate_size d_ff "

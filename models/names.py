@@ -12,67 +12,14 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
-import numpy as np
 from jax import Array
 
 from decodax.models.config import DecoderConfig
+from decodax.models.hybrid_names import NAMES
 from decodax.models.packed import Adapted, Packed
+from decodax.models.recurrent.options import GatedDelta
 from decodax.models.transformer import Weights
-
-
-@dataclasses.dataclass(frozen=True)
-class WeightSource:
-    """The place of a weight in a file.
-
-    Attributes:
-        tensors: name of the tensor; several tensors are stacked along a new first axis.
-        transpose: True if the file stores `[out, in]`.
-        part: the weight is columns of the tensor (after transposing); None: all of them.
-        full: shape of the tensor in the file (of each, if several are stacked).
-        leading: True if the tensor has an axis of experts before those that `transpose` is about.
-    """
-
-    tensors: tuple[str, ...]
-    transpose: bool
-    part: Columns | None
-    full: tuple[int, ...]
-    leading: bool = False
-
-    def turned(self, x: Any) -> Any:
-        """Returns the tensor, or an index of it, with the axes of the weight, or the other way round."""
-        if not self.transpose:
-            return x
-        if isinstance(x, tuple):
-            return (*x[:1], *x[:0:-1]) if self.leading else x[::-1]
-        return x.swapaxes(-1, -2) if self.leading else x.T
-
-    @property
-    def index(self) -> Any:
-        """The weight's place in the tensor, after transposing, as an index."""
-        if self.part is None:
-            return ...
-        total = self.turned(self.full)[-1]
-        return ..., self.part.indices(0, total // self.part.period * (self.part.stop - self.part.start))
-
-
-@dataclasses.dataclass(frozen=True)
-class Columns:
-    """Columns `start` to `stop` of every `period` columns of a tensor."""
-
-    start: int
-    stop: int
-    period: int
-
-    def indices(self, low: int, high: int) -> np.ndarray:
-        """Returns the indices in the tensor of the columns `low` to `high`, counted among these columns.
-
-        >>> Columns(2, 4, 6).indices(1, 4).tolist()
-        [3, 8, 9]
-        """
-        own = np.arange(low, high)
-        width = self.stop - self.start
-        return own // width * self.period + self.start + own % width
-
+from decodax.models.weight_source import Columns, WeightSource
 
 LLAMA = {"attn_in": "input_layernorm", "mlp_in": "post_attention_layernorm", "attn.q": "self_attn.q_proj",
          "attn.k": "self_attn.k_proj", "attn.v": "self_attn.v_proj", "attn.o": "self_attn.o_proj",
@@ -106,6 +53,9 @@ class Names:
         fused: groups of paths that share one tensor, in its order.
         grouped: in a fused tensor of attention, the columns of each key/value head for the first path are followed by
             those for the others.
+        repeated: groups of `fused` whose parts are repeated for each head, and whose heads: "heads" or "key_heads".
+        stacked: name of the tensor of all experts, by path, if a file has these in place of those of `experts`.
+        further: prefixes of the tensors of layers that predict further tokens.
         twin: entries of `layer` that differ with `DecoderConfig.twin_norms`.
         transposed: True if linear layers are stored `[out, in]`.
         experts_transposed: the same for tensors that hold all experts.
@@ -126,6 +76,9 @@ class Names:
     embed_norm: str = ""
     fused: tuple[tuple[str, ...], ...] = ()
     grouped: bool = False
+    repeated: dict[tuple[str, ...], str] = dataclasses.field(default_factory=dict)
+    stacked: dict[str, str] = dataclasses.field(default_factory=dict)
+    further: tuple[str, ...] = ()
     twin: dict[str, str] = dataclasses.field(default_factory=dict)
     transposed: bool = True
     experts_transposed: bool = True
@@ -221,6 +174,7 @@ FAMILY_NAMES = {
                  norm="final_layernorm"),
     "stablelm": Names({**LLAMA, "attn.q_norm": "self_attn.q_layernorm.norms.{head}",
                        "attn.k_norm": "self_attn.k_layernorm.norms.{head}"}),
+    **{family: Names(**fields) for family, fields in NAMES.items()},
 }
 """Names by `model_type`; other families have Llama's names."""
 
@@ -261,7 +215,12 @@ def sources(family: str, config: DecoderConfig, shapes: Weights,
     if config.twin_norms:
         names = dataclasses.replace(names, layer={**names.layer, **names.twin})
     sizes = {path: leaf.shape for path, leaf in flatten(shapes).items()}
-    return {path: _source(path, names, sizes, config.kv_heads if names.grouped else 1) for path in sizes}
+    deltas = [layer.recurrent.key_heads for layer in config.layers if isinstance(layer.recurrent, GatedDelta)]
+    heads = {"heads": config.heads, "key_heads": deltas[0] if deltas else 1}
+    parts = {group: heads[names.repeated[group]] for group in names.fused if group in names.repeated}
+    if names.grouped:
+        parts |= dict.fromkeys((group for group in names.fused if group[0].startswith("attn.")), config.kv_heads)
+    return {path: _source(path, names, sizes, parts) for path in sizes}
 
 
 def head_tensor(family: str, present: Collection[str]) -> str:
@@ -287,9 +246,11 @@ def further_layers(family: str, layers: int, config: Mapping[str, Any], present:
         present: tensor names of a file.
     """
     count = config.get("num_nextn_predict_layers", config.get("num_mtp_layers", 0)) or 0
+    names = _names(family, present)
+    if names.further:
+        return [tensor for tensor in present if tensor.startswith(names.further)]
     if not isinstance(count, int):
         return []
-    names = _names(family, present)
     prefixes = tuple(f"{names.stem}{names.layers}.{layers + i}." for i in range(min(count, 64)))
     return [tensor for tensor in present if tensor.startswith((*prefixes, "mtp.", "mtp_", f"{names.stem}mtp"))]
 
@@ -311,6 +272,8 @@ def _names(family: str, present: Collection[str]) -> Names:
     """Returns the tensor names for a file that has the tensors `present`, which may be that of a bare model or of a
     larger model that contains it."""
     names = FAMILY_NAMES.get(family, Names(LLAMA))
+    if names.stacked and any(tensor.endswith(names.stacked["mlp.gate"]) for tensor in present):
+        names = dataclasses.replace(names, experts=names.stacked, fused=(*names.fused, GATE_UP))
     places = _stems(names)
     found = (place for place in places if f"{place[0]}{names.embed}.weight" in present)
     stem, head = next(found, places[0])
@@ -319,8 +282,9 @@ def _names(family: str, present: Collection[str]) -> Names:
     return dataclasses.replace(names, stem=stem, head=f"{stem}{head}" if beside else head)
 
 
-def _source(path: str, names: Names, sizes: dict[str, tuple[int, ...]], groups: int) -> WeightSource:
-    """Returns the source of one weight; `groups` is the number of parts of a fused tensor that are fused by
+def _source(path: str, names: Names, sizes: dict[str, tuple[int, ...]], parts: Mapping[tuple[str, ...], int]
+            ) -> WeightSource:
+    """Returns the source of one weight; `parts` is the number of parts of each fused tensor that are fused by
     themselves."""
     whole = {"embed": names.embed, "positions": names.positions}
     if path in whole:
@@ -339,13 +303,16 @@ def _source(path: str, names: Names, sizes: dict[str, tuple[int, ...]], groups: 
     else:
         _, index, inner = module.split(".", 2)
         within = f"{names.stem}{names.layers}.{index}."
-        if (own := names.extra.get(f"{inner}.{leaf}")) is not None:
+        own = names.extra.get(f"{inner}.{leaf}")
+        if own is not None and not leaf.endswith("_taps"):
             return WeightSource((f"{within}{own}",), False, None, shape)
-        if len(shape) == 3 and "{expert}" in names.experts[inner]:
-            each = tuple(f"{within}{names.experts[inner].format(expert=e)}.{tail}" for e in range(shape[0]))
-            return WeightSource(each, True, None, shape[:0:-1])
-        of_all = len(shape) == 3 or (leaf == "bias" and len(shape) == 2)     # a tensor of all experts
-        if of_all:
+        of_all = own is None and (len(shape) == 3 or (leaf == "bias" and len(shape) == 2))    # a tensor of all experts
+        if own is not None:
+            name, transpose, inner = f"{within}{own}", True, f"{inner}.{leaf}"
+        elif len(shape) == 3 and "{expert}" in names.experts[inner]:
+            stacked = tuple(f"{within}{names.experts[inner].format(expert=e)}.{tail}" for e in range(shape[0]))
+            return WeightSource(stacked, True, None, shape[:0:-1])
+        elif of_all:
             name = f"{within}{names.experts[inner]}{'_bias' if leaf == 'bias' else ''}"
             transpose, leading = names.experts_transposed and leaf != "bias", len(shape) == 3
         else:
@@ -354,8 +321,9 @@ def _source(path: str, names: Names, sizes: dict[str, tuple[int, ...]], groups: 
         group = next((g for g in names.fused if inner in g and (
             of_all or len({names.layer[member] for member in g}) == 1)), None)
         if group is not None:
-            groups = groups if inner.startswith("attn.") else 1
-            widths = [sizes[f"layers.{index}.{member}.{leaf}"][-1] // groups for member in group]
+            each = [f"layers.{index}.{member}" if own else f"layers.{index}.{member}.{leaf}" for member in group]
+            groups = parts.get(group, 1)
+            widths = [sizes[member][-1] // groups for member in each]
             start, at = sum(widths[:group.index(inner)]), group.index(inner)
             part = Columns(start, start + widths[at], sum(widths))
             if of_all and names.interleaved:
@@ -402,9 +370,10 @@ def flatten(tree: Weights) -> dict[str, Any]:
 def stored_dtype(path: str, name: str) -> str:
     """Returns the dtype of an array of the weights, where those of the model have dtype `name`.
 
-    A correction of experts' scores decides between nearly equal ones. It stays float32, as in published files.
+    A correction of experts' scores decides between nearly equal ones, and errors of a recurrence's decays add up. They
+    stay float32, as in published files.
 
     >>> stored_dtype("layers.1.mlp.correction", "bfloat16"), stored_dtype("norm.scale", "bfloat16")
     ('float32', 'bfloat16')
     """
-    return "float32" if path.endswith(".correction") else name
+    return "float32" if path.endswith((".correction", ".A_log", ".dt_bias")) else name

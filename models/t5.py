@@ -32,10 +32,10 @@ from decodax.core.window import Window
 from decodax.models.config import Activation
 from decodax.models.inputs import EncoderText, named
 from decodax.models.layers import ACTIVATIONS
-from decodax.models.names import WeightSource
 from decodax.models.packed import embedded, head, multiply
 from decodax.models.reading import read_activation
 from decodax.models.transformer import Weights
+from decodax.models.weight_source import WeightSource
 from decodax.pallas_kernels.window_attention import by_position, window_attention
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -16,11 +15,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from decodax.cache import Dense, LinearStates, LinearTerms, PerLayer, cache_of, dense, linear_states
 from decodax.cache.linear import over_text
-from decodax.common.axes import EXPERT, MODEL
+from decodax.common.axes import MODEL
 from decodax.common.struct import short
 from decodax.core.cache import Cache
 from decodax.core.capabilities import layers_read
@@ -33,8 +32,9 @@ from decodax.models.inputs import AdapterRows, Embeddings, EncoderText, named
 from decodax.models.kv_shapes import kv_layers
 from decodax.models.latent.attention import Expanding
 from decodax.models.packed import Adapted, embedded, whole
-from decodax.models.recurrent.rg_lru import Recurrence, recurrent_states, walk_text
+from decodax.models.recurrent.blocks import recurrent_states
 from decodax.models.rope import Dynamic, LongRope
+from decodax.models.specs import weight_spec
 from decodax.pallas_kernels.window_attention import window_attention, window_attention_lse
 
 Weights = dict[str, Any]
@@ -265,9 +265,11 @@ class Transformer(LayeredModel):
         near = lambda q, k, v, **options: window_attention(q, k, v, seen, where, **options)
 
         def attend(layer: int, q: Array, k: Any, v: Any, *, linear: LinearTerms | None = None,
-                   walk: Recurrence | None = None, **options: Any) -> tuple[Array, Any]:
+                   walk: Any = None, **options: Any) -> tuple[Array, Any]:
+            if walk is not None and mask is not None:
+                raise ValueError("mask: got one, a network with recurrent blocks takes None, a causal text")
             if walk is not None:
-                return walk_text(self.config, layer, walk, mask), ()
+                return walk.over_text(), ()
             if linear is None:
                 return near(q, k, v, **options), (k, v)
             out, encoded = over_text(linear, q, k, v, mask, where, prefix)
@@ -296,7 +298,7 @@ class Transformer(LayeredModel):
         Heads, MLP and vocabulary are sharded over `axis` where it divides them, whole experts over the axis "expert" if
         the mesh has one; the rest is replicated.
         """
-        return jax.tree.map(lambda axes: NamedSharding(mesh, _spec(self.config, axes, mesh, axis)),
+        return jax.tree.map(lambda axes: NamedSharding(mesh, weight_spec(self.config, axes, mesh, axis)),
                             _split(self.config)[2], is_leaf=lambda x: isinstance(x, tuple))
 
 
@@ -379,19 +381,3 @@ def _embedded(network: Decoder, window: Window, cache: Cache) -> Array:
 
 def _network(config: DecoderConfig, params: Weights, dtype: str = "float32") -> Decoder:
     return nnx.merge(_split(config)[0], nnx.State(params)).with_default_dtype(dtype)
-
-
-def _spec(config: DecoderConfig, axes: tuple[str | None, ...], mesh: Mesh, axis: str) -> PartitionSpec:
-    # Heads are sharded whole: their number must divide, not their total width.
-    experts = [layer.experts for layer in config.layers if layer.experts is not None]
-    units = {"heads": config.heads, "mlp": config.mlp, "vocab": config.vocab,
-             "expert_mlp": math.gcd(*(e.width for e in experts)), "experts": math.gcd(*(e.count for e in experts)),
-             "shared_mlp": math.gcd(*(e.shared for e in experts)),
-             "kv_heads": math.gcd(*(config.groups(layer) for layer in config.layers))}
-    size = dict(mesh.shape)
-
-    def over(name: str | None) -> str | None:
-        where = EXPERT if name == "experts" else axis
-        return where if name in units and where in size and units[name] % size[where] == 0 else None
-
-    return PartitionSpec(*map(over, axes))

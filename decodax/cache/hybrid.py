@@ -21,8 +21,8 @@ class PerLayer(Combined):
 
     Attributes:
         base: the cache of the layers with keys and values.
-        linear: the cache of the other layers. `LinearStates` for linear attention, or `Recurrent` if the model calls
-            `walk`.
+        linear: the cache of the other layers. `LinearStates` for linear attention; `Recurrent` or `LinearRecurrent`
+            for layers that pass a recurrence as the option `walk`, which calls the cache's methods.
         where: static; for each layer of the model, True if it is in `linear`, and its number in that cache.
     """
 
@@ -46,7 +46,7 @@ class PerLayer(Combined):
     def attend(self, layer: int, q: Array, k: Array, v: Array, window: Any, **options: Any) -> tuple[Array, PyTree]:
         linear, own = self.where[layer]
         if linear and (walk := options.get("walk")) is not None:
-            return self.linear.walk(own, walk.step, walk.x, window, walk.along)
+            return walk.run(self.linear, own, window)
         if linear:
             return self.linear.attend(own, q, k, v, window, linear=options["linear"])
         return self.base.attend(own, q, k, v, window, **options)

@@ -12,6 +12,18 @@ which is attention with a decay under the window's mask, for chains and trees al
 The entry of a node is `k`, `v` and `G`, and a commit adds those of the accepted path to the state. A state has `N P`
 numbers, an entry `N + P`.
 
+The gated delta rule (Yang, Kautz and Hatamizadeh, 2024) first removes the value that the state already has for a key:
+`S <- exp(g) S + k u^T` with `u = b (v - exp(g) S^T k)` and a rate `b` of each head. The `u` of a window's nodes depend
+on those of their ancestors. They are the solution of a unit triangular system, since ancestors come first:
+
+    u_i + b_i sum over j of exp(G_i - G_j) (k_i . k_j) u_j = b_i (v_i - exp(G_i) S^T k_i),     j: ancestors of i
+
+With `u` in place of `v` all the rest is the same, so a draft needs neither a state of each node nor a second pass over
+the accepted nodes.
+
+A decay may also differ from channel to channel of a key (Kimi Delta Attention): `exp(g)` then scales the rows of `S`,
+and `exp(G_i - G_j)` the channels of the products of queries and keys.
+
 Short convolutions are included: the inputs of a node are part of its entry, and the cache keeps the last few inputs of
 the verified text.
 """
@@ -24,6 +36,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from decodax.cache.scratch import AttentionView
 from decodax.common.struct import Struct, static, struct
 from decodax.core.cache import Entries, Feature, PyTree, Sized
 from decodax.core.capabilities import Draftable, DraftBase
@@ -44,8 +57,10 @@ class Factors(Struct):
     Attributes:
         inputs: `f[B, W, C]`, inputs of the convolution.
         keys: `f32[B, W, G, N]`, `k`.
-        values: `f32[B, W, H, P]`, `v`; the number of heads `H` is a multiple of the number of groups `G`.
-        total: `f32[B, W, H, 2]`, `G_i` as a multiple of `1 / GRID` and a remainder.
+        values: `f32[B, W, H, P]`, `v`, of the delta rule `u`; the number of heads `H` is a multiple of the number of
+            groups `G`.
+        total: `f32[B, W, H, 2]`, `G_i` as a multiple of `1 / GRID` and a remainder; `f32[B, W, H, N, 2]` if channels
+            have decays of their own.
     """
 
     inputs: Array
@@ -74,35 +89,52 @@ class LinearRecurrent(Sized, DraftBase):
     size: int = static()
     given: PyTree = None
 
-    def before(self, layer: int, x: Array, window: Window) -> Array:
+    def before(self, layer: int, x: Array, window: Window | AttentionView) -> Array:
         """Returns the convolution's inputs at the `R` nearest ancestors of each node, `f[B, W, R, C]`, the farthest
-        first. `x` has the inputs at the nodes themselves, `f[B, W, C]`."""
-        return _latest(self.rings[layer], self.length, x, window.positions, window.visible(), window.positions)
+        first. `x` has the inputs at the nodes themselves, `f[B, W, C]`. `window` is the window, or a view of it with
+        the `Factors` of nodes of earlier windows in `before`."""
+        if window.before is not None:
+            x = jnp.concatenate([window.before.inputs, x.astype(window.before.inputs.dtype)], 1)
+        return _latest(self.rings[layer], self.length, x, window.key_positions, window.visible(), window.positions)
 
-    def recur(self, layer: int, q: Array, k: Array, v: Array, decay: Array, x: Array, window: Window, *,
-              chunk: int = 256) -> tuple[Array, Factors]:
+    def recur(self, layer: int, q: Array, k: Array, v: Array, decay: Array, x: Array, window: Window | AttentionView, *,
+              chunk: int = 256, rate: Array | None = None) -> tuple[Array, Factors]:
         """Runs the recurrence over a window. Each node starts from its parent's state.
 
         Args:
             layer: number of the layer.
             q, k: `f[B, W, G, N]`, queries and keys.
             v: `f[B, W, H, P]`, values.
-            decay: `f[B, W, H]`, the decay `g` of each head, at most 0.
+            decay: `f[B, W, H]`, the decay `g` of each head, at most 0; or `f[B, W, H, N]`, that of each channel of its
+                keys.
             x: inputs of the convolution, `f[B, W, C]`, which are stored in the entry.
-            window: the window.
+            window: the window, or a view of it with the `Factors` of nodes of earlier windows in `before`.
             chunk: number of nodes of a prompt that are computed together; time and memory of a node grow with it.
+            rate: `f[B, W, H]`, the rates `b` of the delta rule; None: a recurrence without it.
 
         Returns:
             The outputs `f32[B, W, H, P]`, and the layer's entry.
         """
         q, k, v, decay = (a.astype(jnp.float32) for a in (q, k, v, decay))
-        state = self.states[layer]
-        if window.is_prefill and window.width > chunk:
-            y, total, _ = _chunks(state, q, k, v, decay, window.live, chunk)
+        rate = None if rate is None else rate.astype(jnp.float32)
+        state, W = self.states[layer], k.shape[1]
+        if isinstance(window, Window) and window.is_prefill and W > chunk:
+            y, v, total, _ = _chunks(state, q, k, v, decay, rate, window.live, chunk)
+            return y, Factors(inputs=x, keys=k, values=v, total=total)
+        seen, old = window.visible(), window.before
+        above, own = seen[..., :-W], seen[..., -W:]
+        total = _totals(own, decay)
+        if old is None:
+            known, mine = Factors(inputs=x[:, :0], keys=k[:, :0], values=v[:, :0], total=total[:, :0]), own
         else:
-            seen = window.visible()
-            total = _totals(seen, decay)
-            y = _read(state, q, k, v, total, total, seen)
+            # The nearest ancestor of an earlier window has the sum of all of those.
+            nearest = jnp.argmax(jnp.where(above, window.key_positions[:, None, :-W], -1), -1)
+            total = total + jnp.where(_over(above.any(-1), total), take(old.total, nearest), 0)
+            known, mine = old, seen
+        if rate is not None:
+            v = _written(state, k, v, total, rate, known, above, own)
+        join = lambda old, new: jnp.concatenate([old, new], 1)
+        y = _read(state, q, join(known.keys, k), join(known.values, v), total, join(known.total, total), mine)
         return y, Factors(inputs=x, keys=k, values=v, total=total)
 
     def commit(self, entries: Entries, slots: Array) -> LinearRecurrent:
@@ -140,31 +172,22 @@ class LinearScratch(Draftable):
     def seen_by(self, sees: Array) -> LinearScratch:
         return self.replace(sees=sees)
 
+    def _view(self, layer: int, window: Window) -> AttentionView:
+        assert self.sees is not None
+        return AttentionView(positions=window.positions, seen=jnp.concatenate([self.sees, window.visible()], 2),
+                             key_positions=jnp.concatenate([self.positions, window.positions], 1),
+                             before=self.nodes[layer])
+
     def before(self, layer: int, x: Array, window: Window) -> Array:
         """Returns the convolution's inputs at ancestors, some of which may be in this buffer; see
         `LinearRecurrent.before`."""
-        assert self.sees is not None
-        whole = jnp.concatenate([self.nodes[layer].inputs, x.astype(self.nodes[layer].inputs.dtype)], 1)
-        positions = jnp.concatenate([self.positions, window.positions], 1)
-        seen = jnp.concatenate([self.sees, window.visible()], 2)
-        return _latest(self.base.rings[layer], self.base.length, whole, positions, seen, window.positions)
+        return self.base.before(layer, x, self._view(layer, window))
 
     def recur(self, layer: int, q: Array, k: Array, v: Array, decay: Array, x: Array, window: Window, *,
-              chunk: int = 256) -> tuple[Array, Factors]:
+              chunk: int = 256, rate: Array | None = None) -> tuple[Array, Factors]:
         """Runs the recurrence over a window whose nodes may have ancestors in this buffer; see
         `LinearRecurrent.recur`."""
-        assert self.sees is not None
-        q, k, v, decay = (a.astype(jnp.float32) for a in (q, k, v, decay))
-        nodes, seen = self.nodes[layer], window.visible()
-        # the nearest ancestor of an earlier window has the sum of all of those
-        nearest = jnp.argmax(jnp.where(self.sees, self.positions[:, None], -1), -1)
-        above = jnp.where(self.sees.any(-1)[..., None, None], take(nodes.total, nearest), 0)
-        total = _totals(seen, decay) + above
-        join = lambda old, new: jnp.concatenate([old, new], 1)
-        own = jnp.concatenate([self.sees, seen], 2)
-        y = _read(self.base.states[layer], q, join(nodes.keys, k), join(nodes.values, v), total,
-                  join(nodes.total, total), own)
-        return y, Factors(inputs=x, keys=k, values=v, total=total)
+        return self.base.recur(layer, q, k, v, decay, x, self._view(layer, window), chunk=chunk, rate=rate)
 
     def append(self, entries: Entries, positions: Array, at: Array) -> LinearScratch:
         put = lambda x, new: lax.dynamic_update_slice_in_dim(x, new.astype(x.dtype), at, 1)
@@ -199,8 +222,14 @@ def _parts(decay: Array) -> Array:
 
 
 def _totals(seen: Array, decay: Array) -> Array:
-    """Returns the sum of `decay` (`f32[B, W, H]`) over the nodes that each node sees, `f32[B, W, H, 2]`."""
-    return jnp.einsum("bij,bjhc->bihc", seen.astype(jnp.float32), _parts(decay), precision=lax.Precision.HIGHEST)
+    """Returns the sum of `decay` (`f32[B, W, H]` or `f32[B, W, H, N]`) over the nodes that each node sees, with a last
+    axis of its two parts."""
+    return jnp.einsum("bij,bj...->bi...", seen.astype(jnp.float32), _parts(decay), precision=lax.Precision.HIGHEST)
+
+
+def _over(mask: Array, x: Array) -> Array:
+    """Returns a mask with as many axes as `x`."""
+    return mask.reshape(*mask.shape, *[1] * (x.ndim - mask.ndim))
 
 
 def _grown(x: Array, groups: int) -> Array:
@@ -217,62 +246,109 @@ def _read(state: Array, q: Array, k: Array, v: Array, mine: Array, theirs: Array
         seen: `bool[B, W, K]`, True if a node is an ancestor, or the node itself.
     """
     B, W, G, _ = q.shape
-    scores = jnp.einsum("bign,bjgn->bgij", q, k)[:, :, None]
+    near = jnp.einsum("bgrij,bjgrp->bigrp", _scores(q, k, mine, theirs, seen), _grown(v, G))
+    grouped, left = state.reshape(B, G, -1, *state.shape[2:]), _grown(jnp.exp(mine.sum(-1)), G)
+    if left.ndim == 5:
+        far = jnp.einsum("bigrn,bgrnp->bigrp", q[:, :, :, None] * left, grouped)
+        return (near + far).reshape(B, W, *v.shape[2:])
+    far = jnp.einsum("bign,bgrnp->bigrp", q, grouped)
+    return (near + far * left[..., None]).reshape(B, W, *v.shape[2:])
+
+
+def _scores(q: Array, k: Array, mine: Array, theirs: Array, seen: Array) -> Array:
+    """Returns the products of queries and keys after the decay from each key to each query, `f32[B, G, H / G, W, K]`, 0
+    where it is not seen; the arguments are those of `_read`."""
+    G = q.shape[2]
     # the difference of multiples is exact
-    apart = (mine[:, :, None] - theirs[:, None]).sum(-1)                                # [B, W, K, H]
-    decay = jnp.where(seen[..., None], jnp.exp(jnp.minimum(apart, 0)), 0)
-    decay = decay.reshape(*decay.shape[:3], G, -1).transpose(0, 3, 4, 1, 2)
-    near = jnp.einsum("bgrij,bjgrp->bigrp", scores * decay, _grown(v, G))
-    far = jnp.einsum("bign,bgrnp->bigrp", q, state.reshape(B, G, -1, *state.shape[2:]))
-    return (near + far * _grown(jnp.exp(mine.sum(-1)), G)[..., None]).reshape(B, W, *v.shape[2:])
+    apart = (mine[:, :, None] - theirs[:, None]).sum(-1)                                # [B, W, K, H (, N)]
+    decay = jnp.where(_over(seen, apart), jnp.exp(jnp.minimum(apart, 0)), 0)
+    decay = decay.reshape(*decay.shape[:3], G, decay.shape[3] // G, *decay.shape[4:])
+    if decay.ndim == 6:
+        return jnp.einsum("bign,bjgn,bijgrn->bgrij", q, k, decay)
+    return jnp.einsum("bign,bjgn->bgij", q, k)[:, :, None] * decay.transpose(0, 3, 4, 1, 2)
+
+
+def _written(state: Array, k: Array, v: Array, total: Array, rate: Array, known: Factors, above: Array, seen: Array
+             ) -> Array:
+    """Returns the values `u` that the delta rule writes at nodes, `f32[B, W, H, P]`.
+
+    Args:
+        state, k, v, rate: see `LinearRecurrent.recur`.
+        total: sums of decays of the nodes.
+        known: nodes of earlier windows.
+        above: `bool[B, W, K]`, nodes of earlier windows that are ancestors.
+        seen: `bool[B, W, W]`, nodes of the window that are ancestors, or the node itself. Ancestors have lower indices.
+    """
+    (_, W, G, _), rate = k.shape, rate[..., None]
+    told = rate * (v - _read(state, k, known.keys, known.values, total, known.total, above))
+    if W == 1:
+        return told
+    overlaps = _scores(k, k, total, total, seen)
+    system = jnp.tril(overlaps * _grown(rate, G).transpose(0, 2, 3, 1, 4), -1)          # [B, G, H / G, W, W]
+    solved = jax.scipy.linalg.solve_triangular(system, _grown(told, G).transpose(0, 2, 3, 1, 4), lower=True,
+                                               unit_diagonal=True)
+    return solved.transpose(0, 3, 1, 2, 4).reshape(v.shape)
 
 
 def _after(state: Array, k: Array, v: Array, total: Array, slots: Array) -> Array:
     """Returns the state after the nodes of a path, those whose position in `slots` (`i32[B, W]`) is not -1."""
     kept = slots >= 0
-    end = jnp.where(kept.any(1)[:, None, None], take(total, jnp.argmax(slots, 1)), 0)
-    weight = jnp.where(kept[..., None], jnp.exp(jnp.minimum((end[:, None] - total).sum(-1), 0)), 0)
+    end = take(total, jnp.argmax(slots, 1))
+    end = jnp.where(_over(kept.any(1), end), end, 0)
+    apart = (end[:, None] - total).sum(-1)
+    weight = jnp.where(_over(kept, apart), jnp.exp(jnp.minimum(apart, 0)), 0)
     # nodes that are not kept may hold anything, even NaN
-    v = jnp.where(kept[..., None, None], v, 0) * weight[..., None]
+    v = jnp.where(kept[..., None, None], v, 0)
     k = jnp.where(kept[..., None, None], k, 0)
+    if weight.ndim == 4:
+        weight = k[:, :, :, None] * _grown(weight, k.shape[2])
+        added = jnp.einsum("bwgrn,bwgrp->bgrnp", weight, _grown(v, k.shape[2])).reshape(state.shape)
+        return state * jnp.exp(end.sum(-1))[..., None] + added
+    v = v * weight[..., None]
     added = jnp.einsum("bwgn,bwgrp->bgrnp", k, _grown(v, k.shape[2])).reshape(state.shape)
     return state * jnp.exp(end.sum(-1))[..., None, None] + added
 
 
-def chained(state: Array, q: Array, k: Array, v: Array, decay: Array, live: Array, chunk: int) -> tuple[Array, Array]:
+def chained(state: Array, q: Array, k: Array, v: Array, decay: Array, live: Array, chunk: int,
+            rate: Array | None = None) -> tuple[Array, Array]:
     """Runs the recurrence over a chain, without a cache.
 
     Args:
         state: `f32[B, H, N, P]`, the state before the chain.
-        q, k, v, decay, chunk: see `LinearRecurrent.recur`.
+        q, k, v, decay, chunk, rate: see `LinearRecurrent.recur`.
         live: `bool[B, W]`, nodes that change the state.
 
     Returns:
         The outputs `f32[B, W, H, P]`, and the state after the live nodes.
     """
-    y, _, state = _chunks(state, q, k, v, decay, live, min(chunk, live.shape[1]))
+    y, _, _, state = _chunks(state, q, k, v, decay, rate, live, min(chunk, live.shape[1]))
     return y, state
 
 
-def _chunks(state: Array, q: Array, k: Array, v: Array, decay: Array, live: Array, chunk: int
-            ) -> tuple[Array, Array, Array]:
-    """Runs a chain, `chunk` nodes at a time. Returns outputs, sums of decays, and the state after the live nodes."""
+def _chunks(state: Array, q: Array, k: Array, v: Array, decay: Array, rate: Array | None, live: Array, chunk: int
+            ) -> tuple[Array, Array, Array, Array]:
+    """Runs a chain, `chunk` nodes at a time. Returns outputs, values to be added to the state, sums of decays, and the
+    state after the live nodes."""
     B, W = live.shape
     pad = -W % chunk
     cut = lambda a: jnp.pad(a, [(0, 0), (0, pad)] + [(0, 0)] * (a.ndim - 2)).reshape(
         B, -1, chunk, *a.shape[2:]).swapaxes(0, 1)
     causal = jnp.tril(jnp.ones((chunk, chunk), bool))
 
-    def one(carry: tuple[Array, Array], part: Any) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+    def one(carry: tuple[Array, Array], part: Any) -> tuple[tuple[Array, Array], tuple[Array, Array, Array]]:
         state, before = carry
-        q, k, v, decay, live = part
+        q, k, v, decay, rate, live = part
         seen = (causal & live[:, None]) | jnp.eye(chunk, dtype=bool)
         total = _totals(causal & live[:, None], decay)
+        if rate is not None:
+            none = Factors(inputs=v[:, :0], keys=k[:, :0], values=v[:, :0], total=total[:, :0])
+            v = _written(state, k, v, total, rate, none, seen[..., :0], seen)
         y = _read(state, q, k, v, total, total, seen)
         slots = jnp.where(live, jnp.arange(chunk, dtype=jnp.int32), -1)
-        return (_after(state, k, v, total, slots), before + total[:, -1]), (y, before[:, None] + total)
+        return (_after(state, k, v, total, slots), before + total[:, -1]), (y, v, before[:, None] + total)
 
-    zero = jnp.zeros((B, decay.shape[2], 2), jnp.float32)
-    (state, _), found = lax.scan(one, (state, zero), tuple(map(cut, (q, k, v, decay, live))))
-    y, total = (a.swapaxes(0, 1).reshape(B, -1, *a.shape[3:])[:, :W] for a in found)
-    return y, total, state
+    zero = jnp.zeros((B, *decay.shape[2:], 2), jnp.float32)
+    given = jax.tree.map(cut, (q, k, v, decay, rate, live))
+    (state, _), found = lax.scan(one, (state, zero), given)
+    y, v, total = (a.swapaxes(0, 1).reshape(B, -1, *a.shape[3:])[:, :W] for a in found)
+    return y, v, total, state

@@ -7,7 +7,6 @@ of a tensor is read separately, cast once and put on the device.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
 import re
 import warnings
@@ -17,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import Mesh, SingleDeviceSharding
 
 from decodax.common.arguments import outside
 from decodax.io import packed as packed_files
@@ -34,7 +33,6 @@ from decodax.models.formats.rounded_mamba2 import QuantizedMamba2
 from decodax.models.names import (
     IGNORED,
     IMAGES,
-    WeightSource,
     as_stored,
     embeddings,
     flatten,
@@ -58,6 +56,7 @@ from decodax.models.t5 import IGNORED as T5_IGNORED
 from decodax.models.t5 import T5, nested, read_t5
 from decodax.models.t5 import sources as t5_sources
 from decodax.models.transformer import Transformer, Weights
+from decodax.models.weight_source import WeightSource
 
 DTYPES = {"F64": "float32", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """The default dtype of weights for each stored dtype."""
@@ -121,6 +120,8 @@ def load_model(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | 
     head, ignored = head_tensor(family, files.home), [IGNORED]
     if config["model_type"] in WITH_IMAGES:
         ignored.append(IMAGES)
+        if seen := sorted(filter(IMAGES.search, files.home)):
+            warnings.warn(f"{files.name}: skips {len(seen)} tensors of images, such as {seen[0]}", stacklevel=outside())
     if len(later := further_layers(family, len(decoder.layers), config, files.home)):
         warnings.warn(f"{files.name}: skips {len(later)} tensors of layers that predict further tokens, such as "
                       f"{min(later)}, which are not read", stacklevel=outside())
@@ -360,24 +361,7 @@ def _load(files: Files, source: WeightSource, shape: tuple[int, ...], name: str,
         return parts[bounds]
 
     whole = jax.make_array_from_callback(shape, place, read)
-    return whole if packing is None else packer(packing, table, shape, dtype, place)(whole)
-
-
-@functools.lru_cache(maxsize=64)
-def packer(packing: Format, table: bool, shape: tuple[int, ...], dtype: np.dtype, place: jax.sharding.Sharding) -> Any:
-    """Returns the program that packs weights of a shape and dtype, and places the packed kernel like them.
-
-    Args:
-        packing: the format.
-        table: True for an embedding table, `[outputs, inputs]`.
-        shape, dtype, place: shape, dtype and sharding of the weights.
-    """
-    pack = lambda kernel: packing.pack(kernel.T if table else kernel)
-    if not isinstance(place, NamedSharding):
-        return jax.jit(pack)
-    placed = lambda kernel: pack(kernel).placed(*packed_files.axes(place, table))
-    shapes = jax.eval_shape(placed, jax.ShapeDtypeStruct(shape, dtype))
-    return jax.jit(placed, out_shardings=packed_files.shardings(shapes, table, place))
+    return whole if packing is None else packed_files.packer(packing, table, shape, dtype, place)(whole)
 
 
 def _read(files: Files, source: WeightSource, bounds: tuple[tuple[int, int], ...]) -> np.ndarray:

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from decodax.common.axes import platform
 from decodax.common.struct import fields
 from decodax.io.files import CheckpointError, Files, write_files
-from decodax.models.formats import KINDS
+from decodax.models.formats import KINDS, Format
 from decodax.models.names import stored_dtype
 from decodax.models.packed import Packed, for_platform
 
@@ -141,6 +141,23 @@ def _finisher(leaves: tuple[jax.ShapeDtypeStruct, ...], structure: Any, table: b
     finish = lambda p: p.here().placed(*axes(place, table))
     shapes = jax.eval_shape(finish, jax.tree.unflatten(structure, leaves))
     return jax.jit(finish, out_shardings=shardings(shapes, table, place))
+
+
+@functools.lru_cache(maxsize=64)
+def packer(packing: Format, table: bool, shape: tuple[int, ...], dtype: np.dtype, place: jax.sharding.Sharding) -> Any:
+    """Returns the program that packs weights of a shape and dtype, and places the packed kernel like them.
+
+    Args:
+        packing: the format.
+        table: True for an embedding table, `[outputs, inputs]`.
+        shape, dtype, place: shape, dtype and sharding of the weights.
+    """
+    pack = lambda kernel: packing.pack(kernel.T if table else kernel)
+    if not isinstance(place, NamedSharding):
+        return jax.jit(pack)
+    placed = lambda kernel: pack(kernel).placed(*axes(place, table))
+    shapes = jax.eval_shape(placed, jax.ShapeDtypeStruct(shape, dtype))
+    return jax.jit(placed, out_shardings=shardings(shapes, table, place))
 
 
 def place_packed(packed: Packed, table: bool, place: Sharding) -> Packed:

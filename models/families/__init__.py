@@ -11,7 +11,18 @@ import difflib
 from collections.abc import Callable
 
 from decodax.models.config import DecoderConfig
-from decodax.models.families import deepseek, gemma, gpt, gpt_oss, llada, llama, mimo, mixtures, qwen
+from decodax.models.families import (
+    deepseek,
+    gemma,
+    gpt,
+    gpt_oss,
+    hybrids,
+    llada,
+    llama,
+    mimo,
+    mixtures,
+    qwen,
+)
 from decodax.models.families.flags import refuse_unread, unknown_entries
 from decodax.models.fields import checked
 from decodax.models.reading import Json
@@ -75,13 +86,14 @@ def text_part(c: Json) -> Json:
 
 
 FAMILIES: dict[str, Callable[[Json], DecoderConfig]] = dict(sorted({
-    **deepseek.FAMILIES, **gemma.FAMILIES, **gpt.FAMILIES, **gpt_oss.FAMILIES, **llada.FAMILIES, **llama.FAMILIES,
-    **mimo.FAMILIES, **mixtures.FAMILIES, **qwen.FAMILIES,
+    **deepseek.FAMILIES, **gemma.FAMILIES, **gpt.FAMILIES, **gpt_oss.FAMILIES, **hybrids.FAMILIES, **llada.FAMILIES,
+    **llama.FAMILIES, **mimo.FAMILIES, **mixtures.FAMILIES, **qwen.FAMILIES,
 }.items(), key=lambda item: item[0].lower()))
 """Reader of each family, by `model_type`."""
 
 WITH_IMAGES = {"gemma3": "gemma3_text", "kimi_k25": "deepseek_v3", "llama4": "llama4_text", "mistral3": "mistral",
-               "qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3", "qwen3_vl_moe": "qwen3_vl_moe_text"}
+               "qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3", "qwen3_vl_moe": "qwen3_vl_moe_text",
+               "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
 """Multimodal families, and the family of their language model if text_config does not name one."""
 
 TEXT_PARTS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}

@@ -37,6 +37,7 @@ def _mixtures(field: str) -> Callable[[DecoderConfig, Any], bool]:
 SHOWN: dict[str, Callable[[DecoderConfig, Any], bool]] = {
     "alibi": lambda d, value: any(layer.bias is not None for layer in d.layers),
     "attn_logit_softcapping": lambda d, value: d.attention_softcap == value,
+    "attn_output_gate": lambda d, value: any(layer.output_gate for layer in d.layers),
     "clip_qkv": lambda d, value: d.qkv_clip == value,
     "embedding_multiplier": lambda d, value: d.embed_scale == value,
     "index_topk": lambda d, value: all(layer.latent is not None and layer.latent.indexer is not None
@@ -58,7 +59,7 @@ SHOWN: dict[str, Callable[[DecoderConfig, Any], bool]] = {
 }
 """Tests of whether a decoder does what an entry says."""
 
-MISSING = ("apply_residual_connection_post_layernorm", "attn_output_gate", "hidden_size_per_layer_input",
+MISSING = ("apply_residual_connection_post_layernorm", "hidden_size_per_layer_input",
            "num_kv_shared_layers", "scale_depth", "scale_emb",
            "use_attention_sinks", "use_bidirectional_attention")
 """Entries that no family here has."""
@@ -67,7 +68,7 @@ HARMLESS = re.compile(
     r"(^_|drop|initializer|init_std|variance_scale|init_method|token_id$|token_index$|router_aux|output_|jitter|summary_|dtype|version"
     r"|architectures|auto_map|use_cache|is_decoder|is_encoder_decoder|return_dict|problem_type|id2label|label2id|chunk_size"
     r"|gradient_checkpointing|pretraining_tp|slow_but_exact|reorder_and_upcast_attn|name_or_path|unsloth|task_specific"
-    r"|tokenizer_class|model_max_length|fp32_combine|nextn|norm_min|quantization_config|attn_implementation)")
+    r"|tokenizer_class|linear_dt_|linear_a_log_|model_max_length|fp32_combine|nextn|norm_min|quantization_config|attn_implementation)")
 """Entries that do not change what a model computes, or that are read elsewhere."""
 
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from decodax.models.config import Activation, DecoderConfig, Layer, NormConfig, RgLru
+from decodax.models.config import Activation, DecoderConfig, Layer, NormConfig
 from decodax.models.reading import Json, head_width, read_activation, read_layers, read_period, read_rope, read_shape
+from decodax.models.recurrent.options import RgLru
 
 
 def _gemma_shape(c: Json, **changes: Any) -> dict[str, Any]:

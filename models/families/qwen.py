@@ -28,7 +28,7 @@ def _qwen3_moe(c: Json) -> DecoderConfig:
     count = c.get("num_experts", c.get("num_local_experts", 128))       # newer files have the second key
     experts = read_experts(count, c.get("num_experts_per_tok", 8), c.get("moe_intermediate_size", 768),
                        c.get("norm_topk_prob", False))
-    return dataclasses.replace(dense, layers=with_experts(dense.layers, experts, _sparse(c)))
+    return dataclasses.replace(dense, layers=with_experts(dense.layers, experts, sparse_layers(c)))
 
 
 def _qwen_layers(c: Json, shape: Json) -> tuple[Layer, ...]:
@@ -72,7 +72,7 @@ def _qwen2_moe(c: Json) -> DecoderConfig:
     experts = read_experts(c.get("num_experts", 60), c.get("num_experts_per_tok", 4),
                            c.get("moe_intermediate_size", 1408), c.get("norm_topk_prob", False),
                            shared=c.get("shared_expert_intermediate_size", 5632), shared_gate=True)
-    return DecoderConfig(layers=with_experts(layers, experts, _sparse(c)), **shape)
+    return DecoderConfig(layers=with_experts(layers, experts, sparse_layers(c)), **shape)
 
 
 def _qwen3_vl_moe(c: Json) -> DecoderConfig:
@@ -82,7 +82,7 @@ def _qwen3_vl_moe(c: Json) -> DecoderConfig:
                        "num_experts": count})
 
 
-def _sparse(c: Json) -> Callable[[int], bool]:
+def sparse_layers(c: Json) -> Callable[[int], bool]:
     """Returns which layers are mixtures, by index."""
     plain, step = c.get("mlp_only_layers", []), c.get("decoder_sparse_step", 1)
     return lambda i: i not in plain and (i + 1) % step == 0

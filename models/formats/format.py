@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -66,9 +67,13 @@ class ModelFormat(abc.ABC):
 def kernels(weights: Any) -> list[str]:
     """Returns the dotted paths of those weights of a decoder that formats pack.
 
-    The routers of experts are left out, since small errors would change the choice of experts. A tied embedding table
-    counts as a kernel.
+    The routers of experts are left out, since small errors would change the choice of experts, and the small kernels of
+    decays and rates of a gated delta rule, whose errors would add up. A tied embedding table counts as a kernel.
     """
     found = flatten(weights)
-    inside = [path for path in found if path.endswith(".kernel") and ".router." not in path]
+    inside = [path for path in found if path.endswith(".kernel") and not EXACT.search(path)]
     return inside if "lm_head.kernel" in found else [*inside, "embed"]
+
+
+EXACT = re.compile(r"\.(router|in_a|in_b|low_a)\.")
+"""Kernels that are never packed."""

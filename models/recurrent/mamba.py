@@ -27,10 +27,10 @@ from decodax.cache import Recurrent
 from decodax.core.cache import Cache
 from decodax.core.types import no_inputs
 from decodax.core.window import Window
-from decodax.models.names import WeightSource
 from decodax.models.packed import multiply
 from decodax.models.recurrent.state_space import StateSpace, biased, first_steps, kernel, plain, stacked
 from decodax.models.transformer import Weights
+from decodax.models.weight_source import WeightSource
 
 
 @dataclasses.dataclass(frozen=True)

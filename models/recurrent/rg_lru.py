@@ -21,19 +21,30 @@ from flax import nnx
 from jax import Array
 
 from decodax.cache import Recurrent
-from decodax.models.config import DecoderConfig, RgLru
+from decodax.models.config import DecoderConfig
 from decodax.models.layers import ACTIVATIONS, STD, Linear, weight
+from decodax.models.recurrent.options import RgLru
 
 State = dict[str, Array]
 """`h`, `f32[B, C]`, and `ring`, `f[B, K - 1, C]`."""
 
 
 class Recurrence(NamedTuple):
-    """A recurrence over the nodes of a window; see `Recurrent.walk`."""
+    """A recurrence over the nodes of a window, as a layer passes it to its cache; see `Recurrent.walk`."""
 
+    rule: RgLru
     step: Callable[[State, Any], tuple[State, Array]]
     x: Any
     along: Callable[[State, Any, Array], tuple[State, Array]]
+
+    def run(self, cache: Any, layer: int, window: Any) -> tuple[Array, Any]:
+        """Returns the outputs `f[B, W, C]` and the entry of a layer, by its number in the cache."""
+        return cache.walk(layer, self.step, self.x, window, self.along)
+
+    def over_text(self) -> Array:
+        """Returns the outputs for whole texts, without a cache."""
+        x = self.x[0]
+        return self.along(empty(self.rule, x.shape[0], x.dtype), self.x, jnp.ones(x.shape[:2], bool))[1]
 
 
 def empty(rule: RgLru, batch: int, dtype: jax.typing.DTypeLike) -> State:
@@ -42,24 +53,11 @@ def empty(rule: RgLru, batch: int, dtype: jax.typing.DTypeLike) -> State:
             "ring": jnp.zeros((batch, rule.conv - 1, rule.width), dtype)}
 
 
-def recurrent_states(c: DecoderConfig, batch: int, capacity: int, dtype: jax.typing.DTypeLike,
-                     inputs: Any) -> Recurrent:
-    """Returns the empty states of a decoder's recurrent blocks; `inputs` are `Cache.inputs`."""
-    rules = [rule for layer in c.layers if (rule := layer.recurrent) is not None]
+def rg_lru_states(rules: list[RgLru], batch: int, capacity: int, dtype: jax.typing.DTypeLike,
+                  inputs: Any) -> Recurrent:
+    """Returns the empty states of layers with this block; `inputs` are `Cache.inputs`."""
     return Recurrent(states=tuple(empty(rule, batch, dtype) for rule in rules), length=jnp.zeros(batch, jnp.int32),
                      size=capacity, given=inputs)
-
-
-def walk_text(c: DecoderConfig, layer: int, walk: Recurrence, mask: Array | None) -> Array:
-    """Runs the recurrence of a layer over whole texts without a cache.
-
-    Raises:
-        ValueError: a mask, since a recurrence is causal.
-    """
-    rule, x = c.layers[layer].recurrent, walk.x[0]
-    if mask is not None or rule is None:
-        raise ValueError("mask: got one, a network with recurrent blocks takes None, a causal text")
-    return walk.along(empty(rule, x.shape[0], x.dtype), walk.x, jnp.ones(x.shape[:2], bool))[1]
 
 
 class RecurrentBlock(nnx.Module):
@@ -77,7 +75,7 @@ class RecurrentBlock(nnx.Module):
 
     def __call__(self, index: int, x: Array, tables: dict[Any, Any], attend: Any) -> tuple[Array, Any]:
         y = ACTIVATIONS[self.activation](self.y(x))
-        walk = Recurrence(self._step, (self.x(x), tables[None] == 0), self._along)
+        walk = Recurrence(self.rule, self._step, (self.x(x), tables[None] == 0), self._along)
         h, entry = attend(index, None, None, None, walk=walk)
         return self.out(h.astype(x.dtype) * y), entry
 

@@ -32,10 +32,10 @@ from decodax.cache import Recurrent
 from decodax.core.cache import Cache
 from decodax.core.types import Out, no_inputs
 from decodax.core.window import Window, take
-from decodax.models.names import WeightSource
 from decodax.models.packed import embedded, multiply
 from decodax.models.recurrent.state_space import RecurrentNetwork, kernel, plain
 from decodax.models.transformer import Weights
+from decodax.models.weight_source import WeightSource
 
 DECAY = -math.exp(-0.5)
 """The logarithm of the smallest decay of a channel."""

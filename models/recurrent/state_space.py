@@ -18,10 +18,10 @@ from jax import Array
 from decodax.core.cache import Cache
 from decodax.core.types import Out, ShowsWeights
 from decodax.core.window import Window, causal
-from decodax.models.names import WeightSource
 from decodax.models.packed import embedded, head, multiply
 from decodax.models.t5 import nested
 from decodax.models.transformer import Weights
+from decodax.models.weight_source import WeightSource
 
 
 @dataclasses.dataclass(frozen=True)

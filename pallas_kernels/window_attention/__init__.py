@@ -1,11 +1,7 @@
 """Attention of a window to a cache and to the window itself."""
 
 from decodax.pallas_kernels.window_attention.attention import (
-    Added,
-    Bias,
-    FixedBias,
     Implementation,
-    by_position,
     merge,
     prefix_attention,
     quantized,
@@ -14,6 +10,7 @@ from decodax.pallas_kernels.window_attention.attention import (
     window_attention_lse,
     with_sinks,
 )
+from decodax.pallas_kernels.window_attention.biases import Added, Bias, FixedBias, by_position
 from decodax.pallas_kernels.window_attention.reference import BLOCK
 from decodax.pallas_kernels.window_attention.selection import TopKeys
 

@@ -45,8 +45,8 @@ from decodax.models import (
     phd,
     yoco,
 )
-from decodax.models.config import RgLru
 from decodax.models.latent.shape import Indexer, Latent
+from decodax.models.recurrent.options import GatedDelta, RgLru
 from tests.caches.small import PROMPTS
 from tests.extending.pages import DOCS, run_page
 from tests.matrix import often
@@ -78,6 +78,11 @@ MODELS: dict[str, Callable[[], Any]] = {
         Layer(rope=Rope(4), latent=Latent(8, 3), experts=Experts(count=6, chosen=2, width=12))))),
     "indexed latent": lambda: Transformer(dataclasses.replace(BASE, kv_heads=4, head_dim=7, layers=(
         Layer(rope=Rope(4), latent=Latent(6, 5, 7, indexer=Indexer(3, 5, 4))),) * 2)),
+    "gated delta": lambda: Transformer(dataclasses.replace(BASE, layers=(
+        Layer(recurrent=GatedDelta(2, 4, 6, 5, chunk=8)), dataclasses.replace(BASE.layers[1], output_gate=True),
+        Layer(recurrent=GatedDelta(1, 2, 4, 4, conv=2, rate=2.0), block="post")))),
+    "kimi delta": lambda: Transformer(dataclasses.replace(BASE, layers=(
+        Layer(recurrent=GatedDelta(2, 2, 6, 5, rank=3, chunk=8)), BASE.layers[1]))),
     "phd-2": lambda: phd(BASE), "phd-3": lambda: phd(BASE, 3), "phd-swa-3": lambda: phd(BASE, 3, 5),
     "phd-cswa-2": lambda: phd(BASE, 2, 4, 6), "phd-cswa-3": lambda: phd(BASE, 3, 6, 5),
     "mamba": lambda: Mamba(MambaConfig(vocab=16, width=16, layers=2, inner=32, state=6, rank=3)),
@@ -96,7 +101,7 @@ READS_INPUTS = ("jrt",)
 NO_TREE_BUFFER = ("rwkv-x",)
 FIRST_COPIES = ("phd-2", "phd-3")
 """These read a prompt by the first copy of each token, which predicts nothing."""
-OFTEN = ["mamba-2", "linearized beside softmax", "yoco", "phd-cswa-3", GUIDE]
+OFTEN = ["mamba-2", "gated delta", "linearized beside softmax", "yoco", "phd-cswa-3", GUIDE]
 LOOKUP = dx.Speculative(dx.drafts.PromptLookup(length=4))
 TREE = dx.trees.Fixed.balanced(2, 2)
 

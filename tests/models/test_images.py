@@ -15,7 +15,7 @@ import decodax as dx
 from decodax.io.checkpoint import CheckpointError
 from decodax.io.saving import save_model
 from decodax.models.families import read_config
-from tests.models.tiny import COMMON, SMALL_WINDOW
+from tests.models.tiny import COMMON, DELTA, SHARED, SMALL_WINDOW
 
 TOKENS = np.random.default_rng(0).integers(3, 80, (2, 11)).astype(np.int32)
 SIGHT = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "image_size": 16,
@@ -27,6 +27,7 @@ MROPE_YARN = {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "facto
                                   "original_max_position_embeddings": 16}}
 DEEPSTACK = {"hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2, "out_hidden_size": 32,
              "deepstack_visual_indexes": [0]}
+EYE = {key: size for key, size in DEEPSTACK.items() if key != "deepstack_visual_indexes"}
 PLACES = {"image_token_id": 96, "video_token_id": 95, "vision_start_token_id": 94, "vision_end_token_id": 93}
 
 # model_type, text_config on top of COMMON, vision_config, further entries; where the tensors of the layers are
@@ -51,6 +52,10 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], str]
     "qwen3-vl-moe": ("qwen3_vl_moe", {**MROPE_NEXT, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2,
                                       "moe_intermediate_size": 24, "mlp_only_layers": [1]}, DEEPSTACK, PLACES,
                      "model.language_model.layers."),
+    "qwen3.5": ("qwen3_5", {**DELTA, **MROPE_NEXT, "head_dim": 16}, EYE, PLACES, "model.language_model.layers."),
+    "qwen3.5-moe": ("qwen3_5_moe", {**DELTA, **SHARED, **MROPE_NEXT, "head_dim": 16, "num_hidden_layers": 2,
+                                    "layer_types": DELTA["layer_types"][:2]}, EYE, PLACES,
+                    "model.language_model.layers."),
     "ministral3": ("mistral3", {"model_type": "ministral3", "head_dim": 8, "sliding_window": None, "rope_parameters": {
         "rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 8, "mscale": 1.0,
         "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3}}, {**SIGHT, "model_type": "pixtral", "head_dim": 8},

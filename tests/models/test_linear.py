@@ -35,8 +35,8 @@ from decodax.models import (
     linearized,
     llama,
 )
-from decodax.models.config import RgLru
 from decodax.models.decoder import Attention
+from decodax.models.recurrent.options import RgLru
 from decodax.sampling import build
 from decodax.train import (
     Probe,

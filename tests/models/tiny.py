@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import save_file
 
 COMMON = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
           "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0,
@@ -23,6 +24,10 @@ YARN_MSCALE = rope("yarn", factor=4.0, original_max_position_embeddings=16, beta
 MLA = {"num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 12, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12,
        "v_head_dim": 10, "num_hidden_layers": 3, "moe_intermediate_size": 24, "n_routed_experts": 8,
        "num_experts_per_tok": 3, "n_shared_experts": 2, "routed_scaling_factor": 1.7}
+DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 6,
+         "num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+SHARED = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+          "shared_expert_intermediate_size": 20}
 LONGROPE = {"short_factor": [1.0, 1.1, 1.3, 1.7], "long_factor": [1.5, 2.0, 3.0, 6.0]}
 
 # name: (model_type, options on top of COMMON, `context` for load_model)
@@ -164,6 +169,13 @@ CASES: dict[str, tuple[str, dict[str, Any], int | None]] = {
                                          "full_attention", "full_attention", "chunked_attention"]}, None),
     "llama4-top2": ("llama4_text", {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2,
                                     "use_qk_norm": False, "attention_chunk_size": None, "floor_scale": 6}, None),
+    "qwen3-next": ("qwen3_next", {**DELTA, **SHARED, "head_dim": 16, "mlp_only_layers": [0]}, None),
+    "qwen3.5": ("qwen3_5_text", {**DELTA, "head_dim": 16}, None),
+    "qwen3.5-moe": ("qwen3_5_moe_text", {**DELTA, **SHARED, "head_dim": 16, "num_hidden_layers": 2,
+                                         "layer_types": DELTA["layer_types"][:2]}, None),
+    "olmo-hybrid": ("olmo_hybrid", DELTA, None),
+    "olmo-hybrid-rope": ("olmo_hybrid", {**DELTA, "linear_num_key_heads": 4, "linear_allow_neg_eigval": False,
+                                         **rope("default")}, None),
 }
 
 
@@ -174,7 +186,7 @@ ALIKE = {"arcee", "deepseek-v2-lite", "deepseek-v3-halves", "ernie4.5", "exaone4
 ALIKE = {"arcee", "ernie4.5", "exaone4-full", "falcon", "falcon-11b", "glm", "gpt-neox-serial", "granite-moe", "hy3",
          "llama4-top2", "llama4-types", "nemotron-bias", "opt-plain-norms", "qwen2-moe-normed", "seed-oss",
          "starcoder2-plain", "llama-linear", "llama-yarn", "ministral", "phi-qk-norm", "qwen3-bias", "qwen3-moe-normed",
-         "smollm3", "stablelm"}
+         "smollm3", "stablelm", "qwen3.5-moe", "olmo-hybrid-rope"}
 """Cases that differ little from another one."""
 
 
@@ -203,4 +215,24 @@ def build(name: str, seed: int = 0, **more: Any) -> transformers.PreTrainedModel
 def saved(name: str, directory: Path, **options: Any) -> transformers.PreTrainedModel:
     model = build(name)
     model.save_pretrained(directory, **options)
+    if model.config.model_type == "olmo_hybrid":
+        save_file(released(model), directory / "model.safetensors", {"format": "pt"})
     return model
+
+
+def released(model: transformers.PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The tensors of an OLMo Hybrid under the names of released files, which transformers 5.24 loads but does not
+    save: it gives a norm of attention layers another name, and divides the convolution into equal parts."""
+    c, found = model.config, {}
+    keys, values = (heads * size for heads, size in ((c.linear_num_key_heads, c.linear_key_head_dim),
+                                                     (c.linear_num_value_heads, c.linear_value_head_dim)))
+    for tensor, x in model.state_dict().items():
+        if tensor.endswith("conv1d.weight"):
+            for part, own in zip("qkv", x.split((keys, keys, values)), strict=True):
+                found[tensor.replace("conv1d", f"{part}_conv1d")] = own.contiguous()
+        elif ".layers." in tensor and c.layer_types[int(tensor.split(".")[2])] == "linear_attention":
+            found[tensor.replace("input_layernorm", "attention_layer_norm").replace(
+                "post_attention_layernorm", "feedforward_layer_norm")] = x
+        else:
+            found[tensor] = x
+    return found

@@ -26,6 +26,12 @@ _GPT_OSS = {"model_type": "gpt_oss", "vocab_size": 201_088, "hidden_size": 2880,
             "rope_theta": 150_000.0, "max_position_embeddings": 131_072, "swiglu_limit": 7.0,
             "tie_word_embeddings": False}
 
+_DELTA = {"vocab_size": 248_320, "hidden_act": "silu", "rms_norm_eps": 1e-6, "head_dim": 256, "num_attention_heads": 16,
+          "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
+          "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "full_attention_interval": 4,
+          "partial_rotary_factor": 0.25, "rope_theta": 1e7, "max_position_embeddings": 262_144,
+          "tie_word_embeddings": False}
+
 PRESETS: dict[str, dict[str, Any]] = {
     "llama-3-8b": {**_LLAMA3, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32,
                    "num_attention_heads": 32},
@@ -39,6 +45,15 @@ PRESETS: dict[str, dict[str, Any]] = {
                       "moe_intermediate_size": 768, "num_hidden_layers": 48, "num_attention_heads": 32,
                       "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
                       "decoder_sparse_step": 1, "mlp_only_layers": []},
+    "qwen3-next-80b-a3b": {**_DELTA, "model_type": "qwen3_next", "vocab_size": 151_936, "hidden_size": 2048,
+                           "intermediate_size": 5120, "num_hidden_layers": 48, "num_key_value_heads": 2,
+                           "num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512,
+                           "shared_expert_intermediate_size": 512},
+    "qwen3.5-9b": {**_DELTA, "model_type": "qwen3_5_text", "hidden_size": 4096, "intermediate_size": 12_288,
+                   "num_hidden_layers": 32, "num_key_value_heads": 4},
+    "qwen3.5-35b-a3b": {**_DELTA, "model_type": "qwen3_5_moe_text", "hidden_size": 2048, "num_hidden_layers": 40,
+                        "num_key_value_heads": 2, "num_experts": 256, "num_experts_per_tok": 8,
+                        "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512},
     "gemma-3-27b": {"model_type": "gemma3_text", "vocab_size": 262_208, "hidden_size": 5376,
                     "intermediate_size": 21_504, "num_hidden_layers": 62, "num_attention_heads": 32,
                     "num_key_value_heads": 16, "head_dim": 128, "query_pre_attn_scalar": 168, "sliding_window": 1024,
@@ -66,6 +81,7 @@ PRESETS: dict[str, dict[str, Any]] = {
                  "block_type": "llama", "mask_token_id": 126_336, "eos_token_id": 126_081, "rope": True,
                  "layer_norm_type": "rms", "include_bias": False, "include_qkv_bias": False},
 }
-"""The presets by name: Llama 3 (Grattafiori et al., 2024), Qwen3 (Yang et al., 2025), Gemma 3 (Gemma Team, 2025),
-DeepSeek V3 (DeepSeek-AI, 2024), Kimi K2 (Kimi Team, 2025), GLM-4.7-Flash, GPT-OSS (OpenAI, 2025), LLaDA (Nie et al.,
-2025). The experts of GPT-OSS are released in 4 bits: `weights="mxfp4"`."""
+"""The presets by name: Llama 3 (Grattafiori et al., 2024), Qwen3 (Yang et al., 2025), Qwen3-Next and the language
+models of Qwen3.5 (Qwen Team, 2025 and 2026, as configured by transformers), Gemma 3 (Gemma Team, 2025), DeepSeek V3
+(DeepSeek-AI, 2024), Kimi K2 (Kimi Team, 2025), GLM-4.7-Flash, GPT-OSS (OpenAI, 2025), LLaDA (Nie et al., 2025). The
+experts of GPT-OSS are released in 4 bits: `weights="mxfp4"`."""

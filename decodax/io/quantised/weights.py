@@ -24,8 +24,9 @@ from decodax.io.quantised.tensors import FLOATS, TensorReader
 from decodax.models.formats import kernels
 from decodax.models.formats.published import InputsPermuted
 from decodax.models.formats.scaled import Scaled
-from decodax.models.names import Columns, WeightSource, flatten, stored_dtype
+from decodax.models.names import flatten, stored_dtype
 from decodax.models.packed import Packed
+from decodax.models.weight_source import Columns, WeightSource
 
 CHUNK = 1 << 20
 """Number of weights that are unpacked at a time."""

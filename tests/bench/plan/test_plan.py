@@ -18,9 +18,10 @@ from tests.matrix import often
 compiler = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="takes libtpu (the extra tpu-aot)")
 
 PARAMETERS = {"llama-3-8b": 8.03, "llama-3-70b": 70.55, "qwen3-8b": 8.19, "qwen3-32b": 32.76, "qwen3-30b-a3b": 30.53,
+              "qwen3-next-80b-a3b": 79.67, "qwen3.5-9b": 8.95, "qwen3.5-35b-a3b": 34.66,
               "gemma-3-27b": 27.01, "gpt-oss-20b": 20.91, "gpt-oss-120b": 116.83, "llada-8b": 8.02,
               "deepseek-v3": 671.026, "kimi-k2": 1026.408, "glm-4.7-flash": 29.943}
-"""Billions, as on the models' cards; of Gemma the text model."""
+"""Billions, as on the models' cards; of Gemma and Qwen3.5 the text model, and without layers for further tokens."""
 
 
 @pytest.mark.wide(but=("llama-3-8b", "llada-8b"))

@@ -1,0 +1,94 @@
+"""Decoders in which most layers have a gated delta rule (`decodax.models.recurrent.gated_delta`), and the others
+attention: Qwen3-Next, Qwen3.5, OLMo Hybrid."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from decodax.models.config import DecoderConfig, Layer, NormConfig
+from decodax.models.families.qwen import sparse_layers
+from decodax.models.reading import Json, read_activation, read_experts, read_rope, read_shape, with_experts
+from decodax.models.recurrent.options import GatedDelta
+
+
+def _qwen(c: Json) -> DecoderConfig:
+    c = {"partial_rotary_factor": 0.25, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+         "linear_key_head_dim": 128, "linear_value_head_dim": 128, **c}
+    if not c.get("attn_output_gate", True):
+        raise ValueError("attn_output_gate: got False, supported is True")
+    shape = read_shape(c, norm=NormConfig(eps=c.get("rms_norm_eps", 1e-6), unit_offset=True), qk_norm="head",
+                       qkv_bias=c.get("attention_bias", False), out_bias=c.get("attention_bias", False),
+                       head_dim=c.get("head_dim", 256))
+    delta, attention = Layer(recurrent=_delta(c)), Layer(rope=read_rope(c, shape), output_gate=True)
+    period = c.get("full_attention_interval", 4)
+    kinds = _kinds(c, lambda i: (i + 1) % period == 0)
+    return DecoderConfig(layers=tuple(attention if full else delta for full in kinds), **shape)
+
+
+def _qwen3_next(c: Json) -> DecoderConfig:
+    c = {"num_key_value_heads": 2, "intermediate_size": 5632, **c}
+    experts = read_experts(c.get("num_experts", 512), c.get("num_experts_per_tok", 10),
+                           c.get("moe_intermediate_size", 512), c.get("norm_topk_prob", True),
+                           shared=c.get("shared_expert_intermediate_size", 512), shared_gate=True)
+    dense = _qwen(c)
+    return dataclasses.replace(dense, layers=with_experts(dense.layers, experts, sparse_layers(c)))
+
+
+def _qwen3_5(c: Json) -> DecoderConfig:
+    return _qwen({"num_key_value_heads": 4, **c})
+
+
+def _qwen3_5_moe(c: Json) -> DecoderConfig:
+    width = c.get("moe_intermediate_size", 512)
+    experts = read_experts(c.get("num_experts", 256), c.get("num_experts_per_tok", 8), width,
+                           shared=c.get("shared_expert_intermediate_size", 512), shared_gate=True)
+    dense = _qwen({"num_key_value_heads": 2, "intermediate_size": width, **c})
+    return dataclasses.replace(dense, layers=with_experts(dense.layers, experts))
+
+
+def _olmo_hybrid(c: Json) -> DecoderConfig:
+    heads = c["num_attention_heads"]
+    keys = c.get("linear_num_key_heads", heads)
+    key_dim = c.get("linear_key_head_dim", int(0.75 * c["hidden_size"] / keys))
+    c = {"linear_num_key_heads": keys, "linear_num_value_heads": heads, "linear_key_head_dim": key_dim,
+         "linear_value_head_dim": 2 * key_dim, **c}
+    bias = c.get("attention_bias", False)
+    shape = read_shape(c, qk_norm="full", qkv_bias=bias, out_bias=bias)
+    theta = {**(c.get("rope_scaling") or {}), **(c.get("rope_parameters") or {})}.get("rope_theta", c.get("rope_theta"))
+    # Released files have no rotary embedding.
+    attention = Layer(rope=None if theta is None else read_rope(c, shape), block="post")
+    delta = Layer(recurrent=dataclasses.replace(
+        _delta(c), eps=1e-5, rate=2.0 if c.get("linear_allow_neg_eigval", True) else 1.0))
+    count = c["num_hidden_layers"]
+    kinds = _kinds(c, lambda i: i % 4 == 3 or (count < 4 and i + 1 == count))
+    return DecoderConfig(layers=tuple(attention if full else delta for full in kinds), **shape)
+
+
+def _delta(c: Json) -> GatedDelta:
+    """Returns the options of the gated delta rule."""
+    if read_activation(c, "hidden_act", "silu") != "silu":
+        raise ValueError(f"hidden_act: got {c['hidden_act']!r}, supported is 'silu'")
+    keys, values = c["linear_num_key_heads"], c["linear_num_value_heads"]
+    if values % keys:
+        raise ValueError(f"linear_num_value_heads: got {values}, takes a multiple of linear_num_key_heads = {keys}")
+    return GatedDelta(keys, values, c["linear_key_head_dim"], c["linear_value_head_dim"],
+                      c.get("linear_conv_kernel_dim", 4), eps=c.get("rms_norm_eps", 1e-6))
+
+
+def _kinds(c: Json, full: Callable[[int], bool]) -> list[bool]:
+    """Returns True for each layer with attention. `layer_types` in the file, if present, takes precedence over `full`,
+    which returns True for the index of such a layer."""
+    count, kinds = c["num_hidden_layers"], c.get("layer_types")
+    if kinds is not None and (len(kinds) < count or not set(kinds) <= {"full_attention", "linear_attention"}):
+        raise ValueError(f"layer_types: got {kinds}, takes 'full_attention' or 'linear_attention' for each of "
+                         f"num_hidden_layers = {count}")
+    found = [full(i) if kinds is None else kinds[i] == "full_attention" for i in range(count)]
+    if not any(found):
+        raise ValueError(f"layer_types, full_attention_interval: got no layer with attention among num_hidden_layers = "
+                         f"{count}, takes one or more")
+    return found
+
+
+FAMILIES: dict[str, Callable[[Json], DecoderConfig]] = {
+    "olmo_hybrid": _olmo_hybrid, "qwen3_5_moe_text": _qwen3_5_moe, "qwen3_5_text": _qwen3_5, "qwen3_next": _qwen3_next}

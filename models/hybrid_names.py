@@ -1,0 +1,44 @@
+"""Tensor names of families in which some layers have a gated delta rule: the fields of `decodax.models.names.Names`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+NORMS = {"attn_in": "input_layernorm", "mlp_in": "post_attention_layernorm"}
+MLP = {f"mlp.{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")}
+ATTENTION = {**{f"attn.{x}": f"self_attn.{x}_proj" for x in "qkvo"}, "attn.q_norm": "self_attn.q_norm",
+             "attn.k_norm": "self_attn.k_norm"}
+SHARED = {"mlp.router": "mlp.gate", "mlp.shared_gate": "mlp.shared_expert_gate",
+          **{f"mlp.shared.{part}": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")}}
+TAPS = ("attn.q_taps", "attn.k_taps", "attn.v_taps")
+INTO, RATES = ("attn.in_q", "attn.in_k", "attn.in_v"), ("attn.in_b", "attn.in_a")
+GATED = ("attn.q", "attn.gate")
+"""Queries and output gates of attention: one tensor, in which those of a head are side by side."""
+
+DELTA = {"attn.out": "linear_attn.out_proj", "attn.y_norm": "linear_attn.norm"}
+EXTRA = {"attn.A_log": "linear_attn.A_log", "attn.dt_bias": "linear_attn.dt_bias",
+         **dict.fromkeys(TAPS, "linear_attn.conv1d.weight")}
+STACKED = {"mlp.gate": "mlp.experts.gate_up_proj", "mlp.up": "mlp.experts.gate_up_proj",
+           "mlp.down": "mlp.experts.down_proj"}
+
+QWEN = {**NORMS, **MLP, **SHARED, **ATTENTION, "attn.gate": "self_attn.q_proj", **DELTA}
+QWEN3_5: dict[str, Any] = {
+    "layer": {**QWEN, **dict.fromkeys(INTO, "linear_attn.in_proj_qkv"),
+              **{f"attn.in_{x}": f"linear_attn.in_proj_{x}" for x in "zba"}},
+    "extra": EXTRA, "fused": (GATED, INTO, TAPS), "repeated": {GATED: "heads"}, "stacked": STACKED,
+    "further": ("mtp.",)}
+
+NAMES: dict[str, dict[str, Any]] = {
+    "qwen3_next": {
+        "layer": {**QWEN, **dict.fromkeys((*INTO, "attn.in_z"), "linear_attn.in_proj_qkvz"),
+                  **dict.fromkeys(RATES, "linear_attn.in_proj_ba")},
+        "extra": EXTRA, "fused": (GATED, (*INTO, "attn.in_z"), RATES, TAPS), "further": ("mtp.",), "stacked": STACKED,
+        "repeated": {GATED: "heads", (*INTO, "attn.in_z"): "key_heads", RATES: "key_heads"}},
+    "qwen3_5_text": QWEN3_5, "qwen3_5_moe_text": QWEN3_5,
+    "olmo_hybrid": {
+        "layer": {**MLP, **ATTENTION, "attn_in": "attention_layer_norm", "mlp_in": "feedforward_layer_norm",
+                  "attn_out": "post_attention_layernorm", "mlp_out": "post_feedforward_layernorm",
+                  **{f"attn.in_{x}": f"linear_attn.{x}_proj" for x in "qkvab"}, "attn.in_z": "linear_attn.g_proj",
+                  "attn.out": "linear_attn.o_proj", "attn.y_norm": "linear_attn.o_norm"},
+        "extra": {**EXTRA, **{f"attn.{x}_taps": f"linear_attn.{x}_conv1d.weight" for x in "qkv"}}},
+}

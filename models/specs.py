@@ -1,0 +1,37 @@
+"""Layouts of a decoder's weights on a mesh, from the logical names of their axes."""
+
+from __future__ import annotations
+
+import math
+
+from jax.sharding import Mesh, PartitionSpec
+
+from decodax.common.axes import EXPERT
+from decodax.models.config import DecoderConfig
+from decodax.models.recurrent.options import GatedDelta
+
+
+def weight_spec(config: DecoderConfig, axes: tuple[str | None, ...], mesh: Mesh, axis: str) -> PartitionSpec:
+    """Returns the layout of a weight on a mesh.
+
+    Args:
+        config: the network's configuration.
+        axes: the logical name of each axis of the weight; None: never sharded.
+        mesh: the mesh.
+        axis: name of the mesh's axis over which heads, MLP and vocabulary are sharded where it divides them.
+    """
+    # Heads are sharded whole: their number must divide, not their total width.
+    experts = [layer.experts for layer in config.layers if layer.experts is not None]
+    units = {"heads": config.heads, "mlp": config.mlp, "vocab": config.vocab,
+             "kv_heads": math.gcd(*(config.groups(layer) for layer in config.layers)),
+             "expert_mlp": math.gcd(*(e.width for e in experts)), "experts": math.gcd(*(e.count for e in experts)),
+             "shared_mlp": math.gcd(*(e.shared for e in experts)),
+             "delta_heads": math.gcd(*(layer.recurrent.key_heads for layer in config.layers
+                                       if isinstance(layer.recurrent, GatedDelta)))}
+    size = dict(mesh.shape)
+
+    def over(name: str | None) -> str | None:
+        where = EXPERT if name == "experts" else axis
+        return where if name in units and where in size and units[name] % size[where] == 0 else None
+
+    return PartitionSpec(*map(over, axes))

@@ -1,0 +1,62 @@
+"""The place of a weight in a checkpoint's file."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightSource:
+    """The place of a weight in a file.
+
+    Attributes:
+        tensors: name of the tensor; several tensors are stacked along a new first axis.
+        transpose: True if the file stores `[out, in]`.
+        part: the weight is columns of the tensor (after transposing); None: all of them.
+        full: shape of the tensor in the file (of each, if several are stacked).
+        leading: True if the tensor has an axis of experts before those that `transpose` is about.
+    """
+
+    tensors: tuple[str, ...]
+    transpose: bool
+    part: Columns | None
+    full: tuple[int, ...]
+    leading: bool = False
+
+    def turned(self, x: Any) -> Any:
+        """Returns the tensor, or an index of it, with the axes of the weight, or the other way round."""
+        if not self.transpose:
+            return x
+        if isinstance(x, tuple):
+            return (*x[:1], *x[:0:-1]) if self.leading else x[::-1]
+        return x.swapaxes(-1, -2) if self.leading else x.T
+
+    @property
+    def index(self) -> Any:
+        """The weight's place in the tensor, after transposing, as an index."""
+        if self.part is None:
+            return ...
+        total = self.turned(self.full)[-1]
+        return ..., self.part.indices(0, total // self.part.period * (self.part.stop - self.part.start))
+
+
+@dataclasses.dataclass(frozen=True)
+class Columns:
+    """Columns `start` to `stop` of every `period` columns of a tensor."""
+
+    start: int
+    stop: int
+    period: int
+
+    def indices(self, low: int, high: int) -> np.ndarray:
+        """Returns the indices in the tensor of the columns `low` to `high`, counted among these columns.
+
+        >>> Columns(2, 4, 6).indices(1, 4).tolist()
+        [3, 8, 9]
+        """
+        own = np.arange(low, high)
+        width = self.stop - self.start
+        return own // width * self.period + self.start + own % width
