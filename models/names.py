@@ -306,7 +306,7 @@ def _source(path: str, names: Names, sizes: dict[str, tuple[int, ...]], parts: M
         own = names.extra.get(f"{inner}.{leaf}")
         if own is not None and not leaf.endswith("_taps"):
             return WeightSource((f"{within}{own}",), False, None, shape)
-        of_all = own is None and (len(shape) == 3 or (leaf == "bias" and len(shape) == 2))    # a tensor of all experts
+        of_all = len(shape) == 3 or (leaf == "bias" and len(shape) == 2 and own is None)     # a tensor of all experts
         if own is not None:
             name, transpose, inner = f"{within}{own}", True, f"{inner}.{leaf}"
         elif len(shape) == 3 and "{expert}" in names.experts[inner]:

@@ -34,7 +34,6 @@ WITHOUT_EFFECT_HERE = {
     "glm4_moe_lite": {"qk_head_dim"},
     "deepseek_v32": {"head_dim", "qk_head_dim", "first_k_dense_replace"},
     "phi3": {"original_max_position_embeddings"}, "recurrent_gemma": {"head_dim"},
-    "qwen3_next": {"layer_types", "mlp_only_layers"}, "qwen3_5_text": {"layer_types"}, "olmo_hybrid": {"layer_types"},
 }
 
 SWAPPED: dict[Any, Any] = {

@@ -147,7 +147,7 @@ def test_every_wrong_entry_of_every_family_is_named() -> None:
             for value in ODD:
                 changed = {**config, place: {**config[place], key: value}} if place else {**config, key: value}
                 error = refused(changed)
-                assert error is None or any(name in error for name in (key, place or key, "heads", "rope")), (
+                assert error is None or any(name in error for name in (key, place or key, "heads", "rotary", "rope", "routed")), (
                     config["model_type"], key, value, error)
 
 

@@ -20,7 +20,7 @@ from decodax.io import huge_pages
 from decodax.io.files import CheckpointError
 from decodax.io.gguf.reader import GgufTensor, package
 from decodax.io.gguf.tensors import RowReader, RowSource
-from decodax.io.packed import packer, place_packed
+from decodax.io.packed import on_devices, packer
 from decodax.models.formats import Format, kernels, native
 from decodax.models.formats.ggml import TYPES, unpack
 from decodax.models.formats.scaled import Scaled
