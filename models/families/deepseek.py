@@ -50,6 +50,8 @@ def _deepseek_v32(c: Json) -> DecoderConfig:
     if c["index_head_dim"] < c.get("qk_rope_head_dim", 64):
         raise ValueError(f"index_head_dim: got {c['index_head_dim']}, takes at least qk_rope_head_dim = "
                          f"{c.get('qk_rope_head_dim', 64)}")
+    if c.get("q_lora_rank") is None:
+        raise ValueError("q_lora_rank: got None, takes the width of the latent of queries, which the indexer reads")
     return _sigmoid(c, Indexer(c["index_n_heads"], c["index_head_dim"], c["index_topk"]))
 
 

@@ -149,7 +149,8 @@ def test_every_wrong_entry_of_every_family_is_named() -> None:
                 changed = {**config, place: {**config[place], key: value}} if place else {**config, key: value}
                 error = refused(changed)
                 related = (key, place or key, "heads", "rotary", "rope", "does not have here")
-                assert error is None or any(name in error for name in related), (config["model_type"], key, value, error)
+                assert error is None or any(name in error for name in related), (
+                    config["model_type"], key, value, error)
 
 
 def refused(config: dict[str, Any]) -> str | None:
