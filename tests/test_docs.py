@@ -28,10 +28,10 @@ PAGES = {path.relative_to(ROOT).as_posix(): path for path in
          (README, *sorted(DOCS.rglob("*.md"))) if any(blocks_of(path))
          and (path.parent.name != "extending" or path.name == "round.md")}
 
-QUICK = ("docs/usage/meshes.md", "docs/usage/planning.md", "docs/usage/scoring.md")
+QUICK = ("docs/usage/planning.md", "docs/usage/scoring.md")
 USAGE = ("README.md", "docs/coming_from.md", "docs/index.md", *(f"docs/choose/{name}.md" for name in (
     "best_of_n", "caches", "constraints", "search", "search_steps")), *(f"docs/usage/{name}.md" for name in (
-        "generate", "jobs", "sampling", "training")), "docs/extending/round.md", *QUICK)
+        "generate", "jobs", "meshes", "sampling", "training")), "docs/extending/round.md", *QUICK)
 
 
 def low_level(names: dict[str, Any], printed: str) -> None:

@@ -132,6 +132,7 @@ def test_a_share_of_a_prompt_of_which_a_number_of_tokens_goes_on_is_as_many_toke
         assert share == tokens == LEFT
 
 
+@pytest.mark.wide(but=("12",))
 @pytest.mark.parametrize("budget", [LEFT, *FORMS])
 def test_half_of_what_h2o_keeps_are_the_latest_tokens(budget: Any) -> None:
     for layer in kept_of("h2o", budget):

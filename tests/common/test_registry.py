@@ -141,6 +141,7 @@ def test_an_entry_is_a_function_whose_help_says_what_it_is(shelf: str, name: str
     assert "lm" not in inspect.signature(function).parameters
 
 
+@pytest.mark.wide
 def test_an_entry_that_looks_at_the_target_is_made_when_it_is_known() -> None:
     small, ids = lm("toy-draft"), prompts(2)
     by_object = dx.generate(lm(), ids, algorithm=dx.algorithms.speculative_decoding(2, draft=small), max_new_tokens=6)

@@ -115,13 +115,13 @@ ROOMY = {"noisy-attention": "noisy-attention:budget=64,every=4", "log-scale": "l
          "ball-pages": "ball-pages:budget=128,page_size=4,recent=8,skip=()"}
 
 
-@pytest.mark.wide(but=("noisy-attention",))
+@pytest.mark.wide
 @pytest.mark.parametrize("name", TIGHT)
 def test_a_cache_with_room_for_everything_is_dense(name, lm, plain):
     assert rows(dx.generate(lm, PROMPTS, cache=ROOMY[name], **MIXED)) == plain
 
 
-@pytest.mark.wide(but=("noisy-attention",))
+@pytest.mark.wide
 @pytest.mark.parametrize("name", TIGHT)
 def test_a_tight_cache_goes_by_the_row_alone_and_speculation_keeps_its_output(name, lm, plain):
     tight = rows(dx.generate(lm, PROMPTS, cache=TIGHT[name], **MIXED))
@@ -193,6 +193,7 @@ def test_a_rule_of_diffusion_leaves_given_tokens_as_they_are(filler):
 
 # sampling transforms
 
+@pytest.mark.wide
 def test_a_transform_with_a_state_does_its_work_and_is_exact_under_speculation(experiments, lm, small, plain):
     row = lambda *values: np.array(values, np.float32)
     cooldown = experiments["cooldown"].Cooldown(penalty=row(50, 0, 50, 2), fade=row(1, 1, 1, 0.5), span=6)
@@ -215,6 +216,7 @@ def test_a_draft_model_is_held_to_a_transform_that_goes_by_the_token(experiments
 
 # searches
 
+@pytest.mark.wide
 def test_a_search_gives_one_text_for_each_prompt_and_the_same_one_again(lm):
     search = "judged-beam:rows=3,keep=2,step_tokens=4"
     run = lambda more="", **options: dx.generate(lm, PROMPTS[:2], search=search + more, temperature=1.0,
@@ -254,6 +256,7 @@ def family(request, experiments) -> dx.LM:
     return dx.LM(model=model, params=model.init_params(jax.random.key(0)), vocab_size=16)
 
 
+@pytest.mark.wide
 def test_cached_decoding_is_the_full_forward_and_drafts_leave_it_as_it_is(family):
     out = dx.generate(family, PROMPTS, logprobs=0, **MIXED)
     full = dx.score(family, list(zip(PROMPTS, rows(out), strict=True)))

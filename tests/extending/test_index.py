@@ -18,7 +18,7 @@ def registries_that_forget():
             del table[name]
 
 
-@pytest.mark.wide(but=("draft", "model"))
+@pytest.mark.wide(but=("constraint",))
 @pytest.mark.parametrize("name", PAGES)
 def test_the_examples_of_a_page_run(name):
     names = run_file(DOCS / "extending" / f"{name}.md")

@@ -35,6 +35,7 @@ def lm(chunked: bool = True) -> LM:
     return whole.with_dual_chunk(12, 4) if chunked else whole
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("case", often([0], range(len(FOUND))))
 def test_tokens_are_the_authors(case: int, tmp_path: Path) -> None:
     x = FOUND[case]

@@ -42,6 +42,7 @@ def test_two_million_draws_from_sixteen_tokens_have_the_right_frequencies() -> N
     assert chi_square(counts, p) < QUANTILE[15]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("V", "parts"), [(4_000, 2), pytest.param(32_000, 20, marks=pytest.mark.full)])
 def test_draws_from_a_large_vocabulary_have_the_right_frequencies(V: int, parts: int) -> None:
     logits = np.random.default_rng(1).normal(size=V).astype(np.float32) * 2

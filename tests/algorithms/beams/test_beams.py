@@ -55,7 +55,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("beams")
 
 
-@pytest.mark.wide(but=("3-False-2",))
+@pytest.mark.wide
 @pytest.mark.parametrize(("width", "early", "ends"), often(
     [(3, False, 2), (2, "never", 2)], itertools.product((2, 3, 5), (False, True, "never"), (1, 2))))
 def test_beams_are_those_of_transformers(directory: Path, width: int, early: Any, ends: int) -> None:

@@ -113,6 +113,7 @@ def target():
                                                  kv_heads=2, mlp=64, context=512)))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("kind", often(["gemma"], ["gemma", "sentencepiece", "bytes"]))
 def test_reading_token_by_token_equals_reading_at_once(kind):
     """Characters of several bytes come in parts, and words grow: what was cut before is cut again."""

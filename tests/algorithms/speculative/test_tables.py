@@ -148,6 +148,7 @@ def test_every_scored_node_overwrites_its_row_and_the_last_of_a_token_counts():
     assert matrix_of(draft, table[0]).T.tolist() == [[-1] * 3, [-1] * 3, [2, *likely[3]], [3, *likely[2]]]
 
 
+@pytest.mark.wide
 def test_recycling_equals_a_plain_transcription():
     """The matrix after a whole generation, and with it a warm start."""
     draft = TokenRecycling(SMALL_TREE, k=5, rows=VOCABULARY)

@@ -205,6 +205,7 @@ def test_a_broken_weight_or_activation_makes_no_number(fmt: QServe) -> None:
     assert np.isnan(broken[2]) and np.isfinite(np.delete(broken, 2)).all()
 
 
+@pytest.mark.wide
 def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:
     packed, x = QServe().pack(kernel(96, 50)), jax.random.normal(jax.random.key(1), (40, 96))
     many = jax.jit(multiply)(x, packed)     # exact, so the same by blocks and one by one

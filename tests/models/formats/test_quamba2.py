@@ -231,6 +231,7 @@ def test_drafts_leave_the_tokens_as_they_are(kind: str) -> None:
     assert alone.tokens.tolist() == [plain[2]]
 
 
+@pytest.mark.wide
 def test_states_have_8_bits_between_tokens() -> None:
     """And are rounded as tokens come, not as the prompt is read."""
     lm = packed("w8a8")

@@ -63,7 +63,7 @@ def last_of(lm: Any, texts: list[list[int]]) -> np.ndarray:
     return np.asarray(logits)[np.arange(len(texts)), [len(text) - 1 for text in texts]]
 
 
-@pytest.mark.wide(but=("groups",))
+@pytest.mark.wide
 @pytest.mark.parametrize("case", CASES)
 def test_logits_and_greedy_tokens_equal_transformers(case: str) -> None:
     """Of a batch without padding, and of prompts of different lengths, each alone there and together here."""
