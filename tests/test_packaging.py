@@ -50,7 +50,8 @@ def test_the_metadata_say_what_is_supported() -> None:
     versions = {c.rpartition(" ")[2] for c in project["classifiers"] if re.fullmatch(r"Programming .* 3\.\d+", c)}
     assert project["requires-python"] == ">=3.11,<3.14" and versions == {"3.11", "3.12", "3.13"}
     assert "Typing :: Typed" in project["classifiers"] and (ROOT / "decodax" / "py.typed").exists()
-    assert PROJECT["tool"]["setuptools"]["package-data"] == {"decodax": ["py.typed"], "decodax.models": ["zoo/*/*", "formats/*.cc"]}
+    assert PROJECT["tool"]["setuptools"]["package-data"] == {
+        "decodax": ["py.typed"], "decodax.models": ["zoo/*/*", "formats/*.cc"]}
     assert all((ROOT / name).exists() for name in (project["readme"], *project["license-files"]))
 
 

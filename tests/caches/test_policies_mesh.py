@@ -28,6 +28,7 @@ def test_a_mesh_gives_the_tokens_of_one_device(name: str, kind: AxisType) -> Non
     assert out.tokens.tolist() == alone.tokens.tolist()
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_a_mesh_gives_the_tokens_of_one_device_with_pages_on_each_host(kind: AxisType) -> None:
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind,) * 2)
@@ -38,6 +39,7 @@ def test_a_mesh_gives_the_tokens_of_one_device_with_pages_on_each_host(kind: Axi
     assert out.tokens.tolist() == alone.tokens.tolist()
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("kind", often([AxisType.Explicit], list(AxisType)[:2]))
 def test_texts_are_read_edited_put_together_and_brought_there(kind: AxisType) -> None:
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind,) * 2)

@@ -57,7 +57,7 @@ def drafts_give_the_tokens_of_no_drafts(name: str, algorithm: Any) -> Any:
 
 
 @pytest.mark.wide(but=(
-    "streaming-llm", "h2o", "kivi", "paged"))
+    "streaming-llm", "kivi"))
 @pytest.mark.parametrize("name", OPTIONS)
 def test_drafted_chains_change_no_token_in_any_order_of_the_batch(name: str) -> None:
     drafted = drafts_give_the_tokens_of_no_drafts(name, BOTH)

@@ -211,6 +211,7 @@ def test_a_batch_equals_its_rows_one_by_one(name):
     assert texts(row) == texts(free(name))[1:2]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", in_one_process(FEW))
 def test_the_compiled_loop_is_the_python_loop_bit_for_bit(name):
     alg = made(name)

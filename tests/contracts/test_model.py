@@ -204,6 +204,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(name: str, shape: Any) -
     assert out.stats.rounds.tolist() == [12 // (shape.length + 1)] * 3
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("skip", often(["1"], ["1", "2", "12"]))
 @pytest.mark.parametrize("name", often(["griffin"], ["llama", "linearized beside softmax", "griffin"]))
 def test_a_model_that_drafts_with_some_of_its_layers_changes_no_token(name: str, skip: str) -> None:

@@ -79,7 +79,7 @@ def test_a_search_ends_within_its_bounds_and_returns_the_row_that_it_chose(name:
     assert len(answers) == len(PROMPTS) and answers.text == out.text
 
 
-@pytest.mark.wide(but=("step-beams",))
+@pytest.mark.wide
 @pytest.mark.parametrize("name", often(OFTEN, OPTIONS))
 def test_a_search_for_a_prompt_does_not_depend_on_the_other_prompts(name: str) -> None:
     back, alone = explored(name, (2, 1, 0)), explored(name, (1,))

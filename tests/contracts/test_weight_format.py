@@ -53,7 +53,7 @@ def leaves(name: str) -> list[Any]:
 OFTEN = ["int8", "qserve", "squeezellm"]
 
 
-@pytest.mark.wide(but=("int8",))
+@pytest.mark.wide
 @pytest.mark.parametrize("name", often(OFTEN, FORMATS))
 def test_speculative_equals_plain_with_packed_weights(name: str) -> None:
     plain = generated(name)

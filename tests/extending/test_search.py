@@ -191,6 +191,7 @@ def test_particles_go_on_as_a_filter_by_hand_says(page: dict[str, Any]) -> None:
     assert int(s.algo.resampled[::size].sum()) == resampled > 3 and parted > 3
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("least", [pytest.param(0.0, marks=pytest.mark.full), 0.8], ids=["never", "resampled"])
 def test_the_estimate_is_unbiased(page: dict[str, Any], least: float) -> None:
     """Two-sided tests at 1e-5 each, of the estimate and of six frequencies: a false alarm in 7 of 100,000 runs."""

@@ -48,7 +48,7 @@ PADDED = {"llama4", "recurrent-gemma"}
 """Families whose left padding changes what transformers 5.24 generates."""
 
 
-@pytest.mark.wide(but=("falcon-rw",))
+@pytest.mark.wide
 @pytest.mark.parametrize("family", NEW)
 def test_greedy_tokens_of_ragged_prompts_are_those_of_transformers_however_they_are_decoded(family, tmp_path):
     """In chains and trees, and of a row alone."""

@@ -120,6 +120,7 @@ def test_the_factor_is_that_of_the_length() -> None:
     assert dx.generate(long, PROMPTS, max_new_tokens=24).lengths.max() == 24
 
 
+@pytest.mark.wide
 def test_no_length_is_beyond_its_training(recwarn: pytest.WarningsRecorder) -> None:
     dx.generate(lm(), PROMPTS, max_new_tokens=40, eos_token_id=[])
     assert not [w for w in recwarn if "was made for" in str(w.message)]

@@ -18,6 +18,7 @@ from tests.models.networks.rwkv7 import loaded, tensors, write
 WANT = json.loads((Path(__file__).parent / "rwkv7.json").read_text())
 
 
+@pytest.mark.wide
 def test_logits_and_greedy_tokens_are_those_of_the_authors_code() -> None:
     lm, text = loaded(), np.array([WANT["ids"]], np.int32)
     assert isinstance(lm.model, Rwkv7)

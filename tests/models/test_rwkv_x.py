@@ -86,6 +86,7 @@ def test_trees_and_rows_alone_give_the_same_tokens() -> None:
     assert alone.tokens.tolist() == run("cut")[1:2]
 
 
+@pytest.mark.wide
 def test_a_store_holds_what_the_authors_one_holds() -> None:
     from decodax.engine.batch import Job
     from decodax.engine.request import Request

@@ -16,7 +16,7 @@ SMALL = dx.LM(model=NETWORK, params=WEIGHTS, vocab_size=24, generation_config={}
 PROMPTS = [[1, 2, 3, 4], [9, 3, 9]]
 
 
-@pytest.mark.wide(but=("negative1",))
+@pytest.mark.wide
 @pytest.mark.parametrize("negative", [None, [[7, 7, 5, 2, 8], [6]]])
 def test_tokens_are_the_best_of_both_texts_by_the_formula(negative: Any) -> None:
     """Without a negative prompt the other text begins with the prompt's last token."""

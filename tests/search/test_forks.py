@@ -18,7 +18,7 @@ def rows(forks: Forks) -> list[list[int]]:
     return [forks.tokens(p, i) for p in range(len(forks)) for i in range(forks.n)]
 
 
-@pytest.mark.wide(but=("autoregressive",))
+@pytest.mark.wide
 @pytest.mark.parametrize("algorithm", ["autoregressive", "prompt-lookup:length=3"])
 def test_steps_make_the_text_that_is_made_at_once(algorithm: str) -> None:
     whole = dx.generate(net(), PROMPTS, num_samples=2, algorithm=algorithm, logprobs=0, **OPTIONS)

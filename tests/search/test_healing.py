@@ -59,6 +59,7 @@ def test_bytes_have_the_sum_of_all_ways_to_write_them() -> None:
     np.testing.assert_allclose(first + rest, 1, rtol=1e-4)
 
 
+@pytest.mark.wide
 def test_prompts_go_on_within_a_token() -> None:
     lm = worded("llama")
     assert lm.tokenizer is not None

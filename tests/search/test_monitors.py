@@ -39,7 +39,7 @@ def test_a_result_stands_behind_its_call_and_is_read() -> None:
     assert out.fed == sum(len(lm.tokenizer.encode(t, add_special_tokens=False)) for t in ("hg", "hgfa")) * 2
 
 
-@pytest.mark.wide(but=("sentencepiece",))
+@pytest.mark.wide
 @pytest.mark.parametrize("kind", ["sentencepiece", "unigram", "byte-level"])
 def test_a_result_goes_on_within_the_word_before_it(kind: str) -> None:
     tok = Tokenizer(KINDS[kind]())
@@ -115,7 +115,7 @@ def test_drafted_ends_are_ends_if_the_target_says_so(draft: str) -> None:
             assert out.accepted == [n - n // 3 for n in out.steps]
 
 
-@pytest.mark.wide(but=("toy-draft-1",))
+@pytest.mark.wide
 @pytest.mark.parametrize(("draft", "step_tokens"), [("toy", 3), ("toy-draft", 1)])
 def test_a_chunk_that_is_only_an_end_is_judged_like_any_other(draft: str, step_tokens: int) -> None:
     lm, small = with_end("toy", "d"), with_end(draft, "d")

@@ -24,6 +24,7 @@ def sample(length: int) -> list[int]:
     return np.random.default_rng(length).integers(1, VOCABULARY - 1, length).tolist()
 
 
+@pytest.mark.wide
 def test_samples_of_any_length_are_continued() -> None:
     """Around the multiples of what a walk of the cache takes at once."""
     for total in (5, 63, 64, 65, 127, 128, 129, 191, 192, 193, 256, 257, 320, 321):

@@ -234,6 +234,7 @@ def test_dynamic_exit_drafts_no_further_after_a_draft_in_doubt(deep: Any) -> Non
     assert {True, False} == set(ends)
 
 
+@pytest.mark.wide
 def test_dynamic_exit_finds_out_how_deep_it_must_draft(deep: Any) -> None:
     """Where layers behind the first do nothing, every exit is the target."""
     deep(1, 2)

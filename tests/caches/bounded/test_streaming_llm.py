@@ -22,6 +22,7 @@ def shortened(text: list[int]) -> list[int]:
     return text if len(text) <= SINKS + RECENT else [*text[:SINKS], *text[-RECENT:]]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("algorithm", ["autoregressive", "prompt-lookup:length=3"])
 def test_tokens_are_those_of_the_shortened_text(algorithm: str) -> None:
     cache = StreamingLLMConfig(SINKS, RECENT)

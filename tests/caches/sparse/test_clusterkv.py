@@ -29,6 +29,7 @@ def given() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return keys, r.standard_normal((N, 2, 8)).astype(np.float32).round(3), q
 
 
+@pytest.mark.wide
 def test_clusters_and_what_is_read_of_them_are_the_authors() -> None:
     """The last cluster of a head is cut; and attention to these, the sinks and the token itself."""
     wanted = json.loads((Path(__file__).parents[1] / "expected" / "retrieval.json").read_text())["clusterkv"]

@@ -46,7 +46,7 @@ def low(x: np.ndarray, bits: int, axis: int) -> np.ndarray:
     return least + step * np.round((x - least) / step)
 
 
-@pytest.mark.wide(but=("2",))
+@pytest.mark.wide
 @pytest.mark.parametrize("bits", [1, 2])
 def test_a_round_is_that_of_the_paper(bits: int) -> None:
     """Algorithms 2 and 3 for one layer, written out head by head: attention to few bits with what was fetched in full,

@@ -66,6 +66,7 @@ def test_a_token_takes_one_latent_and_one_rotated_key(lm: LM) -> None:
     assert sum(x.nbytes for x in cache.kv) == 3 * 64 * 2 * (16 + 8) * 4
 
 
+@pytest.mark.wide
 def test_drafts_and_chunks_change_nothing(lm: LM) -> None:
     assert run(lm, chunk=4, algorithm="prompt-lookup:length=3") == run(lm)
 
