@@ -16,6 +16,7 @@ from tests.matrix import often
 pytestmark = pytest.mark.mesh
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("kind", often([AxisType.Auto], list(AxisType)[:2]))
 @pytest.mark.parametrize("name", often(["adakv"], OPTIONS))
 def test_a_mesh_gives_the_tokens_of_one_device(name: str, kind: AxisType) -> None:

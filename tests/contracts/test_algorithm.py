@@ -58,8 +58,7 @@ BY_BATCH = ("automatic", "bass", "exp3spec", "tetris", "ucbspec")
 """These decide for a batch how many tokens a row drafts."""
 
 
-@pytest.mark.wide(but=("autoregressive-few", "jacobi-few", "blockwise-distance-few", "ngram-few", "token-recycling-few",
-                       "suffix-decoding-few", "typical-acceptance-few"))
+@pytest.mark.wide(but=("autoregressive-few", "jacobi-few", "ngram-few", "token-recycling-few"))
 @pytest.mark.parametrize(("name", "policy"), often([(name, "few") for name in NAMES], itertools.product(NAMES, POLICY)))
 def test_a_system_keeps_its_guarantee(name, policy):
     """With its default options; what others change is said by the algorithm that they make."""
@@ -103,7 +102,7 @@ def test_every_approximate_system_has_a_degenerate_setting():
     assert set(DEGENERATE) == relaxed | {n for n in NAMES if ALGORITHMS[n].guarantee == "approximate"}
 
 
-@pytest.mark.wide(but=("blockwise-distance",))
+@pytest.mark.wide
 @pytest.mark.parametrize("name", list(DEGENERATE))
 def test_an_approximate_rule_is_plain_decoding_at_its_degenerate_setting(name):
     alg, (which, _) = made(name, **DEGENERATE[name]), pair(name)

@@ -21,6 +21,7 @@ def run(lm: Any, **options: Any) -> np.ndarray:
     return dx.generate(lm, IDS, max_new_tokens=6, **options).tokens
 
 
+@pytest.mark.wide
 def test_a_method_made_without_its_draft_model_takes_that_of_the_call(lm: dx.LM) -> None:
     method = dx.algorithms.speculative_decoding(length=2)
     said = [run(lm, algorithm=x, draft=lm, temperature=0.8) for x in (method, "speculative-decoding:length=2")]

@@ -72,6 +72,7 @@ def test_a_prompt_gets_the_tokens_that_it_gets_in_a_batch(case: str) -> None:
             assert result.stats.tokens[j] == result.lengths[j]
 
 
+@pytest.mark.wide
 def test_neither_order_nor_number_of_places_changes_tokens() -> None:
     wanted = whole("plain")
     for order, seats in ((list(range(COUNT))[::-1], 4), ([*range(6, COUNT), *range(6)], 1), (list(range(COUNT)), 40)):

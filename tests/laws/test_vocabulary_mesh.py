@@ -52,7 +52,7 @@ def start(mesh: Any, chain: dict[str, Any], algorithm: Any = PLAIN) -> tuple[Any
     return algorithm, NETWORK, params, policy, s, jnp.int32(9)
 
 
-@pytest.mark.wide(but=("top-k",))
+@pytest.mark.wide
 @pytest.mark.parametrize("chain", often(["greedy", "top-p", "top-k"], CHAINS))
 def test_no_round_gathers_what_has_a_number_for_each_token(chain: str) -> None:
     check(CHAINS[chain])

@@ -9,7 +9,7 @@ import decodax as dx
 pytestmark = pytest.mark.mesh
 
 
-@pytest.mark.wide(but=("Auto",))
+@pytest.mark.wide
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_the_same_tokens(kind: str) -> None:
     """Chunks of 12 tokens, heads over "model", and drafts."""

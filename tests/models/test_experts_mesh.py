@@ -42,7 +42,7 @@ def test_the_same_tokens(home, kind, weights):
         np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.wide(but=("shape0-None-Auto",))
+@pytest.mark.wide
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 @pytest.mark.parametrize("weights", [None, "int8"])
 @pytest.mark.parametrize("shape", [(2, 2, 2), (1, 1, 3)])

@@ -14,7 +14,7 @@ from tests.models.networks.linear import CONFIGS, lm
 pytestmark = pytest.mark.mesh
 
 
-@pytest.mark.wide(but=("Auto-linearized beside softmax",))
+@pytest.mark.wide
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name != "elu"])
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_the_same_tokens(name: str, kind: str) -> None:

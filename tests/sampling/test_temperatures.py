@@ -100,7 +100,7 @@ def test_broken_logits_stay_visible(broken: float) -> None:
     assert (np.asarray(drawn(policy, begun(policy, len(SIZES)), logits)[0]) == -1).all()
 
 
-@pytest.mark.wide(but=("1e+30",))
+@pytest.mark.wide
 @pytest.mark.parametrize("size", [1.0, 1e30])
 def test_the_kernel_draws_what_the_transforms_draw(size: float) -> None:
     temperature = jnp.asarray([t for t in SIZES if t > 1e-45], jnp.float32)

@@ -45,6 +45,7 @@ def test_a_common_beginning_of_prompts_is_kept_once() -> None:
     assert isinstance(few, SharedPrefixCache) and len(few.fixed) == few.length.shape[0]      # not worth it
 
 
+@pytest.mark.wide
 def test_forks_copy_no_prefix() -> None:
     """32 samples of a prompt read the arrays that the prompt was read into."""
     job = begun(PROMPTS[:1], num_samples=32)

@@ -53,6 +53,7 @@ def decoded(lm: dx.LM, prompts: list[list[int]] = PROMPTS, **more: Any) -> Any:
     return dx.generate(lm, prompts, max_new_tokens=9, eos_token_id=[], **more).tokens.tolist()
 
 
+@pytest.mark.wide
 def test_logits_and_greedy_tokens_are_those_of_the_widened_model(home: Path, lm: dx.LM) -> None:
     reference = transformers.AutoModelForCausalLM.from_pretrained(
         home, quantization_config=transformers.Mxfp4Config(dequantize=True), dtype=torch.float32,

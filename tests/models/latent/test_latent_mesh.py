@@ -16,7 +16,7 @@ PROMPTS = [[5, 6, 7, 8, 5, 6, 7, 8, 5], [9, 10, 11], [1, 2], [3, 4, 5, 6, 7]]
 MODEL = Transformer(read_config(CONFIG))
 
 
-@pytest.mark.wide(but=("Auto",))
+@pytest.mark.wide
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_a_mesh_gives_the_tokens_of_one_device(kind):
     params = jax.tree.map(lambda x: 6 * x if x.ndim > 1 else x, MODEL.init_params(jax.random.key(0)))

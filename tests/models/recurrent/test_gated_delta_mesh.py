@@ -16,7 +16,7 @@ from tests.models.recurrent.test_gated_delta import ENTRIES
 pytestmark = pytest.mark.mesh
 
 
-@pytest.mark.wide(but=("Auto-qwen3_next",))
+@pytest.mark.wide
 @pytest.mark.parametrize("family", ["qwen3_next", "olmo_hybrid"])
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_the_same_tokens(family: str, kind: str) -> None:
