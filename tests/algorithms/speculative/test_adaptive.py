@@ -150,12 +150,12 @@ def test_slots_bring_rows_that_do_not_reset_a_bandit():
     while not (done := slots.finished()):
         slots.advance(seconds=1e-9)        # a round
     assert [tag for tag, _ in done] == [0]
-    before = jax.device_get(slots._state.algo[0])
+    before = jax.device_get(slots._batch.state.algo[0])
     slots.admit([Request.read(lm, prompts(1, seed=9), max_new_tokens=30, **given)], ["late"])
-    held = jax.device_get(slots._state.algo[0])
+    held = jax.device_get(slots._batch.state.algo[0])
     assert held.round[0] == 0 < before.round.max() == held.round.max()
     slots.advance(seconds=1e-9)        # a round
-    after = jax.device_get(slots._state.algo[0])
+    after = jax.device_get(slots._batch.state.algo[0])
     assert (after.round == before.round.max() + 1).all()
     assert after.count.sum(1).tolist() == [float(before.count[1].sum()) + 1] * slots.rows
 
