@@ -42,18 +42,15 @@ OPTIONS = ("-std=c++17", "-O3", "-march=native", "-shared", "-fPIC", "-w")
 KINDS = ((32, 4), (32, 5), (32, 8), (16, 6))
 """Numbers of inputs of a group and bits of a code for which there is a product."""
 
-ROWS = 24
-"""Most rows that are multiplied here. More are faster by XLA's product, for which each weight is decoded only once."""
-
 
 def usable() -> bool:
     """Returns True if the process computes on CPU and the library is there or could be compiled."""
     return platform() == "cpu" and _registered()
 
 
-def takes(x: Array) -> bool:
-    """Returns True if rows `x` are multiplied here: few of them, in a program for one device or one shard."""
-    return usable() and len(x) <= ROWS and not free_axes()
+def takes() -> bool:
+    """Returns True if products are computed here: in a program for one device or one shard."""
+    return usable() and not free_axes()
 
 
 def matmul(x: Array, codes: Array, scales: Array, *, group: int, bits: int, offset: int = 0,

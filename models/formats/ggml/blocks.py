@@ -67,7 +67,7 @@ class GgmlBlocks(Packed):
         return jnp.swapaxes(jnp.concatenate(self._weights(), -2), -1, -2).reshape(self.shape).astype(dtype)
 
     def times(self, x: Array, dtype: Any) -> Array:
-        if self.by_group and native.takes(x):
+        if self.by_group and native.takes():
             return native.matmul(x, self.codes, self.scales, group=self.group, bits=self._bits, offset=self.offset,
                                  minima=self.minima, high=self.high, steps=self.steps,
                                  minimum_steps=self.minimum_steps).astype(dtype)

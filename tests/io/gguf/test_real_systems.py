@@ -25,7 +25,7 @@ LAYERS = 12
 """Layers of the draft model, the first of the target's."""
 SYSTEMS = [name for name, e in ALGORITHMS.items() if e.guarantee == "seed-exact" and not e.alias_of
            and "diffusion" not in e.needs and name != "autoregressive"]
-FEW = ("prompt-lookup", "token-recycling", "opt-tree", "layerskip", "lookahead")
+FEW = ("prompt-lookup", "token-recycling", "opt-tree")
 
 
 @functools.cache

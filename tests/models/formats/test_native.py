@@ -37,7 +37,7 @@ def kernel(name: str) -> tuple[GgmlBlocks, np.ndarray]:
 def test_products_are_those_of_the_weights_and_a_row_is_independent_of_the_others(name: str) -> None:
     packed, wanted = kernel(name)
     np.testing.assert_array_equal(packed.values(jnp.float32), wanted)
-    x = np.random.default_rng(2).normal(size=(native.ROWS, K)).astype(np.float32)
+    x = np.random.default_rng(2).normal(size=(37, K)).astype(np.float32)
     run = jax.jit(lambda x, packed: multiply(x, packed, jnp.float32))
     assert "custom_call_target=\"decodax_matmul\"" in run.lower(x, packed).compile().as_text()
     whole = np.asarray(run(x, packed))
@@ -45,14 +45,6 @@ def test_products_are_those_of_the_weights_and_a_row_is_independent_of_the_other
     np.testing.assert_allclose(whole, exact, atol=1e-6 * np.abs(exact).max())
     for rows in (1, 2, 3, 5, 15):
         np.testing.assert_array_equal(run(x[:rows], packed), whole[:rows])
-
-
-def test_more_rows_are_multiplied_by_xla() -> None:
-    packed, wanted = kernel("q4_1")
-    x = np.random.default_rng(2).normal(size=(native.ROWS + 1, K)).astype(np.float32)
-    run = jax.jit(lambda x, packed: multiply(x, packed, jnp.float32))
-    assert "decodax_matmul" not in run.lower(x, packed).compile().as_text()
-    np.testing.assert_allclose(run(x, packed), x @ wanted.T, atol=1e-5 * np.abs(x @ wanted.T).max())
 
 
 @pytest.mark.parametrize("name", TYPES)
