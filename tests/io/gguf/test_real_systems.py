@@ -25,7 +25,7 @@ LAYERS = 12
 """Layers of the draft model, the first of the target's."""
 SYSTEMS = [name for name, e in ALGORITHMS.items() if e.guarantee == "seed-exact" and not e.alias_of
            and "diffusion" not in e.needs and name != "autoregressive"]
-FEW = ("prompt-lookup", "token-recycling", "opt-tree")
+FEW = ("prompt-lookup", "token-recycling")
 
 
 @functools.cache
@@ -80,6 +80,7 @@ SCHEMA = {"type": "object", "properties": {"name": {"type": "string", "maxLength
           "required": ["name", "age"], "additionalProperties": False}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("algorithm", [None, "prompt-lookup:length=4"])
 def test_json_by_a_schema(algorithm: str | None) -> None:
     ask = [{"role": "user", "content": "Describe a person as JSON with a name and an age."}]
@@ -90,6 +91,7 @@ def test_json_by_a_schema(algorithm: str | None) -> None:
         assert found.keys() == {"name", "age"} and isinstance(found["age"], int)
 
 
+@pytest.mark.full
 def test_a_tool_is_called_with_arguments_of_its_schema() -> None:
     tool = {"type": "function", "function": {"name": "weather", "description": "Returns the weather of a city.",
             "parameters": {"type": "object", "properties": {"city": {"enum": ["Paris", "London"]}},
