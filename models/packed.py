@@ -139,6 +139,26 @@ class Packed(Struct, abc.ABC):
         return jax.tree.map(one, self)
 
 
+class AroundKernel(Packed):
+    """Base class of packed kernels that change the inputs, the outputs or the weights of another, their field `kernel`.
+    """
+
+    kernel: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.kernel.shape
+
+    def placed(self, outputs: str | None, inputs: str | None) -> Self:
+        return self.replace(kernel=self.kernel.placed(outputs, inputs))
+
+    def stored(self) -> Self:
+        return self.replace(kernel=self.kernel.stored())
+
+    def here(self) -> Self:
+        return self.replace(kernel=self.kernel.here())
+
+
 @jax.jit
 def for_platform(stored: Packed) -> Packed:
     """Returns `stored.here()`, in one program for all kernels of a format and shape."""

@@ -15,7 +15,7 @@ from jax import Array, lax
 from decodax.common.axes import platform
 from decodax.common.struct import struct
 from decodax.models.formats.qserve import EXACT, hadamard
-from decodax.models.packed import Packed, dot, partial_sums, total
+from decodax.models.packed import AroundKernel, Packed, dot, partial_sums, total
 from decodax.pallas_kernels.packed_matmul.reference import scaled
 
 GROUP = 128
@@ -88,7 +88,7 @@ class Integers(Packed):
 
 
 @struct
-class Static(Packed):
+class Static(AroundKernel):
     """A kernel of integers for static quantization: inputs, and outputs if they stay in 8 bits, are quantized with
     scales that are fixed beforehand.
 
@@ -103,10 +103,6 @@ class Static(Packed):
     scales: Array
     step: Array
     outs: Array | None = None
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.kernel.shape
 
     def values(self, dtype: Any) -> Array:
         return (self.kernel.values(jnp.float32) * self.scales).astype(dtype)
@@ -129,14 +125,10 @@ class Static(Packed):
 
 
 @struct
-class InputsRotated(Packed):
+class InputsRotated(AroundKernel):
     """A kernel whose inputs are rotated by a Hadamard matrix before they are multiplied; see `rotate`."""
 
     kernel: Packed
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.kernel.shape
 
     def values(self, dtype: Any) -> Array:
         back = jnp.asarray(rotation(self.shape[-1]).T, jnp.float32)

@@ -64,29 +64,24 @@ inline T Load(const void* at) {
   return made;
 }
 
-// Widens bytes. Compilers find the instructions for it only in part.
-template <int L>
+// Widens L bytes, which are signed or not. Compilers find the instructions for it only in part.
+template <int L, bool kSigned>
 inline typename Vector<L>::Ints Codes(const void* at) {
   typedef Vector<L> V;
 #ifdef __AVX512F__
-  if constexpr (L == 16) return (typename V::Ints)_mm512_cvtepu8_epi32(Load<__m128i>(at));
+  if constexpr (L == 16) {
+    const __m128i v = Load<__m128i>(at);
+    return (typename V::Ints)(kSigned ? _mm512_cvtepi8_epi32(v) : _mm512_cvtepu8_epi32(v));
+  }
 #endif
 #ifdef __AVX2__
-  if constexpr (L == 8) return (typename V::Ints)_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(Load<int64_t>(at)));
+  if constexpr (L == 8) {
+    const __m128i v = _mm_cvtsi64_si128(Load<int64_t>(at));
+    return (typename V::Ints)(kSigned ? _mm256_cvtepi8_epi32(v) : _mm256_cvtepu8_epi32(v));
+  }
 #endif
-  return __builtin_convertvector(Load<typename V::Bytes>(at), typename V::Ints);
-}
-
-template <int L>
-inline typename Vector<L>::Ints SignedCodes(const void* at) {
-  typedef Vector<L> V;
-#ifdef __AVX512F__
-  if constexpr (L == 16) return (typename V::Ints)_mm512_cvtepi8_epi32(Load<__m128i>(at));
-#endif
-#ifdef __AVX2__
-  if constexpr (L == 8) return (typename V::Ints)_mm256_cvtepi8_epi32(_mm_cvtsi64_si128(Load<int64_t>(at)));
-#endif
-  return __builtin_convertvector(Load<typename V::SignedBytes>(at), typename V::Ints);
+  typedef std::conditional_t<kSigned, typename V::SignedBytes, typename V::Bytes> Bytes;
+  return __builtin_convertvector(Load<Bytes>(at), typename V::Ints);
 }
 
 // Returns `v >> width * (first + i)` for the i-th number.
@@ -180,15 +175,15 @@ DECODAX_INLINE inline void Decode(const Kernel& k, int64_t n, int64_t g, float s
   const int64_t at = n * k.groups + g;
   const uint8_t* codes = k.codes + at * kBytes;
   __builtin_prefetch(codes + kAhead * k.groups * kBytes);
-#define DECODAX_WEIGHTS(code) (__builtin_convertvector(code, Floats) * scale + low)
+#define DECODAX_WEIGHTS(...) (__builtin_convertvector((__VA_ARGS__), Floats) * scale + low)
   if constexpr (kBits == 8) {
     Unrolled<kGroup / L>([&](auto i) DECODAX_INLINE {
-      use(DECODAX_WEIGHTS(SignedCodes<L>(codes + i * L)), i * L);
+      use(DECODAX_WEIGHTS(Codes<L, true>(codes + i * L)), i * L);
     });
   } else {
     Unrolled<kBytes / L>([&](auto i) DECODAX_INLINE {
       const int place = i * L;
-      const auto both = Codes<L>(codes + place);
+      const auto both = Codes<L, false>(codes + place);
       auto first = both & 15, second = both >> 4;
       if constexpr (kBits > 4) {
         constexpr int kMask = (1 << kWidth) - 1;

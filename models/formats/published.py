@@ -6,21 +6,21 @@ from __future__ import annotations
 from typing import Any, Self
 
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 from jax.sharding import PartitionSpec
 
 from decodax.common.axes import free_axes, platform
 from decodax.common.struct import static, struct
 from decodax.models.formats.ggml.blocks import ShiftedGroups
 from decodax.models.formats.scaled import Convert, Scaled
-from decodax.models.packed import Packed, dot
+from decodax.models.packed import AroundKernel, Packed, dot
 
 WIDENED = 1 << 22
 """On accelerators, number of weights of a table that are converted at a time, since XLA writes them to memory."""
 
 
 @struct
-class ZeroPoints(Packed):
+class ZeroPoints(AroundKernel):
     """A kernel of integers from each of which the zero point of its group is subtracted: a weight is `(code - zero) *
     scale`.
 
@@ -34,38 +34,24 @@ class ZeroPoints(Packed):
     kernel: Scaled
     zeros: Array
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.kernel.shape
-
     def values(self, dtype: Any) -> Array:
-        group = self.shape[-1] // self.zeros.shape[-1]
-        return (self.kernel.values(jnp.float32) + jnp.repeat(self._shifts(), group, -1)).astype(dtype)
+        return self._shifted.values(dtype)
 
     def product(self, x: Array, dtype: Any) -> Array:
-        sums = x.astype(jnp.float32).reshape(len(x), self.zeros.shape[-1], -1).sum(-1)
-        more = lax.dot_general(sums, self._shifts(), (((1,), (1,)), ((), ())))
-        return (self.kernel.product(x, jnp.float32) + more).astype(dtype)
-
-    def placed(self, outputs: str | None, inputs: str | None) -> Self:
-        return self.replace(kernel=self.kernel.placed(outputs, inputs))
-
-    def stored(self) -> Self:
-        return self.replace(kernel=self.kernel.stored())
+        return self._shifted.product(x, dtype)
 
     def here(self) -> Packed:       # type: ignore[override]
-        if platform() == "cpu":
-            return self
-        return ShiftedGroups(kernel=self.kernel.here(), shifts=self._shifts())
+        return self if platform() == "cpu" else self._shifted.here()
 
-    def _shifts(self) -> Array:
+    @property
+    def _shifted(self) -> ShiftedGroups:
         scales = self.kernel.scales
         assert scales is not None
-        return -self.zeros.astype(jnp.float32) * scales.astype(jnp.float32)
+        return ShiftedGroups(kernel=self.kernel, shifts=-self.zeros.astype(jnp.float32) * scales.astype(jnp.float32))
 
 
 @struct
-class InputsPermuted(Packed):
+class InputsPermuted(AroundKernel):
     """A kernel whose inputs are permuted before they are multiplied, so that those that share a scale are consecutive
     (GPTQ with act-order).
 
@@ -76,10 +62,6 @@ class InputsPermuted(Packed):
 
     kernel: Packed
     order: Array
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.kernel.shape
 
     def values(self, dtype: Any) -> Array:
         back = jnp.argsort(self.order, -1)
@@ -93,15 +75,6 @@ class InputsPermuted(Packed):
 
     def rows(self, which: Array, dtype: Any) -> Array:
         return self.kernel.rows(which, dtype)[..., jnp.argsort(self.order)]
-
-    def placed(self, outputs: str | None, inputs: str | None) -> Self:
-        return self.replace(kernel=self.kernel.placed(outputs, inputs))
-
-    def stored(self) -> Self:
-        return self.replace(kernel=self.kernel.stored())
-
-    def here(self) -> Self:
-        return self.replace(kernel=self.kernel.here())
 
     def specs(self, outputs: str | None, inputs: str | None, sizes: dict[str, int]) -> Any:
         """Returns the `PartitionSpec` of each array. Every device has the whole order."""

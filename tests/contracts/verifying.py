@@ -13,12 +13,12 @@ from tests.laws.cases import VOCABULARY, model
 PROMPT = [3, 7, 3, 7, 3]        # a lookup drafts from it at once
 ALARM = 1e-6
 POLICIES = {"temperature": dict(temperature=1.0), "truncated": dict(temperature=1.2, top_p=0.9, repetition_penalty=1.3)}
-# penalties at so many trees take minutes: one case has them, the others have truncation alone
+# Penalties on this number of trees take minutes, so one case has them and the others have truncation alone.
 FLOORED = {"floored": dict(temperature=1.2, min_p=0.1)}
 
 
 class Rows:
-    """What the lift reads of a state, for every prefix at once."""
+    """The fields of a decoding state that the lift reads, for every prefix at once."""
 
     def __init__(self, texts, chain):
         self.tokens = jnp.pad(texts, ((0, 0), (0, 1)))

@@ -25,7 +25,7 @@ BLOCKS = 2
 
 @functools.cache
 def tensors() -> dict[str, np.ndarray]:
-    """Those of a tiny published file."""
+    """Returns the tensors of a tiny published file."""
     r = np.random.default_rng(8)
     found = {f"rwkv.{name}": value for name, value in rwkv7.tensors(4).items()}
     normal = lambda *shape, scale: (r.standard_normal(shape) * scale).astype(np.float32)

@@ -7,7 +7,7 @@ import jax
 
 
 def no_races(kernel: Any, *args: Any, **options: Any) -> Any:
-    """What a kernel gives under the interpreter that looks for races."""
+    """Returns the result of a kernel under the interpreter that looks for races."""
     from jax.experimental.pallas import tpu as pltpu
 
     out = kernel(*args, interpret=pltpu.InterpretParams(detect_races=True), **options)

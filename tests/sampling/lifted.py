@@ -23,7 +23,7 @@ TREE, CHAIN, DEPTH = [-1, 0, 0, 1, 1, 2, 4], [-1, 0, 1, 2], 4
 
 @struct
 class Decoding(Struct):
-    """What the lift reads of a decoding state."""
+    """The fields of a decoding state that the lift reads."""
 
     tokens: Any
     length: Any

@@ -7,8 +7,8 @@ a minimum: a weight is `(code - offset) * scale + minimum`. The K-quants store s
 Files store the blocks one after the other. Here each part of the blocks is an array of its own, and the place within a
 group comes before the number of the group: codes are `[N, group, G]`. So a product with a row is a sum over the places
 of arrays `[N, G]`, to which the scales are applied once. For products in C++ (`native`) the codes of a group are
-adjacent, as in files. The number of bits is that of the file, except that the scales
-of K-quants take 8 bits instead of 6.
+adjacent, as in files. The number of bits is that of the file, except that the scales of K-quants take 8 bits instead of
+6.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from decodax.common.axes import platform
 from decodax.common.struct import static, struct
 from decodax.models.formats import native
 from decodax.models.formats.scaled import Scaled
-from decodax.models.packed import Packed, dot, materialized, total
+from decodax.models.packed import AroundKernel, Packed, dot, materialized, total
 
 
 @struct
@@ -198,7 +198,7 @@ def _multiplied(kernel: GgmlBlocks, x: Array, dtype: Any, sums: bool) -> Array:
 
 
 @struct
-class ShiftedGroups(Packed):
+class ShiftedGroups(AroundKernel):
     """A kernel of codes and scales, plus a number for each group of inputs.
 
     Attributes:
@@ -209,10 +209,6 @@ class ShiftedGroups(Packed):
     kernel: Scaled
     shifts: Array
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.kernel.shape
-
     def values(self, dtype: Any) -> Array:
         group = self.shape[-1] // self.shifts.shape[-1]
         return (self.kernel.values(jnp.float32) + jnp.repeat(self.shifts, group, -1)).astype(dtype)
@@ -221,15 +217,6 @@ class ShiftedGroups(Packed):
         sums = x.astype(jnp.float32).reshape(len(x), self.shifts.shape[-1], -1).sum(-1)
         more = lax.dot_general(sums, self.shifts, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
         return (self.kernel.product(x, jnp.float32) + more).astype(dtype)
-
-    def placed(self, outputs: str | None, inputs: str | None) -> Self:
-        return self.replace(kernel=self.kernel.placed(outputs, inputs))
-
-    def stored(self) -> Self:
-        return self.replace(kernel=self.kernel.stored())
-
-    def here(self) -> Self:
-        return self.replace(kernel=self.kernel.here())
 
 
 def blocks(codes: Array, scales: Array, bits: int, **more: Any) -> GgmlBlocks:

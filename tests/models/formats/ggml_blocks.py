@@ -11,7 +11,7 @@ gguf = pytest.importorskip("gguf")
 N, K = 12, 512
 FLOATS = {"q4_0": (0,), "q4_1": (0, 2), "q5_0": (0,), "q5_1": (0, 2), "q8_0": (0,), "q4_k": (0, 2), "q5_k": (0, 2),
           "q6_k": (208,)}
-"""Where 16-bit floats are in a block."""
+"""Offsets of the 16-bit floats in a block, in bytes."""
 
 
 def kind(name: str) -> Any:

@@ -17,7 +17,7 @@ RANKS = {"w": 6, "a": 5, "v": 4, "g": 7}
 
 
 def tensors(layers: int = LAYERS) -> dict[str, np.ndarray]:
-    """Those of a tiny published file."""
+    """Returns the tensors of a tiny published file."""
     r, found = np.random.default_rng(7), dict[str, np.ndarray]()
     normal = lambda *shape, scale=0.5: (r.standard_normal(shape) * scale).astype(np.float32)
     row = lambda: r.random((1, 1, WIDTH)).astype(np.float32)

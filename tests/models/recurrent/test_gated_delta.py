@@ -126,7 +126,7 @@ def test_a_tree_that_grows_level_by_level_in_a_buffer(channels: tuple[int, ...])
 @pytest.mark.parametrize("chunk", often([4], [4, 64]))
 @KINDS
 def test_a_prompt_in_chunks(channels: tuple[int, ...], chunk: int) -> None:
-    """Of 21 nodes, of which five are dead."""
+    """The tree has 21 nodes, and five of them are dead."""
     x, live = nodes(21, 2, channels), np.ones((1, 21), bool)
     live[:, [0, 7, 8, 19, 20]] = False
     window = causal(jnp.zeros((1, 21), jnp.int32), jnp.full(1, START), jnp.asarray(live)).replace(is_prefill=True)
