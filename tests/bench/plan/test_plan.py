@@ -13,6 +13,7 @@ from decodax.bench.plan import DEVICES, PRESETS, Slice, abstract, meshes, plan, 
 from decodax.bench.plan import front as front_module
 from decodax.bench.plan.predict import predict, share
 from decodax.cli import main
+from tests.extending.pages import DOCS
 from tests.matrix import often
 
 compiler = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="takes libtpu (the extra tpu-aot)")
@@ -31,6 +32,11 @@ def test_presets_have_the_published_number_of_weights(name):
     count = sum(math.prod(x.shape) for x in jax.tree.leaves(lm.params))
     assert count / 1e9 == pytest.approx(PARAMETERS[name], abs=6e-3)
     assert (lm.diffusion is not None) == (name == "llada-8b")
+
+
+def test_the_page_names_every_preset():
+    page = (DOCS / "usage" / "planning.md").read_text()
+    assert [name for name in PRESETS if f"`{name}`" not in page] == []
 
 
 def test_by_hand():
