@@ -11,7 +11,6 @@ import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 
 from decodax.common.struct import struct
@@ -94,9 +93,3 @@ class Mxfp4(Format):
         codes = (steps + 2 * exponent) | jnp.where(jnp.signbit(rest), 8, 0)
         low, high = codes[..., ::2].astype(jnp.uint8), codes[..., 1::2].astype(jnp.uint8)
         return Mxfp4Blocks(codes=jnp.swapaxes(low | high << 4, -1, -2), scales=(exponents + BIAS).astype(jnp.uint8))
-
-
-def unpack(blocks: np.ndarray, scales: np.ndarray) -> Mxfp4Blocks:
-    """Returns the kernel that a file stores as blocks `u8[..., N, G, 16]` and scales `u8[..., N, G]`, with NumPy
-    arrays."""
-    return Mxfp4Blocks(codes=np.ascontiguousarray(np.swapaxes(blocks, -1, -2)), scales=scales)   # type: ignore[arg-type]

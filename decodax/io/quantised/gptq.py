@@ -23,7 +23,7 @@ from decodax.io.quantised.tensors import TensorReader
 
 @dataclasses.dataclass(frozen=True)
 class GptqLinear(GroupedLinear):
-    """A layer. `shift` is what is added to stored zero points."""
+    """A layer. `shift` is added to stored zero points."""
 
     shift: int
 
@@ -62,7 +62,7 @@ class Gptq(Scheme):
     Attributes:
         bits: number of bits of a code.
         group: number of inputs of a group; -1: all.
-        shift: what is added to stored zero points.
+        shift: number that is added to stored zero points.
     """
 
     bits: int

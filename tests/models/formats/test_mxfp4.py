@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from decodax.models.formats.mxfp4 import Mxfp4, Mxfp4Blocks, unpack
+from decodax.models.formats.mxfp4 import Mxfp4, Mxfp4Blocks
 from decodax.models.packed import multiply
 
 N, G = 12, 4
@@ -21,7 +21,8 @@ def kernel() -> tuple[Mxfp4Blocks, np.ndarray]:
     scales[0, :2] = 20, 235
     weights = np.stack([CODES[blocks & 15], CODES[blocks >> 4]], -1).reshape(N, G, 32)
     weights *= np.exp2(scales[..., None].astype(np.float32) - 127)
-    return jax.tree.map(jnp.asarray, unpack(blocks, scales)), weights.reshape(N, -1)
+    packed = Mxfp4Blocks(codes=jnp.asarray(np.swapaxes(blocks, -1, -2)), scales=jnp.asarray(scales))
+    return packed, weights.reshape(N, -1)
 
 
 def test_weights_are_the_codes_times_powers_of_two() -> None:
