@@ -25,7 +25,7 @@ def test_the_source_compiles() -> None:
 
 @pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """An empty cache folder, in a process that has registered nothing."""
+    """An empty cache folder, with what was registered forgotten."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     native._registered.cache_clear()
     yield tmp_path
@@ -98,10 +98,9 @@ def test_without_a_compiler_or_when_switched_off_xla_multiplies(elsewhere: Path,
 
 
 @pytest.mark.wide
-def test_it_is_compiled_once(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert native.usable()
-    made, = elsewhere.rglob("*.so")
+def test_it_is_compiled_once(elsewhere: Path) -> None:
+    compiler = next(filter(None, map(shutil.which, native.COMPILERS)))
+    made = native._built(compiler)     # not registered: a process may register one library only
     when = made.stat().st_mtime_ns
-    native._registered.cache_clear()
-    assert native.usable() and made.stat().st_mtime_ns == when
+    assert native._built(compiler) == made and made.stat().st_mtime_ns == when
     assert [*elsewhere.rglob("*.so")] == [made]
