@@ -19,6 +19,7 @@ import decodax as dx
 from decodax.common.registry import ALGORITHMS, FORMATS, SELECTS, SHELVES
 from decodax.core.algorithm import name_of
 from decodax.engine.request import Request
+from scripts import real_models
 from tests.extending.pages import DOCS, blocks_of, run_file
 from tests.matrix import often
 
@@ -71,6 +72,18 @@ def elsewhere(tmp_path, monkeypatch):
     yield
     for name in set(ALGORITHMS) - known:
         del ALGORITHMS[name]
+
+
+@pytest.mark.real
+@pytest.mark.wide
+def test_the_example_with_a_published_model_runs(elsewhere, tmp_path, capsys):
+    path = real_models.folder() / real_models.MODELS["smollm2"].file
+    if not path.is_file():
+        pytest.skip(f"{path} is missing: python scripts/real_models.py smollm2")
+    (tmp_path / path.name).symlink_to(path)
+    block, = re.findall(r"^<!-- not run: takes SmolLM2 -->\n```python\n(.*?)^```$", README.read_text(), re.S | re.M)
+    exec(block, {"dx": dx})
+    assert capsys.readouterr().out.strip() == block.rpartition("# ")[2].strip()
 
 
 @pytest.mark.wide(but=QUICK)

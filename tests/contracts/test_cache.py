@@ -119,25 +119,37 @@ def test_a_budget_that_holds_everything_is_the_dense_cache(name: str) -> None:
         assert out.tokens.tolist() == want.tokens.tolist() and np.array_equal(out.logprobs.raw, want.logprobs.raw)
 
 
+EVERY_WEIGHT = (40.0,) * 4
+"""Scores of sinks beside which no token has a weight."""
+
+
 @functools.cache
-def with_sinks(name: str, held: bool = True) -> Any:
-    """Decodes with a model with attention sinks, with a cache that holds all tokens or with a dense one."""
-    lm = DEEP if name in DEEPER else SMALL
-    config, sinks = lm.model.config, jnp.array([1.0, -1.0, 3.0, 0.5])
+def with_sinks(deep: bool, cache: Any, sinks: tuple[float, ...] = (1.0, -1.0, 3.0, 0.5)) -> Any:
+    """Decodes with a model with attention sinks in each layer."""
+    lm = DEEP if deep else SMALL
+    config = lm.model.config
     layers = tuple(dataclasses.replace(layer, sinks=True) for layer in config.layers)
     lm = dataclasses.replace(
         lm, model=dataclasses.replace(lm.model, config=dataclasses.replace(config, layers=layers)),
-        params=lm.params | {"layers": {i: layer | {"attn": layer["attn"] | {"sinks": sinks}}
+        params=lm.params | {"layers": {i: layer | {"attn": layer["attn"] | {"sinks": jnp.array(sinks)}}
                                        for i, layer in lm.params["layers"].items()}})
-    return dx.generate(lm, PROMPTS, cache=everything(name) if held else None, seed=5, temperature=[0.0, 0.9, 0.0],
-                       max_new_tokens=12, logprobs=0)
+    return dx.generate(lm, PROMPTS, cache=cache, seed=5, temperature=[0.0, 0.9, 0.0], max_new_tokens=12, logprobs=0)
 
 
 @pytest.mark.wide(but=("quest",))
 @pytest.mark.parametrize("name", often(["kivi", "quest", "adakv", "paged", "streaming-llm"], [
     name for name in OPTIONS if name not in {"zipcache", "qaq"}]))
 def test_sinks_join_the_softmax_once_in_every_cache(name: str) -> None:
-    assert same(with_sinks(name), with_sinks("minicache" if name in DEEPER else "paged", False), atol=1e-5)
+    deep = name in DEEPER
+    assert same(with_sinks(deep, everything(name)), with_sinks(deep, None), atol=1e-5)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", often(["zipcache", "qaq", "less"], OPTIONS))
+def test_sinks_with_all_the_weight_leave_nothing_of_what_a_cache_holds(name: str) -> None:
+    deep = name in DEEPER
+    held = with_sinks(deep, make(name, **OPTIONS[name]), EVERY_WEIGHT)
+    assert same(held, with_sinks(deep, None, EVERY_WEIGHT), atol=1e-5)
 
 
 @pytest.mark.wide
