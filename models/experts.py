@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 
-from decodax.common.axes import DATA, EXPERT, MODEL, shardwise
+from decodax.common.axes import DATA, EXPERT, MODEL, constrain, shardwise
 from decodax.models.packed import Kernel, multiply
 
 BLOCK = 8
@@ -78,8 +78,9 @@ def _over_mesh(x: Array, which: Array, weights: Array, gate: Array, up: Array, d
             which = which - held * lax.axis_index(EXPERT)
         return _mixed(x, which, weights, gate, up, down, tuple(inner), glu, on_input, held < E)[None, None]
 
-    return shardwise(part, (rows, rows, rows, wide, wide, narrow, *(PartitionSpec(EXPERT, MODEL) for _ in inner)),
-                     PartitionSpec(EXPERT, MODEL, DATA), x, which, weights, gate, up, down, *inner).sum((0, 1))
+    out = shardwise(part, (rows, rows, rows, wide, wide, narrow, *(PartitionSpec(EXPERT, MODEL) for _ in inner)),
+                    PartitionSpec(EXPERT, MODEL, DATA), x, which, weights, gate, up, down, *inner, rows=(DATA,))
+    return constrain(out.sum((0, 1)), rows)
 
 
 def _mixed(x: Array, which: Array, weights: Array, gate: Kernel, up: Kernel, down: Kernel, inner: tuple[Array, ...],

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import sys
 import time
 from collections.abc import Iterator
@@ -58,7 +59,8 @@ def add(commands: Any, common: argparse.ArgumentParser, exit_codes: str) -> None
     generation.add_model(p)
     p.add_argument("--batch-size", type=int, default=16, metavar="N", help="prompts at once (default: 16)")
     p.add_argument("--mesh", metavar="DATAxMODEL",
-                   help="lay model and prompts over devices of this process: DATA replicas of MODEL devices each")
+                   help="lay model and prompts over devices of this process: DATA replicas of MODEL devices each; "
+                        "DATAxMODELxEXPERT also divides whole experts of a mixture")
     p.add_argument("--memory", metavar="SIZE",
                    help="bytes for caches, drafts and logits, such as 8GB: fewer prompts at once if they take more")
     p.add_argument("--token-budget", type=int, metavar="N",
@@ -106,7 +108,7 @@ def run(args: argparse.Namespace) -> None:
         process, processes = jax.process_index(), jax.process_count()
     with naming_the_argument():
         total = lines.count(args.input)
-    lm, algorithm = generation.load(args, None if args.mesh is None else _mesh(*mesh_shape(args.mesh)))
+    lm, algorithm = generation.load(args, None if args.mesh is None else _mesh(mesh_shape(args.mesh)))
     options |= {"algorithm": algorithm, "cache": args.cache, "seed": args.seed, "stop": args.stop,
                 "max_new_tokens": args.max_new_tokens, "min_new_tokens": args.min_new_tokens,
                 "num_samples": args.num_samples, "logprobs": args.logprobs,
@@ -130,7 +132,7 @@ def run(args: argparse.Namespace) -> None:
                            f"{process:03d}.jsonl")
 
 
-def _mesh(data: int, model: int) -> Mesh:
+def _mesh(shape: tuple[int, ...]) -> Mesh:
     """Returns a mesh of the first devices of this process.
 
     Raises:
@@ -138,11 +140,11 @@ def _mesh(data: int, model: int) -> Mesh:
     """
     import jax
 
-    devices = jax.local_devices()
-    if data * model > len(devices):
-        raise UsageError(f"--mesh: got {data}x{model}, which takes {data * model} devices; this process has "
+    devices, count = jax.local_devices(), math.prod(shape)
+    if count > len(devices):
+        raise UsageError(f"--mesh: got {'x'.join(map(str, shape))}, which takes {count} devices; this process has "
                          f"{len(devices)}")
-    return jax.make_mesh((data, model), ("data", "model"), devices=devices[:data * model])
+    return jax.make_mesh(shape, ("data", "model", "expert")[:len(shape)], devices=devices[:count])
 
 
 def _summary(found: JobProgress) -> str:

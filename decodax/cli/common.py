@@ -62,16 +62,17 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence
     console.print(shown)
 
 
-def mesh_shape(text: str) -> tuple[int, int]:
-    """Parses the shape of a mesh, such as "2x4": number of replicas, and number of devices of each.
+def mesh_shape(text: str) -> tuple[int, ...]:
+    """Parses the shape of a mesh, such as "2x4": number of replicas, number of devices of each, and after a second "x"
+    number of parts of the experts.
 
     Raises:
         UsageError: the text has another form.
     """
-    data, _, model = text.partition("x")
-    if not (data.isdecimal() and model.isdecimal() and int(data) and int(model)):
-        raise UsageError(f"--mesh: takes DATAxMODEL, as 2x4; got {text!r}")
-    return int(data), int(model)
+    sizes = text.split("x")
+    if len(sizes) not in (2, 3) or not all(size.isdecimal() and int(size) for size in sizes):
+        raise UsageError(f"--mesh: takes DATAxMODEL, as 2x4, or DATAxMODELxEXPERT; got {text!r}")
+    return tuple(map(int, sizes))
 
 
 def keep_programs() -> str:

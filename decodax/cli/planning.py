@@ -45,7 +45,7 @@ def add(commands: Any, common: argparse.ArgumentParser, exit_codes: str) -> None
     p.add_argument("-n", "--max-new-tokens", type=int, metavar="N",
                    help="how much of it is answer, which caches go by (default: a quarter, at most 256)")
     p.add_argument("--mesh", nargs="+", metavar="DATAxMODEL",
-                   help="replicas by devices of each (default: all meshes of all devices)")
+                   help="replicas by devices of each, perhaps by parts of the experts (default: all without the last)")
     p.add_argument("-a", "--algorithm", metavar="NAME[:OPTION=VALUE,...]", help="the decoding method (decodax list)")
     p.add_argument("--draft", metavar="PRESET_OR_PATH",
                    help="the model that the method drafts with, named as --model")
@@ -71,6 +71,7 @@ def run(args: argparse.Namespace) -> None:
         raise UsageError(f"--price: takes DEVICE=X, as v5e=1.2 ({error})") from error
     mesh = None if args.mesh is None else list(map(mesh_shape, args.mesh))
     from decodax.bench.plan import COLUMNS, plan
+    from decodax.bench.plan.front import by_axes
 
     sampling = {"temperature": args.temperature} | ({} if args.top_p is None else {"top_p": args.top_p})
     with naming_the_argument():
@@ -85,12 +86,12 @@ def run(args: argparse.Namespace) -> None:
     print(f"{args.model}, {args.batch} rows of {args.capacity:,} tokens, {first.live:,} of them taken; "
           f"{first.width} scored a round" + (f", {first.tokens:g} of them kept" if first.tokens != 1 else ""))
     table(COLUMNS, [p.cells() for p in found], right=range(2, len(COLUMNS)))
-    prompts = [f"{p.slice.name} {p.mesh[0]}x{p.mesh[1]}: {1e3 * p.prompt:,.1f} ms for {p.live:,} tokens of one row" + (
+    prompts = [f"{p.slice.name} {by_axes(p.mesh)}: {1e3 * p.prompt:,.1f} ms for {p.live:,} tokens of one row" + (
         "" if p.swap is None else f", {1e3 * p.swap:,.1f} ms for their cache to the host's memory")
         for p in found if p.counts.prompt_flops]
-    hosted = [f"{p.slice.name} {p.mesh[0]}x{p.mesh[1]}: {p.counts.host / 1e9:.2f} GB of the cache for each device"
+    hosted = [f"{p.slice.name} {by_axes(p.mesh)}: {p.counts.host / 1e9:.2f} GB of the cache for each device"
               for p in found if p.counts.host]
-    said = [f"{p.slice.name} {p.mesh[0]}x{p.mesh[1]}: " + (
+    said = [f"{p.slice.name} {by_axes(p.mesh)}: " + (
         str(p.compiled.error) if p.padded is None or p.compiled.moved is None else
         f"{p.compiled.collectives} collectives, {p.compiled.moved / p.counts.moved:.3f} of the bytes that must move, "
         f"{p.padded:.3f} of the arguments' bytes in memory, {p.counts.flops / 1e9:,.1f} GFLOP"

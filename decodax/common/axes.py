@@ -7,7 +7,8 @@ or whose layout is not up to the compiler (`AxisType.Auto`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -15,9 +16,12 @@ from jax import Array
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 DATA, MODEL, CONTEXT, EXPERT = "data", "model", "context", "expert"
-"""Names of the mesh axes. Rows of a batch are sharded over DATA; heads, MLP and vocabulary over MODEL; positions of
-long texts over CONTEXT if the cache supports it (`decodax.caches.context.context_parallel`); whole experts of mixtures
-over EXPERT."""
+"""Names of the mesh axes. Rows of a batch are sharded over DATA and EXPERT; heads, MLP and vocabulary over MODEL;
+positions of long texts over CONTEXT if the cache supports it (`decodax.caches.context.context_parallel`); whole experts
+of mixtures over EXPERT."""
+
+ROWS = (DATA, EXPERT)
+"""Names of the axes over which rows are sharded. In the specs that this module takes, DATA stands for all of them."""
 
 T = TypeVar("T")
 
@@ -25,6 +29,34 @@ T = TypeVar("T")
 def on_host(x: Any) -> bool:
     """True if an array, concrete or traced, is in the host's memory."""
     return jax.typeof(x).memory_space == jax.memory.Space.Host
+
+
+def replicas(mesh: Any) -> int:
+    """Returns the number of parts into which a mesh divides the rows of a batch. 1 if `mesh` is None."""
+    return 1 if mesh is None else math.prod(size for name, size in dict(mesh.shape).items() if name in ROWS)
+
+
+def over(spec: PartitionSpec, shape: Sequence[int], axes: Mapping[str, int]) -> PartitionSpec:
+    """Returns the layout of an array that `spec` asks for, over those axes that divide its dimensions.
+
+    Args:
+        spec: for each dimension the name of an axis, or None; DATA stands for `ROWS`.
+        shape: the array's shape.
+        axes: sizes of the axes that may be used.
+    """
+    def one(name: str | None, size: int) -> tuple[str, ...] | str | None:
+        found, parts = [], 1
+        for each in ROWS if name == DATA else (name,):
+            if each is not None and each in axes and size % (parts * axes[each]) == 0:
+                found, parts = [*found, each], parts * axes[each]
+        return _entry(tuple(found))
+
+    return PartitionSpec(*map(one, spec, shape))
+
+
+def _entry(axes: tuple[str, ...]) -> tuple[str, ...] | str | None:
+    """Returns the entry of a `PartitionSpec` for a dimension that is sharded over `axes`."""
+    return axes if len(axes) > 1 else axes[0] if axes else None
 
 
 def constrain(tree: T, specs: Any) -> T:
@@ -35,14 +67,14 @@ def constrain(tree: T, specs: Any) -> T:
         return tree
 
     def one(x: Array, spec: PartitionSpec) -> Array:
-        fits = (n if n in free and x.shape[i] % free[n] == 0 else None for i, n in enumerate(spec))
         kind = "pinned_host" if on_host(x) else None
-        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*fits), memory_kind=kind))
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, over(spec, x.shape, free), memory_kind=kind))
 
     return jax.tree.map(one, tree, specs)
 
 
-def shardwise(fn: Callable[..., T], specs: Sequence[PartitionSpec], out: Any, *args: Any, whole: bool = False) -> T:
+def shardwise(fn: Callable[..., T], specs: Sequence[PartitionSpec], out: Any, *args: Any, whole: bool = False,
+              rows: Sequence[str] = ROWS) -> T:
     """Runs `fn(*args)` on each device, with its own shards of the arrays. `fn` must not depend on other shards, except
     by collectives of its own.
 
@@ -56,15 +88,23 @@ def shardwise(fn: Callable[..., T], specs: Sequence[PartitionSpec], out: Any, *a
         args: the arguments.
         whole: True leaves no axis to the compiler, as kernels require; arrays are replicated along axes that do not
             divide a dimension.
+        rows: names of the axes for which DATA stands in `specs` and `out`.
     """
-    divides = lambda name, size: all(x.shape[i] % size == 0 for x, spec in zip(args, specs, strict=True)
-                                     if x is not None for i, n in enumerate(spec) if n == name)
     free = free_axes()
-    asked = {name for spec in specs for name in spec}
-    names = {name for name, size in free.items() if size > 1 and name in asked and divides(name, size)}
+
+    def along(name: str) -> tuple[str, ...]:
+        found = [each for each in (rows if name == DATA else (name,)) if free.get(each, 1) > 1]
+        sizes = [x.shape[i] for x, spec in zip(args, specs, strict=True) if x is not None
+                 for i, n in enumerate(spec) if n == name]
+        while any(size % math.prod(free[each] for each in found) for size in sizes):
+            found.pop()
+        return tuple(found)
+
+    chosen = {name: along(name) for spec in specs for name in spec if name is not None}
+    names = {each for found in chosen.values() for each in found}
     if not ((whole and free) or names):
         return fn(*args)
-    own = lambda spec: PartitionSpec(*(n if n in names else None for n in spec))
+    own = lambda spec: PartitionSpec(*(_entry(chosen.get(name, ())) for name in spec))
     given = [i for i, x in enumerate(args) if x is not None]
 
     def local(*some: Array) -> T:

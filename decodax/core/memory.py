@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from decodax.common.axes import DATA
+from decodax.common.axes import replicas
 from decodax.core.algorithm import Algorithm
 from decodax.core.cache import Cache
 from decodax.core.capabilities import PromptPhase
@@ -71,7 +71,7 @@ def batch(algorithm: Algorithm, model: Model, mesh: Mesh | None, rows: int, size
         coarse, fine = (-(-rows // step) * step for step in (max(octave, 8), max(octave, 1)))
         cheap = coarse * algorithm.traits.emits <= narrow or 4 * coarse <= 5 * rows
         many = coarse if cheap and (coarse - rows) * row <= SPARE else fine if (fine - rows) * row <= SPARE else rows
-    parts = 1 if mesh is None else mesh.shape.get(DATA, 1)
+    parts = replicas(mesh)
     return -(-many // parts) * parts
 
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from decodax.common.axes import DATA, MODEL
+from decodax.common.axes import DATA, MODEL, over
 from decodax.core.cache import Cache, Layout
 
 T = TypeVar("T")
@@ -69,9 +69,7 @@ def auto_region(fn: Callable[..., T], *args: Any, like: T | None = None) -> T:
     if like is None:
         with jax.sharding.use_abstract_mesh(mesh.update(axis_types=(AxisType.Auto,) * len(mesh.axis_names))):
             shapes = jax.eval_shape(fn, *jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args))
-        fits = lambda x, spec: PartitionSpec(*(n if n in mesh.shape and x.shape[i] % mesh.shape[n] == 0 else None
-                                               for i, n in enumerate(spec)))
-        specs = jax.tree.map(fits, shapes, heads(shapes))
+        specs = jax.tree.map(lambda x, spec: over(spec, x.shape, dict(mesh.shape)), shapes, heads(shapes))
     else:
         specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, like)
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from decodax.common.axes import DATA
+from decodax.common.axes import ROWS
 from decodax.core.cache import Cache
 from decodax.core.window import Window
 
@@ -46,7 +46,7 @@ class Packing:
         if there is none. It also returns `whole()` if rows are split over several devices, since packing would move
         data between them."""
         mesh = jax.sharding.get_abstract_mesh()
-        if mesh.shape.get(DATA, 1) > 1 and DATA not in mesh.manual_axes:
+        if any(mesh.shape.get(name, 1) > 1 and name not in mesh.manual_axes for name in ROWS):
             return whole()
         sizes = [size for size in self.sizes if size < live.size]
         ways: list[Callable[[], T]] = [functools.partial(packed, size) for size in sizes]

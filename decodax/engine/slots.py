@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from decodax.cache.shared_prefix import sharing
-from decodax.common.axes import DATA
+from decodax.common.axes import replicas
 from decodax.core import drivers
 from decodax.core.algorithm import observer
 from decodax.core.memory import afford, by_row, grows, power
@@ -105,7 +105,7 @@ class Slots:
                 seats = memory // (each * row)
                 rows = seats * each         # not filled up
         afford(shape.algorithm, shape.model, shape.mesh, rows, longest, "slots")
-        parts = 1 if shape.mesh is None else shape.mesh.shape.get(DATA, 1)
+        parts = replicas(shape.mesh)
         self.seats: list[Any] = [None] * (rows // each)
         self._ends = [math.inf] * (rows // each)        # when the time of each is out, by `time.monotonic`
         self.rows = rows

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from decodax.common.axes import DATA, constrain
+from decodax.common.axes import constrain, replicas
 from decodax.common.progress import bar
 from decodax.common.struct import short
 from decodax.core.cache import Cache
@@ -130,7 +130,7 @@ def score(lm: LM | str | os.PathLike[str], texts: Text | Iterable[Text], *, top_
             it has the same length. This is the rolling log-likelihood of lm-evaluation-harness. None: each token is
             scored given all tokens before it.
         batch_size: number of texts in a batch; default 8, or the next power of two if there are fewer texts. With a
-            mesh it is rounded up to a multiple of the axis "data".
+            mesh it is rounded up to a multiple of the number of replicas.
         chunk: number of tokens in a forward pass; a longer text is processed in several, through the cache.
         progress: True shows a progress bar.
 
@@ -160,8 +160,8 @@ def score(lm: LM | str | os.PathLike[str], texts: Text | Iterable[Text], *, top_
     _check_positions(lm, pieces)
 
     rows = min(ROWS, _power(len(pieces))) if batch_size is None else int(batch_size)
-    replicas = 1 if lm.mesh is None else dict(lm.mesh.shape).get(DATA, 1)
-    rows = -(-rows // replicas) * replicas
+    parts = replicas(lm.mesh)
+    rows = -(-rows // parts) * parts
     slots = max(_power(max(len(s.ids) for _, s in pieces)), LONG)
     done: dict[int, list[np.ndarray]] = {}      # by piece
     with on_mesh(lm.mesh), bar(progress, "scoring", len(pieces)) as report:

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
-from decodax.common.axes import constrain
+from decodax.common.axes import DATA, constrain
 from decodax.core.algorithm import Algorithm
 from decodax.core.around import AroundModel
 from decodax.core.cache import Cache
@@ -28,7 +28,7 @@ from decodax.core.round import run
 from decodax.core.state import State
 from decodax.core.types import Model, Out, Params
 from decodax.core.window import Window
-from decodax.sharding.place import DATA, batch_specs
+from decodax.sharding.place import batch_specs
 
 
 def lanes(alg: Algorithm, model: Model, params: Params, policy: Any, s: State, max_rounds: Array | int,

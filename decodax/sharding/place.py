@@ -1,4 +1,5 @@
-"""Placement of a batch on a mesh: rows are divided over the data axis. `Transformer.shardings` places the weights."""
+"""Placement of a batch on a mesh: rows are divided over the axes "data" and "expert". `Transformer.shardings` places
+the weights."""
 
 from __future__ import annotations
 
@@ -7,13 +8,13 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from decodax.common.axes import DATA
+from decodax.common.axes import ROWS, over, replicas
 from decodax.core.mesh import rows
 from decodax.sampling import Policy
 
 
 def batch_specs(tree: Any) -> Any:
-    """Returns a `PartitionSpec` for each leaf of a state or policy, with rows over the data axis.
+    """Returns a spec for each leaf of a state or policy, with rows over DATA (`decodax.common.axes`).
 
     Arrays that all rows of a policy share are replicated.
     """
@@ -25,16 +26,19 @@ def batch_specs(tree: Any) -> Any:
 
 
 def place(mesh: Mesh | None, tree: Any) -> Any:
-    """Places a state, a policy or arrays with a leading batch axis on a mesh. If the mesh is None or has no data axis,
-    they are returned unchanged.
+    """Places a state, a policy or arrays with a leading batch axis on a mesh. If the mesh is None or has no
+    axis for rows, they are returned unchanged.
 
     Raises:
         ValueError: the number of rows is not divisible by the number of replicas.
     """
-    if mesh is None or DATA not in mesh.shape:
+    if mesh is None or not any(name in mesh.shape for name in ROWS):
         return tree
+    parts, axes = replicas(mesh), dict(mesh.shape)
     for leaf in jax.tree.leaves(tree.own if isinstance(tree, Policy) else tree):
-        if leaf.ndim and leaf.shape[0] % mesh.shape[DATA]:
-            raise ValueError(f"batch: got {leaf.shape[0]} rows, takes a multiple of the {mesh.shape[DATA]} replicas "
-                             f"(mesh axis {DATA!r})")
-    return jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), tree, batch_specs(tree))
+        if leaf.ndim and leaf.shape[0] % parts:
+            names = " and ".join(repr(name) for name in ROWS if name in axes)
+            raise ValueError(f"batch: got {leaf.shape[0]} rows, takes a multiple of the {parts} replicas "
+                             f"(mesh axis {names})")
+    put = lambda x, spec: jax.device_put(x, NamedSharding(mesh, over(spec, x.shape, axes)))
+    return jax.tree.map(put, tree, batch_specs(tree))

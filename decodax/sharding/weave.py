@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import Mesh
 
+from decodax.common.axes import replicas
 from decodax.common.registry import FUNCTIONS
 from decodax.core.algorithm import Algorithm, name_of
 from decodax.core.mesh import auto_region
@@ -32,7 +33,6 @@ from decodax.core.state import State
 from decodax.core.types import Model, Params
 from decodax.sampling import Policy
 from decodax.sharding.lanes import divisible
-from decodax.sharding.place import DATA
 
 
 @FUNCTIONS.register("sharding.weave",
@@ -68,14 +68,14 @@ def weave(alg: Algorithm, model: Model, params: Params, policy: Any, s: State, m
     if alg.traits.samples is not None:
         raise ValueError(f"alg: got {name_of(alg)}, which works on {alg.traits.samples} rows of a prompt together; "
                          "takes methods whose rows are independent")
-    replicas = mesh.shape.get(DATA, 1)
-    if s.batch % replicas or s.batch < 2 * replicas:
-        raise ValueError(f"s: got {s.batch} rows, takes a multiple of {replicas} replicas, with at least two rows for "
+    parts = replicas(mesh)
+    if s.batch % parts or s.batch < 2 * parts:
+        raise ValueError(f"s: got {s.batch} rows, takes a multiple of {parts} replicas, with at least two rows for "
                          "each")
-    cut = s.batch // replicas // 2
+    cut = s.batch // parts // 2
 
     def region(params: Params, policy: Any, s: State, bound: Array) -> State:
-        policies = _halves(policy, replicas, cut)
+        policies = _halves(policy, parts, cut)
 
         def unfinished(carry: tuple[Array, State, State]) -> Array:
             count, first, second = carry
@@ -86,8 +86,8 @@ def weave(alg: Algorithm, model: Model, params: Params, policy: Any, s: State, m
             return (count + 1, step(alg, model, params, policies[0], first),
                     step(alg, model, params, policies[1], second))
 
-        _, first, second = lax.while_loop(unfinished, body, (jnp.zeros((), jnp.int32), *_halves(s, replicas, cut)))
-        return _joined(first, second, replicas)
+        _, first, second = lax.while_loop(unfinished, body, (jnp.zeros((), jnp.int32), *_halves(s, parts, cut)))
+        return _joined(first, second, parts)
 
     return auto_region(region, params, policy, s, jnp.asarray(max_rounds, jnp.int32), like=s)
 

@@ -8,8 +8,9 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.sharding import NamedSharding, PartitionSpec
 
-from decodax.common.axes import DATA, MODEL, free_axes, platform
+from decodax.common.axes import DATA, MODEL, free_axes, over, platform
 
 T = TypeVar("T")
 
@@ -59,10 +60,11 @@ def by_nodes(fn: Callable[[Array, Array | None], T], head: Callable[[Array], Arr
 def fitting(logits: Array | jax.ShapeDtypeStruct) -> int:
     """Returns the number of nodes of logits `f32[B, W, V]` that fit in fast memory; `W` on other platforms than
     TPUs."""
-    B, W, V = logits.shape
-    free = free_axes()
-    divided = lambda size, axis: size // free.get(axis, 1) if size % free.get(axis, 1) == 0 else size
-    width = max(1, FAST // (divided(B, DATA) * divided(V, MODEL) * logits.dtype.itemsize))
+    W, free = logits.shape[1], free_axes()
+    spec = over(PartitionSpec(DATA, None, MODEL), logits.shape, free)
+    rows, _, entries = NamedSharding(jax.sharding.get_abstract_mesh(), spec).shard_shape(logits.shape) if free \
+        else logits.shape
+    width = max(1, FAST // (rows * entries * logits.dtype.itemsize))
     if platform() != "tpu" or width >= W:
         return W
     return width - (width % TILE if width > TILE else 0)

@@ -30,6 +30,7 @@ from decodax.algorithms.speculative.drafts.model.specbranch import SpecBranch
 from decodax.algorithms.speculative.source import Draft
 from decodax.algorithms.speculative.tree import Drawn, Proposal, Tree
 from decodax.algorithms.speculative.verifier import Verifier
+from decodax.common.axes import DATA
 from decodax.core.algorithm import Algorithm, name_of
 from decodax.core.around import AroundModel
 from decodax.core.cache import Cache
@@ -39,7 +40,7 @@ from decodax.core.types import Decision, Model, Out, Params
 from decodax.core.window import Window
 from decodax.sampling.distribution import Distribution
 from decodax.sharding.lanes import GatheredLogits, divisible
-from decodax.sharding.place import DATA, batch_specs
+from decodax.sharding.place import batch_specs
 
 ROLE = "role"
 """Name of the mesh axis that separates the two halves: index 0 verifies, index 1 drafts."""

@@ -17,7 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from decodax.bench.plan.hardware import Device
 from decodax.cache import KVLayer
-from decodax.common.axes import DATA, MODEL
+from decodax.common.axes import DATA, EXPERT, MODEL, over, replicas
 from decodax.core.algorithm import variants
 from decodax.core.cache import Cache
 from decodax.core.drivers import advance, commit_prompts
@@ -119,7 +119,7 @@ class DeviceCounts:
                 self.sent / device.link + self.hops * device.hop)
 
 
-def setup(lm: LM, devices: Any, mesh: tuple[int, int], *, batch: int, capacity: int, live: int | None = None,
+def setup(lm: LM, devices: Any, mesh: tuple[int, ...], *, batch: int, capacity: int, live: int | None = None,
           new: int | None = None, algorithm: Any = None, cache: Any = None, weights: Any = None, sampling: Any = None
           ) -> Setup:
     """Returns the decoding program of a model on a mesh, with shapes in place of arrays.
@@ -127,7 +127,7 @@ def setup(lm: LM, devices: Any, mesh: tuple[int, int], *, batch: int, capacity: 
     Args:
         lm: the model, whose weights may be shapes.
         devices: an array of devices, or None for a mesh without devices, which is enough to count.
-        mesh: number of devices along the data axis and along the model axis.
+        mesh: number of devices along the data axis, along the model axis, and optionally along the expert axis.
         batch: number of rows over all replicas.
         capacity: number of slots of a row.
         live: number of cache entries of each row. None: `capacity`.
@@ -141,11 +141,12 @@ def setup(lm: LM, devices: Any, mesh: tuple[int, int], *, batch: int, capacity: 
     Raises:
         ValueError: the batch is not divisible by the number of replicas.
     """
-    if batch % mesh[0]:
-        raise ValueError(f"batch: got {batch}, takes a multiple of the {mesh[0]} replicas of the mesh "
-                         f"{mesh[0]}x{mesh[1]}")
-    place = jax.sharding.AbstractMesh(mesh, (DATA, MODEL), axis_types=(AxisType.Auto,) * 2) if devices is None else \
-        Mesh(np.asarray(devices).reshape(mesh), (DATA, MODEL), axis_types=(AxisType.Auto,) * 2)
+    names, kinds = (DATA, MODEL, EXPERT)[:len(mesh)], (AxisType.Auto,) * len(mesh)
+    place = jax.sharding.AbstractMesh(mesh, names, axis_types=kinds) if devices is None else \
+        Mesh(np.asarray(devices).reshape(mesh), names, axis_types=kinds)
+    if batch % replicas(place):
+        raise ValueError(f"batch: got {batch}, takes a multiple of the {replicas(place)} replicas of the mesh "
+                         f"{'x'.join(map(str, mesh))}")
     new = max(1, min(256, capacity // 4)) if new is None else new
     if cache is not None:
         lm = with_cache(lm, cache)
@@ -170,12 +171,11 @@ def setup(lm: LM, devices: Any, mesh: tuple[int, int], *, batch: int, capacity: 
         held, _ = jax.eval_shape(lambda p, held, s: commit_prompts(None, lm.model, p, held, s, width=256, rows=batch),
                                  params, (there(state.cache, place), None), bare)
         state = state.replace(cache=held[0])
-    shape = dict(zip((DATA, MODEL), mesh, strict=True))
+    shape = dict(zip(names, mesh, strict=True))
 
     def spread(tree: Any) -> Any:
         def spec(x: Any, wanted: PartitionSpec) -> Any:
-            fits = PartitionSpec(*(n if n in shape and x.shape[i] % shape[n] == 0 else None
-                                   for i, n in enumerate(wanted)))
+            fits = over(wanted, x.shape, shape)
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(place, fits))
         return jax.tree.map(spec, tree, heads(tree))
 
@@ -184,7 +184,7 @@ def setup(lm: LM, devices: Any, mesh: tuple[int, int], *, batch: int, capacity: 
                 for m in some)
     state = spread(state)
     state = state.replace(cache=there(state.cache, place)) if method.traits.caches else state
-    return Setup(lm, method, place, params, spread(policy), state, width, batch // mesh[0],
+    return Setup(lm, method, place, params, spread(policy), state, width, batch // replicas(place),
                  capacity if live is None else live, capacity)
 
 
@@ -231,19 +231,20 @@ def count(s: Setup) -> DeviceCounts:
     """Counts the memory, memory traffic and arithmetic of a round of the setup on each device."""
     model: Any = s.lm.model
     c = model.config
-    across = s.mesh.shape[MODEL]
+    across, parts = s.mesh.shape[MODEL], s.mesh.shape.get(EXPERT, 1)
     tokens = s.rows * s.width
     weights, beside = local(s.params.target), local(s.params.draft)
     table = 0 if c.tied else local(s.params.target["embed"])
     item = jnp.dtype(model.dtype).itemsize
     # Experts that no token chose are not read.
-    experts, share = 0, 0.0
+    experts, share, mixtures = 0, 0.0, 0
     for i, layer in _layers(model):
         if layer.experts is not None:
             e = layer.experts
             own = sum(_bytes(x) for x in _experts(s.params.target, i, e.count))
             experts += own
-            share += own * (1 - (1 - e.chosen / e.count) ** tokens)
+            share += own * (1 - (1 - e.chosen / e.count) ** (tokens * parts))
+            mixtures += 1
     read = weights - table - experts + share + tokens * c.width * item * (not c.tied)
 
     cached = local(s.state.cache) if s.algorithm.traits.caches else 0
@@ -266,9 +267,11 @@ def count(s: Setup) -> DeviceCounts:
     prompt = s.live * (per_token - 2 * c.width * c.vocab) + 2 * c.width * c.vocab + 4 * c.heads * c.head_dim * seen
     reductions = 2 * len(held) + 1
     sent = 0.0 if across == 1 else reductions * 2 * (across - 1) / across * tokens * c.width * item / 2
+    # Over an axis "expert", each mixture gathers the tokens of all devices, and scatters their sums.
+    sent += mixtures * 2 * (parts - 1) * tokens * c.width * item
     return DeviceCounts(weights, beside, cached - host, host, read, cache_read, written,
                         prompt / across if cached else 0.0, cache_read / s.rows, flops, sent,
-                        reductions * 2 * (across - 1) if across > 1 else 0)
+                        (reductions * 2 * (across - 1) if across > 1 else 0) + mixtures * 2 * (parts - 1))
 
 
 def _layers(model: Transformer) -> Iterator[tuple[int, Layer]]:

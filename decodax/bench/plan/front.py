@@ -13,6 +13,7 @@ from decodax.bench.plan.aot import Compiled, compile_round, devices
 from decodax.bench.plan.count import DeviceCounts, count, setup
 from decodax.bench.plan.hardware import Slice, slice_of
 from decodax.bench.plan.presets import PRESETS
+from decodax.common.axes import replicas
 from decodax.common.progress import bar
 from decodax.common.strings import near
 from decodax.io.files import read_json
@@ -35,7 +36,7 @@ class Plan:
 
     Attributes:
         slice: the slice.
-        mesh: the number of devices along the data axis and along the model axis.
+        mesh: number of devices along the data axis, along the model axis, and perhaps along the expert axis.
         batch: the number of rows over all replicas.
         capacity: the number of slots of a row.
         live: the number of slots of a row that are in use.
@@ -58,7 +59,7 @@ class Plan:
     """
 
     slice: Slice
-    mesh: tuple[int, int]
+    mesh: tuple[int, ...]
     batch: int
     capacity: int
     live: int
@@ -100,7 +101,7 @@ class Plan:
     @property
     def device_seconds(self) -> float:
         """The minimum device time for a million tokens, summed over all devices."""
-        return 1e6 * self.mesh[0] * self.mesh[1] / self.tokens_per_second
+        return 1e6 * math.prod(self.mesh) / self.tokens_per_second
 
     @property
     def cost(self) -> float | None:
@@ -113,7 +114,7 @@ class Plan:
         gb = lambda n: f"{n / 1e9:.2f} GB"
         ms = lambda x: f"{1e3 * x:.2f} ms"
         cost = f"{self.device_seconds:,.0f}" + (f" (${self.cost:.2f})" if self.cost is not None else "")
-        return (self.slice.name, "{}x{}".format(*self.mesh), gb(self.counts.weights + self.counts.draft),
+        return (self.slice.name, by_axes(self.mesh), gb(self.counts.weights + self.counts.draft),
                 gb(self.counts.cache), estimated + gb(self.temporaries),
                 gb(self.free) if self.fits else "does not fit", f"{self.largest:,}", f"{self.tokens:g}",
                 gb(self.memory * self.slice.device.bandwidth), ms(self.memory), ms(self.arithmetic), ms(self.network),
@@ -156,6 +157,15 @@ def abstract(name: str | Path | Mapping[str, Any], dtype: str = "bfloat16") -> L
               name=name if isinstance(name, str) else "model", diffusion=read_diffusion(config))
 
 
+def by_axes(mesh: tuple[int, ...]) -> str:
+    """Returns a mesh as it is written on the command line.
+
+    >>> by_axes((2, 4))
+    '2x4'
+    """
+    return "x".join(map(str, mesh))
+
+
 def meshes(count: int, batch: int) -> list[tuple[int, int]]:
     """Returns the meshes of `count` devices whose replicas divide `batch` rows evenly, as pairs of replicas and devices
     for each replica.
@@ -167,7 +177,7 @@ def meshes(count: int, batch: int) -> list[tuple[int, int]]:
 
 
 def plan(model: str | Path | LM, topology: str | Sequence[str], *, batch: int = 16, capacity: int = 8192,
-         live: int | None = None, max_new_tokens: int | None = None, mesh: Iterable[tuple[int, int]] | None = None,
+         live: int | None = None, max_new_tokens: int | None = None, mesh: Iterable[tuple[int, ...]] | None = None,
          algorithm: Any = None, draft: str | Path | LM | None = None, cache: Any = None, weights: str | None = None,
          dtype: str = "bfloat16", tokens_per_round: float = 1.0, price: Mapping[str, float] | None = None,
          compile: bool | None = None, progress: bool = False, **sampling: Any) -> list[Plan]:
@@ -188,8 +198,8 @@ def plan(model: str | Path | LM, topology: str | Sequence[str], *, batch: int = 
         live: the number of slots that are in use in the timed round; default all.
         max_new_tokens: number of slots for the answer, on which the size of some caches depends; default a quarter of
             `capacity`, at most 256.
-        mesh: pairs of the number of devices along the data axis and along the model axis; default all meshes of all
-            devices.
+        mesh: the number of devices along the data axis and along the model axis of each mesh, with a third number also
+            along the expert axis; default all meshes of all devices with the first two axes.
         algorithm: as in `decodax.generate`.
         draft: the algorithm's draft model.
         cache: as in `decodax.generate`.
@@ -228,7 +238,7 @@ def plan(model: str | Path | LM, topology: str | Sequence[str], *, batch: int = 
     chosen = [(s, m) for s in slices for m in (meshes(s.count, batch) if mesh is None else mesh)]
     for s, m in chosen:
         if math.prod(m) > s.count:
-            raise ValueError(f"mesh: got {m[0]}x{m[1]}, takes at most the {s.count} devices of {s.name}")
+            raise ValueError(f"mesh: got {by_axes(m)}, takes at most the {s.count} devices of {s.name}")
     present = importlib.util.find_spec("libtpu") is not None
     if compile and not present:
         raise ValueError("compile: needs libtpu; pip install 'decodax[tpu-aot]'")
@@ -246,7 +256,7 @@ def plan(model: str | Path | LM, topology: str | Sequence[str], *, batch: int = 
     return sorted(done, key=lambda p: (not p.fits, (p.cost or 0.0) if priced else p.device_seconds))
 
 
-def _plan(s: Any, where: Slice, mesh: tuple[int, int], batch: int, compiled: Compiled | None, tokens: float,
+def _plan(s: Any, where: Slice, mesh: tuple[int, ...], batch: int, compiled: Compiled | None, tokens: float,
           price: float | None) -> Plan:
     c = count(s)
     config, nodes = s.lm.model.config, s.rows * s.width
@@ -257,7 +267,7 @@ def _plan(s: Any, where: Slice, mesh: tuple[int, int], batch: int, compiled: Com
     memory = where.device.memory
     fixed = c.weights + c.draft
     row = (held - fixed + temporaries) / s.rows
-    largest = max(0, int((memory * (1 - SLACK) - fixed) / row)) * mesh[0] if row > 0 else batch
+    largest = max(0, int((memory * (1 - SLACK) - fixed) / row)) * replicas(s.mesh) if row > 0 else batch
     # A compiled program reads all experts that might be chosen; the counts hold only those likely to be chosen.
     sure = known and compiled is not None and all(layer.experts is None for layer in config.layers)
     times = c.seconds(where.device, compiled.moved if sure and compiled is not None else None)

@@ -11,7 +11,7 @@ import jax
 
 from decodax import algorithms
 from decodax.bench.compare import PLAIN, Comparison
-from decodax.bench.plan.front import Plan, plan
+from decodax.bench.plan.front import Plan, by_axes, plan
 from decodax.common.registry import ALGORITHMS
 from decodax.io.load import LM
 
@@ -129,7 +129,7 @@ def predict(found: Comparison, chosen: Mapping[str, tuple[str, dict[str, Any]]],
     if device is not None:
         said.append(f"{device.name}: {device.bandwidth / 1e9:,.0f} GB/s, {device.flops / 1e12:,.0f} TFLOP/s "
                     f"({device.source})")
-    said += [f"batch {batch}: mesh {base.mesh[0]}x{base.mesh[1]}" for batch, base in bases.items()]
+    said += [f"batch {batch}: mesh {by_axes(base.mesh)}" for batch, base in bases.items()]
     return out, said
 
 

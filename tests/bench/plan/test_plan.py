@@ -154,6 +154,23 @@ def test_the_compiler_agrees(name, topology, mesh, options):
         assert p.compiled.collectives >= 12
 
 
+@pytest.mark.wide
+@compiler
+def test_along_an_axis_of_experts_no_cache_and_no_attention_is_repeated(monkeypatch):
+    monkeypatch.setitem(PRESETS, "mixture", PRESETS["qwen3-30b-a3b"] | {
+        "num_hidden_layers": 2, "num_experts": 32, "num_experts_per_tok": 4, "hidden_size": 1024, "vocab_size": 32_000})
+    p, = plan("mixture", "v5e:2x2", batch=16, capacity=4096, mesh=[(1, 1, 4)])
+    dense, = plan("mixture", "v5e:2x2", batch=16, capacity=4096, mesh=[(4, 1)], compile=False)
+    assert p.counts.cache == dense.counts.cache and p.counts.cache_read == dense.counts.cache_read
+    assert dense.counts.weights - p.counts.weights == 2 * 24 * 3 * 1024 * 768 * 2      # 24 of 32 experts are elsewhere
+    assert p.compiled is not None and p.compiled.fits and p.padded == pytest.approx(1, abs=0.01)
+    text = p.compiled.text
+    assert "bf16[4,4,4096,256]" in text and "bf16[16,4,4096,256]" not in text       # keys and values of 4 of 16 rows
+    # the loop over blocks of rows counts as if each block had rows of another expert: 16 blocks of 8 experts
+    experts = 2 * 8 * 3 * 1024 * 768 * 2
+    assert p.compiled.moved < 1.1 * (p.counts.moved + experts * (2 - (1 - (7 / 8) ** 16)))
+
+
 @pytest.mark.full
 @compiler
 def test_the_largest_batch_is_one_that_fits():
