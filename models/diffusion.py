@@ -68,7 +68,8 @@ of Qwen 2; its `text_mask_token_id` identifies it. That of LLaDA-MoE is "llada";
 FIELDS = {"mask": ("mask_token_id", "text_mask_token_id"), "block": ("bd_size", "block_size")}
 """Keys of config.json that override them."""
 
-READ = ("model_type", "vocab_size", "diffusion", "causal_attn", "num_experts", *(name for names in FIELDS.values() for name in names))
+READ = ("model_type", "vocab_size", "diffusion", "causal_attn", "num_experts",
+        *(name for names in FIELDS.values() for name in names))
 
 
 def read_diffusion(c: Mapping[str, Any]) -> Diffusion | None:

@@ -61,8 +61,8 @@ def read_config(c: Json) -> DecoderConfig:
 
 
 def family_of(c: Json) -> Any:
-    """Returns the `model_type` of the decoder that a `config.json` describes; "lladamoe" for LLaDA-MoE, whose files have
-    that of LLaDA, another network.
+    """Returns the `model_type` of the decoder that a `config.json` describes; "lladamoe" for LLaDA-MoE, whose files
+    have that of LLaDA, another network.
 
     >>> family_of({"model_type": "llada", "num_experts": 64}), family_of({"model_type": "gemma3", "vision_config": {}})
     ('lladamoe', 'gemma3_text')

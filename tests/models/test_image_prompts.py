@@ -1,0 +1,204 @@
+"""Prompts with images against whole models of transformers, whose own encoder gives the vectors."""
+
+import dataclasses
+import functools
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import torch
+
+import decodax as dx
+from decodax.models import Images
+from tests.matrix import often
+from tests.models.small import attention
+from tests.models.tiny_images import saved
+
+IMAGE, NEW = 96, 6
+MROPE = ("qwen2.5-vl", "qwen2.5-vl-yarn", "qwen3-vl", "qwen3.5")
+GRIDS = [[(1, 4, 6), (1, 2, 4)], [(1, 4, 4)], []]
+"""Of the images of each prompt, in patches of which four make a token; the images of other models have 4 tokens."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A whole model, what this library loads of it, prompts, their images, and what the whole model gives."""
+
+    reference: Any
+    lm: Any
+    prompts: list[list[int]]
+    images: Any
+    arguments: list[dict[str, Any]]
+
+    def logits(self, row: int) -> np.ndarray:
+        with torch.no_grad():
+            return self.reference(**self.arguments[row]).logits[0].numpy()
+
+    def greedy(self, row: int) -> list[int]:
+        self.reference.generation_config.eos_token_id = None
+        made = self.reference.generate(**self.arguments[row], max_new_tokens=NEW, do_sample=False, pad_token_id=0)
+        return made[0, len(self.prompts[row]):].tolist()
+
+    def tokens(self, rows: Any = (0, 1, 2), **options: Any) -> list[list[int]]:
+        index = list(rows)
+        inputs = jax.tree.map(lambda x: x[np.array(index)], self.images)
+        return dx.generate(self.lm, [self.prompts[i] for i in index], inputs=inputs, max_new_tokens=NEW,
+                           eos_token_id=[], **options).tokens.tolist()
+
+
+@functools.cache
+def case(name: str) -> Case:
+    directory = Path(tempfile.mkdtemp())
+    reference = saved(name, directory)
+    lm, r = dx.load(directory), np.random.default_rng(1)
+    text = lambda n: r.integers(3, 80, n).tolist()
+    sizes = [[t * h * w // 4 if name in MROPE else 4 for t, h, w in row] for row in GRIDS]
+    prompts = [text(3), text(2), text(7)]
+    for prompt, row in zip(prompts, sizes, strict=True):
+        for size in row:
+            prompt += [IMAGE] * size + text(3)
+    embeddings, deepstack, arguments = [], [], []
+    for prompt, row in zip(prompts, GRIDS, strict=True):
+        given: dict[str, Any] = {"input_ids": torch.tensor([prompt])}
+        kinds = (given["input_ids"] == IMAGE).long()
+        seen, deep = [], []
+        if row and name in MROPE:
+            patches = sum(t * h * w for t, h, w in row)
+            vision = reference.config.vision_config
+            given |= {"pixel_values": torch.tensor(r.normal(size=(patches, 6 * vision.patch_size ** 2))).float(),
+                      "image_grid_thw": torch.tensor(row), "mm_token_type_ids": kinds}
+            with torch.no_grad():
+                found = reference.model.get_image_features(given["pixel_values"], given["image_grid_thw"],
+                                                           return_dict=True)
+            seen = [x.numpy() for x in found.pooler_output]
+            layers = [[x.numpy() for x in layer] for layer in getattr(found, "deepstack_features", None) or []]
+            deep = [np.stack([layer[i] for layer in layers]) for i in range(len(row))] if layers else []
+        elif row:
+            side = reference.config.vision_config.image_size
+            given |= {"pixel_values": torch.tensor(r.normal(size=(len(row), 3, side, side))).float()}
+            if name == "gemma3":
+                given |= {"token_type_ids": kinds}
+            more = {"image_sizes": torch.tensor([[side, side]] * len(row))} if name == "mistral3" else {}
+            given |= more
+            with torch.no_grad():
+                found = reference.model.get_image_features(given["pixel_values"], return_dict=True, **more)
+            seen = [x.numpy() for x in found.pooler_output]
+        embeddings.append(seen)
+        deepstack.append(deep)
+        arguments.append(given)
+    more = {"grids": GRIDS} if name in MROPE else {}
+    images = Images.of(lm, prompts, embeddings, **more, **({"deepstack": deepstack} if name == "qwen3-vl" else {}))
+    return Case(reference, lm, prompts, images, arguments)
+
+
+CASES = [*MROPE, "gemma3", "mistral3"]
+
+
+@pytest.mark.wide(but=("qwen3-vl",))
+@pytest.mark.parametrize("name", CASES)
+def test_logits_equal_those_of_the_whole_model(name: str) -> None:
+    one = case(name)
+    longest = max(map(len, one.prompts))
+    tokens = np.array([[*row, *[0] * (longest - len(row))] for row in one.prompts], np.int32)
+
+    @jax.jit
+    def score(params: Any, images: Any) -> Any:
+        hidden, head = one.lm.model.features(params, tokens, inputs=images)
+        return head(hidden)
+
+    ours = np.asarray(score(one.lm.params, one.images))
+    worst = 0.0
+    for row, prompt in enumerate(one.prompts):
+        expected = one.logits(row)
+        worst = max(worst, float(np.abs(ours[row, :len(prompt)] - expected).max()))
+        np.testing.assert_allclose(ours[row, :len(prompt)], expected, atol=1e-4)
+    print(f"{name}: largest difference of logits {worst:.2g}")
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", often(["qwen2.5-vl", "qwen3-vl", "qwen3.5", "gemma3"], CASES))
+def test_greedy_tokens_equal_those_of_the_whole_model(name: str) -> None:
+    """In a ragged batch; with the prompt in chunks; with drafts in chains and trees; and each row alone."""
+    one = case(name)
+    expected = [one.greedy(row) for row in range(3)]
+    assert len({token for row in expected for token in row}) > 3
+    assert one.tokens() == expected
+    if name == "gemma3":
+        with pytest.raises(ValueError, match="chunk: got a prefill of 4 tokens a forward, takes at least 32"):
+            one.tokens(chunk=4)
+    else:
+        assert one.tokens(chunk=4) == expected
+    assert one.tokens(algorithm="prompt-lookup:length=3") == expected
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", CASES)
+def test_other_ways_to_the_same_tokens(name: str) -> None:
+    one = case(name)
+    plain = one.tokens(temperature=1.0, seed=[3, 4, 5])
+    tree = dx.Speculative(dx.drafts.PromptLookup(length=3), shape=dx.trees.Fixed.balanced(2, 2))
+    assert one.tokens(temperature=1.0, seed=[3, 4, 5], algorithm=tree) == plain
+    for row in range(3):
+        assert one.tokens((row,), temperature=1.0, seed=[3 + row], request_ids=[row]) == [plain[row]]
+    samples = one.tokens(num_samples=2, temperature=1.0, seed=[3, 4, 5])
+    assert samples[::2] == plain and samples != plain
+
+
+def small() -> Any:
+    """A model without a config.json, and prompts with images for it."""
+    return attention(), [[3, 5, 5, 9], [4]], [[np.ones((2, 16))], []]
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"token": None}, "token: got None, and .* names no image token; takes its id"),
+    ({"embeddings": [[np.ones((3, 16))], []]}, r"embeddings: got 3 vectors for prompt 0, which has 2 image tok"),
+    ({"embeddings": [[np.ones((2, 8))], []]}, r"embeddings\[0\]: got an image of shape \(2, 8\), takes \[n, 16\]"),
+    ({"embeddings": [[]]}, "embeddings: got 1 lists for 2 prompts"),
+    ({"grids": [[(1, 2, 4)], []]}, "grids: got some, .* takes none"),
+    ({"deepstack": [[np.ones((1, 2, 16))], []]}, "deepstack: got some, .* takes none"),
+])
+def test_images_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:
+    lm, prompts, embeddings = small()
+    with pytest.raises(ValueError, match=message):
+        Images.of(lm, prompts, **{"embeddings": embeddings, "token": 5, **changes})
+
+
+def test_vectors_of_tokens_are_what_the_tokens_are() -> None:
+    """With the rows of the embedding table in place of an image, a text is itself."""
+    lm, prompts, _ = small()
+    table = np.asarray(lm.params["embed"])
+    images = Images.of(lm, prompts, [[table[[7, 8]]], []], token=5)
+    tokens = np.array([[3, 5, 5, 9], [4, 0, 0, 0]], np.int32)
+    hidden, head = lm.model.features(lm.params, tokens, inputs=images)
+    same = np.array([[3, 7, 8, 9], [4, 0, 0, 0]], np.int32)
+    np.testing.assert_allclose(head(hidden), lm.model.forward(lm.params, same), atol=1e-6)
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"grids": None}, "grids: got none, .* takes them"),
+    ({"deepstack": None}, "deepstack: got none, .* takes them"),
+    ({"grids": [[(1, 4, 4)]]}, r"grids: got \(1, 4, 4\) patches for an image of 6 tokens in prompt 0, takes 4 for"),
+    ({"grids": [[]]}, "grids: got 0 for the 1 images of prompt 0"),
+    ({"prompts": [[96, 96, 4, 96, 96, 96, 96]]}, "prompts: the tokens of an image in prompt 0 are not adjacent"),
+    ({"deepstack": [[np.zeros((1, 5, 32))]]}, r"deepstack: got \[5\] vectors a layer for prompt 0, takes .* \[6\]"),
+])
+@pytest.mark.wide
+def test_grids_and_further_vectors_have_to_fit(changes: dict[str, Any], message: str) -> None:
+    lm = case("qwen3-vl").lm
+    given: dict[str, Any] = {"prompts": [[3, *[96] * 6, 4]], "embeddings": [[np.zeros((6, 32))]],
+                             "grids": [[(1, 4, 6)]], "deepstack": [[np.zeros((1, 6, 32))]], **changes}
+    with pytest.raises(ValueError, match=message):
+        Images.of(lm, given.pop("prompts"), given.pop("embeddings"), **given)
+
+
+@pytest.mark.wide
+def test_what_cannot_read_images_says_so() -> None:
+    """Caches that rotate keys to other positions, and methods that run layers one by one."""
+    one = case("qwen3-vl")
+    for cache in ("expected-attention:budget=16", "streaming-llm:window_size=16", "shadowkv"):
+        with pytest.raises(ValueError, match="images"):
+            one.tokens(cache=cache)
+    assert one.tokens(cache="snapkv:budget=64") == one.tokens()
