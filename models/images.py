@@ -23,7 +23,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from decodax.cache import Dense
+from decodax.cache.key_values import NoKeyValues
+from decodax.cache.paged import PagedCache
 from decodax.common.struct import static, struct
+from decodax.core.cache import Cache
 from decodax.core.window import Window, take
 from decodax.models.config import Layer
 from decodax.models.inputs import Embeddings
@@ -178,6 +182,15 @@ class Images(Embeddings):
         T = self.number.shape[1]
         own = jnp.where(positions < T, take(self.number, jnp.clip(positions, 0, T - 1)), -1)
         return (own[:, :, None] == own[:, None, :]) & (own >= 0)[:, :, None]
+
+
+def check_cache(cache: Cache, inputs: Any) -> None:
+    """Raises ValueError if `inputs` are images that are read in both directions, and the cache may assume that prompts
+    are read from left to right."""
+    if isinstance(inputs, Images) and inputs.number is not None and not isinstance(
+            cache, (Dense, PagedCache, NoKeyValues)):
+        raise ValueError(f"cache: got a {type(cache).__name__}, takes a dense or paged cache, since the tokens of an "
+                         "image attend to one another")
 
 
 def with_axes(layers: tuple[Layer, ...], inputs: Any) -> tuple[Layer, ...]:

@@ -28,7 +28,7 @@ from decodax.core.types import CacheKind, LayeredModel, Out, PartialForward
 from decodax.core.window import Window
 from decodax.models.config import DecoderConfig
 from decodax.models.decoder import Attend, Decoder, Keep
-from decodax.models.images import Images, with_axes
+from decodax.models.images import Images, check_cache, with_axes
 from decodax.models.inputs import AdapterRows, Embeddings, EncoderText, named
 from decodax.models.kv_shapes import kv_layers
 from decodax.models.latent.attention import Expanding
@@ -121,6 +121,7 @@ class Transformer(LayeredModel):
             if c.echoed and not isinstance(cache, Dense):
                 raise ValueError(f"cache: got a {type(cache).__name__}, takes a dense cache, since layers repeat the "
                                  "attention of others")
+            check_cache(cache, inputs)
             return cache
         rules = [rule for i in c.summing if (rule := c.layers[i].linear) is not None]
         shapes = [(c.kv_heads, c.key_width(c.layers[i]), c.head_dim) for i in c.summing]

@@ -139,12 +139,13 @@ def test_greedy_tokens_equal_those_of_the_whole_model(name: str) -> None:
 def test_other_ways_to_the_same_tokens(name: str) -> None:
     one = case(name)
     plain = one.tokens(temperature=1.0, seed=[3, 4, 5])
-    tree = dx.Speculative(dx.drafts.PromptLookup(length=3), shape=dx.trees.Fixed.balanced(2, 2))
+    tree = dx.Speculative(dx.drafts.DraftModel(attention(97)), shape=dx.trees.Fixed.balanced(2, 2))
     assert one.tokens(temperature=1.0, seed=[3, 4, 5], algorithm=tree) == plain
     for row in range(3):
         assert one.tokens((row,), temperature=1.0, seed=[3 + row], request_ids=[row]) == [plain[row]]
     samples = one.tokens(num_samples=2, temperature=1.0, seed=[3, 4, 5])
     assert samples[::2] == plain and samples != plain
+    assert one.tokens(temperature=1.0, seed=[3, 4, 5], cache="paged") == plain
 
 
 def small() -> Any:
@@ -198,7 +199,9 @@ def test_grids_and_further_vectors_have_to_fit(changes: dict[str, Any], message:
 def test_what_cannot_read_images_says_so() -> None:
     """Caches that rotate keys to other positions, and methods that run layers one by one."""
     one = case("qwen3-vl")
-    for cache in ("expected-attention:budget=16", "streaming-llm:window_size=16", "shadowkv"):
+    for cache in ("expected-attention:budget=16", "streaming-llm:recent_size=16", "shadowkv"):
         with pytest.raises(ValueError, match="images"):
             one.tokens(cache=cache)
+    with pytest.raises(ValueError, match="takes a dense or paged cache, since the tokens of an image attend"):
+        case("gemma3").tokens(cache="snapkv:budget=64")
     assert one.tokens(cache="snapkv:budget=64") == one.tokens()
