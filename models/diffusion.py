@@ -63,12 +63,15 @@ PUBLISHED: dict[str, Diffusion] = {
     "sdlm": Diffusion(mask=151665, shift=True, attention="causal-prefix", block=4),
 }
 """Defaults of the released models of each `model_type`, for entries that config.json lacks. SDLM's `model_type` is that
-of Qwen 2; its `text_mask_token_id` identifies it. That of LLaDA-MoE is "llada"; its `num_experts` identifies it."""
+of Qwen 2; its `text_mask_token_id` identifies it."""
 
 FIELDS = {"mask": ("mask_token_id", "text_mask_token_id"), "block": ("bd_size", "block_size")}
 """Keys of config.json that override them."""
 
-READ = ("model_type", "vocab_size", "diffusion", "causal_attn", "num_experts",
+MIXTURE = ("num_experts", "moe_layer_freq", "expert_intermediate_size")
+"""Keys that identify LLaDA-MoE, whose `model_type` is that of LLaDA."""
+
+READ = ("model_type", "vocab_size", "diffusion", "causal_attn", *MIXTURE,
         *(name for names in FIELDS.values() for name in names))
 
 
@@ -90,7 +93,7 @@ def read_diffusion(c: Mapping[str, Any]) -> Diffusion | None:
     own, kind = c.get("diffusion"), str(c.get("model_type"))
     if kind == "qwen2" and "text_mask_token_id" in c:
         kind = "sdlm"
-    if kind == "llada" and c.get("num_experts"):
+    if kind == "llada" and any(key in c for key in MIXTURE):
         kind = "lladamoe"
     if own is not None:
         try:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from decodax.models.config import DecoderConfig
+from decodax.models.diffusion import MIXTURE
 from decodax.models.families import (
     deepseek,
     gemma,
@@ -68,7 +69,7 @@ def family_of(c: Json) -> Any:
     ('lladamoe', 'gemma3_text')
     """
     kind = text_part(c).get("model_type")
-    return "lladamoe" if kind == "llada" and c.get("num_experts") else kind
+    return "lladamoe" if kind == "llada" and any(c.get(key) is not None for key in MIXTURE) else kind
 
 
 def text_part(c: Json) -> Json:
