@@ -14,7 +14,7 @@ import decodax as dx
 from decodax.io.checkpoint import CheckpointError
 from decodax.io.saving import save_model
 from decodax.models.families import read_config
-from tests.models.tiny_images import CASES, saved
+from tests.models.families.tiny_images import CASES, saved
 
 TOKENS = np.random.default_rng(0).integers(3, 80, (2, 11)).astype(np.int32)
 

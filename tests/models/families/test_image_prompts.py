@@ -9,7 +9,7 @@ import pytest
 import decodax as dx
 from decodax.models import Images
 from tests.matrix import often
-from tests.models.image_prompts import CASES, case
+from tests.models.families.image_prompts import CASES, case
 from tests.models.small import attention
 
 

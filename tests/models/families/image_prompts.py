@@ -12,7 +12,7 @@ import torch
 
 import decodax as dx
 from decodax.models import Images
-from tests.models.tiny_images import saved
+from tests.models.families.tiny_images import saved
 
 IMAGE, NEW = 96, 6
 MROPE = ("qwen2.5-vl", "qwen2.5-vl-yarn", "qwen3-vl", "qwen3.5")
