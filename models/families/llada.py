@@ -6,7 +6,7 @@ Options and defaults of the mixtures are those of the code released with them (i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from decodax.models.config import DecoderConfig, Layer, NormConfig
 from decodax.models.reading import (
@@ -82,7 +82,7 @@ def _llada2_moe(c: Json) -> DecoderConfig:
     return DecoderConfig(layers=with_experts(read_layers(c, shape), experts, lambda i: i >= first), **shape)
 
 
-def _takes(c: Json, entries: dict[str, tuple[object, ...]]) -> None:
+def _takes(c: Json, entries: Mapping[str, tuple[object, ...]]) -> None:
     """Refuses entries with other values than the supported ones, the first of which the error names."""
     for key, taken in entries.items():
         if key in c and c[key] not in taken:
