@@ -79,7 +79,8 @@ class Images(Embeddings):
         Vectors are taken in order.
 
         Args:
-            lm: the loaded model, whose `config.json` says how it sees images.
+            lm: the loaded model, whose `config.json` says how it sees images. One that does not (a language model
+                saved by itself, or made in memory) takes plain positions, and a `token`.
             prompts: token ids of each prompt, the same that are generated from.
             embeddings: for each prompt a list with `f[n, D]` for each of its images: the output of the encoder for the
                 `n` image tokens of the image, after the projection to the model's width.
@@ -267,6 +268,9 @@ class _Sight:
     @classmethod
     def of(cls, lm: Any, token: int | None) -> _Sight:
         c = lm.config_entries
+        if c and lm.directory is None:
+            raise ValueError(f"lm: got {lm.name!r} of a GGUF file, which does not say how the model sees images; takes "
+                             "a directory with a config.json")
         kind, sight, text = str(c.get("model_type")), c.get("vision_config") or {}, c.get("text_config") or c
         if token is None:
             token = c.get("image_token_id", c.get("image_token_index"))

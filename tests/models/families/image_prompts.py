@@ -15,7 +15,7 @@ from decodax.models import Images
 from tests.models.families.tiny_images import saved
 
 IMAGE, NEW = 96, 6
-MROPE = ("qwen2.5-vl", "qwen2.5-vl-yarn", "qwen3-vl", "qwen3.5")
+MROPE = ("qwen2-vl", "qwen2.5-vl", "qwen2.5-vl-yarn", "qwen3-vl", "qwen3-vl-moe", "qwen3.5", "qwen3.5-moe")
 GRIDS = [[(1, 4, 6), (1, 2, 4)], [(1, 4, 4)], []]
 """Of the images of each prompt, in patches of which four make a token; the images of other models have 4 tokens."""
 
@@ -34,9 +34,10 @@ class Case:
         with torch.no_grad():
             return self.reference(**self.arguments[row]).logits[0].numpy()
 
-    def greedy(self, row: int) -> list[int]:
+    def greedy(self, row: int, **options: Any) -> list[int]:
         self.reference.generation_config.eos_token_id = None
-        made = self.reference.generate(**self.arguments[row], max_new_tokens=NEW, do_sample=False, pad_token_id=0)
+        made = self.reference.generate(**self.arguments[row], max_new_tokens=NEW, do_sample=False, pad_token_id=0,
+                                       **options)
         return made[0, len(self.prompts[row]):].tolist()
 
     def tokens(self, rows: Any = (0, 1, 2), **options: Any) -> list[list[int]]:
@@ -86,8 +87,9 @@ def case(name: str) -> Case:
         embeddings.append(seen)
         deepstack.append(deep)
         arguments.append(given)
-    more = {"grids": GRIDS} if name in MROPE else {}
-    images = Images.of(lm, prompts, embeddings, **more, **({"deepstack": deepstack} if name == "qwen3-vl" else {}))
+    further: dict[str, Any] = {"grids": GRIDS} if name in MROPE else {}
+    further |= {"deepstack": deepstack} if name.startswith("qwen3-vl") else {}
+    images = Images.of(lm, prompts, embeddings, **further)
     return Case(reference, lm, prompts, images, arguments)
 
 

@@ -1,5 +1,6 @@
 """Prompts with images against whole models of transformers, whose own encoder gives the vectors."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from tests.models.small import attention
 
 
 @pytest.mark.wide(but=("qwen3-vl",))
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", often(["qwen2.5-vl", "qwen3-vl", "qwen3.5", "gemma3", "mistral3"], CASES))
 def test_logits_equal_those_of_the_whole_model(name: str) -> None:
     one = case(name)
     longest = max(map(len, one.prompts))
@@ -62,6 +63,7 @@ def test_other_ways_to_the_same_tokens(name: str) -> None:
     samples = one.tokens(num_samples=2, temperature=1.0, seed=[3, 4, 5])
     assert samples[::2] == plain and samples != plain
     assert one.tokens(temperature=1.0, seed=[3, 4, 5], cache="paged") == plain
+    assert one.tokens(algorithm=dx.algorithms.beam_search(3)) == [one.greedy(row, num_beams=3) for row in range(3)]
 
 
 def small() -> Any:
@@ -81,6 +83,12 @@ def test_images_that_do_not_fit_are_refused(changes: dict[str, Any], message: st
     lm, prompts, embeddings = small()
     with pytest.raises(ValueError, match=message):
         Images.of(lm, prompts, **{"embeddings": embeddings, "token": 5, **changes})
+
+
+def test_a_gguf_file_does_not_say_how_it_sees_images() -> None:
+    lm, prompts, embeddings = small()
+    with pytest.raises(ValueError, match="of a GGUF file, which does not say how the model sees images"):
+        Images.of(dataclasses.replace(lm, entries={"model_type": "qwen2"}), prompts, embeddings, token=5)
 
 
 def test_vectors_of_tokens_are_what_the_tokens_are() -> None:
