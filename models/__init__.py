@@ -7,6 +7,7 @@ from decodax.models.cross_layer import cla, diffqkv, echo_att, yoco
 from decodax.models.decoder import Decoder
 from decodax.models.diffusion import Diffusion
 from decodax.models.dual_chunk import dual_chunk
+from decodax.models.images import Images
 from decodax.models.inputs import AdapterRows, Embeddings, EncoderText
 from decodax.models.linear import jrt, linear, linear_weights, linearized
 from decodax.models.phd import Phd, phd
@@ -20,6 +21,6 @@ from decodax.models.t5 import T5, T5Config
 from decodax.models.transformer import Transformer
 
 __all__ = ["T5", "AdapterRows", "ArcEncoder", "Chunks", "Decoder", "DecoderConfig", "Diffusion", "Embeddings",
-           "EncoderText", "Experts", "Layer", "Mamba", "Mamba2", "Mamba2Config", "MambaConfig", "NormConfig", "Phd",
-           "Rope", "Rwkv7", "Rwkv7Config", "RwkvX", "RwkvXConfig", "T5Config", "Transformer", "cla", "diffqkv",
+           "EncoderText", "Experts", "Images", "Layer", "Mamba", "Mamba2", "Mamba2Config", "MambaConfig", "NormConfig",
+           "Phd", "Rope", "Rwkv7", "Rwkv7Config", "RwkvX", "RwkvXConfig", "T5Config", "Transformer", "cla", "diffqkv",
            "dual_chunk", "echo_att", "jrt", "linear", "linear_weights", "linearized", "llama", "phd", "yoco"]

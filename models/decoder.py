@@ -24,11 +24,12 @@ from decodax.models.config import DecoderConfig, Layer
 from decodax.models.dual_chunk import DualChunk
 from decodax.models.echoes import Echoes, Near
 from decodax.models.feed_forward import MLP, Mixture
+from decodax.models.images import Images
 from decodax.models.latent.attention import LatentAttention
 from decodax.models.layers import STD, Linear, Norm, weight
 from decodax.models.packed import Packed, embedded, head, multiply
 from decodax.models.recurrent.blocks import recurrent_block
-from decodax.models.rope import rotate
+from decodax.models.rope import Rope, rotate
 
 Keep = Sequence[tuple[bool, bool]] | Array
 """The parts of the layers that run: attention and MLP of each, fixed; or as data, whole layers `bool[B or 1, L]` or
@@ -249,7 +250,7 @@ class Decoder(nnx.Module):
         self.lm_head = None if c.tied else Linear(rngs, (c.width, c.vocab), ("embed", "vocab"), c.head_bias)
 
     def __call__(self, x: Array, positions: Array, attend: Attend, context: int | None = None, keep: Keep | None = None,
-                 begun: PartialForward | None = None, near: Near | None = None
+                 begun: PartialForward | None = None, near: Near | None = None, images: Images | None = None
                  ) -> tuple[Array, tuple[Any, ...], tuple[Array, ...]]:
         """Runs the layers.
 
@@ -261,12 +262,14 @@ class Decoder(nnx.Module):
             keep: the parts of the layers that run; None: all.
             begun: the first layers, if they have already run.
             near: attention among the given tokens alone, for layers that use the attention weights of others.
+            images: the images in the rows; None: there are none.
 
         Returns:
             Hidden states `f[B, W, D]` after the final norm, each layer's entry, and the residual stream `f[B, W, D]`
             after each layer.
         """
-        tables = self.tables(positions, context)
+        tables = self.tables(positions, context, images)
+        added = () if images is None else images.after_layers(positions)
         entries, states = ([], []) if begun is None else (list(begun.entries), list(begun.layers))
         x = states[-1] if states else x
         echoes = None
@@ -281,6 +284,8 @@ class Decoder(nnx.Module):
         for i in range(len(states), len(self.c.layers)):
             own = (True, True) if keep is None else keep[:, i] if isinstance(keep, Array) else keep[i]
             x, entry = self.layers[str(i)](i, x, tables, attend, own)
+            if i < len(added):
+                x = x + added[i].astype(x.dtype)
             if i in self.c.own:
                 entries.append(entry)
             states.append(x)
@@ -336,12 +341,13 @@ class Decoder(nnx.Module):
                 return table.dtype
         return jnp.dtype(self.default_dtype)
 
-    def tables(self, positions: Array, context: int | None) -> dict[Any, Any]:
+    def tables(self, positions: Array, context: int | None, images: Images | None = None) -> dict[Any, Any]:
         """Returns cosine and sine of each rotary embedding in the network, the factors of each query scale, and
         the positions, as None."""
         ropes = {layer.rope for layer in self.c.layers if layer.rope is not None}
         scales = {layer.query_scale for layer in self.c.layers if layer.query_scale is not None}
-        return {rope: rope.table(positions, context) for rope in ropes} | {
+        table = Rope.table if images is None else images.table
+        return {rope: table(rope, positions, context) for rope in ropes} | {
             scale: scale.table(positions) for scale in scales} | {None: positions}
 
     def logits(self, hidden: Array) -> Array:

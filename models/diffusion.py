@@ -1,8 +1,9 @@
 """The decoding-related options of a masked-diffusion checkpoint: mask token, alignment, attention, block size.
 
-The network of LLaDA (Nie et al. 2025), Dream (Ye et al. 2025), DiffuCoder (Gong et al. 2025), SDAR (Cheng et al. 2025)
-and TraDo (Wang et al. 2025), Fast-dLLM v2 (Wu et al. 2025) and SDLM (Liu et al. 2025) is a decoder like any other
-(`decodax.models.families`). Such models differ only in the data here.
+The network of LLaDA (Nie et al. 2025), LLaDA-MoE (Zhu et al. 2025) and LLaDA 2 (Bie et al. 2025), Dream (Ye et al.
+2025), DiffuCoder (Gong et al. 2025), SDAR (Cheng et al. 2025) and TraDo (Wang et al. 2025), Fast-dLLM v2 (Wu et al.
+2025) and SDLM (Liu et al. 2025) is a decoder like any other (`decodax.models.families`). Such models differ only in
+the data here.
 """
 
 from __future__ import annotations
@@ -56,6 +57,8 @@ PUBLISHED: dict[str, Diffusion] = {
     "Dream": Diffusion(mask=151666, shift=True),
     "Fast_dLLM_Qwen": Diffusion(mask=151665, shift=True, attention="block-causal", block=32),
     "llada": Diffusion(mask=126336),
+    "llada2_moe": Diffusion(mask=156895, attention="block-causal", block=32),
+    "lladamoe": Diffusion(mask=156895),
     "sdar": Diffusion(mask=151669, attention="block-causal", block=4),
     "sdlm": Diffusion(mask=151665, shift=True, attention="causal-prefix", block=4),
 }
@@ -65,7 +68,11 @@ of Qwen 2; its `text_mask_token_id` identifies it."""
 FIELDS = {"mask": ("mask_token_id", "text_mask_token_id"), "block": ("bd_size", "block_size")}
 """Keys of config.json that override them."""
 
-READ = ("model_type", "vocab_size", "diffusion", "causal_attn", *(name for names in FIELDS.values() for name in names))
+MIXTURE = ("num_experts", "moe_layer_freq", "expert_intermediate_size")
+"""Keys that identify LLaDA-MoE, whose `model_type` is that of LLaDA."""
+
+READ = ("model_type", "vocab_size", "diffusion", "causal_attn", *MIXTURE,
+        *(name for names in FIELDS.values() for name in names))
 
 
 def read_diffusion(c: Mapping[str, Any]) -> Diffusion | None:
@@ -86,6 +93,8 @@ def read_diffusion(c: Mapping[str, Any]) -> Diffusion | None:
     own, kind = c.get("diffusion"), str(c.get("model_type"))
     if kind == "qwen2" and "text_mask_token_id" in c:
         kind = "sdlm"
+    if kind == "llada" and any(key in c for key in MIXTURE):
+        kind = "lladamoe"
     if own is not None:
         try:
             found = Diffusion(**{"mask": c.get("mask_token_id", -1), **own})

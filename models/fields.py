@@ -71,7 +71,8 @@ _KEYS: dict[Kind, str] = {
           "residual_in_fp32 alibi new_decoder_architecture multi_query parallel_attn enable_bias "
           "do_layer_norm_before layer_norm_elementwise_affine apply_residual_connection_post_layernorm qkv_bias "
           "attention_out_bias attn_temperature_tuning lm_head_bias rope_interleave attn_output_gate "
-          "linear_allow_neg_eigval",
+          "linear_allow_neg_eigval moe_router_enable_expert_bias norm_head norm_softmax use_rmsnorm "
+          "using_split_qkv_in_self_attention",
     OBJECT: "rope_scaling rope_parameters text_config full_attention sliding_attention diffusion "
             "dual_chunk_attention_config",
     NUMBER: "embedding_multiplier attention_multiplier residual_multiplier logit_scale mscale mscale_all_dim "
@@ -93,6 +94,7 @@ _KEYS: dict[Kind, str] = {
     WIDTH: "hidden_size n_embd n_embed d_model word_embed_proj_dim lru_width kv_lora_rank q_lora_rank",
     ENTRIES: "vocab_size embedding_size intermediate_size n_inner mlp_hidden_size moe_intermediate_size d_ff "
              "ffn_dim ffn_hidden_size intermediate_size_mlp shared_expert_intermediate_size "
+             "dense_intermediate_size expert_intermediate_size "
              "relative_attention_num_buckets relative_attention_max_distance",
     POSITIONS: "max_position_embeddings n_positions max_sequence_length original_max_position_embeddings "
                "sliding_window sliding_window_size index_topk attention_window_size chunk_size seq_length "

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
 from decodax.common.struct import Struct, struct
+from decodax.core.window import take
 
 
 @struct
@@ -24,6 +26,12 @@ class Embeddings(Struct):
 
     values: Array
     given: Array
+
+    def at(self, positions: Array) -> tuple[Array, Array]:
+        """Returns the embeddings `f[B, W, D]` at positions `i32[B, W]`, and `bool[B, W]`, True where there is one."""
+        T = self.values.shape[1]
+        index = jnp.minimum(positions, T - 1)
+        return take(self.values, index), take(self.given, index) & (positions < T)
 
 
 @struct

@@ -108,6 +108,11 @@ FAMILY_NAMES = {
                     "attn.v": "v_proj", "attn.o": "attn_out", "mlp.gate": "ff_proj", "mlp.up": "up_proj",
                     "mlp.down": "ff_out"}, stem="model.transformer.", layers="blocks", embed="wte", norm="ln_f",
                    head="model.transformer.ff_out"),
+    "lladamoe": Names({**LLAMA, **{f"mlp.shared.{part}": f"shared_expert.{part}_proj"
+                                   for part in ("gate", "up", "down")}}),
+    "llada2_moe": Names({**LLAMA, **dict.fromkeys(QKV, "attention.query_key_value"), "attn.o": "attention.dense",
+                         "attn.q_norm": "attention.query_layernorm", "attn.k_norm": "attention.key_layernorm"},
+                        embed="word_embeddings", fused=(QKV,), correction="mlp.gate.expert_bias"),
     "phi3": Names({**LLAMA, **dict.fromkeys(QKV, "self_attn.qkv_proj"), **dict.fromkeys(GATE_UP, "mlp.gate_up_proj")},
                   fused=(QKV, GATE_UP)),
     "gemma2": Names(SANDWICH), "gemma3_text": Names(SANDWICH), "olmo2": Names(SANDWICH), "olmo3": Names(SANDWICH),

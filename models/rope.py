@@ -73,6 +73,8 @@ class Rope:
         interleaved: True rotates pairs of adjacent entries (as in GPT-J, GLM and Cohere); False pairs the two halves of
             the rotated entries (as in GPT-NeoX and most of Hugging Face's files).
         chunks: for dual chunk attention: positions are counted within a chunk; None: within the text.
+        axes: for each frequency, which of the three numbers of a position belongs to it (M-RoPE, Wang et al., 2024; see
+            `decodax.models.images`); None: positions have one number.
     """
 
     width: int
@@ -80,6 +82,7 @@ class Rope:
     scaling: Scaling | None = None
     interleaved: bool = False
     chunks: Chunks | None = None
+    axes: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.width < 2 or self.width % 2:
@@ -95,8 +98,18 @@ class Rope:
             return scaling.scaled(self.width, self.theta, context)
 
     def table(self, positions: Array, context: int | None = None) -> tuple[Array, Array]:
-        """Returns cosine and sine, `f32[B, W, 1, width / 2]`, at positions `i32[B, W]`."""
+        """Returns cosine and sine, `f32[B, W, 1, width / 2]`, at positions `i32[B, W]`, or `i32[B, W, 3]` with `axes`.
+
+        Raises:
+            ValueError: positions have one number, and there are `axes`.
+        """
         frequencies, factor = self._scaled(context)
+        if self.axes is not None:
+            if positions.ndim != 3 or self.chunks is not None:
+                raise ValueError("inputs: got images whose positions have three numbers (M-RoPE), which a cache that "
+                                 "rotates keys to other positions and dual chunk attention do not take")
+            cos, sin = _turn(positions[..., None, np.array(self.axes)], frequencies)
+            return cos * factor, sin * factor
         if self.chunks is not None:
             # Rotations stay within a chunk, so no text is longer than one for the scaling.
             frequencies, factor = self._scaled(self.chunks.size)

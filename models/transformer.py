@@ -25,9 +25,10 @@ from decodax.core.cache import Cache
 from decodax.core.capabilities import layers_read
 from decodax.core.packing import PackedWindow, Packing
 from decodax.core.types import CacheKind, LayeredModel, Out, PartialForward
-from decodax.core.window import Window, take
+from decodax.core.window import Window
 from decodax.models.config import DecoderConfig
 from decodax.models.decoder import Attend, Decoder, Keep
+from decodax.models.images import Images, check_cache, with_axes
 from decodax.models.inputs import AdapterRows, Embeddings, EncoderText, named
 from decodax.models.kv_shapes import kv_layers
 from decodax.models.latent.attention import Expanding
@@ -108,6 +109,7 @@ class Transformer(LayeredModel):
         if isinstance(inputs, Embeddings) and inputs.values.shape[2:] != (c.width,):
             raise ValueError(f"inputs: got embeddings of width {inputs.values.shape[-1]}, takes {c.width}")
         given, dtype = None if encodes else inputs, jnp.dtype(self.dtype)
+        c = dataclasses.replace(c, layers=with_axes(c.layers, inputs))
         layers = kv_layers(c, self.context)
         made = functools.partial(cache_of, self.cache, layers, batch, capacity, dtype, given)
         if c.recurrent:
@@ -119,6 +121,7 @@ class Transformer(LayeredModel):
             if c.echoed and not isinstance(cache, Dense):
                 raise ValueError(f"cache: got a {type(cache).__name__}, takes a dense cache, since layers repeat the "
                                  "attention of others")
+            check_cache(cache, inputs)
             return cache
         rules = [rule for i in c.summing if (rule := c.layers[i].linear) is not None]
         shapes = [(c.kv_heads, c.key_width(c.layers[i]), c.head_dim) for i in c.summing]
@@ -161,7 +164,8 @@ class Transformer(LayeredModel):
         """
         c, begun, packing = self.config, window.hint(PartialForward), window.hint(Packing)
         params, by_row = _chosen(params, cache)
-        network = _network(self.config, params, self.dtype)
+        network, images = _network(self.config, params, self.dtype), _images(cache)
+        window = window if images is None else images.seen(window)
         x = _embedded(network, window, cache)
         first = layers_read(cache) if window.is_prefill else None
         if first is not None:
@@ -172,7 +176,7 @@ class Transformer(LayeredModel):
             attend = (Expanding.of(cache, window) if c.latent and not c.indexed else None) or attend
             near = lambda q, k, v, **options: window_attention(q, k, v, window.visible(), window.positions, **options)
             return network(x, window.positions, attend, self.context, keep,
-                           begun if begun is not None and begun.model == self else None, near)
+                           begun if begun is not None and begun.model == self else None, near, images)
 
         def packed(size: int) -> tuple[Array, Any, tuple[Array, ...]]:
             assert packing is not None
@@ -182,7 +186,7 @@ class Transformer(LayeredModel):
             return nodes.unpack(hidden), entries, tuple(map(nodes.unpack, layers))
 
         if packing is None or keep is not None or begun is not None or by_row or c.echoed or c.recurrent or (
-                c.indexed):
+                c.indexed or images is not None):
             hidden, entries, layers = unpacked()
         else:
             hidden, entries, layers = packing.run(window.live, packed, unpacked)
@@ -192,6 +196,7 @@ class Transformer(LayeredModel):
 
     def walk(self, params: Weights, window: Window, cache: Cache) -> tuple[Array, Callable[[int, Array], Array]]:
         self._apart()
+        _no_images(cache)
         network = _network(self.config, _chosen(params, cache)[0], self.dtype)
         tables = network.tables(window.positions, self.context)
         attend = lambda layer, q, k, v, **options: cache.attend(layer, q, k, v, window, **options)
@@ -249,7 +254,7 @@ class Transformer(LayeredModel):
 
         Args:
             keep: selects the layers that run; None: all.
-            inputs: embeddings, with `T` positions, that replace those of tokens.
+            inputs: embeddings, with `T` positions, that replace those of tokens; or images.
         """
         return self._over(params, tokens, positions, mask, prefix, [], keep, inputs)
 
@@ -261,7 +266,11 @@ class Transformer(LayeredModel):
         where = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), tokens.shape) if positions is None else positions
         seen = jnp.tril(jnp.ones((1, T, T), bool)) if mask is None else mask
         network = _network(self.config, params, self.dtype)
-        values, given = (None, None) if inputs is None else (inputs.values, inputs.given)
+        images = inputs if isinstance(inputs, Images) else None
+        values, given = (None, None) if inputs is None else (inputs.values, inputs.given) if images is None else (
+            images.at(where))
+        if images is not None and images.number is not None:
+            seen = seen | images.together(where)
         near = lambda q, k, v, **options: window_attention(q, k, v, seen, where, **options)
 
         def attend(layer: int, q: Array, k: Any, v: Any, *, linear: LinearTerms | None = None,
@@ -280,7 +289,7 @@ class Transformer(LayeredModel):
         x = network.embedded(tokens, where, values, given)
         alone: Attend = attend if not self.config.latent or self.config.indexed else Expanding(
             lambda q, k, v, scale: window_attention_lse(q, k, v, seen, where, scale=scale))
-        return network(x, where, alone, self.context, keep, near=near)[0], network.logits
+        return network(x, where, alone, self.context, keep, near=near, images=images)[0], network.logits
 
     def init_params(self, key: Array, dtype: jax.typing.DTypeLike = jnp.float32) -> Weights:
         """Returns random weights: normal with standard deviation 0.02, norms at identity."""
@@ -321,6 +330,7 @@ class Pieces:
         return len(self.network.c.layers)
 
     def embed(self, window: Window, cache: Cache) -> Array:
+        _no_images(cache)
         return _embedded(self.network, window, cache)
 
     def attention(self, layer: int, x: Array, positions: Array, attend: Attend) -> tuple[Array, Any]:
@@ -370,13 +380,19 @@ def _embedded(network: Decoder, window: Window, cache: Cache) -> Array:
     `Embeddings`."""
     values, which, given = window.embeddings, window.embedded, cache.inputs
     if isinstance(given, Embeddings):
-        T = given.values.shape[1]
-        at = jnp.minimum(window.positions, T - 1)
-        here = take(given.given, at) & (window.positions < T)
-        own = take(given.values, at)
+        own, here = given.at(window.positions)
         values, which = (own, here) if values is None or which is None else (
             jnp.where(here[..., None], own.astype(values.dtype), values), here | which)
     return network.embedded(window.tokens, window.positions, values, which)
+
+
+def _images(cache: Cache) -> Images | None:
+    return cache.inputs if isinstance(cache.inputs, Images) else None
+
+
+def _no_images(cache: Cache) -> None:
+    if _images(cache) is not None:
+        raise ValueError("inputs: got Images, with which layers cannot run one by one; takes none, or another method")
 
 
 def _network(config: DecoderConfig, params: Weights, dtype: str = "float32") -> Decoder:

@@ -86,7 +86,7 @@ def generate(lm: LM | str | os.PathLike[str], prompts: Prompt | Sequence[Prompt]
             so that several prompts can be answered from one compressed text. Equal contexts are prefilled once.
         adapter: name of the adapter of the prompts (`LM.with_adapters`); one for all or one for each.
         inputs: further inputs of the model for each prompt, a pytree of arrays `[prompts, ...]`: the input of an
-            encoder, a soft prompt (`decodax.models.Embeddings`), an adapter.
+            encoder, a soft prompt (`decodax.models.Embeddings`), images (`decodax.models.Images`), an adapter.
         batch_size: number of prompts that run at once; default all. When a prompt has ended, the next one takes its
             rows. Results are in the order of the prompts, and their tokens do not depend on `batch_size`.
         max_time: seconds, counted from the beginning of the call, after which all unfinished rows end with

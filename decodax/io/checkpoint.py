@@ -26,7 +26,7 @@ from decodax.io.quantised import read_scheme, refuse_quantised
 from decodax.io.quantised.weights import find_layers, load_weights
 from decodax.models.config import DecoderConfig
 from decodax.models.diffusion import Diffusion, read_diffusion
-from decodax.models.families import WITH_IMAGES, read_config, text_part
+from decodax.models.families import WITH_IMAGES, family_of, read_config
 from decodax.models.fields import checked
 from decodax.models.formats import Format, kernels, without_data
 from decodax.models.formats.rounded_mamba2 import QuantizedMamba2
@@ -94,7 +94,7 @@ def load_model(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | 
     root = Path(directory)
     config = read_json(root / "config.json")
     try:
-        decoder, family = read_config(config), text_part(config)["model_type"]
+        decoder, family = read_config(config), family_of(config)
     except ValueError as e:
         raise CheckpointError(f"{root / 'config.json'}: {e}") from None
     if packed_files.ENTRY in config:

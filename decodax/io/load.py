@@ -30,6 +30,7 @@ from decodax.io.quantised import quantization
 from decodax.io.text import Tokenizer
 from decodax.models import Transformer, adapters, dual_chunk, linear_weights, linearized
 from decodax.models.diffusion import Diffusion
+from decodax.models.families import family_of
 from decodax.models.fields import checked
 from decodax.models.formats import Format
 
@@ -195,7 +196,7 @@ class LM(Loaded):
             raise ValueError(f"adapter: {type(self.model).__name__} cannot have one; takes a Transformer")
         if not isinstance(adapter, (str, Path)):
             return adapter
-        return adapters.read(adapter, self.model, self.config_entries.get("model_type", "llama"))
+        return adapters.read(adapter, self.model, family_of(self.config_entries) or "llama")
 
     @property
     def config_entries(self) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from decodax.io import packed as packed_files
 from decodax.io.checkpoint import ROUNDED, dtype_name
 from decodax.io.files import write_files
 from decodax.models.config import DecoderConfig
-from decodax.models.families import read_config, text_part
+from decodax.models.families import family_of, read_config, text_part
 from decodax.models.formats.rounded_mamba2 import QuantizedMamba2
 from decodax.models.names import flatten, sources, stored_dtype
 from decodax.models.packed import Packed
@@ -63,7 +63,7 @@ def save_model(directory: str | os.PathLike[str], model: Transformer, params: We
     name = dtype_name(dtype or leaves["embed"].dtype)
     entries |= {"dtype": name, "torch_dtype": name}
     tensors: dict[str, np.ndarray] = {}
-    for path, source in sources(entries["model_type"], model.config, model.abstract_params()).items():
+    for path, source in sources(family_of(entries), model.config, model.abstract_params()).items():
         value = np.asarray(jax.device_get(leaves[path])).astype(jnp.dtype(stored_dtype(path, name)))
         if value.ndim > len(source.full):
             tensors |= {tensor: np.ascontiguousarray(row.T if source.transpose else row)

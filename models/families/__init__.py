@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
+from typing import Any
 
 from decodax.models.config import DecoderConfig
+from decodax.models.diffusion import MIXTURE
 from decodax.models.families import (
     deepseek,
     gemma,
@@ -40,7 +42,7 @@ def read_config(c: Json) -> DecoderConfig:
     # Checked only for known families: the entries of another family may have other types.
     if str(c.get("model_type")) in known:
         c = text_part(checked(c))
-    kind = c.get("model_type")
+    kind = family_of(c)
     if not isinstance(kind, str) or kind not in FAMILIES:
         differs = ""
         if isinstance(kind, str):
@@ -57,6 +59,17 @@ def read_config(c: Json) -> DecoderConfig:
         raise ValueError(f"config.json of a {kind} model lacks {e}") from None
     refuse_unread(c, found)
     return found
+
+
+def family_of(c: Json) -> Any:
+    """Returns the `model_type` of the decoder that a `config.json` describes; "lladamoe" for LLaDA-MoE, whose files
+    have that of LLaDA, another network.
+
+    >>> family_of({"model_type": "llada", "num_experts": 64}), family_of({"model_type": "gemma3", "vision_config": {}})
+    ('lladamoe', 'gemma3_text')
+    """
+    kind = text_part(c).get("model_type")
+    return "lladamoe" if kind == "llada" and any(c.get(key) is not None for key in MIXTURE) else kind
 
 
 def text_part(c: Json) -> Json:

@@ -20,6 +20,8 @@ from decodax.io.checkpoint import CheckpointError
 from decodax.io.saving import save_model
 from decodax.models.diffusion import Diffusion, read_diffusion
 from decodax.models.families import read_config
+from tests.conformance.checkpoints import write
+from tests.matrix import often
 from tests.models.tiny_diffusion import CASES, MASK, saved
 
 T = 22
@@ -62,7 +64,7 @@ def window(d: Diffusion, tokens: np.ndarray, start: np.ndarray, prefix: np.ndarr
     made = {"full": lambda: bidirectional(tokens, start, live),
             "block-causal": lambda: block_causal(tokens, start, d.block, live),
             "causal-prefix": lambda: causal_prefix(tokens, start, jnp.asarray(prefix), live)}[d.attention]()
-    return made.replace(mask=jnp.broadcast_to(made.mask, (2, T, T)))       # one shape, one program
+    return made.replace(mask=jnp.broadcast_to(made.mask, (len(tokens), T, T)))       # one shape, one program
 
 
 def reference(model: Any, d: Diffusion, rows: np.ndarray, lengths: np.ndarray, prefix: np.ndarray) -> np.ndarray:
@@ -102,8 +104,34 @@ def test_logits_equal_transformers_under_the_models_attention(case: Any, lengths
         np.testing.assert_allclose(logits[b, :lengths[b] - prefix[b]], expected[b, prefix[b]:lengths[b]], atol=1e-4)
 
 
+@pytest.mark.wide
+@pytest.mark.parametrize("name", ["llada-moe", "llada2"])
+def test_logits_of_mixtures_are_those_of_the_released_code(name: str, tmp_path: Path) -> None:
+    want = json.loads((Path(__file__).parent / "llada_mixtures.json").read_text())[name]
+    lm, ids = dx.load(write(name, tmp_path)), np.array([want["ids"]], np.int32)
+    live, zero = np.ones((1, ids.shape[1]), bool), np.zeros(1, np.int32)
+    cache = lm.model.init_cache(1, 0)
+    found = step(lm.model, lm.params, window(lm.diffusion, ids, zero, zero, live), cache, jnp.asarray(zero))[0][0]
+    np.testing.assert_allclose(found[-1], want["last"], atol=1e-4)
+    np.testing.assert_allclose(np.abs(found).sum(-1), want["sums"], atol=2e-3)
+    assert found.argmax(-1).tolist() == want["best"]
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", often(["llada2"], ["llada-moe", "llada2"]))
+def test_mixtures_fill_gaps_and_are_watched(name: str, tmp_path: Path) -> None:
+    saved(name, tmp_path)
+    lm = dx.load(tmp_path)
+    gap = dx.infill(lm, [[5, 6, 7], 6, [8, 9]], eos_token_id=None)
+    assert MASK not in gap.row(0).tolist() and gap.lengths[0] == 8
+    plain = dx.generate(lm, TEXT[0, :5].tolist(), max_new_tokens=16, eos_token_id=None)
+    assert lm.diffusion.block in (None, 8)
+    last = list(dx.watch(lm, TEXT[0, :5].tolist(), max_new_tokens=16, eos_token_id=None))[-1]
+    assert last.tokens.tolist()[:16] == plain.row(0).tolist()
+
+
 @pytest.mark.wide(but=("dream",))
-@pytest.mark.parametrize("name", ["llada", "dream"])
+@pytest.mark.parametrize("name", ["llada", "dream", "llada-moe"])
 def test_sampling_equals_the_published_loop_on_transformers(name: str, tmp_path: Path) -> None:
     """LLaDA's rule in one block, one token a step; Dream's logits are moved by one place."""
     model, lm = saved(name, tmp_path), dx.load(tmp_path)
@@ -162,6 +190,11 @@ def test_a_wrong_tensor_is_named(changes: dict[str, Any], message: str, tmp_path
     ("sdar", {"use_sliding_window": True, "sliding_window": 5}, "use_sliding_window: got True"),
     ("sdar", {"block_size": 0}, "block: got 0, takes 1 or more with block-causal attention"),
     ("sdlm", {"use_sliding_window": True, "sliding_window": 5}, "use_sliding_window: got True"),
+    ("llada-moe", {"moe_layer_freq": [1]}, r"moe_layer_freq: got \[1\], takes a list with an entry for each"),
+    ("llada-moe", {"moe_router_enable_expert_bias": True}, "moe_router_enable_expert_bias: got True, supported is F"),
+    ("llada-moe", {"clip_qkv": 7.0}, "clip_qkv: got 7.0, which a llada model does not have here"),
+    ("llada2", {"norm_head": True}, "norm_head: got True, supported is False"),
+    ("llada2", {"topk_group": 8}, "num_experts_per_tok, n_routed_experts, n_group or topk_group: groups: got 4 with"),
     ("dream", {"diffusion": {"attention": "sparse"}}, "attention: got 'sparse', takes full, block-causal"),
     ("dream", {"diffusion": {"window": 4}}, r"diffusion: got {'window': 4} .*window"),
 ])
@@ -175,6 +208,8 @@ def test_wrong_configurations_are_refused_by_name(
 @pytest.mark.parametrize(("config", "expected"), [
     ({"model_type": "llada", "vocab_size": 126464}, Diffusion(126336)),
     ({"model_type": "llada", "vocab_size": 126464, "mask_token_id": 5}, Diffusion(5)),
+    ({"model_type": "llada", "vocab_size": 157184, "num_experts": 64}, Diffusion(156895)),
+    ({"model_type": "llada2_moe", "vocab_size": 157184}, Diffusion(156895, attention="block-causal", block=32)),
     ({"model_type": "Dream", "vocab_size": 152064}, Diffusion(151666, shift=True)),
     ({"model_type": "sdar", "vocab_size": 151936}, Diffusion(151669, attention="block-causal", block=4)),
     ({"model_type": "Fast_dLLM_Qwen", "vocab_size": 151936, "bd_size": 16},

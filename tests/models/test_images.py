@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -15,68 +14,9 @@ import decodax as dx
 from decodax.io.checkpoint import CheckpointError
 from decodax.io.saving import save_model
 from decodax.models.families import read_config
-from tests.models.tiny import COMMON, DELTA, SHARED, SMALL_WINDOW
+from tests.models.families.tiny_images import CASES, saved
 
 TOKENS = np.random.default_rng(0).integers(3, 80, (2, 11)).astype(np.int32)
-SIGHT = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "image_size": 16,
-         "patch_size": 8}
-MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [1, 1, 2]}}
-MROPE_NEXT = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 2, 2],
-                                  "mrope_interleaved": True}}
-MROPE_YARN = {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mrope_section": [1, 1, 2],
-                                  "original_max_position_embeddings": 16}}
-DEEPSTACK = {"hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2, "out_hidden_size": 32,
-             "deepstack_visual_indexes": [0]}
-EYE = {key: size for key, size in DEEPSTACK.items() if key != "deepstack_visual_indexes"}
-PLACES = {"image_token_id": 96, "video_token_id": 95, "vision_start_token_id": 94, "vision_end_token_id": 93}
-
-# model_type, text_config on top of COMMON, vision_config, further entries; where the tensors of the layers are
-CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], str]] = {
-    "gemma3": ("gemma3", {**SMALL_WINDOW, "head_dim": 16, "layer_types": ["sliding_attention", "full_attention"]},
-               SIGHT, {"mm_tokens_per_image": 4, "image_token_index": 96}, "language_model.model.layers."),
-    "mistral3": ("mistral3", {"model_type": "mistral", "head_dim": 8, "sliding_window": None},
-                 {**SIGHT, "model_type": "pixtral", "head_dim": 8}, {"image_token_index": 96,
-                                                                     "tie_word_embeddings": False},
-                 "language_model.model.layers."),
-    "mistral3-tied": ("mistral3", {"model_type": "mistral", "head_dim": 8, "sliding_window": None},
-                      {**SIGHT, "model_type": "pixtral", "head_dim": 8}, {"image_token_index": 96},
-                      "language_model.model.layers."),
-    "qwen2-vl": ("qwen2_vl", MROPE, {"embed_dim": 16, "depth": 1, "num_heads": 2, "hidden_size": 32}, PLACES,
-                 "model.layers."),
-    "qwen2.5-vl": ("qwen2_5_vl", MROPE, {"hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2,
-                                         "out_hidden_size": 32, "fullatt_block_indexes": [0]}, PLACES, "model.layers."),
-    "qwen2.5-vl-yarn": ("qwen2_5_vl", MROPE_YARN, {
-        "hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2, "out_hidden_size": 32,
-        "fullatt_block_indexes": [0]}, PLACES, "model.layers."),
-    "qwen3-vl": ("qwen3_vl", {**MROPE_NEXT, "head_dim": 16}, DEEPSTACK, PLACES, "model.language_model.layers."),
-    "qwen3-vl-moe": ("qwen3_vl_moe", {**MROPE_NEXT, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2,
-                                      "moe_intermediate_size": 24, "mlp_only_layers": [1]}, DEEPSTACK, PLACES,
-                     "model.language_model.layers."),
-    "qwen3.5": ("qwen3_5", {**DELTA, **MROPE_NEXT, "head_dim": 16}, EYE, PLACES, "model.language_model.layers."),
-    "qwen3.5-moe": ("qwen3_5_moe", {**DELTA, **SHARED, **MROPE_NEXT, "head_dim": 16, "num_hidden_layers": 2,
-                                    "layer_types": DELTA["layer_types"][:2]}, EYE, PLACES,
-                    "model.language_model.layers."),
-    "ministral3": ("mistral3", {"model_type": "ministral3", "head_dim": 8, "sliding_window": None, "rope_parameters": {
-        "rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 8, "mscale": 1.0,
-        "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3}}, {**SIGHT, "model_type": "pixtral", "head_dim": 8},
-                   {"image_token_index": 96, "tie_word_embeddings": False}, "language_model.model.layers."),
-    "llama4": ("llama4", {"head_dim": 16, "num_local_experts": 4, "intermediate_size_mlp": 40, "floor_scale": 6,
-                          "attention_chunk_size": 5, "no_rope_layers": [1, 0], "interleave_moe_layer_step": 2},
-               {**SIGHT, "intermediate_size": 16, "vision_output_dim": 16, "projector_input_dim": 16,
-                "projector_output_dim": 16}, {"image_token_index": 96}, "language_model.model.layers."),
-}
-
-
-def saved(name: str, directory: Path) -> Any:
-    kind, text, sight, more, _ = CASES[name]
-    config = transformers.AutoConfig.for_model(kind, text_config={**COMMON, **text}, vision_config=sight, **more)
-    torch.manual_seed(0)
-    model = transformers.AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.copy_(torch.randn_like(weight) * 0.2 + (1.0 if weight.ndim == 1 else 0.0))
-    model.save_pretrained(directory)
-    return model
 
 
 @pytest.mark.wide(but=("gemma3", "mistral3", "qwen2-vl", "qwen2.5-vl", "qwen2.5-vl-yarn", "qwen3-vl"))

@@ -40,6 +40,11 @@ _GLM4_MOE = {"model_type": "glm4_moe", "vocab_size": 151_552, "num_attention_hea
 _MISTRAL: dict[str, Any] = {"vocab_size": 131_072, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
                             "hidden_act": "silu", "rms_norm_eps": 1e-5, "sliding_window": None,
                             "tie_word_embeddings": False}
+_LLADA2 = {"model_type": "llada2_moe", "vocab_size": 157_184, "num_key_value_heads": 4, "head_dim": 128,
+           "num_experts": 256, "num_experts_per_tok": 8, "num_shared_experts": 1, "n_group": 8, "topk_group": 4,
+           "routed_scaling_factor": 2.5, "first_k_dense_replace": 1, "partial_rotary_factor": 0.5,
+           "rope_theta": 600_000.0, "rms_norm_eps": 1e-6, "hidden_act": "silu", "use_bias": False,
+           "max_position_embeddings": 16_384, "tie_word_embeddings": False}
 
 PRESETS: dict[str, dict[str, Any]] = {
     "llama-3-8b": {**_LLAMA3, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32,
@@ -147,10 +152,15 @@ PRESETS: dict[str, dict[str, Any]] = {
                  "max_sequence_length": 4096, "rms_norm_eps": 1e-5, "weight_tying": False, "activation_type": "silu",
                  "block_type": "llama", "mask_token_id": 126_336, "eos_token_id": 126_081, "rope": True,
                  "layer_norm_type": "rms", "include_bias": False, "include_qkv_bias": False},
+    "llada2-mini": {**_LLADA2, "hidden_size": 2048, "intermediate_size": 5120, "num_hidden_layers": 20,
+                    "num_attention_heads": 16, "moe_intermediate_size": 512},
+    "llada2-flash": {**_LLADA2, "hidden_size": 4096, "intermediate_size": 9216, "num_hidden_layers": 32,
+                     "num_attention_heads": 32, "moe_intermediate_size": 1024},
 }
 """The presets by name: Llama 3 (Grattafiori et al., 2024), Llama 4 (Meta, 2025), Qwen3 (Yang et al., 2025), Qwen3-Next
 and the language models of Qwen3.5 (Qwen Team, 2025 and 2026, as configured by transformers), Gemma 3 (Gemma Team,
 2025), DeepSeek V3 and V3.2 (DeepSeek-AI, 2024 and 2025), Kimi K2 (Kimi Team, 2025), GLM-4.5 to 4.7 (GLM Team, 2025),
 MiniMax-M2, Hy3, ERNIE 4.5, MiMo-V2-Flash, Mistral Small 3.2 and Ministral 3, Phi-4 (Abdin et al., 2024), SmolLM2 and
-3, Seed-OSS, GPT-OSS (OpenAI, 2025), LLaDA (Nie et al., 2025). The experts of GPT-OSS are released in 4 bits:
+3, Seed-OSS, GPT-OSS (OpenAI, 2025), LLaDA (Nie et al., 2025),
+LLaDA 2 (Bie et al., 2025). The experts of GPT-OSS are released in 4 bits:
 `weights="mxfp4"`."""
