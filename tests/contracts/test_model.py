@@ -91,7 +91,8 @@ MODELS: dict[str, Callable[[], Any]] = {
     "rwkv-7": lambda: Rwkv7(Rwkv7Config(**RWKV)),       # type: ignore[arg-type]
     "rwkv-x": lambda: RwkvX(RwkvXConfig(**RWKV | dict(layers=4), sparse=2, chunk=4, top=2, limit=None)),  # type: ignore
 }
-ELSEWHERE = {"T5": "tests/models/test_inputs.py", "QuantizedMamba2": "tests/models/formats/test_quamba2.py"}
+ELSEWHERE = {"EncoderDecoder": "tests/models/encoder_decoder/test_encoder_decoder.py",
+             "QuantizedMamba2": "tests/models/formats/test_quamba2.py"}
 """Networks with tests of their own: one reads another text than it writes, one is made of another network."""
 BASES = {"RecurrentNetwork", "StateSpace"}
 GUIDE = "the recurrent layer of the guide"
