@@ -40,12 +40,12 @@ def log_mel(audio: Any, features: int = 80, frames: int = 3000) -> np.ndarray:
 def spectrogram(samples: np.ndarray, features: int) -> np.ndarray:
     """Returns the log-mel spectrogram of all samples, `f32[F, len(samples) // 160]`. Its scale depends on the loudest
     frame."""
-    around = np.pad(samples.astype(np.float32), WINDOW // 2, mode="reflect")
+    around = np.pad(samples.astype(np.float64), WINDOW // 2, mode="reflect")
     strips = np.lib.stride_tricks.sliding_window_view(around, WINDOW)[::HOP][:len(samples) // HOP]
-    power = np.empty((len(strips), WINDOW // 2 + 1), np.float32)
-    for i in range(0, len(strips), 1000):       # ten seconds at a time, since float64 takes memory
-        power[i:i + 1000] = np.abs(np.fft.rfft(strips[i:i + 1000] * _hann(), axis=1)) ** 2
-    found = np.log10(np.maximum(mel_filters(features).T @ power.T, 1e-10))
+    found = np.empty((features, len(strips)))
+    for i in range(0, len(strips), 1000):       # ten seconds at a time, since spectra take memory
+        power = np.abs(np.fft.rfft(strips[i:i + 1000] * _hann(), axis=1)) ** 2
+        found[:, i:i + 1000] = np.log10(np.maximum(mel_filters(features).T @ power.T, 1e-10))
     return ((np.maximum(found, found.max() - 8.0) + 4.0) / 4.0).astype(np.float32)
 
 
@@ -69,7 +69,7 @@ def checked_audio(audio: Any) -> np.ndarray:
 
 @functools.lru_cache(maxsize=4)
 def mel_filters(features: int) -> np.ndarray:
-    """Returns triangular filters of equal area on the mel scale of Slaney (1998), from 0 to 8,000 Hz: `f32[201, F]`.
+    """Returns triangular filters of equal area on the mel scale of Slaney (1998), from 0 to 8,000 Hz: `f64[201, F]`.
 
     That scale is linear up to 1,000 Hz, where it is 15, and logarithmic above, with 27 mels for each factor of 6.4.
     """
@@ -77,8 +77,7 @@ def mel_filters(features: int) -> np.ndarray:
     slopes = edges[None] - np.linspace(0.0, RATE / 2, WINDOW // 2 + 1)[:, None]
     width = np.diff(edges)
     rising, falling = -slopes[:, :-2] / width[:-1], slopes[:, 2:] / width[1:]
-    filters = np.maximum(0.0, np.minimum(rising, falling)) * (2.0 / (edges[2:] - edges[:-2]))
-    return filters.astype(np.float32)
+    return np.maximum(0.0, np.minimum(rising, falling)) * (2.0 / (edges[2:] - edges[:-2]))
 
 
 def _hertz(mels: np.ndarray) -> np.ndarray:
@@ -87,4 +86,4 @@ def _hertz(mels: np.ndarray) -> np.ndarray:
 
 @functools.lru_cache(maxsize=1)
 def _hann() -> np.ndarray:
-    return (0.5 - 0.5 * np.cos(2.0 * np.pi * np.arange(WINDOW) / WINDOW)).astype(np.float32)
+    return 0.5 - 0.5 * np.cos(2.0 * np.pi * np.arange(WINDOW) / WINDOW)

@@ -40,7 +40,7 @@ AS_RELEASED: dict[str, dict[str, Any]] = {
     "bart": dict(num_beams=4, early_stopping=True, length_penalty=2.0, no_repeat_ngram_size=3, min_length=5,
                  max_length=14, forced_bos_token_id=0, forced_eos_token_id=2),
     "mbart": dict(num_beams=5, early_stopping=True, forced_bos_token_id=60, forced_eos_token_id=2, max_length=12),
-    "nllb": dict(num_beams=3, forced_bos_token_id=61, max_length=12),
+    "nllb": dict(num_beams=3, forced_bos_token_id=61, max_length=12, no_repeat_ngram_size=2),
     "marian": dict(num_beams=6, bad_words_ids=[[63]], forced_eos_token_id=2, max_length=12),
 }
 """Generation configs as released models have them: beams, forced tokens, the ban of n-grams."""
@@ -59,13 +59,14 @@ def saved(name: str) -> tuple[Any, Path]:
     with torch.no_grad():
         for path, weight in model.named_parameters():
             if fixed not in path:
-                norm = weight.ndim == 1 and not path.endswith("bias")
-                weight.copy_(torch.randn_like(weight) * 0.3 + (1.0 if norm else 0.0))
+                bias = path.endswith("bias")
+                one = 1.0 if weight.ndim == 1 and not bias else 0.0
+                weight.copy_(torch.randn_like(weight) * (0.1 if bias else 0.3) + one)
         for path, weight in model.named_parameters():
             if "shared" in path or "embed_tokens" in path:
                 weight.mul_(3 if "t5" in kind else 1.5)
         if hasattr(model, "final_logits_bias"):
-            model.final_logits_bias.copy_(torch.randn_like(model.final_logits_bias))
+            model.final_logits_bias.copy_(torch.randn_like(model.final_logits_bias) * 0.3)
     for key, value in AS_RELEASED.get(name, {}).items():
         setattr(model.generation_config, key, value)
     directory = Path(tempfile.mkdtemp())
