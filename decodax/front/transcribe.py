@@ -165,7 +165,7 @@ def _prompts(lm: LM, heard: list[np.ndarray], length: int, language: str | Seque
             raise ValueError(f"language: got {shown(language)}, and {lm.name!r} has no such tokens; takes None")
         names: list[str | None] = [None] * count
     elif language is None:
-        names = _languages(lm, heard, length, known)
+        names = _languages(lm, lm.start, heard, length, known)
     else:
         each = [language] * count if isinstance(language, str) else list(language)
         if len(each) != count:
@@ -180,11 +180,11 @@ def _prompts(lm: LM, heard: list[np.ndarray], length: int, language: str | Seque
             for name in names], names
 
 
-def _languages(lm: LM, heard: list[np.ndarray], length: int, known: dict[str, int]) -> list[str | None]:
+def _languages(lm: LM, start: int, heard: list[np.ndarray], length: int, known: dict[str, int]) -> list[str | None]:
     """Returns the most likely language of the first window of each audio."""
     windows: Any = np.stack([_window(whole, 0, length) for whole in heard])
     plain: dict[str, Any] = dict(suppress_tokens=[], begin_suppress_tokens=[], forced_eos_token_id=[], eos_token_id=[])
-    out = generate(lm, [[lm.start]] * len(heard), inputs=EncoderAudio(features=windows), max_new_tokens=1,
+    out = generate(lm, [[start]] * len(heard), inputs=EncoderAudio(features=windows), max_new_tokens=1,
                    algorithm="autoregressive", temperature=0.0, allowed_token_ids=sorted(known.values()), **plain)
     names = {token: name for name, token in known.items()}
     return [names[token] for token in out.tokens[:, 0].tolist()]

@@ -137,11 +137,12 @@ class EncoderDecoder(Model):
             x = jnp.where(window.embedded[..., None], window.embeddings.astype(x.dtype), x)
         x = self._placed(stack, p, x, window.positions)
         bias, scale = self._bias(stack, p, both=False), self._scale(stack)
+        added: dict[str, Any] = {} if bias is None else {"bias": bias}
         seen = jnp.broadcast_to(memory.seen[:, None], (B, W, memory.seen.shape[1]))
         for i in range(stack.layers):
             layer = p["layers"][str(i)]
             q, k, v = self._projected(stack, layer["attn"], self._before(layer["attn"], x))
-            out, entry = cache.attend(i, q, k, v, window, scale=scale, **({} if bias is None else {"bias": bias}))
+            out, entry = cache.attend(i, q, k, v, window, scale=scale, **added)
             x = self._after(layer["attn"], x, _linear(layer["attn"]["o"], out.reshape(B, W, -1)))
             q = _heads(stack, layer["cross"]["q"], self._before(layer["cross"], x))
             out = window_attention(q, memory.keys[i], memory.values[i], seen, window.positions, scale=scale)
