@@ -15,7 +15,7 @@ from decodax.engine.methods import model as loaded
 from decodax.front.generate import generate
 from decodax.io.load import LM
 from decodax.models import EncoderAudio, EncoderDecoder
-from decodax.models.encoder_decoder.log_mel import HOP, checked_audio, spectrogram
+from decodax.models.encoder_decoder.log_mel import HOP, checked_audio, log_mel
 from decodax.sampling.timestamps import Timestamps
 
 STEP = 0.02
@@ -103,13 +103,13 @@ def transcribe(lm: LM | str | os.PathLike[str], audio: Any, *, language: str | S
         raise ValueError(f"{refused[0]}: transcribe does not take it")
     if (audio is None) == (features is None):
         raise ValueError("audio and features: takes one of them")
-    heard = _spectrograms(audio, features, model.config.features)
     length = FRAMES * model.config.encoder.positions.count      # type: ignore[union-attr]
+    heard, ends = _spectrograms(audio, features, model.config.features, length)
     prompts, languages = _prompts(lm, heard, length, language, task, timed)
     begin = _timestamp_begin(lm) if timed else None
     parts: list[list[Segment]] = [[] for _ in heard]
     seek = [0] * len(heard)
-    while rows := [i for i, whole in enumerate(heard) if seek[i] < whole.shape[1]]:
+    while rows := [i for i, end in enumerate(ends) if seek[i] < end]:
         windows = np.stack([_window(heard[i], seek[i], length) for i in rows])
         rules = {} if begin is None else {"transforms": (*options.get("transforms", ()), Timestamps.of(
             len(rows), begin, lm.eos[0], lm.generation_config.get("max_initial_timestamp_index")))}
@@ -119,15 +119,16 @@ def transcribe(lm: LM | str | os.PathLike[str], audio: Any, *, language: str | S
                        **{**options, **budget, **rules})
         for i, tokens, count in zip(rows, out.tokens, out.lengths, strict=True):
             new = [token for token in tokens[:count].tolist() if token not in lm.eos]
-            read = min(heard[i].shape[1] - seek[i], length)
+            read = min(ends[i] - seek[i], length)
             found, on = _segments(lm, new, seek[i] * STEP / FRAMES, read, begin)
             parts[i] += found
             seek[i] += on
     return [Transcript(segments, language) for segments, language in zip(parts, languages, strict=True)]
 
 
-def _spectrograms(audio: Any, features: Any, size: int) -> list[np.ndarray]:
-    """Returns the spectrogram of each audio, `f32[F, T]`."""
+def _spectrograms(audio: Any, features: Any, size: int, length: int) -> tuple[list[np.ndarray], list[int]]:
+    """Returns the spectrogram of each audio, `f32[F, T]`, and its number of frames that are not padding. An audio of
+    less than a window is padded with silence to `length` frames, as in training."""
     given = audio if features is None else features
     single = 1 if features is None else 2
     rows = [given] if getattr(given, "ndim", 0) == single else list(given)
@@ -136,13 +137,12 @@ def _spectrograms(audio: Any, features: Any, size: int) -> list[np.ndarray]:
     if not rows:
         raise ValueError("audio: got none, takes at least one")
     if features is None:
-        # frames of a part of a hop are left out, so an audio is padded to whole ones
-        whole = [np.pad(x, (0, max(-len(x) % HOP, 2 * HOP - len(x)))) for x in map(checked_audio, rows)]
-        return [spectrogram(x, size) for x in whole]
+        counts = [-(-len(x) // HOP) for x in map(checked_audio, rows)]
+        return [log_mel(x, size, max(n, length)) for x, n in zip(rows, counts, strict=True)], counts
     arrays = [np.asarray(row, np.float32) for row in rows]
     if bad := next((x for x in arrays if x.ndim != 2 or x.shape[0] != size or not x.shape[1]), None):
         raise ValueError(f"features: got shape {bad.shape}, takes ({size}, frames)")
-    return arrays
+    return arrays, [x.shape[1] for x in arrays]
 
 
 def _window(heard: np.ndarray, start: int, length: int) -> np.ndarray:

@@ -192,8 +192,8 @@ def load_encoder_decoder(directory: str | os.PathLike[str], dtype: jax.typing.DT
     root = Path(directory)
     entries, files = read_json(root / "config.json"), Files(root)
     refuse_quantised(root, entries)
-    for anchors in (encoder_decoder.ANCHORS[::2], encoder_decoder.ANCHORS[1::2]):     # wrappers, then "model."
-        files.within(anchors)
+    for prefix in ("model.", ""):       # what wraps the model is taken off first
+        files.within([prefix + name for name in encoder_decoder.ANCHORS])
     try:
         config = read_encoder_decoder(entries, files.home)
     except ValueError as e:

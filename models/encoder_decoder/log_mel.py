@@ -34,10 +34,10 @@ def log_mel(audio: Any, features: int = 80, frames: int = 3000) -> np.ndarray:
     samples = checked_audio(audio)
     whole = np.zeros(frames * HOP, np.float32)
     whole[:len(samples)] = samples[:len(whole)]
-    return spectrogram(whole, features)
+    return _spectrogram(whole, features)
 
 
-def spectrogram(samples: np.ndarray, features: int) -> np.ndarray:
+def _spectrogram(samples: np.ndarray, features: int) -> np.ndarray:
     """Returns the log-mel spectrogram of all samples, `f32[F, len(samples) // 160]`. Its scale depends on the loudest
     frame."""
     around = np.pad(samples.astype(np.float64), WINDOW // 2, mode="reflect")

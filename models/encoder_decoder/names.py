@@ -11,8 +11,8 @@ from collections.abc import Collection
 from decodax.models.encoder_decoder.config import EncoderDecoderConfig, LearnedPositions, RelativePositions, Stack
 from decodax.models.weight_source import WeightSource, kernel, plain
 
-ANCHORS = ("model.shared.weight", "shared.weight", "model.decoder.embed_tokens.weight", "decoder.embed_tokens.weight")
-"""Tensors of which every file has one, the longer names first."""
+ANCHORS = ("shared.weight", "decoder.embed_tokens.weight")
+"""Tensors of which every file has one."""
 
 TABLES = ("shared.weight", "decoder.embed_tokens.weight", "encoder.embed_tokens.weight")
 """The embedding table, of which files have one or several copies."""

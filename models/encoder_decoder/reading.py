@@ -70,7 +70,7 @@ def _bart(c: Json, present: Collection[str]) -> EncoderDecoderConfig:
     Marian (Junczys-Dowmunt et al., 2018) or Whisper (Radford et al., 2023)."""
     kind, width = c["model_type"], c["d_model"]
     for key, does in zip(FLAGS, BUILDS[kind], strict=True):
-        if key in c and c[key] is not does and kind != "m2m_100":
+        if key in c and c[key] is not does:
             raise ValueError(f"{key}: got {c[key]!r}, which a {kind} model does not have here; takes {does}")
     pre, _, embed_norm = BUILDS[kind]
     if width % 2:

@@ -186,6 +186,16 @@ def test_audios_of_several_lengths_equal_each_alone() -> None:
 
 
 @pytest.mark.wide
+def test_a_short_audio_is_padded_with_silence() -> None:
+    """As by the feature extractor of transformers."""
+    samples, prompt = audio(0.6), [START, ENGLISH, TRANSCRIBE, SILENT]
+    out = dx.generate(lm(), prompt, inputs=EncoderAudio.read(lm(), samples), max_new_tokens=12)
+    got = dx.transcribe(lm(), samples, language="en", timestamps=False, max_new_tokens=12)[0]
+    assert got.tokens == _text(out.tokens[0, :out.lengths[0]])
+    assert [(x.start, x.end) for x in got.segments] == [(0.0, 0.6)]
+
+
+@pytest.mark.wide
 def test_what_the_model_does_not_have_is_refused() -> None:
     with pytest.raises(ValueError, match="language: got 'fr', takes one of de, en"):
         dx.transcribe(lm(), audio(0.5), language="fr")
