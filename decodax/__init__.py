@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from decodax.front.options import Sampling, SamplingOptions
     from decodax.front.score import score
     from decodax.front.serve import serve
-    from decodax.front.transcribe import transcribe
     from decodax.front.watermarks import detect_watermark
     from decodax.io.load import LM, load, zoo
     from decodax.io.quantize import quantize, save
@@ -74,7 +73,6 @@ _HOMES = {
     "decodax.front.options": ["Sampling", "SamplingOptions"],
     "decodax.front.score": ["score"],
     "decodax.front.serve": ["serve"],
-    "decodax.front.transcribe": ["transcribe"],
     "decodax.front.watermarks": ["detect_watermark"],
     "decodax.io.load": ["LM", "load", "zoo"],
     "decodax.io.quantize": ["quantize", "save"],
@@ -86,8 +84,8 @@ __all__ = [
     "LM", "Algorithm", "Autoregressive", "Cache", "Decision", "LogProbs", "MaskedDiffusion", "Model", "Out", "Params",
     "Policy", "Result", "Sampling", "SamplingOptions", "Speculative", "State", "Statistics", "Status", "Stream",
     "Traits", "Window", "adapters", "algorithms", "bench", "bind", "cache_programs", "caches", "constraints", "contrib",
-    "detect_watermark", "drafts", "generate", "infill", "jobs", "load", "models", "quantize", "run", "sampling", "save",
-    "score", "search", "select", "serve", "sharding", "step", "stream", "train", "transcribe", "trees", "verify",
+    "detect_watermark", "drafts", "generate", "infill", "jobs", "load", "models", "quantize", "run",
+    "sampling", "save", "score", "search", "select", "serve", "sharding", "step", "stream", "train", "trees", "verify",
     "watch", "zoo",
 ]
 

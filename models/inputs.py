@@ -108,7 +108,7 @@ class EncoderAudio(Struct):
     @classmethod
     def read(cls, lm: Any, audio: Any) -> EncoderAudio:
         """Makes the inputs from samples at 16 kHz, padded with silence or cut to what the model reads at once: 30
-        seconds for Whisper. `decodax.transcribe` reads longer audio.
+        seconds for Whisper. `decodax.front.transcribe` reads longer audio.
 
         Args:
             lm: the result of `decodax.load`, whose encoder reads audio.

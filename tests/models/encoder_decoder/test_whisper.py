@@ -14,6 +14,7 @@ import transformers
 
 import decodax as dx
 from decodax.core.window import causal
+from decodax.front.transcribe import transcribe
 from decodax.models import EncoderAudio, EncoderText
 from decodax.models.encoder_decoder.log_mel import log_mel
 from decodax.sampling import Context, Timestamps
@@ -164,7 +165,7 @@ def test_long_audio_equals_transformers() -> None:
     mask = torch.ones(1, heard.shape[1], dtype=torch.long)
     want = whisper()[0].generate(torch.tensor(heard)[None], attention_mask=mask, language="en", task="transcribe",
                                  return_timestamps=True, return_segments=True)["segments"][0]
-    got = dx.transcribe(lm(), None, features=[heard], language="en")[0]
+    got = transcribe(lm(), None, features=[heard], language="en")[0]
     assert got.language == "<|en|>" and len(got.segments) == len(want) > 4
     for ours, theirs in zip(got.segments, want, strict=True):
         np.testing.assert_allclose([ours.start, ours.end], [float(theirs["start"]), float(theirs["end"])], atol=1e-6)
@@ -177,11 +178,11 @@ def test_long_audio_equals_transformers() -> None:
 def test_audios_of_several_lengths_equal_each_alone() -> None:
     """Their languages are detected, as by transformers."""
     audios = [audio(2.6), audio(0.7, 1), audio(1.0, 2)]
-    together = dx.transcribe(lm(), audios, max_new_tokens=12)
-    assert together == [dx.transcribe(lm(), each, max_new_tokens=12)[0] for each in audios]
+    together = transcribe(lm(), audios, max_new_tokens=12)
+    assert together == [transcribe(lm(), each, max_new_tokens=12)[0] for each in audios]
     features = torch.tensor(EncoderAudio.read(lm(), audios).features)
     ids = whisper()[0].detect_language(features, num_segment_frames=2 * POSITIONS).tolist()
-    assert [x.language for x in dx.transcribe(lm(), None, features=list(features.numpy()), max_new_tokens=2)] == [
+    assert [x.language for x in transcribe(lm(), None, features=list(features.numpy()), max_new_tokens=2)] == [
         {ENGLISH: "<|en|>", GERMAN: "<|de|>"}[i] for i in ids]
 
 
@@ -190,7 +191,7 @@ def test_a_short_audio_is_padded_with_silence() -> None:
     """As by the feature extractor of transformers."""
     samples, prompt = audio(0.6), [START, ENGLISH, TRANSCRIBE, SILENT]
     out = dx.generate(lm(), prompt, inputs=EncoderAudio.read(lm(), samples), max_new_tokens=12)
-    got = dx.transcribe(lm(), samples, language="en", timestamps=False, max_new_tokens=12)[0]
+    got = transcribe(lm(), samples, language="en", timestamps=False, max_new_tokens=12)[0]
     assert got.tokens == _text(out.tokens[0, :out.lengths[0]])
     assert [(x.start, x.end) for x in got.segments] == [(0.0, 0.6)]
 
@@ -198,14 +199,14 @@ def test_a_short_audio_is_padded_with_silence() -> None:
 @pytest.mark.wide
 def test_what_the_model_does_not_have_is_refused() -> None:
     with pytest.raises(ValueError, match="language: got 'fr', takes one of de, en"):
-        dx.transcribe(lm(), audio(0.5), language="fr")
+        transcribe(lm(), audio(0.5), language="fr")
     with pytest.raises(ValueError, match="task: got 'sing', 'tmp"):
-        dx.transcribe(lm(), audio(0.5), task="sing")
+        transcribe(lm(), audio(0.5), task="sing")
     with pytest.raises(ValueError, match="num_samples: transcribe does not take it"):
-        dx.transcribe(lm(), audio(0.5), num_samples=2)
+        transcribe(lm(), audio(0.5), num_samples=2)
     with pytest.raises(ValueError, match=r"inputs: got features \(16, 90\), takes \(16, 100\)"):
         tokens_of(lm(), [[START]], inputs=EncoderAudio(features=sounds(90)[0][None]))
     with pytest.raises(ValueError, match="inputs: got a EncoderText, an encoder-decoder takes an EncoderAudio"):
         tokens_of(lm(), [[START]], inputs=EncoderText.of([[4]]))
     with pytest.raises(ValueError, match="that reads no audio"):
-        dx.transcribe("pycode", audio(0.5))
+        transcribe("pycode", audio(0.5))
