@@ -82,7 +82,7 @@ def transcribe(lm: LM | str | os.PathLike[str], audio: Any, *, language: str | S
             most likely one of the first window, if the model has several.
         task: "transcribe", or "translate" into English.
         timestamps: True decodes timestamps, by the rules of `decodax.sampling.Timestamps`.
-        features: log-mel spectrograms `f32[F, T]` in place of `audio`, of one audio in a list or several.
+        features: a log-mel spectrogram `f32[F, T]` in place of `audio`, which is then None, or a list of several.
         options: further arguments of `generate`, such as `algorithm` or `batch_size`. Default of `max_new_tokens`: as
             many as the model has positions for.
 
