@@ -72,7 +72,8 @@ _KEYS: dict[Kind, str] = {
           "do_layer_norm_before layer_norm_elementwise_affine apply_residual_connection_post_layernorm qkv_bias "
           "attention_out_bias attn_temperature_tuning lm_head_bias rope_interleave attn_output_gate "
           "linear_allow_neg_eigval moe_router_enable_expert_bias norm_head norm_softmax use_rmsnorm "
-          "using_split_qkv_in_self_attention",
+          "using_split_qkv_in_self_attention scale_embedding share_encoder_decoder_embeddings "
+          "normalize_before add_final_layer_norm normalize_embedding",
     OBJECT: "rope_scaling rope_parameters text_config full_attention sliding_attention diffusion "
             "dual_chunk_attention_config",
     NUMBER: "embedding_multiplier attention_multiplier residual_multiplier logit_scale mscale mscale_all_dim "
@@ -85,23 +86,26 @@ _KEYS: dict[Kind, str] = {
     SHARE: "partial_rotary_factor rotary_pct",
     PATTERN: "sliding_window_pattern",
     LAYERS: "num_hidden_layers n_layer n_layers no_rope_layer_interval decoder_sparse_step moe_layer_interval "
-            "interleave_moe_layer_step num_layers num_decoder_layers full_attention_interval",
+            "interleave_moe_layer_step num_layers num_decoder_layers full_attention_interval encoder_layers "
+            "decoder_layers",
     HEADS: "num_attention_heads n_head n_heads num_key_value_heads n_kv_heads head_dim num_experts num_local_experts "
            "num_experts_per_tok num_heads d_kv n_groups state_size conv_kernel conv1d_width num_kv_heads rotary_dim "
            "n_group topk_group n_routed_experts moe_num_experts moe_k num_ln_in_parallel_attn linear_num_key_heads "
            "linear_num_value_heads linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim "
-           "qk_rope_head_dim qk_nope_head_dim v_head_dim index_n_heads index_head_dim",
+           "qk_rope_head_dim qk_nope_head_dim v_head_dim index_n_heads index_head_dim encoder_attention_heads "
+           "decoder_attention_heads num_mel_bins",
     WIDTH: "hidden_size n_embd n_embed d_model word_embed_proj_dim lru_width kv_lora_rank q_lora_rank",
     ENTRIES: "vocab_size embedding_size intermediate_size n_inner mlp_hidden_size moe_intermediate_size d_ff "
              "ffn_dim ffn_hidden_size intermediate_size_mlp shared_expert_intermediate_size "
              "dense_intermediate_size expert_intermediate_size "
-             "relative_attention_num_buckets relative_attention_max_distance",
+             "relative_attention_num_buckets relative_attention_max_distance encoder_ffn_dim decoder_ffn_dim "
+             "decoder_vocab_size",
     POSITIONS: "max_position_embeddings n_positions max_sequence_length original_max_position_embeddings "
                "sliding_window sliding_window_size index_topk attention_window_size chunk_size seq_length "
-               "attention_chunk_size",
+               "attention_chunk_size max_source_positions max_target_positions",
     INDEX: "first_k_dense_replace n_shared_experts num_shared_experts moe_num_shared_experts moe_layer_start_index "
            "max_window_layers local_size mask_token_id text_mask_token_id bd_size block_size",
-    IDS: "eos_token_id bos_token_id pad_token_id",
+    IDS: "eos_token_id bos_token_id pad_token_id decoder_start_token_id",
     LAYER_TYPES: "layer_types",
     _list(_whole(0, 1), "0 and 1"): "no_rope_layers",
     _list(INDEX, "layers, from 0 on"): "mlp_only_layers moe_layers",

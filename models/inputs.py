@@ -1,4 +1,4 @@
-"""Inputs of models beside tokens, for each row: embeddings, the text of an encoder, adapters."""
+"""Inputs of models beside tokens, for each row: embeddings, the text or audio of an encoder, adapters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import numpy as np
 from jax import Array
 
 from decodax.common.struct import Struct, struct
+from decodax.core.memory import power
 from decodax.core.window import take
+from decodax.models.encoder_decoder.log_mel import log_mel
 
 
 @struct
@@ -36,7 +38,8 @@ class Embeddings(Struct):
 
 @struct
 class EncoderText(Struct):
-    """Inputs of a `T5`, and of a `Transformer` with prefix linear attention: the text of the encoder for each row.
+    """Inputs of an `EncoderDecoder`, and of a `Transformer` with prefix linear attention: the text of the encoder for
+    each row.
 
     Attributes:
         tokens: `i32[B, T]`, left-aligned.
@@ -48,10 +51,87 @@ class EncoderText(Struct):
 
     @classmethod
     def of(cls, rows: Sequence[Sequence[int]]) -> EncoderText:
-        """Makes the inputs from lists of token ids."""
-        most = max(map(len, rows))
-        return cls(tokens=np.array([[*row, *[0] * (most - len(row))] for row in rows], np.int32),       # type: ignore[arg-type]
-                   length=np.array([len(row) for row in rows], np.int32))       # type: ignore[arg-type]
+        """Makes the inputs from lists of token ids. They are padded to a width that texts of similar lengths share, so
+        that few programs are compiled: a power of two from 16 to 128, then a multiple of 128."""
+        if not len(rows) or not all(map(len, rows)):
+            raise ValueError("rows: got a text without tokens, takes at least one token for each row")
+        width = max(map(len, rows))
+        width = max(power(width), 16) if width <= 128 else -(-width // 128) * 128
+        tokens: Any = np.zeros((len(rows), width), np.int32)
+        for row, ids in zip(tokens, rows, strict=True):
+            row[:len(ids)] = ids
+        length: Any = np.array([len(row) for row in rows], np.int32)
+        return cls(tokens=tokens, length=length)
+
+    @classmethod
+    def read(cls, lm: Any, texts: str | Sequence[str], language: str | Sequence[str] | None = None) -> EncoderText:
+        """Makes the inputs from texts, with the special tokens that the model's tokenizer adds.
+
+        Args:
+            lm: the result of `decodax.load`.
+            texts: the texts.
+            language: the token of their language, such as "deu_Latn" for NLLB, or one for each text. It replaces the
+                language with which the tokenizer was saved.
+
+        Raises:
+            ValueError: the model has no tokenizer, or its tokenizer has no such token or marks no language.
+        """
+        texts = [texts] if isinstance(texts, str) else list(texts)
+        if lm.tokenizer is None:
+            raise ValueError(f"texts: {lm.name!r} has no tokenizer that is read here; takes token ids: "
+                             "EncoderText.of(tokenizer(texts).input_ids), with its tokenizer of transformers")
+        rows = [lm.tokenizer.encode(text) for text in texts]
+        if language is not None:
+            each = [language] * len(rows) if isinstance(language, str) else list(language)
+            rows = [_in_language(lm.tokenizer, row, own) for row, own in zip(rows, each, strict=True)]
+        return cls.of(rows)
+
+
+def _in_language(tokenizer: Any, row: Sequence[int], language: str) -> list[int]:
+    """Returns the token ids of a text with another token for its language."""
+    own = tokenizer.backend.token_to_id(language)
+    if own is None:
+        raise ValueError(f"language: got {language!r}, which is no token of the tokenizer")
+    named = {tokenizer.backend.token_to_id(text) for name, text in tokenizer.special_tokens.items()
+             if isinstance(text, str) and name.endswith("_token")}
+    around = tokenizer.encode("")       # the tokens that are added to every text
+    marks = [i for i, token in enumerate(around) if token not in named]
+    if len(marks) != 1:
+        raise ValueError(f"language: got {language!r}, and the tokenizer marks no language of a text")
+    at, ids = marks[0] if marks[0] == 0 else marks[0] - len(around), list(row)
+    ids[at] = own
+    return ids
+
+
+@struct
+class EncoderAudio(Struct):
+    """Inputs of an `EncoderDecoder` that reads audio: the features of each row, such as log-mel spectrograms.
+
+    Attributes:
+        features: `f32[B, F, T]`, `F` features of `T` frames.
+    """
+
+    features: Array
+
+    @classmethod
+    def read(cls, lm: Any, audio: Any) -> EncoderAudio:
+        """Makes the inputs from samples at 16 kHz, padded with silence or cut to what the model reads at once: 30
+        seconds for Whisper. `decodax.front.transcribe` reads longer audio.
+
+        Args:
+            lm: the result of `decodax.load`, whose encoder reads audio.
+            audio: samples from -1 to 1, one-dimensional, or a list of several.
+
+        Raises:
+            ValueError: an audio is not one-dimensional, or the model reads none.
+        """
+        c = getattr(lm.model, "config", None)
+        if getattr(c, "features", None) is None:
+            raise ValueError(f"lm: got {lm.name!r}, which reads no audio")
+        rows = [audio] if np.ndim(audio[0]) == 0 else list(audio)
+        features: Any = np.stack([log_mel(row, c.features, 2 * c.encoder.positions.count)       # type: ignore[union-attr]
+                                  for row in rows])
+        return cls(features=features)
 
 
 @struct

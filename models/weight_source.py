@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -60,3 +61,35 @@ class Columns:
         own = np.arange(low, high)
         width = self.stop - self.start
         return own // width * self.period + self.start + own % width
+
+
+def shape_of(source: WeightSource) -> tuple[int, ...]:
+    """Returns the shape of a weight in the network."""
+    return source.full[::-1] if source.transpose else source.full
+
+
+def kernel(tensor: str, out: int, into: int) -> WeightSource:
+    """Returns the source of a projection's weights: the checkpoint's tensor `{tensor}.weight`, `[out, into]`,
+    transposed."""
+    return WeightSource((f"{tensor}.weight",), True, None, (out, into))
+
+
+def plain(tensor: str, *shape: int) -> WeightSource:
+    """Returns the source of a tensor with the given shape that is used unchanged."""
+    return WeightSource((tensor,), False, None, shape)
+
+
+def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a nested dict from dotted paths.
+
+    >>> nested({"a.b": 1, "c": 2})
+    {'a': {'b': 1}, 'c': 2}
+    """
+    tree: dict[str, Any] = {}
+    for path, leaf in leaves.items():
+        *above, last = path.split(".")
+        node = tree
+        for name in above:
+            node = node.setdefault(name, {})
+        node[last] = leaf
+    return tree

@@ -26,6 +26,9 @@ from decodax.io.quantised import read_scheme, refuse_quantised
 from decodax.io.quantised.weights import find_layers, load_weights
 from decodax.models.config import DecoderConfig
 from decodax.models.diffusion import Diffusion, read_diffusion
+from decodax.models.encoder_decoder import names as encoder_decoder
+from decodax.models.encoder_decoder.network import EncoderDecoder
+from decodax.models.encoder_decoder.reading import read_encoder_decoder
 from decodax.models.families import WITH_IMAGES, family_of, read_config
 from decodax.models.fields import checked
 from decodax.models.formats import Format, kernels, without_data
@@ -51,12 +54,8 @@ from decodax.models.recurrent.rwkv7 import Rwkv7, read_rwkv7
 from decodax.models.recurrent.rwkv7 import sources as rwkv7_sources
 from decodax.models.recurrent.rwkv_x import RwkvX, read_rwkv_x
 from decodax.models.recurrent.rwkv_x import sources as rwkv_x_sources
-from decodax.models.recurrent.state_space import shape_of
-from decodax.models.t5 import IGNORED as T5_IGNORED
-from decodax.models.t5 import T5, nested, read_t5
-from decodax.models.t5 import sources as t5_sources
 from decodax.models.transformer import Transformer, Weights
-from decodax.models.weight_source import WeightSource
+from decodax.models.weight_source import WeightSource, nested, shape_of
 
 DTYPES = {"F64": "float32", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """The default dtype of weights for each stored dtype."""
@@ -185,28 +184,32 @@ def _no_format(root: Path, weights: str | Format | None) -> None:
         raise ValueError(f"weights: got {weights!r}, but the weights of {root.name!r} are packed already; takes None")
 
 
-def load_t5(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | None = None,
-            weights: str | Format | None = None) -> tuple[T5, Weights]:
-    """Loads a T5 from a model directory onto the first device. Arguments and errors are those of `load_model`."""
+def load_encoder_decoder(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | None = None,
+                         weights: str | Format | None = None) -> tuple[EncoderDecoder, Weights]:
+    """Loads an encoder-decoder from a model directory onto the first device. Arguments and errors are those of
+    `load_model`."""
     asked, packing = checked_options(dtype, weights)
     root = Path(directory)
     entries, files = read_json(root / "config.json"), Files(root)
     refuse_quantised(root, entries)
-    files.within(["shared.weight"])
+    for prefix in ("model.", ""):       # what wraps the model is taken off first
+        files.within([prefix + name for name in encoder_decoder.ANCHORS])
     try:
-        config = read_t5(checked(entries), tied="lm_head.weight" not in files.home)
+        config = read_encoder_decoder(entries, files.home)
     except ValueError as e:
         raise CheckpointError(f"{root / 'config.json'}: {e}") from None
-    where = t5_sources(config)
-    _check(where, files, set(), [T5_IGNORED])
-    name = asked or DTYPES[files.slice("shared.weight").get_dtype()]
+    where = encoder_decoder.sources(config, files.home)
+    table = where["embed"].tensors[0]
+    _check(where, files, {*encoder_decoder.TABLES, *(encoder_decoder.HEADS if config.tied else ())},
+           [encoder_decoder.IGNORED])
+    for head in encoder_decoder.HEADS if config.tied else ():
+        _check_tied(files, table, head)
+    name = asked or DTYPES[files.slice(table).get_dtype()]
     here = _first_device()
-    shape = lambda source: source.full[::-1] if source.transpose else source.full
-    tied = lambda path: path == "embed" and config.tied
-    loaded = {path: _load(files, source, shape(source), name, here,
-                          packing if source.transpose or tied(path) else None, tied(path))
-              for path, source in where.items()}
-    return T5(config, dtype=name), nested(loaded)
+    packs = lambda path: (path.endswith(".kernel") and ".conv" not in path) or (path == "embed" and config.tied)
+    loaded = {path: _load(files, source, shape_of(source), name, here, packing if packs(path) else None,
+                          path == "embed") for path, source in where.items()}
+    return EncoderDecoder(config, dtype=name), nested(loaded)
 
 
 RECURRENT: dict[str, tuple[Any, Any, Any]] = {

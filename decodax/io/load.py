@@ -7,6 +7,7 @@ import difflib
 import math
 import os
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,21 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 import decodax.models
-from decodax.common.arguments import shown
+from decodax.common.arguments import outside, shown
 from decodax.common.ids import named
 from decodax.common.registry import Entry
 from decodax.core.loaded import Loaded
 from decodax.core.types import Model
 from decodax.io import huge_pages
-from decodax.io.checkpoint import dtype_name, load_diffusion, load_model, load_recurrent, load_t5, recurrent_type
+from decodax.io.checkpoint import (
+    dtype_name,
+    load_diffusion,
+    load_encoder_decoder,
+    load_model,
+    load_recurrent,
+    recurrent_type,
+)
+from decodax.io.defaults import read_defaults
 from decodax.io.files import CheckpointError, adapter, missing, read_json
 from decodax.io.gguf import Gguf, is_gguf
 from decodax.io.packed import ENTRY
@@ -30,8 +39,9 @@ from decodax.io.quantised import quantization
 from decodax.io.text import Tokenizer
 from decodax.models import Transformer, adapters, dual_chunk, linear_weights, linearized
 from decodax.models.diffusion import Diffusion
+from decodax.models.encoder_decoder.network import EncoderDecoder
+from decodax.models.encoder_decoder.reading import ENCODER_DECODERS
 from decodax.models.families import family_of
-from decodax.models.fields import checked
 from decodax.models.formats import Format
 
 ZOO = Path(decodax.models.__file__).parent / "zoo"
@@ -41,7 +51,8 @@ SLOW = ("tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "
         "tekken.json", "*.tiktoken")
 """Tokenizer files in formats that cannot be read."""
 
-SPECIAL = ("eos_token_id", "bos_token_id", "pad_token_id")
+WITHOUT_FAST = ("m2m_100", "marian")
+"""Families whose released tokenizers have no fast form, so that transformers writes no tokenizer.json."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,8 +223,16 @@ class LM(Loaded):
         return list(ids) if isinstance(ids, (list, tuple)) else [ids]
 
     @property
+    def start(self) -> int | None:
+        """Id of the token with which the texts of an encoder-decoder's decoder begin; None for other models."""
+        found = self.generation_config.get("decoder_start_token_id") if isinstance(self.model, EncoderDecoder) else None
+        return found if isinstance(found, int) else None
+
+    @property
     def bos(self) -> int | None:
         """Id of the token with which an empty prompt begins, or None."""
+        if self.start is not None:
+            return self.start
         return self._own("bos_token_id", self.tokenizer.bos_id if self.tokenizer else None)
 
     @property
@@ -325,15 +344,17 @@ def load(name_or_dir: str | Path, *, dtype: jax.typing.DTypeLike | None = None, 
         dtype = "float32"      # bfloat16 matrix products take almost twice as long on CPU
     elif not packed and dtype is not None and jax.default_backend() == "cpu" and dtype_name(dtype) != "float32":
         weights, packed = dtype_name(dtype), True   # XLA emulates half-precision products; a format is read as stored
-    diffusion, generation_config = load_diffusion(path), _generation_config(path)
+    diffusion, generation_config = load_diffusion(path), read_defaults(path)
     if not isinstance(tokenizer, Tokenizer):
-        tokenizer = _tokenizer(path) if tokenizer is None else _tokenizer(Path(tokenizer), needed=True)
+        tokenizer = _tokenizer(path, family=config.get("model_type")) if tokenizer is None else _tokenizer(
+            Path(tokenizer), needed=True)
     model: Any
     recurrent = recurrent_type(config)
-    own: Any = load_recurrent if recurrent else load_t5 if config.get("model_type") in ("t5", "mt5") else None
+    own: Any = load_recurrent if recurrent else load_encoder_decoder if config.get(
+        "model_type") in ENCODER_DECODERS else None
     if own is not None:
         kind = {"mamba": "a Mamba", "mamba2": "a Mamba-2", "rwkv7": "an RWKV-7", "rwkv_x": "an RWKV-X",
-                None: "a T5"}[recurrent]
+                None: "an encoder-decoder"}[recurrent]
         if mesh is not None or context is not None:
             raise ValueError(f"{'context' if mesh is None else 'mesh'}: got one for {path.name!r}, takes None: {kind} "
                              "runs on one device and has no context length to set")
@@ -365,33 +386,16 @@ def _load_gguf(path: Path, dtype: jax.typing.DTypeLike | None, mesh: Mesh | None
     return lm if adapter is None else lm.with_adapter(adapter, merge=False)
 
 
-def _tokenizer(path: Path, needed: bool = False) -> Tokenizer | None:
-    """Returns the tokenizer of a directory, or None if it has none."""
+def _tokenizer(path: Path, needed: bool = False, family: Any = None) -> Tokenizer | None:
+    """Returns the tokenizer of a directory, or None if it has none. `family` is its `model_type`."""
     if (path / "tokenizer.json").is_file():
         return Tokenizer.from_dir(path)
     if other := sorted(file.name for pattern in SLOW for file in path.glob(pattern)):
+        if family in WITHOUT_FAST and not needed:
+            warnings.warn(f"{path}: has {', '.join(other)} and no tokenizer.json, so the model takes and gives token "
+                          "ids; its tokenizer of transformers makes them, and texts from them", stacklevel=outside())
+            return None
         raise CheckpointError(f"{path}: has {', '.join(other)} and no tokenizer.json; transformers writes one:\n"
                               f"    tokenizer = transformers.AutoTokenizer.from_pretrained({str(path)!r})\n"
                               f"    tokenizer.save_pretrained({str(path)!r})")
     return Tokenizer.from_dir(path) if needed else None         # from_dir reports what is missing
-
-
-def _generation_config(path: Path) -> dict[str, Any]:
-    """Returns the entries of generation_config.json, and the special token ids of config.json that it lacks."""
-    found: dict[str, Any] = {}
-    for file in (path / "config.json", path / "generation_config.json"):
-        given = read_json(file) if file.is_file() else {}
-        try:
-            ids = checked({key: _inner(given, key) for key in SPECIAL})
-        except ValueError as e:
-            raise CheckpointError(f"{file}: {e}") from None
-        rest = given if file.name == "generation_config.json" else {}
-        found |= {key: value for key, value in rest.items() if key not in SPECIAL}
-        found |= ids
-    return found
-
-
-def _inner(config: dict[str, Any], key: str) -> Any:
-    """Returns an entry of a config.json, or of its part `text_config` if the outer entry is missing."""
-    inside = config.get("text_config")
-    return config[key] if config.get(key) is not None else inside.get(key) if isinstance(inside, dict) else None

@@ -75,13 +75,16 @@ def spell(lm: LM, text: str | Sequence[Mapping[str, Any]], name: str, special: b
         text: the text or the messages.
         name: name of the argument, for errors.
         special: True lets the tokenizer add BOS and other special tokens to a text. It has no effect on a chat, whose
-            template writes them.
+            template writes them, nor on a text for the decoder of an encoder-decoder, which gets its start token alone.
         after: tokens that the text continues (`decodax.io.appended`); no special tokens are added then.
     """
     if lm.tokenizer is None:
         raise ValueError(f"{name}: got text, but this model has no tokenizer; takes token ids")
     try:
-        if isinstance(text, str):
+        if isinstance(text, str) and lm.start is not None and not after:
+            ids = lm.tokenizer.encode(text, False)
+            ids = ids if ids[:1] == [lm.start] else [lm.start, *ids]
+        elif isinstance(text, str):
             ids = appended(lm.tokenizer, after, text) if after else lm.tokenizer.encode(text, special)
         else:
             ids = lm.tokenizer.encode_chat(text)

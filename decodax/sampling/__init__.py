@@ -13,6 +13,7 @@ from decodax.sampling.distribution import Distribution, Policy
 from decodax.sampling.length import UNBOUNDED, ExponentialDecayLength, ForcedBOS, ForcedEOS, MinLength
 from decodax.sampling.penalties import EncoderRepetition, PresenceFrequency, Repetition
 from decodax.sampling.repeats import Dry, EncoderNoRepeatNgram, NoRepeatNgram
+from decodax.sampling.timestamps import Timestamps
 from decodax.sampling.warpers import Epsilon, Eta, MinP, TopH, TopK, TopP, Typical
 from decodax.sampling.watermark import Detection, GreenList, detect
 
@@ -21,6 +22,6 @@ __all__ = [
     "Custom", "Detection", "Distribution", "Dry", "DynamicTemperature", "EncoderNoRepeatNgram", "EncoderRepetition",
     "Epsilon", "Eta", "ExponentialDecayLength", "ForcedBOS", "ForcedEOS", "GreenList", "LogitBias", "MinLength", "MinP",
     "Mirostat2", "NoRepeatNgram", "NonMonotonicEnd", "Policy", "PresenceFrequency", "Repetition", "SequenceBias",
-    "SuppressTokens", "Temperature", "TopH", "TopK", "TopNSigma", "TopP", "Transform", "Typical", "build", "detect",
-    "from_generation_config", "generation_settings",
+    "SuppressTokens", "Temperature", "Timestamps", "TopH", "TopK", "TopNSigma", "TopP", "Transform", "Typical",
+    "build", "detect", "from_generation_config", "generation_settings",
 ]

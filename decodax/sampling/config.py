@@ -44,6 +44,9 @@ IGNORED = DRIVER | frozenset({
     "continuous_batching_config", "generation_kwargs",
     # for the tokenizer
     "pad_token_id", "bos_token_id", "decoder_start_token_id",
+    # for the prompts and timestamps of transcribed speech
+    "alignment_heads", "is_multilingual", "lang_to_id", "task_to_id", "language", "task", "no_timestamps_token_id",
+    "max_initial_timestamp_index", "return_timestamps", "prev_sot_token_id", "forced_decoder_ids",
     # how drafts are made: by contract they do not change the distribution
     "is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold",
     "prompt_lookup_num_tokens", "max_matching_ngram_size", "assistant_early_exit", "assistant_lookbehind",

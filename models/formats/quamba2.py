@@ -38,8 +38,8 @@ from decodax.models.formats.scaled import Scaled
 from decodax.models.names import flatten
 from decodax.models.packed import Packed
 from decodax.models.recurrent.mamba2 import Mamba2, Mamba2Config
-from decodax.models.t5 import nested
 from decodax.models.transformer import Weights
+from decodax.models.weight_source import nested
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,8 +14,8 @@ from jax import Array
 from decodax.core.window import Window, causal
 from decodax.models.formats.integers import rotate
 from decodax.models.recurrent.mamba2 import Mamba2, Mamba2Config, mixed, projected
-from decodax.models.t5 import nested
 from decodax.models.transformer import Weights
+from decodax.models.weight_source import nested
 
 LEAST = 1e-5
 """Lower bound of the maximum from which a scale is computed."""

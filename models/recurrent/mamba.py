@@ -28,9 +28,9 @@ from decodax.core.cache import Cache
 from decodax.core.types import no_inputs
 from decodax.core.window import Window
 from decodax.models.packed import multiply
-from decodax.models.recurrent.state_space import StateSpace, biased, first_steps, kernel, plain, stacked
+from decodax.models.recurrent.state_space import StateSpace, biased, first_steps, stacked
 from decodax.models.transformer import Weights
-from decodax.models.weight_source import WeightSource
+from decodax.models.weight_source import WeightSource, kernel, plain
 
 
 @dataclasses.dataclass(frozen=True)

@@ -33,9 +33,9 @@ from decodax.core.cache import Cache
 from decodax.core.types import Out, no_inputs
 from decodax.core.window import Window, take
 from decodax.models.packed import embedded, multiply
-from decodax.models.recurrent.state_space import RecurrentNetwork, kernel, plain
+from decodax.models.recurrent.state_space import RecurrentNetwork
 from decodax.models.transformer import Weights
-from decodax.models.weight_source import WeightSource
+from decodax.models.weight_source import WeightSource, kernel, plain
 
 DECAY = -math.exp(-0.5)
 """The logarithm of the smallest decay of a channel."""

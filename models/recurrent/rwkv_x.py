@@ -34,9 +34,8 @@ from decodax.core.window import Window, causal, take
 from decodax.models.packed import multiply
 from decodax.models.recurrent.rwkv7 import Rwkv7, Rwkv7Config, describe_rwkv7, layer_norm, read_rwkv7
 from decodax.models.recurrent.rwkv7 import sources as rwkv7_sources
-from decodax.models.recurrent.state_space import kernel, plain
 from decodax.models.transformer import Weights
-from decodax.models.weight_source import WeightSource
+from decodax.models.weight_source import WeightSource, kernel, plain
 from decodax.pallas_kernels.window_attention import merge, window_attention, window_attention_lse
 
 

@@ -19,9 +19,8 @@ from decodax.core.cache import Cache
 from decodax.core.types import Out, ShowsWeights
 from decodax.core.window import Window, causal
 from decodax.models.packed import embedded, head, multiply
-from decodax.models.t5 import nested
 from decodax.models.transformer import Weights
-from decodax.models.weight_source import WeightSource
+from decodax.models.weight_source import WeightSource, kernel, nested, plain, shape_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,22 +124,6 @@ def norm(x: Array, scale: Array, eps: float) -> Array:
     """Returns the RMS norm over the last axis, `f32[..., D]`."""
     x = x.astype(jnp.float32)
     return x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + eps) * scale.astype(jnp.float32)
-
-
-def shape_of(source: WeightSource) -> tuple[int, ...]:
-    """Returns the shape of a weight in the network."""
-    return source.full[::-1] if source.transpose else source.full
-
-
-def kernel(tensor: str, out: int, into: int) -> WeightSource:
-    """Returns the source of a projection's weights: the checkpoint's tensor `{tensor}.weight`, `[out, into]`,
-    transposed."""
-    return WeightSource((f"{tensor}.weight",), True, None, (out, into))
-
-
-def plain(tensor: str, *shape: int) -> WeightSource:
-    """Returns the source of a tensor with the given shape that is used unchanged."""
-    return WeightSource((tensor,), False, None, shape)
 
 
 def stacked(c: Any, into: int, channels: int, own: Callable[[str], dict[str, WeightSource]],

@@ -16,6 +16,7 @@ from decodax.sampling.base import Context, ScoreTemperature, Transform, WarmTemp
 from decodax.sampling.custom import Custom
 from decodax.sampling.length import ExponentialDecayLength
 from decodax.sampling.penalties import EncoderRepetition, Repetition
+from decodax.sampling.timestamps import Timestamps
 from tests.laws.cases import POLICIES, VOCABULARY, decode, prompts, texts
 from tests.matrix import often
 
@@ -59,7 +60,8 @@ MORE = {
     "top-p": dict(top_p=0.8, temperature=1.0), "sequence": dict(sequence_bias={(6, 7): 3.0}), "bans": dict(
         bad_words_ids=[[3], [4, 5]]), "mirostat": dict(temperature=1.0, mirostat_tau=2.0, mirostat_eta=0.2),
     "presence": dict(presence_penalty=0.3, frequency_penalty=0.2), "n-gram": dict(no_repeat_ngram_size=2),
-    "bound": dict(nmst_epsilon=0.05), "tempered": dict(temperature=0.3)}
+    "bound": dict(nmst_epsilon=0.05),
+    "timestamps": dict(transforms=(Timestamps.of(1, VOCABULARY - 6, 1),)), "tempered": dict(temperature=0.3)}
 CHAINS = POLICIES | {name: given if name in MORE else dict(temperature=1.1) | given
                      for name, given in (ONE_BY_ONE | MORE).items()}
 

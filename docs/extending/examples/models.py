@@ -16,7 +16,7 @@ from decodax import cache
 from decodax.cache import Recurrent
 from decodax.core.around import AroundModel
 from decodax.core.types import no_inputs
-from decodax.models import T5, Embeddings, EncoderText, Experts, T5Config, Transformer, llama
+from decodax.models import Embeddings, EncoderDecoder, EncoderText, Experts, Transformer, llama, t5
 
 
 def step(S, x):
@@ -90,10 +90,10 @@ alone = dx.generate(target, prompts, max_new_tokens=12, temperature=1.0, seed=7)
 assert (drafted.tokens == alone.tokens).all()
 
 
-t5 = T5(T5Config(vocab=40, width=16, heads=2, head_dim=8, mlp=32, encoder=2, decoder=2))
-translator = dx.LM(model=t5, params=t5.init_params(jax.random.key(2)), vocab_size=40)
+pair = EncoderDecoder(t5(vocab=40, width=16, heads=2, head_dim=8, mlp=32, encoder=2, decoder=2))
+translator = dx.LM(model=pair, params=pair.init_params(jax.random.key(2)), vocab_size=40)
 
-source = EncoderText(tokens=np.array([[7, 8, 9, 10, 1], [11, 12, 1, 0, 0]]), length=np.array([5, 3]))
+source = EncoderText.of([[7, 8, 9, 10, 1], [11, 12, 1]])
 out = dx.generate(translator, [[0], [0]], inputs=source, max_new_tokens=8, temperature=1.0, num_samples=2)
 assert out.tokens.shape == (4, 8)                       # two rows for each source
 

@@ -29,7 +29,7 @@ from decodax.models.formats import Quamba2, quamba2, quamba2_scales, rounded_mam
 from decodax.models.formats.integers import codes_of, quarter, rotate, rotation
 from decodax.models.names import flatten
 from decodax.models.recurrent.mamba2 import divided, mixed
-from decodax.models.t5 import nested
+from decodax.models.weight_source import nested
 from tests.matrix import often
 
 EXPECTED = json.loads((Path(__file__).parent / "quamba2.json").read_text())

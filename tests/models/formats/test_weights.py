@@ -19,7 +19,7 @@ from decodax.algorithms.plain import Autoregressive
 from decodax.core import drivers
 from decodax.core.types import Params
 from decodax.core.window import causal
-from decodax.io.checkpoint import load_model, load_t5
+from decodax.io.checkpoint import load_encoder_decoder, load_model
 from decodax.models import Transformer, formats, llama
 from decodax.models.config import NormConfig
 from decodax.models.formats import Float8, Int4, Scaled, pack
@@ -184,7 +184,7 @@ def test_a_t5_loads_packed(tmp_path: Path) -> None:
         vocab_size=96, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0)
     ).save_pretrained(tmp_path)
     lm, packed = dx.load(tmp_path), dx.load(tmp_path, weights="int8")
-    assert isinstance(packed.params["embed"], Packed) and load_t5(tmp_path, weights="fp8")[0] == lm.model
+    assert isinstance(packed.params["embed"], Packed) and load_encoder_decoder(tmp_path, weights="fp8")[0] == lm.model
     inputs = dx.models.EncoderText(jnp.arange(12).reshape(2, 6) + 3, jnp.array([6, 4]))
     window = causal(jnp.array([[0, 5, 9, 7], [0, 8, 3, 3]]), jnp.zeros(2, jnp.int32))
     one, other = (each.model.apply(each.params, window, each.model.init_cache(2, 8, params=each.params, inputs=inputs)
