@@ -28,6 +28,7 @@ from decodax.models.latent.attention import LatentAttention
 from decodax.models.layers import STD, Linear, Norm, weight
 from decodax.models.packed import Packed, embedded, head, multiply
 from decodax.models.recurrent.blocks import recurrent_block
+from decodax.models.residual.layer_inputs import Factor, LayerInput, LayerInputTable
 from decodax.models.rope import rotate
 
 Keep = Sequence[tuple[bool, bool]] | Array
@@ -55,16 +56,17 @@ class Attention(nnx.Module):
         width, own, rule = c.key_width(layer), layer.reads is None, layer.linear
         attends, has_keys = layer.echoes is None, own and layer.echoes is None
         groups = c.groups(layer)
-        keys, values = groups * width, groups * c.value_width * c.values_of_key
+        keys, values, wide = groups * width, groups * c.value_width(layer) * c.values_of_key, c.value_width(layer)
         into = lambda out, axis: Linear(rngs, (c.width, out), ("embed", axis), c.qkv_bias)
         self.q = into(c.heads * width, "heads") if attends else None
         self.k = into(keys, "kv_heads") if has_keys else None
-        self.v = into(values, "kv_heads") if own else None
-        self.o = Linear(rngs, (c.heads * c.value_width, c.width), ("heads", "embed"), c.out_bias,
+        self.v = into(values, "kv_heads") if own and not layer.keys_as_values else None
+        self.o = Linear(rngs, (c.heads * wide, c.width), ("heads", "embed"), c.out_bias,
                         STD / (2 * len(c.layers)) ** 0.5)
-        self.gate = into(c.heads * c.head_dim, "heads") if layer.output_gate else None
-        self.q_norm = _head_norm(c, c.heads, "heads") if attends and layer.qk_norm else None
-        self.k_norm = _head_norm(c, groups, "kv_heads") if has_keys and layer.qk_norm else None
+        self.gate = into(c.heads * wide, "heads") if layer.output_gate else None
+        self.q_norm = _head_norm(c, c.heads, width, "heads") if attends and layer.qk_norm else None
+        self.k_norm = _head_norm(c, groups, width, "kv_heads") if has_keys and layer.qk_norm else None
+        self.v_norm = Norm(c.value_norm, (wide,), (None,)) if own and c.value_norm is not None else None
         self.sinks = nnx.Param(jnp.zeros(c.heads), axes=("heads",)) if layer.sinks else None
         if rule is not None:
             # Training begins with zeros, that is, with the sum within a group alone.
@@ -78,21 +80,19 @@ class Attention(nnx.Module):
         if self.q is None:
             return self._projected(x, *attend(index, None, None, self._values(x)))
         # Without the barrier a TPU's compiler chooses layouts for the heads that make it transpose these kernels.
-        if self.k is None or self.v is None:
-            k = v = None
-            q = jax.lax.optimization_barrier(self.q(x))
-        else:
-            q, k, v = jax.lax.optimization_barrier((self.q(x), self.k(x), self.v(x)))
+        q, k, v = jax.lax.optimization_barrier(tuple(None if part is None else part(x)
+                                                     for part in (self.q, self.k, self.v)))
+        if k is not None:
             # Values of the heads that share keys are adjacent, as one wide head.
+            v = self._scaled(k if v is None else v)
             k = self._placed(k, self.k_norm, tables)
-            v = self._scaled(v)
         q, c = self._placed(q, self.q_norm, tables), self.c
         if self.layer.query_scale is not None:
             q = q * tables[self.layer.query_scale].astype(q.dtype)
         if self.layer.linear is not None:
             out, entry = self._linear(index, x, q, k, v, tables, attend)
             return self.o(out.reshape(*x.shape[:2], -1)), entry
-        scale = c.head_dim ** -0.5 if self.layer.scale is None else self.layer.scale
+        scale = c.key_width(self.layer) ** -0.5 if self.layer.scale is None else self.layer.scale
         options: dict[str, Any] = dict(scale=scale, sliding=self.layer.sliding, softcap=c.attention_softcap)
         if self.layer.rope is not None and self.layer.rope.chunks is not None:
             options["bias"] = DualChunk(self.layer.rope, scale)
@@ -104,11 +104,13 @@ class Attention(nnx.Module):
 
     def _values(self, x: Array) -> Array:
         """Returns the values, split into heads."""
-        assert self.v is not None
-        return self._scaled(self.v(x))
+        made = self.k if self.v is None else self.v
+        assert made is not None
+        return self._scaled(made(x))
 
     def _scaled(self, v: Array) -> Array:
         v = self._clipped(v).reshape(*v.shape[:2], self.c.groups(self.layer), -1)
+        v = _optional(self.v_norm, v)
         return v if self.c.value_scale == 1.0 else v * self.c.value_scale
 
     def _clipped(self, y: Array) -> Array:
@@ -161,18 +163,18 @@ class Attention(nnx.Module):
         return turned(norm(self._split(self._clipped(y))))
 
 
-def _head_norm(c: DecoderConfig, heads: int, axis: str) -> Norm | None:
-    """Returns the norm of queries or keys, if there is one."""
+def _head_norm(c: DecoderConfig, heads: int, width: int, axis: str) -> Norm | None:
+    """Returns the norm of queries or keys of a width, if there is one."""
     norm = c.qk_norm_kind or c.norm
     match c.qk_norm:
         case None:
             return None
         case "head":
-            return Norm(norm, (c.head_dim,), (None,))
+            return Norm(norm, (width,), (None,))
         case "full":
-            return Norm(norm, (heads * c.head_dim,), (axis,))
+            return Norm(norm, (heads * width,), (axis,))
         case "per_head":
-            return Norm(norm, (heads, c.head_dim), (axis, None))
+            return Norm(norm, (heads, width), (axis, None))
 
 
 class DecoderLayer(nnx.Module):
@@ -186,9 +188,12 @@ class DecoderLayer(nnx.Module):
         self.attn = (LatentAttention(c, layer, rngs) if layer.latent is not None else Attention(c, layer, rngs)
                      if layer.recurrent is None else recurrent_block(c, layer.recurrent, rngs))
         self.attn_out = norm(block in ("post", "sandwich"))
-        self.mlp_in = norm(block in ("pre", "sandwich") or c.twin_norms)
-        self.mlp = MLP(c, rngs) if layer.experts is None else Mixture(c, layer.experts, rngs)
+        apart = layer.experts is not None and layer.experts.branch_norms
+        self.mlp_in = norm((block in ("pre", "sandwich") or c.twin_norms) and not apart)
+        self.mlp = MLP(c, rngs, layer.mlp) if layer.experts is None else Mixture(c, layer.experts, rngs)
         self.mlp_out = norm(block in ("post", "sandwich"))
+        self.inputs = LayerInput(c, rngs) if c.layer_inputs is not None else None
+        self.factor = Factor() if c.layer_scale else None
 
     def __call__(self, index: int, x: Array, tables: dict[Any, Any], attend: Attend,
                  keep: tuple[bool, bool] | Array = (True, True)) -> tuple[Array, Any]:
@@ -204,7 +209,16 @@ class DecoderLayer(nnx.Module):
             return x + scale * (branch + _kept(self.mlp, beside, keeps[1])), entry
         x = x + scale * branch
         inside = lambda x: _optional(self.mlp_out, self.mlp(_optional(self.mlp_in, x)))
-        return x + scale * _kept(inside, x, keeps[1]), entry
+        x = x + scale * _kept(inside, x, keeps[1])
+        return self._finished(index, x, tables, keeps[1]), entry
+
+    def _finished(self, index: int, x: Array, tables: dict[Any, Any], keep: bool | Array) -> Array:
+        """Returns the residual stream with what follows the MLP, in rows that keep it."""
+        if (self.inputs is None and self.factor is None) or keep is False:
+            return x
+        y = x if self.inputs is None else x + self.inputs(x, tables["inputs"][:, :, index])
+        y = y if self.factor is None else self.factor(y)
+        return y if keep is True else jnp.where(keep[:, None, None], y, x)
 
     def attention_half(self, index: int, x: Array, tables: dict[Any, Any],
                        attend: Attend) -> tuple[Array, Any]:
@@ -221,7 +235,7 @@ class DecoderLayer(nnx.Module):
 
     def values(self, x: Array) -> Array:
         """Returns only the attention's values, `f[B, W, G, d]`."""
-        assert isinstance(self.attn, Attention) and self.attn.v is not None
+        assert isinstance(self.attn, Attention)
         return self.attn._values(_optional(self.attn_in, x))
 
     def _attention(self, index: int, x: Array, tables: dict[Any, Any], attend: Attend,
@@ -246,10 +260,11 @@ class Decoder(nnx.Module):
         self.embed_norm = Norm(c.norm, (c.width,), ("embed",)) if c.embed_norm else None
         self.layers = nnx.Dict({str(i): DecoderLayer(c, layer, rngs) for i, layer in enumerate(c.layers)})
         self.norm = Norm(c.norm, (c.width,), ("embed",))
+        self.layer_inputs = LayerInputTable(c, rngs) if c.layer_inputs is not None else None
         self.lm_head = None if c.tied else Linear(rngs, (c.width, c.vocab), ("embed", "vocab"), c.head_bias)
 
     def __call__(self, x: Array, positions: Array, attend: Attend, context: int | None = None, keep: Keep | None = None,
-                 begun: PartialForward | None = None, near: Near | None = None
+                 begun: PartialForward | None = None, near: Near | None = None, inputs: Array | None = None
                  ) -> tuple[Array, tuple[Any, ...], tuple[Array, ...]]:
         """Runs the layers.
 
@@ -261,12 +276,13 @@ class Decoder(nnx.Module):
             keep: the parts of the layers that run; None: all.
             begun: the first layers, if they have already run.
             near: attention among the given tokens alone, for layers that use the attention weights of others.
+            inputs: those of all layers, from `LayerInputTable`, or None.
 
         Returns:
             Hidden states `f[B, W, D]` after the final norm, each layer's entry, and the residual stream `f[B, W, D]`
             after each layer.
         """
-        tables = self.tables(positions, context)
+        tables = self.tables(positions, context, inputs)
         entries, states = ([], []) if begun is None else (list(begun.entries), list(begun.layers))
         x = states[-1] if states else x
         echoes = None
@@ -322,6 +338,10 @@ class Decoder(nnx.Module):
             x = x + self.positions[...].at[positions + self.c.position_offset].get(mode="clip")
         return _optional(self.embed_norm, x)
 
+    def inputs(self, tokens: Array, x: Array, which: Array | None = None) -> Array | None:
+        """Returns the inputs of all layers, or None; see `LayerInputTable`."""
+        return None if self.layer_inputs is None else self.layer_inputs(tokens, x, which)
+
     def with_default_dtype(self, dtype: Any) -> Self:
         """Sets the dtype of activations for weights that are all packed, and returns the network."""
         self.default_dtype = dtype
@@ -336,13 +356,13 @@ class Decoder(nnx.Module):
                 return table.dtype
         return jnp.dtype(self.default_dtype)
 
-    def tables(self, positions: Array, context: int | None) -> dict[Any, Any]:
-        """Returns cosine and sine of each rotary embedding in the network, the factors of each query scale, and
-        the positions, as None."""
+    def tables(self, positions: Array, context: int | None, inputs: Array | None = None) -> dict[Any, Any]:
+        """Returns cosine and sine of each rotary embedding in the network, the factors of each query scale,
+        the positions, as None, and the layers' inputs, as "inputs"."""
         ropes = {layer.rope for layer in self.c.layers if layer.rope is not None}
         scales = {layer.query_scale for layer in self.c.layers if layer.query_scale is not None}
         return {rope: rope.table(positions, context) for rope in ropes} | {
-            scale: scale.table(positions) for scale in scales} | {None: positions}
+            scale: scale.table(positions) for scale in scales} | {None: positions, "inputs": inputs}
 
     def logits(self, hidden: Array) -> Array:
         """Returns logits `f32[..., V]` of hidden states `f[..., D]`."""

@@ -9,7 +9,7 @@ from jax import Array
 
 from decodax.models.config import DecoderConfig
 from decodax.models.experts import mix
-from decodax.models.layers import ACTIVATIONS, STD, Kernels, Linear
+from decodax.models.layers import ACTIVATIONS, STD, Kernels, Linear, Norm
 from decodax.models.routing import Experts, route
 
 
@@ -67,21 +67,28 @@ class Mixture(nnx.Module):
         self.down = Kernels(rngs, (e.count, e.width, c.width), narrow, STD / (2 * len(c.layers)) ** 0.5, e.bias)
         self.shared = MLP(c, rngs, e.shared, "shared_mlp") if e.shared else None
         self.shared_gate = Linear(rngs, (c.width, 1), ("embed", None), False) if e.shared_gate else None
+        self.expert_scale = nnx.Param(jnp.ones(e.count), axes=(None,)) if e.expert_scale else None
+        norm = lambda: Norm(c.norm, (c.width,), ("embed",)) if e.branch_norms else None
+        self.router_in, self.experts_in, self.shared_in, self.experts_out, self.shared_out = (norm() for _ in range(5))
 
     def __call__(self, x: Array) -> Array:
-        flat = x.reshape(-1, x.shape[-1])
+        flat, normed = x.reshape(-1, x.shape[-1]), lambda norm, y: y if norm is None else norm(y)
         # In float32: the choice must not depend on rounding to the weights' dtype.
-        logits = flat.astype(jnp.float32) @ self.router.kernel[...].astype(jnp.float32)
+        logits = normed(self.router_in, flat).astype(jnp.float32) @ self.router.kernel[...].astype(jnp.float32)
         if self.router.bias is not None:
             logits = logits + self.router.bias[...].astype(jnp.float32)
-        which, weights = route(logits, self.e, None if self.correction is None else self.correction[...])
+        which, weights = route(logits * self.e.logit_scale, self.e,
+                               None if self.correction is None else self.correction[...])
+        if self.expert_scale is not None:
+            weights = weights * self.expert_scale[...].astype(jnp.float32)[which]
         gate, up, down = (part.kernel.get_value() for part in (self.gate, self.up, self.down))
         biases = None if self.gate.bias is None or self.up.bias is None or self.down.bias is None else (
             self.gate.bias[...], self.up.bias[...], self.down.bias[...])
-        out = mix(flat, which, weights, gate, up, down, ACTIVATIONS[self.activation], biases, self.e.where == "input",
-                  self.e.glu)
+        out = mix(normed(self.experts_in, flat), which, weights, gate, up, down, ACTIVATIONS[self.activation],
+                  biases, self.e.where == "input", self.e.glu)
+        out = normed(self.experts_out, out)
         if self.shared is not None:
-            beside = self.shared(flat)
+            beside = normed(self.shared_out, self.shared(normed(self.shared_in, flat)))
             if self.shared_gate is not None:
                 beside = jax.nn.sigmoid(self.shared_gate(flat)) * beside
             out = out + beside

@@ -64,8 +64,8 @@ PATTERN = Kind("a whole number from 1 to 10,000, or a text of L and G",
 _KEYS: dict[Kind, str] = {
     TEXT: "model_type hidden_act hidden_activation activation_function activation_type rope_type type "
           "feed_forward_proj scoring_func topk_method",
-    FLAG: "attention_bias mlp_bias tie_word_embeddings use_sliding_window use_bidirectional_attention "
-          "use_parallel_residual use_qkv_bias use_qk_norm qk_layernorm scale_attn_weights "
+    FLAG: "attention_bias mlp_bias tie_word_embeddings use_sliding_window attention_k_eq_v enable_moe_block "
+          "use_double_wide_mlp use_parallel_residual use_qkv_bias use_qk_norm qk_layernorm scale_attn_weights "
           "scale_attn_by_inverse_layer_idx add_cross_attention truncate include_qkv_bias weight_tying input_emb_norm "
           "scale_logits multi_query_attention causal_attn norm_topk_prob scale_decoder_outputs use_bias use_conv_bias "
           "residual_in_fp32 alibi new_decoder_architecture multi_query parallel_attn enable_bias "
@@ -73,7 +73,7 @@ _KEYS: dict[Kind, str] = {
           "attention_out_bias attn_temperature_tuning lm_head_bias rope_interleave attn_output_gate "
           "linear_allow_neg_eigval",
     OBJECT: "rope_scaling rope_parameters text_config full_attention sliding_attention diffusion "
-            "dual_chunk_attention_config",
+            "dual_chunk_attention_config per_layer_config",
     NUMBER: "embedding_multiplier attention_multiplier residual_multiplier logit_scale mscale mscale_all_dim "
             "llama_4_scaling_beta attn_scale",
     POSITIVE: "rope_theta rope_local_base_freq query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping "
@@ -89,16 +89,18 @@ _KEYS: dict[Kind, str] = {
            "num_experts_per_tok num_heads d_kv n_groups state_size conv_kernel conv1d_width num_kv_heads rotary_dim "
            "n_group topk_group n_routed_experts moe_num_experts moe_k num_ln_in_parallel_attn linear_num_key_heads "
            "linear_num_value_heads linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim "
-           "qk_rope_head_dim qk_nope_head_dim v_head_dim index_n_heads index_head_dim",
+           "qk_rope_head_dim qk_nope_head_dim v_head_dim index_n_heads index_head_dim top_k_experts "
+           "num_global_key_value_heads global_head_dim",
     WIDTH: "hidden_size n_embd n_embed d_model word_embed_proj_dim lru_width kv_lora_rank q_lora_rank",
     ENTRIES: "vocab_size embedding_size intermediate_size n_inner mlp_hidden_size moe_intermediate_size d_ff "
              "ffn_dim ffn_hidden_size intermediate_size_mlp shared_expert_intermediate_size "
-             "relative_attention_num_buckets relative_attention_max_distance",
+             "relative_attention_num_buckets relative_attention_max_distance vocab_size_per_layer_input",
     POSITIONS: "max_position_embeddings n_positions max_sequence_length original_max_position_embeddings "
                "sliding_window sliding_window_size index_topk attention_window_size chunk_size seq_length "
                "attention_chunk_size",
     INDEX: "first_k_dense_replace n_shared_experts num_shared_experts moe_num_shared_experts moe_layer_start_index "
-           "max_window_layers local_size mask_token_id text_mask_token_id bd_size block_size",
+           "max_window_layers local_size mask_token_id text_mask_token_id bd_size block_size "
+           "num_kv_shared_layers hidden_size_per_layer_input",
     IDS: "eos_token_id bos_token_id pad_token_id",
     LAYER_TYPES: "layer_types",
     _list(_whole(0, 1), "0 and 1"): "no_rope_layers",
