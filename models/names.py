@@ -185,7 +185,7 @@ IGNORED = re.compile(r"(\.(attn|attention)\.(masked_)?bias|^h\.\d+\.attn\.(maske
 """Buffers in older files, which are recomputed and not loaded."""
 
 IMAGES = re.compile(r"^(model\.)?(vision_tower|vision_model|multi_modal_projector|mm_projector|visual|embed_vision"
-                    r"|audio_tower|embed_audio)\.")
+                    r"|vision_embedder|audio_tower|embed_audio)\.")
 """Tensors of the parts of multimodal models that read images or sound."""
 
 
