@@ -13,7 +13,7 @@ from decodax.cache import LinearRule
 from decodax.common.struct import short
 from decodax.models.latent.shape import Latent
 from decodax.models.recurrent.options import RecurrentBlocks
-from decodax.models.residual.options import LayerInputs
+from decodax.models.residual.options import LayerInputs, Streams
 from decodax.models.rope import Chunks, Rope
 from decodax.models.routing import Experts
 from decodax.pallas_kernels.window_attention import FixedBias
@@ -80,10 +80,10 @@ class Layer:
         recurrent: the recurrent block in place of attention, which has no other of these options but `experts` and
             `block`. None: attention.
         qk_norm: False leaves out the norm of queries and keys that `DecoderConfig.qk_norm` describes.
-        kv_heads: number of key/value heads of this layer; None: `DecoderConfig.kv_heads`.
-        head_dim: number of channels of a head in this layer; None: `DecoderConfig.head_dim`.
+        kv_heads, head_dim: number of key/value heads of this layer, and of channels of a head; None: as in the decoder.
         keys_as_values: True uses the projection of keys, before its norm and rotation, as values, too.
         mlp: number of inner channels of this layer's MLP; None: `DecoderConfig.mlp`.
+        sparsity: share of the inner channels of this layer's MLP that are 0 for a token, about; 0: all may count.
         sinks: True gives each query head a learned score that takes part in the softmax without a value, so that the
             weights of keys sum to less than one (GPT-OSS).
         latent: multi-head latent attention in place of keys and values for each head. It takes a rope, whose width is
@@ -108,6 +108,7 @@ class Layer:
     head_dim: int | None = None
     keys_as_values: bool = False
     mlp: int | None = None
+    sparsity: float = 0.0
     latent: Latent | None = None
     output_gate: bool = False
     block: Literal["pre", "post"] | None = None
@@ -120,6 +121,8 @@ class Layer:
         if self.recurrent is not None and dataclasses.replace(self, recurrent=None, experts=None, block=None) != Layer(
                 ):
             raise ValueError("recurrent: cannot be combined with options of attention")
+        if not 0 <= self.sparsity < 1:
+            raise ValueError(f"sparsity: got {self.sparsity}, takes a number from 0 and below 1")
         if self.sliding is not None and self.sliding < 1:
             raise ValueError(f"sliding: got {self.sliding}, takes 1 or more, or None")
         if self.linear is not None and (self.sliding is not None or self.scale is not None or self.reads is not None):
@@ -170,6 +173,7 @@ class DecoderConfig:
         attention_softcap, logit_softcap: `cap` in `cap * tanh(x / cap)` of attention scores and of logits (Gemma 2).
         embed_scale, residual_scale, logit_scale: factors of embeddings, of each residual branch, and of logits.
         layer_inputs: an embedding of its own of each token for every layer, or None.
+        streams: several residual streams, which take `layer_inputs` and "sandwich" blocks; None: one.
         layer_scale: True multiplies the residual stream after each layer by a learned number.
     """
 
@@ -210,6 +214,7 @@ class DecoderConfig:
     value_dim: int | None = None
     value_scale: float = 1.0
     layer_inputs: LayerInputs | None = None
+    streams: Streams | None = None
     layer_scale: bool = False
 
     def __post_init__(self) -> None:
@@ -246,6 +251,8 @@ class DecoderConfig:
             raise ValueError(f"twin_norms: got True with block {self.block!r}, takes block 'parallel'")
         if self.layer_inputs is not None and (self.activation == "xielu" or self.block == "parallel"):
             raise ValueError("layer_inputs: takes an activation without parameters, and no parallel blocks")
+        if self.streams is not None and (self.layer_inputs is None or self.layer_scale or self.block != "sandwich"):
+            raise ValueError("streams: takes layer_inputs and sandwich blocks, and no layer_scale")
         if self.tied and self.head_bias:
             raise ValueError("head_bias: got True, a tied head takes False")
         if self.latent and (self.latent < len(self.layers) or self.attention_softcap is not None

@@ -10,7 +10,7 @@ would copy each layer's weights on CPU. Norms, rotations and softmax are float32
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol, Self
 
 import jax
@@ -25,10 +25,11 @@ from decodax.models.dual_chunk import DualChunk
 from decodax.models.echoes import Echoes, Near
 from decodax.models.feed_forward import MLP, Mixture
 from decodax.models.latent.attention import LatentAttention
-from decodax.models.layers import STD, Linear, Norm, weight
+from decodax.models.layers import STD, Linear, Norm, head_norm, kept, weight
 from decodax.models.packed import Packed, embedded, head, multiply
 from decodax.models.recurrent.blocks import recurrent_block
 from decodax.models.residual.layer_inputs import Factor, LayerInput, LayerInputTable
+from decodax.models.residual.streams import LowRankPath, StreamEnds, StreamMixer
 from decodax.models.rope import rotate
 
 Keep = Sequence[tuple[bool, bool]] | Array
@@ -64,8 +65,8 @@ class Attention(nnx.Module):
         self.o = Linear(rngs, (c.heads * wide, c.width), ("heads", "embed"), c.out_bias,
                         STD / (2 * len(c.layers)) ** 0.5)
         self.gate = into(c.heads * wide, "heads") if layer.output_gate else None
-        self.q_norm = _head_norm(c, c.heads, width, "heads") if attends and layer.qk_norm else None
-        self.k_norm = _head_norm(c, groups, width, "kv_heads") if has_keys and layer.qk_norm else None
+        self.q_norm = head_norm(c, c.heads, width, "heads") if attends and layer.qk_norm else None
+        self.k_norm = head_norm(c, groups, width, "kv_heads") if has_keys and layer.qk_norm else None
         self.v_norm = Norm(c.value_norm, (wide,), (None,)) if own and c.value_norm is not None else None
         self.sinks = nnx.Param(jnp.zeros(c.heads), axes=("heads",)) if layer.sinks else None
         if rule is not None:
@@ -163,20 +164,6 @@ class Attention(nnx.Module):
         return turned(norm(self._split(self._clipped(y))))
 
 
-def _head_norm(c: DecoderConfig, heads: int, width: int, axis: str) -> Norm | None:
-    """Returns the norm of queries or keys of a width, if there is one."""
-    norm = c.qk_norm_kind or c.norm
-    match c.qk_norm:
-        case None:
-            return None
-        case "head":
-            return Norm(norm, (width,), (None,))
-        case "full":
-            return Norm(norm, (heads * width,), (axis,))
-        case "per_head":
-            return Norm(norm, (heads, width), (axis, None))
-
-
 class DecoderLayer(nnx.Module):
     """Attention and MLP, or experts, with norms as set by `DecoderConfig.block`."""
 
@@ -190,27 +177,43 @@ class DecoderLayer(nnx.Module):
         self.attn_out = norm(block in ("post", "sandwich"))
         apart = layer.experts is not None and layer.experts.branch_norms
         self.mlp_in = norm((block in ("pre", "sandwich") or c.twin_norms) and not apart)
-        self.mlp = MLP(c, rngs, layer.mlp) if layer.experts is None else Mixture(c, layer.experts, rngs)
+        self.mlp = (MLP(c, rngs, layer.mlp, sparsity=layer.sparsity) if layer.experts is None else
+                    Mixture(c, layer.experts, rngs))
         self.mlp_out = norm(block in ("post", "sandwich"))
         self.inputs = LayerInput(c, rngs) if c.layer_inputs is not None else None
         self.factor = Factor() if c.layer_scale else None
+        self.streams = StreamMixer(c, rngs) if c.streams is not None else None
+        self.beside = LowRankPath(c, rngs, c.streams.rank) if c.streams is not None else None
 
     def __call__(self, index: int, x: Array, tables: dict[Any, Any], attend: Attend,
                  keep: tuple[bool, bool] | Array = (True, True)) -> tuple[Array, Any]:
         if isinstance(keep, Array) and keep.ndim == 1:
-            after, entry = _kept(lambda x: self(index, x, tables, attend), x, keep)
+            after, entry = kept(lambda x: self(index, x, tables, attend), x, keep)
             return jnp.where(keep[:, None, None], after, x), entry
+        if self.streams is not None and self.inputs is not None:
+            x = self.streams.predicted(x)
+            active, entry = self._block(index, x[:, :, self.streams.options.active], tables, attend, keep)
+            x = self.streams.corrected(x, active)
+            more = self.inputs(self.streams.scaled(x), tables["inputs"][:, :, index])
+            return x.at[:, :, 1:].add(more[:, :, None]), entry
+        x, entry = self._block(index, x, tables, attend, keep)
+        return self._finished(index, x, tables, keep[:, 1] if isinstance(keep, Array) else keep[1]), entry
+
+    def _block(self, index: int, x: Array, tables: dict[Any, Any], attend: Attend,
+               keep: tuple[bool, bool] | Array) -> tuple[Array, Any]:
+        """Returns the residual stream after attention and MLP, and the layer's entry."""
         scale = self.c.residual_scale
         keeps = (keep[:, 0], keep[:, 1]) if isinstance(keep, Array) else keep
         normed = _optional(self.attn_in, x)
         branch, entry = self._attention(index, normed, tables, attend, keeps[0])
         if self.c.block == "parallel":
             beside = self.mlp_in(x) if self.mlp_in is not None else normed
-            return x + scale * (branch + _kept(self.mlp, beside, keeps[1])), entry
+            return x + scale * (branch + kept(self.mlp, beside, keeps[1])), entry
         x = x + scale * branch
+        if self.beside is not None:
+            x = (x + self.beside(normed)) * 2 ** -0.5
         inside = lambda x: _optional(self.mlp_out, self.mlp(_optional(self.mlp_in, x)))
-        x = x + scale * _kept(inside, x, keeps[1])
-        return self._finished(index, x, tables, keeps[1]), entry
+        return x + scale * kept(inside, x, keeps[1]), entry
 
     def _finished(self, index: int, x: Array, tables: dict[Any, Any], keep: bool | Array) -> Array:
         """Returns the residual stream with what follows the MLP, in rows that keep it."""
@@ -246,7 +249,7 @@ class DecoderLayer(nnx.Module):
 
         if keep is False:
             return jnp.zeros_like(x), ()
-        return _kept(inside, x, keep)
+        return kept(inside, x, keep)
 
 
 class Decoder(nnx.Module):
@@ -261,6 +264,7 @@ class Decoder(nnx.Module):
         self.layers = nnx.Dict({str(i): DecoderLayer(c, layer, rngs) for i, layer in enumerate(c.layers)})
         self.norm = Norm(c.norm, (c.width,), ("embed",))
         self.layer_inputs = LayerInputTable(c, rngs) if c.layer_inputs is not None else None
+        self.streams = StreamEnds(c, rngs) if c.streams is not None else None
         self.lm_head = None if c.tied else Linear(rngs, (c.width, c.vocab), ("embed", "vocab"), c.head_bias)
 
     def __call__(self, x: Array, positions: Array, attend: Attend, context: int | None = None, keep: Keep | None = None,
@@ -286,22 +290,25 @@ class Decoder(nnx.Module):
         entries, states = ([], []) if begun is None else (list(begun.entries), list(begun.layers))
         x = states[-1] if states else x
         echoes = None
-        if self.c.shared:
+        if self.c.shared or self.streams is not None:
             if keep is not None or begun is not None:
-                raise ValueError("layers: some read the keys and values of others, so none can be left out")
+                raise ValueError("layers: some read the keys and values of others, or there are several residual "
+                                 "streams, so none can be left out")
             if self.c.echoed:
                 assert near is not None
                 attend = echoes = Echoes(self.c, attend, near)
-            else:
+            elif self.c.shared:
                 attend = self._sharing(attend)
+        x = x if self.streams is None else self.streams.split(x)
         for i in range(len(states), len(self.c.layers)):
             own = (True, True) if keep is None else keep[:, i] if isinstance(keep, Array) else keep[i]
             x, entry = self.layers[str(i)](i, x, tables, attend, own)
             if i in self.c.own:
                 entries.append(entry)
-            states.append(x)
+            states.append(x if self.c.streams is None else x[:, :, self.c.streams.active])
         if echoes is not None:
             entries = echoes.entries(entries)
+        x = x if self.streams is None else self.streams.join(x)
         return self.norm(x), tuple(entries), tuple(states)
 
     def _sharing(self, attend: Attend) -> Attend:
@@ -378,16 +385,3 @@ class Decoder(nnx.Module):
 
 def _optional(norm: Norm | None, x: Array) -> Array:
     return x if norm is None else norm(x)
-
-
-def _kept(inside: Callable[[Array], Any], x: Array, keep: bool | Array) -> Any:
-    """Returns `inside(x)`, with zeros for the rows where `keep` is False: a bool for all rows, or `bool[B or 1]`."""
-    if keep is True:
-        return inside(x)
-    zeros = jax.tree.map(lambda y: jnp.zeros(y.shape, y.dtype), jax.eval_shape(inside, x))
-    if keep is False:
-        return zeros
-    y = jax.lax.cond(keep.any(), lambda: inside(x), lambda: zeros)
-    if keep.shape[0] == 1:
-        return y
-    return jax.tree.map(lambda a, b: jnp.where(keep.reshape(-1, *[1] * (a.ndim - 1)), a, b), y, zeros)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -40,10 +42,13 @@ class MLP(nnx.Module):
         rngs: for random weights.
         width: the inner width; None: `c.mlp`.
         axis: name of the axis of the inner width.
+        sparsity: the gate of a token is 0 below this quantile of a normal distribution with the mean and the standard
+            deviation of its channels, which is subtracted from it above (Gemma 3n); 0: the gate as it is.
     """
 
-    def __init__(self, c: DecoderConfig, rngs: nnx.Rngs, width: int | None = None, axis: str = "mlp"):
-        self.activation, width = c.activation, width or c.mlp
+    def __init__(self, c: DecoderConfig, rngs: nnx.Rngs, width: int | None = None, axis: str = "mlp",
+                 sparsity: float = 0.0):
+        self.activation, self.sparsity, width = c.activation, sparsity, width or c.mlp
         into = lambda: Linear(rngs, (c.width, width), ("embed", axis), c.mlp_bias)
         self.gate = into() if c.gated else None
         self.up = into()
@@ -52,7 +57,13 @@ class MLP(nnx.Module):
 
     def __call__(self, x: Array) -> Array:
         act = ACTIVATIONS[self.activation] if self.act is None else self.act
-        return self.down(act(self.up(x)) if self.gate is None else act(self.gate(x)) * self.up(x))
+        if self.gate is None:
+            return self.down(act(self.up(x)))
+        gate = self.gate(x)
+        if self.sparsity:
+            at = statistics.NormalDist().inv_cdf(self.sparsity)
+            gate = jax.nn.relu(gate - gate.mean(-1, keepdims=True) - at * gate.std(-1, keepdims=True))
+        return self.down(act(gate) * self.up(x))
 
 
 class Mixture(nnx.Module):

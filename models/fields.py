@@ -65,7 +65,8 @@ _KEYS: dict[Kind, str] = {
     TEXT: "model_type hidden_act hidden_activation activation_function activation_type rope_type type "
           "feed_forward_proj scoring_func topk_method",
     FLAG: "attention_bias mlp_bias tie_word_embeddings use_sliding_window attention_k_eq_v enable_moe_block "
-          "use_double_wide_mlp use_parallel_residual use_qkv_bias use_qk_norm qk_layernorm scale_attn_weights "
+          "use_double_wide_mlp altup_correct_scale use_parallel_residual use_qkv_bias use_qk_norm qk_layernorm "
+          "scale_attn_weights "
           "scale_attn_by_inverse_layer_idx add_cross_attention truncate include_qkv_bias weight_tying input_emb_norm "
           "scale_logits multi_query_attention causal_attn norm_topk_prob scale_decoder_outputs use_bias use_conv_bias "
           "residual_in_fp32 alibi new_decoder_architecture multi_query parallel_attn enable_bias "
@@ -90,8 +91,8 @@ _KEYS: dict[Kind, str] = {
            "n_group topk_group n_routed_experts moe_num_experts moe_k num_ln_in_parallel_attn linear_num_key_heads "
            "linear_num_value_heads linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim "
            "qk_rope_head_dim qk_nope_head_dim v_head_dim index_n_heads index_head_dim top_k_experts "
-           "num_global_key_value_heads global_head_dim",
-    WIDTH: "hidden_size n_embd n_embed d_model word_embed_proj_dim lru_width kv_lora_rank q_lora_rank",
+           "num_global_key_value_heads global_head_dim altup_num_inputs",
+    WIDTH: "hidden_size n_embd n_embed d_model word_embed_proj_dim lru_width kv_lora_rank q_lora_rank laurel_rank",
     ENTRIES: "vocab_size embedding_size intermediate_size n_inner mlp_hidden_size moe_intermediate_size d_ff "
              "ffn_dim ffn_hidden_size intermediate_size_mlp shared_expert_intermediate_size "
              "relative_attention_num_buckets relative_attention_max_distance vocab_size_per_layer_input",
@@ -100,7 +101,7 @@ _KEYS: dict[Kind, str] = {
                "attention_chunk_size",
     INDEX: "first_k_dense_replace n_shared_experts num_shared_experts moe_num_shared_experts moe_layer_start_index "
            "max_window_layers local_size mask_token_id text_mask_token_id bd_size block_size "
-           "num_kv_shared_layers hidden_size_per_layer_input",
+           "num_kv_shared_layers hidden_size_per_layer_input altup_active_idx",
     IDS: "eos_token_id bos_token_id pad_token_id",
     LAYER_TYPES: "layer_types",
     _list(_whole(0, 1), "0 and 1"): "no_rope_layers",
@@ -108,9 +109,15 @@ _KEYS: dict[Kind, str] = {
     _list(Kind("", lambda x: x in ("recurrent", "attention")), "'recurrent' and 'attention'"): "block_types",
     _list(Kind("", lambda x: x in ("dense", "sparse")), "'dense' and 'sparse'"): "mlp_layer_types",
     _list(POSITIVE, "numbers above 0"): "short_factor long_factor",
+    _list(_number("", lambda x: 0 <= x < 1), "numbers from 0 and below 1"): "activation_sparsity_pattern",
 }
 KINDS = {key: kind for kind, keys in _KEYS.items() for key in keys.split()}
 """Kind by key, also for nested objects. Entries that are not listed are not checked."""
+
+OWN = {("gemma3n_text", "intermediate_size"): Kind(
+    f"{ENTRIES.takes}, or a list of them", lambda x: ENTRIES.fits(x) or (
+        isinstance(x, list) and x != [] and all(ENTRIES.fits(y) for y in x)))}
+"""Kind of entries that differ in a family, by `model_type` and key."""
 
 NESTED = ("rope_scaling", "rope_parameters", "full_attention", "sliding_attention", "text_config",
           "dual_chunk_attention_config")
@@ -147,7 +154,7 @@ def checked(c: Mapping[str, Any], inside: str = "") -> dict[str, Any]:
             if key in OFF:
                 found[key] = None
             continue
-        kind = KINDS.get(key)
+        kind = OWN.get((str(c.get("model_type")), key), KINDS.get(key))
         if kind is not None and not kind.fits(value):
             shown = repr(value)
             shown = shown if len(shown) < 80 else f"{shown[:76]} ..."

@@ -1,4 +1,4 @@
-"""Gemma 1 to 4, and RecurrentGemma."""
+"""Gemma 1 to 4, Gemma 3n, and RecurrentGemma."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from decodax.models.reading import (
     read_shape,
 )
 from decodax.models.recurrent.options import RgLru
-from decodax.models.residual.options import LayerInputs
+from decodax.models.residual.options import LayerInputs, Streams
 from decodax.models.rope import Rope
 
 
@@ -193,7 +193,49 @@ def _gemma4_unified(c: Json) -> DecoderConfig:
     return _gemma4({"sliding_window": 1024, "max_position_embeddings": 262_144, "hidden_size_per_layer_input": 0, **c})
 
 
+def _gemma3n(c: Json) -> DecoderConfig:
+    c = {**GEMMA3N, **c}
+    count, bias, width = c["num_hidden_layers"], c.get("attention_bias", False), c["hidden_size_per_layer_input"]
+    several = c["intermediate_size"] if isinstance(c["intermediate_size"], list) else [c["intermediate_size"]] * count
+    sparse = c.get("activation_sparsity_pattern") or [0.95 if i < 10 < count else 0.0 for i in range(count)]
+    for key, found in (("intermediate_size", several), ("activation_sparsity_pattern", sparse)):
+        if len(found) != count:
+            raise ValueError(f"{key}: got {len(found)} entries for num_hidden_layers = {count}")
+    if not width:
+        raise ValueError("hidden_size_per_layer_input: got 0, takes 1 or more")
+    try:
+        streams = Streams(c["altup_num_inputs"], c["altup_active_idx"], c["altup_correct_scale"], c["laurel_rank"])
+    except ValueError as e:
+        raise ValueError(f"altup_num_inputs, altup_active_idx: {e}") from None
+    norm = NormConfig(eps=c.get("rms_norm_eps", 1e-6))
+    shape = read_shape(
+        {**c, "intermediate_size": max(several)}, norm=norm, block="sandwich", qkv_bias=bias, out_bias=bias,
+        activation=read_activation(c, "hidden_activation", "gelu_pytorch_tanh"), embed_scale=c["hidden_size"] ** 0.5,
+        tied=c.get("tie_word_embeddings", True), qk_norm="head", value_norm=dataclasses.replace(norm, scaled=False),
+        logit_softcap=c["final_logit_softcapping"], streams=streams,
+        layer_inputs=LayerInputs(width, c["vocab_size_per_layer_input"]))
+    kinds = _kinds(c, lambda i: (i + 1) % 5 == 0)
+    old = {"full_attention": {"rope_theta": c.get("rope_theta", 1e6), **c.get("rope_scaling", {})},
+           "sliding_attention": {"rope_theta": c.get("rope_local_base_freq", 1e4)}}
+    ropes = {kind: read_rope({"rope_parameters": {**old[kind], **c.get("rope_parameters", {}).get(kind, {})}}, shape)
+             for kind in old}
+    layers = tuple(Layer(
+        rope=ropes[kind], sliding=c["sliding_window"] if kind == "sliding_attention" else None, scale=1.0, reads=source,
+        mlp=None if wide == shape["mlp"] else wide, sparsity=share)
+        for kind, source, wide, share in zip(kinds, _shared(c, kinds), several, sparse, strict=True))
+    return DecoderConfig(layers=layers, **shape)
+
+
+GEMMA3N: dict[str, Any] = {
+    "vocab_size": 262_400, "hidden_size": 2048, "intermediate_size": 16_384, "num_hidden_layers": 35,
+    "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256, "max_position_embeddings": 32_768,
+    "sliding_window": 512, "final_logit_softcapping": 30.0, "num_kv_shared_layers": 15,
+    "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262_144, "altup_num_inputs": 4,
+    "altup_active_idx": 0, "altup_correct_scale": True, "laurel_rank": 64}
+"""Defaults of Gemma 3n."""
+
+
 FAMILIES: dict[str, Callable[[Json], DecoderConfig]] = {
-    "gemma": _gemma, "gemma2": _gemma2, "gemma3_text": _gemma3, "gemma4_text": _gemma4,
+    "gemma": _gemma, "gemma2": _gemma2, "gemma3_text": _gemma3, "gemma3n_text": _gemma3n, "gemma4_text": _gemma4,
     "gemma4_unified_text": _gemma4_unified, "recurrent_gemma": _recurrent_gemma,
 }

@@ -25,4 +25,15 @@ GEMMA4: dict[str, Any] = {
               "mlp.expert_scale": "router.per_expert_scale"},
     "outside": OUTSIDE}
 
-NAMES: dict[str, dict[str, Any]] = {"gemma4_text": GEMMA4, "gemma4_unified_text": GEMMA4}
+GEMMA3N: dict[str, Any] = {
+    "layer": {**GEMMA, **{f"streams.{ours}": f"altup.{theirs}" for ours, theirs in (
+                  ("router", "modality_router"), ("router_norm", "router_norm"), ("predict", "prediction_coefs"),
+                  ("correct", "correction_coefs"))},
+              **{f"beside.{ours}": f"laurel.{theirs}" for ours, theirs in (
+                  ("narrow", "linear_left"), ("widen", "linear_right"), ("norm", "post_laurel_norm"))}},
+    "extra": {"streams.scale": "altup.correct_output_scale"},
+    "outside": {**OUTSIDE, **{f"streams.{ours}.{i}.kernel": f"{theirs}.{i}.weight"
+                              for i in range(64) for ours, theirs in (
+                                  ("into", "altup_projections"), ("out", "altup_unembed_projections"))}}}
+
+NAMES: dict[str, dict[str, Any]] = {"gemma4_text": GEMMA4, "gemma4_unified_text": GEMMA4, "gemma3n_text": GEMMA3N}

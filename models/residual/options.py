@@ -6,6 +6,28 @@ import dataclasses
 
 
 @dataclasses.dataclass(frozen=True)
+class Streams:
+    """Options of several residual streams. See `decodax.models.residual.streams`.
+
+    Attributes:
+        count: number of streams `n`.
+        active: index of the stream that goes through attention and MLP.
+        scaled: True multiplies the active stream by a learned scale before a layer's input is taken from it.
+        rank: number of inner channels of a learned path beside attention.
+    """
+
+    count: int
+    active: int = 0
+    scaled: bool = True
+    rank: int = 64
+
+    def __post_init__(self) -> None:
+        if self.count < 2 or not 0 <= self.active < self.count or self.rank < 1:
+            raise ValueError(f"count: got {self.count} streams with the active one {self.active} and a path of rank "
+                             f"{self.rank}, takes 2 or more, one of them, and 1 or more")
+
+
+@dataclasses.dataclass(frozen=True)
 class LayerInputs:
     """Options of per-layer embeddings. See `decodax.models.residual.layer_inputs`.
 

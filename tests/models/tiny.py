@@ -178,6 +178,12 @@ CASES: dict[str, tuple[str, dict[str, Any], int | None]] = {
     "olmo-hybrid": ("olmo_hybrid", DELTA, None),
     "gemma4": ("gemma4_text", {**GEMMA4, "num_kv_shared_layers": 2, "use_double_wide_mlp": True,
                                "hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": 97}, None),
+    "gemma3n": ("gemma3n_text", {
+        **SMALL_WINDOW, "head_dim": 16, "num_hidden_layers": 4, "intermediate_size": [48, 40, 48, 48],
+        "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": 90, "altup_num_inputs": 3,
+        "altup_active_idx": 1, "laurel_rank": 5, "activation_sparsity_pattern": [0.6, 0.0, 0.0, 0.9],
+        "final_logit_softcapping": 2.0}, None),
     "gemma4-moe": ("gemma4_text", {**GEMMA4, "num_hidden_layers": 3, "layer_types": GEMMA4["layer_types"][1:],
                                    "hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "attention_bias": True,
                                    "num_global_key_value_heads": 1, "enable_moe_block": True, "num_experts": 4,

@@ -90,7 +90,7 @@ def test_released_and_newer_entries_describe_one_model() -> None:
     ({"per_layer_config": {"1": {"head_dim": "4"}}}, "per_layer_config.1.head_dim: got '4', takes a whole number"),
     ({"per_layer_config": {"1": {"head_dim": 4}}}, r"per_layer_config: got head_dim \[4, 8\] for layers of type full_"),
     ({"enable_moe_block": True}, "config.json of a gemma4_text model lacks 'num_experts'"),
-    ({"model_type": "gemma4_unified_text", "hidden_size_per_layer_input": 4}, "hidden_size_per_layer_input: got 4, whic"),
+    ({"model_type": "gemma4_unified_text", "hidden_size_per_layer_input": 4}, "hidden_size_per_layer_input: got 4"),
     ({"layer_types": ["chunked_attention"] * 4}, "layer_types: got .*takes 'full_attention' or 'sliding_attention'"),
 ])
 def test_other_entries_are_refused(entries: dict[str, Any], message: str) -> None:
