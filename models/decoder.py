@@ -28,7 +28,7 @@ from decodax.models.latent.attention import LatentAttention
 from decodax.models.layers import STD, Linear, Norm, head_norm, kept, weight
 from decodax.models.packed import Packed, embedded, head, multiply
 from decodax.models.recurrent.blocks import recurrent_block
-from decodax.models.residual.layer_inputs import Factor, LayerInput, LayerInputTable
+from decodax.models.residual.layer_inputs import LayerFactor, LayerInput, LayerInputTable
 from decodax.models.residual.streams import LowRankPath, StreamEnds, StreamMixer
 from decodax.models.rope import rotate
 
@@ -181,7 +181,7 @@ class DecoderLayer(nnx.Module):
                     Mixture(c, layer.experts, rngs))
         self.mlp_out = norm(block in ("post", "sandwich"))
         self.inputs = LayerInput(c, rngs) if c.layer_inputs is not None else None
-        self.factor = Factor() if c.layer_scale else None
+        self.factor = LayerFactor() if c.layer_scale else None
         self.streams = StreamMixer(c, rngs) if c.streams is not None else None
         self.beside = LowRankPath(c, rngs, c.streams.rank) if c.streams is not None else None
 
@@ -292,8 +292,9 @@ class Decoder(nnx.Module):
         echoes = None
         if self.c.shared or self.streams is not None:
             if keep is not None or begun is not None:
-                raise ValueError("layers: some read the keys and values of others, or there are several residual "
-                                 "streams, so none can be left out")
+                why = ("some read the keys and values of others" if self.c.shared else
+                       "they have several residual streams")
+                raise ValueError(f"layers: {why}, so none can be left out")
             if self.c.echoed:
                 assert near is not None
                 attend = echoes = Echoes(self.c, attend, near)

@@ -200,9 +200,11 @@ class Transformer(LayeredModel):
         return x, run
 
     def _apart(self) -> None:
-        if self.config.shared or self.config.streams is not None:
-            raise ValueError("layers: some read the keys and values of others or repeat their attention, or there are "
-                             "several residual streams, so they cannot run one by one")
+        if self.config.shared:
+            raise ValueError("layers: some read the keys and values of others, or repeat their attention, so they "
+                             "cannot run one by one")
+        if self.config.streams is not None:
+            raise ValueError("layers: they have several residual streams, so they cannot run one by one")
         if self.config.stateful:
             raise ValueError("layers: some have linear attention or a recurrent block, so they cannot run one by one")
 

@@ -59,7 +59,7 @@ class LayerInput(nnx.Module):
         return self.norm(self.widen(ACTIVATIONS[self.activation](self.narrow(x)) * own))
 
 
-class Factor(nnx.Module):
+class LayerFactor(nnx.Module):
     """A learned factor of the residual stream."""
 
     def __init__(self) -> None:
