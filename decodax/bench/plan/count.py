@@ -250,7 +250,7 @@ def count(s: Setup) -> DeviceCounts:
 
     cached = local(s.state.cache) if s.algorithm.traits.caches else 0
     host = local(s.state.cache.layout.hosted) if s.algorithm.traits.caches else 0
-    stored = dict(zip(c.attending, kv_layers(c, None), strict=True))
+    stored: dict[int, KVLayer] = dict(zip(c.attending, kv_layers(c, None), strict=True))
     usual = stored[c.attending[0]] if c.attending else KVLayer(c.kv_heads, c.head_dim)
     # A layer that attends to the keys and values of another one reads them again, but stores and writes nothing.
     shapes = [stored.get(i if layer.reads is None else layer.reads, usual) for i, layer in _layers(model)]
