@@ -177,7 +177,7 @@ CASES: dict[str, tuple[str, dict[str, Any], int | None]] = {
                                          "layer_types": DELTA["layer_types"][:2]}, None),
     "olmo-hybrid": ("olmo_hybrid", DELTA, None),
     "gemma4": ("gemma4_text", {**GEMMA4, "num_kv_shared_layers": 2, "use_double_wide_mlp": True,
-                               "hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": 97}, None),
+                               "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 97}, None),
     "gemma3n": ("gemma3n_text", {
         **SMALL_WINDOW, "head_dim": 16, "num_hidden_layers": 4, "intermediate_size": [48, 40, 48, 48],
         "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2,

@@ -78,11 +78,11 @@ def test_other_entries_are_refused(entries: dict[str, Any], message: str) -> Non
 def test_methods_that_run_some_layers_are_refused() -> None:
     entries = {**ENTRIES, "num_kv_shared_layers": 0}
     model = Transformer(read_config(entries))
-    lm = dx.LM(model=model, params=model.init_params(jax.random.key(0)), vocab_size=97)
+    params, tokens = model.abstract_params(), jax.ShapeDtypeStruct((1, 3), "int32")
     with pytest.raises(ValueError, match="they have several residual streams, so they cannot run one by one"):
-        model.pieces(lm.params)
+        model.pieces(params)
     with pytest.raises(ValueError, match="they have several residual streams, so none can be left out"):
-        dx.generate(lm, [[1, 2]], max_new_tokens=2, algorithm=dx.Speculative(dx.drafts.LayerSkip(lm, skip=(1,))))
+        jax.eval_shape(lambda p, t: model.features(p, t, keep=[(True, True)] * 3 + [(False, False)])[0], params, tokens)
 
 
 def test_lists_of_widths_are_of_gemma_3n_alone() -> None:
