@@ -163,7 +163,8 @@ def _shared(c: Json, kinds: list[str]) -> list[int | None]:
     last = {kind: i for i, kind in enumerate(kinds[:max(first, 0)])}
     if missing := set(kinds) - last.keys():
         raise ValueError(f"num_kv_shared_layers: got {c['num_kv_shared_layers']}, which leaves no layer of type "
-                         f"{min(missing)} with keys and values of its own")
+                         f"{min(missing)} (layer_types) with keys and values of its own among num_hidden_layers = "
+                         f"{len(kinds)}")
     return [last[kind] if i >= first else None for i, kind in enumerate(kinds)]
 
 
