@@ -36,10 +36,13 @@ def _mixtures(field: str) -> Callable[[DecoderConfig, Any], bool]:
 
 SHOWN: dict[str, Callable[[DecoderConfig, Any], bool]] = {
     "alibi": lambda d, value: any(layer.bias is not None for layer in d.layers),
+    "altup_num_inputs": lambda d, value: d.streams is not None and d.streams.count == value,
+    "attention_k_eq_v": lambda d, value: any(layer.keys_as_values for layer in d.layers),
     "attn_logit_softcapping": lambda d, value: d.attention_softcap == value,
     "attn_output_gate": lambda d, value: any(layer.output_gate for layer in d.layers),
     "clip_qkv": lambda d, value: d.qkv_clip == value,
     "embedding_multiplier": lambda d, value: d.embed_scale == value,
+    "enable_moe_block": lambda d, value: any(layer.experts is not None for layer in d.layers),
     "hidden_size_per_layer_input": lambda d, value: d.layer_inputs is not None and d.layer_inputs.width == value,
     "index_topk": lambda d, value: all(layer.latent is not None and layer.latent.indexer is not None
                                        and layer.latent.indexer.top == value for layer in d.layers),
