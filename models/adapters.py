@@ -161,11 +161,13 @@ def read(directory: str | os.PathLike[str], model: Transformer, family: str = "l
     except ValueError as error:
         raise ValueError(f"{root / CONFIG}: {error}") from None
     names = FAMILY_NAMES.get(family, Names(LLAMA))
-    paths = {f"{names.layers}.{i}.{module}": path for path, (i, module) in _modules(model.config, names).items()}
-    fused = {names.layer[member] for group in names.fused for member in group}
+    shapes = flatten(model.abstract_params())
+    paths = {f"{names.layers}.{i}.{module}": path for path, (i, module) in _modules(model.config, names).items()
+             if f"{path}.kernel" in shapes}
+    # The dense layers of a mixture may have separate tensors where its experts have one.
+    fused = {names.layer[group[0]] for group in names.fused if len({names.layer[member] for member in group}) == 1}
     made: Adapter = {}
     adapted: dict[str, str] = {}
-    shapes = flatten(model.abstract_params())
     for tensor in sorted(tensors):
         found = re.fullmatch(
             rf"((?:.*?\.)?)({re.escape(names.layers)}\.\d+\..+?)\.lora_(A|B)(?:\.default)?\.weight", unwrapped(tensor))

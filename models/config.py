@@ -13,6 +13,7 @@ from decodax.cache import LinearRule
 from decodax.common.struct import short
 from decodax.models.latent.shape import Latent
 from decodax.models.recurrent.options import RecurrentBlocks
+from decodax.models.residual.options import LayerInputs, Streams
 from decodax.models.rope import Chunks, Rope
 from decodax.models.routing import Experts
 from decodax.pallas_kernels.window_attention import FixedBias
@@ -79,7 +80,10 @@ class Layer:
         recurrent: the recurrent block in place of attention, which has no other of these options but `experts` and
             `block`. None: attention.
         qk_norm: False leaves out the norm of queries and keys that `DecoderConfig.qk_norm` describes.
-        kv_heads: number of key/value heads of this layer; None: `DecoderConfig.kv_heads`.
+        kv_heads, head_dim: number of key/value heads of this layer, and of channels of a head; None: as in the decoder.
+        keys_as_values: True uses the projection of keys, before its norm and rotation, as values, too.
+        mlp: number of inner channels of this layer's MLP; None: `DecoderConfig.mlp`.
+        sparsity: share of the inner channels of this layer's MLP that are 0 for a token, about; 0: all may count.
         sinks: True gives each query head a learned score that takes part in the softmax without a value, so that the
             weights of keys sum to less than one (GPT-OSS).
         latent: multi-head latent attention in place of keys and values for each head. It takes a rope, whose width is
@@ -101,6 +105,10 @@ class Layer:
     recurrent: RecurrentBlocks | None = None
     sinks: bool = False
     kv_heads: int | None = None
+    head_dim: int | None = None
+    keys_as_values: bool = False
+    mlp: int | None = None
+    sparsity: float = 0.0
     latent: Latent | None = None
     output_gate: bool = False
     block: Literal["pre", "post"] | None = None
@@ -113,6 +121,8 @@ class Layer:
         if self.recurrent is not None and dataclasses.replace(self, recurrent=None, experts=None, block=None) != Layer(
                 ):
             raise ValueError("recurrent: cannot be combined with options of attention")
+        if not 0 <= self.sparsity < 1:
+            raise ValueError(f"sparsity: got {self.sparsity}, takes a number from 0 and below 1")
         if self.sliding is not None and self.sliding < 1:
             raise ValueError(f"sliding: got {self.sliding}, takes 1 or more, or None")
         if self.linear is not None and (self.sliding is not None or self.scale is not None or self.reads is not None):
@@ -150,6 +160,7 @@ class DecoderConfig:
             all heads together ("full"), over each head with its own scale ("per_head"), or None.
         qk_norm_kind: options of that norm; None: those of `norm`.
         qk_norm_after: True applies that norm after rotation.
+        value_norm: norm of each head's values, with one scale for all heads if it has one; None: none.
         activation: activation function of the MLP.
         gated: True: the MLP is `down(act(gate(x)) * up(x))`; False: `down(act(up(x)))`.
         qkv_bias, out_bias, mlp_bias: True adds biases to these projections.
@@ -161,6 +172,9 @@ class DecoderConfig:
         head_bias: True adds a bias to an output head that is not tied.
         attention_softcap, logit_softcap: `cap` in `cap * tanh(x / cap)` of attention scores and of logits (Gemma 2).
         embed_scale, residual_scale, logit_scale: factors of embeddings, of each residual branch, and of logits.
+        layer_inputs: an embedding of its own of each token for every layer, or None.
+        streams: several residual streams, which take `layer_inputs` and "sandwich" blocks; None: one.
+        layer_scale: True multiplies the residual stream after each layer by a learned number.
     """
 
     __repr__ = short
@@ -179,6 +193,7 @@ class DecoderConfig:
     qk_norm: Literal["head", "full", "per_head"] | None = None
     qk_norm_kind: NormConfig | None = None
     qk_norm_after: bool = False
+    value_norm: NormConfig | None = None
     activation: Activation = "silu"
     gated: bool = True
     qkv_bias: bool = False
@@ -198,6 +213,9 @@ class DecoderConfig:
     value_heads: int | None = None
     value_dim: int | None = None
     value_scale: float = 1.0
+    layer_inputs: LayerInputs | None = None
+    streams: Streams | None = None
+    layer_scale: bool = False
 
     def __post_init__(self) -> None:
         for name in ("vocab", "width", "heads", "kv_heads", "head_dim", "mlp", "context"):
@@ -211,10 +229,14 @@ class DecoderConfig:
                                              or self.heads % self.value_heads):
             raise ValueError(f"value_heads: got {self.value_heads}, takes a multiple of kv_heads = {self.kv_heads} "
                              f"that divides heads = {self.heads}")
-        if (self.value_dim is not None or any(layer.kv_heads for layer in self.layers)) and (
-                self.shared or self.stateful or self.value_heads is not None or self.qk_norm in ("full", "per_head")):
-            raise ValueError("value_dim, kv_heads of a layer: take layers with keys and values of their own, no "
-                             "value_heads, and norms of queries and keys of single heads")
+        if (self.value_dim is not None or any(layer.kv_heads or layer.head_dim for layer in self.layers)) and (
+                self.echoed or self.stateful or self.value_heads is not None or self.qk_norm in ("full", "per_head")):
+            raise ValueError("value_dim, kv_heads or head_dim of a layer: take layers with attention weights of their "
+                             "own, no value_heads, and norms of queries and keys of single heads")
+        if any(layer.keys_as_values for layer in self.layers) and (
+                self.echoed or self.stateful or self.value_heads is not None or self.value_dim is not None):
+            raise ValueError("keys_as_values: takes layers with attention weights of their own, no value_heads and no "
+                             "value_dim")
         if self.echoed and any(layer.reads is not None or layer.linear is not None for layer in self.layers):
             raise ValueError("echoes: got layers that repeat the attention of others and some that read their keys and "
                              "values, or have linear attention; takes one of these")
@@ -227,20 +249,30 @@ class DecoderConfig:
             raise ValueError("block: got one of a layer in a decoder with parallel blocks, takes None")
         if self.twin_norms and self.block != "parallel":
             raise ValueError(f"twin_norms: got True with block {self.block!r}, takes block 'parallel'")
+        if self.layer_inputs is not None and (self.activation == "xielu" or self.block == "parallel"):
+            raise ValueError("layer_inputs: takes an activation without parameters, and no parallel blocks")
+        if self.streams is not None and (self.layer_inputs is None or self.layer_scale or self.block != "sandwich"):
+            raise ValueError("streams: takes layer_inputs and sandwich blocks, and no layer_scale")
         if self.tied and self.head_bias:
             raise ValueError("head_bias: got True, a tied head takes False")
         if self.latent and (self.latent < len(self.layers) or self.attention_softcap is not None
-                            or self.qk_norm is not None or self.value_heads is not None):
-            raise ValueError("latent: takes all layers, and no soft cap of the scores, qk_norm or value_heads")
+                            or self.qk_norm is not None or self.value_norm is not None
+                            or self.value_heads is not None):
+            raise ValueError("latent: takes all layers, and no soft cap of the scores, qk_norm, value_norm or "
+                             "value_heads")
         for i, layer in enumerate(self.layers):
+            for name in ("head_dim", "mlp"):
+                if (getattr(layer, name) or 1) < 1:
+                    raise ValueError(f"{name}: got {getattr(layer, name)} for layer {i}, takes 1 or more, or None")
             if layer.kv_heads is not None and (layer.kv_heads < 1 or self.heads % layer.kv_heads):
                 raise ValueError(f"kv_heads: got {layer.kv_heads} for layer {i}, takes a divisor of heads = "
                                  f"{self.heads}")
             if layer.reads is not None and not (0 <= layer.reads < i and self.layers[layer.reads].reads is None
                                                 and self.layers[layer.reads].linear is None
-                                                and self.layers[layer.reads].rope == layer.rope):
+                                                and self.layers[layer.reads].rope == layer.rope
+                                                and self.kv_shape(self.layers[layer.reads]) == self.kv_shape(layer)):
                 raise ValueError(f"reads: got {layer.reads} for layer {i}, takes an earlier layer with keys and values "
-                                 "of its own, and the same rope")
+                                 "of its own, the same rope, and heads of the same number and width")
             if layer.echoes is not None and not (
                     0 <= layer.echoes < i and layer.reads is None and self.layers[layer.echoes].echoes is None
                     and self.layers[layer.echoes].sliding == layer.sliding):
@@ -266,10 +298,13 @@ class DecoderConfig:
         """Number of value heads that share a key head."""
         return 1 if self.value_heads is None else self.value_heads // self.kv_heads
 
-    @property
-    def value_width(self) -> int:
-        """Number of channels of a head's values."""
-        return self.head_dim if self.value_dim is None else self.value_dim
+    def value_width(self, layer: Layer) -> int:
+        """Returns the number of channels of a head's values in a layer."""
+        return (layer.head_dim or self.head_dim) if self.value_dim is None else self.value_dim
+
+    def kv_shape(self, layer: Layer) -> tuple[int, int]:
+        """Returns the number of key/value heads of a layer, and the width of its keys."""
+        return self.groups(layer), self.key_width(layer)
 
     def groups(self, layer: Layer) -> int:
         """Returns the number of key/value heads of a layer."""
@@ -278,7 +313,7 @@ class DecoderConfig:
     def key_width(self, layer: Layer) -> int:
         """Returns the width of a layer's queries and keys."""
         linear = layer.linear
-        return self.head_dim if linear is None or linear.width is None else linear.width
+        return (layer.head_dim or self.head_dim) if linear is None or linear.width is None else linear.width
 
     @property
     def latent(self) -> int:

@@ -10,7 +10,7 @@ would copy each layer's weights on CPU. Norms, rotations and softmax are float32
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol, Self
 
 import jax
@@ -26,9 +26,11 @@ from decodax.models.echoes import Echoes, Near
 from decodax.models.feed_forward import MLP, Mixture
 from decodax.models.images import Images
 from decodax.models.latent.attention import LatentAttention
-from decodax.models.layers import STD, Linear, Norm, weight
+from decodax.models.layers import STD, Linear, Norm, head_norm, kept, weight
 from decodax.models.packed import Packed, embedded, head, multiply
 from decodax.models.recurrent.blocks import recurrent_block
+from decodax.models.residual.layer_inputs import LayerFactor, LayerInput, LayerInputTable
+from decodax.models.residual.streams import LowRankPath, StreamEnds, StreamMixer
 from decodax.models.rope import Rope, rotate
 
 Keep = Sequence[tuple[bool, bool]] | Array
@@ -56,16 +58,17 @@ class Attention(nnx.Module):
         width, own, rule = c.key_width(layer), layer.reads is None, layer.linear
         attends, has_keys = layer.echoes is None, own and layer.echoes is None
         groups = c.groups(layer)
-        keys, values = groups * width, groups * c.value_width * c.values_of_key
+        keys, values, wide = groups * width, groups * c.value_width(layer) * c.values_of_key, c.value_width(layer)
         into = lambda out, axis: Linear(rngs, (c.width, out), ("embed", axis), c.qkv_bias)
         self.q = into(c.heads * width, "heads") if attends else None
         self.k = into(keys, "kv_heads") if has_keys else None
-        self.v = into(values, "kv_heads") if own else None
-        self.o = Linear(rngs, (c.heads * c.value_width, c.width), ("heads", "embed"), c.out_bias,
+        self.v = into(values, "kv_heads") if own and not layer.keys_as_values else None
+        self.o = Linear(rngs, (c.heads * wide, c.width), ("heads", "embed"), c.out_bias,
                         STD / (2 * len(c.layers)) ** 0.5)
-        self.gate = into(c.heads * c.head_dim, "heads") if layer.output_gate else None
-        self.q_norm = _head_norm(c, c.heads, "heads") if attends and layer.qk_norm else None
-        self.k_norm = _head_norm(c, groups, "kv_heads") if has_keys and layer.qk_norm else None
+        self.gate = into(c.heads * wide, "heads") if layer.output_gate else None
+        self.q_norm = head_norm(c, c.heads, width, "heads") if attends and layer.qk_norm else None
+        self.k_norm = head_norm(c, groups, width, "kv_heads") if has_keys and layer.qk_norm else None
+        self.v_norm = Norm(c.value_norm, (wide,), (None,)) if own and c.value_norm is not None else None
         self.sinks = nnx.Param(jnp.zeros(c.heads), axes=("heads",)) if layer.sinks else None
         if rule is not None:
             # Training begins with zeros, that is, with the sum within a group alone.
@@ -79,21 +82,19 @@ class Attention(nnx.Module):
         if self.q is None:
             return self._projected(x, *attend(index, None, None, self._values(x)))
         # Without the barrier a TPU's compiler chooses layouts for the heads that make it transpose these kernels.
-        if self.k is None or self.v is None:
-            k = v = None
-            q = jax.lax.optimization_barrier(self.q(x))
-        else:
-            q, k, v = jax.lax.optimization_barrier((self.q(x), self.k(x), self.v(x)))
+        q, k, v = jax.lax.optimization_barrier(tuple(None if part is None else part(x)
+                                                     for part in (self.q, self.k, self.v)))
+        if k is not None:
             # Values of the heads that share keys are adjacent, as one wide head.
+            v = self._scaled(k if v is None else v)
             k = self._placed(k, self.k_norm, tables)
-            v = self._scaled(v)
         q, c = self._placed(q, self.q_norm, tables), self.c
         if self.layer.query_scale is not None:
             q = q * tables[self.layer.query_scale].astype(q.dtype)
         if self.layer.linear is not None:
             out, entry = self._linear(index, x, q, k, v, tables, attend)
             return self.o(out.reshape(*x.shape[:2], -1)), entry
-        scale = c.head_dim ** -0.5 if self.layer.scale is None else self.layer.scale
+        scale = c.key_width(self.layer) ** -0.5 if self.layer.scale is None else self.layer.scale
         options: dict[str, Any] = dict(scale=scale, sliding=self.layer.sliding, softcap=c.attention_softcap)
         if self.layer.rope is not None and self.layer.rope.chunks is not None:
             options["bias"] = DualChunk(self.layer.rope, scale)
@@ -105,11 +106,13 @@ class Attention(nnx.Module):
 
     def _values(self, x: Array) -> Array:
         """Returns the values, split into heads."""
-        assert self.v is not None
-        return self._scaled(self.v(x))
+        made = self.k if self.v is None else self.v
+        assert made is not None
+        return self._scaled(made(x))
 
     def _scaled(self, v: Array) -> Array:
         v = self._clipped(v).reshape(*v.shape[:2], self.c.groups(self.layer), -1)
+        v = _optional(self.v_norm, v)
         return v if self.c.value_scale == 1.0 else v * self.c.value_scale
 
     def _clipped(self, y: Array) -> Array:
@@ -162,20 +165,6 @@ class Attention(nnx.Module):
         return turned(norm(self._split(self._clipped(y))))
 
 
-def _head_norm(c: DecoderConfig, heads: int, axis: str) -> Norm | None:
-    """Returns the norm of queries or keys, if there is one."""
-    norm = c.qk_norm_kind or c.norm
-    match c.qk_norm:
-        case None:
-            return None
-        case "head":
-            return Norm(norm, (c.head_dim,), (None,))
-        case "full":
-            return Norm(norm, (heads * c.head_dim,), (axis,))
-        case "per_head":
-            return Norm(norm, (heads, c.head_dim), (axis, None))
-
-
 class DecoderLayer(nnx.Module):
     """Attention and MLP, or experts, with norms as set by `DecoderConfig.block`."""
 
@@ -187,25 +176,53 @@ class DecoderLayer(nnx.Module):
         self.attn = (LatentAttention(c, layer, rngs) if layer.latent is not None else Attention(c, layer, rngs)
                      if layer.recurrent is None else recurrent_block(c, layer.recurrent, rngs))
         self.attn_out = norm(block in ("post", "sandwich"))
-        self.mlp_in = norm(block in ("pre", "sandwich") or c.twin_norms)
-        self.mlp = MLP(c, rngs) if layer.experts is None else Mixture(c, layer.experts, rngs)
+        apart = layer.experts is not None and layer.experts.branch_norms
+        self.mlp_in = norm((block in ("pre", "sandwich") or c.twin_norms) and not apart)
+        self.mlp = (MLP(c, rngs, layer.mlp, sparsity=layer.sparsity) if layer.experts is None else
+                    Mixture(c, layer.experts, rngs))
         self.mlp_out = norm(block in ("post", "sandwich"))
+        self.inputs = LayerInput(c, rngs) if c.layer_inputs is not None else None
+        self.factor = LayerFactor() if c.layer_scale else None
+        self.streams = StreamMixer(c, rngs) if c.streams is not None else None
+        self.beside = LowRankPath(c, rngs, c.streams.rank) if c.streams is not None else None
 
     def __call__(self, index: int, x: Array, tables: dict[Any, Any], attend: Attend,
                  keep: tuple[bool, bool] | Array = (True, True)) -> tuple[Array, Any]:
         if isinstance(keep, Array) and keep.ndim == 1:
-            after, entry = _kept(lambda x: self(index, x, tables, attend), x, keep)
+            after, entry = kept(lambda x: self(index, x, tables, attend), x, keep)
             return jnp.where(keep[:, None, None], after, x), entry
+        if self.streams is not None and self.inputs is not None:
+            x = self.streams.predicted(x)
+            active, entry = self._block(index, x[:, :, self.streams.options.active], tables, attend, keep)
+            x = self.streams.corrected(x, active)
+            more = self.inputs(self.streams.scaled(x), tables["inputs"][:, :, index])
+            return x.at[:, :, 1:].add(more[:, :, None]), entry
+        x, entry = self._block(index, x, tables, attend, keep)
+        return self._finished(index, x, tables, keep[:, 1] if isinstance(keep, Array) else keep[1]), entry
+
+    def _block(self, index: int, x: Array, tables: dict[Any, Any], attend: Attend,
+               keep: tuple[bool, bool] | Array) -> tuple[Array, Any]:
+        """Returns the residual stream after attention and MLP, and the layer's entry."""
         scale = self.c.residual_scale
         keeps = (keep[:, 0], keep[:, 1]) if isinstance(keep, Array) else keep
         normed = _optional(self.attn_in, x)
         branch, entry = self._attention(index, normed, tables, attend, keeps[0])
         if self.c.block == "parallel":
             beside = self.mlp_in(x) if self.mlp_in is not None else normed
-            return x + scale * (branch + _kept(self.mlp, beside, keeps[1])), entry
+            return x + scale * (branch + kept(self.mlp, beside, keeps[1])), entry
         x = x + scale * branch
+        if self.beside is not None:
+            x = (x + self.beside(normed)) * 2 ** -0.5
         inside = lambda x: _optional(self.mlp_out, self.mlp(_optional(self.mlp_in, x)))
-        return x + scale * _kept(inside, x, keeps[1]), entry
+        return x + scale * kept(inside, x, keeps[1]), entry
+
+    def _finished(self, index: int, x: Array, tables: dict[Any, Any], keep: bool | Array) -> Array:
+        """Returns the residual stream with what follows the MLP, in rows that keep it."""
+        if (self.inputs is None and self.factor is None) or keep is False:
+            return x
+        y = x if self.inputs is None else x + self.inputs(x, tables["inputs"][:, :, index])
+        y = y if self.factor is None else self.factor(y)
+        return y if keep is True else jnp.where(keep[:, None, None], y, x)
 
     def attention_half(self, index: int, x: Array, tables: dict[Any, Any],
                        attend: Attend) -> tuple[Array, Any]:
@@ -222,7 +239,7 @@ class DecoderLayer(nnx.Module):
 
     def values(self, x: Array) -> Array:
         """Returns only the attention's values, `f[B, W, G, d]`."""
-        assert isinstance(self.attn, Attention) and self.attn.v is not None
+        assert isinstance(self.attn, Attention)
         return self.attn._values(_optional(self.attn_in, x))
 
     def _attention(self, index: int, x: Array, tables: dict[Any, Any], attend: Attend,
@@ -233,7 +250,7 @@ class DecoderLayer(nnx.Module):
 
         if keep is False:
             return jnp.zeros_like(x), ()
-        return _kept(inside, x, keep)
+        return kept(inside, x, keep)
 
 
 class Decoder(nnx.Module):
@@ -247,10 +264,13 @@ class Decoder(nnx.Module):
         self.embed_norm = Norm(c.norm, (c.width,), ("embed",)) if c.embed_norm else None
         self.layers = nnx.Dict({str(i): DecoderLayer(c, layer, rngs) for i, layer in enumerate(c.layers)})
         self.norm = Norm(c.norm, (c.width,), ("embed",))
+        self.layer_inputs = LayerInputTable(c, rngs) if c.layer_inputs is not None else None
+        self.streams = StreamEnds(c, rngs) if c.streams is not None else None
         self.lm_head = None if c.tied else Linear(rngs, (c.width, c.vocab), ("embed", "vocab"), c.head_bias)
 
     def __call__(self, x: Array, positions: Array, attend: Attend, context: int | None = None, keep: Keep | None = None,
-                 begun: PartialForward | None = None, near: Near | None = None, images: Images | None = None
+                 begun: PartialForward | None = None, near: Near | None = None, images: Images | None = None,
+                 inputs: Array | None = None
                  ) -> tuple[Array, tuple[Any, ...], tuple[Array, ...]]:
         """Runs the layers.
 
@@ -263,24 +283,28 @@ class Decoder(nnx.Module):
             begun: the first layers, if they have already run.
             near: attention among the given tokens alone, for layers that use the attention weights of others.
             images: the images in the rows; None: there are none.
+            inputs: those of all layers, from `LayerInputTable`, or None.
 
         Returns:
             Hidden states `f[B, W, D]` after the final norm, each layer's entry, and the residual stream `f[B, W, D]`
             after each layer.
         """
-        tables = self.tables(positions, context, images)
+        tables = self.tables(positions, context, inputs, images)
         added = () if images is None else images.after_layers(positions)
         entries, states = ([], []) if begun is None else (list(begun.entries), list(begun.layers))
         x = states[-1] if states else x
         echoes = None
-        if self.c.shared:
+        if self.c.shared or self.streams is not None:
             if keep is not None or begun is not None:
-                raise ValueError("layers: some read the keys and values of others, so none can be left out")
+                why = ("some read the keys and values of others" if self.c.shared else
+                       "they have several residual streams")
+                raise ValueError(f"layers: {why}, so none can be left out")
             if self.c.echoed:
                 assert near is not None
                 attend = echoes = Echoes(self.c, attend, near)
-            else:
+            elif self.c.shared:
                 attend = self._sharing(attend)
+        x = x if self.streams is None else self.streams.split(x)
         for i in range(len(states), len(self.c.layers)):
             own = (True, True) if keep is None else keep[:, i] if isinstance(keep, Array) else keep[i]
             x, entry = self.layers[str(i)](i, x, tables, attend, own)
@@ -288,9 +312,10 @@ class Decoder(nnx.Module):
                 x = x + added[i].astype(x.dtype)
             if i in self.c.own:
                 entries.append(entry)
-            states.append(x)
+            states.append(x if self.c.streams is None else x[:, :, self.c.streams.active])
         if echoes is not None:
             entries = echoes.entries(entries)
+        x = x if self.streams is None else self.streams.join(x)
         return self.norm(x), tuple(entries), tuple(states)
 
     def _sharing(self, attend: Attend) -> Attend:
@@ -327,6 +352,10 @@ class Decoder(nnx.Module):
             x = x + self.positions[...].at[positions + self.c.position_offset].get(mode="clip")
         return _optional(self.embed_norm, x)
 
+    def inputs(self, tokens: Array, x: Array, which: Array | None = None) -> Array | None:
+        """Returns the inputs of all layers, or None; see `LayerInputTable`."""
+        return None if self.layer_inputs is None else self.layer_inputs(tokens, x, which)
+
     def with_default_dtype(self, dtype: Any) -> Self:
         """Sets the dtype of activations for weights that are all packed, and returns the network."""
         self.default_dtype = dtype
@@ -341,14 +370,15 @@ class Decoder(nnx.Module):
                 return table.dtype
         return jnp.dtype(self.default_dtype)
 
-    def tables(self, positions: Array, context: int | None, images: Images | None = None) -> dict[Any, Any]:
-        """Returns cosine and sine of each rotary embedding in the network, the factors of each query scale, and
-        the positions, as None."""
+    def tables(self, positions: Array, context: int | None, inputs: Array | None = None,
+               images: Images | None = None) -> dict[Any, Any]:
+        """Returns cosine and sine of each rotary embedding in the network, the factors of each query scale,
+        the positions, as None, and the layers' inputs, as "inputs"."""
         ropes = {layer.rope for layer in self.c.layers if layer.rope is not None}
         scales = {layer.query_scale for layer in self.c.layers if layer.query_scale is not None}
         table = Rope.table if images is None else images.table
         return {rope: table(rope, positions, context) for rope in ropes} | {
-            scale: scale.table(positions) for scale in scales} | {None: positions}
+            scale: scale.table(positions) for scale in scales} | {None: positions, "inputs": inputs}
 
     def logits(self, hidden: Array) -> Array:
         """Returns logits `f32[..., V]` of hidden states `f[..., D]`."""
@@ -364,16 +394,3 @@ class Decoder(nnx.Module):
 
 def _optional(norm: Norm | None, x: Array) -> Array:
     return x if norm is None else norm(x)
-
-
-def _kept(inside: Callable[[Array], Any], x: Array, keep: bool | Array) -> Any:
-    """Returns `inside(x)`, with zeros for the rows where `keep` is False: a bool for all rows, or `bool[B or 1]`."""
-    if keep is True:
-        return inside(x)
-    zeros = jax.tree.map(lambda y: jnp.zeros(y.shape, y.dtype), jax.eval_shape(inside, x))
-    if keep is False:
-        return zeros
-    y = jax.lax.cond(keep.any(), lambda: inside(x), lambda: zeros)
-    if keep.shape[0] == 1:
-        return y
-    return jax.tree.map(lambda a, b: jnp.where(keep.reshape(-1, *[1] * (a.ndim - 1)), a, b), y, zeros)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -9,7 +11,7 @@ from jax import Array
 
 from decodax.models.config import DecoderConfig
 from decodax.models.experts import mix
-from decodax.models.layers import ACTIVATIONS, STD, Kernels, Linear
+from decodax.models.layers import ACTIVATIONS, STD, Kernels, Linear, Norm
 from decodax.models.routing import Experts, route
 
 
@@ -40,10 +42,13 @@ class MLP(nnx.Module):
         rngs: for random weights.
         width: the inner width; None: `c.mlp`.
         axis: name of the axis of the inner width.
+        sparsity: the gate of a token is 0 below this quantile of a normal distribution with the mean and the standard
+            deviation of its channels, which is subtracted from it above (Gemma 3n); 0: the gate as it is.
     """
 
-    def __init__(self, c: DecoderConfig, rngs: nnx.Rngs, width: int | None = None, axis: str = "mlp"):
-        self.activation, width = c.activation, width or c.mlp
+    def __init__(self, c: DecoderConfig, rngs: nnx.Rngs, width: int | None = None, axis: str = "mlp",
+                 sparsity: float = 0.0):
+        self.activation, self.sparsity, width = c.activation, sparsity, width or c.mlp
         into = lambda: Linear(rngs, (c.width, width), ("embed", axis), c.mlp_bias)
         self.gate = into() if c.gated else None
         self.up = into()
@@ -52,7 +57,13 @@ class MLP(nnx.Module):
 
     def __call__(self, x: Array) -> Array:
         act = ACTIVATIONS[self.activation] if self.act is None else self.act
-        return self.down(act(self.up(x)) if self.gate is None else act(self.gate(x)) * self.up(x))
+        if self.gate is None:
+            return self.down(act(self.up(x)))
+        gate = self.gate(x)
+        if self.sparsity:
+            at = statistics.NormalDist().inv_cdf(self.sparsity)
+            gate = jax.nn.relu(gate - gate.mean(-1, keepdims=True) - at * gate.std(-1, keepdims=True))
+        return self.down(act(gate) * self.up(x))
 
 
 class Mixture(nnx.Module):
@@ -67,21 +78,28 @@ class Mixture(nnx.Module):
         self.down = Kernels(rngs, (e.count, e.width, c.width), narrow, STD / (2 * len(c.layers)) ** 0.5, e.bias)
         self.shared = MLP(c, rngs, e.shared, "shared_mlp") if e.shared else None
         self.shared_gate = Linear(rngs, (c.width, 1), ("embed", None), False) if e.shared_gate else None
+        self.expert_scale = nnx.Param(jnp.ones(e.count), axes=(None,)) if e.expert_scale else None
+        norm = lambda: Norm(c.norm, (c.width,), ("embed",)) if e.branch_norms else None
+        self.router_in, self.experts_in, self.shared_in, self.experts_out, self.shared_out = (norm() for _ in range(5))
 
     def __call__(self, x: Array) -> Array:
-        flat = x.reshape(-1, x.shape[-1])
+        flat, normed = x.reshape(-1, x.shape[-1]), lambda norm, y: y if norm is None else norm(y)
         # In float32: the choice must not depend on rounding to the weights' dtype.
-        logits = flat.astype(jnp.float32) @ self.router.kernel[...].astype(jnp.float32)
+        logits = normed(self.router_in, flat).astype(jnp.float32) @ self.router.kernel[...].astype(jnp.float32)
         if self.router.bias is not None:
             logits = logits + self.router.bias[...].astype(jnp.float32)
-        which, weights = route(logits, self.e, None if self.correction is None else self.correction[...])
+        which, weights = route(logits * self.e.logit_scale, self.e,
+                               None if self.correction is None else self.correction[...])
+        if self.expert_scale is not None:
+            weights = weights * self.expert_scale[...].astype(jnp.float32)[which]
         gate, up, down = (part.kernel.get_value() for part in (self.gate, self.up, self.down))
         biases = None if self.gate.bias is None or self.up.bias is None or self.down.bias is None else (
             self.gate.bias[...], self.up.bias[...], self.down.bias[...])
-        out = mix(flat, which, weights, gate, up, down, ACTIVATIONS[self.activation], biases, self.e.where == "input",
-                  self.e.glu)
+        out = mix(normed(self.experts_in, flat), which, weights, gate, up, down, ACTIVATIONS[self.activation],
+                  biases, self.e.where == "input", self.e.glu)
+        out = normed(self.experts_out, out)
         if self.shared is not None:
-            beside = self.shared(flat)
+            beside = normed(self.shared_out, self.shared(normed(self.shared_in, flat)))
             if self.shared_gate is not None:
                 beside = jax.nn.sigmoid(self.shared_gate(flat)) * beside
             out = out + beside

@@ -64,8 +64,9 @@ PATTERN = Kind("a whole number from 1 to 10,000, or a text of L and G",
 _KEYS: dict[Kind, str] = {
     TEXT: "model_type hidden_act hidden_activation activation_function activation_type rope_type type "
           "feed_forward_proj scoring_func topk_method",
-    FLAG: "attention_bias mlp_bias tie_word_embeddings use_sliding_window use_bidirectional_attention "
-          "use_parallel_residual use_qkv_bias use_qk_norm qk_layernorm scale_attn_weights "
+    FLAG: "attention_bias mlp_bias tie_word_embeddings use_sliding_window attention_k_eq_v enable_moe_block "
+          "use_double_wide_mlp altup_correct_scale use_parallel_residual use_qkv_bias use_qk_norm qk_layernorm "
+          "scale_attn_weights "
           "scale_attn_by_inverse_layer_idx add_cross_attention truncate include_qkv_bias weight_tying input_emb_norm "
           "scale_logits multi_query_attention causal_attn norm_topk_prob scale_decoder_outputs use_bias use_conv_bias "
           "residual_in_fp32 alibi new_decoder_architecture multi_query parallel_attn enable_bias "
@@ -75,7 +76,7 @@ _KEYS: dict[Kind, str] = {
           "using_split_qkv_in_self_attention scale_embedding share_encoder_decoder_embeddings "
           "normalize_before add_final_layer_norm normalize_embedding",
     OBJECT: "rope_scaling rope_parameters text_config full_attention sliding_attention diffusion "
-            "dual_chunk_attention_config",
+            "dual_chunk_attention_config per_layer_config",
     NUMBER: "embedding_multiplier attention_multiplier residual_multiplier logit_scale mscale mscale_all_dim "
             "llama_4_scaling_beta attn_scale",
     POSITIVE: "rope_theta rope_local_base_freq query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping "
@@ -93,18 +94,20 @@ _KEYS: dict[Kind, str] = {
            "n_group topk_group n_routed_experts moe_num_experts moe_k num_ln_in_parallel_attn linear_num_key_heads "
            "linear_num_value_heads linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim "
            "qk_rope_head_dim qk_nope_head_dim v_head_dim index_n_heads index_head_dim encoder_attention_heads "
-           "decoder_attention_heads num_mel_bins",
-    WIDTH: "hidden_size n_embd n_embed d_model word_embed_proj_dim lru_width kv_lora_rank q_lora_rank",
+           "decoder_attention_heads num_mel_bins top_k_experts num_global_key_value_heads global_head_dim "
+           "altup_num_inputs",
+    WIDTH: "hidden_size n_embd n_embed d_model word_embed_proj_dim lru_width kv_lora_rank q_lora_rank laurel_rank",
     ENTRIES: "vocab_size embedding_size intermediate_size n_inner mlp_hidden_size moe_intermediate_size d_ff "
              "ffn_dim ffn_hidden_size intermediate_size_mlp shared_expert_intermediate_size "
              "dense_intermediate_size expert_intermediate_size "
              "relative_attention_num_buckets relative_attention_max_distance encoder_ffn_dim decoder_ffn_dim "
-             "decoder_vocab_size",
+             "decoder_vocab_size vocab_size_per_layer_input",
     POSITIONS: "max_position_embeddings n_positions max_sequence_length original_max_position_embeddings "
                "sliding_window sliding_window_size index_topk attention_window_size chunk_size seq_length "
                "attention_chunk_size max_source_positions max_target_positions",
     INDEX: "first_k_dense_replace n_shared_experts num_shared_experts moe_num_shared_experts moe_layer_start_index "
-           "max_window_layers local_size mask_token_id text_mask_token_id bd_size block_size",
+           "max_window_layers local_size mask_token_id text_mask_token_id bd_size block_size "
+           "num_kv_shared_layers hidden_size_per_layer_input altup_active_idx",
     IDS: "eos_token_id bos_token_id pad_token_id decoder_start_token_id",
     LAYER_TYPES: "layer_types",
     _list(_whole(0, 1), "0 and 1"): "no_rope_layers",
@@ -112,9 +115,15 @@ _KEYS: dict[Kind, str] = {
     _list(Kind("", lambda x: x in ("recurrent", "attention")), "'recurrent' and 'attention'"): "block_types",
     _list(Kind("", lambda x: x in ("dense", "sparse")), "'dense' and 'sparse'"): "mlp_layer_types",
     _list(POSITIVE, "numbers above 0"): "short_factor long_factor",
+    _list(_number("", lambda x: 0 <= x < 1), "numbers from 0 and below 1"): "activation_sparsity_pattern",
 }
 KINDS = {key: kind for kind, keys in _KEYS.items() for key in keys.split()}
 """Kind by key, also for nested objects. Entries that are not listed are not checked."""
+
+OWN = {("gemma3n_text", "intermediate_size"): Kind(
+    f"{ENTRIES.takes}, or a list of them", lambda x: ENTRIES.fits(x) or (
+        isinstance(x, list) and x != [] and all(ENTRIES.fits(y) for y in x)))}
+"""Kind of entries that differ in a family, by `model_type` and key."""
 
 NESTED = ("rope_scaling", "rope_parameters", "full_attention", "sliding_attention", "text_config",
           "dual_chunk_attention_config")
@@ -151,7 +160,7 @@ def checked(c: Mapping[str, Any], inside: str = "") -> dict[str, Any]:
             if key in OFF:
                 found[key] = None
             continue
-        kind = KINDS.get(key)
+        kind = OWN.get((str(c.get("model_type")), key), KINDS.get(key))
         if kind is not None and not kind.fits(value):
             shown = repr(value)
             shown = shown if len(shown) < 80 else f"{shown[:76]} ..."

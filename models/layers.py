@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from decodax.models.config import NormConfig
+from decodax.models.config import DecoderConfig, NormConfig
 from decodax.models.packed import multiply
 
 ACTIVATIONS = {
@@ -77,3 +80,30 @@ class Kernels(nnx.Module):
                  bias: bool = False):
         self.kernel = weight(rngs, shape, axes, std)
         self.bias = nnx.Param(jnp.zeros((shape[0], shape[2])), axes=(axes[0], axes[2])) if bias else None
+
+
+def head_norm(c: DecoderConfig, heads: int, width: int, axis: str) -> Norm | None:
+    """Returns the norm of queries or keys of a width, if there is one."""
+    norm = c.qk_norm_kind or c.norm
+    match c.qk_norm:
+        case None:
+            return None
+        case "head":
+            return Norm(norm, (width,), (None,))
+        case "full":
+            return Norm(norm, (heads * width,), (axis,))
+        case "per_head":
+            return Norm(norm, (heads, width), (axis, None))
+
+
+def kept(inside: Callable[[Array], Any], x: Array, keep: bool | Array) -> Any:
+    """Returns `inside(x)`, with zeros for the rows where `keep` is False: a bool for all rows, or `bool[B or 1]`."""
+    if keep is True:
+        return inside(x)
+    zeros = jax.tree.map(lambda y: jnp.zeros(y.shape, y.dtype), jax.eval_shape(inside, x))
+    if keep is False:
+        return zeros
+    y = jax.lax.cond(keep.any(), lambda: inside(x), lambda: zeros)
+    if keep.shape[0] == 1:
+        return y
+    return jax.tree.map(lambda a, b: jnp.where(keep.reshape(-1, *[1] * (a.ndim - 1)), a, b), y, zeros)

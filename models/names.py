@@ -18,6 +18,7 @@ from decodax.models.config import DecoderConfig
 from decodax.models.hybrid_names import NAMES
 from decodax.models.packed import Adapted, Packed
 from decodax.models.recurrent.options import GatedDelta
+from decodax.models.residual.names import NAMES as GEMMA
 from decodax.models.transformer import Weights
 from decodax.models.weight_source import Columns, WeightSource
 
@@ -61,6 +62,7 @@ class Names:
         experts_transposed: the same for tensors that hold all experts.
         interleaved: the columns of the projections in a fused tensor of all experts alternate.
         extra: full names of tensors inside a layer that are used as they are, by the weight's path inside a layer.
+        outside: names of further tensors outside of layers, by the weight's path.
     """
 
     layer: dict[str, str]
@@ -84,6 +86,7 @@ class Names:
     experts_transposed: bool = True
     interleaved: bool = False
     extra: dict[str, str] = dataclasses.field(default_factory=lambda: {"attn.sinks": "self_attn.sinks"})
+    outside: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 NEOX = {"attn_in": "input_layernorm", "mlp_in": "post_attention_layernorm", "mlp.up": "mlp.dense_h_to_4h",
@@ -179,15 +182,16 @@ FAMILY_NAMES = {
                  norm="final_layernorm"),
     "stablelm": Names({**LLAMA, "attn.q_norm": "self_attn.q_layernorm.norms.{head}",
                        "attn.k_norm": "self_attn.k_layernorm.norms.{head}"}),
-    **{family: Names(**fields) for family, fields in NAMES.items()},
+    **{family: Names(**fields) for family, fields in (NAMES | GEMMA).items()},
 }
 """Names by `model_type`; other families have Llama's names."""
 
 IGNORED = re.compile(r"(\.(attn|attention)\.(masked_)?bias|^h\.\d+\.attn\.(masked_)?bias|rotary_emb\.inv_freq)$")
 """Buffers in older files, which are recomputed and not loaded."""
 
-IMAGES = re.compile(r"^(model\.)?(vision_tower|vision_model|multi_modal_projector|mm_projector|visual)\.")
-"""Tensors of the vision parts of multimodal models."""
+IMAGES = re.compile(r"^(model\.)?(vision_tower|vision_model|multi_modal_projector|mm_projector|visual|embed_vision"
+                    r"|vision_embedder|audio_tower|embed_audio)\.")
+"""Tensors of the parts of multimodal models that read images or sound."""
 
 
 WRAPPERS = frozenset({"_orig_mod", "module", "_fsdp_wrapped_module", "_fpw_module", "_checkpoint_wrapped_module",
@@ -260,6 +264,16 @@ def further_layers(family: str, layers: int, config: Mapping[str, Any], present:
     return [tensor for tensor in present if tensor.startswith((*prefixes, "mtp.", "mtp_", f"{names.stem}mtp"))]
 
 
+def unused_keys(family: str, config: DecoderConfig, present: Collection[str]) -> set[str]:
+    """Returns the tensors among `present` of the keys and values of layers that attend to those of other layers. Some
+    files have them."""
+    names = _names(family, present)
+    parts = [names.layer[f"attn.{part}"] for part in ("k", "v", "k_norm", "v_norm") if f"attn.{part}" in names.layer]
+    starts = tuple(f"{names.stem}{names.layers}.{i}.{part}." for i, layer in enumerate(config.layers)
+                   if layer.reads is not None for part in parts)
+    return {tensor for tensor in present if tensor.startswith(starts)}
+
+
 def embeddings(family: str) -> list[str]:
     """Returns the possible names of the embedding table, in files of a whole model, of a bare model and of multimodal
     models."""
@@ -294,6 +308,9 @@ def _source(path: str, names: Names, sizes: dict[str, tuple[int, ...]], parts: M
     whole = {"embed": names.embed, "positions": names.positions}
     if path in whole:
         return WeightSource((f"{names.stem}{whole[path]}.weight",), False, None, sizes[path])
+    if path in names.outside:
+        source = WeightSource((f"{names.stem}{names.outside[path]}",), path.endswith(".kernel"), None, sizes[path])
+        return dataclasses.replace(source, full=source.turned(sizes[path]))
     module, leaf = path.rsplit(".", 1)
     tail = "weight" if leaf in ("kernel", "scale") else leaf
     shape, transpose = sizes[path], leaf == "kernel" and (names.transposed or module == "lm_head")

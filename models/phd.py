@@ -138,9 +138,9 @@ class Phd(ShowsWeights):
         base, c = self.inner.init_cache(batch, capacity, params=params, inputs=inputs), self.config
         if not self.copies.local:
             return base
-        if c.value_dim is not None or any(layer.kv_heads for layer in c.layers):
+        if c.value_dim is not None or any(layer.kv_heads or layer.head_dim for layer in c.layers):
             raise ValueError("copies: later tokens attend to their keys and values, which takes a network whose layers "
-                             "have the same number of key/value heads, and values as wide as keys")
+                             "have key/value heads of the same number and width, and values as wide as keys")
         wide = c.head_dim * (1 + c.values_of_key)
         shape = (batch, self.copies.reach, self.copies.count - 1, c.kv_heads, wide)
         return Local(base=base, hidden=tuple(jnp.zeros(shape, self.inner.dtype) for _ in c.own), copies=self.copies,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from decodax.models.config import Activation, Layer, NormConfig
-from decodax.models.rope import Dynamic, LinearScaling, Llama3, LongRope, Rope, Scaling, Yarn, mscale
+from decodax.models.rope import Dynamic, LinearScaling, Llama3, LongRope, Proportional, Rope, Scaling, Yarn, mscale
 from decodax.models.routing import Experts
 
 Json = Mapping[str, Any]
@@ -100,6 +100,8 @@ def read_rope(c: Json, shape: Json, interleaved: bool = False) -> Rope:
     r = {**(c.get("rope_scaling") or {}), **(c.get("rope_parameters") or {})}
     fraction = r.get("partial_rotary_factor", c.get("partial_rotary_factor", 1.0))
     theta, width = float(r.get("rope_theta") or c.get("rope_theta") or 10_000.0), int(shape["head_dim"] * fraction)
+    if r.get("rope_type") == "proportional":
+        return Rope(shape["head_dim"], theta, Proportional(width // 2, float(r.get("factor", 1.0))), interleaved)
     if width < 2 or width % 2:
         raise ValueError(f"head_dim: got {shape['head_dim']}, of which partial_rotary_factor = {fraction} leaves "
                          f"{width} to rotate; takes an even number from 2")
@@ -138,7 +140,8 @@ def read_scaling(c: Json, r: Json, context: int) -> Scaling | None:
         if attention is None:
             attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(trained))
         return LongRope(tuple(r["short_factor"]), tuple(r["long_factor"]), trained, attention)
-    raise ValueError(f"rope_type: got {kind!r}, supported are default, linear, dynamic, yarn, longrope, llama3")
+    raise ValueError(f"rope_type: got {kind!r}, supported are default, linear, dynamic, yarn, longrope, llama3, "
+                     "proportional")
 
 
 def read_activation(c: Json, key: str, default: str) -> Activation:

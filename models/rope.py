@@ -211,6 +211,23 @@ class Yarn:
         return plain / self.factor * ramp + plain * (1 - ramp), factor
 
 
+@dataclasses.dataclass(frozen=True)
+class Proportional:
+    """The frequencies of the whole width, of which only the first, the highest ones, turn (Gemma 4; Google, 2026).
+
+    Attributes:
+        turning: number of frequencies that turn; the others are 0.
+        factor: divisor of the frequencies.
+    """
+
+    turning: int
+    factor: float = 1.0
+
+    def scaled(self, width: int, theta: float, context: int | None) -> tuple[np.ndarray, float]:
+        turns = np.arange(width // 2) < self.turning
+        return np.where(turns, _frequencies(width, theta), 0.0) / self.factor, 1.0
+
+
 def mscale(factor: float, weight: float = 1.0) -> float:
     """Returns YaRN's factor of cosine and sine for a context `factor` times as long.
 

@@ -15,6 +15,7 @@ choice of groups; the scores of the chosen are the weights, normalised and scale
 | Llama 4 | sigmoid | no | no | factors of the expert's input |
 | Phi-3.5-MoE | sparsemixer | no | no | as they are |
 | GPT-OSS | logits | no | no | softmax of the chosen |
+| Gemma 4 | softmax | no | no | divided by their sum, times a learned number of each expert |
 """
 
 from __future__ import annotations
@@ -69,6 +70,11 @@ class Experts:
         shared_gate: True multiplies that MLP's output by a learned sigmoid of the token.
         bias: True adds biases to the router and to the experts' projections.
         glu: the gated activation of the experts; None: the model's activation of the gate, times the other projection.
+        logit_scale: factor of the router's logits.
+        expert_scale: True multiplies the weight of an expert, after `normalise`, by a learned number of that expert.
+        branch_norms: True: the router, the chosen experts and the shared MLP each read the residual stream through a
+            norm of their own, in place of one norm for all, and the experts' sum and the shared MLP's output each pass
+            another norm before they are added.
         jitter: of "sparsemixer": experts whose logit is relatively more than twice this below the best do not count.
     """
 
@@ -88,6 +94,9 @@ class Experts:
     bias: bool = False
     glu: ClippedSwiGLU | None = None
     jitter: float = 0.01
+    logit_scale: float = 1.0
+    expert_scale: bool = False
+    branch_norms: bool = False
 
     def __post_init__(self) -> None:
         for name in ("count", "chosen", "width", "groups", "kept_groups"):
@@ -106,6 +115,8 @@ class Experts:
             raise ValueError("score: sparsemixer takes two chosen experts, without normalise, groups or a correction")
         if self.shared_gate and not self.shared:
             raise ValueError("shared_gate: got True without a shared expert")
+        if self.branch_norms and (not self.shared or self.shared_gate or self.where == "input"):
+            raise ValueError("branch_norms: takes a shared expert without a gate, and weights of outputs")
 
 
 def route(logits: Array, e: Experts, correction: Array | None = None) -> tuple[Array, Array]:

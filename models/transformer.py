@@ -166,7 +166,7 @@ class Transformer(LayeredModel):
         params, by_row = _chosen(params, cache)
         network, images = _network(self.config, params, self.dtype), _images(cache)
         window = window if images is None else images.seen(window)
-        x = _embedded(network, window, cache)
+        x, inputs = _embedded(network, window, cache)
         first = layers_read(cache) if window.is_prefill else None
         if first is not None:
             keep = [(i < first,) * 2 for i in range(self.depth)]
@@ -176,13 +176,13 @@ class Transformer(LayeredModel):
             attend = (Expanding.of(cache, window) if c.latent and not c.indexed else None) or attend
             near = lambda q, k, v, **options: window_attention(q, k, v, window.visible(), window.positions, **options)
             return network(x, window.positions, attend, self.context, keep,
-                           begun if begun is not None and begun.model == self else None, near, images)
+                           begun if begun is not None and begun.model == self else None, near, images, inputs)
 
         def packed(size: int) -> tuple[Array, Any, tuple[Array, ...]]:
             assert packing is not None
             nodes = PackedWindow.of(window, packing, size)
             hidden, entries, layers = network(nodes.pack(x), nodes.pack(window.positions), nodes.attend(cache),
-                                              self.context)
+                                              self.context, inputs=None if inputs is None else nodes.pack(inputs))
             return nodes.unpack(hidden), entries, tuple(map(nodes.unpack, layers))
 
         if packing is None or keep is not None or begun is not None or by_row or c.echoed or c.recurrent or (
@@ -198,15 +198,18 @@ class Transformer(LayeredModel):
         self._apart()
         _no_images(cache)
         network = _network(self.config, _chosen(params, cache)[0], self.dtype)
-        tables = network.tables(window.positions, self.context)
+        x, inputs = _embedded(network, window, cache)
+        tables = network.tables(window.positions, self.context, inputs)
         attend = lambda layer, q, k, v, **options: cache.attend(layer, q, k, v, window, **options)
         run = lambda layer, x: network.layers[str(layer)](layer, x, tables, attend)[0]
-        return _embedded(network, window, cache), run
+        return x, run
 
     def _apart(self) -> None:
         if self.config.shared:
             raise ValueError("layers: some read the keys and values of others, or repeat their attention, so they "
                              "cannot run one by one")
+        if self.config.streams is not None:
+            raise ValueError("layers: they have several residual streams, so they cannot run one by one")
         if self.config.stateful:
             raise ValueError("layers: some have linear attention or a recurrent block, so they cannot run one by one")
 
@@ -289,7 +292,8 @@ class Transformer(LayeredModel):
         x = network.embedded(tokens, where, values, given)
         alone: Attend = attend if not self.config.latent or self.config.indexed else Expanding(
             lambda q, k, v, scale: window_attention_lse(q, k, v, seen, where, scale=scale))
-        return network(x, where, alone, self.context, keep, near=near, images=images)[0], network.logits
+        return network(x, where, alone, self.context, keep, near=near, images=images,
+                       inputs=network.inputs(tokens, x, given))[0], network.logits
 
     def init_params(self, key: Array, dtype: jax.typing.DTypeLike = jnp.float32) -> Weights:
         """Returns random weights: normal with standard deviation 0.02, norms at identity."""
@@ -324,6 +328,9 @@ class Pieces:
     def __post_init__(self) -> None:
         if self.network.c.block == "parallel":
             raise ValueError("config: got parallel blocks, whose halves cannot run one after the other; takes others")
+        if self.network.c.layer_inputs is not None or self.network.c.layer_scale:
+            raise ValueError("config: got layers with inputs of their own or a factor, which do more than adding the "
+                             "outputs of attention and MLP; takes others")
 
     @property
     def layers(self) -> int:
@@ -331,7 +338,7 @@ class Pieces:
 
     def embed(self, window: Window, cache: Cache) -> Array:
         _no_images(cache)
-        return _embedded(self.network, window, cache)
+        return _embedded(self.network, window, cache)[0]
 
     def attention(self, layer: int, x: Array, positions: Array, attend: Attend) -> tuple[Array, Any]:
         """Returns the output of a layer's attention, which is added to `x`, and its entry. `attend` has the signature
@@ -375,15 +382,16 @@ def _chosen(params: Weights, cache: Cache) -> tuple[Weights, bool]:
     return jax.tree.map(lambda x: x.chosen(rows.which) if adapted(x) else x, params, is_leaf=adapted), True
 
 
-def _embedded(network: Decoder, window: Window, cache: Cache) -> Array:
-    """Returns the residual stream before the first layer, from tokens, the window's embeddings and the row's
-    `Embeddings`."""
+def _embedded(network: Decoder, window: Window, cache: Cache) -> tuple[Array, Array | None]:
+    """Returns the residual stream before the first layer and the inputs of all layers, from tokens, the window's
+    embeddings and the row's `Embeddings`."""
     values, which, given = window.embeddings, window.embedded, cache.inputs
     if isinstance(given, Embeddings):
         own, here = given.at(window.positions)
         values, which = (own, here) if values is None or which is None else (
             jnp.where(here[..., None], own.astype(values.dtype), values), here | which)
-    return network.embedded(window.tokens, window.positions, values, which)
+    x = network.embedded(window.tokens, window.positions, values, which)
+    return x, network.inputs(window.tokens, x, which)
 
 
 def _images(cache: Cache) -> Images | None:

@@ -44,6 +44,7 @@ from decodax.models.names import (
     layers_in,
     sources,
     stored_dtype,
+    unused_keys,
 )
 from decodax.models.recurrent.mamba import Mamba, read_mamba
 from decodax.models.recurrent.mamba import sources as mamba_sources
@@ -120,7 +121,8 @@ def load_model(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | 
     if config["model_type"] in WITH_IMAGES:
         ignored.append(IMAGES)
         if seen := sorted(filter(IMAGES.search, files.home)):
-            warnings.warn(f"{files.name}: skips {len(seen)} tensors of images, such as {seen[0]}", stacklevel=outside())
+            warnings.warn(f"{files.name}: skips {len(seen)} tensors of images or sound, such as {seen[0]}",
+                          stacklevel=outside())
     if len(later := further_layers(family, len(decoder.layers), config, files.home)):
         warnings.warn(f"{files.name}: skips {len(later)} tensors of layers that predict further tokens, such as "
                       f"{min(later)}, which are not read", stacklevel=outside())
@@ -128,7 +130,7 @@ def load_model(directory: str | os.PathLike[str], dtype: jax.typing.DTypeLike | 
     coded = mxfp4_sources(where, files, config)
     plan = None if scheme is None else find_layers(files, scheme, where, shapes)
     apart, spare = (coded, packed_tensors(coded)) if plan is None else (plan.layers, plan.tensors)
-    heads = {head} if decoder.tied else set()
+    heads = ({head} if decoder.tied else set()) | unused_keys(family, decoder, files.home)
     _check({path: where[path] for path in where if path not in apart}, files, spare | heads, ignored)
     if decoder.tied:
         _check_tied(files, where["embed"].tensors[0], head)

@@ -36,10 +36,14 @@ def _mixtures(field: str) -> Callable[[DecoderConfig, Any], bool]:
 
 SHOWN: dict[str, Callable[[DecoderConfig, Any], bool]] = {
     "alibi": lambda d, value: any(layer.bias is not None for layer in d.layers),
+    "altup_num_inputs": lambda d, value: d.streams is not None and d.streams.count == value,
+    "attention_k_eq_v": lambda d, value: any(layer.keys_as_values for layer in d.layers),
     "attn_logit_softcapping": lambda d, value: d.attention_softcap == value,
     "attn_output_gate": lambda d, value: any(layer.output_gate for layer in d.layers),
     "clip_qkv": lambda d, value: d.qkv_clip == value,
     "embedding_multiplier": lambda d, value: d.embed_scale == value,
+    "enable_moe_block": lambda d, value: any(layer.experts is not None for layer in d.layers),
+    "hidden_size_per_layer_input": lambda d, value: d.layer_inputs is not None and d.layer_inputs.width == value,
     "index_topk": lambda d, value: all(layer.latent is not None and layer.latent.indexer is not None
                                        and layer.latent.indexer.top == value for layer in d.layers),
     "kv_lora_rank": lambda d, value: all(layer.latent is not None and layer.latent.rank == value for layer in d.layers),
@@ -47,6 +51,7 @@ SHOWN: dict[str, Callable[[DecoderConfig, Any], bool]] = {
                                         for layer in d.layers),
     "final_logit_softcapping": lambda d, value: d.logit_softcap == value,
     "logits_scaling": lambda d, value: math.isclose(d.logit_scale * value, 1.0),
+    "num_kv_shared_layers": lambda d, value: sum(layer.reads is not None for layer in d.layers) == value,
     "n_group": _mixtures("groups"),
     "qk_layernorm": lambda d, value: d.qk_norm is not None,
     "residual_multiplier": lambda d, value: d.residual_scale == value,
@@ -54,21 +59,21 @@ SHOWN: dict[str, Callable[[DecoderConfig, Any], bool]] = {
     "scale_attn_by_inverse_layer_idx": lambda d, value: len({layer.scale for layer in d.layers}) == len(d.layers),
     "swiglu_alpha": _clipped("alpha"),
     "swiglu_limit": _clipped("limit"),
+    # Of the tokens of an image alone, which no text has.
+    "use_bidirectional_attention": lambda d, value: value == "vision",
     "use_parallel_residual": lambda d, value: d.block == "parallel",
     "use_qk_norm": lambda d, value: d.qk_norm is not None,
 }
 """Tests of whether a decoder does what an entry says."""
 
-MISSING = ("apply_residual_connection_post_layernorm", "hidden_size_per_layer_input",
-           "num_kv_shared_layers", "scale_depth", "scale_emb",
-           "use_attention_sinks", "use_bidirectional_attention")
+MISSING = ("apply_residual_connection_post_layernorm", "scale_depth", "scale_emb", "use_attention_sinks")
 """Entries that no family here has."""
 
 HARMLESS = re.compile(
     r"(^_|drop|initializer|init_std|variance_scale|init_method|token_id$|token_index$|router_aux|output_|jitter|summary_|dtype|version"
     r"|architectures|auto_map|use_cache|is_decoder|is_encoder_decoder|return_dict|problem_type|id2label|label2id|chunk_size"
     r"|gradient_checkpointing|pretraining_tp|slow_but_exact|reorder_and_upcast_attn|name_or_path|unsloth|task_specific"
-    r"|tokenizer_class|linear_dt_|linear_a_log_|model_max_length|fp32_combine|nextn|norm_min|quantization_config|attn_implementation)")
+    r"|tokenizer_class|linear_dt_|linear_a_log_|model_max_length|fp32_combine|nextn|norm_min|coef_clip|quantization_config|attn_implementation)")
 """Entries that do not change what a model computes, or that are read elsewhere."""
 
 

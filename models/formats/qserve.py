@@ -321,10 +321,11 @@ def rotated(model: Transformer, params: Weights) -> tuple[Transformer, Weights]:
     if c.norm.kind != "rms" or c.norm.bias or c.block not in ("pre", "parallel"):
         raise ValueError(f"model: got {c.block} blocks with {c.norm.kind} norms, takes RMS norms before attention and "
                          "MLP alone")
-    stream, head = hadamard(c.width), hadamard(c.value_width)
+    if c.value_norm or c.layer_inputs or any(layer.head_dim or layer.keys_as_values for layer in c.layers):
+        raise ValueError("model: got heads that differ, values with a norm or inputs of layers, takes one without")
+    stream, head = hadamard(c.width), hadamard(wide := c.value_width(c.layers[0]))
     leaves = {path: np.asarray(jax.device_get(leaf), np.float64) for path, leaf in found.items()}
-    if c.tied:
-        leaves["lm_head.kernel"] = leaves["embed"].T
+    leaves |= {"lm_head.kernel": leaves["embed"].T} if c.tied else {}
     made = {}
     for path, leaf in leaves.items():
         *above, part, kind = ["", *path.split(".")]
@@ -337,9 +338,9 @@ def rotated(model: Transformer, params: Weights) -> tuple[Transformer, Weights]:
             scale = leaves[f"{place}.scale"] + c.norm.unit_offset
             leaf = stream.T @ (scale[:, None] * leaf)
         if part == "v":
-            leaf = (leaf.reshape(*leaf.shape[:-1], -1, c.value_width) @ head).reshape(leaf.shape)
+            leaf = (leaf.reshape(*leaf.shape[:-1], -1, wide) @ head).reshape(leaf.shape)
         if part == "o" and kind == "kernel":
-            leaf = (head.T @ leaf.reshape(-1, c.value_width, c.width)).reshape(leaf.shape)
+            leaf = (head.T @ leaf.reshape(-1, wide, c.width)).reshape(leaf.shape)
         if kind in ("embed", "positions") or part in ("o", "down"):
             leaf = leaf @ stream
         like = found.get(path, found["embed"])

@@ -210,8 +210,9 @@ def choose(cache: Array | None, width: int | None = None) -> Implementation | No
     where = platform()
     if where == "cpu" or cache is None or (jax.sharding.get_abstract_mesh().empty and jax.device_count() > 1):
         return "xla"
-    # On a GPU, a query's sums over whole latents do not fit in a program's registers.
-    gpu = lambda: cache.shape[3] != width and _runs_triton()
+    # On a GPU, a query's sums over whole latents do not fit in a program's registers, and sums over values of more than
+    # 256 channels (512 in Gemma 4) have not been tried.
+    gpu = lambda: (width is None or 0 < cache.shape[3] - width <= 256) and _runs_triton()
     return None if (gpu() if where == "gpu" else cache.shape[2] % 128 == 0) else "xla"
 
 

@@ -28,6 +28,7 @@ from decodax.models import (
     Mamba2,
     Mamba2Config,
     MambaConfig,
+    NormConfig,
     Rope,
     Rwkv7,
     Rwkv7Config,
@@ -47,6 +48,8 @@ from decodax.models import (
 )
 from decodax.models.latent.shape import Indexer, Latent
 from decodax.models.recurrent.options import GatedDelta, RgLru
+from decodax.models.residual.options import LayerInputs
+from decodax.models.rope import Proportional
 from tests.caches.small import PROMPTS
 from tests.extending.pages import DOCS, run_page
 from tests.matrix import often
@@ -64,6 +67,14 @@ MODELS: dict[str, Callable[[], Any]] = {
         BASE, kv_heads=4, layers=BASE.layers[:1] * 5), 2), ((1, 2, 3),))),
     "experts": lambda: Transformer(dataclasses.replace(BASE, layers=(*BASE.layers[:2], dataclasses.replace(
         BASE.layers[2], experts=Experts(count=6, chosen=2, width=12))))),
+    "layer inputs": lambda: Transformer(dataclasses.replace(
+        BASE, layers=(dataclasses.replace(BASE.layers[0], sliding=5), Layer(
+            rope=Rope(8, scaling=Proportional(2)), head_dim=8, kv_heads=1, keys_as_values=True, mlp=20),
+            dataclasses.replace(BASE.layers[0], sliding=5, reads=0)),
+        value_norm=NormConfig(scaled=False), layer_inputs=LayerInputs(5, 14), layer_scale=True)),
+    "experts beside an MLP": lambda: Transformer(dataclasses.replace(BASE, layers=(BASE.layers[0], dataclasses.replace(
+        BASE.layers[1], experts=Experts(6, 2, 12, shared=20, logit_scale=0.25, expert_scale=True, branch_norms=True)))),
+    ),
     "dual chunks": lambda: Transformer(dual_chunk(BASE, 12, 4)),
     "elu": lambda: Transformer(linear(BASE)), "elu beside softmax": lambda: Transformer(linear(BASE, layers=(0, 2))),
     "linearized": lambda: Transformer(linearized(BASE, group=8, kernel=9)),

@@ -50,8 +50,8 @@ def test_the_names_that_newer_and_older_files_have(tmp_path: Path) -> None:
     # as in the model itself, where the language model is inside
     save_file({f"model.{k}".replace("language_model.model.", "language_model."): v for k, v in tensors.items()}, file)
     jax.tree.map(np.testing.assert_array_equal, dx.load(tmp_path).params, lm.params)
-    save_file({**tensors, "audio_tower.x": np.ones(1, np.float32)}, file)
-    with pytest.raises(CheckpointError, match=r"holds tensor audio_tower\.x"):
+    save_file({**tensors, "taste_tower.x": np.ones(1, np.float32)}, file)
+    with pytest.raises(CheckpointError, match=r"holds tensor taste_tower\.x"):
         dx.load(tmp_path)
 
 

@@ -28,6 +28,8 @@ DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_hea
          "num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
 SHARED = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
           "shared_expert_intermediate_size": 20}
+GEMMA4 = {**SMALL_WINDOW, "head_dim": 8, "global_head_dim": 16, "num_hidden_layers": 4, "layer_types": [
+    "sliding_attention", "full_attention"] * 2, "final_logit_softcapping": 2.0}
 LONGROPE = {"short_factor": [1.0, 1.1, 1.3, 1.7], "long_factor": [1.5, 2.0, 3.0, 6.0]}
 
 # name: (model_type, options on top of COMMON, `context` for load_model)
@@ -174,6 +176,20 @@ CASES: dict[str, tuple[str, dict[str, Any], int | None]] = {
     "qwen3.5-moe": ("qwen3_5_moe_text", {**DELTA, **SHARED, "head_dim": 16, "num_hidden_layers": 2,
                                          "layer_types": DELTA["layer_types"][:2]}, None),
     "olmo-hybrid": ("olmo_hybrid", DELTA, None),
+    "gemma4": ("gemma4_text", {**GEMMA4, "num_kv_shared_layers": 2, "use_double_wide_mlp": True,
+                               "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 97}, None),
+    "gemma3n": ("gemma3n_text", {
+        **SMALL_WINDOW, "head_dim": 16, "num_hidden_layers": 4, "intermediate_size": [48, 40, 48, 48],
+        "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": 90, "altup_num_inputs": 3,
+        "altup_active_idx": 1, "laurel_rank": 5, "activation_sparsity_pattern": [0.6, 0.0, 0.0, 0.9],
+        "final_logit_softcapping": 2.0}, None),
+    "gemma4-moe": ("gemma4_text", {**GEMMA4, "num_hidden_layers": 3, "layer_types": GEMMA4["layer_types"][1:],
+                                   "hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "attention_bias": True,
+                                   "num_global_key_value_heads": 1, "enable_moe_block": True, "num_experts": 4,
+                                   "top_k_experts": 2, "moe_intermediate_size": 24}, None),
+    "gemma4-unified": ("gemma4_unified_text", {**GEMMA4, "attention_k_eq_v": True, "num_kv_shared_layers": 2,
+                                               "tie_word_embeddings": False}, None),
     "olmo-hybrid-rope": ("olmo_hybrid", {**DELTA, "linear_num_key_heads": 4, "linear_allow_neg_eigval": False,
                                          **rope("default")}, None),
 }
@@ -186,7 +202,7 @@ ALIKE = {"arcee", "deepseek-v2-lite", "deepseek-v3-halves", "ernie4.5", "exaone4
 ALIKE = {"arcee", "ernie4.5", "exaone4-full", "falcon", "falcon-11b", "glm", "gpt-neox-serial", "granite-moe", "hy3",
          "llama4-top2", "llama4-types", "nemotron-bias", "opt-plain-norms", "qwen2-moe-normed", "seed-oss",
          "starcoder2-plain", "llama-linear", "llama-yarn", "ministral", "phi-qk-norm", "qwen3-bias", "qwen3-moe-normed",
-         "smollm3", "stablelm", "qwen3.5-moe", "olmo-hybrid-rope"}
+         "smollm3", "stablelm", "qwen3.5-moe", "olmo-hybrid-rope", "gemma4-moe", "gemma4-unified"}
 """Cases that differ little from another one."""
 
 
@@ -207,8 +223,8 @@ def build(name: str, seed: int = 0, **more: Any) -> transformers.PreTrainedModel
             # wide enough that a wrong norm, scale or window shows in the logits
             weight.copy_(torch.randn_like(weight) * 0.2 + (1.0 if weight.ndim == 1 else 0.0))
         for name, buffer in model.named_buffers():
-            if "correction" in name:
-                buffer.copy_(torch.randn_like(buffer) * 0.2)
+            if "correction" in name or "layer_scalar" in name:
+                buffer.copy_(torch.randn_like(buffer) * 0.2 + ("layer_scalar" in name))
     return model
 
 

@@ -234,7 +234,8 @@ def count(s: Setup) -> DeviceCounts:
     across, parts = s.mesh.shape[MODEL], s.mesh.shape.get(EXPERT, 1)
     tokens = s.rows * s.width
     weights, beside = local(s.params.target), local(s.params.draft)
-    table = 0 if c.tied else local(s.params.target["embed"])
+    table = (0 if c.tied else local(s.params.target["embed"])) + (
+        local(s.params.target["layer_inputs"]["table"]) if c.layer_inputs is not None else 0)
     item = jnp.dtype(model.dtype).itemsize
     # Experts that no token chose are not read.
     experts, share, mixtures = 0, 0.0, 0
@@ -245,26 +246,33 @@ def count(s: Setup) -> DeviceCounts:
             experts += own
             share += own * (1 - (1 - e.chosen / e.count) ** (tokens * parts))
             mixtures += 1
-    read = weights - table - experts + share + tokens * c.width * item * (not c.tied)
+    rows = c.width * (not c.tied) + (len(c.layers) * c.layer_inputs.width if c.layer_inputs is not None else 0)
+    read = weights - table - experts + share + tokens * rows * item
 
     cached = local(s.state.cache) if s.algorithm.traits.caches else 0
     host = local(s.state.cache.layout.hosted) if s.algorithm.traits.caches else 0
-    shape = kv_layers(c, None)[0] if c.attending else KVLayer(c.kv_heads, c.head_dim)
-    entry = shape.both * item * s.rows * (shape.heads // across if shape.heads % across == 0 else shape.heads)
+    stored: dict[int, KVLayer] = dict(zip(c.attending, kv_layers(c, None), strict=True))
+    usual = stored[c.attending[0]] if c.attending else KVLayer(c.kv_heads, c.head_dim)
+    # A layer that attends to the keys and values of another one reads them again, but stores and writes nothing.
+    shapes = [stored.get(i if layer.reads is None else layer.reads, usual) for i, layer in _layers(model)]
+    entries = [shape.both * item * s.rows * (shape.heads // across if shape.heads % across == 0 else shape.heads)
+               for shape in shapes]
     held = [min(s.live, layer.sliding or s.live) for _, layer in _layers(model)]
-    dense = sum(entry * s.capacity for _ in held)
+    own = sum(entry for entry, (_, layer) in zip(entries, _layers(model), strict=True) if layer.reads is None)
     # A cache of another kind than dense is counted by its own size.
-    cache_read = 0.0 if not cached else sum(entry * n for n in held) if cached >= 0.95 * dense and not host \
-        else (cached - host) * min(1.0, s.live / s.capacity)
-    written = float(entry * s.width * len(held)) if cached else 0.0
+    cache_read = 0.0 if not cached else sum(entry * n for entry, n in zip(entries, held, strict=True)) \
+        if cached >= 0.95 * own * s.capacity and not host else (cached - host) * min(1.0, s.live / s.capacity)
+    written = float(own * s.width) if cached else 0.0
 
     per_token = 2 * _active(model)
     # In the absorbed form of latent attention, both products have the width of a latent.
-    attended = sum(4 * c.heads * shape.width * (n if cached else s.width) for n in held)
+    attended = sum(4 * c.heads * shape.width * (n if cached else s.width)
+                   for shape, n in zip(shapes, held, strict=True))
     flops = tokens * (per_token + attended) / across
     # A token of the prompt attends to the tokens before it; only the last token needs logits.
-    seen = sum(w * (w + 1) // 2 + (s.live - w) * w for w in held)
-    prompt = s.live * (per_token - 2 * c.width * c.vocab) + 2 * c.width * c.vocab + 4 * c.heads * c.head_dim * seen
+    seen = sum((w * (w + 1) // 2 + (s.live - w) * w) * c.key_width(layer)
+               for w, layer in zip(held, c.layers, strict=True))
+    prompt = s.live * (per_token - 2 * c.width * c.vocab) + 2 * c.width * c.vocab + 4 * c.heads * seen
     reductions = 2 * len(held) + 1
     sent = 0.0 if across == 1 else reductions * 2 * (across - 1) / across * tokens * c.width * item / 2
     # Over an axis "expert", each mixture gathers the tokens of all devices, and scatters their sums.
@@ -289,6 +297,8 @@ def _active(model: Transformer) -> int:
     """Returns the number of weights with which each token is multiplied; of experts only those that are chosen."""
     shapes, c = model.abstract_params(), model.config
     table = 0 if c.tied else math.prod(shapes["embed"].shape)
+    if c.layer_inputs is not None:
+        table += math.prod(shapes["layer_inputs"]["table"].shape)
     whole = sum(math.prod(x.shape) for x in jax.tree.leaves(shapes)) - table
     for i, layer in _layers(model):
         if layer.experts is not None:

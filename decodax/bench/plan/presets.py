@@ -45,6 +45,12 @@ _LLADA2 = {"model_type": "llada2_moe", "vocab_size": 157_184, "num_key_value_hea
            "routed_scaling_factor": 2.5, "first_k_dense_replace": 1, "partial_rotary_factor": 0.5,
            "rope_theta": 600_000.0, "rms_norm_eps": 1e-6, "hidden_act": "silu", "use_bias": False,
            "max_position_embeddings": 16_384, "tie_word_embeddings": False}
+_GEMMA4: dict[str, Any] = {
+    "model_type": "gemma4_text", "vocab_size": 262_144, "hidden_activation": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6,
+    "head_dim": 256, "global_head_dim": 512, "max_position_embeddings": 131_072, "tie_word_embeddings": True,
+    "final_logit_softcapping": 30.0}
+_GEMMA4_LARGE = {**_GEMMA4, "sliding_window": 1024, "attention_k_eq_v": True, "hidden_size_per_layer_input": 0,
+                 "max_position_embeddings": 262_144}
 
 PRESETS: dict[str, dict[str, Any]] = {
     "llama-3-8b": {**_LLAMA3, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32,
@@ -75,6 +81,15 @@ PRESETS: dict[str, dict[str, Any]] = {
                     "rope_scaling": {"rope_type": "linear", "factor": 8.0}, "rms_norm_eps": 1e-6,
                     "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 131_072,
                     "tie_word_embeddings": True},
+    "gemma-4-e2b": {**_GEMMA4, "hidden_size": 1536, "intermediate_size": 6144, "num_hidden_layers": 35,
+                    "num_attention_heads": 8, "num_key_value_heads": 1, "num_kv_shared_layers": 20,
+                    "use_double_wide_mlp": True, "sliding_window": 512,
+                    "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7},
+    "gemma-4-31b": {**_GEMMA4_LARGE, "hidden_size": 5376, "intermediate_size": 21_504, "num_hidden_layers": 60,
+                    "num_attention_heads": 32, "num_key_value_heads": 16, "num_global_key_value_heads": 4},
+    "gemma-4-26b-a4b": {**_GEMMA4_LARGE, "hidden_size": 2816, "intermediate_size": 2112, "num_hidden_layers": 30,
+                        "num_attention_heads": 16, "num_key_value_heads": 8, "num_global_key_value_heads": 2,
+                        "enable_moe_block": True, "num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704},
     "gpt-oss-20b": {**_GPT_OSS, "num_hidden_layers": 24, "num_local_experts": 32},
     "gpt-oss-120b": {**_GPT_OSS, "num_hidden_layers": 36, "num_local_experts": 128},
     "deepseek-v3": _DEEPSEEK,
@@ -158,9 +173,8 @@ PRESETS: dict[str, dict[str, Any]] = {
                      "num_attention_heads": 32, "moe_intermediate_size": 1024},
 }
 """The presets by name: Llama 3 (Grattafiori et al., 2024), Llama 4 (Meta, 2025), Qwen3 (Yang et al., 2025), Qwen3-Next
-and the language models of Qwen3.5 (Qwen Team, 2025 and 2026, as configured by transformers), Gemma 3 (Gemma Team,
-2025), DeepSeek V3 and V3.2 (DeepSeek-AI, 2024 and 2025), Kimi K2 (Kimi Team, 2025), GLM-4.5 to 4.7 (GLM Team, 2025),
-MiniMax-M2, Hy3, ERNIE 4.5, MiMo-V2-Flash, Mistral Small 3.2 and Ministral 3, Phi-4 (Abdin et al., 2024), SmolLM2 and
-3, Seed-OSS, GPT-OSS (OpenAI, 2025), LLaDA (Nie et al., 2025),
-LLaDA 2 (Bie et al., 2025). The experts of GPT-OSS are released in 4 bits:
-`weights="mxfp4"`."""
+and the language models of Qwen3.5 (Qwen Team, 2025 and 2026, as configured by transformers), Gemma 3 (Gemma Team, 2025)
+and Gemma 4 (Google, 2026, as configured by tunix), DeepSeek V3 and V3.2 (DeepSeek-AI, 2024 and 2025), Kimi K2 (Kimi
+Team, 2025), GLM-4.5 to 4.7 (GLM Team, 2025), MiniMax-M2, Hy3, ERNIE 4.5, MiMo-V2-Flash, Mistral Small 3.2 and Ministral
+3, Phi-4 (Abdin et al., 2024), SmolLM2 and 3, Seed-OSS, GPT-OSS (OpenAI, 2025), LLaDA (Nie et al., 2025), LLaDA 2 (Bie
+et al., 2025). The experts of GPT-OSS are released in 4 bits: `weights="mxfp4"`."""

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import transformers
 
-from tests.models.tiny import COMMON, DELTA, SHARED, SMALL_WINDOW
+from tests.models.tiny import COMMON, DELTA, GEMMA4, SHARED, SMALL_WINDOW
 
 SIGHT = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "image_size": 16,
          "patch_size": 8}
@@ -19,6 +19,8 @@ PIXTRAL = {**SIGHT, "image_size": 32, "model_type": "pixtral", "head_dim": 8}
 DEEPSTACK = {"hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2, "out_hidden_size": 32,
              "deepstack_visual_indexes": [0]}
 EYE = {key: size for key, size in DEEPSTACK.items() if key != "deepstack_visual_indexes"}
+EYES = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "num_key_value_heads": 2, "head_dim": 8, "patch_size": 4, "position_embedding_size": 16}
 PLACES = {"image_token_id": 96, "video_token_id": 95, "vision_start_token_id": 94, "vision_end_token_id": 93}
 
 # model_type, text_config on top of COMMON, vision_config, further entries; where the tensors of the layers are
@@ -51,6 +53,16 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], str]
         "rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 8, "mscale": 1.0,
         "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3}}, PIXTRAL,
                    {"image_token_index": 96, "tie_word_embeddings": False}, "language_model.model.layers."),
+    "gemma4": ("gemma4", {**GEMMA4, "attention_k_eq_v": True, "use_bidirectional_attention": "vision",
+                          "hidden_size_per_layer_input": 0, "enable_moe_block": True, "num_experts": 4,
+                          "top_k_experts": 2, "moe_intermediate_size": 24}, EYES, {
+        "audio_config": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "output_proj_dims": 16,
+                         "subsampling_conv_channels": [4, 4]}, "image_token_id": 96, "video_token_id": 95,
+        "audio_token_id": 94}, "model.language_model.layers."),
+    "gemma4-unified": ("gemma4_unified", {**GEMMA4, "num_hidden_layers": 2, "layer_types": GEMMA4["layer_types"][:2]},
+                       {"patch_size": 4, "mm_embed_dim": 32, "mm_posemb_size": 8, "output_proj_dims": 32}, {
+                           "image_token_id": 96, "video_token_id": 95, "audio_token_id": 94},
+                       "model.language_model.layers."),
     "llama4": ("llama4", {"head_dim": 16, "num_local_experts": 4, "intermediate_size_mlp": 40, "floor_scale": 6,
                           "attention_chunk_size": 5, "no_rope_layers": [1, 0], "interleave_moe_layer_step": 2},
                {**SIGHT, "intermediate_size": 16, "vision_output_dim": 16, "projector_input_dim": 16,

@@ -1,0 +1,1 @@
+"""Parts of a decoder beside attention and MLP that change the residual stream."""

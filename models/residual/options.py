@@ -1,0 +1,45 @@
+"""Options of the parts of a decoder that change the residual stream beside attention and MLP."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Streams:
+    """Options of several residual streams. See `decodax.models.residual.streams`.
+
+    Attributes:
+        count: number of streams `n`.
+        active: index of the stream that goes through attention and MLP.
+        scaled: True multiplies the active stream by a learned scale before a layer's input is taken from it.
+        rank: number of inner channels of a learned path beside attention.
+    """
+
+    count: int
+    active: int = 0
+    scaled: bool = True
+    rank: int = 64
+
+    def __post_init__(self) -> None:
+        if self.count < 2 or not 0 <= self.active < self.count or self.rank < 1:
+            raise ValueError(f"count: got {self.count} streams with the active one {self.active} and a path of rank "
+                             f"{self.rank}, takes 2 or more, one of them, and 1 or more")
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerInputs:
+    """Options of per-layer embeddings. See `decodax.models.residual.layer_inputs`.
+
+    Attributes:
+        width: number of channels `d` of a layer's embedding of a token.
+        rows: number of tokens that the table has. Tokens from there on have the embedding of token 0.
+    """
+
+    width: int
+    rows: int
+
+    def __post_init__(self) -> None:
+        for name in ("width", "rows"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: got {getattr(self, name)}, takes 1 or more")
