@@ -54,10 +54,10 @@ POSITIONS = _whole(1, (1 << 31) - 1)
 INDEX = _whole(0, (1 << 31) - 1)
 IDS = Kind("a token id or a list of them",
            lambda x: all(INDEX.fits(y) for y in x) if isinstance(x, list) else INDEX.fits(x))
-LAYER_TYPES = Kind("a list of 'full_attention', 'sliding_attention', 'chunked_attention' and 'linear_attention'",
-                   lambda x: isinstance(x, list) and all(y in ("full_attention", "sliding_attention",
-                                                               "chunked_attention", "indexed_attention",
-                                                               "linear_attention") for y in x))
+LAYERS_BY_NAME = ("full_attention", "sliding_attention", "chunked_attention", "indexed_attention", "linear_attention",
+                  "conv", "attention", "mamba")
+LAYER_TYPES = Kind(f"a list of {', '.join(map(repr, LAYERS_BY_NAME))}",
+                   lambda x: isinstance(x, list) and all(y in LAYERS_BY_NAME for y in x))
 PATTERN = Kind("a whole number from 1 to 10,000, or a text of L and G",
                lambda x: LAYERS.fits(x) or (isinstance(x, str) and x != "" and set(x) <= {"L", "G"}))
 
@@ -71,7 +71,7 @@ _KEYS: dict[Kind, str] = {
           "residual_in_fp32 alibi new_decoder_architecture multi_query parallel_attn enable_bias "
           "do_layer_norm_before layer_norm_elementwise_affine apply_residual_connection_post_layernorm qkv_bias "
           "attention_out_bias attn_temperature_tuning lm_head_bias rope_interleave attn_output_gate "
-          "linear_allow_neg_eigval",
+          "linear_allow_neg_eigval conv_bias block_auto_adjust_ff_dim use_expert_bias tie_embedding",
     OBJECT: "rope_scaling rope_parameters text_config full_attention sliding_attention diffusion "
             "dual_chunk_attention_config",
     NUMBER: "embedding_multiplier attention_multiplier residual_multiplier logit_scale mscale mscale_all_dim "
@@ -79,7 +79,8 @@ _KEYS: dict[Kind, str] = {
     POSITIVE: "rope_theta rope_local_base_freq query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping "
               "logits_scaling factor low_freq_factor high_freq_factor beta_fast beta_slow attention_factor mlp_ratio "
               "expand rotary_emb_base clip_qkv alpha short_mscale long_mscale routed_scaling_factor "
-              "router_scaling_factor floor_scale logits_soft_cap swiglu_alpha swiglu_limit attention_value_scale",
+              "router_scaling_factor floor_scale logits_soft_cap swiglu_alpha swiglu_limit attention_value_scale "
+              "block_ffn_dim_multiplier",
     NOT_NEGATIVE: "router_jitter_noise norm_eps norm_epsilon rms_norm_eps layer_norm_eps layer_norm_epsilon",
     SHARE: "partial_rotary_factor rotary_pct",
     PATTERN: "sliding_window_pattern",
@@ -89,20 +90,20 @@ _KEYS: dict[Kind, str] = {
            "num_experts_per_tok num_heads d_kv n_groups state_size conv_kernel conv1d_width num_kv_heads rotary_dim "
            "n_group topk_group n_routed_experts moe_num_experts moe_k num_ln_in_parallel_attn linear_num_key_heads "
            "linear_num_value_heads linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim "
-           "qk_rope_head_dim qk_nope_head_dim v_head_dim index_n_heads index_head_dim",
+           "qk_rope_head_dim qk_nope_head_dim v_head_dim index_n_heads index_head_dim conv_L_cache",
     WIDTH: "hidden_size n_embd n_embed d_model word_embed_proj_dim lru_width kv_lora_rank q_lora_rank",
     ENTRIES: "vocab_size embedding_size intermediate_size n_inner mlp_hidden_size moe_intermediate_size d_ff "
-             "ffn_dim ffn_hidden_size intermediate_size_mlp shared_expert_intermediate_size "
+             "ffn_dim ffn_hidden_size intermediate_size_mlp shared_expert_intermediate_size block_ff_dim "
              "relative_attention_num_buckets relative_attention_max_distance",
     POSITIONS: "max_position_embeddings n_positions max_sequence_length original_max_position_embeddings "
                "sliding_window sliding_window_size index_topk attention_window_size chunk_size seq_length "
-               "attention_chunk_size",
+               "attention_chunk_size block_multiple_of",
     INDEX: "first_k_dense_replace n_shared_experts num_shared_experts moe_num_shared_experts moe_layer_start_index "
-           "max_window_layers local_size mask_token_id text_mask_token_id bd_size block_size",
+           "num_dense_layers max_window_layers local_size mask_token_id text_mask_token_id bd_size block_size",
     IDS: "eos_token_id bos_token_id pad_token_id",
     LAYER_TYPES: "layer_types",
     _list(_whole(0, 1), "0 and 1"): "no_rope_layers",
-    _list(INDEX, "layers, from 0 on"): "mlp_only_layers moe_layers",
+    _list(INDEX, "layers, from 0 on"): "mlp_only_layers moe_layers full_attn_idxs",
     _list(Kind("", lambda x: x in ("recurrent", "attention")), "'recurrent' and 'attention'"): "block_types",
     _list(Kind("", lambda x: x in ("dense", "sparse")), "'dense' and 'sparse'"): "mlp_layer_types",
     _list(POSITIVE, "numbers above 0"): "short_factor long_factor",
@@ -155,5 +156,5 @@ def checked(c: Mapping[str, Any], inside: str = "") -> dict[str, Any]:
 
 
 OFF = ("sliding_window", "attention_chunk_size", "attn_logit_softcapping", "final_logit_softcapping",
-       "q_lora_rank")
+       "q_lora_rank", "block_ffn_dim_multiplier")
 """Entries for which null switches something off that a missing entry leaves on."""

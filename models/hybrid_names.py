@@ -1,4 +1,4 @@
-"""Tensor names of families in which some layers have a gated delta rule: the fields of `decodax.models.names.Names`."""
+"""Tensor names of families in which some layers have a recurrent block: the fields of `decodax.models.names.Names`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,20 @@ QWEN3_5: dict[str, Any] = {
     "extra": EXTRA, "fused": (GATED, INTO, TAPS), "repeated": {GATED: "heads"}, "stacked": STACKED,
     "further": ("mtp.",)}
 
+GATES = ("attn.in_b", "attn.in_c", "attn.in_x")
+LFM2: dict[str, Any] = {
+    "layer": {**{f"attn.{x}": f"self_attn.{x}_proj" for x in "qkv"}, "attn.o": "self_attn.out_proj",
+              "attn.q_norm": "self_attn.q_layernorm", "attn.k_norm": "self_attn.k_layernorm",
+              "attn_in": "operator_norm", "mlp_in": "ffn_norm", **dict.fromkeys(GATES, "conv.in_proj"),
+              "attn.out": "conv.out_proj", "mlp.gate": "feed_forward.w1", "mlp.up": "feed_forward.w3",
+              "mlp.down": "feed_forward.w2", "mlp.router": "feed_forward.gate"},
+    "experts": {f"mlp.{part}": f"feed_forward.experts.{{expert}}.w{i}"
+                for part, i in (("gate", 1), ("up", 3), ("down", 2))},
+    "correction": "feed_forward.expert_bias", "norm": "embedding_norm", "fused": (GATES,),
+    "extra": {"attn.conv_taps": "conv.conv.weight", "attn.conv_bias": "conv.conv.bias"}}
+
 NAMES: dict[str, dict[str, Any]] = {
+    "lfm2": LFM2, "lfm2_moe": LFM2,
     "qwen3_next": {
         "layer": {**QWEN, **dict.fromkeys((*INTO, "attn.in_z"), "linear_attn.in_proj_qkvz"),
                   **dict.fromkeys(RATES, "linear_attn.in_proj_ba")},

@@ -79,7 +79,7 @@ def read_layers(c: Json, shape: Json, *, sliding: int | None = None, slides: Cal
     rope, count, kinds = read_rope(c, shape, interleaved), c["num_hidden_layers"], c.get("layer_types")
     if kinds is not None and len(kinds) < count:
         raise ValueError(f"layer_types: got {len(kinds)} entries for num_hidden_layers = {count}")
-    if kinds is not None and not {"chunked_attention", "indexed_attention", "linear_attention"}.isdisjoint(kinds):
+    if kinds is not None and not set(kinds) <= {"full_attention", "sliding_attention"}:
         raise ValueError(f"layer_types: got {kinds}, takes a list of 'full_attention' and 'sliding_attention'")
     local = lambda i: kinds[i] == "sliding_attention" if kinds else slides(i)
     far = Layer(rope, None, scale)

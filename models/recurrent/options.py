@@ -68,6 +68,41 @@ class GatedDelta:
         if not 0 < self.rate <= 2:
             raise ValueError(f"rate: got {self.rate}, takes a number above 0 and at most 2")
 
+    @property
+    def channels(self) -> int:
+        """Number of channels of the convolution: queries, keys and values."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
-RecurrentBlocks = RgLru | GatedDelta
+    @property
+    def state(self) -> tuple[int, int, int]:
+        """Shape of the state of a row."""
+        return self.value_heads, self.key_dim, self.value_dim
+
+
+@dataclasses.dataclass(frozen=True)
+class ShortConv:
+    """Options of the gated short convolution of LFM2. See `decodax.models.recurrent.short_conv`.
+
+    Attributes:
+        channels: number of channels `C`.
+        conv: width `K` of the convolution.
+        bias: True adds biases to the projections and to the convolution.
+    """
+
+    channels: int
+    conv: int = 3
+    bias: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("channels", "conv"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: got {getattr(self, name)}, takes 1 or more")
+
+    @property
+    def state(self) -> None:
+        """None: beside the latest inputs of the convolution there is no state."""
+        return None
+
+
+RecurrentBlocks = RgLru | GatedDelta | ShortConv
 """Options of any of the blocks."""

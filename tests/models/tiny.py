@@ -176,6 +176,13 @@ CASES: dict[str, tuple[str, dict[str, Any], int | None]] = {
     "olmo-hybrid": ("olmo_hybrid", DELTA, None),
     "olmo-hybrid-rope": ("olmo_hybrid", {**DELTA, "linear_num_key_heads": 4, "linear_allow_neg_eigval": False,
                                          **rope("default")}, None),
+    "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3,
+                      "block_multiple_of": 8}, None),
+    "lfm2-bias": ("lfm2", {"full_attn_idxs": [0], "conv_bias": True, "conv_L_cache": 5, "tie_word_embeddings": False,
+                           "block_auto_adjust_ff_dim": False}, None),
+    "lfm2-moe": ("lfm2_moe", {"layer_types": ["conv", "conv", "full_attention"], "num_hidden_layers": 3,
+                              "num_dense_layers": 1, "num_experts": 4, "num_experts_per_tok": 2,
+                              "moe_intermediate_size": 24, "routed_scaling_factor": 1.7}, None),
 }
 
 
@@ -207,7 +214,7 @@ def build(name: str, seed: int = 0, **more: Any) -> transformers.PreTrainedModel
             # wide enough that a wrong norm, scale or window shows in the logits
             weight.copy_(torch.randn_like(weight) * 0.2 + (1.0 if weight.ndim == 1 else 0.0))
         for name, buffer in model.named_buffers():
-            if "correction" in name:
+            if "correction" in name or "expert_bias" in name:
                 buffer.copy_(torch.randn_like(buffer) * 0.2)
     return model
 
