@@ -27,7 +27,7 @@ from decodax.models.feed_forward import MLP, Mixture
 from decodax.models.latent.attention import LatentAttention
 from decodax.models.layers import STD, Linear, Norm, weight
 from decodax.models.packed import Packed, embedded, head, multiply
-from decodax.models.recurrent.blocks import recurrent_block
+from decodax.models.recurrent.blocks import Block, recurrent_block
 from decodax.models.rope import rotate
 
 Keep = Sequence[tuple[bool, bool]] | Array
@@ -181,29 +181,42 @@ class DecoderLayer(nnx.Module):
     def __init__(self, c: DecoderConfig, layer: Layer, rngs: nnx.Rngs):
         self.c = c
         norm = lambda present: Norm(c.norm, (c.width,), ("embed",)) if present else None
-        block = layer.block or c.block
-        self.attn_in = norm(block != "post")
-        self.attn = (LatentAttention(c, layer, rngs) if layer.latent is not None else Attention(c, layer, rngs)
-                     if layer.recurrent is None else recurrent_block(c, layer.recurrent, rngs))
-        self.attn_out = norm(block in ("post", "sandwich"))
-        self.mlp_in = norm(block in ("pre", "sandwich") or c.twin_norms)
-        self.mlp = MLP(c, rngs) if layer.experts is None else Mixture(c, layer.experts, rngs)
-        self.mlp_out = norm(block in ("post", "sandwich"))
+        block, attends, feeds = layer.block or c.block, layer.half != "mlp", layer.half != "attention"
+        self.attn_in = norm(block != "post" and attends)
+        self.attn = self._mixer(layer, rngs) if attends else None
+        self.beside = recurrent_block(c, layer.recurrent, rngs) if layer.beside and layer.recurrent else None
+        self.attn_out = norm(block in ("post", "sandwich") and attends)
+        self.mlp_in = norm((block in ("pre", "sandwich") or c.twin_norms) and feeds)
+        self.mlp = (MLP(c, rngs) if layer.experts is None else Mixture(c, layer.experts, rngs)) if feeds else None
+        self.mlp_out = norm(block in ("post", "sandwich") and feeds)
+
+    def _mixer(self, layer: Layer, rngs: nnx.Rngs) -> Attention | LatentAttention | Block:
+        """Returns the layer's attention, or the block in its place."""
+        if layer.latent is not None:
+            return LatentAttention(self.c, layer, rngs)
+        if layer.recurrent is None or layer.beside:
+            return Attention(self.c, layer, rngs)
+        return recurrent_block(self.c, layer.recurrent, rngs)
 
     def __call__(self, index: int, x: Array, tables: dict[Any, Any], attend: Attend,
                  keep: tuple[bool, bool] | Array = (True, True)) -> tuple[Array, Any]:
         if isinstance(keep, Array) and keep.ndim == 1:
             after, entry = _kept(lambda x: self(index, x, tables, attend), x, keep)
             return jnp.where(keep[:, None, None], after, x), entry
-        scale = self.c.residual_scale
+        scale, mlp = self.c.residual_scale, self.mlp
         keeps = (keep[:, 0], keep[:, 1]) if isinstance(keep, Array) else keep
         normed = _optional(self.attn_in, x)
-        branch, entry = self._attention(index, normed, tables, attend, keeps[0])
-        if self.c.block == "parallel":
-            beside = self.mlp_in(x) if self.mlp_in is not None else normed
-            return x + scale * (branch + _kept(self.mlp, beside, keeps[1])), entry
-        x = x + scale * branch
-        inside = lambda x: _optional(self.mlp_out, self.mlp(_optional(self.mlp_in, x)))
+        entry: Any = ()
+        if self.attn is not None:
+            branch, entry = self._attention(index, normed, tables, attend, keeps[0])
+            if self.c.block == "parallel":
+                assert mlp is not None
+                beside = self.mlp_in(x) if self.mlp_in is not None else normed
+                return x + scale * (branch + _kept(mlp, beside, keeps[1])), entry
+            x = x + scale * branch
+        if mlp is None:
+            return x, entry
+        inside = lambda x: _optional(self.mlp_out, mlp(_optional(self.mlp_in, x)))
         return x + scale * _kept(inside, x, keeps[1]), entry
 
     def attention_half(self, index: int, x: Array, tables: dict[Any, Any],
@@ -217,6 +230,7 @@ class DecoderLayer(nnx.Module):
         `parallel` block the stream before it."""
         alone = self.c.block == "parallel" and not self.c.twin_norms
         normed = _optional(self.attn_in if alone else self.mlp_in, x)
+        assert self.mlp is not None
         return self.c.residual_scale * _optional(self.mlp_out, self.mlp(normed))
 
     def values(self, x: Array) -> Array:
@@ -227,11 +241,15 @@ class DecoderLayer(nnx.Module):
     def _attention(self, index: int, x: Array, tables: dict[Any, Any], attend: Attend,
                    keep: bool | Array) -> tuple[Array, Any]:
         def inside(x: Array) -> tuple[Array, Any]:
+            assert self.attn is not None
             branch, entry = self.attn(index, x, tables, attend)
+            if self.beside is not None:
+                more, own = self.beside(index, x, tables, attend)
+                branch, entry = branch + more, (entry, own)
             return _optional(self.attn_out, branch), entry
 
         if keep is False:
-            return jnp.zeros_like(x), ()
+            return jnp.zeros_like(x), () if self.beside is None else ((), ())
         return _kept(inside, x, keep)
 
 
@@ -278,11 +296,13 @@ class Decoder(nnx.Module):
                 attend = echoes = Echoes(self.c, attend, near)
             else:
                 attend = self._sharing(attend)
+        elif len(self.c.entries) != len(self.c.layers) or any(layer.beside for layer in self.c.layers):
+            attend = self._numbered(attend)
         for i in range(len(states), len(self.c.layers)):
             own = (True, True) if keep is None else keep[:, i] if isinstance(keep, Array) else keep[i]
             x, entry = self.layers[str(i)](i, x, tables, attend, own)
             if i in self.c.own:
-                entries.append(entry)
+                entries += entry if self.c.layers[i].beside else [entry]
             states.append(x)
         if echoes is not None:
             entries = echoes.entries(entries)
@@ -301,6 +321,12 @@ class Decoder(nnx.Module):
             return attend(place[reads], q, *made[reads], **options)
 
         return shared
+
+    def _numbered(self, attend: Attend) -> Attend:
+        """Returns the attention function for the indices of layers, made from `attend`, which has the numbers of a
+        cache's entries."""
+        place = {entry: number for number, entry in enumerate(self.c.entries)}
+        return lambda layer, q, k, v, **options: attend(place[layer, "walk" in options], q, k, v, **options)
 
     def embedded(self, tokens: Array, positions: Array, embeddings: Array | None = None,
                  which: Array | None = None) -> Array:

@@ -43,7 +43,7 @@ class MLP(nnx.Module):
     """
 
     def __init__(self, c: DecoderConfig, rngs: nnx.Rngs, width: int | None = None, axis: str = "mlp"):
-        self.activation, width = c.activation, width or c.mlp
+        self.c, self.activation, width = c, c.activation, width or c.mlp
         into = lambda: Linear(rngs, (c.width, width), ("embed", axis), c.mlp_bias)
         self.gate = into() if c.gated else None
         self.up = into()
@@ -52,7 +52,13 @@ class MLP(nnx.Module):
 
     def __call__(self, x: Array) -> Array:
         act = ACTIVATIONS[self.activation] if self.act is None else self.act
-        return self.down(act(self.up(x)) if self.gate is None else act(self.gate(x)) * self.up(x))
+        if self.gate is None:
+            return self._scaled(self.down(act(self.up(x))), self.c.mlp_scale)
+        return self._scaled(self.down(act(self._scaled(self.gate(x), self.c.gate_scale)) * self.up(x)),
+                            self.c.mlp_scale)
+
+    def _scaled(self, y: Array, factor: float) -> Array:
+        return y if factor == 1.0 else y * factor
 
 
 class Mixture(nnx.Module):
@@ -62,9 +68,13 @@ class Mixture(nnx.Module):
         self.e, self.activation = e, c.activation
         self.router = Linear(rngs, (c.width, e.count), ("embed", None), e.bias)
         self.correction = nnx.Param(jnp.zeros(e.count), axes=(None,)) if e.correction else None
-        wide, narrow = ("experts", None, "expert_mlp"), ("experts", "expert_mlp", None)
-        self.gate, self.up = (Kernels(rngs, (e.count, c.width, e.width), wide, STD, e.bias) for _ in range(2))
-        self.down = Kernels(rngs, (e.count, e.width, c.width), narrow, STD / (2 * len(c.layers)) ** 0.5, e.bias)
+        wide, narrow, width = ("experts", None, "expert_mlp"), ("experts", "expert_mlp", None), e.latent or c.width
+        into = lambda: Kernels(rngs, (e.count, width, e.width), wide, STD, e.bias)
+        self.gate = into() if c.gated else None
+        self.up = into()
+        self.down = Kernels(rngs, (e.count, e.width, width), narrow, STD / (2 * len(c.layers)) ** 0.5, e.bias)
+        self.latent_in = Linear(rngs, (c.width, width), ("embed", None), False) if e.latent else None
+        self.latent_out = Linear(rngs, (width, c.width), (None, "embed"), False) if e.latent else None
         self.shared = MLP(c, rngs, e.shared, "shared_mlp") if e.shared else None
         self.shared_gate = Linear(rngs, (c.width, 1), ("embed", None), False) if e.shared_gate else None
 
@@ -75,11 +85,15 @@ class Mixture(nnx.Module):
         if self.router.bias is not None:
             logits = logits + self.router.bias[...].astype(jnp.float32)
         which, weights = route(logits, self.e, None if self.correction is None else self.correction[...])
-        gate, up, down = (part.kernel.get_value() for part in (self.gate, self.up, self.down))
-        biases = None if self.gate.bias is None or self.up.bias is None or self.down.bias is None else (
-            self.gate.bias[...], self.up.bias[...], self.down.bias[...])
-        out = mix(flat, which, weights, gate, up, down, ACTIVATIONS[self.activation], biases, self.e.where == "input",
-                  self.e.glu)
+        up, down = (part.kernel.get_value() for part in (self.up, self.down))
+        gate = None if self.gate is None else self.gate.kernel.get_value()
+        biases = (None if self.gate is None or self.gate.bias is None or self.up.bias is None or self.down.bias is None
+                  else (self.gate.bias[...], self.up.bias[...], self.down.bias[...]))
+        narrow = flat if self.latent_in is None else self.latent_in(flat)
+        out = mix(narrow, which, weights, gate, up, down, ACTIVATIONS[self.activation], biases,
+                  self.e.where == "input", self.e.glu)
+        if self.latent_out is not None:
+            out = self.latent_out(out)
         if self.shared is not None:
             beside = self.shared(flat)
             if self.shared_gate is not None:

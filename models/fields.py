@@ -63,7 +63,8 @@ PATTERN = Kind("a whole number from 1 to 10,000, or a text of L and G",
 
 _KEYS: dict[Kind, str] = {
     TEXT: "model_type hidden_act hidden_activation activation_function activation_type rope_type type "
-          "feed_forward_proj scoring_func topk_method",
+          "feed_forward_proj scoring_func topk_method position_embedding_type mlp_hidden_act mamba_hidden_act "
+          "hybrid_override_pattern",
     FLAG: "attention_bias mlp_bias tie_word_embeddings use_sliding_window use_bidirectional_attention "
           "use_parallel_residual use_qkv_bias use_qk_norm qk_layernorm scale_attn_weights "
           "scale_attn_by_inverse_layer_idx add_cross_attention truncate include_qkv_bias weight_tying input_emb_norm "
@@ -71,11 +72,13 @@ _KEYS: dict[Kind, str] = {
           "residual_in_fp32 alibi new_decoder_architecture multi_query parallel_attn enable_bias "
           "do_layer_norm_before layer_norm_elementwise_affine apply_residual_connection_post_layernorm qkv_bias "
           "attention_out_bias attn_temperature_tuning lm_head_bias rope_interleave attn_output_gate "
+          "mamba_conv_bias mamba_proj_bias mamba_rms_norm mamba_norm_before_gate projectors_bias "
           "linear_allow_neg_eigval conv_bias block_auto_adjust_ff_dim use_expert_bias tie_embedding",
     OBJECT: "rope_scaling rope_parameters text_config full_attention sliding_attention diffusion "
             "dual_chunk_attention_config",
     NUMBER: "embedding_multiplier attention_multiplier residual_multiplier logit_scale mscale mscale_all_dim "
-            "llama_4_scaling_beta attn_scale",
+            "llama_4_scaling_beta attn_scale key_multiplier attention_in_multiplier attention_out_multiplier "
+            "ssm_in_multiplier ssm_out_multiplier lm_head_multiplier",
     POSITIVE: "rope_theta rope_local_base_freq query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping "
               "logits_scaling factor low_freq_factor high_freq_factor beta_fast beta_slow attention_factor mlp_ratio "
               "expand rotary_emb_base clip_qkv alpha short_mscale long_mscale routed_scaling_factor "
@@ -85,25 +88,35 @@ _KEYS: dict[Kind, str] = {
     SHARE: "partial_rotary_factor rotary_pct",
     PATTERN: "sliding_window_pattern",
     LAYERS: "num_hidden_layers n_layer n_layers no_rope_layer_interval decoder_sparse_step moe_layer_interval "
-            "interleave_moe_layer_step num_layers num_decoder_layers full_attention_interval",
-    HEADS: "num_attention_heads n_head n_heads num_key_value_heads n_kv_heads head_dim num_experts num_local_experts "
-           "num_experts_per_tok num_heads d_kv n_groups state_size conv_kernel conv1d_width num_kv_heads rotary_dim "
+            "interleave_moe_layer_step num_layers num_decoder_layers full_attention_interval attn_layer_period "
+            "expert_layer_period",
+    HEADS: "num_attention_heads n_head n_heads num_key_value_heads n_kv_heads head_dim num_experts "
+           "num_heads d_kv n_groups state_size conv_kernel conv1d_width num_kv_heads rotary_dim "
            "n_group topk_group n_routed_experts moe_num_experts moe_k num_ln_in_parallel_attn linear_num_key_heads "
            "linear_num_value_heads linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim "
-           "qk_rope_head_dim qk_nope_head_dim v_head_dim index_n_heads index_head_dim conv_L_cache",
-    WIDTH: "hidden_size n_embd n_embed d_model word_embed_proj_dim lru_width kv_lora_rank q_lora_rank",
+           "qk_rope_head_dim qk_nope_head_dim v_head_dim index_n_heads index_head_dim conv_L_cache "
+           "mamba_num_heads mamba_head_dim mamba_n_heads mamba_n_groups mamba_d_state mamba_d_conv mamba_expand "
+           "ssm_state_size attention_head_dim",
+    WIDTH: "hidden_size n_embd n_embed d_model word_embed_proj_dim lru_width kv_lora_rank q_lora_rank mamba_d_ssm "
+           "moe_latent_size",
     ENTRIES: "vocab_size embedding_size intermediate_size n_inner mlp_hidden_size moe_intermediate_size d_ff "
              "ffn_dim ffn_hidden_size intermediate_size_mlp shared_expert_intermediate_size block_ff_dim "
+             "shared_intermediate_size moe_shared_expert_intermediate_size "
              "relative_attention_num_buckets relative_attention_max_distance",
     POSITIONS: "max_position_embeddings n_positions max_sequence_length original_max_position_embeddings "
                "sliding_window sliding_window_size index_topk attention_window_size chunk_size seq_length "
-               "attention_chunk_size block_multiple_of",
+               "attention_chunk_size block_multiple_of mamba_chunk_size",
     INDEX: "first_k_dense_replace n_shared_experts num_shared_experts moe_num_shared_experts moe_layer_start_index "
-           "num_dense_layers max_window_layers local_size mask_token_id text_mask_token_id bd_size block_size",
+           "num_dense_layers num_local_experts num_experts_per_tok attn_layer_offset expert_layer_offset "
+           "max_window_layers local_size mask_token_id text_mask_token_id bd_size block_size",
     IDS: "eos_token_id bos_token_id pad_token_id",
     LAYER_TYPES: "layer_types",
     _list(_whole(0, 1), "0 and 1"): "no_rope_layers",
-    _list(INDEX, "layers, from 0 on"): "mlp_only_layers moe_layers full_attn_idxs",
+    _list(INDEX, "layers, from 0 on"): "mlp_only_layers moe_layers full_attn_idxs attn_layer_indices",
+    _list(NUMBER, "numbers"): "mlp_multipliers ssm_multipliers",
+    _list(TEXT, "names"): "layers_block_type",
+    Kind("a whole number from 1 to 65,536, or 'auto'", lambda x: x == "auto" or HEADS.fits(x)):
+        "mamba_d_head mamba_dt_rank",
     _list(Kind("", lambda x: x in ("recurrent", "attention")), "'recurrent' and 'attention'"): "block_types",
     _list(Kind("", lambda x: x in ("dense", "sparse")), "'dense' and 'sparse'"): "mlp_layer_types",
     _list(POSITIVE, "numbers above 0"): "short_factor long_factor",
@@ -156,5 +169,5 @@ def checked(c: Mapping[str, Any], inside: str = "") -> dict[str, Any]:
 
 
 OFF = ("sliding_window", "attention_chunk_size", "attn_logit_softcapping", "final_logit_softcapping",
-       "q_lora_rank", "block_ffn_dim_multiplier")
+       "q_lora_rank", "block_ffn_dim_multiplier", "mamba_d_ssm")
 """Entries for which null switches something off that a missing entry leaves on."""

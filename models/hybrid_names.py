@@ -28,7 +28,7 @@ QWEN3_5: dict[str, Any] = {
     "extra": EXTRA, "fused": (GATED, INTO, TAPS), "repeated": {GATED: "heads"}, "stacked": STACKED,
     "further": ("mtp.",)}
 
-GATES = ("attn.in_b", "attn.in_c", "attn.in_x")
+GATES = ("attn.b", "attn.c", "attn.x")
 LFM2: dict[str, Any] = {
     "layer": {**{f"attn.{x}": f"self_attn.{x}_proj" for x in "qkv"}, "attn.o": "self_attn.out_proj",
               "attn.q_norm": "self_attn.q_layernorm", "attn.k_norm": "self_attn.k_layernorm",
@@ -40,7 +40,39 @@ LFM2: dict[str, Any] = {
     "correction": "feed_forward.expert_bias", "norm": "embedding_norm", "fused": (GATES,),
     "extra": {"attn.conv_taps": "conv.conv.weight", "attn.conv_bias": "conv.conv.bias"}}
 
+STATES = {"A_log": "A_log", "D": "D", "dt_bias": "dt_bias", "y_scale": "norm.weight", "conv_taps": "conv1d.weight",
+          "conv_bias": "conv1d.bias"}
+NEMOTRON_H: dict[str, Any] = {
+    "layer": {"attn_in": "norm", "mlp_in": "norm", **{f"attn.{x}": f"mixer.{x}_proj" for x in "qkvo"},
+              "attn.into": "mixer.in_proj", "attn.out": "mixer.out_proj", "mlp.router": "mixer.gate",
+              **{f"mlp.{x}": f"mixer.{x}_proj" for x in ("up", "down")},
+              **{f"mlp.shared.{x}": f"mixer.shared_experts.{x}_proj" for x in ("up", "down")},
+              "mlp.latent_in": "mixer.fc1_latent_proj", "mlp.latent_out": "mixer.fc2_latent_proj"},
+    "experts": {f"mlp.{x}": f"mixer.experts.{{expert}}.{x}_proj" for x in ("up", "down")},
+    "correction": "mixer.gate.e_score_correction_bias", "stem": "backbone.", "embed": "embeddings", "norm": "norm_f",
+    "extra": {f"attn.{ours}": f"mixer.{theirs}" for ours, theirs in STATES.items()}, "further": ("mtp.",)}
+MAMBA = {**{f"attn.{x}": f"self_attn.{x}_proj" for x in "qkvo"}, "attn.into": "mamba.in_proj",
+         "attn.out": "mamba.out_proj"}
+BAMBA: dict[str, Any] = {
+    "layer": {**MAMBA, "attn_in": "input_layernorm", "mlp_in": "pre_ff_layernorm", "mlp.router": "feed_forward.router",
+              **{f"mlp.{x}": f"feed_forward.{x}_proj" for x in ("gate", "up", "down")}},
+    "experts": {f"mlp.{x}": f"feed_forward.experts.{{expert}}.{x}_proj" for x in ("gate", "up", "down")},
+    "norm": "final_layernorm", "extra": {f"attn.{ours}": f"mamba.{theirs}" for ours, theirs in STATES.items()}}
+SHARED_HALVES = ("mlp.shared.gate", "mlp.shared.up")
+GRANITE: dict[str, Any] = {
+    "layer": {**MAMBA, **NORMS, "mlp.router": "block_sparse_moe.router.layer",
+              **dict.fromkeys((*SHARED_HALVES, "mlp.gate", "mlp.up"), "shared_mlp.input_linear"),
+              **dict.fromkeys(("mlp.shared.down", "mlp.down"), "shared_mlp.output_linear")},
+    "experts": {**dict.fromkeys(("mlp.gate", "mlp.up"), "block_sparse_moe.input_linear.weight"),
+                "mlp.down": "block_sparse_moe.output_linear.weight"},
+    "extra": BAMBA["extra"], "fused": (("mlp.gate", "mlp.up"), SHARED_HALVES)}
+
 NAMES: dict[str, dict[str, Any]] = {
+    "nemotron_h": NEMOTRON_H, "granitemoehybrid": GRANITE, "bamba": BAMBA,
+    "falcon_h1": {**BAMBA, "layer": {**BAMBA["layer"], "beside.into": "mamba.in_proj", "beside.out": "mamba.out_proj"},
+                  "extra": {f"beside.{ours}": f"mamba.{theirs}" for ours, theirs in STATES.items()}},
+    "jamba": {**BAMBA, "layer": {**BAMBA["layer"], "attn.low": "mamba.x_proj", "attn.dt": "mamba.dt_proj",
+                                 **{f"attn.{x}_norm": f"mamba.{x}_layernorm" for x in ("dt", "b", "c")}}},
     "lfm2": LFM2, "lfm2_moe": LFM2,
     "qwen3_next": {
         "layer": {**QWEN, **dict.fromkeys((*INTO, "attn.in_z"), "linear_attn.in_proj_qkvz"),

@@ -70,6 +70,8 @@ class Experts:
         bias: True adds biases to the router and to the experts' projections.
         glu: the gated activation of the experts; None: the model's activation of the gate, times the other projection.
         eps: added to the sum by which weights are divided.
+        latent: number of channels of the tokens that experts compute, which a projection makes of the model's channels
+            and another one turns back; 0: the model's channels. The shared MLP has these in any case.
         jitter: of "sparsemixer": experts whose logit is relatively more than twice this below the best do not count.
     """
 
@@ -89,6 +91,7 @@ class Experts:
     bias: bool = False
     glu: ClippedSwiGLU | None = None
     eps: float = 0.0
+    latent: int = 0
     jitter: float = 0.01
 
     def __post_init__(self) -> None:

@@ -133,10 +133,11 @@ class Transformer(LayeredModel):
                         where=self._places(c.attending, c.summing))
 
     def _places(self, attending: tuple[int, ...], others: tuple[int, ...]) -> tuple[tuple[bool, int], ...]:
-        """Returns the place of each layer in a `PerLayer` cache."""
-        place = {layer: (other, i) for other, some in ((False, attending), (True, others))
+        """Returns the place of each of `DecoderConfig.entries` in a `PerLayer` cache."""
+        place = {(layer, other): (other, i) for other, some in ((False, attending), (True, others))
                  for i, layer in enumerate(some)}
-        return tuple(place[layer] for layer in self.config.own)
+        linear = self.config.summing
+        return tuple(place[layer, recurrent or layer in linear] for layer, recurrent in self.config.entries)
 
     @property
     def encodes(self) -> bool:

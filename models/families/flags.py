@@ -68,7 +68,9 @@ HARMLESS = re.compile(
     r"(^_|drop|initializer|init_std|variance_scale|init_method|token_id$|token_index$|router_aux|output_|jitter|summary_|dtype|version"
     r"|architectures|auto_map|use_cache|is_decoder|is_encoder_decoder|return_dict|problem_type|id2label|label2id|chunk_size"
     r"|gradient_checkpointing|pretraining_tp|slow_but_exact|reorder_and_upcast_attn|name_or_path|unsloth|task_specific"
-    r"|tokenizer_class|linear_dt_|linear_a_log_|model_max_length|fp32_combine|nextn|norm_min|quantization_config|attn_implementation)")
+    r"|tokenizer_class|linear_dt_|linear_a_log_|model_max_length|fp32_combine|nextn|norm_min|quantization_config|attn_implementation"
+    r"|mamba_kernels|mambapy|associative_scan|logits_to_keep|z_loss|prenorm_residual|shared_expert_overlap|^mtp_"
+    r"|time_step_(floor|min|max))")
 """Entries that do not change what a model computes, or that are read elsewhere."""
 
 

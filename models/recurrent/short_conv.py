@@ -26,15 +26,15 @@ class ShortConvBlock(nnx.Module):
 
     def __init__(self, c: DecoderConfig, rule: ShortConv, rngs: nnx.Rngs):
         self.rule, axis, size = rule, "conv_channels", rule.channels
-        self.in_b, self.in_c, self.in_x = (Linear(rngs, (c.width, size), ("embed", axis), rule.bias) for _ in range(3))
+        self.b, self.c, self.x = (Linear(rngs, (c.width, size), ("embed", axis), rule.bias) for _ in range(3))
         self.conv_taps = weight(rngs, (rule.conv, 1, size), (None, None, axis))
         self.conv_bias = nnx.Param(jnp.zeros(size), axes=(axis,)) if rule.bias else None
         self.out = Linear(rngs, (size, c.width), (axis, "embed"), rule.bias, STD / (2 * len(c.layers)) ** 0.5)
 
     def __call__(self, index: int, x: Array, tables: dict[Any, Any], attend: Any) -> tuple[Array, Any]:
-        walk = ConvWalk(self.rule, self.in_b(x) * self.in_x(x), self._convolved)
+        walk = ConvWalk(self.rule, self.b(x) * self.x(x), self._convolved)
         y, entry = attend(index, None, None, None, walk=walk)
-        return self.out(self.in_c(x) * y), entry
+        return self.out(self.c(x) * y), entry
 
     def _convolved(self, before: list[Array]) -> Array:
         """Returns the outputs of the convolution from its inputs, the farthest first."""

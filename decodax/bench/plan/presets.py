@@ -32,6 +32,10 @@ _DELTA = {"vocab_size": 248_320, "hidden_act": "silu", "rms_norm_eps": 1e-6, "he
           "partial_rotary_factor": 0.25, "rope_theta": 1e7, "max_position_embeddings": 262_144,
           "tie_word_embeddings": False}
 
+_LFM2 = {"vocab_size": 65_536, "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 8,
+         "conv_L_cache": 3, "conv_bias": False, "norm_eps": 1e-5, "rope_theta": 1e6, "max_position_embeddings": 128_000,
+         "tie_word_embeddings": True}
+
 PRESETS: dict[str, dict[str, Any]] = {
     "llama-3-8b": {**_LLAMA3, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32,
                    "num_attention_heads": 32},
@@ -75,6 +79,38 @@ PRESETS: dict[str, dict[str, Any]] = {
                       "first_k_dense_replace": 1, "q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256,
                       "rms_norm_eps": 1e-5, "max_position_embeddings": 202_752, "rope_theta": 1e6,
                       "rope_scaling": None},
+    "lfm2-1.2b": {**_LFM2, "model_type": "lfm2", "block_ff_dim": 12_288, "num_hidden_layers": 16,
+                  "full_attn_idxs": [2, 5, 8, 10, 12, 14]},
+    "lfm2-8b-a1b": {**_LFM2, "model_type": "lfm2_moe", "intermediate_size": 7168, "moe_intermediate_size": 1792,
+                    "num_hidden_layers": 24, "num_dense_layers": 2, "num_experts": 32, "num_experts_per_tok": 4,
+                    "use_expert_bias": True, "norm_topk_prob": True,
+                    "layer_types": ["full_attention" if i in (2, 6, 10, 14, 18, 21) else "conv" for i in range(24)]},
+    "nemotron-3-nano-30b-a3b": {
+        "model_type": "nemotron_h", "vocab_size": 131_072, "hidden_size": 2688, "intermediate_size": 1856,
+        "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME", "num_attention_heads": 32,
+        "num_key_value_heads": 2, "head_dim": 128, "mamba_num_heads": 64, "mamba_head_dim": 64, "ssm_state_size": 128,
+        "n_groups": 8, "n_routed_experts": 128, "num_experts_per_tok": 6, "moe_intermediate_size": 1856,
+        "moe_shared_expert_intermediate_size": 3712, "routed_scaling_factor": 2.5, "norm_topk_prob": True,
+        "max_position_embeddings": 262_144, "tie_word_embeddings": False},
+    "granite-4.0-h-tiny": {
+        "model_type": "granitemoehybrid", "vocab_size": 100_352, "hidden_size": 1536, "intermediate_size": 512,
+        "shared_intermediate_size": 1024, "num_hidden_layers": 40, "num_attention_heads": 12, "num_key_value_heads": 4,
+        "num_local_experts": 64, "num_experts_per_tok": 6, "mamba_n_heads": 48, "mamba_d_head": 64,
+        "mamba_d_state": 128, "layer_types": ["attention" if i % 10 == 5 else "mamba" for i in range(40)],
+        "position_embedding_type": "nope", "embedding_multiplier": 12, "attention_multiplier": 0.0078125,
+        "logits_scaling": 6, "residual_multiplier": 0.22, "rms_norm_eps": 1e-5, "max_position_embeddings": 131_072,
+        "tie_word_embeddings": True},
+    "falcon-h1-0.5b": {
+        "model_type": "falcon_h1", "vocab_size": 32_784, "hidden_size": 1024, "intermediate_size": 2048,
+        "num_hidden_layers": 36, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64,
+        "mamba_d_ssm": 1536, "mamba_n_heads": 24, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_n_groups": 1,
+        "mamba_rms_norm": False, "rms_norm_eps": 1e-5, "rope_theta": 1e11, "max_position_embeddings": 16_384,
+        "tie_word_embeddings": False},
+    "jamba-v0.1": {
+        "model_type": "jamba", "vocab_size": 65_536, "hidden_size": 4096, "intermediate_size": 14_336,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "num_experts": 16,
+        "num_experts_per_tok": 2, "rms_norm_eps": 1e-6, "max_position_embeddings": 262_144,
+        "tie_word_embeddings": False},
     "llada-8b": {"model_type": "llada", "vocab_size": 126_464, "embedding_size": 126_464, "d_model": 4096,
                  "mlp_hidden_size": 12_288, "n_layers": 32, "n_heads": 32, "n_kv_heads": 32, "rope_theta": 500_000.0,
                  "max_sequence_length": 4096, "rms_norm_eps": 1e-5, "weight_tying": False, "activation_type": "silu",
@@ -83,5 +119,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 """The presets by name: Llama 3 (Grattafiori et al., 2024), Qwen3 (Yang et al., 2025), Qwen3-Next and the language
 models of Qwen3.5 (Qwen Team, 2025 and 2026, as configured by transformers), Gemma 3 (Gemma Team, 2025), DeepSeek V3
-(DeepSeek-AI, 2024), Kimi K2 (Kimi Team, 2025), GLM-4.7-Flash, GPT-OSS (OpenAI, 2025), LLaDA (Nie et al., 2025). The
-experts of GPT-OSS are released in 4 bits: `weights="mxfp4"`."""
+(DeepSeek-AI, 2024), Kimi K2 (Kimi Team, 2025), GLM-4.7-Flash, GPT-OSS (OpenAI, 2025), LFM2 (Liquid AI, 2025),
+Nemotron 3 Nano (NVIDIA, 2025), Granite 4 H (IBM, 2025), Falcon-H1 (TII, 2025; without its factors, which change no
+size), Jamba (Lieber et al., 2024), LLaDA (Nie et al., 2025). The experts of GPT-OSS are released in 4 bits:
+`weights="mxfp4"`."""
