@@ -111,7 +111,7 @@ READS_INPUTS = ("jrt",)
 NO_TREE_BUFFER = ("rwkv-x",)
 FIRST_COPIES = ("phd-2", "phd-3")
 """These read a prompt by the first copy of each token, which predicts nothing."""
-OFTEN = ["mamba-2", "short convolution", "gated delta", "linearized beside softmax", "yoco", "phd-cswa-3", GUIDE]
+OFTEN = ["mamba-2", "gated delta", "linearized beside softmax", "yoco", "phd-cswa-3", GUIDE]
 LOOKUP = dx.Speculative(dx.drafts.PromptLookup(length=4))
 TREE = dx.trees.Fixed.balanced(2, 2)
 

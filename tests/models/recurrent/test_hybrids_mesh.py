@@ -11,6 +11,7 @@ from decodax.io.load import LM
 from decodax.models import Transformer
 from decodax.models.families import read_config
 from tests.caches.small import PROMPTS
+from tests.matrix import often
 
 pytestmark = pytest.mark.mesh
 
@@ -28,9 +29,9 @@ CASES = {
                                                          "num_experts": 4, "mamba_d_state": 6}}
 
 
-@pytest.mark.wide(but=("lfm2-Auto",))
-@pytest.mark.parametrize("family", CASES)
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.wide
+@pytest.mark.parametrize("family", often(["lfm2", "nemotron_h"], CASES))
+@pytest.mark.parametrize("kind", often(["Auto"], ["Auto", "Explicit"]))
 def test_the_same_tokens(family: str, kind: str) -> None:
     """Rows over one axis and heads, channels or experts over the other, with drafts."""
     model = Transformer(read_config({"model_type": family, **COMMON, **CASES[family]}))
