@@ -83,7 +83,7 @@ class Layer:
         sinks: True gives each query head a learned score that takes part in the softmax without a value, so that the
             weights of keys sum to less than one (GPT-OSS).
         latent: multi-head latent attention in place of keys and values for each head. It takes a rope, whose width is
-            the rotated part of a head. None: keys and values for each head.
+            the rotated part of a head, or `Latent.plain`. None: keys and values for each head.
         output_gate: True multiplies the attention's output by the sigmoid of a projection of the layer's input.
         block: position of the norms in this layer, "pre" or "post"; None: as `DecoderConfig.block` says.
         half: the only half of the layer: "attention", or the recurrent block in its place, or "mlp", for which the
@@ -111,10 +111,11 @@ class Layer:
     beside: bool = False
 
     def __post_init__(self) -> None:
-        if self.latent is not None and (self.rope is None or self.rope.chunks is not None or dataclasses.replace(
+        if self.latent is not None and ((self.rope is None) != (self.latent.plain > 0) or (
+                self.rope is not None and self.rope.chunks is not None) or dataclasses.replace(
                 self, latent=None, rope=None, scale=None, experts=None, query_scale=None) != Layer()):
-            raise ValueError("latent: takes a rope without chunks, and of the other options scale, experts and "
-                             "query_scale")
+            raise ValueError("latent: takes a rope without chunks, or none and a width of the key that heads share "
+                             "(plain), and of the other options scale, experts and query_scale")
         if self.recurrent is not None and not self.beside and dataclasses.replace(
                 self, recurrent=None, experts=None, block=None, half=None) != Layer():
             raise ValueError("recurrent: cannot be combined with options of attention")
@@ -245,9 +246,10 @@ class DecoderConfig:
             raise ValueError(f"twin_norms: got True with block {self.block!r}, takes block 'parallel'")
         if self.tied and self.head_bias:
             raise ValueError("head_bias: got True, a tied head takes False")
-        if self.latent and (self.latent < len(self.layers) or self.attention_softcap is not None
+        if self.latent and (self.latent < len(self.attending) or self.summing or self.attention_softcap is not None
                             or self.qk_norm is not None or self.value_heads is not None):
-            raise ValueError("latent: takes all layers, and no soft cap of the scores, qk_norm or value_heads")
+            raise ValueError("latent: takes all layers with attention, and no soft cap of the scores, qk_norm or "
+                             "value_heads")
         for i, layer in enumerate(self.layers):
             if layer.kv_heads is not None and (layer.kv_heads < 1 or self.heads % layer.kv_heads):
                 raise ValueError(f"kv_heads: got {layer.kv_heads} for layer {i}, takes a divisor of heads = "
@@ -300,7 +302,7 @@ class DecoderConfig:
 
     @property
     def latent(self) -> int:
-        """Number of layers with multi-head latent attention: 0, or all layers."""
+        """Number of layers with multi-head latent attention: 0, or all layers with attention."""
         return sum(layer.latent is not None for layer in self.layers)
 
     @property

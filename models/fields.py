@@ -75,7 +75,7 @@ _KEYS: dict[Kind, str] = {
           "mamba_conv_bias mamba_proj_bias mamba_rms_norm mamba_norm_before_gate projectors_bias "
           "linear_allow_neg_eigval conv_bias block_auto_adjust_ff_dim use_expert_bias tie_embedding",
     OBJECT: "rope_scaling rope_parameters text_config full_attention sliding_attention diffusion "
-            "dual_chunk_attention_config",
+            "dual_chunk_attention_config linear_attn_config",
     NUMBER: "embedding_multiplier attention_multiplier residual_multiplier logit_scale mscale mscale_all_dim "
             "llama_4_scaling_beta attn_scale key_multiplier attention_in_multiplier attention_out_multiplier "
             "ssm_in_multiplier ssm_out_multiplier lm_head_multiplier",
@@ -96,7 +96,8 @@ _KEYS: dict[Kind, str] = {
            "linear_num_value_heads linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim "
            "qk_rope_head_dim qk_nope_head_dim v_head_dim index_n_heads index_head_dim conv_L_cache "
            "mamba_num_heads mamba_head_dim mamba_n_heads mamba_n_groups mamba_d_state mamba_d_conv mamba_expand "
-           "ssm_state_size attention_head_dim",
+           "ssm_state_size attention_head_dim linear_head_dim linear_num_heads num_experts_per_token num_expert_group "
+           "short_conv_kernel_size",
     WIDTH: "hidden_size n_embd n_embed d_model word_embed_proj_dim lru_width kv_lora_rank q_lora_rank mamba_d_ssm "
            "moe_latent_size",
     ENTRIES: "vocab_size embedding_size intermediate_size n_inner mlp_hidden_size moe_intermediate_size d_ff "
@@ -112,7 +113,7 @@ _KEYS: dict[Kind, str] = {
     IDS: "eos_token_id bos_token_id pad_token_id",
     LAYER_TYPES: "layer_types",
     _list(_whole(0, 1), "0 and 1"): "no_rope_layers",
-    _list(INDEX, "layers, from 0 on"): "mlp_only_layers moe_layers full_attn_idxs attn_layer_indices",
+    _list(INDEX, "layers, from 0 on"): "mlp_only_layers moe_layers full_attn_idxs attn_layer_indices full_attn_layers",
     _list(NUMBER, "numbers"): "mlp_multipliers ssm_multipliers",
     _list(TEXT, "names"): "layers_block_type",
     Kind("a whole number from 1 to 65,536, or 'auto'", lambda x: x == "auto" or HEADS.fits(x)):
@@ -125,7 +126,7 @@ KINDS = {key: kind for kind, keys in _KEYS.items() for key in keys.split()}
 """Kind by key, also for nested objects. Entries that are not listed are not checked."""
 
 NESTED = ("rope_scaling", "rope_parameters", "full_attention", "sliding_attention", "text_config",
-          "dual_chunk_attention_config")
+          "dual_chunk_attention_config", "linear_attn_config")
 
 
 def checked(c: Mapping[str, Any], inside: str = "") -> dict[str, Any]:

@@ -40,6 +40,24 @@ LFM2: dict[str, Any] = {
     "correction": "feed_forward.expert_bias", "norm": "embedding_norm", "fused": (GATES,),
     "extra": {"attn.conv_taps": "conv.conv.weight", "attn.conv_bias": "conv.conv.bias"}}
 
+KIMI: dict[str, Any] = {
+    "layer": {**NORMS, **MLP, **{f"attn.{x}": f"self_attn.{x}_proj" for x in "qo"}, "attn.out": "self_attn.o_proj",
+              "attn.q_a": "self_attn.q_a_proj", "attn.q_a_norm": "self_attn.q_a_layernorm",
+              "attn.q_b": "self_attn.q_b_proj", "attn.kv_a": "self_attn.kv_a_proj_with_mqa",
+              "attn.kv_a_norm": "self_attn.kv_a_layernorm",
+              **dict.fromkeys(("attn.k_b", "attn.v_b"), "self_attn.kv_b_proj"), "attn.y_norm": "self_attn.o_norm",
+              **{f"attn.in_{x}": f"self_attn.{x}_proj" for x in "qkvb"},
+              **{f"attn.{ours}": f"self_attn.{theirs}_proj" for ours, theirs in (
+                  ("low_a", "f_a"), ("in_a", "f_b"), ("low_z", "g_a"), ("in_z", "g_b"))},
+              "mlp.router": "block_sparse_moe.gate",
+              **{f"mlp.shared.{x}": f"block_sparse_moe.shared_experts.{x}_proj" for x in ("gate", "up", "down")}},
+    "experts": {f"mlp.{part}": f"block_sparse_moe.experts.{{expert}}.w{i}"
+                for part, i in (("gate", 1), ("up", 3), ("down", 2))},
+    "correction": "block_sparse_moe.gate.e_score_correction_bias", "fused": (("attn.k_b", "attn.v_b"),),
+    "grouped": True, "padded": {"attn.A_log": 2},
+    "extra": {"attn.A_log": "self_attn.A_log", "attn.dt_bias": "self_attn.dt_bias",
+              **{f"attn.{x}_taps": f"self_attn.{x}_conv1d.weight" for x in "qkv"}}}
+
 STATES = {"A_log": "A_log", "D": "D", "dt_bias": "dt_bias", "y_scale": "norm.weight", "conv_taps": "conv1d.weight",
           "conv_bias": "conv1d.bias"}
 NEMOTRON_H: dict[str, Any] = {
@@ -68,7 +86,7 @@ GRANITE: dict[str, Any] = {
     "extra": BAMBA["extra"], "fused": (("mlp.gate", "mlp.up"), SHARED_HALVES)}
 
 NAMES: dict[str, dict[str, Any]] = {
-    "nemotron_h": NEMOTRON_H, "granitemoehybrid": GRANITE, "bamba": BAMBA,
+    "kimi_linear": KIMI, "nemotron_h": NEMOTRON_H, "granitemoehybrid": GRANITE, "bamba": BAMBA,
     "falcon_h1": {**BAMBA, "layer": {**BAMBA["layer"], "beside.into": "mamba.in_proj", "beside.out": "mamba.out_proj"},
                   "extra": {f"beside.{ours}": f"mamba.{theirs}" for ours, theirs in STATES.items()}},
     "jamba": {**BAMBA, "layer": {**BAMBA["layer"], "attn.low": "mamba.x_proj", "attn.dt": "mamba.dt_proj",

@@ -279,7 +279,7 @@ class Transformer(LayeredModel):
             return out, ()
 
         x = network.embedded(tokens, where, values, given)
-        alone: Attend = attend if not self.config.latent or self.config.indexed else Expanding(
+        alone: Attend = attend if not self.config.latent or self.config.indexed or self.config.recurrent else Expanding(
             lambda q, k, v, scale: window_attention_lse(q, k, v, seen, where, scale=scale))
         return network(x, where, alone, self.context, keep, near=near)[0], network.logits
 

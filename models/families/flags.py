@@ -42,9 +42,10 @@ SHOWN: dict[str, Callable[[DecoderConfig, Any], bool]] = {
     "embedding_multiplier": lambda d, value: d.embed_scale == value,
     "index_topk": lambda d, value: all(layer.latent is not None and layer.latent.indexer is not None
                                        and layer.latent.indexer.top == value for layer in d.layers),
-    "kv_lora_rank": lambda d, value: all(layer.latent is not None and layer.latent.rank == value for layer in d.layers),
+    "kv_lora_rank": lambda d, value: all(layer.latent is not None and layer.latent.rank == value
+                                         for layer in d.layers if layer.recurrent is None),
     "q_lora_rank": lambda d, value: all(layer.latent is not None and layer.latent.query_rank == value
-                                        for layer in d.layers),
+                                        for layer in d.layers if layer.recurrent is None),
     "final_logit_softcapping": lambda d, value: d.logit_softcap == value,
     "logits_scaling": lambda d, value: math.isclose(d.logit_scale * value, 1.0),
     "n_group": _mixtures("groups"),

@@ -49,7 +49,8 @@ class DeltaBlock(nnx.Module):
             self.in_a, self.in_z = into(decays), into(values)
         self.q_taps, self.k_taps, self.v_taps = (weight(rngs, (rule.conv, 1, size), (None, None, axis))
                                                  for size in (keys, keys, values))
-        self.A_log = nnx.Param(jnp.log(jnp.linspace(1.0, 16.0, heads)), axes=(axis,))
+        speeds = jnp.log(jnp.linspace(1.0, 16.0, heads))
+        self.A_log = nnx.Param(speeds[:, None], axes=(axis, None)) if rule.rank else nnx.Param(speeds, axes=(axis,))
         self.dt_bias = nnx.Param(jnp.ones(decays), axes=(axis,))
         self.y_norm = Norm(NormConfig(eps=rule.eps), (rule.value_dim,), (None,))
         self.out = Linear(rngs, (values, c.width), (axis, "embed"), False, STD / (2 * len(c.layers)) ** 0.5)
@@ -59,7 +60,7 @@ class DeltaBlock(nnx.Module):
         steps = jax.nn.softplus(self.in_a(low_a).astype(jnp.float32) + self.dt_bias[...].astype(jnp.float32))
         speed = jnp.exp(self.A_log[...].astype(jnp.float32))
         if self.rule.rank:
-            steps, speed = steps.reshape(*x.shape[:2], self.rule.value_heads, -1), speed[:, None]
+            steps = steps.reshape(*x.shape[:2], self.rule.value_heads, -1)
         decay, rate = -speed * steps, self.rule.rate * jax.nn.sigmoid(self.in_b(x).astype(jnp.float32))
         # One array whose axis of heads comes first, so that a mesh divides it by heads.
         groups = [self._split(part(x)) for part in (self.in_q, self.in_k, self.in_v)]

@@ -30,7 +30,8 @@ WITHOUT_EFFECT_HERE = {
     "ernie4_5_moe": {"moe_layer_end_index", "moe_layer_interval"}, "exaone4": {"sliding_window_pattern"},
     "llama4_text": {"interleave_moe_layer_step", "no_rope_layer_interval"},
     # computed from the widths of the two parts of a head
-    **{kind: {"head_dim", "qk_head_dim"} for kind in ("deepseek_v2", "deepseek_v3", "mistral4", "youtu")},
+    **{kind: {"head_dim", "qk_head_dim"} for kind in ("deepseek_v2", "deepseek_v3", "kimi_linear", "mistral4",
+                                                                 "youtu")},
     "glm4_moe_lite": {"qk_head_dim"},
     "deepseek_v32": {"head_dim", "qk_head_dim", "first_k_dense_replace"},
     "falcon_h1": {"mamba_expand", "mamba_norm_before_gate"}, "jamba": {"attn_layer_period", "expert_layer_period"},

@@ -1,11 +1,12 @@
 """Tiny configurations of every family, as transformers writes them: the cases of the model tests."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 COMMON = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
           "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0,
@@ -28,6 +29,9 @@ DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_hea
          "num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
 SHARED = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
           "shared_expert_intermediate_size": 20}
+KIMI = {"num_key_value_heads": 4, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 10,
+        "num_hidden_layers": 3, "linear_head_dim": 6, "linear_num_heads": 2, "moe_intermediate_size": 24,
+        "num_experts_per_token": 2, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
 NEMOTRON = {"head_dim": 16, "mamba_num_heads": 4, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 6,
             "chunk_size": 8, "n_routed_experts": 4, "moe_intermediate_size": 24, "num_hidden_layers": None,
             "moe_shared_expert_intermediate_size": 20, "routed_scaling_factor": 1.7}
@@ -187,6 +191,9 @@ CASES: dict[str, tuple[str, dict[str, Any], int | None]] = {
     "olmo-hybrid": ("olmo_hybrid", DELTA, None),
     "olmo-hybrid-rope": ("olmo_hybrid", {**DELTA, "linear_num_key_heads": 4, "linear_allow_neg_eigval": False,
                                          **rope("default")}, None),
+    "kimi-linear": ("kimi_linear", {**KIMI, "num_experts": 4, "num_expert_group": 2, "topk_group": 2}, None),
+    "kimi-linear-query": ("kimi_linear", {**KIMI, "q_lora_rank": 12, "num_experts": 4, "mlp_layer_types": [
+        "sparse", "dense", "dense"]}, None),
     "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3,
                       "block_multiple_of": 12}, None),
     "lfm2-bias": ("lfm2", {"full_attn_idxs": [0], "conv_bias": True, "conv_L_cache": 5, "tie_word_embeddings": False,
@@ -225,9 +232,9 @@ ALIKE = {"arcee", "deepseek-v2-lite", "deepseek-v3-halves", "ernie4.5", "exaone4
 ALIKE = {"arcee", "ernie4.5", "exaone4-full", "falcon", "falcon-11b", "glm", "gpt-neox-serial", "granite-moe", "hy3",
          "llama4-top2", "llama4-types", "nemotron-bias", "opt-plain-norms", "qwen2-moe-normed", "seed-oss",
          "starcoder2-plain", "llama-linear", "llama-yarn", "ministral", "phi-qk-norm", "qwen3-bias", "qwen3-moe-normed",
-         "smollm3", "stablelm", "qwen3.5-moe", "olmo-hybrid-rope", "lfm2-bias", "lfm2-moe", "nemotron-h-dense",
-         "nemotron-h-latent", "granite-h-micro", "granite-4-micro", "bamba", "falcon-h1-norm", "falcon-h1-gate-first",
-         "jamba-dense"}
+         "smollm3", "stablelm", "qwen3.5-moe", "olmo-hybrid-rope", "kimi-linear-query", "lfm2-bias", "lfm2-moe",
+         "nemotron-h-dense", "nemotron-h-latent", "granite-h-micro", "granite-4-micro", "bamba", "falcon-h1-norm",
+         "falcon-h1-gate-first", "jamba-dense"}
 """Cases that differ little from another one."""
 
 
@@ -258,6 +265,11 @@ def saved(name: str, directory: Path, **options: Any) -> transformers.PreTrained
     model.save_pretrained(directory, **options)
     if model.config.model_type == "olmo_hybrid":
         save_file(released(model), directory / "model.safetensors", {"format": "pt"})
+    if model.config.model_type == "kimi_linear":
+        # transformers 5.24 also gives dense MLPs the name that released files have for mixtures
+        file = directory / "model.safetensors"
+        tensors = {re.sub(r"block_sparse_moe\.(\w+_proj)", r"mlp.\1", name): x for name, x in load_file(file).items()}
+        save_file(tensors, file, {"format": "pt"})
     return model
 
 

@@ -111,6 +111,14 @@ PRESETS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "num_experts": 16,
         "num_experts_per_tok": 2, "rms_norm_eps": 1e-6, "max_position_embeddings": 262_144,
         "tie_word_embeddings": False},
+    "kimi-linear-48b-a3b": {
+        "model_type": "kimi_linear", "vocab_size": 163_840, "hidden_size": 2304, "intermediate_size": 9216,
+        "num_hidden_layers": 27, "num_attention_heads": 32, "num_key_value_heads": 32, "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "num_experts": 256,
+        "num_experts_per_token": 8, "moe_intermediate_size": 1024, "num_shared_experts": 1, "first_k_dense_replace": 1,
+        "routed_scaling_factor": 2.446, "rms_norm_eps": 1e-5, "model_max_length": 1_048_576, "linear_attn_config": {
+            "full_attn_layers": [4, 8, 12, 16, 20, 24, 27], "num_heads": 32, "head_dim": 128,
+            "short_conv_kernel_size": 4}, "tie_word_embeddings": False},
     "llada-8b": {"model_type": "llada", "vocab_size": 126_464, "embedding_size": 126_464, "d_model": 4096,
                  "mlp_hidden_size": 12_288, "n_layers": 32, "n_heads": 32, "n_kv_heads": 32, "rope_theta": 500_000.0,
                  "max_sequence_length": 4096, "rms_norm_eps": 1e-5, "weight_tying": False, "activation_type": "silu",
@@ -121,5 +129,5 @@ PRESETS: dict[str, dict[str, Any]] = {
 models of Qwen3.5 (Qwen Team, 2025 and 2026, as configured by transformers), Gemma 3 (Gemma Team, 2025), DeepSeek V3
 (DeepSeek-AI, 2024), Kimi K2 (Kimi Team, 2025), GLM-4.7-Flash, GPT-OSS (OpenAI, 2025), LFM2 (Liquid AI, 2025),
 Nemotron 3 Nano (NVIDIA, 2025), Granite 4 H (IBM, 2025), Falcon-H1 (TII, 2025; without its factors, which change no
-size), Jamba (Lieber et al., 2024), LLaDA (Nie et al., 2025). The experts of GPT-OSS are released in 4 bits:
-`weights="mxfp4"`."""
+size), Jamba (Lieber et al., 2024), Kimi Linear (Kimi Team, 2025), LLaDA (Nie et al., 2025). The experts of GPT-OSS are
+released in 4 bits: `weights="mxfp4"`."""

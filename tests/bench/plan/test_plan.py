@@ -23,7 +23,8 @@ PARAMETERS = {"llama-3-8b": 8.03, "llama-3-70b": 70.55, "qwen3-8b": 8.19, "qwen3
               "gemma-3-27b": 27.01, "gpt-oss-20b": 20.91, "gpt-oss-120b": 116.83, "llada-8b": 8.02,
               "deepseek-v3": 671.026, "kimi-k2": 1026.408, "glm-4.7-flash": 29.943,
               "lfm2-1.2b": 1.170, "lfm2-8b-a1b": 8.340, "nemotron-3-nano-30b-a3b": 31.58, "granite-4.0-h-tiny": 6.94,
-              "falcon-h1-0.5b": 0.521, "jamba-v0.1": 51.57}
+              "falcon-h1-0.5b": 0.521, "jamba-v0.1": 51.57,
+              "kimi-linear-48b-a3b": 49.12}
 """Billions, as on the models' cards; of Gemma and Qwen3.5 the text model, and without layers for further tokens."""
 
 

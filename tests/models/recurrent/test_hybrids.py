@@ -32,6 +32,9 @@ MAMBA2 = {"mamba_n_heads": 4, "mamba_d_state": 6}
 GRANITE = {**COMMON, **MAMBA2, "model_type": "granitemoehybrid", "num_hidden_layers": 2, "layer_types": [
     "mamba", "attention"], "num_local_experts": 0, "num_experts_per_tok": 0, "position_embedding_type": "nope"}
 FALCON = {**COMMON, **MAMBA2, "model_type": "falcon_h1", "num_hidden_layers": 2, "mamba_d_ssm": 24}
+KIMI = {**COMMON, "model_type": "kimi_linear", "num_key_value_heads": 4, "num_hidden_layers": 2, "kv_lora_rank": 8,
+        "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 6, "num_experts": 4, "num_experts_per_token": 2,
+        "moe_intermediate_size": 12, "linear_attn_config": {"full_attn_layers": [2], "head_dim": 6, "num_heads": 2}}
 JAMBA = {**COMMON, "model_type": "jamba", "num_hidden_layers": 2, "attn_layer_period": 2, "attn_layer_offset": 1,
          "num_experts": 4}
 
@@ -59,7 +62,7 @@ def test_what_a_cache_and_a_draft_store() -> None:
 
 
 @pytest.mark.parametrize("entries", [LFM2, NEMOTRON, {**GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2},
-                                     FALCON, JAMBA], ids=lambda c: c["model_type"])
+                                     FALCON, JAMBA, KIMI], ids=lambda c: c["model_type"])
 def test_a_directory_is_written_and_read(entries: dict[str, Any], tmp_path: Path) -> None:
     """Under the names and with the entries of released files; tensors of layers for further tokens are skipped."""
     model = Transformer(read_config(entries))
@@ -123,6 +126,8 @@ def test_samples_and_beams_take_their_states_along(entries: dict[str, Any]) -> N
     ({**FALCON, "mlp_multipliers": [1.0]}, r"mlp_multipliers: got \[1\.0\], takes 2 numbers"),
     ({**FALCON, "projectors_bias": True}, r"projectors_bias: got True, supported is False"),
     ({**FALCON, "mamba_n_groups": 3}, r"mamba_n_groups: got 3, takes a divisor of mamba_n_heads = 4"),
+    ({**KIMI, "mla_use_nope": False}, r"mla_use_nope: got False, supported is True"),
+    ({**KIMI, "linear_attn_config": {"full_attn_layers": [3]}}, r"layer_types, .*: got no layer with attention"),
     ({**JAMBA, "attn_layer_offset": 2}, r"attn_layer_offset: got 2, takes less than attn_layer_period = 2")])
 def test_wrong_entries_are_refused_by_name(entries: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}"):
