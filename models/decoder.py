@@ -206,7 +206,7 @@ class DecoderLayer(nnx.Module):
         scale, mlp = self.c.residual_scale, self.mlp
         keeps = (keep[:, 0], keep[:, 1]) if isinstance(keep, Array) else keep
         normed = _optional(self.attn_in, x)
-        entry: Any = ()
+        entry = ()
         if self.attn is not None:
             branch, entry = self._attention(index, normed, tables, attend, keeps[0])
             if self.c.block == "parallel":

@@ -121,7 +121,7 @@ def _mixed(x: Array, which: Array, weights: Array, gate: Kernel | None, up: Kern
             own = jax.tree.map(lambda kernel: kernel[jnp.minimum(e, E - 1)], (gate, up, down, inner))
             one, other, last, (first, second) = own[0], own[1], own[2], own[3] or (0, 0)
             own_x = x[rows] * worth[:, None] if on_input else x[rows]
-            gated = 0 if one is None else multiply(own_x, one) + first
+            gated = jnp.zeros(()) if one is None else multiply(own_x, one) + first
             return multiply(glu(gated, multiply(own_x, other) + second), last)
 
         return lax.cond(e < E, run, lambda: jnp.zeros((BLOCK, x.shape[1]), x.dtype))
