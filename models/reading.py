@@ -41,12 +41,14 @@ def read_shape(c: Json, **changes: Any) -> dict[str, Any]:
 def read_experts(count: int, chosen: int, width: int, normalise: bool = True, key: str = "num_experts_per_tok",
                  **fields: Any) -> Experts:
     """Returns a mixture; `fields` are the other ones of `Experts`, `key` is the entry of the chosen experts."""
+    if count < 1:
+        raise ValueError(f"num_experts, num_local_experts or n_routed_experts: got {count}, takes 1 or more")
     if chosen > count:
         raise ValueError(f"{key}: got {chosen}, takes at most the number of experts, {count}")
     try:
         return Experts(count, chosen, width, normalise, **fields)
     except ValueError as e:
-        raise ValueError(f"{key}, n_routed_experts, n_group or topk_group: {e}") from None
+        raise ValueError(f"{key}, n_routed_experts, n_group, num_expert_group or topk_group: {e}") from None
 
 
 def with_experts(layers: tuple[Layer, ...], experts: Experts,

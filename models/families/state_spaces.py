@@ -54,8 +54,10 @@ def _nemotron_kinds(c: Json) -> list[str]:
     """Returns the kind of each layer."""
     if (kinds := c.get("layers_block_type")) is not None:
         found = [OLDER.get(kind, kind) for kind in kinds]
+    elif (pattern := c.get("hybrid_override_pattern")) is not None:
+        found = [LETTERS.get(letter, letter) for letter in pattern]
     else:
-        found = [LETTERS.get(letter, letter) for letter in c["hybrid_override_pattern"]]
+        raise ValueError("layers_block_type, hybrid_override_pattern: got neither, takes one of them")
     if unknown := sorted(set(found) - set(LETTERS.values())):
         raise ValueError(f"layers_block_type, hybrid_override_pattern: got {unknown}, takes "
                          f"{', '.join(LETTERS.values())}, as letters {', '.join(LETTERS)}")
